@@ -1,0 +1,74 @@
+"""Every exception that jaxinf raises on purpose, in one tree.
+
+Invariant: a message says where, what was expected and by whom, what was found, and
+what to do. Bad arguments raise ``ValueError`` or ``TypeError`` as usual in Python;
+what is wrong with a store, a drive or an optimizer is a `JaxinfError`.
+"""
+
+__all__ = [
+    "DeviceConfigurationError",
+    "DivergedParamsError",
+    "JaxinfError",
+    "NonFiniteGradientError",
+    "StaleStateError",
+    "StoreClosedError",
+    "StoreError",
+    "StoreFormatError",
+    "StoreIOError",
+    "StoreLockedError",
+    "StoreMismatchError",
+    "StoreSpaceError",
+    "UnsupportedTransformError",
+]
+
+
+class JaxinfError(Exception):
+    """Root of the tree."""
+
+
+class StoreError(JaxinfError):
+    """Something is wrong with a store on disk, or with how it is used."""
+
+
+class StoreLockedError(StoreError):
+    """Another live process (or this one) already writes to the store."""
+
+
+class StoreFormatError(StoreError):
+    """A store's own files are corrupt, incomplete, or of a format not known here."""
+
+
+class StoreMismatchError(StoreError):
+    """The store holds another optimizer, tree, shape, dtype or other params."""
+
+
+class StoreSpaceError(StoreError):
+    """A file system has too little room for what was asked; nothing was written."""
+
+
+class StoreIOError(StoreError):
+    """The operating system failed a read or a write of the store's data."""
+
+
+class StoreClosedError(StoreError):
+    """The store was closed, or closed itself after a failure."""
+
+
+class StaleStateError(StoreError):
+    """The transform's state is of another step than the store."""
+
+
+class DivergedParamsError(StoreError):
+    """The params on the JAX device are not those whose master the store holds."""
+
+
+class NonFiniteGradientError(JaxinfError):
+    """A gradient holds NaN or Inf; the step was refused and nothing was committed."""
+
+
+class DeviceConfigurationError(JaxinfError):
+    """The JAX devices of this process are set up in a way known to deadlock."""
+
+
+class UnsupportedTransformError(JaxinfError):
+    """An optax transformation cannot be updated near storage."""
