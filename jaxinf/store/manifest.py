@@ -1,0 +1,247 @@
+"""``jaxinf.json``: what a store holds, and how two descriptions of it differ.
+
+Invariant: a manifest is immutable and round-trips through JSON unchanged. What cannot
+be understood is a `StoreFormatError`; nothing is guessed.
+"""
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxinf.errors import StoreFormatError
+from jaxinf.layout import LeafGrid
+from jaxinf.store.names import MASTER_PARAMS, array_name, leaf_name
+
+__all__ = ["FORMAT_VERSION", "LeafRecord", "Manifest", "StateRecord", "dtype_of"]
+
+FORMAT_VERSION = 1
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """The NumPy dtype of a name on disk, ``bfloat16`` included."""
+    import ml_dtypes
+
+    if name == "bfloat16":
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+@dataclass(frozen=True)
+class StateRecord:
+    """One stored state of a leaf: its optax field name and its dtype's name."""
+
+    name: str
+    dtype: str
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return dtype_of(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class LeafRecord:
+    """One leaf of the params tree.
+
+    Attributes:
+      path: its keys.
+      shape: its natural shape.
+      dtype: the dtype of the params on the JAX device.
+      kernel: key into `Manifest.kernels`.
+      states: what is stored, the master params first.
+      chunk_shape: of every state's array.
+      shard_counts: shards along each dimension when the store was made.
+      csds: the CSD of each chunk, in grid order.
+    """
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    kernel: str
+    states: tuple[StateRecord, ...]
+    chunk_shape: tuple[int, ...]
+    shard_counts: tuple[int, ...]
+    csds: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The leaf's keys joined by ``/``."""
+        return leaf_name(self.path)
+
+    @property
+    def grid(self) -> LeafGrid:
+        """The chunk grid."""
+        return LeafGrid(shape=self.shape, chunk_shape=self.chunk_shape)
+
+    def array_name(self, state: str) -> str:
+        """Directory of one state's array, relative to a slot."""
+        return array_name(state, self.path)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of ``jaxinf.json``; see docs/format.md for each key."""
+
+    store_id: str
+    csds: tuple[str, ...]
+    kernels: Mapping[str, tuple[str, ...]]
+    leaves: tuple[LeafRecord, ...]
+    created_by: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def num_params(self) -> int:
+        """Elements over all leaves."""
+        return sum(int(np.prod(leaf.shape, dtype=np.int64)) for leaf in self.leaves)
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Every state's name, the master params first."""
+        names = dict.fromkeys(s.name for leaf in self.leaves for s in leaf.states)
+        return tuple(names) or (MASTER_PARAMS,)
+
+    def to_json(self) -> dict[str, Any]:
+        """As written to disk."""
+        return {
+            "format": "jaxinf",
+            "format_version": FORMAT_VERSION,
+            "store_id": self.store_id,
+            "created_by": dict(self.created_by),
+            "csds": list(self.csds),
+            "kernels": {key: list(lines) for key, lines in self.kernels.items()},
+            "leaves": [_leaf_to_json(leaf) for leaf in self.leaves],
+        }
+
+    @classmethod
+    def read(cls, path: Path) -> "Manifest":
+        """Reads ``jaxinf.json``.
+
+        Raises:
+          StoreFormatError: when it is corrupt, or of a newer format.
+        """
+        try:
+            document = json.loads(path.read_text())
+        except (ValueError, UnicodeDecodeError) as error:
+            raise StoreFormatError(
+                f"{path}: expected the JSON manifest of a jaxinf store, found text "
+                f"that does not parse ({error}); restore the file from a backup or "
+                "remove the store and start again"
+            ) from error
+        _check_header(path, document)
+        try:
+            return cls._from_json(document)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise StoreFormatError(
+                f"{path}: the manifest is incomplete or damaged "
+                f"({type(error).__name__}: {error}); restore the file from a backup "
+                "or remove the store and start again"
+            ) from error
+
+    @classmethod
+    def _from_json(cls, document: Mapping[str, Any]) -> "Manifest":
+        return cls(
+            store_id=str(document["store_id"]),
+            csds=tuple(document["csds"]),
+            kernels={k: tuple(v) for k, v in document["kernels"].items()},
+            leaves=tuple(_leaf_from_json(leaf) for leaf in document["leaves"]),
+            created_by=dict(document["created_by"]),
+        )
+
+    def difference(self, other: "Manifest") -> list[str]:
+        """How the tree and the optimizer of `other` differ from this one's, as lines.
+
+        Grids, CSDs and versions do not count: they are this store's own business.
+        """
+        mine = {leaf.name: leaf for leaf in self.leaves}
+        theirs = {leaf.name: leaf for leaf in other.leaves}
+        lines = [f"- leaf {name} is in the store only" for name in mine.keys() - theirs]
+        lines += [f"+ leaf {name} is not in the store" for name in theirs.keys() - mine]
+        lines.sort(key=lambda line: line[2:])
+        for name in (n for n in mine if n in theirs):
+            lines += _leaf_difference(mine[name], theirs[name])
+        if not lines:
+            lines += self._kernel_difference(mine, other, theirs)
+        return lines
+
+    def _kernel_difference(
+        self,
+        mine: Mapping[str, LeafRecord],
+        other: "Manifest",
+        theirs: Mapping[str, LeafRecord],
+    ) -> list[str]:
+        for name, leaf in mine.items():
+            old, new = self.kernels[leaf.kernel], other.kernels[theirs[name].kernel]
+            if old != new:
+                diff = difflib.unified_diff(old, new, "store", "optimizer", lineterm="")
+                return [f"the update of leaf {name} has other equations:", *diff]
+        return []
+
+
+def _leaf_difference(old: LeafRecord, new: LeafRecord) -> list[str]:
+    lines = []
+    if old.shape != new.shape:
+        lines.append(f"leaf {old.name}: shape {old.shape} in the store, {new.shape}")
+    if old.dtype != new.dtype:
+        lines.append(f"leaf {old.name}: params {old.dtype} in the store, {new.dtype}")
+    if old.states != new.states:
+        lines.append(
+            f"leaf {old.name}: states {_states_text(old.states)} in the store, "
+            f"{_states_text(new.states)}"
+        )
+    return lines
+
+
+def _states_text(states: Sequence[StateRecord]) -> str:
+    return "(" + ", ".join(f"{s.name} {s.dtype}" for s in states) + ")"
+
+
+def _leaf_to_json(leaf: LeafRecord) -> dict[str, Any]:
+    return {
+        "path": list(leaf.path),
+        "shape": list(leaf.shape),
+        "dtype": leaf.dtype,
+        "kernel": leaf.kernel,
+        "states": [[state.name, state.dtype] for state in leaf.states],
+        "chunk_shape": list(leaf.chunk_shape),
+        "shard_counts": list(leaf.shard_counts),
+        "csds": list(leaf.csds),
+    }
+
+
+def _leaf_from_json(document: Mapping[str, Any]) -> LeafRecord:
+    states = tuple(StateRecord(name, dtype) for name, dtype in document["states"])
+    for state in states:
+        dtype_of(state.dtype)
+    return LeafRecord(
+        path=tuple(str(key) for key in document["path"]),
+        shape=tuple(int(n) for n in document["shape"]),
+        dtype=str(document["dtype"]),
+        kernel=str(document["kernel"]),
+        states=states,
+        chunk_shape=tuple(int(n) for n in document["chunk_shape"]),
+        shard_counts=tuple(int(n) for n in document["shard_counts"]),
+        csds=tuple(int(n) for n in document["csds"]),
+    )
+
+
+def _check_header(path: Path, document: Any) -> None:
+    if not isinstance(document, Mapping) or document.get("format") != "jaxinf":
+        raise StoreFormatError(
+            f'{path}: expected "format": "jaxinf", found another document; this is '
+            "not the manifest of a jaxinf store"
+        )
+    version = document.get("format_version")
+    if version != FORMAT_VERSION:
+        remedy = (
+            "open it with a newer jaxinf (pip install -U jaxinf)"
+            if isinstance(version, int) and version > FORMAT_VERSION
+            else "the manifest is damaged; restore it from a backup"
+        )
+        raise StoreFormatError(
+            f"{path}: this jaxinf reads format version {FORMAT_VERSION}, the store has "
+            f"{version!r}; {remedy}"
+        )

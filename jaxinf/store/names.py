@@ -1,0 +1,57 @@
+"""Names of leaves and arrays on disk.
+
+Invariant: two different leaves of one tree never share a name, and every name is a
+single path component that any POSIX file system takes.
+"""
+
+from collections.abc import Iterable, Sequence
+
+__all__ = ["MASTER_PARAMS", "array_name", "check_leaf_paths", "encode_key", "leaf_name"]
+
+MASTER_PARAMS = "params"
+"""The state that holds the fp32 master params."""
+
+_MAX_NAME_BYTES = 255
+
+
+def encode_key(key: str) -> str:
+    """Percent-encodes what cannot stand in a file name: ``/``, ``%``, controls."""
+    return "".join(
+        f"%{ord(c):02X}" if c in "/%" or ord(c) < 32 or ord(c) == 127 else c
+        for c in key
+    )
+
+
+def leaf_name(path: Sequence[str]) -> str:
+    """The name a user gives a leaf by: its keys joined by ``/``."""
+    return "/".join(encode_key(key) for key in path)
+
+
+def array_name(state: str, path: Sequence[str]) -> str:
+    """The directory of the array of one state and leaf, as Orbax names it."""
+    return ".".join([state, *(encode_key(key) for key in path)])
+
+
+def check_leaf_paths(paths: Iterable[Sequence[str]], states: Iterable[str]) -> None:
+    """Refuses trees whose array names would collide or be too long.
+
+    Raises:
+      ValueError: naming the leaves and what to rename.
+    """
+    longest = max((len(state.encode()) for state in states), default=0)
+    seen: dict[str, Sequence[str]] = {}
+    for path in paths:
+        name = array_name("", path)
+        if name in seen:
+            raise ValueError(
+                f"leaves {list(seen[name])} and {list(path)} would both be stored as "
+                f"'params{name}'; rename one of them so that joining their keys with "
+                "'.' tells them apart"
+            )
+        if longest + len(name.encode()) > _MAX_NAME_BYTES:
+            raise ValueError(
+                f"leaf {leaf_name(path)}: its array name takes "
+                f"{longest + len(name.encode())} bytes, a file name has at most "
+                f"{_MAX_NAME_BYTES}; shorten the keys of the params tree"
+            )
+        seen[name] = path

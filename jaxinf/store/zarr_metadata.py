@@ -1,0 +1,88 @@
+"""The JSON documents by which zarr v3 and Orbax recognise a slot.
+
+Invariant: these describe raw chunk files and nothing else: codec ``bytes``, little
+endian, so that a chunk file is the array's memory.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxinf.store.names import encode_key
+
+__all__ = [
+    "COMMIT_SUCCESS_TEXT",
+    "array_metadata",
+    "group_metadata",
+    "orbax_checkpoint_metadata",
+    "orbax_tree_metadata",
+]
+
+COMMIT_SUCCESS_TEXT = "Checkpoint commit was successful.\n"
+
+_DICT_KEY = 2  # orbax.checkpoint's KeyType.DICT
+
+
+def group_metadata() -> dict[str, Any]:
+    """``zarr.json`` of a slot."""
+    return {"zarr_format": 3, "node_type": "group", "attributes": {}}
+
+
+def array_metadata(
+    shape: Sequence[int], chunk_shape: Sequence[int], dtype: str
+) -> dict[str, Any]:
+    """``zarr.json`` of one array.
+
+    Args:
+      shape: the leaf's natural shape.
+      chunk_shape: every entry at least 1.
+      dtype: a NumPy dtype name, which for all dtypes stored here is zarr's name too.
+    """
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(shape),
+        "data_type": dtype,
+        "chunk_grid": {
+            "name": "regular",
+            "configuration": {"chunk_shape": list(chunk_shape)},
+        },
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": 0.0,
+        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+        "attributes": {},
+    }
+
+
+def orbax_tree_metadata(keys: Sequence[tuple[str, ...]]) -> dict[str, Any]:
+    """``_METADATA``: the pytree that Orbax restores, as nested dicts.
+
+    Args:
+      keys: for each array its state name followed by the leaf's path.
+    """
+    tree: dict[str, Any] = {}
+    for raw in keys:
+        path = tuple(encode_key(key) for key in raw)
+        tree[str(path)] = {
+            "key_metadata": [{"key": key, "key_type": _DICT_KEY} for key in path],
+            "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
+        }
+    return {
+        "tree_metadata": tree,
+        "use_ocdbt": False,
+        "use_zarr3": True,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+
+
+def orbax_checkpoint_metadata(timestamp_ns: int) -> dict[str, Any]:
+    """``_CHECKPOINT_METADATA``: what marks a directory as an Orbax checkpoint."""
+    return {
+        "item_handlers": "orbax.checkpoint._src.handlers."
+        "pytree_checkpoint_handler.PyTreeCheckpointHandler",
+        "metrics": {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": timestamp_ns,
+        "commit_timestamp_nsecs": timestamp_ns,
+        "custom_metadata": {},
+    }
