@@ -1,1 +1,54 @@
-"""Placeholder."""
+"""The store on disk: format, slots, commit record, lock, snapshots, views.
+
+Invariant: at every instant the last committed step is whole on the drives
+(docs/format.md says why).
+"""
+
+from jaxinf.store.commit import CommitRecord, ScalarState
+from jaxinf.store.directory import (
+    SLOTS,
+    Slot,
+    StoreDirectory,
+    other_slot,
+    stored_bytes,
+)
+from jaxinf.store.lock import StoreLock
+from jaxinf.store.manifest import (
+    FORMAT_VERSION,
+    LeafRecord,
+    Manifest,
+    StateRecord,
+    dtype_of,
+)
+from jaxinf.store.names import (
+    MASTER_PARAMS,
+    array_name,
+    check_leaf_paths,
+    leaf_name,
+)
+from jaxinf.store.snapshot import prune_snapshots, snapshot
+from jaxinf.store.views import find_leaf, open_array
+
+__all__ = [
+    "FORMAT_VERSION",
+    "MASTER_PARAMS",
+    "SLOTS",
+    "CommitRecord",
+    "LeafRecord",
+    "Manifest",
+    "ScalarState",
+    "Slot",
+    "StateRecord",
+    "StoreDirectory",
+    "StoreLock",
+    "array_name",
+    "check_leaf_paths",
+    "dtype_of",
+    "find_leaf",
+    "leaf_name",
+    "open_array",
+    "other_slot",
+    "prune_snapshots",
+    "snapshot",
+    "stored_bytes",
+]

@@ -1,0 +1,331 @@
+"""A store's directory tree: where every file is, how a slot is published.
+
+Invariant: nothing here writes to a chunk file of the committed slot, nor to a file with
+more than one link; `current` changes by rename alone.
+"""
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from jaxinf.errors import StoreFormatError, StoreIOError, StoreSpaceError
+from jaxinf.io import (
+    allocate_file,
+    fsync_directory,
+    sync_filesystem,
+    write_json_atomically,
+)
+from jaxinf.layout import PAGE_BYTES, Chunk
+from jaxinf.store.commit import CommitRecord
+from jaxinf.store.lock import lock_exclusively
+from jaxinf.store.manifest import LeafRecord, Manifest, StateRecord
+from jaxinf.store.zarr_metadata import (
+    COMMIT_SUCCESS_TEXT,
+    array_metadata,
+    group_metadata,
+    orbax_checkpoint_metadata,
+    orbax_tree_metadata,
+)
+
+__all__ = ["SLOTS", "Slot", "StoreDirectory", "other_slot", "stored_bytes"]
+
+Slot: TypeAlias = Literal["a", "b"]
+SLOTS: tuple[Slot, Slot] = ("a", "b")
+
+
+def other_slot(slot: Slot) -> Slot:
+    """The slot that is not this one."""
+    return "b" if slot == "a" else "a"
+
+
+def stored_bytes(chunk: Chunk, state: StateRecord) -> int:
+    """Bytes that one slot's file of a chunk takes on the drive: whole pages."""
+    if not chunk.num_elements:
+        return 0
+    pages = -(-chunk.num_elements * state.itemsize // PAGE_BYTES)
+    return pages * PAGE_BYTES
+
+
+class StoreDirectory:
+    """The files of one store. Thread-safe; locking between processes is `StoreLock`'s.
+
+    Attributes:
+      path: the store, absolute.
+      manifest: what it holds.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._replace_lock = threading.Lock()
+
+    @classmethod
+    def open(cls, path: Path) -> "StoreDirectory":
+        """Opens an existing store.
+
+        Raises:
+          StoreFormatError: `path` is no store, or its manifest cannot be read.
+        """
+        manifest_path = path / "jaxinf.json"
+        if not manifest_path.is_file():
+            raise StoreFormatError(
+                f"{path}: expected a jaxinf store, found no jaxinf.json in it; give "
+                "the directory that a run was told to store its state in"
+            )
+        return cls(path, Manifest.read(manifest_path))
+
+    # --- where things are -------------------------------------------------------
+
+    @property
+    def publish_lock(self) -> Path:
+        """The file that a flip of `current` and a snapshot hold a lock on."""
+        return self.path / "publish.lock"
+
+    def slot_path(self, slot: Slot) -> Path:
+        """A slot's directory in the store."""
+        return self.path / "slots" / slot
+
+    def csd_directory(self, csd: int) -> Path:
+        """What belongs to this store below a CSD root; the store itself without any."""
+        if not self.manifest.csds:
+            return self.path
+        return Path(self.manifest.csds[csd]) / f"jaxinf-{self.manifest.store_id}"
+
+    def data_path(self, slot: Slot, csd: int) -> Path:
+        """The directory that holds a slot's chunk files on one CSD."""
+        if not self.manifest.csds:
+            return self.slot_path(slot)
+        return self.csd_directory(csd) / slot
+
+    @cached_property
+    def chunks(self) -> tuple[tuple[Chunk, ...], ...]:
+        """The chunks of every leaf, in grid order."""
+        return tuple(tuple(leaf.grid.chunks()) for leaf in self.manifest.leaves)
+
+    def chunk_file(self, slot: Slot, leaf: int, chunk: int, state: str) -> Path:
+        """A chunk's real file, on its CSD."""
+        record = self.manifest.leaves[leaf]
+        root = self.data_path(slot, record.csds[chunk])
+        return root / record.array_name(state) / self.chunks[leaf][chunk].key
+
+    @property
+    def num_csds(self) -> int:
+        """CSDs the chunks are spread over, at least 1."""
+        return max(1, len(self.manifest.csds))
+
+    # --- creation ----------------------------------------------------------------
+
+    def required_bytes(self) -> dict[Path, int]:
+        """Bytes that creating the store takes on each CSD, both slots."""
+        totals: dict[Path, int] = defaultdict(int)
+        for leaf, record, chunks in self._leaves():
+            del leaf
+            for position, chunk in enumerate(chunks):
+                need = sum(stored_bytes(chunk, state) for state in record.states)
+                totals[self.csd_directory(record.csds[position])] += 2 * need
+        return dict(totals)
+
+    def check_space(self) -> None:
+        """Refuses a store that its file systems have no room for.
+
+        Raises:
+          StoreSpaceError: naming the file system, what is needed and what is free.
+        """
+        per_device: dict[int, list[tuple[Path, int]]] = defaultdict(list)
+        for directory, need in self.required_bytes().items():
+            existing = _existing_parent(directory)
+            per_device[existing.stat().st_dev].append((existing, need))
+        for entries in per_device.values():
+            need = sum(n for _, n in entries)
+            stat = os.statvfs(entries[0][0])
+            free = stat.f_bavail * stat.f_frsize
+            if need > free:
+                raise StoreSpaceError(
+                    f"{entries[0][0]}: the store needs {need:,} bytes "
+                    f"({need / 2**30:.1f} GiB: two slots of "
+                    f"{self.manifest.num_params:,} params), the file system has "
+                    f"{free:,} free ({free / 2**30:.1f} GiB); free some, or choose "
+                    "another directory or more CSD roots"
+                )
+
+    def create(self) -> None:
+        """Makes every directory and file of a new store, preallocated, no step yet.
+
+        Raises:
+          StoreSpaceError: before anything is written.
+        """
+        self.check_space()
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_json_atomically(self.path / "jaxinf.json", self.manifest.to_json())
+        timestamp_ns = time.time_ns()
+        for slot in SLOTS:
+            self._create_metadata(slot, timestamp_ns)
+            for leaf, record, _ in self._leaves():
+                for state in record.states:
+                    self._create_chunks(slot, leaf, record, state)
+        self.sync()
+        fsync_directory(self.path)
+
+    def _create_metadata(self, slot: Slot, timestamp_ns: int) -> None:
+        root = self.slot_path(slot)
+        root.mkdir(parents=True, exist_ok=True)
+        keys = []
+        for _, record, _ in self._leaves():
+            for state in record.states:
+                keys.append((state.name, *record.path))
+                array = root / record.array_name(state.name)
+                array.mkdir()
+                _write_json(
+                    array / "zarr.json",
+                    array_metadata(record.shape, record.chunk_shape, state.dtype),
+                )
+        _write_json(root / "zarr.json", group_metadata())
+        _write_json(root / "_METADATA", orbax_tree_metadata(keys))
+        _write_json(
+            root / "_CHECKPOINT_METADATA", orbax_checkpoint_metadata(timestamp_ns)
+        )
+        (root / "commit_success.txt").write_text(COMMIT_SUCCESS_TEXT)
+
+    def _create_chunks(
+        self, slot: Slot, leaf: int, record: LeafRecord, state: StateRecord
+    ) -> None:
+        made: set[Path] = set()
+        for position, chunk in enumerate(self.chunks[leaf]):
+            file = self.chunk_file(slot, leaf, position, state.name)
+            link = self.slot_path(slot) / record.array_name(state.name) / chunk.key
+            for directory in {file.parent, link.parent} - made:
+                directory.mkdir(parents=True, exist_ok=True)
+                made.add(directory)
+            self._allocate(file, chunk, state)
+            if file != link:
+                link.symlink_to(file)
+
+    def _allocate(self, file: Path, chunk: Chunk, state: StateRecord) -> None:
+        logical_bytes = chunk.stored_elements * state.itemsize
+        allocate_file(
+            file, logical_bytes, min(stored_bytes(chunk, state), logical_bytes)
+        )
+
+    def discard(self) -> None:
+        """Removes a store that never committed a step: its creation was interrupted."""
+        assert self.committed_slot() is None
+        for csd in range(len(self.manifest.csds)):
+            shutil.rmtree(self.csd_directory(csd), ignore_errors=True)
+        shutil.rmtree(self.path / "slots", ignore_errors=True)
+        (self.path / "jaxinf.json").unlink(missing_ok=True)
+        fsync_directory(self.path)
+
+    # --- slots -------------------------------------------------------------------
+
+    def committed_slot(self) -> Slot | None:
+        """The slot that `current` names; None before the first commit.
+
+        Raises:
+          StoreFormatError: `current` is something else.
+        """
+        current = self.path / "current"
+        try:
+            target = os.readlink(current)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StoreFormatError(
+                f"{current}: expected a symlink to slots/a or slots/b, found a file; "
+                "was the store copied without its symlinks? Copy it with cp -a"
+            ) from error
+        for slot in SLOTS:
+            if target == f"slots/{slot}":
+                return slot
+        raise StoreFormatError(
+            f"{current}: expected a symlink to slots/a or slots/b, found {target!r}; "
+            "restore the symlink to the slot whose commit.json has the higher step"
+        )
+
+    def read_commit(self) -> CommitRecord | None:
+        """The committed step's record; None before the first commit."""
+        slot = self.committed_slot()
+        return CommitRecord.read(self.slot_path(slot) / "commit.json") if slot else None
+
+    def unpublish(self, slot: Slot) -> None:
+        """Takes the record from a slot that is about to be rewritten."""
+        assert slot != self.committed_slot()
+        (self.slot_path(slot) / "commit.json").unlink(missing_ok=True)
+
+    def sync(self) -> None:
+        """Makes everything written so far durable on every CSD and on the store."""
+        directories = [self.csd_directory(csd) for csd in range(self.num_csds)]
+        for directory in {d.stat().st_dev: d for d in [*directories, self.path]}.values():
+            sync_filesystem(directory)
+
+    def publish(self, slot: Slot, record: CommitRecord) -> None:
+        """Commits a slot whose chunks are durable; see docs/format.md."""
+        write_json_atomically(self.slot_path(slot) / "commit.json", record.to_json())
+        temporary = self.path / "current.tmp"
+        with lock_exclusively(self.publish_lock):
+            temporary.unlink(missing_ok=True)
+            temporary.symlink_to(f"slots/{slot}")
+            temporary.rename(self.path / "current")
+            fsync_directory(self.path)
+
+    # --- chunk files under a running step ------------------------------------------
+
+    def prepare_write(self, slot: Slot, leaf: int, chunk: int, state: str) -> Path:
+        """The file to write a chunk of an unpublished slot to.
+
+        A file that a snapshot, a checkpoint or the other slot links to is left to them
+        and a new one takes its place; the caller must then write all of the chunk.
+        """
+        file = self.chunk_file(slot, leaf, chunk, state)
+        with self._replace_lock:
+            if _num_links(file) > 1:
+                temporary = file.with_name(file.name + ".new")
+                record = next(
+                    s for s in self.manifest.leaves[leaf].states if s.name == state
+                )
+                temporary.unlink(missing_ok=True)
+                self._allocate(temporary, self.chunks[leaf][chunk], record)
+                temporary.rename(file)
+        return file
+
+    def link_unchanged(self, source: Slot, leaf: int, chunk: int, state: str) -> None:
+        """Gives the other slot the source slot's chunk, by a hard link."""
+        old = self.chunk_file(source, leaf, chunk, state)
+        new = self.chunk_file(other_slot(source), leaf, chunk, state)
+        with self._replace_lock:
+            if new.exists() and old.samefile(new):
+                return
+            temporary = new.with_name(new.name + ".new")
+            temporary.unlink(missing_ok=True)
+            os.link(old, temporary)
+            temporary.rename(new)
+
+    def _leaves(self) -> Iterable[tuple[int, LeafRecord, tuple[Chunk, ...]]]:
+        for leaf, record in enumerate(self.manifest.leaves):
+            yield leaf, record, self.chunks[leaf]
+
+
+def _num_links(file: Path) -> int:
+    try:
+        return file.stat().st_nlink
+    except FileNotFoundError as error:
+        raise StoreIOError(
+            f"{file}: expected a chunk of the store, found no file; something other "
+            "than jaxinf removed it. Restore it from a checkpoint or a backup"
+        ) from error
+
+
+def _existing_parent(path: Path) -> Path:
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _write_json(path: Path, document: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(document, indent=1) + "\n")

@@ -1,0 +1,55 @@
+"""Committed state as tensorstore arrays.
+
+Invariant: read-only; nothing here writes to a store.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import tensorstore
+
+from jaxinf.store.manifest import LeafRecord, Manifest
+from jaxinf.store.names import MASTER_PARAMS
+
+__all__ = ["find_leaf", "open_array"]
+
+
+def find_leaf(manifest: Manifest, state: str, leaf: str) -> LeafRecord:
+    """The record of a leaf by the name `jaxinf inspect` prints.
+
+    Raises:
+      ValueError: no such leaf, or it has no such state; lists what there is.
+    """
+    for record in manifest.leaves:
+        if record.name == leaf.strip("/"):
+            states = [s.name for s in record.states]
+            if state not in states:
+                raise ValueError(
+                    f"leaf {leaf}: it has the states {', '.join(states)}, asked for "
+                    f"was {state!r}"
+                )
+            return record
+    names = [record.name for record in manifest.leaves]
+    listed = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+    raise ValueError(f"no leaf {leaf!r} in the store; there are {listed}")
+
+
+def open_array(slot_path: Path, record: LeafRecord, state: str) -> Any:
+    """A leaf's state in a slot or a snapshot.
+
+    Args:
+      slot_path: a slot, `current`, or what `snapshot` yields.
+      record: from `find_leaf`.
+      state: ``"params"`` for the master params, or an optax field's name.
+
+    Returns:
+      A read-only ``tensorstore.TensorStore`` of the leaf's natural shape.
+    """
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {
+            "driver": "file",
+            "path": str(slot_path / record.array_name(state or MASTER_PARAMS)) + "/",
+        },
+    }
+    return tensorstore.open(spec, open=True, read=True).result()
