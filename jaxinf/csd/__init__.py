@@ -1,1 +1,20 @@
-"""Placeholder."""
+"""Computational storage devices: one protocol, one module a kind.
+
+Invariant: every kind gives the same bits, errors and crash safety.
+"""
+
+from jaxinf.csd.base import Csd, CsdBuffer, CsdInfo, Extent, ScalarInputs
+from jaxinf.csd.host import HostCsd
+
+__all__ = [
+    "CSD_KINDS",
+    "Csd",
+    "CsdBuffer",
+    "CsdInfo",
+    "Extent",
+    "HostCsd",
+    "ScalarInputs",
+]
+
+CSD_KINDS = ("host",)
+"""The kinds that `jaxinf.open_store` takes."""

@@ -1,0 +1,152 @@
+"""What the engine asks of a CSD: a drive and the processor that updates what is on it.
+
+Invariant: a CSD is a set of blocking primitives over buffers it hands out itself; order,
+overlap, memory budget and commits are the engine's. Calls on different buffers may run
+at once from different threads, and release the GIL while they work.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from jaxinf.kernels import InitKernel, Kernel
+from jaxinf.typing import Array
+
+__all__ = ["Csd", "CsdBuffer", "CsdInfo", "Extent", "ScalarInputs"]
+
+
+@dataclass(frozen=True)
+class CsdInfo:
+    """What a CSD is.
+
+    Attributes:
+      kind: ``"host"``, ….
+      root: the directory its chunks are in.
+      total_bytes: capacity of its file system.
+      free_bytes: what of that is free.
+      direct_io: whether chunks bypass the page cache.
+    """
+
+    kind: str
+    root: Path
+    total_bytes: int
+    free_bytes: int
+    direct_io: bool
+
+
+@dataclass(frozen=True)
+class Extent:
+    """One state's part of a subgroup, in its chunk file and in the CSD's buffer.
+
+    Attributes:
+      dtype: of the elements.
+      num_elements: how many.
+      file_offset_bytes: in the chunk file, a multiple of the page.
+      buffer_offset_bytes: in the buffer, a multiple of the page.
+    """
+
+    dtype: np.dtype
+    num_elements: int
+    file_offset_bytes: int
+    buffer_offset_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the elements, without padding."""
+        return self.num_elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ScalarInputs:
+    """What a kernel gets beside state and gradient.
+
+    Attributes:
+      scalars: 0-d arrays of 32-bit dtypes or bool, from the prologue.
+      arrays: further 1-D inputs as long as the subgroup; almost always none.
+    """
+
+    scalars: tuple[Array, ...] = ()
+    arrays: tuple[Array, ...] = ()
+
+
+class CsdBuffer(Protocol):
+    """Memory of the processor beside the drive, taken from the engine's budget."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Its length."""
+        ...
+
+    def release(self) -> None:
+        """Gives the memory back; no view of it may be used any more."""
+        ...
+
+
+class Csd(Protocol):
+    """A computational storage device. `extents` always starts with the master params."""
+
+    def info(self) -> CsdInfo:
+        """What it is, now."""
+        ...
+
+    def acquire(self, num_bytes: int) -> CsdBuffer | None:
+        """A buffer, or None where the budget has no room for it now; never blocks."""
+        ...
+
+    def read(self, buffer: CsdBuffer, extent: Extent, file: Path) -> None:
+        """Drive → buffer.
+
+        Raises:
+          StoreIOError: naming file, offset and errno.
+        """
+        ...
+
+    def write(self, buffer: CsdBuffer, extent: Extent, file: Path) -> None:
+        """Buffer → drive; complete but not yet durable on return.
+
+        Raises:
+          StoreIOError, StoreSpaceError: naming file, offset and errno.
+        """
+        ...
+
+    def update(
+        self,
+        buffer: CsdBuffer,
+        extents: Sequence[Extent],
+        kernel: Kernel,
+        gradient: Array,
+        inputs: ScalarInputs,
+        out: Array,
+    ) -> bool:
+        """Runs an optimizer's kernel over a subgroup in the buffer, in place.
+
+        Args:
+          buffer: holds the states of `extents`.
+          extents: master params, then the kernel's slots in its order.
+          kernel: what to run.
+          gradient: 1-D, 16 or 32 bits, as long as the subgroup; only read.
+          inputs: scalars and further arrays.
+          out: 1-D; float32 receives the update, a 16-bit dtype the new params.
+
+        Returns:
+          Whether every element of the gradient is finite.
+        """
+        ...
+
+    def initialise(
+        self,
+        buffer: CsdBuffer,
+        extents: Sequence[Extent],
+        kernel: InitKernel,
+        params: Array,
+        inputs: ScalarInputs,
+    ) -> None:
+        """Fills a subgroup's master params and initial state in the buffer."""
+        ...
+
+    def view(self, buffer: CsdBuffer, extent: Extent) -> Array:
+        """A state of the buffer for the host to read, valid until the release."""
+        ...

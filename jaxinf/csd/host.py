@@ -1,0 +1,101 @@
+"""The CSD that every machine has: a directory on a drive and the host's CPU beside it.
+
+Invariant: chunks go by direct I/O between the drive and budgeted, page-aligned buffers,
+and are updated there in place.
+"""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxinf.csd.base import CsdBuffer, CsdInfo, Extent, ScalarInputs
+from jaxinf.io import Buffer, BufferPool, ByteMeters, DirectIO
+from jaxinf.kernels import InitKernel, Kernel
+from jaxinf.layout import PAGE_BYTES
+from jaxinf.typing import Array
+
+__all__ = ["HostCsd"]
+
+
+class HostCsd:
+    """See `jaxinf.csd.Csd`. Thread-safe.
+
+    Args:
+      root: directory of the chunk files; must exist.
+      pool: where buffers come from; CSDs of one store share it.
+      meters: counts the drive's bytes.
+    """
+
+    def __init__(self, root: Path, pool: BufferPool, meters: ByteMeters) -> None:
+        self._root = root
+        self._pool = pool
+        self._io = DirectIO(root, meters)
+
+    def info(self) -> CsdInfo:
+        """What it is, now."""
+        usage = shutil.disk_usage(self._root)
+        return CsdInfo("host", self._root, usage.total, usage.free, self._io.direct)
+
+    def acquire(self, num_bytes: int) -> CsdBuffer | None:
+        """A page-aligned buffer, or None where the budget has no room now."""
+        return self._pool.acquire(num_bytes, block=False)
+
+    def read(self, buffer: CsdBuffer, extent: Extent, file: Path) -> None:
+        """Drive → buffer."""
+        self._io.read(
+            file, _pages(buffer, extent), extent.file_offset_bytes, extent.num_bytes
+        )
+
+    def write(self, buffer: CsdBuffer, extent: Extent, file: Path) -> None:
+        """Buffer → drive."""
+        self._io.write(
+            file, _pages(buffer, extent), extent.file_offset_bytes, extent.num_bytes
+        )
+
+    def update(
+        self,
+        buffer: CsdBuffer,
+        extents: Sequence[Extent],
+        kernel: Kernel,
+        gradient: Array,
+        inputs: ScalarInputs,
+        out: Array,
+    ) -> bool:
+        """Runs the kernel on this thread."""
+        params, *slots = (self.view(buffer, extent) for extent in extents)
+        return kernel.evaluate(
+            gradient=gradient,
+            params=params,
+            slots=slots,
+            scalars=inputs.scalars,
+            arrays=inputs.arrays,
+            out=out,
+        )
+
+    def initialise(
+        self,
+        buffer: CsdBuffer,
+        extents: Sequence[Extent],
+        kernel: InitKernel,
+        params: Array,
+        inputs: ScalarInputs,
+    ) -> None:
+        """Widens params to the fp32 master and computes the initial state."""
+        master, *slots = (self.view(buffer, extent) for extent in extents)
+        master[...] = params
+        kernel.initialise(
+            params=master, slots=slots, scalars=inputs.scalars, arrays=inputs.arrays
+        )
+
+    def view(self, buffer: CsdBuffer, extent: Extent) -> Array:
+        """The buffer's own memory as an array of the extent's dtype."""
+        pages = _pages(buffer, extent)
+        return pages[: extent.num_bytes].view(extent.dtype)
+
+
+def _pages(buffer: CsdBuffer, extent: Extent) -> Array:
+    """The whole pages of the buffer that an extent lies in."""
+    assert isinstance(buffer, Buffer)
+    start = extent.buffer_offset_bytes
+    length = -(-extent.num_bytes // PAGE_BYTES) * PAGE_BYTES
+    return buffer.array[start : start + length]

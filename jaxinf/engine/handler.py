@@ -1,0 +1,253 @@
+"""The transfer handler: subgroups stream through a fixed memory, reads beside writes.
+
+            prefetch ──► loaded ──┐
+                                  ├─► compute ─► store / link ─► memory back
+    submit ──► (load if needed) ──┘       └► the submitter goes on
+
+Invariant: state passes only through buffers of the CSDs' budget. The first error stops
+everything: no later task starts, and everybody who waits gets that very exception.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxinf.csd import Csd, CsdBuffer
+from jaxinf.engine.tasks import Task, TaskGroup
+from jaxinf.layout import Subgroup
+from jaxinf.store import StoreDirectory
+
+__all__ = ["TransferHandler"]
+
+
+@dataclass(eq=False)
+class _Prefetched:
+    """A subgroup whose load has begun before its task came."""
+
+    task: Task
+    buffer: CsdBuffer
+    is_loaded: bool = False
+
+
+@dataclass(eq=False)
+class _Work:
+    """What a worker does next: load ahead, or run a task."""
+
+    task: Task
+    buffer: CsdBuffer
+    ahead: _Prefetched | None = None
+    is_loaded: bool = False
+
+
+class TransferHandler:
+    """Worker threads that run tasks. Thread-safe.
+
+    Args:
+      directory: where the chunk files are.
+      csds: the store's CSDs, by number.
+      num_workers: threads; each carries a task from load to store.
+    """
+
+    def __init__(
+        self, directory: StoreDirectory, csds: Sequence[Csd], *, num_workers: int
+    ) -> None:
+        self._directory = directory
+        self._csds = csds
+        self._changed = threading.Condition()
+        self._queue: deque[Task] = deque()
+        self._ahead_order: deque[Task] = deque()
+        self._ahead: dict[Subgroup, _Prefetched] = {}
+        self._num_unfinished = 0
+        self._num_running = 0
+        self._failure: BaseException | None = None
+        self._is_closing = False
+        self._workers = [
+            threading.Thread(target=self._work, name=f"jaxinf-{i}", daemon=True)
+            for i in range(num_workers)
+        ]
+        for worker in self._workers:
+            worker.start()
+
+    # --- for the engine --------------------------------------------------------------
+
+    def run(self, tasks: Sequence[Task]) -> None:
+        """Submits tasks and blocks until all have computed; stores go on behind.
+
+        Raises:
+          BaseException: the first error of any task, the same object every time.
+        """
+        group = TaskGroup(num_waiting=len(tasks))
+        with self._changed:
+            self._raise_failure()
+            for task in tasks:
+                task.group = group
+                self._queue.append(task)
+            self._num_unfinished += len(tasks)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not group.num_waiting or self._failure)
+            self._raise_failure()
+
+    def prefetch(self, tasks: Sequence[Task]) -> None:
+        """Loads what these tasks will load, in this order, as far as memory reaches.
+
+        Their `compute` is not called. A later task on the same subgroup and source slot
+        finds its state there. Earlier prefetches that nobody used are dropped.
+        """
+        with self._changed:
+            self._drop_ahead()
+            self._ahead_order.extend(tasks)
+            self._changed.notify_all()
+
+    def drain(self) -> None:
+        """Blocks until every submitted task has stored (not: durably).
+
+        Raises:
+          BaseException: as `run`.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_unfinished or self._failure)
+            self._raise_failure()
+
+    def close(self) -> None:
+        """Stops the workers, each after the task it has in hand; idempotent."""
+        with self._changed:
+            self._is_closing = True
+            self._queue.clear()
+            self._changed.notify_all()
+        for worker in self._workers:
+            worker.join()
+        with self._changed:
+            self._drop_ahead()
+
+    # --- the workers -------------------------------------------------------------------
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                work = self._next_work()
+                if work is None:
+                    return
+                self._num_running += 1
+            try:
+                self._perform(work)
+            except BaseException as error:
+                self._fail(error)
+            finally:
+                with self._changed:
+                    self._num_running -= 1
+                    self._changed.notify_all()
+
+    def _next_work(self) -> _Work | None:
+        while not self._is_closing:
+            if self._failure is None:
+                work = self._pick_task() or self._pick_ahead()
+                if work is not None:
+                    return work
+            self._changed.wait()
+        return None
+
+    def _pick_task(self) -> _Work | None:
+        for position, task in enumerate(self._queue):
+            ahead = self._ahead.get(task.layout.subgroup)
+            if ahead is not None and ahead.task.source != task.source:
+                ahead = None
+            if ahead is not None and not ahead.is_loaded:
+                continue  # a worker is loading it right now
+            if ahead is not None:
+                del self._ahead[task.layout.subgroup]
+                del self._queue[position]
+                return _Work(task, ahead.buffer, is_loaded=True)
+            buffer = self._acquire(task)
+            if buffer is None:
+                return None
+            del self._queue[position]
+            return _Work(task, buffer)
+        return None
+
+    def _acquire(self, task: Task) -> CsdBuffer | None:
+        """Memory for a task that is due; takes it from prefetches only as a last way."""
+        csd = self._csds[task.layout.subgroup.csd]
+        buffer = csd.acquire(task.layout.num_bytes)
+        while buffer is None and not self._num_running and self._ahead:
+            _, dropped = self._ahead.popitem()
+            dropped.buffer.release()
+            buffer = csd.acquire(task.layout.num_bytes)
+        return buffer
+
+    def _pick_ahead(self) -> _Work | None:
+        if self._queue or not self._ahead_order:
+            return None
+        task = self._ahead_order[0]
+        buffer = self._csds[task.layout.subgroup.csd].acquire(task.layout.num_bytes)
+        if buffer is None:
+            return None
+        self._ahead_order.popleft()
+        ahead = _Prefetched(task, buffer)
+        self._ahead[task.layout.subgroup] = ahead
+        return _Work(task, buffer, ahead=ahead)
+
+    def _drop_ahead(self) -> None:
+        self._ahead_order.clear()
+        self._changed.wait_for(lambda: all(a.is_loaded for a in self._ahead.values()))
+        for ahead in self._ahead.values():
+            ahead.buffer.release()
+        self._ahead.clear()
+
+    def _perform(self, work: _Work) -> None:
+        csd = self._csds[work.task.layout.subgroup.csd]
+        if not work.is_loaded:
+            self._load(csd, work.task, work.buffer)
+        if work.ahead is not None:
+            with self._changed:
+                work.ahead.is_loaded = True
+            return
+        try:
+            work.task.compute(csd, work.buffer)
+            with self._changed:
+                work.task.group.num_waiting -= 1
+                self._changed.notify_all()
+            self._store(csd, work.task, work.buffer)
+        finally:
+            work.buffer.release()
+        with self._changed:
+            self._num_unfinished -= 1
+
+    def _load(self, csd: Csd, task: Task, buffer: CsdBuffer) -> None:
+        subgroup = task.layout.subgroup
+        for state in task.loads:
+            assert task.source is not None
+            file = self._directory.chunk_file(
+                task.source, subgroup.leaf, subgroup.chunk, task.layout.states[state]
+            )
+            csd.read(buffer, task.layout.extents[state], file)
+
+    def _store(self, csd: Csd, task: Task, buffer: CsdBuffer) -> None:
+        subgroup = task.layout.subgroup
+        where = (subgroup.leaf, subgroup.chunk)
+        for state in task.stores:
+            assert task.target is not None
+            file = self._directory.prepare_write(
+                task.target, *where, task.layout.states[state]
+            )
+            csd.write(buffer, task.layout.extents[state], file)
+        if subgroup.offset_elements == 0:
+            for state in task.links:
+                assert task.source is not None
+                self._directory.link_unchanged(
+                    task.source, *where, task.layout.states[state]
+                )
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            if self._failure is None:
+                self._failure = error
+            self._queue.clear()
+            self._ahead_order.clear()
+            for ahead in self._ahead.values():
+                ahead.is_loaded = True
+            self._changed.notify_all()

@@ -1,0 +1,85 @@
+"""What the transfer handler is asked to do: one task, one subgroup.
+
+Invariant: a task names everything it touches; the handler decides only when.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from jaxinf.csd import Csd, CsdBuffer, Extent
+from jaxinf.layout import PAGE_BYTES, Subgroup
+from jaxinf.store import LeafRecord, Slot
+
+__all__ = ["SubgroupLayout", "Task", "TaskGroup"]
+
+
+@dataclass(frozen=True)
+class SubgroupLayout:
+    """Where the states of a subgroup lie in its buffer.
+
+    Attributes:
+      subgroup: which run of which chunk.
+      states: their names, master params first.
+      extents: one a state.
+    """
+
+    subgroup: Subgroup
+    states: tuple[str, ...]
+    extents: tuple[Extent, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the buffer."""
+        last = self.extents[-1]
+        pages = -(-last.num_bytes // PAGE_BYTES)
+        return last.buffer_offset_bytes + pages * PAGE_BYTES
+
+    @classmethod
+    def of(cls, subgroup: Subgroup, leaf: LeafRecord) -> "SubgroupLayout":
+        """Lays the states out one after another, each from a page on."""
+        from jaxinf.store import dtype_of
+
+        extents, offset_bytes = [], 0
+        for state in leaf.states:
+            dtype = dtype_of(state.dtype)
+            extents.append(
+                Extent(
+                    dtype=dtype,
+                    num_elements=subgroup.num_elements,
+                    file_offset_bytes=subgroup.offset_elements * dtype.itemsize,
+                    buffer_offset_bytes=offset_bytes,
+                )
+            )
+            pages = -(-extents[-1].num_bytes // PAGE_BYTES)
+            offset_bytes += pages * PAGE_BYTES
+        return cls(subgroup, tuple(s.name for s in leaf.states), tuple(extents))
+
+
+@dataclass(eq=False)
+class TaskGroup:
+    """Tasks that somebody waits for together."""
+
+    num_waiting: int = 0
+
+
+@dataclass(eq=False)
+class Task:
+    """One subgroup through the ring: load → compute → store.
+
+    Attributes:
+      layout: the subgroup and its buffer.
+      compute: what to do with the loaded buffer; runs once, on a worker.
+      source, target: the slots read from and written to.
+      loads, stores: indices into the layout's states.
+      links: states that stay as they are; the target gets a hard link to each.
+      group: whom to tell when `compute` is done.
+    """
+
+    layout: SubgroupLayout
+    compute: Callable[[Csd, CsdBuffer], None]
+    source: Slot | None = None
+    target: Slot | None = None
+    loads: tuple[int, ...] = ()
+    stores: tuple[int, ...] = ()
+    links: tuple[int, ...] = ()
+    group: TaskGroup = field(default_factory=TaskGroup)
