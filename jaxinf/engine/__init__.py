@@ -1,1 +1,27 @@
-"""Placeholder."""
+"""The engine: streams state through a fixed memory, step by step, and commits.
+
+Invariant: host memory does not grow with the model; a step is all or nothing.
+"""
+
+from jaxinf.engine.description import LeafDescription, StoreDescription
+from jaxinf.engine.state import (
+    compare_params,
+    finish_initialisation,
+    initialise,
+)
+from jaxinf.engine.steps import LeafPart, StepEngine, StepMetrics
+from jaxinf.engine.store import DEFAULT_MEMORY_BYTES, Store, open_store
+
+__all__ = [
+    "DEFAULT_MEMORY_BYTES",
+    "LeafDescription",
+    "LeafPart",
+    "StepEngine",
+    "StepMetrics",
+    "Store",
+    "StoreDescription",
+    "compare_params",
+    "finish_initialisation",
+    "initialise",
+    "open_store",
+]

@@ -200,13 +200,14 @@ class TransferHandler:
 
     def _perform(self, work: _Work) -> None:
         csd = self._csds[work.task.layout.subgroup.csd]
-        if not work.is_loaded:
-            self._load(csd, work.task, work.buffer)
         if work.ahead is not None:
+            self._load(csd, work.task, work.buffer)
             with self._changed:
                 work.ahead.is_loaded = True
             return
         try:
+            if not work.is_loaded:
+                self._load(csd, work.task, work.buffer)
             work.task.compute(csd, work.buffer)
             with self._changed:
                 work.task.group.num_waiting -= 1

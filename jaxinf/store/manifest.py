@@ -151,33 +151,28 @@ class Manifest:
             created_by=dict(document["created_by"]),
         )
 
-    def difference(self, other: "Manifest") -> list[str]:
-        """How the tree and the optimizer of `other` differ from this one's, as lines.
+    def tree_difference(self, other: "Manifest") -> list[str]:
+        """How the leaves and states of `other` differ from this one's, as lines.
 
         Grids, CSDs and versions do not count: they are this store's own business.
         """
         mine = {leaf.name: leaf for leaf in self.leaves}
         theirs = {leaf.name: leaf for leaf in other.leaves}
-        lines = [f"- leaf {name} is in the store only" for name in mine.keys() - theirs]
-        lines += [f"+ leaf {name} is not in the store" for name in theirs.keys() - mine]
-        lines.sort(key=lambda line: line[2:])
+        lines = [f"- leaf {name}: in the store only" for name in mine if name not in theirs]
+        lines += [f"+ leaf {name}: not in the store" for name in theirs if name not in mine]
         for name in (n for n in mine if n in theirs):
             lines += _leaf_difference(mine[name], theirs[name])
-        if not lines:
-            lines += self._kernel_difference(mine, other, theirs)
+        if not lines and list(mine) != list(theirs):
+            lines.append("the same leaves come in another order")
         return lines
 
-    def _kernel_difference(
-        self,
-        mine: Mapping[str, LeafRecord],
-        other: "Manifest",
-        theirs: Mapping[str, LeafRecord],
-    ) -> list[str]:
-        for name, leaf in mine.items():
-            old, new = self.kernels[leaf.kernel], other.kernels[theirs[name].kernel]
+    def kernel_difference(self, other: "Manifest") -> list[str]:
+        """How the first update that differs does so; the leaves must be the same."""
+        for mine, theirs in zip(self.leaves, other.leaves, strict=True):
+            old, new = self.kernels[mine.kernel], other.kernels[theirs.kernel]
             if old != new:
                 diff = difflib.unified_diff(old, new, "store", "optimizer", lineterm="")
-                return [f"the update of leaf {name} has other equations:", *diff]
+                return [f"the update of leaf {mine.name} has other equations:", *diff]
         return []
 
 

@@ -1,0 +1,123 @@
+"""What a transform asks a store to hold.
+
+Invariant: a description says everything about the optimizer and the tree that the store
+must agree with, and nothing about where things lie.
+"""
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.metadata import version
+
+from jaxinf.kernels import InitKernel, Kernel
+from jaxinf.layout import assign_csds, choose_grid
+from jaxinf.store import (
+    LeafRecord,
+    Manifest,
+    StateRecord,
+    check_leaf_paths,
+    leaf_name,
+    stored_bytes,
+)
+
+__all__ = ["LeafDescription", "StoreDescription"]
+
+
+@dataclass(frozen=True, eq=False)
+class LeafDescription:
+    """One leaf, its states and its kernels.
+
+    Attributes:
+      path, shape, dtype: of the params leaf on the JAX device.
+      states: the fp32 master params, then the kernel's slots in its order.
+      kernel: the update.
+      init_kernel: the initial state.
+      shard_counts: shards of the leaf along each dimension, 1 where not sharded.
+    """
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    states: tuple[StateRecord, ...]
+    kernel: Kernel
+    init_kernel: InitKernel
+    shard_counts: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The leaf's keys joined by ``/``."""
+        return leaf_name(self.path)
+
+
+@dataclass(frozen=True, eq=False)
+class StoreDescription:
+    """All leaves in the order of the flattened params tree.
+
+    Attributes:
+      leaves: one a leaf.
+      scalar_paths: where the scalar state stands in the optax state.
+    """
+
+    leaves: tuple[LeafDescription, ...]
+    scalar_paths: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        names = {state.name for leaf in self.leaves for state in leaf.states}
+        check_leaf_paths([leaf.path for leaf in self.leaves], names)
+
+    @cached_property
+    def _kernel_ids(self) -> Mapping[tuple[str, ...], str]:
+        texts = dict.fromkeys(tuple(leaf.kernel.describe()) for leaf in self.leaves)
+        return {text: f"k{number}" for number, text in enumerate(texts)}
+
+    def outline(self) -> Manifest:
+        """What is held, without grids: enough to compare with an existing store."""
+        records = [
+            LeafRecord(
+                path=leaf.path,
+                shape=leaf.shape,
+                dtype=leaf.dtype,
+                kernel=self._kernel_ids[tuple(leaf.kernel.describe())],
+                states=leaf.states,
+                chunk_shape=(),
+                shard_counts=leaf.shard_counts,
+                csds=(),
+            )
+            for leaf in self.leaves
+        ]
+        return Manifest(
+            store_id=uuid.uuid4().hex,
+            csds=(),
+            kernels={key: text for text, key in self._kernel_ids.items()},
+            leaves=tuple(records),
+            created_by={name: version(name) for name in ("jaxinf", "jax", "optax")},
+        )
+
+    def manifest(self, csd_roots: Sequence[str], chunk_elements: int) -> Manifest:
+        """A manifest for a new store: chooses grids and deals chunks to the CSDs."""
+        outline = self.outline()
+        grids = [
+            choose_grid(
+                leaf.shape,
+                shard_counts=leaf.shard_counts or None,
+                max_chunk_elements=chunk_elements,
+            )
+            for leaf in self.leaves
+        ]
+        chunks = [grid.chunks() for grid in grids]
+        chunk_bytes = [
+            sum(stored_bytes(chunk, state) for state in leaf.states)
+            for leaf, own in zip(self.leaves, chunks, strict=True)
+            for chunk in own
+        ]
+        owners = iter(assign_csds(chunk_bytes, max(1, len(csd_roots))))
+        leaves = tuple(
+            replace(
+                record,
+                chunk_shape=grid.chunk_shape,
+                csds=tuple(next(owners) for _ in own),
+            )
+            for record, grid, own in zip(outline.leaves, grids, chunks, strict=True)
+        )
+        return replace(outline, csds=tuple(csd_roots), leaves=leaves)

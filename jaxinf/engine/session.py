@@ -1,0 +1,374 @@
+"""One store, open in this process: lock, files, CSDs and transfer handler together.
+
+Invariant: all that is on disk was checked before anything is written, and after the
+first failure nothing is written any more.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from jaxinf.csd import CSD_KINDS, Csd, HostCsd
+from jaxinf.engine.description import StoreDescription
+from jaxinf.engine.handler import TransferHandler
+from jaxinf.engine.tasks import SubgroupLayout
+from jaxinf.errors import StoreClosedError, StoreFormatError, StoreMismatchError
+from jaxinf.io import BufferPool, ByteMeters
+from jaxinf.layout import CHUNK_ALIGNMENT_ELEMENTS, covers, subgroups
+from jaxinf.store import (
+    CommitRecord,
+    Manifest,
+    StoreDirectory,
+    StoreLock,
+    prune_snapshots,
+)
+
+__all__ = ["Session", "SessionOptions"]
+
+_LOG = logging.getLogger("jaxinf")
+
+# Files that may stand in a directory that a new store is made in.
+_HARMLESS = {"lost+found", "lock", "publish.lock"}
+
+
+class SessionOptions:
+    """How to open a store; see `jaxinf.open_store`. Checked on construction.
+
+    Raises:
+      ValueError: naming the argument.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        csd_roots: Sequence[Path],
+        csd: str,
+        memory_bytes: int,
+        num_workers: int,
+        chunk_elements: int,
+    ) -> None:
+        if csd not in CSD_KINDS:
+            raise ValueError(
+                f"csd={csd!r}: expected one of {', '.join(map(repr, CSD_KINDS))}"
+            )
+        if num_workers < 1:
+            raise ValueError(f"num_workers={num_workers}: expected at least 1")
+        if chunk_elements < CHUNK_ALIGNMENT_ELEMENTS:
+            raise ValueError(
+                f"chunk_elements={chunk_elements}: expected at least "
+                f"{CHUNK_ALIGNMENT_ELEMENTS}"
+            )
+        for root in csd_roots:
+            if not root.is_dir():
+                raise ValueError(
+                    f"CSD root {root}: expected a directory on a mounted drive, found "
+                    f"{'a file' if root.exists() else 'nothing'}; create or mount it"
+                )
+            _check_writable(root)
+        if len(set(csd_roots)) != len(csd_roots):
+            raise ValueError(f"csds: the same root is given twice: {list(csd_roots)}")
+        self.path = path
+        self.csd_roots = tuple(csd_roots)
+        self.csd = csd
+        self.memory_bytes = memory_bytes
+        self.num_workers = num_workers
+        self.chunk_elements = chunk_elements
+
+
+class Session:
+    """An open store, or the place where one will be made by `bind`.
+
+    Thread-safe. Everything that touches the drive is in `jaxinf.engine.steps` and
+    `jaxinf.engine.state`; this class holds what they share.
+
+    Raises:
+      StoreError: as `jaxinf.open_store` documents.
+    """
+
+    def __init__(self, options: SessionOptions) -> None:
+        self.options = options
+        self.meters = ByteMeters()
+        self.directory: StoreDirectory | None = None
+        self.description: StoreDescription | None = None
+        self.commit: CommitRecord | None = None
+        self._lock: StoreLock | None = None
+        self._pool: BufferPool | None = None
+        self._handler: TransferHandler | None = None
+        self.csds: list[Csd] = []
+        self._layouts: list[list[list[SubgroupLayout]]] = []
+        self._guard = threading.RLock()
+        self._failure: BaseException | None = None
+        self._is_closed = False
+        self._on_close: list[Callable[[], None]] = []
+        _check_place(options.path)
+        if (options.path / "jaxinf.json").exists():
+            self._open()
+
+    # --- failure -------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises the failure that stopped the store, the original exception, if any."""
+        if self._failure is not None:
+            raise self._failure
+        if self._is_closed:
+            raise StoreClosedError(
+                f"{self.options.path}: the store is closed; open it again with "
+                "jaxinf.open_store to go on at its last committed step"
+            )
+
+    def fail(self, error: BaseException) -> None:
+        """Stops the store for good; the first error wins."""
+        with self._guard:
+            if self._failure is None:
+                self._failure = error
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What stopped the store."""
+        return self._failure
+
+    # --- opening and closing ---------------------------------------------------------
+
+    def _open(self) -> None:
+        self._lock = StoreLock(self.options.path)
+        try:
+            directory = StoreDirectory.open(self.options.path)
+            self.commit = directory.read_commit()
+            if self.commit is None:
+                _LOG.info(
+                    "%s: its creation was interrupted before a first step was "
+                    "committed; it will be made anew",
+                    self.options.path,
+                )
+                return
+            self._check_roots(directory.manifest)
+            prune_snapshots(directory)
+            self._attach(directory)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _check_roots(self, manifest: Manifest) -> None:
+        given = tuple(str(root) for root in self.options.csd_roots)
+        if given and given != manifest.csds:
+            raise StoreMismatchError(
+                f"{self.options.path}: the store's CSD roots are "
+                f"{list(manifest.csds) or 'the store itself'}, given were "
+                f"{list(given)}; leave csds out when opening an existing store"
+            )
+        for csd, root in enumerate(manifest.csds):
+            if not (Path(root) / f"jaxinf-{manifest.store_id}").is_dir():
+                raise StoreFormatError(
+                    f"{self.options.path}: CSD {csd} of the store should be at {root} "
+                    f"(directory jaxinf-{manifest.store_id}), which is not there; "
+                    "mount the drive, or restore the directory"
+                )
+
+    def _attach(self, directory: StoreDirectory) -> None:
+        """Starts CSDs and workers for a store whose files exist."""
+        csds_roots = [directory.csd_directory(c) for c in range(directory.num_csds)]
+        max_elements = self._subgroup_elements(directory.manifest)
+        self._layouts = _layouts(directory, max_elements)
+        self._pool = BufferPool(self.options.memory_bytes)
+        self.csds = [
+            HostCsd(root, self._pool, self.meters) for root in csds_roots
+        ]
+        self._handler = TransferHandler(
+            directory, self.csds, num_workers=self.options.num_workers
+        )
+        self.directory = directory
+
+    def _subgroup_elements(self, manifest: Manifest) -> int:
+        """Longest subgroup of which every worker can hold two in the memory budget."""
+        element_bytes = max(
+            (sum(s.itemsize for s in leaf.states) for leaf in manifest.leaves), default=4
+        )
+        num_buffers = 2 * self.options.num_workers
+        fitting = self.options.memory_bytes // (num_buffers * element_bytes)
+        fitting -= fitting % CHUNK_ALIGNMENT_ELEMENTS
+        if fitting < CHUNK_ALIGNMENT_ELEMENTS:
+            need = num_buffers * element_bytes * CHUNK_ALIGNMENT_ELEMENTS
+            raise ValueError(
+                f"memory_bytes={self.options.memory_bytes}: {self.options.num_workers} "
+                f"workers need at least {need} bytes for this optimizer's state; give "
+                "more memory or fewer workers"
+            )
+        return min(fitting, self.options.chunk_elements)
+
+    def bind(self, description: StoreDescription) -> bool:
+        """Ties the store to an optimizer and a tree; makes the store where there is none.
+
+        Returns:
+          Whether the store is new, that is, waits for `initialise` of every leaf.
+
+        Raises:
+          StoreMismatchError: the store holds something else; shows the difference.
+          StoreSpaceError: there is no room; nothing was written.
+        """
+        with self._guard:
+            self.check()
+            if self.description is description:
+                return self.commit is None
+            if self.commit is not None:
+                assert self.directory is not None
+                _check_same(self.directory, description)
+            else:
+                self._create(description)
+            self.description = description
+            return self.commit is None
+
+    def _create(self, description: StoreDescription) -> None:
+        roots = [str(root) for root in self.options.csd_roots]
+        leftover = None
+        if (self.options.path / "jaxinf.json").exists():
+            leftover = StoreDirectory.open(self.options.path)
+            roots = roots or list(leftover.manifest.csds)
+        manifest = description.manifest(roots, self.options.chunk_elements)
+        directory = StoreDirectory(self.options.path, manifest)
+        self._subgroup_elements(manifest)
+        directory.check_space()
+        self.options.path.mkdir(parents=True, exist_ok=True)
+        if self._lock is None:
+            self._lock = StoreLock(self.options.path)
+        if leftover is not None:
+            leftover.discard()
+        directory.create()
+        self._attach(directory)
+
+    def on_close(self, action: Callable[[], None]) -> None:
+        """Registers what `close` does before the workers stop."""
+        self._on_close.append(action)
+
+    def close(self) -> None:
+        """Stops the workers, frees the memory, gives the lock back; idempotent."""
+        with self._guard:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        try:
+            for action in self._on_close:
+                action()
+        finally:
+            if self._handler is not None:
+                self._handler.close()
+            if self._pool is not None:
+                self._pool.close()
+            if self._lock is not None:
+                self._lock.release()
+
+    # --- for the parts that stream state -----------------------------------------------
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._is_closed
+
+    @property
+    def files(self) -> StoreDirectory:
+        """The store's files; the store must exist."""
+        assert self.directory is not None
+        return self.directory
+
+    @property
+    def handler(self) -> TransferHandler:
+        """The transfer handler; the store must exist."""
+        assert self._handler is not None
+        return self._handler
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """The most that buffers have taken of the budget so far."""
+        return self._pool.peak_bytes if self._pool else 0
+
+    def layouts(
+        self, leaf: int, origin: Sequence[int], extent: Sequence[int]
+    ) -> list[SubgroupLayout]:
+        """The subgroups of a box of a leaf: a JAX device's shard, or all of it.
+
+        Raises:
+          StoreMismatchError: the box cuts a chunk: the mesh is not one that the store
+            can serve.
+        """
+        record = self.files.manifest.leaves[leaf]
+        try:
+            positions = covers(record.grid, tuple(origin), tuple(extent))
+        except ValueError as error:
+            raise StoreMismatchError(
+                f"leaf {record.name}: the store's chunks {record.chunk_shape} (made "
+                f"for shards {record.shard_counts}) do not divide at the shard "
+                f"boundaries of this run ({error}); run on a mesh whose shards are "
+                "whole multiples, or on one JAX device"
+            ) from error
+        return [item for position in positions for item in self._layouts[leaf][position]]
+
+
+def _layouts(
+    directory: StoreDirectory, max_elements: int
+) -> list[list[list[SubgroupLayout]]]:
+    """By leaf and chunk, the subgroups."""
+    result = []
+    for leaf, record in enumerate(directory.manifest.leaves):
+        per_chunk: list[list[SubgroupLayout]] = [[] for _ in record.csds]
+        for item in subgroups(leaf, record.grid, record.csds, max_elements):
+            per_chunk[item.chunk].append(SubgroupLayout.of(item, record))
+        result.append(per_chunk)
+    return result
+
+
+def _check_place(path: Path) -> None:
+    """Refuses what can neither be a store nor become one."""
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(
+            f"store {path}: expected a directory or nothing there yet, found a file; "
+            "give another path"
+        )
+    _check_writable(path)
+    if not path.exists() or (path / "jaxinf.json").exists():
+        return
+    foreign = sorted(e.name for e in path.iterdir() if e.name not in _HARMLESS)
+    if foreign:
+        raise StoreFormatError(
+            f"store {path}: expected a jaxinf store or an empty directory, found "
+            f"neither jaxinf.json nor emptiness ({', '.join(foreign[:3])}, …); give "
+            "another path"
+        )
+
+
+def _check_same(directory: StoreDirectory, description: StoreDescription) -> None:
+    held, wanted = directory.manifest, description.outline()
+    lines = held.tree_difference(wanted)
+    if not lines:
+        lines = held.kernel_difference(wanted)
+        if lines and dict(held.created_by) != dict(wanted.created_by):
+            _LOG.warning(
+                "%s: the optimizer's equations differ from those the store was made "
+                "with; so do the versions of jax or optax (%s then, %s now). The state "
+                "has the same form, so training goes on:\n  %s",
+                directory.path,
+                dict(held.created_by),
+                dict(wanted.created_by),
+                "\n  ".join(lines),
+            )
+            return
+    if lines:
+        shown = "\n  ".join(lines[:40])
+        raise StoreMismatchError(
+            f"{directory.path}: the store holds the state of another optimizer or "
+            f"model than it is opened with:\n  {shown}\nOpen it with what it was made "
+            "with, or use another store"
+        )
+
+
+def _check_writable(path: Path) -> None:
+    existing = path
+    while not existing.exists():
+        existing = existing.parent
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise PermissionError(
+            f"{path}: expected a place that can be written to, found {existing} "
+            "read-only for this user; change its permissions, remount it, or give "
+            "another path"
+        )

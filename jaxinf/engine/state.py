@@ -1,0 +1,180 @@
+"""Whole leaves in and out of a store, streamed: initial state, comparison, reading.
+
+Invariant: never more of a leaf in memory than the caller's own array and the ring.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxinf.csd import Csd, CsdBuffer, ScalarInputs
+from jaxinf.engine.session import Session
+from jaxinf.engine.tasks import SubgroupLayout, Task
+from jaxinf.errors import StoreMismatchError
+from jaxinf.layout import gather, scatter
+from jaxinf.store import CommitRecord, ScalarState
+from jaxinf.typing import Array
+
+__all__ = [
+    "compare_params",
+    "finish_initialisation",
+    "gather_inputs",
+    "gather_run",
+    "initialise",
+    "read_params",
+    "same_values",
+]
+
+
+def initialise(
+    session: Session,
+    leaf: int,
+    params: Array,
+    origin: Sequence[int],
+    inputs: ScalarInputs,
+) -> None:
+    """Writes a leaf's master params and initial state; blocks until it is written.
+
+    Args:
+      session: bound, and new.
+      leaf: which.
+      params: the leaf or one shard of it, its own dtype; only read.
+      origin: index in the leaf of the array's first element.
+      inputs: what the initial state is computed from beside the params.
+    """
+    assert session.description is not None
+    kernel = session.description.leaves[leaf].init_kernel
+    tasks = []
+    for layout in session.layouts(leaf, origin, params.shape):
+
+        def compute(
+            csd: Csd, buffer: CsdBuffer, layout: SubgroupLayout = layout
+        ) -> None:
+            chunk = gather_run(session, layout, params, origin)
+            own = gather_inputs(session, layout, inputs, origin)
+            csd.initialise(buffer, layout.extents, kernel, chunk, own)
+            session.meters.add(link_down_bytes=chunk.nbytes)
+
+        stores = tuple(range(len(layout.states)))
+        tasks.append(Task(layout, compute, target="a", stores=stores))
+    session.handler.run(tasks)
+    session.handler.drain()
+
+
+def finish_initialisation(session: Session, scalars: Sequence[ScalarState]) -> None:
+    """Commits step 0; every leaf must have been initialised."""
+    record = CommitRecord(step=0, scalar_state=tuple(scalars))
+    session.files.sync()
+    session.files.publish("a", record)
+    session.commit = record
+
+
+def compare_params(
+    session: Session, leaf: int, params: Array, origin: Sequence[int]
+) -> None:
+    """Checks that params are what the store holds, rounded to their dtype.
+
+    Raises:
+      StoreMismatchError: they are not; says where and what to do.
+    """
+    differing: list[int] = []
+
+    def visit(layout: SubgroupLayout, master: Array) -> None:
+        given = gather_run(session, layout, params, origin)
+        if not same_values(master.astype(params.dtype), given):
+            differing.append(layout.subgroup.chunk)
+
+    _stream_masters(session, leaf, params.shape, origin, visit)
+    if differing:
+        record = session.files.manifest.leaves[leaf]
+        step = session.commit.step if session.commit else 0
+        raise StoreMismatchError(
+            f"{session.options.path}: the store is at step {step} and holds other "
+            f"params than init was given (leaf {record.name}); take the store's own "
+            "before init, params = store.params(like=params), or use another store"
+        )
+
+
+def read_params(
+    session: Session, leaf: int, out: Array, origin: Sequence[int]
+) -> None:
+    """Reads a leaf's committed master params, cast to the dtype of `out`.
+
+    Args:
+      session: of an existing store, no step in flight.
+      leaf: which.
+      out: the leaf or one shard of it; written.
+      origin: index in the leaf of the array's first element.
+    """
+    chunks = session.files.chunks[leaf]
+
+    def visit(layout: SubgroupLayout, master: Array) -> None:
+        subgroup = layout.subgroup
+        values = master.astype(out.dtype)
+        chunk = chunks[subgroup.chunk]
+        scatter(out, chunk, tuple(origin), subgroup.offset_elements, values)
+        session.meters.add(link_up_bytes=values.nbytes)
+
+    _stream_masters(session, leaf, out.shape, origin, visit)
+
+
+def same_values(a: Array, b: Array) -> bool:
+    """Equal element by element; NaNs are equal, and so are zeros and denormals.
+
+    JAX on a CPU flushes denormals, NumPy does not: neither is a difference.
+    """
+    wide_a, wide_b = a.astype(np.float32), b.astype(np.float32)
+    same = wide_a == wide_b
+    if same.all():
+        return True
+    tiny = np.finfo(np.float32).tiny
+    same |= (np.abs(wide_a) < tiny) & (np.abs(wide_b) < tiny)
+    same |= np.isnan(wide_a) & np.isnan(wide_b)
+    return bool(same.all())
+
+
+def gather_run(
+    session: Session, layout: SubgroupLayout, array: Array, origin: Sequence[int]
+) -> Array:
+    """A subgroup's elements of a leaf's array, as a view where they lie in one run."""
+    subgroup = layout.subgroup
+    chunk = session.files.chunks[subgroup.leaf][subgroup.chunk]
+    return gather(
+        array, chunk, tuple(origin), subgroup.offset_elements, subgroup.num_elements
+    )
+
+
+def gather_inputs(
+    session: Session,
+    layout: SubgroupLayout,
+    inputs: ScalarInputs,
+    origin: Sequence[int],
+) -> ScalarInputs:
+    """The same of a kernel's further arrays."""
+    if not inputs.arrays:
+        return inputs
+    arrays = tuple(gather_run(session, layout, a, origin) for a in inputs.arrays)
+    return ScalarInputs(inputs.scalars, arrays)
+
+
+def _stream_masters(
+    session: Session,
+    leaf: int,
+    extent: Sequence[int],
+    origin: Sequence[int],
+    visit: Callable[[SubgroupLayout, Array], None],
+) -> None:
+    """Calls `visit`, on worker threads, with each subgroup's master params."""
+    slot = session.files.committed_slot()
+    assert slot is not None
+    tasks = []
+    for layout in session.layouts(leaf, origin, extent):
+
+        def compute(
+            csd: Csd, buffer: CsdBuffer, layout: SubgroupLayout = layout
+        ) -> None:
+            visit(layout, csd.view(buffer, layout.extents[0]))
+
+        tasks.append(Task(layout, compute, source=slot, loads=(0,)))
+    session.handler.run(tasks)
+    session.handler.drain()

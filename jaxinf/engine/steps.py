@@ -1,0 +1,308 @@
+"""A step: every leaf updated into the spare slot, then one commit.
+
+      update(leaf 0) … update(leaf n) ──► finish ──► [drain, sync, publish] ──► prefetch
+       blocks until the leaf's result is there        in the background
+
+Invariant: the committed slot is only read; a step becomes visible as a whole or not at
+all, and no write of the next step starts before this one's commit has returned.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxinf.csd import Csd, CsdBuffer, ScalarInputs
+from jaxinf.engine.session import Session
+from jaxinf.engine.state import gather_inputs, gather_run, same_values
+from jaxinf.engine.tasks import SubgroupLayout, Task
+from jaxinf.errors import DivergedParamsError, StaleStateError
+from jaxinf.io import ByteCounts
+from jaxinf.layout import scatter, target_view
+from jaxinf.store import CommitRecord, ScalarState, Slot, other_slot
+from jaxinf.typing import Array, JsonValue
+
+__all__ = ["LeafPart", "StepEngine", "StepMetrics"]
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What a committed step cost.
+
+    Attributes:
+      step: its number.
+      update_s: from the first gradient's arrival to the last result.
+      commit_s: from then until the step was durable.
+      traffic: bytes on drives and host link since the step before.
+    """
+
+    step: int
+    update_s: float
+    commit_s: float
+    traffic: ByteCounts
+
+
+@dataclass(frozen=True)
+class LeafPart:
+    """What one call brings for an update: a leaf, or a JAX device's shard of it.
+
+    Attributes:
+      leaf: its number.
+      origin: index in the leaf of the arrays' first element.
+      gradient: 16 or 32 bits; only read.
+      inputs: scalars, and arrays of the gradient's shape.
+      out: of the gradient's shape; float32 receives the update, 16 bits the new params.
+      probe: the first few params on the JAX device, or empty: compared with the master.
+    """
+
+    leaf: int
+    origin: tuple[int, ...]
+    gradient: Array
+    inputs: ScalarInputs
+    out: Array
+    probe: Array
+
+
+class StepEngine:
+    """Runs steps on a session. Thread-safe; the parts of a step may come in any order."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._guard = threading.RLock()
+        self._commit_thread: threading.Thread | None = None
+        self._is_open = False
+        self._started_s = 0.0
+        self._source: Slot = "a"
+        self._arrivals: list[SubgroupLayout] = []
+        self._payloads: dict[int, JsonValue] = {}
+        self._metrics: StepMetrics | None = None
+        self._counted = session.meters.snapshot()
+        session.on_close(self._close)
+
+    # --- a step ------------------------------------------------------------------------
+
+    def update(self, step: int, part: LeafPart) -> bool:
+        """Updates a leaf or a shard; blocks until `part.out` holds the result.
+
+        Args:
+          step: the step that the caller's state is of.
+          part: what to update with.
+
+        Returns:
+          Whether the gradient is finite.
+
+        Raises:
+          StaleStateError: the caller's state is not of the store's step.
+          DivergedParamsError: the caller's params are not the store's.
+          StoreError: the drive failed.
+        """
+        source = self._begin(step)
+        verdicts: list[bool] = []
+        tasks = [
+            self._task(part, layout, source, verdicts)
+            for layout in self._session.layouts(
+                part.leaf, part.origin, part.gradient.shape
+            )
+        ]
+        with self._guard:
+            self._arrivals += [task.layout for task in tasks]
+        self._session.handler.run(tasks)
+        self._session.meters.add(
+            link_down_bytes=part.gradient.nbytes, link_up_bytes=part.out.nbytes
+        )
+        return all(verdicts)
+
+    def finish(self, scalars: Sequence[ScalarState], skipped_steps: int) -> None:
+        """Commits the step in the background; every leaf must have been updated."""
+        with self._guard:
+            assert self._session.commit is not None
+            source = self._begin(self._session.commit.step)
+            step = self._session.commit.step + 1
+            record = CommitRecord(
+                step=step,
+                scalar_state=tuple(scalars),
+                skipped_steps=skipped_steps,
+                payload=self._payloads.pop(step, None),
+            )
+            self._payloads = {s: p for s, p in self._payloads.items() if s > step}
+            self._check_complete()
+            self._commit_thread = threading.Thread(
+                target=self._commit,
+                args=(other_slot(source), record, self._arrivals, time.monotonic()),
+                name="jaxinf-commit",
+                daemon=True,
+            )
+            self._arrivals, self._is_open = [], False
+            self._commit_thread.start()
+
+    def abandon(self) -> None:
+        """Gives the step up: nothing of it is committed; the same step may start over."""
+        with self._guard:
+            if self._is_open:
+                self._session.handler.drain()
+                self._session.handler.prefetch(_loads_of(self._arrivals, self._source))
+                self._arrivals, self._is_open = [], False
+
+    def wait(self) -> None:
+        """Blocks until a commit in flight is durable.
+
+        Raises:
+          BaseException: what stopped the store.
+        """
+        with self._guard:
+            thread, self._commit_thread = self._commit_thread, None
+            if thread is not None:
+                thread.join()
+        self._session.check()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step has begun and not finished."""
+        return self._is_open
+
+    @property
+    def metrics(self) -> StepMetrics | None:
+        """The last committed step's."""
+        return self._metrics
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """No step begins and none commits while the context lasts."""
+        with self._guard:
+            self.wait()
+            yield
+
+    def annotate(self, step: int, payload: JsonValue) -> None:
+        """Sets what the commit of a step to come will carry."""
+        with self._guard:
+            self._payloads[step] = payload
+
+    # --- inside ------------------------------------------------------------------------
+
+    def _begin(self, step: int) -> Slot:
+        """Opens the step unless it is; returns the slot to read from."""
+        with self._guard:
+            session = self._session
+            if not self._is_open:
+                self.wait()
+            else:
+                session.check()
+            assert session.commit is not None
+            if step != session.commit.step:
+                raise StaleStateError(
+                    f"{session.options.path}: the optimizer state given to update is "
+                    f"of step {step}, the store is at step {session.commit.step}; "
+                    "initialise the state from the store (state = tx.init(store.params("
+                    "like=params))), or open the checkpoint of that step"
+                )
+            slot = session.files.committed_slot()
+            assert slot is not None
+            if not self._is_open:
+                session.files.unpublish(other_slot(slot))
+                self._is_open, self._started_s = True, time.monotonic()
+                self._source = slot
+            return slot
+
+    def _task(
+        self, part: LeafPart, layout: SubgroupLayout, source: Slot, verdicts: list[bool]
+    ) -> Task:
+        session = self._session
+        assert session.description is not None
+        kernel = session.description.leaves[part.leaf].kernel
+        chunk = session.files.chunks[part.leaf][layout.subgroup.chunk]
+        offset = layout.subgroup.offset_elements
+        is_first = offset == 0 and chunk.start == part.origin
+
+        states = range(len(layout.states))
+        kept = tuple(n for n in states if layout.states[n] in kernel.unchanged)
+        is_frozen = len(kept) == len(states) and part.out.dtype == np.float32
+
+        def compute(csd: Csd, buffer: CsdBuffer) -> None:
+            if is_first and part.probe.size and not is_frozen:
+                self._check_probe(part, csd.view(buffer, layout.extents[0]))
+            gradient = gather_run(session, layout, part.gradient, part.origin)
+            own = gather_inputs(session, layout, part.inputs, part.origin)
+            out = target_view(part.out, chunk, part.origin, offset, gradient.size)
+            result = np.empty(gradient.size, part.out.dtype) if out is None else out
+            verdicts.append(
+                csd.update(buffer, layout.extents, kernel, gradient, own, result)
+            )
+            if out is None:
+                scatter(part.out, chunk, part.origin, offset, result)
+
+        return Task(
+            layout,
+            compute,
+            source=source,
+            target=other_slot(source),
+            loads=() if is_frozen else tuple(states),
+            stores=tuple(n for n in states if n not in kept),
+            links=kept,
+        )
+
+    def _check_probe(self, part: LeafPart, master: Array) -> None:
+        held = master[: part.probe.size].astype(part.probe.dtype)
+        if not same_values(held, part.probe):
+            name = self._session.files.manifest.leaves[part.leaf].name
+            raise DivergedParamsError(
+                f"leaf {name}: the params given to update are not those the store's "
+                f"master is of (they begin {part.probe[:3]}, the store's {held[:3]}); "
+                "apply the returned updates unchanged (smart_update last in the chain, "
+                "then optax.apply_updates), or take store.params(like=params)"
+            )
+
+    def _check_complete(self) -> None:
+        session = self._session
+        done = sum(layout.subgroup.num_elements for layout in self._arrivals)
+        expected = session.files.manifest.num_params
+        if done != expected:
+            raise AssertionError(
+                f"{session.options.path}: the step updated {done} of {expected} params"
+            )
+
+    def _commit(
+        self,
+        target: Slot,
+        record: CommitRecord,
+        arrivals: list[SubgroupLayout],
+        updated_s: float,
+    ) -> None:
+        session = self._session
+        try:
+            session.handler.drain()
+            session.files.sync()
+            session.files.publish(target, record)
+            traffic = session.meters.snapshot()
+            self._metrics = StepMetrics(
+                step=record.step,
+                update_s=updated_s - self._started_s,
+                commit_s=time.monotonic() - updated_s,
+                traffic=traffic - self._counted,
+            )
+            self._counted = traffic
+            session.commit = record
+            if not session.is_closed:
+                session.handler.prefetch(_loads_of(arrivals, target))
+        except BaseException as error:
+            session.fail(error)
+
+    def _close(self) -> None:
+        thread = self._commit_thread
+        if thread is not None:
+            thread.join()
+
+
+def _loads_of(arrivals: Sequence[SubgroupLayout], source: Slot) -> list[Task]:
+    """What the next step will load, in the order in which gradients came."""
+    return [
+        Task(layout, _nothing, source=source, loads=tuple(range(len(layout.states))))
+        for layout in arrivals
+    ]
+
+
+def _nothing(csd: Csd, buffer: CsdBuffer) -> None:
+    """A prefetch computes nothing."""
+    del csd, buffer

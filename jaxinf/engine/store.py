@@ -1,0 +1,290 @@
+"""`open_store` and `Store`: what a user holds of a store.
+
+Invariant: whatever a `Store` shows is of the last committed step.
+"""
+
+import atexit
+import contextlib
+import logging
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxinf.csd import CsdInfo
+from jaxinf.engine.session import Session, SessionOptions
+from jaxinf.engine.state import read_params
+from jaxinf.engine.steps import StepEngine, StepMetrics
+from jaxinf.errors import StoreFormatError, StoreMismatchError
+from jaxinf.kernels import leaf_infos
+from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS
+from jaxinf.store import Manifest, find_leaf, leaf_name, open_array, snapshot
+from jaxinf.typing import JsonValue, PathLikeStr, PyTree
+
+__all__ = ["DEFAULT_MEMORY_BYTES", "Store", "open_store"]
+
+DEFAULT_MEMORY_BYTES = 512 << 20
+
+_LOG = logging.getLogger("jaxinf")
+_LIVE: "weakref.WeakSet[Store]" = weakref.WeakSet()
+
+
+class Store:
+    """An open store: made by `open_store`, used by `jaxinf.smart_update`.
+
+    It is a context manager. A program that ends without `close` loses nothing: the
+    interpreter's exit drains and commits. All methods may be called from any thread;
+    those that show committed state wait for a commit in flight. After a failure each of
+    them raises the original exception.
+    """
+
+    def __init__(self, options: SessionOptions) -> None:
+        self.session = Session(options)
+        self.steps = StepEngine(self.session)
+        _LIVE.add(self)
+
+    def __repr__(self) -> str:
+        commit = self.session.commit
+        step = "new" if commit is None else f"step {commit.step}"
+        return f"Store({str(self.path)!r}, {step})"
+
+    # --- what it holds -----------------------------------------------------------------
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self.session.options.path
+
+    @property
+    def exists(self) -> bool:
+        """Whether a step is committed: True when opened to resume."""
+        return self.session.commit is not None
+
+    @property
+    def step(self) -> int:
+        """The last committed step; 0 for a new store."""
+        self.steps.wait()
+        return self.session.commit.step if self.session.commit else 0
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped for a non-finite gradient, up to the last commit."""
+        self.steps.wait()
+        return self.session.commit.skipped_steps if self.session.commit else 0
+
+    @property
+    def payload(self) -> JsonValue:
+        """What `annotate` gave to the last committed step."""
+        self.steps.wait()
+        return self.session.commit.payload if self.session.commit else None
+
+    @property
+    def manifest(self) -> Manifest:
+        """What is stored: leaves, states, grids.
+
+        Raises:
+          StoreFormatError: nothing is stored yet.
+        """
+        self.session.check()
+        if self.session.directory is None:
+            raise StoreFormatError(
+                f"{self.path}: the store is empty until tx.init has run on it"
+            )
+        return self.session.directory.manifest
+
+    @property
+    def metrics(self) -> StepMetrics | None:
+        """Time and traffic of the last step committed by this process."""
+        return self.steps.metrics
+
+    def csds(self) -> list[CsdInfo]:
+        """Kind, place and free space of each CSD; empty until there is a store."""
+        self.session.check()
+        return [csd.info() for csd in self.session.csds]
+
+    def params(self, like: PyTree, *, state: Any = None) -> PyTree:
+        """The committed master params, as the run's params.
+
+        Args:
+          like: a tree of arrays or ``jax.ShapeDtypeStruct`` of the store's leaves;
+            gives the dtype, and the sharding where it has one.
+          state: the transform state to wait for, JAX dispatch being asynchronous.
+
+        Returns:
+          A tree like `like`, of ``jax.Array``.
+
+        Raises:
+          StoreMismatchError: `like` has other leaves or shapes than the store.
+        """
+        self.wait(state)
+        leaves, treedef = jax.tree.flatten(like)
+        self._check_like(like)
+        with self.steps.paused():
+            read = [self._read_leaf(i, leaf) for i, leaf in enumerate(leaves)]
+        return jax.tree.unflatten(treedef, read)
+
+    def _check_like(self, like: PyTree) -> None:
+        held = [(leaf.name, leaf.shape) for leaf in self.manifest.leaves]
+        asked = [(leaf_name(i.path), i.shape) for i in leaf_infos(like)]
+        if held != asked:
+            difference = [pair for pair in asked if pair not in held][:3]
+            raise StoreMismatchError(
+                f"{self.path}: `like` has other leaves than the store; not in the "
+                f"store: {difference or 'none'}, the store has {len(held)} leaves, "
+                f"`like` {len(asked)}"
+            )
+
+    def _read_leaf(self, number: int, like: Any) -> jax.Array:
+        shape, dtype = tuple(like.shape), np.dtype(like.dtype)
+
+        def read(index: tuple[slice, ...]) -> np.ndarray:
+            bounds = [s.indices(n) for s, n in zip(index, shape, strict=True)]
+            out = np.empty([stop - start for start, stop, _ in bounds], dtype)
+            read_params(self.session, number, out, [start for start, _, _ in bounds])
+            return out
+
+        sharding = getattr(like, "sharding", None)
+        if sharding is None:
+            return jax.device_put(read(tuple(slice(None) for _ in shape)))
+        return jax.make_array_from_callback(shape, sharding, read)
+
+    def tensorstore(self, state: str, leaf: str) -> Any:
+        """A leaf's state as a read-only ``tensorstore.TensorStore``.
+
+        Args:
+          state: ``"params"`` (the fp32 master), ``"mu"``, ``"nu"``, ….
+          leaf: its keys joined by ``/``, as `jaxinf inspect` prints them.
+
+        During a run the chunks read may be of two neighbouring steps; use `snapshot`
+        for one consistent step.
+
+        Raises:
+          ValueError: no such leaf or state; lists what there is.
+        """
+        record = find_leaf(self.manifest, state, leaf)
+        self.steps.wait()
+        return open_array((self.path / "current").resolve(), record, state)
+
+    @contextlib.contextmanager
+    def snapshot(self) -> Iterator[Path]:
+        """Pins the last committed step for reading, beside a running one.
+
+        Yields:
+          A directory laid out like a slot: a zarr group, an Orbax checkpoint,
+          ``commit.json``. It is gone after the context. No data is copied.
+        """
+        self.session.check()
+        if self.session.directory is None:
+            _ = self.manifest
+        with snapshot(self.session.files) as path:
+            yield path
+
+    # --- control -----------------------------------------------------------------------
+
+    def annotate(self, step: int, payload: JsonValue) -> None:
+        """Gives the commit of `step`, still to come, something of the caller's to keep.
+
+        Args:
+          step: of the commit that will carry it.
+          payload: JSON: position in the data, random seeds, ….
+        """
+        self.session.check()
+        self.steps.annotate(step, payload)
+
+    def check(self) -> None:
+        """Raises what stopped the store: the original exception, with its type."""
+        self.session.check()
+
+    def wait(self, state: Any = None) -> None:
+        """Blocks until everything asked of the store is durable.
+
+        Args:
+          state: the transform state to wait for first.
+        """
+        if state is not None:
+            jax.block_until_ready(state)
+        self.steps.wait()
+
+    def close(self) -> None:
+        """Finishes the commit in flight, stops the workers, gives the lock back.
+
+        Idempotent. A step that has begun but whose update did not finish is given up.
+
+        Raises:
+          BaseException: what stopped the store, after everything is released.
+        """
+        failed = self.session.failure
+        self.session.close()
+        if failed is None and self.session.failure is not None:
+            raise self.session.failure
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def open_store(
+    path: PathLikeStr,
+    *,
+    csds: Sequence[PathLikeStr] = (),
+    csd: str = "host",
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    num_workers: int = 4,
+    chunk_elements: int = DEFAULT_CHUNK_ELEMENTS,
+) -> Store:
+    """Opens a store, or names the place where `tx.init` will make one.
+
+    Nothing is written here. An existing store resumes at its last committed step.
+
+    Args:
+      path: the store's directory; missing or empty for a new one.
+      csds: CSD roots, each a mounted drive, to spread a new store's chunks over; by
+        default they lie in the store itself. An existing store knows its roots.
+      csd: what updates the chunks: ``"host"``, the CPU beside the drive.
+      memory_bytes: all host memory that state passes through.
+      num_workers: threads that read, update and write; more than 4 for many drives.
+      chunk_elements: largest chunk of a new store, in elements.
+
+    Raises:
+      ValueError: an argument is out of range.
+      NotADirectoryError, PermissionError: `path` cannot be a store.
+      StoreLockedError: a live process has it open; names it.
+      StoreFormatError: not a store, damaged, or of a newer format.
+    """
+    options = SessionOptions(
+        Path(os.path.abspath(os.path.expanduser(path))),
+        csd_roots=[Path(os.path.abspath(os.path.expanduser(root))) for root in csds],
+        csd=csd,
+        memory_bytes=memory_bytes,
+        num_workers=num_workers,
+        chunk_elements=chunk_elements,
+    )
+    return Store(options)
+
+
+@atexit.register
+def _close_all() -> None:
+    """Interpreter exit: lets dispatched steps arrive, then drains and commits."""
+    if not _LIVE:
+        return
+    with contextlib.suppress(Exception):
+        jax.effects_barrier()
+    for store in list(_LIVE):
+        if store.session.is_closed:
+            continue
+        try:
+            store.close()
+        except Exception:
+            _LOG.exception("%s: closing at exit failed", store.path)
