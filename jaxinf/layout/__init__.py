@@ -1,1 +1,33 @@
-"""Placeholder."""
+"""Arithmetic from a leaf to its chunk files, subgroups and CSDs; it touches no file.
+
+Invariant: every element of a leaf lies in exactly one chunk and in exactly one
+subgroup, and the elements of a chunk are a contiguous prefix of its file.
+"""
+
+from jaxinf.layout.choose import choose_grid
+from jaxinf.layout.grid import (
+    CHUNK_ALIGNMENT_ELEMENTS,
+    DEFAULT_CHUNK_ELEMENTS,
+    PAGE_BYTES,
+    Chunk,
+    LeafGrid,
+    covers,
+)
+from jaxinf.layout.runs import gather, scatter, target_view
+from jaxinf.layout.subgroups import Subgroup, assign_csds, subgroups
+
+__all__ = [
+    "CHUNK_ALIGNMENT_ELEMENTS",
+    "DEFAULT_CHUNK_ELEMENTS",
+    "PAGE_BYTES",
+    "Chunk",
+    "LeafGrid",
+    "Subgroup",
+    "assign_csds",
+    "choose_grid",
+    "covers",
+    "gather",
+    "scatter",
+    "subgroups",
+    "target_view",
+]

@@ -1,0 +1,138 @@
+"""Chunks cut into subgroups and dealt to CSDs.
+
+Invariant: the subgroups of a leaf partition its elements, each lies in one chunk and so
+on one CSD, and each starts on a page of its file in every dtype.
+"""
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from jaxinf.layout.grid import CHUNK_ALIGNMENT_ELEMENTS, LeafGrid
+
+__all__ = ["Subgroup", "assign_csds", "subgroups"]
+
+
+@dataclass(frozen=True)
+class Subgroup:
+    """A contiguous, page-aligned run of a chunk: read, updated and written as a unit.
+
+    Attributes:
+      leaf: the leaf's position in the flattened tree.
+      chunk: the chunk's position in `LeafGrid.chunks()`.
+      csd: the CSD that holds the chunk.
+      offset_elements: start of the run within the chunk, a multiple of 4,096.
+      num_elements: length of the run, a multiple of 4,096 except for a chunk's last.
+    """
+
+    leaf: int
+    chunk: int
+    csd: int
+    offset_elements: int
+    num_elements: int
+
+
+def subgroups(
+    leaf: int, grid: LeafGrid, csds: Sequence[int], max_elements: int
+) -> list[Subgroup]:
+    """Cut the chunks of a leaf into subgroups.
+
+    Args:
+      leaf: the leaf's position in the flattened tree.
+      grid: the leaf's chunk grid.
+      csds: the CSD of each chunk, in the order of `grid.chunks()`.
+      max_elements: most elements of a subgroup, at least 4,096.
+
+    Returns:
+      The subgroups in the order of the chunks: one a chunk where it fits, else as few
+      as possible, whose lengths differ by less than two alignment units of 4,096.
+
+    Raises:
+      ValueError: if there is not one CSD a chunk, or if the limit is below 4,096.
+    """
+    chunks = grid.chunks()
+    if len(csds) != len(chunks):
+        raise ValueError(
+            f"leaf {leaf}: expected a CSD for each of {len(chunks)} chunks, "
+            f"found {len(csds)}"
+        )
+    max_units = max_elements // CHUNK_ALIGNMENT_ELEMENTS
+    if max_units < 1:
+        raise ValueError(
+            f"leaf {leaf}: a subgroup holds at least {CHUNK_ALIGNMENT_ELEMENTS} "
+            f"elements, found a limit of {max_elements}; raise it"
+        )
+    return [
+        Subgroup(leaf, position, csds[position], offset, num_elements)
+        for position, chunk in enumerate(chunks)
+        for offset, num_elements in _cut(chunk.num_elements, max_units)
+    ]
+
+
+def _cut(num_elements: int, max_units: int) -> list[tuple[int, int]]:
+    num_units = -(-num_elements // CHUNK_ALIGNMENT_ELEMENTS)
+    num_runs = -(-num_units // max_units)
+    bounds = [
+        min(i * num_units // num_runs * CHUNK_ALIGNMENT_ELEMENTS, num_elements)
+        for i in range(num_runs + 1)
+    ]
+    return [(bounds[i], bounds[i + 1] - bounds[i]) for i in range(num_runs)]
+
+
+def assign_csds(chunk_bytes: Sequence[int], num_csds: int) -> list[int]:
+    """Deal chunks to CSDs so that each moves about the same number of bytes.
+
+    Largest first, each to the least loaded CSD, ties to the lowest index. Chunks of
+    equal size are then dealt so that neighbours lie on different CSDs as far as the
+    balance allows: a leaf is read in order, and so from all drives at once.
+
+    Args:
+      chunk_bytes: bytes of each chunk.
+      num_csds: number of CSDs, at least 1.
+
+    Returns:
+      The CSD of each chunk; the same for the same arguments, everywhere.
+
+    Raises:
+      ValueError: if there is no CSD, or if a number of bytes is negative.
+    """
+    if num_csds < 1 or min(chunk_bytes, default=0) < 0:
+        raise ValueError(
+            f"assignment of {len(chunk_bytes)} chunks to {num_csds} CSDs: expected at "
+            "least one CSD and no negative number of bytes"
+        )
+    loads = [(0, csd) for csd in range(num_csds)]
+    result = [0] * len(chunk_bytes)
+    largest_first = sorted(range(len(chunk_bytes)), key=lambda i: -chunk_bytes[i])
+    for num_bytes, group in groupby(largest_first, key=lambda i: chunk_bytes[i]):
+        positions = list(group)
+        shares: Counter[int] = Counter()
+        for _ in positions:
+            load, csd = loads[0]
+            heapq.heapreplace(loads, (load + num_bytes, csd))
+            shares[csd] += 1
+        for position, csd in zip(positions, _spread(shares), strict=True):
+            result[position] = csd
+    return result
+
+
+def _spread(shares: Counter[int]) -> list[int]:
+    """Order CSDs so that equal ones are far apart: in turn, as long as that works out.
+
+    Neighbours can differ while no CSD has more than half of what is left; one that is
+    about to goes first.
+    """
+    turns = deque(sorted(shares))
+    order: list[int] = []
+    for left in range(shares.total(), 0, -1):
+        leader = max(turns, key=lambda csd: shares[csd])
+        forced = 2 * shares[leader] > left and order[-1:] != [leader]
+        csd = leader if forced else turns[0]
+        order.append(csd)
+        turns.remove(csd)
+        shares[csd] -= 1
+        if shares[csd]:
+            turns.append(csd)
+    return order

@@ -1,0 +1,143 @@
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxinf.layout import (
+    CHUNK_ALIGNMENT_ELEMENTS,
+    DEFAULT_CHUNK_ELEMENTS,
+    choose_grid,
+)
+
+_LENGTHS = st.one_of(
+    st.integers(0, 9),
+    st.integers(1, 70_000),
+    st.sampled_from([64, 768, 1023, 1024, 1025, 4095, 4096, 4097, 50257, 1 << 36]),
+)
+
+
+@st.composite
+def _sharded_shapes(draw):
+    shape, counts = [], []
+    for _ in range(draw(st.integers(0, 5))):
+        count = draw(st.sampled_from([1, 1, 1, 2, 3, 4, 8, 16]))
+        shape.append(draw(_LENGTHS) * count)
+        counts.append(count)
+    return tuple(shape), tuple(counts)
+
+
+# The format's own goldens: changing one makes stores of the same model differ.
+@pytest.mark.parametrize(
+    ("shape", "shard_counts", "chunk_shape", "num_chunks"),
+    [
+        ((50257, 768), None, (5040, 768), 10),
+        ((257, 129), None, (4096, 129), 1),
+        ((1, 5000001), None, (1, 2502656), 2),
+        ((768,), None, (4096,), 1),
+        ((12, 768, 2304), None, (2, 768, 2304), 6),
+        ((4097, 4097, 3), None, (4096, 4097, 3), 2),
+        ((100000, 3, 5), None, (102400, 3, 5), 1),
+        ((50257, 1025), None, (4096, 1025), 13),
+        ((257, 4097), None, (4096, 4097), 1),
+        ((2, 4097), None, (1, 8192), 2),
+        ((3, 3, 3, 64), None, (64, 3, 3, 64), 1),
+        ((), None, (), 1),
+        ((0, 5), None, (1, 4096), 0),
+        ((5, 0), None, (4096, 1), 0),
+        ((768, 3072), (1, 4), (768, 768), 4),
+        ((50304, 768), (4, 1), (4192, 768), 12),
+        ((50256, 768), (4, 1), (4188, 768), 12),
+        ((151936, 8192), (8, 1), (4748, 8192), 32),
+        ((3072,), (4,), (768,), 4),
+        ((4, 768), (4, 1), (1, 4096), 4),
+    ],
+)
+def test_golden(shape, shard_counts, chunk_shape, num_chunks):
+    grid = choose_grid(shape, shard_counts=shard_counts)
+    assert grid.chunk_shape == chunk_shape
+    assert grid.num_chunks == num_chunks
+
+
+@settings(deadline=None)
+@given(_sharded_shapes(), st.sampled_from([1, 4096, 5000, 1 << 16, 1 << 22]))
+def test_grid_obeys_the_rules(sharded, max_elements):
+    shape, counts = sharded
+    grid = choose_grid(shape, shard_counts=counts, max_chunk_elements=max_elements)
+    shard = [max(n // c, 1) for n, c in zip(shape, counts, strict=True)]
+    assert len(grid.chunk_shape) == len(shape)
+    stored = math.prod(grid.chunk_shape)
+    assert 1 <= stored <= max(16 * max_elements, CHUNK_ALIGNMENT_ELEMENTS)
+    if not shape:
+        return
+    # (1, …, 1, r, e, …, e): one dimension is cut, those after it are whole.
+    assert any(
+        all(c == 1 for c in grid.chunk_shape[:dim])
+        and list(grid.chunk_shape[dim + 1 :]) == shard[dim + 1 :]
+        for dim in range(len(shape))
+    )
+    for dim, count in enumerate(counts):
+        if count > 1:
+            assert shard[dim] % grid.chunk_shape[dim] == 0
+    if all(count == 1 for count in counts):
+        assert grid.aligned
+
+
+@settings(deadline=None)
+@given(st.lists(_LENGTHS, min_size=1, max_size=5).map(tuple))
+def test_padding_and_balance(shape):
+    grid = choose_grid(shape)
+    chunk_shape, grid_shape = grid.chunk_shape, grid.grid_shape
+    if grid.num_chunks == 0:
+        return
+    padded = [
+        dim for dim, c in enumerate(chunk_shape) if c * grid_shape[dim] != shape[dim]
+    ]
+    assert len(padded) <= 1
+    for dim in padded:
+        inner = math.prod(chunk_shape[dim + 1 :])
+        unit = CHUNK_ALIGNMENT_ELEMENTS // math.gcd(CHUNK_ALIGNMENT_ELEMENTS, inner)
+        # No more than rounding an equal share up to the next aligned length.
+        assert chunk_shape[dim] - unit < -(-shape[dim] // grid_shape[dim])
+
+
+@settings(deadline=None)
+@given(st.lists(_LENGTHS, min_size=1, max_size=4).map(tuple))
+def test_never_many_more_files_than_the_simplest_grid(shape):
+    grid = choose_grid(shape)
+    # The simplest: cut the flattened leaf at the maximum, row by row of the last dim.
+    rows = math.prod(shape[:-1])
+    simplest = rows * -(-shape[-1] // DEFAULT_CHUNK_ELEMENTS)
+    assert grid.num_chunks <= max(simplest, 1)
+
+
+def test_even_leaves_are_balanced():
+    grid = choose_grid((9, 1 << 20))
+    assert grid.chunk_shape == (3, 1 << 20)
+    assert {chunk.num_elements for chunk in grid.chunks()} == {3 << 20}
+
+
+def test_alignment_is_given_up_only_at_shard_boundaries():
+    assert choose_grid((768,)).aligned
+    assert not choose_grid((768,), shard_counts=(4,)).aligned
+    assert not choose_grid(()).aligned
+
+
+def test_uneven_sharding_is_refused():
+    with pytest.raises(ValueError, match=r"dimension 0 of length 50257 .* 4 shards"):
+        choose_grid((50257, 768), shard_counts=(4, 1))
+
+
+@pytest.mark.parametrize("counts", [(1,), (1, 0), (1, -1), (1, 1, 1)])
+def test_bad_shard_counts(counts):
+    with pytest.raises(ValueError, match="one positive count a dimension"):
+        choose_grid((8, 8), shard_counts=counts)
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="limit of at least 1"):
+        choose_grid((8,), max_chunk_elements=0)
+    with pytest.raises(ValueError, match="lengths of at least 0"):
+        choose_grid((8, -1))
+    with pytest.raises(TypeError):
+        choose_grid((8.0,))  # pyright: ignore

@@ -1,0 +1,113 @@
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxinf.layout import LeafGrid, choose_grid, gather, scatter, target_view
+
+
+@st.composite
+def _runs(draw):
+    """A chunk, an array that holds it with a margin, and a run of the chunk."""
+    ndim = draw(st.integers(0, 4))
+    shape = tuple(draw(st.integers(1, 8)) for _ in range(ndim))
+    cut = draw(st.integers(0, max(ndim - 1, 0)))
+    chunk_shape = tuple(
+        1 if dim < cut else draw(st.integers(1, 9)) if dim == cut else length
+        for dim, length in enumerate(shape)
+    )
+    chunk = draw(st.sampled_from(LeafGrid(shape, chunk_shape).chunks()))
+    margins = [(draw(st.integers(0, 2)), draw(st.integers(0, 2))) for _ in shape]
+    origin = tuple(s - m[0] for s, m in zip(chunk.start, margins, strict=True))
+    held = tuple(sum(m) + e for m, e in zip(margins, chunk.extent, strict=True))
+    offset = draw(st.integers(0, chunk.num_elements))
+    num_elements = draw(st.integers(0, chunk.num_elements - offset))
+    return chunk, origin, held, offset, num_elements
+
+
+def _block_of(array, chunk, origin):
+    corner = [s - o for s, o in zip(chunk.start, origin, strict=True)]
+    ends = [c + e for c, e in zip(corner, chunk.extent, strict=True)]
+    return array[(*map(slice, corner, ends), ...)]
+
+
+@settings(deadline=None, max_examples=300)
+@given(_runs(), st.booleans())
+def test_gather_and_scatter_agree_with_numpy(run, fortran):
+    chunk, origin, held, offset, num_elements = run
+    source = np.arange(np.prod(held, dtype=int), dtype=np.float32).reshape(held)
+    if fortran:
+        source = source.copy(order="F")
+    block = _block_of(source, chunk, origin)
+    expected = block.reshape(-1)[offset : offset + num_elements]
+    values = gather(source, chunk, origin, offset, num_elements)
+    assert values.ndim == 1
+    np.testing.assert_array_equal(values, expected)
+
+    target = np.full_like(source, -1)
+    scatter(target, chunk, origin, offset, values)
+    flat = np.full(chunk.num_elements, -1, np.float32)
+    flat[offset : offset + num_elements] = expected
+    written = np.full_like(target, -1)
+    _block_of(written, chunk, origin)[...] = flat.reshape(chunk.extent)
+    np.testing.assert_array_equal(target, written)
+
+    view = target_view(target, chunk, origin, offset, num_elements)
+    if view is None:
+        assert not np.shares_memory(values, source)
+    else:
+        view[...] = 7
+        assert (target == 7).sum() == num_elements
+        assert num_elements == 0 or np.shares_memory(values, source)
+
+
+def test_whole_leaf_runs_are_views():
+    leaf = np.zeros((20, 4096), ml_dtypes.bfloat16)
+    for chunk in choose_grid(leaf.shape, max_chunk_elements=4 * 4096).chunks():
+        assert np.shares_memory(gather(leaf, chunk, (0, 0), 4096, 8192), leaf)
+        view = target_view(leaf, chunk, (0, 0), 0, chunk.num_elements)
+        assert view is not None
+        view[...] = 1
+    assert (leaf == 1).all()
+
+
+def test_a_chunk_of_a_column_shard_is_strided_in_the_leaf_but_not_in_its_shard():
+    grid = choose_grid((16, 1024), shard_counts=(1, 4))
+    leaf = np.arange(16 * 1024, dtype=np.int32).reshape(16, 1024)
+    chunk = grid.chunks()[2]
+    assert target_view(leaf, chunk, (0, 0), 0, chunk.num_elements) is None
+    shard = np.ascontiguousarray(leaf[:, 512:768])
+    view = target_view(shard, chunk, (0, 512), 0, chunk.num_elements)
+    assert view is not None
+    np.testing.assert_array_equal(
+        view, gather(leaf, chunk, (0, 0), 0, chunk.num_elements)
+    )
+
+
+def test_scalar_leaf():
+    (chunk,) = choose_grid(()).chunks()
+    leaf = np.array(3.0)
+    assert gather(leaf, chunk, (), 0, 1).tolist() == [3.0]
+    scatter(leaf, chunk, (), 0, np.array([4.0]))
+    assert leaf == 4.0
+
+
+def test_bad_arguments():
+    chunk = LeafGrid((8, 4), (4, 4)).chunks()[1]
+    shard = np.zeros((4, 4))
+    with pytest.raises(ValueError, match="pass the shard that holds the chunk"):
+        gather(shard, chunk, (0, 0), 0, 4)
+    with pytest.raises(ValueError, match="pass the shard that holds the chunk"):
+        gather(shard, chunk, (5, 0), 0, 4)
+    with pytest.raises(ValueError, match="expected array and origin of 2 dimensions"):
+        gather(shard, chunk, (4,), 0, 4)
+    with pytest.raises(ValueError, match="run of 17 elements at 0 is not inside"):
+        gather(shard, chunk, (4, 0), 0, 17)
+    with pytest.raises(ValueError, match="is not inside the chunk's 16"):
+        gather(shard, chunk, (4, 0), -1, 4)
+    with pytest.raises(TypeError, match="expected 1-D values of float64"):
+        scatter(shard, chunk, (4, 0), 0, np.zeros(4, np.float32))
+    shard.flags.writeable = False
+    with pytest.raises(ValueError, match="expected a writable array"):
+        target_view(shard, chunk, (4, 0), 0, 4)
