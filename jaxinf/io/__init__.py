@@ -1,1 +1,33 @@
-"""Placeholder."""
+"""Direct file I/O, its aligned buffers, and the counters of what it moves.
+
+Invariant: memory stays within the budget that the user set, every byte moved is
+counted once, and a failed call raises an error that names the file and the remedy.
+"""
+
+from jaxinf.io.buffers import Buffer, BufferPool
+from jaxinf.io.direct import DirectIO, read_into, write_from
+from jaxinf.io.files import (
+    allocate_file,
+    fsync_directory,
+    fsync_file,
+    sync_filesystem,
+    write_json_atomically,
+)
+from jaxinf.io.meters import ByteCounts, ByteMeters
+from jaxinf.io.support import supports_direct
+
+__all__ = [
+    "Buffer",
+    "BufferPool",
+    "ByteCounts",
+    "ByteMeters",
+    "DirectIO",
+    "allocate_file",
+    "fsync_directory",
+    "fsync_file",
+    "read_into",
+    "supports_direct",
+    "sync_filesystem",
+    "write_from",
+    "write_json_atomically",
+]

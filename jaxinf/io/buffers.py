@@ -1,0 +1,221 @@
+"""Page-aligned buffers under a hard budget: the only memory that state passes through.
+
+Invariant: what is handed out plus what is kept for reuse is never above the capacity.
+"""
+
+import mmap
+import threading
+from types import TracebackType
+from typing import Literal, overload
+
+import numpy as np
+
+from jaxinf.errors import StoreClosedError
+from jaxinf.io.pages import page_ceil, page_floor
+from jaxinf.typing import Array
+
+__all__ = ["Buffer", "BufferPool"]
+
+
+class Buffer:
+    """Page-aligned memory lent by a `BufferPool`; also a context manager.
+
+    Its contents are whatever its last user left. After `release` the memory belongs to
+    the next user: views of `array` must not be used any more.
+    """
+
+    def __init__(self, pool: "BufferPool", memory: mmap.mmap) -> None:
+        self._pool = pool
+        self._memory: mmap.mmap | None = memory
+        self._array: Array | None = np.frombuffer(memory, np.uint8)
+        self._num_bytes = len(memory)
+
+    @property
+    def num_bytes(self) -> int:
+        """Length in bytes: what was asked for, rounded up to whole pages."""
+        return self._num_bytes
+
+    @property
+    def array(self) -> Array:
+        """The memory, `uint8[num_bytes]`, writable.
+
+        Raises:
+          ValueError: if the buffer was released.
+        """
+        array = self._array
+        if array is None:
+            raise ValueError(
+                f"buffer of {self.num_bytes} bytes: used after its release; keep it "
+                "until the last read or write of it is complete"
+            )
+        return array
+
+    def release(self) -> None:
+        """Give the memory back to the pool; a second call does nothing. Thread-safe."""
+        self._pool._take_back(self)
+
+    def _detach(self) -> mmap.mmap | None:
+        memory, self._memory, self._array = self._memory, None, None
+        return memory
+
+    def __enter__(self) -> "Buffer":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class BufferPool:
+    """Buffers of any length under one byte budget. Thread-safe.
+
+    A request that fits goes ahead of an older one that does not: a worker that already
+    holds buffers is never stuck behind one that waits for them. The pool cannot see
+    workers wait for each other: take what a unit of work needs as one large buffer.
+
+    Attributes:
+      capacity_bytes: the budget, rounded down to whole pages.
+
+    Raises:
+      ValueError: if the budget holds no page.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = page_floor(capacity_bytes)
+        if self.capacity_bytes <= 0:
+            raise ValueError(
+                f"buffer pool: a budget of {capacity_bytes} bytes holds no page; "
+                f"give it at least {page_ceil(1)}"
+            )
+        self._changed = threading.Condition()
+        self._idle: dict[int, list[mmap.mmap]] = {}
+        self._idle_bytes = 0
+        self._used_bytes = 0
+        self._peak_bytes = 0
+        self._closed = False
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the buffers handed out now."""
+        return self._used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest `used_bytes` so far."""
+        return self._peak_bytes
+
+    @overload
+    def acquire(
+        self,
+        num_bytes: int,
+        *,
+        timeout_s: float | None = None,
+        block: Literal[True] = True,
+    ) -> Buffer: ...
+
+    @overload
+    def acquire(
+        self, num_bytes: int, *, timeout_s: float | None = None, block: bool
+    ) -> Buffer | None: ...
+
+    def acquire(
+        self, num_bytes: int, *, timeout_s: float | None = None, block: bool = True
+    ) -> Buffer | None:
+        """Lend a buffer; by default waits until the budget allows it.
+
+        Args:
+          num_bytes: length wanted; rounded up to whole pages, at least one.
+          timeout_s: longest wait; None waits for as long as it takes.
+          block: False returns None where it would have to wait.
+
+        Returns:
+          A buffer whose contents are arbitrary, or None as said above.
+
+        Raises:
+          ValueError: if the request is negative or above the capacity.
+          TimeoutError: if the wait was too long.
+          StoreClosedError: if the pool is closed, before or during the wait.
+        """
+        rounded = page_ceil(max(num_bytes, 1))
+        if not 0 <= num_bytes <= self.capacity_bytes:
+            raise ValueError(
+                f"buffer pool: a buffer of {num_bytes} bytes can never be lent from a "
+                f"budget of {self.capacity_bytes}; raise memory_bytes to at least "
+                f"{rounded}, or make the subgroups smaller"
+            )
+        with self._changed:
+            if not block and not self._closed and not self._fits(rounded):
+                return None
+            if not self._changed.wait_for(
+                lambda: self._closed or self._fits(rounded), timeout_s
+            ):
+                raise TimeoutError(
+                    f"buffer pool: no {rounded} bytes free after {timeout_s} s: "
+                    f"{self._used_bytes} of {self.capacity_bytes} are in use; release "
+                    "buffers, raise memory_bytes or the timeout"
+                )
+            if self._closed:
+                raise StoreClosedError(
+                    f"buffer pool: closed while {rounded} bytes were asked for; open "
+                    "the store again"
+                )
+            return self._lend(rounded)
+
+    def close(self) -> None:
+        """Free what is idle and fail all waiters, present and future.
+
+        Buffers still lent stay valid; their memory is freed at their release. A second
+        call does nothing.
+        """
+        with self._changed:
+            self._closed = True
+            self._shrink_idle(0)
+            self._changed.notify_all()
+
+    def _fits(self, num_bytes: int) -> bool:
+        return self._used_bytes + num_bytes <= self.capacity_bytes
+
+    def _lend(self, num_bytes: int) -> Buffer:
+        if same_length := self._idle.get(num_bytes):
+            memory = same_length.pop()
+            self._idle_bytes -= num_bytes
+        else:
+            self._shrink_idle(self.capacity_bytes - self._used_bytes - num_bytes)
+            # Private: MADV_DONTNEED gives back no pages of a shared mapping.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            memory = mmap.mmap(-1, num_bytes, flags=flags)
+        self._used_bytes += num_bytes
+        self._peak_bytes = max(self._peak_bytes, self._used_bytes)
+        return Buffer(self, memory)
+
+    def _take_back(self, buffer: Buffer) -> None:
+        with self._changed:
+            memory = buffer._detach()
+            if memory is None:
+                return
+            self._used_bytes -= buffer.num_bytes
+            self._idle.setdefault(buffer.num_bytes, []).append(memory)
+            self._idle_bytes += buffer.num_bytes
+            if self._closed:
+                self._shrink_idle(0)
+            self._changed.notify_all()
+
+    def _shrink_idle(self, limit_bytes: int) -> None:
+        """Unmap idle memory until it is within the limit, shortest buffers last."""
+        while self._idle_bytes > limit_bytes:
+            num_bytes = max(n for n, same_length in self._idle.items() if same_length)
+            _unmap(self._idle[num_bytes].pop())
+            self._idle_bytes -= num_bytes
+
+
+def _unmap(memory: mmap.mmap) -> None:
+    try:
+        memory.close()
+    except BufferError:
+        # A released buffer's view is still alive. The mapping has to outlive it, its
+        # pages need not: they are freed now, and the view reads zeros.
+        memory.madvise(mmap.MADV_DONTNEED)

@@ -1,0 +1,241 @@
+"""Reads and writes that bypass the page cache, with a buffered fallback.
+
+Invariant: a call returns when all its bytes moved, else it raises; a file system that
+refuses direct I/O is used buffered. All functions block, release the GIL
+and are thread-safe; a file is opened and closed in each call.
+"""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jaxinf.errors import StoreIOError
+from jaxinf.io.failures import translated
+from jaxinf.io.meters import ByteMeters
+from jaxinf.io.pages import PAGE_BYTES, page_ceil, page_floor
+from jaxinf.io.support import REFUSALS, probed_refusal, warn_once
+from jaxinf.typing import Array, PathLikeStr
+
+__all__ = ["DirectIO", "read_into", "write_from"]
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """One request: the array's first bytes, at an offset of the file."""
+
+    path: PathLikeStr
+    writes: bool
+    array: Array
+    offset_bytes: int
+
+    def run_pages(self, end: int) -> int:
+        """Move array[:end] directly, or buffered where that is refused."""
+        if end == 0:
+            return 0
+        try:
+            with self._opened(os.O_DIRECT) as fd:
+                return self._run(fd, 0, end, whole_pages=True)
+        except OSError as error:
+            if error.errno not in REFUSALS:
+                raise
+            refusal = error
+        with self._opened(0) as fd:
+            done = self._run(fd, 0, end, whole_pages=False)
+            directory = os.path.dirname(self.path) or "."
+            warn_once(os.fstat(fd).st_dev, directory, refusal)
+            return done
+
+    def run_rest(self, start: int, end: int) -> int:
+        """Move array[start:end], less than a page, buffered; writes are flushed."""
+        with self._opened(0) as fd:
+            done = self._run(fd, start, end, whole_pages=False)
+            if self.writes:
+                os.fdatasync(fd)
+            return done
+
+    @contextmanager
+    def _opened(self, extra_flags: int) -> Iterator[int]:
+        flags = os.O_WRONLY if self.writes else os.O_RDONLY
+        fd = os.open(self.path, flags | os.O_CLOEXEC | extra_flags)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _run(self, fd: int, start: int, end: int, *, whole_pages: bool) -> int:
+        """Move array[start:end]; return where it stopped, which may be EOF."""
+        call = os.pwritev if self.writes else os.preadv
+        done = start
+        while done < end:
+            moved = call(fd, [self.array[done:end].data], self.offset_bytes + done)
+            if whole_pages and moved % PAGE_BYTES:
+                if not self.writes:
+                    return done + moved  # a direct read stops within a page at EOF
+                moved = page_floor(moved)
+            if moved == 0:
+                break
+            done += moved
+        return done
+
+
+def read_into(
+    path: PathLikeStr,
+    array: Array,
+    offset_bytes: int,
+    num_bytes: int,
+    *,
+    meters: ByteMeters | None = None,
+) -> None:
+    """Read a part of a file into a buffer; blocks until it is there.
+
+    Where the buffer has room, the length is rounded up to whole pages, and what the
+    file holds there goes to the buffer too. Otherwise the odd end is read buffered.
+
+    Args:
+      path: the file.
+      array: uint8, 1-D, contiguous, page-aligned and writable: `Buffer.array` or a part
+        of it that starts on a page.
+      offset_bytes: where in the file, a multiple of the page.
+      num_bytes: how much, at most the array's length.
+      meters: counts what was read.
+
+    Raises:
+      ValueError: if array, offset or length are not as said.
+      StoreIOError: if the file is missing, too short, or the drive failed.
+    """
+    _check_request(path, array, offset_bytes, num_bytes)
+    if not array.flags.writeable:
+        raise ValueError(f"{os.fspath(path)}: expected a writable array to read into")
+    end = page_ceil(num_bytes)
+    if end > array.shape[0]:
+        end = page_floor(num_bytes)
+    transfer = _Transfer(path, False, array, offset_bytes)
+    with translated("read", path, offset_bytes):
+        done = transfer.run_pages(end)
+        if end <= done < num_bytes:
+            done = transfer.run_rest(done, num_bytes)
+        if done < num_bytes:
+            raise StoreIOError(
+                f"{os.fspath(path)}: truncated: expected {offset_bytes + num_bytes} "
+                f"bytes, found {os.stat(path).st_size}; restore it from a checkpoint, "
+                'and run "jaxinf verify" to find what else is damaged'
+            )
+    if meters is not None:
+        meters.add(drive_read_bytes=done)
+
+
+def write_from(
+    path: PathLikeStr,
+    array: Array,
+    offset_bytes: int,
+    num_bytes: int,
+    *,
+    meters: ByteMeters | None = None,
+) -> None:
+    """Write a buffer to a part of an existing file; blocks until it is copied.
+
+    The buffer may be reused on return; the data is durable after `sync_filesystem`.
+    Where the file's length and a writable buffer have room, the length is rounded up to
+    whole pages, and zeros are put behind the data in the buffer and in the file: what
+    follows the data in its last page must be padding. Otherwise the odd end is written
+    buffered and made durable at once.
+
+    Args:
+      path: the file, which exists.
+      array: uint8, 1-D, contiguous and page-aligned.
+      offset_bytes: where in the file, a multiple of the page.
+      num_bytes: how much, at most the array's length.
+      meters: counts what was written.
+
+    Raises:
+      ValueError: if array, offset or length are not as said.
+      StoreSpaceError: if there is no room.
+      StoreIOError: if the file is missing or the drive failed.
+    """
+    _check_request(path, array, offset_bytes, num_bytes)
+    with translated("write", path, offset_bytes):
+        end = _written_pages(path, array, offset_bytes, num_bytes)
+        transfer = _Transfer(path, True, array, offset_bytes)
+        done = transfer.run_pages(end)
+        if end <= done < num_bytes:
+            done = transfer.run_rest(done, num_bytes)
+        if done < num_bytes:
+            raise OSError(errno.EIO, f"only {done} of {num_bytes} bytes were written")
+    if meters is not None:
+        meters.add(drive_write_bytes=done)
+
+
+class DirectIO:
+    """Reads and writes of the files under one directory. Thread-safe.
+
+    Attributes:
+      root_directory: relative paths start here.
+      direct: whether its file system does direct I/O.
+
+    Raises:
+      StoreIOError: if the directory is missing or the drive failed.
+    """
+
+    def __init__(
+        self, root_directory: PathLikeStr, meters: ByteMeters | None = None
+    ) -> None:
+        self.root_directory = Path(root_directory)
+        self._meters = meters
+        refusal = probed_refusal(self.root_directory)
+        self.direct = refusal is None
+        if refusal is not None:
+            warn_once(self.root_directory.stat().st_dev, root_directory, refusal)
+
+    def read(
+        self, path: PathLikeStr, array: Array, offset_bytes: int, num_bytes: int
+    ) -> None:
+        """Like `read_into`, with the path taken from the root and the meters set."""
+        full_path = self.root_directory / path
+        read_into(full_path, array, offset_bytes, num_bytes, meters=self._meters)
+
+    def write(
+        self, path: PathLikeStr, array: Array, offset_bytes: int, num_bytes: int
+    ) -> None:
+        """Like `write_from`, with the path taken from the root and the meters set."""
+        full_path = self.root_directory / path
+        write_from(full_path, array, offset_bytes, num_bytes, meters=self._meters)
+
+
+def _check_request(
+    path: PathLikeStr, array: Array, offset_bytes: int, num_bytes: int
+) -> None:
+    found = None
+    if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
+        found = f"{array.dtype} of shape {array.shape}, strides {array.strides}"
+    elif array.ctypes.data % PAGE_BYTES:
+        found = f"an array at address {array.ctypes.data:#x}"
+    elif offset_bytes < 0 or offset_bytes % PAGE_BYTES:
+        found = f"an offset of {offset_bytes}"
+    elif not 0 <= num_bytes <= array.shape[0]:
+        found = f"{num_bytes} bytes of an array of {array.shape[0]}"
+    if found is not None:
+        raise ValueError(
+            f"{os.fspath(path)}: expected a contiguous 1-D uint8 array on a page "
+            f"boundary, an offset in whole pages of {PAGE_BYTES} and a length within "
+            f"the array, found {found}; take the array from a BufferPool"
+        )
+
+
+def _written_pages(
+    path: PathLikeStr, array: Array, offset_bytes: int, num_bytes: int
+) -> int:
+    """Return how much is written in whole pages; zero what of that is padding."""
+    end = page_ceil(num_bytes)
+    if end == num_bytes:
+        return end
+    if end > array.shape[0] or not array.flags.writeable:
+        return page_floor(num_bytes)
+    if offset_bytes + end > os.stat(path).st_size:
+        return page_floor(num_bytes)
+    array[num_bytes:end] = 0
+    return end

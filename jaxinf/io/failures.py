@@ -1,0 +1,65 @@
+"""What the operating system refused, as errors that say what to do.
+
+Invariant: no `OSError` about a store's file leaves this package untranslated.
+"""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from jaxinf.errors import StoreError, StoreIOError, StoreSpaceError
+from jaxinf.typing import PathLikeStr
+
+__all__ = ["store_error", "translated"]
+
+_SPACE_REMEDIES = {
+    errno.ENOSPC: "free space there, remove a checkpoint, or add a CSD",
+    errno.EDQUOT: "raise the quota, or free space within it",
+    errno.EFBIG: "raise the file-size limit (ulimit -f), or use another file system",
+}
+
+_REMEDIES = {
+    errno.ENOENT: "restore it from a checkpoint, or mount the drive",
+    errno.EACCES: "give this user access",
+    errno.EPERM: "give this user access",
+    errno.EROFS: "mount the file system writable",
+    errno.EEXIST: "remove the file first if nothing needs it",
+    errno.EIO: 'check the drive (dmesg, smartctl), then run "jaxinf verify"',
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+}
+
+
+def store_error(
+    action: str, path: PathLikeStr, error: OSError, offset_bytes: int | None = None
+) -> StoreError:
+    """Return the `StoreError` that says what an `OSError` means for a store.
+
+    Args:
+      action: what was tried, such as "write".
+      path: the file or directory.
+      error: what the system call raised.
+      offset_bytes: where in the file, if that is known.
+
+    Returns:
+      `StoreSpaceError` if there is no room, else `StoreIOError`.
+    """
+    code = error.errno or 0
+    where = "" if offset_bytes is None else f" at byte {offset_bytes}"
+    what = f"{os.fspath(path)}: {action}{where} failed: {os.strerror(code)}"
+    if code in _SPACE_REMEDIES:
+        return StoreSpaceError(f"{what}; {_SPACE_REMEDIES[code]}")
+    name = errno.errorcode.get(code, str(code))
+    remedy = _REMEDIES.get(code, "check the path and the drive")
+    return StoreIOError(f"{what} ({name}); {remedy}")
+
+
+@contextmanager
+def translated(
+    action: str, path: PathLikeStr, offset_bytes: int | None = None
+) -> Iterator[None]:
+    """Turn an `OSError` of the body into the `StoreError` that explains it."""
+    try:
+        yield
+    except OSError as error:
+        raise store_error(action, path, error, offset_bytes) from error

@@ -1,0 +1,146 @@
+"""Making files, and making them durable.
+
+Invariant: a file appears under its name whole, or not at all.
+"""
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxinf.io.failures import translated
+from jaxinf.io.pages import page_ceil
+from jaxinf.typing import JsonValue, PathLikeStr
+
+__all__ = [
+    "allocate_file",
+    "fsync_directory",
+    "fsync_file",
+    "sync_filesystem",
+    "write_json_atomically",
+]
+
+_NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+
+
+def allocate_file(
+    path: PathLikeStr, num_bytes_logical: int, num_bytes_allocated: int
+) -> None:
+    """Create a file with room on the drive for its beginning and a hole behind that.
+
+    Blocks while the file system allocates. Where it cannot (`fallocate` unsupported),
+    the file is sparse, and a later write may fail for want of space.
+
+    Args:
+      path: a file that does not exist yet.
+      num_bytes_logical: length of the file.
+      num_bytes_allocated: how much of it gets blocks now, rounded up to whole pages
+        within the length; it reads as zeros.
+
+    Raises:
+      ValueError: if the allocated part is negative or longer than the file.
+      StoreSpaceError: if there is no room; the file is removed again.
+      StoreIOError: if the file exists or cannot be made.
+    """
+    if not 0 <= num_bytes_allocated <= num_bytes_logical:
+        raise ValueError(
+            f"{os.fspath(path)}: expected an allocated part within {num_bytes_logical} "
+            f"bytes, found {num_bytes_allocated}"
+        )
+    allocated = min(page_ceil(num_bytes_allocated), num_bytes_logical)
+    with translated("allocation", path), _new_file(path) as fd:
+        os.ftruncate(fd, num_bytes_logical)
+        try:
+            if allocated:
+                os.posix_fallocate(fd, 0, allocated)
+        except OSError as error:
+            if error.errno not in _NO_FALLOCATE:
+                raise
+
+
+def write_json_atomically(path: PathLikeStr, obj: JsonValue) -> None:
+    """Write a JSON file so that a crash leaves the old one or the new one, durable.
+
+    Blocks until it is on the drive. A temporary file beside it is removed on any error.
+
+    Raises:
+      ValueError: if a number is NaN or infinite: JSON has none; nothing is written.
+      TypeError: if something is no JSON value; nothing is written.
+      StoreSpaceError: if there is no room.
+      StoreIOError: if the file cannot be written.
+    """
+    text = json.dumps(obj, indent=1, allow_nan=False) + "\n"
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    with translated("write", path), _new_file(temporary) as fd:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(text.encode())
+        os.fsync(fd)
+        os.replace(temporary, path)
+    fsync_directory(path.parent)
+
+
+def fsync_file(path: PathLikeStr) -> None:
+    """Block until the data and the length of a file are durable.
+
+    Raises:
+      StoreIOError: if the file is missing or the drive failed.
+    """
+    _fsync(path, os.O_RDONLY)
+
+
+def fsync_directory(path: PathLikeStr) -> None:
+    """Block until the names in a directory are durable.
+
+    Raises:
+      StoreIOError: if it is no directory or the drive failed.
+    """
+    _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def sync_filesystem(directory: PathLikeStr) -> None:
+    """Block until all that was written to a directory's file system is durable.
+
+    One call for any number of files, by `syncfs`; by `sync` where that is missing.
+
+    Raises:
+      StoreIOError: if it is no directory or the drive failed.
+      StoreSpaceError: if delayed allocation found no room.
+    """
+    with translated("sync", directory), _opened(directory, os.O_DIRECTORY) as fd:
+        syncfs = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
+        if syncfs is None:
+            os.sync()
+        elif syncfs(ctypes.c_int(fd)):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+
+
+def _fsync(path: PathLikeStr, flags: int) -> None:
+    with translated("sync", path), _opened(path, flags) as fd:
+        os.fsync(fd)
+
+
+@contextlib.contextmanager
+def _opened(path: PathLikeStr, flags: int) -> Iterator[int]:
+    fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _new_file(path: PathLikeStr) -> Iterator[int]:
+    """Open a new file; remove it if the body fails."""
+    with _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
+        try:
+            yield fd
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            raise

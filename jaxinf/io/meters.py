@@ -1,0 +1,70 @@
+"""Counters of the bytes that cross the drives and the host link.
+
+Invariant: a counter only grows; what a step moved is the difference of two snapshots.
+"""
+
+import threading
+from dataclasses import dataclass, fields
+
+__all__ = ["ByteCounts", "ByteMeters"]
+
+
+@dataclass(frozen=True)
+class ByteCounts:
+    """Bytes moved; `later - earlier` is what moved in between.
+
+    Attributes:
+      drive_read_bytes: read from files, whole pages where direct I/O rounds up.
+      drive_write_bytes: written to files, likewise.
+      link_down_bytes: over the host link toward the CSDs: gradients.
+      link_up_bytes: over the host link from the CSDs: new params.
+    """
+
+    drive_read_bytes: int = 0
+    drive_write_bytes: int = 0
+    link_down_bytes: int = 0
+    link_up_bytes: int = 0
+
+    def __add__(self, other: "ByteCounts") -> "ByteCounts":
+        return ByteCounts(
+            *(getattr(self, f.name) + getattr(other, f.name) for f in fields(self))
+        )
+
+    def __sub__(self, other: "ByteCounts") -> "ByteCounts":
+        return ByteCounts(
+            *(getattr(self, f.name) - getattr(other, f.name) for f in fields(self))
+        )
+
+
+class ByteMeters:
+    """Thread-safe running totals of `ByteCounts`. No method blocks for long."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = ByteCounts()
+
+    def add(
+        self,
+        *,
+        drive_read_bytes: int = 0,
+        drive_write_bytes: int = 0,
+        link_down_bytes: int = 0,
+        link_up_bytes: int = 0,
+    ) -> None:
+        """Count bytes that have moved.
+
+        Raises:
+          ValueError: if a number is negative.
+        """
+        more = ByteCounts(
+            drive_read_bytes, drive_write_bytes, link_down_bytes, link_up_bytes
+        )
+        if min(getattr(more, f.name) for f in fields(more)) < 0:
+            raise ValueError(f"byte meters: expected no negative count, found {more}")
+        with self._lock:
+            self._counts += more
+
+    def snapshot(self) -> ByteCounts:
+        """Return the totals of one moment."""
+        with self._lock:
+            return self._counts

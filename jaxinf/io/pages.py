@@ -1,0 +1,18 @@
+"""The page: the unit of direct I/O.
+
+Invariant: file offsets, buffer addresses and lengths of direct I/O are whole pages.
+"""
+
+__all__ = ["PAGE_BYTES", "page_ceil", "page_floor"]
+
+PAGE_BYTES = 4096
+
+
+def page_floor(num_bytes: int) -> int:
+    """Round down to whole pages."""
+    return num_bytes - num_bytes % PAGE_BYTES
+
+
+def page_ceil(num_bytes: int) -> int:
+    """Round up to whole pages."""
+    return num_bytes + -num_bytes % PAGE_BYTES

@@ -1,0 +1,90 @@
+"""Which file systems do direct I/O, and the warning about those that do not.
+
+Invariant: a file system is probed once and warned about once, however many threads and
+directories ask.
+"""
+
+import errno
+import logging
+import mmap
+import os
+import secrets
+import threading
+
+from jaxinf.io.failures import translated
+from jaxinf.io.pages import PAGE_BYTES
+from jaxinf.typing import PathLikeStr
+
+__all__ = ["REFUSALS", "probed_refusal", "supports_direct", "warn_once"]
+
+REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+"""What a file system without direct I/O answers, at opening or at the first request."""
+
+_LOGGER = logging.getLogger("jaxinf.io")
+_NO_ANSWER = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
+
+_lock = threading.Lock()
+_refusals: dict[int, OSError | None] = {}  # what the probe found, by st_dev
+_warned: set[int] = set()
+
+
+def supports_direct(directory: PathLikeStr) -> bool:
+    """Return whether a directory's file system does direct I/O; tried once for each.
+
+    Writes and removes a temporary file of one page. Where that is not possible, for
+    want of permission or room, direct I/O is assumed: what is refused later falls back
+    by itself.
+
+    Raises:
+      StoreIOError: if the directory is missing or the drive failed.
+    """
+    return probed_refusal(directory) is None
+
+
+def probed_refusal(directory: PathLikeStr) -> OSError | None:
+    """Return what refused direct I/O in a directory, None where nothing did."""
+    with translated("probe of direct I/O", directory), _lock:
+        device = os.stat(directory).st_dev
+        if device in _refusals:
+            return _refusals[device]
+        try:
+            _probe(directory)
+        except OSError as error:
+            if error.errno in _NO_ANSWER:
+                return None
+            if error.errno not in REFUSALS:
+                raise
+            return _refusals.setdefault(device, error.with_traceback(None))
+        return _refusals.setdefault(device, None)
+
+
+def _probe(directory: PathLikeStr) -> None:
+    """Write and read a page with O_DIRECT; raise what the file system says."""
+    name = f".jaxinf-probe-{os.getpid()}-{secrets.token_hex(4)}"
+    path = os.path.join(directory, name)
+    flags = os.O_RDWR | os.O_CLOEXEC
+    os.close(os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600))
+    try:
+        fd = os.open(path, flags | os.O_DIRECT)
+        try:
+            with mmap.mmap(-1, PAGE_BYTES) as page:
+                os.pwritev(fd, [page], 0)
+                os.preadv(fd, [page], 0)
+        finally:
+            os.close(fd)
+    finally:
+        os.unlink(path)
+
+
+def warn_once(device: int, directory: PathLikeStr, error: OSError) -> None:
+    """Log that direct I/O is refused, unless that was said of the same `st_dev`."""
+    with _lock:
+        if device in _warned:
+            return
+        _warned.add(device)
+    _LOGGER.warning(
+        "%s: direct I/O is refused (%s); buffered I/O is used, which is slower and "
+        "fills the page cache; put the store on a file system such as ext4 or xfs",
+        os.fspath(directory),
+        os.strerror(error.errno or 0),
+    )

@@ -1,0 +1,151 @@
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from jaxinf.errors import StoreClosedError
+from jaxinf.io import BufferPool
+from jaxinf.layout import PAGE_BYTES
+
+_PAGE = 4096
+
+
+def _rss_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * _PAGE
+
+
+def _start(target):
+    thread = threading.Thread(target=target)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "rounded"), [(0, 4096), (1, 4096), (4096, 4096), (4097, 8192)]
+)
+def test_buffers_are_whole_aligned_pages(num_bytes, rounded):
+    with BufferPool(1 << 20).acquire(num_bytes) as buffer:
+        assert buffer.num_bytes == rounded
+        assert buffer.array.shape == (rounded,)
+        assert buffer.array.dtype == np.uint8
+        assert buffer.array.ctypes.data % PAGE_BYTES == 0
+        buffer.array[:] = 255
+
+
+def test_accounting():
+    pool = BufferPool(5 * _PAGE + 1)
+    assert pool.capacity_bytes == 5 * _PAGE
+    first, second = pool.acquire(2 * _PAGE), pool.acquire(3 * _PAGE)
+    assert pool.used_bytes == 5 * _PAGE
+    assert pool.acquire(1, block=False) is None
+    first.release()
+    first.release()
+    assert pool.used_bytes == 3 * _PAGE
+    second.release()
+    assert (pool.used_bytes, pool.peak_bytes) == (0, 5 * _PAGE)
+
+
+def test_released_memory_is_reused():
+    pool = BufferPool(4 * _PAGE)
+    with pool.acquire(100) as buffer:
+        address = buffer.array.ctypes.data
+    with pool.acquire(200) as buffer:
+        assert buffer.array.ctypes.data == address
+
+
+def test_a_released_buffer_cannot_be_used():
+    with BufferPool(_PAGE).acquire(1) as buffer:
+        pass
+    with pytest.raises(ValueError, match="used after its release"):
+        _ = buffer.array
+
+
+def test_impossible_requests():
+    pool = BufferPool(2 * _PAGE)
+    with pytest.raises(ValueError, match=r"8193 .* budget of 8192; .* at least 12288"):
+        pool.acquire(2 * _PAGE + 1)
+    with pytest.raises(ValueError, match="buffer of -1 bytes"):
+        pool.acquire(-1)
+    with pytest.raises(ValueError, match="a budget of 4095 bytes holds no page"):
+        BufferPool(4095)
+
+
+def test_timeout_names_what_is_in_use():
+    pool = BufferPool(2 * _PAGE)
+    with (
+        pool.acquire(_PAGE),
+        pytest.raises(TimeoutError, match="4096 of 8192 are in use"),
+    ):
+        pool.acquire(2 * _PAGE, timeout_s=0.01)
+
+
+def test_a_waiter_gets_what_is_released():
+    pool = BufferPool(_PAGE)
+    held, got = pool.acquire(1), []
+    thread = _start(lambda: got.append(pool.acquire(1, timeout_s=30)))
+    time.sleep(0.02)
+    assert not got
+    held.release()
+    thread.join()
+    got[0].release()
+    assert pool.used_bytes == 0
+
+
+def test_close_wakes_waiters_and_refuses_more():
+    pool = BufferPool(_PAGE)
+    held, errors = pool.acquire(1), []
+
+    def wait():
+        try:
+            pool.acquire(1)
+        except StoreClosedError as error:
+            errors.append(str(error))
+
+    threads = [_start(wait) for _ in range(3)]
+    time.sleep(0.02)
+    pool.close()
+    pool.close()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 3
+    assert "closed while 4096 bytes were asked for; open the store again" in errors[0]
+    held.array[:] = 1  # a lent buffer outlives the close
+    held.release()
+    with pytest.raises(StoreClosedError):
+        pool.acquire(1, block=False)
+
+
+def test_resident_memory_stays_within_the_capacity():
+    capacity = 64 << 20
+    pool = BufferPool(capacity)
+    before = _rss_bytes()
+    stale = []
+    for num_bytes in [60 << 20, 33 << 20, 20 << 20, 64 << 20, 5 << 20, 48 << 20]:
+        with pool.acquire(num_bytes) as buffer:
+            buffer.array[:] = 1
+            stale.append(buffer.array)  # even where a view is kept against the rules
+            assert _rss_bytes() - before < capacity + (4 << 20)
+    pool.close()
+    assert _rss_bytes() - before < 4 << 20
+
+
+def test_many_threads_share_the_budget():
+    pool = BufferPool(16 * _PAGE)
+
+    def work(seed):
+        rng = np.random.default_rng(seed)
+        for _ in range(200):
+            with pool.acquire(int(rng.integers(1, 9 * _PAGE)), timeout_s=60) as buffer:
+                buffer.array[:] = seed
+                assert pool.used_bytes <= pool.capacity_bytes
+                assert (buffer.array == seed).all()
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert pool.used_bytes == 0
+    assert pool.peak_bytes <= pool.capacity_bytes

@@ -1,0 +1,159 @@
+import ctypes
+import errno
+import json
+import os
+import resource
+
+import pytest
+
+from jaxinf.errors import StoreIOError, StoreSpaceError
+from jaxinf.io import (
+    allocate_file,
+    fsync_directory,
+    fsync_file,
+    sync_filesystem,
+    write_json_atomically,
+)
+
+_PAGE = 4096
+
+
+@pytest.mark.parametrize("logical", [0, 1, 4095, 4096, 4097, 1 << 20])
+@pytest.mark.parametrize("allocated", [0, 1, 4096, 4097])
+def test_allocation(any_dir, logical, allocated):
+    allocated = min(allocated, logical)
+    path = any_dir / "f"
+    allocate_file(path, logical, allocated)
+    status = path.stat()
+    assert status.st_size == logical
+    rounded = allocated + -allocated % _PAGE
+    assert status.st_blocks * 512 == rounded
+    assert not any(path.read_bytes())
+
+
+def test_allocation_beyond_the_drive_leaves_no_file(memory_dir):
+    # On a tmpfs the kernel refuses at once and fills nothing.
+    status = os.statvfs(memory_dir)
+    if status.f_blocks == 0:
+        pytest.skip("a tmpfs without a limit")
+    num_bytes = 2 * status.f_blocks * status.f_frsize
+    with pytest.raises(StoreSpaceError, match=r"allocation failed: .*; free space"):
+        allocate_file(memory_dir / "f", num_bytes, num_bytes)
+    assert not list(memory_dir.iterdir())
+
+
+def test_allocation_beyond_the_file_size_limit(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (_PAGE, limits[1]))
+    try:
+        with pytest.raises(StoreSpaceError, match="ulimit -f"):
+            allocate_file(tmp_path / "f", 2 * _PAGE, 2 * _PAGE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
+
+
+def test_allocation_without_fallocate_is_sparse(tmp_path, monkeypatch):
+    def unsupported(fd, offset, length):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "posix_fallocate", unsupported)
+    allocate_file(tmp_path / "f", 8192, 8192)
+    assert (tmp_path / "f").stat().st_size == 8192
+
+
+def test_allocation_never_touches_an_existing_file(tmp_path):
+    path = tmp_path / "f"
+    path.write_text("kept")
+    with pytest.raises(StoreIOError, match=r"EEXIST\); remove the file first"):
+        allocate_file(path, 8192, 0)
+    assert path.read_text() == "kept"
+
+
+def test_bad_allocation(tmp_path):
+    with pytest.raises(ValueError, match="within 10 bytes, found 11"):
+        allocate_file(tmp_path / "f", 10, 11)
+    assert not list(tmp_path.iterdir())
+
+
+def test_json_replaces_the_old_file(any_dir):
+    path = any_dir / "commit.json"
+    write_json_atomically(path, {"step": 1, "leaves": ["é", None, 0.5]})
+    write_json_atomically(path, {"step": 2})
+    assert json.loads(path.read_text()) == {"step": 2}
+    assert [entry.name for entry in any_dir.iterdir()] == ["commit.json"]
+
+
+def test_json_file_is_readable_as_the_umask_says(tmp_path):
+    path = tmp_path / "commit.json"
+    write_json_atomically(path, {})
+    umask = os.umask(0)
+    os.umask(umask)
+    assert path.stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+@pytest.mark.parametrize(
+    ("obj", "error"), [({"x": float("nan")}, ValueError), ({"x": object()}, TypeError)]
+)
+def test_json_that_cannot_be_written(tmp_path, obj, error):
+    path = tmp_path / "commit.json"
+    write_json_atomically(path, {"step": 1})
+    with pytest.raises(error):
+        write_json_atomically(path, obj)
+    assert json.loads(path.read_text()) == {"step": 1}
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_json_failures_leave_no_temporary_file(tmp_path, monkeypatch):
+    path = tmp_path / "commit.json"
+    path.mkdir()
+    with pytest.raises(StoreIOError, match=r"commit\.json: write failed.*EISDIR"):
+        write_json_atomically(path, {})
+    path.rmdir()
+    write_json_atomically(path, {"step": 1})
+
+    def interrupted(fd):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_json_atomically(path, {"step": 2})
+    assert [entry.name for entry in tmp_path.iterdir()] == ["commit.json"]
+    assert json.loads(path.read_text()) == {"step": 1}
+
+
+def test_syncing(any_dir):
+    path = any_dir / "f"
+    path.write_text("x")
+    fsync_file(path)
+    fsync_directory(any_dir)
+    sync_filesystem(any_dir)
+
+
+def test_sync_without_syncfs(memory_dir, monkeypatch):
+    called = []
+    monkeypatch.setattr(ctypes, "CDLL", lambda *args, **kwargs: object())
+    monkeypatch.setattr(os, "sync", lambda: called.append(True))
+    sync_filesystem(memory_dir)
+    assert called
+
+
+def test_a_failed_syncfs_is_raised(memory_dir, monkeypatch):
+    class Library:
+        def syncfs(self, fd):
+            ctypes.set_errno(errno.EIO)
+            return -1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *args, **kwargs: Library())
+    with pytest.raises(StoreIOError, match=r"sync failed.*EIO\); check the drive"):
+        sync_filesystem(memory_dir)
+
+
+def test_sync_failures(tmp_path):
+    path = tmp_path / "f"
+    with pytest.raises(StoreIOError, match="ENOENT"):
+        fsync_file(path)
+    path.write_text("x")
+    for sync in (fsync_directory, sync_filesystem):
+        with pytest.raises(StoreIOError, match="ENOTDIR"):
+            sync(path)
