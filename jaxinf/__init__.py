@@ -1,1 +1,48 @@
-"""jaxinf."""
+"""jaxinf: storage-offloaded training for JAX.
+
+Optimizer state lives on drives and is updated near storage; `smart_update` wraps any
+elementwise optax optimizer, `open_store` opens the drives.
+"""
+
+from importlib.metadata import version as _version
+
+from jaxinf.engine import StepMetrics, Store, open_store
+from jaxinf.errors import (
+    DeviceConfigurationError,
+    DivergedParamsError,
+    JaxinfError,
+    NonFiniteGradientError,
+    StaleStateError,
+    StoreClosedError,
+    StoreError,
+    StoreFormatError,
+    StoreIOError,
+    StoreLockedError,
+    StoreMismatchError,
+    StoreSpaceError,
+    UnsupportedTransformError,
+)
+from jaxinf.transform import SmartUpdateState, smart_update
+
+__version__ = _version("jaxinf")
+
+__all__ = [
+    "DeviceConfigurationError",
+    "DivergedParamsError",
+    "JaxinfError",
+    "NonFiniteGradientError",
+    "SmartUpdateState",
+    "StaleStateError",
+    "StepMetrics",
+    "Store",
+    "StoreClosedError",
+    "StoreError",
+    "StoreFormatError",
+    "StoreIOError",
+    "StoreLockedError",
+    "StoreMismatchError",
+    "StoreSpaceError",
+    "UnsupportedTransformError",
+    "open_store",
+    "smart_update",
+]

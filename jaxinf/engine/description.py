@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 
+import numpy as np
+
 from jaxinf.kernels import InitKernel, Kernel
 from jaxinf.layout import assign_csds, choose_grid
 from jaxinf.store import (
@@ -17,6 +19,7 @@ from jaxinf.store import (
     Manifest,
     StateRecord,
     check_leaf_paths,
+    dtype_of,
     leaf_name,
     stored_bytes,
 )
@@ -43,6 +46,11 @@ class LeafDescription:
     kernel: Kernel
     init_kernel: InitKernel
     shard_counts: tuple[int, ...]
+
+    @property
+    def device_dtype(self) -> np.dtype:
+        """Of the params on the JAX device."""
+        return dtype_of(self.dtype)
 
     @property
     def name(self) -> str:

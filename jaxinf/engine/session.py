@@ -14,7 +14,12 @@ from jaxinf.csd import CSD_KINDS, Csd, HostCsd
 from jaxinf.engine.description import StoreDescription
 from jaxinf.engine.handler import TransferHandler
 from jaxinf.engine.tasks import SubgroupLayout
-from jaxinf.errors import StoreClosedError, StoreFormatError, StoreMismatchError
+from jaxinf.errors import (
+    StaleStateError,
+    StoreClosedError,
+    StoreFormatError,
+    StoreMismatchError,
+)
 from jaxinf.io import BufferPool, ByteMeters
 from jaxinf.layout import CHUNK_ALIGNMENT_ELEMENTS, covers, subgroups
 from jaxinf.store import (
@@ -92,7 +97,7 @@ class Session:
         self.options = options
         self.meters = ByteMeters()
         self.directory: StoreDirectory | None = None
-        self.description: StoreDescription | None = None
+        self._bound: list[StoreDescription] = []
         self.commit: CommitRecord | None = None
         self._lock: StoreLock | None = None
         self._pool: BufferPool | None = None
@@ -198,8 +203,8 @@ class Session:
             )
         return min(fitting, self.options.chunk_elements)
 
-    def bind(self, description: StoreDescription) -> bool:
-        """Ties the store to an optimizer and a tree; makes the store where there is none.
+    def bind(self, description: StoreDescription, *, may_create: bool = False) -> bool:
+        """Ties the store to an optimizer and a tree; can make the store if it is new.
 
         Returns:
           Whether the store is new, that is, waits for `initialise` of every leaf.
@@ -207,17 +212,22 @@ class Session:
         Raises:
           StoreMismatchError: the store holds something else; shows the difference.
           StoreSpaceError: there is no room; nothing was written.
+          StaleStateError: there is no store, and it may not be made here.
         """
         with self._guard:
             self.check()
-            if self.description is description:
+            if any(bound is description for bound in self._bound):
                 return self.commit is None
             if self.commit is not None:
-                assert self.directory is not None
-                _check_same(self.directory, description)
-            else:
+                _check_same(self.files, description)
+            elif may_create:
                 self._create(description)
-            self.description = description
+            else:
+                raise StaleStateError(
+                    f"{self.options.path}: update found no step in the store; call "
+                    "tx.init(params) on it first"
+                )
+            self._bound.append(description)
             return self.commit is None
 
     def _create(self, description: StoreDescription) -> None:

@@ -11,6 +11,7 @@ from jaxinf.csd import Csd, CsdBuffer, ScalarInputs
 from jaxinf.engine.session import Session
 from jaxinf.engine.tasks import SubgroupLayout, Task
 from jaxinf.errors import StoreMismatchError
+from jaxinf.kernels import InitKernel
 from jaxinf.layout import gather, scatter
 from jaxinf.store import CommitRecord, ScalarState
 from jaxinf.typing import Array
@@ -29,6 +30,7 @@ __all__ = [
 def initialise(
     session: Session,
     leaf: int,
+    kernel: InitKernel,
     params: Array,
     origin: Sequence[int],
     inputs: ScalarInputs,
@@ -38,12 +40,11 @@ def initialise(
     Args:
       session: bound, and new.
       leaf: which.
+      kernel: computes the initial state.
       params: the leaf or one shard of it, its own dtype; only read.
       origin: index in the leaf of the array's first element.
       inputs: what the initial state is computed from beside the params.
     """
-    assert session.description is not None
-    kernel = session.description.leaves[leaf].init_kernel
     tasks = []
     for layout in session.layouts(leaf, origin, params.shape):
 

@@ -21,6 +21,7 @@ from jaxinf.engine.state import gather_inputs, gather_run, same_values
 from jaxinf.engine.tasks import SubgroupLayout, Task
 from jaxinf.errors import DivergedParamsError, StaleStateError
 from jaxinf.io import ByteCounts
+from jaxinf.kernels import Kernel
 from jaxinf.layout import scatter, target_view
 from jaxinf.store import CommitRecord, ScalarState, Slot, other_slot
 from jaxinf.typing import Array, JsonValue
@@ -51,6 +52,7 @@ class LeafPart:
 
     Attributes:
       leaf: its number.
+      kernel: the update.
       origin: index in the leaf of the arrays' first element.
       gradient: 16 or 32 bits; only read.
       inputs: scalars, and arrays of the gradient's shape.
@@ -59,6 +61,7 @@ class LeafPart:
     """
 
     leaf: int
+    kernel: Kernel
     origin: tuple[int, ...]
     gradient: Array
     inputs: ScalarInputs
@@ -115,12 +118,13 @@ class StepEngine:
         )
         return all(verdicts)
 
-    def finish(self, scalars: Sequence[ScalarState], skipped_steps: int) -> None:
-        """Commits the step in the background; every leaf must have been updated."""
+    def finish(
+        self, step: int, scalars: Sequence[ScalarState], skipped_steps: int
+    ) -> None:
+        """Commits the step after `step` in the background; all leaves are updated."""
         with self._guard:
-            assert self._session.commit is not None
-            source = self._begin(self._session.commit.step)
-            step = self._session.commit.step + 1
+            source = self._begin(step)
+            step += 1
             record = CommitRecord(
                 step=step,
                 scalar_state=tuple(scalars),
@@ -210,8 +214,7 @@ class StepEngine:
         self, part: LeafPart, layout: SubgroupLayout, source: Slot, verdicts: list[bool]
     ) -> Task:
         session = self._session
-        assert session.description is not None
-        kernel = session.description.leaves[part.leaf].kernel
+        kernel = part.kernel
         chunk = session.files.chunks[part.leaf][layout.subgroup.chunk]
         offset = layout.subgroup.offset_elements
         is_first = offset == 0 and chunk.start == part.origin

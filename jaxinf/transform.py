@@ -1,0 +1,473 @@
+"""`smart_update`: an optax transformation whose state and update live on storage.
+
+    prologue (jitted JAX): scalars ─┐
+    gradient leaf ──────────────────┼─► host callback ─► CSD: read ► update ► write
+    update u, or new 16-bit params ◄┘          all leaves ─► one commit
+
+Invariant: the store advances by exactly one committed step for each update that is not
+refused; the update returned is the very value that was added to the master params.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxinf.callback import (
+    call_on_shards,
+    call_once,
+    check_device_configuration,
+    shard_counts,
+)
+from jaxinf.csd import ScalarInputs
+from jaxinf.engine import LeafDescription, Store, StoreDescription, open_store
+from jaxinf.errors import StaleStateError
+from jaxinf.host_side import (
+    COMMITTED,
+    FAILED,
+    FINITE,
+    SKIPPED,
+    HostSide,
+    NonFinitePolicy,
+)
+from jaxinf.kernels import (
+    InitProgram,
+    LeafInputs,
+    UpdateProgram,
+    trace_init,
+    trace_update,
+)
+from jaxinf.store import MASTER_PARAMS, StateRecord
+from jaxinf.typing import Array, PathLikeStr, PyTree
+
+__all__ = ["SmartUpdateState", "Stored", "smart_update"]
+
+_NUM_PROBED = 8
+
+
+class Stored(NamedTuple):
+    """Stands in the transform's state where optax has an array that is on storage."""
+
+
+class SmartUpdateState(NamedTuple):
+    """State of `smart_update`: what is not on storage.
+
+    Attributes:
+      step: int32, the store's committed step that this state belongs to.
+      skipped_steps: int32, steps skipped for a non-finite gradient.
+      optimizer: optax's own state, with `Stored` in the place of each stored array;
+        counts and hyperparameters are there to read (and hyperparameters to set).
+    """
+
+    step: jax.Array
+    skipped_steps: jax.Array
+    optimizer: PyTree
+
+
+def smart_update(
+    tx: optax.GradientTransformation | optax.MultiSteps,
+    store: Store | PathLikeStr,
+    *,
+    nonfinite: NonFinitePolicy = "error",
+    shardings: PyTree | None = None,
+    extra_args: Mapping[str, Any] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optax optimizer so that its state lives in a store on drives.
+
+    Use it as any optax transformation: under ``jit``, in ``lax.scan``, in Flax's
+    ``nnx.Optimizer`` and ``TrainState``, last in an ``optax.chain``. Each update is one
+    durable step of the store. Gradient accumulation goes inside:
+    ``smart_update(optax.MultiSteps(tx, k), store)``.
+
+    Args:
+      tx: any transformation that is elementwise over its stored state.
+      store: from `jaxinf.open_store`, or a path to open with its defaults.
+      nonfinite: what a gradient with NaN or Inf does. ``"error"``: the step is refused
+        and the store stops. ``"skip"``: zero updates, counted in `skipped_steps`.
+        ``"allow"``: nothing is checked (for chains that treat NaN themselves).
+      shardings: tree of ``NamedSharding`` like the params, for when `init` runs under
+        ``jit`` or ``eval_shape``; by default those of the params that `init` is given.
+      extra_args: example values for a transformation whose `update` needs extra
+        arguments; only shapes and dtypes count.
+
+    Returns:
+      The transformation. Its `init` makes the store, or resumes one that agrees with
+      the optimizer, the tree and the params. Its `update` returns fp32 updates for
+      fp32 params, to be applied with ``optax.apply_updates`` unchanged; for bfloat16
+      and float16 params, fp32 updates that bring them exactly to the master params
+      rounded.
+
+    Raises:
+      UnsupportedTransformError: from `init` and `update`, when `tx` is not elementwise.
+    """
+    if nonfinite not in ("error", "skip", "allow"):
+        raise ValueError(
+            f'nonfinite={nonfinite!r}: expected "error", "skip" or "allow"'
+        )
+    owned = store if isinstance(store, Store) else open_store(store)
+    wrapped = _SmartUpdate(
+        optax.with_extra_args_support(_as_transformation(tx)),
+        HostSide(owned, nonfinite),
+        shardings,
+        dict(extra_args or {}),
+    )
+    return optax.GradientTransformationExtraArgs(wrapped.init, wrapped.update)
+
+
+class _SmartUpdate:
+    """The two functions of the transformation and what they share."""
+
+    def __init__(
+        self,
+        tx: optax.GradientTransformationExtraArgs,
+        host: HostSide,
+        shardings: PyTree | None,
+        example_args: Mapping[str, Any],
+    ) -> None:
+        self._tx = tx
+        self._host = host
+        self._shardings = _on_one_mesh(jax.tree.leaves(shardings))
+        self._example_args = example_args
+        self._jitted = jax.jit(self._update, static_argnums=(4,))
+
+    # --- init --------------------------------------------------------------------------
+
+    def init(self, params: PyTree) -> SmartUpdateState:
+        """See `smart_update`."""
+        _refuse_outer_multi_steps()
+        check_device_configuration()
+        leaves = jax.tree.leaves(params)
+        is_traced = any(not hasattr(x, "__array__") or _is_tracer(x) for x in leaves)
+        if not self._shardings and not is_traced:
+            self._shardings = _on_one_mesh([_sharding_of(leaf) for leaf in leaves])
+        program = trace_init(self._tx, params)
+        update = trace_update(self._tx, params, self._example_args)
+        description = self._describe(update, program)
+        if is_traced:
+            return self._init_traced(description, program, leaves)
+        return self._init_eagerly(description, program, leaves)
+
+    def _init_eagerly(
+        self, description: StoreDescription, program: InitProgram, leaves: Sequence[Any]
+    ) -> SmartUpdateState:
+        store = self._host.store
+        is_new = store.session.bind(description, may_create=True)
+        store.wait()
+        initial, inputs = jax.jit(program.prologue)(leaves)
+        for number, leaf in enumerate(leaves):
+            scalars = tuple(np.asarray(s) for s in inputs[number].scalars)
+            for index, shard in _distinct_shards(leaf):
+                arrays = tuple(np.asarray(a)[index] for a in inputs[number].arrays)
+                own = ScalarInputs(scalars, arrays)
+                origin = [s.start or 0 for s in index]
+                self._host.place(description, number, shard, origin, own, is_new=is_new)
+        raw = [np.asarray(_raw(value)) for value in initial]
+        held = self._host.finish_init(description, np.zeros(0, np.int32), *raw)
+        return _make_state(program, initial, held)
+
+    def _init_traced(
+        self,
+        description: StoreDescription,
+        program: InitProgram,
+        leaves: Sequence[jax.Array],
+    ) -> SmartUpdateState:
+        initial, inputs = program.prologue(leaves)
+        statuses = [
+            call_on_shards(
+                self._guarded_leaf(
+                    partial(
+                        self._host.init_leaf, description, number, len(own.scalars)
+                    ),
+                    np.bool_,
+                ),
+                self._leaf_sharding(number),
+                own.scalars,
+                [leaf, *own.arrays],
+                np.bool_,
+            )[1]
+            for number, (leaf, own) in enumerate(zip(leaves, inputs, strict=True))
+        ]
+        raw = [_raw(value) for value in initial]
+        counter = jax.ShapeDtypeStruct((), np.int32)
+        avals = [counter, counter, *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in raw)]
+        held = call_once(
+            self._guarded_once(partial(self._host.finish_init, description), avals),
+            self._mesh,
+            [jnp.stack(statuses), *raw],
+            avals,
+        )
+        return _make_state(program, initial, held)
+
+    # --- update ------------------------------------------------------------------------
+
+    def update(
+        self,
+        updates: PyTree,
+        state: SmartUpdateState,
+        params: PyTree | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, SmartUpdateState]:
+        """See `smart_update`."""
+        _refuse_outer_multi_steps()
+        check_device_configuration()
+        everything = jax.tree.leaves((updates, state, params, extra_args))
+        if any(map(_is_tracer, everything)):
+            return self._update(updates, state, params, extra_args)
+        dynamic = {k: v for k, v in extra_args.items() if not callable(v)}
+        static = tuple((k, v) for k, v in extra_args.items() if callable(v))
+        try:
+            result = self._jitted(updates, state, params, dynamic, static)
+            return jax.block_until_ready(result)
+        except jax.errors.JaxRuntimeError:
+            self._host.store.check()
+            raise
+
+    def _update(
+        self,
+        updates: PyTree,
+        state: SmartUpdateState,
+        params: PyTree | None,
+        extra_args: Mapping[str, Any],
+        static_args: tuple[tuple[str, Any], ...] = (),
+    ) -> tuple[PyTree, SmartUpdateState]:
+        extra_args = {**extra_args, **dict(static_args)}
+        gradients, treedef = jax.tree.flatten(updates)
+        known = updates if params is None else params
+        program = trace_update(self._tx, known, extra_args)
+        description = self._describe(program, trace_init(self._tx, known))
+        old = jax.tree.leaves(state.optimizer)
+        _check_state(state, old, description)
+        device = None if params is None else jax.tree.leaves(params)
+        new, inputs = program.prologue(gradients, device, old, extra_args)
+        results = [
+            self._update_leaf(
+                description, number, gradient, device and device[number], state.step, own
+            )
+            for number, (gradient, own) in enumerate(zip(gradients, inputs, strict=True))
+        ]
+        statuses = jnp.stack([status for _, status in results])
+        verdict = self._commit(description, state, statuses, new)
+        return (
+            jax.tree.unflatten(treedef, [_applied(verdict, u) for u, _ in results]),
+            _next_state(state, verdict, old, new),
+        )
+
+    def _update_leaf(
+        self,
+        description: StoreDescription,
+        number: int,
+        gradient: jax.Array,
+        params: jax.Array | None,
+        step: jax.Array,
+        inputs: LeafInputs,
+    ) -> tuple[jax.Array, jax.Array]:
+        """One leaf's fp32 update, and its status."""
+        leaf = description.leaves[number]
+        dtype = leaf.device_dtype
+        probe = jnp.zeros((0,), dtype)
+        if params is not None and params.size and self._mesh is None:
+            probe = params[(0,) * (params.ndim - 1)] if params.ndim else params[None]
+        host = partial(
+            self._host.update_leaf, description, number, len(inputs.scalars)
+        )
+        result, status = call_on_shards(
+            self._guarded_leaf(host, dtype),
+            self._leaf_sharding(number),
+            [step, *inputs.scalars, probe[:_NUM_PROBED]],
+            [gradient, *inputs.arrays],
+            dtype,
+        )
+        if dtype == np.float32:
+            return result, status
+        if params is None:
+            raise ValueError(
+                f"leaf {leaf.name}: {dtype} params must be given to update, "
+                "tx.update(grads, state, params), because what it returns is the "
+                "difference to them"
+            )
+        return result.astype(jnp.float32) - params.astype(jnp.float32), status
+
+    def _commit(
+        self,
+        description: StoreDescription,
+        state: SmartUpdateState,
+        statuses: jax.Array,
+        scalars: Sequence[jax.Array],
+    ) -> jax.Array:
+        """Ends the step; int32: committed, skipped or failed."""
+        avals = [jax.ShapeDtypeStruct((), np.int32)]
+        (verdict,) = call_once(
+            self._guarded_once(partial(self._host.commit, description), avals),
+            self._mesh,
+            [state.step, state.skipped_steps, statuses, *map(_raw, scalars)],
+            avals,
+        )
+        return verdict
+
+    # --- shared ------------------------------------------------------------------------
+
+    def _describe(self, update: UpdateProgram, init: InitProgram) -> StoreDescription:
+        leaves = []
+        for number, (leaf, first) in enumerate(
+            zip(update.leaves, init.leaves, strict=True)
+        ):
+            slots = [StateRecord(slot.name, slot.dtype.name) for slot in leaf.slots]
+            leaves.append(
+                LeafDescription(
+                    path=leaf.info.path,
+                    shape=leaf.info.shape,
+                    dtype=leaf.info.dtype.name,
+                    states=(StateRecord(MASTER_PARAMS, "float32"), *slots),
+                    kernel=leaf.kernel,
+                    init_kernel=first.kernel,
+                    shard_counts=shard_counts(
+                        self._leaf_sharding(number), leaf.info.shape
+                    ),
+                )
+            )
+        return StoreDescription(tuple(leaves), init.layout.scalar_paths)
+
+    def _leaf_sharding(self, number: int) -> NamedSharding | None:
+        return self._shardings[number] if self._shardings else None
+
+    @property
+    def _mesh(self) -> Mesh | None:
+        if not self._shardings:
+            return None
+        mesh = self._shardings[0].mesh
+        assert isinstance(mesh, Mesh)
+        return mesh
+
+    def _guarded_leaf(self, host: Any, dtype: Any) -> Any:
+        """A leaf's host function; beside other JAX devices a failure is a status."""
+
+        def failed(coordinates: Array, *arguments: Array) -> tuple[Array, Array]:
+            shape = arguments[-1].shape
+            return np.zeros(shape, dtype), np.array(FAILED, np.int32)
+
+        return self._host.guarded(host, failed if self._mesh else None)
+
+    def _guarded_once(
+        self, host: Any, avals: Sequence[jax.ShapeDtypeStruct]
+    ) -> Any:
+        def failed(*_: Array) -> tuple[Array, ...]:
+            return tuple(np.full(aval.shape, FAILED, aval.dtype) for aval in avals)
+
+        return self._host.guarded(host, failed if self._mesh else None)
+
+
+def _as_transformation(
+    tx: optax.GradientTransformation | optax.MultiSteps,
+) -> optax.GradientTransformation:
+    return tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
+
+
+def _refuse_outer_multi_steps() -> None:
+    """``MultiSteps(smart_update(…))`` would run the drive on every micro-step."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), optax.MultiSteps):
+            raise ValueError(
+                "optax.MultiSteps(jaxinf.smart_update(tx, store), k) cannot work: "
+                "optax runs the inner update at every micro-step and throws most "
+                "results away, while the store keeps them. Nest them the other way: "
+                "jaxinf.smart_update(optax.MultiSteps(tx, k), store)"
+            )
+        frame = frame.f_back
+
+
+def _is_tracer(value: Any) -> bool:
+    return isinstance(value, jax.core.Tracer)
+
+
+def _sharding_of(leaf: Any) -> NamedSharding | None:
+    sharding = getattr(leaf, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def _on_one_mesh(shardings: Sequence[Any]) -> list[NamedSharding]:
+    """Every leaf's sharding on the run's mesh; empty where it has one JAX device."""
+    named = [s for s in shardings if isinstance(s, NamedSharding)]
+    mesh = next((s.mesh for s in named if s.mesh.size > 1), None)
+    if mesh is None:
+        return []
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return [s if isinstance(s, NamedSharding) else replicated for s in shardings]
+
+
+def _distinct_shards(leaf: Any) -> list[tuple[tuple[slice, ...], Array]]:
+    """Index and data of each part of an array, replicas once."""
+    sharding = _sharding_of(leaf)
+    if sharding is None or sharding.is_fully_replicated:
+        array = np.asarray(leaf)
+        return [((slice(None),) * array.ndim, array)]
+    shards = [s for s in leaf.addressable_shards if s.replica_id == 0]
+    return [(shard.index, np.asarray(shard.data)) for shard in shards]
+
+
+def _raw(value: jax.Array) -> jax.Array:
+    """Typed PRNG keys as the numbers that they are."""
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(value)
+    return value
+
+
+def _typed(raw: Any, like: jax.Array) -> jax.Array:
+    """The reverse of `_raw`."""
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(like))
+    return jnp.asarray(raw, like.dtype)
+
+
+def _make_state(
+    program: InitProgram, initial: Sequence[jax.Array], held: Sequence[Any]
+) -> SmartUpdateState:
+    step, skipped, *scalars = held
+    layout = program.layout
+    leaves: list[Any] = [Stored()] * layout.treedef.num_leaves
+    for index, raw, like in zip(layout.scalar_indices, scalars, initial, strict=True):
+        leaves[index] = _typed(raw, like)
+    return SmartUpdateState(
+        jnp.asarray(step, jnp.int32),
+        jnp.asarray(skipped, jnp.int32),
+        jax.tree.unflatten(layout.treedef, leaves),
+    )
+
+
+def _check_state(
+    state: SmartUpdateState, scalars: Sequence[Any], description: StoreDescription
+) -> None:
+    if len(scalars) != len(description.scalar_paths):
+        raise StaleStateError(
+            f"the state given to update has {len(scalars)} scalars "
+            f"({jax.tree.structure(state.optimizer)}), the optimizer's has "
+            f"{list(description.scalar_paths)}; make it with the init of the same "
+            "transformation"
+        )
+
+
+def _applied(verdict: jax.Array, update: jax.Array) -> jax.Array:
+    """The update of a committed step, zero for a skipped one, NaN after a failure."""
+    filler = jnp.where(verdict == FAILED, jnp.nan, 0.0).astype(update.dtype)
+    return jnp.where(verdict == COMMITTED, update, filler)
+
+
+def _next_state(
+    state: SmartUpdateState,
+    verdict: jax.Array,
+    old: Sequence[jax.Array],
+    new: Sequence[jax.Array],
+) -> SmartUpdateState:
+    is_committed = verdict == COMMITTED
+    kept = [jnp.where(is_committed, n, o) for n, o in zip(new, old, strict=True)]
+    return SmartUpdateState(
+        state.step + is_committed.astype(jnp.int32),
+        state.skipped_steps + (verdict == SKIPPED).astype(jnp.int32),
+        jax.tree.unflatten(jax.tree.structure(state.optimizer), kept),
+    )
