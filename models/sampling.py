@@ -1,0 +1,120 @@
+"""Text out of a language model: plain sampling, one compiled step.
+
+Invariant: shapes are fixed for a whole call, so no token costs a new compilation.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from .gpt2 import GPT2, Params, split
+
+__all__ = ["generate"]
+
+
+def generate(
+    model: GPT2,
+    prompt_tokens: jax.Array,
+    num_tokens: int,
+    *,
+    key: jax.Array,
+    temperature: float = 1.0,
+    max_context: int | None = None,
+) -> jax.Array:
+    """Continue a prompt, without a cache of keys and values.
+
+    The window slides once it is full; of a longer prompt only the end counts.
+
+    Args:
+        model: the language model.
+        prompt_tokens: int [batch, prompt], at least one token.
+        num_tokens: how many to add.
+        key: a JAX random key; the same key gives the same tokens.
+        temperature: 0 takes the likeliest token.
+        max_context: tokens the model may look back on, by default and at most
+            `num_positions`. Give the sequence length it was trained on where that is
+            shorter: positions beyond it were never trained.
+
+    Returns:
+        int32 [batch, num_tokens], without the prompt.
+
+    Raises:
+        ValueError: an empty prompt, a negative count or temperature, or a context that
+            the model does not have.
+    """
+    prompt = jnp.asarray(prompt_tokens, jnp.int32)
+    num_positions = model.config.num_positions
+    context_limit = num_positions if max_context is None else max_context
+    _check(prompt, num_tokens, temperature, context_limit, num_positions)
+    graphdef, params = split(model)
+    # A power of two, so that calls of similar length share one compilation.
+    length = prompt.shape[1] + num_tokens
+    window = min(context_limit, 1 << (length - 1).bit_length())
+    prompt = prompt[:, -window:]
+    filled = jnp.int32(prompt.shape[1])
+    context = jnp.pad(prompt, ((0, 0), (0, window - prompt.shape[1])))
+    tokens = [jnp.zeros((prompt.shape[0], 0), jnp.int32)]
+    for step_key in jax.random.split(key, num_tokens):
+        token = _sample(
+            graphdef, params, context, filled, step_key, jnp.float32(temperature)
+        )
+        context, filled = _append(context, filled, token)
+        tokens.append(token[:, None])
+    return jnp.concatenate(tokens, axis=1)
+
+
+def _check(
+    prompt: jax.Array,
+    num_tokens: int,
+    temperature: float,
+    context_limit: int,
+    num_positions: int,
+) -> None:
+    if prompt.ndim != 2 or prompt.size == 0:
+        raise ValueError(
+            "generate: expected prompt_tokens of shape [batch, prompt] with at least "
+            f"one token, got shape {prompt.shape}"
+        )
+    if num_tokens < 0 or temperature < 0:
+        raise ValueError(
+            "generate: expected num_tokens and temperature of at least 0, got "
+            f"{num_tokens} and {temperature}"
+        )
+    if not 1 <= context_limit <= num_positions:
+        raise ValueError(
+            f"generate: expected max_context between 1 and num_positions="
+            f"{num_positions}, got {context_limit}"
+        )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _sample(
+    graphdef: nnx.GraphDef[GPT2],
+    params: Params,
+    context: jax.Array,
+    filled: jax.Array,
+    key: jax.Array,
+    temperature: jax.Array,
+) -> jax.Array:
+    """Draw the token after the first `filled` of `context`: int32 [batch]."""
+    model = nnx.merge(graphdef, params)
+    last = jax.lax.dynamic_index_in_dim(
+        model.hidden(context), filled - 1, axis=1, keepdims=False
+    )
+    logits = model.head(last)
+    drawn = jax.random.categorical(key, logits / jnp.maximum(temperature, 1e-6))
+    token = jnp.where(temperature > 0, drawn, jnp.argmax(logits, axis=-1))
+    return token.astype(jnp.int32)
+
+
+@jax.jit
+def _append(
+    context: jax.Array, filled: jax.Array, token: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Write the token behind the context, dropping the oldest one of a full window."""
+    full = filled == context.shape[1]
+    context = jnp.where(full, jnp.roll(context, -1, axis=1), context)
+    filled = jnp.where(full, filled, filled + 1)
+    return context.at[:, filled - 1].set(token), filled

@@ -1,0 +1,344 @@
+"""GPT-2: shapes, causality, tying, published sizes, precision, loss, sampling."""
+
+import ast
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import jaxinf_models
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jaxinf_models import (
+    GPT2,
+    PRESETS,
+    GPT2Config,
+    abstract_params,
+    generate,
+    gpt2,
+    loss,
+    num_params,
+    sampling,
+    split,
+)
+
+TINY = GPT2Config(61, 16, num_layers=2, num_heads=2, num_features=8)
+PUBLISHED = {
+    "small": 124_439_808,
+    "medium": 354_823_168,
+    "large": 774_030_080,
+    "xl": 1_557_611_200,
+}
+
+
+def build(config=TINY, seed=0):
+    return GPT2(config, rngs=nnx.Rngs(seed))
+
+
+def tokens_of(shape, config=TINY, seed=0):
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.integers(0, config.vocab_size, shape), jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def apply(graphdef, params, tokens):
+    return nnx.merge(graphdef, params)(tokens)
+
+
+def logits_of(model, tokens):
+    """Like `model(tokens)`, compiled: much faster than op by op."""
+    return apply(*split(model), tokens)
+
+
+def replace(config, **changes):
+    return dataclasses.replace(config, **changes)
+
+
+def paths(params):
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in leaves]
+
+
+@pytest.mark.parametrize("seq", [1, 7, 16])
+def test_logits_shape_and_dtype(seq):
+    logits = logits_of(build(), tokens_of((3, seq)))
+    assert logits.shape == (3, seq, 61)
+    assert logits.dtype == jnp.float32
+
+
+def test_sequence_beyond_num_positions():
+    with pytest.raises(ValueError, match=r"at most num_positions=16 .* got 17"):
+        build()(tokens_of((1, 17)))
+
+
+def test_causality():
+    model, tokens = build(), tokens_of((2, 16))
+    changed = tokens.at[:, 9].set((tokens[:, 9] + 1) % 61)
+    before, after = logits_of(model, tokens), logits_of(model, changed)
+    np.testing.assert_array_equal(before[:, :9], after[:, :9])
+    assert not jnp.any(jnp.all(before[:, 9:] == after[:, 9:], axis=-1))
+
+
+def test_output_head_is_the_token_embedding():
+    model, tokens = build(), tokens_of((1, 4))
+    logits = logits_of(model, tokens)
+    # A row that no input token uses changes that token's logit, and nothing else.
+    unused = next(i for i in range(61) if i not in tokens[0])
+    model.wte[...] = model.wte[...].at[unused].multiply(2)
+    rows = jnp.arange(61) == unused
+    expected = jnp.where(rows, 2, 1) * logits
+    np.testing.assert_allclose(logits_of(model, tokens), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes(name):
+    assert num_params(PRESETS[name]) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("config", [TINY, PRESETS["nano"], PRESETS["xl"]])
+def test_num_params_counts_the_abstract_tree(config):
+    _, params = abstract_params(config)
+    leaves = jax.tree.leaves(params)
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+    assert sum(leaf.size for leaf in leaves) == num_params(config)
+
+
+def test_abstract_params_describe_the_real_ones():
+    graphdef, params = split(build())
+    abstract_graphdef, abstract = abstract_params(TINY)
+    assert graphdef == abstract_graphdef
+    assert hash(graphdef) == hash(abstract_graphdef)
+    assert jax.tree.structure(params) == jax.tree.structure(abstract)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_equal(a.shape, b.shape), params, abstract
+    )
+
+
+def test_paths_are_readable_and_the_tree_plain():
+    _, params = abstract_params(TINY)
+    assert type(params) is dict
+    layer = [
+        "attn/proj/bias",
+        "attn/proj/kernel",
+        "attn/qkv/bias",
+        "attn/qkv/kernel",
+        "ln_1/bias",
+        "ln_1/scale",
+        "ln_2/bias",
+        "ln_2/scale",
+        "mlp/down/bias",
+        "mlp/down/kernel",
+        "mlp/up/bias",
+        "mlp/up/kernel",
+    ]
+    layers = [f"h{i}/{leaf}" for i in range(2) for leaf in layer]
+    assert paths(params) == [*layers, "ln_f/bias", "ln_f/scale", "wpe", "wte"]
+
+
+def test_init_scales():
+    config = GPT2Config(1000, 64, num_layers=8, num_heads=2, num_features=64)
+    _, params = split(build(config))
+    for path, leaf in zip(paths(params), jax.tree.leaves(params), strict=True):
+        if path.endswith("bias"):
+            assert not leaf.any()
+        elif path.endswith("scale"):
+            assert (leaf == 1).all()
+        else:
+            onto_skip = path.endswith(("proj/kernel", "down/kernel"))
+            stddev = 0.02 / 4 if onto_skip else 0.02  # 4 = sqrt(2 * 8 layers)
+            np.testing.assert_allclose(leaf.std(), stddev, rtol=0.05, err_msg=path)
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_bfloat16_compute(param_dtype):
+    config = replace(TINY, dtype="bfloat16", param_dtype=param_dtype)
+    model, tokens = build(config), tokens_of((2, 16))
+    graphdef, params = split(model)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(param_dtype)}
+    assert jax.eval_shape(model.hidden, tokens).dtype == jnp.bfloat16
+    logits = apply(graphdef, params, tokens)
+    assert logits.dtype == jnp.float32
+    # The same params in fp32: bfloat16 keeps 8 bits, logits here are about 0.1.
+    as_fp32 = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+    exact = apply(abstract_params(TINY)[0], as_fp32, tokens)
+    np.testing.assert_allclose(logits, exact, atol=5e-3)
+    grads = jax.eval_shape(
+        jax.grad(lambda p: loss(nnx.merge(graphdef, p), tokens, tokens)), params
+    )
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype(param_dtype)}
+
+
+@pytest.mark.parametrize("seq", [12, 13])
+@pytest.mark.parametrize("max_logits_bytes", [1, 1000, 1 << 28])
+def test_loss_is_mean_cross_entropy(monkeypatch, seq, max_logits_bytes):
+    """Whole or in slices (13 is a prime: one token a slice), with the same gradient."""
+    monkeypatch.setattr(gpt2, "MAX_LOGITS_BYTES", max_logits_bytes)
+    graphdef, params = split(build())
+    x, y = tokens_of((2, seq), seed=1), tokens_of((2, seq), seed=2)
+
+    def reference(params):
+        logits = nnx.merge(graphdef, params)(x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+    def ours(params):
+        return loss(nnx.merge(graphdef, params), x, y)
+
+    value, grads = jax.jit(jax.value_and_grad(ours))(params)
+    expected, expected_grads = jax.jit(jax.value_and_grad(reference))(params)
+    assert value.dtype == jnp.float32
+    assert value.shape == ()
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    for got, want in zip(
+        jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True
+    ):
+        np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("seq", "logits_bytes", "expected"),
+    [(1024, 1, 1), (1024, 1 << 28, 1), (1024, (1 << 28) + 1, 2), (1024, 5 << 28, 8)],
+)
+def test_slices_divide_the_sequence(seq, logits_bytes, expected):
+    assert gpt2._num_slices(seq, logits_bytes) == expected
+
+
+def test_large_logits_are_never_whole():
+    """A backward pass of GPT-2's vocabulary holds slices, not 412 MB of logits."""
+    config = GPT2Config(50257, 1024, num_layers=1, num_heads=1, num_features=8)
+    graphdef, params = abstract_params(config)
+    tokens = jax.ShapeDtypeStruct((2, 1024), jnp.int32)
+
+    def value(params, tokens):
+        return loss(nnx.merge(graphdef, params), tokens, tokens)
+
+    lowered = jax.jit(jax.grad(value)).lower(params, tokens)
+    text = lowered.as_text()
+    assert "x512x50257xf32" in text
+    assert "x1024x50257xf32" not in text
+
+
+def test_training_learns_a_cycle():
+    """The functional trainer in ten lines: split, grad of merge, optax."""
+    graphdef, params = split(build())
+    tx = optax.adam(1e-2)
+    x = jnp.arange(16)[None] % 5
+    y = (x + 1) % 5
+
+    @jax.jit
+    def step(params, state):
+        value, grads = jax.value_and_grad(lambda p: loss(nnx.merge(graphdef, p), x, y))(
+            params
+        )
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    state = tx.init(params)
+    for _ in range(100):
+        params, state, value = step(params, state)
+    assert value < 0.05
+    assert step._cache_size() == 1
+    model = nnx.merge(graphdef, params)
+    out = generate(model, x[:, :3], 6, key=jax.random.key(0), temperature=0)
+    assert out.tolist() == [[3, 4, 0, 1, 2, 3]]
+
+
+def test_generate_greedy_is_the_argmax_of_what_the_window_holds():
+    model, prompt = build(), tokens_of((2, 3))
+    out = generate(model, prompt, 20, key=jax.random.key(0), temperature=0)
+    assert out.shape == (2, 20)
+    assert out.dtype == jnp.int32
+    text = np.asarray(prompt)
+    for _ in range(20):  # past num_positions = 16: the oldest tokens fall out
+        seen = text[:, -16:]
+        padded = np.pad(seen, ((0, 0), (0, 16 - seen.shape[1])))  # causal: harmless
+        likeliest = np.argmax(logits_of(model, padded)[:, seen.shape[1] - 1], axis=-1)
+        text = np.concatenate([text, likeliest[:, None]], axis=1)
+    np.testing.assert_array_equal(out, text[:, 3:])
+
+
+def test_generate_looks_back_no_further_than_max_context():
+    model, prompt = build(), tokens_of((1, 9))
+    draw = {"num_tokens": 4, "key": jax.random.key(1), "max_context": 5}
+    np.testing.assert_array_equal(
+        generate(model, prompt, **draw), generate(model, prompt[:, -5:], **draw)
+    )
+
+
+def test_generate_samples_by_key_and_temperature():
+    model, prompt = build(), tokens_of((4, 2))
+
+    def draw(seed, temperature):
+        key = jax.random.key(seed)
+        return np.asarray(generate(model, prompt, 8, key=key, temperature=temperature))
+
+    np.testing.assert_array_equal(draw(0, 1.0), draw(0, 1.0))
+    assert (draw(0, 1.0) != draw(1, 1.0)).any()
+    np.testing.assert_array_equal(draw(0, 1e-6), draw(1, 0))
+
+
+def test_generate_compiles_once():
+    model, prompt = build(), tokens_of((1, 2))
+    sampling._sample.clear_cache()
+    for num_tokens, temperature in [(14, 1.0), (10, 0), (12, 0.5)]:
+        key = jax.random.key(num_tokens)
+        generate(model, prompt, num_tokens, key=key, temperature=temperature)
+    assert sampling._sample._cache_size() == 1
+
+
+@pytest.mark.parametrize("prompt_length", [1, 16, 40])
+def test_generate_takes_any_prompt_length(prompt_length):
+    out = generate(build(), tokens_of((1, prompt_length)), 1, key=jax.random.key(0))
+    assert out.shape == (1, 1)
+
+
+def test_generate_nothing():
+    out = generate(build(), tokens_of((2, 3)), 0, key=jax.random.key(0))
+    assert out.shape == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes", "message"),
+    [
+        ((1, 0), {}, r"at least one token, got shape \(1, 0\)"),
+        ((4,), {}, r"got shape \(4,\)"),
+        ((1, 2), {"num_tokens": -1}, "got -1 and 1.0"),
+        ((1, 2), {"temperature": -0.5}, "got 3 and -0.5"),
+        ((1, 2), {"max_context": 17}, "between 1 and num_positions=16, got 17"),
+        ((1, 2), {"max_context": 0}, "got 0"),
+    ],
+)
+def test_generate_refusals(shape, changes, message):
+    arguments = {"num_tokens": 3, "key": jax.random.key(0), **changes}
+    with pytest.raises(ValueError, match=message):
+        generate(build(), jnp.zeros(shape, jnp.int32), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_heads": 3}, "num_heads=3 must divide num_features=8"),
+        ({"num_layers": 0}, "num_layers: expected at least 1, got 0"),
+        (
+            {"dtype": "float16"},
+            "dtype: expected 'float32' or 'bfloat16', got 'float16'",
+        ),
+        ({"param_dtype": "int8"}, "param_dtype: expected"),
+    ],
+)
+def test_config_refusals(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(TINY, **changes)
+
+
+def test_models_never_import_jaxinf():
+    for file in Path(jaxinf_models.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [alias.name for alias in node.names]
+                roots = {
+                    n.split(".")[0] for n in [*names, getattr(node, "module", "")] if n
+                }
+                assert "jaxinf" not in roots, file
