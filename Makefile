@@ -1,0 +1,50 @@
+# The two commands of the README, and what a contributor runs. Everything happens in a
+# virtual environment of the checkout's own; nothing else on the machine is touched.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+SOURCES := pyproject.toml $(shell find jaxinf models -name '*.py' -o -name '*.cpp' -o -name '*.hpp')
+STEPS ?= 400
+
+.DEFAULT_GOAL := help
+.PHONY: help train test test-models lint clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+$(VENV)/made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "jaxinf needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) --version); use make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# The dependencies change seldom and take minutes; the package itself takes seconds.
+$(VENV)/dependencies: pyproject.toml $(VENV)/made
+	$(BIN)/python -m pip install --quiet --upgrade '.[test]'
+	@touch $@
+
+$(VENV)/installed: $(SOURCES) $(VENV)/dependencies
+	$(BIN)/python -m pip install --quiet --no-deps --force-reinstall .
+	@touch $@
+
+train: $(VENV)/installed  ## train a small GPT-2 on source code, its state on the drive
+	$(BIN)/python -m jaxinf.train --store runs/quickstart/store \
+	  --log-dir runs/quickstart --steps $(STEPS)
+
+test: $(VENV)/installed  ## the test suite, on the installed package
+	$(BIN)/pytest tests
+
+test-models: $(VENV)/installed  ## models against their PyTorch originals (installs torch)
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet '.[test-models]'
+	$(BIN)/pytest tests/models
+
+lint: $(VENV)/installed  ## ruff and pyright
+	$(BIN)/python -m pip install --quiet '.[dev]'
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+clean:  ## remove what make made, runs excepted
+	rm -rf $(VENV) build dist *.egg-info
