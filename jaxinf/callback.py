@@ -3,9 +3,9 @@
    one JAX device:   io_callback(leaf) ─────────────────────────► result, status
    a mesh:           shard_map( owner of the shard: io_callback ─► psum of bits )
 
-Invariant: a host function called from here uses NumPy alone, runs once for each distinct
-shard, and, beside other JAX devices, never raises: an exception next to a waiting
-collective would abort the process.
+Invariant: a host function called from here uses NumPy alone, runs once for each
+distinct shard, and, beside other JAX devices, never raises: an exception next to a
+waiting collective would abort the process.
 """
 
 import os
@@ -22,12 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxinf.errors import DeviceConfigurationError
 from jaxinf.typing import Array
 
-__all__ = [
-    "call_on_shards",
-    "call_once",
-    "check_device_configuration",
-    "shard_counts",
-]
+__all__ = ["call_on_shards", "call_once", "check_device_configuration"]
 
 Host = Callable[..., tuple[Array, ...]]
 """Called with the shard's coordinates (int32, one a dimension) and NumPy arguments."""
@@ -53,18 +48,6 @@ def check_device_configuration() -> None:
             f"{threads or 'not set'}; host callbacks then deadlock in JAX. Start "
             f"Python with PJRT_NPROC={max(8, 2 * num_devices)} in the environment"
         )
-
-
-def shard_counts(
-    sharding: NamedSharding | None, shape: Sequence[int]
-) -> tuple[int, ...]:
-    """Shards along each dimension of a leaf; all 1 without a sharding."""
-    if sharding is None:
-        return (1,) * len(shape)
-    local = sharding.shard_shape(tuple(shape))
-    return tuple(
-        n // part if part else 1 for n, part in zip(shape, local, strict=True)
-    )
 
 
 def call_on_shards(
@@ -149,7 +132,7 @@ _STATUS = jax.ShapeDtypeStruct((), np.int32)
 def _coordinates(
     mesh: Mesh, spec: PartitionSpec, ndim: int
 ) -> tuple[jax.Array, set[str]]:
-    """This device's shard along each dimension, and the mesh axes that it comes from."""
+    """This device's shard along each dimension, and the mesh axes it comes from."""
     used: set[str] = set()
     coordinates = []
     for entry in (*spec, *[None] * (ndim - len(spec))):

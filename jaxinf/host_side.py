@@ -71,7 +71,7 @@ class HostSide:
 
         return call
 
-    # --- init --------------------------------------------------------------------------
+    # --- init ----------------------------------------------------------------------
 
     def init_leaf(
         self,
@@ -141,7 +141,7 @@ class HostSide:
                 f"optimizer's {wanted}; open it with the optimizer it was made with"
             )
 
-    # --- update ------------------------------------------------------------------------
+    # --- update --------------------------------------------------------------------
 
     def update_leaf(
         self,
@@ -199,10 +199,10 @@ class HostSide:
         ]
         more = f" and {len(bad) - 5} more leaves" if len(bad) > 5 else ""
         return NonFiniteGradientError(
-            f"step {step + 1}: NaN or Inf in the gradient of {', '.join(bad[:5])}{more}; "
-            f"the step was refused, {self.store.path} stays at step {step}. Lower the "
-            'learning rate or clip the gradients, or pass nonfinite="skip" to go on '
-            "without such steps"
+            f"step {step + 1}: NaN or Inf in the gradient of {', '.join(bad[:5])}"
+            f"{more}; the step was refused, {self.store.path} stays at step {step}. "
+            'Lower the learning rate or clip the gradients, or pass nonfinite="skip" '
+            "to go on without such steps"
         )
 
 

@@ -17,21 +17,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding
 
-from jaxinf.callback import (
-    call_on_shards,
-    call_once,
-    check_device_configuration,
-    shard_counts,
-)
+from jaxinf.callback import call_on_shards, call_once, check_device_configuration
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import LeafDescription, Store, StoreDescription, open_store
 from jaxinf.errors import StaleStateError
 from jaxinf.host_side import (
     COMMITTED,
     FAILED,
-    FINITE,
     SKIPPED,
     HostSide,
     NonFinitePolicy,
@@ -43,6 +38,7 @@ from jaxinf.kernels import (
     trace_init,
     trace_update,
 )
+from jaxinf.sharding import distinct_shards, on_one_mesh, shard_counts
 from jaxinf.store import MASTER_PARAMS, StateRecord
 from jaxinf.typing import Array, PathLikeStr, PyTree
 
@@ -132,11 +128,11 @@ class _SmartUpdate:
     ) -> None:
         self._tx = tx
         self._host = host
-        self._shardings = _on_one_mesh(jax.tree.leaves(shardings))
+        self._shardings = on_one_mesh(jax.tree.leaves(shardings))
         self._example_args = example_args
         self._jitted = jax.jit(self._update, static_argnums=(4,))
 
-    # --- init --------------------------------------------------------------------------
+    # --- init ----------------------------------------------------------------------
 
     def init(self, params: PyTree) -> SmartUpdateState:
         """See `smart_update`."""
@@ -145,7 +141,9 @@ class _SmartUpdate:
         leaves = jax.tree.leaves(params)
         is_traced = any(not hasattr(x, "__array__") or _is_tracer(x) for x in leaves)
         if not self._shardings and not is_traced:
-            self._shardings = _on_one_mesh([_sharding_of(leaf) for leaf in leaves])
+            self._shardings = on_one_mesh(
+                [getattr(leaf, "sharding", None) for leaf in leaves]
+            )
         program = trace_init(self._tx, params)
         update = trace_update(self._tx, params, self._example_args)
         description = self._describe(update, program)
@@ -162,7 +160,7 @@ class _SmartUpdate:
         initial, inputs = jax.jit(program.prologue)(leaves)
         for number, leaf in enumerate(leaves):
             scalars = tuple(np.asarray(s) for s in inputs[number].scalars)
-            for index, shard in _distinct_shards(leaf):
+            for index, shard in distinct_shards(leaf):
                 arrays = tuple(np.asarray(a)[index] for a in inputs[number].arrays)
                 own = ScalarInputs(scalars, arrays)
                 origin = [s.start or 0 for s in index]
@@ -195,7 +193,11 @@ class _SmartUpdate:
         ]
         raw = [_raw(value) for value in initial]
         counter = jax.ShapeDtypeStruct((), np.int32)
-        avals = [counter, counter, *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in raw)]
+        avals = [
+            counter,
+            counter,
+            *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in raw),
+        ]
         held = call_once(
             self._guarded_once(partial(self._host.finish_init, description), avals),
             self._mesh,
@@ -204,16 +206,17 @@ class _SmartUpdate:
         )
         return _make_state(program, initial, held)
 
-    # --- update ------------------------------------------------------------------------
+    # --- update --------------------------------------------------------------------
 
     def update(
         self,
         updates: PyTree,
-        state: SmartUpdateState,
+        state: optax.OptState,
         params: PyTree | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, SmartUpdateState]:
         """See `smart_update`."""
+        assert isinstance(state, SmartUpdateState), "state is not of this init"
         _refuse_outer_multi_steps()
         check_device_configuration()
         everything = jax.tree.leaves((updates, state, params, extra_args))
@@ -243,13 +246,16 @@ class _SmartUpdate:
         description = self._describe(program, trace_init(self._tx, known))
         old = jax.tree.leaves(state.optimizer)
         _check_state(state, old, description)
-        device = None if params is None else jax.tree.leaves(params)
-        new, inputs = program.prologue(gradients, device, old, extra_args)
+        device = self._device_params(updates, params, extra_args)
+        stand_ins = [jnp.zeros(g.shape, g.dtype) for g in gradients]
+        new, inputs = program.prologue(gradients, device or stand_ins, old, extra_args)
         results = [
             self._update_leaf(
-                description, number, gradient, device and device[number], state.step, own
+                description, number, gradient, params_leaf, own, state.step
             )
-            for number, (gradient, own) in enumerate(zip(gradients, inputs, strict=True))
+            for number, (gradient, params_leaf, own) in enumerate(
+                zip(gradients, device or [None] * len(inputs), inputs, strict=True)
+            )
         ]
         statuses = jnp.stack([status for _, status in results])
         verdict = self._commit(description, state, statuses, new)
@@ -264,8 +270,8 @@ class _SmartUpdate:
         number: int,
         gradient: jax.Array,
         params: jax.Array | None,
-        step: jax.Array,
         inputs: LeafInputs,
+        step: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         """One leaf's fp32 update, and its status."""
         leaf = description.leaves[number]
@@ -273,9 +279,7 @@ class _SmartUpdate:
         probe = jnp.zeros((0,), dtype)
         if params is not None and params.size and self._mesh is None:
             probe = params[(0,) * (params.ndim - 1)] if params.ndim else params[None]
-        host = partial(
-            self._host.update_leaf, description, number, len(inputs.scalars)
-        )
+        host = partial(self._host.update_leaf, description, number, len(inputs.scalars))
         result, status = call_on_shards(
             self._guarded_leaf(host, dtype),
             self._leaf_sharding(number),
@@ -285,13 +289,28 @@ class _SmartUpdate:
         )
         if dtype == np.float32:
             return result, status
-        if params is None:
-            raise ValueError(
-                f"leaf {leaf.name}: {dtype} params must be given to update, "
-                "tx.update(grads, state, params), because what it returns is the "
-                "difference to them"
-            )
+        assert params is not None
         return result.astype(jnp.float32) - params.astype(jnp.float32), status
+
+    def _device_params(
+        self, updates: PyTree, params: PyTree | None, extra_args: Mapping[str, Any]
+    ) -> list[jax.Array]:
+        """The params' leaves; none, where the optimizer can do without.
+
+        Raises:
+          ValueError: optax's own, where it cannot; ours for 16-bit params.
+        """
+        if params is not None:
+            return jax.tree.leaves(params)
+        if any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(updates)):
+            raise ValueError(
+                "16-bit params must be given to update, tx.update(grads, state, "
+                "params): what it returns is the difference to them"
+            )
+        jax.eval_shape(
+            lambda g: self._tx.update(g, self._tx.init(g), None, **extra_args), updates
+        )
+        return []
 
     def _commit(
         self,
@@ -310,7 +329,7 @@ class _SmartUpdate:
         )
         return verdict
 
-    # --- shared ------------------------------------------------------------------------
+    # --- shared --------------------------------------------------------------------
 
     def _describe(self, update: UpdateProgram, init: InitProgram) -> StoreDescription:
         leaves = []
@@ -353,9 +372,7 @@ class _SmartUpdate:
 
         return self._host.guarded(host, failed if self._mesh else None)
 
-    def _guarded_once(
-        self, host: Any, avals: Sequence[jax.ShapeDtypeStruct]
-    ) -> Any:
+    def _guarded_once(self, host: Any, avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
         def failed(*_: Array) -> tuple[Array, ...]:
             return tuple(np.full(aval.shape, FAILED, aval.dtype) for aval in avals)
 
@@ -383,32 +400,7 @@ def _refuse_outer_multi_steps() -> None:
 
 
 def _is_tracer(value: Any) -> bool:
-    return isinstance(value, jax.core.Tracer)
-
-
-def _sharding_of(leaf: Any) -> NamedSharding | None:
-    sharding = getattr(leaf, "sharding", None)
-    return sharding if isinstance(sharding, NamedSharding) else None
-
-
-def _on_one_mesh(shardings: Sequence[Any]) -> list[NamedSharding]:
-    """Every leaf's sharding on the run's mesh; empty where it has one JAX device."""
-    named = [s for s in shardings if isinstance(s, NamedSharding)]
-    mesh = next((s.mesh for s in named if s.mesh.size > 1), None)
-    if mesh is None:
-        return []
-    replicated = NamedSharding(mesh, PartitionSpec())
-    return [s if isinstance(s, NamedSharding) else replicated for s in shardings]
-
-
-def _distinct_shards(leaf: Any) -> list[tuple[tuple[slice, ...], Array]]:
-    """Index and data of each part of an array, replicas once."""
-    sharding = _sharding_of(leaf)
-    if sharding is None or sharding.is_fully_replicated:
-        array = np.asarray(leaf)
-        return [((slice(None),) * array.ndim, array)]
-    shards = [s for s in leaf.addressable_shards if s.replica_id == 0]
-    return [(shard.index, np.asarray(shard.data)) for shard in shards]
+    return isinstance(value, Tracer)
 
 
 def _raw(value: jax.Array) -> jax.Array:

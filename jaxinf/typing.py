@@ -26,7 +26,7 @@ PyTree: TypeAlias = Any
 PathLikeStr: TypeAlias = str | PathLike[str]
 
 JsonValue: TypeAlias = (
-    None | bool | int | float | str | Sequence["JsonValue"] | Mapping[str, "JsonValue"]
+    bool | int | float | str | Sequence["JsonValue"] | Mapping[str, "JsonValue"] | None
 )
 
 ProgressCallback: TypeAlias = Callable[[int, int], None]

@@ -1,8 +1,8 @@
 """What the engine asks of a CSD: a drive and the processor that updates what is on it.
 
-Invariant: a CSD is a set of blocking primitives over buffers it hands out itself; order,
-overlap, memory budget and commits are the engine's. Calls on different buffers may run
-at once from different threads, and release the GIL while they work.
+Invariant: a CSD is a set of blocking primitives over buffers it hands out itself;
+order, overlap, memory budget and commits are the engine's. Calls on different buffers
+may run at once from different threads, and release the GIL while they work.
 """
 
 from collections.abc import Sequence
@@ -86,7 +86,7 @@ class CsdBuffer(Protocol):
 
 
 class Csd(Protocol):
-    """A computational storage device. `extents` always starts with the master params."""
+    """A computational storage device. `extents` starts with the master params."""
 
     def info(self) -> CsdInfo:
         """What it is, now."""

@@ -56,7 +56,7 @@ class TransferHandler:
         self._csds = csds
         self._changed = threading.Condition()
         self._queue: deque[Task] = deque()
-        self._ahead_order: deque[Task] = deque()
+        self._ahead_due: dict[Subgroup, Task] = {}
         self._ahead: dict[Subgroup, _Prefetched] = {}
         self._num_unfinished = 0
         self._num_running = 0
@@ -69,7 +69,7 @@ class TransferHandler:
         for worker in self._workers:
             worker.start()
 
-    # --- for the engine --------------------------------------------------------------
+    # --- for the engine ------------------------------------------------------------
 
     def run(self, tasks: Sequence[Task]) -> None:
         """Submits tasks and blocks until all have computed; stores go on behind.
@@ -96,7 +96,7 @@ class TransferHandler:
         """
         with self._changed:
             self._drop_ahead()
-            self._ahead_order.extend(tasks)
+            self._ahead_due.update({t.layout.subgroup: t for t in tasks})
             self._changed.notify_all()
 
     def drain(self) -> None:
@@ -120,7 +120,7 @@ class TransferHandler:
         with self._changed:
             self._drop_ahead()
 
-    # --- the workers -------------------------------------------------------------------
+    # --- the workers ---------------------------------------------------------------
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -153,6 +153,7 @@ class TransferHandler:
 
     def _pick_task(self) -> _Work | None:
         for position, task in enumerate(self._queue):
+            self._ahead_due.pop(task.layout.subgroup, None)
             ahead = self._ahead.get(task.layout.subgroup)
             if ahead is not None and ahead.task.source != task.source:
                 ahead = None
@@ -170,7 +171,7 @@ class TransferHandler:
         return None
 
     def _acquire(self, task: Task) -> CsdBuffer | None:
-        """Memory for a task that is due; takes it from prefetches only as a last way."""
+        """Memory for a task that is due; prefetches give theirs only as a last way."""
         csd = self._csds[task.layout.subgroup.csd]
         buffer = csd.acquire(task.layout.num_bytes)
         while buffer is None and not self._num_running and self._ahead:
@@ -180,19 +181,19 @@ class TransferHandler:
         return buffer
 
     def _pick_ahead(self) -> _Work | None:
-        if self._queue or not self._ahead_order:
+        if self._queue or not self._ahead_due:
             return None
-        task = self._ahead_order[0]
+        task = next(iter(self._ahead_due.values()))
         buffer = self._csds[task.layout.subgroup.csd].acquire(task.layout.num_bytes)
         if buffer is None:
             return None
-        self._ahead_order.popleft()
+        del self._ahead_due[task.layout.subgroup]
         ahead = _Prefetched(task, buffer)
         self._ahead[task.layout.subgroup] = ahead
         return _Work(task, buffer, ahead=ahead)
 
     def _drop_ahead(self) -> None:
-        self._ahead_order.clear()
+        self._ahead_due.clear()
         self._changed.wait_for(lambda: all(a.is_loaded for a in self._ahead.values()))
         for ahead in self._ahead.values():
             ahead.buffer.release()
@@ -248,7 +249,7 @@ class TransferHandler:
             if self._failure is None:
                 self._failure = error
             self._queue.clear()
-            self._ahead_order.clear()
+            self._ahead_due.clear()
             for ahead in self._ahead.values():
                 ahead.is_loaded = True
             self._changed.notify_all()

@@ -135,7 +135,7 @@ class Session:
         """What stopped the store."""
         return self._failure
 
-    # --- opening and closing ---------------------------------------------------------
+    # --- opening and closing -------------------------------------------------------
 
     def _open(self) -> None:
         self._lock = StoreLock(self.options.path)
@@ -178,9 +178,7 @@ class Session:
         max_elements = self._subgroup_elements(directory.manifest)
         self._layouts = _layouts(directory, max_elements)
         self._pool = BufferPool(self.options.memory_bytes)
-        self.csds = [
-            HostCsd(root, self._pool, self.meters) for root in csds_roots
-        ]
+        self.csds = [HostCsd(root, self._pool, self.meters) for root in csds_roots]
         self._handler = TransferHandler(
             directory, self.csds, num_workers=self.options.num_workers
         )
@@ -188,9 +186,8 @@ class Session:
 
     def _subgroup_elements(self, manifest: Manifest) -> int:
         """Longest subgroup of which every worker can hold two in the memory budget."""
-        element_bytes = max(
-            (sum(s.itemsize for s in leaf.states) for leaf in manifest.leaves), default=4
-        )
+        sizes = [sum(s.itemsize for s in leaf.states) for leaf in manifest.leaves]
+        element_bytes = max(sizes, default=4)
         num_buffers = 2 * self.options.num_workers
         fitting = self.options.memory_bytes // (num_buffers * element_bytes)
         fitting -= fitting % CHUNK_ALIGNMENT_ELEMENTS
@@ -269,7 +266,7 @@ class Session:
             if self._lock is not None:
                 self._lock.release()
 
-    # --- for the parts that stream state -----------------------------------------------
+    # --- for the parts that stream state -------------------------------------------
 
     @property
     def is_closed(self) -> bool:
@@ -312,7 +309,7 @@ class Session:
                 f"boundaries of this run ({error}); run on a mesh whose shards are "
                 "whole multiples, or on one JAX device"
             ) from error
-        return [item for position in positions for item in self._layouts[leaf][position]]
+        return [item for chunk in positions for item in self._layouts[leaf][chunk]]
 
 
 def _layouts(

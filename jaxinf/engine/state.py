@@ -96,9 +96,7 @@ def compare_params(
         )
 
 
-def read_params(
-    session: Session, leaf: int, out: Array, origin: Sequence[int]
-) -> None:
+def read_params(session: Session, leaf: int, out: Array, origin: Sequence[int]) -> None:
     """Reads a leaf's committed master params, cast to the dtype of `out`.
 
     Args:

@@ -70,7 +70,7 @@ class LeafPart:
 
 
 class StepEngine:
-    """Runs steps on a session. Thread-safe; the parts of a step may come in any order."""
+    """Runs steps on a session. Thread-safe; a step's parts may come in any order."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -85,7 +85,7 @@ class StepEngine:
         self._counted = session.meters.snapshot()
         session.on_close(self._close)
 
-    # --- a step ------------------------------------------------------------------------
+    # --- a step --------------------------------------------------------------------
 
     def update(self, step: int, part: LeafPart) -> bool:
         """Updates a leaf or a shard; blocks until `part.out` holds the result.
@@ -143,7 +143,7 @@ class StepEngine:
             self._commit_thread.start()
 
     def abandon(self) -> None:
-        """Gives the step up: nothing of it is committed; the same step may start over."""
+        """Gives the step up: nothing of it is committed; it may start over."""
         with self._guard:
             if self._is_open:
                 self._session.handler.drain()
@@ -184,7 +184,7 @@ class StepEngine:
         with self._guard:
             self._payloads[step] = payload
 
-    # --- inside ------------------------------------------------------------------------
+    # --- inside --------------------------------------------------------------------
 
     def _begin(self, step: int) -> Slot:
         """Opens the step unless it is; returns the slot to read from."""

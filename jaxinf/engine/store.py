@@ -53,7 +53,7 @@ class Store:
         step = "new" if commit is None else f"step {commit.step}"
         return f"Store({str(self.path)!r}, {step})"
 
-    # --- what it holds -----------------------------------------------------------------
+    # --- what it holds -------------------------------------------------------------
 
     @property
     def path(self) -> Path:
@@ -142,7 +142,8 @@ class Store:
     def _read_leaf(self, number: int, like: Any) -> jax.Array:
         shape, dtype = tuple(like.shape), np.dtype(like.dtype)
 
-        def read(index: tuple[slice, ...]) -> np.ndarray:
+        def read(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
             bounds = [s.indices(n) for s, n in zip(index, shape, strict=True)]
             out = np.empty([stop - start for start, stop, _ in bounds], dtype)
             read_params(self.session, number, out, [start for start, _, _ in bounds])
@@ -184,7 +185,7 @@ class Store:
         with snapshot(self.session.files) as path:
             yield path
 
-    # --- control -----------------------------------------------------------------------
+    # --- control -------------------------------------------------------------------
 
     def annotate(self, step: int, payload: JsonValue) -> None:
         """Gives the commit of `step`, still to come, something of the caller's to keep.

@@ -260,9 +260,9 @@ class StoreDirectory:
 
     def sync(self) -> None:
         """Makes everything written so far durable on every CSD and on the store."""
-        directories = [self.csd_directory(csd) for csd in range(self.num_csds)]
-        for directory in {d.stat().st_dev: d for d in [*directories, self.path]}.values():
-            sync_filesystem(directory)
+        places = [self.csd_directory(csd) for csd in range(self.num_csds)]
+        for place in {p.stat().st_dev: p for p in [*places, self.path]}.values():
+            sync_filesystem(place)
 
     def publish(self, slot: Slot, record: CommitRecord) -> None:
         """Commits a slot whose chunks are durable; see docs/format.md."""

@@ -158,8 +158,8 @@ class Manifest:
         """
         mine = {leaf.name: leaf for leaf in self.leaves}
         theirs = {leaf.name: leaf for leaf in other.leaves}
-        lines = [f"- leaf {name}: in the store only" for name in mine if name not in theirs]
-        lines += [f"+ leaf {name}: not in the store" for name in theirs if name not in mine]
+        lines = [f"- leaf {n}: in the store only" for n in mine if n not in theirs]
+        lines += [f"+ leaf {n}: not in the store" for n in theirs if n not in mine]
         for name in (n for n in mine if n in theirs):
             lines += _leaf_difference(mine[name], theirs[name])
         if not lines and list(mine) != list(theirs):
