@@ -216,7 +216,11 @@ class _SmartUpdate:
         **extra_args: Any,
     ) -> tuple[PyTree, SmartUpdateState]:
         """See `smart_update`."""
-        assert isinstance(state, SmartUpdateState), "state is not of this init"
+        if not isinstance(state, SmartUpdateState):
+            raise TypeError(
+                "update: expected the SmartUpdateState that init gives, found "
+                f"{type(state).__name__}; make it with state = tx.init(params)"
+            )
         _refuse_outer_multi_steps()
         check_device_configuration()
         everything = jax.tree.leaves((updates, state, params, extra_args))
