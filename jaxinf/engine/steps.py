@@ -206,6 +206,8 @@ class StepEngine:
             assert slot is not None
             if not self._is_open:
                 session.files.unpublish(other_slot(slot))
+                if self._metrics is None:  # initialising and comparing are no step's
+                    self._counted = session.meters.snapshot()
                 self._is_open, self._started_s = True, time.monotonic()
                 self._source = slot
             return slot
