@@ -1,1 +1,30 @@
-"""Placeholder."""
+"""Optimizers as kernels: an optax update split between JAX and the storage.
+
+Invariant: optax is the only definition of an optimizer; nothing here knows one by
+name. `trace_update` divides ``tx.update`` into a *prologue* (scalars and reductions,
+run in JAX) and one elementwise `Kernel` per leaf, run on chunks near the storage.
+"""
+
+from jaxinf.kernels.init import InitProgram, LeafInit, trace_init
+from jaxinf.kernels.kernel import InitKernel, Kernel
+from jaxinf.kernels.program import LeafUpdate, UpdateProgram, trace_update
+from jaxinf.kernels.prologue import LeafInputs
+from jaxinf.kernels.state import StateLayout, StateSlot, state_layout
+from jaxinf.kernels.tree import LeafInfo, leaf_infos
+
+__all__ = [
+    "InitKernel",
+    "InitProgram",
+    "Kernel",
+    "LeafInfo",
+    "LeafInit",
+    "LeafInputs",
+    "LeafUpdate",
+    "StateLayout",
+    "StateSlot",
+    "UpdateProgram",
+    "leaf_infos",
+    "state_layout",
+    "trace_init",
+    "trace_update",
+]

@@ -1,0 +1,94 @@
+"""Keyword arguments of ``tx.update``: which are inputs of a program, which are fixed.
+
+Invariant: a program is only run with arguments of the kind it was traced with.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+__all__ = ["ExtraArgs"]
+
+
+@dataclass(frozen=True, eq=False)
+class ExtraArgs:
+    """The structure of the extra args.
+
+    Attributes:
+      treedef: Of the whole mapping.
+      avals: Of the leaves that are inputs.
+      static: Per leaf, the fixed value in a 1-tuple; None where it is an input.
+    """
+
+    treedef: Any
+    avals: tuple[jax.ShapeDtypeStruct, ...]
+    static: tuple[tuple[Any] | None, ...]
+
+    @classmethod
+    def of(cls, extra_args: Mapping[str, Any]) -> "ExtraArgs":
+        """The structure of `extra_args`."""
+        leaves, treedef = jax.tree.flatten(dict(extra_args))
+        avals = tuple(_aval(leaf) for leaf in leaves if _is_dynamic(leaf))
+        static = tuple(None if _is_dynamic(leaf) else (leaf,) for leaf in leaves)
+        return cls(treedef, avals, static)
+
+    def rebuild(self, dynamic: Sequence[jax.Array]) -> dict[str, Any]:
+        """The mapping with `dynamic` for its inputs."""
+        values = iter(dynamic)
+        leaves = [next(values) if s is None else s[0] for s in self.static]
+        return self.treedef.unflatten(leaves)
+
+    def dynamic_values(self, extra_args: Mapping[str, Any]) -> list[jax.Array]:
+        """The inputs in `extra_args`, as arrays.
+
+        Raises:
+          ValueError: Names, structure, shapes or fixed values are not those traced.
+        """
+        leaves, treedef = jax.tree.flatten(dict(extra_args))
+        if treedef != self.treedef:
+            raise _mismatch(str(self.treedef), str(treedef))
+        avals = iter(self.avals)
+        values = []
+        for leaf, static in zip(leaves, self.static, strict=True):
+            if static is not None:
+                if leaf is not static[0] and not _equal(leaf, static[0]):
+                    raise _mismatch(repr(static[0]), repr(leaf))
+                continue
+            aval = next(avals)
+            found = tuple(jnp.shape(leaf))
+            if not _is_dynamic(leaf) or found != aval.shape:
+                raise _mismatch(str(aval), repr(leaf))
+            values.append(_as_dtype(leaf, aval.dtype))
+        return values
+
+
+def _is_dynamic(leaf: Any) -> bool:
+    numbers = (int, float, complex)
+    is_number = isinstance(leaf, numbers) and not isinstance(leaf, bool)
+    return is_number or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
+
+
+def _aval(leaf: Any) -> jax.ShapeDtypeStruct:
+    if hasattr(leaf, "dtype"):
+        return jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype)
+    array = jax.eval_shape(lambda: jnp.asarray(leaf))
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, weak_type=True)
+
+
+def _as_dtype(leaf: Any, dtype: Any) -> jax.Array:
+    array = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+    return array if array.dtype == dtype else array.astype(dtype)
+
+
+def _equal(left: Any, right: Any) -> bool:
+    return type(left) is type(right) and bool(left == right)
+
+
+def _mismatch(expected: str, found: str) -> ValueError:
+    return ValueError(
+        f"extra_args: expected {expected}, as the update was traced, found {found}; "
+        "pass the same names, shapes and fixed values at every step"
+    )

@@ -1,0 +1,249 @@
+"""A jaxpr as a graph: calls inlined, conditionals on arrays turned into selects.
+
+Invariant: nodes are in an order in which they can be computed, and every value knows
+the node that makes it and whether it depends on stored state.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from jaxinf.kernels.primitives import CALLS, IDENTITIES
+
+__all__ = ["Graph", "Node", "Value", "build_graph", "evaluate", "local_owners", "prune"]
+
+
+@dataclass(eq=False, slots=True)
+class Value:
+    """One value of the graph; identity is what tells two apart.
+
+    Attributes:
+      shape, dtype: Of the value; `dtype` may be an extended one (random keys).
+      stored: Whether it depends on state that lives on storage.
+      node: What computes it; None for inputs and constants.
+      constant: Its array, where it is one; a NumPy scalar where it is a literal.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    stored: bool = False
+    node: "Node | None" = None
+    constant: Any = None
+
+    @property
+    def is_literal(self) -> bool:
+        """Whether its number is part of the program."""
+        return isinstance(self.constant, np.generic)
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """One equation of the jaxpr; `sources`: where it was traced, and its callers."""
+
+    primitive: core.Primitive
+    inputs: tuple[Value, ...]
+    params: Mapping[str, Any]
+    outputs: tuple[Value, ...] = ()
+    context: Any = None
+    sources: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Inputs, nodes and outputs of one traced function."""
+
+    inputs: tuple[Value, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Value, ...]
+
+
+def build_graph(closed: core.ClosedJaxpr, stored: Sequence[bool]) -> Graph:
+    """The graph of `closed`, of whose inputs those marked `stored` are on storage."""
+    inputs = tuple(
+        Value(tuple(var.aval.shape), var.aval.dtype, stored=flag)
+        for var, flag in zip(closed.jaxpr.invars, stored, strict=True)
+    )
+    builder = _Builder()
+    outputs = builder.inline(closed, inputs)
+    return Graph(inputs, tuple(builder.nodes), tuple(outputs))
+
+
+def local_owners(
+    graph: Graph, owners: Mapping[Value, int], is_elementwise: Callable[[Node], bool]
+) -> dict[Value, int]:
+    """Values that one owner's inputs reach through elementwise nodes.
+
+    What else goes into them is of no owner, or reduced over several.
+
+    Args:
+      graph: The graph.
+      owners: Some of its inputs and whose they are.
+      is_elementwise: Which nodes keep a value local.
+    """
+    mixed = -1
+    found = dict(owners)
+    for node in graph.nodes:
+        sources = {found[value] for value in node.inputs if value in found}
+        if sources:
+            own = sources - {mixed}
+            local = len(own) == 1 and is_elementwise(node)
+            found.update(dict.fromkeys(node.outputs, own.pop() if local else mixed))
+    return {value: owner for value, owner in found.items() if owner != mixed}
+
+
+def prune(nodes: Iterable[Node], outputs: Iterable[Value]) -> tuple[Node, ...]:
+    """Those of `nodes`, in order, that `outputs` depend on."""
+    needed = {value.node for value in outputs}
+    kept: list[Node] = []
+    for node in reversed(list(nodes)):
+        if node in needed:
+            kept.append(node)
+            needed.update(value.node for value in node.inputs)
+    return tuple(reversed(kept))
+
+
+def evaluate(
+    nodes: Sequence[Node], outputs: Sequence[Value], env: dict[Value, Any]
+) -> list[jax.Array]:
+    """Computes `outputs` with JAX; traceable.
+
+    Args:
+      nodes: What `prune` gave for `outputs`.
+      outputs: The values wanted.
+      env: Arrays of the graph's inputs; inputs of another floating dtype than the
+        graph's are converted at their first use, so that unused ones cost nothing.
+    """
+    converted: set[Value] = set()
+
+    def read(value: Value) -> Any:
+        if value.constant is not None:
+            return value.constant
+        if value.node is None and value not in converted:
+            converted.add(value)
+            if env[value].dtype != value.dtype:
+                env[value] = jax.lax.convert_element_type(env[value], value.dtype)
+        return env[value]
+
+    for node in nodes:
+        params = node.primitive.get_bind_params(dict(node.params))
+        operands = [read(value) for value in node.inputs]
+        if node.context is None:
+            results = node.primitive.bind(*operands, **params)
+        else:
+            with node.context.manager:
+                results = node.primitive.bind(*operands, **params)
+        results = results if node.primitive.multiple_results else [results]
+        env.update(zip(node.outputs, results, strict=True))
+    return [read(value) for value in outputs]
+
+
+class _Builder:
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self._callers: list[Any] = []
+
+    def inline(self, jaxpr: Any, args: Sequence[Value]) -> list[Value]:
+        """Appends the nodes of a (closed) jaxpr applied to `args`."""
+        consts = [_constant(value) for value in getattr(jaxpr, "consts", ())]
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        env: dict[Any, Value] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom: Any) -> Value:
+            return _literal(atom) if isinstance(atom, core.Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            outputs = self._equation(eqn, [read(atom) for atom in eqn.invars])
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, inputs: list[Value]) -> Sequence[Value]:
+        name = eqn.primitive.name
+        if name in CALLS:
+            keys = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+            callee = next(eqn.params[key] for key in keys if key in eqn.params)
+            return self._call(eqn, callee, inputs)
+        if name == "cond":
+            return self._cond(eqn, inputs)
+        avals = [var.aval for var in eqn.outvars]
+        if _is_identity(name, inputs, avals):
+            return inputs[: len(avals)]
+        return self._append(self._node(eqn, inputs), avals)
+
+    def _call(self, eqn: Any, callee: Any, inputs: list[Value]) -> list[Value]:
+        self._callers.append(eqn.source_info)
+        outputs = self.inline(callee, inputs)
+        self._callers.pop()
+        return outputs
+
+    def _node(self, eqn: Any, inputs: Sequence[Value]) -> Node:
+        sources = (eqn.source_info, *reversed(self._callers))
+        return Node(
+            eqn.primitive, tuple(inputs), eqn.params, context=eqn.ctx, sources=sources
+        )
+
+    def _append(self, node: Node, avals: Sequence[Any]) -> Sequence[Value]:
+        stored = any(value.stored for value in node.inputs)
+        node.outputs = tuple(
+            Value(
+                getattr(aval, "shape", ()), getattr(aval, "dtype", None), stored, node
+            )
+            for aval in avals
+        )
+        self.nodes.append(node)
+        return node.outputs
+
+    def _cond(self, eqn: Any, inputs: list[Value]) -> Sequence[Value]:
+        """Folds, keeps or inlines a conditional.
+
+        One on scalars is kept as JAX has it. Otherwise all branches are computed and
+        the predicate selects: a body has no control flow.
+        """
+        index, *operands = inputs
+        branches = eqn.params["branches"]
+        if index.is_literal:
+            chosen = min(max(int(index.constant), 0), len(branches) - 1)
+            return self._call(eqn, branches[chosen], operands)
+        avals = [var.aval for var in eqn.outvars]
+        shapes = [value.shape for value in inputs] + [aval.shape for aval in avals]
+        if not any(shapes) and not any(value.stored for value in inputs):
+            return self._append(self._node(eqn, inputs), avals)
+        results = [self._call(eqn, branch, operands) for branch in branches]
+        return [
+            self._select(eqn, index, cases, aval)
+            for cases, aval in zip(zip(*results, strict=True), avals, strict=True)
+        ]
+
+    def _select(
+        self, eqn: Any, index: Value, cases: tuple[Value, ...], aval: Any
+    ) -> Value:
+        if all(case is cases[0] for case in cases):
+            return cases[0]
+        primitive = jax.lax.select_n_p
+        node = Node(primitive, (index, *cases), {}, sources=(eqn.source_info,))
+        return self._append(node, [aval])[0]
+
+
+def _is_identity(name: str, inputs: Sequence[Value], avals: Sequence[Any]) -> bool:
+    if name not in IDENTITIES and name != "convert_element_type":
+        return False
+    return all(
+        value.shape == tuple(aval.shape) and value.dtype == aval.dtype
+        for value, aval in zip(inputs, avals, strict=False)
+    )
+
+
+def _constant(array: Any) -> Value:
+    return Value(tuple(np.shape(array)), array.dtype, constant=array)
+
+
+def _literal(literal: Any) -> Value:
+    aval = literal.aval
+    if aval.shape:
+        return Value(tuple(aval.shape), aval.dtype, constant=literal.val)
+    number = np.asarray(literal.val).astype(aval.dtype)[()]
+    return Value((), aval.dtype, constant=number)

@@ -1,0 +1,105 @@
+"""The first optimizer state, divided like the update.
+
+Invariant: prologue and kernels together give what ``tx.init`` gives on float32 params.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import jax
+import optax
+
+from jaxinf.kernels.graph import build_graph
+from jaxinf.kernels.ir import Input
+from jaxinf.kernels.kernel import InitKernel
+from jaxinf.kernels.prologue import LeafInputs, Prologue
+from jaxinf.kernels.split import BodyBuilder
+from jaxinf.kernels.state import (
+    StateLayout,
+    StateSlot,
+    as_transform,
+    float32_avals,
+    layout_of,
+)
+from jaxinf.kernels.tree import FLOAT32, LeafInfo, leaf_infos
+from jaxinf.typing import PyTree
+
+__all__ = ["InitProgram", "LeafInit", "trace_init"]
+
+
+@dataclass(frozen=True)
+class LeafInit:
+    """The first state of one leaf."""
+
+    info: LeafInfo
+    slots: tuple[StateSlot, ...]
+    kernel: InitKernel
+
+
+@dataclass(frozen=True, eq=False)
+class InitProgram:
+    """``tx.init``, divided between JAX and the storage.
+
+    Attributes:
+      layout: What the state is made of.
+      leaves: One per params leaf.
+    """
+
+    layout: StateLayout
+    leaves: tuple[LeafInit, ...]
+    _prologue: Prologue = field(repr=False)
+    _scalar_prologue: Prologue = field(repr=False)
+
+    def prologue(
+        self, params: Sequence[jax.Array]
+    ) -> tuple[list[jax.Array], list[LeafInputs]]:
+        """The first scalar state and, per leaf, its kernel's inputs; traceable.
+
+        Args:
+          params: Flat leaves, each in its own dtype; widened where they are needed.
+        """
+        return self._prologue(params)
+
+    def scalar_state(self, params: Sequence[jax.Array]) -> list[jax.Array]:
+        """The first scalar state alone; traceable."""
+        return self._scalar_prologue(params)[0]
+
+
+def trace_init(
+    tx: optax.GradientTransformation | optax.MultiSteps, params: PyTree
+) -> InitProgram:
+    """Traces ``tx.init`` on float32 params and divides it.
+
+    Raises:
+      TypeError, ValueError: See `leaf_infos`.
+      UnsupportedTransformError: More than 64 KiB of state is not of a leaf's shape,
+        or a value is of a 64-bit dtype.
+    """
+    tx = as_transform(tx)
+    infos, avals = leaf_infos(params), float32_avals(params)
+    closed, state = jax.make_jaxpr(tx.init, return_shape=True)(avals)
+    layout = layout_of(state, avals)
+    graph = build_graph(closed, [False] * len(infos))
+    scalar_state = [graph.outputs[index] for index in layout.scalar_indices]
+    kernels: dict[InitKernel, InitKernel] = {}
+    leaves, builders = [], []
+    for index, info in enumerate(infos):
+        slots = layout.slots[index]
+        builder = BodyBuilder(info, {graph.inputs[index]: Input("params", 0, FLOAT32)})
+        values = [builder.operand(graph.outputs[slot.state_index]) for slot in slots]
+        kernel = InitKernel(
+            slots=tuple(slot.name for slot in slots),
+            slot_dtypes=tuple(slot.dtype for slot in slots),
+            scalar_dtypes=builder.scalar_dtypes,
+            array_dtypes=builder.array_dtypes,
+            equations=tuple(builder.equations),
+            new_slots=tuple(values),
+        )
+        leaves.append(LeafInit(info, slots, kernels.setdefault(kernel, kernel)))
+        builders.append(builder)
+    return InitProgram(
+        layout=layout,
+        leaves=tuple(leaves),
+        _prologue=Prologue.of(graph.nodes, graph.inputs, scalar_state, builders),
+        _scalar_prologue=Prologue.of(graph.nodes, graph.inputs, scalar_state, ()),
+    )

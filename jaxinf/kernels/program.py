@@ -1,0 +1,299 @@
+"""An optax transformation as a prologue in JAX and one elementwise kernel per leaf.
+
+Invariant: prologue and kernels together compute what ``tx.update`` on float32 params
+and gradients computes, up to rounding; leaves with equal bodies share one `Kernel`.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxinf.errors import UnsupportedTransformError
+from jaxinf.kernels.arguments import ExtraArgs
+from jaxinf.kernels.graph import Graph, Value, build_graph, local_owners
+from jaxinf.kernels.ir import Constant, Input, Operand
+from jaxinf.kernels.kernel import Kernel
+from jaxinf.kernels.prologue import LeafInputs, Prologue
+from jaxinf.kernels.split import BodyBuilder, is_elementwise, refusal, stored_culprit
+from jaxinf.kernels.state import (
+    StateLayout,
+    StateSlot,
+    as_transform,
+    float32_avals,
+    layout_of,
+)
+from jaxinf.kernels.tree import FLOAT32, LeafInfo, leaf_infos
+from jaxinf.typing import PyTree
+
+__all__ = ["LeafUpdate", "UpdateProgram", "trace_update"]
+
+
+@dataclass(frozen=True)
+class LeafUpdate:
+    """The update of one leaf: what it is, what it stores, what runs on its chunks."""
+
+    info: LeafInfo
+    slots: tuple[StateSlot, ...]
+    kernel: Kernel
+
+
+@dataclass(frozen=True, eq=False)
+class UpdateProgram:
+    """One step of an optimizer, divided between JAX and the storage.
+
+    Attributes:
+      leaves: One per params leaf, in flattening order.
+      num_scalar_state: How many state leaves stay in JAX.
+    """
+
+    leaves: tuple[LeafUpdate, ...]
+    num_scalar_state: int
+    _extra_args: ExtraArgs = field(repr=False)
+    _prologue: Prologue = field(repr=False)
+
+    def prologue(
+        self,
+        gradients: Sequence[jax.Array],
+        params: Sequence[jax.Array],
+        scalar_state: Sequence[jax.Array],
+        extra_args: Mapping[str, Any] | None = None,
+    ) -> tuple[list[jax.Array], list[LeafInputs]]:
+        """Computes in JAX what the kernels do not; traceable; run it jitted.
+
+        Reductions over params use these params (those on the JAX device, widened to
+        float32), not the master params; likewise for gradients. What no output needs
+        is not computed, and no float32 copy is made of what is not reduced.
+
+        Args:
+          gradients, params: Flat leaves, each in its own dtype.
+          scalar_state: The flat state leaves that are no slots.
+          extra_args: As given to `trace_update`, with this step's values.
+
+        Returns:
+          The new scalar state and, per leaf, the inputs of its kernel.
+
+        Raises:
+          ValueError: The arguments are not of the kind the program was traced with.
+        """
+        counts = (len(gradients), len(params), len(scalar_state))
+        expected = (len(self.leaves), len(self.leaves), self.num_scalar_state)
+        if counts != expected:
+            raise ValueError(
+                "prologue: expected (gradients, params, scalar state) leaves "
+                f"{expected}, found {counts}"
+            )
+        extra = self._extra_args.dynamic_values(extra_args or {})
+        return self._prologue([*gradients, *params, *scalar_state, *extra])
+
+    def fingerprint(self) -> str:
+        """SHA-256 over the kernels and slots; the same for other literal values."""
+        digest = hashlib.sha256()
+        for leaf in self.leaves:
+            lines = [f"{slot.name}:{slot.dtype}" for slot in leaf.slots]
+            digest.update("\n".join([*lines, *leaf.kernel.describe(), ""]).encode())
+        return digest.hexdigest()
+
+
+def trace_update(
+    tx: optax.GradientTransformation | optax.MultiSteps,
+    params: PyTree,
+    extra_args: Mapping[str, Any] | None = None,
+) -> UpdateProgram:
+    """Traces ``tx.update`` and divides it; nothing is computed on real data.
+
+    Args:
+      tx: Any transformation of optax's protocol, or an ``optax.MultiSteps``.
+      params: Arrays, tracers or avals: float32, bfloat16 or float16. The trace has
+        float32 params and gradients whatever these are: the master is float32.
+      extra_args: What ``tx.update`` takes by keyword. Arrays, avals, int and float
+        are inputs of the program; anything else (bool, str, callables) is fixed here.
+
+    Raises:
+      TypeError, ValueError: See `leaf_infos`.
+      UnsupportedTransformError: The update is not elementwise in stored state, or
+        has more than 64 KiB of state that is not stored per leaf.
+    """
+    tx = as_transform(tx)
+    infos = leaf_infos(params)
+    avals = float32_avals(params)
+    layout = layout_of(jax.eval_shape(tx.init, avals), avals)
+    extra = ExtraArgs.of(extra_args or {})
+    graph = _update_graph(tx, avals, layout, extra)
+    parts = _Parts.of(graph, infos, layout)
+    _check_scalar_state(parts, layout)
+    kernels: dict[Kernel, Kernel] = {}
+    leaves, builders = [], []
+    for index, info in enumerate(infos):
+        kernel, builder = _leaf_kernel(parts, layout, index, info)
+        kernel = kernels.setdefault(kernel, kernel)
+        leaves.append(LeafUpdate(info, layout.slots[index], kernel))
+        builders.append(builder)
+    return UpdateProgram(
+        leaves=tuple(leaves),
+        num_scalar_state=len(layout.scalar_indices),
+        _extra_args=extra,
+        _prologue=Prologue.of(
+            graph.nodes, parts.prologue_inputs, parts.new_scalar_state, builders
+        ),
+    )
+
+
+def _update_graph(
+    tx: optax.GradientTransformationExtraArgs,
+    params: PyTree,
+    layout: StateLayout,
+    extra: ExtraArgs,
+) -> Graph:
+    """Inputs: gradients, params, state, extra args; outputs: updates, new state."""
+    leaves, treedef = jax.tree.flatten(params)
+    num, num_state = len(leaves), len(layout.avals)
+
+    def update(*flat: jax.Array) -> list[jax.Array]:
+        gradients, values = flat[:num], flat[num : 2 * num]
+        state = jax.tree.unflatten(layout.treedef, flat[2 * num : 2 * num + num_state])
+        updates, new_state = tx.update(
+            treedef.unflatten(gradients),
+            state,
+            treedef.unflatten(values),
+            **extra.rebuild(flat[2 * num + num_state :]),
+        )
+        new_leaves = _state_leaves(new_state, layout)
+        return [*_update_leaves(updates, treedef, leaves), *new_leaves]
+
+    avals = [*leaves, *leaves, *layout.avals, *extra.avals]
+    stored = [False] * len(avals)
+    for slot in (slot for slots in layout.slots for slot in slots):
+        stored[2 * num + slot.state_index] = True
+    return build_graph(jax.make_jaxpr(update)(*avals), stored)
+
+
+def _update_leaves(updates: PyTree, treedef: Any, avals: Sequence[Any]) -> list[Any]:
+    """The updates as float32 of the leaves' shapes; zero where there is none."""
+    flat = treedef.flatten_up_to(updates)
+    return [
+        jnp.zeros(aval.shape, FLOAT32)
+        if leaf is None
+        else jnp.broadcast_to(jnp.asarray(leaf).astype(FLOAT32), aval.shape)
+        for leaf, aval in zip(flat, avals, strict=True)
+    ]
+
+
+def _state_leaves(state: PyTree, layout: StateLayout) -> list[jax.Array]:
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
+    if treedef != layout.treedef:
+        raise UnsupportedTransformError(
+            "optimizer state: expected the structure that tx.init gives, found another "
+            f"after tx.update: {layout.treedef} against {treedef}; a transformation "
+            "must keep its state's structure"
+        )
+    for (path, leaf), aval in zip(leaves, layout.avals, strict=True):
+        found = (jnp.shape(leaf), jnp.result_type(leaf))
+        if found != (aval.shape, aval.dtype):
+            raise UnsupportedTransformError(
+                f"optimizer state{jax.tree_util.keystr(path)}: expected "
+                f"{aval.dtype}{list(aval.shape)} as tx.init gives, found "
+                f"{found[1]}{list(found[0])} after tx.update; a transformation must "
+                "keep its state's dtypes and shapes"
+            )
+    return [leaf for _, leaf in leaves]
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The graph's inputs and outputs, sorted."""
+
+    gradients: Sequence[Value]
+    params: Sequence[Value]
+    state: Sequence[Value]
+    updates: Sequence[Value]
+    new_state: Sequence[Value]
+    prologue_inputs: Sequence[Value]
+    new_scalar_state: Sequence[Value]
+    local: Mapping[int, set[Value]]
+
+    @classmethod
+    def of(
+        cls, graph: Graph, infos: Sequence[LeafInfo], layout: StateLayout
+    ) -> "_Parts":
+        num, num_state = len(infos), len(layout.avals)
+        state = graph.inputs[2 * num : 2 * num + num_state]
+        new_state = graph.outputs[num:]
+        scalar_state = [state[index] for index in layout.scalar_indices]
+        extra = graph.inputs[2 * num + num_state :]
+        return cls(
+            gradients=graph.inputs[:num],
+            params=graph.inputs[num : 2 * num],
+            state=state,
+            updates=graph.outputs[:num],
+            new_state=new_state,
+            prologue_inputs=[*graph.inputs[: 2 * num], *scalar_state, *extra],
+            new_scalar_state=[new_state[index] for index in layout.scalar_indices],
+            local=_local_values(graph, infos),
+        )
+
+
+def _local_values(graph: Graph, infos: Sequence[LeafInfo]) -> dict[int, set[Value]]:
+    """For 0-d leaves, what is computed elementwise from their own inputs.
+
+    Shapes cannot tell these values from the prologue's scalars; in the body they
+    read the master params, and the body is that of other leaves.
+    """
+    num = len(infos)
+    owners = {
+        graph.inputs[offset + index]: index
+        for index, info in enumerate(infos)
+        if not info.shape
+        for offset in (0, num)
+    }
+    local: dict[int, set[Value]] = {}
+    for value, index in local_owners(graph, owners, is_elementwise).items():
+        local.setdefault(index, set()).add(value)
+    return local
+
+
+def _check_scalar_state(parts: _Parts, layout: StateLayout) -> None:
+    for path, value in zip(layout.scalar_paths, parts.new_scalar_state, strict=True):
+        if value.stored:
+            culprit = stored_culprit([value])
+            where = f"optimizer state{path}"
+            if culprit is not None:
+                raise refusal(where, culprit)
+            raise UnsupportedTransformError(
+                f"{where}: expected scalar state that depends on gradients, params "
+                "and other scalar state only, found one that depends on stored state"
+            )
+
+
+def _leaf_kernel(
+    parts: _Parts, layout: StateLayout, index: int, info: LeafInfo
+) -> tuple[Kernel, BodyBuilder]:
+    slots = layout.slots[index]
+    inputs = {
+        parts.gradients[index]: Input("gradient", 0, FLOAT32),
+        parts.params[index]: Input("params", 0, FLOAT32),
+    }
+    for number, slot in enumerate(slots):
+        value = parts.state[slot.state_index]
+        inputs[value] = Input("slot", number, slot.dtype)
+    builder = BodyBuilder(info, inputs, parts.local.get(index, set()))
+    update = builder.operand(parts.updates[index])
+    new_slots = [builder.operand(parts.new_state[slot.state_index]) for slot in slots]
+    return Kernel(
+        slots=tuple(slot.name for slot in slots),
+        slot_dtypes=tuple(slot.dtype for slot in slots),
+        scalar_dtypes=builder.scalar_dtypes,
+        array_dtypes=builder.array_dtypes,
+        equations=tuple(builder.equations),
+        update=None if _is_zero(update) else update,
+        new_slots=tuple(new_slots),
+    ), builder
+
+
+def _is_zero(operand: Operand) -> bool:
+    return isinstance(operand, Constant) and bool(np.all(operand.value == 0))

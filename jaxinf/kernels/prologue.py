@@ -1,0 +1,84 @@
+"""The part of a program that stays in JAX.
+
+Invariant: only what the outputs need is computed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinf.kernels.graph import Node, Value, evaluate, prune
+from jaxinf.kernels.ir import scalar_dtype
+from jaxinf.kernels.split import BodyBuilder
+
+__all__ = ["LeafInputs", "Prologue"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LeafInputs:
+    """What one leaf's kernel gets from the prologue; a pytree.
+
+    Attributes:
+      scalars: 0-d: float32, int32, uint32 or bool, as ``Kernel.scalar_dtypes``.
+      arrays: Of the leaf's shape.
+    """
+
+    scalars: tuple[jax.Array, ...]
+    arrays: tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Prologue:
+    """A pruned graph, and which of its values are the outputs."""
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[Value, ...]
+    scalar_state: tuple[Value, ...]
+    leaves: tuple[BodyBuilder, ...]
+
+    @classmethod
+    def of(
+        cls,
+        nodes: Sequence[Node],
+        inputs: Sequence[Value],
+        scalar_state: Sequence[Value],
+        leaves: Sequence[BodyBuilder],
+    ) -> "Prologue":
+        """Prunes `nodes` to what the new scalar state and the bodies need."""
+        wanted = [*scalar_state, *(v for leaf in leaves for v in _wanted(leaf))]
+        return cls(
+            prune(nodes, wanted), tuple(inputs), tuple(scalar_state), tuple(leaves)
+        )
+
+    def __call__(
+        self, inputs: Sequence[jax.Array]
+    ) -> tuple[list[jax.Array], list[LeafInputs]]:
+        """New scalar state and the kernels' inputs; traceable."""
+        env: dict[Value, Any] = dict(zip(self.inputs, inputs, strict=True))
+        outputs = [*self.scalar_state]
+        outputs += [value for leaf in self.leaves for value in _wanted(leaf)]
+        results = iter(evaluate(self.nodes, outputs, env))
+        scalar_state = [_as_array(next(results)) for _ in self.scalar_state]
+        return scalar_state, [_leaf_inputs(leaf, results) for leaf in self.leaves]
+
+
+def _wanted(leaf: BodyBuilder) -> list[Value]:
+    return [*leaf.scalars, *leaf.arrays]
+
+
+def _leaf_inputs(leaf: BodyBuilder, results: Any) -> LeafInputs:
+    scalars = tuple(
+        jnp.reshape(next(results), ()).astype(scalar_dtype(value.dtype))
+        for value in leaf.scalars
+    )
+    shape = leaf.info.shape
+    arrays = tuple(jnp.broadcast_to(next(results), shape) for _ in leaf.arrays)
+    return LeafInputs(scalars, arrays)
+
+
+def _as_array(value: Any) -> jax.Array:
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)

@@ -1,0 +1,232 @@
+"""Cuts one leaf's elementwise body out of the graph of a whole update.
+
+Invariant: a body reads only its own leaf's gradient, master params and slots; all
+else it needs becomes a scalar or an array that the prologue computes.
+"""
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxinf.errors import UnsupportedTransformError
+from jaxinf.kernels.graph import Node, Value
+from jaxinf.kernels.ir import Constant, Equation, Input, Operand, Result, scalar_dtype
+from jaxinf.kernels.primitives import is_supported_dtype, static_params
+from jaxinf.kernels.tree import LeafInfo
+
+__all__ = ["BodyBuilder", "is_elementwise", "refusal", "stored_culprit"]
+
+_REMEDY = (
+    "near storage an update is elementwise in what is stored; apply what reduces or "
+    "reorders to the gradients instead (e.g. clip_by_global_norm before adamw), or "
+    "use a transformation without it"
+)
+
+
+@dataclass(eq=False)
+class BodyBuilder:
+    """Collects the equations of one leaf's body, in a canonical order.
+
+    Attributes:
+      info: The leaf.
+      inputs: Graph inputs that the body itself reads (gradient, params, slots).
+      local: The values of a 0-d leaf that belong in its body although they are scalars.
+      equations: The body so far.
+      scalars, arrays: Values that the prologue has to compute, in order of use.
+    """
+
+    info: LeafInfo
+    inputs: Mapping[Value, Input]
+    local: Set[Value] = frozenset()
+    equations: list[Equation] = field(default_factory=list)
+    scalars: list[Value] = field(default_factory=list)
+    arrays: list[Value] = field(default_factory=list)
+    _known: dict[Value, Operand] = field(default_factory=dict)
+    _results: dict[Equation, Result] = field(default_factory=dict)
+
+    @property
+    def scalar_dtypes(self) -> tuple[np.dtype, ...]:
+        """The dtypes in which the scalars are handed over."""
+        return tuple(scalar_dtype(value.dtype) for value in self.scalars)
+
+    @property
+    def array_dtypes(self) -> tuple[np.dtype, ...]:
+        """The dtypes of the arrays."""
+        return tuple(np.dtype(value.dtype) for value in self.arrays)
+
+    def operand(self, root: Value) -> Operand:
+        """The operand for `root`, after the equations that compute it.
+
+        Raises:
+          UnsupportedTransformError: It is not elementwise in stored state.
+        """
+        stack = [root]
+        while stack:
+            value = stack[-1]
+            if value in self._known:
+                stack.pop()
+                continue
+            operand = self._terminal(value)
+            if operand is None:
+                assert value.node is not None, "a value that is no input is computed"
+                pending = [v for v in value.node.inputs if v not in self._known]
+                if pending:
+                    stack += reversed(pending)
+                    continue
+                operand = self._emit(value, value.node)
+            self._known[value] = operand
+            stack.pop()
+        return self._known[root]
+
+    def _terminal(self, value: Value) -> Operand | None:
+        """The operand where no equation is needed; None where one is."""
+        if value in self.inputs:
+            return self.inputs[value]
+        if value.is_literal:
+            self._check_dtype(value)
+            return Constant.of(value.constant, value.dtype)
+        if value.stored:
+            self._check_stored(value)
+            return None
+        if value in self.local:
+            return None
+        if _num_elements(value.shape) == 1 and (
+            not value.shape or value.shape != self.info.shape
+        ):
+            return self._scalar(value)
+        return None if self._is_elementwise(value) else self._array(value)
+
+    def _is_elementwise(self, value: Value) -> bool:
+        node = value.node
+        return (
+            node is not None
+            and value.shape == self.info.shape
+            and (_is_scalar_broadcast(node) or is_elementwise(node))
+        )
+
+    def _check_stored(self, value: Value) -> None:
+        node = value.node
+        if node is None:
+            raise UnsupportedTransformError(
+                f"{self.info.name}: its update reads the stored state of another "
+                f"leaf; {_REMEDY}"
+            )
+        if not self._is_elementwise(value):
+            culprit = stored_culprit([value]) or node
+            raise refusal(self.info.name, culprit)
+
+    def _check_dtype(self, value: Value) -> None:
+        if not is_supported_dtype(value.dtype):
+            raise UnsupportedTransformError(
+                f"{self.info.name}: expected numbers of at most 32 bits in the update, "
+                f"found {value.dtype}; turn jax_enable_x64 off, or cast in the schedule"
+            )
+
+    def _scalar(self, value: Value) -> Input:
+        try:
+            scalar_dtype(value.dtype)
+        except TypeError:
+            self._check_dtype(value)
+            raise
+        self.scalars.append(value)
+        return Input("scalar", len(self.scalars) - 1, value.dtype)
+
+    def _array(self, value: Value) -> Input:
+        self._check_dtype(value)
+        self.arrays.append(value)
+        return Input("array", len(self.arrays) - 1, value.dtype)
+
+    def _emit(self, value: Value, node: Node) -> Operand:
+        operands = tuple(self._known[operand] for operand in node.inputs)
+        if _is_scalar_broadcast(node):
+            return operands[0]
+        name = node.primitive.name
+        params = static_params(name, node.params)
+        assert params is not None, "checked by _is_elementwise"
+        if name == "integer_pow" and params["y"] == 1:
+            return operands[0]
+        if name == "integer_pow" and params["y"] == 2:
+            name, params = "square", {}
+        equation = Equation(name, operands, tuple(sorted(params.items())), value.dtype)
+        if equation not in self._results:
+            self._results[equation] = Result(len(self.equations), value.dtype)
+            self.equations.append(equation)
+        return self._results[equation]
+
+
+def is_elementwise(node: Node) -> bool:
+    """Whether a body may contain the node, as far as primitive and dtypes go."""
+    values = (*node.outputs, *node.inputs)
+    return static_params(node.primitive.name, node.params) is not None and all(
+        is_supported_dtype(value.dtype) for value in values
+    )
+
+
+def stored_culprit(values: Sequence[Value]) -> Node | None:
+    """A node, nearest to the storage, that is not elementwise in stored state."""
+    seen: set[Node] = set()
+    stack = [value.node for value in values]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        stored = [value for value in node.inputs if value.stored]
+        if stored and not _keeps_shape(node):
+            deeper = stored_culprit(stored)
+            return deeper or node
+        stack += [value.node for value in stored]
+    return None
+
+
+def refusal(where: str, node: Node) -> UnsupportedTransformError:
+    """The error for stored state that enters `node`."""
+    found = f"the primitive {node.primitive.name}{_origin(node.sources)}"
+    return UnsupportedTransformError(
+        f"{where}: expected an update elementwise in stored optimizer state, found "
+        f"{found} on it; {_REMEDY}"
+    )
+
+
+def _keeps_shape(node: Node) -> bool:
+    if not is_elementwise(node):
+        return False
+    shape = node.outputs[0].shape
+    return all(value.shape in ((), shape) for value in node.inputs)
+
+
+def _is_scalar_broadcast(node: Node) -> bool:
+    return node.primitive.name == "broadcast_in_dim" and not node.inputs[0].shape
+
+
+def _num_elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for extent in shape:
+        count *= extent
+    return count
+
+
+def _origin(sources: Sequence[Any]) -> str:
+    """Where the primitive was called, as far as it was outside JAX."""
+    frames = (frame for source in sources for frame in _frames(source))
+    file, name = next(frames, ("", ""))
+    if not file:
+        return ""
+    _, optax, after = file.rpartition("/optax/")
+    short = f"optax/{after}" if optax else file.rpartition("/")[2]
+    return f" (from {name} in {short})"
+
+
+def _frames(source: Any) -> list[tuple[str, str]]:
+    try:
+        frames = [(f.file_name, f.function_name) for f in source.traceback.frames]
+    except AttributeError:  # no traceback was kept, or this JAX keeps another kind
+        return []
+    paths = [(file.replace("\\", "/"), name) for file, name in frames]
+    return [(file, name) for file, name in paths if not _is_internal(file)]
+
+
+def _is_internal(file: str) -> bool:
+    return "/jax/" in file or "/jaxinf/kernels/" in file

@@ -1,0 +1,199 @@
+"""Which leaves of an optax state are stored per params leaf, and under which names.
+
+Invariant: a state leaf is either the slot of exactly one params leaf (its key path
+ends with that leaf's, and the shapes agree) or scalar state, which stays in JAX.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.tree_util import GetAttrKey, keystr
+
+from jaxinf.errors import UnsupportedTransformError
+from jaxinf.kernels.tree import (
+    FLOAT32,
+    FLOAT_DTYPES,
+    LeafInfo,
+    key_name,
+    leaf_infos,
+)
+from jaxinf.typing import PyTree
+
+__all__ = ["StateLayout", "StateSlot", "state_layout"]
+
+SCALAR_STATE_LIMIT_BYTES = 64 << 10
+_SLOT_DTYPES = (*FLOAT_DTYPES, *map(np.dtype, ("int32", "uint32", "bool")))
+
+
+@dataclass(frozen=True)
+class StateSlot:
+    """One stored array of a leaf's optimizer state.
+
+    Attributes:
+      name: For example ``mu``; unique among the slots of a leaf.
+      dtype: As ``tx.init`` on float32 params makes it.
+      state_index: Its index in ``jax.tree.leaves`` of the optax state.
+    """
+
+    name: str
+    dtype: np.dtype
+    state_index: int
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """What an optax state tree is made of.
+
+    Attributes:
+      treedef: Structure of the state tree.
+      slots: The stored state of each params leaf.
+      scalar_indices: Which flat state leaves stay in JAX.
+      scalar_paths: Their key paths, as ``jax.tree_util.keystr`` prints them.
+      avals: Shape and dtype of every flat state leaf.
+    """
+
+    treedef: Any
+    slots: tuple[tuple[StateSlot, ...], ...]
+    scalar_indices: tuple[int, ...]
+    scalar_paths: tuple[str, ...]
+    avals: tuple[jax.ShapeDtypeStruct, ...] = field(repr=False)
+
+
+def as_transform(tx: Any) -> optax.GradientTransformationExtraArgs:
+    """`tx`, or the transformation of an ``optax.MultiSteps``, taking extra args.
+
+    Raises:
+      TypeError: It is neither.
+    """
+    if isinstance(tx, optax.MultiSteps):
+        tx = tx.gradient_transformation()
+    if not (callable(getattr(tx, "init", None)) and callable(tx.update)):
+        raise TypeError(
+            f"tx: expected an optax GradientTransformation, found {type(tx).__name__}"
+        )
+    return optax.with_extra_args_support(tx)
+
+
+def float32_avals(params: PyTree) -> PyTree:
+    """The avals of the params as the optimizer is traced: float32 throughout."""
+    infos = leaf_infos(params)
+    avals = [jax.ShapeDtypeStruct(info.shape, FLOAT32) for info in infos]
+    return jax.tree.unflatten(jax.tree.structure(params), avals)
+
+
+def state_layout(
+    tx: optax.GradientTransformation | optax.MultiSteps, params: PyTree
+) -> StateLayout:
+    """Divides the state of `tx` for `params` into slots and scalar state.
+
+    Nothing is computed: `tx.init` is traced on float32 avals.
+
+    Raises:
+      TypeError, ValueError: See `leaf_infos`.
+      UnsupportedTransformError: More than 64 KiB of state is not of a leaf's shape.
+    """
+    avals = float32_avals(params)
+    return layout_of(jax.eval_shape(as_transform(tx).init, avals), avals)
+
+
+def layout_of(state: PyTree, params: PyTree) -> StateLayout:
+    """`state_layout` for a tree of state avals."""
+    infos = leaf_infos(params)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
+    param_keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+    owners = _owners(leaves, param_keys, infos)
+    names = _slot_names(leaves, owners, param_keys)
+    slots: list[list[StateSlot]] = [[] for _ in infos]
+    for index, ((_, aval), owner) in enumerate(zip(leaves, owners, strict=True)):
+        if owner is not None:
+            slots[owner].append(StateSlot(names[index], np.dtype(aval.dtype), index))
+    scalars = [index for index, owner in enumerate(owners) if owner is None]
+    _check_scalar_bytes([leaves[index] for index in scalars])
+    return StateLayout(
+        treedef=treedef,
+        slots=tuple(map(tuple, slots)),
+        scalar_indices=tuple(scalars),
+        scalar_paths=tuple(keystr(leaves[index][0]) for index in scalars),
+        avals=tuple(aval for _, aval in leaves),
+    )
+
+
+def _owners(
+    leaves: Sequence[tuple[tuple[Any, ...], Any]],
+    param_keys: Sequence[tuple[Any, ...]],
+    infos: Sequence[LeafInfo],
+) -> list[int | None]:
+    by_keys = {keys: index for index, keys in enumerate(param_keys)}
+    owners: list[int | None] = []
+    for path, aval in leaves:
+        # The longest matching path: params may hold both a/b and b.
+        suffixes = (by_keys.get(path[start:]) for start in range(len(path) + 1))
+        owner = next((index for index in suffixes if index is not None), None)
+        if owner is not None and not _fits(aval, infos[owner]):
+            owner = None
+        owners.append(owner)
+    return owners
+
+
+def _fits(aval: Any, info: LeafInfo) -> bool:
+    if tuple(aval.shape) != info.shape:
+        return False
+    # A count looks just like the slot of a 0-d or bare leaf, except for its dtype.
+    anonymous = not info.shape or not info.path
+    return aval.dtype in (FLOAT_DTYPES if anonymous else _SLOT_DTYPES)
+
+
+def _slot_names(
+    leaves: Sequence[tuple[tuple[Any, ...], Any]],
+    owners: Sequence[int | None],
+    param_keys: Sequence[tuple[Any, ...]],
+) -> dict[int, str]:
+    """Slot name per flat state index: one per prefix, unique within each leaf."""
+    leaves_of: dict[tuple[Any, ...], set[int]] = {}
+    prefix_of: dict[int, tuple[Any, ...]] = {}
+    for index, ((path, _), owner) in enumerate(zip(leaves, owners, strict=True)):
+        if owner is not None:
+            prefix = path[: len(path) - len(param_keys[owner])]
+            prefix_of[index] = prefix
+            leaves_of.setdefault(prefix, set()).add(owner)
+    bases = {prefix: _base_name(prefix) for prefix in leaves_of}
+    reserved = {"params", *bases.values()}
+    taken: dict[str, set[int]] = {"params": set(range(len(param_keys)))}
+    names: dict[tuple[Any, ...], str] = {}
+    for prefix, members in leaves_of.items():
+        name, count = bases[prefix], 0
+        while taken.get(name, set()) & members or (count and name in reserved):
+            count += 1
+            name = f"{bases[prefix]}_{count}"
+        taken.setdefault(name, set()).update(members)
+        names[prefix] = name
+    return {index: names[prefix] for index, prefix in prefix_of.items()}
+
+
+def _base_name(prefix: tuple[Any, ...]) -> str:
+    attributes = [key.name for key in prefix if isinstance(key, GetAttrKey)]
+    name = attributes[-1] if attributes else "_".join(map(key_name, prefix))
+    return re.sub(r"[^A-Za-z0-9_]+", "_", name) or "state"
+
+
+def _check_scalar_bytes(leaves: Sequence[tuple[tuple[Any, ...], Any]]) -> None:
+    sizes = {
+        keystr(path): math.prod(aval.shape) * aval.dtype.itemsize
+        for path, aval in leaves
+    }
+    total_bytes = sum(sizes.values())
+    if total_bytes <= SCALAR_STATE_LIMIT_BYTES:
+        return
+    largest = max(sizes, key=lambda path: sizes[path])
+    raise UnsupportedTransformError(
+        f"optimizer state{largest}: expected state of the shape of its params leaf "
+        f"(kept on storage) or at most {SCALAR_STATE_LIMIT_BYTES} bytes in all of "
+        f"other state (kept in JAX), found {total_bytes} bytes, {sizes[largest]} of "
+        "them here; use a transformation without factored or per-row state"
+    )

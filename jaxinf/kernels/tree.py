@@ -1,0 +1,109 @@
+"""Names, shapes and dtypes of the leaves of a params tree.
+
+Invariant: every leaf has a path of its own, a string per level, the same whether the
+tree holds arrays, tracers or avals.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
+
+from jaxinf.typing import PyTree
+
+__all__ = ["LeafInfo", "leaf_infos"]
+
+FLOAT32 = np.dtype(np.float32)
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT16 = np.dtype(np.float16)
+FLOAT_DTYPES = (FLOAT32, BFLOAT16, FLOAT16)
+
+
+@dataclass(frozen=True)
+class LeafInfo:
+    """One leaf of the params tree.
+
+    Attributes:
+      path: Names from the root to the leaf; empty where params is a bare array.
+      shape: The leaf's shape.
+      dtype: The dtype of the params on the JAX device (the master is float32).
+    """
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def name(self) -> str:
+        """The path as messages show it, e.g. ``params/h0/kernel``."""
+        return "/".join(("params", *self.path))
+
+
+def leaf_infos(params: PyTree) -> tuple[LeafInfo, ...]:
+    """Describes the leaves of `params` in flattening order.
+
+    A trailing attribute ``value`` (flax nnx Variables) is not part of a path.
+
+    Args:
+      params: Arrays, tracers or ``jax.ShapeDtypeStruct``.
+
+    Raises:
+      TypeError: A leaf is not float32, bfloat16 or float16.
+      ValueError: The tree has no leaf, or two leaves have the same path.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    if not leaves:
+        raise ValueError("params: expected at least one array, found an empty tree")
+    infos = tuple(_leaf_info(path, leaf) for path, leaf in leaves)
+    seen: set[tuple[str, ...]] = set()
+    for info in infos:
+        if info.path in seen:
+            raise ValueError(
+                f"{info.name}: expected one leaf per path, found two; paths are told "
+                "apart as strings, so rename one (1 and '1' are the same name)"
+            )
+        seen.add(info.path)
+    return infos
+
+
+def key_name(key: Any) -> str:
+    """One key-path entry as a string."""
+    match key:
+        case DictKey() | FlattenedIndexKey():
+            return str(key.key)
+        case GetAttrKey():
+            return key.name
+        case SequenceKey():
+            return str(key.idx)
+    return str(key)
+
+
+def shape_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype of an array, tracer, aval or Python number."""
+    if not hasattr(leaf, "dtype"):
+        aval = jax.eval_shape(lambda: jax.numpy.asarray(leaf))
+        return tuple(aval.shape), aval.dtype
+    return tuple(leaf.shape), leaf.dtype
+
+
+def _leaf_info(keys: tuple[Any, ...], leaf: Any) -> LeafInfo:
+    if keys and keys[-1] == GetAttrKey("value"):
+        keys = keys[:-1]
+    path = tuple(key_name(key) for key in keys)
+    where = "/".join(("params", *path))
+    try:
+        shape, dtype = shape_dtype(leaf)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{where}: expected an array, found {type(leaf).__name__}; keep what is "
+            "not an array out of the params tree"
+        ) from None
+    if dtype not in FLOAT_DTYPES:
+        raise TypeError(
+            f"{where}: expected float32, bfloat16 or float16, found {dtype}; keep "
+            "other arrays out of the params tree, or cast them"
+        )
+    return LeafInfo(path, shape, np.dtype(dtype))

@@ -1,0 +1,272 @@
+"""What is stored, what is shared, what is unchanged, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+from jaxinf.errors import UnsupportedTransformError
+from jaxinf.kernels import leaf_infos, state_layout, trace_init, trace_update
+
+PARAMS = {"b": jnp.zeros(7), "w": jnp.zeros((200, 300)), "z": jnp.zeros(())}
+
+
+def stateless(function):
+    def update(updates, state, params=None):
+        return jax.tree.map(function, updates, params), state
+
+    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+
+
+def on_trace(function):
+    """Momentum, then `function` on the updates."""
+    return optax.chain(optax.trace(0.9), stateless(lambda u, p: function(u)))
+
+
+def test_leaves_with_equal_bodies_share_one_kernel():
+    for tx in (
+        optax.adamw(1e-3),
+        optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9)),
+    ):
+        program = trace_update(tx, PARAMS)
+        assert len({id(leaf.kernel) for leaf in program.leaves}) == 1
+    init = trace_init(optax.adamw(1e-3), PARAMS)
+    assert len({id(leaf.kernel) for leaf in init.leaves}) == 1
+
+
+def test_equal_programs_have_equal_kernels_and_fingerprints():
+    first, second, other, third = (
+        trace_update(tx, PARAMS)
+        for tx in (
+            optax.adamw(1e-3), optax.adamw(1e-3), optax.adamw(1e-4), optax.adam(1e-3)
+        )
+    )  # fmt: skip
+    assert first.leaves[0].kernel == second.leaves[0].kernel
+    assert hash(first.leaves[0].kernel) == hash(second.leaves[0].kernel)
+    assert first.leaves[0].kernel != other.leaves[0].kernel
+    assert first.fingerprint() == other.fingerprint() != third.fingerprint()
+    assert first.leaves[0].kernel.describe() == other.leaves[0].kernel.describe()
+
+
+def test_frozen_leaves_store_nothing():
+    tx = optax.multi_transform(
+        {"train": optax.adam(1e-3), "freeze": optax.set_to_zero()},
+        {"b": "freeze", "w": "train", "z": "freeze"},
+    )
+    b, w, z = trace_update(tx, PARAMS).leaves
+    for leaf in (b, z):
+        assert leaf.slots == ()
+        assert leaf.kernel.unchanged == {"params"}
+        assert not leaf.kernel.reads_gradient
+        assert not leaf.kernel.reads_params
+        out, params = np.ones(3, np.float32), np.ones(3, np.float32)
+        leaf.kernel.evaluate(
+            gradient=params, params=params, slots=[], scalars=[], arrays=[], out=out
+        )
+        assert not out.any()
+        assert params.all()
+    assert [slot.name for slot in w.slots] == ["mu", "nu"]
+    assert w.kernel.unchanged == frozenset()
+
+
+def test_disjoint_prefixes_share_a_name():
+    tx = optax.multi_transform(
+        {"one": optax.adam(1e-3), "two": optax.adam(1e-2)},
+        {"b": "one", "w": "two", "z": "one"},
+    )
+    slots = state_layout(tx, PARAMS).slots
+    assert [[slot.name for slot in leaf] for leaf in slots] == [["mu", "nu"]] * 3
+
+
+def test_prefixes_on_one_leaf_get_numbers_on_all():
+    tx = optax.chain(
+        optax.masked(optax.adam(1e-3), {"b": True, "w": False, "z": True}),
+        optax.adam(1e-3),
+    )
+    b, w, z = state_layout(tx, PARAMS).slots
+    assert [slot.name for slot in b] == ["mu", "nu", "mu_1", "nu_1"]
+    assert [slot.name for slot in w] == ["mu_1", "nu_1"]
+    assert [slot.name for slot in z] == ["mu", "nu", "mu_1", "nu_1"]
+
+
+def test_names_without_attributes_and_reserved_names():
+    def init(params):
+        return {"params": params}, (params,), params
+
+    tx = optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
+    (slots,) = state_layout(tx, {"w": jnp.zeros(3)}).slots
+    assert [slot.name for slot in slots] == ["0_params", "1_0", "2"]
+
+    tx = optax.GradientTransformation(lambda p: p, lambda u, s, p=None: (u, s))
+    assert state_layout(tx, {"w": jnp.zeros(3)}).slots[0][0].name == "state"
+
+    tx = optax.GradientTransformation(
+        lambda p: {"params": p}, lambda u, s, p=None: (u, s)
+    )
+    assert state_layout(tx, {"w": jnp.zeros(3)}).slots[0][0].name == "params_1"
+
+
+def test_layout_of_adam():
+    layout = state_layout(optax.adam(1e-3), PARAMS)
+    assert layout.scalar_paths == ("[0].count",)
+    assert layout.scalar_indices == (0,)
+    assert [slot.state_index for slot in layout.slots[1]] == [2, 5]
+
+
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_bare_params(shape):
+    """A count or an old-style random key looks like the slot of a bare leaf."""
+    noise = optax.GradientTransformation(
+        lambda _: {"key": jax.random.PRNGKey(0), "count": jnp.int32(0)},
+        lambda updates, state, params=None: (updates, state),
+    )
+    tx = optax.chain(noise, optax.adam(0.1))
+    layout = state_layout(tx, jnp.zeros(shape))
+    assert [slot.name for slot in layout.slots[0]] == ["mu", "nu"]
+    assert len(layout.scalar_paths) == 3
+    assert leaf_infos(jnp.zeros(shape))[0].path == ()
+
+
+def test_a_leaf_whose_path_ends_another():
+    params = {"a": {"b": jnp.zeros(3)}, "b": jnp.zeros(3)}
+    slots = state_layout(optax.sgd(0.1, momentum=0.9), params).slots
+    assert [[slot.state_index for slot in leaf] for leaf in slots] == [[0], [1]]
+
+
+def test_leaf_infos_of_nnx_variables():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    infos = leaf_infos(nnx.state(model, nnx.Param))
+    assert {info.path: info.shape for info in infos} == {
+        ("bias",): (3,),
+        ("kernel",): (2, 3),
+    }
+    program = trace_update(optax.adam(1e-3), nnx.state(model, nnx.Param))
+    assert [slot.name for slot in program.leaves[0].slots] == ["mu", "nu"]
+
+
+def test_leaves_are_checked():
+    with pytest.raises(TypeError, match=r"params/a/0: expected float32.*found int32"):
+        leaf_infos({"a": [jnp.arange(3)]})
+    with pytest.raises(TypeError, match=r"params/w: expected an array, found str"):
+        leaf_infos({"w": "text"})
+    with pytest.raises(ValueError, match="expected at least one array"):
+        trace_update(optax.adam(1e-3), {"a": None})
+    with pytest.raises(ValueError, match=r"params/1: expected one leaf per path"):
+        leaf_infos((jnp.zeros(2), _Odd(jnp.zeros(2), jnp.zeros(2))))
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class _Odd:
+    def __init__(self, *children):
+        self.children = children
+
+    def tree_flatten_with_keys(self):
+        keys = (jax.tree_util.GetAttrKey("value"), jax.tree_util.GetAttrKey("value"))
+        return tuple(zip(keys, self.children, strict=True)), None
+
+    def tree_flatten(self):
+        return self.children, None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+REFUSED = {
+    "lamb": (optax.lamb(1e-3), r"params/b: .*reduce_sum \(from safe_norm in optax/"),
+    "norm_of_adam": (
+        optax.chain(optax.adam(1e-3), optax.clip_by_global_norm(1.0)),
+        r"params/b: .*reduce_sum \(from tree_sum in optax/.*before adamw",
+    ),
+    "adafactor": (
+        optax.adafactor(1e-2),
+        r"reduce_sum|reduce_max|reduce_mean|sqrt",
+    ),
+    "cumsum": (
+        on_trace(lambda u: jnp.cumsum(u.ravel()).reshape(u.shape)),
+        "reshape|cum",
+    ),
+    "erf": (on_trace(lax.erf), r"primitive erf \(from .* in test_split.py\)"),
+    "transposed": (
+        optax.chain(optax.trace(0.9), stateless(lambda u, p: u.T + 0 * p)),
+        "transpose",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_elementwise_is_refused(name):
+    tx, message = REFUSED[name]
+    params = {"b": jnp.zeros((5, 5))}
+    with pytest.raises(UnsupportedTransformError, match=message):
+        trace_update(tx, params)
+
+
+def test_large_unstored_state_is_refused():
+    params = {"w": jnp.zeros((20000, 300))}
+    with pytest.raises(UnsupportedTransformError, match=r"v_col\['w'\].*65536 bytes"):
+        trace_update(optax.adafactor(1e-2), params)
+
+
+def test_scalar_state_from_stored_state_is_refused():
+    def update(updates, state, params=None):
+        return updates, {"sum": jnp.sum(state["mu"]["b"]), "mu": state["mu"]}
+
+    tx = optax.GradientTransformation(
+        lambda p: {"sum": jnp.float32(0), "mu": p}, update
+    )
+    with pytest.raises(UnsupportedTransformError, match=r"state\['sum'\].*reduce_sum"):
+        trace_update(tx, {"b": jnp.zeros(3)})
+
+
+def test_state_of_another_leaf_is_refused():
+    def update(updates, state, params=None):
+        return {"a": state["b"], "b": state["a"]}, state
+
+    tx = optax.GradientTransformation(lambda p: p, update)
+    with pytest.raises(UnsupportedTransformError, match=r"params/a: .* another leaf"):
+        trace_update(tx, {"a": jnp.zeros(3), "b": jnp.zeros(3)})
+
+
+def test_state_that_changes_dtype_is_refused():
+    def update(updates, state, params=None):
+        return updates, jax.tree.map(lambda s: s.astype(jnp.bfloat16), state)
+
+    tx = optax.GradientTransformation(lambda p: p, update)
+    with pytest.raises(UnsupportedTransformError, match=r"expected float32\[3\]"):
+        trace_update(tx, {"a": jnp.zeros(3)})
+
+
+def test_what_needs_no_storage_is_an_array():
+    """Reductions and shuffles of gradients are the prologue's business."""
+    program = trace_update(
+        stateless(lambda g, p: g + jnp.flip(g) + jnp.mean(p, axis=0, keepdims=True)),
+        {"w": jnp.ones((2, 3))},
+    )
+    kernel = program.leaves[0].kernel
+    assert kernel.num_arrays == 2
+    gradients, params = [jnp.ones((2, 3))], [jnp.ones((2, 3), jnp.bfloat16)]
+    _, (inputs,) = program.prologue(gradients, params, [])
+    assert {array.shape for array in inputs.arrays} == {(2, 3)}
+
+
+def test_the_prologue_is_pruned():
+    """No float32 copy of a 16-bit gradient is made where none is reduced."""
+    params = {"w": jnp.zeros((200, 300), jnp.bfloat16)}
+    program = trace_update(optax.adamw(optax.linear_schedule(1, 0, 9)), params)
+    leaves = jax.tree.leaves(params)
+    counts = [jnp.int32(0)] * program.num_scalar_state
+    traced = jax.make_jaxpr(program.prologue)(leaves, leaves, counts)
+    assert all(not var.aval.shape for eqn in traced.eqns for var in eqn.outvars)
+    assert "f64" not in str(traced)
+
+
+def test_the_transform_is_checked():
+    with pytest.raises(TypeError, match="tx: expected an optax GradientTransformation"):
+        trace_update(3, PARAMS)
+    program = trace_update(optax.sgd(0.1), {"w": jnp.zeros(3)})
+    with pytest.raises(ValueError, match=r"prologue: expected .*\(1, 1, 0\)"):
+        program.prologue([], [], [])
