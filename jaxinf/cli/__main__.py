@@ -1,0 +1,8 @@
+"""``python -m jaxinf.cli``: the console script where it is not installed."""
+
+import sys
+
+from jaxinf.cli.commands import main
+
+if __name__ == "__main__":
+    sys.exit(main())

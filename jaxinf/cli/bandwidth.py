@@ -1,0 +1,170 @@
+"""A file system's bandwidth as a store uses it: direct I/O, large blocks, few threads.
+
+    write  ─►  fsync  ─►  read  ─►  mixed: each thread reads a block, then writes one
+
+Invariant: the file has no name while it is measured, so that it is gone whatever ends
+the process; memory is one block a thread.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jaxinf.io import BufferPool, allocate_file, fsync_file, read_into, write_from
+from jaxinf.layout import PAGE_BYTES
+from jaxinf.typing import Array, ProgressCallback
+
+__all__ = ["BLOCK_BYTES", "NUM_THREADS", "Bandwidth", "measure_bandwidth"]
+
+NUM_THREADS = 4
+BLOCK_BYTES = 16 << 20
+_POLL_S = 0.1
+
+_Transfer = Callable[[int, Array], int]
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """Bytes per second.
+
+    Attributes:
+      file_bytes: length of the file that was measured with.
+      read: reading alone.
+      write: writing alone, until durable.
+      mixed: bytes read plus bytes written, half and half, until durable.
+    """
+
+    file_bytes: int
+    read: float
+    write: float
+    mixed: float
+
+
+def measure_bandwidth(
+    scratch: Path, file_bytes: int, progress: ProgressCallback
+) -> Bandwidth:
+    """Measures; blocks for three times the file's length.
+
+    Args:
+      scratch: a directory on the file system.
+      file_bytes: length of the temporary file; cut to an even number of blocks, of
+        which there are at least two a thread.
+      progress: called from this thread.
+
+    Raises:
+      ValueError: a file too short for that.
+      StoreError: no room, or the drive failed.
+    """
+    block_bytes = min(BLOCK_BYTES, file_bytes // (2 * NUM_THREADS))
+    block_bytes -= block_bytes % PAGE_BYTES
+    if block_bytes <= 0:
+        raise ValueError(
+            f"a file of {file_bytes} bytes is too short to measure with; give at least "
+            f"{2 * NUM_THREADS * PAGE_BYTES} bytes"
+        )
+    half = file_bytes // (2 * block_bytes)
+    run = _Run(block_bytes, total_bytes=6 * half * block_bytes, progress=progress)
+    with _nameless_file(scratch, 2 * half * block_bytes) as file:
+
+        def read(block: int, array: Array) -> int:
+            read_into(file, array, block * block_bytes, block_bytes)
+            return block_bytes
+
+        def write(block: int, array: Array) -> int:
+            write_from(file, array, block * block_bytes, block_bytes)
+            return block_bytes
+
+        def update(block: int, array: Array) -> int:
+            return read(block, array) + write(half + block, array)
+
+        written = run.timed(write, 2 * half, lambda: fsync_file(file))
+        was_read = run.timed(read, 2 * half)
+        mixed = run.timed(update, half, lambda: fsync_file(file))
+    return Bandwidth(2 * half * block_bytes, was_read, written, mixed)
+
+
+@contextlib.contextmanager
+def _nameless_file(scratch: Path, num_bytes: int) -> Iterator[str]:
+    """A path by which this process opens a file that has no name any more."""
+    path = scratch / "data"
+    allocate_file(path, num_bytes, num_bytes)
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        path.unlink()
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)
+
+
+class _Run:
+    """Phases over the blocks of one file, with the progress of them all."""
+
+    def __init__(
+        self, block_bytes: int, *, total_bytes: int, progress: ProgressCallback
+    ) -> None:
+        self._block_bytes = block_bytes
+        self._total_bytes = total_bytes
+        self._done_bytes = 0
+        self._progress = progress
+        self._lock = threading.Lock()
+
+    def timed(
+        self,
+        transfer: _Transfer,
+        num_blocks: int,
+        finish: Callable[[], None] = lambda: None,
+    ) -> float:
+        """Runs one phase on all threads; returns bytes per second."""
+        before = self._done_bytes
+        blocks = iter(range(num_blocks))
+        stop = threading.Event()
+        pool = BufferPool(NUM_THREADS * self._block_bytes)
+        with ThreadPoolExecutor(NUM_THREADS) as executor:
+            arrays = [_random(pool, self._block_bytes) for _ in range(NUM_THREADS)]
+            start = time.perf_counter()
+            try:
+                pending = {
+                    executor.submit(self._work, transfer, blocks, array, stop)
+                    for array in arrays
+                }
+                while pending:
+                    done, pending = wait(pending, _POLL_S, return_when=FIRST_EXCEPTION)
+                    for future in done:
+                        future.result()
+                    self._progress(self._done_bytes, self._total_bytes)
+                finish()
+            finally:
+                stop.set()
+        return (self._done_bytes - before) / (time.perf_counter() - start)
+
+    def _work(
+        self,
+        transfer: _Transfer,
+        blocks: Iterator[int],
+        array: Array,
+        stop: threading.Event,
+    ) -> None:
+        while not stop.is_set():
+            with self._lock:
+                block = next(blocks, None)
+            if block is None:
+                return
+            moved = transfer(block, array)
+            with self._lock:
+                self._done_bytes += moved
+
+
+def _random(pool: BufferPool, num_bytes: int) -> Array:
+    """Bytes that no drive can compress."""
+    array = pool.acquire(num_bytes).array
+    array.view(np.uint64)[:] = np.random.default_rng().integers(
+        0, 2**64, num_bytes // 8, np.uint64
+    )
+    return array

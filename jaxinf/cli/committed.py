@@ -1,0 +1,133 @@
+"""The committed step of a store, for a reader in any process.
+
+Invariant: a pinned step is one step whatever a writer does; a step that could not be
+pinned says so in `CommittedStep.warnings`.
+"""
+
+import contextlib
+import errno
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxinf.errors import StoreFormatError, StoreIOError
+from jaxinf.store import CommitRecord, Manifest, StoreDirectory, snapshot
+
+__all__ = ["CommittedStep", "open_committed"]
+
+_CANNOT_PIN = {
+    errno.EACCES,
+    errno.EDQUOT,
+    errno.EMLINK,
+    errno.ENOSPC,
+    errno.EOPNOTSUPP,
+    errno.EPERM,
+    errno.EROFS,
+}
+_LIVE_ATTEMPTS = 20
+_LIVE_PAUSE_S = 0.05
+
+
+@dataclass(frozen=True)
+class CommittedStep:
+    """A committed step that can be read now.
+
+    Attributes:
+      directory: the store.
+      path: laid out like a slot: a snapshot, or the slot that `current` named.
+      commit: the step's record.
+      is_pinned: whether what is read is sure to be of this step.
+      warnings: what a user should know about it, a line each.
+    """
+
+    directory: StoreDirectory
+    path: Path
+    commit: CommitRecord
+    is_pinned: bool
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the store holds."""
+        return self.directory.manifest
+
+
+@contextlib.contextmanager
+def open_committed(path: Path, *, is_live: bool = False) -> Iterator[CommittedStep]:
+    """Pins a store's committed step while the context lasts.
+
+    Where the store cannot be written to, it is read as it lies, with a warning.
+
+    Args:
+      path: the store's directory.
+      is_live: do not pin; write nothing.
+
+    Raises:
+      StoreFormatError: no store, or a damaged one, or no step is committed yet.
+      StoreIOError: a CSD's directory is missing, or a drive failed.
+    """
+    directory = _open_directory(path)
+    with contextlib.ExitStack() as stack:
+        warnings: tuple[str, ...] = ()
+        if not is_live:
+            try:
+                pinned = stack.enter_context(snapshot(directory))
+            except StoreIOError as error:
+                warnings = (_fallback_warning(error),)
+            else:
+                commit = CommitRecord.read(pinned / "commit.json")
+                yield CommittedStep(directory, pinned, commit, True)
+                return
+        slot_path, commit = _read_live(directory)
+        yield CommittedStep(directory, slot_path, commit, False, warnings)
+
+
+def _open_directory(path: Path) -> StoreDirectory:
+    if not path.is_dir():
+        found = "a file" if path.exists() else "nothing"
+        raise StoreFormatError(
+            f"{path}: expected the directory of a jaxinf store, found {found}; check "
+            "the path, or mount the drive it is on"
+        )
+    directory = StoreDirectory.open(path)
+    for csd in range(directory.num_csds):
+        if not directory.csd_directory(csd).is_dir():
+            raise StoreIOError(
+                f"{directory.csd_directory(csd)}: expected the chunks of the store "
+                f"{path} on its CSD {csd}, found no such directory; mount the drive"
+            )
+    return directory
+
+
+def _fallback_warning(error: StoreIOError) -> str:
+    """Why the step is read unpinned; raises the error where that would not help."""
+    cause = error.__cause__
+    if not isinstance(cause, OSError) or cause.errno not in _CANNOT_PIN:
+        raise error
+    return (
+        f"the committed step cannot be pinned ({cause.strerror}); if a run is writing "
+        "to the store, chunks may be of different steps"
+    )
+
+
+def _read_live(directory: StoreDirectory) -> tuple[Path, CommitRecord]:
+    """The committed slot and its record, as they are at one moment."""
+    for attempt in range(_LIVE_ATTEMPTS):
+        slot = directory.committed_slot()
+        if slot is None:
+            break
+        slot_path = directory.slot_path(slot)
+        try:
+            return slot_path, CommitRecord.read(slot_path / "commit.json")
+        except StoreFormatError as error:
+            # A writer that went on has taken the record: `current` is elsewhere now.
+            taken = isinstance(error.__cause__, FileNotFoundError)
+            if not taken or attempt == _LIVE_ATTEMPTS - 1:
+                raise
+            time.sleep(_LIVE_PAUSE_S)
+    raise StoreFormatError(
+        f"{directory.path}: expected a committed step, found a store that is just "
+        "being created, or whose creation was interrupted; try again later, or start "
+        "the run again"
+    )

@@ -1,0 +1,220 @@
+"""What the machine is: processor, memory, compiler, JAX.
+
+Invariant: looking changes nothing; what is missing comes with its remedy.
+"""
+
+import contextlib
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Machine", "Problem", "isa_level", "look_at_machine"]
+
+_LEVELS = {
+    "x86-64-v2": {"cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3"},
+    "x86-64-v3": {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"},
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+}
+_PACKAGES = ("jaxinf", "jax", "jaxlib", "optax", "flax", "tensorstore", "numpy")
+_COMPILERS = ("g++", "c++", "clang++", "gcc", "cc", "clang")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is missing.
+
+    Attributes:
+      what: what was expected and what was found.
+      remedy: what to do.
+      is_fatal: whether nothing works without it.
+    """
+
+    what: str
+    remedy: str
+    is_fatal: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {"what": self.what, "remedy": self.remedy, "fatal": self.is_fatal}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine.
+
+    Attributes:
+      cpu_model: as the processor calls itself.
+      num_cores: that this process may use.
+      isa: the x86-64 level, else the architecture.
+      memory_bytes: in all.
+      available_bytes: that programs can have now.
+      compiler: path of a C or C++ compiler, None without one.
+      packages: versions of what jaxinf uses; None where it is not installed.
+      devices: of JAX, as it prints them.
+      problems: what is missing.
+    """
+
+    cpu_model: str
+    num_cores: int
+    isa: str
+    memory_bytes: int
+    available_bytes: int
+    compiler: str | None
+    packages: dict[str, str | None]
+    devices: list[str]
+    problems: list[Problem] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "cpu": {
+                "model": self.cpu_model,
+                "num_cores": self.num_cores,
+                "isa": self.isa,
+            },
+            "memory_bytes": self.memory_bytes,
+            "available_bytes": self.available_bytes,
+            "compiler": self.compiler,
+            "packages": self.packages,
+            "jax_devices": self.devices,
+            "problems": [problem.to_json() for problem in self.problems],
+        }
+
+
+def look_at_machine(*, proc: Path = Path("/proc")) -> Machine:
+    """Looks; starts JAX's clients, which may take seconds."""
+    problems: list[Problem] = []
+    cpu = _cpu_entry(proc / "cpuinfo")
+    isa = isa_level(cpu.get("flags", "").split())
+    problems += _cpu_problems(isa)
+    memory = _memory(proc / "meminfo")
+    compiler = _find_compiler()
+    if compiler is None:
+        problems.append(
+            Problem(
+                "no C compiler was found in PATH (updates run in NumPy and need none)",
+                "to build extensions, install one (apt install g++) or set CXX",
+            )
+        )
+    packages = {name: _version(name) for name in _PACKAGES}
+    return Machine(
+        cpu_model=cpu.get("model name", platform.processor() or "unknown"),
+        num_cores=len(os.sched_getaffinity(0)),
+        isa=isa,
+        memory_bytes=memory.get("MemTotal", 0),
+        available_bytes=memory.get("MemAvailable", 0),
+        compiler=compiler,
+        packages=packages,
+        devices=_jax_devices(problems),
+        problems=problems,
+    )
+
+
+def _cpu_problems(isa: str) -> list[Problem]:
+    if not isa.startswith("x86-64"):
+        return [
+            Problem(
+                f"the processor is {isa}: that updates have the bits of jitted optax "
+                "is tested on x86-64 only",
+                "compare a short run with plain optax before relying on equal bits",
+            )
+        ]
+    if isa in ("x86-64-v1", "x86-64-v2"):
+        return [
+            Problem(
+                f"the processor is {isa}: it has no AVX2 and no fused multiply-add",
+                "expect slow updates, or use an x86-64-v3 processor (2013 or later)",
+            )
+        ]
+    return []
+
+
+def isa_level(flags: list[str]) -> str:
+    """The highest x86-64 level that a processor's flags amount to."""
+    machine = platform.machine()
+    if machine != "x86_64":
+        return machine
+    level = "x86-64-v1"
+    for name, needed in _LEVELS.items():
+        if not needed <= set(flags):
+            break
+        level = name
+    return level
+
+
+def _cpu_entry(cpuinfo: Path) -> dict[str, str]:
+    try:
+        lines = cpuinfo.read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in lines)
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _memory(meminfo: Path) -> dict[str, int]:
+    try:
+        lines = meminfo.read_text().splitlines()
+    except OSError:
+        return {}
+    words = [line.replace(":", " ").split() for line in lines]
+    return {w[0]: int(w[1]) * 1024 for w in words if len(w) == 3}
+
+
+def _find_compiler() -> str | None:
+    chosen = [os.environ[name] for name in ("CXX", "CC") if os.environ.get(name)]
+    for name in [*(words.split()[0] for words in chosen), *_COMPILERS]:
+        if found := shutil.which(name):
+            return found
+    return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _jax_devices(problems: list[Problem]) -> list[str]:
+    import jax
+
+    from jaxinf.callback import check_device_configuration
+    from jaxinf.errors import DeviceConfigurationError
+
+    devices: list[str] = []
+    try:
+        with _without_preallocation():
+            devices = [f"{d.platform}: {d.device_kind}" for d in jax.devices()]
+            check_device_configuration()
+    except DeviceConfigurationError as error:
+        what, _, remedy = str(error).partition(". ")
+        problems.append(Problem(what, remedy))
+    except RuntimeError as error:
+        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        problems.append(
+            Problem(
+                f"JAX found no device: {first_line}",
+                "set JAX_PLATFORMS=cpu, or install the jax build of your accelerator",
+                is_fatal=True,
+            )
+        )
+    return devices
+
+
+@contextlib.contextmanager
+def _without_preallocation() -> Iterator[None]:
+    """Lets JAX's client take no more of an accelerator's memory than it must."""
+    name = "XLA_PYTHON_CLIENT_PREALLOCATE"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        del os.environ[name]

@@ -1,0 +1,78 @@
+"""Consoles and the few shapes that the commands print.
+
+Invariant: what is printed is data, never markup; on a terminal it fits the width, in a
+pipe no line is cut or wrapped.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import IO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["bar", "facts_table", "heading", "make_console", "make_table", "printable"]
+
+_PIPE_WIDTH = 4096
+_EIGHTHS = "▏▎▍▌▋▊▉"
+
+
+def make_console(file: IO[str] | None = None) -> Console:
+    """A console on standard output, or on `file`."""
+    stream = sys.stdout if file is None else file
+    return Console(
+        file=stream,
+        width=None if stream.isatty() else _PIPE_WIDTH,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+
+
+def heading(text: str) -> Text:
+    """A section's heading, after an empty line."""
+    return Text(f"\n{text}", style="bold")
+
+
+def make_table(*columns: str, right: Sequence[str] = ()) -> Table:
+    """An empty table; long cells fold, so that names can be copied whole.
+
+    Args:
+      *columns: headers.
+      right: those of the columns that are numbers.
+    """
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for column in columns:
+        justify = "right" if column in right else "left"
+        no_wrap = column in right
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=no_wrap)
+    return table
+
+
+def facts_table(rows: Sequence[tuple[str, str | Text]]) -> Table:
+    """Names and values, two columns."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def bar(share: float, width: int, *, is_unicode: bool) -> str:
+    """A bar of `share` of `width` cells; anything above zero shows."""
+    if share <= 0:
+        return ""
+    if not is_unicode:
+        return "#" * max(1, round(share * width))
+    eighths = max(1, round(share * width * 8))
+    full, rest = divmod(eighths, 8)
+    return "█" * full + (_EIGHTHS[rest - 1] if rest else "")
+
+
+def printable(text: str) -> str:
+    """The text with control characters escaped: it may come from anywhere."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode() for c in text
+    )

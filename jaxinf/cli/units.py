@@ -1,0 +1,56 @@
+"""Numbers as people write them.
+
+Invariant: sizes are binary (MiB), bandwidths are decimal (MB/s), as drives are sold.
+"""
+
+import re
+
+__all__ = ["format_bytes", "format_count", "format_rate", "parse_bytes"]
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_FACTORS = {
+    "": 1,
+    "b": 1,
+    **{unit[0].lower(): 1024**i for i, unit in enumerate(_BINARY) if i},
+    **{unit.lower(): 1024**i for i, unit in enumerate(_BINARY) if i},
+    **{f"{unit[0].lower()}b": 1000**i for i, unit in enumerate(_BINARY) if i},
+}
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Three digits or so and a binary unit: ``1.39 GiB``."""
+    value, unit = float(num_bytes), 0
+    while value >= 1000 and unit < len(_BINARY) - 1:
+        value, unit = value / 1024, unit + 1
+    if unit == 0:
+        return f"{num_bytes} B"
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {_BINARY[unit]}"
+
+
+def format_count(count: float) -> str:
+    """A count of params as papers write it: ``124 M``."""
+    for factor, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if count >= factor:
+            value = count / factor
+            return f"{value:.{0 if value >= 100 else 1}f}{unit}"
+    return f"{count:.0f}"
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """A bandwidth: ``1,830 MB/s``."""
+    return f"{bytes_per_s / 1e6:,.0f} MB/s"
+
+
+def parse_bytes(text: str) -> int:
+    """Reads ``1GiB``, ``512 MiB``, ``2G`` (binary), ``1GB`` (decimal), ``4096``.
+
+    Raises:
+      ValueError: with examples of what is understood.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
+    factor = _FACTORS.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise ValueError(
+            f"{text!r}: expected a number of bytes such as 1GiB, 512MiB or 1048576"
+        )
+    return int(float(match[1]) * factor)

@@ -1,0 +1,72 @@
+"""Who writes to a store now.
+
+Invariant: looking never takes the lock, not even for an instant: a run that starts at
+that moment must not be refused.
+"""
+
+import json
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Writer", "find_writer"]
+
+
+@dataclass(frozen=True)
+class Writer:
+    """The process that has a store open.
+
+    Attributes:
+      pid: its process id.
+      host: the machine it runs on.
+      command: its command line.
+    """
+
+    pid: int
+    host: str
+    command: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {"pid": self.pid, "host": self.host, "command": list(self.command)}
+
+
+def find_writer(store: Path, *, locks: Path = Path("/proc/locks")) -> Writer | None:
+    """The holder of ``STORE/lock``; None where no process of this machine does.
+
+    A lock's file keeps the name of its last holder, so the kernel's list of locks
+    decides. Of a holder on another machine the kernel may know nothing.
+    """
+    path = store / "lock"
+    try:
+        found = os.stat(path)
+        who = json.loads(path.read_text())
+        writer = Writer(
+            int(who["pid"]), str(who["host"]), tuple(map(str, who["command"]))
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if writer.host != socket.gethostname():
+        return None
+    try:
+        held = _is_held(locks.read_text(), found, writer.pid)
+    except OSError:
+        held = Path(f"/proc/{writer.pid}").exists()
+    return writer if held else None
+
+
+def _is_held(locks: str, file: os.stat_result, pid: int) -> bool:
+    device = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}"
+    for line in locks.splitlines():
+        words = line.split()
+        if len(words) < 6 or words[1] != "FLOCK":
+            continue
+        lock_device, _, inode = words[5].rpartition(":")
+        if inode != str(file.st_ino):
+            continue
+        # Some file systems (btrfs) show another device here than to stat.
+        if lock_device == device or words[4] == str(pid):
+            return True
+    return False
