@@ -1,0 +1,48 @@
+"""Fixtures that every part of the suite uses."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxinf
+
+
+@pytest.fixture
+def open_store(tmp_path: Path) -> Iterator[Callable[..., jaxinf.Store]]:
+    """Opens stores below the test's directory; closes them at the end."""
+    stores: list[jaxinf.Store] = []
+
+    def open_one(name: str = "store", **options: Any) -> jaxinf.Store:
+        stores.append(jaxinf.open_store(tmp_path / name, **options))
+        return stores[-1]
+
+    yield open_one
+    for store in stores:
+        store.close()
+
+
+@pytest.fixture
+def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a program in a Python of its own and checks that it succeeds."""
+
+    def run(
+        program: str, *arguments: Any, check: bool = True, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        result = subprocess.run(
+            [sys.executable, "-c", program, *map(str, arguments)],
+            env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        if check and result.returncode:
+            pytest.fail(f"exit {result.returncode}\n{result.stdout}\n{result.stderr}")
+        return result
+
+    return run

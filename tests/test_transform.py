@@ -1,0 +1,349 @@
+"""`smart_update` against plain optax: in jit, scan, chains, accumulation and Flax."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import jaxinf
+
+OPTIMIZERS = {
+    "adam": lambda: optax.adam(1e-2),
+    "adamw schedule clip": lambda: optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 3, 20)),
+    ),
+    "adamw masked decay": lambda: optax.adamw(
+        1e-2, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
+    ),
+    "sgd": lambda: optax.sgd(1e-2),
+    "sgd nesterov": lambda: optax.sgd(1e-2, momentum=0.9, nesterov=True),
+    "lion": lambda: optax.lion(1e-3),
+    "adagrad": lambda: optax.adagrad(1e-1),
+    "rmsprop": lambda: optax.rmsprop(1e-3),
+    "bf16 mu": lambda: optax.adam(1e-2, mu_dtype=jnp.bfloat16),
+    "hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),
+    "accumulate": lambda: optax.MultiSteps(optax.adamw(1e-2), 3),
+    "frozen part": lambda: optax.multi_transform(
+        {"train": optax.adam(1e-2), "freeze": optax.set_to_zero()},
+        {
+            "w": "train",
+            "deep": ("freeze", ["train", "train"]),
+            "none": None,
+            "e": "train",
+        },
+    ),
+}
+INPUTS = jax.random.normal(jax.random.key(7), (16, 33))
+
+
+def make_params(dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "w": jax.random.normal(keys[0], (33, 70)),
+        "deep": (
+            jax.random.normal(keys[1], (70, 5)),
+            [jnp.zeros((5,)), jnp.asarray(1.5)],
+        ),
+        "none": None,
+        "e": jnp.zeros((0, 4)),
+    }
+    return jax.tree.map(lambda x: x.astype(dtype), params)
+
+
+def loss_of(params, inputs=INPUTS):
+    params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    weights, (bias, scale) = params["deep"]
+    hidden = jnp.tanh(inputs @ params["w"])
+    return jnp.mean((scale * (hidden @ weights + bias) - 1.0) ** 2)
+
+
+def as_transformation(tx):
+    return tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
+
+
+def train(tx, params, num_steps, *, state=None):
+    """Losses, params and state after some jitted steps."""
+    tx = as_transformation(tx)
+    state = tx.init(params) if state is None else state
+
+    @jax.jit
+    def step(params, state, inputs):
+        loss, gradients = jax.value_and_grad(loss_of)(params, inputs)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    losses = []
+    for number in range(num_steps):
+        params, state, loss = step(params, state, INPUTS * (1 + number % 3))
+        losses.append(float(loss))
+    return losses, params, state
+
+
+def assert_same(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_trains_as_plain_optax_does(name, open_store):
+    expected, _, _ = train(OPTIMIZERS[name](), make_params(), 9)
+    store = open_store()
+    tx = jaxinf.smart_update(OPTIMIZERS[name](), store)
+    losses, params, state = train(tx, make_params(), 9)
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    assert store.step == 9
+    assert int(state.step) == 9
+    # What the JAX device has is what the store's master is, to the bit.
+    assert_same(store.params(like=params, state=state), params)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_16_bit_params_are_the_master_rounded(dtype, open_store):
+    store = open_store()
+    tx = jaxinf.smart_update(optax.adamw(1e-2), store)
+    losses, params, state = train(tx, make_params(dtype), 8)
+    assert losses[-1] < losses[0]
+    assert all(leaf.dtype == dtype for leaf in jax.tree.leaves(params))
+    assert_same(store.params(like=params, state=state), params)
+    master = store.params(like=make_params(), state=state)
+    assert_same(jax.tree.map(lambda x: x.astype(dtype), master), params)
+    # The master moves by less than the params' precision shows.
+    assert any(
+        bool(jnp.any(m != p.astype(jnp.float32)))
+        for m, p in zip(jax.tree.leaves(master), jax.tree.leaves(params), strict=True)
+    )
+
+
+def test_state_shows_what_optax_shows(open_store):
+    tx = jaxinf.smart_update(OPTIMIZERS["hyperparams"](), open_store())
+    params = make_params()
+    state = tx.init(params)
+    assert float(state.optimizer.hyperparams["learning_rate"]) == pytest.approx(1e-2)
+    assert int(optax.tree.get(state.optimizer.inner_state, "count")) == 0
+    state.optimizer.hyperparams["learning_rate"] = jnp.asarray(0.0)
+    gradients = jax.tree.map(jnp.ones_like, params)
+    updates, state = jax.jit(tx.update)(gradients, state, params)
+    assert all(not np.any(u) for u in jax.tree.leaves(updates))
+    assert int(optax.tree.get(state.optimizer.inner_state, "count")) == 1
+
+
+def test_eval_shape_has_no_side_effect(tmp_path):
+    store = jaxinf.open_store(tmp_path / "store")
+    tx = jaxinf.smart_update(optax.adamw(1e-3), store)
+    state = jax.eval_shape(tx.init, make_params())
+    assert state.step.shape == ()
+    jax.eval_shape(tx.update, make_params(), state, make_params())
+    assert not store.exists
+    assert list(tmp_path.iterdir()) == []
+    store.close()
+
+
+def test_init_under_jit_and_update_in_scan_with_donation(open_store):
+    tx = jaxinf.smart_update(optax.adamw(1e-2), open_store())
+    expected, _, _ = train(optax.adamw(1e-2), make_params(), 6)
+    state = jax.jit(tx.init)(make_params())
+
+    def body(carry, number):
+        params, state = carry
+        inputs = INPUTS * (1 + number % 3)
+        loss, gradients = jax.value_and_grad(loss_of)(params, inputs)
+        updates, state = tx.update(gradients, state, params)
+        return (optax.apply_updates(params, updates), state), loss
+
+    @jax.jit
+    def run(params, state):
+        return jax.lax.scan(body, (params, state), jnp.arange(6))
+
+    run = jax.jit(run, donate_argnums=(0, 1))
+    (params, state), losses = run(make_params(), state)
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    assert int(state.step) == 6
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(params))
+
+
+def test_last_in_a_chain(open_store):
+    def chain(tx):
+        return optax.chain(optax.clip_by_global_norm(0.1), tx)
+
+    expected, _, _ = train(chain(optax.adamw(1e-2)), make_params(), 5)
+    smart = jaxinf.smart_update(optax.adamw(1e-2), open_store())
+    losses, _, _ = train(chain(smart), make_params(), 5)
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+
+
+def test_eager_update_and_update_without_params(open_store):
+    params = make_params()
+    gradients = jax.tree.map(jnp.ones_like, params)
+    plain = optax.adam(1e-2)
+    expected, _ = jax.jit(plain.update)(gradients, plain.init(params))
+    tx = jaxinf.smart_update(plain, open_store())
+    updates, state = tx.update(gradients, tx.init(params))
+    for u, e in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(u, e, rtol=1e-6)
+    assert int(state.step) == 1
+
+
+def test_params_that_optax_needs_are_asked_for(open_store):
+    params = make_params()
+    tx = jaxinf.smart_update(optax.adamw(1e-2), open_store())
+    state = tx.init(params)
+    with pytest.raises(ValueError, match="params"):
+        tx.update(params, state)
+
+
+def test_multi_steps_outside_is_refused(open_store):
+    tx = optax.MultiSteps(jaxinf.smart_update(optax.adam(1e-3), open_store()), 4)
+    with pytest.raises(ValueError, match=r"smart_update\(optax.MultiSteps\(tx, k\)"):
+        tx.init(make_params())
+
+
+def test_extra_args_reach_the_optimizer(open_store):
+    plain = optax.chain(
+        optax.sgd(1e-2), optax.contrib.reduce_on_plateau(patience=1, cooldown=0)
+    )
+    store = open_store()
+    tx = jaxinf.smart_update(plain, store, extra_args={"value": 1.0})
+    params = make_params()
+    results = []
+    for candidate in (plain, tx):
+        state, p = candidate.init(params), params
+
+        @jax.jit
+        def step(p, state, value, candidate=candidate):
+            updates, state = candidate.update(p, state, p, value=value)
+            return optax.apply_updates(p, updates), state
+
+        for _ in range(6):
+            p, state = step(p, state, jnp.float32(3.0))
+        results.append(p)
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+class Network(nnx.Module):
+    """Two layers."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(33, 20, rngs=rngs)
+        self.second = nnx.Linear(20, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(nnx.relu(self.first(x)))
+
+
+def nnx_losses(tx):
+    model = Network(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        loss, gradients = nnx.value_and_grad(lambda m: jnp.mean((m(INPUTS) - 1) ** 2))(
+            model
+        )
+        optimizer.update(model, gradients)
+        return loss
+
+    return [float(step(model, optimizer)) for _ in range(6)]
+
+
+def test_flax_nnx_optimizer(open_store):
+    store = open_store()
+    smart = nnx_losses(jaxinf.smart_update(optax.adamw(1e-2), store))
+    np.testing.assert_allclose(smart, nnx_losses(optax.adamw(1e-2)), rtol=1e-4)
+    names = {leaf.name for leaf in store.manifest.leaves}
+    assert names == {
+        f"{a}/{b}" for a in ("first", "second") for b in ("bias", "kernel")
+    }
+
+
+def test_flax_linen_train_state(open_store):
+    def losses(tx):
+        state = TrainState.create(apply_fn=loss_of, params=make_params(), tx=tx)
+
+        @jax.jit
+        def step(state):
+            loss, gradients = jax.value_and_grad(loss_of)(state.params)
+            return state.apply_gradients(grads=gradients), loss
+
+        result = []
+        for _ in range(5):
+            state, loss = step(state)
+            result.append(float(loss))
+        return result
+
+    smart = losses(jaxinf.smart_update(optax.adamw(1e-2), open_store()))
+    np.testing.assert_allclose(smart, losses(optax.adamw(1e-2)), rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["adamw schedule clip", "accumulate", "hyperparams"])
+def test_resume_is_the_uninterrupted_run_to_the_bit(name, open_store):
+    whole, final, _ = train(
+        jaxinf.smart_update(OPTIMIZERS[name](), open_store("whole")), make_params(), 10
+    )
+    store = open_store("parts", memory_bytes=1 << 20)
+    tx = jaxinf.smart_update(OPTIMIZERS[name](), store)
+    first, _, state = train(tx, make_params(), 6)
+    store.wait(state)
+    store.close()
+    store = open_store("parts")
+    assert store.exists
+    assert store.step == 6
+    params = store.params(like=make_params())
+    tx = jaxinf.smart_update(OPTIMIZERS[name](), store)
+    # The inputs repeat every three steps, so step 6 is where a cycle begins.
+    rest, resumed, _ = train(tx, params, 4)
+    assert first + rest == whole
+    assert_same(resumed, final)
+
+
+def test_resume_under_jit_checks_and_returns_the_stored_state(open_store):
+    store = open_store()
+    tx = jaxinf.smart_update(OPTIMIZERS["hyperparams"](), store)
+    _, params, state = train(tx, make_params(), 3)
+    store.wait(state)
+    again = jax.jit(tx.init)(params)
+    assert_same(again, state)
+
+
+def test_path_instead_of_a_store(tmp_path):
+    tx = jaxinf.smart_update(optax.adam(1e-3), tmp_path / "here")
+    params = make_params()
+    _, state = jax.jit(tx.update)(params, tx.init(params), params)
+    assert int(state.step) == 1
+    assert (tmp_path / "here" / "jaxinf.json").exists()
+
+
+PROGRAM_WITHOUT_CLOSE = """
+import sys, jax, jax.numpy as jnp, optax, jaxinf
+tx = jaxinf.smart_update(optax.adam(1e-2), sys.argv[1])
+params = {"w": jnp.ones((1000, 100))}
+state = tx.init(params)
+update = jax.jit(lambda p, s: tx.update(p, s, p))
+for _ in range(3):
+    updates, state = update(params, state)
+    params = optax.apply_updates(params, updates)
+"""
+
+
+def test_a_script_that_never_closes_loses_nothing(tmp_path, run_python, open_store):
+    run_python(PROGRAM_WITHOUT_CLOSE, tmp_path / "store")
+    store = open_store()
+    assert store.step == 3
+    params = store.params(like={"w": jnp.ones((1000, 100))})
+    np.testing.assert_allclose(params["w"], 0.97, rtol=1e-3)
+
+
+def test_payload_rides_in_the_commit(open_store):
+    store = open_store()
+    tx = jaxinf.smart_update(optax.adam(1e-3), store)
+    params = make_params()
+    state = tx.init(params)
+    store.annotate(1, {"position": 17})
+    _, state = tx.update(params, state, params)
+    store.wait(state)
+    store.close()
+    assert open_store().payload == {"position": 17}

@@ -1,0 +1,243 @@
+"""What `smart_update` refuses, how it says so, and that nothing is lost by it."""
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxinf
+
+PARAMS = {"w": jnp.ones((300, 20)), "b": jnp.zeros((20,))}
+GRADIENTS = jax.tree.map(lambda x: jnp.full_like(x, 0.5), PARAMS)
+
+
+def with_nan(tree):
+    return {**tree, "b": tree["b"].at[3].set(jnp.nan)}
+
+
+def start(store, tx=None, **options):
+    tx = jaxinf.smart_update(optax.adam(1e-2) if tx is None else tx, store, **options)
+    return tx, tx.init(PARAMS)
+
+
+def apply(tx, gradients, state, params=PARAMS):
+    updates, state = jax.jit(tx.update)(gradients, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def committed(store):
+    return jax.tree.map(np.asarray, store.params(like=PARAMS))
+
+
+def test_nan_gradient_is_refused_and_nothing_committed(open_store):
+    store = open_store()
+    tx, state = start(store)
+    params, state = apply(tx, GRADIENTS, state)
+    before = committed(store)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="NaN or Inf in the gradient"):
+        apply(tx, with_nan(GRADIENTS), state, params)
+    with pytest.raises(
+        jaxinf.NonFiniteGradientError, match=r"step 2: .* gradient of b"
+    ):
+        store.check()
+    with pytest.raises(jaxinf.NonFiniteGradientError):
+        store.params(like=PARAMS)
+    store.close()
+    again = open_store()
+    assert again.step == 1
+    jax.tree.map(np.testing.assert_array_equal, committed(again), before)
+
+
+def test_eager_update_raises_the_original_type(open_store):
+    store = open_store()
+    tx, state = start(store)
+    with pytest.raises(jaxinf.NonFiniteGradientError):
+        tx.update(with_nan(GRADIENTS), state, PARAMS)
+    store.close()
+
+
+def test_nonfinite_skip_counts_and_goes_on(open_store):
+    store = open_store()
+    tx, state = start(store, nonfinite="skip")
+    params, state = apply(tx, GRADIENTS, state)
+    for _ in range(2):
+        updates, state = jax.jit(tx.update)(with_nan(GRADIENTS), state, params)
+        assert not any(np.any(u) for u in jax.tree.leaves(updates))
+    assert (int(state.step), int(state.skipped_steps), store.step) == (1, 2, 1)
+    params, state = apply(tx, GRADIENTS, state, params)
+    store.wait(state)
+    assert (store.step, store.skipped_steps) == (2, 2)
+    plain = optax.adam(1e-2)
+    p, s = PARAMS, plain.init(PARAMS)
+    for _ in range(2):
+        u, s = plain.update(GRADIENTS, s, p)
+        p = optax.apply_updates(p, u)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), params, p)
+
+
+def test_nonfinite_allow_leaves_it_to_the_chain(open_store):
+    tx, state = start(
+        open_store(), optax.chain(optax.zero_nans(), optax.sgd(1.0)), nonfinite="allow"
+    )
+    params, _ = apply(tx, with_nan(GRADIENTS), state)
+    assert float(params["b"][3]) == 0.0
+    assert float(params["b"][4]) == -0.5
+
+
+def test_nonfinite_must_be_a_known_policy(open_store):
+    with pytest.raises(ValueError, match=r'nonfinite=.maybe.: expected "error"'):
+        jaxinf.smart_update(optax.adam(1e-3), open_store(), nonfinite="maybe")
+
+
+def test_integer_leaves(open_store, tmp_path):
+    tx = jaxinf.smart_update(optax.adam(1e-3), open_store())
+    with pytest.raises(TypeError, match="count"):
+        tx.init({"w": jnp.ones(3), "count": jnp.zeros((), jnp.int32)})
+    assert not (tmp_path / "store").exists()
+
+
+def test_reduction_over_stored_state(open_store, tmp_path):
+    tx = jaxinf.smart_update(optax.lamb(1e-3), open_store())
+    with pytest.raises(jaxinf.UnsupportedTransformError, match="reduce_sum"):
+        tx.init(PARAMS)
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("tx", "params", "message"),
+    [
+        (optax.sgd(0.1, momentum=0.9), PARAMS, r"states .*mu float32.* in the store"),
+        (optax.adamw(1e-2), PARAMS, r"other equations"),
+        (optax.adam(1e-2), {"w": PARAMS["w"]}, r"- leaf b: in the store only"),
+        (
+            optax.adam(1e-2),
+            {**PARAMS, "c": jnp.ones(3)},
+            r"\+ leaf c: not in the store",
+        ),
+        (
+            optax.adam(1e-2),
+            {**PARAMS, "b": jnp.zeros((21,))},
+            r"shape \(20,\) in the store, \(21,\)",
+        ),
+        (
+            optax.adam(1e-2),
+            {**PARAMS, "b": PARAMS["b"].astype(jnp.bfloat16)},
+            r"params float32 in the store, bfloat16",
+        ),
+    ],
+)
+def test_another_optimizer_or_tree(tx, params, message, open_store):
+    store = open_store()
+    start(store)
+    with pytest.raises(jaxinf.StoreMismatchError, match=message):
+        jaxinf.smart_update(tx, store).init(params)
+    assert store.step == 0
+
+
+def test_another_learning_rate_is_no_other_optimizer(open_store):
+    store = open_store()
+    start(store)
+    assert int(start(store, optax.adam(5e-4))[1].step) == 0
+
+
+def test_other_params_than_the_store_holds(open_store):
+    store = open_store()
+    start(store)
+    other = {**PARAMS, "w": PARAMS["w"].at[299, 19].set(2.0)}
+    tx = jaxinf.smart_update(optax.adam(1e-2), store)
+    with pytest.raises(jaxinf.StoreMismatchError, match=r"store.params\(like=params\)"):
+        tx.init(other)
+    assert int(tx.init(store.params(like=other)).step) == 0
+
+
+def test_a_state_of_another_step(open_store):
+    store = open_store()
+    tx, old = start(store)
+    params, _ = apply(tx, GRADIENTS, old)
+    with pytest.raises(
+        jaxinf.StaleStateError, match="of step 0, the store is at step 1"
+    ):
+        tx.update(GRADIENTS, old, params)
+    store.close()
+
+
+def test_params_that_were_changed_behind_the_store(open_store):
+    store = open_store()
+    tx, state = start(store)
+    params, state = apply(tx, GRADIENTS, state)
+    halved = jax.tree.map(lambda x: x / 2, params)
+    with pytest.raises(jaxinf.DivergedParamsError, match="last in the chain"):
+        tx.update(GRADIENTS, state, halved)
+    store.close()
+
+
+def test_update_before_init(open_store):
+    store = open_store()
+    tx = jaxinf.smart_update(optax.adam(1e-3), store)
+    state = jax.tree.map(
+        lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(tx.init, PARAMS)
+    )
+    with pytest.raises(jaxinf.StaleStateError, match="call tx.init"):
+        tx.update(GRADIENTS, state, PARAMS)
+    store.close()
+
+
+def test_state_of_another_transformation(open_store):
+    tx, _ = start(open_store())
+    with pytest.raises(TypeError, match="SmartUpdateState"):
+        tx.update(GRADIENTS, optax.adam(1e-3).init(PARAMS), PARAMS)
+
+
+def test_drive_failure_inside_jit_keeps_its_type_and_the_committed_step(
+    open_store, tmp_path
+):
+    store = open_store()
+    tx, state = start(store)
+    params, state = apply(tx, GRADIENTS, state)
+    store.wait(state)
+    before = committed(store)
+    slot = (tmp_path / "store" / "current").resolve()
+    spare = slot.with_name("b" if slot.name == "a" else "a")
+    shutil.rmtree(spare / "mu.w" / "c")
+    with pytest.raises(jaxinf.StoreIOError, match=r"mu\.w"):
+        params, state = tx.update(GRADIENTS, state, params)
+        store.wait(state)
+    with pytest.raises(jaxinf.StoreIOError, match=r"mu\.w"):
+        store.check()
+    store.close()
+    again = open_store()
+    assert again.step == 1
+    jax.tree.map(np.testing.assert_array_equal, committed(again), before)
+
+
+def test_store_that_is_closed(open_store):
+    store = open_store()
+    tx, state = start(store)
+    store.close()
+    with pytest.raises(jaxinf.StoreClosedError, match="open it again"):
+        tx.update(GRADIENTS, state, PARAMS)
+    with pytest.raises(jaxinf.StoreClosedError):
+        store.params(like=PARAMS)
+
+
+def test_several_cpu_devices_without_pjrt_nproc(run_python, tmp_path):
+    program = """
+import sys, jax.numpy as jnp, optax, jaxinf
+tx = jaxinf.smart_update(optax.adam(1e-3), sys.argv[1])
+try:
+    tx.init({"w": jnp.ones(3)})
+except jaxinf.DeviceConfigurationError as error:
+    print(error)
+"""
+    result = run_python(
+        program,
+        tmp_path / "store",
+        XLA_FLAGS="--xla_force_host_platform_device_count=2",
+        PJRT_NPROC="",
+        NPROC="",
+    )
+    assert "PJRT_NPROC=8" in result.stdout
+    assert not (tmp_path / "store").exists()
