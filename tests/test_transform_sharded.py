@@ -1,0 +1,168 @@
+"""Sharded params: the same bits as on one device, and resume on another mesh.
+
+Each test runs a program with four CPU devices in a process of its own, because their
+number is fixed when JAX starts.
+"""
+
+import json
+
+import numpy as np
+
+import jaxinf
+
+COMMON = """
+import json, sys, jax, jax.numpy as jnp, numpy as np, optax, jaxinf
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+SPECS = {"rows": P("d"), "columns": P(None, "d"), "both": P("d"), "scale": P()}
+
+def make(seed):
+    keys = jax.random.split(jax.random.key(seed), 4)
+    return {
+        "rows": jax.random.normal(keys[0], (1024, 160)),
+        "columns": jax.random.normal(keys[1], (96, 4 * 512)),
+        "both": jax.random.normal(keys[2], (4 * 24,)),
+        "scale": jax.random.normal(keys[3], ()),
+    }
+
+def on(mesh, tree, specs=SPECS):
+    if mesh is None:
+        return tree
+    put = lambda x, s: jax.device_put(x, NamedSharding(mesh, s))
+    return {name: put(tree[name], specs[name]) for name in tree}
+
+def adamw():
+    return optax.adamw(1e-2)
+
+def steps(tx, params, state, mesh, seeds, specs=SPECS):
+    @jax.jit
+    def step(params, state, gradients):
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+    for seed in seeds:
+        params, state = step(params, state, on(mesh, make(seed), specs))
+    return params, state
+
+def save(path, tree):
+    np.savez(path, **{name: np.asarray(value) for name, value in tree.items()})
+"""
+
+ONE_DEVICE = (
+    COMMON
+    + """
+store = jaxinf.open_store(sys.argv[1] + "/one")
+tx = jaxinf.smart_update(adamw(), store)
+params = make(0)
+params, state = steps(tx, params, tx.init(params), None, range(1, 7))
+save(sys.argv[1] + "/one.npz", store.params(like=params, state=state))
+"""
+)
+
+FOUR_DEVICES = (
+    COMMON
+    + """
+mesh = jax.make_mesh((4,), ("d",))
+store = jaxinf.open_store(sys.argv[1] + "/four")
+tx = jaxinf.smart_update(adamw(), store)
+params = on(mesh, make(0))
+params, state = steps(tx, params, tx.init(params), mesh, range(1, 4))
+for name, value in params.items():
+    assert value.sharding.is_equivalent_to(NamedSharding(mesh, SPECS[name]), value.ndim)
+back = store.params(like=params, state=state)
+assert all(bool((back[n] == params[n]).all()) for n in params)
+assert back["columns"].sharding == params["columns"].sharding
+traffic = store.metrics.traffic
+num = store.manifest.num_params
+print(json.dumps({"num": num, "down": traffic.link_down_bytes}))
+"""
+)
+
+OTHER_MESH = (
+    COMMON
+    + """
+mesh = jax.make_mesh((2, 2), ("x", "d"))
+specs = {"rows": P(("x", "d")), "columns": P(None, "d"), "both": P(), "scale": P()}
+store = jaxinf.open_store(sys.argv[1] + "/four")
+params = store.params(like=on(mesh, make(0), specs))
+tx = jaxinf.smart_update(adamw(), store)
+state = tx.init(params)
+params, state = steps(tx, params, state, mesh, range(4, 7), specs)
+save(sys.argv[1] + "/four.npz", store.params(like=params, state=state))
+"""
+)
+
+TRACED_INIT = (
+    COMMON
+    + """
+mesh = jax.make_mesh((4,), ("d",))
+store = jaxinf.open_store(sys.argv[1] + "/traced")
+shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+tx = jaxinf.smart_update(adamw(), store, shardings=shardings)
+params = on(mesh, make(0))
+state = jax.jit(tx.init)(params)
+params, state = steps(tx, params, state, mesh, range(1, 7))
+assert {l.name: l.shard_counts for l in store.manifest.leaves}["columns"] == (1, 4)
+save(sys.argv[1] + "/traced.npz", store.params(like=params, state=state))
+"""
+)
+
+REFUSED_MESH = (
+    COMMON
+    + """
+mesh = jax.make_mesh((4,), ("d",))
+store = jaxinf.open_store(sys.argv[1] + "/one")
+tx = jaxinf.smart_update(adamw(), store)
+try:
+    tx.init(on(mesh, make(0)))
+except jaxinf.StoreMismatchError as error:
+    print(error)
+"""
+)
+
+FAILURE = (
+    COMMON
+    + """
+mesh = jax.make_mesh((4,), ("d",))
+store = jaxinf.open_store(sys.argv[1] + "/failing")
+tx = jaxinf.smart_update(adamw(), store)
+params = on(mesh, make(0))
+state = tx.init(params)
+bad = make(1)
+bad["columns"] = bad["columns"].at[50, 1000].set(jnp.inf)
+updates, state = jax.jit(tx.update)(on(mesh, bad), state, params)
+assert all(bool(jnp.isnan(u).all()) for u in jax.tree.leaves(updates))
+try:
+    store.check()
+except jaxinf.NonFiniteGradientError as error:
+    print(error)
+"""
+)
+
+DEVICES = {
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+    "PJRT_NPROC": "8",
+}
+
+
+def test_same_bits_on_four_devices_and_after_a_change_of_mesh(tmp_path, run_python):
+    run_python(ONE_DEVICE, tmp_path)
+    result = run_python(FOUR_DEVICES, tmp_path, **DEVICES)
+    figures = json.loads(result.stdout.splitlines()[-1])
+    # Replicated leaves cross the link once, not once a device.
+    assert figures["down"] == 4 * figures["num"]
+    run_python(OTHER_MESH, tmp_path, **DEVICES)
+    run_python(TRACED_INIT, tmp_path, **DEVICES)
+    expected = np.load(tmp_path / "one.npz")
+    for name in ("four", "traced"):
+        found = np.load(tmp_path / f"{name}.npz")
+        for leaf in expected.files:
+            np.testing.assert_array_equal(found[leaf], expected[leaf], err_msg=leaf)
+    refused = run_python(REFUSED_MESH, tmp_path, **DEVICES)
+    assert "run on a mesh whose shards are" in refused.stdout
+
+
+def test_failure_beside_other_devices_is_a_status(tmp_path, run_python):
+    result = run_python(FAILURE, tmp_path, **DEVICES)
+    assert "NaN or Inf in the gradient of columns" in result.stdout
+    with jaxinf.open_store(tmp_path / "failing") as store:
+        assert store.step == 0
