@@ -1,0 +1,52 @@
+"""``python -m jaxinf.train``: the command line of the trainer.
+
+Invariant: what goes wrong for a reason that jaxinf knows is one message on standard
+error, not a traceback: exit status 2 for a command that cannot mean anything, 1 for
+what the store, the drives or the numbers refuse.
+"""
+
+import logging
+import shlex
+import sys
+from collections.abc import Sequence
+
+import tyro
+
+from jaxinf.errors import JaxinfError
+from jaxinf.train.config import TrainConfig, UsageError
+from jaxinf.train.loop import train
+
+__all__ = ["main"]
+
+_PROGRAM = "python -m jaxinf.train"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the trainer; returns the exit status.
+
+    Args:
+      arguments: of the command line; by default the process's own.
+    """
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    config = tyro.cli(TrainConfig, prog=_PROGRAM, args=words)
+    # JAX logs a callback's exception with its traceback before it raises it; the
+    # store keeps the exception, and here it becomes the message.
+    logging.getLogger("jax._src.callback").setLevel(logging.CRITICAL)
+    try:
+        train(config, command=shlex.join([*_PROGRAM.split(), *words]))
+    except UsageError as error:
+        return _fail(2, error)
+    except (JaxinfError, OSError) as error:
+        return _fail(1, error)
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _fail(status: int, error: Exception) -> int:
+    print(f"jaxinf.train: {error}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""Where the optimizer's state is: on drives (`OnStore`) or in memory (`InMemory`).
+
+Invariant: both give the loop the same few operations, so that there is one training
+step and one loop; `InMemory` is plain optax and nothing else.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxinf.engine import Store, open_store
+from jaxinf.errors import NonFiniteGradientError
+from jaxinf.io import ByteCounts
+from jaxinf.train.config import TrainConfig, UsageError
+from jaxinf.transform import SmartUpdateState, smart_update
+from jaxinf.typing import JsonValue, PyTree
+
+__all__ = ["Backend", "InMemory", "OnStore", "open_backend"]
+
+Costs = Callable[[], dict[str, Any]]
+"""Blocks until a step is durable, then gives the fields of its `StepLine` that only
+the store knows."""
+
+_NO_TRAFFIC: dict[str, Any] = {f.name: 0 for f in dataclasses.fields(ByteCounts)}
+
+
+class Backend(Protocol):
+    """What the loop asks for. Used from one thread."""
+
+    tx: optax.GradientTransformation
+
+    def committed(self) -> JsonValue:
+        """The position in the data to resume at, or None for a new run."""
+        ...
+
+    def init(self, new_params: Callable[[], PyTree], like: PyTree) -> tuple[Any, Any]:
+        """Params and optimizer state: those of the run so far, or new ones."""
+        ...
+
+    def announce(self, state: Any, position: Mapping[str, JsonValue]) -> None:
+        """Gives the next commit the position in the data that it will stand for."""
+        ...
+
+    def costs(self, state: Any, *, is_skipped: bool) -> Costs:
+        """Called after each step (and after `announce` of the next one)."""
+        ...
+
+    def num_skipped(self, state: Any) -> int:
+        """Batches skipped for a non-finite gradient; raises where that is an error."""
+        ...
+
+    def raise_failure(self) -> None:
+        """Raises what stopped the store, instead of JAX's wrapping of it."""
+        ...
+
+    def close(self) -> None:
+        """Finishes what is in flight and gives everything back."""
+        ...
+
+
+def open_backend(
+    config: TrainConfig, optimizer: optax.GradientTransformation
+) -> "OnStore | InMemory":
+    """The backend of the config's mode; opens the store, which writes nothing yet.
+
+    Raises:
+      UsageError: an argument of the store is out of range.
+      JaxinfError: as `jaxinf.open_store`.
+    """
+    if config.mode == "memory":
+        return InMemory(config, optimizer)
+    assert config.store is not None
+    try:
+        store = open_store(
+            config.store,
+            csds=config.csd_root,
+            csd=config.csd,
+            memory_bytes=config.memory_bytes,
+        )
+    except (ValueError, NotADirectoryError) as error:
+        raise UsageError(str(error)) from error
+    return OnStore(store, smart_update(optimizer, store, nonfinite=config.nonfinite))
+
+
+class OnStore:
+    """Optimizer state in a store; each step is a commit."""
+
+    def __init__(self, store: Store, tx: optax.GradientTransformationExtraArgs) -> None:
+        self.store = store
+        self.tx: optax.GradientTransformation = tx
+        self._watcher = ThreadPoolExecutor(1, "jaxinf-costs")
+
+    def committed(self) -> JsonValue:
+        """See `Backend`."""
+        if self.store.step == 0:
+            return None
+        return self.store.payload or {}
+
+    def init(self, new_params: Callable[[], PyTree], like: PyTree) -> tuple[Any, Any]:
+        """See `Backend`."""
+        is_resumed = self.store.exists and self.store.step > 0
+        params = self.store.params(like=like) if is_resumed else new_params()
+        return params, self.tx.init(params)
+
+    def announce(
+        self, state: SmartUpdateState, position: Mapping[str, JsonValue]
+    ) -> None:
+        """See `Backend`."""
+        self.store.annotate(int(state.step) + 1, position)
+
+    def costs(self, state: SmartUpdateState, *, is_skipped: bool) -> Costs:
+        """See `Backend`."""
+        if is_skipped:
+            return lambda: _NO_TRAFFIC
+        # Another thread waits, so that the commit overlaps the next step's forward
+        # and backward. `paused` because the store knows the last step's metrics only:
+        # the next one cannot overwrite them in between.
+        future = self._watcher.submit(self._costs_of, int(state.step))
+        return future.result
+
+    def _costs_of(self, step: int) -> dict[str, Any]:
+        with self.store.steps.paused():
+            metrics = self.store.metrics
+        if metrics is None or metrics.step != step:
+            return {}
+        return {"update_s": metrics.update_s, **dataclasses.asdict(metrics.traffic)}
+
+    def num_skipped(self, state: SmartUpdateState) -> int:
+        """See `Backend`."""
+        return int(state.skipped_steps)
+
+    def raise_failure(self) -> None:
+        """See `Backend`."""
+        self.store.check()
+
+    def close(self) -> None:
+        """See `Backend`."""
+        try:
+            self.store.close()
+        finally:
+            self._watcher.shutdown()
+
+
+class _WatchState(NamedTuple):
+    """State of `_watch`."""
+
+    num_nonfinite: jax.Array
+    inner: Any
+
+
+class InMemory:
+    """Plain optax, with the same say on non-finite gradients as `smart_update`."""
+
+    def __init__(
+        self, config: TrainConfig, optimizer: optax.GradientTransformation
+    ) -> None:
+        self._is_error = config.nonfinite == "error"
+        self.tx = _watch(optimizer) if self._is_error else _skip(optimizer)
+
+    def committed(self) -> JsonValue:
+        """See `Backend`: nothing ever is."""
+        return None
+
+    def init(self, new_params: Callable[[], PyTree], like: PyTree) -> tuple[Any, Any]:
+        """See `Backend`."""
+        params = new_params()
+        return params, jax.jit(self.tx.init)(params)
+
+    def announce(self, state: Any, position: Mapping[str, JsonValue]) -> None:
+        """See `Backend`: nothing to tell."""
+
+    def costs(self, state: Any, *, is_skipped: bool) -> Costs:
+        """See `Backend`: no traffic."""
+        return lambda: _NO_TRAFFIC
+
+    def num_skipped(self, state: Any) -> int:
+        """See `Backend`."""
+        if not self._is_error:
+            return int(state.total_notfinite)
+        if int(state.num_nonfinite):
+            raise NonFiniteGradientError(
+                "NaN or Inf in a gradient: the run ends before it spreads. Lower the "
+                "learning rate or clip the gradients, or give --nonfinite skip to go "
+                "on without such batches"
+            )
+        return 0
+
+    def raise_failure(self) -> None:
+        """See `Backend`: no store, no failure."""
+
+    def close(self) -> None:
+        """See `Backend`."""
+
+
+def _watch(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`tx`, counting non-finite gradients; the update is `tx`'s own."""
+
+    def init(params: PyTree) -> _WatchState:
+        return _WatchState(jnp.int32(0), tx.init(params))
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None
+    ) -> tuple[PyTree, _WatchState]:
+        finite = [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(updates)]
+        num_nonfinite = state.num_nonfinite + ~jnp.all(jnp.stack(finite))
+        updates, inner = tx.update(updates, state.inner, params)
+        return updates, _WatchState(num_nonfinite, inner)
+
+    return optax.GradientTransformation(init, update)
+
+
+_skip = functools.partial(optax.apply_if_finite, max_consecutive_errors=2**31 - 1)

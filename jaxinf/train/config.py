@@ -1,0 +1,291 @@
+"""What a training run is: one frozen dataclass, which is also the command line.
+
+Invariant: a field exists only if it works, and no combination of fields is ignored in
+silence: `check` refuses what cannot mean anything.
+"""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+import tyro
+from jaxinf_models import PRESETS, GPT2Config
+
+from jaxinf.engine import DEFAULT_MEMORY_BYTES
+from jaxinf.typing import JsonValue
+
+__all__ = ["TrainConfig", "UsageError", "check", "format_bytes", "parse_bytes"]
+
+ModelName: TypeAlias = Literal["gpt2"]
+PresetName: TypeAlias = Literal["nano", "small", "medium", "large", "xl"]
+OptimizerName: TypeAlias = Literal["adamw", "adam", "sgd", "lion", "adagrad"]
+DTypeName: TypeAlias = Literal["float32", "bfloat16"]
+ScheduleName: TypeAlias = Literal["constant", "cosine"]
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+
+
+class UsageError(Exception):
+    """The command line asks for something that cannot be done; exit status 2."""
+
+
+def parse_bytes(text: str) -> int:
+    """Reads ``512MiB``, ``1.5G`` (binary both), ``2GB`` (decimal) or ``4096``.
+
+    Raises:
+      ValueError: it is none of these.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(ib|b|)", text.strip().lower())
+    if match is None:
+        raise ValueError(
+            f"expected bytes such as 512MiB, 1GiB or 536870912, got {text!r}"
+        )
+    unit = match[2] + ("b" if match[2] and match[3] == "b" else "")
+    return int(float(match[1]) * _UNITS[unit])
+
+
+def format_bytes(num_bytes: float) -> str:
+    """``"512 MiB"``: three digits or so, for people."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.{0 if num_bytes >= 100 or unit == 'B' else 1}f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.2f} TiB"
+
+
+_BYTES = tyro.constructors.PrimitiveConstructorSpec[int](
+    nargs=1,
+    metavar="BYTES",
+    instance_from_str=lambda words: parse_bytes(words[0]),
+    is_instance=lambda value: isinstance(value, int),
+    str_from_instance=lambda value: [format_bytes(value).replace(" ", "")],
+)
+
+
+def _shown(metavar: str, default: str) -> object:
+    """How `--help` shows a flag whose default is no plain value."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Trains a language model on bytes of text, with the optimizer's state on drives.
+
+    Every step is committed to the store, which is the checkpoint: the same command
+    resumes a run that was stopped, at exactly the next batch. The defaults are a quick
+    start of about two minutes on two CPU cores.
+    """
+
+    # The comment above a field is its text in --help.
+
+    # Directory of the store: a new one, or that of a run to resume.
+    store: Annotated[Path | None, _shown("DIR", "none; --mode update needs it")] = None
+
+    # Text to learn: files, directories, quoted globs.
+    data: Annotated[
+        tuple[str, ...], _shown("PATH...", "Python's standard library sources")
+    ] = ()
+
+    # Train until this many batches in all; a resumed run counts those it has done.
+    steps: int = 1000
+
+    # update: the optimizer's state is in the store, updated beside the drive. memory:
+    # plain optax with all state in memory, nothing kept; the baseline to compare with.
+    mode: Literal["update", "memory"] = "update"
+
+    # The architecture.
+    model: ModelName = "gpt2"
+
+    # Its size: nano has 0.9 M params, small 124 M, medium 355 M, large 774 M and xl
+    # the full 1558 M.
+    preset: PresetName = "nano"
+
+    # Sequences a step.
+    batch_size: int = 8
+
+    # Bytes a sequence. The cost grows with it; nano learns most of what it can at 64.
+    seq_len: int = 64
+
+    # The optax optimizer, with optax's own defaults for what has no flag here.
+    optimizer: OptimizerName = "adamw"
+
+    # Peak learning rate. Optimizers other than adam and adamw must name it.
+    learning_rate: Annotated[
+        float | None,
+        _shown("RATE", "3e-3 nano, 6e-4 small, 3e-4 medium, 2.5e-4 large, 2e-4 xl"),
+    ] = None
+
+    # Decoupled weight decay, for adamw and lion.
+    weight_decay: Annotated[float | None, _shown("FACTOR", "0.1")] = None
+
+    # For sgd; 0 stores no momentum.
+    momentum: Annotated[float | None, _shown("FACTOR", "0.9")] = None
+
+    # The learning rate after the warm-up: constant, or falling in a cosine to a tenth
+    # at --steps. A run that may be extended later wants constant.
+    schedule: ScheduleName = "constant"
+
+    # Steps in which the learning rate rises in a line to its peak.
+    warmup_steps: int = 50
+
+    # Clip gradients to this global norm; 0 is off. With clipping no update starts
+    # before all gradients are there.
+    clip_norm: float = 1.0
+
+    # Decides the initial params, the batches and the sample.
+    seed: int = 0
+
+    # Of activations and matrix products. bfloat16 is slower on most CPUs.
+    dtype: DTypeName = "float32"
+
+    # Of the params in the JAX device's memory. The store keeps fp32 masters either way;
+    # in --mode memory bfloat16 params are all there is.
+    param_dtype: DTypeName = "float32"
+
+    # A mounted drive to spread a new store's chunks over; repeat it for more drives.
+    csd_root: Annotated[
+        tyro.conf.UseAppendAction[tuple[Path, ...]], _shown("DIR", "the store itself")
+    ] = ()
+
+    # What updates the chunks: host is the CPU beside the drive.
+    csd: Literal["host"] = "host"
+
+    # All host memory that the store's state may pass through, such as 512MiB or 2G.
+    memory_bytes: Annotated[int, _BYTES] = DEFAULT_MEMORY_BYTES
+
+    # A gradient with NaN or Inf: end the run before that step, or skip the batch.
+    nonfinite: Literal["error", "skip"] = "error"
+
+    # Where metrics.jsonl (a line a step), validation.jsonl and config.json go.
+    log_dir: Annotated[
+        Path | None, _shown("DIR", "STORE-log; runs/memory in --mode memory")
+    ] = None
+
+    # Take the validation loss every so many steps; 0 is at the end only.
+    eval_every: int = 0
+
+    # Length of the text generated at the end; 0 is none.
+    sample_bytes: Annotated[
+        int | None, _shown("INT", "200, fewer where that would take long")
+    ] = None
+
+    @property
+    def model_config(self) -> GPT2Config:
+        """Shape and precision of the model."""
+        preset = PRESETS[self.preset]
+        return dataclasses.replace(
+            preset, dtype=self.dtype, param_dtype=self.param_dtype
+        )
+
+    @property
+    def logs(self) -> Path:
+        """The log directory, absolute."""
+        if self.log_dir is not None:
+            return self.log_dir.expanduser().absolute()
+        if self.store is None:
+            return Path("runs/memory").absolute()
+        store = self.store.expanduser().absolute()
+        return store.with_name(store.name + "-log")
+
+    def to_json(self) -> dict[str, JsonValue]:
+        """All fields as JSON, paths as text."""
+        fields = dataclasses.asdict(self)
+        return {name: _plain(value) for name, value in fields.items()}
+
+
+def check(config: TrainConfig) -> None:
+    """Refuses a config that cannot mean anything.
+
+    Raises:
+      UsageError: names the flag, what it found and what to do.
+    """
+    _check_ranges(config)
+    _check_model(config)
+    _check_optimizer(config)
+    if config.mode == "memory":
+        _check_memory_mode(config)
+    elif config.store is None:
+        raise UsageError(
+            "--store: expected a directory for the optimizer's state, got nothing; "
+            "name one (it may be new), or give --mode memory to train without"
+        )
+    elif config.logs.is_relative_to(config.store.expanduser().absolute()):
+        raise UsageError(
+            f"--log-dir {config.logs}: expected a place outside the store "
+            f"{config.store}, which holds nothing but the store's own files"
+        )
+
+
+def _check_ranges(config: TrainConfig) -> None:
+    for name, least in (
+        ("steps", 1),
+        ("batch_size", 1),
+        ("seq_len", 1),
+        ("memory_bytes", 1),
+        ("warmup_steps", 0),
+        ("clip_norm", 0),
+        ("seed", 0),
+        ("eval_every", 0),
+        ("sample_bytes", 0),
+        ("weight_decay", 0),
+        ("momentum", 0),
+    ):
+        value = getattr(config, name)
+        if value is not None and not value >= least:
+            raise UsageError(f"{_flag(name)}: expected at least {least}, got {value}")
+    if config.learning_rate is not None and not config.learning_rate > 0:
+        raise UsageError(
+            f"--learning-rate: expected more than 0, got {config.learning_rate}"
+        )
+
+
+def _check_model(config: TrainConfig) -> None:
+    limit = config.model_config.num_positions
+    if config.seq_len > limit:
+        raise UsageError(
+            f"--seq-len: expected at most {limit}, the positions of preset "
+            f"{config.preset}, got {config.seq_len}"
+        )
+
+
+def _check_optimizer(config: TrainConfig) -> None:
+    if config.learning_rate is None and config.optimizer not in ("adam", "adamw"):
+        raise UsageError(
+            f"--learning-rate: expected with --optimizer {config.optimizer}, which has "
+            "no default here"
+        )
+    if config.weight_decay is not None and config.optimizer not in ("adamw", "lion"):
+        raise UsageError(
+            f"--weight-decay: --optimizer {config.optimizer} has none; choose adamw or "
+            "lion, or leave it out"
+        )
+    if config.momentum is not None and config.optimizer != "sgd":
+        raise UsageError(
+            f"--momentum: --optimizer {config.optimizer} has no such setting; choose "
+            "sgd, or leave it out"
+        )
+
+
+def _check_memory_mode(config: TrainConfig) -> None:
+    """The flags of a store say nothing where there is none."""
+    for field in dataclasses.fields(config):
+        is_of_store = field.name in ("store", "csd_root", "csd", "memory_bytes")
+        if is_of_store and getattr(config, field.name) != field.default:
+            raise UsageError(
+                f"{_flag(field.name)}: --mode memory keeps nothing on drives; leave "
+                "it out, or give --mode update"
+            )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _plain(value: object) -> JsonValue:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return str(value)

@@ -1,0 +1,231 @@
+"""A training run from its config to its report; start reading at `train`.
+
+    corpus.batch(step, seed) ─► train_step ─► loss, params
+                                    └ tx.update: optax, or jaxinf's on the store
+
+Invariant: batch n is a function of the seed and n alone and each commit says which n
+it was made with, so a stopped run goes on as if it had not been.
+"""
+
+import contextlib
+import functools
+import json
+import platform
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+from jaxinf_models import GPT2, abstract_params, loss, split
+from rich.console import Console
+
+from jaxinf.train.backend import Backend, open_backend
+from jaxinf.train.config import TrainConfig, UsageError, check
+from jaxinf.train.data import ByteCorpus, find_files, standard_library_files
+from jaxinf.train.evaluate import Evaluator, batch
+from jaxinf.train.metrics import JsonLines, MetricsLog, StepLine, rss_bytes
+from jaxinf.train.optimizers import make_optimizer
+from jaxinf.train.progress import Progress, make_console
+from jaxinf.train.recorder import Recorder
+from jaxinf.train.report import say_config, say_results, say_stopped
+from jaxinf.train.resume import Identity
+from jaxinf.train.signals import StopRequest
+from jaxinf.typing import PyTree
+
+__all__ = ["train"]
+
+TrainStep = Callable[..., tuple[PyTree, Any, jax.Array]]
+
+
+def train(
+    config: TrainConfig, *, command: str = "", console: Console | None = None
+) -> None:
+    """Trains, or goes on training, until `config.steps`; blocks.
+
+    Args:
+      config: the run.
+      command: shown to the user as what resumes the run.
+      console: where to print; by default standard output.
+
+    Raises:
+      UsageError: the config asks for something that cannot be done.
+      JaxinfError: the store, a drive, or a gradient that is not finite.
+    """
+    check(config)
+    console = console or make_console()
+    corpus = _load(config)
+    say_config(console, config, corpus)
+    with (
+        contextlib.closing(open_backend(config, make_optimizer(config))) as backend,
+        contextlib.closing(_Run(config, corpus, backend, console)) as run,
+    ):
+        run.go()
+        if run.step < config.steps:
+            say_stopped(console, config, run.step, command)
+            return
+        verdict = run.evaluator.verdict(run.validate())
+        say_results(console, config, backend, verdict, run.evaluator, run.params)
+
+
+def _load(config: TrainConfig) -> ByteCorpus:
+    try:
+        files = find_files(config.data) if config.data else standard_library_files()
+        corpus = ByteCorpus.load(files)
+        for part in ("train", "validation"):
+            batch(config, corpus, 0, part)
+    except (ValueError, FileNotFoundError) as error:
+        raise UsageError(str(error)) from error
+    return corpus
+
+
+def _new_params(config: TrainConfig) -> PyTree:
+    def init() -> PyTree:
+        return split(GPT2(config.model_config, rngs=nnx.Rngs(config.seed)))[1]
+
+    return jax.jit(init)()
+
+
+def make_train_step(graphdef: Any, tx: optax.GradientTransformation) -> TrainStep:
+    """The training step, the same for both modes: loss, gradients, update."""
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def train_step(
+        params: PyTree, state: Any, tokens: jax.Array, targets: jax.Array
+    ) -> tuple[PyTree, Any, jax.Array]:
+        def loss_of(params: PyTree) -> jax.Array:
+            return loss(nnx.merge(graphdef, params), tokens, targets)
+
+        value, gradients = jax.value_and_grad(loss_of)(params)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return train_step
+
+
+class _Run:
+    """One run and where it is: data, params, optimizer state, logs."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        corpus: ByteCorpus,
+        backend: Backend,
+        console: Console,
+    ) -> None:
+        self._config, self._corpus = config, corpus
+        self._backend, self._console = backend, console
+        self._identity = Identity(config, corpus)
+        self._graphdef, like = abstract_params(config.model_config)
+        self.evaluator = Evaluator(config, corpus, self._graphdef)
+        self.step = self._first_step()
+        self.params, self._state = backend.init(lambda: _new_params(config), like)
+        self._num_skipped = backend.num_skipped(self._state)
+        self._open_logs()
+
+    def _first_step(self) -> int:
+        payload = self._backend.committed()
+        if payload is None:
+            return 0
+        step = self._identity.resume_step(payload)
+        self._console.print(f"resuming at step {step}")
+        for change in self._identity.changes(payload):
+            self._console.print(f"  changed from here on: {change}")
+        return step
+
+    def _open_logs(self) -> None:
+        logs = self._config.logs
+        self._metrics = MetricsLog(logs, self.step)
+        self._validation = JsonLines(logs / "validation.jsonl", self.step)
+        versions = {
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "optax": optax.__version__,
+        }
+        document = self._config.to_json() | {"versions": versions}
+        (logs / "config.json").write_text(json.dumps(document, indent=1) + "\n")
+
+    def go(self) -> None:
+        """Trains until the config's last step, or until a signal."""
+        first, last = self.step, self._config.steps
+        if first >= last:
+            self._console.print(
+                f"already at step {first}, nothing to train: --steps is {last}"
+            )
+            return
+        train_step = self._compile()
+        self._announce_next()
+        with (
+            Progress(self._console, first=first, last=last) as progress,
+            Recorder(self._metrics, progress) as recorder,
+            StopRequest(self._say_stopping) as stop,
+        ):
+            while self.step < last and not stop.is_requested:
+                self._one_step(train_step, recorder)
+                if self._is_eval_due():
+                    loss = self.validate()
+                    self._console.print(f"step {self.step}: validation loss {loss:.3f}")
+
+    def _compile(self) -> TrainStep:
+        """Ahead of the first step, whose time is then like the others'."""
+        started_s = time.monotonic()
+        example = batch(self._config, self._corpus, 0, "train")
+        train_step: Any = make_train_step(self._graphdef, self._backend.tx)
+        compiled = train_step.lower(self.params, self._state, *example).compile()
+        self._console.print(f"compiled in {time.monotonic() - started_s:.1f} s")
+        return compiled
+
+    def _one_step(self, train_step: TrainStep, recorder: Recorder) -> None:
+        tokens, targets = batch(self._config, self._corpus, self.step, "train")
+        started_s = time.monotonic()
+        try:
+            self.params, self._state, loss = jax.block_until_ready(
+                train_step(self.params, self._state, tokens, targets)
+            )
+        except jax.errors.JaxRuntimeError:
+            self._backend.raise_failure()
+            raise
+        step_s = time.monotonic() - started_s
+        self.step += 1
+        is_skipped = self._note_skipped()
+        self._announce_next()
+        line = StepLine(
+            self.step, float(loss), tokens.size, step_s, rss_bytes=rss_bytes()
+        )
+        recorder.add(line, self._backend.costs(self._state, is_skipped=is_skipped))
+
+    def _note_skipped(self) -> bool:
+        before, self._num_skipped = (
+            self._num_skipped,
+            self._backend.num_skipped(self._state),
+        )
+        if self._num_skipped == before:
+            return False
+        self._console.print(f"step {self.step}: skipped, NaN or Inf in a gradient")
+        return True
+
+    def _announce_next(self) -> None:
+        self._backend.announce(self._state, self._identity.position(self.step + 1))
+
+    def _say_stopping(self, signal_name: str) -> None:
+        self._console.print(
+            f"{signal_name}: finishing this step; once more ends at once"
+        )
+
+    def _is_eval_due(self) -> bool:
+        every = self._config.eval_every
+        return every > 0 and self.step % every == 0 and self.step < self._config.steps
+
+    def validate(self) -> float:
+        """The validation loss; also logged, once a step."""
+        loss = self.evaluator.validation_loss(self.params)
+        if self.step > self._validation.last_step:
+            line = json.dumps({"step": self.step, "loss": loss})
+            self._validation.write(self.step, line)
+        return loss
+
+    def close(self) -> None:
+        """Closes the logs."""
+        self._metrics.close()
+        self._validation.close()

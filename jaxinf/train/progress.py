@@ -1,0 +1,114 @@
+"""What a person sees of a running training: a live line, or plain lines in a pipe.
+
+Invariant: without a terminal nothing but plain text lines is written, no control
+characters; nothing printed is ever read as markup.
+"""
+
+import math
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from jaxinf.train.config import format_bytes
+from jaxinf.train.metrics import StepLine
+
+__all__ = ["Progress", "clock", "make_console", "printable"]
+
+_PLAIN_INTERVAL_S = 5.0
+_SMOOTHING = 0.9  # of tokens/s and loss: about the last 10 steps
+
+
+def make_console() -> Console:
+    """A console on standard output that prints text as it is."""
+    return Console(markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def printable(text: bytes) -> str:
+    """Bytes as UTF-8; control characters but newlines and tabs become ``·``."""
+    decoded = text.decode("utf-8", errors="replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in decoded)
+
+
+class Progress:
+    """Shows steps as they are done.
+
+    Args:
+      console: where to.
+      first: steps that were done before.
+      last: the step to end at.
+    """
+
+    def __init__(self, console: Console, *, first: int, last: int) -> None:
+        self._console = console
+        self._first, self._last = first, last
+        self._started_s = self._shown_s = time.monotonic()
+        self._tokens_per_s = self._loss = 0.0
+        self._drive = ""
+        is_live = console.is_terminal and not console.is_dumb_terminal
+        self._live = Live(console=console, refresh_per_second=4) if is_live else None
+
+    def __enter__(self) -> "Progress":
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def say(self, text: str) -> None:
+        """Prints a line above the live one. Thread-safe."""
+        self._console.print(text)
+
+    def costs(self, line: StepLine) -> None:
+        """Takes up the traffic of a committed step."""
+        if line.step_s and line.drive_read_bytes and line.drive_write_bytes:
+            read = line.drive_read_bytes / line.step_s / 1e9
+            written = line.drive_write_bytes / line.step_s / 1e9
+            self._drive = f"  drive {read:.2f} GB/s read {written:.2f} written"
+
+    def step(self, line: StepLine) -> None:
+        """Takes up a step; shows it at once on a terminal, every few seconds else."""
+        assert line.loss is not None
+        assert line.tokens and line.step_s  # noqa: PT018
+        weight = _SMOOTHING if self._tokens_per_s else 0.0
+        rate = line.tokens / line.step_s
+        self._tokens_per_s += (1 - weight) * (rate - self._tokens_per_s)
+        if math.isfinite(line.loss):
+            self._loss += (1 - weight) * (line.loss - self._loss)
+        if self._live is not None:
+            self._live.update(Text(self._text(line), no_wrap=True, overflow="crop"))
+        elif self._is_due(line.step):
+            self._console.print(self._text(line))
+
+    def _is_due(self, step: int) -> bool:
+        now_s = time.monotonic()
+        is_end = step in (self._first + 1, self._last)
+        if not is_end and now_s - self._shown_s < _PLAIN_INTERVAL_S:
+            return False
+        self._shown_s = now_s
+        return True
+
+    def _text(self, line: StepLine) -> str:
+        elapsed_s = time.monotonic() - self._started_s
+        left_s = elapsed_s / (line.step - self._first) * (self._last - line.step)
+        return (
+            f"step {line.step}/{self._last}  loss {self._loss:.3f}  "
+            f"{self._tokens_per_s:,.0f} tokens/s{self._drive}  "
+            f"memory {format_bytes(line.rss_bytes or 0)}  {clock(left_s)} left"
+        )
+
+
+def clock(seconds: float) -> str:
+    """``1:05``, ``2:00:00``."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,81 @@
+"""Ctrl-C and SIGTERM: the first asks for a clean stop, the second ends at once.
+
+Invariant: both work while the main thread is inside a long computation, where Python
+cannot run signal handlers: a thread of our own reads the interpreter's wake-up pipe.
+"""
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+__all__ = ["StopRequest"]
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SHOW_CURSOR = "\x1b[?25h"
+
+
+class StopRequest:
+    """While its context lasts, signals ask for a stop instead of ending the process.
+
+    Outside the main thread, where Python allows no signal handlers, it does nothing.
+
+    Args:
+      on_request: called once, from another thread, with the first signal's name.
+    """
+
+    def __init__(self, on_request: Callable[[str], None]) -> None:
+        self._on_request = on_request
+        self._requested = threading.Event()
+        self._previous: dict[signal.Signals, object] = {}
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether a signal has come."""
+        return self._requested.is_set()
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._old_fd = signal.set_wakeup_fd(self._writer.fileno())
+        for number in _SIGNALS:
+            self._previous[number] = signal.signal(number, _ignore)
+        self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self._previous:
+            return
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        signal.set_wakeup_fd(self._old_fd)
+        self._writer.close()
+        self._thread.join()
+        self._reader.close()
+
+    def _watch(self) -> None:
+        while received := self._reader.recv(1):
+            number = received[0]
+            if number not in _SIGNALS:
+                continue
+            if self._requested.is_set():
+                if sys.stdout.isatty():
+                    os.write(sys.stdout.fileno(), _SHOW_CURSOR.encode())
+                os._exit(128 + number)
+            self._requested.set()
+            self._on_request(signal.Signals(number).name)
+
+
+def _ignore(number: int, frame: object) -> None:
+    """The watching thread has the signal already."""
