@@ -201,7 +201,7 @@ def _print_kernels(console: Console, document: Mapping[str, Any]) -> None:
         written = formulas(lines, slots)
         shown = written[:_MAX_EQUATIONS]
         for line in shown:
-            console.print(Padding(printable(line), (0, 0, 0, 2)))
+            console.print(Padding(printable(line), (0, 0, 0, 2), expand=False))
         if len(shown) < len(written):
             console.print(
                 f"  … {len(written) - len(shown)} more lines (--json has all)"

@@ -194,11 +194,13 @@ def _jax_devices(problems: list[Problem]) -> list[str]:
     except DeviceConfigurationError as error:
         what, _, remedy = str(error).partition(". ")
         problems.append(Problem(what, remedy))
-    except RuntimeError as error:
-        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except Exception as error:  # a backend that fails to start may raise anything
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        setting = os.environ.get("JAX_PLATFORMS")
+        where = f" (JAX_PLATFORMS={setting})" if setting else ""
         problems.append(
             Problem(
-                f"JAX found no device: {first_line}",
+                f"JAX found no device{where}: {first_line}",
                 "set JAX_PLATFORMS=cpu, or install the jax build of your accelerator",
                 is_fatal=True,
             )

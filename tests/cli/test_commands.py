@@ -1,0 +1,108 @@
+import json
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+
+from jaxinf.cli import main
+from jaxinf.cli.units import format_bytes, format_count, parse_bytes
+
+
+def test_help_is_readable(run):
+    for words in (["--help"], ["inspect", "--help"], ["doctor", "--help"], []):
+        result = run(*words)
+        assert result.status == 0
+        assert "usage: jaxinf" in result.out
+    assert "--leaf NAME" in run("inspect", "--help").out
+    assert "1.00GiB" in run("doctor", "--help").out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["inspec"],
+        ["inspect"],
+        ["inspect", "a", "b"],
+        ["inspect", "a", "--lea", "b"],
+        ["doctor", "--size", "much"],
+        ["doctor", "--size", "-1"],
+    ],
+)
+def test_wrong_command_lines(words, run):
+    result = run(*words)
+    assert result.status == 2
+    assert result.out == ""
+    assert "Traceback" not in result.err
+
+
+def test_console_script():
+    [script] = metadata.entry_points(group="console_scripts", name="jaxinf")
+    assert script.load() is main
+
+
+def test_in_a_process_of_its_own(trained):
+    words = [
+        sys.executable,
+        "-c",
+        "import sys, jaxinf.cli; sys.exit(jaxinf.cli.main())",
+    ]
+    done = subprocess.run(
+        [*words, "inspect", str(trained.path), "--json"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["step"] == 3
+    done = subprocess.run(
+        [*words, "inspect", "/nowhere"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("jaxinf: /nowhere: expected")
+
+
+def test_a_reader_that_leaves_early(trained):
+    command = (
+        f"{sys.executable} -m jaxinf.cli inspect {trained.path} --json | head -c 9"
+    )
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("1KiB", 1024),
+        ("1.5 MiB", 3 << 19),
+        ("2g", 2 << 30),
+        ("1GB", 10**9),
+        ("7 b", 7),
+    ],
+)
+def test_parse_bytes(text, num_bytes):
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "1 XiB", "-1", "1e9", "nan"])
+def test_parse_bytes_refuses(text):
+    with pytest.raises(ValueError, match="expected a number of bytes such as 1GiB"):
+        parse_bytes(text)
+
+
+def test_format():
+    assert [format_bytes(n) for n in (0, 999, 1000, 1 << 20, 1493277696)] == [
+        "0 B",
+        "999 B",
+        "0.98 KiB",
+        "1.00 MiB",
+        "1.39 GiB",
+    ]
+    assert [format_count(n) for n in (0, 999, 1500, 124439808, 3.4e9)] == [
+        "0",
+        "999",
+        "1.5 k",
+        "124 M",
+        "3.4 G",
+    ]

@@ -1,0 +1,288 @@
+import errno
+import os
+import platform
+
+import pytest
+
+import jaxinf.callback
+import jaxinf.cli.bandwidth as bandwidth
+import jaxinf.cli.doctor as doctor
+import jaxinf.cli.filesystem as filesystem
+import jaxinf.cli.machine as machine
+import jaxinf.cli.place as place
+from jaxinf.errors import DeviceConfigurationError
+
+PATH_KEYS = [
+    "path",
+    "usable",
+    "filesystem",
+    "mount_point",
+    "source",
+    "block_device",
+    "rotational",
+    "free_bytes",
+    "total_bytes",
+    "adam_params",
+    "direct_io",
+    "hard_links",
+    "symlinks",
+    "fallocate",
+    "locks",
+    "bandwidth",
+    "adam_params_per_s",
+    "problems",
+]
+
+
+def _doctor(run_json, path, size="1MiB", status=0):
+    return run_json("doctor", path, "--size", size, status=status)
+
+
+def test_a_usable_directory(tmp_path, run_json):
+    found = _doctor(run_json, tmp_path)
+    assert found["usable"] is True
+    [here] = found["paths"]
+    assert list(here) == PATH_KEYS
+    assert here["path"] == str(tmp_path)
+    assert here["usable"]
+    assert here["symlinks"]
+    assert here["hard_links"]
+    assert here["adam_params"] == here["free_bytes"] // 24
+    speeds = here["bandwidth"]
+    assert speeds["file_bytes"] == 1 << 20
+    assert min(speeds.values()) > 0
+    assert here["adam_params_per_s"] == speeds["mixed_bytes_per_s"] / 24
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_machine(tmp_path, run_json):
+    found = _doctor(run_json, tmp_path, "0")["machine"]
+    assert found["cpu"]["num_cores"] == len(os.sched_getaffinity(0))
+    assert found["memory_bytes"] > found["available_bytes"] > 0
+    assert found["packages"]["jax"]
+    assert any(device.startswith("cpu") for device in found["jax_devices"])
+
+
+def test_text(tmp_path, run):
+    result = run("doctor", tmp_path, "--size", "256KiB")
+    assert result.status == 0
+    for part in (str(tmp_path), "MB/s", "params/s with Adam", "jax ", "ready"):
+        assert part in result.out
+
+
+def test_no_measuring(tmp_path, run_json):
+    [here] = _doctor(run_json, tmp_path, "0")["paths"]
+    assert here["bandwidth"] is here["adam_params_per_s"] is None
+    assert here["usable"]
+
+
+def test_several_paths_and_one_is_bad(tmp_path, run, run_json):
+    (tmp_path / "file").touch()
+    words = ["doctor", tmp_path, tmp_path / "gone", tmp_path / "file", "--size", "0"]
+    found = run_json(*words, status=1)
+    assert found["usable"] is False
+    assert [here["usable"] for here in found["paths"]] == [True, False, False]
+    assert "mkdir -p" in found["paths"][1]["problems"][0]["remedy"]
+    assert "found a file" in found["paths"][2]["problems"][0]["what"]
+    result = run(*words)
+    assert result.status == 1
+    assert "cannot hold a store" in result.out
+
+
+def test_a_memory_file_system_is_told(memory_dir, run_json):
+    [here] = _doctor(run_json, memory_dir)["paths"]
+    assert here["filesystem"] == "tmpfs"
+    assert here["usable"]
+    assert any("is memory" in problem["what"] for problem in here["problems"])
+
+
+@pytest.fixture
+def memory_dir():
+    path = filesystem.Path("/dev/shm")
+    if not path.is_dir():
+        pytest.skip("no /dev/shm: no tmpfs to test on")
+    with filesystem.scratch_directory(path) as scratch:
+        yield scratch
+
+
+@pytest.mark.parametrize(
+    ("code", "part"),
+    [(errno.EACCES, "cannot write"), (errno.ENOSPC, "No space left")],
+)
+def test_a_directory_that_cannot_be_written(
+    tmp_path, code, part, run_json, monkeypatch
+):
+    def refuse(**kwargs):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(filesystem.tempfile, "mkdtemp", refuse)
+    [here] = _doctor(run_json, tmp_path, status=1)["paths"]
+    [problem] = [problem for problem in here["problems"] if problem["fatal"]]
+    assert part in problem["what"]
+    assert problem["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("name", "action", "fatal"),
+    [
+        ("hard_links", "_try_hard_link", False),
+        ("symlinks", "_try_symlink", True),
+        ("fallocate", "_try_fallocate", False),
+        ("locks", "_try_lock", True),
+    ],
+)
+def test_what_a_file_system_lacks(tmp_path, name, action, fatal, run_json, monkeypatch):
+    def refuse(scratch):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(filesystem, action, refuse)
+    [here] = _doctor(run_json, tmp_path, "0", status=int(fatal))["paths"]
+    assert here[name] is False
+    [problem] = [p for p in here["problems"] if "not supported" in p["what"]]
+    assert problem["fatal"] is fatal
+    assert "ext4" in problem["remedy"]
+
+
+def test_without_direct_io(tmp_path, run, monkeypatch):
+    monkeypatch.setattr(filesystem, "supports_direct", lambda path: False)
+    result = run("doctor", tmp_path, "--size", "256KiB")
+    assert "no direct I/O" in result.out
+    assert "buffered, so partly memory's" in result.out
+
+
+def test_little_space_makes_a_shorter_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(place, "_SHARE_OF_FREE", 1 << 60)
+    found = place.look_at_place(tmp_path, 1 << 30, lambda done, total: None)
+    assert found.bandwidth is None
+    assert any("too little to measure" in problem.what for problem in found.problems)
+    assert found.is_usable
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_nothing_is_left_behind(tmp_path, error, run, monkeypatch):
+    class Interrupted:
+        def __enter__(self):
+            return self.progress
+
+        def __exit__(self, *args):
+            pass
+
+        def progress(self, done, total):
+            raise error
+
+    monkeypatch.setattr(doctor, "_progress", lambda name: Interrupted())
+    open_files = os.listdir("/proc/self/fd")
+    result = run("doctor", tmp_path, "--size", "1MiB")
+    assert result.status == (130 if error is KeyboardInterrupt else 1)
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == len(open_files)
+
+
+def test_the_file_has_no_name_while_it_is_measured(tmp_path):
+    seen = []
+
+    def progress(done, total):
+        seen.append((done, total, list(tmp_path.iterdir())))
+
+    found = bandwidth.measure_bandwidth(tmp_path, 1 << 20, progress)
+    assert found.file_bytes == 1 << 20
+    assert seen[-1][:2] == (3 << 20, 3 << 20)
+    assert all(names == [] for *_, names in seen)
+
+
+def test_a_file_too_short(tmp_path):
+    with pytest.raises(ValueError, match="too short to measure with; give at least"):
+        bandwidth.measure_bandwidth(tmp_path, 4096, lambda done, total: None)
+
+
+MOUNTS = """\
+22 27 0:21 / /proc rw,relatime - proc proc rw
+27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw,discard
+28 27 0:30 / /mnt rw - xfs /dev/nvme0n1p1 rw
+29 28 0:31 / /mnt/a\\040b ro,relatime shared:2 master:1 - nfs4 host:/x rw
+30 28 0:32 / /mnt rw - btrfs /dev/sdb ro
+not a mount
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "fs_type", "is_read_only"),
+    [
+        ("/", "ext4", False),
+        ("/mntx/y", "ext4", False),
+        ("/mnt/y", "btrfs", True),
+        ("/mnt/a b/c", "nfs4", True),
+    ],
+)
+def test_mounts(tmp_path, path, fs_type, is_read_only):
+    mountinfo = tmp_path / "mountinfo"
+    mountinfo.write_text(MOUNTS)
+    found = filesystem.find_mount(filesystem.Path(path), mountinfo=mountinfo)
+    assert (found.fs_type, found.is_read_only) == (fs_type, is_read_only)
+    assert filesystem.find_mount(tmp_path, mountinfo=tmp_path / "gone") is None
+
+
+def test_block_device_of_a_partition(tmp_path):
+    number = tmp_path.stat().st_dev
+    drive = tmp_path / "devices" / "nvme7"
+    (drive / "queue").mkdir(parents=True)
+    (drive / "queue" / "rotational").write_text("0\n")
+    (drive / "nvme7p1").mkdir()
+    (drive / "nvme7p1" / "partition").write_text("1\n")
+    links = tmp_path / "dev" / "block"
+    links.mkdir(parents=True)
+    name = f"{os.major(number)}:{os.minor(number)}"
+    (links / name).symlink_to(drive / "nvme7p1")
+    found = filesystem.find_block_device(tmp_path, None, sysfs=tmp_path)
+    assert found == filesystem.BlockDevice("nvme7", is_rotational=False)
+
+
+V2 = ["cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3"]
+V3 = ["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"]
+V4 = ["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="levels of x86-64")
+@pytest.mark.parametrize(
+    ("flags", "level"),
+    [([], 1), (V2, 2), (V2 + V3, 3), (V2 + V3 + V4, 4), (V2 + V4, 2), (V3, 1)],
+)
+def test_isa_level(flags, level):
+    assert machine.isa_level(flags) == f"x86-64-v{level}"
+
+
+def test_what_the_machine_lacks(monkeypatch):
+    def refuse():
+        raise DeviceConfigurationError("8 CPU devices hang. Start with PJRT_NPROC=16")
+
+    monkeypatch.setattr(jaxinf.callback, "check_device_configuration", refuse)
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    monkeypatch.setattr(machine, "isa_level", lambda flags: "x86-64-v2")
+    found = machine.look_at_machine()
+    whats = [problem.what for problem in found.problems]
+    assert len(whats) == 3
+    assert "no fused multiply-add" in whats[0]
+    assert "no C compiler" in whats[1]
+    assert whats[2] == "8 CPU devices hang"
+    assert found.problems[2].remedy == "Start with PJRT_NPROC=16"
+    assert not any(problem.is_fatal for problem in found.problems)
+    assert "XLA_PYTHON_CLIENT_PREALLOCATE" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("error", "part"),
+    [
+        (RuntimeError("Unable to initialize backend\nmore"), ": Unable to initialize"),
+        (AssertionError(), "(JAX_PLATFORMS=cuda): AssertionError"),
+    ],
+)
+def test_no_jax_device_is_fatal(tmp_path, error, part, run, monkeypatch):
+    def refuse():
+        raise error
+
+    monkeypatch.setattr("jax.devices", refuse)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    result = run("doctor", tmp_path, "--size", "0")
+    assert result.status == 1
+    assert part in result.out
+    assert "JAX cannot run here" in result.out

@@ -1,0 +1,311 @@
+import errno
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import zarr
+
+import jaxinf.cli.committed as committed
+from jaxinf.errors import StoreIOError
+
+STORE_KEYS = [
+    "store",
+    "store_id",
+    "created_by",
+    "pinned",
+    "warnings",
+    "step",
+    "committed_at",
+    "skipped_steps",
+    "num_params",
+    "leaves",
+    "states",
+    "logical_bytes",
+    "disk_bytes",
+    "csds",
+    "kernels",
+    "scalar_state",
+    "payload",
+    "writer",
+    "current",
+]
+
+
+def test_document_of_a_store(trained, run_json):
+    found = run_json("inspect", trained.path)
+    assert list(found) == STORE_KEYS
+    num_params = 300 * 129 + 129 + 1
+    assert found["store"] == str(trained.path)
+    assert (found["step"], found["skipped_steps"]) == (3, 0)
+    assert found["num_params"] == num_params
+    assert found["logical_bytes"] == 12 * num_params
+    assert found["payload"] == {"position": 3}
+    assert found["pinned"] is True
+    assert found["writer"] is None
+    assert found["warnings"] == []
+    assert set(found["created_by"]) >= {"jaxinf", "jax", "optax"}
+    assert found["states"] == [
+        {"name": name, "num_bytes": 4 * num_params} for name in ("params", "mu", "nu")
+    ]
+    [count] = found["scalar_state"]
+    assert count["path"].endswith("count")
+    assert (count["dtype"], count["shape"], count["value"]) == ("int32", [], 3)
+
+
+def test_document_of_leaves(trained, run_json):
+    leaves = {
+        leaf["name"]: leaf for leaf in run_json("inspect", trained.path)["leaves"]
+    }
+    assert list(leaves) == ["h/0/bias", "h/0/kernel", "scale"]
+    kernel = leaves["h/0/kernel"]
+    assert kernel["shape"] == [300, 129]
+    assert kernel["num_elements"] == 300 * 129
+    assert kernel["num_bytes"] == 12 * 300 * 129
+    assert leaves["h/0/bias"]["dtype"] == "bfloat16"
+    assert leaves["scale"]["shape"] == []
+    for leaf in leaves.values():
+        assert [state["name"] for state in leaf["states"]] == ["params", "mu", "nu"]
+        for state in leaf["states"]:
+            held = zarr.open_array(state["array"], mode="r")[...]
+            expected = trained.arrays[leaf["name"], state["name"]]
+            np.testing.assert_array_equal(held, expected)
+
+
+def test_bytes_on_disk_are_those_of_both_slots(trained, run_json):
+    found = run_json("inspect", trained.path)
+    used = subprocess.run(
+        ["du", "-s", "-B1", trained.path / "slots"], capture_output=True, check=True
+    )
+    with_directories = int(used.stdout.split()[0])
+    assert 2 * found["logical_bytes"] < found["disk_bytes"] <= with_directories
+
+
+def test_csds(spread, run_json):
+    csds = run_json("inspect", spread.path)["csds"]
+    assert [csd["root"] for csd in csds] == [str(root) for root in spread.csds]
+    for csd, root in zip(csds, spread.csds, strict=True):
+        files = [p for p in root.glob("jaxinf-*/a/**/c*/**/*") if p.is_file()]
+        files += [p for p in root.glob("jaxinf-*/a/*/c") if p.is_file()]
+        assert csd["num_chunks"] == len(files) > 0
+        assert 0 < csd["free_bytes"] < csd["total_bytes"]
+
+
+@pytest.mark.parametrize("place", ["trained", "spread"])
+@pytest.mark.parametrize("leaf", ["h/0/kernel", "h/0/bias", "scale"])
+def test_statistics(place, leaf, request, run_json):
+    store = request.getfixturevalue(place)
+    found = run_json("inspect", store.path, "--leaf", leaf)
+    assert list(found)[:8] == STORE_KEYS[:8]
+    assert found["leaf"]["name"] == leaf
+    assert list(found["statistics"]) == ["params", "mu", "nu"]
+    for state, statistics in found["statistics"].items():
+        array = store.arrays[leaf, state].astype(np.float64)
+        assert statistics["num_elements"] == array.size
+        assert statistics["num_zeros"] == np.count_nonzero(array == 0)
+        assert statistics["num_non_finite"] == 0
+        assert statistics["min"] == array.min()
+        assert statistics["max"] == array.max()
+        assert statistics["mean"] == pytest.approx(array.mean(), rel=1e-12)
+        assert statistics["std"] == pytest.approx(array.std(), rel=1e-9, abs=1e-15)
+
+
+def test_one_state_alone(trained, run_json):
+    found = run_json("inspect", trained.path, "--leaf", "scale", "--state", "nu")
+    assert list(found["statistics"]) == ["nu"]
+
+
+def test_text_has_it_all_and_nothing_stays(trained, run):
+    result = run("inspect", trained.path)
+    assert result.status == 0
+    assert result.err == ""
+    for part in (
+        str(trained.path),
+        "38,830 in 3 leaves",
+        "h/0/kernel",
+        "(300, 129)",
+        "bfloat16",
+        "params mu nu float32",
+        "mu' = # * gradient + # * mu",
+        "count",
+        '{"position": 3}',
+        f"{trained.path}/current/params.h.0.bias",
+        "none on this machine",
+    ):
+        assert part in result.out
+    assert max(map(len, result.out.splitlines())) < 200
+    assert not list((trained.path / "snapshots").iterdir())
+
+
+def test_text_of_a_leaf(trained, run):
+    result = run("inspect", trained.path, "--leaf", "h/0/kernel")
+    assert result.status == 0
+    assert "38,700 elements" in result.out
+    assert "nu (log scale)" in result.out
+    assert "█" in result.out
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("words", [[], ["--leaf", "h/0/kernel"]])
+def test_terminal(trained, width, words):
+    text = _on_terminal(["inspect", str(trained.path), *words], width)
+    paths = (str(trained.path), "zarr.open_array")
+    for line in text.splitlines():
+        assert len(line) <= width or any(path in line for path in paths), line
+    assert "h/0/kernel" in text
+
+
+def _on_terminal(words, width):
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxinf.cli", *words],
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": str(width)},
+    )
+    os.close(theirs)
+    output = b""
+    try:
+        while data := os.read(ours, 65536):
+            output += data
+    except OSError:
+        pass  # EIO is how Linux says that the other end is closed
+    finally:
+        os.close(ours)
+    assert process.wait() == 0
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.decode()).replace("\r", "")
+
+
+@pytest.mark.parametrize("num_csds", [0, 2])
+def test_one_step_beside_a_running_writer(tmp_path, num_csds, start_writer, run_json):
+    csds = [tmp_path / f"csd{i}" for i in range(num_csds)]
+    for csd in csds:
+        csd.mkdir()
+    path = tmp_path / "store"
+    writer = start_writer(path, *csds)
+    steps = []
+    while len(steps) < 4 or (steps[-1] == steps[0] and len(steps) < 50):
+        found = run_json("inspect", path, "--leaf", "w")
+        statistics = found["statistics"]["params"]
+        assert statistics["min"] == statistics["max"] == -found["step"]
+        steps.append(found["step"])
+    assert steps == sorted(steps)
+    assert steps[-1] > steps[0]
+    found = run_json("inspect", path)
+    assert found["writer"]["pid"] == writer.pid
+    assert found["pinned"]
+    assert writer.poll() is None
+    assert run_json("inspect", path, "--live")["step"] >= found["step"]
+
+
+def test_writer_is_forgotten_when_it_is_gone(tmp_path, start_writer, run_json):
+    writer = start_writer(tmp_path / "store")
+    writer.kill()
+    writer.wait()
+    assert run_json("inspect", tmp_path / "store")["writer"] is None
+
+
+def test_live_writes_nothing(trained, run_json):
+    before = sorted(trained.path.rglob("*"))
+    times = [path.lstat().st_mtime_ns for path in before]
+    found = run_json("inspect", trained.path, "--live")
+    assert found["pinned"] is False
+    assert found["step"] == 3
+    assert sorted(trained.path.rglob("*")) == before
+    assert [path.lstat().st_mtime_ns for path in before] == times
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM])
+def test_a_store_that_cannot_be_written_is_read(trained, code, run, monkeypatch):
+    def refuse(directory):
+        raise StoreIOError("no") from OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(committed, "snapshot", refuse)
+    result = run("inspect", trained.path, "--leaf", "scale", "--json")
+    assert result.status == 0
+    assert result.err.startswith("warning: ")
+    assert "chunks may be of different steps" in result.err
+    document = json.loads(result.out)
+    assert document["pinned"] is False
+    assert len(document["warnings"]) == 1
+
+
+def test_a_failing_drive_is_no_reason_to_go_on(trained, run, monkeypatch):
+    def fail(directory):
+        raise StoreIOError("the drive failed") from OSError(errno.EIO, "I/O error")
+
+    monkeypatch.setattr(committed, "snapshot", fail)
+    result = run("inspect", trained.path)
+    assert (result.status, result.out) == (1, "")
+    assert result.err == "jaxinf: the drive failed\n"
+
+
+def _expect_failure(result, *parts, status=1):
+    assert result.status == status
+    assert result.out == ""
+    assert result.err.startswith("jaxinf: ")
+    assert result.err.count("\n") == 1
+    for part in parts:
+        assert part in result.err
+
+
+def test_no_such_path(tmp_path, run):
+    _expect_failure(run("inspect", tmp_path / "gone"), "gone", "found nothing")
+
+
+def test_a_file(tmp_path, run):
+    (tmp_path / "file").touch()
+    _expect_failure(run("inspect", tmp_path / "file"), "found a file")
+
+
+def test_not_a_store(tmp_path, run):
+    _expect_failure(run("inspect", tmp_path), "found no jaxinf.json")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "jaxinf"}', "\x00"])
+def test_corrupt_manifest(text, tmp_path, run):
+    (tmp_path / "jaxinf.json").write_text(text)
+    _expect_failure(run("inspect", tmp_path), "jaxinf.json")
+
+
+def test_no_step_yet(make_store, run):
+    store = make_store(num_steps=1)
+    (store.path / "current").unlink()
+    _expect_failure(run("inspect", store.path), "being created")
+    _expect_failure(run("inspect", store.path, "--live"), "being created")
+
+
+def test_corrupt_commit(make_store, run):
+    store = make_store(num_steps=1)
+    (store.path / "current" / "commit.json").write_text("{")
+    _expect_failure(run("inspect", store.path), "commit.json")
+    _expect_failure(run("inspect", store.path, "--live"), "commit.json")
+
+
+def test_missing_csd(tmp_path, make_store, run):
+    (tmp_path / "one").mkdir()
+    store = make_store(csds=(tmp_path / "one",))
+    (tmp_path / "one").rename(tmp_path / "unmounted")
+    _expect_failure(run("inspect", store.path), "CSD 0", "mount the drive")
+
+
+def test_truncated_chunk(make_store, run):
+    store = make_store()
+    os.truncate(store.path / "current" / "mu.h.0.bias" / "c" / "0", 100)
+    _expect_failure(run("inspect", store.path, "--leaf", "h/0/bias"), "truncated")
+
+
+def test_unknown_leaf_and_state(trained, run):
+    _expect_failure(run("inspect", trained.path, "--leaf", "h/1"), "h/0/kernel")
+    _expect_failure(
+        run("inspect", trained.path, "--leaf", "scale", "--state", "m"),
+        "params, mu, nu",
+    )
+
+
+def test_state_without_leaf_is_refused(trained, run):
+    _expect_failure(run("inspect", trained.path, "--state", "mu"), "--leaf", status=2)
