@@ -5,7 +5,6 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml $(shell find jaxinf models -name '*.py' -o -name '*.cpp' -o -name '*.hpp')
-STEPS ?= 400
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-models lint clean
@@ -30,7 +29,7 @@ $(VENV)/installed: $(SOURCES) $(VENV)/dependencies
 
 train: $(VENV)/installed  ## train a small GPT-2 on source code, its state on the drive
 	$(BIN)/python -m jaxinf.train --store runs/quickstart/store \
-	  --log-dir runs/quickstart --steps $(STEPS)
+	  --log-dir runs/quickstart $(if $(STEPS),--steps $(STEPS))
 
 test: $(VENV)/installed  ## the test suite, on the installed package
 	$(BIN)/pytest tests
