@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -42,11 +43,9 @@ def test_console_script():
 
 
 def test_in_a_process_of_its_own(trained):
-    words = [
-        sys.executable,
-        "-c",
-        "import sys, jaxinf.cli; sys.exit(jaxinf.cli.main())",
-    ]
+    script = Path(sys.executable).with_name("jaxinf")
+    code = "import sys, jaxinf.cli; sys.exit(jaxinf.cli.main())"
+    words = [str(script)] if script.exists() else [sys.executable, "-c", code]
     done = subprocess.run(
         [*words, "inspect", str(trained.path), "--json"], capture_output=True, text=True
     )
