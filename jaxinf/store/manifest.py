@@ -6,6 +6,7 @@ be understood is a `StoreFormatError`; nothing is guessed.
 
 import difflib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +16,19 @@ import numpy as np
 
 from jaxinf.errors import StoreFormatError
 from jaxinf.layout import LeafGrid
-from jaxinf.store.names import MASTER_PARAMS, array_name, leaf_name
+from jaxinf.store.names import (
+    MASTER_PARAMS,
+    array_name,
+    check_leaf_paths,
+    encode_key,
+    leaf_name,
+)
 
 __all__ = ["FORMAT_VERSION", "LeafRecord", "Manifest", "StateRecord", "dtype_of"]
 
 FORMAT_VERSION = 1
+
+_STORE_ID = re.compile("[0-9a-f]{32}")
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -143,13 +152,40 @@ class Manifest:
 
     @classmethod
     def _from_json(cls, document: Mapping[str, Any]) -> "Manifest":
-        return cls(
+        manifest = cls(
             store_id=str(document["store_id"]),
             csds=tuple(document["csds"]),
             kernels={k: tuple(v) for k, v in document["kernels"].items()},
             leaves=tuple(_leaf_from_json(leaf) for leaf in document["leaves"]),
             created_by=dict(document["created_by"]),
         )
+        manifest._check()
+        return manifest
+
+    def _check(self) -> None:
+        """Raises ValueError where the parts do not fit each other."""
+        if not _STORE_ID.fullmatch(self.store_id):
+            raise ValueError(f"store_id {self.store_id!r} is not 32 hex digits")
+        if not all(
+            isinstance(root, str) and root.startswith("/") for root in self.csds
+        ):
+            raise ValueError(f"csds {list(self.csds)} are not absolute paths")
+        for leaf in self.leaves:
+            if leaf.kernel not in self.kernels:
+                raise ValueError(f"leaf {leaf.name}: no kernel {leaf.kernel!r}")
+            if leaf.states[:1] != (StateRecord(MASTER_PARAMS, "float32"),):
+                raise ValueError(f"leaf {leaf.name}: no float32 params first")
+            num_chunks = leaf.grid.num_chunks
+            if len(leaf.csds) != num_chunks:
+                raise ValueError(
+                    f"leaf {leaf.name}: {num_chunks} chunks, {len(leaf.csds)} CSDs"
+                )
+            if not all(0 <= csd < max(1, len(self.csds)) for csd in leaf.csds):
+                raise ValueError(f"leaf {leaf.name}: no such CSDs: {leaf.csds}")
+        states = {state.name for leaf in self.leaves for state in leaf.states}
+        if not all(name == encode_key(name) for name in states):
+            raise ValueError(f"states {sorted(states)} are no file names")
+        check_leaf_paths([leaf.path for leaf in self.leaves], states)
 
     def tree_difference(self, other: "Manifest") -> list[str]:
         """How the leaves and states of `other` differ from this one's, as lines.
