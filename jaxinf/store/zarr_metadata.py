@@ -7,6 +7,7 @@ endian, so that a chunk file is the array's memory.
 from collections.abc import Sequence
 from typing import Any
 
+from jaxinf.store.manifest import dtype_of
 from jaxinf.store.names import encode_key
 
 __all__ = [
@@ -47,7 +48,7 @@ def array_metadata(
             "configuration": {"chunk_shape": list(chunk_shape)},
         },
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-        "fill_value": 0.0,
+        "fill_value": dtype_of(dtype).type(0).item(),
         "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
         "attributes": {},
     }
