@@ -45,27 +45,28 @@ def snapshot(directory: StoreDirectory) -> Iterator[Path]:
 def _pin(directory: StoreDirectory, name: str) -> int:
     """Makes the links; returns the descriptor that marks the snapshot as in use."""
     root = directory.path / "snapshots" / name
-    owner = -1
-    try:
-        with lock_exclusively(directory.publish_lock):
-            slot = directory.committed_slot()
-            if slot is None:
-                raise StoreFormatError(
-                    f"{directory.path}: expected a committed step to take a snapshot "
-                    "of, found a store that is just being created; try again later"
-                )
-            root.mkdir(parents=True)
-            owner = _own(root)
-            _link_slot(directory, slot, name, root)
-    except OSError as error:
-        _remove(directory, name)
-        if owner >= 0:
-            os.close(owner)
-        raise StoreIOError(
-            f"{root}: cannot pin the committed step with hard links: "
-            f"{error.strerror}; the store must be writable and its file systems must "
-            "have hard links"
-        ) from error
+    with contextlib.ExitStack() as undo:
+        undo.callback(_remove, directory, name)
+        try:
+            with lock_exclusively(directory.publish_lock):
+                slot = directory.committed_slot()
+                if slot is None:
+                    raise StoreFormatError(
+                        f"{directory.path}: expected a committed step to take a "
+                        "snapshot of, found a store that is just being created; try "
+                        "again later"
+                    )
+                root.mkdir(parents=True)
+                owner = _own(root)
+                undo.callback(os.close, owner)
+                _link_slot(directory, slot, name, root)
+        except OSError as error:
+            raise StoreIOError(
+                f"{root}: cannot pin the committed step with hard links: "
+                f"{error.strerror}; the store must be writable and its file systems "
+                "must have hard links"
+            ) from error
+        undo.pop_all()
     return owner
 
 
@@ -115,12 +116,18 @@ def prune_snapshots(directory: StoreDirectory) -> None:
         return
     with lock_exclusively(directory.publish_lock):
         for entry in root.iterdir():
-            fd = os.open(entry / _OWNER_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
-            else:
-                _remove(directory, entry.name)
-            finally:
-                os.close(fd)
+            # Its owner may be removing it at this moment.
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                _remove_if_stale(directory, entry)
+
+
+def _remove_if_stale(directory: StoreDirectory, entry: Path) -> None:
+    fd = os.open(entry / _OWNER_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    else:
+        _remove(directory, entry.name)
+    finally:
+        os.close(fd)
