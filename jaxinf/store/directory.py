@@ -4,13 +4,14 @@ Invariant: nothing here writes to a chunk file of the committed slot, nor to a f
 more than one link; `current` changes by rename alone.
 """
 
+import contextlib
 import json
 import os
 import shutil
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -22,6 +23,7 @@ from jaxinf.io import (
     sync_filesystem,
     write_json_atomically,
 )
+from jaxinf.io.failures import translated
 from jaxinf.layout import PAGE_BYTES, Chunk
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.lock import lock_exclusively
@@ -160,16 +162,18 @@ class StoreDirectory:
 
         Raises:
           StoreSpaceError: before anything is written.
+          StoreIOError: the operating system refused something.
         """
         self.check_space()
-        self.path.mkdir(parents=True, exist_ok=True)
-        write_json_atomically(self.path / "jaxinf.json", self.manifest.to_json())
-        timestamp_ns = time.time_ns()
-        for slot in SLOTS:
-            self._create_metadata(slot, timestamp_ns)
-            for leaf, record, _ in self._leaves():
-                for state in record.states:
-                    self._create_chunks(slot, leaf, record, state)
+        with translated("creation", self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_json_atomically(self.path / "jaxinf.json", self.manifest.to_json())
+            timestamp_ns = time.time_ns()
+            for slot in SLOTS:
+                self._create_metadata(slot, timestamp_ns)
+                for leaf, record, _ in self._leaves():
+                    for state in record.states:
+                        self._create_chunks(slot, leaf, record, state)
         self.sync()
         fsync_directory(self.path)
 
@@ -213,13 +217,42 @@ class StoreDirectory:
             file, logical_bytes, min(stored_bytes(chunk, state), logical_bytes)
         )
 
+    def check_never_committed(self) -> None:
+        """Tells a store whose creation was interrupted from one that lost `current`.
+
+        Raises:
+          StoreFormatError: it has committed a step.
+        """
+        if self.committed_slot() is not None:
+            raise StoreFormatError(
+                f"{self.path}: expected no committed step, found one"
+            )
+        for slot in SLOTS:
+            try:
+                step = CommitRecord.read(self.slot_path(slot) / "commit.json").step
+            except StoreFormatError:
+                continue
+            if step > 0:
+                raise StoreFormatError(
+                    f"{self.path}: expected the symlink `current` to name the "
+                    f"committed slot, found none, but step {step} in slots/{slot}; was "
+                    "the store copied without its symlinks? Copy it with cp -a, or "
+                    f"restore the symlink (ln -s slots/{slot} current), to the slot of "
+                    "the higher step if both have a commit.json"
+                )
+
     def discard(self) -> None:
-        """Removes a store that never committed a step: its creation was interrupted."""
-        assert self.committed_slot() is None
+        """Removes a store that never committed a step: its creation was interrupted.
+
+        Raises:
+          StoreFormatError: it has committed one; nothing is removed.
+        """
+        self.check_never_committed()
         for csd in range(len(self.manifest.csds)):
             shutil.rmtree(self.csd_directory(csd), ignore_errors=True)
         shutil.rmtree(self.path / "slots", ignore_errors=True)
-        (self.path / "jaxinf.json").unlink(missing_ok=True)
+        with translated("removal", self.path):
+            (self.path / "jaxinf.json").unlink(missing_ok=True)
         fsync_directory(self.path)
 
     # --- slots -------------------------------------------------------------------
@@ -256,7 +289,9 @@ class StoreDirectory:
     def unpublish(self, slot: Slot) -> None:
         """Takes the record from a slot that is about to be rewritten."""
         assert slot != self.committed_slot()
-        (self.slot_path(slot) / "commit.json").unlink(missing_ok=True)
+        record = self.slot_path(slot) / "commit.json"
+        with translated("removal", record):
+            record.unlink(missing_ok=True)
 
     def sync(self) -> None:
         """Makes everything written so far durable on every CSD and on the store."""
@@ -268,7 +303,10 @@ class StoreDirectory:
         """Commits a slot whose chunks are durable; see docs/format.md."""
         write_json_atomically(self.slot_path(slot) / "commit.json", record.to_json())
         temporary = self.path / "current.tmp"
-        with lock_exclusively(self.publish_lock):
+        with (
+            translated("commit", self.path / "current"),
+            lock_exclusively(self.publish_lock),
+        ):
             temporary.unlink(missing_ok=True)
             temporary.symlink_to(f"slots/{slot}")
             temporary.rename(self.path / "current")
@@ -285,30 +323,37 @@ class StoreDirectory:
         file = self.chunk_file(slot, leaf, chunk, state)
         with self._replace_lock:
             if _num_links(file) > 1:
-                temporary = file.with_name(file.name + ".new")
                 record = next(
                     s for s in self.manifest.leaves[leaf].states if s.name == state
                 )
-                temporary.unlink(missing_ok=True)
-                self._allocate(temporary, self.chunks[leaf][chunk], record)
-                temporary.rename(file)
+                with _replacement(file) as temporary:
+                    self._allocate(temporary, self.chunks[leaf][chunk], record)
         return file
 
     def link_unchanged(self, source: Slot, leaf: int, chunk: int, state: str) -> None:
         """Gives the other slot the source slot's chunk, by a hard link."""
         old = self.chunk_file(source, leaf, chunk, state)
         new = self.chunk_file(other_slot(source), leaf, chunk, state)
-        with self._replace_lock:
-            if new.exists() and old.samefile(new):
+        with self._replace_lock, translated("hard link", new):
+            # Of a file with one link the other slot has none.
+            if _num_links(old) > 1 and new.exists() and old.samefile(new):
                 return
-            temporary = new.with_name(new.name + ".new")
-            temporary.unlink(missing_ok=True)
-            os.link(old, temporary)
-            temporary.rename(new)
+            with _replacement(new) as temporary:
+                os.link(old, temporary)
 
     def _leaves(self) -> Iterable[tuple[int, LeafRecord, tuple[Chunk, ...]]]:
         for leaf, record in enumerate(self.manifest.leaves):
             yield leaf, record, self.chunks[leaf]
+
+
+@contextlib.contextmanager
+def _replacement(file: Path) -> Iterator[Path]:
+    """A name beside a file: what the body makes there takes the file's place."""
+    temporary = file.with_name(file.name + ".new")
+    with translated("replacement", file):
+        temporary.unlink(missing_ok=True)
+        yield temporary
+        temporary.rename(file)
 
 
 def _num_links(file: Path) -> int:
