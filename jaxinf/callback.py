@@ -1,7 +1,7 @@
 """The one seam through which a JAX computation calls the host.
 
-   one JAX device:   io_callback(leaf) ─────────────────────────► result, status
-   a mesh:           shard_map( owner of the shard: io_callback ─► psum of bits )
+   one JAX device:   callback(leaf) ─────────────────────────► result, status
+   a mesh:           shard_map( owner of the shard: callback ─► psum of bits )
 
 Invariant: a host function called from here uses NumPy alone, runs once for each
 distinct shard, and, beside other JAX devices, never raises: an exception next to a
@@ -10,6 +10,7 @@ waiting collective would abort the process.
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,15 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import io_callback
+from jax.experimental.buffer_callback import buffer_callback
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinf.errors import DeviceConfigurationError
 from jaxinf.typing import Array
 
-__all__ = ["call_on_shards", "call_once", "check_device_configuration"]
+__all__ = ["Host", "call_on_shards", "call_once", "check_device_configuration"]
 
-Host = Callable[..., tuple[Array, ...]]
-"""Called with the shard's coordinates (int32, one a dimension) and NumPy arguments."""
+Host = Callable[..., None]
+"""``host(outs, *arguments)`` fills the NumPy arrays `outs`; it keeps none of them."""
 
 
 def check_device_configuration() -> None:
@@ -55,45 +57,46 @@ def call_on_shards(
     sharding: NamedSharding | None,
     shared: Sequence[jax.Array],
     arrays: Sequence[jax.Array],
-    out_dtype: Any,
-) -> tuple[jax.Array, jax.Array]:
+    out_dtype: Any | None,
+) -> tuple[jax.Array | None, jax.Array]:
     """Calls the host with a leaf, shard by shard.
 
     Args:
-      host: ``host(coordinates, *shared, *arrays) -> (out, status)``.
+      host: ``host((out, status), coordinates, *shared, *arrays)``; without a result
+        ``host((status,), …)``. `coordinates` (int32, one a dimension) say which shard.
       sharding: of the arrays; None for one JAX device.
       shared: the same for all shards: scalars.
       arrays: of the leaf's shape, at least one.
-      out_dtype: of the result, which has the leaf's shape.
+      out_dtype: of the result, which has the leaf's shape; None for no result.
 
     Returns:
       The result, sharded like the arrays, and the greatest status (int32).
     """
-    shape = arrays[0].shape
     if sharding is None:
-        avals = (jax.ShapeDtypeStruct(shape, out_dtype), _STATUS)
-        origin = np.zeros(len(shape), np.int32)
-        return io_callback(host, avals, origin, *shared, *arrays)
+        origin = jnp.zeros(arrays[0].ndim, jnp.int32)
+        avals = _leaf_avals(arrays[0], out_dtype)
+        *out, status = _call(host, avals, (origin, *shared, *arrays), is_local=False)
+        return (out[0] if out else None), status
     mesh, spec = sharding.mesh, sharding.spec
     assert isinstance(mesh, Mesh)
 
-    def on_device(shared: Any, arrays: Any) -> tuple[jax.Array, jax.Array]:
-        avals = (jax.ShapeDtypeStruct(arrays[0].shape, out_dtype), _STATUS)
-        coordinates, used = _coordinates(mesh, spec, len(shape))
+    def on_device(shared: Any, arrays: Any) -> tuple[list[jax.Array], jax.Array]:
+        coordinates, used = _coordinates(mesh, spec, arrays[0].ndim)
         others = tuple(name for name in mesh.axis_names if name not in used)
-        out, status = _owner_calls(
-            host, avals, (coordinates, *shared, *arrays), mesh, others
-        )
+        avals = _leaf_avals(arrays[0], out_dtype)
+        arguments = (coordinates, *shared, *arrays)
+        *out, status = _owner_calls(host, avals, arguments, mesh, others)
         return out, lax.pmax(status, mesh.axis_names)
 
     whole = PartitionSpec()
-    return jax.shard_map(
+    out, status = jax.shard_map(
         on_device,
         mesh=mesh,
         in_specs=([whole] * len(shared), [spec] * len(arrays)),
         out_specs=(spec, whole),
         check_vma=False,
     )(list(shared), list(arrays))
+    return (out[0] if out else None), status
 
 
 def call_once(
@@ -105,13 +108,13 @@ def call_once(
     """Calls the host once a process, with replicated arguments, for replicated results.
 
     Args:
-      host: ``host(*arguments) -> results`` of the shapes of `avals`.
+      host: ``host(outs, *arguments)``.
       mesh: the run's mesh; None for one JAX device.
       arguments: small arrays.
       avals: shapes and dtypes of the results.
     """
     if mesh is None:
-        return io_callback(host, tuple(avals), *arguments)
+        return _call(host, tuple(avals), arguments, is_local=False)
 
     def on_device(*arguments: Any) -> tuple[jax.Array, ...]:
         return _owner_calls(host, tuple(avals), arguments, mesh, mesh.axis_names)
@@ -126,7 +129,48 @@ def call_once(
     )(*arguments)
 
 
-_STATUS = jax.ShapeDtypeStruct((), np.int32)
+def _leaf_avals(
+    array: jax.Array, out_dtype: Any | None
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    status = jax.ShapeDtypeStruct((), np.int32)
+    if out_dtype is None:
+        return (status,)
+    return (jax.ShapeDtypeStruct(array.shape, out_dtype), status)
+
+
+def _call(
+    host: Host,
+    avals: tuple[jax.ShapeDtypeStruct, ...],
+    arguments: Sequence[Any],
+    *,
+    is_local: bool,
+) -> tuple[jax.Array, ...]:
+    """Calls the host with XLA's own buffers where that can be, else with copies.
+
+    ``buffer_callback`` copies nothing in either direction, but reaches the host's NumPy
+    on a CPU only and cannot sit in a computation that XLA partitions (`is_local`: this
+    one is a device's own part). ``JAXINF_CALLBACK=io`` or ``buffer`` overrides.
+    """
+    can_share = jax.default_backend() == "cpu" and (is_local or jax.device_count() == 1)
+    choice = os.environ.get("JAXINF_CALLBACK", "buffer" if can_share else "io")
+    if choice == "buffer":
+        return buffer_callback(
+            partial(_with_buffers, host), avals, has_side_effect=True
+        )(*arguments)
+    return io_callback(partial(_with_copies, host, avals), avals, *arguments)
+
+
+def _with_buffers(host: Host, context: Any, outs: Any, *arguments: Any) -> None:
+    del context
+    host([np.asarray(out) for out in outs], *map(np.asarray, arguments))
+
+
+def _with_copies(
+    host: Host, avals: Sequence[jax.ShapeDtypeStruct], *arguments: Any
+) -> tuple[Array, ...]:
+    outs = tuple(np.empty(aval.shape, aval.dtype) for aval in avals)
+    host(outs, *map(np.asarray, arguments))
+    return outs
 
 
 def _coordinates(
@@ -156,13 +200,13 @@ def _owner_calls(
     """Along `axes` the first device calls; the others receive its results' bits."""
     axes = tuple(name for name in axes if mesh.shape[name] > 1)
     if not axes:
-        return io_callback(host, avals, *arguments)
+        return _call(host, avals, arguments, is_local=True)
     is_owner = jnp.bool_(True)
     for name in axes:
         is_owner &= lax.axis_index(name) == 0
     results = lax.cond(
         is_owner,
-        lambda: tuple(io_callback(host, avals, *arguments)),
+        lambda: _call(host, avals, arguments, is_local=True),
         lambda: tuple(jnp.zeros(a.shape, a.dtype) for a in avals),
     )
     return tuple(_sum_bits(result, axes) for result in results)

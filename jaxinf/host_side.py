@@ -4,11 +4,12 @@ Invariant: NumPy alone in here, no JAX computation: a callback that starts one c
 deadlock. The first exception stops the store and is kept as it is.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
+from jaxinf.callback import Host
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
     LeafPart,
@@ -48,26 +49,25 @@ class HostSide:
         self.store = store
         self._nonfinite = nonfinite
 
-    def guarded(
-        self, host: Callable[..., Any], results_on_failure: Callable[..., Any] | None
-    ) -> Callable[..., Any]:
+    def guarded(self, host: Host, *, may_raise: bool) -> Host:
         """Wraps a host function for a callback.
 
         Args:
-          host: takes and returns NumPy arrays.
-          results_on_failure: given the arguments, what to return after an exception;
-            None to raise it into the computation, as only one JAX device allows.
+          host: fills its first argument, NumPy arrays, from the others.
+          may_raise: whether an exception may go into the computation, as one JAX device
+            allows; else the results say it: zeros, and `FAILED` for int32 scalars.
         """
 
-        def call(*arguments: Any) -> Any:
-            arrays = [np.asarray(argument) for argument in arguments]
+        def call(outs: Sequence[Array], *arguments: Array) -> None:
             try:
-                return host(*arrays)
+                host(outs, *arguments)
             except BaseException as error:
                 self.store.session.fail(error)
-                if results_on_failure is None:
+                if may_raise:
                     raise
-                return results_on_failure(*arrays)
+                for out in outs:
+                    is_status = out.shape == () and out.dtype == np.int32
+                    out[...] = FAILED if is_status else 0
 
         return call
 
@@ -78,17 +78,18 @@ class HostSide:
         description: StoreDescription,
         number: int,
         num_scalars: int,
+        outs: Sequence[Array],
         coordinates: Array,
         *arguments: Array,
-    ) -> tuple[Array, Array]:
-        """Callback: a leaf or shard of the params; see `place`."""
+    ) -> None:
+        """Callback: a leaf or shard of the params; see `place`. Results: status."""
         scalars, (leaf, *arrays) = arguments[:num_scalars], arguments[num_scalars:]
         is_new = self.store.session.bind(description, may_create=True)
         self.store.wait()
         inputs = ScalarInputs(scalars, tuple(arrays))
         origin = _origin(coordinates, leaf)
         self.place(description, number, leaf, origin, inputs, is_new=is_new)
-        return np.zeros(leaf.shape, np.bool_), np.array(FINITE, np.int32)
+        outs[0][...] = FINITE
 
     def place(
         self,
@@ -109,20 +110,37 @@ class HostSide:
             compare_params(session, number, shard, origin)
 
     def finish_init(
-        self, description: StoreDescription, statuses: Array, *scalars: Array
-    ) -> tuple[Array, ...]:
-        """Commits a new store's step 0; returns step, skipped steps, scalar state."""
-        session = self.store.session
+        self,
+        description: StoreDescription,
+        outs: Sequence[Array],
+        statuses: Array,
+        *scalars: Array,
+    ) -> None:
+        """Callback: every leaf is placed. Results: see `held_state`."""
         if np.any(statuses == FAILED):
-            session.check()
+            self.store.session.check()
+        held = self.held_state(description, scalars)
+        for out, value in zip(outs, held, strict=True):
+            out[...] = value
+
+    def held_state(
+        self, description: StoreDescription, scalars: Sequence[Array]
+    ) -> list[Array]:
+        """Commits step 0 if the store is new; step, skipped steps, scalar state.
+
+        Args:
+          description: what the store is bound to.
+          scalars: the initial scalar state.
+        """
+        session = self.store.session
         if session.bind(description, may_create=True):
             finish_initialisation(session, _named(description, scalars))
         commit = session.commit
         assert commit is not None
-        held = [scalar.value for scalar in commit.scalar_state]
         self._check_scalars(description, scalars, commit.scalar_state)
         counters = (commit.step, commit.skipped_steps)
-        return (*(np.array(n, np.int32) for n in counters), *held)
+        held = [scalar.value for scalar in commit.scalar_state]
+        return [*(np.array(n, np.int32) for n in counters), *held]
 
     def _check_scalars(
         self,
@@ -148,11 +166,15 @@ class HostSide:
         description: StoreDescription,
         number: int,
         num_scalars: int,
+        outs: Sequence[Array],
         coordinates: Array,
         step: Array,
         *arguments: Array,
-    ) -> tuple[Array, Array]:
-        """Callback: the gradient of a leaf or shard, as it becomes ready."""
+    ) -> None:
+        """Callback: the gradient of a leaf or shard, as it becomes ready.
+
+        Results: the update or the new 16-bit params, and a status.
+        """
         scalars, probe = arguments[:num_scalars], arguments[num_scalars]
         gradient, *arrays = arguments[num_scalars + 1 :]
         leaf = description.leaves[number]
@@ -163,31 +185,32 @@ class HostSide:
             origin=_origin(coordinates, gradient),
             gradient=gradient,
             inputs=ScalarInputs(scalars, tuple(arrays)),
-            out=np.empty(gradient.shape, leaf.device_dtype),
+            out=outs[0],
             probe=probe,
         )
         is_finite = self.store.steps.update(int(step), part)
-        status = FINITE if is_finite else NON_FINITE
-        return part.out, np.array(status, np.int32)
+        outs[1][...] = FINITE if is_finite else NON_FINITE
 
     def commit(
         self,
         description: StoreDescription,
+        outs: Sequence[Array],
         step: Array,
         skipped: Array,
         statuses: Array,
         *scalars: Array,
-    ) -> tuple[Array]:
-        """Callback: every leaf has been updated; ends the step."""
+    ) -> None:
+        """Callback: every leaf has been updated; ends the step. Results: verdict."""
         self.store.check()
         steps = self.store.steps
         if np.any(statuses == NON_FINITE) and self._nonfinite != "allow":
             steps.abandon()
-            if self._nonfinite == "skip":
-                return (np.array(SKIPPED, np.int32),)
-            raise self._non_finite(description, int(step), statuses)
-        steps.finish(int(step), _named(description, scalars), int(skipped))
-        return (np.array(COMMITTED, np.int32),)
+            if self._nonfinite != "skip":
+                raise self._non_finite(description, int(step), statuses)
+            outs[0][...] = SKIPPED
+        else:
+            steps.finish(int(step), _named(description, scalars), int(skipped))
+            outs[0][...] = COMMITTED
 
     def _non_finite(
         self, description: StoreDescription, step: int, statuses: Array
@@ -214,4 +237,4 @@ def _named(
     description: StoreDescription, scalars: Sequence[Array]
 ) -> list[ScalarState]:
     pairs = zip(description.scalar_paths, scalars, strict=True)
-    return [ScalarState(path, value) for path, value in pairs]
+    return [ScalarState(path, value.copy()) for path, value in pairs]

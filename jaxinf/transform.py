@@ -20,7 +20,12 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
-from jaxinf.callback import call_on_shards, call_once, check_device_configuration
+from jaxinf.callback import (
+    Host,
+    call_on_shards,
+    call_once,
+    check_device_configuration,
+)
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import LeafDescription, Store, StoreDescription, open_store
 from jaxinf.errors import StaleStateError
@@ -40,7 +45,7 @@ from jaxinf.kernels import (
 )
 from jaxinf.sharding import distinct_shards, on_one_mesh, shard_counts
 from jaxinf.store import MASTER_PARAMS, StateRecord
-from jaxinf.typing import Array, PathLikeStr, PyTree
+from jaxinf.typing import PathLikeStr, PyTree
 
 __all__ = ["SmartUpdateState", "Stored", "smart_update"]
 
@@ -166,7 +171,7 @@ class _SmartUpdate:
                 origin = [s.start or 0 for s in index]
                 self._host.place(description, number, shard, origin, own, is_new=is_new)
         raw = [np.asarray(_raw(value)) for value in initial]
-        held = self._host.finish_init(description, np.zeros(0, np.int32), *raw)
+        held = self._host.held_state(description, raw)
         return _make_state(program, initial, held)
 
     def _init_traced(
@@ -176,21 +181,17 @@ class _SmartUpdate:
         leaves: Sequence[jax.Array],
     ) -> SmartUpdateState:
         initial, inputs = program.prologue(leaves)
-        statuses = [
-            call_on_shards(
-                self._guarded_leaf(
-                    partial(
-                        self._host.init_leaf, description, number, len(own.scalars)
-                    ),
-                    np.bool_,
-                ),
+        statuses = []
+        for number, (leaf, own) in enumerate(zip(leaves, inputs, strict=True)):
+            host = partial(self._host.init_leaf, description, number, len(own.scalars))
+            _, status = call_on_shards(
+                self._guarded(host),
                 self._leaf_sharding(number),
                 own.scalars,
                 [leaf, *own.arrays],
-                np.bool_,
-            )[1]
-            for number, (leaf, own) in enumerate(zip(leaves, inputs, strict=True))
-        ]
+                None,
+            )
+            statuses.append(status)
         raw = [_raw(value) for value in initial]
         counter = jax.ShapeDtypeStruct((), np.int32)
         avals = [
@@ -199,7 +200,7 @@ class _SmartUpdate:
             *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in raw),
         ]
         held = call_once(
-            self._guarded_once(partial(self._host.finish_init, description), avals),
+            self._guarded(partial(self._host.finish_init, description)),
             self._mesh,
             [jnp.stack(statuses), *raw],
             avals,
@@ -285,12 +286,13 @@ class _SmartUpdate:
             probe = params[(0,) * (params.ndim - 1)] if params.ndim else params[None]
         host = partial(self._host.update_leaf, description, number, len(inputs.scalars))
         result, status = call_on_shards(
-            self._guarded_leaf(host, dtype),
+            self._guarded(host),
             self._leaf_sharding(number),
             [step, *inputs.scalars, probe[:_NUM_PROBED]],
             [gradient, *inputs.arrays],
             dtype,
         )
+        assert result is not None
         if dtype == np.float32:
             return result, status
         assert params is not None
@@ -326,7 +328,7 @@ class _SmartUpdate:
         """Ends the step; int32: committed, skipped or failed."""
         avals = [jax.ShapeDtypeStruct((), np.int32)]
         (verdict,) = call_once(
-            self._guarded_once(partial(self._host.commit, description), avals),
+            self._guarded(partial(self._host.commit, description)),
             self._mesh,
             [state.step, state.skipped_steps, statuses, *map(_raw, scalars)],
             avals,
@@ -367,20 +369,8 @@ class _SmartUpdate:
         assert isinstance(mesh, Mesh)
         return mesh
 
-    def _guarded_leaf(self, host: Any, dtype: Any) -> Any:
-        """A leaf's host function; beside other JAX devices a failure is a status."""
-
-        def failed(coordinates: Array, *arguments: Array) -> tuple[Array, Array]:
-            shape = arguments[-1].shape
-            return np.zeros(shape, dtype), np.array(FAILED, np.int32)
-
-        return self._host.guarded(host, failed if self._mesh else None)
-
-    def _guarded_once(self, host: Any, avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
-        def failed(*_: Array) -> tuple[Array, ...]:
-            return tuple(np.full(aval.shape, FAILED, aval.dtype) for aval in avals)
-
-        return self._host.guarded(host, failed if self._mesh else None)
+    def _guarded(self, host: Host) -> Host:
+        return self._host.guarded(host, may_raise=self._mesh is None)
 
 
 def _as_transformation(

@@ -175,6 +175,16 @@ def test_last_in_a_chain(open_store):
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_both_kinds_of_callback_give_the_same_bits(dtype, open_store, monkeypatch):
+    results = []
+    for kind in ("buffer", "io"):
+        monkeypatch.setenv("JAXINF_CALLBACK", kind)
+        tx = jaxinf.smart_update(OPTIMIZERS["adamw schedule clip"](), open_store(kind))
+        results.append(train(tx, make_params(dtype), 4)[:2])
+    assert_same(*results)
+
+
 def test_eager_update_and_update_without_params(open_store):
     params = make_params()
     gradients = jax.tree.map(jnp.ones_like, params)
