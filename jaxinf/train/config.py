@@ -37,13 +37,14 @@ def parse_bytes(text: str) -> int:
     Raises:
       ValueError: it is none of these.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(ib|b|)", text.strip().lower())
+    number, unit = r"([0-9]+(?:\.[0-9]+)?)", r"([kmgt]?)(ib|b|)"
+    match = re.fullmatch(rf"{number}\s*{unit}", text.strip().lower())
     if match is None:
         raise ValueError(
             f"expected bytes such as 512MiB, 1GiB or 536870912, got {text!r}"
         )
-    unit = match[2] + ("b" if match[2] and match[3] == "b" else "")
-    return int(float(match[1]) * _UNITS[unit])
+    factor = _UNITS[match[2] + ("b" if match[2] and match[3] == "b" else "")]
+    return int(float(match[1]) * factor)
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -114,7 +115,7 @@ class TrainConfig:
     # Peak learning rate. Optimizers other than adam and adamw must name it.
     learning_rate: Annotated[
         float | None,
-        _shown("RATE", "3e-3 nano, 6e-4 small, 3e-4 medium, 2.5e-4 large, 2e-4 xl"),
+        _shown("RATE", "2e-3 nano, 6e-4 small, 3e-4 medium, 2.5e-4 large, 2e-4 xl"),
     ] = None
 
     # Decoupled weight decay, for adamw and lion.

@@ -5,7 +5,7 @@ function of params, text and seed.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jaxinf.train.data import ByteCorpus
 from jaxinf.train.entropy import bigram_entropy, unigram_entropy
 from jaxinf.typing import PyTree
 
-__all__ = ["Evaluator", "Verdict"]
+__all__ = ["Evaluator", "Verdict", "batch"]
 
 # Params x tokens: nano evaluates 64 batches of 512, some 2 s on two cores.
 _LOSS_BUDGET = 3e10
@@ -52,9 +52,6 @@ class Evaluator:
 
     def __init__(self, config: TrainConfig, corpus: ByteCorpus, graphdef: Any) -> None:
         self._config, self._corpus, self._graphdef = config, corpus, graphdef
-        self._loss: Callable[..., jax.Array] = jax.jit(
-            lambda params, x, y: loss(nnx.merge(graphdef, params), x, y)
-        )
 
     def validation_loss(self, params: PyTree) -> float:
         """Mean over the same validation windows at every call."""
@@ -63,7 +60,11 @@ class Evaluator:
         fitting = _LOSS_BUDGET / num_params(config.model_config) / tokens_a_batch
         num_batches = int(min(max(fitting, _MIN_BATCHES), _MAX_BATCHES))
         losses = [
-            self._loss(params, *batch(config, self._corpus, number, "validation"))
+            _loss(
+                self._graphdef,
+                params,
+                *batch(config, self._corpus, number, "validation"),
+            )
             for number in range(num_batches)
         ]
         return float(np.mean([float(value) for value in losses]))
@@ -95,6 +96,13 @@ class Evaluator:
         # A vocabulary of 50257 has tokens that are no byte; an untrained model's own.
         text = bytes(min(int(token), 0xFF) for token in np.asarray(tokens[0]))
         return prompt.tobytes(), text
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _loss(
+    graphdef: Any, params: PyTree, tokens: jax.Array, targets: jax.Array
+) -> jax.Array:
+    return loss(nnx.merge(graphdef, params), tokens, targets)
 
 
 def batch(config: TrainConfig, corpus: ByteCorpus, step: int, split: Any) -> Any:

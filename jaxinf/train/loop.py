@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import optax
 from flax import nnx
-from jaxinf_models import GPT2, abstract_params, loss, split
+from jaxinf_models import GPT2, GPT2Config, abstract_params, loss, split
 from rich.console import Console
 
 from jaxinf.train.backend import Backend, open_backend
@@ -80,11 +80,9 @@ def _load(config: TrainConfig) -> ByteCorpus:
     return corpus
 
 
-def _new_params(config: TrainConfig) -> PyTree:
-    def init() -> PyTree:
-        return split(GPT2(config.model_config, rngs=nnx.Rngs(config.seed)))[1]
-
-    return jax.jit(init)()
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _new_params(model: GPT2Config, seed: int) -> PyTree:
+    return split(GPT2(model, rngs=nnx.Rngs(seed)))[1]
 
 
 def make_train_step(graphdef: Any, tx: optax.GradientTransformation) -> TrainStep:
@@ -120,7 +118,9 @@ class _Run:
         self._graphdef, like = abstract_params(config.model_config)
         self.evaluator = Evaluator(config, corpus, self._graphdef)
         self.step = self._first_step()
-        self.params, self._state = backend.init(lambda: _new_params(config), like)
+        self.params, self._state = backend.init(
+            lambda: _new_params(config.model_config, config.seed), like
+        )
         self._num_skipped = backend.num_skipped(self._state)
         self._open_logs()
 

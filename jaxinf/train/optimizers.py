@@ -10,10 +10,10 @@ from jaxinf.train.config import TrainConfig
 
 __all__ = ["make_optimizer", "peak_learning_rate"]
 
-# nano: the largest that still trained steadily over 5 seeds. The others: Brown et al.
-# 2020 (GPT-3), table 2.1, for models of about these sizes.
+# nano: measured over 1,000 steps of the default run, 2e-3 ends at 1.97, 3e-3 at 1.99
+# and 5e-3 at 2.43. The others: Brown et al. 2020 (GPT-3), table 2.1, at these sizes.
 _LEARNING_RATES = {
-    "nano": 3e-3,
+    "nano": 2e-3,
     "small": 6e-4,
     "medium": 3e-4,
     "large": 2.5e-4,

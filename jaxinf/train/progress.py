@@ -15,9 +15,10 @@ from rich.text import Text
 from jaxinf.train.config import format_bytes
 from jaxinf.train.metrics import StepLine
 
-__all__ = ["Progress", "clock", "make_console", "printable"]
+__all__ = ["Progress", "make_console", "printable"]
 
 _PLAIN_INTERVAL_S = 5.0
+_NUM_SETTLING = 5  # steps before a guess of the time left is worth showing
 _SMOOTHING = 0.9  # of tokens/s and loss: about the last 10 steps
 
 
@@ -98,17 +99,21 @@ class Progress:
         return True
 
     def _text(self, line: StepLine) -> str:
-        elapsed_s = time.monotonic() - self._started_s
-        left_s = elapsed_s / (line.step - self._first) * (self._last - line.step)
         return (
             f"step {line.step}/{self._last}  loss {self._loss:.3f}  "
             f"{self._tokens_per_s:,.0f} tokens/s{self._drive}  "
-            f"memory {format_bytes(line.rss_bytes or 0)}  {clock(left_s)} left"
+            f"memory {format_bytes(line.rss_bytes or 0)}{self._left(line.step)}"
         )
 
+    def _left(self, step: int) -> str:
+        num_done = step - self._first
+        if num_done < _NUM_SETTLING and step < self._last:
+            return ""
+        elapsed_s = time.monotonic() - self._started_s
+        return f"  {_clock(elapsed_s / num_done * (self._last - step))} left"
 
-def clock(seconds: float) -> str:
-    """``1:05``, ``2:00:00``."""
+
+def _clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

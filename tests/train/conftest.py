@@ -11,36 +11,53 @@ from jaxinf.train.__main__ import main
 TINY = GPT2Config(256, 16, num_layers=1, num_heads=2, num_features=16)
 
 
-@pytest.fixture
-def text(tmp_path):
+def words_of(data):
+    return ["--data", data, "--batch-size", 2, "--seq-len", 8, "--sample-bytes", 0]
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
     """A file of some 20 kB with structure to learn."""
     rng = np.random.default_rng(0)
     words = ["def ", "return ", "self.", "x = ", "(a, b)", "\n    ", "None", "\n"]
-    path = tmp_path / "text" / "words.txt"
-    path.parent.mkdir()
+    path = tmp_path_factory.mktemp("text") / "words.txt"
     path.write_text("".join(rng.choice(words, 5000)))
     return path
 
 
-@pytest.fixture
-def run(text, monkeypatch):
+@pytest.fixture(scope="session")
+def run(text):
     """Runs the trainer in this process on a tiny model; returns the exit status."""
-    monkeypatch.setitem(PRESETS, "nano", TINY)
 
     def call(*words, data=text):
-        fixed = ["--data", data, "--batch-size", 2, "--seq-len", 8, "--sample-bytes", 8]
-        return main([str(word) for word in [*fixed, *words]])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(PRESETS, "nano", TINY)
+            return main([str(word) for word in [*words_of(data), *words]])
 
     return call
 
 
-def lines(log_dir):
-    """What `metrics.jsonl` holds."""
-    text = (log_dir / "metrics.jsonl").read_text()
-    assert text.endswith("\n")
-    return [json.loads(line) for line in text.splitlines()]
+@pytest.fixture(scope="session")
+def lines():
+    """Reads a log directory's `metrics.jsonl`."""
+
+    def read(log_dir):
+        text = (log_dir / "metrics.jsonl").read_text()
+        assert text.endswith("\n")
+        return [json.loads(line) for line in text.splitlines()]
+
+    return read
 
 
-def losses(log_dir):
-    """By step, in the file's order."""
-    return [(line["step"], line["loss"]) for line in lines(log_dir)]
+@pytest.fixture(scope="session")
+def losses(lines):
+    """Reads steps and losses, in the file's order."""
+    return lambda log_dir: [(line["step"], line["loss"]) for line in lines(log_dir)]
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(run, losses, tmp_path_factory):
+    """Steps and losses of a run of 300 steps, in mode update, with the defaults."""
+    root = tmp_path_factory.mktemp("uninterrupted")
+    assert run("--store", root / "store", "--steps", 300) == 0
+    return losses(root / "store-log")

@@ -1,0 +1,112 @@
+"""The metrics file: one line a step, whatever happened to the process."""
+
+import dataclasses
+import json
+
+import pytest
+
+from jaxinf.train.config import format_bytes, parse_bytes
+from jaxinf.train.metrics import MetricsLog, StepLine, peak_rss_bytes, rss_bytes
+
+
+def steps_in(path):
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def write(log_dir, first, last):
+    log = MetricsLog(log_dir, first)
+    for step in range(first + 1, last + 1):
+        log.write(StepLine(step, loss=float(step)))
+    log.close()
+
+
+@pytest.mark.parametrize("resumed_at", [0, 1, 3, 5])
+def test_continues_after_the_committed_step(tmp_path, resumed_at):
+    write(tmp_path, 0, 5)
+    write(tmp_path, resumed_at, 7)
+    assert steps_in(tmp_path / "metrics.jsonl") == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_line_held_when_killed_is_written_on_resume(tmp_path):
+    write(tmp_path, 0, 4)
+    log = MetricsLog(tmp_path, 4)
+    log.hold(StepLine(5, loss=5.5))
+    log.close()
+    write(tmp_path, 5, 6)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert steps_in(tmp_path / "metrics.jsonl") == [1, 2, 3, 4, 5, 6]
+    assert json.loads(lines[4])["loss"] == 5.5
+    assert not (tmp_path / "metrics.last.json").exists()
+
+
+def test_held_line_of_an_uncommitted_step_is_dropped(tmp_path):
+    log = MetricsLog(tmp_path, 0)
+    log.write(StepLine(1))
+    log.hold(StepLine(2, loss=2.0))
+    log.close()
+    write(tmp_path, 1, 1)
+    assert steps_in(tmp_path / "metrics.jsonl") == [1]
+
+
+def test_lost_line_is_there_without_its_costs(tmp_path):
+    write(tmp_path, 0, 2)
+    write(tmp_path, 4, 4)
+    path = tmp_path / "metrics.jsonl"
+    assert steps_in(path) == [1, 2, 3, 4]
+    assert json.loads(path.read_text().splitlines()[3])["loss"] is None
+
+
+def test_new_run_keeps_the_previous_metrics(tmp_path):
+    write(tmp_path, 0, 3)
+    write(tmp_path, 0, 2)
+    assert steps_in(tmp_path / "metrics.jsonl") == [1, 2]
+    assert steps_in(tmp_path / "metrics.previous.jsonl") == [1, 2, 3]
+
+
+def test_log_dir_that_is_new_on_resume_starts_there(tmp_path):
+    write(tmp_path, 2, 4)
+    assert steps_in(tmp_path / "metrics.jsonl") == [3, 4]
+
+
+@pytest.mark.parametrize("rest", ["", '{"step": 3', "\0\0\0", '{"step": null}', "[]"])
+def test_damaged_tail_is_dropped(tmp_path, rest):
+    write(tmp_path, 0, 2)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + rest)
+    write(tmp_path, 2, 3)
+    assert steps_in(path) == [1, 2, 3]
+
+
+def test_json_has_no_nan():
+    line = dataclasses.replace(StepLine(1), loss=float("nan"))
+    assert json.loads(line.to_json())["loss"] is None
+
+
+def test_resident_memory():
+    assert 10 << 20 < rss_bytes() <= peak_rss_bytes()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("4096", 4096),
+        ("512MiB", 512 << 20),
+        ("1.5 GiB", 3 << 29),
+        ("2G", 2 << 30),
+        ("2gb", 2 * 10**9),
+        ("1k", 1024),
+    ],
+)
+def test_bytes_are_read(text, expected):
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1", "1XB", "1 GiB more", "1e9", "٣"])
+def test_other_bytes_are_refused(text):
+    with pytest.raises(ValueError, match="expected bytes such as 512MiB"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 512 << 20, 1 << 30, 5 << 40])
+def test_bytes_are_written_as_they_are_read(num_bytes):
+    assert parse_bytes(format_bytes(num_bytes)) == num_bytes

@@ -1,0 +1,135 @@
+"""What the trainer refuses, with which message and exit status."""
+
+import json
+import re
+
+import pytest
+
+import jaxinf
+from jaxinf.store import StoreDirectory
+from jaxinf.train.__main__ import main
+
+
+def test_resume_with_other_settings_is_refused(run, losses, tmp_path, capsys):
+    words = ("--store", tmp_path / "store")
+    assert run(*words, "--steps", 2) == 0
+    before = losses(tmp_path / "store-log")
+    for change, expected in (
+        (("--seed", 1), "--seed: the run has 0, this command 1"),
+        (("--batch-size", 3), "--batch-size: the run has 2, this command 3"),
+        (("--seq-len", 7), "--seq-len: the run has 8, this command 7"),
+        (("--preset", "small"), "--preset: the run has nano, this command small"),
+        (("--optimizer", "adam"), "--optimizer: the run has adamw, this command adam"),
+        (("--dtype", "bfloat16"), "--dtype: the run has float32, this command bfl"),
+    ):
+        assert run(*words, "--steps", 4, *change) == 1
+        err = capsys.readouterr().err
+        assert expected in err
+        assert "at step 2" in err
+        assert "another --store" in err
+    assert losses(tmp_path / "store-log") == before
+
+
+def test_resume_with_other_data_is_refused(run, tmp_path, capsys):
+    assert run("--store", tmp_path / "store", "--steps", 2) == 0
+    other = tmp_path / "other.txt"
+    other.write_text("something else entirely\n" * 100)
+    assert run("--store", tmp_path / "store", "--steps", 4, data=other) == 1
+    assert re.search(r"--data: the run has [\d,]+ bytes", capsys.readouterr().err)
+
+
+def test_resume_says_what_changes_from_here(run, tmp_path, capsys):
+    assert run("--store", tmp_path / "store", "--steps", 2) == 0
+    words = ("--steps", 3, "--learning-rate", "1e-3")
+    assert run("--store", tmp_path / "store", *words) == 0
+    expected = "changed from here on: learning_rate 0.002 -> 0.001"
+    assert expected in capsys.readouterr().out
+
+
+def test_resume_of_another_programs_store_is_refused(run, tmp_path, capsys):
+    assert run("--store", tmp_path / "store", "--steps", 2) == 0
+    slot = (tmp_path / "store/current").resolve()
+    record = json.loads((slot / "commit.json").read_text())
+    (slot / "commit.json").write_text(json.dumps(record | {"payload": None}))
+    assert run("--store", tmp_path / "store", "--steps", 3) == 1
+    assert "another program made it" in capsys.readouterr().err
+
+
+def test_locked_store(run, tmp_path, capsys):
+    assert run("--store", tmp_path / "store", "--steps", 1) == 0
+    with jaxinf.open_store(tmp_path / "store"):
+        assert run("--store", tmp_path / "store", "--steps", 2) == 1
+    err = capsys.readouterr().err
+    assert "only writer" in err
+    assert "Traceback" not in err
+
+
+def test_failing_drive_is_one_message(run, tmp_path, capfd, monkeypatch):
+    def fail(*_):
+        raise jaxinf.StoreSpaceError("/mnt: no room left at all")
+
+    monkeypatch.setattr(StoreDirectory, "prepare_write", fail)
+    assert run("--store", tmp_path / "store", "--steps", 3) == 1
+    err = capfd.readouterr().err
+    assert err == "jaxinf.train: /mnt: no room left at all\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((), "--store: expected a directory"),
+        (("--store", "s", "--steps", 0), "--steps: expected at least 1, got 0"),
+        (("--store", "s", "--seq-len", 17), "--seq-len: expected at most 16"),
+        (("--store", "s", "--optimizer", "sgd"), "--learning-rate: expected"),
+        (("--store", "s", "--momentum", "0.5"), "--momentum: --optimizer adamw"),
+        (("--mode", "memory", "--store", "s"), "--store: --mode memory keeps nothing"),
+        (("--mode", "memory", "--memory-bytes", "1GiB"), "--memory-bytes: --mode mem"),
+        (("--store", "s", "--log-dir", "s/log"), "--log-dir"),
+        (("--store", "s", "--csd-root", "/nowhere"), "CSD root /nowhere"),
+        (("--store", "s", "--learning-rate", "nan"), "--learning-rate: expected more"),
+    ],
+)
+def test_usage_errors(run, tmp_path, capsys, monkeypatch, words, expected):
+    monkeypatch.chdir(tmp_path)
+    assert run(*words) == 2
+    err = capsys.readouterr().err
+    assert expected in err
+    assert not list(tmp_path.glob("s*"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--preset", "tiny"),
+        ("--mode", "stream"),
+        ("--optimizer", "adamax"),
+        ("--memory-bytes", "much"),
+        ("--compress", "top_k:0.01"),
+        ("--steps", "ten"),
+    ],
+    ids=" ".join,
+)
+def test_unknown_values_exit_2(run, tmp_path, capsys, words):
+    with pytest.raises(SystemExit) as status:
+        run("--store", tmp_path / "store", *words)
+    assert status.value.code == 2
+    assert words[0] in capsys.readouterr().err
+
+
+def test_data_that_matches_nothing(run, tmp_path, capsys):
+    assert run("--store", tmp_path / "s", data=tmp_path / "no/*.txt") == 2
+    assert "found no file" in capsys.readouterr().err
+    short = tmp_path / "short.txt"
+    short.write_text("abc")
+    assert run("--store", tmp_path / "s", data=short) == 2
+    assert "name more text" in capsys.readouterr().err
+
+
+def test_help_is_complete(capsys):
+    with pytest.raises(SystemExit) as status:
+        main(["--help"])
+    assert status.value.code == 0
+    text = capsys.readouterr().out
+    assert "None" not in text
+    for word in ("--store DIR", "--csd-root DIR", "512MiB", "standard library"):
+        assert word in text
