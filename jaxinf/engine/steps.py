@@ -8,10 +8,12 @@ all, and no write of the next step starts before this one's commit has returned.
 """
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -22,7 +24,7 @@ from jaxinf.engine.tasks import SubgroupLayout, Task
 from jaxinf.errors import DivergedParamsError, StaleStateError
 from jaxinf.io import ByteCounts
 from jaxinf.kernels import Kernel
-from jaxinf.layout import scatter, target_view
+from jaxinf.layout import Subgroup, scatter, target_view
 from jaxinf.store import CommitRecord, ScalarState, Slot, other_slot
 from jaxinf.typing import Array, JsonValue
 
@@ -69,6 +71,17 @@ class LeafPart:
     probe: Array
 
 
+@dataclass(frozen=True)
+class _Arrival:
+    """A subgroup that a step has updated, and the states that it read for that."""
+
+    layout: SubgroupLayout
+    loads: tuple[int, ...]
+
+
+_Arrivals: TypeAlias = dict[Subgroup, _Arrival]
+
+
 class StepEngine:
     """Runs steps on a session. Thread-safe; a step's parts may come in any order."""
 
@@ -79,7 +92,7 @@ class StepEngine:
         self._is_open = False
         self._started_s = 0.0
         self._source: Slot = "a"
-        self._arrivals: list[SubgroupLayout] = []
+        self._arrivals: _Arrivals = {}
         self._payloads: dict[int, JsonValue] = {}
         self._metrics: StepMetrics | None = None
         self._counted = session.meters.snapshot()
@@ -102,16 +115,21 @@ class StepEngine:
           DivergedParamsError: the caller's params are not the store's.
           StoreError: the drive failed.
         """
-        source = self._begin(step)
         verdicts: list[bool] = []
-        tasks = [
-            self._task(part, layout, source, verdicts)
-            for layout in self._session.layouts(
-                part.leaf, part.origin, part.gradient.shape
-            )
-        ]
         with self._guard:
-            self._arrivals += [task.layout for task in tasks]
+            source = self._begin(step)
+            tasks = [
+                self._task(part, layout, source, verdicts)
+                for layout in self._session.layouts(
+                    part.leaf, part.origin, part.gradient.shape
+                )
+            ]
+            arrivals = {t.layout.subgroup: _Arrival(t.layout, t.loads) for t in tasks}
+            if arrivals.keys() & self._arrivals.keys():
+                # The computation failed elsewhere and is run again: what it wrote
+                # before must not come after what it writes now.
+                self._session.handler.drain()
+            self._arrivals |= arrivals
         self._session.handler.run(tasks)
         self._session.meters.add(
             link_down_bytes=part.gradient.nbytes, link_up_bytes=part.out.nbytes
@@ -139,7 +157,7 @@ class StepEngine:
                 name="jaxinf-commit",
                 daemon=True,
             )
-            self._arrivals, self._is_open = [], False
+            self._arrivals, self._is_open = {}, False
             self._commit_thread.start()
 
     def abandon(self) -> None:
@@ -148,7 +166,7 @@ class StepEngine:
             if self._is_open:
                 self._session.handler.drain()
                 self._session.handler.prefetch(_loads_of(self._arrivals, self._source))
-                self._arrivals, self._is_open = [], False
+                self._arrivals, self._is_open = {}, False
 
     def wait(self) -> None:
         """Blocks until a commit in flight is durable.
@@ -156,10 +174,9 @@ class StepEngine:
         Raises:
           BaseException: what stopped the store.
         """
+        self._session.check()
         with self._guard:
-            thread, self._commit_thread = self._commit_thread, None
-            if thread is not None:
-                thread.join()
+            self._join_commit()
         self._session.check()
 
     @property
@@ -180,16 +197,30 @@ class StepEngine:
             yield
 
     def annotate(self, step: int, payload: JsonValue) -> None:
-        """Sets what the commit of a step to come will carry."""
+        """Sets what the commit of a step to come will carry.
+
+        Raises:
+          ValueError: the step is committed already, or the payload holds NaN or Inf.
+          TypeError: the payload is no JSON.
+        """
+        payload = json.loads(json.dumps(payload, allow_nan=False))
         with self._guard:
+            commit = self._session.commit
+            if commit is not None and step <= commit.step:
+                raise ValueError(
+                    f"{self._session.options.path}: annotate(step={step}): expected a "
+                    f"step still to be committed, the store is at step {commit.step}; "
+                    "annotate before the update"
+                )
             self._payloads[step] = payload
 
     # --- inside --------------------------------------------------------------------
 
     def _begin(self, step: int) -> Slot:
         """Opens the step unless it is; returns the slot to read from."""
+        session = self._session
+        session.check()
         with self._guard:
-            session = self._session
             if not self._is_open:
                 self.wait()
             else:
@@ -223,10 +254,13 @@ class StepEngine:
 
         states = range(len(layout.states))
         kept = tuple(n for n in states if layout.states[n] in kernel.unchanged)
-        is_frozen = len(kept) == len(states) and part.out.dtype == np.float32
+        is_frozen = len(kept) == len(states)
+        loads = tuple(states)
+        if is_frozen:  # 16-bit params are still to be rounded from the master
+            loads = () if part.out.dtype == np.float32 else (0,)
 
         def compute(csd: Csd, buffer: CsdBuffer) -> None:
-            if is_first and part.probe.size and not is_frozen:
+            if is_first and part.probe.size and 0 in loads:
                 self._check_probe(part, csd.view(buffer, layout.extents[0]))
             gradient = gather_run(session, layout, part.gradient, part.origin)
             own = gather_inputs(session, layout, part.inputs, part.origin)
@@ -243,7 +277,7 @@ class StepEngine:
             compute,
             source=source,
             target=other_slot(source),
-            loads=() if is_frozen else tuple(states),
+            loads=loads,
             stores=tuple(n for n in states if n not in kept),
             links=kept,
         )
@@ -261,7 +295,7 @@ class StepEngine:
 
     def _check_complete(self) -> None:
         session = self._session
-        done = sum(layout.subgroup.num_elements for layout in self._arrivals)
+        done = sum(subgroup.num_elements for subgroup in self._arrivals)
         expected = session.files.manifest.num_params
         if done != expected:
             raise AssertionError(
@@ -272,7 +306,7 @@ class StepEngine:
         self,
         target: Slot,
         record: CommitRecord,
-        arrivals: list[SubgroupLayout],
+        arrivals: _Arrivals,
         updated_s: float,
     ) -> None:
         session = self._session
@@ -295,16 +329,21 @@ class StepEngine:
             session.fail(error)
 
     def _close(self) -> None:
-        thread = self._commit_thread
-        if thread is not None:
-            thread.join()
+        with self._guard:
+            self._join_commit()
+
+    def _join_commit(self) -> None:
+        """Forgets the thread only when it has ended: an interrupt may end the wait."""
+        if self._commit_thread is not None:
+            self._commit_thread.join()
+            self._commit_thread = None
 
 
-def _loads_of(arrivals: Sequence[SubgroupLayout], source: Slot) -> list[Task]:
+def _loads_of(arrivals: _Arrivals, source: Slot) -> list[Task]:
     """What the next step will load, in the order in which gradients came."""
     return [
-        Task(layout, _nothing, source=source, loads=tuple(range(len(layout.states))))
-        for layout in arrivals
+        Task(arrival.layout, _nothing, source=source, loads=arrival.loads)
+        for arrival in arrivals.values()
     ]
 
 
