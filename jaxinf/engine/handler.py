@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxinf.csd import Csd, CsdBuffer
+from jaxinf.engine.failure import Failure, closed_error
 from jaxinf.engine.tasks import Task, TaskGroup
 from jaxinf.layout import Subgroup
 from jaxinf.store import StoreDirectory
@@ -27,6 +28,7 @@ class _Prefetched:
 
     task: Task
     buffer: CsdBuffer
+    is_loading: bool = True
     is_loaded: bool = False
 
 
@@ -47,21 +49,28 @@ class TransferHandler:
       directory: where the chunk files are.
       csds: the store's CSDs, by number.
       num_workers: threads; each carries a task from load to store.
+      failure: what a task's error is put into; once it is set, nothing more is done.
     """
 
     def __init__(
-        self, directory: StoreDirectory, csds: Sequence[Csd], *, num_workers: int
+        self,
+        directory: StoreDirectory,
+        csds: Sequence[Csd],
+        *,
+        num_workers: int,
+        failure: Failure,
     ) -> None:
         self._directory = directory
         self._csds = csds
+        self._failure = failure
         self._changed = threading.Condition()
         self._queue: deque[Task] = deque()
         self._ahead_due: dict[Subgroup, Task] = {}
         self._ahead: dict[Subgroup, _Prefetched] = {}
         self._num_unfinished = 0
         self._num_running = 0
-        self._failure: BaseException | None = None
         self._is_closing = False
+        failure.listen(self._stop)
         self._workers = [
             threading.Thread(target=self._work, name=f"jaxinf-{i}", daemon=True)
             for i in range(num_workers)
@@ -74,19 +83,27 @@ class TransferHandler:
     def run(self, tasks: Sequence[Task]) -> None:
         """Submits tasks and blocks until all have computed; stores go on behind.
 
+        On return, by an exception too, no task's `compute` is running nor will be: what
+        it works on may go.
+
         Raises:
           BaseException: the first error of any task, the same object every time.
+          StoreClosedError: the handler was closed before they had.
         """
         group = TaskGroup(num_waiting=len(tasks))
         with self._changed:
-            self._raise_failure()
+            self._check_done(not self._is_closing)
             for task in tasks:
                 task.group = group
                 self._queue.append(task)
             self._num_unfinished += len(tasks)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not group.num_waiting or self._failure)
-            self._raise_failure()
+            self._changed.wait_for(
+                lambda: (
+                    not group.num_waiting or (self._is_over() and not group.num_running)
+                )
+            )
+            self._check_done(not group.num_waiting)
 
     def prefetch(self, tasks: Sequence[Task]) -> None:
         """Loads what these tasks will load, in this order, as far as memory reaches.
@@ -96,7 +113,7 @@ class TransferHandler:
         """
         with self._changed:
             self._drop_ahead()
-            self._ahead_due.update({t.layout.subgroup: t for t in tasks})
+            self._ahead_due.update({t.layout.subgroup: t for t in tasks if t.loads})
             self._changed.notify_all()
 
     def drain(self) -> None:
@@ -106,8 +123,8 @@ class TransferHandler:
           BaseException: as `run`.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self._num_unfinished or self._failure)
-            self._raise_failure()
+            self._changed.wait_for(lambda: not self._num_unfinished or self._is_over())
+            self._check_done(not self._num_unfinished)
 
     def close(self) -> None:
         """Stops the workers, each after the task it has in hand; idempotent."""
@@ -120,23 +137,32 @@ class TransferHandler:
         with self._changed:
             self._drop_ahead()
 
-    # --- the workers ---------------------------------------------------------------
+    def _is_over(self) -> bool:
+        return self._failure.error is not None or self._is_closing
 
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+    def _check_done(self, is_done: bool) -> None:
+        self._failure.check()
+        if not is_done:
+            raise closed_error(self._directory.path)
+
+    # --- the workers ---------------------------------------------------------------
 
     def _work(self) -> None:
         while True:
-            with self._changed:
-                work = self._next_work()
-                if work is None:
-                    return
-                self._num_running += 1
+            try:
+                with self._changed:
+                    work = self._next_work()
+                    if work is None:
+                        return
+                    self._num_running += 1
+                    work.task.group.num_running += 1
+            except BaseException as error:  # of a CSD's `acquire`
+                self._failure.set(error)
+                continue
             try:
                 self._perform(work)
             except BaseException as error:
-                self._fail(error)
+                self._failure.set(error)
             finally:
                 with self._changed:
                     self._num_running -= 1
@@ -144,7 +170,7 @@ class TransferHandler:
 
     def _next_work(self) -> _Work | None:
         while not self._is_closing:
-            if self._failure is None:
+            if self._failure.error is None:
                 work = self._pick_task() or self._pick_ahead()
                 if work is not None:
                     return work
@@ -152,39 +178,54 @@ class TransferHandler:
         return None
 
     def _pick_task(self) -> _Work | None:
+        """The first task that can go on: its state is loaded, or there is memory."""
+        starved: int | None = None
         for position, task in enumerate(self._queue):
             self._ahead_due.pop(task.layout.subgroup, None)
-            ahead = self._ahead.get(task.layout.subgroup)
-            if ahead is not None and ahead.task.source != task.source:
-                ahead = None
-            if ahead is not None and not ahead.is_loaded:
-                continue  # a worker is loading it right now
+            ahead = self._ahead_for(task)
             if ahead is not None:
+                if not ahead.is_loaded:
+                    continue  # a worker is loading it right now
                 del self._ahead[task.layout.subgroup]
                 del self._queue[position]
                 return _Work(task, ahead.buffer, is_loaded=True)
+            if starved is None:  # who has waited longest for memory comes first
+                buffer = self._acquire(task)
+                if buffer is not None:
+                    del self._queue[position]
+                    return _Work(task, buffer)
+                starved = position
+        if starved is None or self._num_running:
+            return None
+        return self._make_room(starved)
+
+    def _ahead_for(self, task: Task) -> _Prefetched | None:
+        """The load begun earlier that has all that a task needs."""
+        ahead = self._ahead.get(task.layout.subgroup)
+        if ahead is None or ahead.task.source != task.source:
+            return None
+        return ahead if set(task.loads) <= set(ahead.task.loads) else None
+
+    def _make_room(self, position: int) -> _Work | None:
+        """Takes memory from prefetches, as a last way: no queued task waits for one."""
+        task = self._queue[position]
+        while self._ahead:
+            _, dropped = self._ahead.popitem()
+            dropped.buffer.release()
             buffer = self._acquire(task)
-            if buffer is None:
-                return None
-            del self._queue[position]
-            return _Work(task, buffer)
+            if buffer is not None:
+                del self._queue[position]
+                return _Work(task, buffer)
         return None
 
     def _acquire(self, task: Task) -> CsdBuffer | None:
-        """Memory for a task that is due; prefetches give theirs only as a last way."""
-        csd = self._csds[task.layout.subgroup.csd]
-        buffer = csd.acquire(task.layout.num_bytes)
-        while buffer is None and not self._num_running and self._ahead:
-            _, dropped = self._ahead.popitem()
-            dropped.buffer.release()
-            buffer = csd.acquire(task.layout.num_bytes)
-        return buffer
+        return self._csds[task.layout.subgroup.csd].acquire(task.layout.num_bytes)
 
     def _pick_ahead(self) -> _Work | None:
         if self._queue or not self._ahead_due:
             return None
         task = next(iter(self._ahead_due.values()))
-        buffer = self._csds[task.layout.subgroup.csd].acquire(task.layout.num_bytes)
+        buffer = self._acquire(task)
         if buffer is None:
             return None
         del self._ahead_due[task.layout.subgroup]
@@ -194,7 +235,9 @@ class TransferHandler:
 
     def _drop_ahead(self) -> None:
         self._ahead_due.clear()
-        self._changed.wait_for(lambda: all(a.is_loaded for a in self._ahead.values()))
+        self._changed.wait_for(
+            lambda: not any(a.is_loading for a in self._ahead.values())
+        )
         for ahead in self._ahead.values():
             ahead.buffer.release()
         self._ahead.clear()
@@ -202,22 +245,35 @@ class TransferHandler:
     def _perform(self, work: _Work) -> None:
         csd = self._csds[work.task.layout.subgroup.csd]
         if work.ahead is not None:
-            self._load(csd, work.task, work.buffer)
-            with self._changed:
+            try:
+                self._load(csd, work.task, work.buffer)
                 work.ahead.is_loaded = True
+            finally:
+                work.ahead.is_loading = False
             return
         try:
-            if not work.is_loaded:
-                self._load(csd, work.task, work.buffer)
-            work.task.compute(csd, work.buffer)
-            with self._changed:
-                work.task.group.num_waiting -= 1
-                self._changed.notify_all()
+            self._compute(csd, work)
+            self._failure.check()
             self._store(csd, work.task, work.buffer)
         finally:
             work.buffer.release()
         with self._changed:
             self._num_unfinished -= 1
+
+    def _compute(self, csd: Csd, work: _Work) -> None:
+        group = work.task.group
+        num_done = 0
+        try:
+            if not work.is_loaded:
+                self._load(csd, work.task, work.buffer)
+            self._failure.check()
+            work.task.compute(csd, work.buffer)
+            num_done = 1
+        finally:
+            with self._changed:
+                group.num_waiting -= num_done
+                group.num_running -= 1
+                self._changed.notify_all()
 
     def _load(self, csd: Csd, task: Task, buffer: CsdBuffer) -> None:
         subgroup = task.layout.subgroup
@@ -244,12 +300,9 @@ class TransferHandler:
                     task.source, *where, task.layout.states[state]
                 )
 
-    def _fail(self, error: BaseException) -> None:
+    def _stop(self) -> None:
+        """After a failure: what has not begun never will."""
         with self._changed:
-            if self._failure is None:
-                self._failure = error
             self._queue.clear()
             self._ahead_due.clear()
-            for ahead in self._ahead.values():
-                ahead.is_loaded = True
             self._changed.notify_all()

@@ -4,6 +4,7 @@ Invariant: all that is on disk was checked before anything is written, and after
 first failure nothing is written any more.
 """
 
+import fnmatch
 import logging
 import os
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from jaxinf.csd import CSD_KINDS, Csd, HostCsd
 from jaxinf.engine.description import StoreDescription
+from jaxinf.engine.failure import Failure, closed_error
 from jaxinf.engine.handler import TransferHandler
 from jaxinf.engine.tasks import SubgroupLayout
 from jaxinf.errors import (
@@ -35,7 +37,7 @@ __all__ = ["Session", "SessionOptions"]
 _LOG = logging.getLogger("jaxinf")
 
 # Files that may stand in a directory that a new store is made in.
-_HARMLESS = {"lost+found", "lock", "publish.lock"}
+_HARMLESS = ("lost+found", "lock", "publish.lock", "current.tmp", ".jaxinf*")
 
 
 class SessionOptions:
@@ -105,35 +107,39 @@ class Session:
         self.csds: list[Csd] = []
         self._layouts: list[list[list[SubgroupLayout]]] = []
         self._guard = threading.RLock()
-        self._failure: BaseException | None = None
+        self._failure = Failure()
+        self._is_reported = False
         self._is_closed = False
         self._on_close: list[Callable[[], None]] = []
         _check_place(options.path)
-        if (options.path / "jaxinf.json").exists():
+        if self._is_there():
             self._open()
 
     # --- failure -------------------------------------------------------------------
 
     def check(self) -> None:
         """Raises the failure that stopped the store, the original exception, if any."""
-        if self._failure is not None:
-            raise self._failure
+        if self._failure.error is not None:
+            self._is_reported = True
+            raise self._failure.error
         if self._is_closed:
-            raise StoreClosedError(
-                f"{self.options.path}: the store is closed; open it again with "
-                "jaxinf.open_store to go on at its last committed step"
-            )
+            raise closed_error(self.options.path)
 
     def fail(self, error: BaseException) -> None:
-        """Stops the store for good; the first error wins."""
-        with self._guard:
-            if self._failure is None:
-                self._failure = error
+        """Stops the store for good, its workers too; the first error wins."""
+        if self._is_closed and isinstance(error, StoreClosedError):
+            return  # a step that was given up by `close`
+        self._failure.set(error)
 
     @property
     def failure(self) -> BaseException | None:
         """What stopped the store."""
-        return self._failure
+        return self._failure.error
+
+    @property
+    def is_failure_unreported(self) -> bool:
+        """Whether something stopped the store that `check` has not raised yet."""
+        return self._failure.error is not None and not self._is_reported
 
     # --- opening and closing -------------------------------------------------------
 
@@ -143,6 +149,7 @@ class Session:
             directory = StoreDirectory.open(self.options.path)
             self.commit = directory.read_commit()
             if self.commit is None:
+                directory.check_never_committed()
                 _LOG.info(
                     "%s: its creation was interrupted before a first step was "
                     "committed; it will be made anew",
@@ -153,7 +160,9 @@ class Session:
             prune_snapshots(directory)
             self._attach(directory)
         except BaseException:
+            self.commit = None
             self._lock.release()
+            self._lock = None
             raise
 
     def _check_roots(self, manifest: Manifest) -> None:
@@ -180,9 +189,19 @@ class Session:
         self._pool = BufferPool(self.options.memory_bytes)
         self.csds = [HostCsd(root, self._pool, self.meters) for root in csds_roots]
         self._handler = TransferHandler(
-            directory, self.csds, num_workers=self.options.num_workers
+            directory,
+            self.csds,
+            num_workers=self.options.num_workers,
+            failure=self._failure,
         )
         self.directory = directory
+
+    def _detach(self) -> None:
+        """Stops workers and frees memory."""
+        if self._handler is not None:
+            self._handler.close()
+        if self._pool is not None:
+            self._pool.close()
 
     def _subgroup_elements(self, manifest: Manifest) -> int:
         """Longest subgroup of which every worker can hold two in the memory budget."""
@@ -215,35 +234,52 @@ class Session:
             self.check()
             if any(bound is description for bound in self._bound):
                 return self.commit is None
-            if self.commit is not None:
-                _check_same(self.files, description)
-            elif may_create:
+            if self.commit is None and may_create:
                 self._create(description)
-            else:
+            elif self.commit is None:
                 raise StaleStateError(
                     f"{self.options.path}: update found no step in the store; call "
                     "tx.init(params) on it first"
                 )
+            if self.commit is not None:
+                _check_same(self.files, description)
             self._bound.append(description)
             return self.commit is None
 
     def _create(self, description: StoreDescription) -> None:
+        """Makes the store, in place of one that was never finished.
+
+        If another process has made and closed one since, that one is opened.
+        """
+        if self._lock is None and self._is_there():
+            self._open()
+        if self.commit is not None:
+            return
+        self._bound.clear()  # an init on this store that did not come to its end
+        self._detach()
         roots = [str(root) for root in self.options.csd_roots]
-        leftover = None
-        if (self.options.path / "jaxinf.json").exists():
+        if self._is_there():
             leftover = StoreDirectory.open(self.options.path)
             roots = roots or list(leftover.manifest.csds)
-        manifest = description.manifest(roots, self.options.chunk_elements)
-        directory = StoreDirectory(self.options.path, manifest)
-        self._subgroup_elements(manifest)
-        directory.check_space()
-        self.options.path.mkdir(parents=True, exist_ok=True)
-        if self._lock is None:
-            self._lock = StoreLock(self.options.path)
-        if leftover is not None:
             leftover.discard()
+        manifest = description.manifest(roots, self.options.chunk_elements)
+        self._subgroup_elements(manifest)
+        directory = StoreDirectory(self.options.path, manifest)
+        directory.check_space()
+        if self._lock is None:
+            _check_place(self.options.path)
+            self.options.path.mkdir(parents=True, exist_ok=True)
+            self._lock = StoreLock(self.options.path)
+            if self._is_there():  # another process was faster by a hair
+                self._lock.release()
+                self._lock = None
+                self._create(description)
+                return
         directory.create()
         self._attach(directory)
+
+    def _is_there(self) -> bool:
+        return (self.options.path / "jaxinf.json").exists()
 
     def on_close(self, action: Callable[[], None]) -> None:
         """Registers what `close` does before the workers stop."""
@@ -259,12 +295,24 @@ class Session:
             for action in self._on_close:
                 action()
         finally:
-            if self._handler is not None:
-                self._handler.close()
-            if self._pool is not None:
-                self._pool.close()
+            self._detach()
             if self._lock is not None:
                 self._lock.release()
+
+    def disown(self) -> None:
+        """In a forked child: the store, its threads and its lock are the parent's."""
+        self._guard = threading.RLock()
+        self._failure = Failure()
+        self._failure.set(
+            StoreClosedError(
+                f"{self.options.path}: the store was opened by process "
+                f"{os.getppid()}, this is a fork of it, and a store has one process; "
+                "use it there, or open it here after it is closed there"
+            )
+        )
+        self._is_closed = True
+        if self._lock is not None:
+            self._lock.release()
 
     # --- for the parts that stream state -------------------------------------------
 
@@ -335,7 +383,11 @@ def _check_place(path: Path) -> None:
     _check_writable(path)
     if not path.exists() or (path / "jaxinf.json").exists():
         return
-    foreign = sorted(e.name for e in path.iterdir() if e.name not in _HARMLESS)
+    foreign = sorted(
+        entry.name
+        for entry in path.iterdir()
+        if not any(fnmatch.fnmatchcase(entry.name, known) for known in _HARMLESS)
+    )
     if foreign:
         raise StoreFormatError(
             f"store {path}: expected a jaxinf store or an empty directory, found "
@@ -373,6 +425,11 @@ def _check_writable(path: Path) -> None:
     existing = path
     while not existing.exists():
         existing = existing.parent
+    if not existing.is_dir():
+        raise NotADirectoryError(
+            f"{path}: expected a directory, or a place for one, found the file "
+            f"{existing}; give another path"
+        )
     if not os.access(existing, os.W_OK | os.X_OK):
         raise PermissionError(
             f"{path}: expected a place that can be written to, found {existing} "

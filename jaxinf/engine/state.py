@@ -64,6 +64,7 @@ def initialise(
 
 def finish_initialisation(session: Session, scalars: Sequence[ScalarState]) -> None:
     """Commits step 0; every leaf must have been initialised."""
+    session.check()
     record = CommitRecord(step=0, scalar_state=tuple(scalars))
     session.files.sync()
     session.files.publish("a", record)

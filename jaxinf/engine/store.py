@@ -7,7 +7,6 @@ import atexit
 import contextlib
 import logging
 import os
-import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -31,7 +30,8 @@ __all__ = ["DEFAULT_MEMORY_BYTES", "Store", "open_store"]
 DEFAULT_MEMORY_BYTES = 512 << 20
 
 _LOG = logging.getLogger("jaxinf")
-_LIVE: "weakref.WeakSet[Store]" = weakref.WeakSet()
+# Not weakly: one that a program has lost sight of may still have a commit in flight.
+_LIVE: "set[Store]" = set()
 
 
 class Store:
@@ -193,6 +193,9 @@ class Store:
         Args:
           step: of the commit that will carry it.
           payload: JSON: position in the data, random seeds, ….
+
+        Raises:
+          ValueError, TypeError: it is no JSON, or the step is committed already.
         """
         self.session.check()
         self.steps.annotate(step, payload)
@@ -208,7 +211,11 @@ class Store:
           state: the transform state to wait for first.
         """
         if state is not None:
-            jax.block_until_ready(state)
+            try:
+                jax.block_until_ready(state)
+            except Exception:
+                self.session.check()  # the original of what JAX raises
+                raise
         self.steps.wait()
 
     def close(self) -> None:
@@ -217,12 +224,17 @@ class Store:
         Idempotent. A step that has begun but whose update did not finish is given up.
 
         Raises:
-          BaseException: what stopped the store, after everything is released.
+          BaseException: what stopped the store, after everything is released, unless
+            another method has raised it before.
         """
-        failed = self.session.failure
-        self.session.close()
-        if failed is None and self.session.failure is not None:
-            raise self.session.failure
+        if self.session.is_closed:
+            return
+        try:
+            self.session.close()
+        finally:
+            _LIVE.discard(self)
+        if self.session.is_failure_unreported:
+            self.session.check()
 
     def __enter__(self) -> "Store":
         return self
@@ -233,7 +245,13 @@ class Store:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            # The body's own error is the one to see; this one is often its cause.
+            _LOG.debug("%s: closed after a failure: %s", self.path, failure)
 
 
 def open_store(
@@ -289,3 +307,13 @@ def _close_all() -> None:
             store.close()
         except Exception:
             _LOG.exception("%s: closing at exit failed", store.path)
+
+
+def _forget_all() -> None:
+    """In a forked child: the stores stay its parent's."""
+    for store in _LIVE:
+        store.session.disown()
+    _LIVE.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)

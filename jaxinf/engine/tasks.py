@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from jaxinf.csd import Csd, CsdBuffer, Extent
 from jaxinf.layout import PAGE_BYTES, Subgroup
-from jaxinf.store import LeafRecord, Slot
+from jaxinf.store import LeafRecord, Slot, dtype_of
 
 __all__ = ["SubgroupLayout", "Task", "TaskGroup"]
 
@@ -37,8 +37,6 @@ class SubgroupLayout:
     @classmethod
     def of(cls, subgroup: Subgroup, leaf: LeafRecord) -> "SubgroupLayout":
         """Lays the states out one after another, each from a page on."""
-        from jaxinf.store import dtype_of
-
         extents, offset_bytes = [], 0
         for state in leaf.states:
             dtype = dtype_of(state.dtype)
@@ -57,9 +55,15 @@ class SubgroupLayout:
 
 @dataclass(eq=False)
 class TaskGroup:
-    """Tasks that somebody waits for together."""
+    """Tasks that somebody waits for together.
+
+    Attributes:
+      num_waiting: how many have not computed.
+      num_running: how many are in a worker's hands and have not computed.
+    """
 
     num_waiting: int = 0
+    num_running: int = 0
 
 
 @dataclass(eq=False)
