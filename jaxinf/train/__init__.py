@@ -1,5 +1,5 @@
 """The trainer: ``python -m jaxinf.train``.
 
-Invariant: everything here is built on the public API alone; what it does, a user's own
-loop can do. Files to read first: `config`, `loop`, `backend`.
+Invariant: nothing below this package knows of it; what it does, a user's own loop can.
+Files to read first: `config`, `loop`, `backend`.
 """

@@ -138,7 +138,7 @@ class TrainConfig:
     # Decides the initial params, the batches and the sample.
     seed: int = 0
 
-    # Of activations and matrix products. bfloat16 is slower on most CPUs.
+    # Of activations and matrix products.
     dtype: DTypeName = "float32"
 
     # Of the params in the JAX device's memory. The store keeps fp32 masters either way;

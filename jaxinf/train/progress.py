@@ -80,7 +80,8 @@ class Progress:
         """Takes up a step; shows it at once on a terminal, every few seconds else."""
         assert line.loss is not None
         assert line.tokens and line.step_s  # noqa: PT018
-        weight = _SMOOTHING if self._tokens_per_s else 0.0
+        # A plain mean until there are enough steps for a moving one.
+        weight = min(_SMOOTHING, 1 - 1 / (line.step - self._first))
         rate = line.tokens / line.step_s
         self._tokens_per_s += (1 - weight) * (rate - self._tokens_per_s)
         if math.isfinite(line.loss):

@@ -96,6 +96,7 @@ def test_second_signal_ends_at_once(start):
     process = start(pause_s=10)
     assert process.stdout is not None
     read_until(process.stdout, "step 1/")
+    time.sleep(0.5)  # now it is inside the pause
     process.send_signal(signal.SIGTERM)
     read_until(process.stdout, "once more ends at once")
     process.send_signal(signal.SIGTERM)
