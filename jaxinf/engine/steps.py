@@ -24,8 +24,15 @@ from jaxinf.engine.tasks import SubgroupLayout, Task
 from jaxinf.errors import DivergedParamsError, StaleStateError
 from jaxinf.io import ByteCounts
 from jaxinf.kernels import Kernel
+from jaxinf.kernels.specialise import specialise, state_read
 from jaxinf.layout import Subgroup, scatter, target_view
-from jaxinf.store import CommitRecord, ScalarState, Slot, other_slot
+from jaxinf.store import (
+    MASTER_PARAMS,
+    CommitRecord,
+    ScalarState,
+    Slot,
+    other_slot,
+)
 from jaxinf.typing import Array, JsonValue
 
 __all__ = ["LeafPart", "StepEngine", "StepMetrics"]
@@ -247,17 +254,17 @@ class StepEngine:
         self, part: LeafPart, layout: SubgroupLayout, source: Slot, verdicts: list[bool]
     ) -> Task:
         session = self._session
-        kernel = part.kernel
+        kernel = specialise(part.kernel, part.inputs.scalars)
         chunk = session.files.chunks[part.leaf][layout.subgroup.chunk]
         offset = layout.subgroup.offset_elements
         is_first = offset == 0 and chunk.start == part.origin
 
         states = range(len(layout.states))
         kept = tuple(n for n in states if layout.states[n] in kernel.unchanged)
-        is_frozen = len(kept) == len(states)
-        loads = tuple(states)
-        if is_frozen:  # 16-bit params are still to be rounded from the master
-            loads = () if part.out.dtype == np.float32 else (0,)
+        needed = state_read(kernel)
+        if part.out.dtype != np.float32:  # which is rounded from the master
+            needed |= {MASTER_PARAMS}
+        loads = tuple(n for n in states if layout.states[n] in needed)
 
         def compute(csd: Csd, buffer: CsdBuffer) -> None:
             if is_first and part.probe.size and 0 in loads:

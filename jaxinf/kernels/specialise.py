@@ -1,0 +1,196 @@
+"""A kernel as this step's scalars leave it: selections that they decide are made.
+
+Invariant: a specialised kernel computes what the kernel computes, and is another one
+only where that spares state: a slot that a step keeps need not be read or written.
+
+Gradient accumulation is the case in point: optax selects old or new state of the inner
+optimizer by a boolean scalar, and multiplies the update by zero between two emissions.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxinf.kernels.ir import (
+    Constant,
+    Equation,
+    Input,
+    Operand,
+    Result,
+    inputs_of,
+)
+from jaxinf.kernels.kernel import Kernel
+from jaxinf.typing import Array
+
+__all__ = ["specialise", "state_read"]
+
+_Known = tuple[bool | None, ...]
+
+# What a zero goes through unchanged; a product with zero is taken for zero, which for
+# finite values it is.
+_KEEP_ZERO = frozenset({"neg", "convert_element_type", "copy", "reduce_precision"})
+
+
+def specialise(kernel: Kernel, scalars: Sequence[np.generic | Array]) -> Kernel:
+    """The kernel for a step with these scalars.
+
+    Args:
+      kernel: any.
+      scalars: what the step's prologue gave, as `Kernel.evaluate` takes them.
+
+    Returns:
+      A kernel with the same arguments that leaves more state unchanged, or `kernel`
+      itself where there is none.
+    """
+    if not any(dtype == np.bool_ for dtype in kernel.scalar_dtypes):
+        return kernel
+    pairs = list(zip(kernel.scalar_dtypes, scalars, strict=True))
+    known = tuple(bool(s) if dtype == np.bool_ else None for dtype, s in pairs)
+    zeros = tuple(dtype != np.bool_ and not np.any(s) for dtype, s in pairs)
+    variants = _memo(kernel, "variants")
+    if (known, zeros) not in variants:
+        variants[known, zeros] = _specialised(kernel, known, zeros)
+    return variants[known, zeros]
+
+
+def state_read(kernel: Kernel) -> frozenset[str]:
+    """The slots, and ``"params"``, whose old values the new ones or `u` depend on."""
+    memo = _memo(kernel, "state_read")
+    if not memo:
+        memo[None] = _state_read(kernel)
+    return memo[None]
+
+
+def _memo(kernel: Kernel, name: str) -> dict[Any, Any]:
+    """A cache that lives with the kernel; hashing a kernel would cost more."""
+    return vars(kernel).setdefault(f"_{name}", {})
+
+
+def _state_read(kernel: Kernel) -> frozenset[str]:
+    changed = [
+        value
+        for name, value in zip(kernel.slots, kernel.new_slots, strict=True)
+        if name not in kernel.unchanged
+    ]
+    inputs = inputs_of(kernel.equations, [kernel.update, *changed])
+    names = {kernel.slots[index] for kind, index in inputs if kind == "slot"}
+    needs_params = ("params", 0) in inputs or kernel.update is not None
+    return frozenset(names | ({"params"} if needs_params else set()))
+
+
+def _specialised(kernel: Kernel, known: _Known, zeros: tuple[bool, ...]) -> Kernel:
+    chosen = _Folder(kernel, known, (False,) * len(zeros)).fold()
+    if chosen.unchanged == kernel.unchanged:
+        return kernel
+    return _Folder(kernel, known, zeros).fold()
+
+
+class _Folder:
+    """Rewrites a body equation by equation."""
+
+    def __init__(self, kernel: Kernel, known: _Known, zeros: tuple[bool, ...]) -> None:
+        self._kernel = kernel
+        self._known = known
+        self._zeros = zeros
+        self._values: list[Operand] = []
+        self._equations: list[Equation] = []
+
+    def fold(self) -> Kernel:
+        for equation in self._kernel.equations:
+            inputs = tuple(map(self._value, equation.inputs))
+            value = self._folded(equation, inputs)
+            if value is None:
+                value = Result(len(self._equations), equation.dtype)
+                self._equations.append(
+                    Equation(equation.op, inputs, equation.params, equation.dtype)
+                )
+            self._values.append(value)
+        update = None
+        if self._kernel.update is not None:
+            update = self._value(self._kernel.update)
+            update = None if _is_zero(update) else update
+        new_slots = tuple(map(self._value, self._kernel.new_slots))
+        return _without_dead_code(self._kernel, self._equations, update, new_slots)
+
+    def _value(self, operand: Operand) -> Operand:
+        if isinstance(operand, Result):
+            return self._values[operand.index]
+        if isinstance(operand, Input) and operand.kind == "scalar":
+            known = self._known[operand.index]
+            if known is not None and operand.dtype == np.bool_:
+                return Constant.of(known, operand.dtype)
+            if self._zeros[operand.index]:
+                return Constant.of(0, operand.dtype)
+        return operand
+
+    def _folded(
+        self, equation: Equation, inputs: tuple[Operand, ...]
+    ) -> Operand | None:
+        """The operand that the equation's result is, where that is decided."""
+        first = inputs[0]
+        if equation.op == "select_n" and isinstance(first, Constant):
+            return inputs[1 + int(first.value)]
+        literals = [bool(i.value) for i in inputs if isinstance(i, Constant)]
+        if first.dtype == np.bool_ and len(literals) == len(inputs):
+            return _logic(equation, literals)
+        is_zero = [_is_zero(operand) for operand in inputs]
+        if equation.dtype.kind in "fV" and any(self._zeros):
+            if equation.op == "mul" and any(is_zero):
+                return Constant.of(0, equation.dtype)
+            if equation.op in _KEEP_ZERO and is_zero[0]:
+                return Constant.of(0, equation.dtype)
+        return None
+
+
+def _logic(equation: Equation, inputs: list[bool]) -> Operand | None:
+    match equation.op:
+        case "not":
+            value = not inputs[0]
+        case "and":
+            value = all(inputs)
+        case "or":
+            value = any(inputs)
+        case "convert_element_type":
+            value = inputs[0]
+        case _:
+            return None
+    return Constant.of(value, equation.dtype)
+
+
+def _is_zero(operand: Operand) -> bool:
+    return isinstance(operand, Constant) and not np.any(operand.value)
+
+
+def _without_dead_code(
+    kernel: Kernel,
+    equations: Sequence[Equation],
+    update: Operand | None,
+    new_slots: tuple[Operand, ...],
+) -> Kernel:
+    outputs = [*new_slots, *([] if update is None else [update])]
+    needed = {o.index for o in outputs if isinstance(o, Result)}
+    for index in reversed(range(len(equations))):
+        if index in needed:
+            needed |= {
+                o.index for o in equations[index].inputs if isinstance(o, Result)
+            }
+    places = {old: new for new, old in enumerate(sorted(needed))}
+
+    def moved(operand: Operand) -> Operand:
+        if isinstance(operand, Result):
+            return Result(places[operand.index], operand.dtype)
+        return operand
+
+    kept = [equations[index] for index in sorted(needed)]
+    return Kernel(
+        slots=kernel.slots,
+        slot_dtypes=kernel.slot_dtypes,
+        scalar_dtypes=kernel.scalar_dtypes,
+        array_dtypes=kernel.array_dtypes,
+        equations=tuple(
+            Equation(e.op, tuple(map(moved, e.inputs)), e.params, e.dtype) for e in kept
+        ),
+        update=None if update is None else moved(update),
+        new_slots=tuple(map(moved, new_slots)),
+    )

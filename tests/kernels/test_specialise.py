@@ -1,0 +1,112 @@
+"""Kernels specialised to a step's scalars."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxinf
+from jaxinf.kernels import trace_update
+from jaxinf.kernels.specialise import specialise, state_read
+
+PARAMS = {"w": jnp.ones((5000,)), "b": jnp.ones((3, 2))}
+
+
+def kernel_and_scalars(tx, state_scalars):
+    program = trace_update(tx, PARAMS)
+    gradients = jax.tree.leaves(PARAMS)
+    _, inputs = program.prologue(gradients, gradients, state_scalars)
+    return program.leaves[0].kernel, [np.asarray(s) for s in inputs[0].scalars]
+
+
+def accumulating(mini_step):
+    tx = optax.MultiSteps(optax.adamw(1e-2), 3).gradient_transformation()
+    scalars = [jnp.int32(mini_step), jnp.int32(0), jnp.int32(0)]
+    return kernel_and_scalars(tx, scalars)
+
+
+def test_a_micro_step_touches_the_accumulator_alone():
+    kernel, scalars = accumulating(1)
+    micro = specialise(kernel, scalars)
+    assert kernel.unchanged == frozenset()
+    assert micro.unchanged == {"params", "mu", "nu"}
+    assert state_read(micro) == {"acc_grads"}
+    assert specialise(kernel, scalars) is micro
+
+
+def test_an_emission_is_the_kernel_itself():
+    kernel, scalars = accumulating(2)
+    assert specialise(kernel, scalars) is kernel
+
+
+@pytest.mark.parametrize("mini_step", [0, 1, 2])
+def test_specialised_kernels_compute_the_same(mini_step):
+    kernel, scalars = accumulating(mini_step)
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=4097).astype(np.float32) for _ in range(5)]
+    arrays = [np.abs(a) + np.float32(0.1) for a in arrays]
+    results = []
+    for variant in (kernel, specialise(kernel, scalars)):
+        gradient, params, *slots = (a.copy() for a in arrays)
+        out = np.empty(4097, np.float32)
+        assert variant.evaluate(
+            gradient=gradient,
+            params=params,
+            slots=slots,
+            scalars=scalars,
+            arrays=[],
+            out=out,
+        )
+        results.append([params, *slots, out])
+    for whole, special in zip(*results, strict=True):
+        np.testing.assert_array_equal(whole, special)
+
+
+def test_a_predicate_that_spares_no_state_makes_no_variant():
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+    kernel, scalars = kernel_and_scalars(tx, [jnp.int32(0)])
+    assert specialise(kernel, scalars) is kernel
+
+
+def test_plain_adam_reads_and_writes_all_of_its_state():
+    kernel, scalars = kernel_and_scalars(optax.adam(1e-2), [jnp.int32(0)])
+    assert specialise(kernel, scalars) is kernel
+    assert state_read(kernel) == {"params", "mu", "nu"}
+
+
+def test_drive_bytes_of_accumulation_and_of_frozen_leaves(open_store):
+    def bytes_of(tx, params, num_steps, store):
+        tx = jaxinf.smart_update(tx, store)
+        state = tx.init(params)
+        per_step = []
+        for _ in range(num_steps):
+            updates, state = tx.update(params, state, params)
+            params = optax.apply_updates(params, updates)
+            store.wait(state)
+            traffic = store.metrics.traffic
+            per_step.append((traffic.drive_read_bytes, traffic.drive_write_bytes))
+        assert all(
+            bool((a == b).all())
+            for a, b in zip(
+                jax.tree.leaves(store.params(like=params)),
+                jax.tree.leaves(params),
+                strict=True,
+            )
+        )
+        return per_step
+
+    params = {"big": jnp.full((1 << 20,), 0.5), "small": jnp.full((1 << 13,), 0.5)}
+    num = (1 << 20) + (1 << 13)
+    accumulating = optax.MultiSteps(optax.adam(1e-2), 3)
+    steps = bytes_of(accumulating, params, 4, open_store("accumulate"))
+    assert steps[1] == (4 * num, 4 * num)  # the accumulator alone
+    assert steps[2][1] == 16 * num
+    assert steps[3][1] == 4 * num
+
+    frozen = optax.multi_transform(
+        {"train": optax.adam(1e-2), "freeze": optax.set_to_zero()},
+        {"big": "freeze", "small": "train"},
+    )
+    steps = bytes_of(frozen, params, 3, open_store("frozen"))
+    assert steps[1:] == [(12 << 13, 12 << 13)] * 2
