@@ -11,6 +11,7 @@ import contextlib
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -36,6 +37,9 @@ from jaxinf.store import (
 from jaxinf.typing import Array, JsonValue
 
 __all__ = ["LeafPart", "StepEngine", "StepMetrics"]
+
+
+_NUM_METRICS_KEPT = 8
 
 
 @dataclass(frozen=True)
@@ -100,8 +104,9 @@ class StepEngine:
         self._started_s = 0.0
         self._source: Slot = "a"
         self._arrivals: _Arrivals = {}
+        self._payload_guard = threading.Lock()
         self._payloads: dict[int, JsonValue] = {}
-        self._metrics: StepMetrics | None = None
+        self._metrics: deque[StepMetrics] = deque(maxlen=_NUM_METRICS_KEPT)
         self._counted = session.meters.snapshot()
         session.on_close(self._close)
 
@@ -154,9 +159,8 @@ class StepEngine:
                 step=step,
                 scalar_state=tuple(scalars),
                 skipped_steps=skipped_steps,
-                payload=self._payloads.pop(step, None),
+                payload=self._take_payload(step),
             )
-            self._payloads = {s: p for s, p in self._payloads.items() if s > step}
             self._check_complete()
             self._commit_thread = threading.Thread(
                 target=self._commit,
@@ -194,7 +198,18 @@ class StepEngine:
     @property
     def metrics(self) -> StepMetrics | None:
         """The last committed step's."""
-        return self._metrics
+        return self._metrics[-1] if self._metrics else None
+
+    def metrics_of(self, step: int) -> StepMetrics | None:
+        """A step's, after its commit; None if not one of the last few of this process.
+
+        Blocks for a commit in flight only where that is the step's.
+        """
+        with self._guard:
+            last = self.metrics
+            if self._commit_thread is not None and (last is None or last.step < step):
+                self.wait()
+            return next((m for m in self._metrics if m.step == step), None)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -211,7 +226,7 @@ class StepEngine:
           TypeError: the payload is no JSON.
         """
         payload = json.loads(json.dumps(payload, allow_nan=False))
-        with self._guard:
+        with self._payload_guard:
             commit = self._session.commit
             if commit is not None and step <= commit.step:
                 raise ValueError(
@@ -220,6 +235,12 @@ class StepEngine:
                     "annotate before the update"
                 )
             self._payloads[step] = payload
+
+    def _take_payload(self, step: int) -> JsonValue:
+        with self._payload_guard:
+            payload = self._payloads.pop(step, None)
+            self._payloads = {s: p for s, p in self._payloads.items() if s > step}
+        return payload
 
     # --- inside --------------------------------------------------------------------
 
@@ -244,7 +265,7 @@ class StepEngine:
             assert slot is not None
             if not self._is_open:
                 session.files.unpublish(other_slot(slot))
-                if self._metrics is None:  # initialising and comparing are no step's
+                if not self._metrics:  # initialising and comparing are no step's
                     self._counted = session.meters.snapshot()
                 self._is_open, self._started_s = True, time.monotonic()
                 self._source = slot
@@ -322,11 +343,13 @@ class StepEngine:
             session.files.sync()
             session.files.publish(target, record)
             traffic = session.meters.snapshot()
-            self._metrics = StepMetrics(
-                step=record.step,
-                update_s=updated_s - self._started_s,
-                commit_s=time.monotonic() - updated_s,
-                traffic=traffic - self._counted,
+            self._metrics.append(
+                StepMetrics(
+                    step=record.step,
+                    update_s=updated_s - self._started_s,
+                    commit_s=time.monotonic() - updated_s,
+                    traffic=traffic - self._counted,
+                )
             )
             self._counted = traffic
             session.commit = record

@@ -102,6 +102,13 @@ class Store:
         """Time and traffic of the last step committed by this process."""
         return self.steps.metrics
 
+    def metrics_of(self, step: int) -> StepMetrics | None:
+        """Time and traffic of a step; None if not one of this process's last eight.
+
+        Waits for the step's commit, and for no later one.
+        """
+        return self.steps.metrics_of(step)
+
     def csds(self) -> list[CsdInfo]:
         """Kind, place and free space of each CSD; empty until there is a store."""
         self.session.check()

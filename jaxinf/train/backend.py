@@ -7,7 +7,6 @@ step and one loop; `InMemory` is plain optax and nothing else.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -94,7 +93,6 @@ class OnStore:
     def __init__(self, store: Store, tx: optax.GradientTransformationExtraArgs) -> None:
         self.store = store
         self.tx: optax.GradientTransformation = tx
-        self._watcher = ThreadPoolExecutor(1, "jaxinf-costs")
 
     def committed(self) -> JsonValue:
         """See `Backend`."""
@@ -118,16 +116,12 @@ class OnStore:
         """See `Backend`."""
         if is_skipped:
             return lambda: _NO_TRAFFIC
-        # Another thread waits, so that the commit overlaps the next step's forward
-        # and backward. `paused` because the store knows the last step's metrics only:
-        # the next one cannot overwrite them in between.
-        future = self._watcher.submit(self._costs_of, int(state.step))
-        return future.result
+        step = int(state.step)
+        return lambda: self._costs_of(step)
 
     def _costs_of(self, step: int) -> dict[str, Any]:
-        with self.store.steps.paused():
-            metrics = self.store.metrics
-        if metrics is None or metrics.step != step:
+        metrics = self.store.metrics_of(step)
+        if metrics is None:
             return {}
         return {"update_s": metrics.update_s, **dataclasses.asdict(metrics.traffic)}
 
@@ -141,10 +135,7 @@ class OnStore:
 
     def close(self) -> None:
         """See `Backend`."""
-        try:
-            self.store.close()
-        finally:
-            self._watcher.shutdown()
+        self.store.close()
 
 
 class _WatchState(NamedTuple):
