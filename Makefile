@@ -32,7 +32,7 @@ train: $(VENV)/installed  ## train a small GPT-2 on source code, its state on th
 	  --log-dir runs/quickstart $(if $(STEPS),--steps $(STEPS))
 
 test: $(VENV)/installed  ## the test suite, on the installed package
-	$(BIN)/pytest tests
+	$(BIN)/pytest -n auto tests
 
 test-models: $(VENV)/installed  ## models against their PyTorch originals (installs torch)
 	$(BIN)/python -m pip install --quiet torch==2.13.0
