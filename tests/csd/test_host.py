@@ -1,0 +1,133 @@
+"""The host CSD: what is on the drive, in the buffer and in the kernel agree."""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+from jaxinf.csd import CSD_KINDS, Extent, HostCsd, ScalarInputs
+from jaxinf.errors import StoreIOError
+from jaxinf.io import BufferPool, ByteMeters, allocate_file
+from jaxinf.kernels import trace_init, trace_update
+
+SIZES = [1, 1023, 1024, 1025, 4096, 40_000]
+
+
+class Chunk:
+    """A chunk with master params and a float32 momentum on a drive."""
+
+    def __init__(self, root, num_elements, dtypes=(np.float32, np.float32)):
+        self.pool = BufferPool(1 << 20)
+        self.meters = ByteMeters()
+        self.csd = HostCsd(root, self.pool, self.meters)
+        self.files, self.extents, offset = [], [], 0
+        for number, dtype in enumerate(dtypes):
+            dtype = np.dtype(dtype)
+            pages = -(-num_elements * dtype.itemsize // 4096)
+            self.files.append(root / f"state{number}")
+            allocate_file(self.files[-1], pages * 4096, pages * 4096)
+            self.extents.append(Extent(dtype, num_elements, 0, offset))
+            offset += pages * 4096
+        self.buffer = self.csd.acquire(offset)
+        assert self.buffer is not None
+        assert self.buffer.num_bytes == offset
+
+    def move(self, action):
+        for extent, file in zip(self.extents, self.files, strict=True):
+            getattr(self.csd, action)(self.buffer, extent, file)
+
+    def views(self):
+        return [self.csd.view(self.buffer, extent) for extent in self.extents]
+
+
+def kernels(dtype=np.float32):
+    tx = optax.sgd(0.5, momentum=0.5)
+    params = {"w": jnp.ones((4,), dtype)}
+    init = trace_init(tx, params).leaves[0].kernel
+    return init, trace_update(tx, params, {}).leaves[0].kernel
+
+
+@pytest.mark.parametrize("num_elements", SIZES)
+@pytest.mark.parametrize(
+    "dtype", [np.float32, ml_dtypes.bfloat16, np.float16], ids=["f32", "bf16", "f16"]
+)
+def test_initialise_write_read_update(tmp_path, num_elements, dtype):
+    chunk = Chunk(tmp_path, num_elements)
+    init, update = kernels(dtype)
+    params = np.arange(num_elements).astype(dtype)
+    chunk.csd.initialise(chunk.buffer, chunk.extents, init, params, ScalarInputs())
+    chunk.move("write")
+    for view in chunk.views():
+        view[...] = np.nan
+    chunk.move("read")
+    master, momentum = chunk.views()
+    np.testing.assert_array_equal(master, params.astype(np.float32))
+    np.testing.assert_array_equal(momentum, 0)
+
+    gradient = np.full(num_elements, 2, dtype)
+    out = np.empty(num_elements, dtype)
+    assert chunk.csd.update(
+        chunk.buffer, chunk.extents, update, gradient, ScalarInputs(), out
+    )
+    wanted = params.astype(np.float32) - 1
+    np.testing.assert_array_equal(master, wanted)
+    np.testing.assert_array_equal(momentum, 2)
+    is_update = dtype == np.float32
+    np.testing.assert_array_equal(out, -1 if is_update else wanted.astype(dtype))
+
+    gradient[num_elements // 2] = np.inf
+    assert not chunk.csd.update(
+        chunk.buffer, chunk.extents, update, gradient, ScalarInputs(), out
+    )
+
+
+@pytest.mark.parametrize("num_elements", SIZES)
+def test_counts_whole_pages(tmp_path, num_elements):
+    chunk = Chunk(tmp_path, num_elements, (np.float32, ml_dtypes.bfloat16, np.int8))
+    chunk.move("write")
+    chunk.move("read")
+    moved = sum(-(-num_elements * size // 4096) * 4096 for size in (4, 2, 1))
+    counts = chunk.meters.snapshot()
+    assert (counts.drive_read_bytes, counts.drive_write_bytes) == (moved, moved)
+
+
+def test_parts_of_a_chunk(tmp_path):
+    chunk = Chunk(tmp_path, 8192)
+    master, _ = chunk.views()
+    master[...] = np.arange(8192)
+    chunk.move("write")
+    second = Extent(np.dtype(np.float32), 4096, 4 * 4096, 8 * 4096)
+    chunk.csd.read(chunk.buffer, second, chunk.files[0])
+    view = chunk.csd.view(chunk.buffer, second)
+    np.testing.assert_array_equal(view, np.arange(4096, 8192))
+
+
+def test_never_waits_for_memory(tmp_path):
+    chunk = Chunk(tmp_path, 4096)
+    assert chunk.csd.acquire(chunk.pool.capacity_bytes) is None
+    chunk.buffer.release()
+    chunk.buffer.release()
+    rest = chunk.csd.acquire(chunk.pool.capacity_bytes)
+    assert rest is not None
+    rest.release()
+    assert chunk.pool.used_bytes == 0
+
+
+def test_errors_name_the_file(tmp_path):
+    chunk = Chunk(tmp_path, 4096)
+    chunk.files[0].unlink()
+    with pytest.raises(StoreIOError, match=r"state0: read at byte 0 failed"):
+        chunk.move("read")
+    with pytest.raises(StoreIOError, match=r"state0: write at byte 0 failed"):
+        chunk.move("write")
+    with pytest.raises(StoreIOError, match="nowhere"):
+        HostCsd(tmp_path / "nowhere", chunk.pool, chunk.meters)
+
+
+def test_info(tmp_path):
+    info = Chunk(tmp_path, 1).csd.info()
+    assert info.kind == "host"
+    assert info.kind in CSD_KINDS
+    assert info.root == tmp_path
+    assert 0 < info.free_bytes <= info.total_bytes

@@ -1,0 +1,44 @@
+"""Stores in memory, and drivers of them that are closed at the end of a test."""
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, os.path.dirname(__file__))
+
+from store_driver import Driver
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """A directory in memory where there is such a file system."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    path = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="jaxinf-test-"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def drive(place: Path) -> Iterator[Callable[..., Driver]]:
+    """Makes drivers of stores; see `Driver`."""
+    drivers: list[Driver] = []
+
+    def make(name: str | Path = "store", num_csds: int = 0, **options) -> Driver:
+        roots = [place / f"csd{i}" for i in range(num_csds)]
+        for root in roots:
+            root.mkdir(exist_ok=True)
+        if roots:
+            options["csds"] = roots
+        drivers.append(Driver(place / name, **options))
+        return drivers[-1]
+
+    yield make
+    for driver in drivers:
+        driver.session.close()

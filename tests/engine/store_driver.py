@@ -1,0 +1,199 @@
+"""Drives a store as a training run does, without JAX: its numbers are known.
+
+The optimizer is SGD of learning rate 1 and momentum 1/2 over a gradient of ones, so
+that after n steps params and momentum are functions of n, exact in float32. As a
+program it trains the store it is given until it is killed.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import optax
+
+import jaxinf
+from jaxinf.csd import ScalarInputs
+from jaxinf.engine import (
+    LeafDescription,
+    LeafPart,
+    StoreDescription,
+    compare_params,
+    finish_initialisation,
+    initialise,
+)
+from jaxinf.kernels import trace_init, trace_update
+from jaxinf.store import ScalarState, StateRecord
+
+LEAVES = {
+    "bias": ((129,), "float32"),
+    "embed": ((40, 1025), "float32"),
+    "empty": ((0, 7), "float32"),
+    "half": ((33, 257), "bfloat16"),
+    "scale": ((), "float32"),
+}
+TX = optax.sgd(1.0, momentum=0.5)
+
+
+def describe(params, tx=TX):
+    """What `smart_update` would ask a store to hold."""
+    init, update = trace_init(tx, params), trace_update(tx, params, {})
+    leaves = []
+    for leaf, first in zip(update.leaves, init.leaves, strict=True):
+        slots = [StateRecord(slot.name, slot.dtype.name) for slot in leaf.slots]
+        leaves.append(
+            LeafDescription(
+                path=leaf.info.path,
+                shape=leaf.info.shape,
+                dtype=leaf.info.dtype.name,
+                states=(StateRecord("params", "float32"), *slots),
+                kernel=leaf.kernel,
+                init_kernel=first.kernel,
+                shard_counts=(1,) * len(leaf.info.shape),
+            )
+        )
+    return StoreDescription(tuple(leaves), ("[0].n",))
+
+
+class Driver:
+    """A run: `init`, then `step` after `step`.
+
+    Args:
+      path: of the store.
+      leaves: shape and dtype by name.
+      tx: with other optimizers `expected` does not hold.
+      options: of `jaxinf.open_store`.
+    """
+
+    def __init__(self, path, leaves=LEAVES, tx=TX, **options):
+        self.leaves = dict(sorted(leaves.items()))
+        params = {}
+        for name, (shape, dtype) in self.leaves.items():
+            size = int(np.prod(shape))
+            values = np.arange(size, dtype=np.float32) % 256  # exact in bfloat16
+            params[name] = values.reshape(shape).astype(jaxinf.store.dtype_of(dtype))
+        self.initial = params
+        self.description = describe(params, tx)
+        self.store = jaxinf.open_store(path, **options)
+        self.at = 0
+
+    @property
+    def session(self):
+        return self.store.session
+
+    def init(self):
+        """As `tx.init`: makes the store, or goes on with the one that is there."""
+        is_new = self.session.bind(self.description, may_create=True)
+        if is_new:
+            for number, params in enumerate(self.initial.values()):
+                kernel = self.description.leaves[number].init_kernel
+                origin = (0,) * params.ndim
+                initialise(self.session, number, kernel, params, origin, ScalarInputs())
+            finish_initialisation(self.session, self.scalars(0))
+        self.at = self.store.step
+        if not is_new:
+            for number, (params, _) in enumerate(self.expected(self.at).values()):
+                dtype = self.description.leaves[number].device_dtype
+                device = params.astype(dtype)
+                compare_params(self.session, number, device, (0,) * device.ndim)
+        return self
+
+    def scalars(self, step):
+        return [ScalarState("[0].n", np.array(step, np.int32))]
+
+    def part(self, number, gradient=1.0):
+        """What a callback brings for a leaf at the present step."""
+        leaf = self.description.leaves[number]
+        params, _ = self.expected(self.at)[list(self.leaves)[number]]
+        probe = params.astype(leaf.device_dtype).reshape(-1)[
+            : min(8, leaf.shape[-1]) if leaf.shape else 1
+        ]
+        return LeafPart(
+            leaf=number,
+            kernel=leaf.kernel,
+            origin=(0,) * len(leaf.shape),
+            gradient=np.full(leaf.shape, gradient, leaf.device_dtype),
+            inputs=ScalarInputs(),
+            out=np.empty(leaf.shape, leaf.device_dtype),
+            probe=probe,
+        )
+
+    def update(self, order=None, gradient=1.0):
+        """The leaves' updates of a step; returns their results by name."""
+        names = list(self.leaves)
+        results = {}
+        for number in range(len(names)) if order is None else order:
+            part = self.part(number, gradient)
+            self.store.steps.update(self.at, part)
+            results[names[number]] = part.out
+        return results
+
+    def finish(self, skipped_steps=0):
+        self.store.steps.finish(self.at, self.scalars(self.at + 1), skipped_steps)
+        self.at += 1
+
+    def step(self, order=None):
+        results = self.update(order)
+        self.finish()
+        return results
+
+    def steps(self, num_steps):
+        for _ in range(num_steps):
+            self.step()
+        return self
+
+    def expected(self, step):
+        """Master params and momentum, by leaf, after a number of steps."""
+        momentum, moved = np.float32(0), np.float32(0)
+        states = {}
+        for _ in range(step):
+            momentum = momentum / 2 + np.float32(1)
+            moved = moved - momentum
+        for name, params in self.initial.items():
+            master = params.astype(np.float32) + moved
+            states[name] = (master, np.full(params.shape, momentum, np.float32))
+        return states
+
+    def found(self, path=None):
+        """The same as it is in a slot, by default the committed one."""
+        path = self.store.path / "current" if path is None else path
+        return {
+            record.name: tuple(
+                jaxinf.store.open_array(path, record, state.name).read().result()
+                for state in record.states
+            )
+            for record in self.store.manifest.leaves
+        }
+
+    def check(self, step, path=None):
+        """Compares what is on the drive with what it should be, bit for bit."""
+        self.store.wait()
+        for name, arrays in self.found(path).items():
+            for held, wanted in zip(arrays, self.expected(step)[name], strict=True):
+                np.testing.assert_array_equal(held, wanted, err_msg=name)
+
+    def close(self):
+        self.store.close()
+
+
+def main():
+    """Trains until killed; says each step that it has asked for, and each durable one.
+
+    With a number of processes it forks so many, one after the other, each when the
+    one before is dead: importing takes longer than dying.
+    """
+    path, num_processes, *roots = sys.argv[1:]
+    for _ in range(int(num_processes)):
+        child = os.fork()
+        if not child:
+            print(f"pid {os.getpid()}", flush=True)
+            driver = Driver(Path(path), csds=roots, memory_bytes=1 << 20)
+            driver.init()
+            while True:
+                print(f"durable {driver.store.step}", flush=True)
+                driver.step()
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""Steps: exact numbers, memory within the budget, bytes that are counted."""
+
+import itertools
+
+import numpy as np
+import optax
+import pytest
+from store_driver import LEAVES
+
+from jaxinf.errors import DivergedParamsError, StaleStateError, StoreMismatchError
+
+PAGE = 4096
+NUM_BYTES = 8  # of state a param: master and momentum
+
+# Odd rows above the chunk size, so that chunks are cut in subgroups.
+LARGE = {"odd": ((5, 100_003), "float32"), "row": ((70_001,), "float32")}
+
+
+@pytest.mark.parametrize("num_csds", [0, 1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_workers": 1, "memory_bytes": 2 * NUM_BYTES * PAGE},
+        {"num_workers": 4, "memory_bytes": 8 * NUM_BYTES * PAGE},
+        {"num_workers": 3, "chunk_elements": PAGE},
+    ],
+    ids=["default", "least memory", "little memory", "small chunks"],
+)
+def test_steps_are_exact(drive, num_csds, options):
+    driver = drive(num_csds=num_csds, **options).init()
+    driver.check(0)
+    for step in range(1, 6):
+        results = driver.step()
+        for name, out in results.items():
+            master, momentum = driver.expected(step)[name]
+            wanted = master.astype(out.dtype) if name == "half" else -momentum
+            np.testing.assert_array_equal(out, wanted)
+        driver.check(step)
+    assert driver.session.peak_memory_bytes <= driver.session.options.memory_bytes
+
+
+def test_leaves_larger_than_memory(drive):
+    options = {"num_workers": 2, "memory_bytes": 4 * NUM_BYTES * 3 * PAGE}
+    driver = drive(leaves=LARGE, chunk_elements=1 << 16, **options).init()
+    layouts = driver.session.layouts(0, (0, 0), (5, 100_003))
+    cut = [layout.subgroup.offset_elements for layout in layouts]
+    assert any(offset > 0 for offset in cut)
+    driver.steps(3).check(3)
+    assert driver.session.peak_memory_bytes <= options["memory_bytes"]
+    driver.close()
+    # The budget is a matter of the run, not of the store.
+    driver = drive(leaves=LARGE, num_workers=1, memory_bytes=1 << 22).init()
+    driver.steps(2).check(5)
+
+
+def test_too_little_memory(drive, place):
+    need = 8 * NUM_BYTES * PAGE
+    driver = drive(memory_bytes=need - 1)
+    with pytest.raises(ValueError, match=f"4 workers need at least {need} bytes"):
+        driver.init()
+    assert not (place / "store").exists()
+    drive(memory_bytes=need).init().close()
+    with pytest.raises(ValueError, match="give more memory or fewer workers"):
+        drive(memory_bytes=need - 1)
+    drive(memory_bytes=need - 1, num_workers=3).init().step()
+
+
+@pytest.mark.parametrize("memory_pages", [8, 9, 23, 1000])
+def test_any_order_of_arrival(drive, memory_pages):
+    options = {"num_workers": 4, "memory_bytes": memory_pages * NUM_BYTES * PAGE}
+    driver = drive(chunk_elements=PAGE, **options).init()
+    orders = list(itertools.permutations(range(len(LEAVES))))[::17]
+    for order in orders:
+        driver.step(order)
+    driver.check(len(orders))
+
+
+@pytest.mark.parametrize("memory_bytes", [64 * NUM_BYTES * PAGE, 1 << 25])
+def test_bytes_on_the_drive(drive, memory_bytes):
+    """In whatever order, no more is read again than the memory held."""
+    driver = drive(chunk_elements=PAGE, memory_bytes=memory_bytes).init()
+    wanted = sum(driver.session.files.required_bytes().values()) // 2
+    # The 0-d leaf's files are one element, not a page.
+    wanted -= 2 * (PAGE - 4)
+    orders = [None, None, [4, 3, 2, 1, 0], [4, 3, 2, 1, 0], [2, 3, 0, 1, 4]]
+    for number, order in enumerate(orders):
+        driver.step(order)
+        driver.store.wait()
+        metrics = driver.store.metrics
+        assert metrics is not None
+        assert metrics.step == number + 1
+        traffic = metrics.traffic
+        assert traffic.drive_write_bytes == wanted
+        if order == orders[number - 1] or memory_bytes > wanted:
+            assert traffic.drive_read_bytes == wanted
+        else:
+            assert wanted <= traffic.drive_read_bytes <= wanted + memory_bytes
+        gradients = sum(p.nbytes for p in driver.initial.values())
+        assert traffic.link_down_bytes == traffic.link_up_bytes == gradients
+
+
+FROZEN_LEAVES = {
+    "cold": ((50, 4096), "float32"),
+    "half": ((40, 4096), "bfloat16"),
+    "warm": ((3, 4096), "float32"),
+}
+
+
+@pytest.mark.parametrize("num_csds", [0, 2])
+def test_frozen_leaves_cost_nothing(drive, num_csds):
+    labels = {"cold": "freeze", "half": "freeze", "warm": "train"}
+    tx = optax.multi_transform(
+        {"train": optax.sgd(1.0, momentum=0.5), "freeze": optax.set_to_zero()}, labels
+    )
+    driver = drive(num_csds=num_csds, leaves=FROZEN_LEAVES, tx=tx, chunk_elements=4096)
+    driver.init()
+    for step in range(1, 5):
+        for number, name in enumerate(FROZEN_LEAVES):
+            part = driver.part(number)
+            if name != "warm":
+                start = driver.initial[name]
+                part = type(part)(**{**vars(part), "probe": start.ravel()[:8]})
+            driver.store.steps.update(driver.at, part)
+            if name == "half":
+                np.testing.assert_array_equal(part.out, driver.initial[name])
+            elif name == "cold":
+                np.testing.assert_array_equal(part.out, 0)
+        driver.finish()
+        driver.store.wait()
+        traffic = driver.store.metrics.traffic
+        assert traffic.drive_write_bytes == 2 * 3 * 4096 * 4
+        # The 16-bit leaf's master is read, to be rounded.
+        assert traffic.drive_read_bytes == 2 * 3 * 4096 * 4 + 40 * 4096 * 4
+        found = driver.found()
+        np.testing.assert_array_equal(found["cold"][0], driver.initial["cold"])
+        np.testing.assert_array_equal(
+            found["warm"][0], driver.expected(step)["warm"][0]
+        )
+    files = driver.session.files
+    for slot in "ab":
+        assert files.chunk_file(slot, 0, 0, "params").stat().st_nlink == 2
+        assert files.chunk_file(slot, 2, 0, "params").stat().st_nlink == 1
+
+
+@pytest.mark.parametrize("num_csds", [0, 2])
+def test_abandoned_steps_leave_no_trace(drive, num_csds):
+    driver = drive(num_csds=num_csds).init()
+    for step in range(4):
+        for order in (None, [3, 1], []):
+            driver.update(order, gradient=np.nan)
+            assert driver.store.steps.is_open or order == []
+            driver.store.steps.abandon()
+            assert not driver.store.steps.is_open
+            driver.check(step)
+        driver.update()
+        driver.finish(skipped_steps=3 * step)
+        driver.check(step + 1)
+        assert driver.store.skipped_steps == 3 * step
+
+
+def test_an_update_says_whether_the_gradient_is_finite(drive):
+    driver = drive(leaves=LARGE, memory_bytes=1 << 20).init()
+    assert driver.store.steps.update(0, driver.part(0))
+    part = driver.part(0)
+    part.gradient[4, 99_999] = np.inf
+    assert not driver.store.steps.update(0, part)
+
+
+def test_a_computation_that_failed_elsewhere_may_run_again(drive):
+    driver = drive(chunk_elements=PAGE).init()
+    for step in range(1, 4):
+        driver.update([1, 3], gradient=-5.0)
+        driver.update([3, 0, 1], gradient=7.0)
+        driver.step()
+        driver.check(step)
+
+
+def test_a_step_needs_all_leaves(drive):
+    driver = drive().init()
+    driver.update([0, 1, 2, 4])
+    with pytest.raises(AssertionError, match="the step updated 41130 of 49611 params"):
+        driver.finish()
+
+
+def test_states_of_other_steps_are_refused(drive):
+    driver = drive().init().steps(2)
+    with pytest.raises(StaleStateError, match=r"of step 1, the store is at step 2"):
+        driver.store.steps.update(1, driver.part(0))
+    with pytest.raises(StaleStateError, match=r"of step 3, the store is at step 2"):
+        driver.store.steps.finish(3, [], 0)
+
+
+@pytest.mark.parametrize("number", [0, 1, 3, 4])
+def test_other_params_are_refused(drive, number):
+    driver = drive().init()
+    part = driver.part(number)
+    part.probe[...] += 1
+    with pytest.raises(
+        DivergedParamsError, match="are not those the store's master is"
+    ):
+        driver.store.steps.update(0, part)
+
+
+def test_shards_that_cut_chunks_are_refused(drive):
+    driver = drive(leaves={"w": ((8, 4096), "float32")}).init()
+    with pytest.raises(
+        StoreMismatchError, match="do not divide at the shard boundaries"
+    ):
+        driver.session.layouts(0, (0, 0), (3, 4096))
+
+
+def test_resume(drive):
+    for start in range(0, 6, 2):
+        driver = drive(num_csds=0 if start else 2, num_workers=1 + start).init()
+        assert driver.at == start
+        assert driver.store.exists
+        driver.steps(2).check(start + 2)
+        driver.close()
+
+
+def test_annotations_ride_on_their_step(drive):
+    driver = drive().init()
+    store = driver.store
+    payload = {"position": [1]}
+    store.annotate(1, payload)
+    payload["position"].append(2)
+    store.annotate(2, "two")
+    driver.step()
+    assert store.payload == {"position": [1]}
+    driver.step()
+    assert store.payload == "two"
+    driver.step()
+    assert store.payload is None
+    with pytest.raises(
+        ValueError, match=r"annotate\(step=3\): expected a step still to"
+    ):
+        store.annotate(3, None)
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        store.annotate(4, object())
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        store.annotate(4, float("nan"))
+    driver.step()
+    driver.check(4)
+
+
+def test_reading_in_the_middle_of_a_step(drive):
+    driver = drive(memory_bytes=8 * NUM_BYTES * PAGE).init().steps(2)
+    driver.update([0, 1])
+    read = driver.store.params(driver.initial)
+    for name, (master, _) in driver.expected(2).items():
+        np.testing.assert_array_equal(read[name], master.astype(read[name].dtype))
+    driver.update([2, 3, 4])
+    driver.finish()
+    driver.check(3)

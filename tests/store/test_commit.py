@@ -1,0 +1,115 @@
+"""The commit record: bits in, the same bits out."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from jaxinf.errors import StoreFormatError
+from jaxinf.io import write_json_atomically
+from jaxinf.store import CommitRecord, ScalarState
+
+DTYPES = [
+    np.dtype(f"{kind}{num_bytes}")
+    for kind, sizes in {
+        "b": "1",
+        "i": "1248",
+        "u": "1248",
+        "f": "248",
+        "c": "8",
+    }.items()
+    for num_bytes in sizes
+]
+ML_DTYPES = [
+    np.dtype(ml_dtypes.bfloat16),
+    np.dtype(ml_dtypes.float8_e4m3fn),
+    np.dtype(ml_dtypes.float8_e5m2),
+]
+
+
+def same_bits(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def round_trip(tmp_path, **fields):
+    path = tmp_path / "commit.json"
+    write_json_atomically(path, CommitRecord(**fields).to_json())
+    return CommitRecord.read(path)
+
+
+@given(st.data())
+def test_scalars_keep_their_bits(data):
+    dtype = data.draw(st.sampled_from(DTYPES))
+    shape = data.draw(hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
+    size = int(np.prod(shape)) * dtype.itemsize
+    raw = data.draw(st.binary(min_size=size, max_size=size))
+    if dtype.kind == "b":
+        raw = bytes(byte & 1 for byte in raw)
+    value = np.frombuffer(raw, dtype).reshape(shape)
+    document = json.loads(json.dumps(ScalarState("[0].x", value).to_json()))
+    back = ScalarState.from_json(document)
+    assert back.path == "[0].x"
+    assert same_bits(back.value, value)
+
+
+@pytest.mark.parametrize("dtype", ML_DTYPES, ids=str)
+def test_scalars_of_other_dtypes_keep_their_bits(dtype):
+    raw = np.arange(256, dtype=np.uint8)
+    value = raw[: 256 // dtype.itemsize * dtype.itemsize].view(dtype)
+    back = ScalarState.from_json(ScalarState("x", value).to_json())
+    assert same_bits(back.value, value)
+
+
+@pytest.mark.parametrize(
+    "value", [np.nan, -np.nan, np.inf, -np.inf, -0.0, 1e-45, np.float32(0.1)]
+)
+def test_special_values_and_their_text(tmp_path, value):
+    value = np.asarray(value, np.float32)
+    state = ScalarState("lr", value)
+    (back,) = round_trip(tmp_path, step=1, scalar_state=[state]).scalar_state
+    assert same_bits(back.value, value)
+    assert state.to_json()["value"] == str(value)
+
+
+def test_values_need_not_be_contiguous(tmp_path):
+    value = np.arange(12, dtype=np.int32).reshape(3, 4).T
+    back = ScalarState.from_json(ScalarState("x", value).to_json())
+    np.testing.assert_array_equal(back.value, value)
+
+
+def test_record(tmp_path):
+    fields = {
+        "step": 12345678901,
+        "scalar_state": (),
+        "skipped_steps": 3,
+        "payload": {"position": [1, 2], "text": "ü", "none": None},
+        "committed_at": "then",
+    }
+    assert round_trip(tmp_path, **fields) == CommitRecord(**fields)
+    assert CommitRecord(step=0, scalar_state=()).committed_at.endswith("+00:00")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        "",
+        "{}",
+        "[]",
+        '{"step": "x", "scalar_state": []}',
+        '{"step": 1, "scalar_state": [{"path": "x", "dtype": "float32", "shape": [2], '
+        '"data": "00"}], "skipped_steps": 0, "payload": null, "committed_at": ""}',
+    ],
+)
+def test_a_damaged_record_is_refused(tmp_path, text):
+    path = tmp_path / "commit.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(
+        StoreFormatError, match=r"commit.json: expected the record of a"
+    ):
+        CommitRecord.read(path)

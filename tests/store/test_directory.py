@@ -1,0 +1,291 @@
+"""Directories, slots and hard links of a store."""
+
+import dataclasses
+import json
+import os
+import re
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxinf.errors import (
+    StoreFormatError,
+    StoreIOError,
+    StoreSpaceError,
+)
+from jaxinf.layout import choose_grid
+from jaxinf.store import (
+    CommitRecord,
+    StateRecord,
+    StoreDirectory,
+    StoreLock,
+    other_slot,
+    stored_bytes,
+)
+
+EVENTS: list[tuple[str, ...]] = []
+_watched: list[Path] = []
+
+
+def _record(event, arguments):
+    if not _watched:
+        return
+    if event == "ctypes.dlsym" and arguments[1] == "syncfs":
+        EVENTS.append(("syncfs",))
+    elif event in ("os.rename", "os.symlink", "os.link", "os.remove"):
+        names = [str(a).replace(f"{_watched[0]}/", "") for a in arguments[:2]]
+        names = [re.sub(r"\.\d+\.[0-9a-f]+\.tmp$", ".tmp", name) for name in names]
+        EVENTS.append((event, *names[: 1 if event == "os.remove" else 2]))
+
+
+sys.addaudithook(_record)
+
+
+@contextmanager
+def watched(path):
+    """Collects in EVENTS what Python asks of the operating system."""
+    EVENTS.clear()
+    _watched.append(path)
+    yield
+    _watched.clear()
+
+
+@pytest.mark.parametrize("num_csds", [0, 1, 3])
+def test_creation(make_directory, num_csds):
+    directory = make_directory(num_csds=num_csds)
+    assert StoreDirectory.open(directory.path).manifest == directory.manifest
+    assert directory.committed_slot() is None
+    assert directory.read_commit() is None
+    allocated = 0
+    for slot in ("a", "b"):
+        root = directory.slot_path(slot)
+        for number, leaf in enumerate(directory.manifest.leaves):
+            for state in leaf.states:
+                array = root / leaf.array_name(state.name)
+                found = json.loads((array / "zarr.json").read_text())
+                assert found["data_type"] == state.dtype
+                assert tuple(found["shape"]) == leaf.shape
+                for position, chunk in enumerate(directory.chunks[number]):
+                    file = directory.chunk_file(slot, number, position, state.name)
+                    assert not file.is_symlink()
+                    assert file.samefile(array / chunk.key)
+                    assert (array / chunk.key).is_symlink() == (num_csds > 0)
+                    stat = file.stat()
+                    assert stat.st_size == chunk.stored_elements * state.itemsize
+                    assert stat.st_nlink == 1
+                    allocated += stat.st_blocks * 512
+    assert allocated == sum(directory.required_bytes().values())
+
+
+def test_chunks_are_spread_evenly_over_csds(make_directory):
+    directory = make_directory(num_csds=3)
+    needs = directory.required_bytes()
+    assert set(needs) == {directory.csd_directory(csd) for csd in range(3)}
+    assert max(needs.values()) - min(needs.values()) <= 2 * 4096 * (4 + 2 + 4)
+
+
+def test_space_is_checked_before_anything_is_written(place, manifest_of):
+    huge = manifest_of(shapes={("w",): (1 << 20, 1 << 22)}, chunk_elements=1 << 34)
+    directory = StoreDirectory(place / "new" / "store", huge)
+    with pytest.raises(StoreSpaceError, match=r"needs [\d,]+ bytes \(\d+\.0 GiB: two"):
+        directory.create()
+    assert not (place / "new").exists()
+
+
+def test_space_of_csds_on_one_file_system_is_added_up(place, manifest_of):
+    stat = os.statvfs(place)
+    elements = stat.f_bavail * stat.f_frsize // 20 // 4096 * 4096
+    grid = choose_grid((elements,))
+    roots = (str(place / "x"), str(place / "y"))
+    leaf = manifest_of(roots, (StateRecord("params", "float32"),), {("w",): (8,)})
+    leaf = dataclasses.replace(
+        leaf.leaves[0],
+        shape=(elements,),
+        chunk_shape=grid.chunk_shape,
+        csds=tuple(i % 2 for i in range(grid.num_chunks)),
+        states=(StateRecord("params", "float32"), StateRecord("mu", "float32")),
+    )
+    manifest = dataclasses.replace(manifest_of(roots), leaves=(leaf,))
+    directory = StoreDirectory(place / "store", manifest)
+    needs = directory.required_bytes()
+    assert max(needs.values()) < stat.f_bavail * stat.f_frsize
+    assert sum(needs.values()) < stat.f_bavail * stat.f_frsize
+    directory.check_space()
+    doubled = dataclasses.replace(
+        leaf, states=(*leaf.states, StateRecord("nu", "float32"))
+    )
+    manifest = dataclasses.replace(manifest, leaves=(doubled,))
+    directory = StoreDirectory(place / "store", manifest)
+    assert max(directory.required_bytes().values()) < stat.f_bavail * stat.f_frsize
+    with pytest.raises(StoreSpaceError, match="or more CSD roots"):
+        directory.check_space()
+
+
+def test_creation_where_files_are_in_the_way(place, manifest_of):
+    directory = StoreDirectory(place, manifest_of())
+    (place / "slots").write_text("")
+    with pytest.raises(StoreIOError, match=r"creation failed: .*"):
+        directory.create()
+
+
+def test_stored_bytes():
+    assert [other_slot(slot) for slot in ("a", "b")] == ["b", "a"]
+    chunk = choose_grid((4097,)).chunks()[0]
+    assert stored_bytes(chunk, StateRecord("x", "float32")) == 5 * 4096
+    assert stored_bytes(chunk, StateRecord("x", "int8")) == 2 * 4096
+
+
+def test_publish_in_the_order_of_the_format(make_directory, write_step):
+    directory = make_directory()
+    write_step(directory, "a", 0)
+    write_step(directory, "b", 1)
+    with watched(directory.path):
+        directory.unpublish("a")
+        directory.sync()
+        directory.publish("a", CommitRecord(step=2, scalar_state=()))
+    wanted = [
+        ("os.remove", "slots/a/commit.json"),
+        ("syncfs",),
+        ("os.rename", "slots/a/.commit.json.tmp", "slots/a/commit.json"),
+        ("os.symlink", "slots/a", "current.tmp"),
+        ("os.rename", "current.tmp", "current"),
+    ]
+    assert [event for event in EVENTS if event in wanted] == wanted
+    assert directory.committed_slot() == "a"
+    record = directory.read_commit()
+    assert record is not None
+    assert record.step == 2
+
+
+def test_publishing_after_a_crash_in_the_flip(make_directory, write_step):
+    directory = make_directory()
+    write_step(directory, "a", 0)
+    assert os.readlink(directory.path / "current") == "slots/a"
+    (directory.path / "current.tmp").symlink_to("left by a crash")
+    write_step(directory, "b", 1)
+    assert os.readlink(directory.path / "current") == "slots/b"
+    assert not (directory.path / "current.tmp").is_symlink()
+
+
+def test_the_committed_slot_is_not_unpublished(make_directory, write_step):
+    directory = make_directory()
+    write_step(directory, "a", 0)
+    with pytest.raises(AssertionError):
+        directory.unpublish("a")
+    directory.unpublish("b")
+    directory.unpublish("b")
+
+
+@pytest.mark.parametrize("num_csds", [0, 2])
+def test_a_file_with_two_links_is_replaced(make_directory, write_step, num_csds):
+    directory = make_directory(num_csds=num_csds)
+    old = write_step(directory, "a", 0)
+    file = directory.chunk_file("a", 0, 0, "params")
+    kept = file.with_name("kept")
+    before = file.stat().st_ino
+    assert directory.prepare_write("a", 0, 0, "params") == file
+    assert file.stat().st_ino == before
+    os.link(file, kept)
+    assert directory.prepare_write("a", 0, 0, "params") == file
+    assert file.stat().st_ino != before
+    assert file.stat().st_nlink == kept.stat().st_nlink == 1
+    assert file.stat().st_size == kept.stat().st_size
+    chunk = directory.chunks[0][0]
+    held = np.fromfile(kept, np.float32, chunk.num_elements)
+    wanted = old["params.h0.attn.kernel"][chunk.slices]
+    np.testing.assert_array_equal(held, wanted.ravel())
+
+
+@pytest.mark.parametrize("num_csds", [0, 2])
+def test_an_unchanged_chunk_is_a_link(make_directory, write_step, num_csds):
+    directory = make_directory(num_csds=num_csds)
+    write_step(directory, "a", 0)
+    old = directory.chunk_file("a", 0, 1, "mu")
+    new = directory.chunk_file("b", 0, 1, "mu")
+    for _ in range(2):
+        directory.link_unchanged("a", 0, 1, "mu")
+        assert old.samefile(new)
+        assert old.stat().st_nlink == 2
+    directory.link_unchanged("b", 0, 1, "mu")
+    assert directory.prepare_write("b", 0, 1, "mu") == new
+    assert not old.samefile(new)
+    assert sorted(p.name for p in new.parent.iterdir()) == sorted(
+        p.name for p in old.parent.iterdir()
+    )
+
+
+def test_leftovers_of_a_crash_are_no_obstacle(make_directory, write_step):
+    directory = make_directory()
+    write_step(directory, "a", 0)
+    for position in (0, 1):
+        file = directory.chunk_file("b", 0, position, "mu")
+        file.with_name(file.name + ".new").write_text("junk")
+        os.link(file, file.with_name("other"))
+        directory.prepare_write("b", 0, position, "mu")
+        assert not file.with_name(file.name + ".new").exists()
+    file.with_name(file.name + ".new").write_text("junk")
+    directory.link_unchanged("a", 0, 1, "mu")
+    assert file.samefile(directory.chunk_file("a", 0, 1, "mu"))
+
+
+@pytest.mark.parametrize("action", ["prepare_write", "link_unchanged"])
+def test_a_missing_chunk_is_named(make_directory, write_step, action):
+    directory = make_directory()
+    write_step(directory, "a", 0)
+    directory.chunk_file("a", 0, 0, "mu").unlink()
+    with pytest.raises(StoreIOError, match=r"mu\.h0\.attn\.kernel/c/0/0: expected a "):
+        getattr(directory, action)("a", 0, 0, "mu")
+
+
+@pytest.mark.parametrize("current", ["file", "elsewhere", "slots/c"])
+def test_a_strange_current_is_refused(make_directory, write_step, current):
+    directory = make_directory()
+    write_step(directory, "a", 0)
+    path = directory.path / "current"
+    path.unlink()
+    if current == "file":
+        path.write_text("")
+    else:
+        path.symlink_to(current)
+    with pytest.raises(StoreFormatError, match="expected a symlink to slots/a or"):
+        directory.committed_slot()
+
+
+def test_no_store(place):
+    with pytest.raises(StoreFormatError, match=r"found no jaxinf\.json in it; give"):
+        StoreDirectory.open(place)
+
+
+@pytest.mark.parametrize("num_csds", [0, 2])
+def test_discard(make_directory, place, num_csds):
+    directory = make_directory(num_csds=num_csds)
+    lock = StoreLock(directory.path)
+    directory.discard()
+    lock.release()
+    assert [p.name for p in directory.path.iterdir()] == ["lock"]
+    for csd in range(num_csds):
+        assert not list((place / f"store-csd{csd}").iterdir())
+    directory.create()
+
+
+def test_a_store_with_steps_is_never_discarded(make_directory, write_step):
+    directory = make_directory()
+    write_step(directory, "a", 0)
+    with pytest.raises(StoreFormatError, match="expected no committed step, found one"):
+        directory.discard()
+    write_step(directory, "b", 1)
+    (directory.path / "current").unlink()
+    with pytest.raises(StoreFormatError, match=r"ln -s slots/b current"):
+        directory.discard()
+    assert directory.chunk_file("b", 0, 0, "mu").exists()
+
+
+def test_a_first_commit_cut_short_is_discarded(make_directory, write_step):
+    directory = make_directory()
+    write_step(directory, "a", 0)
+    (directory.path / "current").unlink()
+    directory.discard()
+    assert not (directory.path / "jaxinf.json").exists()

@@ -1,0 +1,218 @@
+"""The manifest: round trip, refusals, and how two of them differ."""
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxinf.errors import StoreFormatError
+from jaxinf.layout import choose_grid
+from jaxinf.store import (
+    FORMAT_VERSION,
+    LeafRecord,
+    Manifest,
+    StateRecord,
+    dtype_of,
+)
+
+KEYS = st.text(st.characters(blacklist_categories=("Cs",)), min_size=1, max_size=8)
+DTYPES = st.sampled_from(["float32", "bfloat16", "float16", "int8", "uint32", "bool"])
+
+
+@st.composite
+def leaf_records(draw, path, num_csds):
+    shape = tuple(draw(st.lists(st.integers(0, 300), max_size=3)))
+    grid = choose_grid(shape, max_chunk_elements=1 << 20)
+    first = draw(st.integers(0, 3))
+    slots = draw(st.dictionaries(st.sampled_from(["mu", "nu", "trace"]), DTYPES))
+    return LeafRecord(
+        path=path,
+        shape=shape,
+        dtype=draw(st.sampled_from(["float32", "bfloat16", "float16"])),
+        kernel="k0",
+        states=(
+            StateRecord("params", "float32"),
+            *(StateRecord(name, dtype) for name, dtype in slots.items()),
+        ),
+        chunk_shape=grid.chunk_shape,
+        shard_counts=(1,) * len(shape),
+        csds=tuple((first + i) % max(1, num_csds) for i in range(grid.num_chunks)),
+    )
+
+
+@st.composite
+def manifests(draw):
+    roots = draw(st.lists(KEYS, max_size=3, unique=True))
+    paths = draw(
+        st.lists(
+            st.lists(KEYS, max_size=3).map(tuple),
+            max_size=4,
+            unique_by=lambda path: ".".join(path),
+        )
+    )
+    return Manifest(
+        store_id=draw(st.text("0123456789abcdef", min_size=32, max_size=32)),
+        csds=tuple(f"/mnt/{root}" for root in roots),
+        kernels={"k0": tuple(draw(st.lists(st.text(), max_size=3)))},
+        leaves=tuple(draw(leaf_records(path, len(roots))) for path in paths),
+        created_by={"jaxinf": "0.1"},
+    )
+
+
+@given(manifests())
+def test_round_trip(tmp_path_factory, manifest):
+    path = tmp_path_factory.getbasetemp() / "jaxinf.json"
+    text = json.dumps(manifest.to_json())
+    path.write_text(text, encoding="utf-8")
+    read = Manifest.read(path)
+    assert read == manifest
+    assert json.dumps(read.to_json()) == text
+    assert not manifest.tree_difference(read)
+    assert not manifest.kernel_difference(read)
+
+
+@pytest.fixture
+def read_changed(tmp_path, manifest_of):
+    """Reads a manifest whose JSON was changed by a function, or replaced by a text."""
+
+    def read(change):
+        document = manifest_of(csds=("/mnt/a", "/mnt/b")).to_json()
+        text = change if isinstance(change, str) else None
+        if text is None:
+            change(document)
+            text = json.dumps(document)
+        path = tmp_path / "jaxinf.json"
+        path.write_text(text)
+        return Manifest.read(path)
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "does not parse"),
+        ('{"format": "jax', "does not parse"),
+        ("[1]", 'expected "format": "jaxinf", found another document'),
+        ('{"zarr_format": 3}', 'expected "format": "jaxinf"'),
+        ('{"format": "jaxinf"}', "has None; the manifest is damaged"),
+        (
+            '{"format": "jaxinf", "format_version": 1}',
+            "incomplete or damaged.*store_id",
+        ),
+        (
+            f'{{"format": "jaxinf", "format_version": {FORMAT_VERSION + 1}}}',
+            rf"reads format version {FORMAT_VERSION}, the store has "
+            rf"{FORMAT_VERSION + 1}; open it with a newer jaxinf",
+        ),
+    ],
+)
+def test_refuses_what_it_cannot_read(read_changed, text, message):
+    with pytest.raises(StoreFormatError, match=message):
+        read_changed(text)
+
+
+def test_refuses_bytes_that_are_no_text(tmp_path):
+    path = tmp_path / "jaxinf.json"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(StoreFormatError, match="does not parse"):
+        Manifest.read(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("store_id", "../../home", "is not 32 hex digits"),
+        ("store_id", None, "is not 32 hex digits"),
+        ("csds", ["relative"], "not absolute paths"),
+        ("csds", ["/mnt/a"], "no such CSDs"),
+        ("kernels", {}, "no kernel 'k0'"),
+        ("leaves", [{}], "KeyError: 'states'"),
+        ("leaves", 7, "TypeError"),
+        ("created_by", "x", "ValueError"),
+    ],
+)
+def test_refuses_a_damaged_document(read_changed, key, value, message):
+    with pytest.raises(StoreFormatError, match=f"incomplete or damaged.*{message}"):
+        read_changed(lambda document: document.update({key: value}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("shape", [97, 130, 1], "chunk shape"),
+        ("shape", [9700, 129], "9700 chunks, 97 CSDs"),
+        ("chunk_shape", [97], "chunk shape"),
+        ("chunk_shape", [0, 129], "at least 1"),
+        ("csds", [], "chunks, 0 CSDs"),
+        ("kernel", "k9", "no kernel 'k9'"),
+        ("states", [["params", "floaty"]], "TypeError"),
+        ("states", [["mu", "float32"]], "no float32 params first"),
+        ("states", [["params", "float32"], ["../mu", "int8"]], "no file names"),
+        ("path", ["embed/%", "0"], "would both be stored"),
+    ],
+)
+def test_refuses_a_damaged_leaf(read_changed, key, value, message):
+    with pytest.raises(StoreFormatError, match=f"incomplete or damaged.*({message})"):
+        read_changed(lambda document: document["leaves"][0].update({key: value}))
+
+
+def test_tree_difference_says_what_differs(manifest_of):
+    ours = manifest_of()
+    kernel, bias, *rest = ours.leaves
+    theirs = dataclasses.replace(
+        ours,
+        leaves=(
+            dataclasses.replace(kernel, shape=(97, 128), dtype="bfloat16"),
+            dataclasses.replace(bias, states=bias.states[:2]),
+            *rest[1:],
+            dataclasses.replace(rest[0], path=("new", "one")),
+        ),
+    )
+    assert ours.tree_difference(theirs) == [
+        "- leaf embed%2F%25/0: in the store only",
+        "+ leaf new/one: not in the store",
+        "leaf h0/attn/kernel: shape (97, 129) in the store, (97, 128)",
+        "leaf h0/attn/kernel: params float32 in the store, bfloat16",
+        "leaf h0/attn/bias: states (params float32, mu bfloat16, count int32) in the "
+        "store, (params float32, mu bfloat16)",
+    ]
+
+
+def test_tree_difference_sees_the_order_and_not_the_places(manifest_of):
+    ours = manifest_of()
+    elsewhere = manifest_of(csds=("/mnt/a", "/mnt/b"))
+    assert ours.tree_difference(elsewhere) == []
+    turned = dataclasses.replace(ours, leaves=ours.leaves[::-1])
+    assert ours.tree_difference(turned) == ["the same leaves come in another order"]
+
+
+def test_kernel_difference_shows_the_equations(manifest_of):
+    ours = manifest_of()
+    renamed = dataclasses.replace(
+        ours,
+        kernels={"other": ours.kernels["k0"]},
+        leaves=tuple(dataclasses.replace(x, kernel="other") for x in ours.leaves),
+    )
+    assert ours.kernel_difference(renamed) == []
+    theirs = dataclasses.replace(ours, kernels={"k0": ("%0 = neg x", "update = %0")})
+    assert ours.kernel_difference(theirs) == [
+        "the update of leaf h0/attn/kernel has other equations:",
+        "--- store",
+        "+++ optimizer",
+        "@@ -1,2 +1,2 @@",
+        "-%0 = mul #, gradient",
+        "+%0 = neg x",
+        " update = %0",
+    ]
+
+
+def test_counts_and_names(manifest_of):
+    manifest = manifest_of()
+    assert manifest.num_params == 97 * 129 + 129 + 3 * 4096 + 1
+    assert manifest.state_names == ("params", "mu", "count")
+    assert manifest_of(shapes={}).num_params == 0
+    assert manifest_of(shapes={}).state_names == ("params",)
+    assert dtype_of("bfloat16").itemsize == 2

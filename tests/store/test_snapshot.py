@@ -1,0 +1,146 @@
+"""Snapshots: hard links that hold a step while the writer goes on."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jaxinf.errors import StoreFormatError, StoreIOError
+from jaxinf.store import CommitRecord, find_leaf, open_array, prune_snapshots, snapshot
+
+READER = """
+import sys, time
+from pathlib import Path
+from jaxinf.store import StoreDirectory, snapshot
+with snapshot(StoreDirectory.open(Path(sys.argv[1]))) as path:
+    print(path, flush=True)
+    time.sleep(600)
+"""
+
+
+def check_holds(directory, path, arrays):
+    for leaf in directory.manifest.leaves:
+        for state in leaf.states:
+            found = open_array(path, leaf, state.name).read().result()
+            np.testing.assert_array_equal(found, arrays[leaf.array_name(state.name)])
+
+
+def files_below(*roots):
+    return sorted(str(p) for root in roots for p in root.rglob("*"))
+
+
+@pytest.mark.parametrize("num_csds", [0, 1, 3])
+def test_holds_its_step(make_directory, write_step, place, num_csds):
+    directory = make_directory(num_csds=num_csds)
+    first = write_step(directory, "a", 0)
+    with snapshot(directory) as path:
+        assert CommitRecord.read(path / "commit.json").step == 0
+        for step in range(1, 5):
+            write_step(directory, "b" if step % 2 else "a", step)
+            check_holds(directory, path, first)
+        with snapshot(directory) as newer:
+            assert CommitRecord.read(newer / "commit.json").step == 4
+        assert not newer.exists()
+        check_holds(directory, path, first)
+    left = files_below(*place.iterdir())
+    assert not [name for name in left if path.name in name]
+
+
+def test_moves_no_data(make_directory, write_step):
+    directory = make_directory(num_csds=2)
+    write_step(directory, "a", 0)
+    with snapshot(directory) as path:
+        for number, leaf in enumerate(directory.manifest.leaves):
+            for position, chunk in enumerate(directory.chunks[number]):
+                file = directory.chunk_file("a", number, position, "mu")
+                pinned = path / leaf.array_name("mu") / chunk.key
+                assert pinned.is_symlink()
+                assert pinned.samefile(file)
+                assert os.readlink(pinned).startswith(
+                    str(directory.csd_directory(leaf.csds[position]) / "snapshots")
+                )
+
+
+def test_needs_a_step(make_directory):
+    directory = make_directory()
+    with (
+        pytest.raises(StoreFormatError, match="expected a committed step to take"),
+        snapshot(directory),
+    ):
+        pass
+    assert not list((directory.path / "snapshots").glob("*"))
+
+
+def test_needs_all_chunks_and_leaves_nothing(make_directory, write_step):
+    directory = make_directory(num_csds=2)
+    write_step(directory, "a", 0)
+    directory.chunk_file("a", 0, 0, "mu").unlink()
+    descriptors = os.listdir("/proc/self/fd")
+    with (
+        pytest.raises(StoreIOError, match="cannot pin the committed step with hard"),
+        snapshot(directory),
+    ):
+        pass
+    assert os.listdir("/proc/self/fd") == descriptors
+    assert not list((directory.path / "snapshots").iterdir())
+    for csd in range(2):
+        assert not list((directory.csd_directory(csd) / "snapshots").glob("*"))
+
+
+def test_those_of_the_dead_are_pruned(make_directory, write_step):
+    directory = make_directory(num_csds=2)
+    first = write_step(directory, "a", 0)
+    reader = subprocess.Popen(
+        [sys.executable, "-c", READER, directory.path],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with reader, snapshot(directory) as mine:
+        assert reader.stdout is not None
+        theirs = mine.with_name(os.path.basename(reader.stdout.readline().strip()))
+        write_step(directory, "b", 1)
+        write_step(directory, "a", 2)
+        check_holds(directory, theirs, first)
+        prune_snapshots(directory)
+        assert {p.name for p in mine.parent.iterdir()} == {mine.name, theirs.name}
+        reader.send_signal(signal.SIGKILL)
+        reader.wait()
+        check_holds(directory, theirs, first)
+        prune_snapshots(directory)
+        assert [p.name for p in mine.parent.iterdir()] == [mine.name]
+        for csd in range(2):
+            left = (directory.csd_directory(csd) / "snapshots").iterdir()
+            assert {p.name for p in left} <= {mine.name}
+        check_holds(directory, mine, first)
+
+
+def test_pruning_is_not_disturbed(make_directory, write_step):
+    directory = make_directory()
+    prune_snapshots(directory)
+    write_step(directory, "a", 0)
+    with snapshot(directory) as path:
+        (path.parent / "stray").write_text("")
+        (path.parent / "empty").mkdir()
+        prune_snapshots(directory)
+        assert sorted(p.name for p in path.parent.iterdir()) == sorted(
+            [path.name, "stray"]
+        )
+
+
+def test_views_name_what_there_is(make_directory, write_step):
+    manifest = make_directory().manifest
+    assert find_leaf(manifest, "mu", "/h0/attn/kernel/").path == (
+        "h0",
+        "attn",
+        "kernel",
+    )
+    assert find_leaf(manifest, "params", "embed%2F%25/0").shape == (3, 4096)
+    with pytest.raises(ValueError, match="has the states params, mu, count, asked for"):
+        find_leaf(manifest, "nu", "scale")
+    with pytest.raises(
+        ValueError, match="no leaf 'x' in the store; there are h0/attn/"
+    ):
+        find_leaf(manifest, "mu", "x")

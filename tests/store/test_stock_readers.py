@@ -1,0 +1,94 @@
+"""A slot and a snapshot are what zarr and Orbax take them for."""
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+import zarr
+
+from jaxinf.store import StateRecord, snapshot
+
+# What every reader knows; bfloat16 is tensorstore's alone.
+STATES = (
+    StateRecord("params", "float32"),
+    StateRecord("mu", "float16"),
+    StateRecord("count", "int32"),
+    StateRecord("sign", "bool"),
+)
+
+
+@pytest.fixture(params=[0, 3], ids=["no CSD root", "3 CSD roots"])
+def committed(request, make_directory, write_step):
+    """A store at step 3 and the arrays it holds."""
+    directory = make_directory(num_csds=request.param, states=STATES)
+    for step in range(3):
+        write_step(directory, "ab"[step % 2], step)
+    return directory, write_step(directory, "b", 3)
+
+
+@pytest.fixture(params=["current", "snapshot"])
+def opened(request, committed):
+    """A path to the committed step, and its arrays."""
+    directory, arrays = committed
+    if request.param == "current":
+        yield directory.path / "current", arrays
+    else:
+        with snapshot(directory) as path:
+            yield path, arrays
+
+
+def as_tree(directory_tree, prefix=()):
+    """Arrays of a restored tree by the name of their directory."""
+    for key, value in directory_tree.items():
+        if isinstance(value, dict):
+            yield from as_tree(value, (*prefix, key))
+        else:
+            yield ".".join((*prefix, key)), np.asarray(value)
+
+
+def check(found, arrays):
+    assert sorted(found) == sorted(arrays)
+    for name, value in found.items():
+        assert value.dtype == arrays[name].dtype
+        np.testing.assert_array_equal(value, arrays[name])
+
+
+def test_tensorstore(opened):
+    path, arrays = opened
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file"}}
+    found = {}
+    for name in arrays:
+        spec["kvstore"]["path"] = f"{path / name}/"
+        found[name] = ts.open(spec, open=True, read=True).result().read().result()
+    check(found, arrays)
+
+
+def test_zarr_python(opened):
+    path, arrays = opened
+    group = zarr.open_group(str(path), mode="r")
+    # Listing the group works too, with a warning about each of Orbax's files.
+    check({name: np.asarray(group[name]) for name in arrays}, arrays)
+
+
+@pytest.mark.parametrize("kind", ["pytree", "standard"])
+def test_orbax(opened, kind):
+    path, arrays = opened
+    kinds = {"pytree": ocp.PyTreeCheckpointer, "standard": ocp.StandardCheckpointer}
+    with kinds[kind]() as checkpointer:
+        restored = checkpointer.restore(path.resolve())
+    assert set(restored) == {"params", "mu", "count", "sign"}
+    check(dict(as_tree(restored)), arrays)
+
+
+def test_orbax_with_a_target(opened):
+    path, arrays = opened
+    with ocp.StandardCheckpointer() as checkpointer:
+        plain = checkpointer.restore(path.resolve())
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        target = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), plain
+        )
+        restored = checkpointer.restore(path.resolve(), target)
+    assert isinstance(restored["params"]["scale"], jax.Array)
+    check(dict(as_tree(restored)), arrays)
