@@ -20,11 +20,11 @@ from pathlib import Path
 
 
 def peak_rss_bytes(arguments, queue):
-    """Runs the trainer; puts (exit status, peak RSS of the process) in the queue."""
+    """Runs the trainer; puts (exit status, peak RSS of the process, what it said)."""
     command = [sys.executable, "-m", "jaxinf.train", *arguments]
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     peak_kib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    queue.put((done.returncode, peak_kib * 1024))
+    queue.put((done.returncode, peak_kib * 1024, done.stdout))
 
 
 def measure(arguments):
@@ -32,11 +32,12 @@ def measure(arguments):
     queue = context.Queue()
     process = context.Process(target=peak_rss_bytes, args=(arguments, queue))
     process.start()
-    status, peak_bytes = queue.get()
+    status, peak_bytes, said = queue.get()
     process.join()
     if status:
         raise SystemExit(f"the trainer failed with exit status {status}: {arguments}")
-    return peak_bytes
+    buffers = [line for line in said.splitlines() if line.startswith("buffers")]
+    return peak_bytes, " ".join(buffers)
 
 
 def measure_preset(preset, options):
@@ -49,11 +50,11 @@ def measure_preset(preset, options):
     state = ["--store", str(root / "store"), "--memory-bytes", options.memory_bytes]
     try:
         sgd = ["--optimizer", "sgd", "--momentum", "0", "--learning-rate", "1e-3"]
-        own = measure([*common, *logs, "--mode", "memory", *sgd])
+        own, _ = measure([*common, *logs, "--mode", "memory", *sgd])
         shutil.rmtree(root / "logs", ignore_errors=True)
-        memory = measure([*common, *logs, "--mode", "memory"])
+        memory, _ = measure([*common, *logs, "--mode", "memory"])
         shutil.rmtree(root / "logs", ignore_errors=True)
-        update = measure([*common, *logs, *state, "--mode", "update"])
+        update, buffers = measure([*common, *logs, *state, "--mode", "update"])
     finally:
         shutil.rmtree(root, ignore_errors=True)
     mib = 1 << 20
@@ -63,7 +64,7 @@ def measure_preset(preset, options):
         "adamw_in_memory_mib": round(memory / mib),
         "adamw_on_drive_mib": round(update / mib),
         "on_drive_over_own_mib": round((update - own) / mib),
-        "budget": options.memory_bytes,
+        "engine": buffers,
     }
 
 

@@ -109,6 +109,11 @@ class Store:
         """
         return self.steps.metrics_of(step)
 
+    @property
+    def peak_memory_bytes(self) -> int:
+        """The most that state has taken of the memory budget so far."""
+        return self.session.peak_memory_bytes
+
     def csds(self) -> list[CsdInfo]:
         """Kind, place and free space of each CSD; empty until there is a store."""
         self.session.check()
@@ -186,7 +191,7 @@ class Store:
           A directory laid out like a slot: a zarr group, an Orbax checkpoint,
           ``commit.json``. It is gone after the context. No data is copied.
         """
-        self.session.check()
+        self.steps.wait()
         if self.session.directory is None:
             _ = self.manifest
         with snapshot(self.session.files) as path:

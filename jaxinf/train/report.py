@@ -58,7 +58,9 @@ def say_results(
         console.print(
             f"store   {path}: step {backend.store.step}, "
             f"{format_bytes(_store_bytes(backend.store))} on disk\n"
-            f"        look inside with: jaxinf inspect {shlex.quote(str(path))}"
+            f"        look inside with: jaxinf inspect {shlex.quote(str(path))}\n"
+            f"buffers at most {format_bytes(backend.store.peak_memory_bytes)} of "
+            f"{format_bytes(config.memory_bytes)} for the state on its way"
         )
     console.print(
         f"logs    {config.logs / 'metrics.jsonl'}\n"
