@@ -34,12 +34,19 @@ class _Prefetched:
 
 @dataclass(eq=False)
 class _Work:
-    """What a worker does next: load ahead, or run a task."""
+    """What a worker does next: load ahead, or run a task.
+
+    Attributes:
+      task: what to run, or to load for.
+      buffer: where.
+      ahead: the prefetch that this is; None to run the task.
+      loaded: the states that a prefetch has put into the buffer.
+    """
 
     task: Task
     buffer: CsdBuffer
     ahead: _Prefetched | None = None
-    is_loaded: bool = False
+    loaded: tuple[int, ...] = ()
 
 
 class TransferHandler:
@@ -188,7 +195,7 @@ class TransferHandler:
                     continue  # a worker is loading it right now
                 del self._ahead[task.layout.subgroup]
                 del self._queue[position]
-                return _Work(task, ahead.buffer, is_loaded=True)
+                return _Work(task, ahead.buffer, loaded=ahead.task.loads)
             if starved is None:  # who has waited longest for memory comes first
                 buffer = self._acquire(task)
                 if buffer is not None:
@@ -200,11 +207,9 @@ class TransferHandler:
         return self._make_room(starved)
 
     def _ahead_for(self, task: Task) -> _Prefetched | None:
-        """The load begun earlier that has all that a task needs."""
+        """The load of its subgroup that has begun, of all that it needs or of less."""
         ahead = self._ahead.get(task.layout.subgroup)
-        if ahead is None or ahead.task.source != task.source:
-            return None
-        return ahead if set(task.loads) <= set(ahead.task.loads) else None
+        return ahead if ahead is not None and ahead.task.source == task.source else None
 
     def _make_room(self, position: int) -> _Work | None:
         """Takes memory from prefetches, as a last way: no queued task waits for one."""
@@ -246,7 +251,7 @@ class TransferHandler:
         csd = self._csds[work.task.layout.subgroup.csd]
         if work.ahead is not None:
             try:
-                self._load(csd, work.task, work.buffer)
+                self._load(csd, work)
                 work.ahead.is_loaded = True
             finally:
                 work.ahead.is_loading = False
@@ -264,8 +269,7 @@ class TransferHandler:
         group = work.task.group
         num_done = 0
         try:
-            if not work.is_loaded:
-                self._load(csd, work.task, work.buffer)
+            self._load(csd, work)
             self._failure.check()
             work.task.compute(csd, work.buffer)
             num_done = 1
@@ -275,14 +279,16 @@ class TransferHandler:
                 group.num_running -= 1
                 self._changed.notify_all()
 
-    def _load(self, csd: Csd, task: Task, buffer: CsdBuffer) -> None:
-        subgroup = task.layout.subgroup
+    def _load(self, csd: Csd, work: _Work) -> None:
+        task, subgroup = work.task, work.task.layout.subgroup
         for state in task.loads:
+            if state in work.loaded:
+                continue
             assert task.source is not None
             file = self._directory.chunk_file(
                 task.source, subgroup.leaf, subgroup.chunk, task.layout.states[state]
             )
-            csd.read(buffer, task.layout.extents[state], file)
+            csd.read(work.buffer, task.layout.extents[state], file)
 
     def _store(self, csd: Csd, task: Task, buffer: CsdBuffer) -> None:
         subgroup = task.layout.subgroup

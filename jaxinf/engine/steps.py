@@ -209,7 +209,8 @@ class StepEngine:
             last = self.metrics
             if self._commit_thread is not None and (last is None or last.step < step):
                 self.wait()
-            return next((m for m in self._metrics if m.step == step), None)
+            # A copy: a later step's commit may append beside this.
+            return next((m for m in tuple(self._metrics) if m.step == step), None)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
