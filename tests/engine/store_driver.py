@@ -1,8 +1,8 @@
 """Drives a store as a training run does, without JAX: its numbers are known.
 
-The optimizer is SGD of learning rate 1 and momentum 1/2 over a gradient of ones, so
-that after n steps params and momentum are functions of n, exact in float32. As a
-program it trains the store it is given until it is killed.
+The optimizer is SGD of learning rate 1 and momentum 1 over a gradient of ones: after n
+steps the momentum is n and the params have moved by n (n + 1) / 2, exact in float32. As
+a program it trains the store it is given until it is killed.
 """
 
 import os
@@ -32,7 +32,7 @@ LEAVES = {
     "half": ((33, 257), "bfloat16"),
     "scale": ((), "float32"),
 }
-TX = optax.sgd(1.0, momentum=0.5)
+TX = optax.sgd(1.0, momentum=1.0)
 
 
 def describe(params, tx=TX):
@@ -144,14 +144,11 @@ class Driver:
 
     def expected(self, step):
         """Master params and momentum, by leaf, after a number of steps."""
-        momentum, moved = np.float32(0), np.float32(0)
+        moved = -step * (step + 1) // 2
         states = {}
-        for _ in range(step):
-            momentum = momentum / 2 + np.float32(1)
-            moved = moved - momentum
         for name, params in self.initial.items():
-            master = params.astype(np.float32) + moved
-            states[name] = (master, np.full(params.shape, momentum, np.float32))
+            master = params.astype(np.float32) + np.float32(moved)
+            states[name] = (master, np.full(params.shape, step, np.float32))
         return states
 
     def found(self, path=None):

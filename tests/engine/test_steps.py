@@ -111,7 +111,7 @@ FROZEN_LEAVES = {
 def test_frozen_leaves_cost_nothing(drive, num_csds):
     labels = {"cold": "freeze", "half": "freeze", "warm": "train"}
     tx = optax.multi_transform(
-        {"train": optax.sgd(1.0, momentum=0.5), "freeze": optax.set_to_zero()}, labels
+        {"train": optax.sgd(1.0, momentum=1.0), "freeze": optax.set_to_zero()}, labels
     )
     driver = drive(num_csds=num_csds, leaves=FROZEN_LEAVES, tx=tx, chunk_elements=4096)
     driver.init()

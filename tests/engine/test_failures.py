@@ -1,0 +1,268 @@
+"""Failures of drives and of callers: told once, told as they are, nothing committed."""
+
+import threading
+
+import numpy as np
+import pytest
+from store_driver import LEAVES
+
+from jaxinf.errors import (
+    DivergedParamsError,
+    StoreClosedError,
+    StoreIOError,
+    StoreSpaceError,
+)
+
+TIMEOUT_S = 60
+MORE = {**LEAVES, "wide": ((64, 4096), "float32")}
+
+
+def break_chunk(driver, how, slot, leaf=1, state="params"):
+    """Damages a chunk file as an operating system or a person would."""
+    file = driver.session.files.chunk_file(slot, leaf, 0, state)
+    if how == "deleted":
+        file.unlink()
+    elif how == "truncated":
+        with open(file, "r+b") as stream:
+            stream.truncate(100)
+    elif how == "a directory":
+        file.unlink()
+        file.mkdir()
+
+
+def methods(driver):
+    """Everything of a store that must raise what stopped it."""
+    store = driver.store
+    return [
+        lambda: store.step,
+        lambda: store.skipped_steps,
+        lambda: store.payload,
+        lambda: store.manifest,
+        lambda: store.params(driver.initial),
+        lambda: store.tensorstore("params", "bias"),
+        lambda: store.snapshot().__enter__(),
+        store.csds,
+        lambda: store.annotate(99, None),
+        store.check,
+        store.wait,
+        lambda: driver.store.steps.update(driver.at, driver.part(0)),
+        lambda: driver.store.steps.finish(driver.at, [], 0),
+    ]
+
+
+def check_all_raise(driver, error):
+    for method in methods(driver):
+        with pytest.raises(type(error)) as caught:
+            method()
+        assert caught.value is error
+
+
+@pytest.mark.parametrize("how", ["deleted", "truncated", "a directory"])
+@pytest.mark.parametrize("num_csds", [0, 2])
+def test_a_damaged_chunk_that_is_read(drive, how, num_csds):
+    drive(num_csds=num_csds).init().steps(2).close()
+    driver = drive().init()
+    break_chunk(driver, how, "a")
+    with pytest.raises(StoreIOError, match=r"params\.embed/c/0/0"):
+        driver.update()
+    error = driver.session.failure
+    check_all_raise(driver, error)
+    driver.close()
+    assert driver.session.commit.step == 2
+    assert (driver.store.path / "current").resolve().name == "a"
+
+
+def step_and_wait(driver):
+    driver.step()
+    driver.store.wait()
+
+
+@pytest.mark.parametrize("how", ["deleted", "a directory"])
+def test_a_damaged_chunk_that_is_written(drive, how):
+    """Writes go on behind the results: the error comes later, at the latest at wait."""
+    driver = drive().init().steps(2)
+    driver.store.wait()
+    break_chunk(driver, how, "b", state="trace")
+    with pytest.raises(StoreIOError, match=r"trace\.embed/c/0/0"):
+        step_and_wait(driver)
+    check_all_raise(driver, driver.session.failure)
+    driver.close()
+    driver = drive()
+    assert driver.store.step == 2
+
+
+def test_damage_found_by_reading_stops_the_store_too(drive):
+    drive().init().steps(2).close()
+    driver = drive()
+    driver.session.bind(driver.description)
+    break_chunk(driver, "truncated", "a")
+    with pytest.raises(StoreIOError, match=r"truncated: expected \d+ bytes, found 100"):
+        driver.store.params(driver.initial)
+    check_all_raise(driver, driver.session.failure)
+
+
+def fail_in_the_background(driver):
+    """Lets the commit of a step that has returned fail."""
+    lock = driver.session.files.publish_lock
+    lock.unlink()
+    lock.mkdir()
+    driver.step()
+
+
+def test_a_failure_in_the_background_is_raised_by_close(drive):
+    driver = drive().init().steps(1)
+    driver.store.wait()
+    fail_in_the_background(driver)
+    with pytest.raises(StoreIOError, match=r"current: commit failed: Is a directory"):
+        driver.close()
+    driver.close()  # it is known by now
+    assert drive().store.step == 1
+
+
+def test_the_end_of_a_context_raises_it_too(drive):
+    driver = drive().init().steps(1)
+    driver.store.wait()
+    with pytest.raises(StoreIOError, match=r"current: commit failed"), driver.store:
+        fail_in_the_background(driver)
+
+
+def test_what_is_known_is_not_raised_again_by_close(drive):
+    driver = drive().init().steps(1)
+    driver.store.wait()
+    fail_in_the_background(driver)
+    with pytest.raises(StoreIOError, match=r"current: commit failed"):
+        driver.store.wait()
+    check_all_raise(driver, driver.session.failure)
+    driver.close()
+
+
+def use_and_fail(driver):
+    with driver.store:
+        driver.session.fail(StoreIOError("the drive's"))
+        raise KeyError("mine")
+
+
+def test_an_error_of_the_body_is_not_hidden_by_close(drive):
+    driver = drive().init().steps(2)
+    with pytest.raises(KeyError, match="mine"):
+        use_and_fail(driver)
+    assert driver.session.is_closed
+
+
+def test_errors_of_callers_stop_the_workers(drive):
+    driver = drive().init().steps(1)
+    part = driver.part(0)
+    part.probe[...] = 77
+    with pytest.raises(DivergedParamsError):
+        driver.store.steps.update(1, part)
+    check_all_raise(driver, driver.session.failure)
+    driver.close()
+    drive().init().check(1)
+
+
+def test_many_threads_get_the_same_exception(drive):
+    drive(leaves=MORE, chunk_elements=4096).init().steps(2).close()
+    driver = drive(leaves=MORE, memory_bytes=1 << 20).init()
+    break_chunk(driver, "truncated", "a", leaf=5)
+    raised = []
+
+    def update(number):
+        try:
+            driver.store.steps.update(2, driver.part(number))
+            driver.store.wait()
+            driver.store.steps.finish(2, [], 0)
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=update, args=(n,)) for n in (5, 1, 3, 0, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive()
+    own = [e for e in raised if not isinstance(e, AssertionError)]
+    assert own
+    assert all(error is driver.session.failure for error in own)
+    driver.session.close()
+    assert driver.session._pool.used_bytes == 0
+
+
+def test_closing_in_the_middle_of_a_step(drive):
+    driver = drive().init().steps(2)
+    driver.update([0, 1])
+    driver.close()
+    with pytest.raises(StoreClosedError):
+        driver.update([2])
+    assert driver.session._pool.used_bytes == 0
+    drive().init().steps(1).check(3)
+
+
+def test_closing_beside_a_running_step(drive):
+    driver = drive(leaves=MORE, chunk_elements=4096, memory_bytes=1 << 20).init()
+    raised = []
+    ready = threading.Event()
+
+    def train():
+        try:
+            while True:
+                driver.step()
+                if driver.at == 3:
+                    ready.set()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    assert ready.wait(TIMEOUT_S)
+    driver.close()
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+    assert isinstance(raised[0], StoreClosedError)
+    assert driver.session.failure is None
+    assert driver.session._pool.used_bytes == 0
+    step = driver.session.commit.step
+    again = drive(leaves=MORE).init()
+    assert again.at == step >= 2
+    again.check(step)
+
+
+FILE_LIMIT = """
+import resource, sys
+sys.path.insert(0, sys.argv[2])
+from store_driver import Driver
+import signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+driver = Driver(sys.argv[1], {"w": ((64, 4096), "float32")}).init().steps(2)
+driver.store.wait()
+resource.setrlimit(resource.RLIMIT_FSIZE, (24 * 4096, resource.RLIM_INFINITY))
+try:
+    driver.steps(2)
+    driver.store.wait()
+except BaseException as error:
+    print(type(error).__name__, error)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+driver.session.close()
+"""
+
+
+def test_a_limit_on_files(drive, place, run_python):
+    import os
+
+    result = run_python(FILE_LIMIT, place / "store", os.path.dirname(__file__))
+    assert result.stdout.startswith("StoreSpaceError")
+    assert "raise the file-size limit (ulimit -f)" in result.stdout
+    assert issubclass(StoreSpaceError, Exception)
+    drive(leaves={"w": ((64, 4096), "float32")}).init().steps(1).check(3)
+
+
+def test_results_after_a_failure_elsewhere_are_whole_or_an_error(drive):
+    """No half-computed result is handed out as one."""
+    driver = drive(leaves=MORE, chunk_elements=4096).init().steps(2)
+    driver.store.wait()
+    break_chunk(driver, "truncated", "a", leaf=5)
+    try:
+        results = driver.update([0, 1])
+    except StoreIOError:
+        return  # the prefetch has found it first
+    np.testing.assert_array_equal(results["bias"], -3)
+    np.testing.assert_array_equal(results["embed"], -3)

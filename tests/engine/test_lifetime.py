@@ -1,0 +1,160 @@
+"""From opening to the end of a process: nothing is left, nothing is lost."""
+
+import gc
+import os
+import threading
+
+import jaxinf
+
+HERE = os.path.dirname(__file__)
+START = """
+import os, sys
+sys.path.insert(0, sys.argv[2])
+from store_driver import Driver
+import jaxinf
+driver = Driver(sys.argv[1])
+driver.init()
+"""
+
+
+def resources():
+    threads = [t.name for t in threading.enumerate() if t.name.startswith("jaxinf")]
+    links = [os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd")]
+    opened = [os.readlink(link) for link in links if os.path.lexists(link)]
+    with open("/proc/self/maps") as maps:
+        anonymous = sum(1 for line in maps if len(line.split()) == 5)
+    return threads, sorted(name for name in opened if "jaxinf-test" in name), anonymous
+
+
+def test_close_leaves_nothing(drive):
+    drive("warm up").init().steps(1).close()
+    gc.collect()
+    before = resources()
+    for number in range(5):
+        driver = drive(f"store {number}").init().steps(3)
+        with driver.store.snapshot():
+            driver.step()
+        driver.close()
+    gc.collect()
+    after = resources()
+    assert after[:2] == before[:2] == ([], [])
+    assert after[2] - before[2] < 20  # mappings that malloc makes
+
+
+def test_refused_openings_leave_nothing(drive, place):
+    drive().init().close()
+    (place / "store" / "current").unlink()
+    (place / "store" / "current").write_text("")
+    before = resources()[:2]
+    for _ in range(3):
+        try:
+            jaxinf.open_store(place / "store")
+        except jaxinf.StoreFormatError:
+            continue
+    assert resources()[:2] == before
+
+
+def test_two_stores_in_one_process(drive):
+    one, two = drive("one", num_csds=2), drive("two", num_csds=2)
+    one.init(), two.init()
+    for step in range(1, 4):
+        one.step()
+        two.step()
+        two.step()
+        one.check(step)
+        two.check(2 * step)
+    one.close()
+    two.steps(1).check(7)
+
+
+def test_exit_without_close(drive, place, run_python):
+    program = START + "driver.steps(3)\n"
+    run_python(program, place / "store", HERE)
+    drive().init().check(3)
+
+
+def test_exit_with_a_store_that_was_lost_sight_of(drive, place, run_python):
+    program = START + "driver.steps(3)\ndel driver\nimport gc\ngc.collect()\n"
+    run_python(program, place / "store", HERE)
+    drive().init().check(3)
+
+
+def test_exit_by_an_exception_in_the_middle_of_a_step(drive, place, run_python):
+    program = START + "driver.steps(2)\ndriver.update([0])\nraise SystemExit(7)\n"
+    assert run_python(program, place / "store", HERE, check=False).returncode == 7
+    drive().init().check(2)
+
+
+def test_exit_after_a_failure_says_it(drive, place, run_python):
+    program = START + (
+        "driver.steps(2)\ndriver.store.wait()\n"
+        "driver.session.files.chunk_file('b', 1, 0, 'trace').unlink()\n"
+        "driver.update([1])\n"
+        "import time\n"
+        "while driver.session.failure is None: time.sleep(0.01)\n"
+    )
+    result = run_python(program, place / "store", HERE)
+    assert "closing at exit failed" in result.stderr
+    assert "StoreIOError" in result.stderr
+    drive().store.check()
+
+
+FORK = (
+    START
+    + """
+driver.steps(2)
+child = os.fork()
+if not child:
+    status = 1
+    try:
+        driver.store.step
+    except jaxinf.StoreClosedError as error:
+        status = 0 if "this is a fork of it" in str(error) else 2
+    try:
+        driver.update()
+        status = 3
+    except jaxinf.StoreClosedError:
+        pass
+    driver.close()
+    print("child", status, flush=True)
+    sys.exit(status)  # with all that exits do
+_, status = os.waitpid(child, 0)
+driver.steps(2)
+driver.check(4)
+print("parent", status, flush=True)
+"""
+)
+
+
+def test_a_fork_leaves_its_parents_store_alone(drive, place, run_python):
+    result = run_python(FORK, place / "store", HERE)
+    assert result.stdout.split("\n")[:2] == ["child 0", "parent 0"]
+    drive().init().check(4)
+
+
+ORPHAN = (
+    START
+    + """
+import signal
+if not os.fork():
+    os.setsid()
+    sys.stdout.close()
+    os.closerange(0, 3)
+    signal.pause()
+print("forked", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+)
+
+
+def test_a_fork_does_not_keep_the_lock(drive, place, run_python):
+    program = ORPHAN.replace("os.fork()", "(child := os.fork())").replace(
+        'print("forked"', "print(child"
+    )
+    result = run_python(program, place / "store", HERE, check=False)
+    child = int(result.stdout)
+    try:
+        os.kill(child, 0)
+        drive().init().step()
+    finally:
+        os.kill(child, 9)

@@ -1,0 +1,94 @@
+"""The order of a commit, as the operating system is asked for it."""
+
+import os
+import re
+import sys
+from contextlib import contextmanager
+
+import pytest
+
+_events: list[tuple[str, str]] = []
+_is_on = False
+
+
+def _record(event, arguments):
+    if not _is_on:
+        return
+    if event == "ctypes.dlsym" and arguments[1] == "syncfs":
+        _events.append(("sync", ""))
+    elif event == "open":
+        path, _, flags = arguments
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            _events.append(("write", str(path)))
+    elif event in ("os.remove", "os.symlink", "os.link"):
+        _events.append((event[3:], str(arguments[-2 if event == "os.remove" else 1])))
+    elif event == "os.rename":
+        _events.append(("rename", str(arguments[1])))
+
+
+sys.addaudithook(_record)
+
+
+@contextmanager
+def events():
+    """Collects what is written, removed, linked and synchronised meanwhile."""
+    global _is_on
+    _events.clear()
+    _is_on = True
+    try:
+        yield _events
+    finally:
+        _is_on = False
+
+
+def stages(found, place, spare):
+    """The events as letters; fails on any that has no place in a step."""
+    committed = "b" if spare == "a" else "a"
+    kinds = [
+        ("u", rf"remove .*/slots/{spare}/commit\.json"),
+        ("w", rf"write .*/{spare}/(params|trace)\.[^/]*/c.*"),
+        ("s", r"sync "),
+        ("t", rf"write .*/slots/{spare}/\.commit\.json\..*\.tmp"),
+        ("r", rf"rename .*/slots/{spare}/commit\.json"),
+        ("l", r"(write .*/publish\.lock|remove .*/current\.tmp)"),
+        ("l", r"symlink .*/current\.tmp"),
+        ("c", r"rename .*/store/current"),
+    ]
+    letters = ""
+    for kind, path in found:
+        if not path.startswith(str(place)) and path:
+            continue
+        line = f"{kind} {path}"
+        assert f"/{committed}/" not in line
+        letters += next(
+            (letter for letter, pattern in kinds if re.fullmatch(pattern, line)), "?"
+        )
+        assert letters[-1] != "?", line
+    return letters
+
+
+@pytest.mark.parametrize("num_csds", [0, 2])
+def test_a_step(drive, place, num_csds):
+    driver = drive(num_csds=num_csds).init().steps(1)
+    driver.store.wait()
+    for step in range(2, 5):
+        spare = "ba"[step % 2 == 0]
+        with events() as found:
+            driver.step()
+            driver.store.wait()
+        letters = stages(found, place, spare)
+        assert re.fullmatch(r"uw+s+trl+c", letters), letters
+
+
+def test_no_write_of_the_next_step_comes_before_the_flip(drive, place):
+    driver = drive().init()
+    with events() as found:
+        driver.steps(6)
+        driver.store.wait()
+    paths = [(kind, path.removeprefix(f"{place}/store/")) for kind, path in found]
+    committed = "a"
+    for kind, path in paths:
+        if (kind, path) == ("rename", "current"):
+            committed = "b" if committed == "a" else "a"
+        assert not path.startswith(f"slots/{committed}/"), (kind, path)
+    assert committed == "a"

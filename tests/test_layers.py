@@ -1,0 +1,142 @@
+"""Imports go downward, as docs/architecture.md says; packages are what is installed."""
+
+import ast
+import importlib
+import pkgutil
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import jaxinf
+
+ROOT = Path(__file__).parents[1]
+
+LAYERS = [
+    {"errors", "typing"},
+    {"io", "layout"},
+    {"store", "kernels"},
+    {"csd"},
+    {"engine"},
+    {"transform", "host_side", "callback", "sharding"},
+    {"train", "cli"},
+]
+LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
+
+# Modules of one layer that make up one thing, and what they import of each other.
+SIBLINGS = {
+    ("transform", "host_side"),
+    ("transform", "callback"),
+    ("transform", "sharding"),
+    ("host_side", "callback"),
+}
+MAY_IMPORT_JAX = {"kernels", *LAYERS[4], *LAYERS[5], *LAYERS[6]}
+JAX_USERS = {"jax", "jaxlib", "flax", "optax", "orbax"}
+
+# What a checkout has beyond an installed package: not a layer, but under its rules.
+SOURCES = sorted((ROOT / "jaxinf").rglob("*.py"))
+MODELS = sorted((ROOT / "models").rglob("*.py"))
+
+
+def imported(path):
+    """Dotted names of the modules that a file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            names.add(module)
+            names |= {f"{module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def part_of(path):
+    """The part of jaxinf that a file belongs to; None for the root itself."""
+    part = path.relative_to(ROOT / "jaxinf").parts[0].removesuffix(".py")
+    return None if part == "__init__" else part
+
+
+def parts_imported(path):
+    names = [name.split(".") for name in imported(path)]
+    return {n[1] for n in names if n[0] == "jaxinf" and len(n) > 1 and n[1] in LAYER_OF}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_downward(path):
+    part = part_of(path)
+    if part is None:
+        return
+    assert part in LAYER_OF, f"{part} has no layer: docs/architecture.md and LAYERS"
+    assert not {name for name in imported(path) if name.startswith(".")}
+    for other in parts_imported(path) - {part}:
+        is_below = LAYER_OF[other] < LAYER_OF[part]
+        assert is_below or (part, other) in SIBLINGS, (
+            f"{path}: {part} (layer {LAYER_OF[part]}) imports {other} "
+            f"(layer {LAYER_OF[other]})"
+        )
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_jax_stays_above(path):
+    part = part_of(path)
+    if part is None or part in MAY_IMPORT_JAX:
+        return
+    used = {name.split(".")[0] for name in imported(path)} & JAX_USERS
+    assert not used, f"{path}: imports {', '.join(used)}"
+
+
+def test_layers_are_those_of_the_document():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("|") and line.strip("| ")[:1].isdigit()
+    ]
+    documented = {
+        int(row[0]): {name.strip(" `") for name in row[1].split(",")} for row in rows
+    }
+    assert documented.keys() == set(range(len(LAYERS)))
+    for number, names in documented.items():
+        assert names <= LAYERS[number], f"layer {number}"
+    assert set(LAYER_OF) - set().union(*documented.values()) <= {"sharding"}
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_models_know_nothing_of_jaxinf(path):
+    assert not {n for n in imported(path) if n.split(".")[0] == "jaxinf"}
+
+
+def test_every_package_is_installed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    listed = project["tool"]["setuptools"]["packages"]
+    found = {"jaxinf"} | {
+        ".".join(p.parent.relative_to(ROOT).parts)
+        for p in SOURCES
+        if p.stem == "__init__"
+    }
+    found |= {
+        ".".join(("jaxinf_models", *p.parent.relative_to(ROOT / "models").parts))
+        for p in MODELS
+        if p.stem == "__init__"
+    }
+    assert sorted(listed) == sorted(found)
+
+
+def module_names():
+    found = pkgutil.walk_packages(jaxinf.__path__, "jaxinf.")
+    return ["jaxinf", *(m.name for m in found if not m.name.endswith("__main__"))]
+
+
+@pytest.mark.parametrize("name", module_names())
+def test_public_names_exist(name):
+    module = importlib.import_module(name)
+    names = getattr(module, "__all__", None)
+    if names is None:
+        body = ast.parse(Path(module.__file__ or "").read_bytes()).body
+        assert len(body) == 1, f"{name} has code and no __all__"
+        names = []
+    assert len(set(names)) == len(names)
+    missing = [item for item in names if not hasattr(module, item)]
+    assert not missing
+    assert module.__doc__
