@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jaxinf.csd.base import CsdBuffer, CsdInfo, Extent, ScalarInputs
 from jaxinf.io import Buffer, BufferPool, ByteMeters, DirectIO
-from jaxinf.kernels import InitKernel, Kernel
+from jaxinf.kernels import InitKernel, Kernel, runner
 from jaxinf.layout import PAGE_BYTES
 from jaxinf.typing import Array
 
@@ -63,7 +63,7 @@ class HostCsd:
     ) -> bool:
         """Runs the kernel on this thread."""
         params, *slots = (self.view(buffer, extent) for extent in extents)
-        return kernel.evaluate(
+        return runner(kernel)(
             gradient=gradient,
             params=params,
             slots=slots,

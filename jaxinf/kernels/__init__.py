@@ -5,6 +5,7 @@ name. `trace_update` divides ``tx.update`` into a *prologue* (scalars and reduct
 run in JAX) and one elementwise `Kernel` per leaf, run on chunks near the storage.
 """
 
+from jaxinf.kernels.compiled import CompiledKernel, compiled, runner
 from jaxinf.kernels.init import InitProgram, LeafInit, trace_init
 from jaxinf.kernels.kernel import InitKernel, Kernel
 from jaxinf.kernels.program import LeafUpdate, UpdateProgram, trace_update
@@ -13,6 +14,7 @@ from jaxinf.kernels.state import StateLayout, StateSlot, state_layout
 from jaxinf.kernels.tree import LeafInfo, leaf_infos
 
 __all__ = [
+    "CompiledKernel",
     "InitKernel",
     "InitProgram",
     "Kernel",
@@ -23,7 +25,9 @@ __all__ = [
     "StateLayout",
     "StateSlot",
     "UpdateProgram",
+    "compiled",
     "leaf_infos",
+    "runner",
     "state_layout",
     "trace_init",
     "trace_update",

@@ -52,10 +52,12 @@ class Evaluator:
         out: Array,
     ) -> bool:
         """See `Kernel.evaluate`."""
-        num = self._check(params, slots, scalars, arrays)
-        _require_chunk("gradient", gradient, num, FLOAT_DTYPES)
-        _require_chunk("out", out, num, FLOAT_DTYPES)
-        run = _Run(self._plan, self._scalars(scalars), num)
+        numbers = self.check_update(
+            gradient=gradient, params=params, slots=slots,
+            scalars=scalars, arrays=arrays, out=out,
+        )  # fmt: skip
+        num = params.size
+        run = _Run(self._plan, numbers, num)
         finite = True
         with np.errstate(all="ignore"):
             for start in range(0, num, BLOCK_ELEMENTS):
@@ -67,6 +69,22 @@ class Evaluator:
                 run.store_slots()
                 run.store_params(out[block])
         return finite
+
+    def check_update(
+        self,
+        *,
+        gradient: Array,
+        params: Array,
+        slots: Sequence[Array],
+        scalars: Sequence[np.generic | Array],
+        arrays: Sequence[Array],
+        out: Array,
+    ) -> list[np.generic]:
+        """See `Kernel.check_arguments`."""
+        num = self._check(params, slots, scalars, arrays)
+        _require_chunk("gradient", gradient, num, FLOAT_DTYPES)
+        _require_chunk("out", out, num, FLOAT_DTYPES)
+        return self._scalars(scalars)
 
     def run_init(
         self,

@@ -35,6 +35,9 @@ class Kernel:
       equations: The body.
       update: optax's update `u` (float32); None where it is the literal zero.
       new_slots: The slots' new values.
+      reciprocals: Of each scalar, whether XLA multiplies by its reciprocal where the
+        equations divide by it: it is broadcast, and used nowhere else in the update of
+        all leaves. Empty: none.
     """
 
     slots: tuple[str, ...]
@@ -44,6 +47,7 @@ class Kernel:
     equations: tuple[Equation, ...]
     update: Operand | None
     new_slots: tuple[Operand, ...]
+    reciprocals: tuple[bool, ...] = ()
 
     @property
     def num_scalars(self) -> int:
@@ -116,6 +120,30 @@ class Kernel:
           TypeError, ValueError: A dtype, shape or count is not the kernel's.
         """
         return self._evaluator.run_update(
+            gradient=gradient,
+            params=params,
+            slots=slots,
+            scalars=scalars,
+            arrays=arrays,
+            out=out,
+        )
+
+    def check_arguments(
+        self,
+        *,
+        gradient: Array,
+        params: Array,
+        slots: Sequence[Array],
+        scalars: Sequence[np.generic | Array],
+        arrays: Sequence[Array],
+        out: Array,
+    ) -> list[np.generic]:
+        """Checks what `evaluate` takes and returns the scalars as NumPy's.
+
+        Raises:
+          TypeError, ValueError: A dtype, shape or count is not the kernel's.
+        """
+        return self._evaluator.check_update(
             gradient=gradient,
             params=params,
             slots=slots,

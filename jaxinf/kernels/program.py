@@ -5,6 +5,8 @@ and gradients computes, up to rounding; leaves with equal bodies share one `Kern
 """
 
 import hashlib
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +18,7 @@ import optax
 
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.kernels.arguments import ExtraArgs
-from jaxinf.kernels.graph import Graph, Value, build_graph, local_owners
+from jaxinf.kernels.graph import Graph, Value, build_graph, local_owners, prune
 from jaxinf.kernels.ir import Constant, Input, Operand
 from jaxinf.kernels.kernel import Kernel
 from jaxinf.kernels.prologue import LeafInputs, Prologue
@@ -216,6 +218,7 @@ class _Parts:
     prologue_inputs: Sequence[Value]
     new_scalar_state: Sequence[Value]
     local: Mapping[int, set[Value]]
+    uses: Mapping[Value, int]
 
     @classmethod
     def of(
@@ -235,6 +238,7 @@ class _Parts:
             prologue_inputs=[*graph.inputs[: 2 * num], *scalar_state, *extra],
             new_scalar_state=[new_state[index] for index in layout.scalar_indices],
             local=_local_values(graph, infos),
+            uses=_uses(graph),
         )
 
 
@@ -255,6 +259,14 @@ def _local_values(graph: Graph, infos: Sequence[LeafInfo]) -> dict[int, set[Valu
     for value, index in local_owners(graph, owners, is_elementwise).items():
         local.setdefault(index, set()).add(value)
     return local
+
+
+def _uses(graph: Graph) -> Mapping[Value, int]:
+    """How often each value is an operand or an output, of what is computed at all."""
+    uses = Counter(graph.outputs)
+    for node in prune(graph.nodes, graph.outputs):
+        uses.update(node.inputs)
+    return uses
 
 
 def _check_scalar_state(parts: _Parts, layout: StateLayout) -> None:
@@ -292,7 +304,20 @@ def _leaf_kernel(
         equations=tuple(builder.equations),
         update=None if _is_zero(update) else update,
         new_slots=tuple(new_slots),
+        reciprocals=_reciprocals(builder, parts.uses),
     ), builder
+
+
+def _reciprocals(builder: BodyBuilder, uses: Mapping[Value, int]) -> tuple[bool, ...]:
+    """See `Kernel.reciprocals`."""
+    if math.prod(builder.info.shape) == 1:
+        return ()
+    divisors = {e.inputs[1] for e in builder.equations if e.op == "div"}
+    flags = tuple(
+        builder.scalar(index) in divisors and uses[value] == 1
+        for index, value in enumerate(builder.scalars)
+    )
+    return flags if any(flags) else ()
 
 
 def _is_zero(operand: Operand) -> bool:

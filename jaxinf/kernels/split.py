@@ -56,6 +56,10 @@ class BodyBuilder:
         """The dtypes of the arrays."""
         return tuple(np.dtype(value.dtype) for value in self.arrays)
 
+    def scalar(self, index: int) -> Input:
+        """The operand of the scalar of that number."""
+        return Input("scalar", index, np.dtype(self.scalars[index].dtype))
+
     def operand(self, root: Value) -> Operand:
         """The operand for `root`, after the equations that compute it.
 
@@ -131,7 +135,7 @@ class BodyBuilder:
             self._check_dtype(value)
             raise
         self.scalars.append(value)
-        return Input("scalar", len(self.scalars) - 1, value.dtype)
+        return self.scalar(len(self.scalars) - 1)
 
     def _array(self, value: Value) -> Input:
         self._check_dtype(value)

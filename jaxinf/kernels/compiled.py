@@ -1,0 +1,227 @@
+"""Kernels as machine code: the compiled form of a `Kernel`, and how it is found.
+
+Invariant: a compiled kernel takes the arguments of `Kernel.evaluate` and has its
+effect, with the roundings of jitted optax on XLA's CPU backend; where no compiled form
+can be had, the NumPy evaluator runs, and a warning was logged once.
+"""
+
+import ctypes
+import functools
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from jaxinf.kernels import libraries, toolchain
+from jaxinf.kernels.emitter import Source, UnsupportedKernelError, emit, header
+from jaxinf.kernels.kernel import Kernel
+from jaxinf.kernels.lowering import lower
+from jaxinf.typing import Array
+
+__all__ = ["CompiledKernel", "compile_kernel", "compiled", "runner", "source_of"]
+
+_LOGGER = logging.getLogger("jaxinf.kernels")
+_DTYPES = (
+    "float32", "bfloat16", "float16", "int32", "uint32",
+    "bool", "int8", "uint8", "int16", "uint16",
+)  # fmt: skip
+_CODES = {name: code for code, name in enumerate(_DTYPES)}
+
+
+class _Array(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("dtype", ctypes.c_int32)]
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledKernel:
+    """A kernel in machine code. Thread-safe; releases the GIL while it runs.
+
+    Attributes:
+      kernel: What it computes.
+      level: What it was compiled for, e.g. ``"x86-64-v3"``.
+      origin: ``"package"`` or ``"cache"``.
+    """
+
+    kernel: Kernel = field(repr=False)
+    level: str
+    origin: str
+    _function: Callable[..., int] = field(repr=False)
+    _constants: Any = field(repr=False)
+
+    def run(
+        self,
+        *,
+        gradient: Array,
+        params: Array,
+        slots: Sequence[Array],
+        scalars: Sequence[np.generic | Array],
+        arrays: Sequence[Array],
+        out: Array,
+    ) -> bool:
+        """Updates one chunk in place; see `Kernel.evaluate`, also for the errors.
+
+        Denormals are read and written as zero. The bits are those of jitted optax on
+        XLA's CPU backend: with its fused multiply-adds and reciprocals, which the
+        NumPy evaluator does not have.
+        """
+        kernel = self.kernel
+        numbers = kernel.check_arguments(
+            gradient=gradient, params=params, slots=slots,
+            scalars=scalars, arrays=arrays, out=out,
+        )  # fmt: skip
+        chunks = [gradient, params, out, *slots, *arrays]
+        if not all(array.flags.c_contiguous for array in chunks):
+            return self._run_copies(gradient, params, slots, scalars, arrays, out)
+        words = (ctypes.c_uint32 * max(1, len(numbers)))(*map(_word, numbers))
+        finite = self._function(
+            params.size,
+            ctypes.byref(_array(gradient)),
+            params.ctypes.data,
+            ctypes.byref(_array(out)),
+            (_Array * max(1, len(slots)))(*map(_array, slots)),
+            (_Array * max(1, len(arrays)))(*map(_array, arrays)),
+            words,
+            self._constants,
+        )
+        return bool(finite)
+
+    def _run_copies(
+        self,
+        gradient: Array,
+        params: Array,
+        slots: Sequence[Array],
+        scalars: Sequence[np.generic | Array],
+        arrays: Sequence[Array],
+        out: Array,
+    ) -> bool:
+        """The same on strided views."""
+        views = [params, *slots, out]
+        copies = [np.ascontiguousarray(view) for view in views]
+        finite = self.run(
+            gradient=np.ascontiguousarray(gradient),
+            params=copies[0],
+            slots=copies[1:-1],
+            scalars=scalars,
+            arrays=[np.ascontiguousarray(array) for array in arrays],
+            out=copies[-1],
+        )
+        for view, copy in zip(views, copies, strict=True):
+            view[...] = copy
+        return finite
+
+
+def runner(kernel: Kernel) -> Callable[..., bool]:
+    """What to call with `Kernel.evaluate`'s arguments: compiled code if possible."""
+    found = compiled(kernel)
+    return kernel.evaluate if found is None else found.run
+
+
+def compiled(kernel: Kernel) -> CompiledKernel | None:
+    """The kernel as machine code; None where it cannot be had, after one warning.
+
+    The package brings the common optimizers; others are compiled once and kept in
+    `libraries.cache_directory`. Blocks while the compiler runs. Thread-safe; a
+    process asks once for each kernel. ``JAXINF_KERNELS=numpy`` turns it off.
+    """
+    with _LOCK:
+        if kernel not in _FOUND:
+            _FOUND[kernel] = _find(kernel)
+        return _FOUND[kernel]
+
+
+def compile_kernel(
+    kernel: Kernel, *, level: str, compiler: str | None = None
+) -> CompiledKernel:
+    """The kernel for one level: the package's, or by `compiler` if that is given.
+
+    Raises:
+      UnsupportedKernelError: It has no C++ form.
+      CompilerError: There is no compiler, or it failed.
+    """
+    source = emit(lower(kernel))
+    function, origin = None, "package"
+    if compiler is None:
+        function = libraries.load_prebuilt(source.text, level)
+        compiler = compiler or toolchain.find_compiler()
+    if function is None:
+        if compiler is None:
+            raise toolchain.CompilerError("no C++ compiler (c++, g++ or clang++)")
+        text = source_of(kernel)
+        function, origin = libraries.load_cached(text, level, compiler), "cache"
+    return CompiledKernel(
+        kernel=kernel,
+        level=level,
+        origin=origin,
+        _function=_prototype(function),
+        _constants=(ctypes.c_uint32 * max(1, len(source.constants)))(*source.constants),
+    )
+
+
+def source_of(kernel: Kernel, title: str = "An optimizer's kernel.") -> str:
+    """The C++ of a kernel with its header comment.
+
+    Raises:
+      UnsupportedKernelError: It has no C++ form.
+    """
+    source: Source = emit(lower(kernel))
+    versions = {"jax": jax.__version__, "optax": optax.__version__}
+    return header(title, kernel.describe(), versions) + source.text
+
+
+_LOCK = threading.Lock()
+_FOUND: dict[Kernel, CompiledKernel | None] = {}
+
+
+def _find(kernel: Kernel) -> CompiledKernel | None:
+    setting = os.environ.get("JAXINF_KERNELS", "").strip() or "auto"
+    if setting == "numpy":
+        return None
+    if setting != "auto" and setting not in toolchain.LEVELS:
+        raise ValueError(
+            "JAXINF_KERNELS: expected auto, numpy or one of "
+            f"{', '.join(toolchain.LEVELS)}, found {setting!r}"
+        )
+    available = toolchain.levels()
+    if not available or (setting != "auto" and setting not in available):
+        _warn("this processor is below x86-64-v3" if not available else
+              f"this processor has no {setting}")  # fmt: skip
+        return None
+    try:
+        return compile_kernel(
+            kernel, level=available[0] if setting == "auto" else setting
+        )
+    except (UnsupportedKernelError, toolchain.CompilerError, OSError) as error:
+        _warn(str(error))
+        return None
+
+
+@functools.cache
+def _warn(reason: str) -> None:
+    _LOGGER.warning(
+        "kernels run on NumPy, at about a third of the speed and with roundings that "
+        "differ from jitted optax's: %s",
+        reason,
+    )
+
+
+def _prototype(function: Any) -> Callable[..., int]:
+    pointer = ctypes.c_void_p
+    function.argtypes = [ctypes.c_long, *[pointer] * 7]
+    function.restype = ctypes.c_int
+    return function
+
+
+def _array(array: Array) -> _Array:
+    return _Array(array.ctypes.data, _CODES[array.dtype.name])
+
+
+def _word(number: np.generic) -> int:
+    if number.dtype == np.bool_:
+        return 0xFFFFFFFF if number else 0
+    return int(number.view(np.uint32))

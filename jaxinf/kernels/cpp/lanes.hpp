@@ -1,0 +1,231 @@
+// N elements side by side, on x86-64-v3 and above: what a kernel body computes with.
+//
+// A body is a template over such a struct; another target brings its own with the same
+// names. Masks are I32 lanes, all bits set for true. Nothing here depends on N but the
+// registers: 8 and 16 lanes give the same bits.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <immintrin.h>
+
+namespace jaxinf {
+
+#define JAXINF_INLINE inline __attribute__((always_inline))
+
+using Word = std::uint32_t;  // the bits of a 32-bit scalar
+
+template <int N>
+struct Lanes {
+  static constexpr int size = N;
+  typedef float F32 __attribute__((vector_size(4 * N)));
+  typedef std::int32_t I32 __attribute__((vector_size(4 * N)));
+  typedef std::uint32_t U32 __attribute__((vector_size(4 * N)));
+  static_assert(N == 8 || N == 16, "one AVX or AVX-512 register");
+
+  // ---- moving
+
+  static JAXINF_INLINE F32 load(const float* from) {
+    F32 x;
+    std::memcpy(&x, from, sizeof x);
+    return x;
+  }
+  static JAXINF_INLINE void store(float* to, F32 x) { std::memcpy(to, &x, sizeof x); }
+  static JAXINF_INLINE F32 uniform(Word bits) { return (F32)(U32{} + bits); }
+  static JAXINF_INLINE I32 as_i32(F32 x) { return (I32)x; }
+  static JAXINF_INLINE U32 as_u32(F32 x) { return (U32)x; }
+  template <class V>
+  static JAXINF_INLINE F32 bits(V x) {
+    return (F32)x;
+  }
+  static JAXINF_INLINE F32 constant(float x) { return F32{} + x; }
+
+  // ---- arithmetic beyond operators
+
+  static JAXINF_INLINE F32 fma(F32 a, F32 b, F32 c) {
+    if constexpr (N == 8) {
+      return (F32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+    } else {
+#ifdef __AVX512F__
+      return (F32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#endif
+    }
+  }
+  // a * b - c and c - a * b, each rounded once.
+  static JAXINF_INLINE F32 fms(F32 a, F32 b, F32 c) { return fma(a, b, -c); }
+  static JAXINF_INLINE F32 fnma(F32 a, F32 b, F32 c) { return fma(-a, b, c); }
+
+  static JAXINF_INLINE F32 sqrt(F32 x) {
+    if constexpr (N == 8) {
+      return (F32)_mm256_sqrt_ps((__m256)x);
+    } else {
+#ifdef __AVX512F__
+      return (F32)_mm512_sqrt_ps((__m512)x);
+#endif
+    }
+  }
+  static JAXINF_INLINE F32 reciprocal(F32 x) { return constant(1.0f) / x; }
+
+  // As XLA on x86: the processor's estimate and two Newton steps, but for arguments
+  // that have no such root, where the estimate is exact.
+  static JAXINF_INLINE F32 rsqrt(F32 x) {
+    const F32 estimate = rsqrt_estimate(x);
+    const F32 refined = newton(x, newton(x, estimate));
+    const I32 word = (I32)x, magnitude = word & 0x7fffffff;
+    const I32 denormal = (I32)((U32)magnitude - 1u < U32{} + 0x7fffffu);
+    const I32 negative = (word < 0) & ((U32)magnitude - 0x800000u < U32{} + 0x7f000000u);
+    const I32 exact = (magnitude == 0x7f800000) | (word == 0) | denormal | negative;
+    return select(exact, estimate, refined);
+  }
+  static JAXINF_INLINE F32 newton(F32 x, F32 y) {
+    return fma(constant(-0.5f) * y, fma(x * y, y, constant(-1.0f)), y);
+  }
+  static JAXINF_INLINE F32 rsqrt_estimate(F32 x) {
+    if constexpr (N == 8) {
+      return (F32)_mm256_rsqrt_ps((__m256)x);
+    } else {
+#ifdef __AVX512F__  // the 512-bit estimate has other bits
+      const __m512d all = (__m512d)x;
+      const __m256 low = _mm256_rsqrt_ps((__m256)_mm512_castpd512_pd256(all));
+      const __m256 high = _mm256_rsqrt_ps((__m256)_mm512_extractf64x4_pd(all, 1));
+      const __m512d half = _mm512_castpd256_pd512((__m256d)low);
+      return (F32)_mm512_insertf64x4(half, (__m256d)high, 1);
+#endif
+    }
+  }
+
+  static JAXINF_INLINE F32 abs(F32 x) { return (F32)((I32)x & 0x7fffffff); }
+  static JAXINF_INLINE I32 abs(I32 x) { return select(x < 0, -x, x); }
+  static JAXINF_INLINE U32 abs(U32 x) { return x; }
+  // NaN for NaN; zeros keep their sign, denormals become one.
+  static JAXINF_INLINE F32 sign(F32 x) {
+    const I32 sign_bit = (I32)x & INT32_MIN;
+    const F32 one = (F32)(sign_bit | (I32)constant(1.0f));
+    return select(x == 0.0f, (F32)sign_bit, select(x == x, one, x));
+  }
+  static JAXINF_INLINE I32 sign(I32 x) { return (x < 0) | ((x > 0) & 1); }
+  static JAXINF_INLINE U32 sign(U32 x) { return (U32)(x != 0u) & 1u; }
+
+  // A NaN operand gives NaN; +0 is larger than -0.
+  static JAXINF_INLINE F32 max(F32 a, F32 b) {
+    const F32 same = select(a == b, (F32)((I32)a & (I32)b), a + b);
+    return select(a > b, a, select(a < b, b, same));
+  }
+  static JAXINF_INLINE F32 min(F32 a, F32 b) {
+    const F32 same = select(a == b, (F32)((I32)a | (I32)b), a + b);
+    return select(a < b, a, select(a > b, b, same));
+  }
+  static JAXINF_INLINE I32 max(I32 a, I32 b) { return select(a > b, a, b); }
+  static JAXINF_INLINE I32 min(I32 a, I32 b) { return select(a < b, a, b); }
+  static JAXINF_INLINE U32 max(U32 a, U32 b) { return select((I32)(a > b), a, b); }
+  static JAXINF_INLINE U32 min(U32 a, U32 b) { return select((I32)(a < b), a, b); }
+  template <class V>
+  static JAXINF_INLINE V clamp(V low, V x, V high) {
+    return min(max(x, low), high);
+  }
+
+  // ---- choosing
+
+  template <class V>
+  static JAXINF_INLINE V select(I32 mask, V yes, V no) {
+    return mask ? yes : no;
+  }
+  static JAXINF_INLINE I32 is_finite(F32 x) {
+    return ((I32)x & 0x7f800000) != 0x7f800000;
+  }
+
+  // ---- converting
+
+  template <class V>
+  static JAXINF_INLINE F32 f32(V x) {
+    return lanewise<F32>([](auto v) { return (float)v; }, x);
+  }
+  static JAXINF_INLINE F32 f32_of_mask(I32 x) { return (F32)(x & (I32)constant(1.0f)); }
+  // Towards zero, saturating, NaN to 0.
+  static JAXINF_INLINE I32 i32(F32 x) {
+    return lanewise<I32>([](float v) -> std::int32_t {
+      if (v != v) return 0;
+      if (v >= 2147483648.0f) return INT32_MAX;
+      return v <= -2147483648.0f ? INT32_MIN : (std::int32_t)v;
+    }, x);
+  }
+  static JAXINF_INLINE U32 u32(F32 x) {
+    return lanewise<U32>([](float v) -> std::uint32_t {
+      if (!(v > 0.0f)) return 0;
+      return v >= 4294967296.0f ? UINT32_MAX : (std::uint32_t)v;
+    }, x);
+  }
+  static JAXINF_INLINE F32 round_bf16(F32 x) {
+    const U32 word = (U32)x;
+    const U32 rounded = (word + 0x7fffu + ((word >> 16) & 1u)) & 0xffff0000u;
+    return select(x == x, (F32)rounded, (F32)((word | 0x400000u) & 0xffff0000u));
+  }
+  static JAXINF_INLINE F32 round_f16(F32 x) {
+    return lanewise<F32>([](float v) { return _cvtsh_ss(_cvtss_sh(v, 0)); }, x);
+  }
+
+  // ---- rounding and transcendental functions: through double, for half a unit
+
+  template <class R, class Function, class... V>
+  static JAXINF_INLINE R lanewise(Function function, V... x) {
+    R result;
+    for (int i = 0; i < N; ++i) result[i] = function(x[i]...);
+    return result;
+  }
+#define JAXINF_ROUNDING(name, function)                                          \
+  static JAXINF_INLINE F32 name(F32 x) {                                         \
+    return lanewise<F32>([](float v) { return function(v); }, x);                \
+  }
+  JAXINF_ROUNDING(floor, __builtin_floorf)
+  JAXINF_ROUNDING(ceil, __builtin_ceilf)
+  JAXINF_ROUNDING(round_even, __builtin_rintf)
+  JAXINF_ROUNDING(round_away, __builtin_roundf)
+#undef JAXINF_ROUNDING
+#define JAXINF_FUNCTION(name, function)                                          \
+  static JAXINF_INLINE F32 name(F32 x) {                                         \
+    return lanewise<F32>([](double v) { return (float)(function); }, x);         \
+  }
+  JAXINF_FUNCTION(cbrt, std::cbrt(v))
+  JAXINF_FUNCTION(cos, std::cos(v))
+  JAXINF_FUNCTION(exp, std::exp(v))
+  JAXINF_FUNCTION(exp2, std::exp2(v))
+  JAXINF_FUNCTION(expm1, std::expm1(v))
+  JAXINF_FUNCTION(log, std::log(v))
+  JAXINF_FUNCTION(log1p, std::log1p(v))
+  JAXINF_FUNCTION(logistic, 1.0 / (1.0 + std::exp(-v)))
+  JAXINF_FUNCTION(sin, std::sin(v))
+  JAXINF_FUNCTION(tanh, std::tanh(v))
+#undef JAXINF_FUNCTION
+  template <class V>
+  static JAXINF_INLINE F32 pow(F32 x, V y) {
+    return lanewise<F32>([](double v, double w) { return (float)std::pow(v, w); }, x, y);
+  }
+  static JAXINF_INLINE F32 nextafter(F32 x, F32 y) {
+    return lanewise<F32>([](float v, float w) { return std::nextafter(v, w); }, x, y);
+  }
+
+  // ---- division of integers and remainders; by zero as XLA: -1 and the dividend
+
+  static JAXINF_INLINE F32 rem(F32 x, F32 y) {
+    return lanewise<F32>([](float v, float w) { return std::fmod(v, w); }, x, y);
+  }
+  static JAXINF_INLINE I32 div(I32 x, I32 y) {
+    return lanewise<I32>([](std::int64_t v, std::int64_t w) {
+      return (std::int32_t)(w ? v / w : -1);
+    }, x, y);
+  }
+  static JAXINF_INLINE I32 rem(I32 x, I32 y) {
+    return lanewise<I32>([](std::int64_t v, std::int64_t w) {
+      return (std::int32_t)(w ? v % w : v);
+    }, x, y);
+  }
+  static JAXINF_INLINE U32 div(U32 x, U32 y) {
+    return lanewise<U32>([](Word v, Word w) { return w ? v / w : UINT32_MAX; }, x, y);
+  }
+  static JAXINF_INLINE U32 rem(U32 x, U32 y) {
+    return lanewise<U32>([](Word v, Word w) { return w ? v % w : v; }, x, y);
+  }
+};
+
+}  // namespace jaxinf

@@ -1,0 +1,249 @@
+// The host's loop around a kernel body.
+//
+//   memory ── widen to 32 bits ──► body, N elements at a time ── narrow ──► memory
+//             (a block at a time, only what is stored in fewer bits)
+//
+// Every chunk is cut into blocks that stay in the first-level cache, so that the body
+// is compiled once for all dtypes of gradient, state and result.
+#pragma once
+
+#include "lanes.hpp"
+
+namespace jaxinf {
+
+constexpr long block_elements = 512;
+
+enum Dtype : std::int32_t {
+  float32, bfloat16, float16, int32, uint32, boolean, int8, uint8, int16, uint16
+};
+
+struct Array {
+  void* data;
+  std::int32_t dtype;
+};
+
+// ---- storage <-> 32-bit words; float16 by the processor, which rounds to even
+
+inline void widen_f16(const std::uint16_t* from, float* to, long num) {
+  long i = 0;
+  for (; i + 8 <= num; i += 8) {
+    const __m128i half = _mm_loadu_si128((const __m128i*)(from + i));
+    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(half));
+  }
+  for (; i < num; ++i) to[i] = _cvtsh_ss(from[i]);
+}
+
+inline void narrow_f16(const float* from, std::uint16_t* to, long num) {
+  long i = 0;
+  for (; i + 8 <= num; i += 8) {
+    const __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0);
+    _mm_storeu_si128((__m128i*)(to + i), half);
+  }
+  for (; i < num; ++i) to[i] = _cvtss_sh(from[i], 0);
+}
+
+inline std::uint16_t narrow_bf16(Word x) {
+  const Word rounded = (x + 0x7fffu + ((x >> 16) & 1u)) >> 16;
+  const Word quiet = (x >> 16) | 0x40u;
+  return (std::uint16_t)((x & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
+}
+
+template <class T, class Function>
+inline void words(const T* from, Word* to, long num, Function function) {
+  for (long i = 0; i < num; ++i) to[i] = (Word)function(from[i]);
+}
+
+// Returns where `num` elements from `start` can be read as 32-bit words.
+inline Word* widened(const Array& array, long start, long num, Word* scratch) {
+  switch (array.dtype) {
+    case bfloat16:
+      words((const std::uint16_t*)array.data + start, scratch, num,
+            [](Word x) { return x << 16; });
+      return scratch;
+    case float16:
+      widen_f16((const std::uint16_t*)array.data + start, (float*)scratch, num);
+      return scratch;
+    case boolean:
+      words((const std::uint8_t*)array.data + start, scratch, num,
+            [](Word x) { return x ? ~0u : 0u; });
+      return scratch;
+#define JAXINF_INTEGER(dtype, type)                                              \
+    case dtype:                                                                  \
+      words((const type*)array.data + start, scratch, num,                       \
+            [](std::int32_t x) { return x; });                                   \
+      return scratch;
+    JAXINF_INTEGER(int8, std::int8_t)
+    JAXINF_INTEGER(uint8, std::uint8_t)
+    JAXINF_INTEGER(int16, std::int16_t)
+    JAXINF_INTEGER(uint16, std::uint16_t)
+#undef JAXINF_INTEGER
+    default:
+      return (Word*)array.data + start;
+  }
+}
+
+// Stores words where `widened` gave scratch; others are in place already.
+inline void narrowed(const Array& array, long start, long num, const Word* from) {
+  switch (array.dtype) {
+    case bfloat16: {
+      std::uint16_t* to = (std::uint16_t*)array.data + start;
+      for (long i = 0; i < num; ++i) to[i] = narrow_bf16(from[i]);
+      return;
+    }
+    case float16:
+      return narrow_f16((const float*)from, (std::uint16_t*)array.data + start, num);
+    case boolean: {
+      std::uint8_t* to = (std::uint8_t*)array.data + start;
+      for (long i = 0; i < num; ++i) to[i] = from[i] & 1u;
+      return;
+    }
+    case int8:
+    case uint8: {
+      std::uint8_t* to = (std::uint8_t*)array.data + start;
+      for (long i = 0; i < num; ++i) to[i] = (std::uint8_t)from[i];
+      return;
+    }
+    case int16:
+    case uint16: {
+      std::uint16_t* to = (std::uint16_t*)array.data + start;
+      for (long i = 0; i < num; ++i) to[i] = (std::uint16_t)from[i];
+      return;
+    }
+    default:
+      return;
+  }
+}
+
+// ---- one block
+
+template <class Body>
+struct Block {
+  const float* gradient;
+  float* params;
+  float* update;
+  float* slots[Body::num_slots + 1];
+  const float* arrays[Body::num_arrays + 1];
+};
+
+// Runs N elements from `i`; adds to `bad` where the gradient is not finite.
+template <class L, class Body>
+JAXINF_INLINE void elements(const Body& body, const Block<Body>& block, long i,
+                            typename L::I32& bad) {
+  using F32 = typename L::F32;
+  F32 slots[Body::num_slots + 1], arrays[Body::num_arrays + 1];
+  F32 new_slots[Body::num_slots + 1], update = {};
+  const F32 gradient = L::load(block.gradient + i);
+  const F32 params = L::load(block.params + i);
+  for (int k = 0; k < Body::num_slots; ++k) slots[k] = L::load(block.slots[k] + i);
+  for (int k = 0; k < Body::num_arrays; ++k) arrays[k] = L::load(block.arrays[k] + i);
+  body(gradient, params, slots, arrays, update, new_slots);
+  bad |= ~L::is_finite(gradient);
+  for (int k = 0; k < Body::num_slots; ++k)
+    if (Body::writes[k]) L::store(block.slots[k] + i, new_slots[k]);
+  if (!Body::has_update) return;
+  L::store(block.params + i, params + update);
+  L::store(block.update + i, update);
+}
+
+// The last elements, in lanes of their own so that no memory beyond them is touched.
+template <class L, class Body>
+void remainder(const Body& body, const Block<Body>& block, long start, long num,
+               typename L::I32& bad) {
+  constexpr int rows = 3 + Body::num_slots + Body::num_arrays;
+  float lanes[rows][L::size] = {};
+  const size_t bytes = (size_t)(num - start) * sizeof(float);
+  Block<Body> part;
+  int row = 0;
+  auto take = [&](const float* from) {
+    std::memcpy(lanes[row], from + start, bytes);
+    return lanes[row++];
+  };
+  part.gradient = take(block.gradient);
+  part.params = take(block.params);
+  part.update = lanes[row++];
+  for (int k = 0; k < Body::num_slots; ++k) part.slots[k] = take(block.slots[k]);
+  for (int k = 0; k < Body::num_arrays; ++k) part.arrays[k] = take(block.arrays[k]);
+  elements<L>(body, part, 0, bad);
+  for (int k = 0; k < Body::num_slots; ++k)
+    if (Body::writes[k]) std::memcpy(block.slots[k] + start, part.slots[k], bytes);
+  if (!Body::has_update) return;
+  std::memcpy(block.params + start, part.params, bytes);
+  std::memcpy(block.update + start, part.update, bytes);
+}
+
+// ---- one chunk
+
+// Not inlined: nothing of it may be moved out of the flush-to-zero section.
+template <class L, template <class> class Kernel>
+__attribute__((noinline)) bool chunk(long num, const Array& gradient, float* params,
+                                     const Array& out, const Array* slots,
+                                     const Array* arrays, const Word* scalars,
+                                     const Word* constants) {
+  using Body = Kernel<L>;
+  const Body body(constants, scalars);
+  Word scratch[2 + Body::num_slots + Body::num_arrays][block_elements];
+  typename L::I32 bad = {};
+  for (long start = 0; start < num; start += block_elements) {
+    const long length = num - start < block_elements ? num - start : block_elements;
+    Word(*free)[block_elements] = scratch;
+    Block<Body> block;
+    block.gradient = (const float*)widened(gradient, start, length, *free++);
+    block.params = params + start;
+    block.update =
+        out.dtype == float32 ? (float*)out.data + start : (float*)*free;
+    ++free;
+    for (int k = 0; k < Body::num_slots; ++k)
+      block.slots[k] = (float*)widened(slots[k], start, length, *free++);
+    for (int k = 0; k < Body::num_arrays; ++k)
+      block.arrays[k] = (const float*)widened(arrays[k], start, length, *free++);
+
+    long i = 0;
+    for (; i + L::size <= length; i += L::size) elements<L>(body, block, i, bad);
+    if (i < length) remainder<L>(body, block, i, length, bad);
+
+    for (int k = 0; k < Body::num_slots; ++k)
+      if (Body::writes[k])
+        narrowed(slots[k], start, length, (const Word*)block.slots[k]);
+    if (out.dtype != float32)
+      narrowed(out, start, length, (const Word*)block.params);
+    else if (!Body::has_update)
+      std::memset(block.update, 0, (size_t)length * sizeof(float));
+  }
+  Word any = 0;
+  for (int i = 0; i < L::size; ++i) any |= (Word)bad[i];
+  return any == 0;
+}
+
+// Denormals are zero and results are flushed to it, as XLA does on CPU.
+class FlushToZero {
+ public:
+  FlushToZero() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040u); }
+  ~FlushToZero() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+};
+
+#ifdef __AVX512F__
+using Native = Lanes<16>;
+#else
+using Native = Lanes<8>;
+#endif
+
+#ifndef JAXINF_ENTRY
+#define JAXINF_ENTRY jaxinf_kernel
+#endif
+
+// The function that is called: 1 where the gradient is finite, else 0.
+#define JAXINF_HOST_KERNEL(Body)                                                      \
+  extern "C" __attribute__((visibility("default"))) int JAXINF_ENTRY(                 \
+      long num, const jaxinf::Array* gradient, float* params,                         \
+      const jaxinf::Array* out, const jaxinf::Array* slots,                           \
+      const jaxinf::Array* arrays, const jaxinf::Word* scalars,                       \
+      const jaxinf::Word* constants) {                                                \
+    const jaxinf::FlushToZero section;                                                \
+    return jaxinf::chunk<jaxinf::Native, Body>(num, *gradient, params, *out, slots,   \
+                                               arrays, scalars, constants);           \
+  }
+
+}  // namespace jaxinf

@@ -1,0 +1,283 @@
+"""Lowered bodies as C++: one element's arithmetic, apart from any loop.
+
+Invariant: the text depends on the equations alone. Literals are numbered arguments (the
+*constants*), and storage dtypes are the shell's affair, so that kernels that differ in
+hyperparameters or in the precision of their state share one compiled function.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxinf.kernels.ir import Constant, Equation, Input, Operand, Result
+from jaxinf.kernels.lowering import LoweredBody, uniform_results
+from jaxinf.kernels.tree import FLOAT32
+
+__all__ = ["Source", "UnsupportedKernelError", "emit"]
+
+_TYPES = {"float32": "F32", "int32": "I32", "uint32": "U32", "bool": "I32"}
+_INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
+_BITWISE = {"and": "&", "or": "|", "xor": "^"}
+_COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_CALLS = frozenset(
+    """
+    abs cbrt ceil clamp cos exp exp2 expm1 floor fma fms fnma is_finite log log1p
+    logistic max min nextafter pow reciprocal rem rsqrt sign sin sqrt tanh
+    """.split()  # noqa: SIM905
+)
+
+
+class UnsupportedKernelError(Exception):
+    """A body that has no C++ form (it holds integers of fewer than 32 bits)."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A kernel in C++.
+
+    Attributes:
+      text: A translation unit for the host's shell, without a header comment.
+      constants: The literals, 32 bits each, in the order of their arguments.
+    """
+
+    text: str
+    constants: tuple[int, ...]
+
+
+def emit(body: LoweredBody) -> Source:
+    """The C++ of a body.
+
+    Raises:
+      UnsupportedKernelError: A value has no 32-bit form.
+    """
+    return _Emitter(body).emit()
+
+
+def header(title: str, equations: Sequence[str], versions: Mapping[str, str]) -> str:
+    """The comment above a source: what it is, from which equations and versions."""
+    made_with = ", ".join(f"{name} {version}" for name, version in versions.items())
+    lines = [title, "", f"Emitted by jaxinf from these equations ({made_with}):", ""]
+    lines += [f"  {line}" for line in equations]
+    lines += ["", "# stands for a literal: c0, c1, ... below, in order of use."]
+    return "".join(f"// {line}".rstrip() + "\n" for line in lines)
+
+
+@dataclass
+class _Emitter:
+    body: LoweredBody
+    constants: list[int] = field(default_factory=list)
+    members: list[str] = field(default_factory=list)
+    setup: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    names: dict[Operand, str] = field(default_factory=dict)
+
+    def emit(self) -> Source:
+        self._name_inputs()
+        self._name_outputs()
+        uniform = uniform_results(self.body.equations)
+        for index, equation in enumerate(self.body.equations):
+            self._equation(index, equation, uniform[index])
+        stores = self._stores()
+        text = _TEMPLATE.format(
+            num_slots=len(self.body.slots),
+            num_arrays=self.body.num_arrays,
+            has_update=_boolean(self.body.update is not None),
+            writes=", ".join([*map(_boolean, self._writes()), "false"]),
+            members="".join(f"  {line}\n" for line in self.members),
+            setup=_initialisers(self.setup),
+            lines="".join(f"    {line}\n" for line in [*self.lines, *stores]),
+        )
+        return Source(text, tuple(self.constants))
+
+    def _name_inputs(self) -> None:
+        used = {o for equation in self.body.equations for o in equation.inputs}
+        used |= {o for o in (self.body.update, *self.body.new_slots) if o is not None}
+        inputs = [operand for operand in used if isinstance(operand, Input)]
+        for operand in sorted(inputs, key=lambda o: (o.kind, o.index)):
+            if operand.kind in ("gradient", "params"):
+                self.names[operand] = operand.kind
+                continue
+            number, kind = operand.index, _type(operand.dtype)
+            if operand.kind == "scalar":
+                value = _typed(kind, f"L::uniform(scalars[{number}])")
+                self.names[operand] = self._member(f"s{number}", kind, value)
+                continue
+            name = self._slot_name(number) if operand.kind == "slot" else f"a{number}"
+            value = _typed(kind, f"{operand.kind}s[{number}]")
+            self.lines.append(f"const {kind} {name} = {value};")
+            self.names[operand] = name
+
+    def _name_outputs(self) -> None:
+        for number, value in enumerate(self.body.new_slots):
+            if isinstance(value, Result) and value not in self.names:
+                self.names[value] = f"new_{self._slot_name(number)}"
+
+    def _slot_name(self, number: int) -> str:
+        name = re.sub(r"\W+", "_", self.body.slots[number]).strip("_") or "slot"
+        taken = [re.sub(r"\W+", "_", s).strip("_") for s in self.body.slots]
+        reserved = taken.count(name) > 1 or name[0].isdigit() or name in _RESERVED
+        return f"{name}_{number}" if reserved else name
+
+    def _member(self, name: str, kind: str, value: str) -> str:
+        self.members.append(f"const {kind} {name};")
+        self.setup.append(f"{name}({value})")
+        return name
+
+    def _equation(self, index: int, equation: Equation, uniform: bool) -> None:
+        result = Result(index, equation.dtype)
+        kind = _type(equation.dtype)
+        value = self._expression(equation)
+        if uniform:
+            self.names[result] = self._member(f"r{index}", kind, value)
+            return
+        name = self.names.setdefault(result, f"t{index}")
+        self.lines.append(f"const {kind} {name} = {value};")
+
+    def _stores(self) -> list[str]:
+        stores = []
+        for number, value in enumerate(self.body.new_slots):
+            if self._writes()[number]:
+                stores.append(f"new_slots[{number}] = L::bits({self._operand(value)});")
+        if self.body.update is not None:
+            stores.append(f"update = {self._operand(self.body.update)};")
+        return stores
+
+    def _writes(self) -> list[bool]:
+        return [
+            not (isinstance(v, Input) and (v.kind, v.index) == ("slot", number))
+            for number, v in enumerate(self.body.new_slots)
+        ]
+
+    def _operand(self, operand: Operand) -> str:
+        if isinstance(operand, Constant):
+            kind = _type(operand.dtype)
+            number = len(self.constants)
+            self.constants.append(_word(operand))
+            value = _typed(kind, f"L::uniform(constants[{number}])")
+            return self._member(f"c{number}", kind, value)
+        return self.names[operand]
+
+    def _expression(self, equation: Equation) -> str:
+        op, dtype = equation.op, equation.dtype
+        _type(dtype)
+        inputs = [self._operand(operand) for operand in equation.inputs]
+        wide = equation.inputs[0].dtype
+        if op in _INFIX and not (op == "div" and dtype != FLOAT32):
+            return f"{inputs[0]} {_INFIX[op]} {inputs[1]}"
+        if op in _BITWISE:
+            return f"{inputs[0]} {_BITWISE[op]} {inputs[1]}"
+        if op in _COMPARE:
+            return f"(I32)({inputs[0]} {_COMPARE[op]} {inputs[1]})"
+        if op in _CALLS or op == "div":
+            return f"L::{op}({', '.join(inputs)})"
+        match op:
+            case "neg":
+                return f"-{inputs[0]}"
+            case "not":
+                return f"~{inputs[0]}"
+            case "round":
+                even = dict(equation.params)["to_even"]
+                return f"L::round_{'even' if even else 'away'}({inputs[0]})"
+            case "reduce_precision":
+                return _reduced(inputs[0], str(dict(equation.params)["to"]))
+            case "select_n":
+                return _select(inputs, wide)
+            case "convert_element_type":
+                return _converted(inputs[0], wide, dtype)
+        raise UnsupportedKernelError(f"the operation {op} on {dtype}")
+
+
+def _type(dtype: np.dtype) -> str:
+    if dtype.name not in _TYPES:
+        raise UnsupportedKernelError(f"values of {dtype}")
+    return _TYPES[dtype.name]
+
+
+def _typed(kind: str, bits: str) -> str:
+    return bits if kind == "F32" else f"L::as_{kind.lower()}({bits})"
+
+
+def _boolean(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _word(constant: Constant) -> int:
+    value = constant.value
+    if constant.dtype == np.bool_:
+        return 0xFFFFFFFF if value else 0
+    return int(np.asarray(value).view(np.uint32))
+
+
+def _reduced(x: str, to: str) -> str:
+    names = {"bfloat16": "L::round_bf16", "float16": "L::round_f16"}
+    return f"{names[to]}({x})" if to in names else x
+
+
+def _select(inputs: Sequence[str], index_dtype: np.dtype) -> str:
+    which, *cases = inputs
+    if index_dtype == np.bool_:
+        return f"L::select({which}, {cases[1]}, {cases[0]})" if cases[1:] else cases[0]
+    text = cases[-1]
+    for number in reversed(range(len(cases) - 1)):
+        text = f"L::select((I32)({which} <= {number}), {cases[number]}, {text})"
+    return text
+
+
+def _converted(x: str, source: np.dtype, target: np.dtype) -> str:
+    kinds = (_type(source), _type(target))
+    if target == np.bool_:
+        return f"(I32)({x} != 0)"
+    if source == np.bool_:
+        return f"L::f32_of_mask({x})" if kinds[1] == "F32" else f"({kinds[1]})({x} & 1)"
+    if kinds[0] == kinds[1]:
+        return x
+    if "F32" in kinds:
+        return f"L::{kinds[1].lower()}({x})"
+    return f"({kinds[1]}){x}"
+
+
+def _initialisers(setup: Sequence[str]) -> str:
+    return "".join(f"\n      {':' if i == 0 else ','} {s}" for i, s in enumerate(setup))
+
+
+_RESERVED = frozenset(
+    """
+    F32 I32 U32 L update params gradient slots arrays new_slots scalars constants
+    auto bool break case char class const default delete do double else enum float
+    for if int long new operator private public return short signed static struct
+    switch template this throw true false union unsigned using virtual void while
+    """.split()  # noqa: SIM905
+)
+
+_TEMPLATE = """\
+#include "shell.hpp"
+
+namespace {{
+
+template <class L>
+struct Body {{
+  using F32 = typename L::F32;
+  using I32 = typename L::I32;
+  using U32 = typename L::U32;
+  static constexpr int num_slots = {num_slots}, num_arrays = {num_arrays};
+  static constexpr bool has_update = {has_update};
+  static constexpr bool writes[] = {{{writes}}};
+{members}
+  Body([[maybe_unused]] const jaxinf::Word* constants,
+       [[maybe_unused]] const jaxinf::Word* scalars){setup} {{}}
+
+  JAXINF_INLINE void operator()([[maybe_unused]] F32 gradient,
+                                [[maybe_unused]] F32 params,
+                                [[maybe_unused]] const F32* slots,
+                                [[maybe_unused]] const F32* arrays,
+                                [[maybe_unused]] F32& update,
+                                [[maybe_unused]] F32* new_slots) const {{
+{lines}  }}
+}};
+
+}}  // namespace
+
+JAXINF_HOST_KERNEL(Body)
+"""

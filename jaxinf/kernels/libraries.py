@@ -1,0 +1,103 @@
+"""Compiled kernels on disk: those that came with the package, and a cache of others.
+
+Invariant: what is loaded is complete: a cached library ends with a checksum of itself,
+is written under another name and renamed; a damaged one is compiled again.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxinf.kernels import toolchain
+
+__all__ = ["cache_directory", "load_cached", "load_prebuilt"]
+
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+def cache_directory() -> Path:
+    """``$JAXINF_CACHE_DIR``, ``$XDG_CACHE_HOME/jaxinf`` or ``~/.cache/jaxinf``."""
+    if explicit := os.environ.get("JAXINF_CACHE_DIR"):
+        return Path(explicit)
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "jaxinf"
+
+
+def load_prebuilt(source: str, level: str) -> Any | None:
+    """The entry point of `source` where the installed package has it, else None."""
+    library = _prebuilt_library(level)
+    entry = prebuilt_entry(source)
+    return getattr(library, entry, None) if library is not None else None
+
+
+def prebuilt_entry(source: str) -> str:
+    """The name of a kernel's function in the package's libraries."""
+    return f"jaxinf_{toolchain.content_hash(source)[:32]}"
+
+
+def prebuilt_path(level: str) -> Path:
+    """The package's library for a level; absent where the build had no compiler."""
+    return toolchain.PREBUILT / f"kernels-{level}.so"
+
+
+def load_cached(source: str, level: str, compiler: str) -> Any:
+    """The entry point of `source`, compiled unless the cache has it; blocks.
+
+    Processes that need the same kernel at once may each compile it; the last one's file
+    stays. Where the cache cannot be written the library lives as long as the process.
+
+    Raises:
+      CompilerError: The compiler failed.
+    """
+    key = toolchain.library_key(source, compiler, level)
+    path = cache_directory() / "kernels" / f"{key}.so"
+    if not _is_complete(path):
+        compile_ = functools.partial(_compile, source, level, compiler)
+        try:
+            _write(path, compile_)
+        except OSError:
+            with tempfile.TemporaryDirectory(prefix="jaxinf-") as directory:
+                path = Path(directory) / path.name
+                compile_(path)
+                return ctypes.CDLL(str(path)).jaxinf_kernel
+    return ctypes.CDLL(str(path)).jaxinf_kernel
+
+
+@functools.cache
+def _prebuilt_library(level: str) -> ctypes.CDLL | None:
+    path = prebuilt_path(level)
+    try:
+        return ctypes.CDLL(str(path)) if path.exists() else None
+    except OSError:
+        return None
+
+
+def _compile(source: str, level: str, compiler: str, output: Path) -> None:
+    text = output.with_suffix(".cpp")
+    text.write_text(source)
+    toolchain.compile_one(text, output, compiler=compiler, level=level)
+
+
+def _write(path: Path, compile_: Callable[[Path], None]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="new-") as directory:
+        new = Path(directory) / path.name
+        compile_(new)
+        # ELF ignores what follows it: the digest travels with the library.
+        with new.open("ab") as file:
+            file.write(hashlib.sha256(new.read_bytes()).digest())
+        new.replace(path)
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    library, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
+    return hashlib.sha256(library).digest() == digest

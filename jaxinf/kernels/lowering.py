@@ -1,0 +1,404 @@
+"""From optax's equations to those that XLA computes on CPU, operation by operation.
+
+Invariant: a lowered body holds exactly the roundings of the jitted update on XLA's CPU
+backend, as far as they follow from the equations; every backend (C++, HLS) translates
+it one to one, with contraction turned off.
+
+What XLA does, pass by pass:
+
+* *excess precision*: operations on 16-bit floats are computed in float32, and a value
+  is rounded to 16 bits only where it is stored (``xla_allow_excess_precision``).
+* *expansion*: integer powers become products by repeated squaring.
+* *reciprocals*: ``x / c`` with a literal becomes ``x * (1 / c)``, and so does ``x / s``
+  where the scalar `s` is broadcast for this division and used nowhere else in the whole
+  update (`Kernel.reciprocals`): so are the bias corrections of one leaf alone, but not
+  those of several leaves, which share them.
+* *quotients*: ``(a / b) / c`` becomes ``a / (b * c)``, ``a / (b / c)`` becomes
+  ``(a * c) / b``, both at once ``(a * d) / (b * c)``; ``a / sqrt(b)`` becomes
+  ``a * rsqrt(b)``, and two factors that are literals become one.
+* *units*: products with 1 and -1 are no products. It shows where they would have
+  flushed a denormal, or been fused; elsewhere the product stays, so that one source
+  serves every value of the literal.
+* *fusions*: every output of the update is a loop of its own. It reads the outputs that
+  it depends on from memory and computes all else again, so that what counts as "used
+  once" is decided for each output by itself. What is expensive (a division, a root)
+  and used by several loops gets one of its own.
+* *contraction*: LLVM turns an addition of a product that is used nowhere else into a
+  fused multiply-add. With two such products the first operand is fused, after the
+  operands have been put in order of *rank* (LLVM's Reassociate): a load ranks by its
+  place in the loop, an operation one above its highest operand. A first operand with a
+  negative literal for a factor goes second: LLVM subtracts its opposite.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from jaxinf.kernels.ir import Constant, Equation, Input, Operand, Result
+from jaxinf.kernels.kernel import Kernel
+from jaxinf.kernels.tree import BFLOAT16, FLOAT16, FLOAT32
+
+__all__ = ["LoweredBody", "lower", "uniform_results"]
+
+
+@dataclass(frozen=True)
+class LoweredBody:
+    """Equations as in `Kernel`, but for the operations and the 16-bit floats.
+
+    Further operations: ``fma`` (a * b + c), ``fms`` (a * b - c), ``fnma`` (c - a * b),
+    each rounded once, and ``reciprocal``. No value is a 16-bit float: slots and scalars
+    of such dtypes are read widened, and new slots are rounded where they are stored.
+    """
+
+    slots: tuple[str, ...]
+    num_scalars: int
+    num_arrays: int
+    equations: tuple[Equation, ...]
+    update: Operand | None
+    new_slots: tuple[Operand, ...]
+
+
+def lower(kernel: Kernel) -> LoweredBody:
+    """Applies the passes."""
+    simple = _Simplifier(kernel.reciprocals)
+    values = [simple.add(equation) for equation in kernel.equations]
+    assert len(values) == len(kernel.equations)
+    update = None if kernel.update is None else simple.output(kernel.update)
+    new_slots = [simple.output(value) for value in kernel.new_slots]
+    stored = [
+        value
+        for value, dtype in zip(new_slots, kernel.slot_dtypes, strict=True)
+        if dtype not in (BFLOAT16, FLOAT16)
+    ]
+    outputs = stored if update is None else [update, *stored]
+    roots = {value for value in outputs if isinstance(value, Result)}
+    roots |= _shared(simple.equations, roots)
+    fuser = _Fuser(simple.equations, roots)
+    # The order of the equations: what is stored first, then the update made of it.
+    finals = [fuser.output(value) for value in new_slots]
+    final = None if update is None else fuser.output(update)
+    return LoweredBody(
+        slots=kernel.slots,
+        num_scalars=kernel.num_scalars,
+        num_arrays=kernel.num_arrays,
+        equations=tuple(fuser.equations),
+        update=final,
+        new_slots=tuple(finals),
+    )
+
+
+def uniform_results(equations: Sequence[Equation]) -> list[bool]:
+    """Of each equation, whether its result is one value for the whole chunk."""
+    uniform: list[bool] = []
+    for equation in equations:
+        uniform.append(all(_is_uniform(o, uniform) for o in equation.inputs))
+    return uniform
+
+
+def _is_uniform(operand: Operand, results: Sequence[bool]) -> bool:
+    match operand:
+        case Constant():
+            return True
+        case Input():
+            return operand.kind == "scalar"
+    return results[operand.index]
+
+
+def _unit(operand: Operand) -> int:
+    """1 or -1 where the operand is that literal, else 0."""
+    if isinstance(operand, Constant) and abs(_number(operand)) == 1:
+        return int(_number(operand))
+    return 0
+
+
+def _number(constant: Constant) -> np.float32:
+    return np.float32(constant.value)  # type: ignore[arg-type]
+
+
+def _wide(dtype: np.dtype) -> np.dtype:
+    return FLOAT32 if dtype in (BFLOAT16, FLOAT16) else dtype
+
+
+@dataclass
+class _Builder:
+    """Equations without repetition."""
+
+    equations: list[Equation] = field(default_factory=list)
+    _results: dict[Equation, Result] = field(default_factory=dict)
+    _uniform: list[bool] = field(default_factory=list)
+
+    def emit(self, op: str, dtype: np.dtype, *inputs: Operand, **params: int) -> Result:
+        equation = Equation(op, inputs, tuple(sorted(params.items())), dtype)
+        return self.append(equation)
+
+    def append(self, equation: Equation) -> Result:
+        if equation not in self._results:
+            result = Result(len(self.equations), equation.dtype)
+            self._results[equation] = result
+            self.equations.append(equation)
+            self._uniform.append(all(map(self.is_uniform, equation.inputs)))
+        return self._results[equation]
+
+    def is_uniform(self, operand: Operand) -> bool:
+        return _is_uniform(operand, self._uniform)
+
+
+class _Simplifier(_Builder):
+    """Excess precision, expansion, reciprocals and units."""
+
+    def __init__(self, reciprocals: Sequence[bool]) -> None:
+        super().__init__()
+        self._reciprocals = {i for i, flag in enumerate(reciprocals) if flag}
+        self._values: list[Operand] = []
+
+    def add(self, equation: Equation) -> Operand:
+        """Translates the next equation of the kernel."""
+        inputs = tuple(self.output(operand) for operand in equation.inputs)
+        value = self._translate(replace(equation, inputs=inputs))
+        self._values.append(value)
+        return value
+
+    def output(self, operand: Operand) -> Operand:
+        """The operand, 16-bit floats widened."""
+        match operand:
+            case Result():
+                return self._values[operand.index]
+            case Constant():
+                wide = _wide(operand.dtype)
+                return Constant.of(operand.value.astype(wide), wide)
+        return replace(operand, dtype=_wide(operand.dtype))
+
+    def _translate(self, equation: Equation) -> Operand:
+        dtype = _wide(equation.dtype)
+        inputs = equation.inputs
+        match equation.op:
+            case "convert_element_type" if inputs[0].dtype == dtype:
+                return inputs[0]
+            case "square":
+                return self.emit("mul", dtype, inputs[0], inputs[0])
+            case "integer_pow" if dtype == FLOAT32:
+                return self._power(inputs[0], dict(equation.params)["y"])
+            case "div" if dtype == FLOAT32:
+                return self._quotient(*inputs)
+            case "mul" if dtype == FLOAT32:
+                return self._product(*inputs)
+            case "add" | "sub" if dtype == FLOAT32:
+                inputs = self._without_units(inputs)
+                equation = replace(equation, inputs=inputs)
+        return self.append(replace(equation, dtype=dtype))
+
+    def _product(self, x: Operand, y: Operand) -> Operand:
+        # XLA moves constants to the right: it matters to the order of loads.
+        if isinstance(x, Constant) and not isinstance(y, Constant):
+            x, y = y, x
+        if self._may_be_denormal(x) and (unit := _unit(y)):
+            return x if unit > 0 else self.emit("neg", FLOAT32, x)
+        factors = self._find("mul", x)
+        if factors and isinstance(y, Constant) and isinstance(factors[1], Constant):
+            with np.errstate(all="ignore"):
+                product = _number(factors[1]) * _number(y)
+            return self._product(factors[0], Constant.of(product, FLOAT32))
+        return self.emit("mul", FLOAT32, x, y)
+
+    def _may_be_denormal(self, operand: Operand) -> bool:
+        """Whether it was not computed: what is has been flushed."""
+        if isinstance(operand, Result):
+            return self.equations[operand.index].op in ("neg", "abs", "select_n")
+        return not isinstance(operand, Constant)
+
+    def _without_units(self, terms: tuple[Operand, ...]) -> tuple[Operand, ...]:
+        """Of two products, one with 1 must not be the one that is fused."""
+        products = [self._find("mul", term) for term in terms]
+        if not all(products):
+            return terms
+        return tuple(
+            factors[0] if factors and _unit(factors[1]) > 0 else term
+            for term, factors in zip(terms, products, strict=True)
+        )
+
+    def _find(self, op: str, operand: Operand) -> tuple[Operand, ...] | None:
+        """The inputs of the equation of `operand` where its operation is `op`."""
+        if isinstance(operand, Result) and self.equations[operand.index].op == op:
+            return self.equations[operand.index].inputs
+        return None
+
+    def _reciprocal(self, divisor: Operand) -> Operand:
+        if isinstance(divisor, Constant):
+            with np.errstate(all="ignore"):
+                return Constant.of(np.float32(1) / _number(divisor), FLOAT32)
+        return self.emit("reciprocal", FLOAT32, divisor)
+
+    def _quotient(self, x: Operand, y: Operand) -> Operand:
+        if not self.is_uniform(x) and self._is_inverted(y):
+            return self._product(x, self._reciprocal(y))
+        if root := self._find("sqrt", y):
+            return self._product(x, self.emit("rsqrt", FLOAT32, *root))
+        above, below = self._find("div", x), self._find("div", y)
+        if above and below:
+            x = self._product(above[0], below[1])
+            y = self._product(above[1], below[0])
+        elif above:
+            x, y = above[0], self._product(above[1], y)
+        elif below:
+            x, y = self._product(x, below[1]), below[0]
+        return self.emit("div", FLOAT32, x, y)
+
+    def _is_inverted(self, divisor: Operand) -> bool:
+        if isinstance(divisor, Constant):
+            return True
+        return (
+            isinstance(divisor, Input)
+            and divisor.kind == "scalar"
+            and divisor.index in self._reciprocals
+        )
+
+    def _power(self, base: Operand, exponent: int) -> Operand:
+        result: Operand | None = None
+        left = abs(exponent)
+        while left:
+            if left & 1:
+                result = base if result is None else self._product(result, base)
+            left >>= 1
+            if left:
+                base = self._product(base, base)
+        result = Constant.of(1, FLOAT32) if result is None else result
+        return self.emit("reciprocal", FLOAT32, result) if exponent < 0 else result
+
+
+class _Fuser(_Builder):
+    """Contracts the loop of each output."""
+
+    def __init__(self, source: Sequence[Equation], roots: set[Result]) -> None:
+        super().__init__()
+        self._source = source
+        self._roots = roots
+        self._done: dict[Operand, Operand] = {}
+
+    def output(self, operand: Operand) -> Operand:
+        """The operand's new form, after the equations that compute it."""
+        if not isinstance(operand, Result):
+            return operand
+        if operand not in self._done:
+            loop = _Loop(self._source, self._roots - {operand}, operand)
+            for needed in loop.reads:
+                self.output(needed)
+            self._done[operand] = self._build(loop, operand, {})
+        return self._done[operand]
+
+    def _build(
+        self, loop: "_Loop", operand: Operand, known: dict[Operand, Operand]
+    ) -> Operand:
+        if not isinstance(operand, Result):
+            return operand
+        if operand in loop.reads:
+            return self._done[operand]
+        if operand not in known:
+            equation = loop.contracted(operand)
+            inputs = tuple(self._build(loop, o, known) for o in equation.inputs)
+            known[operand] = self.append(replace(equation, inputs=inputs))
+        return known[operand]
+
+
+_EXPENSIVE = frozenset(
+    """
+    cbrt cos div exp exp2 expm1 log log1p logistic pow rem rsqrt sin sqrt tanh
+    """.split()  # noqa: SIM905
+)
+
+
+def _shared(source: Sequence[Equation], roots: set[Result]) -> set[Result]:
+    """Expensive values that several loops use."""
+    shared: set[Result] = set()
+    uniform = uniform_results(source)
+    for index in reversed(range(len(source))):
+        result = Result(index, source[index].dtype)
+        if source[index].op not in _EXPENSIVE or uniform[index] or result in roots:
+            continue
+        stored = roots | shared
+        loops = (_Loop(source, stored - {root}, root) for root in stored)
+        if sum(loop.computes(result) for loop in loops) > 1:
+            shared.add(result)
+    return shared
+
+
+class _Loop:
+    """One output's loop: what it computes, how often each value is used, ranks."""
+
+    def __init__(
+        self, source: Sequence[Equation], stored: set[Result], root: Result
+    ) -> None:
+        self.reads: list[Result] = []
+        self._source = source
+        self._uniform = uniform_results(source)
+        self._uses: dict[Operand, int] = {root: 1}
+        self._ranks: dict[Operand, int] = {}
+        self._num_loads = 0
+        self._visit(root, stored)
+
+    def computes(self, result: Result) -> bool:
+        """Whether it is computed here, not read."""
+        return result in self._ranks and result not in self.reads
+
+    def contracted(self, result: Result) -> Equation:
+        """The equation of `result`, a multiply-add where LLVM makes it one."""
+        equation = self._source[result.index]
+        if equation.op not in ("add", "sub") or equation.dtype != FLOAT32:
+            return equation
+        x, y = equation.inputs
+        if equation.op == "add":
+            if self._ranks[y] < self._ranks[x]:
+                x, y = y, x
+            if self._is_negative(x) and not self._is_negative(y):
+                x, y = y, x
+            if self._is_fusible(x):
+                return replace(equation, op="fma", inputs=(*self._factors(x), y))
+            if self._is_fusible(y):
+                return replace(equation, op="fma", inputs=(*self._factors(y), x))
+        elif self._is_fusible(x):
+            return replace(equation, op="fms", inputs=(*self._factors(x), y))
+        elif self._is_fusible(y):
+            return replace(equation, op="fnma", inputs=(*self._factors(y), x))
+        return equation
+
+    def _is_fusible(self, operand: Operand) -> bool:
+        return (
+            isinstance(operand, Result)
+            and operand not in self.reads
+            and self._source[operand.index].op == "mul"
+            and self._uses[operand] == 1
+        )
+
+    def _is_negative(self, operand: Operand) -> bool:
+        """Whether LLVM finds an odd number of negative literals in the product."""
+        if isinstance(operand, Constant):
+            return bool(np.signbit(_number(operand)))
+        if not isinstance(operand, Result) or operand in self.reads:
+            return False
+        equation = self._source[operand.index]
+        if equation.op not in ("mul", "div") or self._uses[operand] != 1:
+            return False
+        return sum(map(self._is_negative, equation.inputs)) % 2 == 1
+
+    def _factors(self, operand: Operand) -> tuple[Operand, ...]:
+        assert isinstance(operand, Result)
+        return self._source[operand.index].inputs
+
+    def _visit(self, operand: Operand, stored: set[Result]) -> None:
+        """Depth first, in the order in which XLA's code computes values."""
+        if operand in self._ranks:
+            return
+        if isinstance(operand, Constant) or _is_uniform(operand, self._uniform):
+            self._ranks[operand] = 0
+        if isinstance(operand, Result) and operand not in stored:
+            inputs = self._source[operand.index].inputs
+            for value in inputs:
+                self._visit(value, stored)
+                self._uses[value] = self._uses.get(value, 0) + 1
+            top = 1 + max(self._ranks[value] for value in inputs)
+            self._ranks.setdefault(operand, top)
+        elif operand not in self._ranks:
+            if isinstance(operand, Result):
+                self.reads.append(operand)
+            self._num_loads += 1
+            self._ranks[operand] = self._num_loads

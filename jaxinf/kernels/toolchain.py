@@ -1,0 +1,138 @@
+"""Compilers and processors: how a kernel's source becomes a library for this machine.
+
+Invariant: the standard library alone is used, so that a wheel's build can run this file
+without jaxinf's dependencies.
+"""
+
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+__all__ = ["LEVELS", "CompilerError", "compile_library", "find_compiler", "levels"]
+
+LEVELS = ("x86-64-v4", "x86-64-v3")
+"""What kernels are compiled for, best first; all give the same bits."""
+
+INCLUDE = Path(__file__).parent / "cpp"
+GENERATED = Path(__file__).parent / "generated"
+PREBUILT = Path(__file__).parent / "prebuilt"
+
+_V3 = "avx avx2 bmi1 bmi2 f16c fma abm movbe xsave"
+_V4 = f"{_V3} avx512f avx512bw avx512cd avx512dq avx512vl"
+_CPU_FLAGS = {"x86-64-v4": frozenset(_V4.split()), "x86-64-v3": frozenset(_V3.split())}
+
+# Contraction is in the source, as explicit fused multiply-adds, and nowhere else.
+_FLAGS = (
+    "-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden",
+    "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi",
+)  # fmt: skip
+
+
+class CompilerError(Exception):
+    """The compiler failed; its message is the text."""
+
+
+@functools.cache
+def levels() -> tuple[str, ...]:
+    """The levels of `LEVELS` that this processor has, best first."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return ()
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ()
+    flags: set[str] = set()
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "flags":
+            flags = set(value.split())
+            break
+    return tuple(level for level in LEVELS if _CPU_FLAGS[level] <= flags)
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler: ``$CXX``, else the first of c++, g++ and clang++; or None."""
+    wanted = os.environ.get("CXX", "").strip()
+    names = [wanted] if wanted else ["c++", "g++", "clang++"]
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+def content_hash(source: str) -> str:
+    """What identifies a kernel: its source, the comment on top excepted, and shell."""
+    digest = hashlib.sha256(_headers())
+    lines = source.splitlines(keepends=True)
+    while lines and (lines[0].startswith("//") or not lines[0].strip()):
+        del lines[0]
+    digest.update("".join(lines).encode())
+    return digest.hexdigest()
+
+
+def library_key(source: str, compiler: str, level: str) -> str:
+    """What identifies a compiled kernel: content, compiler and flags."""
+    path = os.path.realpath(compiler)
+    status = os.stat(path)
+    identity = (path, status.st_size, status.st_mtime_ns, *command(compiler, level))
+    digest = hashlib.sha256(content_hash(source).encode())
+    digest.update(repr(identity).encode())
+    return digest.hexdigest()
+
+
+def command(compiler: str, level: str) -> list[str]:
+    """The compiler's command line, less files and entry point."""
+    return [compiler, f"-march={level}", *_FLAGS, f"-I{INCLUDE}"]
+
+
+def compile_library(
+    sources: Mapping[str, Path], output: Path, *, compiler: str, level: str
+) -> None:
+    """Compiles kernels into one shared library.
+
+    Args:
+      sources: Name of the entry point → source file.
+      output: The library.
+      compiler: Path of a C++ compiler.
+      level: One of `LEVELS`.
+
+    Raises:
+      CompilerError: It failed.
+    """
+    base = command(compiler, level)
+    objects: list[Path] = []
+    for number, (entry, source) in enumerate(sources.items()):
+        target = output.with_name(f"{output.name}.{number}.o")
+        defines = [f"-DJAXINF_ENTRY={entry}"]
+        _run([*base, *defines, "-c", str(source), "-o", str(target)])
+        objects.append(target)
+    _run([*base, *map(str, objects), "-lm", "-o", str(output)])
+    for target in objects:
+        target.unlink()
+
+
+def compile_one(source: Path, output: Path, *, compiler: str, level: str) -> None:
+    """As `compile_library`, for one kernel with the default entry point."""
+    base = command(compiler, level)
+    _run([*base, str(source), "-lm", "-o", str(output)])
+
+
+def _run(arguments: Sequence[str]) -> None:
+    try:
+        result = subprocess.run(
+            arguments, capture_output=True, text=True, errors="replace", check=False
+        )
+    except OSError as error:
+        raise CompilerError(f"{arguments[0]}: {error}") from error
+    if result.returncode:
+        text = result.stderr.strip()[-2000:]
+        raise CompilerError(
+            f"{' '.join(arguments)} exited with status {result.returncode}:\n{text}"
+        )
+
+
+@functools.cache
+def _headers() -> bytes:
+    return b"".join(path.read_bytes() for path in sorted(INCLUDE.glob("*.hpp")))
