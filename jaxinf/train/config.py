@@ -19,9 +19,9 @@ __all__ = ["TrainConfig", "UsageError", "check", "format_bytes", "parse_bytes"]
 
 ModelName: TypeAlias = Literal["gpt2"]
 PresetName: TypeAlias = Literal["nano", "small", "medium", "large", "xl"]
-OptimizerName: TypeAlias = Literal["adamw", "adam", "sgd", "lion", "adagrad"]
 DTypeName: TypeAlias = Literal["float32", "bfloat16"]
 ScheduleName: TypeAlias = Literal["constant", "cosine"]
+ReferenceName: TypeAlias = Literal["fused", "split"]
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -96,6 +96,11 @@ class TrainConfig:
     # plain optax with all state in memory, nothing kept; the baseline to compare with.
     mode: Literal["update", "memory"] = "update"
 
+    # For --mode memory. fused: one jit for the whole step, the fastest. split: loss and
+    # gradients, the optimizer's update and the addition are three jits, whose losses
+    # --mode update has to the bit (adamw, adam, sgd, lion and adagrad, on CPU).
+    reference: ReferenceName = "fused"
+
     # The architecture.
     model: ModelName = "gpt2"
 
@@ -109,8 +114,13 @@ class TrainConfig:
     # Bytes a sequence. The cost grows with it; nano learns most of what it can at 64.
     seq_len: int = 64
 
-    # The optax optimizer, with optax's own defaults for what has no flag here.
-    optimizer: OptimizerName = "adamw"
+    # An optimizer of optax or optax.contrib by name, with optax's own defaults for what
+    # has no flag here. docs/optimizers.md lists which can run near storage; --mode
+    # memory takes the others too.
+    optimizer: Annotated[str, tyro.conf.arg(metavar="NAME")] = "adamw"
+
+    # More arguments of that optimizer, such as: b2=0.95 nesterov=true mu_dtype=bfloat16
+    optimizer_args: Annotated[tuple[str, ...], _shown("KEY=VALUE...", "optax's")] = ()
 
     # Peak learning rate. Optimizers other than adam and adamw must name it.
     learning_rate: Annotated[
@@ -207,6 +217,11 @@ def check(config: TrainConfig) -> None:
     _check_optimizer(config)
     if config.mode == "memory":
         _check_memory_mode(config)
+    elif config.reference != "fused":
+        raise UsageError(
+            "--reference: --mode update has the bits of the split reference as it is; "
+            "leave it out, or give --mode memory"
+        )
     elif config.store is None:
         raise UsageError(
             "--store: expected a directory for the optimizer's state, got nothing; "
@@ -252,20 +267,17 @@ def _check_model(config: TrainConfig) -> None:
 
 
 def _check_optimizer(config: TrainConfig) -> None:
-    if config.learning_rate is None and config.optimizer not in ("adam", "adamw"):
-        raise UsageError(
-            f"--learning-rate: expected with --optimizer {config.optimizer}, which has "
-            "no default here"
-        )
     if config.weight_decay is not None and config.optimizer not in ("adamw", "lion"):
         raise UsageError(
-            f"--weight-decay: --optimizer {config.optimizer} has none; choose adamw or "
-            "lion, or leave it out"
+            f"--weight-decay: expected with adamw or lion, got --optimizer "
+            f"{config.optimizer}; leave it out, or, where the optimizer has it, give "
+            f"--optimizer-args weight_decay={config.weight_decay:g}"
         )
     if config.momentum is not None and config.optimizer != "sgd":
         raise UsageError(
-            f"--momentum: --optimizer {config.optimizer} has no such setting; choose "
-            "sgd, or leave it out"
+            f"--momentum: expected with sgd, got --optimizer {config.optimizer}; leave "
+            "it out, or, where the optimizer has it, give --optimizer-args "
+            f"momentum={config.momentum:g}"
         )
 
 

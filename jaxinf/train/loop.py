@@ -12,13 +12,11 @@ import functools
 import json
 import platform
 import time
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import optax
 from flax import nnx
-from jaxinf_models import GPT2, GPT2Config, abstract_params, loss, split
+from jaxinf_models import GPT2, GPT2Config, abstract_params, split
 from rich.console import Console
 
 from jaxinf.train.backend import Backend, open_backend
@@ -26,17 +24,16 @@ from jaxinf.train.config import TrainConfig, UsageError, check
 from jaxinf.train.data import ByteCorpus, find_files, standard_library_files
 from jaxinf.train.evaluate import Evaluator, batch
 from jaxinf.train.metrics import JsonLines, MetricsLog, StepLine, rss_bytes
-from jaxinf.train.optimizers import make_optimizer
+from jaxinf.train.optimizers import check_optimizer, make_optimizer
 from jaxinf.train.progress import Progress, make_console
 from jaxinf.train.recorder import Recorder
 from jaxinf.train.report import say_config, say_results, say_stopped
 from jaxinf.train.resume import Identity
 from jaxinf.train.signals import StopRequest
+from jaxinf.train.step import Boundaries, TrainStep, compile_train_step
 from jaxinf.typing import PyTree
 
 __all__ = ["train"]
-
-TrainStep = Callable[..., tuple[PyTree, Any, jax.Array]]
 
 
 def train(
@@ -54,6 +51,7 @@ def train(
       JaxinfError: the store, a drive, or a gradient that is not finite.
     """
     check(config)
+    check_optimizer(config)
     console = console or make_console()
     corpus = _load(config)
     say_config(console, config, corpus)
@@ -85,21 +83,15 @@ def _new_params(model: GPT2Config, seed: int) -> PyTree:
     return split(GPT2(model, rngs=nnx.Rngs(seed)))[1]
 
 
-def make_train_step(graphdef: Any, tx: optax.GradientTransformation) -> TrainStep:
-    """The training step, the same for both modes: loss, gradients, update."""
+def _boundaries(config: TrainConfig) -> Boundaries:
+    """Near storage with the reference's bits; no other split than that takes.
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def train_step(
-        params: PyTree, state: Any, tokens: jax.Array, targets: jax.Array
-    ) -> tuple[PyTree, Any, jax.Array]:
-        def loss_of(params: PyTree) -> jax.Array:
-            return loss(nnx.merge(graphdef, params), tokens, targets)
-
-        value, gradients = jax.value_and_grad(loss_of)(params)
-        updates, state = tx.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    return train_step
+    With clipping no update starts before all gradients are there anyway, so that a jit
+    of their own costs next to nothing.
+    """
+    if config.mode == "memory":
+        return config.reference
+    return "halves" if config.clip_norm else "fused"
 
 
 class _Run:
@@ -171,8 +163,12 @@ class _Run:
         """Ahead of the first step, whose time is then like the others'."""
         started_s = time.monotonic()
         example = batch(self._config, self._corpus, 0, "train")
-        train_step: Any = make_train_step(self._graphdef, self._backend.tx)
-        compiled = train_step.lower(self.params, self._state, *example).compile()
+        compiled = compile_train_step(
+            self._graphdef,
+            self._backend.tx,
+            _boundaries(self._config),
+            *(self.params, self._state, *example),
+        )
         self._console.print(f"compiled in {time.monotonic() - started_s:.1f} s")
         return compiled
 

@@ -4,11 +4,24 @@ Invariant: optax is the only definition of an optimizer; this module chooses and
 configures, and the result serves both modes unchanged.
 """
 
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import optax
+import optax.contrib
 
-from jaxinf.train.config import TrainConfig
+from jaxinf.errors import UnsupportedTransformError
+from jaxinf.kernels import trace_init, trace_update
+from jaxinf.train.config import TrainConfig, UsageError
 
-__all__ = ["make_optimizer", "peak_learning_rate"]
+__all__ = [
+    "check_optimizer", "make_optimizer", "optax_optimizers", "peak_learning_rate",
+]  # fmt: skip
 
 # nano: measured over 1,000 steps of the default run, 2e-3 ends at 1.97, 3e-3 at 1.99
 # and 5e-3 at 2.43. The others: Brown et al. 2020 (GPT-3), table 2.1, at these sizes.
@@ -23,18 +36,85 @@ _WEIGHT_DECAY = 0.1  # GPT-3, and every GPT-2 reproduction since
 _MOMENTUM = 0.9
 _COSINE_FLOOR = 0.1  # of the peak, as in GPT-3
 
+_NUMBERS = {"none": None, "true": True, "false": False}
+
+
+@functools.cache
+def optax_optimizers() -> Mapping[str, Callable[..., optax.GradientTransformation]]:
+    """The optimizers of optax, then of ``optax.contrib``, by name.
+
+    An optimizer is a function that begins with a learning rate; what scales by one is
+    a part of an optimizer.
+    """
+    found = {}
+    for namespace in (optax.contrib, optax):
+        for name, value in vars(namespace).items():
+            if name.startswith(("_", "scale_by_")) or inspect.isclass(value):
+                continue
+            if callable(value) and _first_parameter(value) in _RATES:
+                found[name] = value
+    return dict(sorted(found.items()))
+
+
+def check_optimizer(config: TrainConfig) -> None:
+    """Refuses an optimizer that is none, or that cannot train here.
+
+    Raises:
+      UsageError: names the flag, what it found and what to do.
+    """
+    _find(config.optimizer)
+    if config.learning_rate is None and config.optimizer not in ("adam", "adamw"):
+        raise UsageError(
+            f"--learning-rate: expected with --optimizer {config.optimizer}, which has "
+            "no default here"
+        )
+    optimizer = make_optimizer(config)
+    shapes = {"kernel": (256, 256), "bias": (256,)}
+    params = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()
+    }
+    try:
+        state = jax.eval_shape(optimizer.init, params)
+        jax.eval_shape(optimizer.update, params, state, params)
+        if config.mode == "update":
+            trace_init(optimizer, params)
+            trace_update(optimizer, params)
+    except UnsupportedTransformError as error:
+        raise UsageError(
+            f"--optimizer {config.optimizer}: it cannot run near storage (--mode "
+            f"memory trains with it). {error}"
+        ) from error
+    except Exception as error:  # whatever optax makes of arguments it cannot use
+        raise UsageError(
+            f"--optimizer {' '.join((config.optimizer, *config.optimizer_args))}: "
+            f"expected one that trains on gradients and params alone, optax says: "
+            f"{error}"
+        ) from error
+
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Clipping, then the optimizer under its schedule."""
-    chosen = getattr(optax, config.optimizer)
-    options = {}
-    if config.optimizer in ("adamw", "lion"):
-        given = config.weight_decay
-        options["weight_decay"] = _WEIGHT_DECAY if given is None else given
-    if config.optimizer == "sgd":
-        momentum = _MOMENTUM if config.momentum is None else config.momentum
-        options["momentum"] = momentum or None
-    optimizer = chosen(_schedule(config), **options)
+    """Clipping, then the optimizer under its schedule.
+
+    Raises:
+      UsageError: there is no such optimizer, or it has no such arguments.
+    """
+    chosen = _find(config.optimizer)
+    options = _flags(config) | _parse_all(config, chosen)
+    parameters = inspect.signature(chosen).parameters
+    missing = [
+        f"{name}=…"
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and name not in (*options, *_RATES)
+    ]
+    if missing:
+        raise UsageError(
+            f"--optimizer-args: expected {' '.join(missing)} too, which optax has no "
+            f"default for in {config.optimizer}"
+        )
+    try:
+        optimizer = chosen(_rate(config, next(iter(parameters.values()))), **options)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"--optimizer {config.optimizer}: {error}") from error
     if not config.clip_norm:
         return optimizer
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
@@ -47,6 +127,51 @@ def peak_learning_rate(config: TrainConfig) -> float:
     return _LEARNING_RATES[config.preset]
 
 
+_RATES = ("learning_rate", "max_learning_rate")
+
+
+def _first_parameter(function: Callable[..., Any]) -> str:
+    try:
+        return next(iter(inspect.signature(function).parameters), "")
+    except ValueError:  # built in
+        return ""
+
+
+def _find(name: str) -> Callable[..., optax.GradientTransformation]:
+    known = optax_optimizers()
+    if name in known:
+        return known[name]
+    close = difflib.get_close_matches(name, known) or list(known)
+    raise UsageError(
+        f"--optimizer: expected an optimizer of optax or optax.contrib, got {name!r}; "
+        f"did you mean {', '.join(close)}?"
+    )
+
+
+def _flags(config: TrainConfig) -> dict[str, Any]:
+    """The options that have a flag or a default of ours; `check` knows for whom."""
+    if config.optimizer in ("adamw", "lion"):
+        given = config.weight_decay
+        return {"weight_decay": _WEIGHT_DECAY if given is None else given}
+    if config.optimizer == "sgd":
+        momentum = _MOMENTUM if config.momentum is None else config.momentum
+        return {"momentum": momentum or None}
+    return {}
+
+
+def _rate(config: TrainConfig, parameter: inspect.Parameter) -> Any:
+    """The schedule; a number for the few optimizers that take nothing else."""
+    if "Callable" in str(parameter.annotation):
+        return _schedule(config)
+    if config.schedule != "constant" or config.warmup_steps:
+        raise UsageError(
+            f"--optimizer {config.optimizer}: expected one learning rate for the whole "
+            f"run, got --schedule {config.schedule} --warmup-steps "
+            f"{config.warmup_steps}; give --schedule constant --warmup-steps 0"
+        )
+    return peak_learning_rate(config)
+
+
 def _schedule(config: TrainConfig) -> optax.ScalarOrSchedule:
     peak, num_warmup = peak_learning_rate(config), config.warmup_steps
     if config.schedule == "constant":
@@ -57,3 +182,67 @@ def _schedule(config: TrainConfig) -> optax.ScalarOrSchedule:
     # From peak / (n + 1): a first step at rate 0 would be a wasted batch.
     warmup = optax.linear_schedule(peak / (num_warmup + 1), peak, num_warmup)
     return optax.join_schedules([warmup, after], [num_warmup]) if num_warmup else after
+
+
+# --- --optimizer-args --------------------------------------------------------------
+
+
+def _parse_all(config: TrainConfig, chosen: Callable[..., Any]) -> dict[str, Any]:
+    parameters = inspect.signature(chosen).parameters
+    names = [name for name in parameters if name not in _RATES]
+    options: dict[str, Any] = {}
+    for word in config.optimizer_args:
+        key, equals, text = word.partition("=")
+        if not equals or not text:
+            raise UsageError(f"--optimizer-args: expected KEY=VALUE, got {word!r}")
+        if key in _RATES:
+            raise UsageError(f"--optimizer-args {word}: give --learning-rate instead")
+        if key not in names:
+            raise UsageError(
+                f"--optimizer-args {word}: {config.optimizer} has no {key}; it has "
+                f"{', '.join(names)}"
+            )
+        has_flag = key in ("weight_decay", "momentum")
+        if key in options or (has_flag and getattr(config, key) is not None):
+            raise UsageError(f"--optimizer-args {word}: {key} is given twice")
+        options[key] = _parse(word, text, parameters[key])
+    return options
+
+
+def _parse(word: str, text: str, parameter: inspect.Parameter) -> Any:
+    """A value of the kind that the argument's default and annotation show."""
+    default = parameter.default
+    number = _number(text)
+    if isinstance(default, bool):
+        kind, fits = "true or false", isinstance(number, bool)
+    elif parameter.annotation is int:
+        kind, fits = "an integer", type(number) is int
+    elif isinstance(default, int | float):
+        kind, fits = "a number", type(number) in (int, float)
+    elif type(default) is tuple:
+        number = tuple(_number(part, part) for part in text.split(","))
+        kind = f"{len(default)} values with commas between them"
+        fits = len(number) == len(default)
+    elif isinstance(default, str) or "dtype" in parameter.name:
+        kind, fits, number = "a word", True, _number(text, text)
+    elif default is None or default is parameter.empty:
+        kind, fits = "a number, true, false or none", number is not Ellipsis
+    else:
+        raise UsageError(
+            f"--optimizer-args {word}: {parameter.name} is a function or a "
+            "transformation; it can only be set in a program"
+        )
+    if not fits:
+        raise UsageError(f"--optimizer-args {word}: expected {kind}, got {text!r}")
+    return number
+
+
+def _number(text: str, otherwise: Any = ...) -> Any:
+    if text.lower() in _NUMBERS:
+        return _NUMBERS[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return otherwise

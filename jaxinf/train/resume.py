@@ -22,7 +22,7 @@ _FIXED = ("seed", "batch_size", "seq_len", "model", "preset", "dtype", "param_dt
 _FIXED += ("optimizer",)
 # What a user may well change on the way; said, not refused.
 _FREE = ("learning_rate", "weight_decay", "momentum", "schedule", "warmup_steps")
-_FREE += ("clip_norm", "nonfinite")
+_FREE += ("clip_norm", "nonfinite", "optimizer_args")
 
 
 class Identity:

@@ -1,0 +1,106 @@
+"""The training step, and which parts of it share a jit.
+
+    fused    [loss, gradients, update, params + update]
+    halves   [loss, gradients] [update, params + update]
+    split    [loss, gradients] [update] [params + update]
+
+XLA contracts and reorders across everything in one jit: a norm that is computed beside
+the backward pass sums in another order than one of finished gradients, and in memory
+``params + rate * u`` becomes one fused multiply-add. ``split`` is the reference of
+every claim about bits. Near storage `u` comes out of a callback, which nothing is fused
+across: ``halves`` has the reference's bits there, and so has ``fused`` where nothing
+reduces the gradients.
+
+Invariant: the parts compute the same whichever way they are cut, up to rounding.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import jax
+import optax
+from flax import nnx
+from jaxinf_models import loss
+
+from jaxinf.typing import PyTree
+
+__all__ = ["Boundaries", "TrainStep", "compile_train_step"]
+
+Boundaries: TypeAlias = Literal["fused", "halves", "split"]
+
+TrainStep: TypeAlias = Callable[..., tuple[PyTree, Any, jax.Array]]
+"""``(params, state, tokens, targets) -> (params, state, loss)``; eats the first two."""
+
+
+def compile_train_step(
+    graphdef: Any,
+    tx: optax.GradientTransformation,
+    boundaries: Boundaries,
+    *example: Any,
+) -> TrainStep:
+    """The step as machine code.
+
+    Args:
+      graphdef: Of the model.
+      tx: The optimizer, in memory or near storage.
+      boundaries: See the module.
+      example: Params, state, tokens and targets, of which only the shapes count.
+    """
+
+    def gradients_of(params: PyTree, tokens: Any, targets: Any) -> tuple[Any, PyTree]:
+        def loss_of(params: PyTree) -> jax.Array:
+            return loss(nnx.merge(graphdef, params), tokens, targets)
+
+        return jax.value_and_grad(loss_of)(params)
+
+    def update(gradients: PyTree, state: Any, params: PyTree) -> tuple[PyTree, Any]:
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def step(
+        params: PyTree, state: Any, tokens: Any, targets: Any
+    ) -> tuple[PyTree, Any, jax.Array]:
+        value, gradients = gradients_of(params, tokens, targets)
+        return *update(gradients, state, params), value
+
+    params, state, tokens, targets = example
+    if boundaries == "fused":
+        return _compile(step, example, donated=(0, 1))
+    inputs = (params, tokens, targets)
+    first = _compile(gradients_of, inputs)
+    _, gradients = jax.eval_shape(gradients_of, *inputs)
+    if boundaries == "halves":
+        second = _compile(update, (gradients, state, params), donated=(1, 2))
+    else:
+        second = _compile_apart(tx, gradients, state, params)
+
+    def run(
+        params: PyTree, state: Any, tokens: Any, targets: Any
+    ) -> tuple[PyTree, Any, jax.Array]:
+        value, gradients = first(params, tokens, targets)
+        return *second(gradients, state, params), value
+
+    return run
+
+
+def _compile_apart(
+    tx: optax.GradientTransformation, gradients: PyTree, state: Any, params: PyTree
+) -> Callable[..., tuple[PyTree, Any]]:
+    """`tx.update` and the addition, each alone."""
+    update = _compile(tx.update, (gradients, state, params), donated=(0, 1))
+    updates, _ = jax.eval_shape(tx.update, gradients, state, params)
+    add = _compile(optax.apply_updates, (params, updates), donated=(0,))
+
+    def run(gradients: PyTree, state: Any, params: PyTree) -> tuple[PyTree, Any]:
+        updates, state = update(gradients, state, params)
+        return add(params, updates), state
+
+    return run
+
+
+def _compile(
+    function: Callable[..., Any],
+    example: tuple[Any, ...],
+    donated: tuple[int, ...] = (),
+) -> Callable[..., Any]:
+    return jax.jit(function, donate_argnums=donated).lower(*example).compile()

@@ -1,0 +1,120 @@
+"""`--optimizer` by optax's names, `--optimizer-args`, and the reference for bits."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxinf.train.config import TrainConfig, UsageError
+from jaxinf.train.optimizers import check_optimizer, make_optimizer, optax_optimizers
+
+PARAMS = {"w": jnp.linspace(-1, 1, 12).reshape(3, 4), "b": jnp.ones(4)}
+FIXED = {"schedule": "constant", "warmup_steps": 0, "clip_norm": 0.0}
+
+
+def config(optimizer="adamw", *words, learning_rate=0.01, **options):
+    options = FIXED | options
+    return TrainConfig(
+        optimizer=optimizer,
+        optimizer_args=words,
+        learning_rate=learning_rate,
+        **options,
+    )
+
+
+def updates_of(tx, num_steps=3):
+    state = tx.init(PARAMS)
+    for _ in range(num_steps):
+        updates, state = tx.update(PARAMS, state, PARAMS)
+    return updates
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words", "expected"),
+    [
+        ("adamw", (), optax.adamw(0.01, weight_decay=0.1)),
+        ("adamw", ("weight_decay=0",), optax.adamw(0.01, weight_decay=0.0)),
+        ("adamw", ("b2=0.9", "mu_dtype=bfloat16", "mask=none"),
+         optax.adamw(0.01, b2=0.9, weight_decay=0.1, mu_dtype="bfloat16")),
+        ("sgd", ("nesterov=True",), optax.sgd(0.01, 0.9, nesterov=True)),
+        ("sgd", ("momentum=none",), optax.sgd(0.01)),
+        ("nadam", ("eps=1e-3",), optax.nadam(0.01, eps=1e-3)),
+        ("rmsprop", ("centered=true",), optax.rmsprop(0.01, centered=True)),
+        ("prodigy", ("betas=0.8,0.9",), optax.contrib.prodigy(0.01, (0.8, 0.9))),
+        ("radam", ("threshold=2",), optax.radam(0.01, threshold=2)),
+        ("adadelta", (), optax.adadelta(0.01)),
+    ],
+)  # fmt: skip
+def test_arguments_are_optaxs(optimizer, words, expected):
+    found = updates_of(make_optimizer(config(optimizer, *words)))
+    for name, value in updates_of(expected).items():
+        np.testing.assert_array_equal(found[name], value)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words", "expected"),
+    [
+        ("adamz", (), "got 'adamz'; did you mean adam, "),
+        ("xyz", (), "did you mean acprop, adabelief, "),
+        ("chain", (), "expected an optimizer of optax or optax.contrib"),
+        ("adamw", ("b3=1",), "b3=1: adamw has no b3; it has b1, b2, eps, "),
+        ("adamw", ("b2",), "expected KEY=VALUE, got 'b2'"),
+        ("adamw", ("b2=",), "expected KEY=VALUE, got 'b2='"),
+        ("adamw", ("b2=high",), "expected a number, got 'high'"),
+        ("adamw", ("b2=true",), "expected a number, got 'true'"),
+        ("adamw", ("nesterov=1",), "expected true or false, got '1'"),
+        ("adamw", ("mask=w",), "expected a number, true, false or none, got 'w'"),
+        ("adamw", ("b2=0.9", "b2=0.8"), "b2 is given twice"),
+        ("adamw", ("learning_rate=1",), "give --learning-rate instead"),
+        ("adamw", ("mu_dtype=float7",), "float7"),
+        ("lbfgs", ("memory_size=2.5",), "expected an integer, got '2.5'"),
+        ("prodigy", ("betas=0.9",), "expected 2 values with commas between them"),
+        ("sophia", ("hessian_diagonal_fn=1",), "can only be set in a program"),
+        ("dpsgd", ("seed=0",), r"expected l2_norm_clip=… noise_multiplier=… too"),
+        ("momo", (), "expected one that trains on gradients and params alone"),
+        ("lamb", (), r"cannot run near storage .*memory trains.* reduce_sum"),
+        ("prodigy", (), r"cannot run near storage .*estim_lr"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(optimizer, words, expected):
+    with pytest.raises(UsageError, match=expected):
+        check_optimizer(config(optimizer, *words))
+
+
+def test_a_flag_and_an_argument_for_one_thing():
+    with pytest.raises(UsageError, match="weight_decay is given twice"):
+        make_optimizer(config("adamw", "weight_decay=0.2", weight_decay=0.1))
+
+
+def test_an_optimizer_without_schedules():
+    with pytest.raises(UsageError, match="give --schedule constant --warmup-steps 0"):
+        make_optimizer(config("sm3", warmup_steps=5))
+    check_optimizer(config("sm3"))
+
+
+def test_memory_takes_what_storage_refuses():
+    for optimizer in ("lamb", "muon", "adafactor"):
+        check_optimizer(config(optimizer, mode="memory"))
+
+
+def test_all_of_optax_is_found():
+    assert {"adam", "nadam", "lion", "muon", "prodigy"} <= set(optax_optimizers())
+    assert not {"chain", "scale_by_learning_rate"} & set(optax_optimizers())
+
+
+def test_another_optimizer_trains_near_storage_as_in_memory(run, losses, tmp_path):
+    words = ("--optimizer", "adamax", "--learning-rate", "0.01", "--steps", 6)
+    words += ("--optimizer-args", "b1=0.8", "eps=1e-6")
+    assert run("--store", tmp_path / "store", *words) == 0
+    log = ("--log-dir", tmp_path / "memory")
+    assert run("--mode", "memory", *log, *words) == 0
+    near, memory = losses(tmp_path / "store-log"), losses(tmp_path / "memory")
+    np.testing.assert_allclose(near, memory, rtol=1e-5)
+
+
+def test_arguments_may_change_on_resume(run, tmp_path, capsys):
+    words = ("--store", tmp_path / "store", "--optimizer-args", "b2=0.95")
+    assert run(*words, "--steps", 1) == 0
+    assert run(*words[:-1], "b2=0.9", "--steps", 2) == 0
+    expected = "changed from here on: optimizer_args ['b2=0.95'] -> ['b2=0.9']"
+    assert expected in capsys.readouterr().out
