@@ -90,15 +90,28 @@ def test_needs_all_chunks_and_leaves_nothing(make_directory, write_step):
         assert not list((directory.csd_directory(csd) / "snapshots").glob("*"))
 
 
-def test_those_of_the_dead_are_pruned(make_directory, write_step):
+@pytest.fixture
+def read_elsewhere():
+    """Starts processes that hold a snapshot until they are killed."""
+    readers = []
+
+    def start(path):
+        command = [sys.executable, "-c", READER, path]
+        readers.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        return readers[-1]
+
+    yield start
+    for reader in readers:
+        reader.kill()
+        with reader:
+            pass
+
+
+def test_those_of_the_dead_are_pruned(make_directory, write_step, read_elsewhere):
     directory = make_directory(num_csds=2)
     first = write_step(directory, "a", 0)
-    reader = subprocess.Popen(
-        [sys.executable, "-c", READER, directory.path],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with reader, snapshot(directory) as mine:
+    reader = read_elsewhere(directory.path)
+    with snapshot(directory) as mine:
         assert reader.stdout is not None
         theirs = mine.with_name(os.path.basename(reader.stdout.readline().strip()))
         write_step(directory, "b", 1)
