@@ -5,6 +5,8 @@ import numpy as np
 import optax
 import pytest
 
+from jaxinf.kernels import toolchain
+from jaxinf.train.__main__ import main
 from jaxinf.train.config import TrainConfig, UsageError
 from jaxinf.train.optimizers import check_optimizer, make_optimizer, optax_optimizers
 
@@ -118,3 +120,40 @@ def test_arguments_may_change_on_resume(run, tmp_path, capsys):
     assert run(*words[:-1], "b2=0.9", "--steps", 2) == 0
     expected = "changed from here on: optimizer_args ['b2=0.95'] -> ['b2=0.9']"
     assert expected in capsys.readouterr().out
+
+
+needs_compiled = pytest.mark.skipif(
+    not toolchain.levels(), reason="the processor is below x86-64-v3"
+)
+RUN = ("--steps", 20, "--schedule", "cosine", "--warmup-steps", 5)
+
+
+@needs_compiled
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--optimizer", "adamw"),
+        ("--optimizer", "adamw", "--clip-norm", 0),
+        ("--optimizer", "sgd", "--learning-rate", "0.1", "--momentum", 0),
+    ],
+    ids=lambda words: " ".join(map(str, words)),
+)
+def test_losses_are_the_split_references_to_the_bit(words, run, losses, tmp_path):
+    words = (*words, *RUN)
+    assert run("--store", tmp_path / "store", *words) == 0
+    words += ("--mode", "memory", "--reference", "split")
+    assert run("--log-dir", tmp_path / "memory", *words) == 0
+    assert losses(tmp_path / "store-log") == losses(tmp_path / "memory")
+
+
+@needs_compiled
+@pytest.mark.slow
+def test_nano_has_the_references_losses_to_the_bit(text, losses, tmp_path):
+    words = [*RUN, "--data", text, "--sample-bytes", 0]
+    update = ["--store", tmp_path / "store"]
+    split = ["--log-dir", tmp_path / "memory", "--mode", "memory"]
+    for mode in (update, [*split, "--reference", "split"]):
+        assert main([str(word) for word in (*words, *mode)]) == 0
+    found = losses(tmp_path / "store-log")
+    assert found == losses(tmp_path / "memory")
+    assert found[-1][1] < found[0][1]
