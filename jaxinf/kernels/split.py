@@ -4,6 +4,7 @@ Invariant: a body reads only its own leaf's gradient, master params and slots; a
 else it needs becomes a scalar or an array that the prologue computes.
 """
 
+import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,10 +20,14 @@ from jaxinf.kernels.tree import LeafInfo
 __all__ = ["BodyBuilder", "is_elementwise", "refusal", "stored_culprit"]
 
 _REMEDY = (
-    "near storage an update is elementwise in what is stored; apply what reduces or "
-    "reorders to the gradients instead (e.g. clip_by_global_norm before adamw), or "
-    "use a transformation without it"
+    "near storage an update is elementwise in what is stored; use an optimizer without "
+    "it (docs/optimizers.md lists them), or keep this one's state in memory"
 )
+# What means the same before an optimizer as after it, or nearly so.
+_ON_GRADIENTS = (
+    "adaptive_grad_clip", "centralize", "clip_by_global_norm",
+    "normalize_by_update_norm",
+)  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -187,10 +192,11 @@ def stored_culprit(values: Sequence[Value]) -> Node | None:
 
 def refusal(where: str, node: Node) -> UnsupportedTransformError:
     """The error for stored state that enters `node`."""
-    found = f"the primitive {node.primitive.name}{_origin(node.sources)}"
+    names = [(f, n) for source in node.sources for f, n in _frames(source)]
+    found = f"the primitive {node.primitive.name}{_origin(names)}"
     return UnsupportedTransformError(
         f"{where}: expected an update elementwise in stored optimizer state, found "
-        f"{found} on it; {_REMEDY}"
+        f"{found} on it; {_remedy(names)}"
     )
 
 
@@ -212,15 +218,40 @@ def _num_elements(shape: tuple[int, ...]) -> int:
     return count
 
 
-def _origin(sources: Sequence[Any]) -> str:
-    """Where the primitive was called, as far as it was outside JAX."""
-    frames = (frame for source in sources for frame in _frames(source))
-    file, name = next(frames, ("", ""))
+def _origin(frames: Sequence[tuple[str, str]]) -> str:
+    """Where the primitive was called, as far as it was outside JAX, and for what."""
+    file, name = next(iter(frames), ("", ""))
     if not file:
         return ""
     _, optax, after = file.rpartition("/optax/")
     short = f"optax/{after}" if optax else file.rpartition("/")[2]
-    return f" (from {name} in {short})"
+    transform = _transform(frames)
+    whose = f", for {transform}" if transform and transform not in name else ""
+    return f" (from {name} in {short}{whose})"
+
+
+def _transform(frames: Sequence[tuple[str, str]]) -> str:
+    """The transformation whose update called the primitive; empty if none is known."""
+    matches = (re.match(r"(\w+)\.<locals>\.update(_fn)?\b", name) for _, name in frames)
+    return next((match[1] for match in matches if match), "")
+
+
+def _remedy(frames: Sequence[tuple[str, str]]) -> str:
+    transform = _transform(frames)
+    if transform not in _ON_GRADIENTS:
+        return _REMEDY
+    if any(name.startswith("MultiSteps.") for _, name in frames):
+        return (
+            "what is inside optax.MultiSteps sees the sum of gradients, which is "
+            f"stored; put {transform} outside, where it sees each gradient: "
+            f"smart_update(optax.chain(optax.{transform}(…), optax.MultiSteps(…)), "
+            "store)"
+        )
+    return (
+        "near storage an update is elementwise in what is stored; apply "
+        f"{transform} to the gradients instead, before the optimizer: "
+        f"optax.chain(optax.{transform}(…), optax.adamw(…))"
+    )
 
 
 def _frames(source: Any) -> list[tuple[str, str]]:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from jax import lax
 
@@ -176,10 +177,26 @@ class _Odd:
 
 
 REFUSED = {
-    "lamb": (optax.lamb(1e-3), r"params/b: .*reduce_sum \(from safe_norm in optax/"),
+    "lamb": (
+        optax.lamb(1e-3),
+        r"params/b: .*reduce_sum \(from safe_norm in optax/.*, for scale_by_trust",
+    ),
     "norm_of_adam": (
         optax.chain(optax.adam(1e-3), optax.clip_by_global_norm(1.0)),
-        r"params/b: .*reduce_sum \(from tree_sum in optax/.*before adamw",
+        r"params/b: .*reduce_sum \(from tree_sum in optax/.*, for clip_by_global_norm"
+        r"\) on it; .* apply clip_by_global_norm to the gradients instead, before",
+    ),
+    "norm_of_accumulated": (
+        optax.MultiSteps(
+            optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), 2
+        ),
+        r"params/b: .*reduce_sum .*, for clip_by_global_norm\) .* put "
+        r"clip_by_global_norm outside, .* smart_update\(optax.chain\(optax.clip_by_glo"
+        r"bal_norm\(…\), optax.MultiSteps\(…\)\), store\)",
+    ),
+    "prodigy": (
+        optax.contrib.prodigy(),
+        r"state.estim_lr: .*reduce_sum .*, for prodigy\) .*docs/optimizers.md lists",
     ),
     "adafactor": (
         optax.adafactor(1e-2),
@@ -189,7 +206,10 @@ REFUSED = {
         on_trace(lambda u: jnp.cumsum(u.ravel()).reshape(u.shape)),
         "reshape|cum",
     ),
-    "erf": (on_trace(lax.erf), r"primitive erf \(from .* in test_split.py\)"),
+    "erf": (
+        on_trace(lax.erf),
+        r"primitive erf \(from .* in test_split.py, for stateless\)",
+    ),
     "transposed": (
         optax.chain(optax.trace(0.9), stateless(lambda u, p: u.T + 0 * p)),
         "transpose",
@@ -203,6 +223,13 @@ def test_what_is_not_elementwise_is_refused(name):
     params = {"b": jnp.zeros((5, 5))}
     with pytest.raises(UnsupportedTransformError, match=message):
         trace_update(tx, params)
+
+
+def test_the_remedy_for_accumulation_works():
+    inner = optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation()
+    tx = optax.chain(optax.clip_by_global_norm(1.0), inner)
+    slots = trace_update(tx, PARAMS).leaves[0].slots
+    assert [slot.name for slot in slots] == ["mu", "nu", "acc_grads"]
 
 
 def test_large_unstored_state_is_refused():
