@@ -182,6 +182,8 @@ def test_a_prefetch_of_the_other_slot_is_not_used(rig):
     item.handler.run(item.tasks())
     item.handler.drain()
     item.handler.prefetch(item.tasks(source="a"))
+    while len(item.csd.reads) < 2 * 20:
+        time.sleep(0.001)
     item.handler.run(item.tasks(source="b", stores=()))
     assert all(value % 256 == 1 for _, value in item.seen[10:])
 

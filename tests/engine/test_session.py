@@ -109,7 +109,7 @@ def test_opening_writes_nothing(place):
 def test_no_space(place, drive):
     leaves = {"w": ((1 << 20, 1 << 20), "float32")}
     # Its params are never made: only the description counts.
-    driver = drive()
+    driver = drive(chunk_elements=1 << 32)
     small = driver.description
     wide = small.leaves[0]
     huge = type(wide)(**{**vars(wide), "shape": leaves["w"][0], "shard_counts": (1, 1)})

@@ -40,6 +40,17 @@ def test_steps_are_exact(drive, num_csds, options):
     assert driver.session.peak_memory_bytes <= driver.session.options.memory_bytes
 
 
+def test_steps_by_direct_io(drive, tmp_path):
+    """The other tests keep their stores in memory, for speed."""
+    driver = drive(tmp_path / "store", chunk_elements=PAGE).init()
+    driver.steps(2).check(2)
+    with driver.store.snapshot() as path:
+        driver.steps(2).check(4)
+        driver.check(2, path)
+    driver.close()
+    drive(tmp_path / "store").init().steps(1).check(5)
+
+
 def test_leaves_larger_than_memory(drive):
     options = {"num_workers": 2, "memory_bytes": 4 * NUM_BYTES * 3 * PAGE}
     driver = drive(leaves=LARGE, chunk_elements=1 << 16, **options).init()
