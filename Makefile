@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-SOURCES := pyproject.toml $(shell find jaxinf models -name '*.py' -o -name '*.cpp' -o -name '*.hpp')
+SOURCES := pyproject.toml setup.py $(shell find jaxinf models -name '*.py' -o -name '*.cpp' -o -name '*.hpp')
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-models lint clean

@@ -12,7 +12,6 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import numpy as np
@@ -24,7 +23,14 @@ from jaxinf.kernels.kernel import Kernel
 from jaxinf.kernels.lowering import lower
 from jaxinf.typing import Array
 
-__all__ = ["CompiledKernel", "compile_kernel", "compiled", "runner", "source_of"]
+__all__ = [
+    "CompiledKernel",
+    "compile_kernel",
+    "compiled",
+    "invoke",
+    "runner",
+    "source_of",
+]
 
 _LOGGER = logging.getLogger("jaxinf.kernels")
 _DTYPES = (
@@ -52,7 +58,7 @@ class CompiledKernel:
     level: str
     origin: str
     _function: Callable[..., int] = field(repr=False)
-    _constants: Any = field(repr=False)
+    _constants: tuple[int, ...] = field(repr=False)
 
     def run(
         self,
@@ -78,18 +84,10 @@ class CompiledKernel:
         chunks = [gradient, params, out, *slots, *arrays]
         if not all(array.flags.c_contiguous for array in chunks):
             return self._run_copies(gradient, params, slots, scalars, arrays, out)
-        words = (ctypes.c_uint32 * max(1, len(numbers)))(*map(_word, numbers))
-        finite = self._function(
-            params.size,
-            ctypes.byref(_array(gradient)),
-            params.ctypes.data,
-            ctypes.byref(_array(out)),
-            (_Array * max(1, len(slots)))(*map(_array, slots)),
-            (_Array * max(1, len(arrays)))(*map(_array, arrays)),
-            words,
-            self._constants,
-        )
-        return bool(finite)
+        return invoke(
+            self._function, gradient=gradient, params=params, out=out, slots=slots,
+            arrays=arrays, scalars=numbers, constants=self._constants,
+        )  # fmt: skip
 
     def _run_copies(
         self,
@@ -114,6 +112,31 @@ class CompiledKernel:
         for view, copy in zip(views, copies, strict=True):
             view[...] = copy
         return finite
+
+
+def invoke(
+    function: Callable[..., int],
+    *,
+    gradient: Array,
+    params: Array,
+    out: Array,
+    slots: Sequence[Array],
+    arrays: Sequence[Array],
+    scalars: Sequence[np.generic],
+    constants: Sequence[int],
+) -> bool:
+    """Calls an entry point of `libraries` on contiguous arrays; nothing is checked."""
+    finite = function(
+        params.size,
+        ctypes.byref(_array(gradient)),
+        params.ctypes.data,
+        ctypes.byref(_array(out)),
+        (_Array * max(1, len(slots)))(*map(_array, slots)),
+        (_Array * max(1, len(arrays)))(*map(_array, arrays)),
+        (ctypes.c_uint32 * max(1, len(scalars)))(*map(_word, scalars)),
+        (ctypes.c_uint32 * max(1, len(constants)))(*constants),
+    )
+    return bool(finite)
 
 
 def runner(kernel: Kernel) -> Callable[..., bool]:
@@ -158,8 +181,8 @@ def compile_kernel(
         kernel=kernel,
         level=level,
         origin=origin,
-        _function=_prototype(function),
-        _constants=(ctypes.c_uint32 * max(1, len(source.constants)))(*source.constants),
+        _function=function,
+        _constants=source.constants,
     )
 
 
@@ -208,13 +231,6 @@ def _warn(reason: str) -> None:
         "differ from jitted optax's: %s",
         reason,
     )
-
-
-def _prototype(function: Any) -> Callable[..., int]:
-    pointer = ctypes.c_void_p
-    function.argtypes = [ctypes.c_long, *[pointer] * 7]
-    function.restype = ctypes.c_int
-    return function
 
 
 def _array(array: Array) -> _Array:

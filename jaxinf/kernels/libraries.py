@@ -28,24 +28,16 @@ def cache_directory() -> Path:
     return Path(base) / "jaxinf"
 
 
-def load_prebuilt(source: str, level: str) -> Any | None:
+def load_prebuilt(source: str, level: str) -> Callable[..., int] | None:
     """The entry point of `source` where the installed package has it, else None."""
     library = _prebuilt_library(level)
-    entry = prebuilt_entry(source)
-    return getattr(library, entry, None) if library is not None else None
+    if library is None:
+        return None
+    function = getattr(library, toolchain.entry_point(source), None)
+    return None if function is None else _prototype(function)
 
 
-def prebuilt_entry(source: str) -> str:
-    """The name of a kernel's function in the package's libraries."""
-    return f"jaxinf_{toolchain.content_hash(source)[:32]}"
-
-
-def prebuilt_path(level: str) -> Path:
-    """The package's library for a level; absent where the build had no compiler."""
-    return toolchain.PREBUILT / f"kernels-{level}.so"
-
-
-def load_cached(source: str, level: str, compiler: str) -> Any:
+def load_cached(source: str, level: str, compiler: str) -> Callable[..., int]:
     """The entry point of `source`, compiled unless the cache has it; blocks.
 
     Processes that need the same kernel at once may each compile it; the last one's file
@@ -64,13 +56,19 @@ def load_cached(source: str, level: str, compiler: str) -> Any:
             with tempfile.TemporaryDirectory(prefix="jaxinf-") as directory:
                 path = Path(directory) / path.name
                 compile_(path)
-                return ctypes.CDLL(str(path)).jaxinf_kernel
-    return ctypes.CDLL(str(path)).jaxinf_kernel
+                return _prototype(ctypes.CDLL(str(path)).jaxinf_kernel)
+    return _prototype(ctypes.CDLL(str(path)).jaxinf_kernel)
+
+
+def _prototype(function: Any) -> Callable[..., int]:
+    function.argtypes = [ctypes.c_long, *[ctypes.c_void_p] * 7]
+    function.restype = ctypes.c_int
+    return function
 
 
 @functools.cache
 def _prebuilt_library(level: str) -> ctypes.CDLL | None:
-    path = prebuilt_path(level)
+    path = toolchain.prebuilt_library(level)
     try:
         return ctypes.CDLL(str(path)) if path.exists() else None
     except OSError:
@@ -80,7 +78,7 @@ def _prebuilt_library(level: str) -> ctypes.CDLL | None:
 def _compile(source: str, level: str, compiler: str, output: Path) -> None:
     text = output.with_suffix(".cpp")
     text.write_text(source)
-    toolchain.compile_one(text, output, compiler=compiler, level=level)
+    toolchain.compile_kernel(text, output, compiler=compiler, level=level)
 
 
 def _write(path: Path, compile_: Callable[[Path], None]) -> None:

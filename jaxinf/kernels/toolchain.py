@@ -10,10 +10,24 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["LEVELS", "CompilerError", "compile_library", "find_compiler", "levels"]
+__all__ = [
+    "GENERATED",
+    "LEVELS",
+    "PREBUILT",
+    "CompilerError",
+    "command",
+    "compile_kernel",
+    "compile_package",
+    "content_hash",
+    "entry_point",
+    "find_compiler",
+    "levels",
+    "library_key",
+    "prebuilt_library",
+]
 
 LEVELS = ("x86-64-v4", "x86-64-v3")
 """What kernels are compiled for, best first; all give the same bits."""
@@ -28,8 +42,9 @@ _CPU_FLAGS = {"x86-64-v4": frozenset(_V4.split()), "x86-64-v3": frozenset(_V3.sp
 
 # Contraction is in the source, as explicit fused multiply-adds, and nowhere else.
 _FLAGS = (
-    "-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden",
-    "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi",
+    "-std=c++17", "-O2", "-ftree-vectorize", "-fPIC", "-shared",
+    "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno",
+    "-fno-trapping-math", "-Wno-psabi",
 )  # fmt: skip
 
 
@@ -72,6 +87,16 @@ def content_hash(source: str) -> str:
     return digest.hexdigest()
 
 
+def entry_point(source: str) -> str:
+    """The name of a kernel's function in a library of several."""
+    return f"jaxinf_{content_hash(source)[:32]}"
+
+
+def prebuilt_library(level: str) -> Path:
+    """The package's library for a level; absent where the build had no compiler."""
+    return PREBUILT / f"kernels-{level}.so"
+
+
 def library_key(source: str, compiler: str, level: str) -> str:
     """What identifies a compiled kernel: content, compiler and flags."""
     path = os.path.realpath(compiler)
@@ -87,36 +112,35 @@ def command(compiler: str, level: str) -> list[str]:
     return [compiler, f"-march={level}", *_FLAGS, f"-I{INCLUDE}"]
 
 
-def compile_library(
-    sources: Mapping[str, Path], output: Path, *, compiler: str, level: str
-) -> None:
-    """Compiles kernels into one shared library.
-
-    Args:
-      sources: Name of the entry point → source file.
-      output: The library.
-      compiler: Path of a C++ compiler.
-      level: One of `LEVELS`.
+def compile_kernel(source: Path, output: Path, *, compiler: str, level: str) -> None:
+    """Compiles one kernel, with the entry point ``jaxinf_kernel``.
 
     Raises:
-      CompilerError: It failed.
+      CompilerError: The compiler failed.
     """
-    base = command(compiler, level)
-    objects: list[Path] = []
-    for number, (entry, source) in enumerate(sources.items()):
-        target = output.with_name(f"{output.name}.{number}.o")
-        defines = [f"-DJAXINF_ENTRY={entry}"]
-        _run([*base, *defines, "-c", str(source), "-o", str(target)])
-        objects.append(target)
-    _run([*base, *map(str, objects), "-lm", "-o", str(output)])
-    for target in objects:
-        target.unlink()
+    _run([*command(compiler, level), str(source), "-lm", "-o", str(output)])
 
 
-def compile_one(source: Path, output: Path, *, compiler: str, level: str) -> None:
-    """As `compile_library`, for one kernel with the default entry point."""
-    base = command(compiler, level)
-    _run([*base, str(source), "-lm", "-o", str(output)])
+def compile_package(output: Path, *, compiler: str, level: str) -> None:
+    """Compiles all of `GENERATED` into one library, as a wheel's build does.
+
+    Raises:
+      CompilerError: The compiler failed.
+    """
+    lines = ['#include "shell.hpp"', ""]
+    for number, source in enumerate(sorted(GENERATED.glob("*.cpp"))):
+        lines += [
+            f"#define JAXINF_ENTRY {entry_point(source.read_text())}",
+            f"#define Body Body{number}",
+            f'#include "{source}"',
+            "#undef Body",
+            "#undef JAXINF_ENTRY",
+            "",
+        ]
+    text = output.with_suffix(".cpp")
+    text.write_text("\n".join(lines))
+    compile_kernel(text, output, compiler=compiler, level=level)
+    text.unlink()
 
 
 def _run(arguments: Sequence[str]) -> None:

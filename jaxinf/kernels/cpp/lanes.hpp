@@ -1,8 +1,8 @@
-// N elements side by side, on x86-64-v3 and above: what a kernel body computes with.
+// Eight elements side by side, on x86-64-v3 and above: what a body computes with.
 //
 // A body is a template over such a struct; another target brings its own with the same
-// names. Masks are I32 lanes, all bits set for true. Nothing here depends on N but the
-// registers: 8 and 16 lanes give the same bits.
+// names. Masks are I32 lanes, all bits set for true. Registers of 512 bits would not be
+// faster, as memory is the limit, and their estimate of 1/sqrt(x) has other bits.
 #pragma once
 
 #include <cmath>
@@ -16,13 +16,11 @@ namespace jaxinf {
 
 using Word = std::uint32_t;  // the bits of a 32-bit scalar
 
-template <int N>
 struct Lanes {
-  static constexpr int size = N;
-  typedef float F32 __attribute__((vector_size(4 * N)));
-  typedef std::int32_t I32 __attribute__((vector_size(4 * N)));
-  typedef std::uint32_t U32 __attribute__((vector_size(4 * N)));
-  static_assert(N == 8 || N == 16, "one AVX or AVX-512 register");
+  static constexpr int size = 8;
+  typedef float F32 __attribute__((vector_size(32)));
+  typedef std::int32_t I32 __attribute__((vector_size(32)));
+  typedef std::uint32_t U32 __attribute__((vector_size(32)));
 
   // ---- moving
 
@@ -44,33 +42,19 @@ struct Lanes {
   // ---- arithmetic beyond operators
 
   static JAXINF_INLINE F32 fma(F32 a, F32 b, F32 c) {
-    if constexpr (N == 8) {
-      return (F32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-    } else {
-#ifdef __AVX512F__
-      return (F32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#endif
-    }
+    return (F32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
   }
   // a * b - c and c - a * b, each rounded once.
   static JAXINF_INLINE F32 fms(F32 a, F32 b, F32 c) { return fma(a, b, -c); }
   static JAXINF_INLINE F32 fnma(F32 a, F32 b, F32 c) { return fma(-a, b, c); }
 
-  static JAXINF_INLINE F32 sqrt(F32 x) {
-    if constexpr (N == 8) {
-      return (F32)_mm256_sqrt_ps((__m256)x);
-    } else {
-#ifdef __AVX512F__
-      return (F32)_mm512_sqrt_ps((__m512)x);
-#endif
-    }
-  }
+  static JAXINF_INLINE F32 sqrt(F32 x) { return (F32)_mm256_sqrt_ps((__m256)x); }
   static JAXINF_INLINE F32 reciprocal(F32 x) { return constant(1.0f) / x; }
 
   // As XLA on x86: the processor's estimate and two Newton steps, but for arguments
   // that have no such root, where the estimate is exact.
   static JAXINF_INLINE F32 rsqrt(F32 x) {
-    const F32 estimate = rsqrt_estimate(x);
+    const F32 estimate = (F32)_mm256_rsqrt_ps((__m256)x);
     const F32 refined = newton(x, newton(x, estimate));
     const I32 word = (I32)x, magnitude = word & 0x7fffffff;
     const I32 denormal = (I32)((U32)magnitude - 1u < U32{} + 0x7fffffu);
@@ -80,19 +64,6 @@ struct Lanes {
   }
   static JAXINF_INLINE F32 newton(F32 x, F32 y) {
     return fma(constant(-0.5f) * y, fma(x * y, y, constant(-1.0f)), y);
-  }
-  static JAXINF_INLINE F32 rsqrt_estimate(F32 x) {
-    if constexpr (N == 8) {
-      return (F32)_mm256_rsqrt_ps((__m256)x);
-    } else {
-#ifdef __AVX512F__  // the 512-bit estimate has other bits
-      const __m512d all = (__m512d)x;
-      const __m256 low = _mm256_rsqrt_ps((__m256)_mm512_castpd512_pd256(all));
-      const __m256 high = _mm256_rsqrt_ps((__m256)_mm512_extractf64x4_pd(all, 1));
-      const __m512d half = _mm512_castpd256_pd512((__m256d)low);
-      return (F32)_mm512_insertf64x4(half, (__m256d)high, 1);
-#endif
-    }
   }
 
   static JAXINF_INLINE F32 abs(F32 x) { return (F32)((I32)x & 0x7fffffff); }
@@ -137,10 +108,8 @@ struct Lanes {
 
   // ---- converting
 
-  template <class V>
-  static JAXINF_INLINE F32 f32(V x) {
-    return lanewise<F32>([](auto v) { return (float)v; }, x);
-  }
+  static JAXINF_INLINE F32 f32(I32 x) { return __builtin_convertvector(x, F32); }
+  static JAXINF_INLINE F32 f32(U32 x) { return __builtin_convertvector(x, F32); }
   static JAXINF_INLINE F32 f32_of_mask(I32 x) { return (F32)(x & (I32)constant(1.0f)); }
   // Towards zero, saturating, NaN to 0.
   static JAXINF_INLINE I32 i32(F32 x) {
@@ -170,7 +139,7 @@ struct Lanes {
   template <class R, class Function, class... V>
   static JAXINF_INLINE R lanewise(Function function, V... x) {
     R result;
-    for (int i = 0; i < N; ++i) result[i] = function(x[i]...);
+    for (int i = 0; i < size; ++i) result[i] = function(x[i]...);
     return result;
   }
 #define JAXINF_ROUNDING(name, function)                                          \

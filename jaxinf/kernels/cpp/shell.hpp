@@ -1,6 +1,6 @@
 // The host's loop around a kernel body.
 //
-//   memory ── widen to 32 bits ──► body, N elements at a time ── narrow ──► memory
+//   memory ── widen to 32 bits ──► body, 8 elements at a time ── narrow ──► memory
 //             (a block at a time, only what is stored in fewer bits)
 //
 // Every chunk is cut into blocks that stay in the first-level cache, so that the body
@@ -125,7 +125,7 @@ struct Block {
   const float* arrays[Body::num_arrays + 1];
 };
 
-// Runs N elements from `i`; adds to `bad` where the gradient is not finite.
+// Runs the elements from `i`; adds to `bad` where the gradient is not finite.
 template <class L, class Body>
 JAXINF_INLINE void elements(const Body& body, const Block<Body>& block, long i,
                             typename L::I32& bad) {
@@ -224,12 +224,6 @@ class FlushToZero {
   unsigned saved_;
 };
 
-#ifdef __AVX512F__
-using Native = Lanes<16>;
-#else
-using Native = Lanes<8>;
-#endif
-
 #ifndef JAXINF_ENTRY
 #define JAXINF_ENTRY jaxinf_kernel
 #endif
@@ -242,8 +236,8 @@ using Native = Lanes<8>;
       const jaxinf::Array* arrays, const jaxinf::Word* scalars,                       \
       const jaxinf::Word* constants) {                                                \
     const jaxinf::FlushToZero section;                                                \
-    return jaxinf::chunk<jaxinf::Native, Body>(num, *gradient, params, *out, slots,   \
-                                               arrays, scalars, constants);           \
+    return jaxinf::chunk<jaxinf::Lanes, Body>(num, *gradient, params, *out, slots,    \
+                                              arrays, scalars, constants);            \
   }
 
 }  // namespace jaxinf

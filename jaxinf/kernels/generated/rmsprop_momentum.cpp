@@ -1,0 +1,70 @@
+// rmsprop_momentum.
+//
+// Emitted by jaxinf from these equations (jax 0.10.2, optax 0.2.8):
+//
+//   %0: float32 = square gradient
+//   %1: float32 = mul #:float32, %0
+//   %2: float32 = mul #:float32, slot0:float32
+//   %3: float32 = add %1, %2
+//   %4: float32 = add %3, #:float32
+//   %5: float32 = rsqrt %4
+//   %6: float32 = mul %5, gradient
+//   %7: float32 = mul #:float32, %6
+//   %8: float32 = mul #:float32, slot1:float32
+//   %9: float32 = add %7, %8
+//   update = %9
+//   nu = %3
+//   trace = %9
+//
+// # stands for a literal: c0, c1, ... below, in order of use.
+#include "shell.hpp"
+
+namespace {
+
+template <class L>
+struct Body {
+  using F32 = typename L::F32;
+  using I32 = typename L::I32;
+  using U32 = typename L::U32;
+  static constexpr int num_slots = 2, num_arrays = 0;
+  static constexpr bool has_update = true;
+  static constexpr bool writes[] = {true, true, false};
+  const F32 c0;
+  const F32 c1;
+  const F32 c2;
+  const F32 c3;
+  const F32 c4;
+
+  Body([[maybe_unused]] const jaxinf::Word* constants,
+       [[maybe_unused]] const jaxinf::Word* scalars)
+      : c0(L::uniform(constants[0]))
+      , c1(L::uniform(constants[1]))
+      , c2(L::uniform(constants[2]))
+      , c3(L::uniform(constants[3]))
+      , c4(L::uniform(constants[4])) {}
+
+  JAXINF_INLINE void operator()([[maybe_unused]] F32 gradient,
+                                [[maybe_unused]] F32 params,
+                                [[maybe_unused]] const F32* slots,
+                                [[maybe_unused]] const F32* arrays,
+                                [[maybe_unused]] F32& update,
+                                [[maybe_unused]] F32* new_slots) const {
+    const F32 nu = slots[0];
+    const F32 trace = slots[1];
+    const F32 t0 = gradient * gradient;
+    const F32 t1 = nu * c0;
+    const F32 new_nu = L::fma(t0, c1, t1);
+    const F32 t3 = new_nu + c2;
+    const F32 t4 = L::rsqrt(t3);
+    const F32 t5 = t4 * gradient;
+    const F32 t6 = t5 * c3;
+    const F32 new_trace = L::fma(trace, c4, t6);
+    new_slots[0] = L::bits(new_nu);
+    new_slots[1] = L::bits(new_trace);
+    update = new_trace;
+  }
+};
+
+}  // namespace
+
+JAXINF_HOST_KERNEL(Body)

@@ -1,0 +1,53 @@
+// sgd_nesterov_schedule.
+//
+// Emitted by jaxinf from these equations (jax 0.10.2, optax 0.2.8):
+//
+//   %0: float32 = mul #:float32, slot0:float32
+//   %1: float32 = add gradient, %0
+//   %2: float32 = mul #:float32, %1
+//   %3: float32 = add gradient, %2
+//   %4: float32 = mul scalar0:float32, %3
+//   update = %4
+//   trace = %1
+//
+// # stands for a literal: c0, c1, ... below, in order of use.
+#include "shell.hpp"
+
+namespace {
+
+template <class L>
+struct Body {
+  using F32 = typename L::F32;
+  using I32 = typename L::I32;
+  using U32 = typename L::U32;
+  static constexpr int num_slots = 1, num_arrays = 0;
+  static constexpr bool has_update = true;
+  static constexpr bool writes[] = {true, false};
+  const F32 s0;
+  const F32 c0;
+  const F32 c1;
+
+  Body([[maybe_unused]] const jaxinf::Word* constants,
+       [[maybe_unused]] const jaxinf::Word* scalars)
+      : s0(L::uniform(scalars[0]))
+      , c0(L::uniform(constants[0]))
+      , c1(L::uniform(constants[1])) {}
+
+  JAXINF_INLINE void operator()([[maybe_unused]] F32 gradient,
+                                [[maybe_unused]] F32 params,
+                                [[maybe_unused]] const F32* slots,
+                                [[maybe_unused]] const F32* arrays,
+                                [[maybe_unused]] F32& update,
+                                [[maybe_unused]] F32* new_slots) const {
+    const F32 trace = slots[0];
+    const F32 new_trace = L::fma(trace, c0, gradient);
+    const F32 t1 = L::fma(new_trace, c1, gradient);
+    const F32 t2 = s0 * t1;
+    new_slots[0] = L::bits(new_trace);
+    update = t2;
+  }
+};
+
+}  // namespace
+
+JAXINF_HOST_KERNEL(Body)

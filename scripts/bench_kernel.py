@@ -1,0 +1,151 @@
+"""How fast the compiled adamw kernel is, beside a loop written by hand.
+
+Both run on one thread, over the same arrays, in turns; medians. The loop does what the
+kernel does for fp32 params, with the same instructions, but checks no gradient and
+knows no other dtypes. `compile_s` and `cached_s` are a kernel's first load and one from
+the cache, in a process that has loaded no other.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxinf.kernels import compiled, toolchain, trace_update
+
+LOOP = """
+#include <cmath>
+#include <immintrin.h>
+extern "C" __attribute__((noinline, visibility("default"))) void loop(
+    long n, const float* __restrict g, float* __restrict p, float* __restrict m,
+    float* __restrict v, float* __restrict u, float b1, float b2, float r1, float r2,
+    float eps, float wd, float lr) {
+  for (long i = 0; i < n; ++i) {
+    const float m1 = __builtin_fmaf(g[i], 1 - b1, m[i] * b1);
+    const float v1 = __builtin_fmaf(g[i] * g[i], 1 - b2, v[i] * b2);
+    const float q = m1 * r1 / (__builtin_sqrtf(v1 * r2) + eps);
+    const float u1 = __builtin_fmaf(p[i], wd, q) * -lr;
+    m[i] = m1;
+    v[i] = v1;
+    u[i] = u1;
+    p[i] = p[i] + u1;
+  }
+}
+"""
+
+FIRST_LOAD = """
+import time
+import jax.numpy as jnp, optax
+from jaxinf.kernels import trace_update
+from jaxinf.kernels.compiled import compile_kernel
+from jaxinf.kernels.toolchain import find_compiler, levels
+kernel = trace_update(optax.adamw(1e-3), jnp.zeros(8)).leaves[0].kernel
+began = time.perf_counter()
+compile_kernel(kernel, level=levels()[0], compiler=find_compiler())
+print(time.perf_counter() - began)
+"""
+
+
+def handwritten(level: str, directory: Path):
+    """The loop above as a function."""
+    compiler = toolchain.find_compiler()
+    if compiler is None:
+        raise SystemExit("bench_kernel: expected a C++ compiler for the loop by hand")
+    source, library = directory / "loop.cpp", directory / "loop.so"
+    source.write_text(LOOP)
+    toolchain.compile_kernel(source, library, compiler=compiler, level=level)
+    function = ctypes.CDLL(str(library)).loop
+    function.argtypes = [ctypes.c_long, *[ctypes.c_void_p] * 5, *[ctypes.c_float] * 7]
+    function.restype = None
+    return function
+
+
+def median_seconds(functions, repetitions):
+    """Of each function; every repetition calls all of them, in alternating order."""
+    times = [[] for _ in functions]
+    order = list(enumerate(functions))
+    for _ in range(repetitions + 1):
+        for index, function in order:
+            began = time.perf_counter()
+            function()
+            times[index].append(time.perf_counter() - began)
+        order.reverse()
+    return [statistics.median(values[1:]) for values in times]
+
+
+def load_seconds(directory: Path) -> tuple[float, float]:
+    """First load of a kernel that the package lacks, and one from the cache."""
+    environment = {**os.environ, "JAXINF_CACHE_DIR": str(directory / "cache")}
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", FIRST_LOAD],
+            env=environment, check=True, capture_output=True, text=True,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    first, second = (float(run.stdout) for run in runs)
+    return first, second
+
+
+def measure(num: int, repetitions: int) -> dict[str, object]:
+    kernel = compiled(trace_update(optax.adamw(1e-3), jnp.zeros(8)).leaves[0].kernel)
+    if kernel is None:
+        raise SystemExit("bench_kernel: expected a compiled kernel, see the warning")
+    rng = np.random.default_rng(0)
+    gradient, params, mu, nu = rng.standard_normal((4, num), np.float32)
+    nu, out = np.abs(nu), np.empty(num, np.float32)
+    scalars = [np.float32(0.1), np.float32(0.001)]
+    with tempfile.TemporaryDirectory(prefix="jaxinf-bench-") as name:
+        loop = handwritten(kernel.level, Path(name))
+        pointers = [array.ctypes.data for array in (gradient, params, mu, nu, out)]
+        kernel_s, loop_s = median_seconds(
+            [
+                lambda: kernel.run(
+                    gradient=gradient, params=params, slots=[mu, nu],
+                    scalars=scalars, arrays=[], out=out,
+                ),
+                lambda: loop(
+                    num, *pointers, 0.9, 0.999, 10.0, 1000.0, 1e-8, 1e-4, 1e-3
+                ),
+            ],
+            repetitions,
+        )  # fmt: skip
+        compile_s, cached_s = load_seconds(Path(name))
+    return {
+        "elements": num,
+        "level": kernel.level,
+        "origin": kernel.origin,
+        "kernel_melements_per_s": round(num / kernel_s / 1e6, 1),
+        "handwritten_melements_per_s": round(num / loop_s / 1e6, 1),
+        "ratio": round(loop_s / kernel_s, 3),
+        "compile_s": round(compile_s, 3),
+        "cached_s": round(cached_s, 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="compiled adamw against a loop")
+    parser.add_argument("--elements", type=int, default=4 << 20)
+    parser.add_argument("--repetitions", type=int, default=21)
+    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    arguments = parser.parse_args()
+    result = measure(arguments.elements, arguments.repetitions)
+    if arguments.json:
+        print(json.dumps(result))
+        return
+    for name, value in result.items():
+        print(f"{name:28} {value}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,426 @@
+"""Compiled kernels: where they come from, what they take, what they fall back to."""
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxinf.kernels import compiled, runner, toolchain, trace_update
+from jaxinf.kernels.compiled import compile_kernel, source_of
+from jaxinf.kernels.emitter import emit
+from jaxinf.kernels.lowering import lower
+from jaxinf.kernels.standard import standard_kernels
+
+BFLOAT16, FLOAT16 = jnp.bfloat16.dtype, np.dtype(np.float16)
+COMPILER = toolchain.find_compiler()
+LEVELS = toolchain.levels()
+
+needs_v3 = pytest.mark.skipif(not LEVELS, reason="the processor is below x86-64-v3")
+needs_compiler = pytest.mark.skipif(
+    not LEVELS or COMPILER is None, reason="no C++ compiler for this processor"
+)
+
+
+def kernel_of(tx, num_leaves=1):
+    return trace_update(tx, [jnp.zeros(8)] * num_leaves).leaves[0].kernel
+
+
+def unusual_kernel(factor=3.0):
+    """Of an optimizer that the package does not bring compiled."""
+    return kernel_of(optax.chain(optax.clip(factor), optax.scale(-0.1)))
+
+
+def chunk(kernel, num, seed=0, dtype=np.float32):
+    """Keyword arguments of a run."""
+    rng = np.random.default_rng(seed)
+    arrays = [np.abs(rng.standard_normal(num, np.float32)) for _ in kernel.slots]
+    return {
+        "gradient": rng.standard_normal(num, np.float32).astype(dtype),
+        "params": rng.standard_normal(num, np.float32),
+        "slots": [a.astype(d) for a, d in zip(arrays, kernel.slot_dtypes, strict=True)],
+        "scalars": [np.float32(0.1) for _ in kernel.scalar_dtypes],
+        "arrays": [],
+        "out": np.full(num, 7, dtype),
+    }
+
+
+def outputs(arguments):
+    return [arguments["params"], arguments["out"], *arguments["slots"]]
+
+
+def assert_same_bits(found, expected):
+    for left, right in zip(found, expected, strict=True):
+        assert left.dtype == right.dtype
+        np.testing.assert_array_equal(left.view(np.uint8), right.view(np.uint8))
+
+
+# ---- what comes with the package
+
+
+def test_generated_sources_are_up_to_date():
+    remedy = "run `python scripts/generate_kernels.py` and commit what it writes"
+    expected = {name: source_of(kernel) for name, kernel in standard_kernels().items()}
+    found = {path.stem: path.read_text() for path in toolchain.GENERATED.glob("*.cpp")}
+    assert found.keys() == expected.keys(), remedy
+    for name, text in expected.items():
+        same = toolchain.content_hash(found[name]) == toolchain.content_hash(text)
+        assert same, f"{name}.cpp: {remedy}"
+
+
+@needs_v3
+@pytest.mark.parametrize("num_leaves", [1, 3])
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.adam(3e-4, b1=0.8, b2=0.95, eps=1e-6),
+        optax.adam(optax.cosine_decay_schedule(0.1, 9), mu_dtype=jnp.bfloat16),
+        optax.adamw(1.0, eps_root=1e-9, weight_decay=0.0, nesterov=True),
+        optax.chain(optax.clip_by_global_norm(0.3), optax.adamw(1e-5, mask=None)),
+        optax.sgd(0.3),
+        optax.sgd(1.0),
+        optax.sgd(0.3, momentum=0.5),
+        optax.sgd(0.3, momentum=0.5, nesterov=True, accumulator_dtype=jnp.bfloat16),
+        optax.adagrad(0.1),
+        optax.lion(3e-4, b2=0.98, mu_dtype=jnp.bfloat16),
+        optax.rmsprop(0.1),
+        optax.rmsprop(0.1, centered=True, eps=1e-3),
+        optax.rmsprop(0.1, momentum=0.3),
+    ],
+)
+def test_the_package_brings_the_common_optimizers(tx, num_leaves):
+    kernel = kernel_of(tx, num_leaves)
+    for level in LEVELS:
+        library = toolchain.prebuilt_library(level)
+        assert library.exists(), f"no {library.name}: install again"
+        assert compile_kernel(kernel, level=level).origin == "package", (
+            "not among jaxinf.kernels.standard, or the sources have changed since the "
+            "installation: install jaxinf again"
+        )
+
+
+def test_the_source_is_the_same_for_other_numbers_and_precisions():
+    texts = {
+        emit(lower(kernel_of(tx))).text
+        for tx in (
+            optax.adamw(1e-3),
+            optax.adamw(2.0, 0.5, 0.6, 0.1, eps_root=0.3, weight_decay=0.4),
+            optax.adamw(1e-3, mu_dtype=jnp.bfloat16),
+        )
+    }
+    assert len(texts) == 1
+
+
+# ---- what it takes and gives
+
+
+@needs_v3
+@pytest.mark.parametrize("num", [0, 1, 7, 8, 9, 16, 17, 511, 512, 513, 1025, 100003])
+def test_sizes(num):
+    kernel = kernel_of(optax.adamw(1e-2))
+    whole, expected = chunk(kernel, num), chunk(kernel, num)
+    assert runner(kernel)(**whole)
+    assert kernel.evaluate(**expected)
+    for left, right in zip(outputs(whole), outputs(expected), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-7)
+    # Cut anywhere, the bits are the same.
+    parts, cut = chunk(kernel, num), num // 3
+    for part in (slice(0, cut), slice(cut, num)):
+        run = runner(kernel)
+        run(**{
+            name: [a[part] for a in value] if name == "slots"
+            else value if name in ("scalars", "arrays") else value[part]
+            for name, value in parts.items()
+        })  # fmt: skip
+    assert_same_bits(outputs(parts), outputs(whole))
+
+
+@needs_v3
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16])
+def test_16_bit_gradients_and_outputs(dtype):
+    kernel = kernel_of(optax.adamw(1e-2))
+    narrow, wide = chunk(kernel, 4099, dtype=dtype), chunk(kernel, 4099)
+    wide["gradient"] = narrow["gradient"].astype(np.float32)
+    narrow["gradient"].flags.writeable = False
+    assert runner(kernel)(**narrow)
+    assert runner(kernel)(**wide)
+    assert_same_bits([narrow["params"]], [wide["params"]])
+    assert_same_bits(narrow["slots"], wide["slots"])
+    assert_same_bits([narrow["out"]], [wide["params"].astype(dtype)])
+
+
+@needs_v3
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16])
+def test_rounding_to_16_bits_is_to_nearest_even(dtype):
+    """Every 16-bit number, the halves between them and their neighbours."""
+    kernel = kernel_of(optax.set_to_zero())
+    with np.errstate(over="ignore", invalid="ignore"):
+        exact = np.arange(1 << 16, dtype=np.uint16).view(dtype).astype(np.float32)
+        words = exact.view(np.uint32)[:, None]
+        half = 0x8000 if dtype == BFLOAT16 else 0x1000
+        around = np.uint32([0, 1, half - 1, half, half + 1])
+        params = (words + around).reshape(-1).view(np.float32)
+        params = params[~np.isnan(params)]
+        expected = params.astype(dtype)
+    arguments = chunk(kernel, params.size, dtype=dtype) | {"params": params.copy()}
+    runner(kernel)(**arguments)
+    assert_same_bits([arguments["out"]], [expected])
+
+
+@needs_v3
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", [0, 513, 1026])
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), BFLOAT16, FLOAT16])
+def test_non_finite_gradients_are_told(bad, where, dtype):
+    for kernel in (kernel_of(optax.adam(0.1)), kernel_of(optax.set_to_zero())):
+        arguments = chunk(kernel, 1027, dtype=dtype)
+        assert runner(kernel)(**arguments)
+        arguments["gradient"][where] = bad
+        assert not runner(kernel)(**arguments)
+
+
+@needs_v3
+def test_nothing_is_written_where_nothing_changes():
+    kernel = kernel_of(optax.set_to_zero())
+    arguments = chunk(kernel, 100)
+    arguments["params"].flags.writeable = False
+    runner(kernel)(**arguments)
+    assert not arguments["out"].any()
+
+
+@needs_compiler
+def test_slots_that_trade_places():
+    def update(updates, state, params=None):
+        del params
+        return state["a"], {"a": state["b"], "b": updates, "c": state["c"]}
+
+    tx = optax.GradientTransformation(lambda p: dict.fromkeys("abc", p), update)
+    kernel = kernel_of(tx)
+    found, expected = chunk(kernel, 1000), chunk(kernel, 1000)
+    assert compiled(kernel)
+    runner(kernel)(**found)
+    kernel.evaluate(**expected)
+    assert_same_bits(outputs(found), outputs(expected))
+
+
+@needs_v3
+def test_strided_views():
+    kernel = kernel_of(optax.adam(1e-2))
+    plain, wide = chunk(kernel, 1000), chunk(kernel, 2000)
+    strided = {
+        name: [a[::2] for a in value] if name == "slots"
+        else value if name in ("scalars", "arrays") else value[::2]
+        for name, value in wide.items()
+    }  # fmt: skip
+    for left, right in zip(outputs(strided), outputs(plain), strict=True):
+        left[...] = right
+    strided["gradient"][...] = plain["gradient"]
+    runner(kernel)(**plain)
+    runner(kernel)(**strided)
+    copies = [np.ascontiguousarray(array) for array in outputs(strided)]
+    assert_same_bits(copies, outputs(plain))
+
+
+@needs_v3
+def test_wrong_chunks_are_refused_as_by_the_evaluator():
+    kernel = kernel_of(optax.adam(1e-2))
+    good = chunk(kernel, 10)
+    for change, error, message in (
+        ({"slots": good["slots"][:1]}, ValueError, "slots: the kernel expects 2"),
+        ({"gradient": good["gradient"][:9]}, ValueError, r"gradient: .* \(10,\)"),
+        ({"out": np.zeros(10)}, TypeError, "out: .* found float64"),
+        ({"scalars": [1.0] * 2}, TypeError, r"scalars\[0\]: .* 0-d float32"),
+    ):
+        for run in (runner(kernel), kernel.evaluate):
+            with pytest.raises(error, match=message):
+                run(**{**good, **change})
+
+
+@needs_v3
+def test_threads_share_a_kernel_and_its_mode_is_their_own():
+    kernel = kernel_of(optax.adamw(1e-2))
+    expected = chunk(kernel, 100003)
+    runner(kernel)(**expected)
+    chunks = [chunk(kernel, 100003) for _ in range(4)]
+    threads = [
+        threading.Thread(target=runner(kernel), kwargs=arguments)
+        for arguments in chunks
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for found in chunks:
+        assert_same_bits(outputs(found), outputs(expected))
+    # Flushing denormals ends with the call.
+    assert np.float32(1e-30) * np.float32(1e-10) > 0
+
+
+@pytest.mark.skipif(len(LEVELS) < 2, reason="the processor has no AVX-512")
+@pytest.mark.parametrize("name", ["adamw", "adagrad", "lion", "rmsprop_momentum"])
+def test_levels_give_the_same_bits(name):
+    kernel = standard_kernels()[name]
+    results = []
+    for level in LEVELS:
+        arguments = chunk(kernel, 10007)
+        arguments["gradient"][::7] *= np.float32(1e-36)
+        compile_kernel(kernel, level=level).run(**arguments)
+        results.append(outputs(arguments))
+    assert_same_bits(*results)
+
+
+# ---- the cache
+
+
+@pytest.fixture
+def counted(tmp_path, monkeypatch):
+    """A compiler that counts its runs, and a cache of its own."""
+    log, script = tmp_path / "runs", tmp_path / "compiler"
+    script.write_text(f'#!/bin/sh\necho run >> {log}\nexec {COMPILER} "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("JAXINF_CACHE_DIR", str(tmp_path / "cache"))
+
+    def compile_with(kernel):
+        return compile_kernel(kernel, level=LEVELS[0], compiler=str(script))
+
+    compile_with.runs = lambda: len(log.read_text().split()) if log.exists() else 0
+    compile_with.script = script
+    return compile_with
+
+
+@needs_compiler
+def test_a_kernel_is_compiled_once(counted, tmp_path):
+    kernel = unusual_kernel()
+    for _ in range(2):
+        found = counted(kernel)
+        assert found.origin == "cache"
+        assert counted.runs() == 1
+    counted(unusual_kernel(factor=4.0))
+    assert counted.runs() == 1, "a literal is an argument"
+    (library,) = (tmp_path / "cache" / "kernels").iterdir()
+    arguments, expected = chunk(kernel, 1000), chunk(kernel, 1000)
+    found.run(**arguments)
+    kernel.evaluate(**expected)
+    assert_same_bits(outputs(arguments), outputs(expected))
+    assert library.suffix == ".so"
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["empty", "cut", "changed"])
+def test_a_damaged_library_is_compiled_again(counted, tmp_path, damage, run_python):
+    counted(unusual_kernel())
+    (library,) = (tmp_path / "cache" / "kernels").iterdir()
+    content = library.read_bytes()
+    library.unlink()  # this process has it open
+    half = len(content) // 2
+    changed = content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :]
+    library.write_bytes(
+        {"empty": b"", "cut": content[:half], "changed": changed}[damage]
+    )
+    program = """
+import sys, jax.numpy as jnp, optax
+from jaxinf.kernels import trace_update
+from jaxinf.kernels.compiled import compile_kernel
+tx = optax.chain(optax.clip(3.0), optax.scale(-0.1))
+kernel = trace_update(tx, [jnp.zeros(8)]).leaves[0].kernel
+compile_kernel(kernel, level=sys.argv[1], compiler=sys.argv[2])
+"""
+    run_python(program, LEVELS[0], counted.script)
+    assert counted.runs() == 2
+    assert len(library.read_bytes()) == len(content)
+
+
+@needs_compiler
+def test_concurrent_compilations_leave_one_library(counted, tmp_path):
+    kernel, results = unusual_kernel(), []
+    threads = [
+        threading.Thread(target=lambda: results.append(counted(kernel)))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    assert len(list((tmp_path / "cache" / "kernels").iterdir())) == 1
+    assert 1 <= counted.runs() <= 4
+    counted(kernel)
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written(counted, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("JAXINF_CACHE_DIR", str(tmp_path / "file"))
+    arguments = chunk(unusual_kernel(), 10)
+    assert counted(unusual_kernel()).run(**arguments)
+
+
+# ---- without a compiled form
+
+FALLBACK = """
+import logging, numpy as np, jax.numpy as jnp, optax
+from jaxinf.kernels import compiled, runner, trace_update
+logging.basicConfig(format="%(name)s %(levelname)s %(message)s")
+clip = optax.chain(optax.clip(3.0), optax.scale(-0.1))
+for tx in (clip, optax.chain(clip, optax.ema(0.5)), optax.adamw(1e-3)):
+    kernel = trace_update(tx, [jnp.zeros(8)]).leaves[0].kernel
+    found = compiled(kernel)
+    assert (runner(kernel) == kernel.evaluate) == (found is None)
+    print("numpy" if found is None else found.origin)
+"""
+
+
+@needs_v3
+def test_without_a_compiler_others_run_on_numpy(run_python, tmp_path):
+    result = run_python(FALLBACK, CXX="", PATH=os.fspath(tmp_path))
+    assert result.stdout.split() == ["numpy", "numpy", "package"]
+    (line,) = (x for x in result.stderr.splitlines() if "jaxinf.kernels" in x)
+    assert "WARNING kernels run on NumPy" in line
+    assert "no C++ compiler (c++, g++ or clang++)" in line
+
+
+@needs_v3
+def test_a_compiler_that_fails_is_quoted(run_python, tmp_path):
+    script = tmp_path / "c++"
+    script.write_text("#!/bin/sh\necho 'error: out of cheese' >&2\nexit 3\n")
+    script.chmod(0o755)
+    cache = {"JAXINF_CACHE_DIR": str(tmp_path / "cache"), "CXX": str(script)}
+    result = run_python(FALLBACK, **cache)
+    assert result.stdout.split() == ["numpy", "numpy", "package"]
+    assert "exited with status 3:\nerror: out of cheese" in result.stderr
+
+
+def test_numpy_can_be_asked_for(run_python):
+    result = run_python(FALLBACK, JAXINF_KERNELS="numpy")
+    assert result.stdout.split() == ["numpy"] * 3
+    assert "WARNING" not in result.stderr
+    failed = run_python(FALLBACK, check=False, JAXINF_KERNELS="cuda")
+    assert "expected auto, numpy or one of x86-64-v4" in failed.stderr
+
+
+def test_kernels_of_narrow_integers_run_on_numpy(caplog):
+    """Integers of 8 bits have no lanes."""
+
+    def update(updates, state, params=None):
+        del params
+        return [u.astype(jnp.int8).astype(jnp.float32) for u in updates], state
+
+    kernel = kernel_of(optax.GradientTransformation(lambda _: (), update))
+    assert compiled(kernel) is None
+    if LEVELS:
+        assert "values of int8" in caplog.text
+    arguments = chunk(kernel, 5) | {"gradient": np.float32([1.5, -2.5, 0, 300, -0.5])}
+    runner(kernel)(**arguments)
+    assert arguments["out"].tolist() == [1, -2, 0, 127, 0]
+
+
+def test_the_package_has_what_a_compilation_needs():
+    assert sorted(path.name for path in toolchain.INCLUDE.iterdir()) == [
+        "lanes.hpp", "shell.hpp",
+    ]  # fmt: skip
+    assert Path(toolchain.__file__).parent == toolchain.GENERATED.parent
+    assert sys.modules["jaxinf.kernels.toolchain"] is toolchain
