@@ -1,0 +1,206 @@
+"""What every optimizer of optax that is accepted keeps near storage.
+
+Each trains on a quadratic as it does in memory, takes extra arguments, is compiled
+once, and goes on after an interruption as if there had been none, to the bit.
+"""
+
+import re
+import runpy
+import shutil
+import warnings
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxinf
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = runpy.run_path(str(ROOT / "scripts" / "classify_optimizers.py"))
+CASES = SCRIPT["cases"]()
+ROWS = re.findall(
+    r"^\| `([\w.]+)`(, \w+)? \| (bits|tolerance|refused) \|",
+    (ROOT / "docs" / "optimizers.md").read_text(),
+    re.MULTILINE,
+)
+GUARANTEES = {name + form: guarantee for name, form, guarantee in ROWS}
+ACCEPTED = [name for name, guarantee in GUARANTEES.items() if guarantee != "refused"]
+NUM_STEPS = 8
+# Losses of eight steps, each within 17 units of float32: 2e-6 each, at most.
+LOSS_TOLERANCE = 2e-5
+
+
+def test_the_page_is_up_to_date():
+    page = (ROOT / "docs" / "optimizers.md").read_text()
+    if f"optax {optax.__version__}," not in page:
+        pytest.skip(f"the page is about another optax than {optax.__version__}")
+    assert SCRIPT["rendered"](page) == page, (
+        "regenerate it: python scripts/classify_optimizers.py --write"
+    )
+
+
+def test_no_factory_is_missing(monkeypatch):
+    assert set(GUARANTEES) == set(CASES)
+    monkeypatch.setattr(optax, "brandnew", lambda rate: None, raising=False)
+    with pytest.raises(LookupError, match=r"has brandnew: add them to _UNANNOTATED"):
+        SCRIPT["factories"]()
+
+    def brandnew(rate) -> optax.GradientTransformation:
+        return optax.sgd(rate)
+
+    monkeypatch.setattr(optax, "brandnew", brandnew, raising=False)
+    with pytest.raises(LookupError, match=r"optax.brandnew: .* needs rate; add it"):
+        SCRIPT["cases"]()
+
+
+def test_the_promise_of_bits_is_what_the_bits_test_holds():
+    promised = {name for name, value in GUARANTEES.items() if value == "bits"}
+    assert {name.split(",")[0] for name in promised} == set(SCRIPT["BITS"])
+    held = (ROOT / "tests" / "kernels" / "test_bits.py").read_text()
+    for name in SCRIPT["BITS"]:
+        assert f'"{name}": optax.{name}(' in held
+
+
+# --- the contract -------------------------------------------------------------------
+
+PARAMS = {
+    "bias": jnp.linspace(-1.0, 1.0, 5, dtype=jnp.float32),
+    "kernel": jnp.cos(jnp.arange(15, dtype=jnp.float32)).reshape(3, 5),
+}
+TARGET = {"bias": jnp.full(5, 0.3), "kernel": jnp.full((3, 5), -0.2)}
+
+
+def loss_of(params, *_, **__):
+    errors = jax.tree.map(lambda p, t: jnp.sum((p - t) ** 2), params, TARGET)
+    return sum(jax.tree.leaves(errors)) / 2
+
+
+def make(name):
+    """The transformation, whose updates are steps, and its extra args by name."""
+    case = CASES[name]
+    with warnings.catch_warnings(action="ignore"):  # optax deprecates some
+        tx = case.make()
+    if isinstance(tx, optax.MultiSteps):
+        tx = tx.gradient_transformation()
+    if not case.descends:
+        tx = optax.chain(tx, optax.sgd(0.1))
+    names = set(case.extra_args(PARAMS))
+    if name != "contrib.sam":  # refuses what it does not know; the others ignore it
+        names.add("value")
+    return optax.with_extra_args_support(tx), tuple(names)
+
+
+def extra_args(names, loss, gradients):
+    known = {"value": loss, "grad": gradients, "value_fn": loss_of, "obj_fn": loss_of}
+    return {name: known[name] for name in names}
+
+
+# A hundred small programs: compiling them is most of the time.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def make_step(tx, names):
+    @partial(jax.jit, compiler_options=QUICK)
+    def step(params, state):
+        loss, gradients = jax.value_and_grad(loss_of)(params)
+        extra = extra_args(names, loss, gradients)
+        updates, state = tx.update(gradients, state, params, **extra)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step
+
+
+def run(step, params, state, num_steps):
+    losses = []
+    for _ in range(num_steps):
+        params, state, loss = step(params, state)
+        losses.append(float(loss))
+    return params, state, [*losses, float(loss_of(params))]
+
+
+def near_storage(name, store):
+    tx, names = make(name)
+    example = extra_args(names, jnp.float32(0), PARAMS)
+    return jaxinf.smart_update(tx, store, extra_args=example), names
+
+
+def assert_same_bits(found, expected):
+    for left, right in zip(
+        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+    ):
+        if jnp.issubdtype(left.dtype, jax.dtypes.prng_key):
+            left, right = jax.random.key_data(left), jax.random.key_data(right)
+        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_contract(name, tmp_path):
+    tx, names = make(name)
+    plain = make_step(tx, names)
+    _, _, expected = run(plain, PARAMS, tx.init(PARAMS), NUM_STEPS)
+
+    with jaxinf.open_store(tmp_path / "store", memory_bytes=1 << 20) as store:
+        smart, names = near_storage(name, store)
+        step = make_step(smart, names)
+        params, state, first = run(step, PARAMS, smart.init(PARAMS), NUM_STEPS // 2)
+        store.wait(state)
+        shutil.copytree(tmp_path / "store", tmp_path / "copy", symlinks=True)
+        params, state, second = run(step, params, state, NUM_STEPS // 2)
+        store.wait(state)
+        assert step._cache_size() == 1, "compiled again"
+        assert store.step == NUM_STEPS
+        assert_same_bits(store.params(like=params), params)
+    np.testing.assert_allclose(first[:-1] + second, expected, rtol=LOSS_TOLERANCE)
+    if CASES[name].descends:
+        assert expected[-1] < expected[0]
+    if "scale_by" in name:  # resumed as part of the optimizers made of them
+        return
+
+    with jaxinf.open_store(tmp_path / "copy", memory_bytes=1 << 20) as store:
+        smart, names = near_storage(name, store)
+        resumed = jax.tree.map(jnp.asarray, jax.device_get(store.params(like=PARAMS)))
+        step = make_step(smart, names)
+        again = run(step, resumed, smart.init(resumed), NUM_STEPS // 2)
+        store.wait(again[1])
+        assert again[2] == second
+        assert_same_bits(again[:2], (params, state))
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd, nesterov"])
+def test_digits_reach_the_same_accuracy(name, tmp_path):
+    digits = runpy.run_path(str(ROOT / "scripts" / "digits.py"))
+    images, labels = digits["load_digits"](return_X_y=True)
+    x, y = jnp.asarray(images / 16.0, jnp.float32), jnp.asarray(labels)
+    batches = np.random.default_rng(0).integers(0, 1400, (60, 64))
+
+    def accuracy(tx):
+        params = digits["init_params"](jax.random.key(0))
+        state = tx.init(params)
+
+        @jax.jit
+        def step(params, state, x, y):
+            gradients = jax.grad(digits["loss_of"])(params, x, y)
+            updates, state = tx.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state
+
+        for rows in batches:
+            params, state = step(params, state, x[rows], y[rows])
+        return float(
+            (digits["logits_of"](params, x[1400:]).argmax(1) == y[1400:]).mean()
+        )
+
+    tx = {
+        "adamw": optax.adamw(3e-3),
+        "lion": optax.lion(1e-3),
+        "sgd, nesterov": optax.sgd(0.1, 0.9, nesterov=True),
+    }[name]
+    plain = accuracy(tx)
+    with jaxinf.open_store(tmp_path / "store") as store:
+        smart = accuracy(jaxinf.smart_update(tx, store))
+    assert plain > 0.8
+    # Of 397 pictures, at most one is seen differently.
+    assert abs(smart - plain) < 1.5 / 397
