@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml setup.py $(shell find jaxinf models -name '*.py' -o -name '*.cpp' -o -name '*.hpp')
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-models lint clean
+.PHONY: help train test test-models test-compilers lint clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -38,6 +38,10 @@ test-models: $(VENV)/installed  ## models against their PyTorch originals (insta
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet '.[test-models]'
 	$(BIN)/pytest tests/models
+
+test-compilers: $(VENV)/installed  ## kernels: same bits from g++ and clang++ (installs clang)
+	command -v clang++ >/dev/null || { $(SUDO) apt-get update -qq && $(SUDO) apt-get install -qq -y --no-install-recommends clang; }
+	JAXINF_TEST_COMPILERS='g++ clang++' $(BIN)/pytest tests/kernels/test_compilers.py
 
 lint: $(VENV)/installed  ## ruff and pyright
 	$(BIN)/python -m pip install --quiet '.[dev]'
