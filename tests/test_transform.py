@@ -347,6 +347,16 @@ def test_a_script_that_never_closes_loses_nothing(tmp_path, run_python, open_sto
     np.testing.assert_allclose(params["w"], 0.97, rtol=1e-3)
 
 
+def test_read_params_are_as_free_to_move_as_the_given_ones(open_store):
+    store = open_store()
+    free = make_params()
+    bound = jax.device_put(free, jax.devices()[0])
+    jaxinf.smart_update(optax.adam(1e-3), store).init(free)
+    for like, is_committed in ((free, False), (bound, True)):
+        read = jax.tree.leaves(store.params(like=like))
+        assert all(leaf.committed == is_committed for leaf in read)
+
+
 def test_payload_rides_in_the_commit(open_store):
     store = open_store()
     tx = jaxinf.smart_update(optax.adam(1e-3), store)

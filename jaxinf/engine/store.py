@@ -162,7 +162,8 @@ class Store:
             return out
 
         sharding = getattr(like, "sharding", None)
-        if sharding is None:
+        # As free to move as `like` is: else a jitted step would compile anew.
+        if sharding is None or not getattr(like, "committed", True):
             return jax.device_put(read(tuple(slice(None) for _ in shape)))
         return jax.make_array_from_callback(shape, sharding, read)
 
