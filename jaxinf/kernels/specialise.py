@@ -8,6 +8,7 @@ optimizer by a boolean scalar, and multiplies the update by zero between two emi
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -183,11 +184,8 @@ def _without_dead_code(
         return operand
 
     kept = [equations[index] for index in sorted(needed)]
-    return Kernel(
-        slots=kernel.slots,
-        slot_dtypes=kernel.slot_dtypes,
-        scalar_dtypes=kernel.scalar_dtypes,
-        array_dtypes=kernel.array_dtypes,
+    return replace(
+        kernel,
         equations=tuple(
             Equation(e.op, tuple(map(moved, e.inputs)), e.params, e.dtype) for e in kept
         ),
