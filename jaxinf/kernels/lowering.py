@@ -28,6 +28,12 @@ What XLA does, pass by pass:
   operands have been put in order of *rank* (LLVM's Reassociate): a load ranks by its
   place in the loop, an operation one above its highest operand. A first operand with a
   negative literal for a factor goes second: LLVM subtracts its opposite.
+
+Where XLA's own code is not of one mind, the bits differ from it, within rounding: adam
+with Nesterov momentum on leaves of one element, or with bfloat16 mu on leaves large
+enough for several threads (loads of scalars rank there); adagrad's last element of
+leaves of 8 k + 1 elements in jax 0.12 (a vector of one lane is not fused); branches
+of ``lax.cond`` on state (apply_if_finite), which XLA compiles apart.
 """
 
 from collections.abc import Sequence
