@@ -11,6 +11,10 @@ import pytest
 
 import jaxinf
 
+# Programs that tests start import the package that is installed, not the checkout
+# that they are started in.
+os.environ["PYTHONSAFEPATH"] = "1"
+
 
 @pytest.fixture
 def open_store(tmp_path: Path) -> Iterator[Callable[..., jaxinf.Store]]:
