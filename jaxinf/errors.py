@@ -12,6 +12,7 @@ __all__ = [
     "NonFiniteGradientError",
     "StaleStateError",
     "StoreClosedError",
+    "StoreCorruptError",
     "StoreError",
     "StoreFormatError",
     "StoreIOError",
@@ -48,6 +49,10 @@ class StoreSpaceError(StoreError):
 
 class StoreIOError(StoreError):
     """The operating system failed a read or a write of the store's data."""
+
+
+class StoreCorruptError(StoreError):
+    """A chunk is not what was written: its checksum is another."""
 
 
 class StoreClosedError(StoreError):

@@ -27,6 +27,9 @@ __all__ = [
     "COMMITTED",
     "FAILED",
     "FINITE",
+    "GO",
+    "HOLD",
+    "HOLD_NON_FINITE",
     "NON_FINITE",
     "SKIPPED",
     "HostSide",
@@ -35,6 +38,9 @@ __all__ = [
 
 FINITE, NON_FINITE, FAILED = 0, 1, 2
 """Status of a leaf's call."""
+
+GO, HOLD, HOLD_NON_FINITE = 0, 1, 2
+"""Gate of a leaf's call: whether it may update, and whether the leaf is why not."""
 
 COMMITTED, SKIPPED = 0, 1
 """Verdict on a step; `FAILED` is one too."""
@@ -48,6 +54,16 @@ class HostSide:
     def __init__(self, store: Store, nonfinite: NonFinitePolicy) -> None:
         self.store = store
         self._nonfinite = nonfinite
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether no leaf may be updated before all gradients are known to be finite.
+
+        So it is where a step may overwrite one that is not committed: it could not be
+        refused half way.
+        """
+        overwrites = self.store.session.options.steps_per_commit != 1
+        return overwrites and self._nonfinite != "allow"
 
     def guarded(self, host: Host, *, may_raise: bool) -> Host:
         """Wraps a host function for a callback.
@@ -135,7 +151,7 @@ class HostSide:
         session = self.store.session
         if session.bind(description, may_create=True):
             finish_initialisation(session, _named(description, scalars))
-        commit = session.commit
+        commit = session.finished
         assert commit is not None
         self._check_scalars(description, scalars, commit.scalar_state)
         counters = (commit.step, commit.skipped_steps)
@@ -169,12 +185,17 @@ class HostSide:
         outs: Sequence[Array],
         coordinates: Array,
         step: Array,
+        gate: Array,
         *arguments: Array,
     ) -> None:
         """Callback: the gradient of a leaf or shard, as it becomes ready.
 
         Results: the update or the new 16-bit params, and a status.
         """
+        if gate != GO:
+            outs[0][...] = 0
+            outs[1][...] = NON_FINITE if gate == HOLD_NON_FINITE else FINITE
+            return
         scalars, probe = arguments[:num_scalars], arguments[num_scalars]
         gradient, *arrays = arguments[num_scalars + 1 :]
         leaf = description.leaves[number]
@@ -206,6 +227,7 @@ class HostSide:
         if np.any(statuses == NON_FINITE) and self._nonfinite != "allow":
             steps.abandon()
             if self._nonfinite != "skip":
+                steps.wait()  # commits what came before
                 raise self._non_finite(description, int(step), statuses)
             outs[0][...] = SKIPPED
         else:

@@ -32,6 +32,9 @@ from jaxinf.errors import StaleStateError
 from jaxinf.host_side import (
     COMMITTED,
     FAILED,
+    GO,
+    HOLD,
+    HOLD_NON_FINITE,
     SKIPPED,
     HostSide,
     NonFinitePolicy,
@@ -254,12 +257,17 @@ class _SmartUpdate:
         device = self._device_params(updates, params, extra_args)
         stand_ins = [jnp.zeros(g.shape, g.dtype) for g in gradients]
         new, inputs = program.prologue(gradients, device or stand_ins, old, extra_args)
+        params_leaves = device or [None] * len(inputs)
         results = [
-            self._update_leaf(
-                description, number, gradient, params_leaf, own, state.step
-            )
-            for number, (gradient, params_leaf, own) in enumerate(
-                zip(gradients, device or [None] * len(inputs), inputs, strict=True)
+            self._update_leaf(description, number, *leaf, state.step)
+            for number, leaf in enumerate(
+                zip(
+                    gradients,
+                    params_leaves,
+                    inputs,
+                    self._gates(gradients),
+                    strict=True,
+                )
             )
         ]
         statuses = jnp.stack([status for _, status in results])
@@ -276,6 +284,7 @@ class _SmartUpdate:
         gradient: jax.Array,
         params: jax.Array | None,
         inputs: LeafInputs,
+        gate: jax.Array,
         step: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         """One leaf's fp32 update, and its status."""
@@ -288,7 +297,7 @@ class _SmartUpdate:
         result, status = call_on_shards(
             self._guarded(host),
             self._leaf_sharding(number),
-            [step, *inputs.scalars, probe[:_NUM_PROBED]],
+            [step, gate, *inputs.scalars, probe[:_NUM_PROBED]],
             [gradient, *inputs.arrays],
             dtype,
         )
@@ -297,6 +306,19 @@ class _SmartUpdate:
             return result, status
         assert params is not None
         return result.astype(jnp.float32) - params.astype(jnp.float32), status
+
+    def _gates(self, gradients: Sequence[jax.Array]) -> list[jax.Array]:
+        """For each leaf, whether its update may go on: see `HostSide.looks_ahead`."""
+        if not self._host.looks_ahead:
+            return [jnp.int32(GO)] * len(gradients)
+        finite = [jnp.all(jnp.isfinite(g)) for g in gradients]
+        all_finite = jnp.all(jnp.stack(finite)) if finite else True
+        return [
+            jnp.where(all_finite, GO, jnp.where(ok, HOLD, HOLD_NON_FINITE)).astype(
+                jnp.int32
+            )
+            for ok in finite
+        ]
 
     def _device_params(
         self, updates: PyTree, params: PyTree | None, extra_args: Mapping[str, Any]

@@ -112,6 +112,10 @@ class Csd(Protocol):
         """
         ...
 
+    def checksum(self, buffer: CsdBuffer, extent: Extent) -> int:
+        """The CRC-32C of a state's elements in the buffer, padding left out."""
+        ...
+
     def update(
         self,
         buffer: CsdBuffer,

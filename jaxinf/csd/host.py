@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxinf.csd.base import CsdBuffer, CsdInfo, Extent, ScalarInputs
-from jaxinf.io import Buffer, BufferPool, ByteMeters, DirectIO
+from jaxinf.io import Buffer, BufferPool, ByteMeters, DirectIO, crc32c
 from jaxinf.kernels import InitKernel, Kernel, runner
 from jaxinf.layout import PAGE_BYTES
 from jaxinf.typing import Array
@@ -51,6 +51,10 @@ class HostCsd:
         self._io.write(
             file, _pages(buffer, extent), extent.file_offset_bytes, extent.num_bytes
         )
+
+    def checksum(self, buffer: CsdBuffer, extent: Extent) -> int:
+        """By the host's CPU, on this thread."""
+        return crc32c(self.view(buffer, extent))
 
     def update(
         self,

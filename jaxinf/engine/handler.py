@@ -1,11 +1,12 @@
 """The transfer handler: subgroups stream through a fixed memory, reads beside writes.
 
             prefetch ──► loaded ──┐
-                                  ├─► compute ─► store / link ─► memory back
+                                  ├─► compute ─► store ─► memory back
     submit ──► (load if needed) ──┘       └► the submitter goes on
 
-Invariant: state passes only through buffers of the CSDs' budget. The first error stops
-everything: no later task starts, and everybody who waits gets that very exception.
+Invariant: state passes only through buffers of the CSDs' budget, and its checksums are
+taken as it passes. The first error stops everything: no later task starts, and
+everybody who waits gets that very exception.
 """
 
 import threading
@@ -14,10 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxinf.csd import Csd, CsdBuffer
+from jaxinf.engine.chunks import ChunkTable
 from jaxinf.engine.failure import Failure, closed_error
 from jaxinf.engine.tasks import Task, TaskGroup
 from jaxinf.layout import Subgroup
-from jaxinf.store import StoreDirectory
+from jaxinf.store import Slot, StoreDirectory
 
 __all__ = ["TransferHandler"]
 
@@ -46,7 +48,7 @@ class _Work:
     task: Task
     buffer: CsdBuffer
     ahead: _Prefetched | None = None
-    loaded: tuple[int, ...] = ()
+    loaded: tuple[tuple[int, Slot], ...] = ()
 
 
 class TransferHandler:
@@ -54,6 +56,7 @@ class TransferHandler:
 
     Args:
       directory: where the chunk files are.
+      chunks: which slots to read and write, and the checksums.
       csds: the store's CSDs, by number.
       num_workers: threads; each carries a task from load to store.
       failure: what a task's error is put into; once it is set, nothing more is done.
@@ -62,12 +65,14 @@ class TransferHandler:
     def __init__(
         self,
         directory: StoreDirectory,
+        chunks: ChunkTable,
         csds: Sequence[Csd],
         *,
         num_workers: int,
         failure: Failure,
     ) -> None:
         self._directory = directory
+        self._chunks = chunks
         self._csds = csds
         self._failure = failure
         self._changed = threading.Condition()
@@ -115,8 +120,8 @@ class TransferHandler:
     def prefetch(self, tasks: Sequence[Task]) -> None:
         """Loads what these tasks will load, in this order, as far as memory reaches.
 
-        Their `compute` is not called. A later task on the same subgroup and source slot
-        finds its state there. Earlier prefetches that nobody used are dropped.
+        Their `compute` is not called. A later task on the same subgroup finds there
+        what it would load. Earlier prefetches that nobody used are dropped.
         """
         with self._changed:
             self._drop_ahead()
@@ -189,7 +194,7 @@ class TransferHandler:
         starved: int | None = None
         for position, task in enumerate(self._queue):
             self._ahead_due.pop(task.layout.subgroup, None)
-            ahead = self._ahead_for(task)
+            ahead = self._ahead.get(task.layout.subgroup)
             if ahead is not None:
                 if not ahead.is_loaded:
                     continue  # a worker is loading it right now
@@ -205,11 +210,6 @@ class TransferHandler:
         if starved is None or self._num_running:
             return None
         return self._make_room(starved)
-
-    def _ahead_for(self, task: Task) -> _Prefetched | None:
-        """The load of its subgroup that has begun, of all that it needs or of less."""
-        ahead = self._ahead.get(task.layout.subgroup)
-        return ahead if ahead is not None and ahead.task.source == task.source else None
 
     def _make_room(self, position: int) -> _Work | None:
         """Takes memory from prefetches, as a last way: no queued task waits for one."""
@@ -280,31 +280,25 @@ class TransferHandler:
                 self._changed.notify_all()
 
     def _load(self, csd: Csd, work: _Work) -> None:
-        task, subgroup = work.task, work.task.layout.subgroup
-        for state in task.loads:
-            if state in work.loaded:
+        layout = work.task.layout
+        for state, slot in work.task.loads:
+            if (state, slot) in work.loaded:
                 continue
-            assert task.source is not None
-            file = self._directory.chunk_file(
-                task.source, subgroup.leaf, subgroup.chunk, task.layout.states[state]
-            )
-            csd.read(work.buffer, task.layout.extents[state], file)
+            file = self._directory.chunk_file(slot, *layout.place(state))
+            csd.read(work.buffer, layout.extents[state], file)
+            if self._chunks.is_checked(layout, state):
+                checksum = csd.checksum(work.buffer, layout.extents[state])
+                self._chunks.loaded(layout, state, slot, checksum)
 
     def _store(self, csd: Csd, task: Task, buffer: CsdBuffer) -> None:
-        subgroup = task.layout.subgroup
-        where = (subgroup.leaf, subgroup.chunk)
+        layout = task.layout
         for state in task.stores:
-            assert task.target is not None
+            checksum = csd.checksum(buffer, layout.extents[state])
+            self._chunks.stored(layout, state, checksum)
             file = self._directory.prepare_write(
-                task.target, *where, task.layout.states[state]
+                self._chunks.target, *layout.place(state)
             )
-            csd.write(buffer, task.layout.extents[state], file)
-        if subgroup.offset_elements == 0:
-            for state in task.links:
-                assert task.source is not None
-                self._directory.link_unchanged(
-                    task.source, *where, task.layout.states[state]
-                )
+            csd.write(buffer, layout.extents[state], file)
 
     def _stop(self) -> None:
         """After a failure: what has not begun never will."""

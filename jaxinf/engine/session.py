@@ -9,9 +9,12 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from jaxinf.csd import CSD_KINDS, Csd, HostCsd
+from jaxinf.engine.chunks import VERIFY_MODES, ChunkTable, VerifyMode
 from jaxinf.engine.description import StoreDescription
 from jaxinf.engine.failure import Failure, closed_error
 from jaxinf.engine.handler import TransferHandler
@@ -32,9 +35,12 @@ from jaxinf.store import (
     prune_snapshots,
 )
 
-__all__ = ["Session", "SessionOptions"]
+__all__ = ["Durability", "Session", "SessionOptions"]
 
 _LOG = logging.getLogger("jaxinf")
+
+Durability: TypeAlias = Literal["step", "checkpoint"] | int
+"""After which steps a commit is made; see `jaxinf.open_store`."""
 
 # Files that may stand in a directory that a new store is made in.
 _HARMLESS = ("lost+found", "lock", "publish.lock", "current.tmp", ".jaxinf*")
@@ -56,6 +62,8 @@ class SessionOptions:
         memory_bytes: int,
         num_workers: int,
         chunk_elements: int,
+        durability: Durability = "step",
+        verify: VerifyMode = "always",
     ) -> None:
         if csd not in CSD_KINDS:
             raise ValueError(
@@ -68,6 +76,12 @@ class SessionOptions:
                 f"chunk_elements={chunk_elements}: expected at least "
                 f"{CHUNK_ALIGNMENT_ELEMENTS}"
             )
+        if verify not in VERIFY_MODES:
+            raise ValueError(
+                f"verify={verify!r}: expected one of "
+                f"{', '.join(map(repr, VERIFY_MODES))}"
+            )
+        self.steps_per_commit = _steps_per_commit(durability)
         for root in csd_roots:
             if not root.is_dir():
                 raise ValueError(
@@ -83,6 +97,23 @@ class SessionOptions:
         self.memory_bytes = memory_bytes
         self.num_workers = num_workers
         self.chunk_elements = chunk_elements
+        self.verify: VerifyMode = verify
+
+
+def _steps_per_commit(durability: Durability) -> int | None:
+    """None where only a checkpoint, `wait` or `close` commits."""
+    if durability == "checkpoint":
+        return None
+    if durability == "step":
+        return 1
+    if isinstance(durability, bool) or not isinstance(durability, int):
+        raise ValueError(
+            f'durability={durability!r}: expected "step", "checkpoint", or a number '
+            "of steps"
+        )
+    if durability < 1:
+        raise ValueError(f"durability={durability}: expected at least 1 step")
+    return durability
 
 
 class Session:
@@ -101,6 +132,8 @@ class Session:
         self.directory: StoreDirectory | None = None
         self._bound: list[StoreDescription] = []
         self.commit: CommitRecord | None = None
+        self.finished: CommitRecord | None = None
+        self._chunks: ChunkTable | None = None
         self._lock: StoreLock | None = None
         self._pool: BufferPool | None = None
         self._handler: TransferHandler | None = None
@@ -129,7 +162,25 @@ class Session:
         """Stops the store for good, its workers too; the first error wins."""
         if self._is_closed and isinstance(error, StoreClosedError):
             return  # a step that was given up by `close`
+        if self._failure.error is None and self.num_uncommitted:
+            error.add_note(self.loss_note())
         self._failure.set(error)
+
+    @property
+    def num_uncommitted(self) -> int:
+        """Finished steps that no commit holds yet."""
+        if self.finished is None or self.commit is None:
+            return 0
+        return self.finished.step - self.commit.step
+
+    def loss_note(self) -> str:
+        """What it means that the steps since the last commit are lost."""
+        assert self.commit is not None
+        return (
+            f"{self.options.path}: {self.num_uncommitted} finished steps since the "
+            f"commit of step {self.commit.step} are lost, as the store's durability "
+            f"allows; opened again, it goes on at step {self.commit.step}"
+        )
 
     @property
     def failure(self) -> BaseException | None:
@@ -147,7 +198,7 @@ class Session:
         self._lock = StoreLock(self.options.path)
         try:
             directory = StoreDirectory.open(self.options.path)
-            self.commit = directory.read_commit()
+            self.commit = self.finished = directory.read_commit()
             if self.commit is None:
                 directory.check_never_committed()
                 _LOG.info(
@@ -160,7 +211,7 @@ class Session:
             prune_snapshots(directory)
             self._attach(directory)
         except BaseException:
-            self.commit = None
+            self.commit = self.finished = None
             self._lock.release()
             self._lock = None
             raise
@@ -188,8 +239,15 @@ class Session:
         self._layouts = _layouts(directory, max_elements)
         self._pool = BufferPool(self.options.memory_bytes)
         self.csds = [HostCsd(root, self._pool, self.meters) for root in csds_roots]
+        self._chunks = ChunkTable(
+            directory,
+            directory.committed_slot(),
+            self.commit.checksums if self.commit else {},
+            self.options.verify,
+        )
         self._handler = TransferHandler(
             directory,
+            self._chunks,
             self.csds,
             num_workers=self.options.num_workers,
             failure=self._failure,
@@ -326,6 +384,23 @@ class Session:
         """The store's files; the store must exist."""
         assert self.directory is not None
         return self.directory
+
+    @property
+    def chunks(self) -> ChunkTable:
+        """Where the newest version of each chunk is; the store must exist."""
+        assert self._chunks is not None
+        return self._chunks
+
+    def publish(self) -> None:
+        """Commits the last finished step; everything of it is written."""
+        assert self.finished is not None
+        chunks = self.chunks
+        chunks.share_unwritten()
+        record = replace(self.finished, checksums=chunks.checksums())
+        self.files.sync()
+        self.files.publish(chunks.target, record)
+        chunks.end_commit()
+        self.commit = self.finished = record
 
     @property
     def handler(self) -> TransferHandler:

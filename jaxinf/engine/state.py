@@ -57,7 +57,7 @@ def initialise(
             session.meters.add(link_down_bytes=chunk.nbytes)
 
         stores = tuple(range(len(layout.states)))
-        tasks.append(Task(layout, compute, target="a", stores=stores))
+        tasks.append(Task(layout, compute, stores=stores))
     session.handler.run(tasks)
     session.handler.drain()
 
@@ -65,10 +65,9 @@ def initialise(
 def finish_initialisation(session: Session, scalars: Sequence[ScalarState]) -> None:
     """Commits step 0; every leaf must have been initialised."""
     session.check()
-    record = CommitRecord(step=0, scalar_state=tuple(scalars))
-    session.files.sync()
-    session.files.publish("a", record)
-    session.commit = record
+    session.chunks.end_step()
+    session.finished = CommitRecord(step=0, scalar_state=tuple(scalars))
+    session.publish()
 
 
 def compare_params(
@@ -165,8 +164,6 @@ def _stream_masters(
     visit: Callable[[SubgroupLayout, Array], None],
 ) -> None:
     """Calls `visit`, on worker threads, with each subgroup's master params."""
-    slot = session.files.committed_slot()
-    assert slot is not None
     tasks = []
     for layout in session.layouts(leaf, origin, extent):
 
@@ -175,6 +172,7 @@ def _stream_masters(
         ) -> None:
             visit(layout, csd.view(buffer, layout.extents[0]))
 
-        tasks.append(Task(layout, compute, source=slot, loads=(0,)))
+        slot = session.chunks.source(layout, 0)
+        tasks.append(Task(layout, compute, loads=((0, slot),)))
     session.handler.run(tasks)
     session.handler.drain()

@@ -4,15 +4,17 @@
        blocks until the leaf's result is there        in the background
 
 Invariant: the committed slot is only read; a step becomes visible as a whole or not at
-all, and no write of the next step starts before this one's commit has returned.
+all, and no write of the next step starts before this one's commit has returned. Steps
+between two commits rewrite the other slot in place.
 """
 
 import contextlib
 import json
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -22,22 +24,18 @@ from jaxinf.csd import Csd, CsdBuffer, ScalarInputs
 from jaxinf.engine.session import Session
 from jaxinf.engine.state import gather_inputs, gather_run, same_values
 from jaxinf.engine.tasks import SubgroupLayout, Task
-from jaxinf.errors import DivergedParamsError, StaleStateError
+from jaxinf.errors import DivergedParamsError, StaleStateError, StoreError
 from jaxinf.io import ByteCounts
 from jaxinf.kernels import Kernel
 from jaxinf.kernels.specialise import specialise, state_read
 from jaxinf.layout import Subgroup, scatter, target_view
-from jaxinf.store import (
-    MASTER_PARAMS,
-    CommitRecord,
-    ScalarState,
-    Slot,
-    other_slot,
-)
+from jaxinf.store import MASTER_PARAMS, CommitRecord, ScalarState, Slot
 from jaxinf.typing import Array, JsonValue
 
 __all__ = ["LeafPart", "StepEngine", "StepMetrics"]
 
+
+_LOG = logging.getLogger("jaxinf")
 
 _NUM_METRICS_KEPT = 8
 
@@ -87,7 +85,7 @@ class _Arrival:
     """A subgroup that a step has updated, and the states that it read for that."""
 
     layout: SubgroupLayout
-    loads: tuple[int, ...]
+    loads: frozenset[int]
 
 
 _Arrivals: TypeAlias = dict[Subgroup, _Arrival]
@@ -102,7 +100,6 @@ class StepEngine:
         self._commit_thread: threading.Thread | None = None
         self._is_open = False
         self._started_s = 0.0
-        self._source: Slot = "a"
         self._arrivals: _Arrivals = {}
         self._payload_guard = threading.Lock()
         self._payloads: dict[int, JsonValue] = {}
@@ -129,18 +126,22 @@ class StepEngine:
         """
         verdicts: list[bool] = []
         with self._guard:
-            source = self._begin(step)
+            self._begin(step)
             tasks = [
-                self._task(part, layout, source, verdicts)
+                self._task(part, layout, verdicts)
                 for layout in self._session.layouts(
                     part.leaf, part.origin, part.gradient.shape
                 )
             ]
-            arrivals = {t.layout.subgroup: _Arrival(t.layout, t.loads) for t in tasks}
+            arrivals = {
+                t.layout.subgroup: _Arrival(t.layout, frozenset(n for n, _ in t.loads))
+                for t in tasks
+            }
             if arrivals.keys() & self._arrivals.keys():
                 # The computation failed elsewhere and is run again: what it wrote
                 # before must not come after what it writes now.
                 self._session.handler.drain()
+                self._check_undoable()
             self._arrivals |= arrivals
         self._session.handler.run(tasks)
         self._session.meters.add(
@@ -151,9 +152,13 @@ class StepEngine:
     def finish(
         self, step: int, scalars: Sequence[ScalarState], skipped_steps: int
     ) -> None:
-        """Commits the step after `step` in the background; all leaves are updated."""
+        """Ends the step after `step`, in the background; all leaves are updated.
+
+        It is committed where the store's durability says so, else kept for the next
+        commit.
+        """
         with self._guard:
-            source = self._begin(step)
+            self._begin(step)
             step += 1
             record = CommitRecord(
                 step=step,
@@ -163,8 +168,8 @@ class StepEngine:
             )
             self._check_complete()
             self._commit_thread = threading.Thread(
-                target=self._commit,
-                args=(other_slot(source), record, self._arrivals, time.monotonic()),
+                target=self._end_step,
+                args=(record, self._arrivals, time.monotonic()),
                 name="jaxinf-commit",
                 daemon=True,
             )
@@ -176,11 +181,24 @@ class StepEngine:
         with self._guard:
             if self._is_open:
                 self._session.handler.drain()
-                self._session.handler.prefetch(_loads_of(self._arrivals, self._source))
+                self._check_undoable()
+                self._session.chunks.forget_step()
+                self._prefetch(self._arrivals)
                 self._arrivals, self._is_open = {}, False
 
     def wait(self) -> None:
-        """Blocks until a commit in flight is durable.
+        """Blocks until every finished step is durable, and makes it so.
+
+        Raises:
+          BaseException: what stopped the store.
+        """
+        with self._guard:
+            self.join()
+            if self._session.num_uncommitted and not self._arrivals:
+                self._publish()
+
+    def join(self) -> None:
+        """Blocks until the last step has ended, and its commit if it has one.
 
         Raises:
           BaseException: what stopped the store.
@@ -208,7 +226,7 @@ class StepEngine:
         with self._guard:
             last = self.metrics
             if self._commit_thread is not None and (last is None or last.step < step):
-                self.wait()
+                self.join()
             # A copy: a later step's commit may append beside this.
             return next((m for m in tuple(self._metrics) if m.step == step), None)
 
@@ -228,11 +246,11 @@ class StepEngine:
         """
         payload = json.loads(json.dumps(payload, allow_nan=False))
         with self._payload_guard:
-            commit = self._session.commit
-            if commit is not None and step <= commit.step:
+            last = self._session.finished
+            if last is not None and step <= last.step:
                 raise ValueError(
                     f"{self._session.options.path}: annotate(step={step}): expected a "
-                    f"step still to be committed, the store is at step {commit.step}; "
+                    f"step still to be committed, the store is at step {last.step}; "
                     "annotate before the update"
                 )
             self._payloads[step] = payload
@@ -245,35 +263,54 @@ class StepEngine:
 
     # --- inside --------------------------------------------------------------------
 
-    def _begin(self, step: int) -> Slot:
-        """Opens the step unless it is; returns the slot to read from."""
+    def _begin(self, step: int) -> None:
+        """Opens the step unless it is."""
         session = self._session
         session.check()
         with self._guard:
             if not self._is_open:
-                self.wait()
+                self.join()
             else:
                 session.check()
-            assert session.commit is not None
-            if step != session.commit.step:
+            assert session.finished is not None
+            if step != session.finished.step:
                 raise StaleStateError(
                     f"{session.options.path}: the optimizer state given to update is "
-                    f"of step {step}, the store is at step {session.commit.step}; "
+                    f"of step {step}, the store is at step {session.finished.step}; "
                     "initialise the state from the store (state = tx.init(store.params("
                     "like=params))), or open the checkpoint of that step"
                 )
-            slot = session.files.committed_slot()
-            assert slot is not None
             if not self._is_open:
-                session.files.unpublish(other_slot(slot))
+                if not session.num_uncommitted:
+                    session.files.unpublish(session.chunks.target)
                 if not self._metrics:  # initialising and comparing are no step's
                     self._counted = session.meters.snapshot()
                 self._is_open, self._started_s = True, time.monotonic()
-                self._source = slot
-            return slot
+
+    def _check_undoable(self) -> None:
+        """Stops the store where chunks were overwritten that no commit holds.
+
+        Raises:
+          StoreError: says how many steps are lost.
+        """
+        session = self._session
+        if session.num_uncommitted and self._arrivals:
+            error = StoreError(
+                f"{session.options.path}: step {self._next_step} was given up after "
+                "part of it was written over the step before, which is not committed "
+                "(the store's durability is not every step)"
+            )
+            session.fail(error)
+            raise error
+
+    @property
+    def _next_step(self) -> int:
+        finished = self._session.finished
+        assert finished is not None
+        return finished.step + 1
 
     def _task(
-        self, part: LeafPart, layout: SubgroupLayout, source: Slot, verdicts: list[bool]
+        self, part: LeafPart, layout: SubgroupLayout, verdicts: list[bool]
     ) -> Task:
         session = self._session
         kernel = specialise(part.kernel, part.inputs.scalars)
@@ -282,15 +319,14 @@ class StepEngine:
         is_first = offset == 0 and chunk.start == part.origin
 
         states = range(len(layout.states))
-        kept = tuple(n for n in states if layout.states[n] in kernel.unchanged)
         needed = state_read(kernel)
         if part.out.dtype != np.float32:  # which is rounded from the master
             needed |= {MASTER_PARAMS}
-        loads = tuple(n for n in states if layout.states[n] in needed)
+        loads = frozenset(n for n in states if layout.states[n] in needed)
 
         def compute(csd: Csd, buffer: CsdBuffer) -> None:
             if is_first and part.probe.size and 0 in loads:
-                self._check_probe(part, csd.view(buffer, layout.extents[0]))
+                self._check_probe(part, layout, csd.view(buffer, layout.extents[0]))
             gradient = gather_run(session, layout, part.gradient, part.origin)
             own = gather_inputs(session, layout, part.inputs, part.origin)
             out = target_view(part.out, chunk, part.origin, offset, gradient.size)
@@ -304,16 +340,32 @@ class StepEngine:
         return Task(
             layout,
             compute,
-            source=source,
-            target=other_slot(source),
-            loads=loads,
-            stores=tuple(n for n in states if n not in kept),
-            links=kept,
+            loads=self._sources(layout, loads),
+            stores=tuple(n for n in states if layout.states[n] not in kernel.unchanged),
         )
 
-    def _check_probe(self, part: LeafPart, master: Array) -> None:
+    def _sources(
+        self, layout: SubgroupLayout, states: Iterable[int]
+    ) -> tuple[tuple[int, Slot], ...]:
+        source = self._session.chunks.source
+        slots: list[tuple[int, Slot]] = [(n, source(layout, n)) for n in sorted(states)]
+        return tuple(slots)
+
+    def _prefetch(self, arrivals: _Arrivals) -> None:
+        """Loads what the next step will load, in the order in which gradients came."""
+        self._session.handler.prefetch(
+            [
+                Task(a.layout, _nothing, loads=self._sources(a.layout, a.loads))
+                for a in arrivals.values()
+            ]
+        )
+
+    def _check_probe(
+        self, part: LeafPart, layout: SubgroupLayout, master: Array
+    ) -> None:
         held = master[: part.probe.size].astype(part.probe.dtype)
         if not same_values(held, part.probe):
+            self._session.chunks.check_file(layout, 0)  # or the drive is to blame
             name = self._session.files.manifest.leaves[part.leaf].name
             raise DivergedParamsError(
                 f"leaf {name}: the params given to update are not those the store's "
@@ -331,18 +383,17 @@ class StepEngine:
                 f"{session.options.path}: the step updated {done} of {expected} params"
             )
 
-    def _commit(
-        self,
-        target: Slot,
-        record: CommitRecord,
-        arrivals: _Arrivals,
-        updated_s: float,
+    def _end_step(
+        self, record: CommitRecord, arrivals: _Arrivals, updated_s: float
     ) -> None:
         session = self._session
         try:
             session.handler.drain()
-            session.files.sync()
-            session.files.publish(target, record)
+            session.chunks.end_step()
+            session.finished = record
+            every = session.options.steps_per_commit
+            if every is not None and session.num_uncommitted >= every:
+                session.publish()
             traffic = session.meters.snapshot()
             self._metrics.append(
                 StepMetrics(
@@ -353,29 +404,38 @@ class StepEngine:
                 )
             )
             self._counted = traffic
-            session.commit = record
             if not session.is_closed:
-                session.handler.prefetch(_loads_of(arrivals, target))
+                self._prefetch(arrivals)
         except BaseException as error:
             session.fail(error)
 
+    def _publish(self) -> None:
+        try:
+            self._session.publish()
+            if self._is_open:
+                self._session.files.unpublish(self._session.chunks.target)
+        except BaseException as error:
+            self._session.fail(error)
+            raise
+
     def _close(self) -> None:
+        session = self._session
         with self._guard:
             self._join_commit()
+            if session.failure is not None or not session.num_uncommitted:
+                return
+            if self._arrivals:
+                _LOG.warning(
+                    "step %s is incomplete. %s", self._next_step, session.loss_note()
+                )
+            else:
+                self._publish()
 
     def _join_commit(self) -> None:
         """Forgets the thread only when it has ended: an interrupt may end the wait."""
         if self._commit_thread is not None:
             self._commit_thread.join()
             self._commit_thread = None
-
-
-def _loads_of(arrivals: _Arrivals, source: Slot) -> list[Task]:
-    """What the next step will load, in the order in which gradients came."""
-    return [
-        Task(arrival.layout, _nothing, source=source, loads=arrival.loads)
-        for arrival in arrivals.values()
-    ]
 
 
 def _nothing(csd: Csd, buffer: CsdBuffer) -> None:

@@ -16,7 +16,8 @@ import jax
 import numpy as np
 
 from jaxinf.csd import CsdInfo
-from jaxinf.engine.session import Session, SessionOptions
+from jaxinf.engine.chunks import VerifyMode
+from jaxinf.engine.session import Durability, Session, SessionOptions
 from jaxinf.engine.state import read_params
 from jaxinf.engine.steps import StepEngine, StepMetrics
 from jaxinf.errors import StoreFormatError, StoreMismatchError
@@ -67,20 +68,23 @@ class Store:
 
     @property
     def step(self) -> int:
-        """The last committed step; 0 for a new store."""
-        self.steps.wait()
+        """The last committed step; 0 for a new store.
+
+        With a durability other than ``"step"`` the transform may be some steps ahead.
+        """
+        self.steps.join()
         return self.session.commit.step if self.session.commit else 0
 
     @property
     def skipped_steps(self) -> int:
         """Steps skipped for a non-finite gradient, up to the last commit."""
-        self.steps.wait()
+        self.steps.join()
         return self.session.commit.skipped_steps if self.session.commit else 0
 
     @property
     def payload(self) -> JsonValue:
         """What `annotate` gave to the last committed step."""
-        self.steps.wait()
+        self.steps.join()
         return self.session.commit.payload if self.session.commit else None
 
     @property
@@ -218,7 +222,7 @@ class Store:
         self.session.check()
 
     def wait(self, state: Any = None) -> None:
-        """Blocks until everything asked of the store is durable.
+        """Blocks until everything asked of the store is durable, whatever `durability`.
 
         Args:
           state: the transform state to wait for first.
@@ -275,6 +279,8 @@ def open_store(
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     num_workers: int = 4,
     chunk_elements: int = DEFAULT_CHUNK_ELEMENTS,
+    durability: Durability = "step",
+    verify: VerifyMode = "always",
 ) -> Store:
     """Opens a store, or names the place where `tx.init` will make one.
 
@@ -288,6 +294,12 @@ def open_store(
       memory_bytes: all host memory that state passes through.
       num_workers: threads that read, update and write; more than 4 for many drives.
       chunk_elements: largest chunk of a new store, in elements.
+      durability: when a finished step becomes durable: ``"step"``, each at once; a
+        number k, every k steps; ``"checkpoint"``, only with a checkpoint. `wait`,
+        `close`, `checkpoint` and all that reads the store's state commit too. A crash
+        or an error costs the steps since the last commit.
+      verify: which chunks that are read are held against their checksums:
+        ``"always"``, ``"sampled"`` (each every 16th step) or ``"never"``.
 
     Raises:
       ValueError: an argument is out of range.
@@ -302,6 +314,8 @@ def open_store(
         memory_bytes=memory_bytes,
         num_workers=num_workers,
         chunk_elements=chunk_elements,
+        durability=durability,
+        verify=verify,
     )
     return Store(options)
 

@@ -34,6 +34,10 @@ class SubgroupLayout:
         pages = -(-last.num_bytes // PAGE_BYTES)
         return last.buffer_offset_bytes + pages * PAGE_BYTES
 
+    def place(self, state: int) -> tuple[int, int, str]:
+        """Leaf, chunk and name of a state: what `StoreDirectory` finds its file by."""
+        return self.subgroup.leaf, self.subgroup.chunk, self.states[state]
+
     @classmethod
     def of(cls, subgroup: Subgroup, leaf: LeafRecord) -> "SubgroupLayout":
         """Lays the states out one after another, each from a page on."""
@@ -73,17 +77,13 @@ class Task:
     Attributes:
       layout: the subgroup and its buffer.
       compute: what to do with the loaded buffer; runs once, on a worker.
-      source, target: the slots read from and written to.
-      loads, stores: indices into the layout's states.
-      links: states that stay as they are; the target gets a hard link to each.
+      loads: what to read: indices into the layout's states, each with its slot.
+      stores: what to write, to the slot that the step builds.
       group: whom to tell when `compute` is done.
     """
 
     layout: SubgroupLayout
     compute: Callable[[Csd, CsdBuffer], None]
-    source: Slot | None = None
-    target: Slot | None = None
-    loads: tuple[int, ...] = ()
+    loads: tuple[tuple[int, Slot], ...] = ()
     stores: tuple[int, ...] = ()
-    links: tuple[int, ...] = ()
     group: TaskGroup = field(default_factory=TaskGroup)

@@ -5,6 +5,7 @@ counted once, and a failed call raises an error that names the file and the reme
 """
 
 from jaxinf.io.buffers import Buffer, BufferPool
+from jaxinf.io.checksums import crc32c, crc32c_combine
 from jaxinf.io.direct import DirectIO, read_into, write_from
 from jaxinf.io.files import (
     allocate_file,
@@ -23,6 +24,8 @@ __all__ = [
     "ByteMeters",
     "DirectIO",
     "allocate_file",
+    "crc32c",
+    "crc32c_combine",
     "fsync_directory",
     "fsync_file",
     "read_into",

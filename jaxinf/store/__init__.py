@@ -27,6 +27,7 @@ from jaxinf.store.names import (
     leaf_name,
 )
 from jaxinf.store.snapshot import prune_snapshots, snapshot
+from jaxinf.store.verify import Damage, Verifier, file_checksum, step_bytes
 from jaxinf.store.views import find_leaf, open_array
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "MASTER_PARAMS",
     "SLOTS",
     "CommitRecord",
+    "Damage",
     "LeafRecord",
     "Manifest",
     "ScalarState",
@@ -41,14 +43,17 @@ __all__ = [
     "StateRecord",
     "StoreDirectory",
     "StoreLock",
+    "Verifier",
     "array_name",
     "check_leaf_paths",
     "dtype_of",
+    "file_checksum",
     "find_leaf",
     "leaf_name",
     "open_array",
     "other_slot",
     "prune_snapshots",
     "snapshot",
+    "step_bytes",
     "stored_bytes",
 ]

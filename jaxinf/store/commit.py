@@ -55,12 +55,22 @@ class ScalarState:
 
 @dataclass(frozen=True)
 class CommitRecord:
-    """What a committed step holds beside its chunks; see docs/format.md."""
+    """What a committed step holds beside its chunks; see docs/format.md.
+
+    Attributes:
+      step: its number.
+      scalar_state: the optimizer's.
+      skipped_steps: for a non-finite gradient, up to this step.
+      payload: the caller's.
+      checksums: CRC-32C of each chunk, uint32, by array name in grid order.
+      committed_at: UTC, for people.
+    """
 
     step: int
     scalar_state: Sequence[ScalarState]
     skipped_steps: int = 0
     payload: JsonValue = None
+    checksums: Mapping[str, Array] = field(default_factory=dict)
     committed_at: str = field(
         default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds")
     )
@@ -74,6 +84,10 @@ class CommitRecord:
             "scalar_state": [scalar.to_json() for scalar in self.scalar_state],
             "payload": self.payload,
             "committed_at": self.committed_at,
+            "checksums": {
+                name: sums.astype(">u4").tobytes().hex(" ", 4)
+                for name, sums in self.checksums.items()
+            },
         }
 
     @classmethod
@@ -93,6 +107,12 @@ class CommitRecord:
                 skipped_steps=int(document["skipped_steps"]),
                 payload=document["payload"],
                 committed_at=str(document["committed_at"]),
+                checksums={
+                    str(name): np.frombuffer(bytes.fromhex(text), ">u4").astype(
+                        np.uint32
+                    )
+                    for name, text in document["checksums"].items()
+                },
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StoreFormatError(

@@ -16,7 +16,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from jaxinf.errors import StoreFormatError, StoreIOError, StoreSpaceError
+from jaxinf.errors import (
+    StoreCorruptError,
+    StoreFormatError,
+    StoreIOError,
+    StoreSpaceError,
+)
 from jaxinf.io import (
     allocate_file,
     fsync_directory,
@@ -121,6 +126,29 @@ class StoreDirectory:
     def num_csds(self) -> int:
         """CSDs the chunks are spread over, at least 1."""
         return max(1, len(self.manifest.csds))
+
+    def corrupt_error(
+        self, step_path: Path, place: tuple[int, int, str], expected: int, found: int
+    ) -> StoreCorruptError:
+        """What is raised for a chunk whose checksum is not the committed one.
+
+        Args:
+          step_path: the slot or checkpoint that holds it.
+          place: leaf, chunk and state.
+          expected, found: CRC-32C.
+        """
+        leaf, chunk, state = place
+        record = self.manifest.leaves[leaf]
+        file = step_path / record.array_name(state) / self.chunks[leaf][chunk].key
+        csd = record.csds[chunk]
+        return StoreCorruptError(
+            f"{os.path.realpath(file)}: leaf {record.name}, {state}, chunk {chunk} of "
+            f"{len(record.csds)}, on CSD {csd} ({self.csd_directory(csd)}): expected "
+            f"CRC-32C {expected:08x} as written, found {found:08x}; nothing was "
+            'trained on it. Check the drive (dmesg, smartctl), see "jaxinf verify '
+            f'{self.path}" for all that is damaged, and restore a checkpoint or a '
+            "backup"
+        )
 
     # --- creation ----------------------------------------------------------------
 

@@ -26,7 +26,9 @@ class Victim:
 
     def _say(self):
         assert self._process.stdout is not None
-        word, number = next(self._process.stdout).split()
+        line = next(self._process.stdout)
+        assert len(line.split()) == 2, line
+        word, number = line.split()
         return word, int(number)
 
     def meet_next(self):

@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 
+from jaxinf.engine.chunks import ChunkTable
 from jaxinf.engine.failure import Failure
 from jaxinf.engine.handler import TransferHandler
 from jaxinf.engine.tasks import SubgroupLayout, Task
@@ -64,7 +65,11 @@ class Rig:
         self.csd = WatchedCsd(host)
         self.failure = Failure()
         self.handler = TransferHandler(
-            self.directory, [self.csd], num_workers=num_workers, failure=self.failure
+            self.directory,
+            ChunkTable(self.directory, "a", {}, "never"),
+            [self.csd],
+            num_workers=num_workers,
+            failure=self.failure,
         )
         record = self.directory.manifest.leaves[0]
         cut = subgroups(0, record.grid, record.csds, PAGE)
@@ -78,9 +83,7 @@ class Rig:
             first += 1
 
         settings = {
-            "source": source,
-            "target": "b" if source == "a" else "a",
-            "loads": (0, 1),
+            "loads": ((0, source), (1, source)),
             "stores": (0, 1),
             "compute": compute,
         }
@@ -192,7 +195,7 @@ def test_a_prefetch_of_the_other_slot_is_not_used(rig):
 def test_a_prefetch_of_less_is_completed(rig, memory_pages):
     """The step after gradient accumulation wants more than those before it."""
     item = rig(memory_pages)
-    item.handler.prefetch(item.tasks(loads=(0,)))
+    item.handler.prefetch(item.tasks(loads=((0, "a"),)))
     item.handler.run(item.tasks())
     item.handler.drain()
     assert len(item.csd.reads) == len(set(item.csd.reads)) == 2 * 10

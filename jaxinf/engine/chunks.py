@@ -1,0 +1,230 @@
+"""What the newest version of every chunk is: in which slot, with which checksum.
+
+      stored ──► pending ──end_step──► working slot ──end_commit──► committed slot
+
+Invariant: what a reader is told to load is what the last finished step wrote, and
+nothing that differs from its checksum passes `loaded` unnoticed.
+"""
+
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from jaxinf.engine.tasks import SubgroupLayout
+from jaxinf.errors import StoreCorruptError
+from jaxinf.io import crc32c_combine
+from jaxinf.store import Slot, StoreDirectory, file_checksum, other_slot
+from jaxinf.typing import Array
+
+__all__ = ["VERIFY_MODES", "ChunkTable", "VerifyMode"]
+
+VerifyMode = Literal["always", "sampled", "never"]
+VERIFY_MODES: tuple[VerifyMode, ...] = ("always", "sampled", "never")
+
+_SAMPLED_ONE_IN = 16
+
+_Parts: TypeAlias = dict[int, tuple[int, int]]
+"""Of one chunk: by offset in elements, the checksum and the length in bytes."""
+
+
+class ChunkTable:
+    """The chunk files of a store: one entry a leaf, state and chunk. Thread-safe.
+
+    Args:
+      directory: the store's files.
+      committed: the slot that `current` names, or None in a store being made.
+      checksums: of the committed step, by array name.
+      verify: which of the chunks that are read `loaded` is to be asked about.
+    """
+
+    def __init__(
+        self,
+        directory: StoreDirectory,
+        committed: Slot | None,
+        checksums: Mapping[str, Array],
+        verify: VerifyMode,
+    ) -> None:
+        self._directory = directory
+        self._committed: Slot | None = committed
+        self._verify = verify
+        self._lock = threading.Lock()
+        self._first: list[int] = []  # a leaf's first entry
+        sums = []
+        for leaf in directory.manifest.leaves:
+            self._first.append(sum(map(len, sums)))
+            for state in leaf.states:
+                held = checksums.get(leaf.array_name(state.name))
+                sums.append(
+                    np.zeros(len(leaf.csds), np.uint32) if held is None else held
+                )
+        self._sums = np.concatenate([np.zeros(0, np.uint32), *sums])
+        self._is_working = np.zeros(self._sums.size, bool)
+        self._is_shared = np.zeros(self._sums.size, bool)
+        self._pending: dict[int, int] = {}
+        self._loading: dict[tuple[int, Slot], _Parts] = {}
+        self._storing: dict[int, _Parts] = {}
+        self._num_steps = 0
+
+    # --- where ---------------------------------------------------------------------
+
+    @property
+    def committed(self) -> Slot:
+        """The slot of the last committed step."""
+        assert self._committed is not None
+        return self._committed
+
+    @property
+    def target(self) -> Slot:
+        """The slot that steps write to until the next commit."""
+        return "a" if self._committed is None else other_slot(self._committed)
+
+    def source(self, layout: SubgroupLayout, state: int) -> Slot:
+        """The slot with the newest version of a state of a subgroup's chunk."""
+        is_working = self._is_working[self._entry(layout, state)]
+        return self.target if is_working else self.committed
+
+    @property
+    def has_working(self) -> bool:
+        """Whether steps have finished since the last commit."""
+        return bool(self._is_working.any())
+
+    # --- checksums -----------------------------------------------------------------
+
+    def is_checked(self, layout: SubgroupLayout, state: int) -> bool:
+        """Whether what is read is to be given to `loaded`."""
+        if self._verify == "sampled":
+            entry = self._entry(layout, state)
+            return (entry + self._num_steps) % _SAMPLED_ONE_IN == 0
+        return self._verify == "always"
+
+    def loaded(
+        self, layout: SubgroupLayout, state: int, slot: Slot, checksum: int
+    ) -> None:
+        """Notes what was read; compares as soon as all of a chunk has been.
+
+        Raises:
+          StoreCorruptError: the chunk is not what was written.
+        """
+        entry = self._entry(layout, state)
+        with self._lock:
+            parts = self._loading.setdefault((entry, slot), {})
+            found = self._whole(parts, layout, state, checksum)
+            if found is None:
+                return
+            del self._loading[entry, slot]
+            expected = int(self._sums[entry])
+        if found != expected:
+            raise self._corrupt(layout, state, slot, expected, found)
+
+    def stored(self, layout: SubgroupLayout, state: int, checksum: int) -> None:
+        """Notes what is being written to the target slot."""
+        entry = self._entry(layout, state)
+        with self._lock:
+            self._is_shared[entry] = False
+            parts = self._storing.setdefault(entry, {})
+            whole = self._whole(parts, layout, state, checksum)
+            if whole is not None:
+                del self._storing[entry]
+                self._pending[entry] = whole
+
+    def check_file(self, layout: SubgroupLayout, state: int) -> None:
+        """Reads all of a chunk that `loaded` may have seen in part only; blocks.
+
+        Raises:
+          StoreCorruptError: the chunk is not what was written.
+        """
+        slot = self.source(layout, state)
+        subgroup = layout.subgroup
+        chunk = self._directory.chunks[subgroup.leaf][subgroup.chunk]
+        num_bytes = chunk.num_elements * layout.extents[state].dtype.itemsize
+        file = self._directory.chunk_file(slot, *layout.place(state))
+        expected = int(self._sums[self._entry(layout, state)])
+        found = file_checksum(file, num_bytes)
+        if found != expected:
+            raise self._corrupt(layout, state, slot, expected, found)
+
+    def checksums(self) -> dict[str, Array]:
+        """Of the newest version of every chunk, by array name."""
+        result, first = {}, 0
+        for leaf in self._directory.manifest.leaves:
+            for state in leaf.states:
+                last = first + len(leaf.csds)
+                result[leaf.array_name(state.name)] = self._sums[first:last].copy()
+                first = last
+        return result
+
+    # --- steps and commits ---------------------------------------------------------
+
+    def end_step(self) -> None:
+        """What was stored is the newest from here on."""
+        with self._lock:
+            assert not self._storing
+            for entry, checksum in self._pending.items():
+                self._sums[entry] = checksum
+                self._is_working[entry] = True
+            self._num_steps += 1
+        self.forget_step()
+
+    def forget_step(self) -> None:
+        """Drops what is noted of a step that has not ended."""
+        with self._lock:
+            self._pending.clear()
+            self._storing.clear()
+            self._loading.clear()
+
+    def share_unwritten(self) -> None:
+        """Links every chunk that no step has written into the target slot."""
+        for leaf, chunk, state, entry in self._unshared():
+            name = self._directory.manifest.leaves[leaf].states[state].name
+            self._directory.link_unchanged(self.committed, leaf, chunk, name)
+            self._is_shared[entry] = True
+
+    def end_commit(self) -> None:
+        """The target slot is published."""
+        self._committed = self.target
+        self._is_working[:] = False
+
+    # --- inside --------------------------------------------------------------------
+
+    def _entry(self, layout: SubgroupLayout, state: int) -> int:
+        subgroup = layout.subgroup
+        num_chunks = len(self._directory.manifest.leaves[subgroup.leaf].csds)
+        return self._first[subgroup.leaf] + state * num_chunks + subgroup.chunk
+
+    def _unshared(self) -> Iterator[tuple[int, int, int, int]]:
+        if (self._is_working | self._is_shared).all():
+            return
+        entry = 0
+        for number, leaf in enumerate(self._directory.manifest.leaves):
+            for state in range(len(leaf.states)):
+                for chunk in range(len(leaf.csds)):
+                    if not self._is_working[entry] and not self._is_shared[entry]:
+                        yield number, chunk, state, entry
+                    entry += 1
+
+    def _whole(
+        self, parts: _Parts, layout: SubgroupLayout, state: int, checksum: int
+    ) -> int | None:
+        """The chunk's checksum once all its subgroups are among the parts."""
+        subgroup, extent = layout.subgroup, layout.extents[state]
+        parts[subgroup.offset_elements] = (checksum, extent.num_bytes)
+        chunk = self._directory.chunks[subgroup.leaf][subgroup.chunk]
+        num_bytes = chunk.num_elements * extent.dtype.itemsize
+        if sum(length for _, length in parts.values()) < num_bytes:
+            return None
+        if len(parts) == 1:
+            return checksum
+        return crc32c_combine(parts[offset] for offset in sorted(parts))
+
+    def _corrupt(
+        self, layout: SubgroupLayout, state: int, slot: Slot, expected: int, found: int
+    ) -> StoreCorruptError:
+        subgroup = layout.subgroup
+        return self._directory.corrupt_error(
+            self._directory.slot_path(slot),
+            (subgroup.leaf, subgroup.chunk, layout.states[state]),
+            expected,
+            found,
+        )

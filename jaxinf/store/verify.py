@@ -1,0 +1,206 @@
+"""A committed step's files held against its record, chunk by chunk.
+
+Invariant: only reads, through one small buffer a thread; every damage is found, not the
+first alone, and none is reported twice for a file that two steps share.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from jaxinf.errors import StoreFormatError, StoreIOError
+from jaxinf.io import BufferPool, crc32c, crc32c_combine, read_into
+from jaxinf.store.commit import CommitRecord
+from jaxinf.store.directory import StoreDirectory
+from jaxinf.store.manifest import LeafRecord, StateRecord
+from jaxinf.store.zarr_metadata import array_metadata
+from jaxinf.typing import ProgressCallback
+
+__all__ = ["Damage", "Verifier", "file_checksum", "step_bytes"]
+
+_PIECE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Something of a step that is not as it was written.
+
+    Attributes:
+      step_path: the slot or the checkpoint.
+      file: the real file, or the one that is missing.
+      what: leaf, state, chunk and CSD, or which document.
+      problem: expected and found.
+    """
+
+    step_path: Path
+    file: Path
+    what: str
+    problem: str
+
+
+@dataclass(frozen=True)
+class _ChunkFile:
+    """A chunk's file, what it should hold, and how long it is."""
+
+    file: Path
+    what: str
+    num_bytes: int
+    expected: int
+
+
+_Seen: TypeAlias = dict[tuple[int, int], int]
+
+
+def file_checksum(file: Path, num_bytes: int, pool: BufferPool | None = None) -> int:
+    """The CRC-32C of a file's beginning; blocks until it is read.
+
+    Args:
+      file: a chunk file.
+      num_bytes: how much of it counts.
+      pool: gives one buffer of at most 4 MiB; by default one is made.
+
+    Raises:
+      StoreIOError: it is missing or too short, or the drive failed.
+    """
+    sums = []
+    pool = BufferPool(_PIECE_BYTES) if pool is None else pool
+    with pool.acquire(min(_PIECE_BYTES, num_bytes)) as buffer:
+        for offset in range(0, num_bytes, _PIECE_BYTES):
+            length = min(_PIECE_BYTES, num_bytes - offset)
+            read_into(file, buffer.array, offset, length)
+            sums.append((crc32c(buffer.array[:length]), length))
+    return crc32c_combine(sums)
+
+
+def step_bytes(directory: StoreDirectory) -> int:
+    """Bytes of state in one committed step, padding left out."""
+    return sum(
+        chunk.num_elements * state.itemsize
+        for leaf, chunks in zip(
+            directory.manifest.leaves, directory.chunks, strict=True
+        )
+        for state in leaf.states
+        for chunk in chunks
+    )
+
+
+class Verifier:
+    """Verifies steps of one store; a file that several share is read once.
+
+    Args:
+      directory: the store.
+      progress: called with the bytes done and in all of a step, from any thread.
+      num_workers: threads that read.
+    """
+
+    def __init__(
+        self,
+        directory: StoreDirectory,
+        progress: ProgressCallback | None = None,
+        *,
+        num_workers: int = 4,
+    ) -> None:
+        self._directory = directory
+        self._progress: Callable[[int, int], None] = progress or (lambda _, __: None)
+        self._num_workers = num_workers
+        self._seen: _Seen = {}
+
+    def verify(self, step_path: Path) -> list[Damage]:
+        """All that is wrong with a step; empty if nothing is.
+
+        Args:
+          step_path: a slot, a checkpoint, or what `snapshot` yields.
+        """
+        record_path = step_path / "commit.json"
+        try:
+            record = CommitRecord.read(record_path)
+        except StoreFormatError as error:
+            return [Damage(step_path, record_path, "commit record", str(error))]
+        damages = list(self._documents(step_path))
+        total, done = step_bytes(self._directory), 0
+        with (
+            closing(BufferPool(self._num_workers * _PIECE_BYTES)) as pool,
+            ThreadPoolExecutor(self._num_workers) as threads,
+        ):
+            files = list(self._chunk_files(step_path, record, damages))
+            problems = threads.map(lambda item: self._problem(item, pool), files)
+            for item, problem in zip(files, problems, strict=True):
+                if problem:
+                    real = Path(os.path.realpath(item.file))
+                    damages.append(Damage(step_path, real, item.what, problem))
+                done += item.num_bytes
+                self._progress(done, total)
+        return damages
+
+    def _problem(self, item: _ChunkFile, pool: BufferPool) -> str | None:
+        try:
+            status = os.stat(item.file)
+            inode = (status.st_dev, status.st_ino)
+            found = self._seen.get(inode)
+            if found is None:
+                found = file_checksum(item.file, item.num_bytes, pool)
+                self._seen[inode] = found
+        except FileNotFoundError:
+            return "expected a chunk file, found none"
+        except (StoreIOError, OSError) as error:
+            return str(error)
+        if found != item.expected:
+            return f"expected CRC-32C {item.expected:08x}, found {found:08x}"
+        return None
+
+    def _chunk_files(
+        self, step_path: Path, record: CommitRecord, damages: list[Damage]
+    ) -> Iterator[_ChunkFile]:
+        for leaf, chunks in zip(
+            self._directory.manifest.leaves, self._directory.chunks, strict=True
+        ):
+            for state in leaf.states:
+                name = leaf.array_name(state.name)
+                sums = record.checksums.get(name, np.zeros(0, np.uint32))
+                if len(sums) != len(chunks):
+                    damages.append(
+                        Damage(
+                            step_path,
+                            step_path / "commit.json",
+                            f"leaf {leaf.name}, {state.name}",
+                            f"expected {len(chunks)} checksums, found {len(sums)}",
+                        )
+                    )
+                    continue
+                for number, (chunk, expected) in enumerate(
+                    zip(chunks, sums, strict=True)
+                ):
+                    yield _ChunkFile(
+                        step_path / name / chunk.key,
+                        f"leaf {leaf.name}, {state.name}, chunk {number} of "
+                        f"{len(chunks)}, on CSD {leaf.csds[number]}",
+                        chunk.num_elements * state.itemsize,
+                        int(expected),
+                    )
+
+    def _documents(self, step_path: Path) -> Iterator[Damage]:
+        """The zarr metadata by which other tools read the arrays."""
+        for leaf in self._directory.manifest.leaves:
+            for state in leaf.states:
+                file = step_path / leaf.array_name(state.name) / "zarr.json"
+                problem = _document_problem(file, leaf, state)
+                if problem:
+                    what = f"leaf {leaf.name}, {state.name}, zarr metadata"
+                    yield Damage(step_path, file, what, problem)
+
+
+def _document_problem(file: Path, leaf: LeafRecord, state: StateRecord) -> str | None:
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        return f"cannot be read ({type(error).__name__}: {error})"
+    if found != array_metadata(leaf.shape, leaf.chunk_shape, state.dtype):
+        return "expected the manifest's shape, chunks and dtype, found another document"
+    return None

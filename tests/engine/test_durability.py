@@ -1,0 +1,195 @@
+"""Commits every step, every k steps, or only when asked."""
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from store_driver import Driver
+
+import jaxinf
+from jaxinf.errors import StoreError
+
+PAGE = 4096
+
+
+def reopened(driver, place):
+    """What a crash at this moment leaves, opened again."""
+    copy = place / "crashed"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(driver.store.path, copy, symlinks=True)
+    return Driver(copy)
+
+
+@pytest.mark.parametrize(
+    ("durability", "committed"),
+    [("step", 7), (1, 7), (2, 6), (3, 6), (7, 7), (100, 0), ("checkpoint", 0)],
+)
+def test_a_crash_costs_the_steps_since_the_last_commit(
+    drive, place, durability, committed
+):
+    driver = drive(durability=durability).init().steps(7)
+    driver.store.steps.join()
+    assert driver.store.step == committed
+    crashed = reopened(driver, place)
+    assert crashed.store.step == committed
+    crashed.init().check(committed)
+    crashed.steps(2).check(committed + 2)
+    crashed.close()
+    driver.check(7)
+    assert driver.store.step == 7
+    driver.close()
+    assert Driver(driver.store.path).init().at == 7
+
+
+@pytest.mark.parametrize("num_csds", [0, 3])
+@pytest.mark.parametrize("memory_bytes", [1 << 19, 1 << 24])
+def test_steps_in_place_are_those_of_every_step_committed(
+    drive, num_csds, memory_bytes
+):
+    driver = drive(
+        num_csds=num_csds, durability=3, memory_bytes=memory_bytes, num_workers=2
+    )
+    driver.init()
+    for step in range(1, 12):
+        driver.step()
+        if step % 4 == 0:  # not where a commit is due anyway
+            driver.check(step)
+    driver.check(11)
+
+
+def test_the_committed_slot_is_not_touched_between_commits(drive):
+    driver = drive(durability=5).init().steps(5)
+    driver.store.steps.join()
+    committed = driver.store.path / "current"
+    before = driver.found(committed.resolve())
+    driver.steps(4)
+    driver.store.steps.join()
+    for name, arrays in driver.found(committed.resolve()).items():
+        for held, then in zip(arrays, before[name], strict=True):
+            np.testing.assert_array_equal(held, then)
+    driver.check(9)
+
+
+@pytest.mark.parametrize("show", ["wait", "close", "snapshot", "tensorstore", "params"])
+def test_what_shows_the_store_commits_first(drive, show):
+    driver = drive(durability="checkpoint").init().steps(3)
+    store = driver.store
+    if show == "wait":
+        store.wait()
+    elif show == "close":
+        store.close()
+        assert store.session.commit.step == 3
+        return
+    elif show == "snapshot":
+        with store.snapshot() as path:
+            driver.check(3, path)
+    elif show == "tensorstore":
+        momentum = store.tensorstore("trace", "bias").read().result()
+        np.testing.assert_array_equal(momentum, 3.0)
+    else:
+        like = {
+            name: jax.ShapeDtypeStruct(shape, jaxinf.store.dtype_of(dtype))
+            for name, (shape, dtype) in driver.leaves.items()
+        }
+        wanted = driver.expected(3)["bias"][0]
+        np.testing.assert_array_equal(store.params(like)["bias"], wanted)
+    assert store.step == 3
+
+
+def test_a_commit_carries_the_payload_of_its_own_step(drive):
+    driver = drive(durability=10).init()
+    for step in range(1, 5):
+        driver.store.annotate(step, {"at": step})
+        driver.step()
+    driver.store.wait()
+    assert driver.store.payload == {"at": 4}
+    with pytest.raises(ValueError, match="the store is at step 4"):
+        driver.store.annotate(4, None)
+
+
+def test_a_step_given_up_over_uncommitted_ones_says_what_is_lost(drive):
+    driver = drive(durability=10).init().steps(3)
+    driver.update([0])
+    with pytest.raises(StoreError, match="step 4 was given up") as caught:
+        driver.store.steps.abandon()
+    note = "3 finished steps since the commit of step 0 are lost"
+    assert any(note in text for text in caught.value.__notes__)
+    with pytest.raises(StoreError, match="step 4 was given up"):
+        driver.close()
+    Driver(driver.store.path).init().check(0)
+
+
+def test_the_first_step_after_a_commit_can_be_given_up(drive):
+    driver = drive(durability=2).init().steps(2)
+    driver.update([0, 1])
+    driver.store.steps.abandon()
+    driver.steps(3).check(5)
+
+
+def test_an_error_says_how_many_steps_it_costs(drive):
+    driver = drive(durability=10).init().steps(4)
+    driver.store.steps.join()
+    driver.store.session.fail(error := OSError("the drive is gone"))
+    with pytest.raises(OSError, match="the drive is gone") as caught:
+        driver.close()
+    assert caught.value is error
+    assert "4 finished steps since the commit of step 0" in error.__notes__[0]
+
+
+def test_closing_in_the_middle_of_a_step_over_uncommitted_ones(drive, caplog):
+    driver = drive(durability=10).init().steps(2)
+    driver.update([0])
+    driver.close()
+    assert "step 3 is incomplete" in caplog.text
+    assert "2 finished steps" in caplog.text
+    Driver(driver.store.path).init().check(0)
+
+
+@pytest.mark.parametrize("durability", ["stepp", 0, -1, 1.5, True, None])
+def test_durability_is_checked(tmp_path, durability):
+    with pytest.raises(ValueError, match="durability="):
+        jaxinf.open_store(tmp_path / "store", durability=durability)
+    assert not (tmp_path / "store").exists()
+
+
+def run_transform(path, bad_steps, num_steps=9, **options):
+    """Params after training in which some gradients are not finite."""
+    nonfinite = options.pop("nonfinite")
+    params = {"a": jnp.ones(PAGE + 3), "b": jnp.ones((3, 5)), "c": jnp.float32(2)}
+    with jaxinf.open_store(path, **options) as store:
+        tx = jaxinf.smart_update(optax.adam(0.1), store, nonfinite=nonfinite)
+        state = tx.init(params)
+
+        @jax.jit
+        def step(params, state, scale):
+            grads = jax.tree.map(lambda p: p * 0.5, params)
+            grads["b"] = grads["b"] * scale
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        for number in range(num_steps):
+            scale = jnp.nan if number in bad_steps else 1.0
+            params, state = jax.block_until_ready(step(params, state, scale))
+        return jax.device_get(params), int(state.step), int(state.skipped_steps)
+
+
+@pytest.mark.parametrize("durability", [4, "checkpoint"])
+def test_a_gradient_that_is_not_finite_is_skipped_in_place_too(tmp_path, durability):
+    options = {"bad_steps": (2, 5), "nonfinite": "skip"}
+    wanted = run_transform(tmp_path / "each", **options)
+    found = run_transform(tmp_path / "some", durability=durability, **options)
+    assert wanted[1:] == found[1:] == (7, 2)
+    jax.tree.map(np.testing.assert_array_equal, wanted[0], found[0])
+
+
+def test_a_gradient_that_is_not_finite_costs_no_step_before_it(tmp_path):
+    path = tmp_path / "store"
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=r"gradient of b; .* at step 6"
+    ):
+        run_transform(path, bad_steps=(6,), nonfinite="error", durability=4)
+    with jaxinf.open_store(path) as store:
+        assert store.step == 6

@@ -1,0 +1,130 @@
+"""Flipped bits are found before they are trained on."""
+
+import contextlib
+import itertools
+
+import numpy as np
+import pytest
+from store_driver import Driver
+
+import jaxinf
+from jaxinf.errors import StoreCorruptError
+from jaxinf.store import StoreDirectory
+
+LEAVES = {"w": ((300, 1025), "float32"), "s": ((), "float32"), "h": ((77,), "bfloat16")}
+
+
+def flip(driver, leaf, state, byte=0, chunk=0):
+    """Turns one bit of a committed chunk over; returns its file."""
+    number = list(driver.leaves).index(leaf)
+    directory = StoreDirectory.open(driver.store.path)
+    file = directory.chunk_file(directory.committed_slot(), number, chunk, state)
+    with open(file, "r+b") as opened:
+        opened.seek(byte)
+        value = opened.read(1)[0]
+        opened.seek(byte)
+        opened.write(bytes([value ^ 4]))
+    return file
+
+
+CASES = [("w", 0), ("w", 300 * 1025 * 4 - 1), ("w", 700_001), ("s", 3), ("h", 153)]
+
+
+@pytest.mark.parametrize("state", ["params", "trace"])
+@pytest.mark.parametrize(("leaf", "byte"), CASES)
+@pytest.mark.parametrize("memory_bytes", [1 << 18, 1 << 24])  # many subgroups, one
+def test_a_flipped_bit_is_named_and_not_trained_on(
+    drive, leaf, byte, state, memory_bytes
+):
+    options = {"leaves": LEAVES, "memory_bytes": memory_bytes, "num_workers": 2}
+    driver = drive(num_csds=2, **options).init().steps(3)
+    driver.close()
+    file = flip(driver, leaf, state, byte)
+    again = Driver(driver.store.path, **options)
+    again.session.bind(again.description)
+    again.at = 3
+    number = list(again.leaves).index(leaf)
+    with pytest.raises(StoreCorruptError, match=f"leaf {leaf}, {state}, chunk 0") as e:
+        again.update([number])
+    assert str(file.resolve()) in str(e.value)
+    assert "on CSD" in str(e.value)
+    assert "checkpoint" in str(e.value)
+    with pytest.raises(StoreCorruptError):
+        again.finish()
+    with pytest.raises(StoreCorruptError):
+        again.store.check()
+    again.close()
+    reopened = Driver(driver.store.path, **options)
+    assert reopened.store.step == 3
+    flip(driver, leaf, state, byte)
+    reopened.init().steps(1).check(4)
+    reopened.close()
+
+
+def test_what_padding_holds_does_not_count(drive):
+    driver = drive(leaves=LEAVES).init().steps(1)
+    driver.close()
+    flip(driver, "h", "params", byte=400)
+    Driver(driver.store.path, leaves=LEAVES).init().steps(1).check(2)
+
+
+def test_params_that_are_read_are_checked(drive):
+    driver = drive(leaves=LEAVES).init().steps(1)
+    driver.close()
+    flip(driver, "w", "params", byte=12345)
+    again = Driver(driver.store.path, leaves=LEAVES)
+    with pytest.raises(StoreCorruptError):
+        again.init()
+    with pytest.raises(StoreCorruptError):
+        again.close()
+
+
+def test_another_cut_of_the_chunks_finds_the_same_sums(drive):
+    path = None
+    budgets = [1 << 18, 1 << 24, 1 << 19]
+    for number, memory_bytes in enumerate(itertools.chain(budgets, budgets)):
+        driver = (
+            Driver(path, leaves=LEAVES, memory_bytes=memory_bytes)
+            if path
+            else (drive(leaves=LEAVES, memory_bytes=memory_bytes))
+        )
+        path = driver.store.path
+        driver.init().steps(2).check(2 * number + 2)
+        driver.close()
+
+
+def flip_and_step(driver, num_steps, verify):
+    """Steps on a store that has a flipped bit; how many were done before it showed."""
+    flip(driver, "w", "trace", byte=5)
+    again = Driver(driver.store.path, leaves=LEAVES, verify=verify)
+    again.session.bind(again.description)
+    again.at = again.store.step
+    number = list(again.leaves).index("w")
+    for done in range(num_steps):
+        part = again.part(number)
+        part = jaxinf.engine.LeafPart(**{**vars(part), "probe": np.zeros(0)})
+        try:
+            again.store.steps.update(again.at, part)
+            again.store.steps.abandon()
+            again.session.chunks.end_step()
+        except StoreCorruptError:
+            with contextlib.suppress(StoreCorruptError):
+                again.close()
+            return done
+    again.close()
+    return num_steps
+
+
+@pytest.mark.parametrize(
+    ("verify", "least", "most"),
+    [("always", 0, 0), ("sampled", 0, 15), ("never", 20, 20)],
+)
+def test_how_much_is_verified(drive, verify, least, most):
+    driver = drive(leaves=LEAVES).init().steps(1)
+    driver.close()
+    assert least <= flip_and_step(driver, 20, verify) <= most
+
+
+def test_verify_is_checked(tmp_path):
+    with pytest.raises(ValueError, match="verify='often': expected one of 'always'"):
+        jaxinf.open_store(tmp_path / "store", verify="often")
