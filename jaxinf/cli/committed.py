@@ -11,7 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxinf.errors import StoreFormatError, StoreIOError
+from jaxinf.errors import (
+    StoreError,
+    StoreFormatError,
+    StoreIOError,
+    StoreSpaceError,
+)
 from jaxinf.store import CommitRecord, Manifest, StoreDirectory, snapshot
 
 __all__ = ["CommittedStep", "open_committed"]
@@ -73,7 +78,7 @@ def open_committed(path: Path, *, is_live: bool = False) -> Iterator[CommittedSt
         if not is_live:
             try:
                 pinned = stack.enter_context(snapshot(directory))
-            except StoreIOError as error:
+            except (StoreIOError, StoreSpaceError) as error:
                 warnings = (_fallback_warning(error),)
             else:
                 commit = CommitRecord.read(pinned / "commit.json")
@@ -100,7 +105,7 @@ def _open_directory(path: Path) -> StoreDirectory:
     return directory
 
 
-def _fallback_warning(error: StoreIOError) -> str:
+def _fallback_warning(error: StoreError) -> str:
     """Why the step is read unpinned; raises the error where that would not help."""
     cause = error.__cause__
     if not isinstance(cause, OSError) or cause.errno not in _CANNOT_PIN:
@@ -117,7 +122,7 @@ def _read_live(directory: StoreDirectory) -> tuple[Path, CommitRecord]:
         slot = directory.committed_slot()
         if slot is None:
             break
-        slot_path = directory.slot_path(slot)
+        slot_path = directory.step_path(slot)
         try:
             return slot_path, CommitRecord.read(slot_path / "commit.json")
         except StoreFormatError as error:

@@ -163,7 +163,7 @@ def _stored(states: Sequence[StateRecord], chunk: Any) -> int:
 
 def _disk_bytes(directory: StoreDirectory) -> int:
     """Bytes of the blocks of both slots; a file that both link to counts once."""
-    roots = {directory.slot_path(slot) for slot in SLOTS}
+    roots = {directory.step_path(slot) for slot in SLOTS}
     for csd in range(directory.num_csds):
         roots |= {directory.data_path(slot, csd) for slot in SLOTS}
     seen: dict[tuple[int, int], int] = {}

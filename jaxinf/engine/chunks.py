@@ -178,7 +178,7 @@ class ChunkTable:
         """Links every chunk that no step has written into the target slot."""
         for leaf, chunk, state, entry in self._unshared():
             name = self._directory.manifest.leaves[leaf].states[state].name
-            self._directory.link_unchanged(self.committed, leaf, chunk, name)
+            self._directory.link_chunk(self.committed, self.target, leaf, chunk, name)
             self._is_shared[entry] = True
 
     def end_commit(self) -> None:
@@ -223,7 +223,7 @@ class ChunkTable:
     ) -> StoreCorruptError:
         subgroup = layout.subgroup
         return self._directory.corrupt_error(
-            self._directory.slot_path(slot),
+            self._directory.step_path(slot),
             (subgroup.leaf, subgroup.chunk, layout.states[state]),
             expected,
             found,

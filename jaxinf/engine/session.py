@@ -32,7 +32,9 @@ from jaxinf.store import (
     Manifest,
     StoreDirectory,
     StoreLock,
+    prune_leftovers,
     prune_snapshots,
+    restore_checkpoint,
 )
 
 __all__ = ["Durability", "Session", "SessionOptions"]
@@ -64,6 +66,7 @@ class SessionOptions:
         chunk_elements: int,
         durability: Durability = "step",
         verify: VerifyMode = "always",
+        restore: str | None = None,
     ) -> None:
         if csd not in CSD_KINDS:
             raise ValueError(
@@ -98,6 +101,7 @@ class SessionOptions:
         self.num_workers = num_workers
         self.chunk_elements = chunk_elements
         self.verify: VerifyMode = verify
+        self.restore = restore
 
 
 def _steps_per_commit(durability: Durability) -> int | None:
@@ -147,6 +151,15 @@ class Session:
         _check_place(options.path)
         if self._is_there():
             self._open()
+        else:
+            self._check_restorable()
+
+    def _check_restorable(self) -> None:
+        if self.options.restore is not None:
+            raise ValueError(
+                f"{self.options.path}: expected a store with a checkpoint "
+                f"{self.options.restore!r} to restore, found no committed step"
+            )
 
     # --- failure -------------------------------------------------------------------
 
@@ -200,6 +213,7 @@ class Session:
             directory = StoreDirectory.open(self.options.path)
             self.commit = self.finished = directory.read_commit()
             if self.commit is None:
+                self._check_restorable()
                 directory.check_never_committed()
                 _LOG.info(
                     "%s: its creation was interrupted before a first step was "
@@ -209,6 +223,10 @@ class Session:
                 return
             self._check_roots(directory.manifest)
             prune_snapshots(directory)
+            prune_leftovers(directory)
+            if self.options.restore is not None:
+                record = restore_checkpoint(directory, self.options.restore)
+                self.commit = self.finished = record
             self._attach(directory)
         except BaseException:
             self.commit = self.finished = None

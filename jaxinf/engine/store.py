@@ -23,7 +23,18 @@ from jaxinf.engine.steps import StepEngine, StepMetrics
 from jaxinf.errors import StoreFormatError, StoreMismatchError
 from jaxinf.kernels import leaf_infos
 from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS
-from jaxinf.store import Manifest, find_leaf, leaf_name, open_array, snapshot
+from jaxinf.store import (
+    CheckpointInfo,
+    Manifest,
+    checkpoints_to_prune,
+    find_leaf,
+    leaf_name,
+    list_checkpoints,
+    open_array,
+    remove_checkpoint,
+    save_checkpoint,
+    snapshot,
+)
 from jaxinf.typing import JsonValue, PathLikeStr, PyTree
 
 __all__ = ["DEFAULT_MEMORY_BYTES", "Store", "open_store"]
@@ -202,6 +213,63 @@ class Store:
         with snapshot(self.session.files) as path:
             yield path
 
+    # --- checkpoints ---------------------------------------------------------------
+
+    def checkpoint(self, name: str | None = None, *, state: Any = None) -> str:
+        """Keeps the last finished step under a name; blocks until it is durable.
+
+        No data is copied: the step's files are hard-linked, and the run goes on in
+        others. From then on the drives hold that step beside the run's own two, for
+        which there must be room.
+
+        Args:
+          name: by default the step's number, which is what Orbax's CheckpointManager
+            lists.
+          state: the transform state to wait for, JAX dispatch being asynchronous.
+
+        Returns:
+          The name. The checkpoint is ``STORE/checkpoints/NAME``, an Orbax checkpoint
+          and a zarr group; ``open_store(path, restore=name)`` goes on from it.
+
+        Raises:
+          ValueError: the name is no name, or another step's number.
+          StoreMismatchError: there is a checkpoint of that name.
+          StoreSpaceError: the drives have too little room; nothing was made.
+        """
+        self.wait(state)
+        _ = self.manifest
+        with self.steps.paused():
+            return save_checkpoint(self.session.files, name)
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """The checkpoints that there are, by step."""
+        _ = self.manifest
+        return list_checkpoints(self.session.files)
+
+    def remove_checkpoint(self, name: str) -> None:
+        """Removes a checkpoint and gives its space back.
+
+        Raises:
+          ValueError: there is none of that name.
+        """
+        _ = self.manifest
+        remove_checkpoint(self.session.files, name)
+
+    def prune_checkpoints(self, *, keep_last: int, keep_every: int = 0) -> list[str]:
+        """Removes the checkpoints that a policy does not keep; those it removed.
+
+        Args:
+          keep_last: how many of the latest stay; 0 keeps all.
+          keep_every: steps that are a multiple of this stay too; 0 for none.
+
+        Only checkpoints named by their step are removed, never one with another name.
+        """
+        found = self.checkpoints()
+        names = checkpoints_to_prune(found, keep_last=keep_last, keep_every=keep_every)
+        for name in names:
+            self.remove_checkpoint(name)
+        return names
+
     # --- control -------------------------------------------------------------------
 
     def annotate(self, step: int, payload: JsonValue) -> None:
@@ -281,10 +349,12 @@ def open_store(
     chunk_elements: int = DEFAULT_CHUNK_ELEMENTS,
     durability: Durability = "step",
     verify: VerifyMode = "always",
+    restore: str | None = None,
 ) -> Store:
     """Opens a store, or names the place where `tx.init` will make one.
 
-    Nothing is written here. An existing store resumes at its last committed step.
+    Nothing is written here, `restore` excepted. An existing store resumes at its last
+    committed step.
 
     Args:
       path: the store's directory; missing or empty for a new one.
@@ -300,9 +370,12 @@ def open_store(
         or an error costs the steps since the last commit.
       verify: which chunks that are read are held against their checksums:
         ``"always"``, ``"sampled"`` (each every 16th step) or ``"never"``.
+      restore: a checkpoint to go on from: it becomes the committed step again, and
+        stays as it is. What was committed after it is given up, unless a checkpoint
+        keeps that.
 
     Raises:
-      ValueError: an argument is out of range.
+      ValueError: an argument is out of range, or there is no such checkpoint.
       NotADirectoryError, PermissionError: `path` cannot be a store.
       StoreLockedError: a live process has it open; names it.
       StoreFormatError: not a store, damaged, or of a newer format.
@@ -316,6 +389,7 @@ def open_store(
         chunk_elements=chunk_elements,
         durability=durability,
         verify=verify,
+        restore=restore,
     )
     return Store(options)
 

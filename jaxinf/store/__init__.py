@@ -4,6 +4,16 @@ Invariant: at every instant the last committed step is whole on the drives
 (docs/format.md says why).
 """
 
+from jaxinf.store.checkpoint import (
+    CheckpointInfo,
+    checkpoints_to_prune,
+    find_checkpoint,
+    list_checkpoints,
+    prune_leftovers,
+    remove_checkpoint,
+    restore_checkpoint,
+    save_checkpoint,
+)
 from jaxinf.store.commit import CommitRecord, ScalarState
 from jaxinf.store.directory import (
     SLOTS,
@@ -34,6 +44,7 @@ __all__ = [
     "FORMAT_VERSION",
     "MASTER_PARAMS",
     "SLOTS",
+    "CheckpointInfo",
     "CommitRecord",
     "Damage",
     "LeafRecord",
@@ -46,13 +57,20 @@ __all__ = [
     "Verifier",
     "array_name",
     "check_leaf_paths",
+    "checkpoints_to_prune",
     "dtype_of",
     "file_checksum",
+    "find_checkpoint",
     "find_leaf",
     "leaf_name",
+    "list_checkpoints",
     "open_array",
     "other_slot",
+    "prune_leftovers",
     "prune_snapshots",
+    "remove_checkpoint",
+    "restore_checkpoint",
+    "save_checkpoint",
     "snapshot",
     "step_bytes",
     "stored_bytes",

@@ -31,6 +31,7 @@ from jaxinf.io import (
 from jaxinf.io.failures import translated
 from jaxinf.layout import PAGE_BYTES, Chunk
 from jaxinf.store.commit import CommitRecord
+from jaxinf.store.links import link_or_copy
 from jaxinf.store.lock import lock_exclusively
 from jaxinf.store.manifest import LeafRecord, Manifest, StateRecord
 from jaxinf.store.zarr_metadata import (
@@ -41,7 +42,14 @@ from jaxinf.store.zarr_metadata import (
     orbax_tree_metadata,
 )
 
-__all__ = ["SLOTS", "Slot", "StoreDirectory", "other_slot", "stored_bytes"]
+__all__ = [
+    "SLOTS",
+    "Slot",
+    "StoreDirectory",
+    "check_free_space",
+    "other_slot",
+    "stored_bytes",
+]
 
 Slot: TypeAlias = Literal["a", "b"]
 SLOTS: tuple[Slot, Slot] = ("a", "b")
@@ -95,9 +103,13 @@ class StoreDirectory:
         """The file that a flip of `current` and a snapshot hold a lock on."""
         return self.path / "publish.lock"
 
-    def slot_path(self, slot: Slot) -> Path:
-        """A slot's directory in the store."""
-        return self.path / "slots" / slot
+    def step_path(self, place: str) -> Path:
+        """The directory in the store of a step.
+
+        Args:
+          place: a slot, or ``checkpoints/NAME``, or ``snapshots/ID``.
+        """
+        return self.path / "slots" / place if place in SLOTS else self.path / place
 
     def csd_directory(self, csd: int) -> Path:
         """What belongs to this store below a CSD root; the store itself without any."""
@@ -105,21 +117,21 @@ class StoreDirectory:
             return self.path
         return Path(self.manifest.csds[csd]) / f"jaxinf-{self.manifest.store_id}"
 
-    def data_path(self, slot: Slot, csd: int) -> Path:
-        """The directory that holds a slot's chunk files on one CSD."""
+    def data_path(self, place: str, csd: int) -> Path:
+        """The directory that holds a step's chunk files on one CSD."""
         if not self.manifest.csds:
-            return self.slot_path(slot)
-        return self.csd_directory(csd) / slot
+            return self.step_path(place)
+        return self.csd_directory(csd) / place
 
     @cached_property
     def chunks(self) -> tuple[tuple[Chunk, ...], ...]:
         """The chunks of every leaf, in grid order."""
         return tuple(tuple(leaf.grid.chunks()) for leaf in self.manifest.leaves)
 
-    def chunk_file(self, slot: Slot, leaf: int, chunk: int, state: str) -> Path:
+    def chunk_file(self, place: str, leaf: int, chunk: int, state: str) -> Path:
         """A chunk's real file, on its CSD."""
         record = self.manifest.leaves[leaf]
-        root = self.data_path(slot, record.csds[chunk])
+        root = self.data_path(place, record.csds[chunk])
         return root / record.array_name(state) / self.chunks[leaf][chunk].key
 
     @property
@@ -168,22 +180,11 @@ class StoreDirectory:
         Raises:
           StoreSpaceError: naming the file system, what is needed and what is free.
         """
-        per_device: dict[int, list[tuple[Path, int]]] = defaultdict(list)
-        for directory, need in self.required_bytes().items():
-            existing = _existing_parent(directory)
-            per_device[existing.stat().st_dev].append((existing, need))
-        for entries in per_device.values():
-            need = sum(n for _, n in entries)
-            stat = os.statvfs(entries[0][0])
-            free = stat.f_bavail * stat.f_frsize
-            if need > free:
-                raise StoreSpaceError(
-                    f"{entries[0][0]}: the store needs {need:,} bytes "
-                    f"({need / 2**30:.1f} GiB: two slots of "
-                    f"{self.manifest.num_params:,} params), the file system has "
-                    f"{free:,} free ({free / 2**30:.1f} GiB); free some, or choose "
-                    "another directory or more CSD roots"
-                )
+        check_free_space(
+            self.required_bytes(),
+            f"the store's two slots of {self.manifest.num_params:,} params need",
+            "free some, or choose another directory or more CSD roots",
+        )
 
     def create(self) -> None:
         """Makes every directory and file of a new store, preallocated, no step yet.
@@ -206,7 +207,7 @@ class StoreDirectory:
         fsync_directory(self.path)
 
     def _create_metadata(self, slot: Slot, timestamp_ns: int) -> None:
-        root = self.slot_path(slot)
+        root = self.step_path(slot)
         root.mkdir(parents=True, exist_ok=True)
         keys = []
         for _, record, _ in self._leaves():
@@ -231,7 +232,7 @@ class StoreDirectory:
         made: set[Path] = set()
         for position, chunk in enumerate(self.chunks[leaf]):
             file = self.chunk_file(slot, leaf, position, state.name)
-            link = self.slot_path(slot) / record.array_name(state.name) / chunk.key
+            link = self.step_path(slot) / record.array_name(state.name) / chunk.key
             for directory in {file.parent, link.parent} - made:
                 directory.mkdir(parents=True, exist_ok=True)
                 made.add(directory)
@@ -257,7 +258,7 @@ class StoreDirectory:
             )
         for slot in SLOTS:
             try:
-                step = CommitRecord.read(self.slot_path(slot) / "commit.json").step
+                step = CommitRecord.read(self.step_path(slot) / "commit.json").step
             except StoreFormatError:
                 continue
             if step > 0:
@@ -312,12 +313,12 @@ class StoreDirectory:
     def read_commit(self) -> CommitRecord | None:
         """The committed step's record; None before the first commit."""
         slot = self.committed_slot()
-        return CommitRecord.read(self.slot_path(slot) / "commit.json") if slot else None
+        return CommitRecord.read(self.step_path(slot) / "commit.json") if slot else None
 
     def unpublish(self, slot: Slot) -> None:
         """Takes the record from a slot that is about to be rewritten."""
         assert slot != self.committed_slot()
-        record = self.slot_path(slot) / "commit.json"
+        record = self.step_path(slot) / "commit.json"
         with translated("removal", record):
             record.unlink(missing_ok=True)
 
@@ -329,7 +330,7 @@ class StoreDirectory:
 
     def publish(self, slot: Slot, record: CommitRecord) -> None:
         """Commits a slot whose chunks are durable; see docs/format.md."""
-        write_json_atomically(self.slot_path(slot) / "commit.json", record.to_json())
+        write_json_atomically(self.step_path(slot) / "commit.json", record.to_json())
         temporary = self.path / "current.tmp"
         with (
             translated("commit", self.path / "current"),
@@ -358,16 +359,18 @@ class StoreDirectory:
                     self._allocate(temporary, self.chunks[leaf][chunk], record)
         return file
 
-    def link_unchanged(self, source: Slot, leaf: int, chunk: int, state: str) -> None:
-        """Gives the other slot the source slot's chunk, by a hard link."""
+    def link_chunk(
+        self, source: str, target: Slot, leaf: int, chunk: int, state: str
+    ) -> None:
+        """Gives an unpublished slot the chunk of another step, by a hard link."""
         old = self.chunk_file(source, leaf, chunk, state)
-        new = self.chunk_file(other_slot(source), leaf, chunk, state)
-        with self._replace_lock, translated("hard link", new):
+        new = self.chunk_file(target, leaf, chunk, state)
+        with self._replace_lock:
             # Of a file with one link the other slot has none.
             if _num_links(old) > 1 and new.exists() and old.samefile(new):
                 return
             with _replacement(new) as temporary:
-                os.link(old, temporary)
+                link_or_copy(old, temporary)
 
     def _leaves(self) -> Iterable[tuple[int, LeafRecord, tuple[Chunk, ...]]]:
         for leaf, record in enumerate(self.manifest.leaves):
@@ -392,6 +395,32 @@ def _num_links(file: Path) -> int:
             f"{file}: expected a chunk of the store, found no file; something other "
             "than jaxinf removed it. Restore it from a checkpoint or a backup"
         ) from error
+
+
+def check_free_space(needs: Mapping[Path, int], what: str, remedy: str) -> None:
+    """Refuses what file systems have no room for.
+
+    Args:
+      needs: bytes below each directory, which need not exist.
+      what, remedy: parts of the message.
+
+    Raises:
+      StoreSpaceError: naming the file system, what is needed and what is free.
+    """
+    per_device: dict[int, list[tuple[Path, int]]] = defaultdict(list)
+    for directory, need in needs.items():
+        existing = _existing_parent(directory)
+        per_device[existing.stat().st_dev].append((existing, need))
+    for entries in per_device.values():
+        need = sum(n for _, n in entries)
+        stat = os.statvfs(entries[0][0])
+        free = stat.f_bavail * stat.f_frsize
+        if need > free:
+            raise StoreSpaceError(
+                f"{entries[0][0]}: {what} {need:,} bytes ({need / 2**30:.1f} GiB) "
+                f"there, the file system has {free:,} free ({free / 2**30:.1f} GiB); "
+                f"{remedy}"
+            )
 
 
 def _existing_parent(path: Path) -> Path:

@@ -7,18 +7,28 @@ one moves no data. See docs/format.md, "Hard links".
 import contextlib
 import fcntl
 import os
-import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxinf.errors import StoreFormatError, StoreIOError
+from jaxinf.errors import StoreFormatError
+from jaxinf.io.failures import translated
 from jaxinf.store.directory import Slot, StoreDirectory
+from jaxinf.store.links import link_or_copy
 from jaxinf.store.lock import lock_exclusively
+from jaxinf.store.pins import link_arrays, remove_step
 
 __all__ = ["prune_snapshots", "snapshot"]
 
 _OWNER_LOCK = "owner.lock"
+
+_DOCUMENTS = (
+    "zarr.json",
+    "_METADATA",
+    "_CHECKPOINT_METADATA",
+    "commit_success.txt",
+    "commit.json",
+)
 
 
 @contextlib.contextmanager
@@ -30,83 +40,51 @@ def snapshot(directory: StoreDirectory) -> Iterator[Path]:
 
     Raises:
       StoreFormatError: no step is committed yet.
-      StoreIOError: the store cannot be written to, or its file system has no hard
-        links.
+      StoreIOError: the store cannot be written to.
     """
-    name = uuid.uuid4().hex
-    owner = _pin(directory, name)
+    place = f"snapshots/{uuid.uuid4().hex}"
+    owner = _pin(directory, place)
     try:
-        yield directory.path / "snapshots" / name
+        yield directory.step_path(place)
     finally:
-        _remove(directory, name)
+        remove_step(directory, place)
         os.close(owner)
 
 
-def _pin(directory: StoreDirectory, name: str) -> int:
+def _pin(directory: StoreDirectory, place: str) -> int:
     """Makes the links; returns the descriptor that marks the snapshot as in use."""
-    root = directory.path / "snapshots" / name
+    root = directory.step_path(place)
     with contextlib.ExitStack() as undo:
-        undo.callback(_remove, directory, name)
-        try:
-            with lock_exclusively(directory.publish_lock):
-                slot = directory.committed_slot()
-                if slot is None:
-                    raise StoreFormatError(
-                        f"{directory.path}: expected a committed step to take a "
-                        "snapshot of, found a store that is just being created; try "
-                        "again later"
-                    )
-                root.mkdir(parents=True)
-                owner = _own(root)
-                undo.callback(os.close, owner)
-                _link_slot(directory, slot, name, root)
-        except OSError as error:
-            raise StoreIOError(
-                f"{root}: cannot pin the committed step with hard links: "
-                f"{error.strerror}; the store must be writable and its file systems "
-                "must have hard links"
-            ) from error
+        undo.callback(remove_step, directory, place)
+        with (
+            translated("snapshot of the committed step", root),
+            lock_exclusively(directory.publish_lock),
+        ):
+            slot = _committed(directory)
+            root.mkdir(parents=True)
+            owner = _own(root)
+            undo.callback(os.close, owner)
+            link_arrays(directory, slot, place, root)
+            for name in _DOCUMENTS:
+                link_or_copy(directory.step_path(slot) / name, root / name)
         undo.pop_all()
     return owner
+
+
+def _committed(directory: StoreDirectory) -> Slot:
+    slot = directory.committed_slot()
+    if slot is None:
+        raise StoreFormatError(
+            f"{directory.path}: expected a committed step to take a snapshot of, found "
+            "a store that is just being created; try again later"
+        )
+    return slot
 
 
 def _own(root: Path) -> int:
     fd = os.open(root / _OWNER_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     fcntl.flock(fd, fcntl.LOCK_EX)
     return fd
-
-
-def _link_slot(directory: StoreDirectory, slot: Slot, name: str, root: Path) -> None:
-    source = directory.slot_path(slot)
-    for folder, _, files in os.walk(source):
-        target = root / Path(folder).relative_to(source)
-        target.mkdir(exist_ok=True)
-        for file in files:
-            path = Path(folder) / file
-            if path.is_symlink():
-                _link_on_csd(path, slot, name, target / file)
-            else:
-                os.link(path, target / file)
-
-
-def _link_on_csd(path: Path, slot: Slot, name: str, link: Path) -> None:
-    """Links the file behind a symlink inside its own CSD root, and points at that."""
-    real = Path(os.readlink(path))
-    below = Path(*link.parts[link.parts.index(name) + 1 :])
-    csd_slot = real.parents[len(below.parts) - 1]
-    assert csd_slot.name == slot
-    pinned = csd_slot.parent / "snapshots" / name / below
-    pinned.parent.mkdir(parents=True, exist_ok=True)
-    os.link(real, pinned)
-    link.symlink_to(pinned)
-
-
-def _remove(directory: StoreDirectory, name: str) -> None:
-    for csd in range(len(directory.manifest.csds)):
-        shutil.rmtree(
-            directory.csd_directory(csd) / "snapshots" / name, ignore_errors=True
-        )
-    shutil.rmtree(directory.path / "snapshots" / name, ignore_errors=True)
 
 
 def prune_snapshots(directory: StoreDirectory) -> None:
@@ -128,6 +106,6 @@ def _remove_if_stale(directory: StoreDirectory, entry: Path) -> None:
     except BlockingIOError:
         return
     else:
-        _remove(directory, entry.name)
+        remove_step(directory, f"snapshots/{entry.name}")
     finally:
         os.close(fd)

@@ -12,6 +12,8 @@ from jaxinf.store.names import encode_key
 
 __all__ = [
     "COMMIT_SUCCESS_TEXT",
+    "ORBAX_ITEM",
+    "ORBAX_STATE",
     "array_metadata",
     "group_metadata",
     "orbax_checkpoint_metadata",
@@ -20,6 +22,15 @@ __all__ = [
 
 COMMIT_SUCCESS_TEXT = "Checkpoint commit was successful.\n"
 
+ORBAX_ITEM = "default"
+"""The name by which Orbax's CheckpointManager knows a checkpoint's only tree."""
+
+ORBAX_STATE = "state"
+"""The name by which its newer Checkpointer does."""
+
+_ORBAX_HANDLER = (
+    "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
+)
 _DICT_KEY = 2  # orbax.checkpoint's KeyType.DICT
 
 
@@ -76,11 +87,18 @@ def orbax_tree_metadata(keys: Sequence[tuple[str, ...]]) -> dict[str, Any]:
     }
 
 
-def orbax_checkpoint_metadata(timestamp_ns: int) -> dict[str, Any]:
-    """``_CHECKPOINT_METADATA``: what marks a directory as an Orbax checkpoint."""
+def orbax_checkpoint_metadata(
+    timestamp_ns: int, *, is_item: bool = False
+) -> dict[str, Any]:
+    """``_CHECKPOINT_METADATA``: what marks a directory as an Orbax checkpoint.
+
+    Args:
+      timestamp_ns: of its creation.
+      is_item: whether the tree is the item `ORBAX_ITEM` of a checkpoint, as
+        CheckpointManager expects, rather than the checkpoint itself.
+    """
     return {
-        "item_handlers": "orbax.checkpoint._src.handlers."
-        "pytree_checkpoint_handler.PyTreeCheckpointHandler",
+        "item_handlers": {ORBAX_ITEM: _ORBAX_HANDLER} if is_item else _ORBAX_HANDLER,
         "metrics": {},
         "performance_metrics": {},
         "init_timestamp_nsecs": timestamp_ns,

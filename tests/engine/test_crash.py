@@ -132,9 +132,9 @@ def test_stopped_at_each_stage(place, drive, stage, num_csds):
         if stage != "all":
             files.sync()
         if stage in ("record", "link"):
-            record = (files.slot_path("b") / "commit.json").read_text()
+            record = (files.step_path("b") / "commit.json").read_text()
             record = record.replace('"step": 3', '"step": 4')
-            (files.slot_path("a") / "commit.json").write_text(record)
+            (files.step_path("a") / "commit.json").write_text(record)
         if stage == "link":
             (files.path / "current.tmp").symlink_to("slots/a")
     image = place.with_name(f"{place.name}-image")

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from store_driver import Driver
 
 import jaxinf
 from jaxinf.errors import StoreError
@@ -15,12 +14,12 @@ from jaxinf.errors import StoreError
 PAGE = 4096
 
 
-def reopened(driver, place):
+def reopened(drive, driver, place):
     """What a crash at this moment leaves, opened again."""
     copy = place / "crashed"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(driver.store.path, copy, symlinks=True)
-    return Driver(copy)
+    return drive(copy)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +32,7 @@ def test_a_crash_costs_the_steps_since_the_last_commit(
     driver = drive(durability=durability).init().steps(7)
     driver.store.steps.join()
     assert driver.store.step == committed
-    crashed = reopened(driver, place)
+    crashed = reopened(drive, driver, place)
     assert crashed.store.step == committed
     crashed.init().check(committed)
     crashed.steps(2).check(committed + 2)
@@ -41,7 +40,7 @@ def test_a_crash_costs_the_steps_since_the_last_commit(
     driver.check(7)
     assert driver.store.step == 7
     driver.close()
-    assert Driver(driver.store.path).init().at == 7
+    assert drive(driver.store.path).init().at == 7
 
 
 @pytest.mark.parametrize("num_csds", [0, 3])
@@ -119,7 +118,7 @@ def test_a_step_given_up_over_uncommitted_ones_says_what_is_lost(drive):
     assert any(note in text for text in caught.value.__notes__)
     with pytest.raises(StoreError, match="step 4 was given up"):
         driver.close()
-    Driver(driver.store.path).init().check(0)
+    drive(driver.store.path).init().check(0)
 
 
 def test_the_first_step_after_a_commit_can_be_given_up(drive):
@@ -145,7 +144,7 @@ def test_closing_in_the_middle_of_a_step_over_uncommitted_ones(drive, caplog):
     driver.close()
     assert "step 3 is incomplete" in caplog.text
     assert "2 finished steps" in caplog.text
-    Driver(driver.store.path).init().check(0)
+    drive(driver.store.path).init().check(0)
 
 
 @pytest.mark.parametrize("durability", ["stepp", 0, -1, 1.5, True, None])

@@ -5,7 +5,6 @@ import itertools
 
 import numpy as np
 import pytest
-from store_driver import Driver
 
 import jaxinf
 from jaxinf.errors import StoreCorruptError
@@ -40,7 +39,7 @@ def test_a_flipped_bit_is_named_and_not_trained_on(
     driver = drive(num_csds=2, **options).init().steps(3)
     driver.close()
     file = flip(driver, leaf, state, byte)
-    again = Driver(driver.store.path, **options)
+    again = drive(driver.store.path, **options)
     again.session.bind(again.description)
     again.at = 3
     number = list(again.leaves).index(leaf)
@@ -54,7 +53,7 @@ def test_a_flipped_bit_is_named_and_not_trained_on(
     with pytest.raises(StoreCorruptError):
         again.store.check()
     again.close()
-    reopened = Driver(driver.store.path, **options)
+    reopened = drive(driver.store.path, **options)
     assert reopened.store.step == 3
     flip(driver, leaf, state, byte)
     reopened.init().steps(1).check(4)
@@ -65,14 +64,14 @@ def test_what_padding_holds_does_not_count(drive):
     driver = drive(leaves=LEAVES).init().steps(1)
     driver.close()
     flip(driver, "h", "params", byte=400)
-    Driver(driver.store.path, leaves=LEAVES).init().steps(1).check(2)
+    drive(driver.store.path, leaves=LEAVES).init().steps(1).check(2)
 
 
 def test_params_that_are_read_are_checked(drive):
     driver = drive(leaves=LEAVES).init().steps(1)
     driver.close()
     flip(driver, "w", "params", byte=12345)
-    again = Driver(driver.store.path, leaves=LEAVES)
+    again = drive(driver.store.path, leaves=LEAVES)
     with pytest.raises(StoreCorruptError):
         again.init()
     with pytest.raises(StoreCorruptError):
@@ -84,7 +83,7 @@ def test_another_cut_of_the_chunks_finds_the_same_sums(drive):
     budgets = [1 << 18, 1 << 24, 1 << 19]
     for number, memory_bytes in enumerate(itertools.chain(budgets, budgets)):
         driver = (
-            Driver(path, leaves=LEAVES, memory_bytes=memory_bytes)
+            drive(path, leaves=LEAVES, memory_bytes=memory_bytes)
             if path
             else (drive(leaves=LEAVES, memory_bytes=memory_bytes))
         )
@@ -93,10 +92,10 @@ def test_another_cut_of_the_chunks_finds_the_same_sums(drive):
         driver.close()
 
 
-def flip_and_step(driver, num_steps, verify):
+def flip_and_step(drive, driver, num_steps, verify):
     """Steps on a store that has a flipped bit; how many were done before it showed."""
     flip(driver, "w", "trace", byte=5)
-    again = Driver(driver.store.path, leaves=LEAVES, verify=verify)
+    again = drive(driver.store.path, leaves=LEAVES, verify=verify)
     again.session.bind(again.description)
     again.at = again.store.step
     number = list(again.leaves).index("w")
@@ -122,7 +121,7 @@ def flip_and_step(driver, num_steps, verify):
 def test_how_much_is_verified(drive, verify, least, most):
     driver = drive(leaves=LEAVES).init().steps(1)
     driver.close()
-    assert least <= flip_and_step(driver, 20, verify) <= most
+    assert least <= flip_and_step(drive, driver, 20, verify) <= most
 
 
 def test_verify_is_checked(tmp_path):

@@ -61,7 +61,7 @@ def test_creation(make_directory, num_csds):
     assert directory.read_commit() is None
     allocated = 0
     for slot in ("a", "b"):
-        root = directory.slot_path(slot)
+        root = directory.step_path(slot)
         for number, leaf in enumerate(directory.manifest.leaves):
             for state in leaf.states:
                 array = root / leaf.array_name(state.name)
@@ -90,7 +90,9 @@ def test_chunks_are_spread_evenly_over_csds(make_directory):
 def test_space_is_checked_before_anything_is_written(place, manifest_of):
     huge = manifest_of(shapes={("w",): (1 << 20, 1 << 22)}, chunk_elements=1 << 34)
     directory = StoreDirectory(place / "new" / "store", huge)
-    with pytest.raises(StoreSpaceError, match=r"needs [\d,]+ bytes \(\d+\.0 GiB: two"):
+    with pytest.raises(
+        StoreSpaceError, match=r"two slots of [\d,]+ params need [\d,]+ bytes"
+    ):
         directory.create()
     assert not (place / "new").exists()
 
@@ -206,10 +208,10 @@ def test_an_unchanged_chunk_is_a_link(make_directory, write_step, num_csds):
     old = directory.chunk_file("a", 0, 1, "mu")
     new = directory.chunk_file("b", 0, 1, "mu")
     for _ in range(2):
-        directory.link_unchanged("a", 0, 1, "mu")
+        directory.link_chunk("a", "b", 0, 1, "mu")
         assert old.samefile(new)
         assert old.stat().st_nlink == 2
-    directory.link_unchanged("b", 0, 1, "mu")
+    directory.link_chunk("b", "a", 0, 1, "mu")
     assert directory.prepare_write("b", 0, 1, "mu") == new
     assert not old.samefile(new)
     assert sorted(p.name for p in new.parent.iterdir()) == sorted(
@@ -227,17 +229,18 @@ def test_leftovers_of_a_crash_are_no_obstacle(make_directory, write_step):
         directory.prepare_write("b", 0, position, "mu")
         assert not file.with_name(file.name + ".new").exists()
     file.with_name(file.name + ".new").write_text("junk")
-    directory.link_unchanged("a", 0, 1, "mu")
+    directory.link_chunk("a", "b", 0, 1, "mu")
     assert file.samefile(directory.chunk_file("a", 0, 1, "mu"))
 
 
-@pytest.mark.parametrize("action", ["prepare_write", "link_unchanged"])
+@pytest.mark.parametrize("action", ["prepare_write", "link_chunk"])
 def test_a_missing_chunk_is_named(make_directory, write_step, action):
     directory = make_directory()
     write_step(directory, "a", 0)
     directory.chunk_file("a", 0, 0, "mu").unlink()
+    slots = ("a", "b") if action == "link_chunk" else ("a",)
     with pytest.raises(StoreIOError, match=r"mu\.h0\.attn\.kernel/c/0/0: expected a "):
-        getattr(directory, action)("a", 0, 0, "mu")
+        getattr(directory, action)(*slots, 0, 0, "mu")
 
 
 @pytest.mark.parametrize("current", ["file", "elsewhere", "slots/c"])

@@ -1,0 +1,372 @@
+"""Committed steps that are kept: made of hard links, restored by hard links.
+
+      save      current slot ──links──► checkpoints/NAME
+      restore   checkpoints/NAME ──links──► spare slot ──publish──► current
+
+Invariant: a checkpoint that is listed is whole and durable, and nothing writes to its
+files: the writer replaces every file that has a second link.
+"""
+
+import contextlib
+import os
+import shutil
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxinf.errors import StoreFormatError, StoreMismatchError
+from jaxinf.io import fsync_directory, write_json_atomically
+from jaxinf.io.failures import translated
+from jaxinf.store.commit import CommitRecord
+from jaxinf.store.directory import (
+    SLOTS,
+    Slot,
+    StoreDirectory,
+    check_free_space,
+    other_slot,
+    stored_bytes,
+)
+from jaxinf.store.links import can_link, link_or_copy
+from jaxinf.store.lock import lock_exclusively
+from jaxinf.store.manifest import Manifest
+from jaxinf.store.pins import link_arrays
+from jaxinf.store.zarr_metadata import (
+    ORBAX_ITEM,
+    ORBAX_STATE,
+    orbax_checkpoint_metadata,
+)
+
+__all__ = [
+    "CheckpointInfo",
+    "checkpoints_to_prune",
+    "find_checkpoint",
+    "list_checkpoints",
+    "prune_leftovers",
+    "remove_checkpoint",
+    "restore_checkpoint",
+    "save_checkpoint",
+]
+
+_DOCUMENTS = ("zarr.json", "_METADATA", "commit_success.txt", "commit.json")
+_MAX_NAME_BYTES = 200
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A checkpoint that is there.
+
+    Attributes:
+      name: of its directory below ``checkpoints``.
+      step: the committed step that it is.
+      committed_at: when that step was committed; UTC.
+      own_bytes: bytes on the drives that removing it would free.
+    """
+
+    name: str
+    step: int
+    committed_at: str
+    own_bytes: int
+
+
+def save_checkpoint(directory: StoreDirectory, name: str | None = None) -> str:
+    """Keeps the committed step; any process may, beside a running writer.
+
+    Blocks until the checkpoint is durable. Takes time and space for the links alone;
+    that the drives can hold the step's data twice from the next steps on is checked.
+
+    Args:
+      directory: the store.
+      name: by default the step's number, which is what Orbax's CheckpointManager lists.
+
+    Returns:
+      The checkpoint's name.
+
+    Raises:
+      ValueError: the name is no name, or another step's number.
+      StoreMismatchError: there is a checkpoint of that name.
+      StoreSpaceError: the drives have too little room; nothing was made.
+      StoreFormatError: no step is committed yet.
+      StoreIOError: the store cannot be written to.
+    """
+    if name is not None:
+        _check_name(name)
+    with _managed(directory):
+        temporary = directory.path / "checkpoints" / f".new-{uuid.uuid4().hex}"
+        with contextlib.ExitStack() as undo:
+            undo.callback(shutil.rmtree, temporary, ignore_errors=True)
+            with lock_exclusively(directory.publish_lock):
+                slot, record = _committed(directory)
+                name = _checked_name(directory, name, record.step)
+                _check_space(directory, slot)
+                place = f"checkpoints/{name}"
+                undo.callback(_remove_data, directory, place)
+                with translated("checkpoint", directory.step_path(place)):
+                    temporary.mkdir()
+                    link_arrays(directory, slot, place, temporary)
+                    for document in _DOCUMENTS:
+                        source = directory.step_path(slot) / document
+                        link_or_copy(source, temporary / document)
+            with translated("checkpoint", directory.step_path(place)):
+                _add_documents(directory, temporary)
+                directory.sync()
+                temporary.rename(directory.step_path(place))
+            fsync_directory(directory.path / "checkpoints")
+            undo.pop_all()
+    return name
+
+
+def list_checkpoints(directory: StoreDirectory) -> list[CheckpointInfo]:
+    """All checkpoints, by step and then by name; reads their records alone."""
+    found = []
+    for name in _names(directory):
+        path = directory.path / "checkpoints" / name
+        record = CommitRecord.read(path / "commit.json")
+        own_bytes = _own_bytes(directory, f"checkpoints/{name}")
+        found.append(CheckpointInfo(name, record.step, record.committed_at, own_bytes))
+    return sorted(found, key=lambda info: (info.step, info.name))
+
+
+def find_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
+    """A checkpoint's record.
+
+    Raises:
+      ValueError: there is none of that name; lists those there are.
+    """
+    names = _names(directory)
+    if name not in names:
+        held = ", ".join(names) or "none"
+        raise ValueError(
+            f"{directory.path}: expected a checkpoint {name!r}; there are: {held}"
+        )
+    return CommitRecord.read(directory.path / "checkpoints" / name / "commit.json")
+
+
+def remove_checkpoint(directory: StoreDirectory, name: str) -> None:
+    """Removes a checkpoint; blocks until that is durable.
+
+    Raises:
+      ValueError: there is none of that name.
+    """
+    find_checkpoint(directory, name)
+    with _managed(directory):
+        path = directory.path / "checkpoints" / name
+        gone = path.with_name(f".gone-{uuid.uuid4().hex}")
+        with translated("removal", path):
+            path.rename(gone)
+            fsync_directory(path.parent)
+            _remove_data(directory, f"checkpoints/{name}")
+            shutil.rmtree(gone)
+
+
+def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
+    """Makes a checkpoint the committed step; the caller holds the store's lock.
+
+    The step committed until now stays in the spare slot until the next step is written.
+
+    Returns:
+      The record of the step.
+
+    Raises:
+      ValueError: there is no such checkpoint.
+      StoreMismatchError: it holds another tree than the store does now.
+      StoreSpaceError: the drives have too little room; nothing was changed.
+    """
+    record = find_checkpoint(directory, name)
+    place = f"checkpoints/{name}"
+    held = Manifest.read(directory.step_path(place) / "jaxinf.json")
+    if held.leaves != directory.manifest.leaves:
+        raise StoreMismatchError(
+            f"{directory.step_path(place)}: the checkpoint holds other arrays than "
+            "the store does now; export it, and import it into a store of its own"
+        )
+    committed, _ = _committed(directory)
+    spare = other_slot(committed)
+    _check_space(directory, None)
+    directory.unpublish(spare)
+    for leaf, record_of_leaf in enumerate(directory.manifest.leaves):
+        for state in record_of_leaf.states:
+            for chunk in range(len(record_of_leaf.csds)):
+                directory.link_chunk(place, spare, leaf, chunk, state.name)
+    directory.sync()
+    directory.publish(spare, record)
+    return record
+
+
+def checkpoints_to_prune(
+    found: Iterable[CheckpointInfo], *, keep_last: int, keep_every: int
+) -> list[str]:
+    """Names of the checkpoints that a policy does not keep.
+
+    Only those named by their step's number are a policy's to remove.
+
+    Args:
+      found: what there is.
+      keep_last: how many of the latest stay; 0 keeps all.
+      keep_every: steps that are a multiple of this stay; 0 keeps none for that.
+    """
+    numbered = sorted((c for c in found if c.name == str(c.step)), key=lambda c: c.step)
+    if not keep_last:
+        return []
+    return [
+        info.name
+        for info in numbered[:-keep_last]
+        if not keep_every or info.step % keep_every
+    ]
+
+
+def prune_leftovers(directory: StoreDirectory) -> None:
+    """Removes what a crash left of checkpoints that were being made or removed."""
+    root = directory.path / "checkpoints"
+    if root.is_dir():
+        with _managed(directory):
+            pass
+
+
+# --- inside ------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _managed(directory: StoreDirectory):
+    """One process at a time; no leftovers when the body starts."""
+    root = directory.path / "checkpoints"
+    with translated("checkpoint", root):
+        root.mkdir(exist_ok=True)
+        with lock_exclusively(directory.path / "checkpoints.lock"):
+            for entry in root.iterdir():
+                if entry.name.startswith((".new-", ".gone-")):
+                    shutil.rmtree(entry)
+            names = set(_names(directory))
+            for csd in range(len(directory.manifest.csds)):
+                data = directory.csd_directory(csd) / "checkpoints"
+                for entry in data.iterdir() if data.is_dir() else ():
+                    if entry.name not in names:
+                        shutil.rmtree(entry)
+            yield
+
+
+def _names(directory: StoreDirectory) -> list[str]:
+    root = directory.path / "checkpoints"
+    if not root.is_dir():
+        return []
+    return sorted(e.name for e in root.iterdir() if not e.name.startswith("."))
+
+
+def _committed(directory: StoreDirectory) -> tuple[Slot, CommitRecord]:
+    slot = directory.committed_slot()
+    if slot is None:
+        raise StoreFormatError(
+            f"{directory.path}: expected a committed step to keep, found a store that "
+            "is just being created; try again later"
+        )
+    return slot, CommitRecord.read(directory.step_path(slot) / "commit.json")
+
+
+def _check_name(name: str) -> None:
+    is_plain = name.isprintable() and "/" not in name and not name.startswith(".")
+    if not name or not is_plain or len(name.encode()) > _MAX_NAME_BYTES:
+        raise ValueError(
+            f"checkpoint name {name!r}: expected a file name that does not start with "
+            f"a dot, without slashes, of at most {_MAX_NAME_BYTES} bytes"
+        )
+
+
+def _checked_name(directory: StoreDirectory, name: str | None, step: int) -> str:
+    name = str(step) if name is None else name
+    if name.isdecimal() and name != str(step):
+        raise ValueError(
+            f"checkpoint name {name!r}: a number is the name of that step's "
+            f"checkpoint, and the store is at step {step}; give a name with a letter"
+        )
+    if (directory.path / "checkpoints" / name).exists():
+        raise StoreMismatchError(
+            f"{directory.path}: there is a checkpoint {name!r} already; give another "
+            f'name, or remove it (jaxinf checkpoint "{directory.path}" remove {name})'
+        )
+    return name
+
+
+def _add_documents(directory: StoreDirectory, root: Path) -> None:
+    """What a slot has not: the manifest, and what Orbax's managers look for."""
+    write_json_atomically(root / "jaxinf.json", directory.manifest.to_json())
+    write_json_atomically(
+        root / "_CHECKPOINT_METADATA",
+        orbax_checkpoint_metadata(time.time_ns(), is_item=True),
+    )
+    (root / "orbax.checkpoint").touch()
+    item = root / ORBAX_ITEM
+    item.mkdir()
+    (item / "_METADATA").symlink_to("../_METADATA")
+    for leaf in directory.manifest.leaves:
+        for state in leaf.states:
+            name = leaf.array_name(state.name)
+            (item / name).symlink_to(f"../{name}")
+    (root / ORBAX_STATE).symlink_to(ORBAX_ITEM)
+
+
+def _remove_data(directory: StoreDirectory, place: str) -> None:
+    """The chunk files on CSDs; those in the store go with its directory."""
+    if directory.manifest.csds:
+        for csd in range(directory.num_csds):
+            shutil.rmtree(directory.data_path(place, csd), ignore_errors=True)
+
+
+def _check_space(directory: StoreDirectory, pinned: Slot | None) -> None:
+    """Refuses where the steps to come could not replace the files that are linked.
+
+    Args:
+      directory: the store.
+      pinned: the slot whose files are about to be linked to.
+    """
+    needs: dict[Path, int] = defaultdict(int)
+    has_links = [
+        can_link(directory.csd_directory(csd)) for csd in range(directory.num_csds)
+    ]
+    for leaf, record in enumerate(directory.manifest.leaves):
+        for state in record.states:
+            for number, chunk in enumerate(directory.chunks[leaf]):
+                csd = record.csds[number]
+                num_files = _files_to_make(
+                    [
+                        directory.chunk_file(slot, leaf, number, state.name)
+                        for slot in SLOTS
+                    ],
+                    pinned if has_links[csd] else None,
+                )
+                if not has_links[csd] and pinned:
+                    num_files += 1
+                num_bytes = num_files * stored_bytes(chunk, state)
+                needs[directory.csd_directory(csd)] += num_bytes
+    check_free_space(
+        needs,
+        "with this checkpoint the steps to come need",
+        "free some, or remove another checkpoint (jaxinf checkpoint "
+        f'"{directory.path}" list)',
+    )
+
+
+def _files_to_make(files: list[Path], pinned: Slot | None) -> int:
+    """How many of the two slots' files of a chunk the writer will have to replace."""
+    found = [os.stat(file) for file in files]
+    first, second = found
+    links = [status.st_nlink for status in found]
+    if first.st_ino == second.st_ino:
+        return 2 if links[0] > 2 or pinned else 1
+    if pinned:
+        links[SLOTS.index(pinned)] += 1
+    return sum(count > 1 for count in links)
+
+
+def _own_bytes(directory: StoreDirectory, place: str) -> int:
+    """Bytes of the files that nothing else links to."""
+    total = 0
+    for leaf, record in enumerate(directory.manifest.leaves):
+        for state in record.states:
+            for number in range(len(record.csds)):
+                file = directory.chunk_file(place, leaf, number, state.name)
+                with contextlib.suppress(FileNotFoundError):
+                    status = file.stat()
+                    total += 512 * status.st_blocks if status.st_nlink == 1 else 0
+    return total

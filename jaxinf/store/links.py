@@ -1,0 +1,84 @@
+"""A second name for a file, without its bytes being copied where that can be.
+
+Invariant: a file system that has no hard links gets copies, and the log says so once.
+"""
+
+import errno
+import fcntl
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from jaxinf.io.failures import translated
+
+__all__ = ["can_link", "link_or_copy"]
+
+_LOG = logging.getLogger("jaxinf")
+
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+_FICLONE = 0x40049409
+_said: set[int] = set()
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Gives a file a second name: a hard link, else a reflink, else a copy.
+
+    Args:
+      source: the real file.
+      target: does not exist; on the same file system.
+
+    Raises:
+      StoreIOError, StoreSpaceError: the file system refused.
+    """
+    with translated("hard link", target):
+        try:
+            os.link(source, target)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            _say(source, "reflinked" if _copy(source, target) else "copied")
+
+
+def can_link(directory: Path) -> bool:
+    """Whether a directory's file system has hard links."""
+    first, second = directory / f".link-{os.getpid()}", directory / ".link-target"
+    try:
+        first.touch()
+        os.link(first, second)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return False
+    else:
+        second.unlink()
+        return True
+    finally:
+        first.unlink(missing_ok=True)
+
+
+def _copy(source: Path, target: Path) -> bool:
+    """Copies a file, by a reflink where the file system can: returns whether."""
+    try:
+        with source.open("rb") as old, target.open("xb") as new:
+            try:
+                fcntl.ioctl(new, _FICLONE, old.fileno())
+            except OSError:
+                shutil.copyfileobj(old, new, 1 << 22)
+                return False
+            return True
+    except BaseException:
+        target.unlink(missing_ok=True)
+        raise
+
+
+def _say(source: Path, how: str) -> None:
+    device = source.stat().st_dev
+    if device not in _said:
+        _said.add(device)
+        _LOG.warning(
+            "%s: its file system has no hard links; checkpoints and snapshots are %s "
+            "there, which takes the time and the space of the data",
+            source.parent,
+            how,
+        )

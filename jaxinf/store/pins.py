@@ -1,0 +1,55 @@
+"""A committed step under another name: what snapshots and checkpoints are made of.
+
+Invariant: what is linked is the real file, inside the CSD root that holds it: a link to
+a symlink would pin nothing, and links do not cross file systems.
+"""
+
+import contextlib
+import shutil
+from pathlib import Path
+
+from jaxinf.store.directory import StoreDirectory
+from jaxinf.store.links import link_or_copy
+
+__all__ = ["link_arrays", "remove_step"]
+
+
+def link_arrays(directory: StoreDirectory, source: str, place: str, root: Path) -> None:
+    """Links every array of a step.
+
+    Args:
+      directory: the store.
+      source: the place linked from: a slot or a checkpoint.
+      place: the place linked to, which decides where chunk files on CSDs go.
+      root: directory in the store that receives the arrays; exists.
+    """
+    has_csds = bool(directory.manifest.csds)
+    for leaf, record in enumerate(directory.manifest.leaves):
+        for state in record.states:
+            name = record.array_name(state.name)
+            array = root / name
+            array.mkdir()
+            link_or_copy(
+                directory.step_path(source) / name / "zarr.json", array / "zarr.json"
+            )
+            made: set[Path] = set()
+            for number, chunk in enumerate(directory.chunks[leaf]):
+                link = array / chunk.key
+                real = directory.chunk_file(place, leaf, number, state.name)
+                target = real if has_csds else link
+                for parent in {link.parent, target.parent} - made:
+                    parent.mkdir(parents=True, exist_ok=True)
+                    made.add(parent)
+                old = directory.chunk_file(source, leaf, number, state.name)
+                link_or_copy(old, target)
+                if has_csds:
+                    link.symlink_to(real)
+
+
+def remove_step(directory: StoreDirectory, place: str) -> None:
+    """Removes what `link_arrays` made at a place, on every CSD and in the store."""
+    for csd in range(len(directory.manifest.csds)):
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(directory.data_path(place, csd))
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(directory.step_path(place))

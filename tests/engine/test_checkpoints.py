@@ -1,0 +1,298 @@
+"""Checkpoints: steps that are kept while the run goes on in other files."""
+
+import errno
+import json
+import os
+import shutil
+
+import pytest
+
+import jaxinf
+from jaxinf.errors import StoreMismatchError, StoreSpaceError
+from jaxinf.store import CheckpointInfo, Verifier, checkpoints_to_prune
+
+
+def path_of(driver, name):
+    return driver.store.path / "checkpoints" / name
+
+
+def data_files(driver, name):
+    """The real files of a checkpoint's chunks."""
+    directory = driver.session.files
+    return [
+        directory.chunk_file(f"checkpoints/{name}", leaf, number, state.name)
+        for leaf, record in enumerate(directory.manifest.leaves)
+        for state in record.states
+        for number in range(len(record.csds))
+    ]
+
+
+def is_clean(driver, name):
+    return not Verifier(driver.session.files).verify(path_of(driver, name))
+
+
+@pytest.mark.parametrize("num_csds", [0, 3])
+@pytest.mark.parametrize("durability", ["step", 4, "checkpoint"])
+def test_a_checkpoint_stays_as_it_is(drive, num_csds, durability):
+    driver = drive(num_csds=num_csds, durability=durability).init().steps(3)
+    assert driver.store.checkpoint() == "3"
+    before = {f: (f.read_bytes(), f.stat().st_ino) for f in data_files(driver, "3")}
+    assert len(before) == 8
+    driver.steps(2)
+    assert driver.store.checkpoint("five") == "five"
+    driver.steps(10).check(15)
+    driver.check(3, path_of(driver, "3"))
+    driver.check(5, path_of(driver, "five"))
+    for file, (content, inode) in before.items():
+        assert (file.read_bytes(), file.stat().st_ino) == (content, inode)
+    assert is_clean(driver, "3")
+    assert is_clean(driver, "five")
+    assert [(c.name, c.step) for c in driver.store.checkpoints()] == [
+        ("3", 3),
+        ("five", 5),
+    ]
+
+
+def test_saving_copies_nothing(drive):
+    leaves = {"w": ((1 << 20,), "float32")}
+    driver = drive(leaves=leaves).init().steps(2)
+    driver.store.wait()
+    written = driver.session.meters.snapshot().drive_write_bytes
+    used = blocks_below(driver.store.path)
+    driver.store.checkpoint()
+    assert driver.session.meters.snapshot().drive_write_bytes == written
+    assert blocks_below(driver.store.path) - used < 1 << 18
+    (info,) = driver.store.checkpoints()
+    assert info.own_bytes == 0
+    driver.steps(2)
+    driver.store.wait()
+    (info,) = driver.store.checkpoints()
+    assert info.own_bytes >= 2 * (4 << 20)
+
+
+def blocks_below(path):
+    """Bytes on the drive below a directory; a file with several names counts once."""
+    seen = {}
+    for folder, _, files in os.walk(path):
+        for file in files:
+            status = os.lstat(os.path.join(folder, file))
+            seen[status.st_ino] = 512 * status.st_blocks
+    return sum(seen.values())
+
+
+@pytest.mark.parametrize("num_csds", [0, 3])
+def test_removing_gives_the_space_back(drive, place, num_csds):
+    driver = drive(num_csds=num_csds).init().steps(2)
+    used = blocks_below(place)
+    for _ in range(3):
+        driver.store.checkpoint()
+        driver.steps(3)
+    driver.store.wait()
+    assert blocks_below(place) > used
+    for name in ("2", "5", "8"):
+        driver.store.remove_checkpoint(name)
+    assert driver.store.checkpoints() == []
+    assert abs(blocks_below(place) - used) < 1 << 16
+    assert not [p for p in place.rglob("*") if p.name in ("2", "5", "8")]
+    driver.steps(2).check(13)
+
+
+@pytest.mark.parametrize("num_csds", [0, 3])
+def test_restoring_goes_on_from_a_checkpoint(drive, num_csds):
+    driver = drive(num_csds=num_csds).init()
+    driver.store.annotate(4, {"at": 4})
+    driver.steps(4)
+    driver.store.checkpoint()
+    driver.steps(3).close()
+    for _ in range(2):  # as often as one likes
+        again = drive(driver.store.path, restore="4")
+        assert again.store.step == 4
+        assert again.store.payload == {"at": 4}
+        again.init().check(4)
+        again.steps(5).check(9)
+        again.check(4, path_of(driver, "4"))
+        assert is_clean(again, "4")
+        again.close()
+    last = drive(driver.store.path)
+    assert last.store.step == 9
+    last.init().check(9)
+    last.close()
+
+
+def test_the_step_before_a_restore_is_not_lost_if_it_fails(drive, monkeypatch):
+    driver = drive().init().steps(4)
+    driver.store.checkpoint()
+    driver.steps(3).close()
+    real = os.link
+
+    def failing(source, target, **options):
+        if "embed" in str(target):
+            raise OSError(errno.EIO, "Input/output error")
+        real(source, target, **options)
+
+    monkeypatch.setattr(os, "link", failing)
+    with pytest.raises(jaxinf.errors.StoreIOError, match="embed"):
+        drive(driver.store.path, restore="4")
+    monkeypatch.undo()
+    again = drive(driver.store.path)
+    assert again.store.step == 7
+    again.init().steps(1).check(8)
+    again.close()
+
+
+BAD_NAMES = ["", ".", "..", "a/b", "/a", ".hidden", "a\nb", "x" * 201, "77"]
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_bad_names(drive, name):
+    driver = drive().init().steps(1)
+    with pytest.raises(ValueError, match="checkpoint name"):
+        driver.store.checkpoint(name)
+    assert driver.store.checkpoints() == []
+    driver.steps(1).check(2)
+
+
+def test_a_name_that_exists(drive):
+    driver = drive().init().steps(1)
+    driver.store.checkpoint("best")
+    with pytest.raises(StoreMismatchError, match="a checkpoint 'best' already; give"):
+        driver.store.checkpoint("best")
+    driver.check(1, path_of(driver, "best"))
+
+
+def test_a_name_that_does_not_exist(drive):
+    driver = drive().init().steps(1)
+    driver.store.checkpoint("best")
+    with pytest.raises(ValueError, match=r"expected a checkpoint 'west'; .* best"):
+        driver.store.remove_checkpoint("west")
+    driver.close()
+    with pytest.raises(ValueError, match=r"expected a checkpoint '1'; .* best"):
+        drive(driver.store.path, restore="1")
+    with pytest.raises(ValueError, match="to restore, found no committed step"):
+        drive(driver.store.path.parent / "new", restore="1")
+    assert not (driver.store.path.parent / "new").exists()
+
+
+def test_space_is_checked_before(drive, monkeypatch):
+    driver = drive(leaves={"w": ((1 << 20,), "float32")}).init().steps(1)
+    real = os.statvfs
+
+    def nearly_full(free_bytes):
+        def statvfs(path):
+            fields = list(real(path))
+            fields[4] = free_bytes // fields[1]  # f_bavail, in units of f_frsize
+            return os.statvfs_result(fields)
+
+        monkeypatch.setattr(os, "statvfs", statvfs)
+
+    nearly_full(8 << 20)
+    driver.store.checkpoint("fits")
+    with pytest.raises(StoreSpaceError, match=r"steps to come need .* remove another"):
+        driver.steps(1).store.checkpoint()  # the other slot is still to be replaced
+    assert [c.name for c in driver.store.checkpoints()] == ["fits"]
+    assert not list((driver.store.path / "checkpoints").glob(".*"))
+    nearly_full(16 << 20)
+    driver.store.checkpoint()
+    monkeypatch.undo()
+    driver.steps(3).check(5)
+    driver.check(1, path_of(driver, "fits"))
+    driver.check(2, path_of(driver, "2"))
+
+
+@pytest.mark.parametrize("num_csds", [0, 2])
+def test_leftovers_of_a_crash_go(drive, place, num_csds):
+    driver = drive(num_csds=num_csds).init().steps(1)
+    driver.store.checkpoint("kept")
+    driver.close()
+    root = driver.store.path / "checkpoints"
+    shutil.copytree(root / "kept", root / ".new-1", symlinks=True)
+    shutil.copytree(root / "kept", root / ".gone-1", symlinks=True)
+    for csd in range(num_csds):
+        (data,) = (place / f"csd{csd}").iterdir()
+        kept = data / "checkpoints" / "kept"
+        shutil.copytree(kept, data / "checkpoints" / "half")
+    again = drive(driver.store.path).init()
+    assert [p.name for p in root.iterdir()] == ["kept"]
+    assert not list(place.rglob("half"))
+    again.check(1, path_of(again, "kept"))
+    again.close()
+
+
+def test_without_hard_links_the_data_is_copied(drive, monkeypatch, caplog):
+    driver = drive().init().steps(2)
+
+    def refuse(source, target, **options):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    driver.store.checkpoint()
+    with driver.store.snapshot() as path:
+        driver.check(2, path)
+    driver.steps(3).check(5)
+    driver.check(2, path_of(driver, "2"))
+    assert caplog.text.count("has no hard links") == 1
+    driver.close()
+    again = drive(driver.store.path, restore="2").init()
+    again.steps(2).check(4)
+    again.check(2, path_of(again, "2"))
+    again.close()
+
+
+def test_from_another_process_beside_a_run(drive, run_python):
+    driver = drive(num_csds=2).init().steps(2)
+    driver.store.wait()
+    program = """
+import sys
+from pathlib import Path
+from jaxinf.store import StoreDirectory, save_checkpoint
+print(save_checkpoint(StoreDirectory.open(Path(sys.argv[1]))))
+"""
+    result = run_python(program, driver.store.path)
+    assert result.stdout.strip() == "2"
+    driver.steps(5).check(7)
+    driver.check(2, path_of(driver, "2"))
+
+
+def info(name, step):
+    return CheckpointInfo(name, step, "", 0)
+
+
+def test_policies():
+    found = [info(str(s), s) for s in range(10, 110, 10)] + [info("best", 15)]
+
+    def pruned(**policy):
+        return [int(n) for n in checkpoints_to_prune(found, **policy)]
+
+    assert pruned(keep_last=0, keep_every=0) == []
+    assert pruned(keep_last=0, keep_every=30) == []
+    assert pruned(keep_last=3, keep_every=0) == [10, 20, 30, 40, 50, 60, 70]
+    assert pruned(keep_last=3, keep_every=30) == [10, 20, 40, 50, 70]
+    assert pruned(keep_last=100, keep_every=0) == []
+
+
+def test_pruning_a_store(drive):
+    driver = drive().init()
+    for _ in range(5):
+        driver.step()
+        driver.store.checkpoint()
+    driver.store.checkpoint("best")
+    assert driver.store.prune_checkpoints(keep_last=1, keep_every=2) == ["1", "3"]
+    names = [c.name for c in driver.store.checkpoints()]
+    assert names == ["2", "4", "5", "best"]
+    for step in (2, 4, 5):
+        driver.check(step, path_of(driver, str(step)))
+
+
+def test_a_checkpoint_of_another_tree_is_not_restored(drive):
+    driver = drive().init().steps(1)
+    driver.store.checkpoint("one")
+    driver.close()
+    manifest = path_of(driver, "one") / "jaxinf.json"
+    document = json.loads(manifest.read_text())
+    document["leaves"][1]["states"][1][1] = "bfloat16"
+    manifest.write_text(json.dumps(document))
+    with pytest.raises(StoreMismatchError, match="holds other arrays than"):
+        drive(driver.store.path, restore="one")
+    again = drive(driver.store.path).init()
+    again.check(1)
+    again.close()
