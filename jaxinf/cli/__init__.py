@@ -1,6 +1,6 @@
-"""The console script ``jaxinf``: what a store holds, what a machine can do.
+"""The console script ``jaxinf``: what a store holds and keeps, what a machine can do.
 
-Invariant: no command changes the state that a store holds; results go to standard
+Invariant: only the commands whose names say so change a store; results go to standard
 output, everything else to standard error.
 """
 

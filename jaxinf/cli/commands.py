@@ -10,15 +10,18 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import tyro
 
-from jaxinf.cli import doctor, inspection
+from jaxinf.cli import checkpoints, doctor, inspection, verification
+from jaxinf.cli.terminal import show_progress
 from jaxinf.cli.units import format_bytes, parse_bytes
 from jaxinf.errors import JaxinfError
+from jaxinf.store import migrate
 
-__all__ = ["Doctor", "Inspect", "main"]
+__all__ = ["Checkpoint", "Doctor", "Inspect", "Store", "Verify", "main"]
 
 _SUCCESS, _FAILURE, _USAGE, _INTERRUPTED = 0, 1, 2, 130
 
@@ -114,6 +117,119 @@ class Doctor:
         return _SUCCESS if usable else _FAILURE
 
 
+@dataclass(frozen=True)
+class Verify:
+    """Read everything that a store holds and compare it with its checksums.
+
+    The committed step and every checkpoint; works beside a running writer. Names each
+    damaged leaf, state, chunk, file and CSD. Exit status 1 if there is any.
+    """
+
+    store: Annotated[
+        tyro.conf.Positional[str], _option("The store's directory.", "STORE")
+    ]
+    checkpoint: Annotated[
+        str | None, _option("Verify this checkpoint alone.", "NAME")
+    ] = None
+    json: Annotated[bool, _option("Print one JSON document instead.")] = False
+
+    def run(self) -> int:
+        """Prints to standard output; returns the exit status."""
+        is_clean = verification.run(self.store, name=self.checkpoint, as_json=self.json)
+        return _SUCCESS if is_clean else _FAILURE
+
+
+@dataclass(frozen=True)
+class _Save:
+    """Keep the committed step: hard links, no data is copied. Prints where it is."""
+
+    name: Annotated[
+        tyro.conf.Positional[str | None],
+        _option("Its name; by default the step's number.", "[NAME]"),
+    ] = None
+
+    def run(self, store: Path) -> None:
+        checkpoints.save(store, self.name)
+
+
+@dataclass(frozen=True)
+class _List:
+    """Show the checkpoints: step, time, and what removing each would free."""
+
+    json: Annotated[bool, _option("Print one JSON document instead.")] = False
+
+    def run(self, store: Path) -> None:
+        checkpoints.list_all(store, as_json=self.json)
+
+
+@dataclass(frozen=True)
+class _Remove:
+    """Remove checkpoints and give their space back."""
+
+    names: Annotated[
+        tyro.conf.Positional[tuple[str, ...]], _option("Which.", "NAME [NAME ...]")
+    ]
+
+    def run(self, store: Path) -> None:
+        if not self.names:
+            raise _UsageError("remove: name the checkpoints to remove")
+        checkpoints.remove(store, self.names)
+
+
+@dataclass(frozen=True)
+class _Restore:
+    """Make a checkpoint the step that the next run goes on from; it stays as it is."""
+
+    name: Annotated[tyro.conf.Positional[str], _option("Which.", "NAME")]
+    discard_current: Annotated[
+        bool, _option("Give up the step that is committed now, if nothing keeps it.")
+    ] = False
+
+    def run(self, store: Path) -> None:
+        checkpoints.restore(store, self.name, discard_current=self.discard_current)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Keep, list, remove and restore committed steps of a store."""
+
+    store: Annotated[
+        tyro.conf.Positional[str], _option("The store's directory.", "STORE")
+    ]
+    action: (
+        Annotated[_Save, tyro.conf.subcommand("save")]
+        | Annotated[_List, tyro.conf.subcommand("list")]
+        | Annotated[_Remove, tyro.conf.subcommand("remove")]
+        | Annotated[_Restore, tyro.conf.subcommand("restore")]
+    )
+
+    def run(self) -> int:
+        """Prints to standard output; returns the exit status."""
+        self.action.run(Path(self.store).expanduser().absolute())
+        return _SUCCESS
+
+
+@dataclass(frozen=True)
+class Store:
+    """Change how a store is kept; no bit of its state changes."""
+
+    action: Annotated[
+        tyro.conf.Positional[Literal["migrate"]],
+        _option("migrate: bring a store of an older format version up to date."),
+    ]
+    store: Annotated[
+        tyro.conf.Positional[str], _option("The store's directory.", "STORE")
+    ]
+
+    def run(self) -> int:
+        """Returns the exit status."""
+        path = Path(self.store).expanduser().absolute()
+        with show_progress(f"checksums of {path}") as progress:
+            is_changed = migrate(path, progress)
+        print(f"{path}: {'migrated' if is_changed else 'up to date already'}")
+        return _SUCCESS
+
+
 class _UsageError(Exception):
     """A command line that parses but makes no sense."""
 
@@ -133,11 +249,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     command: Any = tyro.cli(
         Annotated[Inspect, tyro.conf.subcommand("inspect")]
+        | Annotated[Verify, tyro.conf.subcommand("verify")]
+        | Annotated[Checkpoint, tyro.conf.subcommand("checkpoint")]
+        | Annotated[Store, tyro.conf.subcommand("store")]
         | Annotated[Doctor, tyro.conf.subcommand("doctor")],
         prog="jaxinf",
         description="Storage-offloaded training for JAX: look at stores and drives.",
         args=words or ["--help"],
-        config=(tyro.conf.FlagCreatePairsOff,),
+        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes),
     )
     try:
         with _without_stray_warnings():

@@ -19,7 +19,7 @@ from jaxinf.errors import (
 )
 from jaxinf.store import CommitRecord, Manifest, StoreDirectory, snapshot
 
-__all__ = ["CommittedStep", "open_committed"]
+__all__ = ["CommittedStep", "open_committed", "open_directory"]
 
 _CANNOT_PIN = {
     errno.EACCES,
@@ -72,7 +72,7 @@ def open_committed(path: Path, *, is_live: bool = False) -> Iterator[CommittedSt
       StoreFormatError: no store, or a damaged one, or no step is committed yet.
       StoreIOError: a CSD's directory is missing, or a drive failed.
     """
-    directory = _open_directory(path)
+    directory = open_directory(path)
     with contextlib.ExitStack() as stack:
         warnings: tuple[str, ...] = ()
         if not is_live:
@@ -88,7 +88,13 @@ def open_committed(path: Path, *, is_live: bool = False) -> Iterator[CommittedSt
         yield CommittedStep(directory, slot_path, commit, False, warnings)
 
 
-def _open_directory(path: Path) -> StoreDirectory:
+def open_directory(path: Path) -> StoreDirectory:
+    """Opens a store's files without locking it.
+
+    Raises:
+      StoreFormatError: no store there.
+      StoreIOError: a CSD's directory is missing.
+    """
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing"
         raise StoreFormatError(

@@ -4,15 +4,34 @@ Invariant: what is printed is data, never markup; on a terminal it fits the widt
 pipe no line is cut or wrapped.
 """
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO
 
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["bar", "facts_table", "heading", "make_console", "make_table", "printable"]
+from jaxinf.typing import ProgressCallback
+
+__all__ = [
+    "bar",
+    "facts_table",
+    "heading",
+    "make_console",
+    "make_table",
+    "printable",
+    "show_progress",
+]
 
 _PIPE_WIDTH = 4096
 _EIGHTHS = "▏▎▍▌▋▊▉"
@@ -69,6 +88,28 @@ def bar(share: float, width: int, *, is_unicode: bool) -> str:
     eighths = max(1, round(share * width * 8))
     full, rest = divmod(eighths, 8)
     return "█" * full + (_EIGHTHS[rest - 1] if rest else "")
+
+
+@contextlib.contextmanager
+def show_progress(title: str) -> Iterator[ProgressCallback]:
+    """A bar on standard error while bytes are worked on; nothing in a pipe.
+
+    Yields:
+      What to call with the bytes done and in all.
+    """
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=make_console(sys.stderr),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    with progress:
+        task = progress.add_task(title, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def printable(text: str) -> str:

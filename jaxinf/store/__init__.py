@@ -6,6 +6,7 @@ Invariant: at every instant the last committed step is whole on the drives
 
 from jaxinf.store.checkpoint import (
     CheckpointInfo,
+    checkpoint_names,
     checkpoints_to_prune,
     find_checkpoint,
     list_checkpoints,
@@ -30,6 +31,7 @@ from jaxinf.store.manifest import (
     StateRecord,
     dtype_of,
 )
+from jaxinf.store.migrate import migrate
 from jaxinf.store.names import (
     MASTER_PARAMS,
     array_name,
@@ -57,6 +59,7 @@ __all__ = [
     "Verifier",
     "array_name",
     "check_leaf_paths",
+    "checkpoint_names",
     "checkpoints_to_prune",
     "dtype_of",
     "file_checksum",
@@ -64,6 +67,7 @@ __all__ = [
     "find_leaf",
     "leaf_name",
     "list_checkpoints",
+    "migrate",
     "open_array",
     "other_slot",
     "prune_leftovers",

@@ -41,6 +41,7 @@ from jaxinf.store.zarr_metadata import (
 
 __all__ = [
     "CheckpointInfo",
+    "checkpoint_names",
     "checkpoints_to_prune",
     "find_checkpoint",
     "list_checkpoints",
@@ -121,7 +122,7 @@ def save_checkpoint(directory: StoreDirectory, name: str | None = None) -> str:
 def list_checkpoints(directory: StoreDirectory) -> list[CheckpointInfo]:
     """All checkpoints, by step and then by name; reads their records alone."""
     found = []
-    for name in _names(directory):
+    for name in checkpoint_names(directory):
         path = directory.path / "checkpoints" / name
         record = CommitRecord.read(path / "commit.json")
         own_bytes = _own_bytes(directory, f"checkpoints/{name}")
@@ -135,7 +136,7 @@ def find_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
     Raises:
       ValueError: there is none of that name; lists those there are.
     """
-    names = _names(directory)
+    names = checkpoint_names(directory)
     if name not in names:
         held = ", ".join(names) or "none"
         raise ValueError(
@@ -238,7 +239,7 @@ def _managed(directory: StoreDirectory):
             for entry in root.iterdir():
                 if entry.name.startswith((".new-", ".gone-")):
                     shutil.rmtree(entry)
-            names = set(_names(directory))
+            names = set(checkpoint_names(directory))
             for csd in range(len(directory.manifest.csds)):
                 data = directory.csd_directory(csd) / "checkpoints"
                 for entry in data.iterdir() if data.is_dir() else ():
@@ -247,7 +248,8 @@ def _managed(directory: StoreDirectory):
             yield
 
 
-def _names(directory: StoreDirectory) -> list[str]:
+def checkpoint_names(directory: StoreDirectory) -> list[str]:
+    """The names of all checkpoints; reads nothing of them."""
     root = directory.path / "checkpoints"
     if not root.is_dir():
         return []

@@ -91,14 +91,23 @@ class CommitRecord:
         }
 
     @classmethod
-    def read(cls, path: Path) -> "CommitRecord":
+    def read(cls, path: Path, *, any_version: bool = False) -> "CommitRecord":
         """Reads a slot's record.
+
+        Args:
+          path: of the file.
+          any_version: take one of an older format, which may lack checksums.
 
         Raises:
           StoreFormatError: when it is missing or damaged.
         """
         try:
             document = json.loads(path.read_text())
+            checksums = (
+                document.get("checksums", {})
+                if any_version
+                else (document["checksums"])
+            )
             return cls(
                 step=int(document["step"]),
                 scalar_state=tuple(
@@ -111,7 +120,7 @@ class CommitRecord:
                     str(name): np.frombuffer(bytes.fromhex(text), ">u4").astype(
                         np.uint32
                     )
-                    for name, text in document["checksums"].items()
+                    for name, text in checksums.items()
                 },
             )
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -26,7 +26,8 @@ from jaxinf.store.names import (
 
 __all__ = ["FORMAT_VERSION", "LeafRecord", "Manifest", "StateRecord", "dtype_of"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_OLDEST_VERSION = 1
 
 _STORE_ID = re.compile("[0-9a-f]{32}")
 
@@ -101,6 +102,7 @@ class Manifest:
     kernels: Mapping[str, tuple[str, ...]]
     leaves: tuple[LeafRecord, ...]
     created_by: Mapping[str, str] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
 
     @property
     def num_params(self) -> int:
@@ -117,7 +119,7 @@ class Manifest:
         """As written to disk."""
         return {
             "format": "jaxinf",
-            "format_version": FORMAT_VERSION,
+            "format_version": self.format_version,
             "store_id": self.store_id,
             "created_by": dict(self.created_by),
             "csds": list(self.csds),
@@ -126,11 +128,15 @@ class Manifest:
         }
 
     @classmethod
-    def read(cls, path: Path) -> "Manifest":
+    def read(cls, path: Path, *, any_version: bool = False) -> "Manifest":
         """Reads ``jaxinf.json``.
 
+        Args:
+          path: of the file.
+          any_version: take older formats too, which only a migration can.
+
         Raises:
-          StoreFormatError: when it is corrupt, or of a newer format.
+          StoreFormatError: when it is corrupt, or of another format.
         """
         try:
             document = json.loads(path.read_text())
@@ -140,7 +146,7 @@ class Manifest:
                 f"that does not parse ({error}); restore the file from a backup or "
                 "remove the store and start again"
             ) from error
-        _check_header(path, document)
+        _check_header(path, document, any_version=any_version)
         try:
             return cls._from_json(document)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -158,6 +164,7 @@ class Manifest:
             kernels={k: tuple(v) for k, v in document["kernels"].items()},
             leaves=tuple(_leaf_from_json(leaf) for leaf in document["leaves"]),
             created_by=dict(document["created_by"]),
+            format_version=int(document["format_version"]),
         )
         manifest._check()
         return manifest
@@ -259,19 +266,21 @@ def _leaf_from_json(document: Mapping[str, Any]) -> LeafRecord:
     )
 
 
-def _check_header(path: Path, document: Any) -> None:
+def _check_header(path: Path, document: Any, *, any_version: bool) -> None:
     if not isinstance(document, Mapping) or document.get("format") != "jaxinf":
         raise StoreFormatError(
             f'{path}: expected "format": "jaxinf", found another document; this is '
             "not the manifest of a jaxinf store"
         )
     version = document.get("format_version")
-    if version != FORMAT_VERSION:
-        remedy = (
-            "open it with a newer jaxinf (pip install -U jaxinf)"
-            if isinstance(version, int) and version > FORMAT_VERSION
-            else "the manifest is damaged; restore it from a backup"
-        )
+    is_number = isinstance(version, int)
+    is_older = is_number and _OLDEST_VERSION <= version < FORMAT_VERSION
+    if version != FORMAT_VERSION and not (any_version and is_older):
+        remedy = "the manifest is damaged; restore it from a backup"
+        if is_older:
+            remedy = f'bring it up to date with "jaxinf store migrate {path.parent}"'
+        elif is_number and version > FORMAT_VERSION:
+            remedy = "open it with a newer jaxinf (pip install -U jaxinf)"
         raise StoreFormatError(
             f"{path}: this jaxinf reads format version {FORMAT_VERSION}, the store has "
             f"{version!r}; {remedy}"

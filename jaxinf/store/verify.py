@@ -6,7 +6,7 @@ first alone, and none is reported twice for a file that two steps share.
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -96,27 +96,22 @@ class Verifier:
 
     Args:
       directory: the store.
-      progress: called with the bytes done and in all of a step, from any thread.
       num_workers: threads that read.
     """
 
-    def __init__(
-        self,
-        directory: StoreDirectory,
-        progress: ProgressCallback | None = None,
-        *,
-        num_workers: int = 4,
-    ) -> None:
+    def __init__(self, directory: StoreDirectory, *, num_workers: int = 4) -> None:
         self._directory = directory
-        self._progress: Callable[[int, int], None] = progress or (lambda _, __: None)
         self._num_workers = num_workers
         self._seen: _Seen = {}
 
-    def verify(self, step_path: Path) -> list[Damage]:
+    def verify(
+        self, step_path: Path, progress: ProgressCallback | None = None
+    ) -> list[Damage]:
         """All that is wrong with a step; empty if nothing is.
 
         Args:
           step_path: a slot, a checkpoint, or what `snapshot` yields.
+          progress: called with the bytes done and in all.
         """
         record_path = step_path / "commit.json"
         try:
@@ -136,7 +131,8 @@ class Verifier:
                     real = Path(os.path.realpath(item.file))
                     damages.append(Damage(step_path, real, item.what, problem))
                 done += item.num_bytes
-                self._progress(done, total)
+                if progress is not None:
+                    progress(done, total)
         return damages
 
     def _problem(self, item: _ChunkFile, pool: BufferPool) -> str | None:

@@ -99,7 +99,7 @@ def read_changed(tmp_path, manifest_of):
         ('{"zarr_format": 3}', 'expected "format": "jaxinf"'),
         ('{"format": "jaxinf"}', "has None; the manifest is damaged"),
         (
-            '{"format": "jaxinf", "format_version": 1}',
+            '{"format": "jaxinf", "format_version": 2}',
             "incomplete or damaged.*store_id",
         ),
         (

@@ -1,0 +1,100 @@
+"""``jaxinf checkpoint``: steps that are kept.
+
+Invariant: beside a running writer only what leaves its step alone is done: to restore,
+the store must be closed.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from jaxinf.cli.committed import open_directory
+from jaxinf.cli.terminal import make_console, make_table
+from jaxinf.cli.units import format_bytes
+from jaxinf.errors import StoreMismatchError
+from jaxinf.store import (
+    StoreDirectory,
+    StoreLock,
+    find_checkpoint,
+    list_checkpoints,
+    remove_checkpoint,
+    restore_checkpoint,
+    save_checkpoint,
+)
+
+__all__ = ["list_all", "remove", "restore", "save"]
+
+
+def save(store: Path, name: str | None) -> None:
+    """Keeps the committed step; prints where.
+
+    Raises:
+      JaxinfError, ValueError: as `jaxinf.store.save_checkpoint`.
+    """
+    directory = open_directory(store)
+    made = save_checkpoint(directory, name)
+    print(directory.path / "checkpoints" / made)
+
+
+def list_all(store: Path, *, as_json: bool) -> None:
+    """Prints the checkpoints that there are."""
+    found = list_checkpoints(open_directory(store))
+    if as_json:
+        print(json.dumps([asdict(info) for info in found], indent=1))
+        return
+    console = make_console()
+    if not found:
+        console.print(f"no checkpoints; make one: jaxinf checkpoint {store} save")
+        return
+    table = make_table("name", "step", "committed", "own bytes", right=("step",))
+    for info in found:
+        own = format_bytes(info.own_bytes)
+        table.add_row(info.name, str(info.step), info.committed_at, own)
+    console.print(table)
+
+
+def remove(store: Path, names: tuple[str, ...]) -> None:
+    """Removes checkpoints, all or, where one does not exist, none."""
+    directory = open_directory(store)
+    for name in names:
+        find_checkpoint(directory, name)
+    for name in names:
+        remove_checkpoint(directory, name)
+        print(f"removed {name}", file=sys.stderr)
+
+
+def restore(store: Path, name: str, *, discard_current: bool) -> None:
+    """Makes a checkpoint the store's committed step.
+
+    Raises:
+      StoreMismatchError: the committed step would be lost and that was not asked for.
+      StoreLockedError: a run has the store open.
+    """
+    directory = open_directory(store)
+    lock = StoreLock(directory.path)
+    try:
+        find_checkpoint(directory, name)
+        if not discard_current:
+            _check_kept(directory, name)
+        record = restore_checkpoint(directory, name)
+    finally:
+        lock.release()
+    print(f"{store}: at step {record.step} again; the next run goes on from there")
+
+
+def _check_kept(directory: StoreDirectory, name: str) -> None:
+    """Refuses to give up a committed step that nothing else holds."""
+    current = directory.read_commit()
+    if current is None:
+        return
+    kept = {
+        find_checkpoint(directory, info.name).committed_at
+        for info in list_checkpoints(directory)
+    }
+    if current.committed_at not in kept:
+        raise StoreMismatchError(
+            f"{directory.path}: step {current.step} is committed and in no checkpoint; "
+            f"keep it first (jaxinf checkpoint {directory.path} save), or give it up "
+            f"(jaxinf checkpoint {directory.path} restore {name} --discard-current)"
+        )

@@ -1,0 +1,101 @@
+"""``jaxinf verify``: everything a store holds, read and held against its checksums.
+
+Invariant: reads only; what is damaged is listed whole, and the exit status says whether
+anything is.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from jaxinf.cli.committed import CommittedStep, open_committed
+from jaxinf.cli.terminal import make_console, printable, show_progress
+from jaxinf.cli.units import format_bytes
+from jaxinf.store import (
+    Damage,
+    Verifier,
+    checkpoint_names,
+    find_checkpoint,
+    step_bytes,
+)
+
+__all__ = ["run"]
+
+_Reports: TypeAlias = list[tuple[str, list[Damage]]]
+
+
+def run(store: str, *, name: str | None, as_json: bool) -> bool:
+    """Verifies the committed step and all checkpoints; blocks.
+
+    Args:
+      store: its directory.
+      name: a checkpoint to verify alone; None for everything.
+      as_json: print one JSON document.
+
+    Returns:
+      Whether everything is as it was written.
+
+    Raises:
+      JaxinfError: no store, or one that cannot be read at all.
+      ValueError: no such checkpoint.
+    """
+    path = Path(store).expanduser().absolute()
+    console = make_console(sys.stderr)
+    reports: _Reports = []
+    with open_committed(path) as step:
+        for warning in step.warnings:
+            console.print(f"warning: {path}: {warning}")
+        verifier = Verifier(step.directory)
+        for title, place in _steps(step, name):
+            with show_progress(title) as progress:
+                reports.append((title, verifier.verify(place, progress)))
+        num_bytes = step_bytes(step.directory)
+    if as_json:
+        print(json.dumps(_document(path, reports, num_bytes), indent=1))
+    else:
+        _print(path, reports, num_bytes)
+    return not any(damages for _, damages in reports)
+
+
+def _steps(step: CommittedStep, name: str | None) -> Sequence[tuple[str, Path]]:
+    root = step.directory.path / "checkpoints"
+    if name is not None:
+        find_checkpoint(step.directory, name)
+        return [(f"checkpoint {name}", root / name)]
+    names = checkpoint_names(step.directory)
+    kept = [(f"checkpoint {kept}", root / kept) for kept in names]
+    return [(f"step {step.commit.step}, committed", step.path), *kept]
+
+
+def _document(path: Path, reports: _Reports, num_bytes: int) -> dict[str, Any]:
+    return {
+        "store": str(path),
+        "step_bytes": num_bytes,
+        "steps": [
+            {
+                "step": title,
+                "damages": [
+                    {"file": str(d.file), "what": d.what, "problem": d.problem}
+                    for d in damages
+                ],
+            }
+            for title, damages in reports
+        ],
+    }
+
+
+def _print(path: Path, reports: _Reports, num_bytes: int) -> None:
+    console = make_console()
+    for title, damages in reports:
+        verdict = f"{len(damages)} damaged" if damages else "clean"
+        console.print(f"{title}: {format_bytes(num_bytes)}, {verdict}")
+        for damage in damages:
+            console.print(printable(f"  {damage.what}: {damage.problem}"))
+            console.print(printable(f"    {damage.file}"))
+    if any(damages for _, damages in reports):
+        console.print(
+            "Nothing damaged is trained on. Check the drives (dmesg, smartctl), then "
+            f"go back to a clean checkpoint: jaxinf checkpoint {path} restore NAME"
+        )

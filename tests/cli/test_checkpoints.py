@@ -1,0 +1,152 @@
+"""``jaxinf verify``, ``jaxinf checkpoint`` and ``jaxinf store migrate``."""
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxinf
+from jaxinf.cli import main
+from jaxinf.store import StoreDirectory
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A closed store at step 2."""
+    path = tmp_path / "store"
+    roots = [tmp_path / "csd0", tmp_path / "csd1"]
+    for root in roots:
+        root.mkdir()
+    train(path, 2, csds=roots)
+    return path
+
+
+def train(path, num_steps, **options):
+    params = {"w": jnp.ones((70, 1025)), "b": jnp.ones(3)}
+    with jaxinf.open_store(path, **options) as opened:
+        tx = jaxinf.smart_update(optax.adam(0.1), opened)
+        params = opened.params(params) if opened.exists else params
+        state = tx.init(params)
+        for _ in range(num_steps):
+            updates, state = tx.update(params, state, params)
+            params = optax.apply_updates(params, updates)
+        return opened.step
+
+
+def chunk(path, place, state="mu", leaf=1):
+    return StoreDirectory.open(path).chunk_file(place, leaf, 0, state)
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[100] ^= 1
+    file.write_bytes(data)
+
+
+def test_verify_says_what_is_damaged(store, capsys):
+    assert main(["verify", str(store)]) == 0
+    assert "step 2, committed: 841 KiB, clean" in capsys.readouterr().out
+    assert main(["checkpoint", str(store), "save", "good"]) == 0
+    train(store, 3)
+    slot = StoreDirectory.open(store).committed_slot()
+    flip(chunk(store, slot))
+    chunk(store, slot, "nu", 0).unlink()
+    (store / "slots" / slot / "params.w" / "zarr.json").write_text("{}")
+    capsys.readouterr()
+    assert main(["verify", str(store)]) == 1
+    out = capsys.readouterr().out
+    assert "step 5, committed: 841 KiB, 3 damaged" in out
+    assert "leaf w, mu, chunk 0 of 1, on CSD" in out
+    assert "leaf b, nu, chunk 0 of 1, on CSD" in out
+    assert "leaf w, params, zarr metadata: expected the manifest's shape" in out
+    assert "checkpoint good: 841 KiB, clean" in out
+    assert "restore NAME" in out
+    assert main(["verify", str(store), "--checkpoint", "good"]) == 0
+    capsys.readouterr()
+    assert main(["verify", str(store), "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert [len(step["damages"]) for step in document["steps"]] == [3, 0]
+
+
+def test_a_truncated_chunk(store, capsys):
+    file = chunk(store, StoreDirectory.open(store).committed_slot(), "params")
+    file.write_bytes(file.read_bytes()[:5000])
+    assert main(["verify", str(store)]) == 1
+    assert "truncated: expected" in capsys.readouterr().out
+
+
+def test_a_damaged_store_goes_on_from_a_checkpoint(store, capsys):
+    assert main(["checkpoint", str(store), "save"]) == 0
+    assert capsys.readouterr().out.strip() == str(store / "checkpoints" / "2")
+    train(store, 3)
+    flip(chunk(store, StoreDirectory.open(store).committed_slot()))
+    assert main(["checkpoint", str(store), "restore", "2"]) == 1
+    assert "step 5 is committed and in no checkpoint" in capsys.readouterr().err
+    words = ["checkpoint", str(store), "restore", "2", "--discard-current"]
+    assert main(words) == 0
+    assert main(["verify", str(store)]) == 0
+    assert train(store, 2) == 4
+
+
+def test_listing_and_removing(store, capsys):
+    words = ["checkpoint", str(store)]
+    assert main([*words, "list"]) == 0
+    assert "no checkpoints; make one" in capsys.readouterr().out
+    assert main([*words, "save"]) == main([*words, "save", "best"]) == 0
+    assert main([*words, "save", "best"]) == 1
+    assert "a checkpoint 'best' already" in capsys.readouterr().err
+    assert main([*words, "list", "--json"]) == 0
+    names = [c["name"] for c in json.loads(capsys.readouterr().out)]
+    assert names == ["2", "best"]
+    assert main([*words, "list"]) == 0
+    assert "own bytes" in capsys.readouterr().out
+    assert main([*words, "remove", "2", "none"]) == 1
+    assert "expected a checkpoint 'none'" in capsys.readouterr().err
+    assert sorted(p.name for p in (store / "checkpoints").iterdir()) == ["2", "best"]
+    assert main([*words, "remove", "2", "best"]) == 0
+    assert list((store / "checkpoints").iterdir()) == []
+
+
+def test_restoring_needs_the_lock(store, capsys):
+    main(["checkpoint", str(store), "save"])
+    with jaxinf.open_store(store):
+        assert main(["checkpoint", str(store), "restore", "2"]) == 1
+        assert "this very process" in capsys.readouterr().err
+        assert main(["checkpoint", str(store), "save", "beside"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "missing"),
+    [(["verify"], "STORE"), (["checkpoint", "x"], "save"), (["store"], "migrate")],
+)
+def test_incomplete_commands_say_what_is_missing(words, missing, capsys):
+    with pytest.raises(SystemExit) as exit_of:
+        main(words)
+    assert exit_of.value.code == 2
+    assert missing in capsys.readouterr().err
+
+
+def as_version_1(path: Path):
+    """The store as a jaxinf without checksums wrote it."""
+    directory = StoreDirectory.open(path)
+    slot = directory.committed_slot()
+    for file in (path / "jaxinf.json", path / "slots" / slot / "commit.json"):
+        document = json.loads(file.read_text())
+        document["format_version"] = 1
+        document.pop("checksums", None)
+        file.write_text(json.dumps(document))
+
+
+def test_an_older_format_is_refused_and_migrated(store, capsys):
+    as_version_1(store)
+    with pytest.raises(jaxinf.errors.StoreFormatError, match='"jaxinf store migrate /'):
+        jaxinf.open_store(store)
+    assert main(["verify", str(store)]) == 1
+    assert main(["store", "migrate", str(store)]) == 0
+    assert "migrated" in capsys.readouterr().out
+    assert main(["verify", str(store)]) == 0
+    assert train(store, 2) == 4
+    assert main(["store", "migrate", str(store)]) == 0
+    assert "up to date already" in capsys.readouterr().out
