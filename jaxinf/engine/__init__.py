@@ -3,7 +3,9 @@
 Invariant: host memory does not grow with the model; a step is all or nothing.
 """
 
+from jaxinf.engine.chunks import VerifyMode
 from jaxinf.engine.description import LeafDescription, StoreDescription
+from jaxinf.engine.session import Durability
 from jaxinf.engine.state import (
     compare_params,
     finish_initialisation,
@@ -14,12 +16,14 @@ from jaxinf.engine.store import DEFAULT_MEMORY_BYTES, Store, open_store
 
 __all__ = [
     "DEFAULT_MEMORY_BYTES",
+    "Durability",
     "LeafDescription",
     "LeafPart",
     "StepEngine",
     "StepMetrics",
     "Store",
     "StoreDescription",
+    "VerifyMode",
     "compare_params",
     "finish_initialisation",
     "initialise",

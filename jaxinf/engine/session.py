@@ -222,6 +222,7 @@ class Session:
                 )
                 return
             self._check_roots(directory.manifest)
+            directory.claim_csds()
             prune_snapshots(directory)
             prune_leftovers(directory)
             if self.options.restore is not None:

@@ -203,8 +203,36 @@ class StoreDirectory:
                 for leaf, record, _ in self._leaves():
                     for state in record.states:
                         self._create_chunks(slot, leaf, record, state)
+            for csd in range(len(self.manifest.csds)):
+                self.csd_directory(csd).mkdir(parents=True, exist_ok=True)
+            self.claim_csds()
         self.sync()
         fsync_directory(self.path)
+
+    def claim_csds(self) -> None:
+        """Notes on every CSD whose chunks these are.
+
+        Raises:
+          StoreFormatError: they are those of another store that is still there, of
+            which this one is a copy without its CSDs.
+        """
+        own = str(self.path.resolve())
+        for csd in range(len(self.manifest.csds)):
+            note = self.csd_directory(csd) / "store.json"
+            owner = _read_owner(note)
+            if owner == own:
+                continue
+            if (
+                owner is not None
+                and _store_id_at(Path(owner)) == self.manifest.store_id
+            ):
+                raise StoreFormatError(
+                    f"{self.path}: expected a store of its own, found a copy of "
+                    f"{owner}, whose chunks on CSD {csd} ({note.parent}) it would "
+                    "overwrite; open that one, or make a store that shares nothing "
+                    'with it ("jaxinf checkpoint STORE export", then "import")'
+                )
+            write_json_atomically(note, {"store": own})
 
     def _create_metadata(self, slot: Slot, timestamp_ns: int) -> None:
         root = self.step_path(slot)
@@ -395,6 +423,21 @@ def _num_links(file: Path) -> int:
             f"{file}: expected a chunk of the store, found no file; something other "
             "than jaxinf removed it. Restore it from a checkpoint or a backup"
         ) from error
+
+
+def _read_owner(note: Path) -> str | None:
+    """The store that a CSD's directory belongs to; None where that is not noted."""
+    try:
+        return str(json.loads(note.read_text())["store"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _store_id_at(path: Path) -> str | None:
+    try:
+        return str(json.loads((path / "jaxinf.json").read_text())["store_id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def check_free_space(needs: Mapping[Path, int], what: str, remedy: str) -> None:

@@ -54,6 +54,14 @@ class Backend(Protocol):
         """Batches skipped for a non-finite gradient; raises where that is an error."""
         ...
 
+    def checkpoint(self, state: Any, *, keep_last: int, keep_every: int) -> str | None:
+        """Keeps the step of a state, and removes what the policy keeps no longer.
+
+        Returns:
+          The checkpoint's name; None where that step is kept already.
+        """
+        ...
+
     def raise_failure(self) -> None:
         """Raises what stopped the store, instead of JAX's wrapping of it."""
         ...
@@ -81,6 +89,9 @@ def open_backend(
             csds=config.csd_root,
             csd=config.csd,
             memory_bytes=config.memory_bytes,
+            durability=config.durability,
+            verify=config.verify,
+            restore=config.restore,
         )
     except (ValueError, NotADirectoryError) as error:
         raise UsageError(str(error)) from error
@@ -128,6 +139,17 @@ class OnStore:
     def num_skipped(self, state: SmartUpdateState) -> int:
         """See `Backend`."""
         return int(state.skipped_steps)
+
+    def checkpoint(
+        self, state: SmartUpdateState, *, keep_last: int, keep_every: int
+    ) -> str | None:
+        """See `Backend`."""
+        name = str(int(state.step))
+        if name in (info.name for info in self.store.checkpoints()):
+            return None
+        self.store.checkpoint(name, state=state)
+        self.store.prune_checkpoints(keep_last=keep_last, keep_every=keep_every)
+        return name
 
     def raise_failure(self) -> None:
         """See `Backend`."""
@@ -181,6 +203,9 @@ class InMemory:
                 "on without such batches"
             )
         return 0
+
+    def checkpoint(self, state: Any, *, keep_last: int, keep_every: int) -> str | None:
+        """See `Backend`: nothing is ever kept."""
 
     def raise_failure(self) -> None:
         """See `Backend`: no store, no failure."""

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeAlias
 import tyro
 from jaxinf_models import PRESETS, GPT2Config
 
-from jaxinf.engine import DEFAULT_MEMORY_BYTES
+from jaxinf.engine import DEFAULT_MEMORY_BYTES, Durability, VerifyMode
 from jaxinf.typing import JsonValue
 
 __all__ = ["TrainConfig", "UsageError", "check", "format_bytes", "parse_bytes"]
@@ -62,6 +62,23 @@ _BYTES = tyro.constructors.PrimitiveConstructorSpec[int](
     instance_from_str=lambda words: parse_bytes(words[0]),
     is_instance=lambda value: isinstance(value, int),
     str_from_instance=lambda value: [format_bytes(value).replace(" ", "")],
+)
+
+
+def _parse_durability(text: str) -> Durability:
+    if text in ("step", "checkpoint"):
+        return "step" if text == "step" else "checkpoint"
+    if not text.isdecimal() or not int(text):
+        raise ValueError(f"{text!r}: expected step, checkpoint, or a number of steps")
+    return int(text)
+
+
+_DURABILITY = tyro.constructors.PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="{step,INT,checkpoint}",
+    instance_from_str=lambda words: _parse_durability(words[0]),
+    is_instance=lambda value: isinstance(value, int | str),
+    str_from_instance=lambda value: [str(value)],
 )
 
 
@@ -166,6 +183,29 @@ class TrainConfig:
     # All host memory that the store's state may pass through, such as 512MiB or 2G.
     memory_bytes: Annotated[int, _BYTES] = DEFAULT_MEMORY_BYTES
 
+    # When a step is durable: each one at once (step), every so many (a number), or only
+    # those that are kept (checkpoint). A crash costs the steps since.
+    durability: Annotated[Durability, _DURABILITY] = "step"
+
+    # Which chunks that are read are held against their checksums: always, sampled (each
+    # every 16th step) or never.
+    verify: VerifyMode = "always"
+
+    # Keep a checkpoint in STORE/checkpoints every so many steps, and at the end; 0 is
+    # none. It costs links, and the drives' room for one more copy of the state.
+    checkpoint_every: int = 0
+
+    # Of those, keep the latest so many; 0 keeps all.
+    keep_last: int = 3
+
+    # And keep those whose step is a multiple of this for good; 0 is none.
+    keep_every: int = 0
+
+    # Go back to this checkpoint of the store, by name, before going on.
+    restore: Annotated[str | None, _shown("NAME", "none: go on where the run is")] = (
+        None
+    )
+
     # A gradient with NaN or Inf: end the run before that step, or skip the batch.
     nonfinite: Literal["error", "skip"] = "error"
 
@@ -244,6 +284,9 @@ def _check_ranges(config: TrainConfig) -> None:
         ("clip_norm", 0),
         ("seed", 0),
         ("eval_every", 0),
+        ("checkpoint_every", 0),
+        ("keep_last", 0),
+        ("keep_every", 0),
         ("sample_bytes", 0),
         ("weight_decay", 0),
         ("momentum", 0),
@@ -281,10 +324,14 @@ def _check_optimizer(config: TrainConfig) -> None:
         )
 
 
+_OF_THE_STORE = ("store", "csd_root", "csd", "memory_bytes", "durability", "verify")
+_OF_THE_STORE += ("checkpoint_every", "keep_last", "keep_every", "restore")
+
+
 def _check_memory_mode(config: TrainConfig) -> None:
     """The flags of a store say nothing where there is none."""
     for field in dataclasses.fields(config):
-        is_of_store = field.name in ("store", "csd_root", "csd", "memory_bytes")
+        is_of_store = field.name in _OF_THE_STORE
         if is_of_store and getattr(config, field.name) != field.default:
             raise UsageError(
                 f"{_flag(field.name)}: --mode memory keeps nothing on drives; leave "

@@ -155,6 +155,8 @@ class _Run:
         ):
             while self.step < last and not stop.is_requested:
                 self._one_step(train_step, recorder)
+                if self._is_checkpoint_due():
+                    self._keep()
                 if self._is_eval_due():
                     loss = self.validate()
                     self._console.print(f"step {self.step}: validation loss {loss:.3f}")
@@ -208,6 +210,19 @@ class _Run:
         self._console.print(
             f"{signal_name}: finishing this step; once more ends at once"
         )
+
+    def _is_checkpoint_due(self) -> bool:
+        every, is_last = self._config.checkpoint_every, self.step == self._config.steps
+        return every > 0 and (self.step % every == 0 or is_last)
+
+    def _keep(self) -> None:
+        name = self._backend.checkpoint(
+            self._state,
+            keep_last=self._config.keep_last,
+            keep_every=self._config.keep_every,
+        )
+        if name is not None:
+            self._console.print(f"step {self.step}: checkpoint {name}")
 
     def _is_eval_due(self) -> bool:
         every = self._config.eval_every

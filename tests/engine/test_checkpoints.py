@@ -6,9 +6,10 @@ import os
 import shutil
 
 import pytest
+from store_driver import Driver
 
 import jaxinf
-from jaxinf.errors import StoreMismatchError, StoreSpaceError
+from jaxinf.errors import StoreFormatError, StoreMismatchError, StoreSpaceError
 from jaxinf.store import CheckpointInfo, Verifier, checkpoints_to_prune
 
 
@@ -296,3 +297,24 @@ def test_a_checkpoint_of_another_tree_is_not_restored(drive):
     again = drive(driver.store.path).init()
     again.check(1)
     again.close()
+
+
+def test_a_copy_of_a_store_without_its_csds_is_refused(drive, place):
+    driver = drive(num_csds=2).init().steps(2)
+    driver.close()
+    shutil.copytree(driver.store.path, place / "copy", symlinks=True)
+    with pytest.raises(
+        StoreFormatError, match=r"found a copy of .*store, whose chunks"
+    ):
+        Driver(place / "copy")
+    drive(driver.store.path).init().steps(1).check(3)
+
+
+def test_a_store_may_move(drive, place):
+    driver = drive(num_csds=2).init().steps(2)
+    driver.close()
+    driver.store.path.rename(place / "moved")
+    moved = drive(place / "moved").init()
+    moved.steps(1).check(3)
+    moved.store.checkpoint()
+    moved.steps(2).check(5)

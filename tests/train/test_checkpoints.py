@@ -1,0 +1,75 @@
+"""The trainer keeps checkpoints, and goes back to them."""
+
+import json
+
+import pytest
+
+from jaxinf.errors import StoreMismatchError
+from jaxinf.train.config import TrainConfig, UsageError
+from jaxinf.train.loop import train
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Makes configs of a tiny run."""
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(256)) * 40)
+
+    def make(**changes):
+        settings = {
+            "store": tmp_path / "store",
+            "log_dir": tmp_path / "log",
+            "data": (str(text),),
+            "batch_size": 1,
+            "seq_len": 4,
+            "warmup_steps": 2,
+            "sample_bytes": 0,
+        }
+        return TrainConfig(**(settings | changes))
+
+    return make
+
+
+def losses(path):
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    return {line["step"]: line["loss"] for line in map(json.loads, lines)}
+
+
+def test_checkpoints_by_policy_and_back_to_one(config, tmp_path, capsys):
+    options = {"checkpoint_every": 2, "keep_last": 2, "keep_every": 4}
+    train(config(steps=11, **options))
+    kept = sorted(int(p.name) for p in (tmp_path / "store/checkpoints").iterdir())
+    assert kept == [4, 8, 10, 11]
+    assert "step 10: checkpoint 10" in capsys.readouterr().out
+    first = losses(tmp_path / "log")
+    train(config(steps=11, restore="4", durability=3, verify="sampled"))
+    assert "resuming at step 4" in capsys.readouterr().out
+    assert losses(tmp_path / "log") == first
+    train(config(steps=13, **options))  # step 12 is new, checkpoint 10 is there already
+    kept = sorted(int(p.name) for p in (tmp_path / "store/checkpoints").iterdir())
+    assert kept == [4, 8, 12, 13]
+
+
+def test_a_checkpoint_that_is_not_there(config):
+    train(config(steps=2))
+    with pytest.raises(UsageError, match="expected a checkpoint 'best'; there are: no"):
+        train(config(steps=4, restore="best"))
+    with pytest.raises(UsageError, match="found no committed step"):
+        train(config(steps=4, restore="best", store=config().store.with_name("new")))
+
+
+@pytest.mark.parametrize("name", ["checkpoint_every", "keep_last", "keep_every"])
+def test_ranges(config, name):
+    with pytest.raises(UsageError, match=f"--{name.replace('_', '-')}: expected at"):
+        train(config(**{name: -1}))
+
+
+def test_memory_mode_has_no_checkpoints(config):
+    with pytest.raises(UsageError, match="--checkpoint-every: --mode memory keeps"):
+        train(config(mode="memory", store=None, checkpoint_every=3))
+
+
+def test_other_settings_are_refused_after_a_restore_too(config):
+    train(config(steps=2, checkpoint_every=1))
+    with pytest.raises(StoreMismatchError, match="--seed: the run has 0"):
+        train(config(steps=4, restore="1", seed=1))
