@@ -1,0 +1,118 @@
+"""What safety costs: commits at each durability, checksums, checkpoints.
+
+Steps of adamw on a new store below --store, each configuration in turn in every
+repetition; medians. `step_s` is a step with everything it wrote drained and, where one
+is due, committed. Checkpoints are timed on stores of 10 M and of --params params.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from update_rig import UpdateRig
+
+CONFIGURATIONS = {
+    "step": {"durability": "step"},
+    "step, verify sampled": {"durability": "step", "verify": "sampled"},
+    "step, verify never": {"durability": "step", "verify": "never"},
+    "8": {"durability": 8},
+    "checkpoint": {"durability": "checkpoint"},
+}
+STEPS = 8
+
+
+def run_steps(rig):
+    """Seconds a step, with the writes of the last one drained."""
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        rig.step()
+    rig.store.steps.join()
+    return (time.perf_counter() - began) / STEPS
+
+
+def measure_steps(place, num_params, repetitions):
+    """Seconds a step and a commit, by configuration."""
+    rigs = {
+        name: UpdateRig(place / str(number), num_params, **options)
+        for number, (name, options) in enumerate(CONFIGURATIONS.items())
+    }
+    times = {name: [] for name in rigs}
+    commits = {name: [] for name in rigs}
+    for repetition in range(repetitions + 1):
+        for name, rig in rigs.items():
+            seconds = run_steps(rig)
+            if repetition:  # the first warms up
+                times[name].append(seconds)
+                commits[name].append(rig.store.metrics.commit_s)
+    for rig in rigs.values():
+        rig.close()
+    return {
+        name: {
+            "step_s": round(statistics.median(times[name]), 4),
+            "spread_s": round(max(times[name]) - min(times[name]), 4),
+            "last_commit_s": round(statistics.median(commits[name]), 4),
+            "ratio_to_step": round(
+                statistics.median(
+                    a / b for a, b in zip(times[name], times["step"], strict=True)
+                ),
+                4,
+            ),
+        }
+        for name in rigs
+    }
+
+
+def measure_checkpoints(place, num_params, repetitions):
+    """Seconds to make a checkpoint, and to remove it."""
+    rig = UpdateRig(place / f"checkpoints-{num_params}", num_params)
+    made, removed = [], []
+    for _ in range(repetitions):
+        rig.step()
+        rig.store.wait()
+        began = time.perf_counter()
+        name = rig.store.checkpoint()
+        made.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        rig.store.remove_checkpoint(name)
+        removed.append(time.perf_counter() - began)
+    num_files = sum(
+        len(leaf.csds) * len(leaf.states) for leaf in rig.store.manifest.leaves
+    )
+    rig.close()
+    return {
+        "files": num_files,
+        "save_s": round(statistics.median(made), 4),
+        "remove_s": round(statistics.median(removed), 4),
+    }
+
+
+def main():
+    """Prints one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--store", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--params", type=float, default=100e6)
+    parser.add_argument("--reps", type=int, default=3)
+    arguments = parser.parse_args()
+    arguments.store.mkdir(parents=True, exist_ok=True)
+    place = Path(tempfile.mkdtemp(dir=arguments.store, prefix="bench-commit-"))
+    try:
+        num_params = int(arguments.params)
+        result = {
+            "params": num_params,
+            "durability": measure_steps(place, num_params, arguments.reps),
+            "checkpoints": {
+                size: measure_checkpoints(place, size, arguments.reps)
+                for size in (10_000_000, 2 * num_params)
+            },
+        }
+    finally:
+        shutil.rmtree(place)
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

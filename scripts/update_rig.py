@@ -1,0 +1,130 @@
+"""A store updated step by step from caller-owned NumPy arrays: what benchmarks time.
+
+Invariant: it does what `smart_update`'s callbacks do, with the engine's own calls and
+the optimizer's own prologue; only the model around it is missing.
+"""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxinf
+from jaxinf.csd import ScalarInputs
+from jaxinf.engine import (
+    LeafDescription,
+    LeafPart,
+    StoreDescription,
+    finish_initialisation,
+    initialise,
+)
+from jaxinf.kernels import trace_init, trace_update
+from jaxinf.store import MASTER_PARAMS, ScalarState, StateRecord
+
+LEAF_ELEMENTS = 1 << 24
+
+
+class UpdateRig:
+    """A new store of so many params in leaves of 16 Mi, updated by adamw.
+
+    Args:
+      path: where the store goes.
+      num_params: how many, over all leaves.
+      num_leaves: None for leaves of 16 Mi elements, the last one shorter.
+      options: of `jaxinf.open_store`.
+    """
+
+    def __init__(
+        self, path: Path, num_params: int, num_leaves: int | None = None, **options: Any
+    ) -> None:
+        count = num_leaves or -(-num_params // LEAF_ELEMENTS)
+        bounds = [num_params * i // count for i in range(count + 1)]
+        shapes = [stop - start for start, stop in itertools.pairwise(bounds)]
+        avals = {
+            f"leaf{n:05}": jax.ShapeDtypeStruct((size,), np.float32)
+            for n, size in enumerate(shapes)
+        }
+        tx = optax.adamw(1e-3)
+        self._program = trace_update(tx, avals, {})
+        self._init = trace_init(tx, avals)
+        self._description = self._describe()
+        self.params = [np.full(size, 0.5, np.float32) for size in shapes]
+        self.gradients = [np.full(size, 1e-3, np.float32) for size in shapes]
+        self.out = [np.zeros(size, np.float32) for size in shapes]
+        self.store = jaxinf.open_store(path, **options)
+        self._scalar_state = [
+            np.zeros(s.value.shape, s.value.dtype) for s in self._create()
+        ]
+        self.step_number = 0
+        self._prologue = jax.jit(self._run_prologue)
+
+    def _describe(self) -> StoreDescription:
+        leaves = [
+            LeafDescription(
+                path=update.info.path,
+                shape=update.info.shape,
+                dtype="float32",
+                states=(
+                    StateRecord(MASTER_PARAMS, "float32"),
+                    *(StateRecord(s.name, s.dtype.name) for s in update.slots),
+                ),
+                kernel=update.kernel,
+                init_kernel=first.kernel,
+                shard_counts=(1,),
+            )
+            for update, first in zip(
+                self._program.leaves, self._init.leaves, strict=True
+            )
+        ]
+        return StoreDescription(tuple(leaves), self._init.layout.scalar_paths)
+
+    def _create(self) -> list[ScalarState]:
+        session = self.store.session
+        session.bind(self._description, may_create=True)
+        for number, params in enumerate(self.params):
+            kernel = self._description.leaves[number].init_kernel
+            initialise(session, number, kernel, params, (0,), ScalarInputs())
+        count = ScalarState(self._description.scalar_paths[0], np.int32(0))
+        states = [count for _ in self._description.scalar_paths]
+        named = [
+            ScalarState(path, state.value)
+            for path, state in zip(self._description.scalar_paths, states, strict=True)
+        ]
+        finish_initialisation(session, named)
+        return named
+
+    def _run_prologue(self, scalars: list[jax.Array]) -> Any:
+        zeros = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.gradients]
+        return self._program.prologue(zeros, zeros, scalars, {})
+
+    def step(self) -> None:
+        """One update of every leaf; its commit may still be in flight."""
+        new, inputs = self._prologue(self._scalar_state)
+        for number, own in enumerate(inputs):
+            part = LeafPart(
+                leaf=number,
+                kernel=self._description.leaves[number].kernel,
+                origin=(0,),
+                gradient=self.gradients[number],
+                inputs=ScalarInputs(tuple(np.asarray(s) for s in own.scalars)),
+                out=self.out[number],
+                probe=np.zeros(0, np.float32),
+            )
+            self.store.steps.update(self.step_number, part)
+        self._scalar_state = [np.asarray(value) for value in new]
+        named = [
+            ScalarState(path, value)
+            for path, value in zip(
+                self._description.scalar_paths, self._scalar_state, strict=True
+            )
+        ]
+        self.store.steps.finish(self.step_number, named, 0)
+        self.step_number += 1
+
+    def close(self) -> None:
+        """Closes the store."""
+        self.store.close()
