@@ -97,8 +97,9 @@ def look_at_machine(*, proc: Path = Path("/proc")) -> Machine:
     if compiler is None:
         problems.append(
             Problem(
-                "no C compiler was found in PATH (updates run in NumPy and need none)",
-                "to build extensions, install one (apt install g++) or set CXX",
+                "no C++ compiler was found in PATH: optimizers other than the common "
+                "ones run in NumPy",
+                "install one (apt install g++), or set CXX",
             )
         )
     packages = {name: _version(name) for name in _PACKAGES}
