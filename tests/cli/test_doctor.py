@@ -262,7 +262,7 @@ def test_what_the_machine_lacks(monkeypatch):
     whats = [problem.what for problem in found.problems]
     assert len(whats) == 3
     assert "no fused multiply-add" in whats[0]
-    assert "no C compiler" in whats[1]
+    assert "no C++ compiler" in whats[1]
     assert whats[2] == "8 CPU devices hang"
     assert found.problems[2].remedy == "Start with PJRT_NPROC=16"
     assert not any(problem.is_fatal for problem in found.problems)
