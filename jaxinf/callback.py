@@ -24,7 +24,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxinf.errors import DeviceConfigurationError
 from jaxinf.typing import Array
 
-__all__ = ["Host", "call_on_shards", "call_once", "check_device_configuration"]
+__all__ = [
+    "Host",
+    "call_on_shards",
+    "call_once",
+    "check_device_configuration",
+    "shares_memory",
+]
 
 Host = Callable[..., None]
 """``host(outs, *arguments)`` fills the NumPy arrays `outs`; it keeps none of them."""
@@ -138,6 +144,18 @@ def _leaf_avals(
     return (jax.ShapeDtypeStruct(array.shape, out_dtype), status)
 
 
+def shares_memory(*, is_local: bool) -> bool:
+    """Whether a call hands over XLA's own buffers, so that arguments cost no copy.
+
+    Args:
+      is_local: whether the call is a device's own part of a computation, under
+        ``shard_map``, rather than of one that XLA may partition.
+    """
+    can_share = jax.default_backend() == "cpu" and (is_local or jax.device_count() == 1)
+    choice = os.environ.get("JAXINF_CALLBACK", "buffer" if can_share else "io")
+    return choice == "buffer"
+
+
 def _call(
     host: Host,
     avals: tuple[jax.ShapeDtypeStruct, ...],
@@ -151,9 +169,7 @@ def _call(
     on a CPU only and cannot sit in a computation that XLA partitions (`is_local`: this
     one is a device's own part). ``JAXINF_CALLBACK=io`` or ``buffer`` overrides.
     """
-    can_share = jax.default_backend() == "cpu" and (is_local or jax.device_count() == 1)
-    choice = os.environ.get("JAXINF_CALLBACK", "buffer" if can_share else "io")
-    if choice == "buffer":
+    if shares_memory(is_local=is_local):
         return buffer_callback(
             partial(_with_buffers, host), avals, has_side_effect=True
         )(*arguments)

@@ -56,6 +56,12 @@ class HostSide:
         self._nonfinite = nonfinite
 
     @property
+    def takes_params(self) -> bool:
+        """Whether fp32 params on the JAX device are taken instead of the master."""
+        options = self.store.session.options
+        return options.master == "auto" and options.csd == "host"
+
+    @property
     def looks_ahead(self) -> bool:
         """Whether no leaf may be updated before all gradients are known to be finite.
 
@@ -182,6 +188,7 @@ class HostSide:
         description: StoreDescription,
         number: int,
         num_scalars: int,
+        has_params: bool,
         outs: Sequence[Array],
         coordinates: Array,
         step: Array,
@@ -198,6 +205,7 @@ class HostSide:
             return
         scalars, probe = arguments[:num_scalars], arguments[num_scalars]
         gradient, *arrays = arguments[num_scalars + 1 :]
+        params = arrays.pop() if has_params else None
         leaf = description.leaves[number]
         self.store.session.bind(description)
         part = LeafPart(
@@ -208,6 +216,7 @@ class HostSide:
             inputs=ScalarInputs(scalars, tuple(arrays)),
             out=outs[0],
             probe=probe,
+            params=params,
         )
         is_finite = self.store.steps.update(int(step), part)
         outs[1][...] = FINITE if is_finite else NON_FINITE

@@ -25,6 +25,7 @@ from jaxinf.callback import (
     call_on_shards,
     call_once,
     check_device_configuration,
+    shares_memory,
 )
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import LeafDescription, Store, StoreDescription, open_store
@@ -293,12 +294,19 @@ class _SmartUpdate:
         probe = jnp.zeros((0,), dtype)
         if params is not None and params.size and self._mesh is None:
             probe = params[(0,) * (params.ndim - 1)] if params.ndim else params[None]
-        host = partial(self._host.update_leaf, description, number, len(inputs.scalars))
+        given = self._given_params(params)
+        host = partial(
+            self._host.update_leaf,
+            description,
+            number,
+            len(inputs.scalars),
+            bool(given),
+        )
         result, status = call_on_shards(
             self._guarded(host),
             self._leaf_sharding(number),
             [step, gate, *inputs.scalars, probe[:_NUM_PROBED]],
-            [gradient, *inputs.arrays],
+            [gradient, *inputs.arrays, *given],
             dtype,
         )
         assert result is not None
@@ -306,6 +314,14 @@ class _SmartUpdate:
             return result, status
         assert params is not None
         return result.astype(jnp.float32) - params.astype(jnp.float32), status
+
+    def _given_params(self, params: jax.Array | None) -> list[jax.Array]:
+        """The leaf, if the host takes it for the master: exact, and at no cost."""
+        is_exact = params is not None and params.dtype == jnp.float32
+        is_free = shares_memory(is_local=self._mesh is not None)
+        if params is None or not (is_exact and is_free and self._host.takes_params):
+            return []
+        return [params]
 
     def _gates(self, gradients: Sequence[jax.Array]) -> list[jax.Array]:
         """For each leaf, whether its update may go on: see `HostSide.looks_ahead`."""

@@ -34,6 +34,13 @@ def run_steps(rig):
     return (time.perf_counter() - began) / STEPS
 
 
+def last_commit_s(rig):
+    """From the last result of the last step to its commit."""
+    metrics = rig.store.metrics_of(rig.step_number)
+    assert metrics is not None
+    return metrics.commit_s
+
+
 def measure_steps(place, num_params, repetitions):
     """Seconds a step and a commit, by configuration."""
     rigs = {
@@ -47,7 +54,7 @@ def measure_steps(place, num_params, repetitions):
             seconds = run_steps(rig)
             if repetition:  # the first warms up
                 times[name].append(seconds)
-                commits[name].append(rig.store.metrics.commit_s)
+                commits[name].append(last_commit_s(rig))
     for rig in rigs.values():
         rig.close()
     return {

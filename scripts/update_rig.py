@@ -1,7 +1,8 @@
 """A store updated step by step from caller-owned NumPy arrays: what benchmarks time.
 
 Invariant: it does what `smart_update`'s callbacks do, with the engine's own calls and
-the optimizer's own prologue; only the model around it is missing.
+the optimizer's own prologue; only the model around it is missing. The new params are in
+the caller's arrays when a step returns.
 """
 
 import itertools
@@ -54,8 +55,8 @@ class UpdateRig:
         self._description = self._describe()
         self.params = [np.full(size, 0.5, np.float32) for size in shapes]
         self.gradients = [np.full(size, 1e-3, np.float32) for size in shapes]
-        self.out = [np.zeros(size, np.float32) for size in shapes]
         self.store = jaxinf.open_store(path, **options)
+        self._takes_params = self.store.session.options.master == "auto"
         self._scalar_state = [
             np.zeros(s.value.shape, s.value.dtype) for s in self._create()
         ]
@@ -88,7 +89,7 @@ class UpdateRig:
         for number, params in enumerate(self.params):
             kernel = self._description.leaves[number].init_kernel
             initialise(session, number, kernel, params, (0,), ScalarInputs())
-        count = ScalarState(self._description.scalar_paths[0], np.int32(0))
+        count = ScalarState(self._description.scalar_paths[0], np.array(0, np.int32))
         states = [count for _ in self._description.scalar_paths]
         named = [
             ScalarState(path, state.value)
@@ -111,8 +112,10 @@ class UpdateRig:
                 origin=(0,),
                 gradient=self.gradients[number],
                 inputs=ScalarInputs(tuple(np.asarray(s) for s in own.scalars)),
-                out=self.out[number],
+                out=self.params[number],
                 probe=np.zeros(0, np.float32),
+                params=self.params[number] if self._takes_params else None,
+                wants_params=True,
             )
             self.store.steps.update(self.step_number, part)
         self._scalar_state = [np.asarray(value) for value in new]

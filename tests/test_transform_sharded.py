@@ -149,7 +149,7 @@ def test_same_bits_on_four_devices_and_after_a_change_of_mesh(tmp_path, run_pyth
     result = run_python(FOUR_DEVICES, tmp_path, **DEVICES)
     figures = json.loads(result.stdout.splitlines()[-1])
     # Replicated leaves cross the link once, not once a device.
-    assert figures["down"] == 4 * figures["num"]
+    assert figures["down"] == 8 * figures["num"]  # gradients and params
     run_python(OTHER_MESH, tmp_path, **DEVICES)
     run_python(TRACED_INIT, tmp_path, **DEVICES)
     expected = np.load(tmp_path / "one.npz")

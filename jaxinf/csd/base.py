@@ -112,6 +112,10 @@ class Csd(Protocol):
         """
         ...
 
+    def put(self, buffer: CsdBuffer, extent: Extent, values: Array) -> None:
+        """Host → buffer: a state's elements, 1-D, of the extent's dtype."""
+        ...
+
     def checksum(self, buffer: CsdBuffer, extent: Extent) -> int:
         """The CRC-32C of a state's elements in the buffer, padding left out."""
         ...

@@ -52,6 +52,10 @@ class HostCsd:
             file, _pages(buffer, extent), extent.file_offset_bytes, extent.num_bytes
         )
 
+    def put(self, buffer: CsdBuffer, extent: Extent, values: Array) -> None:
+        """A copy in the host's memory."""
+        self.view(buffer, extent)[...] = values
+
     def checksum(self, buffer: CsdBuffer, extent: Extent) -> int:
         """By the host's CPU, on this thread."""
         return crc32c(self.view(buffer, extent))

@@ -5,7 +5,7 @@ Invariant: host memory does not grow with the model; a step is all or nothing.
 
 from jaxinf.engine.chunks import VerifyMode
 from jaxinf.engine.description import LeafDescription, StoreDescription
-from jaxinf.engine.session import Durability
+from jaxinf.engine.session import Durability, MasterReads
 from jaxinf.engine.state import (
     compare_params,
     finish_initialisation,
@@ -19,6 +19,7 @@ __all__ = [
     "Durability",
     "LeafDescription",
     "LeafPart",
+    "MasterReads",
     "StepEngine",
     "StepMetrics",
     "Store",

@@ -107,16 +107,16 @@ class ChunkTable:
         Raises:
           StoreCorruptError: the chunk is not what was written.
         """
-        entry = self._entry(layout, state)
-        with self._lock:
-            parts = self._loading.setdefault((entry, slot), {})
-            found = self._whole(parts, layout, state, checksum)
-            if found is None:
-                return
-            del self._loading[entry, slot]
-            expected = int(self._sums[entry])
-        if found != expected:
+        found = self._complete(layout, state, slot, checksum)
+        expected = int(self._sums[self._entry(layout, state)])
+        if found not in (None, expected):
             raise self._corrupt(layout, state, slot, expected, found)
+
+    def matches(self, layout: SubgroupLayout, state: int, checksum: int) -> bool:
+        """As `loaded`, of a copy of the newest version that came from elsewhere."""
+        slot = self.source(layout, state)
+        found = self._complete(layout, state, slot, checksum)
+        return found in (None, int(self._sums[self._entry(layout, state)]))
 
     def stored(self, layout: SubgroupLayout, state: int, checksum: int) -> None:
         """Notes what is being written to the target slot."""
@@ -217,6 +217,18 @@ class ChunkTable:
         if len(parts) == 1:
             return checksum
         return crc32c_combine(parts[offset] for offset in sorted(parts))
+
+    def _complete(
+        self, layout: SubgroupLayout, state: int, slot: Slot, checksum: int
+    ) -> int | None:
+        """The checksum of a chunk of which the last part has now been read."""
+        key = (self._entry(layout, state), slot)
+        with self._lock:
+            parts = self._loading.setdefault(key, {})
+            whole = self._whole(parts, layout, state, checksum)
+            if whole is not None:
+                del self._loading[key]
+        return whole
 
     def _corrupt(
         self, layout: SubgroupLayout, state: int, slot: Slot, expected: int, found: int

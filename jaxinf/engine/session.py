@@ -37,12 +37,15 @@ from jaxinf.store import (
     restore_checkpoint,
 )
 
-__all__ = ["Durability", "Session", "SessionOptions"]
+__all__ = ["Durability", "MasterReads", "Session", "SessionOptions"]
 
 _LOG = logging.getLogger("jaxinf")
 
 Durability: TypeAlias = Literal["step", "checkpoint"] | int
 """After which steps a commit is made; see `jaxinf.open_store`."""
+
+MasterReads: TypeAlias = Literal["auto", "stored"]
+"""Where a step takes the master params from; see `jaxinf.open_store`."""
 
 # Files that may stand in a directory that a new store is made in.
 _HARMLESS = ("lost+found", "lock", "publish.lock", "current.tmp", ".jaxinf*")
@@ -67,6 +70,7 @@ class SessionOptions:
         durability: Durability = "step",
         verify: VerifyMode = "always",
         restore: str | None = None,
+        master: MasterReads = "auto",
     ) -> None:
         if csd not in CSD_KINDS:
             raise ValueError(
@@ -101,7 +105,10 @@ class SessionOptions:
         self.num_workers = num_workers
         self.chunk_elements = chunk_elements
         self.verify: VerifyMode = verify
+        if master not in ("auto", "stored"):
+            raise ValueError(f"master={master!r}: expected 'auto' or 'stored'")
         self.restore = restore
+        self.master: MasterReads = master
 
 
 def _steps_per_commit(durability: Durability) -> int | None:

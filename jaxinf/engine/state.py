@@ -10,14 +10,16 @@ import numpy as np
 from jaxinf.csd import Csd, CsdBuffer, ScalarInputs
 from jaxinf.engine.session import Session
 from jaxinf.engine.tasks import SubgroupLayout, Task
-from jaxinf.errors import StoreMismatchError
+from jaxinf.errors import DivergedParamsError, StoreMismatchError
 from jaxinf.kernels import InitKernel
 from jaxinf.layout import gather, scatter
 from jaxinf.store import CommitRecord, ScalarState
 from jaxinf.typing import Array
 
 __all__ = [
+    "compare_chunk",
     "compare_params",
+    "diverged_error",
     "finish_initialisation",
     "gather_inputs",
     "gather_run",
@@ -25,6 +27,9 @@ __all__ = [
     "read_params",
     "same_values",
 ]
+
+
+_PIECE_ELEMENTS = 1 << 20
 
 
 def initialise(
@@ -94,6 +99,44 @@ def compare_params(
             f"params than init was given (leaf {record.name}); take the store's own "
             "before init, params = store.params(like=params), or use another store"
         )
+
+
+def compare_chunk(
+    session: Session, layout: SubgroupLayout, params: Array, origin: Sequence[int]
+) -> None:
+    """Checks that float32 params are what a chunk holds but for zeros and denormals.
+
+    Reads the chunk anew: for when a checksum has said that they differ in some bit.
+
+    Raises:
+      DivergedParamsError: they differ; says where.
+      StoreCorruptError: the chunk is not what was written.
+    """
+    session.chunks.check_file(layout, 0)
+    slot = session.chunks.source(layout, 0)
+    file = session.files.chunk_file(slot, *layout.place(0))
+    subgroup = layout.subgroup
+    chunk = session.files.chunks[subgroup.leaf][subgroup.chunk]
+    for start in range(0, chunk.num_elements, _PIECE_ELEMENTS):
+        count = min(_PIECE_ELEMENTS, chunk.num_elements - start)
+        held = np.fromfile(file, np.float32, count, offset=4 * start)
+        given = gather(params, chunk, tuple(origin), start, count)
+        if not same_values(held, given):
+            name = session.files.manifest.leaves[subgroup.leaf].name
+            first = int(np.argmax(held != given))
+            raise diverged_error(
+                name, given[first : first + 3], held[first : first + 3]
+            )
+
+
+def diverged_error(name: str, given: Array, held: Array) -> DivergedParamsError:
+    """What is raised for params that the store's master is not of."""
+    return DivergedParamsError(
+        f"leaf {name}: the params given to update are not those the store's master is "
+        f"of (at one place they are {given}, the store's {held}); apply the returned "
+        "updates unchanged (smart_update last in the chain, then "
+        "optax.apply_updates), or take store.params(like=params)"
+    )
 
 
 def read_params(session: Session, leaf: int, out: Array, origin: Sequence[int]) -> None:

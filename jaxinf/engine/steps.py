@@ -22,9 +22,15 @@ import numpy as np
 
 from jaxinf.csd import Csd, CsdBuffer, ScalarInputs
 from jaxinf.engine.session import Session
-from jaxinf.engine.state import gather_inputs, gather_run, same_values
+from jaxinf.engine.state import (
+    compare_chunk,
+    diverged_error,
+    gather_inputs,
+    gather_run,
+    same_values,
+)
 from jaxinf.engine.tasks import SubgroupLayout, Task
-from jaxinf.errors import DivergedParamsError, StaleStateError, StoreError
+from jaxinf.errors import StaleStateError, StoreError
 from jaxinf.io import ByteCounts
 from jaxinf.kernels import Kernel
 from jaxinf.kernels.specialise import specialise, state_read
@@ -69,6 +75,11 @@ class LeafPart:
       inputs: scalars, and arrays of the gradient's shape.
       out: of the gradient's shape; float32 receives the update, 16 bits the new params.
       probe: the first few params on the JAX device, or empty: compared with the master.
+      params: float32 params on the JAX device, of the gradient's shape, which are the
+        master to the bit and are taken instead of reading it; None where they are not
+        at hand.
+      wants_params: float32 `out` receives the new params, not the update; it may be
+        `params` itself.
     """
 
     leaf: int
@@ -78,6 +89,8 @@ class LeafPart:
     inputs: ScalarInputs
     out: Array
     probe: Array
+    params: Array | None = None
+    wants_params: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,8 +157,9 @@ class StepEngine:
                 self._check_undoable()
             self._arrivals |= arrivals
         self._session.handler.run(tasks)
+        given = 0 if part.params is None else part.params.nbytes
         self._session.meters.add(
-            link_down_bytes=part.gradient.nbytes, link_up_bytes=part.out.nbytes
+            link_down_bytes=part.gradient.nbytes + given, link_up_bytes=part.out.nbytes
         )
         return all(verdicts)
 
@@ -323,9 +337,19 @@ class StepEngine:
         if part.out.dtype != np.float32:  # which is rounded from the master
             needed |= {MASTER_PARAMS}
         loads = frozenset(n for n in states if layout.states[n] in needed)
+        given = part.params if 0 in loads else None
+        if given is not None:
+            loads -= {0}
 
         def compute(csd: Csd, buffer: CsdBuffer) -> None:
-            if is_first and part.probe.size and 0 in loads:
+            if given is not None:
+                csd.put(
+                    buffer,
+                    layout.extents[0],
+                    gather_run(session, layout, given, part.origin),
+                )
+                self._check_given(part, layout, csd, buffer)
+            elif is_first and part.probe.size and 0 in loads:
                 self._check_probe(part, layout, csd.view(buffer, layout.extents[0]))
             gradient = gather_run(session, layout, part.gradient, part.origin)
             own = gather_inputs(session, layout, part.inputs, part.origin)
@@ -334,6 +358,8 @@ class StepEngine:
             verdicts.append(
                 csd.update(buffer, layout.extents, kernel, gradient, own, result)
             )
+            if part.wants_params and result.dtype == np.float32:
+                result[...] = csd.view(buffer, layout.extents[0])
             if out is None:
                 scatter(part.out, chunk, part.origin, offset, result)
 
@@ -367,12 +393,18 @@ class StepEngine:
         if not same_values(held, part.probe):
             self._session.chunks.check_file(layout, 0)  # or the drive is to blame
             name = self._session.files.manifest.leaves[part.leaf].name
-            raise DivergedParamsError(
-                f"leaf {name}: the params given to update are not those the store's "
-                f"master is of (they begin {part.probe[:3]}, the store's {held[:3]}); "
-                "apply the returned updates unchanged (smart_update last in the chain, "
-                "then optax.apply_updates), or take store.params(like=params)"
-            )
+            raise diverged_error(name, part.probe[:3], held[:3])
+
+    def _check_given(
+        self, part: LeafPart, layout: SubgroupLayout, csd: Csd, buffer: CsdBuffer
+    ) -> None:
+        """The params that were given must be what the last step left in the store."""
+        chunks = self._session.chunks
+        if not chunks.is_checked(layout, 0):
+            return
+        if not chunks.matches(layout, 0, csd.checksum(buffer, layout.extents[0])):
+            assert part.params is not None
+            compare_chunk(self._session, layout, part.params, part.origin)
 
     def _check_complete(self) -> None:
         session = self._session

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxinf.csd import CsdInfo
 from jaxinf.engine.chunks import VerifyMode
-from jaxinf.engine.session import Durability, Session, SessionOptions
+from jaxinf.engine.session import Durability, MasterReads, Session, SessionOptions
 from jaxinf.engine.state import read_params
 from jaxinf.engine.steps import StepEngine, StepMetrics
 from jaxinf.errors import StoreFormatError, StoreMismatchError
@@ -350,6 +350,7 @@ def open_store(
     durability: Durability = "step",
     verify: VerifyMode = "always",
     restore: str | None = None,
+    master: MasterReads = "auto",
 ) -> Store:
     """Opens a store, or names the place where `tx.init` will make one.
 
@@ -373,6 +374,10 @@ def open_store(
       restore: a checkpoint to go on from: it becomes the committed step again, and
         stays as it is. What was committed after it is given up, unless a checkpoint
         keeps that.
+      master: where a step takes the fp32 master params from. ``"auto"``: from the
+        params on the JAX device where these are the same bits and cost no copy (fp32
+        params, CPU), so that the drive only writes them; their checksum is compared
+        with the master's. ``"stored"``: always from the drive.
 
     Raises:
       ValueError: an argument is out of range, or there is no such checkpoint.
@@ -390,6 +395,7 @@ def open_store(
         durability=durability,
         verify=verify,
         restore=restore,
+        master=master,
     )
     return Store(options)
 

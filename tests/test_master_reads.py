@@ -1,0 +1,114 @@
+"""The master params are taken from the JAX device where that has them to the bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxinf
+
+SHAPES = {"a": (300, 1025), "b": (), "c": (5,), "d": (4096, 3)}
+NUM_PARAMS = sum(int(np.prod(s)) for s in SHAPES.values())
+
+
+def new_params(dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), len(SHAPES))
+    return {
+        name: jax.random.normal(key, shape).astype(dtype)
+        for key, (name, shape) in zip(keys, SHAPES.items(), strict=True)
+    }
+
+
+def run(path, *, num_steps=5, tx=None, params=None, bad_steps=(), **options):
+    """Trains; master params, moments, params on the device, drive bytes a step."""
+    nonfinite = options.pop("nonfinite", "error")
+    params = new_params() if params is None else params
+    with jaxinf.open_store(path, **options) as store:
+        chain = tx or optax.adamw(1e-2)
+        wrapped = jaxinf.smart_update(chain, store, nonfinite=nonfinite)
+        state = wrapped.init(params)
+
+        @jax.jit
+        def step(params, state, scale):
+            grads = jax.tree.map(lambda p: jnp.sin(p) * scale, params)
+            updates, state = wrapped.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        for number in range(num_steps):
+            scale = jnp.nan if number in bad_steps else 1.0
+            params, state = jax.block_until_ready(step(params, state, scale))
+        store.wait()
+        held = {
+            (leaf.name, s.name): store.tensorstore(s.name, leaf.name).read().result()
+            for leaf in store.manifest.leaves
+            for s in leaf.states
+        }
+        return held, jax.device_get(params), store.metrics.traffic
+
+
+@pytest.mark.parametrize("memory_bytes", [1 << 20, 1 << 26])
+@pytest.mark.parametrize("durability", ["step", 3])
+def test_the_same_bits_for_a_third_less_reading(tmp_path, memory_bytes, durability):
+    options = {"memory_bytes": memory_bytes, "durability": durability}
+    held, params, traffic = run(tmp_path / "auto", num_workers=2, **options)
+    wanted, same, more = run(
+        tmp_path / "stored", num_workers=2, master="stored", **options
+    )
+    jax.tree.map(np.testing.assert_array_equal, (held, params), (wanted, same))
+    for name, value in params.items():
+        np.testing.assert_array_equal(held[name, "params"], value)
+    padding = 2 * 4 * 4096
+    assert abs(traffic.drive_read_bytes - 2 * 8 * NUM_PARAMS) < NUM_PARAMS * 8 + padding
+    assert more.drive_read_bytes - traffic.drive_read_bytes >= 4 * NUM_PARAMS
+    assert more.drive_write_bytes == traffic.drive_write_bytes
+
+
+@pytest.mark.parametrize("how", ["io", "16-bit", "no params"])
+def test_from_the_drive_where_they_are_not_at_hand(tmp_path, how, monkeypatch):
+    options = {}
+    if how == "io":
+        monkeypatch.setenv("JAXINF_CALLBACK", "io")
+    if how == "16-bit":
+        options["params"] = new_params(jnp.bfloat16)
+    if how == "no params":
+        options["tx"] = optax.sgd(0.1, momentum=0.9)
+    _, _, with_given = run(tmp_path / "auto", **options)
+    _, _, stored = run(tmp_path / "stored", master="stored", **options)
+    if how == "no params":
+        assert with_given.drive_read_bytes < stored.drive_read_bytes
+    else:
+        assert with_given.drive_read_bytes == stored.drive_read_bytes
+
+
+@pytest.mark.parametrize("element", [(0, 0), (299, 1024), (150, 500)])
+@pytest.mark.parametrize("memory_bytes", [1 << 20, 1 << 26])
+def test_other_params_are_caught_wherever_they_differ(tmp_path, element, memory_bytes):
+    params = new_params()
+    with jaxinf.open_store(
+        tmp_path / "store", memory_bytes=memory_bytes, num_workers=2
+    ) as store:
+        tx = jaxinf.smart_update(optax.adam(1e-2), store)
+        state = tx.init(params)
+        updates, state = tx.update(params, state, params)
+        params = optax.apply_updates(params, updates)
+        params["a"] = params["a"].at[element].add(1e-3)
+        with pytest.raises(jaxinf.DivergedParamsError, match=r"leaf a: .* unchanged"):
+            tx.update(params, state, params)
+        with pytest.raises(jaxinf.DivergedParamsError):
+            store.check()
+
+
+def test_zeros_that_a_skipped_step_turns_over_are_no_difference(tmp_path):
+    """-0.0 + 0.0 is 0.0: the params of a skipped step are not always the same bits."""
+    params = new_params()
+    params["c"] = jnp.array([-0.0, 0.0, 1.0, -0.0, 2.0])
+    options = {"params": params, "bad_steps": (0, 2), "nonfinite": "skip"}
+    held, params, _ = run(tmp_path / "auto", **options)
+    wanted, same, _ = run(tmp_path / "stored", master="stored", **options)
+    jax.tree.map(np.testing.assert_array_equal, (held, params), (wanted, same))
+
+
+def test_the_choice_is_checked(tmp_path):
+    with pytest.raises(ValueError, match="master='device': expected 'auto' or"):
+        jaxinf.open_store(tmp_path / "store", master="device")
