@@ -8,6 +8,7 @@ what is wrong with a store, a drive or an optimizer is a `JaxinfError`.
 __all__ = [
     "DeviceConfigurationError",
     "DivergedParamsError",
+    "ExchangeError",
     "JaxinfError",
     "NonFiniteGradientError",
     "StaleStateError",
@@ -61,6 +62,10 @@ class StoreClosedError(StoreError):
 
 class StaleStateError(StoreError):
     """The transform's state is of another step than the store."""
+
+
+class ExchangeError(JaxinfError):
+    """Another tool's checkpoint cannot be read, or does not fit the store."""
 
 
 class DivergedParamsError(StoreError):

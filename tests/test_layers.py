@@ -16,7 +16,7 @@ LAYERS = [
     {"errors", "typing"},
     {"io", "layout"},
     {"store", "kernels"},
-    {"csd"},
+    {"csd", "exchange"},
     {"engine"},
     {"transform", "host_side", "callback", "sharding"},
     {"train", "cli"},

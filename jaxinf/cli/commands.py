@@ -16,27 +16,15 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from jaxinf.cli import checkpoints, doctor, inspection, verification
+from jaxinf.cli.exchange import Export, Import
+from jaxinf.cli.options import ByteSize, UsageError, option
 from jaxinf.cli.terminal import show_progress
-from jaxinf.cli.units import format_bytes, parse_bytes
 from jaxinf.errors import JaxinfError
 from jaxinf.store import migrate
 
 __all__ = ["Checkpoint", "Doctor", "Inspect", "Store", "Verify", "main"]
 
 _SUCCESS, _FAILURE, _USAGE, _INTERRUPTED = 0, 1, 2, 130
-
-_ByteSize = tyro.constructors.PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="BYTES",
-    instance_from_str=lambda words: parse_bytes(words[0]),
-    is_instance=lambda value: isinstance(value, int),
-    str_from_instance=lambda value: [format_bytes(value).replace(" ", "")],
-)
-
-
-def _option(text: str, metavar: str | None = None) -> Any:
-    """How an argument shows in ``--help``, where None and False are no defaults."""
-    return tyro.conf.arg(help=text, metavar=metavar, help_behavior_hint="")
 
 
 @dataclass(frozen=True)
@@ -48,11 +36,11 @@ class Inspect:
     """
 
     store: Annotated[
-        tyro.conf.Positional[str], _option("The store's directory.", "STORE")
+        tyro.conf.Positional[str], option("The store's directory.", "STORE")
     ]
     leaf: Annotated[
         str | None,
-        _option(
+        option(
             "Read this leaf, e.g. h/0/attn/qkv/kernel: statistics and a histogram of "
             "each of its states.",
             "NAME",
@@ -60,12 +48,12 @@ class Inspect:
     ] = None
     state: Annotated[
         str | None,
-        _option("With --leaf: this state alone, e.g. params, mu or nu.", "NAME"),
+        option("With --leaf: this state alone, e.g. params, mu or nu.", "NAME"),
     ] = None
-    json: Annotated[bool, _option("Print one JSON document instead.")] = False
+    json: Annotated[bool, option("Print one JSON document instead.")] = False
     live: Annotated[
         bool,
-        _option(
+        option(
             "Read the current step without pinning it: nothing is written to the "
             "store, but beside a running writer what is read may be of two "
             "neighbouring steps."
@@ -75,7 +63,7 @@ class Inspect:
     def run(self) -> int:
         """Prints to standard output; returns the exit status."""
         if self.state is not None and self.leaf is None:
-            raise _UsageError("--state names a state of one leaf; give --leaf too")
+            raise UsageError("--state names a state of one leaf; give --leaf too")
         inspection.run(
             self.store,
             leaf=self.leaf,
@@ -103,13 +91,13 @@ class Doctor:
     ] = (".",)
     size: Annotated[
         int,
-        _ByteSize,
+        ByteSize,
         tyro.conf.arg(
             help="Length of the temporary file; less is used where space is short, 0 "
             "measures nothing."
         ),
     ] = 1 << 30
-    json: Annotated[bool, _option("Print one JSON document instead.")] = False
+    json: Annotated[bool, option("Print one JSON document instead.")] = False
 
     def run(self) -> int:
         """Prints to standard output; returns the exit status."""
@@ -126,12 +114,12 @@ class Verify:
     """
 
     store: Annotated[
-        tyro.conf.Positional[str], _option("The store's directory.", "STORE")
+        tyro.conf.Positional[str], option("The store's directory.", "STORE")
     ]
     checkpoint: Annotated[
-        str | None, _option("Verify this checkpoint alone.", "NAME")
+        str | None, option("Verify this checkpoint alone.", "NAME")
     ] = None
-    json: Annotated[bool, _option("Print one JSON document instead.")] = False
+    json: Annotated[bool, option("Print one JSON document instead.")] = False
 
     def run(self) -> int:
         """Prints to standard output; returns the exit status."""
@@ -145,7 +133,7 @@ class _Save:
 
     name: Annotated[
         tyro.conf.Positional[str | None],
-        _option("Its name; by default the step's number.", "[NAME]"),
+        option("Its name; by default the step's number.", "[NAME]"),
     ] = None
 
     def run(self, store: Path) -> None:
@@ -156,7 +144,7 @@ class _Save:
 class _List:
     """Show the checkpoints: step, time, and what removing each would free."""
 
-    json: Annotated[bool, _option("Print one JSON document instead.")] = False
+    json: Annotated[bool, option("Print one JSON document instead.")] = False
 
     def run(self, store: Path) -> None:
         checkpoints.list_all(store, as_json=self.json)
@@ -167,12 +155,12 @@ class _Remove:
     """Remove checkpoints and give their space back."""
 
     names: Annotated[
-        tyro.conf.Positional[tuple[str, ...]], _option("Which.", "NAME [NAME ...]")
+        tyro.conf.Positional[tuple[str, ...]], option("Which.", "NAME [NAME ...]")
     ]
 
     def run(self, store: Path) -> None:
         if not self.names:
-            raise _UsageError("remove: name the checkpoints to remove")
+            raise UsageError("remove: name the checkpoints to remove")
         checkpoints.remove(store, self.names)
 
 
@@ -180,9 +168,9 @@ class _Remove:
 class _Restore:
     """Make a checkpoint the step that the next run goes on from; it stays as it is."""
 
-    name: Annotated[tyro.conf.Positional[str], _option("Which.", "NAME")]
+    name: Annotated[tyro.conf.Positional[str], option("Which.", "NAME")]
     discard_current: Annotated[
-        bool, _option("Give up the step that is committed now, if nothing keeps it.")
+        bool, option("Give up the step that is committed now, if nothing keeps it.")
     ] = False
 
     def run(self, store: Path) -> None:
@@ -191,16 +179,18 @@ class _Restore:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Keep, list, remove and restore committed steps of a store."""
+    """Keep, list, remove and restore committed steps; to and from other tools."""
 
     store: Annotated[
-        tyro.conf.Positional[str], _option("The store's directory.", "STORE")
+        tyro.conf.Positional[str], option("The store's directory.", "STORE")
     ]
     action: (
         Annotated[_Save, tyro.conf.subcommand("save")]
         | Annotated[_List, tyro.conf.subcommand("list")]
         | Annotated[_Remove, tyro.conf.subcommand("remove")]
         | Annotated[_Restore, tyro.conf.subcommand("restore")]
+        | Annotated[Export, tyro.conf.subcommand("export")]
+        | Annotated[Import, tyro.conf.subcommand("import")]
     )
 
     def run(self) -> int:
@@ -215,10 +205,10 @@ class Store:
 
     action: Annotated[
         tyro.conf.Positional[Literal["migrate"]],
-        _option("migrate: bring a store of an older format version up to date."),
+        option("migrate: bring a store of an older format version up to date."),
     ]
     store: Annotated[
-        tyro.conf.Positional[str], _option("The store's directory.", "STORE")
+        tyro.conf.Positional[str], option("The store's directory.", "STORE")
     ]
 
     def run(self) -> int:
@@ -228,10 +218,6 @@ class Store:
             is_changed = migrate(path, progress)
         print(f"{path}: {'migrated' if is_changed else 'up to date already'}")
         return _SUCCESS
-
-
-class _UsageError(Exception):
-    """A command line that parses but makes no sense."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -263,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             status = command.run()
             sys.stdout.flush()
             return status
-    except _UsageError as error:
+    except UsageError as error:
         return _report(error, _USAGE)
     except BrokenPipeError:
         # The reader of a pipe (head, less) has what it wanted. Nothing more may be

@@ -4,15 +4,17 @@ Invariant: reads only; what is damaged is listed whole, and the exit status says
 anything is.
 """
 
+import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from jaxinf.cli.committed import CommittedStep, open_committed
 from jaxinf.cli.terminal import make_console, printable, show_progress
 from jaxinf.cli.units import format_bytes
+from jaxinf.errors import StoreIOError
 from jaxinf.store import (
     Damage,
     Verifier,
@@ -44,7 +46,7 @@ def run(store: str, *, name: str | None, as_json: bool) -> bool:
     path = Path(store).expanduser().absolute()
     console = make_console(sys.stderr)
     reports: _Reports = []
-    with open_committed(path) as step:
+    with _opened(path) as step:
         for warning in step.warnings:
             console.print(f"warning: {path}: {warning}")
         verifier = Verifier(step.directory)
@@ -57,6 +59,19 @@ def run(store: str, *, name: str | None, as_json: bool) -> bool:
     else:
         _print(path, reports, num_bytes)
     return not any(damages for _, damages in reports)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[CommittedStep]:
+    """The committed step; unpinned where a chunk that is gone cannot be linked to."""
+    with contextlib.ExitStack() as stack:
+        try:
+            step = stack.enter_context(open_committed(path))
+        except StoreIOError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            step = stack.enter_context(open_committed(path, is_live=True))
+        yield step
 
 
 def _steps(step: CommittedStep, name: str | None) -> Sequence[tuple[str, Path]]:

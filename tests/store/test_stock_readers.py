@@ -1,5 +1,10 @@
 """A slot and a snapshot are what zarr and Orbax take them for."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -7,7 +12,9 @@ import pytest
 import tensorstore as ts
 import zarr
 
-from jaxinf.store import StateRecord, snapshot
+from jaxinf.store import StateRecord, save_checkpoint, snapshot
+
+PROGRAM = Path(__file__).with_name("stock_orbax_program.py")
 
 # What every reader knows; bfloat16 is tensorstore's alone.
 STATES = (
@@ -27,12 +34,15 @@ def committed(request, make_directory, write_step):
     return directory, write_step(directory, "b", 3)
 
 
-@pytest.fixture(params=["current", "snapshot"])
+@pytest.fixture(params=["current", "snapshot", "checkpoint"])
 def opened(request, committed):
     """A path to the committed step, and its arrays."""
     directory, arrays = committed
     if request.param == "current":
         yield directory.path / "current", arrays
+    elif request.param == "checkpoint":
+        save_checkpoint(directory, "best")
+        yield directory.path / "checkpoints" / "best", arrays
     else:
         with snapshot(directory) as path:
             yield path, arrays
@@ -92,3 +102,29 @@ def test_orbax_with_a_target(opened):
         restored = checkpointer.restore(path.resolve(), target)
     assert isinstance(restored["params"]["scale"], jax.Array)
     check(dict(as_tree(restored)), arrays)
+
+
+def restore_with_stock_orbax(path, arrays, folder, *manager):
+    """Runs a program that has Orbax and four JAX devices, and nothing of ours."""
+    np.savez(folder / "arrays.npz", **arrays)
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    done = subprocess.run(
+        [sys.executable, PROGRAM, path, folder / "arrays.npz", *manager],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **flags, "JAX_PLATFORMS": "cpu"},
+    )
+    assert done.stdout == "restored\n", done.stderr
+
+
+def test_orbax_alone_in_every_way(opened, tmp_path):
+    path, arrays = opened
+    restore_with_stock_orbax(path, arrays, tmp_path)
+
+
+def test_orbax_alone_with_a_manager(committed, tmp_path):
+    directory, arrays = committed
+    save_checkpoint(directory)
+    save_checkpoint(directory, "best")  # no step's number: managers do not list it
+    checkpoints = directory.path / "checkpoints"
+    restore_with_stock_orbax(checkpoints / "3", arrays, tmp_path, checkpoints, "3")

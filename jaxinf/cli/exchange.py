@@ -1,0 +1,212 @@
+"""``jaxinf checkpoint STORE export`` and ``import``: steps to and from other tools.
+
+Invariant: a store that exists keeps its committed step unless an import was checked and
+is complete; an export is there whole or not at all.
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from jaxinf.cli.committed import open_committed, open_directory
+from jaxinf.cli.options import ByteSize, UsageError, option
+from jaxinf.cli.terminal import make_console, show_progress
+from jaxinf.cli.units import format_bytes
+from jaxinf.errors import ExchangeError
+from jaxinf.exchange import (
+    DEFAULT_FILE_BYTES,
+    DEFAULT_MEMORY_BYTES,
+    ImportReport,
+    StepFiles,
+    export_orbax,
+    export_safetensors,
+    import_checkpoint,
+    import_export,
+    is_own_export,
+)
+from jaxinf.store import Manifest, find_checkpoint
+
+__all__ = ["Export", "Import"]
+
+_MAX_SHOWN = 8
+_Memory = Annotated[
+    int, ByteSize, tyro.conf.arg(help="Memory for the data on its way.")
+]
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write a step as an Orbax checkpoint (compressed OCDBT) or as safetensors.
+
+    Works beside a running writer; every checksum is compared. What is written can
+    become a store again, to the bit, unless it is of the params alone.
+    """
+
+    destination: Annotated[
+        tyro.conf.Positional[str],
+        option("A directory that does not exist yet.", "DEST"),
+    ]
+    checkpoint: Annotated[
+        str | None, option("Export this checkpoint, not the last step.", "NAME")
+    ] = None
+    format: Annotated[
+        Literal["orbax", "safetensors"], tyro.conf.arg(help="What to write.")
+    ] = "orbax"
+    params_only: Annotated[
+        bool, option("Safetensors: leave the optimizer's state out.")
+    ] = False
+    max_file: Annotated[
+        int,
+        ByteSize,
+        tyro.conf.arg(help="Safetensors: begin another file rather than go above."),
+    ] = DEFAULT_FILE_BYTES
+    memory: _Memory = DEFAULT_MEMORY_BYTES
+
+    def run(self, store: Path) -> None:
+        """Prints where the export is, and what it holds."""
+        if self.params_only and self.format != "safetensors":
+            raise UsageError("--params-only goes with --format safetensors")
+        destination = Path(self.destination).expanduser().absolute()
+        with _step_of(store, self.checkpoint) as step:
+            title = f"step {step.commit.step} to {destination}"
+            with show_progress(title) as progress:
+                if self.format == "orbax":
+                    export_orbax(
+                        step, destination, memory_bytes=self.memory, progress=progress
+                    )
+                else:
+                    export_safetensors(
+                        step,
+                        destination,
+                        params_only=self.params_only,
+                        max_file_bytes=self.max_file,
+                        memory_bytes=self.memory,
+                        progress=progress,
+                    )
+            number = step.commit.step
+        files = [f for f in destination.rglob("*") if f.is_file()]
+        num_bytes = sum(file.stat().st_size for file in files)
+        print(f"{destination}: step {number}, {format_bytes(num_bytes)}")
+
+
+@dataclass(frozen=True)
+class Import:
+    """Bring another tool's checkpoint into STORE, or make STORE of an export.
+
+    An Orbax checkpoint of params and optax state, or safetensors, goes into a store
+    that tx.init(params) has made and that is at step 0. STORE is made if it does not
+    exist and the source is what jaxinf exported. See docs/checkpoints.md.
+    """
+
+    source: Annotated[
+        tyro.conf.Positional[str],
+        option("An Orbax checkpoint, safetensors, or an export.", "SOURCE"),
+    ]
+    csd: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]],
+        option("A CSD root of a store that is made; may be repeated.", "DIR"),
+    ] = ()
+    name: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]],
+        option(
+            "Where a state is in the source, e.g. mu=opt_state/0/mu; may be repeated.",
+            "STATE=PLACE",
+        ),
+    ] = ()
+    ignore: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]],
+        option("Arrays below this are not wanted; may be repeated.", "PLACE"),
+    ] = ()
+    step: Annotated[
+        int | None, option("The step to commit, where the source does not say.", "N")
+    ] = None
+    memory: _Memory = DEFAULT_MEMORY_BYTES
+
+    def run(self, store: Path) -> None:
+        """Prints the step that the store is at."""
+        source = Path(self.source).expanduser().absolute()
+        with show_progress(f"{source} to {store}") as progress:
+            if (store / "jaxinf.json").exists():
+                if self.csd:
+                    raise UsageError(f"{store} has its CSD roots; leave --csd out")
+                report = import_checkpoint(
+                    source,
+                    store,
+                    names=_pairs(self.name),
+                    ignored=self.ignore,
+                    step=self.step,
+                    memory_bytes=self.memory,
+                    progress=progress,
+                )
+            else:
+                self._check_new(source, store)
+                roots = [Path(root).expanduser().absolute() for root in self.csd]
+                report = import_export(
+                    source,
+                    store,
+                    csds=roots,
+                    memory_bytes=self.memory,
+                    progress=progress,
+                )
+        _print_report(store, report)
+
+    def _check_new(self, source: Path, store: Path) -> None:
+        if not is_own_export(source):
+            raise ExchangeError(
+                f"{store}: expected a store to import {source} into, found none, and "
+                "only what jaxinf exported says itself what store it is of; make the "
+                "store first: tx.init(params) with params of the same shapes"
+            )
+        if self.name or self.ignore or self.step is not None:
+            raise UsageError(
+                "a store that is made of an export is as it was; --name, --ignore and "
+                "--step are for a store that exists"
+            )
+
+
+@contextlib.contextmanager
+def _step_of(store: Path, checkpoint: str | None) -> Iterator[StepFiles]:
+    """A checkpoint's files, or those of the committed step, pinned."""
+    if checkpoint is not None:
+        directory = open_directory(store)
+        find_checkpoint(directory, checkpoint)
+        path = directory.step_path(f"checkpoints/{checkpoint}")
+        yield StepFiles(path, Manifest.read(path / "jaxinf.json"))
+        return
+    with open_committed(store) as committed:
+        for warning in committed.warnings:
+            make_console(sys.stderr).print(f"warning: {store}: {warning}")
+        yield StepFiles(committed.path, committed.manifest)
+
+
+def _pairs(names: Sequence[str]) -> dict[str, str]:
+    pairs = {}
+    for text in names:
+        state, separator, place = text.partition("=")
+        if not separator:
+            raise UsageError(
+                f"--name {text}: expected STATE=PLACE, such as mu=opt_state/0/mu"
+            )
+        pairs[state] = place
+    return pairs
+
+
+def _print_report(store: Path, report: ImportReport) -> None:
+    errors = make_console(sys.stderr)
+    if report.fresh_states:
+        errors.print(
+            f"note: the checkpoint has no {', '.join(report.fresh_states)}; the "
+            "optimizer begins anew"
+        )
+    if report.unused:
+        shown = ", ".join(report.unused[:_MAX_SHOWN])
+        more = len(report.unused) - _MAX_SHOWN
+        errors.print(
+            f"note: not imported: {shown}" + (f" and {more} more" if more > 0 else "")
+        )
+    print(f"{store}: step {report.step}, {report.num_arrays} arrays imported")

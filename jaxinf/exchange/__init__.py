@@ -1,0 +1,23 @@
+"""Committed steps to and from other tools: Orbax checkpoints and safetensors files.
+
+Invariant: memory stays within a budget however large a leaf is, except where another
+tool's file has larger chunks; nothing is written before everything has been checked.
+"""
+
+from jaxinf.exchange.orbax_export import export_orbax
+from jaxinf.exchange.own_import import import_export, is_own_export
+from jaxinf.exchange.safetensors_export import DEFAULT_FILE_BYTES, export_safetensors
+from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES, StepFiles
+from jaxinf.exchange.store_import import ImportReport, import_checkpoint
+
+__all__ = [
+    "DEFAULT_FILE_BYTES",
+    "DEFAULT_MEMORY_BYTES",
+    "ImportReport",
+    "StepFiles",
+    "export_orbax",
+    "export_safetensors",
+    "import_checkpoint",
+    "import_export",
+    "is_own_export",
+]

@@ -1,0 +1,132 @@
+"""Boxes of arrays written to the chunk files of a slot that is nobody's step.
+
+Invariant: a file with more than one link is never written; `StoreDirectory` sees to it.
+"""
+
+import itertools
+import os
+from collections.abc import Sequence
+from contextlib import closing
+
+import numpy as np
+
+from jaxinf.exchange.portions import box_runs
+from jaxinf.io import BufferPool
+from jaxinf.io.failures import translated
+from jaxinf.layout import Chunk
+from jaxinf.store import Slot, StoreDirectory, file_checksum
+from jaxinf.typing import Array
+
+__all__ = ["ChunkWriter", "slot_checksums"]
+
+_PIECE_BYTES = 4 << 20
+
+
+def slot_checksums(directory: StoreDirectory, slot: Slot) -> dict[str, Array]:
+    """The CRC-32C of every chunk of a slot, as read back from the drives; blocks.
+
+    Returns:
+      uint32 by array name, in grid order: `CommitRecord.checksums`.
+
+    Raises:
+      StoreIOError: a chunk is missing or too short, or the drive failed.
+    """
+    sums: dict[str, Array] = {}
+    with closing(BufferPool(_PIECE_BYTES)) as pool:
+        for number, leaf in enumerate(directory.manifest.leaves):
+            for state in leaf.states:
+                sums[leaf.array_name(state.name)] = np.asarray(
+                    [
+                        file_checksum(
+                            directory.chunk_file(slot, number, position, state.name),
+                            chunk.num_elements * state.itemsize,
+                            pool,
+                        )
+                        for position, chunk in enumerate(directory.chunks[number])
+                    ],
+                    np.uint32,
+                )
+    return sums
+
+
+class ChunkWriter:
+    """Writes one slot of a store.
+
+    Attributes:
+      directory: the store, whose lock the caller holds.
+      slot: the one that `current` does not name.
+    """
+
+    def __init__(self, directory: StoreDirectory, slot: Slot) -> None:
+        self.directory = directory
+        self.slot: Slot = slot
+        self._prepared: set[tuple[int, int, str]] = set()
+
+    def write(self, leaf: int, state: str, start: Sequence[int], values: Array) -> None:
+        """Writes a box of an array; blocks until it is copied.
+
+        All of an array must be written before the slot is published.
+
+        Args:
+          leaf: the leaf's number.
+          state: which of its states.
+          start: leaf index of the box's first element.
+          values: the box, of the state's dtype.
+        """
+        grid = self.directory.manifest.leaves[leaf].grid
+        ranges = [
+            range(s // c, -(-(s + n) // c))
+            for s, n, c in zip(start, values.shape, grid.chunk_shape, strict=True)
+        ]
+        chunks = self.directory.chunks[leaf]
+        strides = _strides(grid.grid_shape)
+        for index in itertools.product(*ranges):
+            position = sum(i * s for i, s in zip(index, strides, strict=True))
+            chunk = chunks[position]
+            file = self._prepare(leaf, position, state)
+            with translated("write", file), open(file, "r+b", buffering=0) as stream:
+                _write_part(stream.fileno(), chunk, grid.chunk_shape, start, values)
+
+    def _prepare(self, leaf: int, chunk: int, state: str) -> os.PathLike[str]:
+        key = (leaf, chunk, state)
+        if key in self._prepared:
+            return self.directory.chunk_file(self.slot, leaf, chunk, state)
+        self._prepared.add(key)
+        return self.directory.prepare_write(self.slot, leaf, chunk, state)
+
+
+def _write_part(
+    fd: int,
+    chunk: Chunk,
+    chunk_shape: Sequence[int],
+    start: Sequence[int],
+    values: Array,
+) -> None:
+    """Writes what a box and a chunk have in common."""
+    first = [max(s, c) for s, c in zip(start, chunk.start, strict=True)]
+    last = [
+        min(s + n, c + e)
+        for s, n, c, e in zip(
+            start, values.shape, chunk.start, chunk.extent, strict=True
+        )
+    ]
+    box = tuple(slice(a - s, b - s) for a, b, s in zip(first, last, start, strict=True))
+    part = np.ascontiguousarray(values[(*box, ...)])
+    memory = part.reshape(-1).view(np.uint8).data
+    inside = [a - c for a, c in zip(first, chunk.start, strict=True)]
+    extent = [b - a for a, b in zip(first, last, strict=True)]
+    done = 0
+    for offset, length in box_runs(chunk_shape, inside, extent):
+        end = done + length * part.itemsize
+        place = offset * part.itemsize
+        while done < end:
+            written = os.pwrite(fd, memory[done:end], place)
+            done, place = done + written, place + written
+
+
+def _strides(grid_shape: Sequence[int]) -> list[int]:
+    strides, product = [], 1
+    for length in reversed(grid_shape):
+        strides.append(product)
+        product *= length
+    return strides[::-1]

@@ -1,0 +1,144 @@
+"""A checkpoint that stock Orbax wrote, opened without Orbax.
+
+``_METADATA`` says which arrays there are; tensorstore opens each: zarr or zarr v3, in
+OCDBT or in plain files.
+
+Invariant: an array's name has all keys of its path but a last ``value`` without
+siblings, which is what Flax makes of a variable.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import tensorstore
+
+from jaxinf.errors import ExchangeError
+from jaxinf.exchange.sources import SourceArray, TensorstoreArray
+from jaxinf.store.names import encode_key
+
+__all__ = ["METADATA_NAME", "is_orbax", "read_orbax"]
+
+METADATA_NAME = "_METADATA"
+
+_VARIABLE_KEYS = (("value",), ("raw_value",))
+_NO_ARRAYS = ("None", "string", "Dict", "List", "Tuple", "NamedTuple")
+
+
+def is_orbax(path: Path) -> bool:
+    """Whether a directory is an Orbax checkpoint, or a CheckpointManager's step."""
+    return (path / METADATA_NAME).is_file() or bool(_items(path))
+
+
+def read_orbax(path: Path) -> dict[str, SourceArray]:
+    """Opens the arrays of a checkpoint.
+
+    Args:
+      path: what was given to a checkpointer's ``save``, or one step's directory of a
+        CheckpointManager that has one pytree in it.
+
+    Returns:
+      By name, in the order of the tree.
+
+    Raises:
+      ExchangeError: it is no Orbax checkpoint, holds several items, or is damaged.
+    """
+    directory = _find_item(path)
+    try:
+        document = json.loads((directory / METADATA_NAME).read_text())
+        # jaxinf's own trees have their keys encoded already.
+        is_ours = (directory / "commit.json").is_file()
+        entries = _entries(document["tree_metadata"], str if is_ours else encode_key)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ExchangeError(
+            f"{directory / METADATA_NAME}: expected the tree of an Orbax checkpoint, "
+            f"found a document that cannot be read ({type(error).__name__}: {error}); "
+            "copy the checkpoint anew, or save it with a newer Orbax"
+        ) from error
+    is_ocdbt = (directory / "manifest.ocdbt").is_file()
+    driver = "zarr3" if document.get("use_zarr3") else "zarr"
+    futures = {
+        name: tensorstore.open(
+            {"driver": driver, "kvstore": _kvstore(directory, folder, is_ocdbt)},
+            open=True,
+            read=True,
+        )
+        for name, folder in entries.items()
+    }
+    return {
+        name: TensorstoreArray(name, _opened(future, directory, name), directory)
+        for name, future in futures.items()
+    }
+
+
+def _entries(tree: Mapping[str, Any], encode: Callable[[str], str]) -> dict[str, str]:
+    """Name of each array, and its folder."""
+    paths = [
+        tuple(str(part["key"]) for part in entry["key_metadata"])
+        for entry in tree.values()
+        if not entry["value_metadata"].get("skip_deserialize")
+        and entry["value_metadata"]["value_type"] not in _NO_ARRAYS
+    ]
+    num_children = Counter(path[:-1] for path in paths)
+    entries: dict[str, str] = {}
+    for path in paths:
+        is_variable = path[-1:] in _VARIABLE_KEYS and num_children[path[:-1]] == 1
+        keys = path[:-1] if is_variable and len(path) > 1 else path
+        entries[".".join(map(encode, keys))] = ".".join(path)
+    return entries
+
+
+def _kvstore(directory: Path, folder: str, is_ocdbt: bool) -> dict[str, Any]:
+    if not is_ocdbt:
+        return {"driver": "file", "path": f"{directory / folder}/"}
+    base = {"driver": "file", "path": f"{directory}/"}
+    return {"driver": "ocdbt", "base": base, "path": f"{folder}/"}
+
+
+def _opened(future: Any, directory: Path, name: str) -> Any:
+    try:
+        return future.result()
+    except (ValueError, OSError, RuntimeError) as error:
+        raise ExchangeError(
+            f"{directory}: the checkpoint's tree has {name}, which cannot be opened: "
+            f"{error}; is it whole? Copy it anew, or import another one"
+        ) from error
+
+
+def _find_item(path: Path) -> Path:
+    if (path / METADATA_NAME).is_file():
+        return path
+    items = _items(path)
+    if len(items) == 1:
+        return items[0]
+    if items:
+        raise ExchangeError(
+            f"{path}: expected one pytree, found the items "
+            f"{', '.join(sorted(item.name for item in items))}; give the directory of "
+            "the one that holds params and optimizer state"
+        )
+    steps = [entry.name for entry in _directories(path) if _items(entry)]
+    remedy = (
+        f"found the steps {', '.join(sorted(steps)[:8])}; give the directory of one"
+        if steps
+        else f"found no {METADATA_NAME}; check the path"
+    )
+    raise ExchangeError(f"{path}: expected an Orbax checkpoint, {remedy}")
+
+
+def _items(path: Path) -> list[Path]:
+    """Pytrees in a step's directory, each once whatever its names."""
+    found = {
+        entry.resolve(): entry
+        for entry in _directories(path)
+        if (entry / METADATA_NAME).is_file()
+    }
+    return list(found.values())
+
+
+def _directories(path: Path) -> list[Path]:
+    return (
+        [entry for entry in path.iterdir() if entry.is_dir()] if path.is_dir() else []
+    )

@@ -1,0 +1,122 @@
+"""Leaves cut into boxes that fit a memory budget, and boxes into runs of a file.
+
+Invariant: the portions of a leaf partition it, and each is one contiguous run of one
+chunk's file.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jaxinf.layout import LeafGrid
+
+__all__ = ["Portion", "box_runs", "portion_shape", "portions"]
+
+
+@dataclass(frozen=True)
+class Portion:
+    """A box of a leaf that lies in one chunk, without a gap.
+
+    Attributes:
+      chunk: the chunk's position in `LeafGrid.chunks()`.
+      chunk_key: its file, relative to the array's directory.
+      start: leaf index of the box's first element.
+      extent: shape of the box.
+      offset_elements: where in the chunk's file it begins.
+    """
+
+    chunk: int
+    chunk_key: str
+    start: tuple[int, ...]
+    extent: tuple[int, ...]
+    offset_elements: int
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the box."""
+        return math.prod(self.extent)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index into the whole leaf."""
+        return tuple(
+            slice(start, start + extent)
+            for start, extent in zip(self.start, self.extent, strict=True)
+        )
+
+
+def portion_shape(grid: LeafGrid, max_elements: int) -> tuple[int, ...]:
+    """The largest chunk shape of a regular grid that divides another's chunks.
+
+    Args:
+      grid: whose chunks to divide.
+      max_elements: most elements of a portion, at least 1.
+
+    Returns:
+      A shape, each length at least 1, whose boxes are contiguous runs of the chunks.
+    """
+    result, room = [1] * len(grid.shape), max_elements
+    for dim in reversed(range(len(grid.shape))):
+        length = max(1, min(grid.chunk_shape[dim], grid.shape[dim]))
+        if length > room:
+            is_one_chunk = grid.chunk_shape[dim] >= grid.shape[dim]
+            result[dim] = room if is_one_chunk else _divisor(length, room)
+            break
+        result[dim] = length
+        room //= length
+    return tuple(result)
+
+
+def _divisor(length: int, limit: int) -> int:
+    """The largest divisor of a length that is at most `limit`."""
+    small = [n for n in range(1, math.isqrt(length) + 1) if length % n == 0]
+    return max(n for n in (*small, *(length // n for n in small)) if n <= limit)
+
+
+def portions(grid: LeafGrid, max_elements: int) -> list[Portion]:
+    """The portions of a leaf, chunk after chunk, each in the order of its file."""
+    result = []
+    for box in LeafGrid(grid.shape, portion_shape(grid, max_elements)).chunks():
+        index = tuple(s // c for s, c in zip(box.start, grid.chunk_shape, strict=True))
+        inside = [s % c for s, c in zip(box.start, grid.chunk_shape, strict=True)]
+        result.append(
+            Portion(
+                chunk=_ravel(index, grid.grid_shape),
+                chunk_key=grid.chunk(index).key,
+                start=box.start,
+                extent=box.extent,
+                offset_elements=_ravel(inside, grid.chunk_shape),
+            )
+        )
+    return sorted(result, key=lambda p: (p.chunk, p.offset_elements))
+
+
+def box_runs(
+    shape: Sequence[int], start: Sequence[int], extent: Sequence[int]
+) -> Iterator[tuple[int, int]]:
+    """The contiguous runs of a box in an array of a shape, in C order.
+
+    Yields:
+      For each run the offset of its first element in the array, and its length, both in
+      elements. The runs are those of the box too: the n-th element of all runs is the
+      n-th of the box.
+    """
+    if 0 in extent:
+        return
+    whole = len(shape)
+    while whole and extent[whole - 1] == shape[whole - 1]:
+        whole -= 1
+    # Dimensions from `whole` on are whole: the one before them is cut once a run.
+    outer = max(0, whole - 1)
+    length = math.prod(extent[outer:])
+    for index in itertools.product(*map(range, extent[:outer])):
+        place = [s + i for s, i in zip(start[:outer], index, strict=True)]
+        yield _ravel([*place, *start[outer:]], shape), length
+
+
+def _ravel(index: Sequence[int], shape: Sequence[int]) -> int:
+    offset = 0
+    for position, length in zip(index, shape, strict=True):
+        offset = offset * length + position
+    return offset

@@ -1,0 +1,129 @@
+"""Names of a checkpoint's arrays, divided into a prefix and a leaf's path.
+
+Invariant: a name is keys joined by ``.``, and whole keys are compared.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+
+from jaxinf.store.names import encode_key
+
+__all__ = [
+    "is_below",
+    "join",
+    "params_prefix",
+    "prefix_of",
+    "prefixes_of_leaf",
+    "scalar_keys",
+    "state_prefixes",
+]
+
+_KEY = re.compile(
+    r"\.(\w+)|\['([^']*)'\]|\[\"([^\"]*)\"\]|\[<flat index (\d+)>\]|\[([^\]]*)\]"
+)
+_OPTIMIZER_KEYS = {"opt_state", "opt_states", "optimizer_state"}
+_PARAMS_KEYS = ("params", "model")
+
+
+def join(keys: Iterable[str]) -> str:
+    """Keys joined by ``.``, empty ones left out."""
+    return ".".join(key for key in keys if key)
+
+
+def is_below(name: str, prefix: str) -> bool:
+    """Whether a name begins with a prefix, whole keys of it."""
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def prefix_of(name: str, tail: str) -> str | None:
+    """What stands before a tail of a name; None where the name has no such tail."""
+    if not tail:
+        return name
+    if name == tail:
+        return ""
+    return name.removesuffix("." + tail) if name.endswith("." + tail) else None
+
+
+def scalar_keys(path: str) -> str:
+    """A path as ``jax.tree_util.keystr`` prints it, as keys joined by ``.``."""
+    found = [
+        next((g for g in m.groups() if g is not None), "") for m in _KEY.finditer(path)
+    ]
+    keys = [encode_key(key) for key in found]
+    return join(keys[:-1] if keys[-1:] == ["value"] and len(keys) > 1 else keys)
+
+
+def prefixes_of_leaf(leaf: str, names: Sequence[str]) -> list[str]:
+    """Of every array whose name ends with a leaf's."""
+    found = (prefix_of(name, leaf) for name in names)
+    return [prefix for prefix in found if prefix is not None]
+
+
+def state_prefixes(
+    state: str, states: Sequence[str], leaves: Sequence[str], names: Sequence[str]
+) -> list[list[str]]:
+    """For each leaf that has a state, the prefixes that its array may have.
+
+    Args:
+      state: its name in the store: an optax field's, with a number where that is
+        several states' name.
+      states: all of the store's but the params.
+      leaves: names of the leaves that have it.
+      names: of the checkpoint's arrays.
+    """
+    base, number = _numbered(state, states)
+    known = set(names)
+    by_leaf = [
+        [p for p in prefixes_of_leaf(leaf, names) if _is_state(p, base)]
+        for leaf in leaves
+    ]
+    common = [
+        prefix
+        for prefix in dict.fromkeys(p for choice in by_leaf for p in choice)
+        if all(join([prefix, leaf]) in known for leaf in leaves)
+    ]
+    siblings = [s for s in states if _numbered(s, states)[0] == base]
+    if len(common) == len(siblings):
+        return [[common[number]]] * len(leaves)
+    return [common] * len(leaves) if common else by_leaf
+
+
+def _numbered(state: str, states: Sequence[str]) -> tuple[str, int]:
+    """``mu_1`` is the second ``mu``, if there is a ``mu``."""
+    base, _, number = state.rpartition("_")
+    if number.isdigit() and base in states:
+        return base, int(number)
+    return state, 0
+
+
+def _is_state(prefix: str, base: str) -> bool:
+    """Whether a prefix ends with a state's name, or with its keys joined by ``_``."""
+    keys = prefix.split(".")
+    tails = ("_".join(keys[start:]) for start in range(len(keys)))
+    return any(re.sub(r"[^A-Za-z0-9_]+", "_", tail) == base for tail in tails)
+
+
+def params_prefix(
+    leaves: Sequence[str], taken: set[str], names: Sequence[str]
+) -> list[str]:
+    """The prefixes that the params may have; what looks most like it, if it is clear.
+
+    Args:
+      leaves: names of all leaves.
+      taken: prefixes of other states.
+      names: of the checkpoint's arrays.
+    """
+    counts: dict[str, int] = {}
+    for leaf in leaves:
+        for prefix in prefixes_of_leaf(leaf, names):
+            if prefix not in taken:
+                counts[prefix] = counts.get(prefix, 0) + 1
+    most = max(counts.values(), default=0)
+    candidates = [prefix for prefix, count in counts.items() if count == most]
+    outside = [p for p in candidates if not _OPTIMIZER_KEYS.intersection(p.split("."))]
+    candidates = outside or candidates
+    for key in _PARAMS_KEYS:
+        named = [p for p in candidates if p.split(".")[-1] == key]
+        if len(candidates) > 1 and len(named) == 1:
+            return named
+    return candidates

@@ -1,0 +1,183 @@
+"""Arrays of another tool's checkpoint, read block by block.
+
+Invariant: nothing of an array is read before `SourceArray.blocks` is iterated, and then
+no more than the memory asked for, or one chunk of the file where that is larger.
+"""
+
+import abc
+import itertools
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxinf.errors import ExchangeError
+from jaxinf.exchange.portions import portions
+from jaxinf.io.failures import translated
+from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS, LeafGrid
+from jaxinf.typing import Array
+
+__all__ = ["FileArray", "SourceArray", "TensorstoreArray", "read_whole"]
+
+_MAX_READS_IN_FLIGHT = 4
+
+
+class SourceArray(abc.ABC):
+    """An array that can be imported.
+
+    Attributes:
+      name: keys joined by ``.``, percent-encoded as a store's are.
+      shape: () for a scalar.
+      dtype: of its elements.
+    """
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self.name = name
+        self.shape = shape
+        self.dtype = dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @abc.abstractmethod
+    def blocks(self, memory_bytes: int) -> Iterator[tuple[tuple[int, ...], Array]]:
+        """Boxes that partition the array, one after another.
+
+        Args:
+          memory_bytes: for all that is read ahead.
+
+        Yields:
+          The index of a box's first element, and its elements.
+
+        Raises:
+          ExchangeError: the file is damaged.
+        """
+
+
+class FileArray(SourceArray):
+    """Raw elements in C order in a part of a file.
+
+    Attributes:
+      path: the file.
+      offset_bytes: where in it the elements begin.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        path: Path,
+        offset_bytes: int,
+    ) -> None:
+        super().__init__(name, shape, dtype)
+        self.path = path
+        self.offset_bytes = offset_bytes
+
+    def blocks(self, memory_bytes: int) -> Iterator[tuple[tuple[int, ...], Array]]:
+        """See `SourceArray`."""
+        grid = LeafGrid(self.shape, tuple(max(1, n) for n in self.shape))
+        max_elements = max(1, memory_bytes // self.dtype.itemsize)
+        max_elements = min(max_elements, DEFAULT_CHUNK_ELEMENTS)
+        with translated("read", self.path), open(self.path, "rb") as stream:
+            for portion in portions(grid, max_elements):
+                values = np.empty(portion.num_elements, self.dtype)
+                offset = portion.offset_elements * self.dtype.itemsize
+                stream.seek(self.offset_bytes + offset)
+                if stream.readinto(values.view(np.uint8).data) < values.nbytes:
+                    raise ExchangeError(
+                        f"{self.path}: truncated in {self.name} while it was read; "
+                        "copy the file anew"
+                    )
+                os.posix_fadvise(
+                    stream.fileno(), 0, stream.tell(), os.POSIX_FADV_DONTNEED
+                )
+                yield portion.start, values.reshape(portion.extent)
+
+
+class TensorstoreArray(SourceArray):
+    """An array that tensorstore opened.
+
+    Attributes:
+      where: the checkpoint, for messages.
+    """
+
+    def __init__(self, name: str, store: Any, where: Path) -> None:
+        super().__init__(name, tuple(store.shape), np.dtype(store.dtype.numpy_dtype))
+        self._store = store
+        self.where = where
+
+    def blocks(self, memory_bytes: int) -> Iterator[tuple[tuple[int, ...], Array]]:
+        """See `SourceArray`."""
+        max_elements = max(1, memory_bytes // self.dtype.itemsize)
+        layout = self._store.chunk_layout
+        extent = _block_shape(
+            self.shape,
+            layout.write_chunk.shape or self.shape,
+            layout.read_chunk.shape or self.shape,
+            max_elements,
+        )
+        at_once = max(1, min(_MAX_READS_IN_FLIGHT, max_elements // math.prod(extent)))
+        reads: deque[tuple[tuple[int, ...], Any]] = deque()
+        for start in itertools.product(
+            *(range(0, n, e) for n, e in zip(self.shape, extent, strict=True))
+        ):
+            box = tuple(
+                slice(s, min(s + e, n))
+                for s, e, n in zip(start, extent, self.shape, strict=True)
+            )
+            reads.append((start, self._store[box].read()))
+            if len(reads) >= at_once:
+                yield self._finish(reads)
+        while reads:
+            yield self._finish(reads)
+
+    def _finish(
+        self, reads: deque[tuple[tuple[int, ...], Any]]
+    ) -> tuple[tuple[int, ...], Array]:
+        start, future = reads.popleft()
+        return start, _or_explain(future.result, self.where, self.name)
+
+
+def _or_explain(read: Callable[[], Any], where: Path, name: str) -> Any:
+    try:
+        return read()
+    except (ValueError, OSError, RuntimeError) as error:
+        raise ExchangeError(
+            f"{where}: cannot read {name}: {error}; copy the checkpoint anew, or "
+            "import another one"
+        ) from error
+
+
+def _block_shape(
+    shape: Sequence[int],
+    write_chunk: Sequence[int],
+    read_chunk: Sequence[int],
+    max_elements: int,
+) -> list[int]:
+    """Whole chunks of the file: one at least, several where they are small."""
+    whole = [max(1, n) for n in shape]
+    block = [max(1, min(c, n)) for c, n in zip(write_chunk, whole, strict=True)]
+    if math.prod(block) > max_elements:
+        block = [max(1, min(c, n)) for c, n in zip(read_chunk, whole, strict=True)]
+    limit = min(max_elements, DEFAULT_CHUNK_ELEMENTS)
+    for dim in reversed(range(len(block))):
+        room = limit // math.prod(block)
+        if room > 1:
+            block[dim] = min(block[dim] * room, whole[dim])
+    return block
+
+
+def read_whole(array: SourceArray) -> Array:
+    """All of a small array."""
+    values = np.empty(array.shape, array.dtype)
+    for start, block in array.blocks(max(1, array.num_bytes)):
+        box = tuple(slice(s, s + n) for s, n in zip(start, block.shape, strict=True))
+        values[(*box, ...)] = block
+    return values

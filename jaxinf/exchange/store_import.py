@@ -1,0 +1,199 @@
+"""Another tool's checkpoint into a store that `tx.init` made, as its next commit.
+
+Invariant: everything is checked before the first byte is written; until the commit, the
+store's own step stays the committed one.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jaxinf.errors import ExchangeError, StoreMismatchError
+from jaxinf.exchange.chunk_writer import ChunkWriter, slot_checksums
+from jaxinf.exchange.matching import Match, MatchOptions, match
+from jaxinf.exchange.orbax_source import is_orbax, read_orbax
+from jaxinf.exchange.safetensors_source import is_safetensors, read_safetensors
+from jaxinf.exchange.sources import SourceArray
+from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES, StepFiles, StoredArray
+from jaxinf.store import (
+    CommitRecord,
+    Slot,
+    StoreDirectory,
+    StoreLock,
+    dtype_of,
+    other_slot,
+)
+from jaxinf.typing import ProgressCallback
+
+__all__ = ["ImportReport", "import_checkpoint", "read_source"]
+
+# A block as read, decoded, cast, and laid out for a chunk.
+_COPIES = 4
+_CHECKED_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True)
+class ImportReport:
+    """What an import did.
+
+    Attributes:
+      step: the committed step.
+      num_arrays: how many arrays were imported.
+      fresh_states: states that the checkpoint did not have; they begin anew.
+      unused: arrays of the checkpoint that went nowhere.
+    """
+
+    step: int
+    num_arrays: int
+    fresh_states: tuple[str, ...]
+    unused: tuple[str, ...]
+
+
+def read_source(path: Path) -> dict[str, SourceArray]:
+    """The arrays of an Orbax checkpoint or of safetensors files, by name.
+
+    Raises:
+      ExchangeError: it is neither, or damaged.
+    """
+    if is_safetensors(path):
+        return read_safetensors(path)
+    if path.is_dir() or is_orbax(path):
+        return read_orbax(path)
+    found = "another file" if path.exists() else "nothing"
+    raise ExchangeError(
+        f"{path}: expected an Orbax checkpoint or safetensors, found {found}; check "
+        "the path"
+    )
+
+
+def import_checkpoint(
+    source: Path,
+    store: Path,
+    *,
+    names: Mapping[str, str] | None = None,
+    ignored: Sequence[str] = (),
+    step: int | None = None,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    progress: ProgressCallback | None = None,
+) -> ImportReport:
+    """Brings a checkpoint of params and optax state into a new store; blocks.
+
+    The store says what is wanted: make it with ``tx.init(params)`` of the optimizer and
+    of params of the right shapes, and close it. Arrays are found by name. Where the
+    checkpoint has no optimizer state at all, that begins as `init` made it.
+
+    Args:
+      source: an Orbax checkpoint, a safetensors file or a directory of some.
+      store: at step 0; nobody has it open.
+      names: state → where its arrays are in the checkpoint, keys joined by ``/``, for
+        what names do not tell.
+      ignored: names, or beginnings of names, of arrays that are not wanted.
+      step: to commit; by default the checkpoint's own step or count.
+      memory_bytes: for the data on its way. One chunk of the checkpoint's is held in
+        any case: Orbax may have saved a leaf as a single one.
+      progress: called with the bytes of elements done and those in all.
+
+    Returns:
+      What was done.
+
+    Raises:
+      ExchangeError: the checkpoint cannot be read, or does not fit; lists every doubt.
+      ValueError: an option names what is not there, or the step is negative.
+      StoreMismatchError: the store has been trained already.
+      StoreLockedError: a live process has the store open.
+      StoreError: the store is missing or damaged, or a drive failed.
+    """
+    if step is not None and step < 0:
+        raise ValueError(f"step={step}: expected a step of at least 0")
+    directory = StoreDirectory.open(store)
+    lock = StoreLock(store)
+    try:
+        slot, commit = _untrained(directory)
+        found = read_source(source)
+        options = MatchOptions(names or {}, ignored, step)
+        plan = match(directory.manifest, commit, found, options, where=str(source))
+        _check_fresh(directory, slot, plan)
+        directory.claim_csds()
+        _write(directory, other_slot(slot), plan, memory_bytes, progress)
+        spare = other_slot(slot)
+        record = CommitRecord(
+            step=plan.step,
+            scalar_state=plan.scalars,
+            checksums=slot_checksums(directory, spare),
+        )
+        directory.publish(spare, record)
+    finally:
+        lock.release()
+    return ImportReport(plan.step, len(plan.arrays), plan.fresh_states, plan.unused)
+
+
+def _untrained(directory: StoreDirectory) -> tuple[Slot, CommitRecord]:
+    slot, commit = directory.committed_slot(), directory.read_commit()
+    if slot is None or commit is None:
+        raise StoreMismatchError(
+            f"{directory.path}: expected a store at step 0, found one whose creation "
+            "was interrupted; run tx.init(params) on it first"
+        )
+    if commit.step:
+        raise StoreMismatchError(
+            f"{directory.path}: expected a store at step 0 to import into, found one "
+            f"at step {commit.step}; an import would replace what it has learned. Make "
+            "a new store with tx.init(params)"
+        )
+    return slot, commit
+
+
+def _check_fresh(directory: StoreDirectory, slot: Slot, plan: Match) -> None:
+    """Refuses to keep a state that `init` computed from params now replaced."""
+    files = StepFiles(directory.step_path(slot), directory.manifest)
+    for array in files.arrays():
+        if array.state.name not in plan.fresh_states:
+            continue
+        if not _is_constant(files, array):
+            raise ExchangeError(
+                f"{directory.path}: {array.state.name} of {array.leaf.name} begins "
+                "with other values than zeros or a constant, so init computed it from "
+                "the params, and the checkpoint has none; restore the params yourself "
+                "and give them to tx.init on a new store"
+            )
+
+
+def _is_constant(files: StepFiles, array: StoredArray) -> bool:
+    first: bytes | None = None
+    for _, values in files.stream(array, _CHECKED_ELEMENTS):
+        first = first or values.reshape(-1)[:1].tobytes()
+        raw = values.reshape(-1).view(np.uint8).reshape(values.size, -1)
+        if not (raw == np.frombuffer(first, np.uint8)).all():
+            return False
+    return True
+
+
+def _write(
+    directory: StoreDirectory,
+    slot: Slot,
+    plan: Match,
+    memory_bytes: int,
+    progress: ProgressCallback | None,
+) -> None:
+    """Fills a slot; durable on return."""
+    directory.unpublish(slot)
+    committed = other_slot(slot)
+    writer = ChunkWriter(directory, slot)
+    total_bytes = sum(array.num_bytes for array in plan.arrays.values())
+    done_bytes = 0
+    for (number, name), array in plan.arrays.items():
+        states = directory.manifest.leaves[number].states
+        dtype = dtype_of(next(s.dtype for s in states if s.name == name))
+        for start, values in array.blocks(memory_bytes // _COPIES):
+            writer.write(number, name, start, values.astype(dtype, copy=False))
+            done_bytes += values.nbytes
+            if progress is not None:
+                progress(done_bytes, total_bytes)
+    for number, leaf in enumerate(directory.manifest.leaves):
+        for state in leaf.states:
+            if state.name in plan.fresh_states:
+                for chunk in range(len(directory.chunks[number])):
+                    directory.link_chunk(committed, slot, number, chunk, state.name)
+    directory.sync()

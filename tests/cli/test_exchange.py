@@ -1,0 +1,119 @@
+"""``jaxinf checkpoint STORE export`` and ``import``."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+import safetensors.numpy
+
+import jaxinf
+from jaxinf.cli import main
+
+PARAMS = {"w": jnp.arange(6000.0).reshape(60, 100), "b": jnp.ones(3)}
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A closed store at step 2, with a checkpoint of step 1."""
+    params = PARAMS
+    with jaxinf.open_store(tmp_path / "store") as opened:
+        tx = jaxinf.smart_update(optax.adam(0.1), opened)
+        state = tx.init(params)
+        for _ in range(2):
+            updates, state = tx.update(params, state, params)
+            params = optax.apply_updates(params, updates)
+            if opened.step == 1:
+                opened.checkpoint()
+    return tmp_path / "store"
+
+
+def master(path):
+    with jaxinf.open_store(path) as opened:
+        return opened.step, opened.params(like=PARAMS)
+
+
+def same(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+    return True
+
+
+@pytest.mark.parametrize("kind", ["orbax", "safetensors"])
+def test_out_and_in_again(store, tmp_path, capsys, kind):
+    out, again = str(tmp_path / "out"), str(tmp_path / "again")
+    assert main(["checkpoint", str(store), "export", out, "--format", kind]) == 0
+    assert capsys.readouterr().out.startswith(f"{out}: step 2, ")
+    (tmp_path / "csd").mkdir()
+    command = ["checkpoint", again, "import", out, "--csd", str(tmp_path / "csd")]
+    assert main(command) == 0
+    assert capsys.readouterr().out == f"{again}: step 2, 6 arrays imported\n"
+    assert main(["verify", again]) == 0
+    step, params = master(again)
+    assert step == 2
+    assert same(params, master(store)[1])
+
+
+def test_a_checkpoint_by_name(store, tmp_path):
+    out = str(tmp_path / "out")
+    command = ["checkpoint", str(store), "export", out, "--checkpoint", "1"]
+    assert main(command) == 0
+    with ocp.StandardCheckpointer() as checkpointer:
+        exported = checkpointer.restore(tmp_path / "out")
+        kept = checkpointer.restore((store / "checkpoints" / "1").resolve())
+    assert same(exported, kept)
+
+
+def test_params_for_others(store, tmp_path, capsys):
+    words = ["export", str(tmp_path / "out"), "--params-only"]
+    assert main(["checkpoint", str(store), *words]) == 2
+    assert "--params-only goes with --format safetensors" in capsys.readouterr().err
+    assert main(["checkpoint", str(store), *words, "--format", "safetensors"]) == 0
+    found = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
+    assert same(found, master(store)[1])
+
+
+def test_a_plain_run_comes_in(tmp_path, capsys):
+    tx, store = optax.adam(0.1), str(tmp_path / "store")
+    updates, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    tree = {"teacher": updates, "student": PARAMS, "opt_state": state, "epoch": 3}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", tree)
+    command = ["checkpoint", store, "import", str(tmp_path / "saved")]
+    assert main(command) == 1
+    assert "expected a store to import" in capsys.readouterr().err
+    with jaxinf.open_store(store) as opened:
+        jaxinf.smart_update(tx, opened).init(jax.tree.map(jnp.zeros_like, PARAMS))
+    assert main(command) == 1
+    err = capsys.readouterr().err
+    assert "params: could be student, teacher" in err
+    assert "Nothing was written" in err
+    command += ["--name", "params=student", "--ignore", "teacher"]
+    assert main([*command, "--memory", "1MiB"]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{store}: step 1, 6 arrays imported\n"
+    assert "note: not imported: epoch" in err
+    step, params = master(store)
+    assert step == 1
+    assert same(params, PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--csd", "/tmp"], "has its CSD roots; leave --csd out"),
+        (["--name", "mu"], "--name mu: expected STATE=PLACE"),
+    ],
+)
+def test_what_makes_no_sense(store, capsys, words, text):
+    assert main(["checkpoint", str(store), "import", "/nowhere", *words]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_new_store_is_as_it_was(store, tmp_path, capsys):
+    kept = str(store / "checkpoints" / "1")
+    command = ["checkpoint", str(tmp_path / "new"), "import", kept]
+    assert main([*command, "--step", "3"]) == 2
+    assert "are for a store that exists" in capsys.readouterr().err
+    assert main(command) == 0
+    assert master(tmp_path / "new")[0] == 1

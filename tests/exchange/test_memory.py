@@ -1,0 +1,33 @@
+"""Memory is a number that is set, not the size of a leaf."""
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import resource, sys
+from pathlib import Path
+import jaxinf.exchange as exchange
+from jaxinf.store import Manifest
+way, store, export, again = sys.argv[1], *map(Path, sys.argv[2:])
+step = exchange.StepFiles(store / "current", Manifest.read(store / "jaxinf.json"))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+if way == "import":
+    exchange.import_export(export, again, memory_bytes=8 << 20)
+else:
+    getattr(exchange, way)(step, export, memory_bytes=8 << 20)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.parametrize("kind", ["orbax", "safetensors"])
+def test_memory_does_not_grow_with_a_leaf(make_step, tmp_path, kind):
+    leaves = {("wide",): ((1600, 9999), (1, 1))}
+    step, _ = make_step(leaves=leaves, chunk_elements=1 << 26)
+    assert step.manifest.leaves[0].grid.num_chunks == 1
+    for way in (f"export_{kind}", "import"):
+        places = [step.path.parent, tmp_path / "export", tmp_path / "again"]
+        command = [sys.executable, "-c", PROGRAM, way, *places]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert int(done.stdout) << 10 < 40 << 20, way  # of 61 MiB, one chunk

@@ -1,0 +1,123 @@
+"""Stock safetensors reads what is exported; damaged files are refused."""
+
+import json
+import struct
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+
+from jaxinf.errors import ExchangeError
+from jaxinf.exchange import export_safetensors
+from jaxinf.exchange.safetensors_format import encode_header, read_header
+from jaxinf.store import CommitRecord, Manifest
+
+
+def read_all(directory):
+    found = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safetensors.safe_open(path, "numpy") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+@pytest.mark.parametrize("num_csds", [0, 3])
+def test_stock_safetensors_reads_it(make_step, place, check_bits, num_csds):
+    step, arrays = make_step(num_csds=num_csds)
+    export_safetensors(step, place / "export", memory_bytes=1 << 20)
+    check_bits(read_all(place / "export"), arrays)
+    assert Manifest.read(place / "export" / "jaxinf.json") == step.manifest
+    commit = CommitRecord.read(place / "export" / "commit.json")
+    assert commit.to_json() == step.commit.to_json()
+
+
+def test_several_files_and_their_index(make_step, place, check_bits):
+    leaves = {(f"h{i}",): ((300, 300), (1, 1)) for i in range(8)}
+    step, arrays = make_step(leaves=leaves)
+    export_safetensors(step, place / "export", max_file_bytes=1 << 20)
+    files = sorted(p.name for p in (place / "export").glob("*.safetensors"))
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert len(files) > 3
+    assert all((place / "export" / f).stat().st_size < 1.1 * 2**20 for f in files)
+    check_bits(read_all(place / "export"), arrays)
+    index = json.loads((place / "export/model.safetensors.index.json").read_text())
+    total_bytes = sum(a.nbytes for a in arrays.values())
+    assert index["metadata"] == {"total_size": total_bytes}
+    for name, file in index["weight_map"].items():
+        with safetensors.safe_open(place / "export" / file, "numpy") as opened:
+            assert name in opened.keys()  # noqa: SIM118
+    assert sorted(index["weight_map"]) == sorted(arrays)
+
+
+def test_params_alone_are_named_as_leaves(make_step, place, check_bits):
+    step, arrays = make_step()
+    export_safetensors(step, place / "export", params_only=True)
+    expected = {
+        name.removeprefix("params."): value
+        for name, value in arrays.items()
+        if name.startswith("params.")
+    }
+    check_bits(read_all(place / "export"), expected)
+    assert [p.name for p in (place / "export").iterdir()] == ["model.safetensors"]
+
+
+def test_limits(make_step, place):
+    step, _ = make_step()
+    with pytest.raises(ValueError, match=r"max_file_bytes=10, .* at least"):
+        export_safetensors(step, place / "export", max_file_bytes=10)
+
+
+def test_headers_are_those_of_stock_safetensors(tmp_path):
+    tensors = {
+        "b": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "a": np.zeros((0, 4), np.int32),
+        "c": np.asarray(3.0, np.float16),
+    }
+    safetensors.numpy.save_file(tensors, tmp_path / "f", {"key": "text"})
+    header = read_header(tmp_path / "f")
+    assert header.metadata == {"key": "text"}
+    found = {n: (i.shape, i.dtype) for n, i in header.tensors.items()}
+    assert found == {n: (t.shape, t.dtype) for n, t in tensors.items()}
+
+
+def test_a_header_is_aligned_and_comes_back(tmp_path):
+    dtypes = [np.dtype(d) for d in (np.float32, ml_dtypes.bfloat16, bool, np.int32)]
+    entries = [(f"t{i}", (i, 3), dtype) for i, dtype in enumerate(dtypes)]
+    first, header = encode_header(entries, {"step": "7"})
+    assert len(first) % 8 == 0
+    data_bytes = sum(info.num_bytes for info in header.tensors.values())
+    (tmp_path / "f").write_bytes(first + bytes(data_bytes))
+    assert read_header(tmp_path / "f") == header
+
+
+def damaged(document, data=b"", length=None):
+    text = document if isinstance(document, bytes) else json.dumps(document).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+TENSOR = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "unpack requires"),
+        (damaged({}, length=1 << 62), "does not fit"),
+        (damaged(b"{"), "JSONDecodeError"),
+        (damaged({"t": TENSOR}), "0 bytes of data, the header describes 8"),
+        (damaged({"t": TENSOR}, bytes(12)), "12 bytes of data"),
+        (damaged({"t": {**TENSOR, "dtype": "F3"}}, bytes(8)), "dtype F3"),
+        (damaged({"t": {**TENSOR, "shape": [3]}}, bytes(8)), r"8 bytes for shape"),
+        (damaged({"t": TENSOR, "u": TENSOR}, bytes(8)), "is at byte 0"),
+        (damaged({"t": {**TENSOR, "shape": [-2]}}, bytes(8)), "bytes for shape"),
+        (damaged([1]), "TypeError|AttributeError"),
+        (damaged({"t": 3}), "TypeError"),
+    ],
+)
+def test_damage_is_refused(tmp_path, content, reason):
+    (tmp_path / "f").write_bytes(content)
+    with pytest.raises(ExchangeError, match=reason) as caught:
+        read_header(tmp_path / "f")
+    assert "expected a safetensors file" in str(caught.value)

@@ -1,0 +1,99 @@
+"""Restores a directory with stock Orbax alone, in every way; run as a program.
+
+    XLA_FLAGS=--xla_force_host_platform_device_count=4 \
+        python stock_orbax_program.py DIRECTORY ARRAYS.npz [CHECKPOINTS STEP]
+
+DIRECTORY is a checkpoint; with CHECKPOINTS it is also step STEP of a CheckpointManager
+on that. ARRAYS.npz holds what is expected, by names joined with ".".
+"""
+
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from orbax.checkpoint.experimental import v1
+
+MESH = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def sharding_of(shape: tuple[int, ...]) -> jax.sharding.NamedSharding:
+    """Four parts of the first dimension that divides; else a copy a device."""
+    dim = next((d for d, n in enumerate(shape) if n and n % 4 == 0), None)
+    spec = () if dim is None else (None,) * dim + ("x",)
+    return jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec(*spec))
+
+
+def one_device(shape: tuple[int, ...]) -> jax.sharding.Sharding:
+    del shape
+    return jax.sharding.SingleDeviceSharding(jax.devices()[1])
+
+
+def target(metadata, sharding):
+    return jax.tree.map(
+        lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=sharding(m.shape)),
+        metadata,
+    )
+
+
+def check(tree, arrays, sharding=None):
+    flat = jax.tree_util.tree_leaves_with_path(tree)
+    found = {".".join(key.key for key in path): leaf for path, leaf in flat}
+    assert sorted(found) == sorted(arrays), sorted(found)
+    for name, value in found.items():
+        assert value.dtype == arrays[name].dtype, name
+        np.testing.assert_array_equal(np.asarray(value), arrays[name], name)
+        if sharding is not None:
+            assert value.sharding == sharding(value.shape), (name, value.sharding)
+
+
+def check_directory(path, arrays):
+    for kind in (ocp.StandardCheckpointer, ocp.PyTreeCheckpointer):
+        with kind() as checkpointer:
+            metadata = dict(checkpointer.metadata(path).item_metadata.tree)
+            check(checkpointer.restore(path), arrays)
+    for sharding in (one_device, sharding_of):
+        wanted = target(metadata, sharding)
+        with ocp.StandardCheckpointer() as checkpointer:
+            check(checkpointer.restore(path, wanted), arrays, sharding)
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            arguments = ocp.checkpoint_utils.construct_restore_args(wanted)
+            restored = checkpointer.restore(path, restore_args=arguments)
+            check(restored, arrays, sharding)
+        check(v1.load(path, wanted), arrays, sharding)
+    assert v1.is_orbax_checkpoint(path)
+    check(v1.load(path), arrays)
+    assert sorted(v1.metadata(path).metadata) == sorted(metadata)
+
+
+def check_manager(root, step, arrays):
+    standard = ocp.args.StandardRestore
+    with ocp.CheckpointManager(root) as manager:
+        assert manager.all_steps() == [step], manager.all_steps()
+        check(manager.restore(step, args=standard()), arrays)
+    with ocp.CheckpointManager(root) as manager:
+        check(manager.restore(step, args=ocp.args.PyTreeRestore()), arrays)
+    handler = ocp.StandardCheckpointHandler()
+    with ocp.CheckpointManager(root, item_handlers=handler) as manager:
+        metadata = dict(manager.item_metadata(step).tree)
+        for sharding in (one_device, sharding_of):
+            wanted = target(metadata, sharding)
+            check(manager.restore(step, args=standard(wanted)), arrays, sharding)
+    with v1.training.Checkpointer(root) as checkpointer:
+        assert [c.step for c in checkpointer.checkpoints] == [step]
+        check(checkpointer.load(step), arrays)
+        check(checkpointer.load(step, wanted), arrays, sharding_of)
+
+
+def main() -> None:
+    arrays = dict(np.load(sys.argv[2]))
+    check_directory(Path(sys.argv[1]).resolve(), arrays)
+    if len(sys.argv) > 3:
+        check_manager(Path(sys.argv[3]).resolve(), int(sys.argv[4]), arrays)
+    assert not [name for name in sys.modules if name.split(".")[0] == "jaxinf"]
+    print("restored")
+
+
+if __name__ == "__main__":
+    main()
