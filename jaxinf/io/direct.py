@@ -39,7 +39,10 @@ class _Transfer:
             return 0
         try:
             with self._opened(os.O_DIRECT) as fd:
-                return self._run(fd, 0, end, whole_pages=True)
+                done = self._run(fd, 0, end, whole_pages=True)
+            # A write that stopped within a page has met a limit. Going on from that
+            # byte on, which only buffered I/O can, tells which.
+            return self.run_rest(done, end) if self.writes and done < end else done
         except OSError as error:
             if error.errno not in REFUSALS:
                 raise
@@ -51,7 +54,7 @@ class _Transfer:
             return done
 
     def run_rest(self, start: int, end: int) -> int:
-        """Move array[start:end], less than a page, buffered; writes are flushed."""
+        """Move array[start:end], buffered; writes are flushed."""
         with self._opened(0) as fd:
             done = self._run(fd, start, end, whole_pages=False)
             if self.writes:
@@ -74,9 +77,7 @@ class _Transfer:
         while done < end:
             moved = call(fd, [self.array[done:end].data], self.offset_bytes + done)
             if whole_pages and moved % PAGE_BYTES:
-                if not self.writes:
-                    return done + moved  # a direct read stops within a page at EOF
-                moved = page_floor(moved)
+                return done + moved  # a read stops within a page at EOF
             if moved == 0:
                 break
             done += moved

@@ -296,6 +296,37 @@ def test_short_transfers_are_completed(tmp_path, aligned, monkeypatch):
     assert lengths == [3 * _PAGE, 2 * _PAGE, _PAGE] * 2
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EFBIG])
+def test_a_write_that_stops_within_a_page_says_why(
+    tmp_path, aligned, monkeypatch, code
+):
+    """The rest is asked for at the very byte; a page's beginning would be taken again."""
+    end, offsets = 2 * _PAGE + 100, []
+    real_pwritev = os.pwritev
+
+    def pwritev(fd, buffers, offset):
+        offsets.append(offset)
+        if offset >= end:
+            raise OSError(code, os.strerror(code))
+        return real_pwritev(fd, [buffers[0][: end - offset]], offset)
+
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    path = _new(tmp_path / "f", 4 * _PAGE)
+    with pytest.raises(StoreSpaceError, match=os.strerror(code)):
+        write_from(path, aligned(4 * _PAGE), 0, 4 * _PAGE)
+    assert offsets[-1] == end
+
+
+def test_a_write_that_stops_within_a_page_goes_on_there(tmp_path, aligned, monkeypatch):
+    real_pwritev = os.pwritev
+    monkeypatch.setattr(
+        os, "pwritev", lambda fd, data, at: real_pwritev(fd, [data[0][:5000]], at)
+    )
+    path, data = _new(tmp_path / "f", 4 * _PAGE), aligned(4 * _PAGE)
+    write_from(path, data, 0, 4 * _PAGE)
+    assert path.read_bytes() == data.tobytes()
+
+
 def test_a_write_that_makes_no_progress_fails(tmp_path, aligned, monkeypatch):
     monkeypatch.setattr(os, "pwritev", lambda fd, buffers, offset: 0)
     meters = ByteMeters()
