@@ -305,9 +305,12 @@ class StoreDirectory:
           StoreFormatError: it has committed one; nothing is removed.
         """
         self.check_never_committed()
-        for csd in range(len(self.manifest.csds)):
+        for csd, root in enumerate(self.manifest.csds):
             shutil.rmtree(self.csd_directory(csd), ignore_errors=True)
+            if os.path.isdir(root):
+                fsync_directory(root)
         shutil.rmtree(self.path / "slots", ignore_errors=True)
+        fsync_directory(self.path)  # without the manifest nobody knows what it was
         with translated("removal", self.path):
             (self.path / "jaxinf.json").unlink(missing_ok=True)
         fsync_directory(self.path)

@@ -1,0 +1,33 @@
+"""Places for stores, in memory where there is such a file system, and their drivers."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from places import memory_directory
+from store_driver import Driver
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    with memory_directory() as path:
+        yield path
+
+
+@pytest.fixture
+def drive() -> Iterator[Callable[..., Driver]]:
+    """Makes drivers of stores at a path, as `Driver`; closes them at the end."""
+    drivers: list[Driver] = []
+
+    def make(path: Path, **options) -> Driver:
+        drivers.append(Driver(path, **{"memory_bytes": 1 << 20, **options}))
+        return drivers[-1]
+
+    yield make
+    for driver in drivers:
+        driver.session.close()

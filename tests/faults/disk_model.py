@@ -1,0 +1,213 @@
+"""A disk in memory: what a crash may leave of the operations before it.
+
+A disk is a mapping of keys to values: a name in a directory to an inode, a page of a
+file to its bytes, a file to its length. An operation is one or more *pieces*, each of
+which sets some keys, whole or not at all. What no barrier has covered may be on the
+drive or not, each piece for itself, in order only where two pieces set the same key: so
+writes are cut, torn at pages and reordered between barriers as freely as POSIX lets
+them be, more freely than a journalling file system does.
+
+Invariant: a crash state is the durable pieces, and of the others a set that holds with
+each piece all earlier ones of its keys.
+"""
+
+import os
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PAGE_BYTES = 4096
+ROOT = 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a drive takes whole.
+
+    Attributes:
+      values: by key: ("name", inode, text), ("page", inode, number), ("size", inode).
+      covers: what must be synchronised for it: inodes, and a file system's ("fs", n).
+    """
+
+    values: Mapping[tuple, Any]
+    covers: frozenset[Hashable]
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """Everything before it that is covered by `of` is durable from here on."""
+
+    of: Hashable
+
+
+@dataclass
+class Log:
+    """What a program did to a disk.
+
+    Attributes:
+      kinds: by inode: "file", "directory", or a symlink's target after "-> ".
+      initial: the disk before, durable.
+      operations: in order; a list of pieces, or a barrier.
+      marks: what was known to the program after so many operations.
+    """
+
+    kinds: dict[int, str] = field(default_factory=lambda: {ROOT: "directory"})
+    initial: dict[tuple, Any] = field(default_factory=dict)
+    operations: list[list[Piece] | Barrier] = field(default_factory=list)
+    marks: list[tuple[int, Any]] = field(default_factory=list)
+
+    def mark(self, value: Any) -> None:
+        """What the program knows from here on."""
+        self.marks.append((len(self.operations), value))
+
+    def known_at(self, cut: int) -> Any:
+        """The last mark before a cut."""
+        return next(
+            (value for at, value in reversed(self.marks) if at <= cut),
+            None,
+        )
+
+    def cuts(self) -> Iterator["Cut"]:
+        """Every boundary between two operations, both ends included."""
+        pieces: list[Piece] = []
+        durable: set[int] = set()
+        yield Cut(self, 0, (), frozenset())
+        for number, operation in enumerate(self.operations):
+            if isinstance(operation, Barrier):
+                covered = [i for i, p in enumerate(pieces) if operation.of in p.covers]
+                durable |= _with_predecessors(pieces, covered)
+            else:
+                pieces += operation
+            yield Cut(self, number + 1, tuple(pieces), frozenset(durable))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The disk after so many operations.
+
+    Attributes:
+      number: how many.
+      pieces: theirs.
+      durable: which of the pieces are there whatever happens.
+    """
+
+    log: Log
+    number: int
+    pieces: tuple[Piece, ...]
+    durable: frozenset[int]
+
+    @property
+    def pending(self) -> list[int]:
+        """The pieces that may be lost."""
+        return [i for i in range(len(self.pieces)) if i not in self.durable]
+
+    def state(self, chosen: Iterable[int]) -> dict[tuple, Any]:
+        """The disk where of the pending pieces these reached it.
+
+        A piece that lacks an earlier one of the same key is left out.
+        """
+        present = self.durable | _with_all_predecessors(
+            self.pieces, self.durable, set(chosen)
+        )
+        disk = dict(self.log.initial)
+        for number in sorted(present):
+            disk |= self.pieces[number].values
+        return disk
+
+    def extremes(
+        self, *, one_in: int = 1, names: Iterable[str] = ()
+    ) -> Iterator[frozenset[int]]:
+        """Nothing, everything, everything but one key, and one key alone.
+
+        Args:
+          one_in: of so many keys one, others at the next boundary.
+          names: of which none is passed over.
+        """
+        pending = self.pending
+        yield frozenset()
+        yield frozenset(pending)
+        keys = dict.fromkeys(key for i in pending for key in self.pieces[i].values)
+        for position, key in enumerate(keys, self.number):
+            if position % one_in and key[-1] not in names:
+                continue
+            own = {i for i in pending if key in self.pieces[i].values}
+            yield frozenset(pending) - own
+            yield frozenset(_with_predecessors(self.pieces, own)) - self.durable
+
+
+def _with_predecessors(pieces, numbers: Iterable[int]) -> set[int]:
+    """The pieces and all that must be there before them."""
+    result, keys = set(numbers), set()
+    for number in range(len(pieces) - 1, -1, -1):
+        if number in result or keys & pieces[number].values.keys():
+            result.add(number)
+            keys |= pieces[number].values.keys()
+    return result
+
+
+def _with_all_predecessors(pieces, durable: frozenset[int], chosen: set[int]):
+    """Those of the chosen that lack nothing before them."""
+    lost: set[tuple] = set()
+    result = set()
+    for number, piece in enumerate(pieces):
+        if number in durable:
+            continue
+        if number in chosen and not lost & piece.values.keys():
+            result.add(number)
+        else:
+            lost |= piece.values.keys()
+    return result
+
+
+def frozen(disk: Mapping[tuple, Any]) -> frozenset:
+    """A disk as a value that can be compared and kept in a set."""
+    return frozenset(disk.items())
+
+
+def tree(kinds: Mapping[int, str], disk: Mapping[tuple, Any]) -> dict[str, tuple]:
+    """By path: inode, kind and content; what no name leads to is not there."""
+    children: dict[int, list[tuple[str, int]]] = {}
+    for key, inode in disk.items():
+        if key[0] == "name" and inode is not None:
+            children.setdefault(key[1], []).append((key[2], inode))
+    found: dict[str, tuple] = {}
+    waiting = [("", ROOT)]
+    while waiting:
+        above, parent = waiting.pop()
+        for name, inode in sorted(children.get(parent, [])):
+            path = f"{above}/{name}" if above else name
+            kind = kinds[inode]
+            found[path] = (inode, kind, content(disk, inode) if kind == "file" else b"")
+            if kind == "directory":
+                waiting.append((path, inode))
+    return found
+
+
+def content(disk: Mapping[tuple, Any], inode: int) -> bytes:
+    """A file's bytes; pages never written are zeros."""
+    size = disk.get(("size", inode), 0)
+    pages = [
+        (disk.get(("page", inode, n)) or b"").ljust(PAGE_BYTES, b"\0")
+        for n in range(-(-size // PAGE_BYTES))
+    ]
+    return b"".join(pages)[:size]
+
+
+def materialise(
+    kinds: Mapping[int, str], disk: Mapping[tuple, Any], root: Path
+) -> None:
+    """Puts a disk into an empty directory."""
+    made: dict[int, str] = {}
+    for name, (inode, kind, data) in tree(kinds, disk).items():
+        path = os.path.join(root, name)
+        if kind == "directory":
+            os.mkdir(path)
+        elif kind.startswith("-> "):
+            os.symlink(kind[3:], path)
+        elif inode in made:
+            os.link(made[inode], path)
+        else:
+            made[inode] = path
+            with open(path, "wb") as file:
+                file.write(data)

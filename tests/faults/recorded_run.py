@@ -1,0 +1,146 @@
+"""A small run that is recorded, and what the real code recovers from its crash states.
+
+Invariant: whoever looks at a crash state finds the store's directory where it was when
+the run was recorded: the symlinks to CSD roots are absolute.
+"""
+
+import shutil
+from functools import cache
+from pathlib import Path
+
+import store_driver
+from disk_model import Cut, frozen, materialise
+from disk_recorder import Recorder
+from store_driver import Driver
+
+from jaxinf.errors import JaxinfError
+from jaxinf.store import dtype_of
+
+LEAVES = {
+    "bias": ((129,), "float32"),
+    "embed": ((5, 1025), "float32"),
+    "half": ((33, 65), "bfloat16"),
+    "scale": ((), "float32"),
+}
+NEW = "new"
+
+
+class Mixture(AssertionError):
+    """A crash state whose recovery is neither of the two steps it may be."""
+
+
+@cache
+def _described():
+    """Tracing the optimizer takes longer than recovering a store."""
+    return Driver("/nonexistent/store", LEAVES).description
+
+
+def small_driver(path, **options):
+    """A driver of the small store."""
+    traced = store_driver.describe
+    description = _described()
+    store_driver.describe = lambda params, tx: description
+    try:
+        return Driver(path, LEAVES, memory_bytes=1 << 20, num_workers=1, **options)
+    finally:
+        store_driver.describe = traced
+
+
+class RecordedRun:
+    """A run below a directory, recorded from the creation of its store on.
+
+    Args:
+      place: an empty directory in memory.
+      num_csds: CSD roots, each a file system of its own.
+      script: what to do with the driver, a function of it and of the log's `mark`.
+    """
+
+    def __init__(self, place: Path, num_csds: int, script, **options):
+        self.place = place
+        roots = [place / f"csd{number}" for number in range(num_csds)]
+        for root in roots:
+            root.mkdir()
+        _described()
+        with Recorder(place, roots) as recorder:
+            driver = small_driver(place / "store", csds=roots, **options)
+            script(driver, recorder.log.mark)
+            driver.session.close()
+            recorder.check()
+        self.log = recorder.log
+        self._outcomes: dict[frozenset, object] = {}
+
+    @property
+    def num_states(self) -> int:
+        """How many different crash states were recovered."""
+        return len(self._outcomes)
+
+    def check(self, cut: Cut, chosen, *, goes_on: bool = False) -> None:
+        """Recovers a crash state and compares it with what it may be.
+
+        Args:
+          cut: where.
+          chosen: the pending pieces that reached the drive.
+          goes_on: takes the recovered run a step further, too.
+
+        Raises:
+          Mixture: it is neither the last step known to be durable nor the next.
+        """
+        disk = cut.state(chosen)
+        state = frozen(disk)
+        if state not in self._outcomes or goes_on:
+            self.put(disk)
+            self._outcomes[state] = recovered(self.place / "store", goes_on=goes_on)
+        found, known = self._outcomes[state], self.log.known_at(cut.number)
+        allowed = (NEW, 0) if known is None else (known, known + 1)
+        if found not in allowed:
+            raise Mixture(
+                f"cut after operation {cut.number}, with {sorted(chosen)} of "
+                f"{cut.pending}: expected {allowed}, found {found}"
+            )
+
+    def put(self, disk) -> None:
+        """Makes the directory what the disk is."""
+        for entry in self.place.iterdir():
+            shutil.rmtree(entry)
+        materialise(self.log.kinds, disk, self.place)
+
+
+def recovered(path: Path, *, goes_on: bool):
+    """The step that is found, `NEW`, or a text that says what is wrong."""
+    try:
+        driver = small_driver(path)
+    except JaxinfError as error:
+        return f"{type(error).__name__}: {error}"
+    try:
+        if not driver.store.exists:
+            driver.init()
+            return NEW if is_whole(driver, 0) else "no new store could be made"
+        step = driver.store.step
+        if not is_whole(driver, step):
+            return f"a mixture that says it is step {step}"
+        if goes_on and not is_whole(driver.init().steps(1), step + 1):
+            return f"step {step}, and a mixture after it"
+        return step
+    finally:
+        driver.session.close()
+
+
+def is_whole(driver: Driver, step: int) -> bool:
+    """Whether the committed slot holds a step, bit for bit, and says so."""
+    driver.store.wait()
+    files = driver.session.files
+    slot = files.committed_slot()
+    for number, (params, momentum) in enumerate(driver.expected(step).values()):
+        for state, wanted in zip(
+            driver.description.leaves[number].states, (params, momentum), strict=True
+        ):
+            values = wanted.astype(dtype_of(state.dtype))
+            held = b"".join(
+                files.chunk_file(slot, number, position, state.name).read_bytes()[
+                    : chunk.num_elements * state.itemsize
+                ]
+                for position, chunk in enumerate(files.chunks[number])
+            )
+            if held != values.tobytes():
+                return False
+    return driver.store.step == step

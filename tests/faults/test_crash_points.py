@@ -1,0 +1,170 @@
+"""A crash at every boundary of a step, with every kind of loss: one step, whole.
+
+The run is recorded as a log of what it asked of the file systems. At each boundary
+between two operations the states that a crash may leave are put on a drive and opened
+by the real code. `JAXINF_FAULTS=long` visits many more of them.
+"""
+
+from dataclasses import replace
+
+import pytest
+from disk_model import Barrier
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from places import LONG, memory_directory
+from recorded_run import Mixture, RecordedRun, small_driver
+
+NUM_EXAMPLES = 5000 if LONG else 100
+
+
+def plain(driver, mark):
+    """Creation and a few steps."""
+    driver.init()
+    mark(0)
+    for step in range(1, 4):
+        driver.step()
+        driver.store.wait()
+        mark(step)
+
+
+def pinned(driver, mark):
+    """Steps while a reader holds snapshots: chunk files are replaced."""
+    driver.init()
+    mark(0)
+    for step in range(1, 4):
+        with driver.store.snapshot():
+            driver.step()
+            driver.store.wait()
+            mark(step)
+
+
+def made_anew(driver, mark):
+    """A creation that was given up, and another one over it."""
+    driver.session.bind(driver.description, may_create=True)
+    driver.session.close()
+    again = small_driver(driver.store.path)
+    try:
+        plain(again, mark)
+    finally:
+        again.session.close()
+
+
+SCRIPTS = {"plain": plain, "pinned": pinned, "made anew": made_anew}
+NAMES = ("jaxinf.json", "slots", "current", "commit.json")
+# Of the names that a snapshot makes and removes, so many are passed over.
+ONE_IN = {"plain": 1, "pinned": 10 if LONG else 1000, "made anew": 1}
+
+
+def runs(*names):
+    """Marks a test to be given these, the longer ones where there is time."""
+    return pytest.mark.parametrize(
+        "run",
+        [
+            pytest.param(
+                (name, num_csds),
+                id=f"{name}-{num_csds}",
+                marks=[] if name == "plain" else [pytest.mark.faults],
+            )
+            for name in names
+            for num_csds in (0, 3)
+        ],
+        indirect=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def run(request):
+    name, num_csds = request.param
+    with memory_directory() as place:
+        recorded = RecordedRun(place, num_csds, SCRIPTS[name])
+        recorded.name = name
+        yield recorded
+
+
+def cuts_between(run, first, last):
+    """The cuts from one mark to another; None is the beginning."""
+    at = {value: number for number, value in run.log.marks}
+    low, high = 0 if first is None else at[first], at[last]
+    return [cut for cut in run.log.cuts() if low <= cut.number <= high]
+
+
+def enumerate_states(run, first, last, *, one_in=1):
+    for cut in cuts_between(run, first, last):
+        for chosen in cut.extremes(one_in=one_in, names=NAMES):
+            run.check(cut, chosen)
+
+
+@runs(*SCRIPTS)
+def test_every_boundary_of_a_step(run):
+    enumerate_states(run, 1, 2, one_in=ONE_IN[run.name])
+    assert run.num_states > 300
+
+
+@runs("plain", "made anew")
+def test_every_boundary_of_the_creation(run):
+    enumerate_states(run, None, 0, one_in=20 if LONG else 1000)
+
+
+@runs(*SCRIPTS)
+@settings(
+    max_examples=NUM_EXAMPLES,
+    deadline=None,
+    derandomize=not LONG,
+    suppress_health_check=list(HealthCheck),
+)
+@given(data=st.data())
+def test_any_loss_at_any_boundary(run, data):
+    cuts = list(run.log.cuts())
+    cut = cuts[data.draw(st.integers(0, len(cuts) - 1))]
+    bits = data.draw(st.integers(0, (1 << len(cut.pending)) - 1))
+    chosen = {p for i, p in enumerate(cut.pending) if bits >> i & 1}
+    run.check(cut, chosen, goes_on=True)
+
+
+# --- that the enumerator can find something ----------------------------------------
+
+
+def barriers_of_commit(run):
+    """The numbers of the operations that a step's commit waits for."""
+    at = {value: number for number, value in run.log.marks}
+    numbers = [
+        number
+        for number in range(at[1], at[2])
+        if isinstance(run.log.operations[number], Barrier)
+    ]
+    is_whole_fs = [isinstance(run.log.operations[n].of, tuple) for n in numbers]
+    return numbers[is_whole_fs.index(True) :]
+
+
+def without(run, number):
+    """The same run where one barrier was forgotten."""
+    operations = list(run.log.operations)
+    operations[number] = []
+    run.log = replace(run.log, operations=operations)
+    return run
+
+
+@pytest.mark.parametrize("forgotten", [0, 1, 2, 3])
+def test_each_forgotten_barrier_is_found(place, forgotten):
+    """Chunks, the record, its name, the name `current`: all have to be durable."""
+    run = RecordedRun(place, 0, plain)
+    barriers = barriers_of_commit(run)
+    assert len(barriers) == 4
+    without(run, barriers[forgotten])
+    with pytest.raises(Mixture):
+        enumerate_states(run, 1, 2)
+
+
+@pytest.mark.parametrize("csd", [0, 1, 2])
+def test_each_forgotten_csd_is_found(place, csd):
+    run = RecordedRun(place, 3, plain)
+    without(run, barriers_of_commit(run)[csd])
+    with pytest.raises(Mixture, match="a mixture that says it is step 2"):
+        enumerate_states(run, 1, 2)
+
+
+def test_a_commit_without_sync_is_found(place, monkeypatch):
+    """The same in the code: publishing what was not synchronised."""
+    monkeypatch.setattr("jaxinf.store.StoreDirectory.sync", lambda self: None)
+    with pytest.raises(Mixture):
+        enumerate_states(RecordedRun(place, 0, plain), 1, 2)
