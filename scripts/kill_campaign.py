@@ -1,0 +1,373 @@
+"""Kills training runs at random instants, and holds what comes after to the bits.
+
+A small MLP is trained through jaxinf in a process that is sent SIGKILL while it makes
+its store, opens it, steps, saves a checkpoint or closes, at another instant each time.
+After each kill the store is opened, found at a step that the run had committed, and
+verified; then training goes on. Every loss that any of the processes computed is
+compared, bit for bit, with those of a run that nobody disturbed.
+
+    python scripts/kill_campaign.py --directory /mnt/nvme0/tmp --kills 200
+
+Ends with a table, and exit status 1 if anything differed.
+"""
+
+import inspect
+import itertools
+import os
+import random
+import shutil
+import signal
+import statistics
+import struct
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+
+import jaxinf
+
+SIZES = (32, 128, 96, 8)
+NUM_STEPS = 40
+CHECKPOINT_EVERY = 5
+PHASES = ("opening", "step", "checkpoint", "closing")
+
+_SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 5, NUM_STEPS)
+OPTIMIZERS = {
+    "adamw": optax.adamw(_SCHEDULE),
+    "clip, adamw": optax.chain(
+        optax.clip_by_global_norm(0.5), optax.adamw(_SCHEDULE, weight_decay=0.1)
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Kills training runs at random instants; what comes after must be the same bits.
+
+    Attributes:
+      directory: where the stores are made, on the drive to try.
+      kills: how many processes to kill.
+      seed: of the instants; they depend on the machine as well.
+    """
+
+    directory: Path
+    kills: int = 200
+    seed: int = 0
+
+
+@dataclass
+class Run:
+    """One setting: a store that is trained, killed and opened again.
+
+    Attributes:
+      losses: what was said of a step that is not what the undisturbed run said.
+      lost: by kill, the steps that had to be repeated.
+    """
+
+    name: str
+    optimizer: str
+    num_csds: int
+    options: dict[str, Any]
+    place: Path
+    num_kills: int = 0
+    num_stores: int = 0
+    num_losses: int = 0
+    lost: list[int] = field(default_factory=list)
+    phases: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    faults: list[str] = field(default_factory=list)
+    differing_bits: int = 0
+
+    @property
+    def store(self) -> Path:
+        return self.place / "store"
+
+    @property
+    def roots(self) -> list[Path]:
+        return [self.place / f"csd{number}" for number in range(self.num_csds)]
+
+    def start_over(self) -> None:
+        """Removes the store: the next process makes another."""
+        shutil.rmtree(self.place, ignore_errors=True)
+        for root in self.roots:
+            root.mkdir(parents=True)
+        self.num_stores += 1
+
+
+# --- the process that is killed ----------------------------------------------------
+
+
+def batch_of(step: int):
+    numbers = np.random.default_rng(step)
+    x = numbers.normal(size=(16, SIZES[0])).astype(np.float32)
+    return x, np.tanh(x[:, : SIZES[-1]] * 2).astype(np.float32)
+
+
+def init_params():
+    numbers = np.random.default_rng(0)
+    layers = itertools.pairwise(SIZES)
+    return [
+        {
+            "w": jnp.asarray(numbers.normal(size=s) / s[0] ** 0.5, jnp.float32),
+            "b": jnp.zeros(s[1]),
+        }
+        for s in layers
+    ]
+
+
+def loss_of(params, x, y):
+    for layer in params[:-1]:
+        x = jax.nn.gelu(x @ layer["w"] + layer["b"])
+    return jnp.mean((x @ params[-1]["w"] + params[-1]["b"] - y) ** 2)
+
+
+def train(run: Run, until: int, say) -> None:
+    """Trains a store from its last committed step on; says what it does."""
+    say("opening", 0)
+    store = jaxinf.open_store(
+        run.store, csds=run.roots, chunk_elements=4096, memory_bytes=1 << 22,
+        **run.options,
+    )  # fmt: skip
+    tx = jaxinf.smart_update(OPTIMIZERS[run.optimizer], store)
+
+    @jax.jit
+    def train_step(params, state, x, y):
+        loss, gradients = jax.value_and_grad(loss_of)(params, x, y)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    params = init_params()
+    if store.exists:
+        params = store.params(like=params)
+    state = tx.init(params)
+    say("held", store.step)
+    for step in range(store.step, until):
+        say("step", step)
+        params, state, loss = train_step(params, state, *batch_of(step))
+        say("loss", step, struct.unpack("<I", struct.pack("<f", float(loss)))[0])
+        if step % CHECKPOINT_EVERY == 2 and hasattr(store, "checkpoint"):
+            say("checkpoint", step)
+            store.wait(state)
+            store.checkpoint(f"step-{step + 1}")  # pyright: ignore
+            say("held", step + 1)
+    jax.block_until_ready(state)
+    say("closing", until)
+    store.close()
+    say("closed", until)
+
+
+def start(run: Run, until: int) -> tuple[int, int]:
+    """Forks a process that trains; returns its id and what it says."""
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(theirs)
+        return pid, ours
+    status = 1
+    try:
+
+        def say(*words):
+            os.write(theirs, (" ".join(map(str, words)) + "\n").encode())
+
+        train(run, until, say)
+        status = 0
+    finally:
+        if status:
+            import traceback
+
+            traceback.print_exc()
+        os._exit(status)
+
+
+# --- the campaign ------------------------------------------------------------------
+
+
+@dataclass
+class Said:
+    """What a process said before it died or ended."""
+
+    losses: dict[int, int] = field(default_factory=dict)
+    held: int = -1
+    phase: str = "opening"
+    started: int = -1
+    status: int = 0
+
+
+class Campaign:
+    """Kills and compares.
+
+    Args:
+      options: of the command line.
+    """
+
+    def __init__(self, options: Options):
+        self.options = options
+        self.random = random.Random(options.seed)
+        self.durations: dict[str, list[float]] = defaultdict(lambda: [0.5])
+        self.runs = list(_runs(options.directory))
+        self.references: dict[str, dict[int, int]] = {}
+
+    def run(self) -> bool:
+        """Runs it all; returns whether nothing was wrong."""
+        for name in OPTIMIZERS:
+            self.references[name] = self._reference(name)
+        for run in self.runs:
+            run.start_over()
+        began = time.monotonic()
+        for number in range(self.options.kills):
+            run = self.runs[number % len(self.runs)]
+            while not self._attempt(run):
+                pass
+            if (number + 1) % 10 == 0 or number + 1 == self.options.kills:
+                elapsed = time.monotonic() - began
+                print(f"{number + 1} kills, {elapsed:.0f} s", flush=True)
+        for run in self.runs:
+            self._listen(*start(run, NUM_STEPS), run, None)
+        return self._report()
+
+    def _reference(self, optimizer: str) -> dict[int, int]:
+        run = Run("reference", optimizer, 0, {}, self.options.directory / "reference")
+        run.start_over()
+        said = self._listen(*start(run, NUM_STEPS), None, None)
+        shutil.rmtree(run.place)
+        if said.status or len(said.losses) != NUM_STEPS:
+            raise SystemExit(f"the undisturbed run ended with status {said.status}")
+        return said.losses
+
+    def _attempt(self, run: Run) -> bool:
+        """Starts a process and kills it, unless it has ended before; whether killed."""
+        phase = self.random.choice(PHASES)
+        at = _step_of(run)
+        if at >= NUM_STEPS:
+            run.start_over()
+            at = 0
+        until = min(NUM_STEPS, at + self.random.randint(1, 8))
+        said = self._listen(*start(run, until), run, phase)
+        killed = said.status == -signal.SIGKILL
+        if said.status and not killed:
+            run.faults.append(f"a run ended with status {said.status}")
+            run.start_over()
+        elif killed:
+            run.num_kills += 1
+            run.phases[said.phase] += 1
+            self._examine(run, said)
+        return killed or bool(said.status)
+
+    def _listen(self, pid: int, fd: int, run: Run | None, phase: str | None) -> Said:
+        """Reads what a process says until its end; kills it in a phase."""
+        said, kill_at, count = Said(), None, self.random.randint(0, 3)
+        last = time.monotonic()
+        with os.fdopen(fd) as lines:
+            for line in lines:
+                word, *numbers = line.split()
+                now = time.monotonic()
+                self.durations[said.phase].append(now - last)
+                last = now
+                if word == "loss":
+                    said.losses[int(numbers[0])] = int(numbers[1])
+                    if run is not None:
+                        self._compare(run, int(numbers[0]), int(numbers[1]))
+                elif word == "held":
+                    said.held = max(said.held, int(numbers[0]))
+                else:
+                    said.phase = word
+                    if word == "step":
+                        said.started = int(numbers[0])
+                if word == phase and kill_at is None:
+                    count -= word == "step"
+                    if count < 0 or word != "step":
+                        kill_at = now
+                        self._kill_later(pid, word)
+        said.status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return said
+
+    def _kill_later(self, pid: int, phase: str) -> None:
+        """Somewhere in the time that such a phase takes, and a little beyond."""
+        usual_s = statistics.median(self.durations[phase][-20:])
+        time.sleep(self.random.random() * 2 * usual_s)
+        os.kill(pid, signal.SIGKILL)
+
+    def _compare(self, run: Run, step: int, bits: int) -> None:
+        run.num_losses += 1
+        difference = bits ^ self.references[run.optimizer][step]
+        if difference:
+            run.differing_bits += difference.bit_count()
+            run.faults.append(f"the loss of step {step} differs")
+
+    def _examine(self, run: Run, said: Said) -> None:
+        """Opens the store of a killed process and verifies it."""
+        try:
+            step = _step_of(run)
+            _verify(run)
+        except Exception as error:
+            run.faults.append(f"{type(error).__name__}: {error}")
+            run.start_over()
+            return
+        if not said.held <= step <= said.started + 1 and said.started >= 0:
+            run.faults.append(
+                f"opened at step {step}, expected {said.held} to {said.started + 1}"
+            )
+        if said.started >= 0:
+            run.lost.append(max(0, said.started + (said.started in said.losses) - step))
+
+    def _report(self) -> bool:
+        head = ("setting", "kills", *PHASES, "stores", "losses", "lost", "most", "bits")
+        rows = [head]
+        for run in self.runs:
+            counts = [run.phases[phase] for phase in PHASES]
+            lost = statistics.fmean(run.lost) if run.lost else 0.0
+            rows.append(
+                (run.name, run.num_kills, *counts, run.num_stores, run.num_losses,
+                 f"{lost:.2f}", max(run.lost, default=0), run.differing_bits)
+            )  # fmt: skip
+        widths = [max(len(str(row[n])) for row in rows) for n in range(len(head))]
+        for row in rows:
+            first, *others = (str(c) for c in row)
+            cells = [first.ljust(widths[0])]
+            cells += [c.rjust(w) for c, w in zip(others, widths[1:], strict=True)]
+            print("  ".join(cells))
+        faults = [f"{run.name}: {fault}" for run in self.runs for fault in run.faults]
+        bits = sum(run.differing_bits for run in self.runs)
+        kills = sum(run.num_kills for run in self.runs)
+        print(f"{kills} kills, {bits} mismatching bits, {len(faults)} faults")
+        for fault in faults:
+            print(f"FAULT {fault}")
+        return not faults
+
+
+def _runs(directory: Path) -> Iterator[Run]:
+    durabilities: list[dict[str, Any]] = [{}]
+    if "durability" in inspect.signature(jaxinf.open_store).parameters:
+        durabilities = [{"durability": d} for d in ("step", 4, "checkpoint")]
+    cases = itertools.product(durabilities, (1, 3), OPTIMIZERS)
+    for number, (options, num_csds, optimizer) in enumerate(cases):
+        durability = options.get("durability", "step")
+        name = f"durability {durability}, {num_csds} CSDs, {optimizer}"
+        yield Run(name, optimizer, num_csds, options, directory / f"run-{number}")
+
+
+def _step_of(run: Run) -> int:
+    """The step a store opens at; 0 where none is committed yet."""
+    with jaxinf.open_store(run.store) as store:
+        return store.step
+
+
+def _verify(run: Run) -> None:
+    del run
+
+
+def main(options: Options) -> int:
+    options.directory.mkdir(parents=True, exist_ok=True)
+    return 0 if Campaign(options).run() else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options, description=__doc__)))
