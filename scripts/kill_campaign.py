@@ -34,6 +34,8 @@ import optax
 import tyro
 
 import jaxinf
+from jaxinf.errors import StoreCorruptError
+from jaxinf.store import StoreDirectory, Verifier
 
 SIZES = (32, 128, 96, 8)
 NUM_STEPS = 40
@@ -88,10 +90,12 @@ class Run:
 
     @property
     def store(self) -> Path:
+        """The store's directory."""
         return self.place / "store"
 
     @property
     def roots(self) -> list[Path]:
+        """Its CSD roots."""
         return [self.place / f"csd{number}" for number in range(self.num_csds)]
 
     def start_over(self) -> None:
@@ -361,7 +365,13 @@ def _step_of(run: Run) -> int:
 
 
 def _verify(run: Run) -> None:
-    del run
+    """Holds the committed step's files against their checksums."""
+    if not (run.store / "current").is_symlink():
+        return
+    directory = StoreDirectory.open(run.store)
+    damages = Verifier(directory).verify(run.store / "current")
+    if damages:
+        raise StoreCorruptError("; ".join(f"{d.what}: {d.problem}" for d in damages))
 
 
 def main(options: Options) -> int:

@@ -61,12 +61,11 @@ class Log:
         """What the program knows from here on."""
         self.marks.append((len(self.operations), value))
 
-    def known_at(self, cut: int) -> Any:
-        """The last mark before a cut."""
-        return next(
-            (value for at, value in reversed(self.marks) if at <= cut),
-            None,
-        )
+    def known_at(self, cut: int) -> tuple[Any, Any]:
+        """The last mark before a cut and the next one; None where there is none."""
+        before = [value for at, value in self.marks if at <= cut]
+        after = [value for at, value in self.marks if at > cut]
+        return (before[-1] if before else None, after[0] if after else None)
 
     def cuts(self) -> Iterator["Cut"]:
         """Every boundary between two operations, both ends included."""

@@ -14,7 +14,7 @@ from disk_recorder import Recorder
 from store_driver import Driver
 
 from jaxinf.errors import JaxinfError
-from jaxinf.store import dtype_of
+from jaxinf.store import Verifier, dtype_of
 
 LEAVES = {
     "bias": ((129,), "float32"),
@@ -83,15 +83,15 @@ class RecordedRun:
           goes_on: takes the recovered run a step further, too.
 
         Raises:
-          Mixture: it is neither the last step known to be durable nor the next.
+          Mixture: it is neither the last commit known to be durable nor the next.
         """
         disk = cut.state(chosen)
         state = frozen(disk)
         if state not in self._outcomes or goes_on:
             self.put(disk)
             self._outcomes[state] = recovered(self.place / "store", goes_on=goes_on)
-        found, known = self._outcomes[state], self.log.known_at(cut.number)
-        allowed = (NEW, 0) if known is None else (known, known + 1)
+        found, (last, coming) = self._outcomes[state], self.log.known_at(cut.number)
+        allowed = (NEW if last is None else last, coming)
         if found not in allowed:
             raise Mixture(
                 f"cut after operation {cut.number}, with {sorted(chosen)} of "
@@ -130,6 +130,9 @@ def is_whole(driver: Driver, step: int) -> bool:
     driver.store.wait()
     files = driver.session.files
     slot = files.committed_slot()
+    assert slot is not None
+    if Verifier(files, num_workers=1).verify(files.slot_path(slot)):
+        return False
     for number, (params, momentum) in enumerate(driver.expected(step).values()):
         for state, wanted in zip(
             driver.description.leaves[number].states, (params, momentum), strict=True

@@ -38,6 +38,19 @@ def pinned(driver, mark):
             mark(step)
 
 
+def rare(driver, mark):
+    """A commit every two steps; the slot that is not committed is rewritten."""
+    driver.init()
+    mark(0)
+    for step in range(1, 6):
+        driver.step()
+        driver.store.steps.join()
+        if step % 2 == 0:
+            mark(step)
+    driver.store.wait()
+    mark(5)
+
+
 def made_anew(driver, mark):
     """A creation that was given up, and another one over it."""
     driver.session.bind(driver.description, may_create=True)
@@ -49,10 +62,10 @@ def made_anew(driver, mark):
         again.session.close()
 
 
-SCRIPTS = {"plain": plain, "pinned": pinned, "made anew": made_anew}
+SCRIPTS = {"plain": plain, "rare": rare, "pinned": pinned, "made anew": made_anew}
 NAMES = ("jaxinf.json", "slots", "current", "commit.json")
 # Of the names that a snapshot makes and removes, so many are passed over.
-ONE_IN = {"plain": 1, "pinned": 10 if LONG else 1000, "made anew": 1}
+ONE_IN = {"pinned": 10 if LONG else 1000}
 
 
 def runs(*names):
@@ -76,33 +89,31 @@ def runs(*names):
 def run(request):
     name, num_csds = request.param
     with memory_directory() as place:
-        recorded = RecordedRun(place, num_csds, SCRIPTS[name])
+        options = {"durability": 2} if name == "rare" else {}
+        recorded = RecordedRun(place, num_csds, SCRIPTS[name], **options)
         recorded.name = name
         yield recorded
 
 
-def cuts_between(run, first, last):
-    """The cuts from one mark to another; None is the beginning."""
-    at = {value: number for number, value in run.log.marks}
-    low, high = 0 if first is None else at[first], at[last]
-    return [cut for cut in run.log.cuts() if low <= cut.number <= high]
-
-
-def enumerate_states(run, first, last, *, one_in=1):
-    for cut in cuts_between(run, first, last):
-        for chosen in cut.extremes(one_in=one_in, names=NAMES):
-            run.check(cut, chosen)
+def enumerate_states(run, mark, *, one_in=1):
+    """Visits the cuts from one of the run's marks to the next; 0 is the creation."""
+    at = [0, *(number for number, _ in run.log.marks)]
+    for cut in reversed(list(run.log.cuts())):
+        if at[mark] <= cut.number <= at[mark + 1]:
+            for chosen in cut.extremes(one_in=one_in, names=NAMES):
+                run.check(cut, chosen)
 
 
 @runs(*SCRIPTS)
-def test_every_boundary_of_a_step(run):
-    enumerate_states(run, 1, 2, one_in=ONE_IN[run.name])
+def test_every_boundary_of_a_commit(run):
+    for mark in (1, 2, 3) if LONG else (2,):
+        enumerate_states(run, mark, one_in=ONE_IN.get(run.name, 1))
     assert run.num_states > 300
 
 
 @runs("plain", "made anew")
 def test_every_boundary_of_the_creation(run):
-    enumerate_states(run, None, 0, one_in=20 if LONG else 1000)
+    enumerate_states(run, 0, one_in=20 if LONG else 1000)
 
 
 @runs(*SCRIPTS)
@@ -152,7 +163,7 @@ def test_each_forgotten_barrier_is_found(place, forgotten):
     assert len(barriers) == 4
     without(run, barriers[forgotten])
     with pytest.raises(Mixture):
-        enumerate_states(run, 1, 2)
+        enumerate_states(run, 2)
 
 
 @pytest.mark.parametrize("csd", [0, 1, 2])
@@ -160,11 +171,11 @@ def test_each_forgotten_csd_is_found(place, csd):
     run = RecordedRun(place, 3, plain)
     without(run, barriers_of_commit(run)[csd])
     with pytest.raises(Mixture, match="a mixture that says it is step 2"):
-        enumerate_states(run, 1, 2)
+        enumerate_states(run, 2)
 
 
 def test_a_commit_without_sync_is_found(place, monkeypatch):
     """The same in the code: publishing what was not synchronised."""
     monkeypatch.setattr("jaxinf.store.StoreDirectory.sync", lambda self: None)
     with pytest.raises(Mixture):
-        enumerate_states(RecordedRun(place, 0, plain), 1, 2)
+        enumerate_states(RecordedRun(place, 0, plain), 2)
