@@ -26,6 +26,7 @@ from jaxinf.errors import (
     StoreMismatchError,
 )
 from jaxinf.io import BufferPool, ByteMeters
+from jaxinf.io.failures import translated
 from jaxinf.layout import CHUNK_ALIGNMENT_ELEMENTS, covers, subgroups
 from jaxinf.store import (
     CommitRecord,
@@ -352,8 +353,9 @@ class Session:
         directory.check_space()
         if self._lock is None:
             _check_place(self.options.path)
-            self.options.path.mkdir(parents=True, exist_ok=True)
-            self._lock = StoreLock(self.options.path)
+            with translated("creation", self.options.path):
+                self.options.path.mkdir(parents=True, exist_ok=True)
+                self._lock = StoreLock(self.options.path)
             if self._is_there():  # another process was faster by a hair
                 self._lock.release()
                 self._lock = None

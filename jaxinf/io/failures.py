@@ -7,11 +7,16 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from jaxinf.errors import StoreError, StoreIOError, StoreSpaceError
 from jaxinf.typing import PathLikeStr
 
 __all__ = ["store_error", "translated"]
+
+_INODES_REMEDY = (
+    "no inodes are left there: remove files, or make the file system with more of them"
+)
 
 _SPACE_REMEDIES = {
     errno.ENOSPC: "free space there, remove a checkpoint, or add a CSD",
@@ -47,11 +52,25 @@ def store_error(
     code = error.errno or 0
     where = "" if offset_bytes is None else f" at byte {offset_bytes}"
     what = f"{os.fspath(path)}: {action}{where} failed: {os.strerror(code)}"
+    if code == errno.ENOSPC and _lacks_inodes(path):
+        return StoreSpaceError(f"{what}; {_INODES_REMEDY}")
     if code in _SPACE_REMEDIES:
         return StoreSpaceError(f"{what}; {_SPACE_REMEDIES[code]}")
     name = errno.errorcode.get(code, str(code))
     remedy = _REMEDIES.get(code, "check the path and the drive")
     return StoreIOError(f"{what} ({name}); {remedy}")
+
+
+def _lacks_inodes(path: PathLikeStr) -> bool:
+    """Whether a full file system has bytes left, but no room for another file."""
+    place = Path(path)
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        status = os.statvfs(place)
+    except OSError:
+        return False
+    return status.f_files > 0 and status.f_favail == 0 and status.f_bavail > 0
 
 
 @contextmanager

@@ -9,6 +9,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 sys.path.insert(0, str(Path(__file__).parent))
 
+from mounts import (
+    can_mount_ext4,  # noqa: F401
+    can_mount_tmpfs,  # noqa: F401
+    mount_ext4,  # noqa: F401
+    mount_tmpfs,  # noqa: F401
+)
 from places import memory_directory
 from store_driver import Driver
 

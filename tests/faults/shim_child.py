@@ -1,0 +1,48 @@
+"""A program that trains a store and breaks its own system calls; see `shim.c`.
+
+Reads one case a line, as JSON: the store's path, what fails, or how wrong the clock is.
+Answers with what became of it: the error of a step, and the step that is committed.
+"""
+
+import ctypes
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "engine"))
+
+from store_driver import Driver
+
+SHIM = ctypes.CDLL(None)
+NUM_STEPS = 3
+
+
+def run(case):
+    """Steps before, what fails, and the store as it is then."""
+    driver = Driver(Path(case["path"]), csds=case["csds"], memory_bytes=1 << 20)
+    driver.init().steps(NUM_STEPS)
+    driver.store.wait()
+    answer = {"before": driver.session.commit.committed_at}
+    SHIM.clock_shift(ctypes.c_long(case.get("clock_s", 0)))
+    if "call" in case:
+        call, path = case["call"].encode(), case["on"].encode()
+        SHIM.fault_set(call, path, case["errno"], case.get("after", 0))
+    try:
+        for _ in range(case.get("steps", 1)):
+            driver.step()
+            driver.store.wait()
+        answer["after"] = driver.session.commit.committed_at
+    except Exception as error:
+        answer |= {"type": type(error).__name__, "text": str(error)}
+    answer["step"] = driver.session.commit.step
+    answer["hits"] = SHIM.fault_count()
+    SHIM.fault_set(b"", b"", 0, 0)
+    driver.session.close()
+    SHIM.clock_shift(ctypes.c_long(0))
+    return answer
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        print(json.dumps(run(json.loads(line))), flush=True)

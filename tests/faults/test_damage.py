@@ -1,0 +1,124 @@
+"""Files that somebody or something damages: named, nothing trained on, mended, go on."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from jaxinf.errors import StoreCorruptError, StoreFormatError, StoreIOError
+from jaxinf.store import Verifier
+
+STEP = 3
+
+
+def delete(file):
+    file.unlink()
+
+
+def truncate(file):
+    os.truncate(file, 100)
+
+
+def flip_a_bit(file):
+    data = bytearray(file.read_bytes())
+    data[1000] ^= 0x10
+    file.write_bytes(data)
+
+
+DAMAGES = {
+    "deleted": (delete, StoreIOError, "restore it from a checkpoint"),
+    "truncated": (truncate, StoreIOError, "found 100; restore it from a checkpoint"),
+    "one bit flipped": (flip_a_bit, StoreCorruptError, "expected CRC-32C .* restore"),
+}
+
+
+@pytest.mark.parametrize("num_csds", [0, 3])
+@pytest.mark.parametrize("state", ["params", "trace"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_chunk_that_is_read(place, drive, damage, state, num_csds):
+    harm, kind, remedy = DAMAGES[damage]
+    path, roots = place / "store", make_roots(place, num_csds)
+    driver = drive(path, csds=roots).init().steps(STEP)
+    driver.close()
+    slot = driver.session.files.committed_slot()
+    file = driver.session.files.chunk_file(slot, 1, 0, state)
+    backup = shutil.copy(file, place / "backup")
+    harm(file)
+
+    driver = drive(path)
+    assert driver.store.step == STEP
+    damages = Verifier(driver.session.files).verify(path / "current")
+    assert [d.file for d in damages] == [file]
+    with pytest.raises(kind, match=rf"{state}\.embed/c/0/0.*{remedy}") as caught:
+        driver.init().step()
+    assert str(file) in str(caught.value)
+    driver.session.close()
+
+    shutil.copy(backup, file)
+    driver = drive(path).init()
+    driver.check(STEP)
+    driver.steps(2).check(STEP + 2)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_chunk_of_the_other_slot(place, drive, damage):
+    """It holds nothing of the committed step: only a missing file is noticed."""
+    path = place / "store"
+    driver = drive(path).init().steps(STEP)
+    driver.close()
+    slot = driver.session.files.committed_slot()
+    spare = "b" if slot == "a" else "a"
+    file = driver.session.files.chunk_file(spare, 1, 0, "params")
+    backup = shutil.copy(file, place / "backup")
+    DAMAGES[damage][0](file)
+    driver = drive(path).init()
+    if damage == "deleted":
+        with pytest.raises(StoreIOError, match=r"params\.embed/c/0/0: .* Restore it"):
+            driver.steps(1).store.wait()
+        driver.session.close()
+        shutil.copy(backup, file)
+        driver = drive(path).init()
+        assert driver.at == STEP
+    driver.steps(3).check(STEP + 3)
+
+
+@pytest.mark.parametrize("csd", [0, 1, 2])
+@pytest.mark.parametrize("what", ["root", "directory"])
+def test_a_csd_that_is_missing_at_open(place, drive, csd, what):
+    roots = make_roots(place, 3)
+    driver = drive(place / "store", csds=roots).init().steps(STEP)
+    driver.close()
+    gone = roots[csd]
+    if what == "directory":
+        gone = driver.session.files.csd_directory(csd)
+    gone.rename(place / "away")
+    with pytest.raises(StoreFormatError, match=rf"CSD {csd} .*{roots[csd]}.*mount"):
+        drive(place / "store")
+    (place / "away").rename(gone)
+    driver = drive(place / "store").init()
+    driver.check(STEP)
+    driver.steps(2).check(STEP + 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("commit.json", "{"), ("commit.json", None), ("jaxinf.json", "{}")],
+)
+def test_a_document(place, drive, name, text):
+    path = place / "store"
+    drive(path).init().steps(STEP).close()
+    file = path / "current" / name if name == "commit.json" else path / name
+    before = file.read_bytes()
+    file.unlink() if text is None else file.write_text(text)
+    with pytest.raises(StoreFormatError, match=rf"{name}: .*(backup|checkpoint|not)"):
+        drive(path)
+    file.write_bytes(before)
+    drive(path).init().steps(2).check(STEP + 2)
+
+
+def make_roots(place: Path, num_csds: int) -> list[Path]:
+    roots = [place / f"csd{number}" for number in range(num_csds)]
+    for root in roots:
+        root.mkdir()
+    return roots

@@ -1,0 +1,106 @@
+"""A drive that answers EIO, and a clock that goes back: real calls, made to fail."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+STEP = 3
+
+
+@pytest.fixture(scope="module")
+def child(tmp_path_factory):
+    """Asks `shim_child`; one process for all cases, for it takes seconds to start."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler to build the shim with")
+    library = tmp_path_factory.mktemp("shim") / "shim.so"
+    flags = ["-shared", "-fPIC", "-O1", "-o", library, HERE / "shim.c", "-ldl"]
+    subprocess.run([compiler, *flags], check=True)
+    environment = {**os.environ, "LD_PRELOAD": str(library), "JAX_PLATFORMS": "cpu"}
+    with subprocess.Popen(
+        [sys.executable, HERE / "shim_child.py"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        stdin, stdout = process.stdin, process.stdout
+
+        def ask(path, num_csds=0, **case):
+            roots = [str(path.parent / f"csd{number}") for number in range(num_csds)]
+            for root in roots:
+                Path(root).mkdir()
+            print(json.dumps({"path": str(path), "csds": roots, **case}), file=stdin)
+            stdin.flush()
+            return json.loads(stdout.readline())
+
+        yield ask
+        stdin.close()
+
+
+CASES = {
+    "read": ("preadv", "params.embed", r"params\.embed/c/0/0: read at byte \d+ failed"),
+    "write": (
+        "pwritev",
+        "trace.embed",
+        r"trace\.embed/c/0/0: write at byte \d+ failed",
+    ),
+    "sync": ("syncfs", "", r": sync failed"),
+    "record": ("fsync", ".commit.json", r"commit\.json: write failed"),
+    "record's name": ("fsync", "slots/", r"slots/[ab]/?.*failed"),
+    "commit": ("fsync", "/store", r"failed"),
+}
+
+
+@pytest.mark.parametrize("num_csds", [0, 3])
+@pytest.mark.parametrize("where", CASES)
+def test_a_drive_that_fails(child, place, drive, where, num_csds):
+    call, on, message = CASES[where]
+    answer = child(
+        place / "store", num_csds, call=call, on=on, errno=errno.EIO, steps=2
+    )
+    assert answer["hits"] >= 1
+    assert answer["type"] == "StoreIOError"
+    assert re.search(message, answer["text"])
+    assert (
+        'check the drive (dmesg, smartctl), then run "jaxinf verify"'
+        in (answer["text"])
+    )
+    # What the first step read was there before the drive began to fail.
+    step = STEP + (where == "read")
+    assert answer["step"] == step
+    driver = drive(place / "store").init()
+    driver.check(step)
+    driver.steps(3).check(step + 3)
+
+
+@pytest.mark.parametrize("after", range(1, 10, 2))
+def test_a_drive_that_fails_in_the_middle(child, place, drive, after):
+    answer = child(
+        place / "store", call="pwritev", on="slots/", errno=errno.EIO, after=after
+    )
+    assert answer["type"] == "StoreIOError"
+    driver = drive(place / "store").init()
+    driver.check(STEP)
+    driver.steps(3).check(STEP + 3)
+
+
+@pytest.mark.parametrize("clock_s", [-86400 * 365 * 30, 86400 * 365 * 30])
+def test_a_clock_that_jumps(child, place, drive, clock_s):
+    """Back to another century's days, or far ahead: nothing depends on it."""
+    answer = child(place / "store", clock_s=clock_s)
+    assert "text" not in answer
+    assert (answer["after"] < answer["before"]) == (clock_s < 0)
+    driver = drive(place / "store").init()
+    assert driver.at == STEP + 1
+    driver.steps(2).check(STEP + 3)

@@ -1,0 +1,97 @@
+"""Drives that come and go: read-only, not mounted, without power."""
+
+import random
+import subprocess
+
+import pytest
+from places import LONG
+
+from jaxinf.errors import StoreError, StoreFormatError, StoreIOError
+
+STEP = 3
+
+
+def remount(path, how):
+    subprocess.run(["mount", "-o", f"remount,{how}", path], check=True)
+
+
+def test_a_file_system_becomes_read_only(mount_tmpfs, drive):
+    """At rest: opening says so. During a run no kernel lets anybody remount it."""
+    path = mount_tmpfs("fs")
+    drive(path / "store").init().steps(STEP).close()
+    remount(path, "ro")
+    with pytest.raises(PermissionError, match=r"/store: .*read-only.*remount it"):
+        drive(path / "store")
+    remount(path, "rw")
+    driver = drive(path / "store").init()
+    driver.check(STEP)
+    driver.steps(2).check(STEP + 2)
+
+
+def test_a_csd_becomes_read_only_during_a_run(mount_tmpfs, drive):
+    roots = [mount_tmpfs(f"csd{number}") for number in range(3)]
+    path = roots[0].parent / "store"
+    driver = drive(path, csds=roots).init().steps(STEP)
+    driver.store.wait()
+    remount(roots[1], "ro")
+    with pytest.raises(StoreIOError, match=r"csd1/.*\(EROFS\); mount .*writable"):
+        driver.step()
+        driver.store.wait()
+    driver.session.close()
+    remount(roots[1], "rw")
+    driver = drive(path).init()
+    driver.check(STEP)
+    driver.steps(2).check(STEP + 2)
+
+
+def test_a_csd_that_is_not_mounted(mount_ext4, place, drive):
+    drives = [mount_ext4(f"csd{number}") for number in range(3)]
+    driver = drive(place / "store", csds=[d.path for d in drives])
+    driver.init().steps(STEP).close()
+    drives[2].unmount()
+    with pytest.raises(StoreFormatError, match=r"CSD 2 .*/csd2 .*mount the drive"):
+        drive(place / "store")
+    drives[2].mount()
+    driver = drive(place / "store").init()
+    driver.check(STEP)
+    driver.steps(2).check(STEP + 2)
+
+
+@pytest.mark.parametrize("num_csds", [0, 3])
+def test_power_cuts(mount_ext4, place, drive, num_csds):
+    """The file systems stop in the middle of steps and lose what they did not flush."""
+    store = mount_ext4("drive")
+    drives = [mount_ext4(f"csd{number}") for number in range(num_csds)]
+    moments, step = random.Random(num_csds), 0
+    drive(store.path / "store", csds=[d.path for d in drives]).init().close()
+    for _ in range(50 if LONG else 6):
+        driver = drive(store.path / "store").init()
+        assert driver.at >= step
+        driver.check(driver.at)
+        step = cut_during_steps(driver, [store, *drives], moments)
+        for filesystem in (store, *drives):
+            filesystem.unmount()
+            filesystem.mount()
+    driver = drive(store.path / "store").init()
+    assert driver.at >= step
+    driver.steps(2).check(driver.at)
+
+
+def cut_during_steps(driver, drives, moments):
+    """Takes the power away behind a few steps' back; the last that was durable."""
+    driver.steps(moments.randrange(3))
+    driver.store.wait()
+    durable = driver.at
+    names = list(driver.leaves)
+    driver.update(range(moments.randrange(len(names) + 1)))
+    if moments.random() < 0.5:
+        driver.update(range(len(names)))
+        driver.finish()
+    for filesystem in moments.sample(drives, len(drives)):
+        filesystem.cut_power()
+    with pytest.raises(StoreError):
+        while True:
+            driver.step()
+            driver.store.wait()
+    driver.session.close()
+    return durable

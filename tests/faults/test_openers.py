@@ -1,0 +1,91 @@
+"""Processes that open one store at the same instant: one gets it, the others are told."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+NUM_PROCESSES = 6
+
+PROGRAM = """
+import json, os, sys
+sys.path.insert(0, sys.argv[2])
+import jaxinf
+from store_driver import Driver
+
+path, num_processes = sys.argv[1], int(sys.argv[3])
+driver = Driver(path + "-none")
+start, go = os.pipe()
+end, stop = os.pipe()
+
+def child():
+    os.close(go), os.close(stop)
+    os.read(start, 1)  # ends for all at once
+    try:
+        driver.store = jaxinf.open_store(path, memory_bytes=1 << 20)
+        driver.init().steps(3).store.wait()
+        answer = {"pid": os.getpid(), "at": driver.at}
+    except Exception as error:
+        answer = {"type": type(error).__name__, "text": str(error)}
+    print(json.dumps(answer), flush=True)
+    os.read(end, 1)
+    driver.session.close()
+    os._exit(0)
+
+for number in range(num_processes):
+    if not os.fork():
+        child()
+os.close(go)
+sys.stdin.read()
+os.close(stop)
+for number in range(num_processes):
+    os.wait()
+"""
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["to be made", "made"])
+def test_all_at_once(place, drive, is_new, run_program):
+    path, before = place / "store", 0
+    if not is_new:
+        drive(path).init().steps(2).close()
+        before = 2
+    answers = run_program(PROGRAM, path)
+    winners = [answer for answer in answers if "pid" in answer]
+    assert [answer["at"] for answer in winners] == [before + 3]
+    losers = [answer for answer in answers if "type" in answer]
+    assert len(losers) == NUM_PROCESSES - 1
+    for loser in losers:
+        assert loser["type"] == "StoreLockedError"
+        assert str(path) in loser["text"]
+        assert (
+            f"process {winners[0]['pid']} on " in loser["text"]
+            or "a process that is just starting; try again" in loser["text"]
+        )
+    driver = drive(path).init()
+    driver.check(before + 3)
+    driver.steps(1).check(before + 4)
+
+
+@pytest.fixture
+def run_program():
+    """Runs a program of several processes that answer a line of JSON each."""
+
+    def run(program, path):
+        engine = os.path.join(os.path.dirname(__file__), "..", "engine")
+        command = [sys.executable, "-c", program, path, engine, NUM_PROCESSES]
+        process = subprocess.Popen(
+            [str(word) for word in command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        with process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            lines = [process.stdout.readline() for _ in range(NUM_PROCESSES)]
+            process.stdin.close()  # the winner keeps the store until all have asked
+        return [json.loads(line) for line in lines]
+
+    return run
