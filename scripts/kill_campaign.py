@@ -11,7 +11,6 @@ compared, bit for bit, with those of a run that nobody disturbed.
 Ends with a table, and exit status 1 if anything differed.
 """
 
-import inspect
 import itertools
 import os
 import random
@@ -25,7 +24,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,13 +32,14 @@ import optax
 import tyro
 
 import jaxinf
+from jaxinf.engine.session import Durability
 from jaxinf.errors import StoreCorruptError
-from jaxinf.store import StoreDirectory, Verifier
+from jaxinf.store import StoreDirectory, Verifier, checkpoint_names
 
 SIZES = (32, 128, 96, 8)
 NUM_STEPS = 40
 CHECKPOINT_EVERY = 5
-PHASES = ("opening", "step", "checkpoint", "closing")
+PHASES = ("opening", "restoring", "step", "checkpoint", "closing")
 
 _SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 5, NUM_STEPS)
 OPTIMIZERS = {
@@ -71,14 +70,14 @@ class Run:
     """One setting: a store that is trained, killed and opened again.
 
     Attributes:
-      losses: what was said of a step that is not what the undisturbed run said.
       lost: by kill, the steps that had to be repeated.
+      faults: what should not have been.
     """
 
     name: str
     optimizer: str
     num_csds: int
-    options: dict[str, Any]
+    durability: Durability
     place: Path
     num_kills: int = 0
     num_stores: int = 0
@@ -133,12 +132,12 @@ def loss_of(params, x, y):
     return jnp.mean((x @ params[-1]["w"] + params[-1]["b"] - y) ** 2)
 
 
-def train(run: Run, until: int, say) -> None:
-    """Trains a store from its last committed step on; says what it does."""
-    say("opening", 0)
+def train(run: Run, until: int, restore: str | None, say) -> None:
+    """Trains a store from its last commit or a checkpoint on; says what it does."""
+    say("opening" if restore is None else "restoring", 0)
     store = jaxinf.open_store(
         run.store, csds=run.roots, chunk_elements=4096, memory_bytes=1 << 22,
-        **run.options,
+        durability=run.durability, restore=restore,
     )  # fmt: skip
     tx = jaxinf.smart_update(OPTIMIZERS[run.optimizer], store)
 
@@ -157,18 +156,18 @@ def train(run: Run, until: int, say) -> None:
         say("step", step)
         params, state, loss = train_step(params, state, *batch_of(step))
         say("loss", step, struct.unpack("<I", struct.pack("<f", float(loss)))[0])
-        if step % CHECKPOINT_EVERY == 2 and hasattr(store, "checkpoint"):
+        if step % CHECKPOINT_EVERY == 2:
             say("checkpoint", step)
-            store.wait(state)
-            store.checkpoint(f"step-{step + 1}")  # pyright: ignore
+            store.checkpoint(state=state)
             say("held", step + 1)
+            store.prune_checkpoints(keep_last=2)
     jax.block_until_ready(state)
     say("closing", until)
     store.close()
     say("closed", until)
 
 
-def start(run: Run, until: int) -> tuple[int, int]:
+def start(run: Run, until: int, restore: str | None = None) -> tuple[int, int]:
     """Forks a process that trains; returns its id and what it says."""
     ours, theirs = os.pipe()
     pid = os.fork()
@@ -181,7 +180,7 @@ def start(run: Run, until: int) -> tuple[int, int]:
         def say(*words):
             os.write(theirs, (" ".join(map(str, words)) + "\n").encode())
 
-        train(run, until, say)
+        train(run, until, restore, say)
         status = 0
     finally:
         if status:
@@ -196,10 +195,19 @@ def start(run: Run, until: int) -> tuple[int, int]:
 
 @dataclass
 class Said:
-    """What a process said before it died or ended."""
+    """What a process said before it died or ended.
+
+    Attributes:
+      losses: bits by step.
+      held, may_hold: first and last step that the store may be at.
+      phase: the last that began.
+      started: the last step that began.
+      status: of its end, as ``os.waitstatus_to_exitcode`` has it.
+    """
 
     losses: dict[int, int] = field(default_factory=dict)
     held: int = -1
+    may_hold: int = -1
     phase: str = "opening"
     started: int = -1
     status: int = 0
@@ -238,7 +246,9 @@ class Campaign:
         return self._report()
 
     def _reference(self, optimizer: str) -> dict[int, int]:
-        run = Run("reference", optimizer, 0, {}, self.options.directory / "reference")
+        run = Run(
+            "reference", optimizer, 0, "step", self.options.directory / "reference"
+        )
         run.start_over()
         said = self._listen(*start(run, NUM_STEPS), None, None)
         shutil.rmtree(run.place)
@@ -249,12 +259,18 @@ class Campaign:
     def _attempt(self, run: Run) -> bool:
         """Starts a process and kills it, unless it has ended before; whether killed."""
         phase = self.random.choice(PHASES)
-        at = _step_of(run)
-        if at >= NUM_STEPS:
+        before, restore = _step_of(run), None
+        if before >= NUM_STEPS:
             run.start_over()
-            at = 0
+            before = 0
+        at = before
+        if phase == "restoring":
+            restore = self._checkpoint_of(run)
+            phase, at = ("opening", at) if restore is None else (phase, int(restore))
         until = min(NUM_STEPS, at + self.random.randint(1, 8))
-        said = self._listen(*start(run, until), run, phase)
+        said = self._listen(*start(run, until, restore), run, phase)
+        said.held = max(said.held, min(before, at))
+        said.may_hold = max(before, said.started + 1)
         killed = said.status == -signal.SIGKILL
         if said.status and not killed:
             run.faults.append(f"a run ended with status {said.status}")
@@ -265,9 +281,16 @@ class Campaign:
             self._examine(run, said)
         return killed or bool(said.status)
 
+    def _checkpoint_of(self, run: Run) -> str | None:
+        """One to restore, or None where there is none."""
+        if not (run.store / "current").is_symlink():
+            return None
+        names = checkpoint_names(StoreDirectory.open(run.store))
+        return self.random.choice(names) if names else None
+
     def _listen(self, pid: int, fd: int, run: Run | None, phase: str | None) -> Said:
         """Reads what a process says until its end; kills it in a phase."""
-        said, kill_at, count = Said(), None, self.random.randint(0, 3)
+        said, kill_at, count = Said(), None, self.random.randint(1, 4)
         last = time.monotonic()
         with os.fdopen(fd) as lines:
             for line in lines:
@@ -281,12 +304,12 @@ class Campaign:
                         self._compare(run, int(numbers[0]), int(numbers[1]))
                 elif word == "held":
                     said.held = max(said.held, int(numbers[0]))
-                else:
+                elif word != "closed":
                     said.phase = word
                     if word == "step":
                         said.started = int(numbers[0])
                 if word == phase and kill_at is None:
-                    count -= word == "step"
+                    count -= 1
                     if count < 0 or word != "step":
                         kill_at = now
                         self._kill_later(pid, word)
@@ -315,29 +338,33 @@ class Campaign:
             run.faults.append(f"{type(error).__name__}: {error}")
             run.start_over()
             return
-        if not said.held <= step <= said.started + 1 and said.started >= 0:
+        if not said.held <= step <= said.may_hold:
             run.faults.append(
-                f"opened at step {step}, expected {said.held} to {said.started + 1}"
+                f"opened at step {step}, expected {said.held} to {said.may_hold}"
             )
         if said.started >= 0:
             run.lost.append(max(0, said.started + (said.started in said.losses) - step))
 
     def _report(self) -> bool:
-        head = ("setting", "kills", *PHASES, "stores", "losses", "lost", "most", "bits")
+        head = (
+            "durability",
+            "kills",
+            *PHASES,
+            "stores",
+            "losses",
+            "lost",
+            "most",
+            "bits",
+        )
         rows = [head]
         for run in self.runs:
             counts = [run.phases[phase] for phase in PHASES]
             lost = statistics.fmean(run.lost) if run.lost else 0.0
-            rows.append(
-                (run.name, run.num_kills, *counts, run.num_stores, run.num_losses,
-                 f"{lost:.2f}", max(run.lost, default=0), run.differing_bits)
-            )  # fmt: skip
-        widths = [max(len(str(row[n])) for row in rows) for n in range(len(head))]
-        for row in rows:
-            first, *others = (str(c) for c in row)
-            cells = [first.ljust(widths[0])]
-            cells += [c.rjust(w) for c, w in zip(others, widths[1:], strict=True)]
-            print("  ".join(cells))
+            numbers = [run.num_kills, *counts, run.num_stores, run.num_losses]
+            repeated = [f"{lost:.2f}", max(run.lost, default=0)]
+            rows.append([run.name, *numbers, *repeated, run.differing_bits])
+        for first, *others in rows:
+            print(f"{first:32}", *(f"{cell:>10}" for cell in others), sep="")
         faults = [f"{run.name}: {fault}" for run in self.runs for fault in run.faults]
         bits = sum(run.differing_bits for run in self.runs)
         kills = sum(run.num_kills for run in self.runs)
@@ -348,14 +375,11 @@ class Campaign:
 
 
 def _runs(directory: Path) -> Iterator[Run]:
-    durabilities: list[dict[str, Any]] = [{}]
-    if "durability" in inspect.signature(jaxinf.open_store).parameters:
-        durabilities = [{"durability": d} for d in ("step", 4, "checkpoint")]
-    cases = itertools.product(durabilities, (1, 3), OPTIMIZERS)
-    for number, (options, num_csds, optimizer) in enumerate(cases):
-        durability = options.get("durability", "step")
-        name = f"durability {durability}, {num_csds} CSDs, {optimizer}"
-        yield Run(name, optimizer, num_csds, options, directory / f"run-{number}")
+    cases = itertools.product(("step", 4, "checkpoint"), (1, 3), OPTIMIZERS)
+    for number, (durability, num_csds, optimizer) in enumerate(cases):
+        name = f"{durability}, {num_csds} CSDs, {optimizer}"
+        place = directory / f"run-{number}"
+        yield Run(name, optimizer, num_csds, durability, place)
 
 
 def _step_of(run: Run) -> int:
@@ -365,11 +389,14 @@ def _step_of(run: Run) -> int:
 
 
 def _verify(run: Run) -> None:
-    """Holds the committed step's files against their checksums."""
+    """Holds the committed step and the checkpoints against their checksums."""
     if not (run.store / "current").is_symlink():
         return
     directory = StoreDirectory.open(run.store)
-    damages = Verifier(directory).verify(run.store / "current")
+    verifier = Verifier(directory)
+    damages = verifier.verify(run.store / "current")
+    for name in checkpoint_names(directory):
+        damages += verifier.verify(run.store / "checkpoints" / name)
     if damages:
         raise StoreCorruptError("; ".join(f"{d.what}: {d.problem}" for d in damages))
 

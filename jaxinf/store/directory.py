@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import shutil
+import stat
 import threading
 import time
 from collections import defaultdict
@@ -378,16 +379,22 @@ class StoreDirectory:
         """The file to write a chunk of an unpublished slot to.
 
         A file that a snapshot, a checkpoint or the other slot links to is left to them
-        and a new one takes its place; the caller must then write all of the chunk.
+        and a new one takes its place; the caller must then write all of the chunk. One
+        that something has cut short gets its length back.
         """
         file = self.chunk_file(slot, leaf, chunk, state)
+        states = self.manifest.leaves[leaf].states
+        record = next(s for s in states if s.name == state)
+        layout = self.chunks[leaf][chunk]
+        num_bytes = layout.stored_elements * record.itemsize
         with self._replace_lock:
-            if _num_links(file) > 1:
-                record = next(
-                    s for s in self.manifest.leaves[leaf].states if s.name == state
-                )
+            status = _status(file)
+            if status.st_nlink > 1:
                 with _replacement(file) as temporary:
-                    self._allocate(temporary, self.chunks[leaf][chunk], record)
+                    self._allocate(temporary, layout, record)
+            elif stat.S_ISREG(status.st_mode) and status.st_size != num_bytes:
+                with translated("allocation", file):
+                    os.truncate(file, num_bytes)
         return file
 
     def link_chunk(
@@ -398,7 +405,7 @@ class StoreDirectory:
         new = self.chunk_file(target, leaf, chunk, state)
         with self._replace_lock:
             # Of a file with one link the other slot has none.
-            if _num_links(old) > 1 and new.exists() and old.samefile(new):
+            if _status(old).st_nlink > 1 and new.exists() and old.samefile(new):
                 return
             with _replacement(new) as temporary:
                 link_or_copy(old, temporary)
@@ -418,9 +425,9 @@ def _replacement(file: Path) -> Iterator[Path]:
         temporary.rename(file)
 
 
-def _num_links(file: Path) -> int:
+def _status(file: Path) -> os.stat_result:
     try:
-        return file.stat().st_nlink
+        return file.stat()
     except FileNotFoundError as error:
         raise StoreIOError(
             f"{file}: expected a chunk of the store, found no file; something other "
@@ -459,8 +466,8 @@ def check_free_space(needs: Mapping[Path, int], what: str, remedy: str) -> None:
         per_device[existing.stat().st_dev].append((existing, need))
     for entries in per_device.values():
         need = sum(n for _, n in entries)
-        stat = os.statvfs(entries[0][0])
-        free = stat.f_bavail * stat.f_frsize
+        status = os.statvfs(entries[0][0])
+        free = status.f_bavail * status.f_frsize
         if need > free:
             raise StoreSpaceError(
                 f"{entries[0][0]}: {what} {need:,} bytes ({need / 2**30:.1f} GiB) "

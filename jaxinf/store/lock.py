@@ -41,12 +41,17 @@ class StoreLock:
         text = json.dumps(
             {"pid": os.getpid(), "host": socket.gethostname(), "command": sys.argv}
         )
+        self._pid = os.getpid()
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, text.encode(), 0)
 
     def release(self) -> None:
-        """Gives the lock back; idempotent."""
+        """Gives the lock back; idempotent. In a forked child the parent keeps it."""
         if self._fd >= 0:
+            if self._pid == os.getpid():
+                # Whom the next holder shuts out must not be told of this process.
+                with contextlib.suppress(OSError):  # of a drive that is gone
+                    os.ftruncate(self._fd, 0)
             os.close(self._fd)
             self._fd = -1
 

@@ -1,4 +1,4 @@
-"""Where the stores of these tests lie, and how long the tests may take."""
+"""What these tests have in common: where stores lie, how long to take, how to step."""
 
 import contextlib
 import os
@@ -20,3 +20,9 @@ def memory_directory() -> Iterator[Path]:
         yield Path(path).resolve()
     finally:
         shutil.rmtree(path)
+
+
+def step_durably(driver) -> None:
+    """One step of a run; raises what its commit raises."""
+    driver.step()
+    driver.store.wait()

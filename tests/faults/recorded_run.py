@@ -14,7 +14,7 @@ from disk_recorder import Recorder
 from store_driver import Driver
 
 from jaxinf.errors import JaxinfError
-from jaxinf.store import Verifier, dtype_of
+from jaxinf.store import Verifier, checkpoint_names, dtype_of, find_checkpoint
 
 LEAVES = {
     "bias": ((129,), "float32"),
@@ -63,7 +63,7 @@ class RecordedRun:
         _described()
         with Recorder(place, roots) as recorder:
             driver = small_driver(place / "store", csds=roots, **options)
-            script(driver, recorder.log.mark)
+            script(driver, lambda step, *names: recorder.log.mark((step, names)))
             driver.session.close()
             recorder.check()
         self.log = recorder.log
@@ -91,7 +91,7 @@ class RecordedRun:
             self.put(disk)
             self._outcomes[state] = recovered(self.place / "store", goes_on=goes_on)
         found, (last, coming) = self._outcomes[state], self.log.known_at(cut.number)
-        allowed = (NEW if last is None else last, coming)
+        allowed = ((NEW, ()) if last is None else last, coming)
         if found not in allowed:
             raise Mixture(
                 f"cut after operation {cut.number}, with {sorted(chosen)} of "
@@ -106,7 +106,7 @@ class RecordedRun:
 
 
 def recovered(path: Path, *, goes_on: bool):
-    """The step that is found, `NEW`, or a text that says what is wrong."""
+    """The step that is found or `NEW`, and the checkpoints; or what is wrong."""
     try:
         driver = small_driver(path)
     except JaxinfError as error:
@@ -114,15 +114,26 @@ def recovered(path: Path, *, goes_on: bool):
     try:
         if not driver.store.exists:
             driver.init()
-            return NEW if is_whole(driver, 0) else "no new store could be made"
+            return (NEW, ()) if is_whole(driver, 0) else "no new store could be made"
         step = driver.store.step
         if not is_whole(driver, step):
             return f"a mixture that says it is step {step}"
         if goes_on and not is_whole(driver.init().steps(1), step + 1):
             return f"step {step}, and a mixture after it"
-        return step
+        return step, checkpoints_of(driver)
     finally:
         driver.session.close()
+
+
+def checkpoints_of(driver: Driver) -> tuple[str, ...]:
+    """The names of those that are whole, each named by its step."""
+    files, names = driver.session.files, []
+    for name in checkpoint_names(files):
+        path = files.step_path(f"checkpoints/{name}")
+        damages = Verifier(files, num_workers=1).verify(path)
+        is_its_step = find_checkpoint(files, name).step == int(name)
+        names.append(name if is_its_step and not damages else f"{name}, damaged")
+    return tuple(names)
 
 
 def is_whole(driver: Driver, step: int) -> bool:
@@ -131,7 +142,7 @@ def is_whole(driver: Driver, step: int) -> bool:
     files = driver.session.files
     slot = files.committed_slot()
     assert slot is not None
-    if Verifier(files, num_workers=1).verify(files.slot_path(slot)):
+    if Verifier(files, num_workers=1).verify(files.step_path(slot)):
         return False
     for number, (params, momentum) in enumerate(driver.expected(step).values()):
         for state, wanted in zip(

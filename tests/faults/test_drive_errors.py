@@ -76,9 +76,9 @@ def test_a_drive_that_fails(child, place, drive, where, num_csds):
         'check the drive (dmesg, smartctl), then run "jaxinf verify"'
         in (answer["text"])
     )
-    # What the first step read was there before the drive began to fail.
-    step = STEP + (where == "read")
-    assert answer["step"] == step
+    # What a step reads may be there before the drive begins to fail.
+    step = answer["step"]
+    assert STEP <= step <= STEP + (where == "read")
     driver = drive(place / "store").init()
     driver.check(step)
     driver.steps(3).check(step + 3)

@@ -4,7 +4,7 @@ import random
 import subprocess
 
 import pytest
-from places import LONG
+from places import LONG, step_durably
 
 from jaxinf.errors import StoreError, StoreFormatError, StoreIOError
 
@@ -35,8 +35,7 @@ def test_a_csd_becomes_read_only_during_a_run(mount_tmpfs, drive):
     driver.store.wait()
     remount(roots[1], "ro")
     with pytest.raises(StoreIOError, match=r"csd1/.*\(EROFS\); mount .*writable"):
-        driver.step()
-        driver.store.wait()
+        step_durably(driver)
     driver.session.close()
     remount(roots[1], "rw")
     driver = drive(path).init()
@@ -90,8 +89,6 @@ def cut_during_steps(driver, drives, moments):
     for filesystem in moments.sample(drives, len(drives)):
         filesystem.cut_power()
     with pytest.raises(StoreError):
-        while True:
-            driver.step()
-            driver.store.wait()
+        driver.steps(10).store.wait()
     driver.session.close()
     return durable

@@ -1,4 +1,4 @@
-"""Processes that open one store at the same instant: one gets it, the others are told."""
+"""Processes that open a store at the same instant: one gets it, the others are told."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def child():
         answer = {"pid": os.getpid(), "at": driver.at}
     except Exception as error:
         answer = {"type": type(error).__name__, "text": str(error)}
-    print(json.dumps(answer), flush=True)
+    os.write(1, json.dumps(answer).encode() + b"\\n")
     os.read(end, 1)
     driver.session.close()
     os._exit(0)

@@ -68,6 +68,25 @@ def test_a_stale_text_means_nothing(tmp_path):
     lock.release()
 
 
+def test_a_holder_takes_its_name_along(tmp_path):
+    """The next one may be asked about before it has written its own."""
+    lock = StoreLock(tmp_path)
+    lock.release()
+    assert not (tmp_path / "lock").read_bytes()
+
+
+def test_a_forked_child_leaves_the_name(tmp_path):
+    lock = StoreLock(tmp_path)
+    child = os.fork()
+    if not child:
+        lock.release()
+        os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(StoreLockedError, match="this very process"):
+        StoreLock(tmp_path)
+    lock.release()
+
+
 def test_no_descriptor_stays(tmp_path):
     before = os.listdir("/proc/self/fd")
     lock = StoreLock(tmp_path)
