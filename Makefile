@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml setup.py $(shell find jaxinf models -name '*.py' -o -name '*.cpp' -o -name '*.hpp')
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-models test-compilers lint clean
+.PHONY: help train test test-models test-compilers test-faults faults lint clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -32,7 +32,7 @@ train: $(VENV)/installed  ## train a small GPT-2 on source code, its state on th
 	  --log-dir runs/quickstart $(if $(STEPS),--steps $(STEPS))
 
 test: $(VENV)/installed  ## the test suite, on the installed package
-	$(BIN)/pytest -n auto tests
+	$(BIN)/pytest -n auto -m 'not faults' tests
 
 test-models: $(VENV)/installed  ## models against their PyTorch originals (installs torch)
 	$(BIN)/python -m pip install --quiet torch==2.13.0
@@ -42,6 +42,13 @@ test-models: $(VENV)/installed  ## models against their PyTorch originals (insta
 test-compilers: $(VENV)/installed  ## kernels: same bits from g++ and clang++ (installs clang)
 	command -v clang++ >/dev/null || { $(SUDO) apt-get update -qq && $(SUDO) apt-get install -qq -y --no-install-recommends clang; }
 	JAXINF_TEST_COMPILERS='g++ clang++' $(BIN)/pytest tests/kernels/test_compilers.py
+
+test-faults: $(VENV)/installed  ## crashes, kills, bad drives; mounts (SUDO=sudo)
+	$(SUDO) env JAXINF_REQUIRE_MOUNTS=1 $(BIN)/pytest -n auto tests/faults
+
+faults: $(VENV)/installed  ## the long fault campaign: more of the same, an hour or so
+	$(SUDO) env JAXINF_REQUIRE_MOUNTS=1 JAXINF_FAULTS=long \
+	  $(BIN)/pytest -n auto --timeout 7200 -rP tests/faults
 
 lint: $(VENV)/installed  ## ruff and pyright
 	$(BIN)/python -m pip install --quiet '.[dev]'

@@ -37,11 +37,11 @@ from jaxinf.errors import StoreCorruptError
 from jaxinf.store import StoreDirectory, Verifier, checkpoint_names
 
 SIZES = (32, 128, 96, 8)
-NUM_STEPS = 40
+SCHEDULE_STEPS = 40
 CHECKPOINT_EVERY = 5
 PHASES = ("opening", "restoring", "step", "checkpoint", "closing")
 
-_SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 5, NUM_STEPS)
+_SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 5, SCHEDULE_STEPS)
 OPTIMIZERS = {
     "adamw": optax.adamw(_SCHEDULE),
     "clip, adamw": optax.chain(
@@ -57,11 +57,13 @@ class Options:
     Attributes:
       directory: where the stores are made, on the drive to try.
       kills: how many processes to kill.
+      num_steps: of a store's life, until it is made anew.
       seed: of the instants; they depend on the machine as well.
     """
 
     directory: Path
     kills: int = 200
+    num_steps: int = 40
     seed: int = 0
 
 
@@ -242,7 +244,7 @@ class Campaign:
                 elapsed = time.monotonic() - began
                 print(f"{number + 1} kills, {elapsed:.0f} s", flush=True)
         for run in self.runs:
-            self._listen(*start(run, NUM_STEPS), run, None)
+            self._listen(*start(run, self.options.num_steps), run, None)
         return self._report()
 
     def _reference(self, optimizer: str) -> dict[int, int]:
@@ -250,9 +252,9 @@ class Campaign:
             "reference", optimizer, 0, "step", self.options.directory / "reference"
         )
         run.start_over()
-        said = self._listen(*start(run, NUM_STEPS), None, None)
+        said = self._listen(*start(run, self.options.num_steps), None, None)
         shutil.rmtree(run.place)
-        if said.status or len(said.losses) != NUM_STEPS:
+        if said.status or len(said.losses) != self.options.num_steps:
             raise SystemExit(f"the undisturbed run ended with status {said.status}")
         return said.losses
 
@@ -260,14 +262,14 @@ class Campaign:
         """Starts a process and kills it, unless it has ended before; whether killed."""
         phase = self.random.choice(PHASES)
         before, restore = _step_of(run), None
-        if before >= NUM_STEPS:
+        if before >= self.options.num_steps:
             run.start_over()
             before = 0
         at = before
         if phase == "restoring":
             restore = self._checkpoint_of(run)
             phase, at = ("opening", at) if restore is None else (phase, int(restore))
-        until = min(NUM_STEPS, at + self.random.randint(1, 8))
+        until = min(self.options.num_steps, at + self.random.randint(1, 8))
         said = self._listen(*start(run, until, restore), run, phase)
         said.held = max(said.held, min(before, at))
         said.may_hold = max(before, said.started + 1)
@@ -346,17 +348,8 @@ class Campaign:
             run.lost.append(max(0, said.started + (said.started in said.losses) - step))
 
     def _report(self) -> bool:
-        head = (
-            "durability",
-            "kills",
-            *PHASES,
-            "stores",
-            "losses",
-            "lost",
-            "most",
-            "bits",
-        )
-        rows = [head]
+        head = ["durability", "kills", *PHASES, "stores", "losses", "lost", "most"]
+        rows: list[list[object]] = [[*head, "bits"]]
         for run in self.runs:
             counts = [run.phases[phase] for phase in PHASES]
             lost = statistics.fmean(run.lost) if run.lost else 0.0

@@ -1,0 +1,55 @@
+"""A long run keeps no descriptor, no thread and no memory for the steps behind it."""
+
+import os
+import threading
+from pathlib import Path
+
+from places import LONG
+from store_driver import Driver
+
+NUM_STEPS = 5000 if LONG else 300
+WARM_UP = 50
+GROWTH_BYTES = 8 << 20
+
+LEAVES = {
+    "bias": ((129,), "float32"),
+    "embed": ((5, 1025), "float32"),
+    "scale": ((), "float32"),
+}
+
+
+def resources():
+    """Open descriptors, threads, and resident bytes."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    num_fds = len(os.listdir("/proc/self/fd"))
+    return num_fds, threading.active_count(), pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_steps_keep_nothing(place):
+    driver = Driver(place / "store", LEAVES, memory_bytes=1 << 20).init()
+    try:
+        driver.steps(WARM_UP).store.wait()
+        num_fds, num_threads, num_bytes = resources()
+        for step in range(WARM_UP, NUM_STEPS):
+            driver.step()
+            if step % 100 == 0:
+                driver.store.checkpoint()
+                driver.store.prune_checkpoints(keep_last=1)
+        driver.store.wait()
+        found = resources()
+        assert found[0] == num_fds
+        assert found[1] == num_threads
+        assert found[2] < num_bytes + GROWTH_BYTES
+        assert len(os.listdir(place / "store" / "checkpoints")) == 1
+    finally:
+        driver.session.close()
+
+
+def test_stores_opened_again_and_again_keep_nothing(place):
+    for number in range(NUM_STEPS // 10):
+        driver = Driver(place / "store", LEAVES, memory_bytes=1 << 20).init()
+        driver.steps(1).close()
+        if number == WARM_UP // 10:
+            num_fds, num_threads, num_bytes = resources()
+    assert resources()[:2] == (num_fds, num_threads)
+    assert resources()[2] < num_bytes + GROWTH_BYTES
