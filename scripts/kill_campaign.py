@@ -160,6 +160,8 @@ def train(run: Run, until: int, restore: str | None, say) -> None:
         say("loss", step, struct.unpack("<I", struct.pack("<f", float(loss)))[0])
         if step % CHECKPOINT_EVERY == 2:
             say("checkpoint", step)
+            if any(c.step == step + 1 for c in store.checkpoints()):
+                store.remove_checkpoint(str(step + 1))  # of before a restore
             store.checkpoint(state=state)
             say("held", step + 1)
             store.prune_checkpoints(keep_last=2)
@@ -272,7 +274,7 @@ class Campaign:
         until = min(self.options.num_steps, at + self.random.randint(1, 8))
         said = self._listen(*start(run, until, restore), run, phase)
         said.held = max(said.held, min(before, at))
-        said.may_hold = max(before, said.started + 1)
+        said.may_hold = max(before, at, said.started + 1)
         killed = said.status == -signal.SIGKILL
         if said.status and not killed:
             run.faults.append(f"a run ended with status {said.status}")

@@ -47,11 +47,20 @@ class Damage:
 
 @dataclass(frozen=True)
 class _ChunkFile:
-    """A chunk's file, what it should hold, and how long it is."""
+    """A chunk's file, and what it should hold.
+
+    Attributes:
+      file: its name in the step.
+      what: leaf, state, chunk and CSD.
+      num_bytes: of its elements.
+      file_bytes: its length, padding included, without which stock readers refuse it.
+      expected: CRC-32C of the elements.
+    """
 
     file: Path
     what: str
     num_bytes: int
+    file_bytes: int
     expected: int
 
 
@@ -149,6 +158,8 @@ class Verifier:
             return str(error)
         if found != item.expected:
             return f"expected CRC-32C {item.expected:08x}, found {found:08x}"
+        if status.st_size != item.file_bytes:
+            return f"expected a file of {item.file_bytes} bytes, found {status.st_size}"
         return None
 
     def _chunk_files(
@@ -178,6 +189,7 @@ class Verifier:
                         f"leaf {leaf.name}, {state.name}, chunk {number} of "
                         f"{len(chunks)}, on CSD {leaf.csds[number]}",
                         chunk.num_elements * state.itemsize,
+                        chunk.stored_elements * state.itemsize,
                         int(expected),
                     )
 

@@ -83,6 +83,23 @@ def test_a_chunk_of_the_other_slot(place, drive, damage):
     driver.steps(3).check(STEP + 3)
 
 
+def test_a_chunk_without_its_padding(place, drive):
+    """All elements are there, but zarr's readers would refuse the file."""
+    driver = drive(place / "store").init().steps(STEP)
+    driver.close()
+    files = driver.session.files
+    slot = files.committed_slot()
+    assert slot is not None
+    file = files.chunk_file(slot, 1, 0, "params")
+    num_bytes = file.stat().st_size
+    os.truncate(file, num_bytes - 4096)
+    (damage,) = Verifier(files).verify(files.step_path(slot))
+    assert damage.file == file
+    assert damage.problem.startswith(f"expected a file of {num_bytes} bytes, found")
+    drive(place / "store").init().steps(2).check(STEP + 2)
+    assert file.stat().st_size == num_bytes
+
+
 @pytest.mark.parametrize("csd", [0, 1, 2])
 @pytest.mark.parametrize("what", ["root", "directory"])
 def test_a_csd_that_is_missing_at_open(place, drive, csd, what):

@@ -75,6 +75,7 @@ def test_a_holder_takes_its_name_along(tmp_path):
     assert not (tmp_path / "lock").read_bytes()
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")
 def test_a_forked_child_leaves_the_name(tmp_path):
     lock = StoreLock(tmp_path)
     child = os.fork()
