@@ -491,7 +491,8 @@ def _check_place(path: Path) -> None:
         for entry in path.iterdir()
         if not any(fnmatch.fnmatchcase(entry.name, known) for known in _HARMLESS)
     )
-    if foreign:
+    # Looked for again: another process may have begun to make it since.
+    if foreign and not (path / "jaxinf.json").exists():
         raise StoreFormatError(
             f"store {path}: expected a jaxinf store or an empty directory, found "
             f"neither jaxinf.json nor emptiness ({', '.join(foreign[:3])}, …); give "

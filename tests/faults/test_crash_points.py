@@ -107,7 +107,7 @@ def runs(*names):
                 marks=[] if name == "plain" else [pytest.mark.faults],
             )
             for name in names
-            for num_csds in (0, 3)
+            for num_csds in ((0,) if name == "made anew" and not LONG else (0, 3))
         ],
         indirect=True,
     )

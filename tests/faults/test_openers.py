@@ -4,8 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from jaxinf.errors import StoreLockedError
 
 NUM_PROCESSES = 6
 
@@ -66,6 +69,21 @@ def test_all_at_once(place, drive, is_new, run_program):
     driver = drive(path).init()
     driver.check(before + 3)
     driver.steps(1).check(before + 4)
+
+
+def test_a_store_that_appears_between_two_looks(place, drive, monkeypatch):
+    """It is somebody else's, not a foreign directory."""
+    (place / "store").mkdir()
+    iterdir = Path.iterdir
+
+    def look(path):
+        monkeypatch.undo()
+        drive(path).init()
+        return iterdir(path)
+
+    monkeypatch.setattr(Path, "iterdir", look)
+    with pytest.raises(StoreLockedError):
+        drive(place / "store")
 
 
 @pytest.fixture
