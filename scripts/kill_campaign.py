@@ -39,7 +39,7 @@ from jaxinf.store import StoreDirectory, Verifier, checkpoint_names
 SIZES = (32, 128, 96, 8)
 SCHEDULE_STEPS = 40
 CHECKPOINT_EVERY = 5
-PHASES = ("opening", "restoring", "step", "checkpoint", "closing")
+PHASES = ("creating", "opening", "restoring", "step", "checkpoint", "closing")
 
 _SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 5, SCHEDULE_STEPS)
 OPTIMIZERS = {
@@ -136,7 +136,8 @@ def loss_of(params, x, y):
 
 def train(run: Run, until: int, restore: str | None, say) -> None:
     """Trains a store from its last commit or a checkpoint on; says what it does."""
-    say("opening" if restore is None else "restoring", 0)
+    is_made = (run.store / "current").is_symlink()
+    say("restoring" if restore else "opening" if is_made else "creating", 0)
     store = jaxinf.open_store(
         run.store, csds=run.roots, chunk_elements=4096, memory_bytes=1 << 22,
         durability=run.durability, restore=restore,
@@ -264,13 +265,15 @@ class Campaign:
         """Starts a process and kills it, unless it has ended before; whether killed."""
         phase = self.random.choice(PHASES)
         before, restore = _step_of(run), None
-        if before >= self.options.num_steps:
+        if before >= self.options.num_steps or phase == "creating":
             run.start_over()
             before = 0
         at = before
         if phase == "restoring":
             restore = self._checkpoint_of(run)
-            phase, at = ("opening", at) if restore is None else (phase, int(restore))
+            phase, at = ("step", at) if restore is None else (phase, int(restore))
+        elif phase == "opening" and not (run.store / "current").is_symlink():
+            phase = "creating"
         until = min(self.options.num_steps, at + self.random.randint(1, 8))
         said = self._listen(*start(run, until, restore), run, phase)
         said.held = max(said.held, min(before, at))
