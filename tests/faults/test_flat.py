@@ -10,6 +10,8 @@ from store_driver import Driver
 NUM_STEPS = 5000 if LONG else 300
 WARM_UP = 50
 GROWTH_BYTES = 8 << 20
+NUM_IN_FLIGHT = 4
+"""Files that the workers may have open at any moment, reading ahead."""
 
 LEAVES = {
     "bias": ((129,), "float32"),
@@ -37,7 +39,7 @@ def test_steps_keep_nothing(place):
                 driver.store.prune_checkpoints(keep_last=1)
         driver.store.wait()
         found = resources()
-        assert found[0] == num_fds
+        assert found[0] <= num_fds + NUM_IN_FLIGHT
         assert found[1] == num_threads
         assert found[2] < num_bytes + GROWTH_BYTES
         assert len(os.listdir(place / "store" / "checkpoints")) == 1
