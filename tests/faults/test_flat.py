@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 
 from places import LONG
+from recorded_run import small_driver
 from store_driver import Driver
 
 NUM_STEPS = 5000 if LONG else 300
@@ -48,9 +49,9 @@ def test_steps_keep_nothing(place):
 
 
 def test_stores_opened_again_and_again_keep_nothing(place):
+    """Without the optimizer's tracing, which stays in JAX's caches."""
     for number in range(NUM_STEPS // 10):
-        driver = Driver(place / "store", LEAVES, memory_bytes=1 << 20).init()
-        driver.steps(1).close()
+        small_driver(place / "store").init().steps(1).close()
         if number == WARM_UP // 10:
             num_fds, num_threads, num_bytes = resources()
     assert resources()[:2] == (num_fds, num_threads)
