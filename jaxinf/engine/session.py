@@ -183,7 +183,8 @@ class Session:
         """Stops the store for good, its workers too; the first error wins."""
         if self._is_closed and isinstance(error, StoreClosedError):
             return  # a step that was given up by `close`
-        if self._failure.error is None and self.num_uncommitted:
+        is_rare = self.options.steps_per_commit != 1
+        if self._failure.error is None and is_rare and self.num_uncommitted:
             error.add_note(self.loss_note())
         self._failure.set(error)
 
