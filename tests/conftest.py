@@ -7,9 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 import jaxinf
+
+# How long an example takes depends on what else the machine does.
+hypothesis.settings.register_profile("jaxinf", deadline=None)
+hypothesis.settings.load_profile("jaxinf")
 
 # Programs that tests start import the package that is installed, not the checkout
 # that they are started in.

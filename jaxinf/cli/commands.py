@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 
@@ -19,6 +19,7 @@ from jaxinf.cli import checkpoints, doctor, inspection, verification
 from jaxinf.cli.exchange import Export, Import
 from jaxinf.cli.options import ByteSize, UsageError, option
 from jaxinf.cli.terminal import show_progress
+from jaxinf.engine import StateFormat, convert_store
 from jaxinf.errors import JaxinfError
 from jaxinf.store import migrate
 
@@ -200,23 +201,64 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Store:
-    """Change how a store is kept; no bit of its state changes."""
+class _Migrate:
+    """Bring a store of an older format version up to date; chunks are only read."""
 
-    action: Annotated[
-        tyro.conf.Positional[Literal["migrate"]],
-        option("migrate: bring a store of an older format version up to date."),
-    ]
     store: Annotated[
         tyro.conf.Positional[str], option("The store's directory.", "STORE")
     ]
 
-    def run(self) -> int:
-        """Returns the exit status."""
+    def run(self) -> None:
         path = Path(self.store).expanduser().absolute()
         with show_progress(f"checksums of {path}") as progress:
             is_changed = migrate(path, progress)
         print(f"{path}: {'migrated' if is_changed else 'up to date already'}")
+
+
+@dataclass(frozen=True)
+class _Convert:
+    """Make a new store of a store's committed step, its state in more or fewer bits.
+
+    The old store is only read, and stays; so do its checkpoints. To fp32 no number
+    changes; to fewer bits it is rounded as a step would.
+    """
+
+    store: Annotated[
+        tyro.conf.Positional[str], option("The store's directory.", "STORE")
+    ]
+    new: Annotated[
+        tyro.conf.Positional[str], option("Where the new store will be.", "NEW")
+    ]
+    state: Annotated[StateFormat, option("How the new one holds the state.")]
+    csd: Annotated[
+        tyro.conf.UseAppendAction[tuple[Path, ...]],
+        option("A CSD root of the new one; repeat it for more.", "DIR"),
+    ] = ()
+
+    def run(self) -> None:
+        source, target = (
+            Path(p).expanduser().absolute() for p in (self.store, self.new)
+        )
+        roots = [root.expanduser().absolute() for root in self.csd]
+        with show_progress(f"converting {source}") as progress:
+            step = convert_store(
+                source, target, self.state, csds=roots, progress=progress
+            )
+        print(f"{target}: step {step}, state as {self.state}")
+
+
+@dataclass(frozen=True)
+class Store:
+    """Change how a store is kept."""
+
+    action: (
+        Annotated[_Migrate, tyro.conf.subcommand("migrate")]
+        | Annotated[_Convert, tyro.conf.subcommand("convert")]
+    )
+
+    def run(self) -> int:
+        """Returns the exit status."""
+        self.action.run()
         return _SUCCESS
 
 

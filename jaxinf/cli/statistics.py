@@ -11,14 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxinf.io import BufferPool, read_into
-from jaxinf.layout import CHUNK_ALIGNMENT_ELEMENTS
-from jaxinf.store import LeafRecord, StateRecord, dtype_of
+from jaxinf.engine import decoded_pieces
+from jaxinf.store import LeafRecord, StateRecord, open_array
 from jaxinf.typing import Array
 
 __all__ = ["Histogram", "Statistics", "measure_array"]
 
-_PIECE_ELEMENTS = 256 * CHUNK_ALIGNMENT_ELEMENTS
 _NUM_BINS = 16
 _MAX_DECADES = 16.0
 _SIGMAS = 4.0
@@ -109,19 +107,13 @@ def measure_array(step: Path, record: LeafRecord, state: StateRecord) -> Statist
 
 
 def _pieces(step: Path, record: LeafRecord, state: StateRecord) -> Iterator[Array]:
-    """The elements as float64, chunk by chunk, `_PIECE_ELEMENTS` at most at a time."""
-    dtype = dtype_of(state.dtype)
-    root = step / record.array_name(state.name)
-    pool = BufferPool(_PIECE_ELEMENTS * dtype.itemsize)
-    for chunk in record.grid.chunks():
-        for start in range(0, chunk.num_elements, _PIECE_ELEMENTS):
-            length = min(_PIECE_ELEMENTS, chunk.num_elements - start)
-            num_bytes = length * dtype.itemsize
-            with pool.acquire(num_bytes) as buffer:
-                read_into(
-                    root / chunk.key, buffer.array, start * dtype.itemsize, num_bytes
-                )
-                yield buffer.array[:num_bytes].view(dtype).astype(np.float64)
+    """The elements as float64, piece by piece; what codes stand for, of codes."""
+    if state.codec == "scale":
+        array = open_array(step, record, state.name).read().result()
+        yield array.astype(np.float64).reshape(-1)
+        return
+    for _, _, values in decoded_pieces(step, record, state):
+        yield values.astype(np.float64)
 
 
 class _Moments:

@@ -118,7 +118,7 @@ def _describe_leaf(directory: StoreDirectory, leaf: LeafRecord) -> dict[str, Any
         {
             "name": state.name,
             "dtype": state.dtype,
-            "num_bytes": num_elements * state.itemsize,
+            "num_bytes": state.num_elements(num_elements) * state.itemsize,
             "array": str(directory.path / "current" / leaf.array_name(state.name)),
         }
         for state in leaf.states
@@ -130,7 +130,7 @@ def _describe_leaf(directory: StoreDirectory, leaf: LeafRecord) -> dict[str, Any
         "num_elements": num_elements,
         "num_chunks": len(leaf.csds),
         "chunk_shape": list(leaf.chunk_shape),
-        "num_bytes": num_elements * sum(state.itemsize for state in leaf.states),
+        "num_bytes": sum(state["num_bytes"] for state in states),
         "kernel": leaf.kernel,
         "states": states,
     }

@@ -3,7 +3,7 @@
 Invariant: every kind gives the same bits, errors and crash safety.
 """
 
-from jaxinf.csd.base import Csd, CsdBuffer, CsdInfo, Extent, ScalarInputs
+from jaxinf.csd.base import Csd, CsdBuffer, CsdInfo, Extent, Rounding, ScalarInputs
 from jaxinf.csd.host import HostCsd
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "CsdInfo",
     "Extent",
     "HostCsd",
+    "Rounding",
     "ScalarInputs",
 ]
 

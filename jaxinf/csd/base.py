@@ -15,7 +15,7 @@ import numpy as np
 from jaxinf.kernels import InitKernel, Kernel
 from jaxinf.typing import Array
 
-__all__ = ["Csd", "CsdBuffer", "CsdInfo", "Extent", "ScalarInputs"]
+__all__ = ["Csd", "CsdBuffer", "CsdInfo", "Extent", "Rounding", "ScalarInputs"]
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,14 @@ class Extent:
       num_elements: how many.
       file_offset_bytes: in the chunk file, a multiple of the page.
       buffer_offset_bytes: in the buffer, a multiple of the page.
+      codec: how they stand for float32, as in the store's manifest; empty: they are.
     """
 
     dtype: np.dtype
     num_elements: int
     file_offset_bytes: int
     buffer_offset_bytes: int
+    codec: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -70,6 +72,19 @@ class ScalarInputs:
 
     scalars: tuple[Array, ...] = ()
     arrays: tuple[Array, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What the random bits of a subgroup's stochastic rounding depend on.
+
+    Attributes:
+      key: 32 bits, of leaf, chunk and step.
+      first: number of the subgroup's first element in its chunk.
+    """
+
+    key: int
+    first: int
 
 
 class CsdBuffer(Protocol):
@@ -128,16 +143,19 @@ class Csd(Protocol):
         gradient: Array,
         inputs: ScalarInputs,
         out: Array,
+        rounding: Rounding,
     ) -> bool:
         """Runs an optimizer's kernel over a subgroup in the buffer, in place.
 
         Args:
           buffer: holds the states of `extents`.
-          extents: master params, then the kernel's slots in its order.
+          extents: master params, then the kernel's slots in its order, each as it is
+            stored; the scales of int8 codes follow them.
           kernel: what to run.
           gradient: 1-D, 16 or 32 bits, as long as the subgroup; only read.
           inputs: scalars and further arrays.
           out: 1-D; float32 receives the update, a 16-bit dtype the new params.
+          rounding: the random bits of stochastic rounding.
 
         Returns:
           Whether every element of the gradient is finite.
@@ -151,6 +169,7 @@ class Csd(Protocol):
         kernel: InitKernel,
         params: Array,
         inputs: ScalarInputs,
+        rounding: Rounding,
     ) -> None:
         """Fills a subgroup's master params and initial state in the buffer."""
         ...

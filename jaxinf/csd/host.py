@@ -8,13 +8,17 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxinf.csd.base import CsdBuffer, CsdInfo, Extent, ScalarInputs
+import numpy as np
+
+from jaxinf.csd.base import CsdBuffer, CsdInfo, Extent, Rounding, ScalarInputs
 from jaxinf.io import Buffer, BufferPool, ByteMeters, DirectIO, crc32c
-from jaxinf.kernels import InitKernel, Kernel, runner
+from jaxinf.kernels import CodedSlot, InitKernel, Kernel, runner
 from jaxinf.layout import PAGE_BYTES
 from jaxinf.typing import Array
 
 __all__ = ["HostCsd"]
+
+_INIT_ELEMENTS = 1 << 20
 
 
 class HostCsd:
@@ -68,9 +72,11 @@ class HostCsd:
         gradient: Array,
         inputs: ScalarInputs,
         out: Array,
+        rounding: Rounding,
     ) -> bool:
         """Runs the kernel on this thread."""
-        params, *slots = (self.view(buffer, extent) for extent in extents)
+        params, *slots = self._slots(buffer, extents, rounding)
+        assert not isinstance(params, CodedSlot)
         return runner(kernel)(
             gradient=gradient,
             params=params,
@@ -87,18 +93,58 @@ class HostCsd:
         kernel: InitKernel,
         params: Array,
         inputs: ScalarInputs,
+        rounding: Rounding,
     ) -> None:
         """Widens params to the fp32 master and computes the initial state."""
-        master, *slots = (self.view(buffer, extent) for extent in extents)
+        master, *slots = self._slots(buffer, extents, rounding)
+        assert not isinstance(master, CodedSlot)
         master[...] = params
-        kernel.initialise(
-            params=master, slots=slots, scalars=inputs.scalars, arrays=inputs.arrays
-        )
+        for start in range(0, params.size, _INIT_ELEMENTS):
+            part = slice(start, min(start + _INIT_ELEMENTS, params.size))
+            parts = [_part(slot, part) for slot in slots]
+            wide = [
+                np.empty(part.stop - start, np.float32)
+                if isinstance(slot, CodedSlot)
+                else slot
+                for slot in parts
+            ]
+            kernel.initialise(
+                params=master[part],
+                slots=wide,
+                scalars=inputs.scalars,
+                arrays=[array[part] for array in inputs.arrays],
+            )
+            for slot, values in zip(parts, wide, strict=True):
+                if isinstance(slot, CodedSlot):
+                    slot.encode(values)
+
+    def _slots(
+        self, buffer: CsdBuffer, extents: Sequence[Extent], rounding: Rounding
+    ) -> list[Array | CodedSlot]:
+        """Params and slots as a kernel takes them."""
+        slots: list[Array | CodedSlot] = []
+        coming = iter(extents)
+        for extent in coming:
+            values = self.view(buffer, extent)
+            key = rounding.key + len(slots) & 0xFFFFFFFF
+            if extent.codec:
+                has_scales = extent.codec == "int8"
+                scales = self.view(buffer, next(coming)) if has_scales else None
+                slots.append(CodedSlot(values, scales, key, rounding.first))
+            else:
+                slots.append(values)
+        return slots
 
     def view(self, buffer: CsdBuffer, extent: Extent) -> Array:
         """The buffer's own memory as an array of the extent's dtype."""
         pages = _pages(buffer, extent)
         return pages[: extent.num_bytes].view(extent.dtype)
+
+
+def _part(slot: Array | CodedSlot, part: slice) -> Array | CodedSlot:
+    if isinstance(slot, CodedSlot):
+        return slot.part(part.start, part.stop)
+    return slot[part]
 
 
 def _pages(buffer: CsdBuffer, extent: Extent) -> Array:

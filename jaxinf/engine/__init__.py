@@ -4,8 +4,10 @@ Invariant: host memory does not grow with the model; a step is all or nothing.
 """
 
 from jaxinf.engine.chunks import VerifyMode
+from jaxinf.engine.convert import convert_store
+from jaxinf.engine.decoding import decoded_pieces
 from jaxinf.engine.description import LeafDescription, StoreDescription
-from jaxinf.engine.session import Durability, MasterReads
+from jaxinf.engine.session import Durability, MasterReads, StateFormat
 from jaxinf.engine.state import (
     compare_params,
     finish_initialisation,
@@ -20,12 +22,15 @@ __all__ = [
     "LeafDescription",
     "LeafPart",
     "MasterReads",
+    "StateFormat",
     "StepEngine",
     "StepMetrics",
     "Store",
     "StoreDescription",
     "VerifyMode",
     "compare_params",
+    "convert_store",
+    "decoded_pieces",
     "finish_initialisation",
     "initialise",
     "open_store",

@@ -137,8 +137,8 @@ class ChunkTable:
         """
         slot = self.source(layout, state)
         subgroup = layout.subgroup
-        chunk = self._directory.chunks[subgroup.leaf][subgroup.chunk]
-        num_bytes = chunk.num_elements * layout.extents[state].dtype.itemsize
+        record = self._directory.manifest.leaves[subgroup.leaf].states[state]
+        num_bytes = self._directory.state_bytes(subgroup.leaf, subgroup.chunk, record)
         file = self._directory.chunk_file(slot, *layout.place(state))
         expected = int(self._sums[self._entry(layout, state)])
         found = file_checksum(file, num_bytes)
@@ -210,8 +210,8 @@ class ChunkTable:
         """The chunk's checksum once all its subgroups are among the parts."""
         subgroup, extent = layout.subgroup, layout.extents[state]
         parts[subgroup.offset_elements] = (checksum, extent.num_bytes)
-        chunk = self._directory.chunks[subgroup.leaf][subgroup.chunk]
-        num_bytes = chunk.num_elements * extent.dtype.itemsize
+        record = self._directory.manifest.leaves[subgroup.leaf].states[state]
+        num_bytes = self._directory.state_bytes(subgroup.leaf, subgroup.chunk, record)
         if sum(length for _, length in parts.values()) < num_bytes:
             return None
         if len(parts) == 1:

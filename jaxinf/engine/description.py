@@ -15,6 +15,7 @@ import numpy as np
 from jaxinf.kernels import InitKernel, Kernel
 from jaxinf.layout import assign_csds, choose_grid
 from jaxinf.store import (
+    MASTER_PARAMS,
     LeafRecord,
     Manifest,
     StateRecord,
@@ -24,7 +25,10 @@ from jaxinf.store import (
     stored_bytes,
 )
 
-__all__ = ["LeafDescription", "StoreDescription"]
+__all__ = ["LeafDescription", "StoreDescription", "coded_states"]
+
+_MIN_CODED_ELEMENTS = 4096
+_NEVER_CODED = (MASTER_PARAMS, "acc_grads")  # sums of gradients: every bit counts
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,9 +106,20 @@ class StoreDescription:
             created_by={name: version(name) for name in ("jaxinf", "jax", "optax")},
         )
 
-    def manifest(self, csd_roots: Sequence[str], chunk_elements: int) -> Manifest:
-        """A manifest for a new store: chooses grids and deals chunks to the CSDs."""
+    def manifest(
+        self, csd_roots: Sequence[str], chunk_elements: int, codec: str
+    ) -> Manifest:
+        """A manifest for a new store: chooses grids and deals chunks to the CSDs.
+
+        Args:
+          csd_roots: where chunks go; empty for the store itself.
+          chunk_elements: largest chunk.
+          codec: in which the float32 state of leaves that are no small ones is stored;
+            empty for none.
+        """
         outline = self.outline()
+        coded = [replace(r, states=coded_states(r, codec)) for r in outline.leaves]
+        outline = replace(outline, leaves=tuple(coded))
         grids = [
             choose_grid(
                 leaf.shape,
@@ -116,7 +131,7 @@ class StoreDescription:
         chunks = [grid.chunks() for grid in grids]
         chunk_bytes = [
             sum(stored_bytes(chunk, state) for state in leaf.states)
-            for leaf, own in zip(self.leaves, chunks, strict=True)
+            for leaf, own in zip(outline.leaves, chunks, strict=True)
             for chunk in own
         ]
         owners = iter(assign_csds(chunk_bytes, max(1, len(csd_roots))))
@@ -129,3 +144,15 @@ class StoreDescription:
             for record, grid, own in zip(outline.leaves, grids, chunks, strict=True)
         )
         return replace(outline, csds=tuple(csd_roots), leaves=leaves)
+
+
+def coded_states(leaf: LeafRecord, codec: str) -> tuple[StateRecord, ...]:
+    """The states of a leaf as they are stored with a codec; "" for none."""
+    is_small = np.prod(leaf.shape, dtype=np.int64) < _MIN_CODED_ELEMENTS
+    if not codec or is_small:
+        return leaf.states
+    stored: list[StateRecord] = []
+    for state in leaf.states:
+        is_coded = state.dtype == "float32" and state.name not in _NEVER_CODED
+        stored += state.coded(codec) if is_coded else [state]
+    return tuple(stored)

@@ -27,9 +27,16 @@ from jaxinf.errors import (
 )
 from jaxinf.io import BufferPool, ByteMeters
 from jaxinf.io.failures import translated
-from jaxinf.layout import CHUNK_ALIGNMENT_ELEMENTS, covers, subgroups
+from jaxinf.layout import (
+    CHUNK_ALIGNMENT_ELEMENTS,
+    SCALES_ALIGNMENT_ELEMENTS,
+    covers,
+    subgroups,
+)
 from jaxinf.store import (
+    CODECS,
     CommitRecord,
+    LeafRecord,
     Manifest,
     StoreDirectory,
     StoreLock,
@@ -38,12 +45,15 @@ from jaxinf.store import (
     restore_checkpoint,
 )
 
-__all__ = ["Durability", "MasterReads", "Session", "SessionOptions"]
+__all__ = ["Durability", "MasterReads", "Session", "SessionOptions", "StateFormat"]
 
 _LOG = logging.getLogger("jaxinf")
 
 Durability: TypeAlias = Literal["step", "checkpoint"] | int
 """After which steps a commit is made; see `jaxinf.open_store`."""
+
+StateFormat: TypeAlias = Literal["fp32", "bf16", "int8"]
+"""How the optimizer's float32 state is stored; see `jaxinf.open_store`."""
 
 MasterReads: TypeAlias = Literal["auto", "stored"]
 """Where a step takes the master params from; see `jaxinf.open_store`."""
@@ -72,6 +82,7 @@ class SessionOptions:
         verify: VerifyMode = "always",
         restore: str | None = None,
         master: MasterReads = "auto",
+        state: StateFormat | None = None,
     ) -> None:
         if csd not in CSD_KINDS:
             raise ValueError(
@@ -108,6 +119,9 @@ class SessionOptions:
         self.verify: VerifyMode = verify
         if master not in ("auto", "stored"):
             raise ValueError(f"master={master!r}: expected 'auto' or 'stored'")
+        if state not in (None, "fp32", *CODECS):
+            raise ValueError(f"state={state!r}: expected 'fp32', 'bf16' or 'int8'")
+        self.state: StateFormat | None = state
         self.restore = restore
         self.master: MasterReads = master
 
@@ -231,6 +245,7 @@ class Session:
                 )
                 return
             self._check_roots(directory.manifest)
+            self._check_format(directory.manifest)
             directory.claim_csds()
             prune_snapshots(directory)
             prune_leftovers(directory)
@@ -259,6 +274,18 @@ class Session:
                     f"(directory jaxinf-{manifest.store_id}), which is not there; "
                     "mount the drive, or restore the directory"
                 )
+
+    def _check_format(self, manifest: Manifest) -> None:
+        wanted = self.options.state
+        held = {state.codec for leaf in manifest.leaves for state in leaf.states}
+        found = next((codec for codec in CODECS if codec in held), "fp32")
+        if wanted is not None and wanted != found:
+            raise StoreMismatchError(
+                f"{self.options.path}: the store holds its state as {found}, asked for "
+                f"was state={wanted!r}; leave it out, or make a store of the other "
+                f'kind from this one ("jaxinf store convert {self.options.path} '
+                f'NEW --state {wanted}")'
+            )
 
     def _attach(self, directory: StoreDirectory) -> None:
         """Starts CSDs and workers for a store whose files exist."""
@@ -293,17 +320,19 @@ class Session:
         """Longest subgroup of which every worker can hold two in the memory budget."""
         sizes = [sum(s.itemsize for s in leaf.states) for leaf in manifest.leaves]
         element_bytes = max(sizes, default=4)
+        unit = max(map(_unit_elements, manifest.leaves), default=0)
+        unit = max(unit, CHUNK_ALIGNMENT_ELEMENTS)
         num_buffers = 2 * self.options.num_workers
         fitting = self.options.memory_bytes // (num_buffers * element_bytes)
-        fitting -= fitting % CHUNK_ALIGNMENT_ELEMENTS
-        if fitting < CHUNK_ALIGNMENT_ELEMENTS:
-            need = num_buffers * element_bytes * CHUNK_ALIGNMENT_ELEMENTS
+        fitting -= fitting % unit
+        if fitting < unit:
+            need = num_buffers * element_bytes * unit
             raise ValueError(
                 f"memory_bytes={self.options.memory_bytes}: {self.options.num_workers} "
                 f"workers need at least {need} bytes for this optimizer's state; give "
                 "more memory or fewer workers"
             )
-        return min(fitting, self.options.chunk_elements)
+        return max(unit, min(fitting, self.options.chunk_elements))
 
     def bind(self, description: StoreDescription, *, may_create: bool = False) -> bool:
         """Ties the store to an optimizer and a tree; can make the store if it is new.
@@ -348,7 +377,8 @@ class Session:
             leftover = StoreDirectory.open(self.options.path)
             roots = roots or list(leftover.manifest.csds)
             leftover.discard()
-        manifest = description.manifest(roots, self.options.chunk_elements)
+        codec = self.options.state if self.options.state in CODECS else ""
+        manifest = description.manifest(roots, self.options.chunk_elements, codec)
         self._subgroup_elements(manifest)
         directory = StoreDirectory(self.options.path, manifest)
         directory.check_space()
@@ -471,10 +501,17 @@ def _layouts(
     result = []
     for leaf, record in enumerate(directory.manifest.leaves):
         per_chunk: list[list[SubgroupLayout]] = [[] for _ in record.csds]
-        for item in subgroups(leaf, record.grid, record.csds, max_elements):
+        unit = _unit_elements(record)
+        for item in subgroups(leaf, record.grid, record.csds, max_elements, unit):
             per_chunk[item.chunk].append(SubgroupLayout.of(item, record))
         result.append(per_chunk)
     return result
+
+
+def _unit_elements(leaf: LeafRecord) -> int:
+    """Where subgroups may start: on a page of every array's file."""
+    has_scales = any(state.codec == "scale" for state in leaf.states)
+    return SCALES_ALIGNMENT_ELEMENTS if has_scales else CHUNK_ALIGNMENT_ELEMENTS
 
 
 def _check_place(path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxinf.csd import Csd, CsdBuffer, ScalarInputs
+from jaxinf.csd import Csd, CsdBuffer, Rounding, ScalarInputs
 from jaxinf.engine.session import Session
 from jaxinf.engine.tasks import SubgroupLayout, Task
 from jaxinf.errors import DivergedParamsError, StoreMismatchError
@@ -25,6 +25,8 @@ __all__ = [
     "gather_run",
     "initialise",
     "read_params",
+    "rounding_of",
+    "rounding_of_chunk",
     "same_values",
 ]
 
@@ -58,7 +60,9 @@ def initialise(
         ) -> None:
             chunk = gather_run(session, layout, params, origin)
             own = gather_inputs(session, layout, inputs, origin)
-            csd.initialise(buffer, layout.extents, kernel, chunk, own)
+            csd.initialise(
+                buffer, layout.extents, kernel, chunk, own, rounding_of(layout, 0)
+            )
             session.meters.add(link_down_bytes=chunk.nbytes)
 
         stores = tuple(range(len(layout.states)))
@@ -184,6 +188,22 @@ def gather_run(
     return gather(
         array, chunk, tuple(origin), subgroup.offset_elements, subgroup.num_elements
     )
+
+
+def rounding_of(layout: SubgroupLayout, step: int) -> Rounding:
+    """The random bits of a subgroup in a step: the same wherever it is computed."""
+    subgroup = layout.subgroup
+    key = rounding_of_chunk(subgroup.leaf, subgroup.chunk, step)
+    return Rounding(key, subgroup.offset_elements)
+
+
+def rounding_of_chunk(leaf: int, chunk: int, step: int) -> int:
+    """32 bits that differ from chunk to chunk and from step to step."""
+    key = leaf
+    for part in (chunk, step):
+        key = (key * 0x9E3779B1 + part + 0x7F4A7C15) & 0xFFFFFFFF
+        key ^= key >> 15
+    return (key * 0x85EBCA6B) & 0xFFFFFFFF
 
 
 def gather_inputs(

@@ -27,6 +27,7 @@ from jaxinf.engine.state import (
     diverged_error,
     gather_inputs,
     gather_run,
+    rounding_of,
     same_values,
 )
 from jaxinf.engine.tasks import SubgroupLayout, Task
@@ -332,11 +333,12 @@ class StepEngine:
         offset = layout.subgroup.offset_elements
         is_first = offset == 0 and chunk.start == part.origin
 
+        rounding = rounding_of(layout, self._next_step)
         states = range(len(layout.states))
         needed = state_read(kernel)
         if part.out.dtype != np.float32:  # which is rounded from the master
             needed |= {MASTER_PARAMS}
-        loads = frozenset(n for n in states if layout.states[n] in needed)
+        loads = frozenset(n for n in states if layout.slots[n] in needed)
         given = part.params if 0 in loads else None
         if given is not None:
             loads -= {0}
@@ -356,7 +358,9 @@ class StepEngine:
             out = target_view(part.out, chunk, part.origin, offset, gradient.size)
             result = np.empty(gradient.size, part.out.dtype) if out is None else out
             verdicts.append(
-                csd.update(buffer, layout.extents, kernel, gradient, own, result)
+                csd.update(
+                    buffer, layout.extents, kernel, gradient, own, result, rounding
+                )
             )
             if part.wants_params and result.dtype == np.float32:
                 result[...] = csd.view(buffer, layout.extents[0])
@@ -367,7 +371,7 @@ class StepEngine:
             layout,
             compute,
             loads=self._sources(layout, loads),
-            stores=tuple(n for n in states if layout.states[n] not in kernel.unchanged),
+            stores=tuple(n for n in states if layout.slots[n] not in kernel.unchanged),
         )
 
     def _sources(

@@ -17,7 +17,14 @@ import numpy as np
 
 from jaxinf.csd import CsdInfo
 from jaxinf.engine.chunks import VerifyMode
-from jaxinf.engine.session import Durability, MasterReads, Session, SessionOptions
+from jaxinf.engine.decoding import read_decoded
+from jaxinf.engine.session import (
+    Durability,
+    MasterReads,
+    Session,
+    SessionOptions,
+    StateFormat,
+)
 from jaxinf.engine.state import read_params
 from jaxinf.engine.steps import StepEngine, StepMetrics
 from jaxinf.errors import StoreFormatError, StoreMismatchError
@@ -35,7 +42,7 @@ from jaxinf.store import (
     save_checkpoint,
     snapshot,
 )
-from jaxinf.typing import JsonValue, PathLikeStr, PyTree
+from jaxinf.typing import Array, JsonValue, PathLikeStr, PyTree
 
 __all__ = ["DEFAULT_MEMORY_BYTES", "Store", "open_store"]
 
@@ -199,6 +206,28 @@ class Store:
         self.steps.wait()
         return open_array((self.path / "current").resolve(), record, state)
 
+    def read(self, state: str, leaf: str) -> Array:
+        """A leaf's committed state as the numbers that it stands for; blocks.
+
+        Args:
+          state: ``"params"``, ``"mu"``, …: as for `tensorstore`, no codec's scales.
+          leaf: its keys joined by ``/``.
+
+        Returns:
+          An array of the leaf's shape: float32 where the store has it in fewer bits.
+
+        Raises:
+          ValueError: no such leaf or state; lists what there is.
+        """
+        record = find_leaf(self.manifest, state, leaf)
+        chosen = record.state(state)
+        if chosen.codec == "scale":
+            raise ValueError(
+                f"leaf {leaf}: {state} are the scales of {chosen.slot}; read that"
+            )
+        with self.steps.paused():
+            return read_decoded((self.path / "current").resolve(), record, chosen)
+
     @contextlib.contextmanager
     def snapshot(self) -> Iterator[Path]:
         """Pins the last committed step for reading, beside a running one.
@@ -351,6 +380,7 @@ def open_store(
     verify: VerifyMode = "always",
     restore: str | None = None,
     master: MasterReads = "auto",
+    state: StateFormat | None = None,
 ) -> Store:
     """Opens a store, or names the place where `tx.init` will make one.
 
@@ -378,6 +408,10 @@ def open_store(
         params on the JAX device where these are the same bits and cost no copy (fp32
         params, CPU), so that the drive only writes them; their checksum is compared
         with the master's. ``"stored"``: always from the drive.
+      state: how a new store holds the optimizer's float32 state: ``"fp32"``, as it is
+        (the default); ``"bf16"``, rounded stochastically; ``"int8"``, in blocks of 256
+        with a scale each. The update computes in float32 whatever is stored. Leaves
+        of fewer than 4,096 elements stay as they are. An existing store knows.
 
     Raises:
       ValueError: an argument is out of range, or there is no such checkpoint.
@@ -396,6 +430,7 @@ def open_store(
         verify=verify,
         restore=restore,
         master=master,
+        state=state,
     )
     return Store(options)
 

@@ -19,12 +19,14 @@ class SubgroupLayout:
 
     Attributes:
       subgroup: which run of which chunk.
-      states: their names, master params first.
-      extents: one a state.
+      states: names of the stored arrays, master params first.
+      slots: of each, the optimizer's state that it is, or belongs to.
+      extents: one an array.
     """
 
     subgroup: Subgroup
     states: tuple[str, ...]
+    slots: tuple[str, ...]
     extents: tuple[Extent, ...]
 
     @property
@@ -47,14 +49,17 @@ class SubgroupLayout:
             extents.append(
                 Extent(
                     dtype=dtype,
-                    num_elements=subgroup.num_elements,
-                    file_offset_bytes=subgroup.offset_elements * dtype.itemsize,
+                    num_elements=state.num_elements(subgroup.num_elements),
+                    file_offset_bytes=state.num_elements(subgroup.offset_elements)
+                    * dtype.itemsize,
                     buffer_offset_bytes=offset_bytes,
+                    codec=state.codec,
                 )
             )
             pages = -(-extents[-1].num_bytes // PAGE_BYTES)
             offset_bytes += pages * PAGE_BYTES
-        return cls(subgroup, tuple(s.name for s in leaf.states), tuple(extents))
+        names = tuple(s.name for s in leaf.states)
+        return cls(subgroup, names, tuple(s.slot for s in leaf.states), tuple(extents))
 
 
 @dataclass(eq=False)

@@ -13,17 +13,31 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxinf.errors import StoreCorruptError, StoreIOError
+from jaxinf.errors import ExchangeError, StoreCorruptError, StoreIOError
 from jaxinf.exchange.portions import Portion, portions
 from jaxinf.io import crc32c, crc32c_combine
 from jaxinf.io.failures import translated
 from jaxinf.store import CommitRecord, LeafRecord, Manifest, StateRecord, dtype_of
 from jaxinf.typing import Array
 
-__all__ = ["DEFAULT_MEMORY_BYTES", "StepFiles", "StoredArray"]
+__all__ = ["DEFAULT_MEMORY_BYTES", "StepFiles", "StoredArray", "check_not_coded"]
 
 DEFAULT_MEMORY_BYTES = 256 << 20
 """What an export or an import holds of a step by default."""
+
+
+def check_not_coded(path: Path, manifest: Manifest) -> None:
+    """Refuses state in fewer bits: other tools would take codes for numbers.
+
+    Raises:
+      ExchangeError: says how to convert it.
+    """
+    if any(state.codec for leaf in manifest.leaves for state in leaf.states):
+        raise ExchangeError(
+            f"{path}: expected state as the optimizer computes with it, found it coded "
+            'in fewer bits; make a store of fp32 first ("jaxinf store convert STORE '
+            'NEW --state fp32"), and convert back after an import'
+        )
 
 
 @dataclass(frozen=True)
@@ -65,6 +79,9 @@ class StepFiles:
 
     path: Path
     manifest: Manifest
+
+    def __post_init__(self) -> None:
+        check_not_coded(self.path, self.manifest)
 
     @cached_property
     def commit(self) -> CommitRecord:

@@ -16,7 +16,12 @@ from jaxinf.exchange.matching import Match, MatchOptions, match
 from jaxinf.exchange.orbax_source import is_orbax, read_orbax
 from jaxinf.exchange.safetensors_source import is_safetensors, read_safetensors
 from jaxinf.exchange.sources import SourceArray
-from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES, StepFiles, StoredArray
+from jaxinf.exchange.step_files import (
+    DEFAULT_MEMORY_BYTES,
+    StepFiles,
+    StoredArray,
+    check_not_coded,
+)
 from jaxinf.store import (
     CommitRecord,
     Slot,
@@ -108,6 +113,7 @@ def import_checkpoint(
     if step is not None and step < 0:
         raise ValueError(f"step={step}: expected a step of at least 0")
     directory = StoreDirectory.open(store)
+    check_not_coded(store, directory.manifest)
     lock = StoreLock(store)
     try:
         slot, commit = _untrained(directory)

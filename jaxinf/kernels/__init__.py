@@ -5,6 +5,7 @@ name. `trace_update` divides ``tx.update`` into a *prologue* (scalars and reduct
 run in JAX) and one elementwise `Kernel` per leaf, run on chunks near the storage.
 """
 
+from jaxinf.kernels.codecs import CodedSlot
 from jaxinf.kernels.compiled import CompiledKernel, compiled, runner
 from jaxinf.kernels.init import InitProgram, LeafInit, trace_init
 from jaxinf.kernels.kernel import InitKernel, Kernel
@@ -14,6 +15,7 @@ from jaxinf.kernels.state import StateLayout, StateSlot, state_layout
 from jaxinf.kernels.tree import LeafInfo, leaf_infos
 
 __all__ = [
+    "CodedSlot",
     "CompiledKernel",
     "InitKernel",
     "InitProgram",

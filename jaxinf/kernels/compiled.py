@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from jaxinf.kernels import libraries, toolchain
+from jaxinf.kernels.codecs import CodedSlot
 from jaxinf.kernels.emitter import Source, UnsupportedKernelError, emit, header
 from jaxinf.kernels.kernel import Kernel
 from jaxinf.kernels.lowering import lower
@@ -38,10 +39,17 @@ _DTYPES = (
     "bool", "int8", "uint8", "int16", "uint16",
 )  # fmt: skip
 _CODES = {name: code for code, name in enumerate(_DTYPES)}
+_BF16_STOCHASTIC, _INT8_BLOCKS = len(_DTYPES), len(_DTYPES) + 1
 
 
 class _Array(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("dtype", ctypes.c_int32)]
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("dtype", ctypes.c_int32),
+        ("key", ctypes.c_uint32),
+        ("first", ctypes.c_uint32),
+    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +73,7 @@ class CompiledKernel:
         *,
         gradient: Array,
         params: Array,
-        slots: Sequence[Array],
+        slots: Sequence[Array | CodedSlot],
         scalars: Sequence[np.generic | Array],
         arrays: Sequence[Array],
         out: Array,
@@ -81,7 +89,8 @@ class CompiledKernel:
             gradient=gradient, params=params, slots=slots,
             scalars=scalars, arrays=arrays, out=out,
         )  # fmt: skip
-        chunks = [gradient, params, out, *slots, *arrays]
+        plain = [slot for slot in slots if not isinstance(slot, CodedSlot)]
+        chunks = [gradient, params, out, *plain, *arrays]
         if not all(array.flags.c_contiguous for array in chunks):
             return self._run_copies(gradient, params, slots, scalars, arrays, out)
         return invoke(
@@ -93,21 +102,22 @@ class CompiledKernel:
         self,
         gradient: Array,
         params: Array,
-        slots: Sequence[Array],
+        slots: Sequence[Array | CodedSlot],
         scalars: Sequence[np.generic | Array],
         arrays: Sequence[Array],
         out: Array,
     ) -> bool:
         """The same on strided views."""
-        views = [params, *slots, out]
+        views = [params, out, *(v for v in slots if not isinstance(v, CodedSlot))]
         copies = [np.ascontiguousarray(view) for view in views]
+        plain = iter(copies[2:])
         finite = self.run(
             gradient=np.ascontiguousarray(gradient),
             params=copies[0],
-            slots=copies[1:-1],
+            slots=[s if isinstance(s, CodedSlot) else next(plain) for s in slots],
             scalars=scalars,
             arrays=[np.ascontiguousarray(array) for array in arrays],
-            out=copies[-1],
+            out=copies[1],
         )
         for view, copy in zip(views, copies, strict=True):
             view[...] = copy
@@ -120,7 +130,7 @@ def invoke(
     gradient: Array,
     params: Array,
     out: Array,
-    slots: Sequence[Array],
+    slots: Sequence[Array | CodedSlot],
     arrays: Sequence[Array],
     scalars: Sequence[np.generic],
     constants: Sequence[int],
@@ -233,8 +243,13 @@ def _warn(reason: str) -> None:
     )
 
 
-def _array(array: Array) -> _Array:
-    return _Array(array.ctypes.data, _CODES[array.dtype.name])
+def _array(array: Array | CodedSlot) -> _Array:
+    if not isinstance(array, CodedSlot):
+        return _Array(array.ctypes.data, None, _CODES[array.dtype.name], 0, 0)
+    codes, scales = array.codes.ctypes.data, array.scales
+    if scales is None:
+        return _Array(codes, None, _BF16_STOCHASTIC, array.key, array.first)
+    return _Array(codes, scales.ctypes.data, _INT8_BLOCKS, array.key, array.first)
 
 
 def _word(number: np.generic) -> int:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
+from jaxinf.kernels.codecs import CodedSlot
 from jaxinf.kernels.ir import Constant, Equation, Input, Operand
 from jaxinf.kernels.operations import flush_denormals
 from jaxinf.kernels.plan import (
@@ -22,6 +24,7 @@ from jaxinf.kernels.plan import (
     storage_dtype,
 )
 from jaxinf.kernels.tree import FLOAT32, FLOAT_DTYPES
+from jaxinf.layout import CODE_BLOCK
 from jaxinf.typing import Array
 
 __all__ = ["BLOCK_ELEMENTS", "Evaluator"]
@@ -46,7 +49,7 @@ class Evaluator:
         *,
         gradient: Array,
         params: Array,
-        slots: Sequence[Array],
+        slots: Sequence[Array | CodedSlot],
         scalars: Sequence[np.generic | Array],
         arrays: Sequence[Array],
         out: Array,
@@ -62,20 +65,28 @@ class Evaluator:
         with np.errstate(all="ignore"):
             for start in range(0, num, BLOCK_ELEMENTS):
                 block = slice(start, min(start + BLOCK_ELEMENTS, num))
-                run.load(params[block], _blocks(slots, block), _blocks(arrays, block))
+                parts = _slot_blocks(slots, block)
+                decoded = [p.decode() if isinstance(p, CodedSlot) else p for p in parts]
+                run.load(params[block], decoded, _blocks(arrays, block))
                 finite = run.load_gradient(gradient[block]) and finite
                 run.compute(out[block])
                 run.store_update(out[block])
                 run.store_slots()
                 run.store_params(out[block])
+                for index, part in enumerate(parts):
+                    if isinstance(part, CodedSlot) and self._writes(index):
+                        part.encode(decoded[index])
         return finite
+
+    def _writes(self, index: int) -> bool:
+        return self._plan.new_slots[index] is not None
 
     def check_update(
         self,
         *,
         gradient: Array,
         params: Array,
-        slots: Sequence[Array],
+        slots: Sequence[Array | CodedSlot],
         scalars: Sequence[np.generic | Array],
         arrays: Sequence[Array],
         out: Array,
@@ -111,7 +122,7 @@ class Evaluator:
     def _check(
         self,
         params: Array,
-        slots: Sequence[Array],
+        slots: Sequence[Array | CodedSlot],
         scalars: Sequence[Any],
         arrays: Sequence[Array],
     ) -> int:
@@ -127,7 +138,11 @@ class Evaluator:
                     f"{what}: the kernel expects {len(dtypes)}, found {len(found)}"
                 )
         for index, dtype in enumerate(self.slot_dtypes):
-            _require_chunk(f"slots[{index}]", slots[index], num, (dtype,))
+            slot = slots[index]
+            if isinstance(slot, CodedSlot):
+                _require_coded(f"slots[{index}]", slot, num, dtype)
+            else:
+                _require_chunk(f"slots[{index}]", slot, num, (dtype,))
         for index, dtype in enumerate(self.array_dtypes):
             _require_chunk(f"arrays[{index}]", arrays[index], num, (dtype,))
         return num
@@ -251,6 +266,29 @@ class _Run:
 
 def _blocks(arrays: Sequence[Array], block: slice) -> list[Array]:
     return [array[block] for array in arrays]
+
+
+def _slot_blocks(
+    slots: Sequence[Array | CodedSlot], block: slice
+) -> list[Array | CodedSlot]:
+    return [
+        slot.part(block.start, block.stop)
+        if isinstance(slot, CodedSlot)
+        else slot[block]
+        for slot in slots
+    ]
+
+
+def _require_coded(what: str, slot: CodedSlot, num: int, dtype: np.dtype) -> None:
+    """Codes stand for a float32 slot, and end on a block's end."""
+    if dtype != FLOAT32:
+        raise TypeError(f"{what}: the kernel expects {dtype}, found codes of float32")
+    if slot.scales is not None:
+        num_blocks = -(-num // CODE_BLOCK)
+        _require_chunk(what, slot.codes, num, (np.dtype(np.uint8),))
+        _require_chunk(f"{what}.scales", slot.scales, num_blocks, (FLOAT32,))
+    else:
+        _require_chunk(what, slot.codes, num, (np.dtype(ml_dtypes.bfloat16),))
 
 
 def _require_chunk(what: str, array: Array, num: int, dtypes: Any) -> None:

@@ -10,6 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
+from jaxinf.kernels.codecs import CodedSlot
 from jaxinf.kernels.evaluator import Evaluator
 from jaxinf.kernels.ir import (
     Equation,
@@ -91,7 +92,7 @@ class Kernel:
         *,
         gradient: Array,
         params: Array,
-        slots: Sequence[Array],
+        slots: Sequence[Array | CodedSlot],
         scalars: Sequence[np.generic | Array],
         arrays: Sequence[Array],
         out: Array,
@@ -106,7 +107,8 @@ class Kernel:
         Args:
           gradient: ``(n,)`` float32, bfloat16 or float16; only read.
           params: ``(n,)`` float32 master, becomes ``params + u``.
-          slots: ``(n,)`` each, become the new state.
+          slots: ``(n,)`` each, become the new state; a float32 slot may be given as it
+            is coded.
           scalars: 0-d, as the prologue gave them.
           arrays: ``(n,)`` each, the chunk's part of the prologue's arrays.
           out: ``(n,)``: float32 receives `u`; bfloat16 or float16 receives the new
@@ -133,7 +135,7 @@ class Kernel:
         *,
         gradient: Array,
         params: Array,
-        slots: Sequence[Array],
+        slots: Sequence[Array | CodedSlot],
         scalars: Sequence[np.generic | Array],
         arrays: Sequence[Array],
         out: Array,

@@ -4,6 +4,12 @@ Invariant: every element of a leaf lies in exactly one chunk and in exactly one
 subgroup, and the elements of a chunk are a contiguous prefix of its file.
 """
 
+from jaxinf.layout.blocks import (
+    CODE_BLOCK,
+    SCALES_ALIGNMENT_ELEMENTS,
+    scale_chunks,
+    scales_length,
+)
 from jaxinf.layout.choose import choose_grid
 from jaxinf.layout.grid import (
     CHUNK_ALIGNMENT_ELEMENTS,
@@ -18,8 +24,10 @@ from jaxinf.layout.subgroups import Subgroup, assign_csds, subgroups
 
 __all__ = [
     "CHUNK_ALIGNMENT_ELEMENTS",
+    "CODE_BLOCK",
     "DEFAULT_CHUNK_ELEMENTS",
     "PAGE_BYTES",
+    "SCALES_ALIGNMENT_ELEMENTS",
     "Chunk",
     "LeafGrid",
     "Subgroup",
@@ -27,6 +35,8 @@ __all__ = [
     "choose_grid",
     "covers",
     "gather",
+    "scale_chunks",
+    "scales_length",
     "scatter",
     "subgroups",
     "target_view",

@@ -35,7 +35,11 @@ class Subgroup:
 
 
 def subgroups(
-    leaf: int, grid: LeafGrid, csds: Sequence[int], max_elements: int
+    leaf: int,
+    grid: LeafGrid,
+    csds: Sequence[int],
+    max_elements: int,
+    unit_elements: int = CHUNK_ALIGNMENT_ELEMENTS,
 ) -> list[Subgroup]:
     """Cut the chunks of a leaf into subgroups.
 
@@ -43,11 +47,12 @@ def subgroups(
       leaf: the leaf's position in the flattened tree.
       grid: the leaf's chunk grid.
       csds: the CSD of each chunk, in the order of `grid.chunks()`.
-      max_elements: most elements of a subgroup, at least 4,096.
+      max_elements: most elements of a subgroup, at least one unit.
+      unit_elements: subgroups of a chunk start at multiples of this.
 
     Returns:
       The subgroups in the order of the chunks: one a chunk where it fits, else as few
-      as possible, whose lengths differ by less than two alignment units of 4,096.
+      as possible, whose lengths differ by less than two units.
 
     Raises:
       ValueError: if there is not one CSD a chunk, or if the limit is below 4,096.
@@ -58,25 +63,24 @@ def subgroups(
             f"leaf {leaf}: expected a CSD for each of {len(chunks)} chunks, "
             f"found {len(csds)}"
         )
-    max_units = max_elements // CHUNK_ALIGNMENT_ELEMENTS
+    max_units = max_elements // unit_elements
     if max_units < 1:
         raise ValueError(
-            f"leaf {leaf}: a subgroup holds at least {CHUNK_ALIGNMENT_ELEMENTS} "
+            f"leaf {leaf}: a subgroup holds at least {unit_elements} "
             f"elements, found a limit of {max_elements}; raise it"
         )
     return [
         Subgroup(leaf, position, csds[position], offset, num_elements)
         for position, chunk in enumerate(chunks)
-        for offset, num_elements in _cut(chunk.num_elements, max_units)
+        for offset, num_elements in _cut(chunk.num_elements, max_units, unit_elements)
     ]
 
 
-def _cut(num_elements: int, max_units: int) -> list[tuple[int, int]]:
-    num_units = -(-num_elements // CHUNK_ALIGNMENT_ELEMENTS)
+def _cut(num_elements: int, max_units: int, unit: int) -> list[tuple[int, int]]:
+    num_units = -(-num_elements // unit)
     num_runs = -(-num_units // max_units)
     bounds = [
-        min(i * num_units // num_runs * CHUNK_ALIGNMENT_ELEMENTS, num_elements)
-        for i in range(num_runs + 1)
+        min(i * num_units // num_runs * unit, num_elements) for i in range(num_runs + 1)
     ]
     return [(bounds[i], bounds[i + 1] - bounds[i]) for i in range(num_runs)]
 

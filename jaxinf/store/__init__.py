@@ -25,6 +25,7 @@ from jaxinf.store.directory import (
 )
 from jaxinf.store.lock import StoreLock
 from jaxinf.store.manifest import (
+    CODECS,
     FORMAT_VERSION,
     LeafRecord,
     Manifest,
@@ -43,6 +44,7 @@ from jaxinf.store.verify import Damage, Verifier, file_checksum, step_bytes
 from jaxinf.store.views import find_leaf, open_array
 
 __all__ = [
+    "CODECS",
     "FORMAT_VERSION",
     "MASTER_PARAMS",
     "SLOTS",

@@ -30,7 +30,7 @@ from jaxinf.io import (
     write_json_atomically,
 )
 from jaxinf.io.failures import translated
-from jaxinf.layout import PAGE_BYTES, Chunk
+from jaxinf.layout import PAGE_BYTES, Chunk, scale_chunks
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.links import link_or_copy
 from jaxinf.store.lock import lock_exclusively
@@ -62,10 +62,11 @@ def other_slot(slot: Slot) -> Slot:
 
 
 def stored_bytes(chunk: Chunk, state: StateRecord) -> int:
-    """Bytes that one slot's file of a chunk takes on the drive: whole pages."""
+    """Bytes that one slot's file of a leaf's chunk takes on the drive: whole pages."""
     if not chunk.num_elements:
         return 0
-    pages = -(-chunk.num_elements * state.itemsize // PAGE_BYTES)
+    num_elements = state.num_elements(chunk.num_elements)
+    pages = -(-num_elements * state.itemsize // PAGE_BYTES)
     return pages * PAGE_BYTES
 
 
@@ -129,11 +130,29 @@ class StoreDirectory:
         """The chunks of every leaf, in grid order."""
         return tuple(tuple(leaf.grid.chunks()) for leaf in self.manifest.leaves)
 
+    def state_chunk(self, leaf: int, chunk: int, state: StateRecord) -> Chunk:
+        """The chunk of a state's own array that belongs to a chunk of the leaf."""
+        if state.codec != "scale":
+            return self.chunks[leaf][chunk]
+        return self._scale_chunks[leaf][chunk]
+
+    @cached_property
+    def _scale_chunks(self) -> tuple[tuple[Chunk, ...], ...]:
+        return tuple(
+            scale_chunks(leaf.grid, chunks)
+            for leaf, chunks in zip(self.manifest.leaves, self.chunks, strict=True)
+        )
+
+    def state_bytes(self, leaf: int, chunk: int, state: StateRecord) -> int:
+        """Bytes of a state's elements in a chunk, padding left out."""
+        return self.state_chunk(leaf, chunk, state).num_elements * state.itemsize
+
     def chunk_file(self, place: str, leaf: int, chunk: int, state: str) -> Path:
         """A chunk's real file, on its CSD."""
         record = self.manifest.leaves[leaf]
         root = self.data_path(place, record.csds[chunk])
-        return root / record.array_name(state) / self.chunks[leaf][chunk].key
+        key = self.state_chunk(leaf, chunk, record.state(state)).key
+        return root / record.array_name(state) / key
 
     @property
     def num_csds(self) -> int:
@@ -152,7 +171,8 @@ class StoreDirectory:
         """
         leaf, chunk, state = place
         record = self.manifest.leaves[leaf]
-        file = step_path / record.array_name(state) / self.chunks[leaf][chunk].key
+        key = self.state_chunk(leaf, chunk, record.state(state)).key
+        file = step_path / record.array_name(state) / key
         csd = record.csds[chunk]
         return StoreCorruptError(
             f"{os.path.realpath(file)}: leaf {record.name}, {state}, chunk {chunk} of "
@@ -246,7 +266,7 @@ class StoreDirectory:
                 array.mkdir()
                 _write_json(
                     array / "zarr.json",
-                    array_metadata(record.shape, record.chunk_shape, state.dtype),
+                    array_metadata(*record.array_grid(state), state.dtype),
                 )
         _write_json(root / "zarr.json", group_metadata())
         _write_json(root / "_METADATA", orbax_tree_metadata(keys))
@@ -259,7 +279,8 @@ class StoreDirectory:
         self, slot: Slot, leaf: int, record: LeafRecord, state: StateRecord
     ) -> None:
         made: set[Path] = set()
-        for position, chunk in enumerate(self.chunks[leaf]):
+        for position in range(len(record.csds)):
+            chunk = self.state_chunk(leaf, position, state)
             file = self.chunk_file(slot, leaf, position, state.name)
             link = self.step_path(slot) / record.array_name(state.name) / chunk.key
             for directory in {file.parent, link.parent} - made:
@@ -271,9 +292,8 @@ class StoreDirectory:
 
     def _allocate(self, file: Path, chunk: Chunk, state: StateRecord) -> None:
         logical_bytes = chunk.stored_elements * state.itemsize
-        allocate_file(
-            file, logical_bytes, min(stored_bytes(chunk, state), logical_bytes)
-        )
+        pages = -(-chunk.num_elements * state.itemsize // PAGE_BYTES)
+        allocate_file(file, logical_bytes, min(pages * PAGE_BYTES, logical_bytes))
 
     def check_never_committed(self) -> None:
         """Tells a store whose creation was interrupted from one that lost `current`.
@@ -383,9 +403,8 @@ class StoreDirectory:
         that something has cut short gets its length back.
         """
         file = self.chunk_file(slot, leaf, chunk, state)
-        states = self.manifest.leaves[leaf].states
-        record = next(s for s in states if s.name == state)
-        layout = self.chunks[leaf][chunk]
+        record = self.manifest.leaves[leaf].state(state)
+        layout = self.state_chunk(leaf, chunk, record)
         num_bytes = layout.stored_elements * record.itemsize
         with self._replace_lock:
             status = _status(file)

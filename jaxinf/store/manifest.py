@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxinf.errors import StoreFormatError
-from jaxinf.layout import LeafGrid
+from jaxinf.layout import CODE_BLOCK, LeafGrid, scales_length
 from jaxinf.store.names import (
     MASTER_PARAMS,
     array_name,
@@ -24,11 +24,20 @@ from jaxinf.store.names import (
     leaf_name,
 )
 
-__all__ = ["FORMAT_VERSION", "LeafRecord", "Manifest", "StateRecord", "dtype_of"]
+__all__ = [
+    "CODECS",
+    "FORMAT_VERSION",
+    "LeafRecord",
+    "Manifest",
+    "StateRecord",
+    "dtype_of",
+]
 
 FORMAT_VERSION = 2
 _OLDEST_VERSION = 1
 
+CODECS = ("bf16", "int8")
+_SCALES = "_scale"
 _STORE_ID = re.compile("[0-9a-f]{32}")
 
 
@@ -43,15 +52,47 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class StateRecord:
-    """One stored state of a leaf: its optax field name and its dtype's name."""
+    """One stored array of a leaf.
+
+    Attributes:
+      name: the optax state's field name; with `_SCALES` behind it for a codec's scales.
+      dtype: of what is stored.
+      codec: how it stands for float32: ``"bf16"`` (rounded stochastically), ``"int8"``
+        (codes, whose scales are the array after it), ``"scale"`` (those); empty where
+        it is what the optimizer computes with.
+    """
 
     name: str
     dtype: str
+    codec: str = ""
 
     @property
     def itemsize(self) -> int:
         """Bytes of an element."""
         return dtype_of(self.dtype).itemsize
+
+    @property
+    def slot(self) -> str:
+        """The name of the optimizer's state that this is, or belongs to."""
+        return self.name.removesuffix(_SCALES) if self.codec == "scale" else self.name
+
+    def num_elements(self, num_leaf_elements: int) -> int:
+        """Elements that stand for so many of the leaf."""
+        if self.codec == "scale":
+            return -(-num_leaf_elements // CODE_BLOCK)
+        return num_leaf_elements
+
+    def coded(self, codec: str) -> tuple["StateRecord", ...]:
+        """What is stored of this state with a codec."""
+        if codec == "bf16":
+            return (StateRecord(self.name, "bfloat16", codec),)
+        assert codec == "int8"
+        scales = StateRecord(self.name + _SCALES, "float32", "scale")
+        return (StateRecord(self.name, "uint8", codec), scales)
+
+    def decoded(self) -> "StateRecord":
+        """The state that the optimizer computes with."""
+        return StateRecord(self.slot, "float32") if self.codec else self
 
 
 @dataclass(frozen=True)
@@ -87,6 +128,22 @@ class LeafRecord:
     def grid(self) -> LeafGrid:
         """The chunk grid."""
         return LeafGrid(shape=self.shape, chunk_shape=self.chunk_shape)
+
+    def state(self, name: str) -> StateRecord:
+        """The record of a stored array; it must exist."""
+        return next(state for state in self.states if state.name == name)
+
+    @property
+    def slots(self) -> tuple[StateRecord, ...]:
+        """The states that the optimizer computes with, the master params first."""
+        return tuple(s.decoded() for s in self.states if s.codec != "scale")
+
+    def array_grid(self, state: StateRecord) -> tuple[Sequence[int], Sequence[int]]:
+        """Shape and chunk shape of a state's array."""
+        if state.codec != "scale":
+            return self.shape, self.chunk_shape
+        length = scales_length(self.grid)
+        return (len(self.csds) * length,), (length,)
 
     def array_name(self, state: str) -> str:
         """Directory of one state's array, relative to a slot."""
@@ -189,6 +246,7 @@ class Manifest:
                 )
             if not all(0 <= csd < max(1, len(self.csds)) for csd in leaf.csds):
                 raise ValueError(f"leaf {leaf.name}: no such CSDs: {leaf.csds}")
+            _check_codecs(leaf)
         states = {state.name for leaf in self.leaves for state in leaf.states}
         if not all(name == encode_key(name) for name in states):
             raise ValueError(f"states {sorted(states)} are no file names")
@@ -219,16 +277,27 @@ class Manifest:
         return []
 
 
+def _check_codecs(leaf: LeafRecord) -> None:
+    """Raises ValueError where a codec's arrays are not what it needs."""
+    for number, state in enumerate(leaf.states):
+        if state.codec not in ("", *CODECS, "scale"):
+            raise ValueError(f"leaf {leaf.name}: no codec {state.codec!r}")
+        if state.codec in CODECS:
+            wanted = StateRecord(state.name, "float32").coded(state.codec)
+            if leaf.states[number : number + len(wanted)] != wanted:
+                raise ValueError(f"leaf {leaf.name}: {state.name} is not {wanted}")
+
+
 def _leaf_difference(old: LeafRecord, new: LeafRecord) -> list[str]:
     lines = []
     if old.shape != new.shape:
         lines.append(f"leaf {old.name}: shape {old.shape} in the store, {new.shape}")
     if old.dtype != new.dtype:
         lines.append(f"leaf {old.name}: params {old.dtype} in the store, {new.dtype}")
-    if old.states != new.states:
+    if old.slots != new.slots:
         lines.append(
-            f"leaf {old.name}: states {_states_text(old.states)} in the store, "
-            f"{_states_text(new.states)}"
+            f"leaf {old.name}: states {_states_text(old.slots)} in the store, "
+            f"{_states_text(new.slots)}"
         )
     return lines
 
@@ -243,7 +312,10 @@ def _leaf_to_json(leaf: LeafRecord) -> dict[str, Any]:
         "shape": list(leaf.shape),
         "dtype": leaf.dtype,
         "kernel": leaf.kernel,
-        "states": [[state.name, state.dtype] for state in leaf.states],
+        "states": [
+            [s.name, s.dtype, s.codec] if s.codec else [s.name, s.dtype]
+            for s in leaf.states
+        ],
         "chunk_shape": list(leaf.chunk_shape),
         "shard_counts": list(leaf.shard_counts),
         "csds": list(leaf.csds),
@@ -251,7 +323,7 @@ def _leaf_to_json(leaf: LeafRecord) -> dict[str, Any]:
 
 
 def _leaf_from_json(document: Mapping[str, Any]) -> LeafRecord:
-    states = tuple(StateRecord(name, dtype) for name, dtype in document["states"])
+    states = tuple(StateRecord(*fields) for fields in document["states"])
     for state in states:
         dtype_of(state.dtype)
     return LeafRecord(

@@ -69,8 +69,8 @@ def _checksums(
     for leaf, record in enumerate(directory.manifest.leaves):
         for state in record.states:
             sums = np.zeros(len(record.csds), np.uint32)
-            for number, chunk in enumerate(directory.chunks[leaf]):
-                num_bytes = chunk.num_elements * state.itemsize
+            for number in range(len(record.csds)):
+                num_bytes = directory.state_bytes(leaf, number, state)
                 file = directory.chunk_file(slot, leaf, number, state.name)
                 sums[number] = file_checksum(file, num_bytes)
                 done += num_bytes

@@ -33,8 +33,8 @@ def link_arrays(directory: StoreDirectory, source: str, place: str, root: Path) 
                 directory.step_path(source) / name / "zarr.json", array / "zarr.json"
             )
             made: set[Path] = set()
-            for number, chunk in enumerate(directory.chunks[leaf]):
-                link = array / chunk.key
+            for number in range(len(record.csds)):
+                link = array / directory.state_chunk(leaf, number, state).key
                 real = directory.chunk_file(place, leaf, number, state.name)
                 target = real if has_csds else link
                 for parent in {link.parent, target.parent} - made:

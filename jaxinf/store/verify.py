@@ -91,12 +91,10 @@ def file_checksum(file: Path, num_bytes: int, pool: BufferPool | None = None) ->
 def step_bytes(directory: StoreDirectory) -> int:
     """Bytes of state in one committed step, padding left out."""
     return sum(
-        chunk.num_elements * state.itemsize
-        for leaf, chunks in zip(
-            directory.manifest.leaves, directory.chunks, strict=True
-        )
+        directory.state_bytes(number, chunk, state)
+        for number, leaf in enumerate(directory.manifest.leaves)
         for state in leaf.states
-        for chunk in chunks
+        for chunk in range(len(leaf.csds))
     )
 
 
@@ -165,29 +163,28 @@ class Verifier:
     def _chunk_files(
         self, step_path: Path, record: CommitRecord, damages: list[Damage]
     ) -> Iterator[_ChunkFile]:
-        for leaf, chunks in zip(
-            self._directory.manifest.leaves, self._directory.chunks, strict=True
-        ):
+        directory = self._directory
+        for number_of_leaf, leaf in enumerate(directory.manifest.leaves):
+            num_chunks = len(leaf.csds)
             for state in leaf.states:
                 name = leaf.array_name(state.name)
                 sums = record.checksums.get(name, np.zeros(0, np.uint32))
-                if len(sums) != len(chunks):
+                if len(sums) != num_chunks:
                     damages.append(
                         Damage(
                             step_path,
                             step_path / "commit.json",
                             f"leaf {leaf.name}, {state.name}",
-                            f"expected {len(chunks)} checksums, found {len(sums)}",
+                            f"expected {num_chunks} checksums, found {len(sums)}",
                         )
                     )
                     continue
-                for number, (chunk, expected) in enumerate(
-                    zip(chunks, sums, strict=True)
-                ):
+                for number, expected in enumerate(sums):
+                    chunk = directory.state_chunk(number_of_leaf, number, state)
                     yield _ChunkFile(
                         step_path / name / chunk.key,
                         f"leaf {leaf.name}, {state.name}, chunk {number} of "
-                        f"{len(chunks)}, on CSD {leaf.csds[number]}",
+                        f"{num_chunks}, on CSD {leaf.csds[number]}",
                         chunk.num_elements * state.itemsize,
                         chunk.stored_elements * state.itemsize,
                         int(expected),
@@ -209,6 +206,6 @@ def _document_problem(file: Path, leaf: LeafRecord, state: StateRecord) -> str |
         found = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         return f"cannot be read ({type(error).__name__}: {error})"
-    if found != array_metadata(leaf.shape, leaf.chunk_shape, state.dtype):
+    if found != array_metadata(*leaf.array_grid(state), state.dtype):
         return "expected the manifest's shape, chunks and dtype, found another document"
     return None

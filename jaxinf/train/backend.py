@@ -92,6 +92,7 @@ def open_backend(
             durability=config.durability,
             verify=config.verify,
             restore=config.restore,
+            state=config.state,
         )
     except (ValueError, NotADirectoryError) as error:
         raise UsageError(str(error)) from error

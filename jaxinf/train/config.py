@@ -12,7 +12,12 @@ from typing import Annotated, Literal, TypeAlias
 import tyro
 from jaxinf_models import PRESETS, GPT2Config
 
-from jaxinf.engine import DEFAULT_MEMORY_BYTES, Durability, VerifyMode
+from jaxinf.engine import (
+    DEFAULT_MEMORY_BYTES,
+    Durability,
+    StateFormat,
+    VerifyMode,
+)
 from jaxinf.typing import JsonValue
 
 __all__ = ["TrainConfig", "UsageError", "check", "format_bytes", "parse_bytes"]
@@ -191,6 +196,13 @@ class TrainConfig:
     # every 16th step) or never.
     verify: VerifyMode = "always"
 
+    # How a new store holds the optimizer's float32 state: as it is, rounded
+    # stochastically to bfloat16, or in 8 bits with a scale for each 256. The update
+    # computes in float32 in any case.
+    state: Annotated[
+        StateFormat | None, _shown("{fp32,bf16,int8}", "fp32, or what the store has")
+    ] = None
+
     # Keep a checkpoint in STORE/checkpoints every so many steps, and at the end; 0 is
     # none. It costs links, and the drives' room for one more copy of the state.
     checkpoint_every: int = 0
@@ -325,7 +337,7 @@ def _check_optimizer(config: TrainConfig) -> None:
 
 
 _OF_THE_STORE = ("store", "csd_root", "csd", "memory_bytes", "durability", "verify")
-_OF_THE_STORE += ("checkpoint_every", "keep_last", "keep_every", "restore")
+_OF_THE_STORE += ("state", "checkpoint_every", "keep_last", "keep_every", "restore")
 
 
 def _check_memory_mode(config: TrainConfig) -> None:

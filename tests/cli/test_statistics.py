@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import jaxinf.cli.statistics as statistics
+import jaxinf.engine.decoding as decoding
 from jaxinf.layout import choose_grid
 from jaxinf.store import LeafRecord, StateRecord
 
@@ -45,7 +46,7 @@ def _total(found):
 @pytest.mark.parametrize("num_elements", [1, 1023, 1024, 1025, 4097, 100_000])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_values(num_elements, dtype, write_array, monkeypatch):
-    monkeypatch.setattr(statistics, "_PIECE_ELEMENTS", 8192)
+    monkeypatch.setattr(decoding, "_PIECE_ELEMENTS", 8192)
     array = np.random.default_rng(1).normal(3, 2, num_elements).astype(dtype)
     found = write_array(array)
     wide = array.astype(np.float64)
@@ -104,7 +105,7 @@ def test_outliers_do_not_flatten_the_rest(write_array):
 
 
 def test_memory_does_not_grow_with_the_array(write_array, monkeypatch):
-    monkeypatch.setattr(statistics, "_PIECE_ELEMENTS", 4096)
+    monkeypatch.setattr(decoding, "_PIECE_ELEMENTS", 4096)
     array = np.ones(1 << 20, np.float32)
     tracemalloc.start()
     write_array(array)

@@ -6,11 +6,12 @@ import numpy as np
 import optax
 import pytest
 
-from jaxinf.csd import CSD_KINDS, Extent, HostCsd, ScalarInputs
+from jaxinf.csd import CSD_KINDS, Extent, HostCsd, Rounding, ScalarInputs
 from jaxinf.errors import StoreIOError
 from jaxinf.io import BufferPool, ByteMeters, allocate_file
 from jaxinf.kernels import trace_init, trace_update
 
+ROUNDING = Rounding(0, 0)
 SIZES = [1, 1023, 1024, 1025, 4096, 40_000]
 
 
@@ -56,7 +57,9 @@ def test_initialise_write_read_update(tmp_path, num_elements, dtype):
     chunk = Chunk(tmp_path, num_elements)
     init, update = kernels(dtype)
     params = np.arange(num_elements).astype(dtype)
-    chunk.csd.initialise(chunk.buffer, chunk.extents, init, params, ScalarInputs())
+    chunk.csd.initialise(
+        chunk.buffer, chunk.extents, init, params, ScalarInputs(), ROUNDING
+    )
     chunk.move("write")
     for view in chunk.views():
         view[...] = np.nan
@@ -68,7 +71,7 @@ def test_initialise_write_read_update(tmp_path, num_elements, dtype):
     gradient = np.full(num_elements, 2, dtype)
     out = np.empty(num_elements, dtype)
     assert chunk.csd.update(
-        chunk.buffer, chunk.extents, update, gradient, ScalarInputs(), out
+        chunk.buffer, chunk.extents, update, gradient, ScalarInputs(), out, ROUNDING
     )
     wanted = params.astype(np.float32) - 1
     np.testing.assert_array_equal(master, wanted)
@@ -78,7 +81,7 @@ def test_initialise_write_read_update(tmp_path, num_elements, dtype):
 
     gradient[num_elements // 2] = np.inf
     assert not chunk.csd.update(
-        chunk.buffer, chunk.extents, update, gradient, ScalarInputs(), out
+        chunk.buffer, chunk.extents, update, gradient, ScalarInputs(), out, ROUNDING
     )
 
 

@@ -7,6 +7,7 @@
 // is compiled once for all dtypes of gradient, state and result.
 #pragma once
 
+#include "codecs.hpp"
 #include "lanes.hpp"
 
 namespace jaxinf {
@@ -14,12 +15,18 @@ namespace jaxinf {
 constexpr long block_elements = 512;
 
 enum Dtype : std::int32_t {
-  float32, bfloat16, float16, int32, uint32, boolean, int8, uint8, int16, uint16
+  float32, bfloat16, float16, int32, uint32, boolean, int8, uint8, int16, uint16,
+  bfloat16_stochastic, int8_blocks
 };
+static_assert(block_elements % code_block == 0, "a block holds whole code blocks");
 
+// `scales`: of int8_blocks. `key`, `first`: of the random bits that round to fewer, and
+// the first element's number in its chunk.
 struct Array {
   void* data;
+  float* scales;
   std::int32_t dtype;
+  Word key, first;
 };
 
 // ---- storage <-> 32-bit words; float16 by the processor, which rounds to even
@@ -56,6 +63,11 @@ inline void words(const T* from, Word* to, long num, Function function) {
 // Returns where `num` elements from `start` can be read as 32-bit words.
 inline Word* widened(const Array& array, long start, long num, Word* scratch) {
   switch (array.dtype) {
+    case int8_blocks:
+      decode_int8((const std::uint8_t*)array.data, array.scales, start, num,
+                  (float*)scratch);
+      return scratch;
+    case bfloat16_stochastic:
     case bfloat16:
       words((const std::uint16_t*)array.data + start, scratch, num,
             [](Word x) { return x << 16; });
@@ -85,6 +97,12 @@ inline Word* widened(const Array& array, long start, long num, Word* scratch) {
 // Stores words where `widened` gave scratch; others are in place already.
 inline void narrowed(const Array& array, long start, long num, const Word* from) {
   switch (array.dtype) {
+    case int8_blocks:
+      return encode_int8((const float*)from, start, num, array.first, array.key,
+                         (std::uint8_t*)array.data, array.scales);
+    case bfloat16_stochastic:
+      return encode_bf16(from, array.first + (Word)start, num, array.key,
+                         (std::uint16_t*)array.data + start);
     case bfloat16: {
       std::uint16_t* to = (std::uint16_t*)array.data + start;
       for (long i = 0; i < num; ++i) to[i] = narrow_bf16(from[i]);

@@ -1,0 +1,205 @@
+"""A store made anew with its state in another format.
+
+Invariant: the store that is converted is only read, and the new one appears under its
+name with its first commit or not at all; memory is a few pieces of 1 Mi elements.
+"""
+
+import contextlib
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from jaxinf.engine.decoding import decoded_pieces
+from jaxinf.engine.description import coded_states
+from jaxinf.engine.session import StateFormat
+from jaxinf.engine.state import rounding_of_chunk
+from jaxinf.errors import StoreError, StoreFormatError
+from jaxinf.io import crc32c, crc32c_combine
+from jaxinf.io.failures import translated
+from jaxinf.kernels import CodedSlot
+from jaxinf.layout import CODE_BLOCK, assign_csds
+from jaxinf.store import (
+    CommitRecord,
+    LeafRecord,
+    Manifest,
+    StateRecord,
+    StoreDirectory,
+    StoreLock,
+    dtype_of,
+    snapshot,
+    stored_bytes,
+)
+from jaxinf.typing import Array, ProgressCallback
+
+__all__ = ["convert_store"]
+
+
+def convert_store(
+    source: Path,
+    target: Path,
+    state: StateFormat,
+    *,
+    csds: Sequence[Path] = (),
+    progress: ProgressCallback | None = None,
+) -> int:
+    """Makes a store of a store's committed step, with its state in a format; blocks.
+
+    To fp32 nothing changes but the form; to fewer bits it is rounded as a step would.
+    The source may be in use, and keeps its checkpoints, which are not converted.
+
+    Args:
+      source: the store.
+      target: where the new one will be; missing or empty.
+      state: ``"fp32"``, ``"bf16"`` or ``"int8"``.
+      csds: CSD roots of the new one; by default its own directory.
+      progress: called with the bytes of float32 state done and in all.
+
+    Returns:
+      The step.
+
+    Raises:
+      StoreFormatError: no store, or something else in the target's place.
+      StoreSpaceError: there is no room; nothing was written.
+      StoreError: a drive failed.
+    """
+    held = StoreDirectory.open(source)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise StoreFormatError(
+            f"{target}: expected nothing there, or an empty directory, for the "
+            "converted store; give another path"
+        )
+    codec = "" if state == "fp32" else state
+    directory = StoreDirectory(target, _manifest(held.manifest, codec, csds))
+    directory.check_space()
+    with snapshot(held) as step:
+        record = CommitRecord.read(step / "commit.json")
+        target.mkdir(parents=True, exist_ok=True)
+        lock = StoreLock(target)
+        try:
+            directory.create()
+            try:
+                sums = _fill(directory, held.manifest, step, record.step, progress)
+                directory.sync()
+                directory.publish("a", replace(record, checksums=sums))
+            except BaseException:
+                with contextlib.suppress(StoreError):
+                    directory.discard()
+                raise
+        finally:
+            lock.release()
+    return record.step
+
+
+def _manifest(held: Manifest, codec: str, csds: Sequence[Path]) -> Manifest:
+    leaves = [
+        replace(leaf, states=coded_states(replace(leaf, states=leaf.slots), codec))
+        for leaf in held.leaves
+    ]
+    sizes = [
+        [sum(stored_bytes(c, s) for s in leaf.states) for c in leaf.grid.chunks()]
+        for leaf in leaves
+    ]
+    owners = iter(assign_csds([n for own in sizes for n in own], max(1, len(csds))))
+    return replace(
+        held,
+        store_id=uuid.uuid4().hex,
+        csds=tuple(map(str, csds)),
+        leaves=tuple(
+            replace(leaf, csds=tuple(next(owners) for _ in own))
+            for leaf, own in zip(leaves, sizes, strict=True)
+        ),
+    )
+
+
+def _fill(
+    directory: StoreDirectory,
+    held: Manifest,
+    step: Path,
+    number_of_step: int,
+    progress: ProgressCallback | None,
+) -> dict[str, Array]:
+    """Writes slot a; the checksums of its chunks by array name."""
+    total = 4 * held.num_params * len(held.state_names)
+    done = 0
+    sums: dict[str, Array] = {}
+    leaves = zip(held.leaves, directory.manifest.leaves, strict=True)
+    for number, (old, new) in enumerate(leaves):
+        stored = [s for s in old.states if s.codec != "scale"]
+        for position, state in enumerate(stored):
+            writer = _SlotWriter(directory, number, position, number_of_step)
+            for chunk, start, values in decoded_pieces(step, old, state):
+                writer.write(chunk.index, start, values)
+                done += values.nbytes
+                if progress is not None:
+                    progress(min(done, total), total)
+            sums |= writer.checksums(new)
+    return sums
+
+
+class _SlotWriter:
+    """Writes one of the optimizer's states of a leaf, coded as the store wants it."""
+
+    def __init__(
+        self, directory: StoreDirectory, leaf: int, position: int, step: int
+    ) -> None:
+        self._directory, self._leaf, self._step = directory, leaf, step
+        record = directory.manifest.leaves[leaf]
+        slot = record.slots[position]
+        self._states = [s for s in record.states if s.slot == slot.name]
+        self._position = position
+        self._order = {chunk.index: n for n, chunk in enumerate(directory.chunks[leaf])}
+        self._parts: dict[tuple[str, int], list[tuple[int, int]]] = {}
+
+    def write(self, index: tuple[int, ...], start: int, values: Array) -> None:
+        """A piece of a chunk; pieces of a chunk come in order, in whole blocks."""
+        chunk = self._order[index]
+        for state, stored, offset in self._stored(chunk, start, values):
+            file = self._directory.chunk_file("a", self._leaf, chunk, state.name)
+            data = np.ascontiguousarray(stored)
+            with translated("write", file), open(file, "r+b", buffering=0) as stream:
+                _write_all(stream.fileno(), data, offset * state.itemsize)
+            part = (crc32c(data), data.nbytes)
+            self._parts.setdefault((state.name, chunk), []).append(part)
+
+    def _stored(
+        self, chunk: int, start: int, values: Array
+    ) -> Iterator[tuple[StateRecord, Array, int]]:
+        first = self._states[0]
+        if not first.codec:
+            yield first, values, start
+            return
+        scales = None
+        dtype = np.dtype(np.uint8) if len(self._states) > 1 else dtype_of("bfloat16")
+        if len(self._states) > 1:
+            scales = np.empty(-(-values.size // CODE_BLOCK), np.float32)
+        rounding = rounding_of_chunk(self._leaf, chunk, self._step)
+        key = rounding + self._position & 0xFFFFFFFF
+        slot = CodedSlot(np.empty(values.size, dtype), scales, key, start)
+        slot.encode(values)
+        yield first, slot.codes, start
+        if scales is not None:
+            yield self._states[1], scales, start // CODE_BLOCK
+
+    def checksums(self, record: LeafRecord) -> dict[str, Array]:
+        """Of all that was written, by array name."""
+        return {
+            record.array_name(state.name): np.array(
+                [
+                    crc32c_combine(self._parts[state.name, chunk])
+                    for chunk in range(len(record.csds))
+                ],
+                np.uint32,
+            )
+            for state in self._states
+        }
+
+
+def _write_all(fd: int, data: Array, offset_bytes: int) -> None:
+    memory = data.reshape(-1).view(np.uint8).data
+    done = 0
+    while done < len(memory):
+        done += os.pwrite(fd, memory[done:], offset_bytes + done)

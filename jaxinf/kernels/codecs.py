@@ -1,0 +1,179 @@
+"""State in fewer bits: what a code means, in NumPy, and the arrays that hold codes.
+
+Invariant: the numbers are those of ``cpp/codecs.hpp``, bit for bit; docs/format.md,
+"Codecs", defines them.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import ml_dtypes
+import numpy as np
+
+from jaxinf.layout import CODE_BLOCK
+from jaxinf.typing import Array
+
+__all__ = [
+    "CodedSlot",
+    "decode_int8",
+    "encode_bf16",
+    "encode_int8",
+    "random_bits",
+]
+
+_LARGEST = np.float32(2.0**126)  # beyond, the inverse is denormal
+_TINY = np.finfo(np.float32).tiny
+_BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@dataclass(frozen=True, eq=False)
+class CodedSlot:
+    """A float32 slot of a kernel as it is stored.
+
+    Attributes:
+      codes: ``(n,)``: uint8 with `scales`, bfloat16 without.
+      scales: float32, one for each 256 codes; None for bfloat16.
+      key: of the random bits that decide the rounding.
+      first: number of the first element in its chunk.
+    """
+
+    codes: Array
+    scales: Array | None
+    key: int = 0
+    first: int = 0
+
+    def decode(self) -> Array:
+        """``(n,)`` float32, denormals flushed to zero."""
+        if self.scales is None:
+            return self.codes.astype(np.float32)
+        return decode_int8(self.codes, self.scales)
+
+    def encode(self, values: Array) -> None:
+        """Stores ``(n,)`` float32."""
+        if self.scales is None:
+            self.codes[...] = encode_bf16(values, self.key, self.first)
+        else:
+            encode_int8(values, self.codes, self.scales, self.key, self.first)
+
+    def part(self, start: int, stop: int) -> "CodedSlot":
+        """Elements of it; `start` is a multiple of 256."""
+        scales = self.scales
+        if scales is not None:
+            scales = scales[start // CODE_BLOCK : -(-stop // CODE_BLOCK)]
+        return CodedSlot(self.codes[start:stop], scales, self.key, self.first + start)
+
+
+def encode_int8(
+    values: Array, codes: Array, scales: Array, key: int, first: int
+) -> None:
+    """Quantises blocks of 256 by their largest magnitude, rounding stochastically.
+
+    Args:
+      values: ``(n,)`` float32.
+      codes: ``(n,)`` uint8, written.
+      scales: ``(ceil(n / 256),)`` float32, written: the largest magnitude, negative
+        where a value of the block is; NaN where one is not finite or above 2^126.
+      key: of the random bits.
+      first: number of the first element.
+    """
+    if not values.any():
+        codes[...] = 0
+        scales[...] = 0
+        return
+    padded = np.zeros(scales.size * CODE_BLOCK, np.float32)
+    padded[: values.size] = values
+    blocks = padded.reshape(-1, CODE_BLOCK)
+    sizes = np.abs(blocks)
+    with np.errstate(all="ignore"):
+        largest = sizes.max(axis=1)
+        is_signed = np.any(blocks < 0, axis=1)
+        is_bad = np.logical_not(largest <= _LARGEST)
+        scales[...] = np.where(is_signed, -largest, largest)
+        scales[is_bad] = np.nan
+        inverse = np.float32(1) / largest
+        inverse[(np.abs(inverse) < _TINY) | (largest == 0) | is_bad] = 0
+        y = sizes * inverse[:, None]
+        up = _uniform(first, y.size, key).reshape(y.shape)
+        unsigned = np.where(blocks > 0, np.maximum(_code_of(y, up, 128, 8), 1), 0)
+        signed = np.maximum(_code_of(y, up, 64, 7), 0)
+        signed = np.where(blocks < 0, -signed, signed)
+        result = np.where(is_signed[:, None], signed, unsigned)
+    result[is_bad | (largest == 0)] = 0
+    codes[...] = result.astype(np.uint8).reshape(-1)[: values.size]
+
+
+def decode_int8(codes: Array, scales: Array) -> Array:
+    """What the codes stand for: ``(n,)`` float32, denormals flushed to zero."""
+    of_unsigned, of_signed = _tables()
+    scale = np.repeat(scales, CODE_BLOCK)[: codes.size]
+    values = np.where(scale < 0, of_signed[codes], of_unsigned[codes]) * np.abs(scale)
+    values[np.abs(values) < _TINY] = 0
+    return values
+
+
+def encode_bf16(values: Array, key: int, first: int) -> Array:
+    """Rounds float32 to bfloat16, up with the probability of the bits that go.
+
+    Args:
+      values: ``(n,)`` float32.
+      key: of the random bits.
+      first: number of the first element.
+    """
+    bits = values.view(np.uint32)
+    random = random_bits(_counters(first, values.size), key)
+    noisy = (bits + random) >> np.uint32(16)
+    is_special = (bits & np.uint32(0x7F800000)) == np.uint32(0x7F800000)
+    is_nan = (bits & np.uint32(0x7FFFFF)) != 0
+    quiet = (bits >> np.uint32(16)) | np.where(is_nan, np.uint32(0x40), np.uint32(0))
+    return np.where(is_special, quiet, noisy).astype(np.uint16).view(_BF16)
+
+
+def random_bits(counters: Array, key: int) -> Array:
+    """16 bits of each counter, uint32: two rounds of a multiply-xorshift hash."""
+    key32 = np.uint32(key)
+    x = counters ^ key32
+    x ^= x >> np.uint32(16)
+    x *= np.uint32(0x7FEB352D)
+    x ^= x >> np.uint32(15)
+    x += key32
+    x *= np.uint32(0x846CA68B)
+    x ^= x >> np.uint32(16)
+    return x & np.uint32(0xFFFF)
+
+
+def _counters(first: int, count: int) -> Array:
+    return np.arange(first, first + count, dtype=np.uint64).astype(np.uint32)
+
+
+def _uniform(first: int, count: int, key: int) -> Array:
+    """In [0, 1), float32."""
+    return random_bits(_counters(first, count), key) * np.float32(1 / 65536)
+
+
+def _code_of(y: Array, up: Array, top: int, decades: int) -> Array:
+    factor = np.ones_like(y)
+    count = np.full(y.shape, top, np.int32)
+    for decade in range(1, decades):
+        below = y <= np.float32(f"1e-{decade}")
+        factor[below] = np.float32(f"1e{decade}")
+        count[below] = top >> decade
+    steps = (y * factor - np.float32(0.1)) * np.float32(1.1111112)
+    place = steps * count.astype(np.float32) + up
+    # Below its first number a decade goes on in the last one of the next.
+    code = count - 1 + place.astype(np.int32)
+    return np.minimum(code, 2 * count - 1)
+
+
+@cache
+def _tables() -> tuple[Array, Array]:
+    of_unsigned, of_signed = np.zeros(256), np.zeros(256)
+    for decade in range(8):
+        count = 1 << (7 - decade)
+        j = np.arange(count)
+        of_unsigned[count + j] = (0.1 + 0.9 * (j + 1) / count) * float(f"1e-{decade}")
+    for decade in range(7):
+        count = 1 << (6 - decade)
+        j = np.arange(count)
+        of_signed[count + j] = (0.1 + 0.9 * (j + 1) / count) * float(f"1e-{decade}")
+        of_signed[256 - count - j] = -of_signed[count + j]
+    return of_unsigned.astype(np.float32), of_signed.astype(np.float32)

@@ -1,0 +1,155 @@
+// State in fewer bits, on its way between a drive and a kernel.
+//
+//     drive ─ codes, scales ─► decode ─► float ─► body ─► float ─► encode ─► drive
+//
+// docs/format.md, "Codecs", defines the numbers; jaxinf/kernels/codecs.py has the same
+// in NumPy, bit for bit. No contraction, no library call, no state.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace jaxinf {
+
+constexpr int code_block = 256;
+
+// What a code stands for, relative to its block's scale.
+struct CodeTables {
+  float of_unsigned[256];
+  float of_signed[256];
+
+  constexpr CodeTables() : of_unsigned(), of_signed() {
+    const double powers[8] = {1e0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7};
+    for (int level = 0; level < 8; ++level) {
+      const int count = 1 << (7 - level);
+      for (int j = 0; j < count; ++j)
+        of_unsigned[count + j] =
+            static_cast<float>((0.1 + 0.9 * (j + 1) / count) * powers[level]);
+    }
+    for (int level = 0; level < 7; ++level) {
+      const int count = 1 << (6 - level);
+      for (int j = 0; j < count; ++j) {
+        const double value = (0.1 + 0.9 * (j + 1) / count) * powers[level];
+        of_signed[count + j] = static_cast<float>(value);
+        of_signed[256 - count - j] = -static_cast<float>(value);
+      }
+    }
+  }
+};
+
+constexpr CodeTables code_tables{};
+
+inline float magnitude(float x) { return x < 0.0f ? -x : x; }
+
+// 16 random bits of a counter: two rounds of a multiply-xorshift hash.
+inline std::uint32_t random_bits(std::uint32_t counter, std::uint32_t key) {
+  std::uint32_t x = counter ^ key;
+  x ^= x >> 16;
+  x *= 0x7feb352du;
+  x ^= x >> 15;
+  x += key;
+  x *= 0x846ca68bu;
+  x ^= x >> 16;
+  return x & 0xffffu;
+}
+
+// The code of y in [0, 1]: `top` numbers in the first decade, half as many in the next.
+// `up` in [0, 1): where between two numbers the upper one is taken.
+template <int top, int decades>
+inline std::int32_t code_of(float y, float up) {
+  constexpr float bounds[8] = {1e0f, 1e-1f, 1e-2f, 1e-3f, 1e-4f, 1e-5f, 1e-6f, 1e-7f};
+  constexpr float factors[8] = {1e0f, 1e1f, 1e2f, 1e3f, 1e4f, 1e5f, 1e6f, 1e7f};
+  float factor = 1.0f;
+  std::int32_t count = top;
+#pragma GCC unroll 8
+  for (int decade = 1; decade < decades; ++decade) {
+    const bool below = y <= bounds[decade];
+    factor = below ? factors[decade] : factor;
+    count = below ? (top >> decade) : count;
+  }
+  const float steps = (y * factor - 0.1f) * 1.1111112f;
+  const float place = steps * static_cast<float>(count) + up;
+  // Below its first number a decade goes on in the last one of the next.
+  const std::int32_t code = count - 1 + static_cast<std::int32_t>(place);
+  const std::int32_t last = 2 * count - 1;
+  return code > last ? last : code;
+}
+
+inline float uniform_of(std::uint32_t counter, std::uint32_t key) {
+  return static_cast<float>(static_cast<std::int32_t>(random_bits(counter, key))) *
+         (1.0f / 65536.0f);
+}
+
+// `first`: number of the block's first element; with `key` it decides the rounding.
+inline void encode_block(const float* x, int length, std::uint32_t first,
+                         std::uint32_t key, std::uint8_t* codes, float* scale) {
+  float largest = 0.0f;
+  std::int32_t is_signed = 0, is_bad = 0;
+  for (int i = 0; i < length; ++i) {
+    const float size = magnitude(x[i]);
+    largest = size > largest ? size : largest;
+    is_signed |= x[i] < 0.0f;
+    is_bad |= !(size <= 8.5070592e37f);  // beyond, the inverse is denormal
+  }
+  *scale = is_bad ? __builtin_nanf("") : is_signed ? -largest : largest;
+  if (is_bad || !(largest > 0.0f)) {
+    std::memset(codes, 0, static_cast<std::size_t>(length));
+    return;
+  }
+  const float inverse = 1.0f / largest;
+  if (is_signed) {
+    for (int i = 0; i < length; ++i) {
+      const float up = uniform_of(first + static_cast<std::uint32_t>(i), key);
+      std::int32_t code = code_of<64, 7>(magnitude(x[i]) * inverse, up);
+      code = code < 0 ? 0 : code;
+      codes[i] = static_cast<std::uint8_t>(x[i] < 0.0f ? -code : code);
+    }
+  } else {
+    for (int i = 0; i < length; ++i) {
+      const float up = uniform_of(first + static_cast<std::uint32_t>(i), key);
+      std::int32_t code = code_of<128, 8>(x[i] * inverse, up);
+      code = code < 1 ? 1 : code;  // what is not zero does not become it
+      codes[i] = static_cast<std::uint8_t>(x[i] > 0.0f ? code : 0);
+    }
+  }
+}
+
+inline void decode_block(const std::uint8_t* codes, float scale, int length,
+                         float* x) {
+  const float* table =
+      scale < 0.0f ? code_tables.of_signed : code_tables.of_unsigned;
+  const float size = magnitude(scale);
+  for (int i = 0; i < length; ++i) x[i] = table[codes[i]] * size;
+}
+
+// `start` is a multiple of the block; so are all lengths but a chunk's last.
+inline void encode_int8(const float* x, long start, long num, std::uint32_t first,
+                        std::uint32_t key, std::uint8_t* codes, float* scales) {
+  for (long i = 0; i < num; i += code_block) {
+    const int length = static_cast<int>(num - i < code_block ? num - i : code_block);
+    encode_block(x + i, length, first + static_cast<std::uint32_t>(start + i), key,
+                 codes + start + i, scales + (start + i) / code_block);
+  }
+}
+
+inline void decode_int8(const std::uint8_t* codes, const float* scales, long start,
+                        long num, float* x) {
+  for (long i = 0; i < num; i += code_block) {
+    const int length = static_cast<int>(num - i < code_block ? num - i : code_block);
+    decode_block(codes + start + i, scales[(start + i) / code_block], length, x + i);
+  }
+}
+
+// Rounds up with the probability that the discarded bits stand for.
+inline void encode_bf16(const std::uint32_t* x, std::uint32_t first, long num,
+                        std::uint32_t key, std::uint16_t* out) {
+  for (long i = 0; i < num; ++i) {
+    const std::uint32_t bits = x[i];
+    const std::uint32_t random = random_bits(first + static_cast<std::uint32_t>(i), key);
+    const bool is_special = (bits & 0x7f800000u) == 0x7f800000u;
+    const std::uint32_t quiet = (bits >> 16) | ((bits & 0x7fffffu) ? 0x40u : 0u);
+    out[i] = static_cast<std::uint16_t>(is_special ? quiet : (bits + random) >> 16);
+  }
+}
+
+}  // namespace jaxinf

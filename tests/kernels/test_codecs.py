@@ -1,0 +1,234 @@
+"""State in fewer bits: the codes' precision, and the same bits from C++ and NumPy."""
+
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+from jaxinf.kernels import CodedSlot, trace_update
+from jaxinf.kernels.codecs import encode_bf16, random_bits
+from jaxinf.kernels.compiled import compile_kernel
+from jaxinf.kernels.toolchain import levels
+from jaxinf.layout import CODE_BLOCK
+
+SIZES = [1, 255, 256, 257, 511, 512, 513, 4096, 100_003]
+TRACE = trace_update(optax.trace(decay=1.0), np.zeros(8, np.float32)).leaves[0].kernel
+
+
+def samples(kind, size):
+    """Values of a kind, float32, the same every time."""
+    rng = np.random.default_rng(size)
+    normal = rng.standard_normal(size).astype(np.float32)
+    match kind:
+        case "normal":
+            return normal
+        case "squares":
+            return normal**2 * np.float32(1e-8)
+        case "wide":
+            return normal * np.float32(10) ** rng.integers(-12, 12, size).astype("f4")
+        case "zeros":
+            return np.zeros(size, np.float32)
+        case "mostly zeros":
+            return np.where(rng.random(size) < 0.99, np.float32(0), normal)
+        case "tiny":
+            return normal * np.float32(2e-38)
+        case "huge":
+            return np.clip(normal, -1, 1) * np.float32(8e37)
+        case "powers":
+            return np.float32(10.0) ** -rng.integers(0, 9, size).astype(np.float32)
+    raise AssertionError(kind)
+
+
+KINDS = ["normal", "squares", "wide", "zeros", "mostly zeros", "tiny", "huge", "powers"]
+
+
+def flushed(values):
+    return np.where(np.abs(values) < np.finfo(np.float32).tiny, np.float32(0), values)
+
+
+def int8_slot(size, key=9, first=512):
+    blocks = -(-size // CODE_BLOCK)
+    codes, scales = np.zeros(size, np.uint8), np.zeros(blocks, np.float32)
+    return CodedSlot(codes, scales, key, first)
+
+
+def bf16_slot(size, key=0, first=0):
+    return CodedSlot(np.zeros(size, ml_dtypes.bfloat16), None, key, first)
+
+
+def store(level, values, slot):
+    """`values` through a compiled kernel into a slot of zeros."""
+    out, params = np.zeros_like(values), np.zeros_like(values)
+    run = compile_kernel(TRACE, level=level).run
+    finite = run(
+        gradient=values, params=params, slots=[slot], scalars=[], arrays=[], out=out
+    )
+    assert finite
+    return slot
+
+
+def load(level, slot):
+    """What a compiled kernel reads from a slot."""
+    zeros = np.zeros(slot.codes.size, np.float32)
+    out = np.zeros_like(zeros)
+    run = compile_kernel(TRACE, level=level).run
+    run(
+        gradient=zeros,
+        params=zeros.copy(),
+        slots=[slot],
+        scalars=[],
+        arrays=[],
+        out=out,
+    )
+    return out
+
+
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", SIZES)
+def test_int8_has_the_same_bits_in_machine_code(level, kind, size):
+    values = flushed(samples(kind, size))
+    slot, wanted = int8_slot(size), int8_slot(size)
+    store(level, values, slot)
+    wanted.encode(values)
+    np.testing.assert_array_equal(slot.codes, wanted.codes)
+    np.testing.assert_array_equal(
+        slot.scales.view(np.uint32), wanted.scales.view(np.uint32)
+    )
+    decoded = wanted.decode()
+    np.testing.assert_array_equal(load(level, slot), decoded)
+
+
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("size", "key", "first"), [(100_003, 7, 0), (513, 2**31, 2**32 - 9)]
+)
+def test_bf16_has_the_same_bits_in_machine_code(level, kind, size, key, first):
+    values = flushed(samples(kind, size))
+    slot, wanted = bf16_slot(size, key, first), bf16_slot(size, key, first)
+    store(level, values, slot)
+    wanted.encode(values)
+    np.testing.assert_array_equal(
+        slot.codes.view(np.uint16), wanted.codes.view(np.uint16)
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_int8_precision(kind):
+    """Within a step of a value's decade, which in the last one is the number itself."""
+    values = flushed(samples(kind, 100_003)).astype(np.float64)
+    slot = int8_slot(values.size)
+    slot.encode(values.astype(np.float32))
+    scales = np.repeat(slot.scales.astype(np.float64), CODE_BLOCK)[: values.size]
+    top = np.where(scales < 0, 64, 128)
+    num_decades = np.where(scales < 0, 7, 8)
+    largest = np.maximum(np.abs(scales), 1e-300)
+    share = np.maximum(np.abs(values) / largest, 1e-30)
+    decade = np.clip(np.floor(-np.log10(share) + 1e-6), 0, num_decades - 1)
+    step = 0.9 * largest * 10.0**-decade / (top / 2**decade)
+    step = np.where(decade == num_decades - 1, largest * 10.0**-decade, step)
+    error = np.abs(slot.decode() - values)
+    assert (error <= step * 1.001 + 1e-37).all()
+
+
+def test_zero_stays_zero_and_nothing_positive_becomes_it():
+    values = np.array([0, 1, 1e-3, 1e-6, 1e-9, 1e-20, 1e-30], np.float32)
+    slot = int8_slot(values.size)
+    slot.encode(values)
+    decoded = slot.decode()
+    assert decoded[0] == 0
+    assert (decoded[1:] > 0).all()
+    assert decoded[1] == 1
+
+
+def test_signs_are_kept():
+    values = np.array([-1, 1, -0.5, 0.5, -1e-3, 0, -0.0, 1e-8], np.float32)
+    slot = int8_slot(values.size)
+    slot.encode(values)
+    np.testing.assert_array_equal(np.sign(slot.decode()), [-1, 1, -1, 1, -1, 0, 0, 0])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e38])
+def test_what_is_not_finite_does_not_pass_for_a_number(bad):
+    values = np.ones(600, np.float32)
+    values[300] = bad
+    slot = int8_slot(600)
+    slot.encode(values)
+    decoded = slot.decode()
+    assert np.isnan(decoded[256:512]).all()
+    np.testing.assert_array_equal(decoded[:256], 1)
+    np.testing.assert_array_equal(decoded[512:], 1)
+    if not abs(bad) < np.inf:
+        rounded = encode_bf16(values, 1, 0).astype(np.float32)
+        np.testing.assert_array_equal(rounded[300], bad)
+
+
+@pytest.mark.parametrize("value", [0.9, 0.5, 0.123, 0.0345, 2e-4, 7e-6, -0.5, -3e-3])
+def test_int8_rounds_without_bias(value):
+    """Else a slow average (a decay of 0.999) would never leave the code it is at."""
+    num_blocks = 2000
+    values = np.full((num_blocks, CODE_BLOCK), np.float32(value))
+    values[:, 0] = 1
+    slot = int8_slot(values.size)
+    slot.encode(values.reshape(-1))
+    decoded = slot.decode().reshape(num_blocks, CODE_BLOCK)[:, 1:]
+    assert len(np.unique(decoded)) <= 2
+    assert abs(decoded.mean() / value - 1) < 2e-3
+
+
+def test_bf16_rounds_without_bias():
+    values = np.full(1 << 16, np.float32(1 + 0.3 / 128))
+    rounded = encode_bf16(values, 12345, 0).astype(np.float32)
+    assert set(rounded) == {1.0, np.float32(1 + 1 / 128)}
+    share = (rounded > 1).mean()
+    assert abs(share - 0.3) < 0.01
+    exact = np.float32(1.5)
+    assert (encode_bf16(np.full(999, exact), 5, 3).astype(np.float32) == exact).all()
+
+
+def test_random_bits_depend_on_counter_and_key():
+    counters = np.arange(1 << 16, dtype=np.uint32)
+    one, other = random_bits(counters, 1), random_bits(counters, 2)
+    assert abs(one.mean() / 32767.5 - 1) < 0.01
+    assert abs(np.corrcoef(one, other)[0, 1]) < 0.02
+    assert abs(np.corrcoef(one[1:], one[:-1])[0, 1]) < 0.02
+
+
+def test_a_kernel_in_numpy_takes_coded_state():
+    size = 100_003
+    gradient = samples("normal", size)
+    kernel = trace_update(optax.sgd(0.1, momentum=0.9), gradient).leaves[0].kernel
+    slot, plain = int8_slot(size), np.zeros(size, np.float32)
+    for _ in range(3):
+        results = []
+        for state in (slot, plain):
+            params, out = np.zeros(size, np.float32), np.zeros(size, np.float32)
+            kernel.evaluate(
+                gradient=gradient,
+                params=params,
+                slots=[state],
+                scalars=[],
+                arrays=[],
+                out=out,
+            )
+            results.append(out)
+        np.testing.assert_allclose(results[0], results[1], atol=0.02)
+
+
+def test_codes_are_for_float32():
+    kernel = (
+        trace_update(optax.adam(0.1, mu_dtype="bfloat16"), np.zeros(8, np.float32))
+        .leaves[0]
+        .kernel
+    )
+    arrays = [np.zeros(8, np.float32) for _ in range(3)]
+    with pytest.raises(TypeError, match="expects bfloat16, found codes of float32"):
+        kernel.check_arguments(
+            gradient=arrays[0],
+            params=arrays[1],
+            out=arrays[2],
+            slots=[int8_slot(8), int8_slot(8)],
+            scalars=[np.float32(1)] * kernel.num_scalars,
+            arrays=[],
+        )

@@ -1,0 +1,229 @@
+"""The optimizer's state in 16 and 8 bits: fewer bytes, the same promises."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxinf
+from jaxinf.cli import main
+from jaxinf.engine import convert_store
+from jaxinf.errors import StoreCorruptError, StoreFormatError, StoreMismatchError
+from jaxinf.store import StoreDirectory, Verifier
+
+SHAPES = {"a": (1300, 1025), "b": (5,), "c": (4096,), "d": (100, 3, 77)}
+NUM_PARAMS = sum(int(np.prod(s)) for s in SHAPES.values())
+TARGET = {
+    name: jax.random.normal(jax.random.key(n), shape)
+    for n, (name, shape) in enumerate(SHAPES.items())
+}
+
+
+def run(path, num_steps, *, params=None, tx=None, **options):
+    """Trains on a quadratic; params, all that is stored, drive bytes of a step."""
+    with jaxinf.open_store(path, **options) as store:
+        wrapped = jaxinf.smart_update(tx or optax.adamw(1e-2), store)
+        if store.exists:
+            params = store.params(TARGET)
+        params = jax.tree.map(jnp.zeros_like, TARGET) if params is None else params
+        state = wrapped.init(params)
+
+        @jax.jit
+        def step(params, state):
+            grads = jax.tree.map(jnp.subtract, params, TARGET)
+            updates, state = wrapped.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        for _ in range(num_steps):
+            params, state = step(params, state)
+        store.wait()
+        held = {
+            (leaf.name, s.name): store.tensorstore(s.name, leaf.name).read().result()
+            for leaf in store.manifest.leaves
+            for s in leaf.states
+        }
+        traffic = store.metrics.traffic if num_steps else None
+        return jax.device_get(params), held, traffic
+
+
+FORMATS = ["bf16", "int8"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("num_csds", [0, 3])
+@pytest.mark.parametrize("durability", ["step", 3])
+def test_interrupted_is_uninterrupted(tmp_path, format, num_csds, durability):
+    roots = [tmp_path / f"csd{n}" for n in range(num_csds)]
+    for root in roots:
+        root.mkdir()
+    options = {"durability": durability}
+    whole = run(tmp_path / "whole", 10, state=format, csds=roots, **options)
+    run(tmp_path / "parts", 4, state=format, csds=roots, **options)
+    run(tmp_path / "parts", 1, **options)
+    found = run(tmp_path / "parts", 5, **options)
+    jax.tree.map(np.testing.assert_array_equal, whole[:2], found[:2])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_memory_budget_changes_no_bit(tmp_path, format):
+    large = run(tmp_path / "large", 5, state=format)
+    small = run(tmp_path / "small", 5, state=format, memory_bytes=30 << 20)
+    jax.tree.map(np.testing.assert_array_equal, large[:2], small[:2])
+
+
+def test_bytes_on_the_drive(tmp_path):
+    """Read: moments; written: master and moments. Small leaves stay as they are."""
+    wanted = {"fp32": (8, 12), "bf16": (4, 8), "int8": (2 + 2 / 64, 6 + 2 / 64)}
+    for format, (read, written) in wanted.items():
+        *_, traffic = run(tmp_path / format, 3, state=format)
+        padding = 40 * 4096
+        assert 0 <= traffic.drive_read_bytes - read * NUM_PARAMS < padding
+        assert 0 <= traffic.drive_write_bytes - written * NUM_PARAMS < padding
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    "tx", [optax.adamw(1e-2), optax.lion(1e-2), optax.sgd(0.1, momentum=0.9)]
+)
+def test_converges_as_fp32_does(tmp_path, format, tx):
+    losses = {}
+    for name in ("fp32", format):
+        params, *_ = run(tmp_path / name, 150, state=name, tx=tx)
+        error = jax.tree.map(lambda p, t: np.mean((p - t) ** 2), params, TARGET)
+        losses[name] = np.mean(jax.tree.leaves(error))
+    assert losses[format] < losses["fp32"] * 1.1 + 1e-3
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_is_stored(tmp_path, format):
+    _, held, _ = run(tmp_path / "store", 3, state=format)
+    _, plain, _ = run(tmp_path / "plain", 3)
+    if format == "int8":
+        assert held["a", "mu"].dtype == np.uint8
+        assert held["a", "mu"].shape == SHAPES["a"]
+        assert held["a", "mu_scale"].dtype == np.float32
+        assert held["b", "mu"].dtype == np.float32
+        assert ("b", "mu_scale") not in held
+    else:
+        assert held["a", "mu"].dtype.name == "bfloat16"
+    with jaxinf.open_store(tmp_path / "store") as store:
+        decoded = store.read("nu", "a")
+        assert decoded.shape == SHAPES["a"]
+        scale = np.abs(plain["a", "nu"]).max()
+        assert np.abs(decoded - plain["a", "nu"]).max() < 0.02 * scale
+        np.testing.assert_array_equal(store.read("mu", "b"), held["b", "mu"])
+
+
+def test_an_existing_store_knows_its_format(tmp_path):
+    run(tmp_path / "store", 1, state="int8")
+    run(tmp_path / "store", 1, state="int8")
+    run(tmp_path / "store", 1)
+    with pytest.raises(StoreMismatchError, match="state as int8, asked for was state="):
+        jaxinf.open_store(tmp_path / "store", state="bf16")
+    with pytest.raises(ValueError, match="state='int4': expected"):
+        jaxinf.open_store(tmp_path / "new", state="int4")
+
+
+@pytest.mark.parametrize("state", ["mu", "mu_scale", "nu"])
+def test_a_flipped_bit_is_found(tmp_path, state):
+    path = tmp_path / "store"
+    run(path, 2, state="int8")
+    directory = StoreDirectory.open(path)
+    file = directory.chunk_file(directory.committed_slot(), 0, 0, state)
+    data = bytearray(file.read_bytes())
+    data[11] ^= 2
+    file.write_bytes(data)
+    (damage,) = Verifier(directory).verify(path / "current")
+    assert f"leaf a, {state}, chunk 0" in damage.what
+    with pytest.raises(StoreCorruptError, match=f"leaf a, {state}, chunk 0"):
+        step_eagerly(path)
+
+
+def step_eagerly(path):
+    """One step whose failure is the original exception."""
+    with jaxinf.open_store(path) as store:
+        params = store.params(TARGET)
+        tx = jaxinf.smart_update(optax.adamw(1e-2), store)
+        tx.update(params, tx.init(params), params)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_checkpoints(tmp_path, format):
+    path = tmp_path / "store"
+    run(path, 3, state=format)
+    with jaxinf.open_store(path) as store:
+        store.checkpoint()
+    first = run(path, 4)
+    with jaxinf.open_store(path, restore="3"):
+        pass
+    again = run(path, 4)
+    jax.tree.map(np.testing.assert_array_equal, first[:2], again[:2])
+    directory = StoreDirectory.open(path)
+    assert Verifier(directory).verify(path / "checkpoints" / "3") == []
+
+
+def test_sums_of_gradients_are_not_coded(tmp_path):
+    tx = optax.MultiSteps(optax.adamw(1e-2), 2)
+    _, held, _ = run(tmp_path / "store", 2, state="int8", tx=tx)
+    assert held["a", "acc_grads"].dtype == np.float32
+    assert held["a", "mu"].dtype == np.uint8
+
+
+def test_numpy_computes_with_the_same_codes(tmp_path, monkeypatch):
+    compiled, _, _ = run(tmp_path / "compiled", 5, state="int8")
+    monkeypatch.setenv("JAXINF_KERNELS", "numpy")
+    monkeypatch.setattr(sys.modules["jaxinf.kernels.compiled"], "_FOUND", {})
+    numpy, _, _ = run(tmp_path / "numpy", 5, state="int8")
+    for name in SHAPES:
+        np.testing.assert_allclose(compiled[name], numpy[name], atol=2e-3)
+
+
+@pytest.mark.parametrize("new", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("old", ["fp32", "bf16", "int8"])
+def test_converting(tmp_path, old, new):
+    roots = [tmp_path / "csd0", tmp_path / "csd1"]
+    for root in roots:
+        root.mkdir()
+    params, _, _ = run(tmp_path / "old", 3, state=old)
+    assert convert_store(tmp_path / "old", tmp_path / "new", new, csds=roots) == 3
+    directory = StoreDirectory.open(tmp_path / "new")
+    assert Verifier(directory).verify(tmp_path / "new" / "current") == []
+    with (
+        jaxinf.open_store(tmp_path / "old") as before,
+        jaxinf.open_store(tmp_path / "new", state=new) as after,
+    ):
+        assert after.step == 3
+        jax.tree.map(np.testing.assert_array_equal, after.params(TARGET), params)
+        for name in SHAPES:
+            mu, held = before.read("mu", name), after.read("mu", name)
+            assert np.abs(mu - held).max() <= 0.02 * np.abs(mu).max()
+            if new in ("fp32", old):
+                same = new == "fp32" or old == new == "bf16"
+                assert not same or np.array_equal(mu, held)
+    run(tmp_path / "new", 2)
+
+
+def test_converting_takes_no_others_place(tmp_path):
+    run(tmp_path / "old", 1)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    with pytest.raises(StoreFormatError, match="expected nothing there, or an empty"):
+        convert_store(tmp_path / "old", tmp_path / "taken", "int8")
+    assert [p.name for p in (tmp_path / "taken").iterdir()] == ["file"]
+
+
+def test_other_tools_get_no_codes(tmp_path, capsys):
+    run(tmp_path / "store", 1, state="int8")
+    words = ["checkpoint", str(tmp_path / "store"), "export", str(tmp_path / "out")]
+    assert main(words) == 1
+    assert "jaxinf store convert STORE NEW --state fp32" in capsys.readouterr().err
+    words = ["store", "convert", str(tmp_path / "store"), str(tmp_path / "fp32")]
+    assert main([*words, "--state", "fp32"]) == 0
+    assert "step 1, state as fp32" in capsys.readouterr().out
+    words = ["checkpoint", str(tmp_path / "fp32"), "export", str(tmp_path / "out")]
+    assert main(words) == 0
+    assert main(["inspect", str(tmp_path / "store"), "--leaf", "a"]) == 0
+    assert "mu_scale" in capsys.readouterr().out
