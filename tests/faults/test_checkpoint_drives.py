@@ -1,0 +1,50 @@
+"""Checkpoints over CSD roots that are different file systems."""
+
+import hashlib
+
+import pytest
+
+from jaxinf.errors import StoreSpaceError
+from jaxinf.store import Verifier
+
+
+def hashes(driver, name):
+    """Of every chunk file of a checkpoint, with its inode."""
+    files = driver.session.files
+    found = {}
+    for number, leaf in enumerate(files.manifest.leaves):
+        for state in leaf.states:
+            for chunk in range(len(leaf.csds)):
+                file = files.chunk_file(
+                    f"checkpoints/{name}", number, chunk, state.name
+                )
+                content = hashlib.sha256(file.read_bytes()).hexdigest()
+                found[file] = (content, file.stat().st_ino, file.stat().st_dev)
+    return found
+
+
+def test_ten_steps_later_its_bytes_are_the_same(mount_ext4, place, drive):
+    roots = [mount_ext4(f"csd{number}").path for number in range(3)]
+    driver = drive(place / "store", csds=roots, chunk_elements=4096).init().steps(3)
+    driver.store.checkpoint()
+    before = hashes(driver, "3")
+    assert len({device for *_, device in before.values()}) == 3
+    driver.steps(10).check(13)
+    assert hashes(driver, "3") == before
+    driver.check(3, place / "store" / "checkpoints" / "3")
+    assert Verifier(driver.session.files).verify(place / "store/checkpoints/3") == []
+    driver.close()
+    again = drive(place / "store", restore="3").init()
+    again.steps(10).check(13)
+    assert hashes(again, "3") == before
+
+
+def test_a_drive_without_room_for_one_says_so_before(mount_ext4, place, drive):
+    leaves = {"w": ((600, 1024), "float32")}
+    small = mount_ext4("csd0", 16 << 20).path
+    options = {"leaves": leaves, "csds": [small]}
+    driver = drive(place / "store", **options).init().steps(1)
+    with pytest.raises(StoreSpaceError, match=r"/csd0.*: with this checkpoint the ste"):
+        driver.store.checkpoint()
+    assert driver.store.checkpoints() == []
+    driver.steps(5).check(6)
