@@ -34,6 +34,7 @@ __all__ = ["run"]
 
 _MAX_EQUATIONS = 12
 _MAX_PAYLOAD = 400
+_MAX_NAMES = 8
 
 
 def run(
@@ -100,11 +101,18 @@ def _facts(document: Mapping[str, Any]) -> list[tuple[str, str | Text]]:
             "state",
             f"{format_bytes(slot)}; on disk {format_bytes(disk)} in two slots",
         ),
+        ("checkpoints", _checkpoints_text(document["checkpoints"])),
         ("writer", _writer_text(document["writer"])),
         ("made by", ", ".join(f"{k} {v}" for k, v in document["created_by"].items())),
         ("store id", document["store_id"]),
     ]
     return [(name, value) for name, value in rows if value]
+
+
+def _checkpoints_text(checkpoints: Sequence[Mapping[str, Any]]) -> str:
+    names = [printable(info["name"]) for info in checkpoints]
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[-_MAX_NAMES:]) + more if names else "none"
 
 
 def _when(committed_at: str) -> str:

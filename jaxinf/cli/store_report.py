@@ -22,6 +22,8 @@ The document of a store:
 ``states``          ``name``, ``num_bytes``, over all leaves
 ``logical_bytes``   of all states of one slot
 ``disk_bytes``      what both slots take on the drives
+``checkpoints``     ``name``, ``step``, ``committed_at``, ``own_bytes``: what removing
+                    it would free
 ``csds``            ``root``, ``num_chunks`` and ``chunk_bytes`` (of one slot),
                     ``free_bytes``, ``total_bytes`` (of its file system)
 ``kernels``         id → the update's equations
@@ -43,13 +45,21 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from jaxinf.cli.committed import CommittedStep
 from jaxinf.cli.statistics import Statistics
 from jaxinf.cli.writer import find_writer
-from jaxinf.store import SLOTS, LeafRecord, StateRecord, StoreDirectory, stored_bytes
+from jaxinf.store import (
+    SLOTS,
+    LeafRecord,
+    StateRecord,
+    StoreDirectory,
+    list_checkpoints,
+    stored_bytes,
+)
 from jaxinf.typing import Array
 
 __all__ = ["describe_leaf_statistics", "describe_store"]
@@ -71,6 +81,7 @@ def describe_store(step: CommittedStep) -> dict[str, Any]:
         "states": [{"name": name, "num_bytes": num} for name, num in per_state.items()],
         "logical_bytes": per_state.total(),
         "disk_bytes": _disk_bytes(step.directory),
+        "checkpoints": [asdict(info) for info in list_checkpoints(step.directory)],
         "csds": _describe_csds(step.directory),
         "kernels": {key: list(lines) for key, lines in manifest.kernels.items()},
         "scalar_state": [

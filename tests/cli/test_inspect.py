@@ -27,6 +27,7 @@ STORE_KEYS = [
     "states",
     "logical_bytes",
     "disk_bytes",
+    "checkpoints",
     "csds",
     "kernels",
     "scalar_state",
