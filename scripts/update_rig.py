@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from floor import Piece, Transfer
 
 import jaxinf
 from jaxinf.csd import ScalarInputs
@@ -23,10 +24,13 @@ from jaxinf.engine import (
     finish_initialisation,
     initialise,
 )
+from jaxinf.engine.tasks import SubgroupLayout
 from jaxinf.kernels import trace_init, trace_update
-from jaxinf.store import MASTER_PARAMS, ScalarState, StateRecord
+from jaxinf.layout import PAGE_BYTES
+from jaxinf.store import MASTER_PARAMS, ScalarState, Slot, StateRecord
 
 LEAF_ELEMENTS = 1 << 24
+FLOAT32 = np.dtype(np.float32)
 
 
 class UpdateRig:
@@ -36,27 +40,35 @@ class UpdateRig:
       path: where the store goes.
       num_params: how many, over all leaves.
       num_leaves: None for leaves of 16 Mi elements, the last one shorter.
+      dtype: of params and gradients: float32 or bfloat16.
       options: of `jaxinf.open_store`.
     """
 
     def __init__(
-        self, path: Path, num_params: int, num_leaves: int | None = None, **options: Any
+        self,
+        path: Path,
+        num_params: int,
+        num_leaves: int | None = None,
+        *,
+        dtype: np.dtype = FLOAT32,
+        **options: Any,
     ) -> None:
         count = num_leaves or -(-num_params // LEAF_ELEMENTS)
         bounds = [num_params * i // count for i in range(count + 1)]
         shapes = [stop - start for start, stop in itertools.pairwise(bounds)]
         avals = {
-            f"leaf{n:05}": jax.ShapeDtypeStruct((size,), np.float32)
+            f"leaf{n:05}": jax.ShapeDtypeStruct((size,), dtype)
             for n, size in enumerate(shapes)
         }
         tx = optax.adamw(1e-3)
         self._program = trace_update(tx, avals, {})
         self._init = trace_init(tx, avals)
         self._description = self._describe()
-        self.params = [np.full(size, 0.5, np.float32) for size in shapes]
-        self.gradients = [np.full(size, 1e-3, np.float32) for size in shapes]
+        self.params = [np.full(size, 0.5, dtype) for size in shapes]
+        self.gradients = [np.full(size, 1e-3, dtype) for size in shapes]
         self.store = jaxinf.open_store(path, **options)
-        self._takes_params = self.store.session.options.master == "auto"
+        is_exact = dtype == FLOAT32
+        self._takes_params = is_exact and self.store.session.options.master == "auto"
         self._scalar_state = [
             np.zeros(s.value.shape, s.value.dtype) for s in self._create()
         ]
@@ -68,7 +80,7 @@ class UpdateRig:
             LeafDescription(
                 path=update.info.path,
                 shape=update.info.shape,
-                dtype="float32",
+                dtype=update.info.dtype.name,
                 states=(
                     StateRecord(MASTER_PARAMS, "float32"),
                     *(StateRecord(s.name, s.dtype.name) for s in update.slots),
@@ -127,6 +139,36 @@ class UpdateRig:
         ]
         self.store.steps.finish(self.step_number, named, 0)
         self.step_number += 1
+
+    def transfers(self) -> list[Transfer]:
+        """What the next step will read and write, in order; nothing may be running."""
+        session = self.store.session
+        return [
+            self._transfer(layout)
+            for number, params in enumerate(self.params)
+            for layout in session.layouts(number, (0,), params.shape)
+        ]
+
+    def _transfer(self, layout: SubgroupLayout) -> Transfer:
+        session = self.store.session
+        states = range(len(layout.states))
+
+        def piece(state: int, slot: Slot) -> Piece:
+            extent = layout.extents[state]
+            return Piece(
+                session.files.chunk_file(slot, *layout.place(state)),
+                extent.file_offset_bytes,
+                -(-extent.num_bytes // PAGE_BYTES) * PAGE_BYTES,
+            )
+
+        return Transfer(
+            reads=tuple(
+                piece(state, session.chunks.source(layout, state))
+                for state in states
+                if state > 0 or not self._takes_params
+            ),
+            writes=tuple(piece(state, session.chunks.target) for state in states),
+        )
 
     def close(self) -> None:
         """Closes the store."""

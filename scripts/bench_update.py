@@ -1,0 +1,339 @@
+"""Updates at the drive's floor: steps of adamw on a new store, beside bare I/O.
+
+Each repetition runs a few steps, then the floor: loops that move the same bytes of the
+same files, and fio with the same mix on the same file system; with --peer CMD also a
+command that prints one JSON line with `mparam_per_s`. A step counts with its new params
+in the caller's arrays, everything it wrote drained, its commit durable, and as much
+read ahead after it as before it. Medians.
+
+    ratio_to_floor         the floor's seconds over the step's; the median of the
+                           repetitions' own ratios
+    rss_over_caller_bytes  peak RSS during steps, less gradients and params
+    rss_over_base_bytes    the same, less what the process held before it opened the
+                           store: Python, JAX and its compiler
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from floor import (
+    LOOPS,
+    FioJob,
+    Transfer,
+    fio_bytes_per_s,
+    fio_jobs,
+    moved_bytes,
+)
+from update_rig import UpdateRig
+
+NUM_WARM_UP = 4
+STATES = ("fp32", "bf16", "int8")
+MASTERS = ("auto", "stored", "none")
+DTYPES = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
+NUM_FIO_KEPT = 2
+
+
+@dataclass
+class Rep:
+    """What one repetition found.
+
+    Attributes:
+      step_s: a step.
+      cpu_cores: busy during the steps, kernel time included.
+      commit_s: from the last result of a step to its commit; one a step.
+      peak_rss_bytes: during the steps.
+      floor_s: by way of moving the bytes, what a step's would take.
+      peer: the peer's own line.
+    """
+
+    step_s: float
+    cpu_cores: float
+    commit_s: list[float]
+    peak_rss_bytes: int
+    floor_s: dict[str, float] = field(default_factory=dict)
+    peer: dict[str, Any] | None = None
+
+
+def run_steps(rig: UpdateRig, num_steps: int) -> Rep:
+    """Steps, each committed before the next begins; ends when all is read ahead."""
+    per_step_bytes = moved_bytes(rig.transfers())[0]
+    expected = rig.store.session.meters.snapshot().drive_read_bytes
+    expected += num_steps * per_step_bytes
+    reset_peak_rss()
+    commits = []
+    began, began_cpu = time.perf_counter(), time.process_time()
+    for _ in range(num_steps):
+        rig.step()
+        rig.store.steps.join()
+        metrics = rig.store.metrics_of(rig.step_number)
+        assert metrics is not None
+        commits.append(metrics.commit_s)
+    wait_read_ahead(rig, expected)
+    seconds = time.perf_counter() - began
+    return Rep(
+        step_s=seconds / num_steps,
+        cpu_cores=(time.process_time() - began_cpu) / seconds,
+        commit_s=commits,
+        peak_rss_bytes=status_bytes("VmHWM"),
+    )
+
+
+def warm_up(rig: UpdateRig) -> None:
+    """The first writes to both slots, which were only preallocated."""
+    for _ in range(NUM_WARM_UP):
+        rig.step()
+    rig.store.steps.join()
+
+
+def wait_read_ahead(rig: UpdateRig, expected_bytes: int) -> None:
+    """Blocks until as much has been read as the steps took, or nothing more is read."""
+    meters = rig.store.session.meters
+    quiet_since, last = time.perf_counter(), -1
+    while (found := meters.snapshot().drive_read_bytes) < expected_bytes:
+        if found != last:
+            quiet_since, last = time.perf_counter(), found
+        elif time.perf_counter() - quiet_since > 1:
+            raise SystemExit(
+                f"bench_update: expected {expected_bytes} bytes read, found {found}"
+            )
+        time.sleep(0.0005)
+
+
+def reset_peak_rss() -> None:
+    """The kernel's high-water mark starts over from what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def status_bytes(name: str) -> int:
+    """A figure of this process, such as VmRSS."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    [line] = [line for line in lines if line.startswith(name + ":")]
+    return int(line.split()[1]) * 1024
+
+
+class Fio:
+    """The fastest of fio's ways, chosen once; run in every repetition.
+
+    Args:
+      place: a directory of the store's file system.
+      transfers: of a step.
+      seconds: how long each run is.
+    """
+
+    def __init__(self, place: Path, transfers: list[Transfer], seconds: float) -> None:
+        read, written = moved_bytes(transfers)
+        self._step_bytes = read + written
+        self._read_share = read / self._step_bytes
+        self._file = place / "fio"
+        self._file_bytes = min(2 << 30, max(64 << 20, self._step_bytes))
+        self._seconds = seconds
+        jobs = fio_jobs() if seconds else []
+        if jobs:  # lays the file out
+            self._step_s(jobs[0], 0.1)
+        found = [(self._step_s(job, seconds / 2), job) for job in jobs]
+        ranked = sorted((s, job.name, job) for s, job in found if s is not None)
+        self.screened = {name: round(s, 4) for s, name, _ in ranked}
+        self._kept = [job for _, _, job in ranked[:NUM_FIO_KEPT]]
+
+    def _step_s(self, job: FioJob, seconds: float) -> float | None:
+        rate = fio_bytes_per_s(
+            job, self._file, self._file_bytes, self._read_share, seconds
+        )
+        return self._step_bytes / rate if rate else None
+
+    def run(self) -> dict[str, float]:
+        """Seconds that a step's bytes would take, by way."""
+        found = {job.name: self._step_s(job, self._seconds) for job in self._kept}
+        return {name: s for name, s in found.items() if s is not None}
+
+
+def measure_floor(
+    rig: UpdateRig, transfers: list[Transfer], fio: Fio
+) -> dict[str, float]:
+    """Seconds that moving a step's bytes takes, by way."""
+    workers = rig.store.session.options.num_workers
+    return {**{n: loop(transfers, workers) for n, loop in LOOPS.items()}, **fio.run()}
+
+
+def run_peer(command: str) -> dict[str, Any]:
+    """The JSON line that a command prints last."""
+    done = subprocess.run(
+        shlex.split(command), stdout=subprocess.PIPE, text=True, check=True
+    )
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def spread(values: list[float]) -> list[float]:
+    """Least and greatest."""
+    return [round(min(values), 4), round(max(values), 4)]
+
+
+def summary(rig: UpdateRig, reps: list[Rep], base_rss_bytes: int) -> dict[str, Any]:
+    """The figures of all repetitions."""
+    num_params = sum(leaf.size for leaf in rig.params)
+    by_way: dict[str, list[float]] = defaultdict(list)
+    for rep in reps:
+        for name, seconds in rep.floor_s.items():
+            by_way[name].append(seconds)
+    best = min(by_way, key=lambda name: statistics.median(by_way[name]))
+    step_s = [rep.step_s for rep in reps]
+    ratios = [rep.floor_s[best] / rep.step_s for rep in reps]
+    return {
+        "mparam_per_s": round(num_params / statistics.median(step_s) / 1e6, 2),
+        "step_s": round(statistics.median(step_s), 4),
+        "step_s_spread": spread(step_s),
+        "floor_mparam_per_s": round(
+            num_params / statistics.median(by_way[best]) / 1e6, 2
+        ),
+        "floor_s_spread": spread(by_way[best]),
+        "floor": best,
+        "floors_s": {n: round(statistics.median(v), 4) for n, v in by_way.items()},
+        "ratio_to_floor": round(statistics.median(ratios), 4),
+        "ratio_to_floor_spread": spread(ratios),
+        "cpu_cores": round(statistics.median(rep.cpu_cores for rep in reps), 3),
+        "commit_s": round(
+            statistics.median(seconds for rep in reps for seconds in rep.commit_s), 4
+        ),
+        **_memory(rig, reps, base_rss_bytes),
+        **_peer(num_params, reps),
+    }
+
+
+def _memory(rig: UpdateRig, reps: list[Rep], base_rss_bytes: int) -> dict[str, int]:
+    caller_bytes = sum(a.nbytes for a in (*rig.params, *rig.gradients))
+    over = max(rep.peak_rss_bytes for rep in reps) - caller_bytes
+    return {
+        "memory_bytes": rig.store.session.options.memory_bytes,
+        "rss_over_caller_bytes": over,
+        "rss_over_base_bytes": over - base_rss_bytes,
+    }
+
+
+def _peer(num_params: int, reps: list[Rep]) -> dict[str, Any]:
+    pairs = [(rep.step_s, rep.peer) for rep in reps if rep.peer is not None]
+    if not pairs:
+        return {}
+    rates = [float(peer["mparam_per_s"]) for _, peer in pairs]
+    ratios = [
+        num_params / step_s / 1e6 / rate
+        for (step_s, _), rate in zip(pairs, rates, strict=True)
+    ]
+    return {
+        "peer_mparam_per_s": round(statistics.median(rates), 2),
+        "peer_mparam_per_s_spread": spread(rates),
+        "ratio_to_peer": round(statistics.median(ratios), 4),
+        "ratio_to_peer_spread": spread(ratios),
+    }
+
+
+@contextlib.contextmanager
+def place_below(directory: Path) -> Iterator[Path]:
+    """A new directory that is gone afterwards."""
+    directory.mkdir(parents=True, exist_ok=True)
+    place = Path(tempfile.mkdtemp(dir=directory, prefix="bench-update-"))
+    try:
+        yield place
+    finally:
+        shutil.rmtree(place)
+
+
+def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
+    """All repetitions, and what they say together."""
+    options = {
+        name: value
+        for name, value in (
+            ("memory_bytes", arguments.memory_bytes),
+            ("num_workers", arguments.workers),
+        )
+        if value is not None
+    }
+    base_rss_bytes = status_bytes("VmRSS")
+    num_params = int(arguments.params)
+    rig = UpdateRig(
+        place / "store",
+        num_params,
+        dtype=DTYPES[arguments.out],
+        master=arguments.master,
+        **options,
+    )
+    try:
+        transfers = rig.transfers()
+        warm_up(rig)
+        fio = Fio(place, transfers, arguments.fio_seconds)
+        reps = []
+        for _ in range(arguments.reps):
+            rep = run_steps(rig, arguments.steps)
+            rep.floor_s = measure_floor(rig, rig.transfers(), fio)
+            if arguments.peer:
+                rep.peer = run_peer(arguments.peer)
+            reps.append(rep)
+        read, written = moved_bytes(transfers)
+        return {
+            "params": num_params,
+            "state": arguments.state,
+            "master": arguments.master,
+            "out": arguments.out,
+            "load_average": round(os.getloadavg()[0], 2),
+            "drive_read_bytes_per_param": round(read / num_params, 3),
+            "drive_write_bytes_per_param": round(written / num_params, 3),
+            **summary(rig, reps, base_rss_bytes),
+            "fio": fio.screened or "not installed, or not asked for",
+        }
+    finally:
+        rig.close()
+
+
+def main() -> None:
+    """Prints the figures, or with --json one line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--store", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--params", type=float, default=200e6)
+    parser.add_argument("--state", choices=STATES, default="fp32")
+    parser.add_argument("--master", choices=MASTERS, default="auto")
+    parser.add_argument("--out", choices=[*DTYPES], default="fp32")
+    parser.add_argument("--reps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3, help="in a repetition")
+    parser.add_argument("--memory-bytes", type=int)
+    parser.add_argument("--workers", type=int)
+    parser.add_argument("--fio-seconds", type=float, default=2.0, help="0: no fio")
+    parser.add_argument("--peer", metavar="CMD", help="run in every repetition")
+    parser.add_argument("--json", action="store_true", help="one line")
+    arguments = parser.parse_args()
+    check_offered(parser, arguments)
+    with place_below(arguments.store) as place:
+        result = measure(arguments, place)
+    print(json.dumps(result, indent=None if arguments.json else 1))
+
+
+def check_offered(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace
+) -> None:
+    """Ends the program where the store has no such setting."""
+    for name, offered in (("state", ("fp32",)), ("master", ("auto", "stored"))):
+        value = getattr(arguments, name)
+        if value not in offered:
+            parser.error(
+                f"--{name} {value}: expected what jaxinf.open_store offers, "
+                f"{' or '.join(offered)}; a store of this version has no other"
+            )
+
+
+if __name__ == "__main__":
+    main()

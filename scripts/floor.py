@@ -1,0 +1,187 @@
+"""The floor under an update: its reads and writes alone, by bare loops and by fio.
+
+Invariant: a loop moves exactly what a step moves, the same bytes of the same files in
+the same subgroups with as many threads, by direct I/O; it computes nothing, checks
+nothing and commits nothing, and no order between reads and writes is asked of it.
+"""
+
+import json
+import mmap
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ENGINES = ("libaio", "io_uring")
+DEPTHS = (4, 8, 16, 32)
+BLOCKS_MIB = (4, 16)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of whole pages of a file, to be read or written."""
+
+    file: Path
+    offset_bytes: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What a step reads for a subgroup, and what it writes."""
+
+    reads: tuple[Piece, ...]
+    writes: tuple[Piece, ...]
+
+
+def moved_bytes(transfers: Sequence[Transfer]) -> tuple[int, int]:
+    """Bytes read and bytes written."""
+    return (
+        sum(piece.num_bytes for t in transfers for piece in t.reads),
+        sum(piece.num_bytes for t in transfers for piece in t.writes),
+    )
+
+
+def carried_s(transfers: Sequence[Transfer], num_workers: int) -> float:
+    """Seconds; each worker reads a subgroup and then writes it, as the engine does."""
+    return _run([_Lane(transfers)] * num_workers)
+
+
+def split_s(transfers: Sequence[Transfer], num_workers: int) -> float:
+    """Seconds; half of the workers read all there is, the others write."""
+    readers = _Lane([Transfer(t.reads, ()) for t in transfers])
+    writers = _Lane([Transfer((), t.writes) for t in transfers])
+    half = max(1, num_workers // 2)
+    return _run([readers] * half + [writers] * max(1, num_workers - half))
+
+
+LOOPS = {"loop, carried": carried_s, "loop, split": split_s}
+
+
+class _Lane:
+    """Transfers that some workers share out among them."""
+
+    def __init__(self, transfers: Sequence[Transfer]) -> None:
+        self._left = iter(transfers)
+        self._lock = threading.Lock()
+        pieces = [p.num_bytes for t in transfers for p in (*t.reads, *t.writes)]
+        self.longest_bytes = max(pieces, default=mmap.PAGESIZE)
+
+    def next(self) -> Transfer | None:
+        """One that nobody has taken."""
+        with self._lock:
+            return next(self._left, None)
+
+
+def _run(lanes: Sequence[_Lane]) -> float:
+    """Seconds until one worker a lane has done with all of them."""
+    errors: list[BaseException] = []
+
+    def work(lane: _Lane, buffer: mmap.mmap) -> None:
+        try:
+            while (transfer := lane.next()) is not None:
+                for piece in transfer.reads:
+                    _move(piece, buffer, writes=False)
+                for piece in transfer.writes:
+                    _move(piece, buffer, writes=True)
+        except BaseException as error:
+            errors.append(error)
+
+    buffers = [_buffer(lane.longest_bytes) for lane in lanes]
+    workers = [
+        threading.Thread(target=work, args=pair)
+        for pair in zip(lanes, buffers, strict=True)
+    ]
+    began = time.perf_counter()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    seconds = time.perf_counter() - began
+    for buffer in buffers:
+        buffer.close()
+    if errors:
+        raise errors[0]
+    return seconds
+
+
+def _buffer(num_bytes: int) -> mmap.mmap:
+    """Page-aligned memory whose pages are there: no fault is timed."""
+    buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for offset in range(0, num_bytes, mmap.PAGESIZE):
+        buffer[offset] = 1
+    return buffer
+
+
+def _move(piece: Piece, buffer: mmap.mmap, *, writes: bool) -> None:
+    flags = os.O_WRONLY if writes else os.O_RDONLY
+    call = os.pwritev if writes else os.preadv
+    fd = os.open(piece.file, flags | os.O_DIRECT | os.O_CLOEXEC)
+    try:
+        with memoryview(buffer) as view:
+            done = 0
+            while done < piece.num_bytes:
+                part = view[done : piece.num_bytes]
+                moved = call(fd, [part], piece.offset_bytes + done)
+                part.release()
+                if moved <= 0:
+                    raise OSError(f"{piece.file}: ended at {piece.offset_bytes + done}")
+                done += moved
+    finally:
+        os.close(fd)
+
+
+@dataclass(frozen=True)
+class FioJob:
+    """One way to let fio move a step's mix of reads and writes."""
+
+    engine: str
+    depth: int
+    block_mib: int
+
+    @property
+    def name(self) -> str:
+        """As it is reported."""
+        return f"fio {self.engine}, depth {self.depth}, {self.block_mib} MiB"
+
+
+def fio_jobs() -> list[FioJob]:
+    """All that are tried; none where fio is not installed."""
+    if shutil.which("fio") is None:
+        return []
+    return [
+        FioJob(engine, depth, block)
+        for engine in ENGINES
+        for depth in DEPTHS
+        for block in BLOCKS_MIB
+    ]
+
+
+def fio_bytes_per_s(
+    job: FioJob, file: Path, file_bytes: int, read_share: float, seconds: float
+) -> float | None:
+    """Bytes a second, reads and writes together; None where fio cannot.
+
+    Args:
+      job: what to run.
+      file: where; fio lays it out the first time, and it is kept.
+      file_bytes: how long.
+      read_share: of the bytes, within 0 and 1.
+      seconds: how long to run, after that.
+    """
+    command = [
+        "fio", "--name=floor", f"--filename={file}", f"--size={file_bytes}",
+        "--direct=1", "--rw=rw", f"--rwmixread={round(100 * read_share)}",
+        f"--ioengine={job.engine}", f"--iodepth={job.depth}",
+        f"--bs={job.block_mib}m", "--time_based", f"--runtime={seconds}",
+        "--fallocate=none", "--overwrite=1", "--output-format=json",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return None
+    found = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+    return float(found["read"]["bw_bytes"] + found["write"]["bw_bytes"])

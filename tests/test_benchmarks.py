@@ -1,0 +1,67 @@
+"""The benchmarks run, tiny, and print the figures that they promise; no time counts."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+def run_script(name, *arguments):
+    command = [sys.executable, str(SCRIPTS / name), *map(str, arguments)]
+    beside = {**os.environ, "PYTHONSAFEPATH": ""}  # scripts import each other
+    return subprocess.run(
+        command, env=beside, capture_output=True, text=True, check=False
+    )
+
+
+def figures(done):
+    assert done.returncode == 0, done.stderr
+    [line] = done.stdout.splitlines()
+    return json.loads(line)
+
+
+def bench_update(directory, *arguments):
+    common = ["--store", directory, "--params", 20_000, "--reps", 2, "--steps", 2]
+    return run_script("bench_update.py", *common, "--json", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "read_bytes"),
+    [([], 8), (["--master", "stored"], 12), (["--out", "bf16"], 12)],
+)
+def test_update_moves_what_it_says(tmp_path, options, read_bytes):
+    found = figures(bench_update(tmp_path, "--fio-seconds", 0, *options))
+    padding = 3 * 4096 / 20_000
+    assert 0 <= found["drive_read_bytes_per_param"] - read_bytes <= padding
+    assert 0 <= found["drive_write_bytes_per_param"] - 12 <= padding
+    for name in ("mparam_per_s", "step_s", "floor_mparam_per_s", "ratio_to_floor"):
+        assert found[name] > 0
+    assert {"rss_over_caller_bytes", "cpu_cores", "commit_s"} <= found.keys()
+    assert {*found["floors_s"]} == {"loop, carried", "loop, split"}
+    assert not [*tmp_path.iterdir()]
+
+
+def test_update_runs_a_peer_in_turn(tmp_path):
+    peer = """echo '{"mparam_per_s": 0.01}'"""
+    found = figures(bench_update(tmp_path, "--fio-seconds", 0, "--peer", peer))
+    assert found["peer_mparam_per_s"] == 0.01
+    assert found["ratio_to_peer"] > 0
+
+
+def test_update_refuses_what_no_store_offers(tmp_path):
+    done = bench_update(tmp_path, "--master", "none")
+    assert done.returncode == 2
+    assert "--master none: expected what jaxinf.open_store offers" in done.stderr
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
+def test_update_runs_fio(tmp_path):
+    found = figures(bench_update(tmp_path, "--fio-seconds", 0.2, "--reps", 1))
+    assert any(name.startswith("fio ") for name in found["fio"])
