@@ -18,6 +18,7 @@ from jaxinf.csd import Csd, CsdBuffer
 from jaxinf.engine.chunks import ChunkTable
 from jaxinf.engine.failure import Failure, closed_error
 from jaxinf.engine.tasks import Task, TaskGroup
+from jaxinf.engine.timeline import Timeline
 from jaxinf.layout import Subgroup
 from jaxinf.store import Slot, StoreDirectory
 
@@ -60,6 +61,7 @@ class TransferHandler:
       csds: the store's CSDs, by number.
       num_workers: threads; each carries a task from load to store.
       failure: what a task's error is put into; once it is set, nothing more is done.
+      timeline: where the workers note what they do.
     """
 
     def __init__(
@@ -70,11 +72,13 @@ class TransferHandler:
         *,
         num_workers: int,
         failure: Failure,
+        timeline: Timeline | None = None,
     ) -> None:
         self._directory = directory
         self._chunks = chunks
         self._csds = csds
         self._failure = failure
+        self._timeline = timeline or Timeline()
         self._changed = threading.Condition()
         self._queue: deque[Task] = deque()
         self._ahead_due: dict[Subgroup, Task] = {}
@@ -271,7 +275,8 @@ class TransferHandler:
         try:
             self._load(csd, work)
             self._failure.check()
-            work.task.compute(csd, work.buffer)
+            with self._timeline.span("update"):
+                work.task.compute(csd, work.buffer)
             num_done = 1
         finally:
             with self._changed:
@@ -285,20 +290,24 @@ class TransferHandler:
             if (state, slot) in work.loaded:
                 continue
             file = self._directory.chunk_file(slot, *layout.place(state))
-            csd.read(work.buffer, layout.extents[state], file)
+            with self._timeline.span("read"):
+                csd.read(work.buffer, layout.extents[state], file)
             if self._chunks.is_checked(layout, state):
-                checksum = csd.checksum(work.buffer, layout.extents[state])
+                with self._timeline.span("checksum"):
+                    checksum = csd.checksum(work.buffer, layout.extents[state])
                 self._chunks.loaded(layout, state, slot, checksum)
 
     def _store(self, csd: Csd, task: Task, buffer: CsdBuffer) -> None:
         layout = task.layout
         for state in task.stores:
-            checksum = csd.checksum(buffer, layout.extents[state])
+            with self._timeline.span("checksum"):
+                checksum = csd.checksum(buffer, layout.extents[state])
             self._chunks.stored(layout, state, checksum)
             file = self._directory.prepare_write(
                 self._chunks.target, *layout.place(state)
             )
-            csd.write(buffer, layout.extents[state], file)
+            with self._timeline.span("write"):
+                csd.write(buffer, layout.extents[state], file)
 
     def _stop(self) -> None:
         """After a failure: what has not begun never will."""

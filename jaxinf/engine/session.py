@@ -19,6 +19,7 @@ from jaxinf.engine.description import StoreDescription
 from jaxinf.engine.failure import Failure, closed_error
 from jaxinf.engine.handler import TransferHandler
 from jaxinf.engine.tasks import SubgroupLayout
+from jaxinf.engine.timeline import Timeline
 from jaxinf.errors import (
     StaleStateError,
     StoreClosedError,
@@ -155,6 +156,7 @@ class Session:
     def __init__(self, options: SessionOptions) -> None:
         self.options = options
         self.meters = ByteMeters()
+        self.timeline = Timeline()
         self.directory: StoreDirectory | None = None
         self._bound: list[StoreDescription] = []
         self.commit: CommitRecord | None = None
@@ -306,6 +308,7 @@ class Session:
             self.csds,
             num_workers=self.options.num_workers,
             failure=self._failure,
+            timeline=self.timeline,
         )
         self.directory = directory
 
@@ -456,8 +459,10 @@ class Session:
         chunks = self.chunks
         chunks.share_unwritten()
         record = replace(self.finished, checksums=chunks.checksums())
-        self.files.sync()
-        self.files.publish(chunks.target, record)
+        with self.timeline.span("sync"):
+            self.files.sync()
+        with self.timeline.span("publish"):
+            self.files.publish(chunks.target, record)
         chunks.end_commit()
         self.commit = self.finished = record
 

@@ -157,7 +157,8 @@ class StepEngine:
                 self._session.handler.drain()
                 self._check_undoable()
             self._arrivals |= arrivals
-        self._session.handler.run(tasks)
+        with self._session.timeline.span("leaf"):
+            self._session.handler.run(tasks)
         given = 0 if part.params is None else part.params.nbytes
         self._session.meters.add(
             link_down_bytes=part.gradient.nbytes + given, link_up_bytes=part.out.nbytes
@@ -424,7 +425,8 @@ class StepEngine:
     ) -> None:
         session = self._session
         try:
-            session.handler.drain()
+            with session.timeline.span("drain"):
+                session.handler.drain()
             session.chunks.end_step()
             session.finished = record
             every = session.options.steps_per_commit

@@ -1,0 +1,61 @@
+"""What each thread of a store did when, for a picture of a step; off by default.
+
+Invariant: nothing is kept, and no lock taken, unless somebody has called `start`.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+__all__ = ["Span", "Timeline"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took time.
+
+    Attributes:
+      kind: ``"read"``, ``"checksum"``, ``"update"``, ``"write"``, ``"leaf"``,
+        ``"drain"``, ``"sync"``, ``"publish"``.
+      thread: name of the thread.
+      began_s, ended_s: by `time.perf_counter`.
+    """
+
+    kind: str
+    thread: str
+    began_s: float
+    ended_s: float
+
+
+class Timeline:
+    """Spans of all threads, in the order in which they ended. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._spans: list[Span] | None = None
+
+    def start(self) -> None:
+        """Keeps spans from here on."""
+        self._spans = []
+
+    def stop(self) -> list[Span]:
+        """Keeps no more; those kept."""
+        spans, self._spans = self._spans or [], None
+        return spans
+
+    def span(self, kind: str) -> contextlib.AbstractContextManager[None]:
+        """Keeps the time that the body takes."""
+        return _OFF if self._spans is None else self._kept(self._spans, kind)
+
+    @contextlib.contextmanager
+    def _kept(self, spans: list[Span], kind: str) -> Iterator[None]:
+        began_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            name = threading.current_thread().name
+            spans.append(Span(kind, name, began_s, time.perf_counter()))
+
+
+_OFF = contextlib.nullcontext()
