@@ -1,0 +1,42 @@
+"""A program: steps of a store larger than the memory that the process may still take.
+
+Under RLIMIT_DATA: the caller's arrays, the budget and 32 MiB. Prints how far it came.
+"""
+
+import resource
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+from update_rig import UpdateRig
+
+BUDGET_BYTES = 16 << 20
+SLACK_BYTES = 32 << 20
+
+
+def data_bytes():
+    """Private writable memory of this process, as RLIMIT_DATA counts it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    [line] = [line for line in lines if line.startswith("VmData:")]
+    return int(line.split()[1]) * 1024
+
+
+def run(place, num_params, budget_bytes):
+    options = {"memory_bytes": budget_bytes, "chunk_elements": 1 << 19}
+    warm = UpdateRig(place / "warm", 100_000, num_leaves=1, **options)
+    warm.step()
+    warm.close()
+    caller_bytes = 2 * 4 * num_params
+    limit = data_bytes() + caller_bytes + BUDGET_BYTES + SLACK_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    rig = UpdateRig(place / "store", num_params, num_leaves=1, **options)
+    for _ in range(3):
+        rig.step()
+    rig.store.wait()
+    print(rig.store.step)
+    rig.close()
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

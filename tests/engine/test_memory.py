@@ -1,0 +1,35 @@
+"""State of any size passes through the budget, and no more memory than that."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+NUM_PARAMS = 16_000_000  # 183 MiB of state, and as much in the other slot
+MIB = 1 << 20
+
+
+def run(place, budget_bytes):
+    program = Path(__file__).with_name("memory_cap.py")
+    command = [sys.executable, program, place, str(NUM_PARAMS), str(budget_bytes)]
+    beside = {**os.environ, "PYTHONSAFEPATH": ""}
+    return subprocess.run(
+        command, env=beside, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is Linux's")
+def test_steps_stay_in_the_budget(tmp_path):
+    done = run(tmp_path, 16 * MIB)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "3\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is Linux's")
+def test_the_cap_holds_a_greater_budget_back(tmp_path):
+    """So that the test above can fail."""
+    done = run(tmp_path, 160 * MIB)
+    assert done.returncode != 0
+    assert not done.stdout
