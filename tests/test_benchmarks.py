@@ -61,6 +61,23 @@ def test_update_refuses_what_no_store_offers(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.parametrize("clip_norm", [0, 1])
+def test_train_compares_and_keeps_a_timeline(tmp_path, clip_norm):
+    timeline = tmp_path / "step.json"
+    done = run_script(
+        "bench_train.py", "--store", tmp_path / "store", "--preset", "nano",
+        "--batch-size", 1, "--seq-len", 16, "--reps", 1, "--steps", 1,
+        "--clip-norm", clip_norm, "--timeline", timeline, "--json",
+    )  # fmt: skip
+    found = figures(done)
+    assert found["ratio"] > 0
+    assert found["max_loss_difference"] < 1e-5
+    document = json.loads(timeline.read_text())
+    kinds = {span["kind"] for span in document["spans"]}
+    assert kinds >= {"read", "checksum", "update", "write", "leaf", "drain", "publish"}
+    assert all(s["began_s"] <= s["ended_s"] for s in document["spans"])
+
+
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
 def test_update_runs_fio(tmp_path):
     found = figures(bench_update(tmp_path, "--fio-seconds", 0.2, "--reps", 1))

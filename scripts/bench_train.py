@@ -1,0 +1,198 @@
+"""A training step with the optimizer's state on a drive, beside one in memory.
+
+Both train the same model from the same params on the same tokens in one process, a few
+steps each in turns. A step ends when its new params and loss are there; its commit goes
+on during the next. The first of each turn is not counted, so that what a step leaves to
+the one after it is paid for by one that counts. With --clip-norm the first update waits
+for all gradients: only reading ahead and writing behind can then overlap the model.
+Medians; `ratio` is the median of the pairs of turns.
+
+    python scripts/bench_train.py --store DIR --preset small --memory-bytes 268435456
+
+With --timeline FILE the last step's spans are kept, for scripts/plot_timeline.py.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jaxinf_models import GPT2, PRESETS, abstract_params, split
+
+import jaxinf
+from jaxinf.train.step import TrainStep, compile_train_step
+
+IDLE_S = 1.0
+
+
+class Trainer:
+    """One model in training.
+
+    Args:
+      arguments: of the program.
+      tx: the optimizer.
+      boundaries: which parts of a step share a jit.
+    """
+
+    def __init__(
+        self, arguments: argparse.Namespace, tx: Any, boundaries: Any = "fused"
+    ) -> None:
+        config = PRESETS[arguments.preset]
+        graphdef, _ = abstract_params(config)
+        new_params = jax.jit(lambda: split(GPT2(config, rngs=nnx.Rngs(0)))[1])
+        self.params = new_params()
+        self.state = tx.init(self.params)
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        example = batch(arguments, 0)
+        self._step: TrainStep = compile_train_step(
+            graphdef, tx, boundaries, self.params, self.state, *example
+        )
+
+    def turn(self, arguments: argparse.Namespace, first: int) -> None:
+        """Steps from batch `first` on; the first of them is not counted."""
+        for number in range(first, first + arguments.steps + 1):
+            self.step(*batch(arguments, number))
+        del self.seconds[-arguments.steps - 1]
+
+    def step(self, tokens: np.ndarray, targets: np.ndarray) -> None:
+        """One step, timed."""
+        began = time.perf_counter()
+        self.params, self.state, loss = jax.block_until_ready(
+            self._step(self.params, self.state, tokens, targets)
+        )
+        self.seconds.append(time.perf_counter() - began)
+        self.losses.append(float(loss))
+
+
+def batch(arguments: argparse.Namespace, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and targets, the same for the same number."""
+    rng = np.random.default_rng(number)
+    shape = (arguments.batch_size, arguments.seq_len + 1)
+    tokens = rng.integers(PRESETS[arguments.preset].vocab_size, size=shape)
+    tokens = tokens.astype(np.int32)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def optimizer(clip_norm: float) -> optax.GradientTransformation:
+    """Adamw, after clipping where that is asked for."""
+    adamw = optax.adamw(3e-4)
+    return (
+        optax.chain(optax.clip_by_global_norm(clip_norm), adamw)
+        if clip_norm
+        else (adamw)
+    )
+
+
+def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
+    """Both trainers in turns."""
+    tx = optimizer(arguments.clip_norm)
+    memory = Trainer(arguments, tx, arguments.reference)
+    store = jaxinf.open_store(place / "store", memory_bytes=arguments.memory_bytes)
+    update = Trainer(arguments, jaxinf.smart_update(tx, store))
+    commits = []
+    for turn in range(arguments.reps + 1):
+        first = turn * (arguments.steps + 1)
+        memory.turn(arguments, first)
+        update.turn(arguments, first)
+        store.wait()
+        metrics = store.metrics_of(first + arguments.steps + 1)
+        assert metrics is not None
+        commits.append(metrics.commit_s)
+        time.sleep(IDLE_S)  # what is read ahead would be in the other's time
+    result = figures(arguments, memory, update)
+    if arguments.timeline:
+        keep_timeline(arguments, store, update)
+    store.close()
+    return result | {"commit_s": round(statistics.median(commits[1:]), 4)}
+
+
+def keep_timeline(arguments: argparse.Namespace, store: Any, update: Trainer) -> None:
+    """Spans of the second of two steps, in seconds from its beginning."""
+    data = batch(arguments, 0)
+    update.step(*data)
+    store.session.timeline.start()
+    began = time.perf_counter()
+    update.step(*data)
+    ended = time.perf_counter()
+    store.wait()
+    time.sleep(IDLE_S)
+    spans = [dataclasses.asdict(span) for span in store.session.timeline.stop()]
+    for span in spans:
+        span["began_s"] -= began
+        span["ended_s"] -= began
+    document = {"step_s": ended - began, "spans": spans}
+    arguments.timeline.write_text(json.dumps(document) + "\n")
+
+
+def figures(
+    arguments: argparse.Namespace, memory: Trainer, update: Trainer
+) -> dict[str, Any]:
+    """What is printed."""
+    memory_s, update_s = (
+        [
+            statistics.mean(t.seconds[turn * arguments.steps :][: arguments.steps])
+            for turn in range(1, arguments.reps + 1)  # the first warms up
+        ]
+        for t in (memory, update)
+    )
+    ratios = [u / m for u, m in zip(update_s, memory_s, strict=True)]
+    differences = [
+        abs(u - m) for u, m in zip(update.losses, memory.losses, strict=True)
+    ]
+    return {
+        "preset": arguments.preset,
+        "params": sum(leaf.size for leaf in jax.tree.leaves(memory.params)),
+        "clip_norm": arguments.clip_norm,
+        "reference": arguments.reference,
+        "memory_bytes": arguments.memory_bytes,
+        "load_average": round(os.getloadavg()[0], 2),
+        "memory_step_s": round(statistics.median(memory_s), 4),
+        "update_step_s": round(statistics.median(update_s), 4),
+        "ratio": round(statistics.median(ratios), 4),
+        "ratio_spread": [round(min(ratios), 4), round(max(ratios), 4)],
+        "max_loss_difference": max(differences),
+        "losses_identical": max(differences) == 0,
+    }
+
+
+def main() -> None:
+    """Prints the figures, or with --json one line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--store", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--preset", choices=[*PRESETS], default="small")
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--memory-bytes", type=int, default=1 << 30)
+    parser.add_argument("--clip-norm", type=float, default=0.0, help="0: none")
+    parser.add_argument(
+        "--reference", choices=("fused", "halves", "split"), default="fused"
+    )
+    parser.add_argument("--reps", type=int, default=3, help="turns of each")
+    parser.add_argument("--steps", type=int, default=2, help="counted in a turn")
+    parser.add_argument("--timeline", type=Path, metavar="FILE")
+    parser.add_argument("--json", action="store_true", help="one line")
+    arguments = parser.parse_args()
+    arguments.store.mkdir(parents=True, exist_ok=True)
+    place = Path(tempfile.mkdtemp(dir=arguments.store, prefix="bench-train-"))
+    try:
+        result = measure(arguments, place)
+    finally:
+        shutil.rmtree(place)
+    print(json.dumps(result, indent=None if arguments.json else 1))
+
+
+if __name__ == "__main__":
+    main()
