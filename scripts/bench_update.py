@@ -27,7 +27,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import ml_dtypes
 import numpy as np
@@ -41,8 +41,9 @@ from floor import (
 )
 from update_rig import UpdateRig
 
+from jaxinf.engine.session import MasterReads, StateFormat
+
 NUM_WARM_UP = 4
-STATES = ("fp32", "bf16", "int8")
 MASTERS = ("auto", "stored", "none")
 DTYPES = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
 NUM_FIO_KEPT = 2
@@ -269,6 +270,7 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
         num_params,
         dtype=DTYPES[arguments.out],
         master=arguments.master,
+        state=arguments.state,
         **options,
     )
     try:
@@ -305,7 +307,7 @@ def main() -> None:
     )
     parser.add_argument("--store", type=Path, required=True, metavar="DIR")
     parser.add_argument("--params", type=float, default=200e6)
-    parser.add_argument("--state", choices=STATES, default="fp32")
+    parser.add_argument("--state", choices=get_args(StateFormat), default="fp32")
     parser.add_argument("--master", choices=MASTERS, default="auto")
     parser.add_argument("--out", choices=[*DTYPES], default="fp32")
     parser.add_argument("--reps", type=int, default=5)
@@ -326,13 +328,12 @@ def check_offered(
     parser: argparse.ArgumentParser, arguments: argparse.Namespace
 ) -> None:
     """Ends the program where the store has no such setting."""
-    for name, offered in (("state", ("fp32",)), ("master", ("auto", "stored"))):
-        value = getattr(arguments, name)
-        if value not in offered:
-            parser.error(
-                f"--{name} {value}: expected what jaxinf.open_store offers, "
-                f"{' or '.join(offered)}; a store of this version has no other"
-            )
+    offered = get_args(MasterReads)
+    if arguments.master not in offered:
+        parser.error(
+            f"--master {arguments.master}: expected what jaxinf.open_store offers, "
+            f"{' or '.join(offered)}; a store of this version has no other"
+        )
 
 
 if __name__ == "__main__":

@@ -32,14 +32,20 @@ def bench_update(directory, *arguments):
 
 
 @pytest.mark.parametrize(
-    ("options", "read_bytes"),
-    [([], 8), (["--master", "stored"], 12), (["--out", "bf16"], 12)],
+    ("options", "read_bytes", "write_bytes"),
+    [
+        ([], 8, 12),
+        (["--master", "stored"], 12, 12),
+        (["--out", "bf16"], 12, 12),
+        (["--state", "bf16"], 4, 8),
+        (["--state", "int8"], 2, 6),
+    ],
 )
-def test_update_moves_what_it_says(tmp_path, options, read_bytes):
+def test_update_moves_what_it_says(tmp_path, options, read_bytes, write_bytes):
     found = figures(bench_update(tmp_path, "--fio-seconds", 0, *options))
-    padding = 3 * 4096 / 20_000
+    padding = 5 * 4096 / 20_000
     assert 0 <= found["drive_read_bytes_per_param"] - read_bytes <= padding
-    assert 0 <= found["drive_write_bytes_per_param"] - 12 <= padding
+    assert 0 <= found["drive_write_bytes_per_param"] - write_bytes <= padding
     for name in ("mparam_per_s", "step_s", "floor_mparam_per_s", "ratio_to_floor"):
         assert found[name] > 0
     assert {"rss_over_caller_bytes", "cpu_cores", "commit_s"} <= found.keys()
