@@ -60,7 +60,11 @@ def test_the_same_bits_for_a_third_less_reading(tmp_path, memory_bytes, durabili
         np.testing.assert_array_equal(held[name, "params"], value)
     padding = 2 * 4 * 4096
     assert abs(traffic.drive_read_bytes - 2 * 8 * NUM_PARAMS) < NUM_PARAMS * 8 + padding
-    assert more.drive_read_bytes - traffic.drive_read_bytes >= 4 * NUM_PARAMS
+    saved = more.drive_read_bytes - traffic.drive_read_bytes
+    if durability == "step" or memory_bytes > 1 << 20:
+        assert saved >= 4 * NUM_PARAMS
+    else:  # parts of chunks are overwritten: the master is read to be compared
+        assert saved >= 0
     assert more.drive_write_bytes == traffic.drive_write_bytes
 
 
@@ -83,10 +87,13 @@ def test_from_the_drive_where_they_are_not_at_hand(tmp_path, how, monkeypatch):
 
 @pytest.mark.parametrize("element", [(0, 0), (299, 1024), (150, 500)])
 @pytest.mark.parametrize("memory_bytes", [1 << 20, 1 << 26])
-def test_other_params_are_caught_wherever_they_differ(tmp_path, element, memory_bytes):
+@pytest.mark.parametrize("verify", ["always", "never"])
+def test_other_params_are_caught_wherever_they_differ(
+    tmp_path, element, memory_bytes, verify
+):
     params = new_params()
     with jaxinf.open_store(
-        tmp_path / "store", memory_bytes=memory_bytes, num_workers=2
+        tmp_path / "store", memory_bytes=memory_bytes, num_workers=2, verify=verify
     ) as store:
         tx = jaxinf.smart_update(optax.adam(1e-2), store)
         state = tx.init(params)

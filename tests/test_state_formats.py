@@ -123,6 +123,8 @@ def test_an_existing_store_knows_its_format(tmp_path):
     run(tmp_path / "store", 1)
     with pytest.raises(StoreMismatchError, match="state as int8, asked for was state="):
         jaxinf.open_store(tmp_path / "store", state="bf16")
+    for _ in range(2):  # nothing to code in it
+        run(tmp_path / "plain", 1, state="int8", tx=optax.sgd(0.1))
     with pytest.raises(ValueError, match="state='int4': expected"):
         jaxinf.open_store(tmp_path / "new", state="int4")
 

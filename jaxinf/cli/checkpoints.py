@@ -95,6 +95,7 @@ def _check_kept(directory: StoreDirectory, name: str) -> None:
     if current.committed_at not in kept:
         raise StoreMismatchError(
             f"{directory.path}: step {current.step} is committed and in no checkpoint; "
-            f"keep it first (jaxinf checkpoint {directory.path} save), or give it up "
+            f"keep it first (jaxinf checkpoint {directory.path} save NAME), or give it "
+            "up "
             f"(jaxinf checkpoint {directory.path} restore {name} --discard-current)"
         )

@@ -62,12 +62,19 @@ def convert_store(
       The step.
 
     Raises:
+      ValueError: a CSD root is not there.
       StoreFormatError: no store, or something else in the target's place.
       StoreSpaceError: there is no room; nothing was written.
       StoreError: a drive failed.
     """
     held = StoreDirectory.open(source)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    for root in csds:
+        if not root.is_dir():
+            raise ValueError(
+                f"CSD root {root}: expected a directory on a mounted drive, found "
+                "nothing; create or mount it"
+            )
+    if target.exists() and (not target.is_dir() or not _is_empty(target)):
         raise StoreFormatError(
             f"{target}: expected nothing there, or an empty directory, for the "
             "converted store; give another path"
@@ -80,8 +87,8 @@ def convert_store(
         target.mkdir(parents=True, exist_ok=True)
         lock = StoreLock(target)
         try:
-            directory.create()
             try:
+                directory.create()
                 sums = _fill(directory, held.manifest, step, record.step, progress)
                 directory.sync()
                 directory.publish("a", replace(record, checksums=sums))
@@ -92,6 +99,11 @@ def convert_store(
         finally:
             lock.release()
     return record.step
+
+
+def _is_empty(path: Path) -> bool:
+    """Whether nothing is there, the locks of a conversion that failed excepted."""
+    return all(entry.name in ("lock", "publish.lock") for entry in path.iterdir())
 
 
 def _manifest(held: Manifest, codec: str, csds: Sequence[Path]) -> Manifest:

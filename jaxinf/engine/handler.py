@@ -9,6 +9,7 @@ taken as it passes. The first error stops everything: no later task starts, and
 everybody who waits gets that very exception.
 """
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -114,12 +115,24 @@ class TransferHandler:
                 self._queue.append(task)
             self._num_unfinished += len(tasks)
             self._changed.notify_all()
-            self._changed.wait_for(
-                lambda: (
-                    not group.num_waiting or (self._is_over() and not group.num_running)
+            try:
+                self._changed.wait_for(
+                    lambda: (
+                        not group.num_waiting
+                        or (self._is_over() and not group.num_running)
+                    )
                 )
-            )
+            except BaseException as error:  # an interrupt of the main thread
+                self._failure.set(error)
+                self._await_running(group)
+                raise
             self._check_done(not group.num_waiting)
+
+    def _await_running(self, group: TaskGroup) -> None:
+        """Waits until no task of a group computes, however often it is interrupted."""
+        while group.num_running:
+            with contextlib.suppress(KeyboardInterrupt):
+                self._changed.wait_for(lambda: not group.num_running)
 
     def prefetch(self, tasks: Sequence[Task]) -> None:
         """Loads what these tasks will load, in this order, as far as memory reaches.

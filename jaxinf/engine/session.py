@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 
 from jaxinf.csd import CSD_KINDS, Csd, HostCsd
 from jaxinf.engine.chunks import VERIFY_MODES, ChunkTable, VerifyMode
-from jaxinf.engine.description import StoreDescription
+from jaxinf.engine.description import StoreDescription, coded_states
 from jaxinf.engine.failure import Failure, closed_error
 from jaxinf.engine.handler import TransferHandler
 from jaxinf.engine.tasks import SubgroupLayout
@@ -281,7 +281,12 @@ class Session:
         wanted = self.options.state
         held = {state.codec for leaf in manifest.leaves for state in leaf.states}
         found = next((codec for codec in CODECS if codec in held), "fp32")
-        if wanted is not None and wanted != found:
+        codec = wanted if wanted in CODECS else ""
+        is_other = any(
+            leaf.states != coded_states(replace(leaf, states=leaf.slots), codec)
+            for leaf in manifest.leaves
+        )
+        if wanted is not None and is_other:
             raise StoreMismatchError(
                 f"{self.options.path}: the store holds its state as {found}, asked for "
                 f"was state={wanted!r}; leave it out, or make a store of the other "

@@ -100,6 +100,12 @@ class Store:
         return self.session.commit.skipped_steps if self.session.commit else 0
 
     @property
+    def committed_at(self) -> str | None:
+        """When the last committed step was committed, UTC; None for a new store."""
+        self.steps.join()
+        return self.session.commit.committed_at if self.session.commit else None
+
+    @property
     def payload(self) -> JsonValue:
         """What `annotate` gave to the last committed step."""
         self.steps.join()
@@ -291,10 +297,13 @@ class Store:
           keep_last: how many of the latest stay; 0 keeps all.
           keep_every: steps that are a multiple of this stay too; 0 for none.
 
-        Only checkpoints named by their step are removed, never one with another name.
+        Only checkpoints named by their step are removed, never one with another name,
+        nor one of a later step than the store's.
         """
         found = self.checkpoints()
-        names = checkpoints_to_prune(found, keep_last=keep_last, keep_every=keep_every)
+        names = checkpoints_to_prune(
+            found, self.step, keep_last=keep_last, keep_every=keep_every
+        )
         for name in names:
             self.remove_checkpoint(name)
         return names

@@ -124,7 +124,12 @@ def list_checkpoints(directory: StoreDirectory) -> list[CheckpointInfo]:
     found = []
     for name in checkpoint_names(directory):
         path = directory.path / "checkpoints" / name
-        record = CommitRecord.read(path / "commit.json")
+        try:
+            record = CommitRecord.read(path / "commit.json")
+        except StoreFormatError:
+            if path.exists():
+                raise
+            continue  # another process has just removed it
         own_bytes = _own_bytes(directory, f"checkpoints/{name}")
         found.append(CheckpointInfo(name, record.step, record.committed_at, own_bytes))
     return sorted(found, key=lambda info: (info.step, info.name))
@@ -197,18 +202,27 @@ def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
 
 
 def checkpoints_to_prune(
-    found: Iterable[CheckpointInfo], *, keep_last: int, keep_every: int
+    found: Iterable[CheckpointInfo], step: int, *, keep_last: int, keep_every: int
 ) -> list[str]:
     """Names of the checkpoints that a policy does not keep.
 
-    Only those named by their step's number are a policy's to remove.
+    Only those named by their step's number are a policy's to remove, and none of a step
+    that is still to come: after a restore they are of another run.
 
     Args:
       found: what there is.
+      step: where the run is.
       keep_last: how many of the latest stay; 0 keeps all.
       keep_every: steps that are a multiple of this stay; 0 keeps none for that.
     """
-    numbered = sorted((c for c in found if c.name == str(c.step)), key=lambda c: c.step)
+    if min(keep_last, keep_every) < 0:
+        raise ValueError(
+            f"keep_last={keep_last}, keep_every={keep_every}: expected at least 0"
+        )
+    numbered = sorted(
+        (c for c in found if c.name == str(c.step) and c.step <= step),
+        key=lambda c: c.step,
+    )
     if not keep_last:
         return []
     return [
@@ -253,7 +267,9 @@ def checkpoint_names(directory: StoreDirectory) -> list[str]:
     root = directory.path / "checkpoints"
     if not root.is_dir():
         return []
-    return sorted(e.name for e in root.iterdir() if not e.name.startswith("."))
+    return sorted(
+        e.name for e in root.iterdir() if not e.name.startswith(".") and e.is_dir()
+    )
 
 
 def _committed(directory: StoreDirectory) -> tuple[Slot, CommitRecord]:

@@ -243,17 +243,20 @@ class StoreDirectory:
             owner = _read_owner(note)
             if owner == own:
                 continue
-            if (
-                owner is not None
-                and _store_id_at(Path(owner)) == self.manifest.store_id
-            ):
-                raise StoreFormatError(
-                    f"{self.path}: expected a store of its own, found a copy of "
-                    f"{owner}, whose chunks on CSD {csd} ({note.parent}) it would "
-                    "overwrite; open that one, or make a store that shares nothing "
-                    'with it ("jaxinf checkpoint STORE export", then "import")'
-                )
+            self._check_owner(owner, note)
             write_json_atomically(note, {"store": own})
+
+    def _check_owner(self, owner: str | None, note: Path) -> None:
+        """Refuses a CSD's directory that belongs to another store that is there."""
+        if owner is None or owner == str(self.path.resolve()):
+            return
+        if _store_id_at(Path(owner)) == self.manifest.store_id:
+            raise StoreFormatError(
+                f"{self.path}: expected a store of its own, found a copy of {owner}, "
+                f"whose chunks on a CSD ({note.parent}) it would overwrite; open that "
+                "one, or make a store that shares nothing with it "
+                '("jaxinf checkpoint STORE export", then "import")'
+            )
 
     def _create_metadata(self, slot: Slot, timestamp_ns: int) -> None:
         root = self.step_path(slot)
@@ -306,11 +309,8 @@ class StoreDirectory:
                 f"{self.path}: expected no committed step, found one"
             )
         for slot in SLOTS:
-            try:
-                step = CommitRecord.read(self.step_path(slot) / "commit.json").step
-            except StoreFormatError:
-                continue
-            if step > 0:
+            record = self.step_path(slot) / "commit.json"
+            if record.exists() and (step := CommitRecord.read(record).step) > 0:
                 raise StoreFormatError(
                     f"{self.path}: expected the symlink `current` to name the "
                     f"committed slot, found none, but step {step} in slots/{slot}; was "
@@ -323,9 +323,13 @@ class StoreDirectory:
         """Removes a store that never committed a step: its creation was interrupted.
 
         Raises:
-          StoreFormatError: it has committed one; nothing is removed.
+          StoreFormatError: it has committed one, or its chunks are another store's;
+            nothing is removed.
         """
         self.check_never_committed()
+        for csd in range(len(self.manifest.csds)):
+            note = self.csd_directory(csd) / "store.json"
+            self._check_owner(_read_owner(note), note)
         for csd, root in enumerate(self.manifest.csds):
             shutil.rmtree(self.csd_directory(csd), ignore_errors=True)
             if os.path.isdir(root):

@@ -8,6 +8,7 @@ import fcntl
 import logging
 import os
 import shutil
+import uuid
 from pathlib import Path
 
 from jaxinf.io.failures import translated
@@ -42,7 +43,8 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 def can_link(directory: Path) -> bool:
     """Whether a directory's file system has hard links."""
-    first, second = directory / f".link-{os.getpid()}", directory / ".link-target"
+    name = f".link-{uuid.uuid4().hex}"
+    first, second = directory / name, directory / f"{name}-2"
     try:
         first.touch()
         os.link(first, second)
@@ -51,10 +53,10 @@ def can_link(directory: Path) -> bool:
             raise
         return False
     else:
-        second.unlink()
         return True
     finally:
         first.unlink(missing_ok=True)
+        second.unlink(missing_ok=True)
 
 
 def _copy(source: Path, target: Path) -> bool:

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # store keeps the exception, and here it becomes the message.
     logging.getLogger("jax._src.callback").setLevel(logging.CRITICAL)
     try:
-        train(config, command=shlex.join([*_PROGRAM.split(), *words]))
+        train(config, command=shlex.join([*_PROGRAM.split(), *_to_resume(words)]))
     except UsageError as error:
         return _fail(2, error)
     except (JaxinfError, OSError) as error:
@@ -41,6 +41,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _to_resume(words: Sequence[str]) -> list[str]:
+    """The command line that goes on: what was gone back to is not again."""
+    kept: list[str] = []
+    coming = iter(words)
+    for word in coming:
+        if word == "--restore":
+            next(coming, None)
+        elif not word.startswith("--restore="):
+            kept.append(word)
+    return kept
 
 
 def _fail(status: int, error: Exception) -> int:

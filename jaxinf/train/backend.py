@@ -146,8 +146,12 @@ class OnStore:
     ) -> str | None:
         """See `Backend`."""
         name = str(int(state.step))
-        if name in (info.name for info in self.store.checkpoints()):
-            return None
+        self.store.wait(state)
+        held = next((c for c in self.store.checkpoints() if c.name == name), None)
+        if held is not None:
+            if held.committed_at == self.store.committed_at:
+                return None
+            self.store.remove_checkpoint(name)  # of what was given up by a restore
         self.store.checkpoint(name, state=state)
         self.store.prune_checkpoints(keep_last=keep_last, keep_every=keep_every)
         return name

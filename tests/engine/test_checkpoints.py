@@ -262,13 +262,17 @@ def test_policies():
     found = [info(str(s), s) for s in range(10, 110, 10)] + [info("best", 15)]
 
     def pruned(**policy):
-        return [int(n) for n in checkpoints_to_prune(found, **policy)]
+        return [int(n) for n in checkpoints_to_prune(found, 100, **policy)]
 
     assert pruned(keep_last=0, keep_every=0) == []
     assert pruned(keep_last=0, keep_every=30) == []
     assert pruned(keep_last=3, keep_every=0) == [10, 20, 30, 40, 50, 60, 70]
     assert pruned(keep_last=3, keep_every=30) == [10, 20, 40, 50, 70]
     assert pruned(keep_last=100, keep_every=0) == []
+    after_restore = checkpoints_to_prune(found, 50, keep_last=1, keep_every=0)
+    assert after_restore == ["10", "20", "30", "40"]
+    with pytest.raises(ValueError, match="expected at least 0"):
+        pruned(keep_last=-1, keep_every=0)
 
 
 def test_pruning_a_store(drive):
@@ -318,3 +322,27 @@ def test_a_store_may_move(drive, place):
     moved.steps(1).check(3)
     moved.store.checkpoint()
     moved.steps(2).check(5)
+
+
+def test_a_half_copied_store_takes_nothing_from_the_original(drive, place):
+    """Its manifest alone looks like a store whose creation was interrupted."""
+    driver = drive(num_csds=2).init().steps(2)
+    driver.store.checkpoint()
+    driver.close()
+    (place / "copy").mkdir()
+    shutil.copy(driver.store.path / "jaxinf.json", place / "copy")
+    copy = drive("copy", num_csds=2)
+    with pytest.raises(
+        StoreFormatError, match=r"found a copy of .*store, whose chunks"
+    ):
+        copy.init()
+    again = drive(driver.store.path).init()
+    again.check(2)
+    again.check(2, path_of(again, "2"))
+
+
+def test_a_stray_file_among_checkpoints(drive):
+    driver = drive().init().steps(1)
+    driver.store.checkpoint()
+    (driver.store.path / "checkpoints" / "notes.txt").touch()
+    assert [info.name for info in driver.store.checkpoints()] == ["1"]

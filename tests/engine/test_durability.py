@@ -192,3 +192,51 @@ def test_a_gradient_that_is_not_finite_costs_no_step_before_it(tmp_path):
         run_transform(path, bad_steps=(6,), nonfinite="error", durability=4)
     with jaxinf.open_store(path) as store:
         assert store.step == 6
+
+
+@pytest.mark.parametrize("ask", ["wait", "params", "checkpoint", "read"])
+def test_nothing_is_read_of_a_step_that_is_half_over_another(drive, ask):
+    driver = drive(durability=10).init().steps(3)
+    driver.update([0])
+    store = driver.store
+    like = {n: jax.ShapeDtypeStruct(s, d) for n, (s, d) in driver.leaves.items()}
+    calls = {
+        "wait": store.wait,
+        "params": lambda: store.params(like),
+        "checkpoint": store.checkpoint,
+        "read": lambda: store.read("trace", "bias"),
+    }
+    with pytest.raises(StoreError, match="step 4 is under way, and the steps before"):
+        calls[ask]()
+    driver.update(range(1, len(driver.leaves)))
+    driver.finish()
+    driver.check(4)
+
+
+@pytest.mark.parametrize("change", ["other", "sign of zero"])
+def test_params_that_differ_in_a_chunk_of_many_parts(tmp_path, change):
+    """Parts of it are overwritten before all of it has been seen."""
+    params = {"w": jnp.zeros((60, 4096))}
+    with jaxinf.open_store(
+        tmp_path / "store", durability=9, memory_bytes=1 << 19, num_workers=2
+    ) as store:
+        tx = jaxinf.smart_update(optax.sgd(0.0, momentum=0.9), store)
+        state = tx.init(params)
+        for _ in range(3):
+            updates, state = tx.update(params, state, params)
+            params = optax.apply_updates(params, updates)
+        if change == "other":
+            params["w"] = params["w"].at[0, 0].set(1.0)
+            with pytest.raises(jaxinf.DivergedParamsError):
+                tx.update(params, state, params)
+            return
+        params["w"] = params["w"].at[40, 7].set(-0.0)
+        tx.update(params, state, params)
+
+
+def test_a_payload_for_a_step_that_is_ending_is_refused(drive):
+    driver = drive().init()
+    driver.update()
+    driver.finish()
+    with pytest.raises(ValueError, match="expected a step still to be committed"):
+        driver.store.annotate(1, {"late": True})

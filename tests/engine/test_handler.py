@@ -1,5 +1,6 @@
 """The transfer handler over real files, with tasks made by hand."""
 
+import signal
 import threading
 import time
 
@@ -328,3 +329,26 @@ def test_closing_frees_what_was_read_ahead(rig):
     item = rig()
     item.handler.prefetch(item.tasks())
     item.close()
+
+
+def test_no_compute_runs_after_an_interrupt(rig):
+    """Ctrl-C ends the wait of the main thread, whose buffers are XLA's."""
+    item = rig(num_workers=1)
+    inside, ended = threading.Event(), threading.Event()
+
+    def slow(csd, buffer):
+        inside.set()
+        time.sleep(0.2)
+        ended.set()
+
+    def interrupt():
+        assert inside.wait(TIMEOUT_S)
+        signal.raise_signal(signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        item.handler.run([item.task(item.layouts[0], compute=slow)])
+    assert ended.is_set()
+    thread.join()
+    assert isinstance(item.failure.error, KeyboardInterrupt)

@@ -206,7 +206,7 @@ def test_creation_cut_short(drive, place, num_csds, files):
     if files == "manifest":
         (place / "store").mkdir()
         manifest = driver.description.manifest(
-            [str(place / f"csd{i}") for i in range(num_csds)], 4096
+            [str(place / f"csd{i}") for i in range(num_csds)], 4096, ""
         )
         import json
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from jaxinf.errors import StoreMismatchError
+from jaxinf.train.__main__ import _to_resume
 from jaxinf.train.config import TrainConfig, UsageError
 from jaxinf.train.loop import train
 
@@ -73,3 +74,18 @@ def test_other_settings_are_refused_after_a_restore_too(config):
     train(config(steps=2, checkpoint_every=1))
     with pytest.raises(StoreMismatchError, match="--seed: the run has 0"):
         train(config(steps=4, restore="1", seed=1))
+
+
+def test_a_restored_run_keeps_its_own_checkpoints(config, tmp_path):
+    root = tmp_path / "store" / "checkpoints"
+    options = {"checkpoint_every": 2, "keep_last": 3}
+    train(config(steps=6, **options))
+    old = (root / "6" / "commit.json").read_text()
+    train(config(steps=8, restore="4", learning_rate=0.5, **options))
+    assert sorted(p.name for p in root.iterdir()) == ["4", "6", "8"]
+    assert (root / "6" / "commit.json").read_text() != old
+
+
+def test_what_is_shown_to_resume_does_not_go_back_again():
+    assert _to_resume(["--restore", "4", "--steps", "8"]) == ["--steps", "8"]
+    assert _to_resume(["--steps", "8", "--restore=4"]) == ["--steps", "8"]
