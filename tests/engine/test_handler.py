@@ -343,7 +343,7 @@ def test_no_compute_runs_after_an_interrupt(rig):
 
     def interrupt():
         assert inside.wait(TIMEOUT_S)
-        signal.raise_signal(signal.SIGINT)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
