@@ -16,6 +16,11 @@ namespace jaxinf {
 
 using Word = std::uint32_t;  // the bits of a 32-bit scalar
 
+inline const bool is_amd = [] {
+  __builtin_cpu_init();
+  return (bool)__builtin_cpu_is("amd");
+}();
+
 struct Lanes {
   static constexpr int size = 8;
   typedef float F32 __attribute__((vector_size(32)));
@@ -51,11 +56,13 @@ struct Lanes {
   static JAXINF_INLINE F32 sqrt(F32 x) { return (F32)_mm256_sqrt_ps((__m256)x); }
   static JAXINF_INLINE F32 reciprocal(F32 x) { return constant(1.0f) / x; }
 
-  // As XLA on x86: the processor's estimate and two Newton steps, but for arguments
-  // that have no such root, where the estimate is exact.
+  // As XLA on x86: the processor's estimate and Newton steps, of which it takes one where
+  // the estimate is AMD's, as that is closer; but not for arguments that have no such
+  // root, where the estimate is exact.
   static JAXINF_INLINE F32 rsqrt(F32 x) {
     const F32 estimate = (F32)_mm256_rsqrt_ps((__m256)x);
-    const F32 refined = newton(x, newton(x, estimate));
+    const F32 once = newton(x, estimate);
+    const F32 refined = is_amd ? once : newton(x, once);
     const I32 word = (I32)x, magnitude = word & 0x7fffffff;
     const I32 denormal = (I32)((U32)magnitude - 1u < U32{} + 0x7fffffu);
     const I32 negative = (word < 0) & ((U32)magnitude - 0x800000u < U32{} + 0x7f000000u);
