@@ -5,6 +5,13 @@ name. `trace_update` divides ``tx.update`` into a *prologue* (scalars and reduct
 run in JAX) and one elementwise `Kernel` per leaf, run on chunks near the storage.
 """
 
+from jaxinf.kernels.card import (
+    CardArgument,
+    CardKernel,
+    CardStatus,
+    card_kernel,
+    named_card_kernel,
+)
 from jaxinf.kernels.codecs import CodedSlot
 from jaxinf.kernels.compiled import CompiledKernel, compiled, runner
 from jaxinf.kernels.init import InitProgram, LeafInit, trace_init
@@ -15,6 +22,9 @@ from jaxinf.kernels.state import StateLayout, StateSlot, state_layout
 from jaxinf.kernels.tree import LeafInfo, leaf_infos
 
 __all__ = [
+    "CardArgument",
+    "CardKernel",
+    "CardStatus",
     "CodedSlot",
     "CompiledKernel",
     "InitKernel",
@@ -27,8 +37,10 @@ __all__ = [
     "StateLayout",
     "StateSlot",
     "UpdateProgram",
+    "card_kernel",
     "compiled",
     "leaf_infos",
+    "named_card_kernel",
     "runner",
     "state_layout",
     "trace_init",

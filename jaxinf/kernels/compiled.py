@@ -30,6 +30,7 @@ __all__ = [
     "compiled",
     "invoke",
     "runner",
+    "scalar_word",
     "source_of",
 ]
 
@@ -143,7 +144,7 @@ def invoke(
         ctypes.byref(_array(out)),
         (_Array * max(1, len(slots)))(*map(_array, slots)),
         (_Array * max(1, len(arrays)))(*map(_array, arrays)),
-        (ctypes.c_uint32 * max(1, len(scalars)))(*map(_word, scalars)),
+        (ctypes.c_uint32 * max(1, len(scalars)))(*map(scalar_word, scalars)),
         (ctypes.c_uint32 * max(1, len(constants)))(*constants),
     )
     return bool(finite)
@@ -252,7 +253,8 @@ def _array(array: Array | CodedSlot) -> _Array:
     return _Array(codes, scales.ctypes.data, _INT8_BLOCKS, array.key, array.first)
 
 
-def _word(number: np.generic) -> int:
+def scalar_word(number: np.generic | Array) -> int:
+    """The 32 bits in which a kernel takes a scalar; all set for true."""
     if number.dtype == np.bool_:
         return 0xFFFFFFFF if number else 0
-    return int(number.view(np.uint32))
+    return int(np.asarray(number).view(np.uint32))

@@ -1,0 +1,356 @@
+"""The kernels of FPGA cards: one table of their names and arguments.
+
+Invariant: what calls a card kernel, what describes it to a runtime and what builds it
+(`jaxinf.kernels.card_source`) read this table, and nothing else.
+
+A card kernel is one emitted body for one dtype of gradient, of result and of state:
+
+    jaxinf_<body>_<f32|bf16|f16>_<update|params|bf16|f16>_<f32|bf16|int8>[_topk]
+
+<body> is the name of a source in ``generated/``; literals and the prologue's scalars
+are arguments, so that one kernel serves all hyperparameters.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from jaxinf.errors import UnsupportedTransformError
+from jaxinf.kernels.compiled import scalar_word
+from jaxinf.kernels.emitter import UnsupportedKernelError, emit
+from jaxinf.kernels.kernel import Kernel
+from jaxinf.kernels.lowering import lower
+from jaxinf.kernels.standard import standard_kernels
+from jaxinf.kernels.tree import FLOAT32
+from jaxinf.layout import CODE_BLOCK
+from jaxinf.typing import Array
+
+__all__ = [
+    "CARD_ALIGNMENT_BYTES",
+    "STATUS_BYTES",
+    "CardArgument",
+    "CardKernel",
+    "CardStatus",
+    "card_kernel",
+    "named_card_kernel",
+]
+
+CARD_ALIGNMENT_BYTES = 64
+"""Of every pointer, and of the memory behind it: what a port moves in one cycle."""
+
+STATUS_BYTES = 64
+"""Of the block that a kernel writes last, 16 words of uint32: [0] 1 where every
+gradient is finite, else 0; from [1] the checksums of `CardStatus`; [15] not 0 where
+top-k's positions are not valid; the rest 0."""
+
+GRADIENTS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+RESULTS = {
+    "update": "float32",
+    "params": "float32",
+    "bf16": "bfloat16",
+    "f16": "float16",
+}
+STATES = {"": "f32", "bf16": "bf16", "int8": "int8"}
+_STATE_DTYPES = {"f32": "float32", "bf16": "bfloat16", "int8": "uint8"}
+_ITEM_BYTES = {"uint8": 1, "bfloat16": 2, "float16": 2}
+_BAD_INDICES = STATUS_BYTES // 4 - 1
+
+Count = Literal["one", "elements", "selected", "blocks", "status"]
+
+
+@dataclass(frozen=True)
+class CardArgument:
+    """One argument of a card kernel.
+
+    Attributes:
+      name: For example ``mu_in``.
+      kind: A pointer is a port of its own (``m_axi``); a scalar is 32 bits.
+      type: Of what it points to, or of the scalar, whose bits are passed.
+      is_output: Whether the kernel writes through it, and never reads.
+      count: How much it points to: the subgroup's elements, those selected by top-k,
+        the scales of its blocks, or the status.
+    """
+
+    name: str
+    kind: Literal["pointer", "scalar"]
+    type: str
+    is_output: bool = False
+    count: Count = "one"
+
+    def num_bytes(self, num_elements: int, num_selected: int = 0) -> int:
+        """Memory that it needs: multiples of `CARD_ALIGNMENT_BYTES`, at least one."""
+        number = {
+            "one": 1,
+            "elements": num_elements,
+            "selected": num_selected,
+            "blocks": -(-num_elements // CODE_BLOCK),
+            "status": STATUS_BYTES // 4,
+        }[self.count]
+        unit = CARD_ALIGNMENT_BYTES
+        return max(1, -(-number * _ITEM_BYTES.get(self.type, 4) // unit)) * unit
+
+
+@dataclass(frozen=True)
+class CardStatus:
+    """What a kernel reports.
+
+    Attributes:
+      finite: Whether every gradient is.
+      indices_valid: Whether top-k's positions ascend and lie in the subgroup; True
+        without top-k.
+      checksums_read: CRC-32C of each extent as it was read: master params, then the
+        slots, each followed by its scales; as `jaxinf.io.crc32c`, without padding.
+      checksums_written: The same as it was written.
+    """
+
+    finite: bool
+    indices_valid: bool
+    checksums_read: tuple[int, ...]
+    checksums_written: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CardKernel:
+    """A kernel of a card, and this optimizer's literals for it.
+
+    Attributes:
+      name: In the xclbin, and of the C function.
+      body: The source in ``generated/`` without its suffix.
+      gradient: ``f32``, ``bf16`` or ``f16``.
+      out: ``update`` (optax's u) or ``params`` (the new master), float32; ``bf16`` or
+        ``f16``: the new params, rounded to nearest even.
+      state: ``f32``; ``bf16`` or ``int8``: the store's codec.
+      compressed: Whether the gradient comes as top-k values and positions.
+      slots: Names of the stored state, in order.
+      arguments: All, in the order in which they are passed.
+      constants: The body's literals, 32 bits each, in order.
+    """
+
+    name: str
+    body: str
+    gradient: str
+    out: str
+    state: str
+    compressed: bool
+    slots: tuple[str, ...]
+    arguments: tuple[CardArgument, ...]
+    constants: tuple[int, ...]
+
+    @property
+    def pointers(self) -> tuple[CardArgument, ...]:
+        """The arguments that are ports; they come first."""
+        return tuple(a for a in self.arguments if a.kind == "pointer")
+
+    @property
+    def scalars(self) -> tuple[CardArgument, ...]:
+        """The 32-bit arguments; they come last."""
+        return tuple(a for a in self.arguments if a.kind == "scalar")
+
+    @property
+    def extents(self) -> tuple[str, ...]:
+        """The states in the order of their checksums: ``params``, slots, scales."""
+        return tuple(
+            a.name.removesuffix("_in") for a in self.pointers if a.name.endswith("_in")
+        )
+
+    def scalar_values(
+        self,
+        *,
+        num_elements: int,
+        rounding_key: int,
+        rounding_first: int,
+        scalars: Sequence[np.generic | Array],
+        num_selected: int = 0,
+    ) -> tuple[int, ...]:
+        """The scalar arguments as signed 32-bit integers, which pyxrt wants.
+
+        Args:
+          num_elements: of the subgroup.
+          rounding_key: of the random bits; slot i rounds with ``rounding_key + 1 + i``,
+            as on the host.
+          rounding_first: number of the subgroup's first element in its chunk.
+          scalars: 0-d, the prologue's, in order.
+          num_selected: pairs of top-k; 0 without.
+
+        Raises:
+          ValueError: the number of scalars is not the body's, or there are more
+            elements than 32 bits count.
+        """
+        if not 0 < num_elements < 1 << 31:
+            raise ValueError(
+                f"{self.name}: expected 1 to 2^31 - 1 elements, found {num_elements}"
+            )
+        words = [num_elements, *([num_selected] if self.compressed else [])]
+        words += [
+            rounding_key,
+            rounding_first,
+            *self.constants,
+            *map(scalar_word, scalars),
+        ]
+        if len(words) != len(self.scalars):
+            expected = len(self.scalars) - len(words) + len(scalars)
+            raise ValueError(
+                f"{self.name}: expected {expected} scalars of the prologue, "
+                f"found {len(scalars)}"
+            )
+        return tuple((word & 0xFFFFFFFF ^ 1 << 31) - (1 << 31) for word in words)
+
+    def read_status(self, words: Array) -> CardStatus:
+        """What a status block says; `words`: ``(16,)`` uint32."""
+        numbers = [int(word) for word in words]
+        count = len(self.extents)
+        return CardStatus(
+            finite=bool(numbers[0]),
+            indices_valid=not numbers[_BAD_INDICES],
+            checksums_read=tuple(numbers[1 : 1 + count]),
+            checksums_written=tuple(numbers[1 + count : 1 + 2 * count]),
+        )
+
+
+def card_kernel(
+    kernel: Kernel,
+    gradient_dtype: np.dtype,
+    out: str,
+    codec: str = "",
+    compressed: bool = False,
+) -> CardKernel:
+    """The card kernel that computes `kernel`.
+
+    Args:
+      kernel: a leaf's update.
+      gradient_dtype: float32, bfloat16 or float16.
+      out: ``update``, ``params``, ``bf16`` or ``f16``; see `CardKernel`.
+      codec: of the stored state: empty, ``bf16`` or ``int8``.
+      compressed: whether the gradient comes as top-k values and positions.
+
+    Raises:
+      UnsupportedTransformError: cards have no kernel for this optimizer.
+      ValueError: `gradient_dtype`, `out` or `codec` is none of the above.
+    """
+    _check_choice("gradient_dtype", gradient_dtype.name, GRADIENTS)
+    _check_choice("out", out, RESULTS)
+    _check_choice("codec", codec, STATES)
+    body, constants = _body_of(kernel)
+    gradient, state = GRADIENTS[gradient_dtype.name], STATES[codec]
+    parts = ["jaxinf", body, gradient, out, state, *(["topk"] if compressed else [])]
+    arguments = [
+        *_gradient(gradient_dtype.name, compressed),
+        *_states(kernel.slots, state),
+        CardArgument("out", "pointer", RESULTS[out], True, "elements"),
+        CardArgument("status", "pointer", "uint32", True, "status"),
+        *_scalars(kernel, len(constants), compressed),
+    ]
+    return CardKernel(
+        "_".join(parts), body, gradient, out, state, compressed, kernel.slots,
+        tuple(arguments), constants,
+    )  # fmt: skip
+
+
+@functools.cache
+def named_card_kernel(name: str) -> CardKernel:
+    """The card kernel of a name, with some optimizer's literals.
+
+    Raises:
+      ValueError: there is no such kernel.
+    """
+    compressed = name.endswith("_topk")
+    parts = name.removesuffix("_topk").removeprefix("jaxinf_").rsplit("_", 3)
+    dtypes = {short: dtype for dtype, short in GRADIENTS.items()}
+    codecs = {short: codec for codec, short in STATES.items()}
+    if len(parts) == 4 and parts[0] in _bodies():
+        body, gradient, out, state = parts
+        if gradient in dtypes and out in RESULTS and state in codecs:
+            dtype = np.dtype(dtypes[gradient])
+            kernel = _bodies()[body]
+            return card_kernel(kernel, dtype, out, codecs[state], compressed)
+    kinds = "_".join(f"<{'|'.join(kind)}>" for kind in (dtypes, RESULTS, codecs))
+    raise ValueError(
+        f"card kernel: expected jaxinf_<body>_{kinds}[_topk] with one of the bodies "
+        f"{', '.join(_bodies())}; found {name!r}"
+    )
+
+
+def _gradient(dtype: str, compressed: bool) -> list[CardArgument]:
+    if not compressed:
+        return [CardArgument("gradient", "pointer", dtype, count="elements")]
+    return [
+        CardArgument("gradient", "pointer", dtype, count="selected"),
+        CardArgument("indices", "pointer", "int32", count="selected"),
+    ]
+
+
+def _states(slots: Sequence[str], state: str) -> list[CardArgument]:
+    arguments = _read_and_written("params", "float32", "elements")
+    for slot in slots:
+        arguments += _read_and_written(slot, _STATE_DTYPES[state], "elements")
+        if state == "int8":
+            arguments += _read_and_written(f"{slot}_scales", "float32", "blocks")
+    return arguments
+
+
+def _read_and_written(name: str, dtype: str, count: Count) -> list[CardArgument]:
+    return [
+        CardArgument(f"{name}_in", "pointer", dtype, False, count),
+        CardArgument(f"{name}_out", "pointer", dtype, True, count),
+    ]
+
+
+def _scalars(
+    kernel: Kernel, num_constants: int, compressed: bool
+) -> list[CardArgument]:
+    names = ["num_elements", *(["num_selected"] if compressed else [])]
+    names += ["rounding_key", "rounding_first"]
+    arguments = [CardArgument(name, "scalar", "uint32") for name in names]
+    arguments += [
+        CardArgument(f"c{i}", "scalar", "float32") for i in range(num_constants)
+    ]
+    for i, dtype in enumerate(kernel.scalar_dtypes):
+        type_ = "uint32" if dtype == np.bool_ else dtype.name
+        arguments.append(CardArgument(f"s{i}", "scalar", type_))
+    return arguments
+
+
+def _body_of(kernel: Kernel) -> tuple[str, tuple[int, ...]]:
+    if kernel.num_arrays:
+        raise _refusal("an update that needs more than scalars beside the state")
+    for slot, dtype in zip(kernel.slots, kernel.slot_dtypes, strict=True):
+        if dtype != FLOAT32:
+            raise _refusal(
+                f"{slot} as {dtype}: the optimizer's own state must be float32 "
+                'there; open_store(state="bf16") stores it in fewer bits'
+            )
+    try:
+        source = emit(lower(kernel))
+    except UnsupportedKernelError as error:
+        raise _refusal(str(error)) from error
+    body = _bodies_by_text().get(source.text)
+    if body is None:
+        known = ", ".join(_bodies())
+        raise _refusal(f"this update; kernels for cards exist for {known}")
+    return body, source.constants
+
+
+def _refusal(what: str) -> UnsupportedTransformError:
+    return UnsupportedTransformError(
+        f'CSD of a card: no kernel for {what}. Use csd="host", which runs any update'
+    )
+
+
+def _check_choice(what: str, value: str, choices: dict[str, str]) -> None:
+    if value not in choices:
+        expected = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"card kernel: expected {what} of {expected}, found {value!r}")
+
+
+@functools.cache
+def _bodies() -> dict[str, Kernel]:
+    """The package's kernels that change something."""
+    return {n: k for n, k in standard_kernels().items() if k.update is not None}
+
+
+@functools.cache
+def _bodies_by_text() -> dict[str, str]:
+    return {emit(lower(kernel)).text: name for name, kernel in _bodies().items()}
