@@ -6,6 +6,7 @@ what is wrong with a store, a drive or an optimizer is a `JaxinfError`.
 """
 
 __all__ = [
+    "CsdError",
     "DeviceConfigurationError",
     "DivergedParamsError",
     "ExchangeError",
@@ -62,6 +63,10 @@ class StoreClosedError(StoreError):
 
 class StaleStateError(StoreError):
     """The transform's state is of another step than the store."""
+
+
+class CsdError(JaxinfError):
+    """A CSD is missing, not set up, or cannot do what a store asks of it."""
 
 
 class ExchangeError(JaxinfError):

@@ -59,7 +59,7 @@ class HostSide:
     def takes_params(self) -> bool:
         """Whether fp32 params on the JAX device are taken instead of the master."""
         options = self.store.session.options
-        return options.master == "auto" and options.csd == "host"
+        return options.master == "auto" and options.csd.takes_params
 
     @property
     def looks_ahead(self) -> bool:

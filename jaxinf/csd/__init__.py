@@ -3,19 +3,33 @@
 Invariant: every kind gives the same bits, errors and crash safety.
 """
 
-from jaxinf.csd.base import Csd, CsdBuffer, CsdInfo, Extent, Rounding, ScalarInputs
+from jaxinf.csd.base import (
+    Csd,
+    CsdBuffer,
+    CsdFleet,
+    CsdInfo,
+    Extent,
+    KernelNeed,
+    Rounding,
+    ScalarInputs,
+    UpdateOutcome,
+)
 from jaxinf.csd.host import HostCsd
+from jaxinf.csd.kinds import CSD_KINDS, CsdSpec, open_csds, parse_csd
 
 __all__ = [
     "CSD_KINDS",
     "Csd",
     "CsdBuffer",
+    "CsdFleet",
     "CsdInfo",
+    "CsdSpec",
     "Extent",
     "HostCsd",
+    "KernelNeed",
     "Rounding",
     "ScalarInputs",
+    "UpdateOutcome",
+    "open_csds",
+    "parse_csd",
 ]
-
-CSD_KINDS = ("host",)
-"""The kinds that `jaxinf.open_store` takes."""

@@ -5,8 +5,8 @@ order, overlap, memory budget and commits are the engine's. Calls on different b
 may run at once from different threads, and release the GIL while they work.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +15,17 @@ import numpy as np
 from jaxinf.kernels import InitKernel, Kernel
 from jaxinf.typing import Array
 
-__all__ = ["Csd", "CsdBuffer", "CsdInfo", "Extent", "Rounding", "ScalarInputs"]
+__all__ = [
+    "Csd",
+    "CsdBuffer",
+    "CsdFleet",
+    "CsdInfo",
+    "Extent",
+    "KernelNeed",
+    "Rounding",
+    "ScalarInputs",
+    "UpdateOutcome",
+]
 
 
 @dataclass(frozen=True)
@@ -87,6 +97,38 @@ class Rounding:
     first: int
 
 
+@dataclass(frozen=True)
+class UpdateOutcome:
+    """What a CSD says of an update.
+
+    Attributes:
+      is_finite: whether every element of the gradient is finite.
+      read_checksums: by position in the extents, the CRC-32C of each state as it was
+        read from the drive, where `Csd.checksum` had to leave that open.
+    """
+
+    is_finite: bool
+    read_checksums: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class KernelNeed:
+    """What a leaf asks of a CSD.
+
+    Attributes:
+      leaf: its name.
+      kernel: its update.
+      codecs: of the master params, then of the slots in the kernel's order, as in
+        `Extent`.
+      dtype: of its gradient and of its params on the JAX device.
+    """
+
+    leaf: str
+    kernel: Kernel
+    codecs: tuple[str, ...]
+    dtype: np.dtype
+
+
 class CsdBuffer(Protocol):
     """Memory of the processor beside the drive, taken from the engine's budget."""
 
@@ -131,8 +173,12 @@ class Csd(Protocol):
         """Host → buffer: a state's elements, 1-D, of the extent's dtype."""
         ...
 
-    def checksum(self, buffer: CsdBuffer, extent: Extent) -> int:
-        """The CRC-32C of a state's elements in the buffer, padding left out."""
+    def checksum(self, buffer: CsdBuffer, extent: Extent) -> int | None:
+        """The CRC-32C of a state's elements in the buffer, padding left out.
+
+        None between `read` or `put` and the next `update`, where only the processor
+        beside the drive sees the state: the update tells it then.
+        """
         ...
 
     def update(
@@ -144,7 +190,9 @@ class Csd(Protocol):
         inputs: ScalarInputs,
         out: Array,
         rounding: Rounding,
-    ) -> bool:
+        *,
+        wants_params: bool = False,
+    ) -> UpdateOutcome:
         """Runs an optimizer's kernel over a subgroup in the buffer, in place.
 
         Args:
@@ -156,9 +204,7 @@ class Csd(Protocol):
           inputs: scalars and further arrays.
           out: 1-D; float32 receives the update, a 16-bit dtype the new params.
           rounding: the random bits of stochastic rounding.
-
-        Returns:
-          Whether every element of the gradient is finite.
+          wants_params: float32 `out` receives the new params instead of the update.
         """
         ...
 
@@ -176,4 +222,47 @@ class Csd(Protocol):
 
     def view(self, buffer: CsdBuffer, extent: Extent) -> Array:
         """A state of the buffer for the host to read, valid until the release."""
+        ...
+
+
+class CsdFleet(Protocol):
+    """The CSDs of one store: what they share, and how they begin and end."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that buffers have taken so far, over all CSDs."""
+        ...
+
+    @property
+    def used_bytes(self) -> int:
+        """What buffers that are lent now take."""
+        ...
+
+    def check(self, needs: Sequence[KernelNeed]) -> None:
+        """Refuses what a CSD of this kind cannot do, before anything is written.
+
+        Raises:
+          CsdError: names the leaf, what is missing, and the remedy.
+        """
+        ...
+
+    def check_buffer(self, num_bytes: int) -> None:
+        """Refuses subgroups that are too long for the CSDs' memory.
+
+        Raises:
+          CsdError: says how long, what there is, and the remedy.
+        """
+        ...
+
+    def attach(self, directories: Sequence[Path], buffer_bytes: int) -> Sequence[Csd]:
+        """The CSDs, for chunk files below these directories, in the roots' order.
+
+        Args:
+          directories: one a CSD; they exist.
+          buffer_bytes: the longest buffer that will be asked for.
+        """
+        ...
+
+    def close(self) -> None:
+        """Gives everything back; buffers still lent stay valid until their release."""
         ...

@@ -10,15 +10,63 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxinf.csd.base import CsdBuffer, CsdInfo, Extent, Rounding, ScalarInputs
+from jaxinf.csd.base import (
+    CsdBuffer,
+    CsdInfo,
+    Extent,
+    KernelNeed,
+    Rounding,
+    ScalarInputs,
+    UpdateOutcome,
+)
 from jaxinf.io import Buffer, BufferPool, ByteMeters, DirectIO, crc32c
 from jaxinf.kernels import CodedSlot, InitKernel, Kernel, runner
 from jaxinf.layout import PAGE_BYTES
 from jaxinf.typing import Array
 
-__all__ = ["HostCsd"]
+__all__ = ["HostCsd", "HostFleet"]
 
 _INIT_ELEMENTS = 1 << 20
+
+
+class HostFleet:
+    """See `jaxinf.csd.CsdFleet`: CSDs that share one budget of host memory.
+
+    Args:
+      memory_bytes: for all buffers together.
+      meters: counts the drives' bytes.
+    """
+
+    def __init__(self, memory_bytes: int, meters: ByteMeters) -> None:
+        self._pool = BufferPool(memory_bytes)
+        self._meters = meters
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most host memory that buffers have taken."""
+        return self._pool.peak_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """What buffers that are lent now take."""
+        return self._pool.used_bytes
+
+    def check(self, needs: Sequence[KernelNeed]) -> None:
+        """Every kernel runs on a CPU, in NumPy where there is no compiler."""
+
+    def check_buffer(self, num_bytes: int) -> None:
+        """The engine has cut subgroups to the budget."""
+
+    def attach(
+        self, directories: Sequence[Path], buffer_bytes: int
+    ) -> "Sequence[HostCsd]":
+        """One a directory."""
+        del buffer_bytes
+        return [HostCsd(root, self._pool, self._meters) for root in directories]
+
+    def close(self) -> None:
+        """Frees the buffers."""
+        self._pool.close()
 
 
 class HostCsd:
@@ -73,11 +121,13 @@ class HostCsd:
         inputs: ScalarInputs,
         out: Array,
         rounding: Rounding,
-    ) -> bool:
+        *,
+        wants_params: bool = False,
+    ) -> UpdateOutcome:
         """Runs the kernel on this thread."""
         params, *slots = self._slots(buffer, extents, rounding)
         assert not isinstance(params, CodedSlot)
-        return runner(kernel)(
+        is_finite = runner(kernel)(
             gradient=gradient,
             params=params,
             slots=slots,
@@ -85,6 +135,9 @@ class HostCsd:
             arrays=inputs.arrays,
             out=out,
         )
+        if wants_params and out.dtype == np.float32:
+            out[...] = params
+        return UpdateOutcome(is_finite)
 
     def initialise(
         self,

@@ -12,6 +12,7 @@ from importlib.metadata import version
 
 import numpy as np
 
+from jaxinf.csd import KernelNeed
 from jaxinf.kernels import InitKernel, Kernel
 from jaxinf.layout import assign_csds, choose_grid
 from jaxinf.store import (
@@ -25,7 +26,7 @@ from jaxinf.store import (
     stored_bytes,
 )
 
-__all__ = ["LeafDescription", "StoreDescription", "coded_states"]
+__all__ = ["LeafDescription", "StoreDescription", "coded_states", "kernel_needs"]
 
 _MIN_CODED_ELEMENTS = 4096
 _NEVER_CODED = (MASTER_PARAMS, "acc_grads")  # sums of gradients: every bit counts
@@ -156,3 +157,16 @@ def coded_states(leaf: LeafRecord, codec: str) -> tuple[StateRecord, ...]:
         is_coded = state.dtype == "float32" and state.name not in _NEVER_CODED
         stored += state.coded(codec) if is_coded else [state]
     return tuple(stored)
+
+
+def kernel_needs(description: StoreDescription, held: Manifest) -> list[KernelNeed]:
+    """What the leaves of a store ask of its CSDs."""
+    return [
+        KernelNeed(
+            leaf=leaf.name,
+            kernel=leaf.kernel,
+            codecs=tuple(s.codec for s in record.states if s.codec != "scale"),
+            dtype=leaf.device_dtype,
+        )
+        for leaf, record in zip(description.leaves, held.leaves, strict=True)
+    ]

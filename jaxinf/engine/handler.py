@@ -12,7 +12,7 @@ everybody who waits gets that very exception.
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxinf.csd import Csd, CsdBuffer
@@ -20,6 +20,7 @@ from jaxinf.engine.chunks import ChunkTable
 from jaxinf.engine.failure import Failure, closed_error
 from jaxinf.engine.tasks import Task, TaskGroup
 from jaxinf.engine.timeline import Timeline
+from jaxinf.io import crc32c
 from jaxinf.layout import Subgroup
 from jaxinf.store import Slot, StoreDirectory
 
@@ -28,12 +29,20 @@ __all__ = ["TransferHandler"]
 
 @dataclass(eq=False)
 class _Prefetched:
-    """A subgroup whose load has begun before its task came."""
+    """A subgroup whose load has begun before its task came.
+
+    Attributes:
+      task: whose loads it does.
+      buffer: where.
+      is_loading, is_loaded: how far it is.
+      unchecked: the states that it has loaded and whose checksum is not known yet.
+    """
 
     task: Task
     buffer: CsdBuffer
     is_loading: bool = True
     is_loaded: bool = False
+    unchecked: tuple[tuple[int, Slot], ...] = ()
 
 
 @dataclass(eq=False)
@@ -45,12 +54,14 @@ class _Work:
       buffer: where.
       ahead: the prefetch that this is; None to run the task.
       loaded: the states that a prefetch has put into the buffer.
+      unchecked: those of them whose checksum is not known yet.
     """
 
     task: Task
     buffer: CsdBuffer
     ahead: _Prefetched | None = None
     loaded: tuple[tuple[int, Slot], ...] = ()
+    unchecked: tuple[tuple[int, Slot], ...] = ()
 
 
 class TransferHandler:
@@ -217,7 +228,12 @@ class TransferHandler:
                     continue  # a worker is loading it right now
                 del self._ahead[task.layout.subgroup]
                 del self._queue[position]
-                return _Work(task, ahead.buffer, loaded=ahead.task.loads)
+                return _Work(
+                    task,
+                    ahead.buffer,
+                    loaded=ahead.task.loads,
+                    unchecked=ahead.unchecked,
+                )
             if starved is None:  # who has waited longest for memory comes first
                 buffer = self._acquire(task)
                 if buffer is not None:
@@ -268,7 +284,7 @@ class TransferHandler:
         csd = self._csds[work.task.layout.subgroup.csd]
         if work.ahead is not None:
             try:
-                self._load(csd, work)
+                work.ahead.unchecked = self._load(csd, work)
                 work.ahead.is_loaded = True
             finally:
                 work.ahead.is_loading = False
@@ -286,10 +302,14 @@ class TransferHandler:
         group = work.task.group
         num_done = 0
         try:
-            self._load(csd, work)
+            unchecked = work.unchecked + self._load(csd, work)
+            if not work.task.runs_kernel:
+                self._check_on_host(csd, work, unchecked)
+                unchecked = ()
             self._failure.check()
             with self._timeline.span("update"):
-                work.task.compute(csd, work.buffer)
+                checksums = work.task.compute(csd, work.buffer) or {}
+            self._check_told(work.task, unchecked, checksums)
             num_done = 1
         finally:
             with self._changed:
@@ -297,8 +317,10 @@ class TransferHandler:
                 group.num_running -= 1
                 self._changed.notify_all()
 
-    def _load(self, csd: Csd, work: _Work) -> None:
+    def _load(self, csd: Csd, work: _Work) -> tuple[tuple[int, Slot], ...]:
+        """Reads what is not there yet; those of it that only the update can check."""
         layout = work.task.layout
+        unchecked: list[tuple[int, Slot]] = []
         for state, slot in work.task.loads:
             if (state, slot) in work.loaded:
                 continue
@@ -308,13 +330,41 @@ class TransferHandler:
             if self._chunks.is_checked(layout, state):
                 with self._timeline.span("checksum"):
                     checksum = csd.checksum(work.buffer, layout.extents[state])
-                self._chunks.loaded(layout, state, slot, checksum)
+                if checksum is None:
+                    unchecked.append((state, slot))
+                else:
+                    self._chunks.loaded(layout, state, slot, checksum)
+        return tuple(unchecked)
+
+    def _check_on_host(
+        self, csd: Csd, work: _Work, states: Sequence[tuple[int, Slot]]
+    ) -> None:
+        """Takes checksums of what the host is about to read itself."""
+        layout = work.task.layout
+        for state, slot in states:
+            with self._timeline.span("checksum"):
+                checksum = crc32c(csd.view(work.buffer, layout.extents[state]))
+            self._chunks.loaded(layout, state, slot, checksum)
+
+    def _check_told(
+        self,
+        task: Task,
+        states: Sequence[tuple[int, Slot]],
+        checksums: Mapping[int, int],
+    ) -> None:
+        """Compares what a kernel says that it read, before anything comes of it."""
+        for state, slot in states:
+            if state in checksums:
+                self._chunks.loaded(task.layout, state, slot, checksums[state])
+            else:  # read ahead, and not used after all
+                assert (state, slot) not in task.loads
 
     def _store(self, csd: Csd, task: Task, buffer: CsdBuffer) -> None:
         layout = task.layout
         for state in task.stores:
             with self._timeline.span("checksum"):
                 checksum = csd.checksum(buffer, layout.extents[state])
+            assert checksum is not None  # an update or the host has made it
             self._chunks.stored(layout, state, checksum)
             file = self._directory.prepare_write(
                 self._chunks.target, *layout.place(state)

@@ -13,9 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from jaxinf.csd import CSD_KINDS, Csd, HostCsd
+from jaxinf.csd import Csd, CsdFleet, open_csds, parse_csd
 from jaxinf.engine.chunks import VERIFY_MODES, ChunkTable, VerifyMode
-from jaxinf.engine.description import StoreDescription, coded_states
+from jaxinf.engine.description import (
+    StoreDescription,
+    coded_states,
+    kernel_needs,
+)
 from jaxinf.engine.failure import Failure, closed_error
 from jaxinf.engine.handler import TransferHandler
 from jaxinf.engine.tasks import SubgroupLayout
@@ -26,7 +30,7 @@ from jaxinf.errors import (
     StoreFormatError,
     StoreMismatchError,
 )
-from jaxinf.io import BufferPool, ByteMeters
+from jaxinf.io import ByteMeters
 from jaxinf.io.failures import translated
 from jaxinf.layout import (
     CHUNK_ALIGNMENT_ELEMENTS,
@@ -85,10 +89,6 @@ class SessionOptions:
         master: MasterReads = "auto",
         state: StateFormat | None = None,
     ) -> None:
-        if csd not in CSD_KINDS:
-            raise ValueError(
-                f"csd={csd!r}: expected one of {', '.join(map(repr, CSD_KINDS))}"
-            )
         if num_workers < 1:
             raise ValueError(f"num_workers={num_workers}: expected at least 1")
         if chunk_elements < CHUNK_ALIGNMENT_ELEMENTS:
@@ -113,7 +113,7 @@ class SessionOptions:
             raise ValueError(f"csds: the same root is given twice: {list(csd_roots)}")
         self.path = path
         self.csd_roots = tuple(csd_roots)
-        self.csd = csd
+        self.csd = parse_csd(csd)
         self.memory_bytes = memory_bytes
         self.num_workers = num_workers
         self.chunk_elements = chunk_elements
@@ -163,7 +163,7 @@ class Session:
         self.finished: CommitRecord | None = None
         self._chunks: ChunkTable | None = None
         self._lock: StoreLock | None = None
-        self._pool: BufferPool | None = None
+        self._fleet: CsdFleet | None = None
         self._handler: TransferHandler | None = None
         self.csds: list[Csd] = []
         self._layouts: list[list[list[SubgroupLayout]]] = []
@@ -254,9 +254,11 @@ class Session:
             if self.options.restore is not None:
                 record = restore_checkpoint(directory, self.options.restore)
                 self.commit = self.finished = record
+            self._prepare_csds(directory.manifest)
             self._attach(directory)
         except BaseException:
             self.commit = self.finished = None
+            self._detach()
             self._lock.release()
             self._lock = None
             raise
@@ -294,13 +296,27 @@ class Session:
                 f'NEW --state {wanted}")'
             )
 
+    def _prepare_csds(self, manifest: Manifest) -> CsdFleet:
+        """Opens the CSDs of a store that is there or will be made; writes nothing."""
+        if self._fleet is not None:
+            self._fleet.close()
+        path = self.options.path
+        here = next(p for p in (path, *path.parents) if p.exists())
+        self._fleet = open_csds(
+            self.options.csd,
+            [Path(root) for root in manifest.csds] or [here],
+            memory_bytes=self.options.memory_bytes,
+            meters=self.meters,
+        )
+        self._layouts = _layouts(manifest, self._subgroup_elements(manifest))
+        self._fleet.check_buffer(_longest_bytes(self._layouts))
+        return self._fleet
+
     def _attach(self, directory: StoreDirectory) -> None:
-        """Starts CSDs and workers for a store whose files exist."""
-        csds_roots = [directory.csd_directory(c) for c in range(directory.num_csds)]
-        max_elements = self._subgroup_elements(directory.manifest)
-        self._layouts = _layouts(directory, max_elements)
-        self._pool = BufferPool(self.options.memory_bytes)
-        self.csds = [HostCsd(root, self._pool, self.meters) for root in csds_roots]
+        """Starts workers for a store whose files exist."""
+        assert self._fleet is not None
+        roots = [directory.csd_directory(c) for c in range(directory.num_csds)]
+        self.csds = list(self._fleet.attach(roots, _longest_bytes(self._layouts)))
         self._chunks = ChunkTable(
             directory,
             directory.committed_slot(),
@@ -321,8 +337,8 @@ class Session:
         """Stops workers and frees memory."""
         if self._handler is not None:
             self._handler.close()
-        if self._pool is not None:
-            self._pool.close()
+        if self._fleet is not None:
+            self._fleet.close()
 
     def _subgroup_elements(self, manifest: Manifest) -> int:
         """Longest subgroup of which every worker can hold two in the memory budget."""
@@ -366,6 +382,8 @@ class Session:
                 )
             if self.commit is not None:
                 _check_same(self.files, description)
+                assert self._fleet is not None
+                self._fleet.check(kernel_needs(description, self.files.manifest))
             self._bound.append(description)
             return self.commit is None
 
@@ -387,9 +405,10 @@ class Session:
             leftover.discard()
         codec = self.options.state if self.options.state in CODECS else ""
         manifest = description.manifest(roots, self.options.chunk_elements, codec)
-        self._subgroup_elements(manifest)
         directory = StoreDirectory(self.options.path, manifest)
+        self._subgroup_elements(manifest)
         directory.check_space()
+        self._prepare_csds(manifest).check(kernel_needs(description, manifest))
         if self._lock is None:
             _check_place(self.options.path)
             with translated("creation", self.options.path):
@@ -480,7 +499,7 @@ class Session:
     @property
     def peak_memory_bytes(self) -> int:
         """The most that buffers have taken of the budget so far."""
-        return self._pool.peak_bytes if self._pool else 0
+        return self._fleet.peak_bytes if self._fleet else 0
 
     def layouts(
         self, leaf: int, origin: Sequence[int], extent: Sequence[int]
@@ -504,18 +523,22 @@ class Session:
         return [item for chunk in positions for item in self._layouts[leaf][chunk]]
 
 
-def _layouts(
-    directory: StoreDirectory, max_elements: int
-) -> list[list[list[SubgroupLayout]]]:
+def _layouts(manifest: Manifest, max_elements: int) -> list[list[list[SubgroupLayout]]]:
     """By leaf and chunk, the subgroups."""
     result = []
-    for leaf, record in enumerate(directory.manifest.leaves):
+    for leaf, record in enumerate(manifest.leaves):
         per_chunk: list[list[SubgroupLayout]] = [[] for _ in record.csds]
         unit = _unit_elements(record)
         for item in subgroups(leaf, record.grid, record.csds, max_elements, unit):
             per_chunk[item.chunk].append(SubgroupLayout.of(item, record))
         result.append(per_chunk)
     return result
+
+
+def _longest_bytes(layouts: list[list[list[SubgroupLayout]]]) -> int:
+    """Of all subgroups' buffers."""
+    items = (item for leaf in layouts for chunk in leaf for item in chunk)
+    return max((item.num_bytes for item in items), default=0)
 
 
 def _unit_elements(leaf: LeafRecord) -> int:

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -160,7 +160,8 @@ class StepEngine:
             self._arrivals |= arrivals
         with self._session.timeline.span("leaf"):
             self._session.handler.run(tasks)
-        given = 0 if part.params is None else part.params.nbytes
+        takes_params = self._session.options.csd.takes_params
+        given = part.params.nbytes if takes_params and part.params is not None else 0
         self._session.meters.add(
             link_down_bytes=part.gradient.nbytes + given, link_up_bytes=part.out.nbytes
         )
@@ -356,11 +357,13 @@ class StepEngine:
         # when the whole could be compared, it is not there any more.
         is_part = layout.subgroup.num_elements < chunk.num_elements
         is_overwritten = is_part and session.num_uncommitted > 0
-        given = part.params if 0 in loads and not is_overwritten else None
+        takes_params = session.options.csd.takes_params
+        is_given = takes_params and 0 in loads and not is_overwritten
+        given = part.params if is_given else None
         if given is not None:
             loads -= {0}
 
-        def compute(csd: Csd, buffer: CsdBuffer) -> None:
+        def compute(csd: Csd, buffer: CsdBuffer) -> Mapping[int, int]:
             if given is not None:
                 csd.put(
                     buffer,
@@ -375,21 +378,27 @@ class StepEngine:
             own = gather_inputs(session, layout, part.inputs, part.origin)
             out = target_view(part.out, chunk, part.origin, offset, gradient.size)
             result = np.empty(gradient.size, part.out.dtype) if out is None else out
-            verdicts.append(
-                csd.update(
-                    buffer, layout.extents, kernel, gradient, own, result, rounding
-                )
+            outcome = csd.update(
+                buffer,
+                layout.extents,
+                kernel,
+                gradient,
+                own,
+                result,
+                rounding,
+                wants_params=part.wants_params,
             )
-            if part.wants_params and result.dtype == np.float32:
-                result[...] = csd.view(buffer, layout.extents[0])
+            verdicts.append(outcome.is_finite)
             if out is None:
                 scatter(part.out, chunk, part.origin, offset, result)
+            return outcome.read_checksums
 
         return Task(
             layout,
             compute,
             loads=self._sources(layout, loads),
             stores=tuple(n for n in states if layout.slots[n] not in kernel.unchanged),
+            runs_kernel=True,
         )
 
     def _sources(
@@ -422,8 +431,9 @@ class StepEngine:
         self, part: LeafPart, layout: SubgroupLayout, csd: Csd, buffer: CsdBuffer
     ) -> None:
         """The params that were given must be what the last step left in the store."""
-        chunks = self._session.chunks
-        if not chunks.matches(layout, 0, csd.checksum(buffer, layout.extents[0])):
+        checksum = csd.checksum(buffer, layout.extents[0])
+        assert checksum is not None  # of a CSD that takes params
+        if not self._session.chunks.matches(layout, 0, checksum):
             assert part.params is not None
             compare_chunk(self._session, layout, part.params, part.origin)
 

@@ -3,7 +3,7 @@
 Invariant: a task names everything it touches; the handler decides only when.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from jaxinf.csd import Csd, CsdBuffer, Extent
@@ -81,14 +81,18 @@ class Task:
 
     Attributes:
       layout: the subgroup and its buffer.
-      compute: what to do with the loaded buffer; runs once, on a worker.
+      compute: what to do with the loaded buffer; runs once, on a worker. Returns the
+        checksums of loaded states that the CSD could not tell before, by state.
       loads: what to read: indices into the layout's states, each with its slot.
       stores: what to write, to the slot that the step builds.
+      runs_kernel: whether `compute` runs a kernel of the CSD over what is loaded, which
+        tells those checksums; else the host takes them before.
       group: whom to tell when `compute` is done.
     """
 
     layout: SubgroupLayout
-    compute: Callable[[Csd, CsdBuffer], None]
+    compute: Callable[[Csd, CsdBuffer], Mapping[int, int] | None]
     loads: tuple[tuple[int, Slot], ...] = ()
     stores: tuple[int, ...] = ()
+    runs_kernel: bool = False
     group: TaskGroup = field(default_factory=TaskGroup)

@@ -6,7 +6,15 @@ import numpy as np
 import optax
 import pytest
 
-from jaxinf.csd import CSD_KINDS, Extent, HostCsd, Rounding, ScalarInputs
+from jaxinf.csd import (
+    CSD_KINDS,
+    Extent,
+    HostCsd,
+    Rounding,
+    ScalarInputs,
+    UpdateOutcome,
+    parse_csd,
+)
 from jaxinf.errors import StoreIOError
 from jaxinf.io import BufferPool, ByteMeters, allocate_file
 from jaxinf.kernels import trace_init, trace_update
@@ -70,9 +78,10 @@ def test_initialise_write_read_update(tmp_path, num_elements, dtype):
 
     gradient = np.full(num_elements, 2, dtype)
     out = np.empty(num_elements, dtype)
-    assert chunk.csd.update(
+    outcome = chunk.csd.update(
         chunk.buffer, chunk.extents, update, gradient, ScalarInputs(), out, ROUNDING
     )
+    assert outcome == UpdateOutcome(is_finite=True)
     wanted = params.astype(np.float32) - 1
     np.testing.assert_array_equal(master, wanted)
     np.testing.assert_array_equal(momentum, 2)
@@ -80,9 +89,25 @@ def test_initialise_write_read_update(tmp_path, num_elements, dtype):
     np.testing.assert_array_equal(out, -1 if is_update else wanted.astype(dtype))
 
     gradient[num_elements // 2] = np.inf
-    assert not chunk.csd.update(
+    outcome = chunk.csd.update(
         chunk.buffer, chunk.extents, update, gradient, ScalarInputs(), out, ROUNDING
     )
+    assert outcome == UpdateOutcome(is_finite=False)
+
+
+def test_float32_results_are_the_new_params_where_they_are_wanted(tmp_path):
+    chunk = Chunk(tmp_path, 5000)
+    init, update = kernels()
+    params = np.arange(5000, dtype=np.float32)
+    scalars, gradient = ScalarInputs(), np.ones(5000, np.float32)
+    chunk.csd.initialise(chunk.buffer, chunk.extents, init, params, scalars, ROUNDING)
+    out = np.empty(5000, np.float32)
+    chunk.csd.update(
+        chunk.buffer, chunk.extents, update, gradient, scalars, out, ROUNDING,
+        wants_params=True,
+    )  # fmt: skip
+    np.testing.assert_array_equal(out, params - 0.5)
+    np.testing.assert_array_equal(chunk.views()[0], out)
 
 
 @pytest.mark.parametrize("num_elements", SIZES)
@@ -134,3 +159,9 @@ def test_info(tmp_path):
     assert info.kind in CSD_KINDS
     assert info.root == tmp_path
     assert 0 < info.free_bytes <= info.total_bytes
+
+
+def test_kinds_have_names():
+    assert all(parse_csd(kind).kind == kind for kind in CSD_KINDS)
+    with pytest.raises(ValueError, match="csd='gpu': expected one of 'host'"):
+        parse_csd("gpu")

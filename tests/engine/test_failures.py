@@ -184,7 +184,7 @@ def test_many_threads_get_the_same_exception(drive):
     assert own
     assert all(error is driver.session.failure for error in own)
     driver.session.close()
-    assert driver.session._pool.used_bytes == 0
+    assert driver.session._fleet.used_bytes == 0
 
 
 def test_closing_in_the_middle_of_a_step(drive):
@@ -193,7 +193,7 @@ def test_closing_in_the_middle_of_a_step(drive):
     driver.close()
     with pytest.raises(StoreClosedError):
         driver.update([2])
-    assert driver.session._pool.used_bytes == 0
+    assert driver.session._fleet.used_bytes == 0
     drive().init().steps(1).check(3)
 
 
@@ -219,7 +219,7 @@ def test_closing_beside_a_running_step(drive):
     assert not thread.is_alive()
     assert isinstance(raised[0], StoreClosedError)
     assert driver.session.failure is None
-    assert driver.session._pool.used_bytes == 0
+    assert driver.session._fleet.used_bytes == 0
     step = driver.session.commit.step
     again = drive(leaves=MORE).init()
     assert again.at == step >= 2
