@@ -16,6 +16,7 @@ from jaxinf.kernels.codecs import CodedSlot
 from jaxinf.kernels.compiled import CompiledKernel, compiled, runner
 from jaxinf.kernels.init import InitProgram, LeafInit, trace_init
 from jaxinf.kernels.kernel import InitKernel, Kernel
+from jaxinf.kernels.passage import Passage
 from jaxinf.kernels.program import LeafUpdate, UpdateProgram, trace_update
 from jaxinf.kernels.prologue import LeafInputs
 from jaxinf.kernels.state import StateLayout, StateSlot, state_layout
@@ -34,6 +35,7 @@ __all__ = [
     "LeafInit",
     "LeafInputs",
     "LeafUpdate",
+    "Passage",
     "StateLayout",
     "StateSlot",
     "UpdateProgram",

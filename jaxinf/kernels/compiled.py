@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,6 +23,7 @@ from jaxinf.kernels.codecs import CodedSlot
 from jaxinf.kernels.emitter import Source, UnsupportedKernelError, emit, header
 from jaxinf.kernels.kernel import Kernel
 from jaxinf.kernels.lowering import lower
+from jaxinf.kernels.passage import Passage, run_evaluator, stored_arrays
 from jaxinf.typing import Array
 
 __all__ = [
@@ -53,6 +55,15 @@ class _Array(ctypes.Structure):
     ]
 
 
+class _Passage(ctypes.Structure):
+    _fields_ = [
+        ("given", ctypes.c_void_p),
+        ("sums", ctypes.c_void_p),
+        ("wanted", ctypes.c_void_p),
+        ("wants_params", ctypes.c_int32),
+    ]
+
+
 @dataclass(frozen=True, eq=False)
 class CompiledKernel:
     """A kernel in machine code. Thread-safe; releases the GIL while it runs.
@@ -78,6 +89,7 @@ class CompiledKernel:
         scalars: Sequence[np.generic | Array],
         arrays: Sequence[Array],
         out: Array,
+        passage: Passage | None = None,
     ) -> bool:
         """Updates one chunk in place; see `Kernel.evaluate`, also for the errors.
 
@@ -92,11 +104,16 @@ class CompiledKernel:
         )  # fmt: skip
         plain = [slot for slot in slots if not isinstance(slot, CodedSlot)]
         chunks = [gradient, params, out, *plain, *arrays]
+        if passage is not None and passage.given is not None:
+            chunks.append(passage.given)
         if not all(array.flags.c_contiguous for array in chunks):
-            return self._run_copies(gradient, params, slots, scalars, arrays, out)
+            return self._run_copies(
+                gradient, params, slots, scalars, arrays, out, passage
+            )
         return invoke(
             self._function, gradient=gradient, params=params, out=out, slots=slots,
             arrays=arrays, scalars=numbers, constants=self._constants,
+            passage=passage,
         )  # fmt: skip
 
     def _run_copies(
@@ -107,8 +124,11 @@ class CompiledKernel:
         scalars: Sequence[np.generic | Array],
         arrays: Sequence[Array],
         out: Array,
+        passage: Passage | None,
     ) -> bool:
         """The same on strided views."""
+        if passage is not None and passage.given is not None:
+            passage.given = np.ascontiguousarray(passage.given)
         views = [params, out, *(v for v in slots if not isinstance(v, CodedSlot))]
         copies = [np.ascontiguousarray(view) for view in views]
         plain = iter(copies[2:])
@@ -119,6 +139,7 @@ class CompiledKernel:
             scalars=scalars,
             arrays=[np.ascontiguousarray(array) for array in arrays],
             out=copies[1],
+            passage=passage,
         )
         for view, copy in zip(views, copies, strict=True):
             view[...] = copy
@@ -135,8 +156,16 @@ def invoke(
     arrays: Sequence[Array],
     scalars: Sequence[np.generic],
     constants: Sequence[int],
+    passage: Passage | None = None,
 ) -> bool:
     """Calls an entry point of `libraries` on contiguous arrays; nothing is checked."""
+    passage = passage or Passage()
+    num_stored = len(stored_arrays(params, slots))
+    flags = [passage.reads or [False] * num_stored]
+    flags += [passage.writes or [False] * num_stored]
+    wanted = np.array(flags, np.uint8)
+    sums = np.zeros((2, num_stored), np.uint32)
+    given = passage.given
     finite = function(
         params.size,
         ctypes.byref(_array(gradient)),
@@ -146,14 +175,34 @@ def invoke(
         (_Array * max(1, len(arrays)))(*map(_array, arrays)),
         (ctypes.c_uint32 * max(1, len(scalars)))(*map(scalar_word, scalars)),
         (ctypes.c_uint32 * max(1, len(constants)))(*constants),
+        ctypes.byref(
+            _Passage(
+                None if given is None else given.ctypes.data,
+                sums.ctypes.data,
+                wanted.ctypes.data,
+                passage.wants_params,
+            )
+        ),
     )
+    passage.read, passage.written = map(tuple, (sums * wanted).tolist())
     return bool(finite)
 
 
 def runner(kernel: Kernel) -> Callable[..., bool]:
-    """What to call with `Kernel.evaluate`'s arguments: compiled code if possible."""
+    """What to call with `Kernel.evaluate`'s arguments: compiled code if possible.
+
+    It takes a `Passage`, too.
+    """
     found = compiled(kernel)
-    return kernel.evaluate if found is None else found.run
+    return functools.partial(_evaluate, kernel) if found is None else found.run
+
+
+def _evaluate(
+    kernel: Kernel, *, passage: Passage | None = None, **arguments: Any
+) -> bool:
+    if passage is None:
+        return kernel.evaluate(**arguments)
+    return run_evaluator(kernel.evaluate, passage, **arguments)
 
 
 def compiled(kernel: Kernel) -> CompiledKernel | None:

@@ -61,7 +61,7 @@ def load_cached(source: str, level: str, compiler: str) -> Callable[..., int]:
 
 
 def _prototype(function: Any) -> Callable[..., int]:
-    function.argtypes = [ctypes.c_long, *[ctypes.c_void_p] * 7]
+    function.argtypes = [ctypes.c_long, *[ctypes.c_void_p] * 8]
     function.restype = ctypes.c_int
     return function
 

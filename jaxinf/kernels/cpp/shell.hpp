@@ -1,13 +1,15 @@
 // The host's loop around a kernel body.
 //
 //   memory ── widen to 32 bits ──► body, 8 elements at a time ── narrow ──► memory
-//             (a block at a time, only what is stored in fewer bits)
+//     └─ checksum    (only what is stored in fewer bits)            checksum ─┘
 //
 // Every chunk is cut into blocks that stay in the first-level cache, so that the body
-// is compiled once for all dtypes of gradient, state and result.
+// is compiled once for all dtypes of gradient, state and result, and all that is done
+// beside it finds the block there.
 #pragma once
 
 #include "codecs.hpp"
+#include "crc32c.hpp"
 #include "lanes.hpp"
 
 namespace jaxinf {
@@ -28,6 +30,28 @@ struct Array {
   std::int32_t dtype;
   Word key, first;
 };
+
+// What is done beside the update. The stored arrays are the params and the slots, of
+// int8_blocks the codes and then their scales.
+//   given         params to take instead of what is there; null: none
+//   sums          CRC-32C of each stored array as it came, then of each as it is left
+//   wanted        as many: which of them
+//   wants_params  a float32 result receives the new params instead of the update
+struct Passage {
+  const float* given;
+  Word* sums;
+  const std::uint8_t* wanted;
+  std::int32_t wants_params;
+};
+
+inline long bytes_of(std::int32_t dtype, long num) {
+  switch (dtype) {
+    case float32: case int32: case uint32: return 4 * num;
+    case bfloat16: case float16: case int16: case uint16: case bfloat16_stochastic:
+      return 2 * num;
+    default: return num;
+  }
+}
 
 // ---- storage <-> 32-bit words; float16 by the processor, which rounds to even
 
@@ -189,6 +213,28 @@ void remainder(const Body& body, const Block<Body>& block, long start, long num,
   std::memcpy(block.update + start, part.update, bytes);
 }
 
+// Adds a block of the stored arrays to their sums.
+template <int num_slots>
+inline void add_block(const float* params, const Array* slots, long start, long length,
+                      Word* sums, const std::uint8_t* wanted) {
+  Span spans[1 + 2 * num_slots];
+  int number = 0, num = 0;
+  auto take = [&](const void* data, long offset, long num_bytes) {
+    if (wanted[number])
+      spans[num++] = {(const std::uint8_t*)data + offset, num_bytes, sums + number};
+    ++number;
+  };
+  take(params, 4 * start, 4 * length);
+  for (int k = 0; k < num_slots; ++k) {
+    const std::int32_t dtype = slots[k].dtype;
+    take(slots[k].data, bytes_of(dtype, start), bytes_of(dtype, length));
+    if (dtype == int8_blocks)
+      take(slots[k].scales, start / code_block * 4,
+           (length + code_block - 1) / code_block * 4);
+  }
+  add_to_sums(spans, num);
+}
+
 // ---- one chunk
 
 // Not inlined: nothing of it may be moved out of the flush-to-zero section.
@@ -196,13 +242,28 @@ template <class L, template <class> class Kernel>
 __attribute__((noinline)) bool chunk(long num, const Array& gradient, float* params,
                                      const Array& out, const Array* slots,
                                      const Array* arrays, const Word* scalars,
-                                     const Word* constants) {
+                                     const Word* constants, const Passage& passage) {
   using Body = Kernel<L>;
   const Body body(constants, scalars);
   Word scratch[2 + Body::num_slots + Body::num_arrays][block_elements];
+  int num_stored = 1 + Body::num_slots;
+  for (int k = 0; k < Body::num_slots; ++k) num_stored += slots[k].dtype == int8_blocks;
+  const std::uint8_t* const wanted_after = passage.wanted + num_stored;
+  bool sums_before = false, sums_after = false;
+  for (int k = 0; k < num_stored; ++k) {
+    sums_before |= passage.wanted[k];
+    sums_after |= wanted_after[k];
+  }
+  for (int k = 0; k < 2 * num_stored; ++k) passage.sums[k] = ~0u;
   typename L::I32 bad = {};
   for (long start = 0; start < num; start += block_elements) {
     const long length = num - start < block_elements ? num - start : block_elements;
+    const size_t num_bytes = (size_t)length * sizeof(float);
+    if (passage.given)
+      std::memcpy(params + start, passage.given + start, num_bytes);
+    if (sums_before)
+      add_block<Body::num_slots>(params, slots, start, length, passage.sums,
+                                 passage.wanted);
     Word(*free)[block_elements] = scratch;
     Block<Body> block;
     block.gradient = (const float*)widened(gradient, start, length, *free++);
@@ -224,9 +285,15 @@ __attribute__((noinline)) bool chunk(long num, const Array& gradient, float* par
         narrowed(slots[k], start, length, (const Word*)block.slots[k]);
     if (out.dtype != float32)
       narrowed(out, start, length, (const Word*)block.params);
+    else if (passage.wants_params)
+      std::memcpy(block.update, block.params, num_bytes);
     else if (!Body::has_update)
-      std::memset(block.update, 0, (size_t)length * sizeof(float));
+      std::memset(block.update, 0, num_bytes);
+    if (sums_after)
+      add_block<Body::num_slots>(params, slots, start, length,
+                                 passage.sums + num_stored, wanted_after);
   }
+  for (int k = 0; k < 2 * num_stored; ++k) passage.sums[k] = ~passage.sums[k];
   Word any = 0;
   for (int i = 0; i < L::size; ++i) any |= (Word)bad[i];
   return any == 0;
@@ -252,10 +319,10 @@ class FlushToZero {
       long num, const jaxinf::Array* gradient, float* params,                         \
       const jaxinf::Array* out, const jaxinf::Array* slots,                           \
       const jaxinf::Array* arrays, const jaxinf::Word* scalars,                       \
-      const jaxinf::Word* constants) {                                                \
+      const jaxinf::Word* constants, const jaxinf::Passage* passage) {                \
     const jaxinf::FlushToZero section;                                                \
     return jaxinf::chunk<jaxinf::Lanes, Body>(num, *gradient, params, *out, slots,    \
-                                              arrays, scalars, constants);            \
+                                              arrays, scalars, constants, *passage);  \
   }
 
 }  // namespace jaxinf
