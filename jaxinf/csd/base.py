@@ -169,15 +169,11 @@ class Csd(Protocol):
         """
         ...
 
-    def put(self, buffer: CsdBuffer, extent: Extent, values: Array) -> None:
-        """Host → buffer: a state's elements, 1-D, of the extent's dtype."""
-        ...
-
     def checksum(self, buffer: CsdBuffer, extent: Extent) -> int | None:
         """The CRC-32C of a state's elements in the buffer, padding left out.
 
-        None between `read` or `put` and the next `update`, where only the processor
-        beside the drive sees the state: the update tells it then.
+        None between `read` and the next `update`, where the processor beside the drive
+        takes it in the update's own pass, and tells it then.
         """
         ...
 
@@ -191,6 +187,7 @@ class Csd(Protocol):
         out: Array,
         rounding: Rounding,
         *,
+        given: Array | None = None,
         wants_params: bool = False,
     ) -> UpdateOutcome:
         """Runs an optimizer's kernel over a subgroup in the buffer, in place.
@@ -204,6 +201,8 @@ class Csd(Protocol):
           inputs: scalars and further arrays.
           out: 1-D; float32 receives the update, a 16-bit dtype the new params.
           rounding: the random bits of stochastic rounding.
+          given: float32 params to take instead of the buffer's; may be `out` itself.
+            Only of a kind that takes params (`CsdSpec.takes_params`).
           wants_params: float32 `out` receives the new params instead of the update.
         """
         ...

@@ -6,6 +6,7 @@ and are updated there in place.
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from jaxinf.csd.base import (
     UpdateOutcome,
 )
 from jaxinf.io import Buffer, BufferPool, ByteMeters, DirectIO, crc32c
-from jaxinf.kernels import CodedSlot, InitKernel, Kernel, runner
+from jaxinf.kernels import CodedSlot, InitKernel, Kernel, Passage, runner
 from jaxinf.layout import PAGE_BYTES
 from jaxinf.typing import Array
 
@@ -69,6 +70,36 @@ class HostFleet:
         self._pool.close()
 
 
+@dataclass(eq=False)
+class _HostBuffer:
+    """Memory, and what is known of the extents in it, by their offsets.
+
+    Attributes:
+      memory: from the pool.
+      asked: of what was read, the extents whose checksums the next update is to tell.
+      unseen: what was read and no update has passed over yet.
+      known: checksums of what the last update has left.
+    """
+
+    memory: Buffer
+    asked: set[int] = field(default_factory=set)
+    unseen: set[int] = field(default_factory=set)
+    known: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.memory.num_bytes
+
+    def release(self) -> None:
+        self.memory.release()
+
+    def forget(self) -> None:
+        """What is in the memory has changed."""
+        self.asked.clear()
+        self.unseen.clear()
+        self.known.clear()
+
+
 class HostCsd:
     """See `jaxinf.csd.Csd`. Thread-safe.
 
@@ -90,13 +121,17 @@ class HostCsd:
 
     def acquire(self, num_bytes: int) -> CsdBuffer | None:
         """A page-aligned buffer, or None where the budget has no room now."""
-        return self._pool.acquire(num_bytes, block=False)
+        memory = self._pool.acquire(num_bytes, block=False)
+        return None if memory is None else _HostBuffer(memory)
 
     def read(self, buffer: CsdBuffer, extent: Extent, file: Path) -> None:
         """Drive → buffer."""
         self._io.read(
             file, _pages(buffer, extent), extent.file_offset_bytes, extent.num_bytes
         )
+        own, place = _own(buffer), extent.buffer_offset_bytes
+        own.unseen.add(place)
+        own.known.pop(place, None)
 
     def write(self, buffer: CsdBuffer, extent: Extent, file: Path) -> None:
         """Buffer → drive."""
@@ -104,12 +139,17 @@ class HostCsd:
             file, _pages(buffer, extent), extent.file_offset_bytes, extent.num_bytes
         )
 
-    def put(self, buffer: CsdBuffer, extent: Extent, values: Array) -> None:
-        """A copy in the host's memory."""
-        self.view(buffer, extent)[...] = values
+    def checksum(self, buffer: CsdBuffer, extent: Extent) -> int | None:
+        """Of what was read, in the update's pass; else by this thread, where not known.
 
-    def checksum(self, buffer: CsdBuffer, extent: Extent) -> int:
-        """By the host's CPU, on this thread."""
+        A pass of its own costs more than the kernel: each is bound by the memory.
+        """
+        own, place = _own(buffer), extent.buffer_offset_bytes
+        if place in own.unseen:
+            own.asked.add(place)
+            return None
+        if place in own.known:
+            return own.known[place]
         return crc32c(self.view(buffer, extent))
 
     def update(
@@ -122,11 +162,20 @@ class HostCsd:
         out: Array,
         rounding: Rounding,
         *,
+        given: Array | None = None,
         wants_params: bool = False,
     ) -> UpdateOutcome:
-        """Runs the kernel on this thread."""
+        """Runs the kernel on this thread; checksums, too, in the same pass."""
         params, *slots = self._slots(buffer, extents, rounding)
         assert not isinstance(params, CodedSlot)
+        own = _own(buffer)
+        places = [extent.buffer_offset_bytes for extent in extents]
+        passage = Passage(
+            given=given,
+            wants_params=wants_params,
+            reads=[place in own.asked for place in places],
+            writes=_written(extents, kernel),
+        )
         is_finite = runner(kernel)(
             gradient=gradient,
             params=params,
@@ -134,10 +183,18 @@ class HostCsd:
             scalars=inputs.scalars,
             arrays=inputs.arrays,
             out=out,
+            passage=passage,
         )
-        if wants_params and out.dtype == np.float32:
-            out[...] = params
-        return UpdateOutcome(is_finite)
+        told = {n: passage.read[n] for n, wanted in enumerate(passage.reads) if wanted}
+        own.forget()
+        own.known.update(
+            (place, checksum)
+            for place, checksum, is_new in zip(
+                places, passage.written, passage.writes, strict=True
+            )
+            if is_new
+        )
+        return UpdateOutcome(is_finite, told)
 
     def initialise(
         self,
@@ -152,6 +209,7 @@ class HostCsd:
         master, *slots = self._slots(buffer, extents, rounding)
         assert not isinstance(master, CodedSlot)
         master[...] = params
+        _own(buffer).forget()
         for start in range(0, params.size, _INIT_ELEMENTS):
             part = slice(start, min(start + _INIT_ELEMENTS, params.size))
             parts = [_part(slot, part) for slot in slots]
@@ -200,9 +258,24 @@ def _part(slot: Array | CodedSlot, part: slice) -> Array | CodedSlot:
     return slot[part]
 
 
+def _written(extents: Sequence[Extent], kernel: Kernel) -> list[bool]:
+    """Of each extent, whether the kernel changes it."""
+    names = iter(("params", *kernel.slots))
+    result: list[bool] = []
+    has_scales = False
+    for extent in extents:
+        result.append(result[-1] if has_scales else next(names) not in kernel.unchanged)
+        has_scales = extent.codec == "int8" and not has_scales
+    return result
+
+
+def _own(buffer: CsdBuffer) -> _HostBuffer:
+    assert isinstance(buffer, _HostBuffer)
+    return buffer
+
+
 def _pages(buffer: CsdBuffer, extent: Extent) -> Array:
     """The whole pages of the buffer that an extent lies in."""
-    assert isinstance(buffer, Buffer)
     start = extent.buffer_offset_bytes
     length = -(-extent.num_bytes // PAGE_BYTES) * PAGE_BYTES
-    return buffer.array[start : start + length]
+    return _own(buffer).memory.array[start : start + length]

@@ -16,7 +16,7 @@ from jaxinf.csd import (
     parse_csd,
 )
 from jaxinf.errors import StoreIOError
-from jaxinf.io import BufferPool, ByteMeters, allocate_file
+from jaxinf.io import BufferPool, ByteMeters, allocate_file, crc32c
 from jaxinf.kernels import trace_init, trace_update
 
 ROUNDING = Rounding(0, 0)
@@ -129,6 +129,42 @@ def test_parts_of_a_chunk(tmp_path):
     chunk.csd.read(chunk.buffer, second, chunk.files[0])
     view = chunk.csd.view(chunk.buffer, second)
     np.testing.assert_array_equal(view, np.arange(4096, 8192))
+
+
+def test_checksums_in_the_updates_own_pass(tmp_path):
+    chunk = Chunk(tmp_path, 5000)
+    init, update = kernels()
+    params, gradient = np.arange(5000, dtype=np.float32), np.ones(5000, np.float32)
+    chunk.csd.initialise(
+        chunk.buffer, chunk.extents, init, params, ScalarInputs(), ROUNDING
+    )
+    before = [crc32c(view) for view in chunk.views()]
+    assert [chunk.csd.checksum(chunk.buffer, e) for e in chunk.extents] == before
+    chunk.move("write")
+    chunk.move("read")
+    assert chunk.csd.checksum(chunk.buffer, chunk.extents[1]) is None
+
+    arguments = (chunk.buffer, chunk.extents, update, gradient, ScalarInputs())
+    outcome = chunk.csd.update(*arguments, np.empty(5000, np.float32), ROUNDING)
+    assert outcome.read_checksums == {1: before[1]}  # what was asked for
+    after = [crc32c(view) for view in chunk.views()]
+    assert after != before
+    assert [chunk.csd.checksum(chunk.buffer, e) for e in chunk.extents] == after
+
+
+def test_params_of_the_caller_in_and_out(tmp_path):
+    chunk = Chunk(tmp_path, 700)
+    init, update = kernels()
+    params, gradient = np.arange(700, dtype=np.float32), np.ones(700, np.float32)
+    chunk.csd.initialise(
+        chunk.buffer, chunk.extents, init, params * 0, ScalarInputs(), ROUNDING
+    )
+    chunk.csd.update(
+        chunk.buffer, chunk.extents, update, gradient, ScalarInputs(), params, ROUNDING,
+        given=params, wants_params=True,
+    )  # fmt: skip
+    np.testing.assert_array_equal(params, np.arange(700) - np.float32(0.5))
+    np.testing.assert_array_equal(chunk.views()[0], params)
 
 
 def test_never_waits_for_memory(tmp_path):
