@@ -8,6 +8,7 @@ nothing that differs from its checksum passes `loaded` unnoticed.
 
 import threading
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -63,8 +64,11 @@ class ChunkTable:
         self._is_working = np.zeros(self._sums.size, bool)
         self._is_shared = np.zeros(self._sums.size, bool)
         self._pending: dict[int, int] = {}
-        self._loading: dict[tuple[int, Slot], _Parts] = {}
+        self._loaded: dict[tuple[int, Slot], _Parts] = {}
+        self._given: dict[int, _Parts] = {}
         self._storing: dict[int, _Parts] = {}
+        self._prepare_lock = threading.Lock()
+        self._prepared: set[int] = set()
         self._num_steps = 0
 
     # --- where ---------------------------------------------------------------------
@@ -104,19 +108,36 @@ class ChunkTable:
     ) -> None:
         """Notes what was read; compares as soon as all of a chunk has been.
 
+        A subgroup that is read again before the step ends is compared with the first
+        time: parts of two readings never make up a chunk.
+
         Raises:
           StoreCorruptError: the chunk is not what was written.
         """
-        found = self._complete(layout, state, slot, checksum)
-        expected = int(self._sums[self._entry(layout, state)])
+        entry = self._entry(layout, state)
+        offset = layout.subgroup.offset_elements
+        with self._lock:
+            parts = self._loaded.setdefault((entry, slot), {})
+            first, _ = parts.get(offset, (None, 0))
+            found = None
+            if first is None:
+                found = self._whole(parts, layout, state, checksum)
+        if first not in (None, checksum):
+            when = f"when elements from {offset} on were read before"
+            raise self._corrupt(layout, state, slot, first, checksum, when)
+        expected = int(self._sums[entry])
         if found not in (None, expected):
             raise self._corrupt(layout, state, slot, expected, found)
 
     def matches(self, layout: SubgroupLayout, state: int, checksum: int) -> bool:
-        """As `loaded`, of a copy of the newest version that came from elsewhere."""
-        slot = self.source(layout, state)
-        found = self._complete(layout, state, slot, checksum)
-        return found in (None, int(self._sums[self._entry(layout, state)]))
+        """Whether a copy of the newest version is one, once all of a chunk has come."""
+        entry = self._entry(layout, state)
+        with self._lock:
+            parts = self._given.setdefault(entry, {})
+            found = self._whole(parts, layout, state, checksum)
+            if found is not None:
+                del self._given[entry]
+        return found in (None, int(self._sums[entry]))
 
     def stored(self, layout: SubgroupLayout, state: int, checksum: int) -> None:
         """Notes what is being written to the target slot."""
@@ -128,6 +149,22 @@ class ChunkTable:
             if whole is not None:
                 del self._storing[entry]
                 self._pending[entry] = whole
+
+    def prepare_write(self, layout: SubgroupLayout, state: int) -> Path:
+        """The file of the target slot to write a part of a chunk to.
+
+        Where something has linked to it since, a new file takes its place: with the
+        parts that this step has written, or is still to read from there.
+        """
+        entry = self._entry(layout, state)
+        with self._prepare_lock:
+            file = self._directory.prepare_write(
+                self.target,
+                *layout.place(state),
+                keeps=entry in self._prepared or bool(self._is_working[entry]),
+            )
+            self._prepared.add(entry)
+        return file
 
     def check_file(self, layout: SubgroupLayout, state: int) -> None:
         """Reads all of a chunk that `loaded` may have seen in part only; blocks.
@@ -165,14 +202,17 @@ class ChunkTable:
                 self._sums[entry] = checksum
                 self._is_working[entry] = True
             self._num_steps += 1
+            self._loaded.clear()
         self.forget_step()
 
     def forget_step(self) -> None:
-        """Drops what is noted of a step that has not ended."""
+        """Drops what is noted of a step that has not ended; what it read stays."""
         with self._lock:
             self._pending.clear()
             self._storing.clear()
-            self._loading.clear()
+            self._given.clear()
+        with self._prepare_lock:
+            self._prepared.clear()
 
     def share_unwritten(self) -> None:
         """Links every chunk that no step has written into the target slot."""
@@ -218,20 +258,14 @@ class ChunkTable:
             return checksum
         return crc32c_combine(parts[offset] for offset in sorted(parts))
 
-    def _complete(
-        self, layout: SubgroupLayout, state: int, slot: Slot, checksum: int
-    ) -> int | None:
-        """The checksum of a chunk of which the last part has now been read."""
-        key = (self._entry(layout, state), slot)
-        with self._lock:
-            parts = self._loading.setdefault(key, {})
-            whole = self._whole(parts, layout, state, checksum)
-            if whole is not None:
-                del self._loading[key]
-        return whole
-
     def _corrupt(
-        self, layout: SubgroupLayout, state: int, slot: Slot, expected: int, found: int
+        self,
+        layout: SubgroupLayout,
+        state: int,
+        slot: Slot,
+        expected: int,
+        found: int,
+        when: str = "as written",
     ) -> StoreCorruptError:
         subgroup = layout.subgroup
         return self._directory.corrupt_error(
@@ -239,4 +273,5 @@ class ChunkTable:
             (subgroup.leaf, subgroup.chunk, layout.states[state]),
             expected,
             found,
+            when,
         )

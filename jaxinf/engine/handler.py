@@ -20,6 +20,7 @@ from jaxinf.engine.chunks import ChunkTable
 from jaxinf.engine.failure import Failure, closed_error
 from jaxinf.engine.tasks import Task, TaskGroup
 from jaxinf.engine.timeline import Timeline
+from jaxinf.errors import StoreError
 from jaxinf.io import crc32c
 from jaxinf.layout import Subgroup
 from jaxinf.store import Slot, StoreDirectory
@@ -99,12 +100,23 @@ class TransferHandler:
         self._num_running = 0
         self._is_closing = False
         failure.listen(self._stop)
-        self._workers = [
-            threading.Thread(target=self._work, name=f"jaxinf-{i}", daemon=True)
-            for i in range(num_workers)
-        ]
-        for worker in self._workers:
-            worker.start()
+        self._workers: list[threading.Thread] = []
+        try:
+            for number in range(num_workers):
+                self._start(f"jaxinf-{number}")
+        except RuntimeError as error:
+            self.close()
+            raise StoreError(
+                f"{directory.path}: expected to start {num_workers} worker threads, "
+                f"found no room for another after {len(self._workers)} ({error}); "
+                "raise the limit (ulimit -u, the cgroup's pids.max), or give fewer "
+                "num_workers"
+            ) from error
+
+    def _start(self, name: str) -> None:
+        worker = threading.Thread(target=self._work, name=name, daemon=True)
+        worker.start()
+        self._workers.append(worker)
 
     # --- for the engine ------------------------------------------------------------
 
@@ -367,9 +379,7 @@ class TransferHandler:
                 if checksum is None:  # no kernel has passed over it
                     checksum = crc32c(csd.view(buffer, layout.extents[state]))
             self._chunks.stored(layout, state, checksum)
-            file = self._directory.prepare_write(
-                self._chunks.target, *layout.place(state)
-            )
+            file = self._chunks.prepare_write(layout, state)
             with self._timeline.span("write"):
                 csd.write(buffer, layout.extents[state], file)
 

@@ -251,6 +251,7 @@ class Session:
             directory.claim_csds()
             prune_snapshots(directory)
             prune_leftovers(directory)
+            directory.prune_replacements()
             if self.options.restore is not None:
                 record = restore_checkpoint(directory, self.options.restore)
                 self.commit = self.finished = record

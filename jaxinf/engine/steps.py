@@ -192,7 +192,18 @@ class StepEngine:
                 daemon=True,
             )
             self._arrivals, self._is_open = {}, False
-            self._commit_thread.start()
+            try:
+                self._commit_thread.start()
+            except RuntimeError as error:  # the process has all it may have
+                _LOG.warning(
+                    "%s: no thread to commit step %s in the background (%s); it is "
+                    "committed at once, and JAX waits. Raise the limit (ulimit -u)",
+                    self._session.options.path,
+                    step,
+                    error,
+                )
+                thread, self._commit_thread = self._commit_thread, None
+                thread.run()
 
     def abandon(self) -> None:
         """Gives the step up: nothing of it is committed; it may start over."""

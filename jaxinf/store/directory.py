@@ -32,7 +32,7 @@ from jaxinf.io import (
 from jaxinf.io.failures import translated
 from jaxinf.layout import PAGE_BYTES, Chunk, scale_chunks
 from jaxinf.store.commit import CommitRecord
-from jaxinf.store.links import link_or_copy
+from jaxinf.store.links import copy_file, link_or_copy
 from jaxinf.store.lock import lock_exclusively
 from jaxinf.store.manifest import LeafRecord, Manifest, StateRecord
 from jaxinf.store.zarr_metadata import (
@@ -160,7 +160,12 @@ class StoreDirectory:
         return max(1, len(self.manifest.csds))
 
     def corrupt_error(
-        self, step_path: Path, place: tuple[int, int, str], expected: int, found: int
+        self,
+        step_path: Path,
+        place: tuple[int, int, str],
+        expected: int,
+        found: int,
+        when: str = "as written",
     ) -> StoreCorruptError:
         """What is raised for a chunk whose checksum is not the committed one.
 
@@ -168,6 +173,7 @@ class StoreDirectory:
           step_path: the slot or checkpoint that holds it.
           place: leaf, chunk and state.
           expected, found: CRC-32C.
+          when: where the expected one is from.
         """
         leaf, chunk, state = place
         record = self.manifest.leaves[leaf]
@@ -177,7 +183,7 @@ class StoreDirectory:
         return StoreCorruptError(
             f"{os.path.realpath(file)}: leaf {record.name}, {state}, chunk {chunk} of "
             f"{len(record.csds)}, on CSD {csd} ({self.csd_directory(csd)}): expected "
-            f"CRC-32C {expected:08x} as written, found {found:08x}; nothing was "
+            f"CRC-32C {expected:08x} {when}, found {found:08x}; nothing was "
             'trained on it. Check the drive (dmesg, smartctl), see "jaxinf verify '
             f'{self.path}" for all that is damaged, and restore a checkpoint or a '
             "backup"
@@ -399,12 +405,19 @@ class StoreDirectory:
 
     # --- chunk files under a running step ------------------------------------------
 
-    def prepare_write(self, slot: Slot, leaf: int, chunk: int, state: str) -> Path:
+    def prepare_write(
+        self, slot: Slot, leaf: int, chunk: int, state: str, *, keeps: bool = False
+    ) -> Path:
         """The file to write a chunk of an unpublished slot to.
 
         A file that a snapshot, a checkpoint or the other slot links to is left to them
-        and a new one takes its place; the caller must then write all of the chunk. One
-        that something has cut short gets its length back.
+        and a new one takes its place. One that something has cut short gets its length
+        back.
+
+        Args:
+          slot, leaf, chunk, state: which.
+          keeps: whether the new file holds what the old one does; else the caller must
+            write all of the chunk.
         """
         file = self.chunk_file(slot, leaf, chunk, state)
         record = self.manifest.leaves[leaf].state(state)
@@ -414,7 +427,10 @@ class StoreDirectory:
             status = _status(file)
             if status.st_nlink > 1:
                 with _replacement(file) as temporary:
-                    self._allocate(temporary, layout, record)
+                    if keeps:
+                        copy_file(file, temporary)
+                    else:
+                        self._allocate(temporary, layout, record)
             elif stat.S_ISREG(status.st_mode) and status.st_size != num_bytes:
                 with translated("allocation", file):
                     os.truncate(file, num_bytes)
@@ -433,6 +449,16 @@ class StoreDirectory:
             with _replacement(new) as temporary:
                 link_or_copy(old, temporary)
 
+    def prune_replacements(self) -> None:
+        """Removes what a crash left of files that were to take a chunk's place."""
+        for leaf, record, chunks in self._leaves():
+            for state in record.states:
+                for chunk in range(len(chunks)):
+                    for slot in SLOTS:
+                        file = self.chunk_file(slot, leaf, chunk, state.name)
+                        with translated("removal", file):
+                            _temporary(file).unlink(missing_ok=True)
+
     def _leaves(self) -> Iterable[tuple[int, LeafRecord, tuple[Chunk, ...]]]:
         for leaf, record in enumerate(self.manifest.leaves):
             yield leaf, record, self.chunks[leaf]
@@ -441,11 +467,15 @@ class StoreDirectory:
 @contextlib.contextmanager
 def _replacement(file: Path) -> Iterator[Path]:
     """A name beside a file: what the body makes there takes the file's place."""
-    temporary = file.with_name(file.name + ".new")
+    temporary = _temporary(file)
     with translated("replacement", file):
         temporary.unlink(missing_ok=True)
         yield temporary
         temporary.rename(file)
+
+
+def _temporary(file: Path) -> Path:
+    return file.with_name(file.name + ".new")
 
 
 def _status(file: Path) -> os.stat_result:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jaxinf.io.failures import translated
 
-__all__ = ["can_link", "link_or_copy"]
+__all__ = ["can_link", "copy_file", "link_or_copy"]
 
 _LOG = logging.getLogger("jaxinf")
 
@@ -38,7 +38,7 @@ def link_or_copy(source: Path, target: Path) -> None:
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            _say(source, "reflinked" if _copy(source, target) else "copied")
+            _say(source, "reflinked" if copy_file(source, target) else "copied")
 
 
 def can_link(directory: Path) -> bool:
@@ -59,8 +59,13 @@ def can_link(directory: Path) -> bool:
         second.unlink(missing_ok=True)
 
 
-def _copy(source: Path, target: Path) -> bool:
-    """Copies a file, by a reflink where the file system can: returns whether."""
+def copy_file(source: Path, target: Path) -> bool:
+    """Copies a file, by a reflink where the file system can: returns whether.
+
+    Args:
+      source: the real file.
+      target: does not exist; nor does it after an error.
+    """
     try:
         with source.open("rb") as old, target.open("xb") as new:
             try:

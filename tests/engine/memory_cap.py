@@ -23,7 +23,7 @@ def data_bytes():
 
 
 def run(place, num_params, budget_bytes):
-    options = {"memory_bytes": budget_bytes, "chunk_elements": 1 << 19}
+    options = {"memory_bytes": budget_bytes, "chunk_elements": 1 << 22}
     warm = UpdateRig(place / "warm", 100_000, num_leaves=1, **options)
     warm.step()
     warm.close()

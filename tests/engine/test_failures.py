@@ -8,6 +8,7 @@ from store_driver import LEAVES
 
 from jaxinf.errors import (
     DivergedParamsError,
+    StaleStateError,
     StoreClosedError,
     StoreIOError,
     StoreSpaceError,
@@ -266,3 +267,29 @@ def test_results_after_a_failure_elsewhere_are_whole_or_an_error(drive):
         return  # the prefetch has found it first
     np.testing.assert_array_equal(results["bias"], -3)
     np.testing.assert_array_equal(results["embed"], -3)
+
+
+def test_what_arrives_late_of_a_step_that_failed(drive):
+    """A callback of it that comes after the failure, or to the store opened again."""
+    drive().init().steps(3).close()
+    driver = drive().init()
+    driver.update([0])
+    late = driver.part(1)
+    break_chunk(driver, "truncated", "b", leaf=3)
+    with pytest.raises(StoreIOError, match=r"params\.half/c/0/0") as caught:
+        driver.update([3])
+    with pytest.raises(StoreIOError) as again:
+        driver.store.steps.update(3, late)
+    assert again.value is caught.value
+    driver.close()
+    for action in (lambda: driver.store.steps.update(3, late), driver.finish):
+        with pytest.raises(StoreIOError) as again:
+            action()
+        assert again.value is caught.value
+    reopened = drive(driver.store.path)
+    assert reopened.store.step == 3
+    reopened.at = 3
+    reopened.session.bind(reopened.description)
+    with pytest.raises(StaleStateError, match="of step 2, the store is at step 3"):
+        reopened.store.steps.update(2, late)
+    assert not reopened.store.steps.is_open

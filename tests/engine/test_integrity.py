@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import jaxinf
+from jaxinf.engine.tasks import Task
 from jaxinf.errors import StoreCorruptError
 from jaxinf.store import StoreDirectory
 
@@ -58,6 +59,47 @@ def test_a_flipped_bit_is_named_and_not_trained_on(
     flip(driver, leaf, state, byte)
     reopened.init().steps(1).check(4)
     reopened.close()
+
+
+def read_again(driver, layouts):
+    """Reads momentum, as a prefetch that had to make room and then its task do."""
+    session = driver.session
+    tasks = [
+        Task(layout, lambda *_: None, loads=((1, session.chunks.source(layout, 1)),))
+        for layout in layouts
+    ]
+    session.handler.run(tasks)
+
+
+@pytest.mark.parametrize("num_read_first", [1, 2, None])
+def test_a_subgroup_that_is_read_twice_must_be_the_same(drive, num_read_first):
+    """Of a chunk that was whole in memory before, or was not yet."""
+    driver = drive(leaves=LEAVES, memory_bytes=1 << 18).init().steps(1)
+    driver.store.wait()
+    number = list(driver.leaves).index("w")
+    layouts = driver.session.layouts(number, (0, 0), (300, 1025))
+    assert len(layouts) > 10
+    read_again(driver, layouts[:num_read_first])
+    read_again(driver, layouts[:1])
+    flip(driver, "w", "trace", byte=5)
+    message = "leaf w, trace, .* when elements from 0 on were read before, found"
+    with pytest.raises(StoreCorruptError, match=message):
+        read_again(driver, layouts[:1])
+
+
+def give_up_and_update(driver, number):
+    driver.store.steps.abandon()  # reads ahead: may find it, too
+    driver.update([number])
+
+
+def test_what_a_step_that_was_given_up_has_read_still_counts(drive):
+    driver = drive(leaves=LEAVES, memory_bytes=1 << 18).init().steps(1)
+    driver.store.wait()
+    number = list(driver.leaves).index("w")
+    driver.update([number])
+    flip(driver, "w", "trace", byte=5)
+    with pytest.raises(StoreCorruptError, match="were read before"):
+        give_up_and_update(driver, number)
 
 
 def test_what_padding_holds_does_not_count(drive):

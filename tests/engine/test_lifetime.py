@@ -1,10 +1,14 @@
 """From opening to the end of a process: nothing is left, nothing is lost."""
 
+import contextlib
 import gc
 import os
 import threading
 
+import pytest
+
 import jaxinf
+from jaxinf.errors import StoreError
 
 HERE = os.path.dirname(__file__)
 START = """
@@ -52,6 +56,45 @@ def test_refused_openings_leave_nothing(drive, place):
         except jaxinf.StoreFormatError:
             continue
     assert resources()[:2] == before
+
+
+@contextlib.contextmanager
+def no_new_threads():
+    """The operating system refuses every thread: no address space has such a stack."""
+    before = threading.stack_size(1 << 46)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
+
+
+def test_a_commit_without_a_thread_of_its_own(drive, caplog):
+    driver = drive().init().steps(2)
+    driver.update()
+    driver.store.steps.join()
+    with no_new_threads():
+        driver.finish()
+    assert "no thread to commit step 3 in the background" in caplog.text
+    assert driver.session.commit.step == 3
+    driver.steps(1).check(4)
+
+
+def test_workers_that_cannot_be_started(drive):
+    drive().init().steps(1).close()
+    before = resources()[:2]
+    with (
+        no_new_threads(),
+        pytest.raises(StoreError, match=r"4 worker threads, .*\(ulimit -u"),
+    ):
+        drive()
+    assert resources()[:2] == before
+    with no_new_threads():
+        new = drive("new")
+        with pytest.raises(StoreError, match="worker threads"):
+            new.init()
+        new.close()
+    assert resources()[:2] == before
+    drive("new").init().steps(1).check(1)
 
 
 def test_two_stores_in_one_process(drive):

@@ -233,6 +233,33 @@ def test_leftovers_of_a_crash_are_no_obstacle(make_directory, write_step):
     assert file.samefile(directory.chunk_file("a", 0, 1, "mu"))
 
 
+@pytest.mark.parametrize("num_csds", [0, 2])
+def test_leftovers_of_replacements_go(make_directory, write_step, place, num_csds):
+    directory = make_directory(num_csds=num_csds)
+    write_step(directory, "a", 0)
+    before = sorted(place.rglob("*"))
+    for leaf, position, state in [(0, 1, "mu"), (3, 0, "params"), (2, 2, "count")]:
+        for slot in ("a", "b"):
+            file = directory.chunk_file(slot, leaf, position, state)
+            file.with_name(file.name + ".new").write_text("junk")
+    assert len(list(place.rglob("*.new"))) == 6
+    directory.prune_replacements()
+    assert sorted(place.rglob("*")) == before
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_takes_a_linked_file_s_place(make_directory, write_step, keeps):
+    directory = make_directory()
+    write_step(directory, "a", 0)
+    file = directory.chunk_file("a", 0, 0, "mu")
+    os.link(file, other := file.with_name("other"))
+    assert directory.prepare_write("a", 0, 0, "mu", keeps=keeps) == file
+    assert not file.samefile(other)
+    wanted = other.read_bytes() if keeps else bytes(other.stat().st_size)
+    assert any(other.read_bytes())
+    assert file.read_bytes() == wanted
+
+
 @pytest.mark.parametrize("action", ["prepare_write", "link_chunk"])
 def test_a_missing_chunk_is_named(make_directory, write_step, action):
     directory = make_directory()

@@ -1,0 +1,78 @@
+"""Copies of a store by hard links (cp -al) that somebody makes beside a run.
+
+Nothing that the run writes goes through to the copy, and what a copy links to is
+replaced by files that hold all that the run still needs.
+"""
+
+import subprocess
+
+import pytest
+
+from jaxinf.errors import StoreLockedError
+from jaxinf.store import Verifier
+
+# Many subgroups a chunk: parts of one are written while others are still to be read.
+OPTIONS = {
+    "leaves": {"bias": ((129,), "float32"), "embed": ((300, 1025), "float32")},
+    "memory_bytes": 1 << 18,
+    "num_workers": 2,
+}
+
+
+def linked_copy(driver):
+    """What `cp -al` makes of it, and the bytes of every chunk there."""
+    copy = driver.store.path.with_name("copy")
+    subprocess.run(["cp", "-al", driver.store.path, copy], check=True)
+    chunks = [f for f in copy.glob("slots/*/*.*/c/**/*") if f.is_file()]
+    assert len(chunks) == 8
+    return copy, {file: file.read_bytes() for file in chunks}
+
+
+@pytest.mark.parametrize("durability", ["step", 4, "checkpoint"])
+@pytest.mark.parametrize("verify", ["always", "never"])
+def test_a_copy_between_steps(drive, durability, verify):
+    driver = drive(durability=durability, verify=verify, **OPTIONS).init().steps(2)
+    driver.store.steps.join()
+    committed = driver.session.commit.step
+    copy, before = linked_copy(driver)
+    driver.steps(3).check(5)
+    assert {file: file.read_bytes() for file in before} == before
+    with pytest.raises(StoreLockedError):  # the lock is linked, too
+        drive(copy, **OPTIONS)
+    driver.close()
+    again = drive(copy, **OPTIONS)
+    assert again.store.step == committed
+    again.init().check(committed)
+    again.steps(2).check(committed + 2)
+    again.close()
+    driver = drive(driver.store.path, **OPTIONS).init()
+    driver.check(5)
+    driver.steps(2).check(7)
+
+
+@pytest.mark.parametrize("durability", ["step", 4])
+def test_a_copy_in_the_middle_of_a_chunk(drive, durability):
+    """The subgroups that were written before are still there after."""
+    driver = drive(durability=durability, **OPTIONS).init().steps(2)
+    driver.store.steps.join()
+    write, copies, num_writes = driver.session.csds[0].write, [], 0
+
+    def copying(buffer, extent, file):
+        nonlocal num_writes
+        write(buffer, extent, file)
+        num_writes += "trace.embed" in str(file)
+        if num_writes == 5:
+            copies.append(linked_copy(driver))
+
+    driver.session.csds[0].write = copying
+    driver.steps(1)
+    driver.store.steps.join()
+    assert copies
+    driver.session.csds[0].write = write
+    driver.steps(3).check(6)
+    assert not Verifier(driver.session.files).verify(driver.store.path / "current")
+    driver.close()
+    copy, _ = copies[0]
+    again = drive(copy, **OPTIONS).init()
+    again.check(again.at)
+    again.steps(2).check(again.at)
