@@ -4,9 +4,7 @@ Invariant: the store that is converted is only read, and the new one appears und
 name with its first commit or not at all; memory is a few pieces of 1 Mi elements.
 """
 
-import contextlib
 import os
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,21 +15,20 @@ from jaxinf.engine.decoding import decoded_pieces
 from jaxinf.engine.description import coded_states
 from jaxinf.engine.session import StateFormat
 from jaxinf.engine.state import rounding_of_chunk
-from jaxinf.errors import StoreError, StoreFormatError
 from jaxinf.io import crc32c, crc32c_combine
 from jaxinf.io.failures import translated
 from jaxinf.kernels import CodedSlot
-from jaxinf.layout import CODE_BLOCK, assign_csds
+from jaxinf.layout import CODE_BLOCK
 from jaxinf.store import (
     CommitRecord,
     LeafRecord,
     Manifest,
     StateRecord,
     StoreDirectory,
-    StoreLock,
+    deal_chunks,
     dtype_of,
+    making_store,
     snapshot,
-    stored_bytes,
 )
 from jaxinf.typing import Array, ProgressCallback
 
@@ -74,57 +71,19 @@ def convert_store(
                 f"CSD root {root}: expected a directory on a mounted drive, found "
                 "nothing; create or mount it"
             )
-    if target.exists() and (not target.is_dir() or not _is_empty(target)):
-        raise StoreFormatError(
-            f"{target}: expected nothing there, or an empty directory, for the "
-            "converted store; give another path"
-        )
     codec = "" if state == "fp32" else state
-    directory = StoreDirectory(target, _manifest(held.manifest, codec, csds))
-    directory.check_space()
-    with snapshot(held) as step:
-        record = CommitRecord.read(step / "commit.json")
-        target.mkdir(parents=True, exist_ok=True)
-        lock = StoreLock(target)
-        try:
-            try:
-                directory.create()
-                sums = _fill(directory, held.manifest, step, record.step, progress)
-                directory.sync()
-                directory.publish("a", replace(record, checksums=sums))
-            except BaseException:
-                with contextlib.suppress(StoreError):
-                    directory.discard()
-                raise
-        finally:
-            lock.release()
-    return record.step
-
-
-def _is_empty(path: Path) -> bool:
-    """Whether nothing is there, the locks of a conversion that failed excepted."""
-    return all(entry.name in ("lock", "publish.lock") for entry in path.iterdir())
-
-
-def _manifest(held: Manifest, codec: str, csds: Sequence[Path]) -> Manifest:
     leaves = [
         replace(leaf, states=coded_states(replace(leaf, states=leaf.slots), codec))
-        for leaf in held.leaves
+        for leaf in held.manifest.leaves
     ]
-    sizes = [
-        [sum(stored_bytes(c, s) for s in leaf.states) for c in leaf.grid.chunks()]
-        for leaf in leaves
-    ]
-    owners = iter(assign_csds([n for own in sizes for n in own], max(1, len(csds))))
-    return replace(
-        held,
-        store_id=uuid.uuid4().hex,
-        csds=tuple(map(str, csds)),
-        leaves=tuple(
-            replace(leaf, csds=tuple(next(owners) for _ in own))
-            for leaf, own in zip(leaves, sizes, strict=True)
-        ),
-    )
+    converted = replace(held.manifest, leaves=tuple(leaves))
+    manifest = deal_chunks(converted, [str(root) for root in csds])
+    with snapshot(held) as step, making_store(target, manifest) as directory:
+        record = CommitRecord.read(step / "commit.json")
+        sums = _fill(directory, held.manifest, step, record.step, progress)
+        directory.sync()
+        directory.publish("a", replace(record, checksums=sums))
+    return record.step
 
 
 def _fill(

@@ -14,16 +14,16 @@ import numpy as np
 
 from jaxinf.csd import KernelNeed
 from jaxinf.kernels import InitKernel, Kernel
-from jaxinf.layout import assign_csds, choose_grid
+from jaxinf.layout import choose_grid
 from jaxinf.store import (
     MASTER_PARAMS,
     LeafRecord,
     Manifest,
     StateRecord,
     check_leaf_paths,
+    deal_chunks,
     dtype_of,
     leaf_name,
-    stored_bytes,
 )
 
 __all__ = ["LeafDescription", "StoreDescription", "coded_states", "kernel_needs"]
@@ -120,31 +120,18 @@ class StoreDescription:
         """
         outline = self.outline()
         coded = [replace(r, states=coded_states(r, codec)) for r in outline.leaves]
-        outline = replace(outline, leaves=tuple(coded))
-        grids = [
-            choose_grid(
-                leaf.shape,
-                shard_counts=leaf.shard_counts or None,
-                max_chunk_elements=chunk_elements,
-            )
-            for leaf in self.leaves
-        ]
-        chunks = [grid.chunks() for grid in grids]
-        chunk_bytes = [
-            sum(stored_bytes(chunk, state) for state in leaf.states)
-            for leaf, own in zip(outline.leaves, chunks, strict=True)
-            for chunk in own
-        ]
-        owners = iter(assign_csds(chunk_bytes, max(1, len(csd_roots))))
-        leaves = tuple(
+        leaves = [
             replace(
                 record,
-                chunk_shape=grid.chunk_shape,
-                csds=tuple(next(owners) for _ in own),
+                chunk_shape=choose_grid(
+                    record.shape,
+                    shard_counts=record.shard_counts or None,
+                    max_chunk_elements=chunk_elements,
+                ).chunk_shape,
             )
-            for record, grid, own in zip(outline.leaves, grids, chunks, strict=True)
-        )
-        return replace(outline, csds=tuple(csd_roots), leaves=leaves)
+            for record in coded
+        ]
+        return deal_chunks(replace(outline, leaves=tuple(leaves)), csd_roots)
 
 
 def coded_states(leaf: LeafRecord, codec: str) -> tuple[StateRecord, ...]:

@@ -4,34 +4,29 @@ Invariant: the new store has the exported manifest's leaves, states and kernels,
 commit record; only its id and its CSDs are new.
 """
 
-import contextlib
-import dataclasses
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from jaxinf.errors import ExchangeError, StoreError
+from jaxinf.errors import ExchangeError
 from jaxinf.exchange.chunk_writer import ChunkWriter, slot_checksums
 from jaxinf.exchange.sources import SourceArray
 from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES
 from jaxinf.exchange.store_import import ImportReport, read_source
-from jaxinf.layout import assign_csds
 from jaxinf.store import (
     CommitRecord,
     Manifest,
     StoreDirectory,
-    StoreLock,
+    deal_chunks,
     dtype_of,
-    stored_bytes,
+    making_store,
 )
 from jaxinf.typing import ProgressCallback
 
 __all__ = ["import_export", "is_own_export"]
 
 _COPIES = 4
-_HARMLESS = {"lock", "publish.lock"}
 
 
 def is_own_export(path: Path) -> bool:
@@ -60,8 +55,9 @@ def import_export(
       What was done.
 
     Raises:
-      ExchangeError: the export is damaged, or something is in the store's place.
-      StoreFormatError: its manifest or its commit record is damaged.
+      ExchangeError: the export is damaged.
+      StoreFormatError: its manifest or its commit record is damaged, or something is
+        in the store's place.
       StoreSpaceError: there is no room; nothing was written.
       StoreError: a drive failed.
     """
@@ -69,24 +65,11 @@ def import_export(
     commit = CommitRecord.read(source / "commit.json")
     found = read_source(source)
     wanted = _wanted(exported, found, source)
-    _check_free(store)
-    directory = StoreDirectory(store, _with_csds(exported, csds))
-    directory.check_space()
-    store.mkdir(parents=True, exist_ok=True)
-    lock = StoreLock(store)
-    try:
-        _check_free(store)
-        directory.create()
-        try:
-            _fill(directory, wanted, memory_bytes, progress)
-            _check_sums(directory, commit, source)
-            directory.publish("a", commit)
-        except BaseException:
-            with contextlib.suppress(StoreError):
-                directory.discard()
-            raise
-    finally:
-        lock.release()
+    manifest = deal_chunks(exported, [str(root) for root in csds])
+    with making_store(store, manifest) as directory:
+        _fill(directory, wanted, memory_bytes, progress)
+        _check_sums(directory, commit, source)
+        directory.publish("a", commit)
     return ImportReport(commit.step, len(wanted), (), ())
 
 
@@ -113,44 +96,6 @@ def _wanted(
             f"{'; '.join(problems[:8])}; copy the export anew"
         )
     return wanted
-
-
-def _check_free(store: Path) -> None:
-    if not store.exists():
-        return
-    found = (
-        [entry.name for entry in store.iterdir() if entry.name not in _HARMLESS]
-        if store.is_dir()
-        else ["a file"]
-    )
-    if found:
-        raise ExchangeError(
-            f"{store}: expected nothing there, or an empty directory, for a new store, "
-            f"found {', '.join(sorted(found)[:3])}; give another path"
-        )
-
-
-def _with_csds(manifest: Manifest, csds: Sequence[Path]) -> Manifest:
-    """The same leaves, under another id and on other CSDs."""
-    leaves = []
-    for leaf in manifest.leaves:
-        sizes = [
-            sum(stored_bytes(chunk, state) for state in leaf.states)
-            for chunk in leaf.grid.chunks()
-        ]
-        leaves.append((leaf, sizes))
-    dealt = iter(
-        assign_csds([n for _, sizes in leaves for n in sizes], max(1, len(csds)))
-    )
-    return dataclasses.replace(
-        manifest,
-        store_id=uuid.uuid4().hex,
-        csds=tuple(map(str, csds)),
-        leaves=tuple(
-            dataclasses.replace(leaf, csds=tuple(next(dealt) for _ in sizes))
-            for leaf, sizes in leaves
-        ),
-    )
 
 
 def _fill(

@@ -24,6 +24,7 @@ from jaxinf.store.directory import (
     stored_bytes,
 )
 from jaxinf.store.lock import StoreLock
+from jaxinf.store.making import deal_chunks, making_store
 from jaxinf.store.manifest import (
     CODECS,
     FORMAT_VERSION,
@@ -63,12 +64,14 @@ __all__ = [
     "check_leaf_paths",
     "checkpoint_names",
     "checkpoints_to_prune",
+    "deal_chunks",
     "dtype_of",
     "file_checksum",
     "find_checkpoint",
     "find_leaf",
     "leaf_name",
     "list_checkpoints",
+    "making_store",
     "migrate",
     "open_array",
     "other_slot",

