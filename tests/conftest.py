@@ -12,6 +12,10 @@ import pytest
 
 import jaxinf
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from raw_stores import memory_directory
+
 # How long an example takes depends on what else the machine does.
 hypothesis.settings.register_profile("jaxinf", deadline=None)
 hypothesis.settings.load_profile("jaxinf")
@@ -19,6 +23,13 @@ hypothesis.settings.load_profile("jaxinf")
 # Programs that tests start import the package that is installed, not the checkout
 # that they are started in.
 os.environ["PYTHONSAFEPATH"] = "1"
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory in memory where there is such a file system."""
+    with memory_directory() as path:
+        yield path
 
 
 @pytest.fixture

@@ -1,9 +1,7 @@
 """Stores in memory, and drivers of them that are closed at the end of a test."""
 
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,17 +10,6 @@ import pytest
 sys.path.insert(0, os.path.dirname(__file__))
 
 from store_driver import Driver
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Path]:
-    """A directory in memory where there is such a file system."""
-    if not os.access("/dev/shm", os.W_OK):
-        yield tmp_path
-        return
-    path = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="jaxinf-test-"))
-    yield path
-    shutil.rmtree(path)
 
 
 @pytest.fixture

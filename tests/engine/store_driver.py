@@ -92,7 +92,7 @@ class Driver:
             finish_initialisation(self.session, self.scalars(0))
         self.at = self.store.step
         if not is_new:
-            for number, (params, _) in enumerate(self.expected(self.at).values()):
+            for number, (params, *_) in enumerate(self.expected(self.at).values()):
                 dtype = self.description.leaves[number].device_dtype
                 device = params.astype(dtype)
                 compare_params(self.session, number, device, (0,) * device.ndim)
@@ -104,7 +104,7 @@ class Driver:
     def part(self, number, gradient=1.0):
         """What a callback brings for a leaf at the present step."""
         leaf = self.description.leaves[number]
-        params, _ = self.expected(self.at)[list(self.leaves)[number]]
+        params, *_ = self.expected(self.at)[list(self.leaves)[number]]
         probe = params.astype(leaf.device_dtype).reshape(-1)[
             : min(8, leaf.shape[-1]) if leaf.shape else 1
         ]

@@ -15,14 +15,7 @@ from mounts import (
     mount_ext4,  # noqa: F401
     mount_tmpfs,  # noqa: F401
 )
-from places import memory_directory
 from store_driver import Driver
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    with memory_directory() as path:
-        yield path
 
 
 @pytest.fixture

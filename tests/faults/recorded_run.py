@@ -5,9 +5,10 @@ the run was recorded: the symlinks to CSD roots are absolute.
 """
 
 import shutil
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
+import optax
 import store_driver
 from disk_model import Cut, frozen, materialise
 from disk_recorder import Recorder
@@ -23,25 +24,44 @@ LEAVES = {
     "scale": ((), "float32"),
 }
 NEW = "new"
+FROZEN = ("bias", "half")
 
 
 class Mixture(AssertionError):
     """A crash state whose recovery is neither of the two steps it may be."""
 
 
+class FrozenDriver(Driver):
+    """Of a store with leaves that no step changes, and that have no momentum."""
+
+    def expected(self, step):
+        states = super().expected(step)
+        for name in FROZEN:
+            states[name] = (self.initial[name].astype("float32"),)
+        return states
+
+
+def _partly_frozen():
+    labels = {name: "freeze" if name in FROZEN else "train" for name in LEAVES}
+    parts = {"train": store_driver.TX, "freeze": optax.set_to_zero()}
+    return optax.partition(parts, labels)
+
+
 @cache
-def _described():
+def _described(is_partly_frozen):
     """Tracing the optimizer takes longer than recovering a store."""
-    return Driver("/nonexistent/store", LEAVES).description
+    tx = _partly_frozen() if is_partly_frozen else store_driver.TX
+    return Driver("/nonexistent/store", LEAVES, tx).description
 
 
-def small_driver(path, **options):
+def small_driver(path, *, is_partly_frozen=False, **options):
     """A driver of the small store."""
+    kind = FrozenDriver if is_partly_frozen else Driver
     traced = store_driver.describe
-    description = _described()
+    description = _described(is_partly_frozen)
     store_driver.describe = lambda params, tx: description
     try:
-        return Driver(path, LEAVES, memory_bytes=1 << 20, num_workers=1, **options)
+        return kind(path, LEAVES, memory_bytes=1 << 20, num_workers=1, **options)
     finally:
         store_driver.describe = traced
 
@@ -53,16 +73,20 @@ class RecordedRun:
       place: an empty directory in memory.
       num_csds: CSD roots, each a file system of its own.
       script: what to do with the driver, a function of it and of the log's `mark`.
+      is_partly_frozen: whether there are leaves that no step changes.
     """
 
-    def __init__(self, place: Path, num_csds: int, script, **options):
+    def __init__(
+        self, place: Path, num_csds: int, script, *, is_partly_frozen=False, **options
+    ):
         self.place = place
+        self._make = partial(small_driver, is_partly_frozen=is_partly_frozen)
         roots = [place / f"csd{number}" for number in range(num_csds)]
         for root in roots:
             root.mkdir()
-        _described()
+        _described(is_partly_frozen)
         with Recorder(place, roots) as recorder:
-            driver = small_driver(place / "store", csds=roots, **options)
+            driver = self._make(place / "store", csds=roots, **options)
             script(driver, lambda step, *names: recorder.log.mark((step, names)))
             driver.session.close()
             recorder.check()
@@ -89,7 +113,7 @@ class RecordedRun:
         state = frozen(disk)
         if state not in self._outcomes or goes_on:
             self.put(disk)
-            self._outcomes[state] = recovered(self.place / "store", goes_on=goes_on)
+            self._outcomes[state] = self._recovered(goes_on=goes_on)
         found, (last, coming) = self._outcomes[state], self.log.known_at(cut.number)
         allowed = ((NEW, ()) if last is None else last, coming)
         if found not in allowed:
@@ -104,25 +128,27 @@ class RecordedRun:
             shutil.rmtree(entry)
         materialise(self.log.kinds, disk, self.place)
 
-
-def recovered(path: Path, *, goes_on: bool):
-    """The step that is found or `NEW`, and the checkpoints; or what is wrong."""
-    try:
-        driver = small_driver(path)
-    except JaxinfError as error:
-        return f"{type(error).__name__}: {error}"
-    try:
-        if not driver.store.exists:
-            driver.init()
-            return (NEW, ()) if is_whole(driver, 0) else "no new store could be made"
-        step = driver.store.step
-        if not is_whole(driver, step):
-            return f"a mixture that says it is step {step}"
-        if goes_on and not is_whole(driver.init().steps(1), step + 1):
-            return f"step {step}, and a mixture after it"
-        return step, checkpoints_of(driver)
-    finally:
-        driver.session.close()
+    def _recovered(self, *, goes_on: bool):
+        """The step that is found or `NEW`, and the checkpoints; or what is wrong."""
+        try:
+            driver = self._make(self.place / "store")
+        except JaxinfError as error:
+            return f"{type(error).__name__}: {error}"
+        try:
+            if not driver.store.exists:
+                driver.init()
+                is_new = is_whole(driver, 0)
+                return (NEW, ()) if is_new else "no new store could be made"
+            step = driver.store.step
+            if not is_whole(driver, step):
+                return f"a mixture that says it is step {step}"
+            if leftovers := list(self.place.rglob("*.new")):
+                return f"step {step}, and {leftovers}"
+            if goes_on and not is_whole(driver.init().steps(1), step + 1):
+                return f"step {step}, and a mixture after it"
+            return step, checkpoints_of(driver)
+        finally:
+            driver.session.close()
 
 
 def checkpoints_of(driver: Driver) -> tuple[str, ...]:
@@ -144,10 +170,9 @@ def is_whole(driver: Driver, step: int) -> bool:
     assert slot is not None
     if Verifier(files, num_workers=1).verify(files.step_path(slot)):
         return False
-    for number, (params, momentum) in enumerate(driver.expected(step).values()):
-        for state, wanted in zip(
-            driver.description.leaves[number].states, (params, momentum), strict=True
-        ):
+    for number, arrays in enumerate(driver.expected(step).values()):
+        states = driver.description.leaves[number].states
+        for state, wanted in zip(states, arrays, strict=True):
             values = wanted.astype(dtype_of(state.dtype))
             held = b"".join(
                 files.chunk_file(slot, number, position, state.name).read_bytes()[

@@ -52,6 +52,17 @@ REMEDIES = {
 }
 
 
+def go_on_with_room(drive, driver, made, at):
+    """Removes what filled the drives and opens the store again, at a step."""
+    path = driver.store.path
+    driver.session.close()
+    for file in made:
+        file.unlink()
+    again = drive(path).init()
+    assert again.at == at
+    return again
+
+
 def test_no_free_bytes_stop_no_step(small, drive):
     """All chunks are preallocated, and a record's room is its predecessor's."""
     driver = drive(small / "store").init().steps(2)
@@ -67,11 +78,7 @@ def test_no_free_inodes_at_the_commit(small, drive):
     with pytest.raises(StoreSpaceError, match=REMEDIES["inodes"]) as caught:
         step_durably(driver)
     assert str(small / "store") in str(caught.value)
-    driver.session.close()
-    for file in made:
-        file.unlink()
-    driver = drive(small / "store").init()
-    assert driver.at == STEP
+    driver = go_on_with_room(drive, driver, made, STEP)
     driver.check(STEP)
     driver.steps(3).check(STEP + 3)
 
@@ -86,11 +93,7 @@ def test_full_in_the_middle_of_a_step(small, drive, what):
         with pytest.raises(StoreSpaceError, match=REMEDIES[what]) as caught:
             step_durably(driver)
         assert str(small / "store") in str(caught.value)
-        driver.session.close()
-        for file in made:
-            file.unlink()
-    driver = drive(small / "store").init()
-    assert driver.at == STEP + 1
+    driver = go_on_with_room(drive, driver, made, STEP + 1)
     driver.steps(2).check(STEP + 3)
 
 
@@ -100,10 +103,7 @@ def test_full_at_the_creation(small, drive, what):
     driver = drive(small / "store")
     with pytest.raises(StoreSpaceError, match=r"inodes|has [\d,]+ free"):
         driver.init()
-    driver.session.close()
-    for file in made:
-        file.unlink()
-    drive(small / "store").init().steps(STEP).check(STEP)
+    go_on_with_room(drive, driver, made, 0).steps(STEP).check(STEP)
 
 
 def test_too_few_inodes_for_a_store(mount_tmpfs, drive):
@@ -124,7 +124,5 @@ def test_a_full_csd(mount_tmpfs, drive):
         (made,) = fill_bytes(roots[0])
         with pytest.raises(StoreSpaceError, match=str(roots[0])):
             step_durably(driver)
-        driver.session.close()
-        made.unlink()
-    driver = drive(roots[0].parent / "store").init()
+    driver = go_on_with_room(drive, driver, [made], STEP + 1)
     driver.steps(1).check(STEP + 2)

@@ -1,0 +1,109 @@
+"""Stores of raw files, made and filled without an engine."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxinf.io import crc32c
+from jaxinf.layout import choose_grid
+from jaxinf.store import (
+    LeafRecord,
+    Manifest,
+    Slot,
+    StateRecord,
+    StoreDirectory,
+    deal_chunks,
+    dtype_of,
+)
+
+
+@contextlib.contextmanager
+def memory_directory() -> Iterator[Path]:
+    """A new directory in a tmpfs; on the temporary files' drive without one."""
+    has_memory = os.access("/dev/shm", os.W_OK)
+    path = tempfile.mkdtemp(
+        dir="/dev/shm" if has_memory else None, prefix="jaxinf-test-"
+    )
+    try:
+        yield Path(path).resolve()
+    finally:
+        shutil.rmtree(path)
+
+
+def make_roots(place: Path, name: str, num_csds: int) -> list[str]:
+    """Makes so many CSD roots."""
+    roots = [place / f"{name}-csd{number}" for number in range(num_csds)]
+    for root in roots:
+        root.mkdir()
+    return [str(root) for root in roots]
+
+
+def make_manifest(
+    states: Sequence[StateRecord],
+    leaves: Mapping[tuple[str, ...], tuple[tuple[int, ...], tuple[int, ...]]],
+    csd_roots: Sequence[str] = (),
+    chunk_elements: int = 4096,
+) -> Manifest:
+    """A manifest of leaves that all have the same states.
+
+    Args:
+      states: of each leaf.
+      leaves: shape and shard counts by path.
+      csd_roots, chunk_elements: as for a real store.
+    """
+    records = [
+        LeafRecord(
+            path=path,
+            shape=shape,
+            dtype="float32",
+            kernel="k0",
+            states=tuple(states),
+            chunk_shape=choose_grid(
+                shape, max_chunk_elements=chunk_elements, shard_counts=shards
+            ).chunk_shape,
+            shard_counts=shards,
+            csds=(),
+        )
+        for path, (shape, shards) in leaves.items()
+    ]
+    manifest = Manifest(
+        store_id=uuid.uuid4().hex,
+        csds=(),
+        kernels={"k0": ("%0 = mul #, gradient", "update = %0")},
+        leaves=tuple(records),
+        created_by={"jaxinf": "0"},
+    )
+    return deal_chunks(manifest, csd_roots)
+
+
+def fill_slot(
+    directory: StoreDirectory,
+    slot: Slot,
+    values_of: Callable[[tuple[int, ...], np.dtype], np.ndarray],
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Writes a step's chunks as the engine does; its arrays and checksums, by name.
+
+    Args:
+      values_of: makes an array of a shape and dtype.
+    """
+    arrays, checksums = {}, {}
+    for number, leaf in enumerate(directory.manifest.leaves):
+        for state in leaf.states:
+            values = values_of(leaf.shape, dtype_of(state.dtype))
+            sums = []
+            for position, chunk in enumerate(directory.chunks[number]):
+                data = np.ascontiguousarray(values[chunk.slices])
+                sums.append(crc32c(data))
+                file = directory.prepare_write(slot, number, position, state.name)
+                with open(file, "r+b") as stream:
+                    stream.write(data.tobytes())
+            arrays[leaf.array_name(state.name)] = values
+            checksums[leaf.array_name(state.name)] = np.asarray(sums, np.uint32)
+    directory.sync()
+    return arrays, checksums
