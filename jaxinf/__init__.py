@@ -6,6 +6,7 @@ elementwise optax optimizer, `open_store` opens the drives.
 
 from importlib.metadata import version as _version
 
+from jaxinf.compress import TopK, top_k
 from jaxinf.engine import StepMetrics, Store, open_store
 from jaxinf.errors import (
     DeviceConfigurationError,
@@ -42,7 +43,9 @@ __all__ = [
     "StoreLockedError",
     "StoreMismatchError",
     "StoreSpaceError",
+    "TopK",
     "UnsupportedTransformError",
     "open_store",
     "smart_update",
+    "top_k",
 ]

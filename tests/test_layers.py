@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     {"errors", "typing"},
     {"io", "layout"},
-    {"store", "kernels"},
+    {"store", "kernels", "compress"},
     {"csd", "exchange"},
     {"engine"},
     {"transform", "host_side", "callback", "sharding"},
@@ -30,7 +30,7 @@ SIBLINGS = {
     ("transform", "sharding"),
     ("host_side", "callback"),
 }
-MAY_IMPORT_JAX = {"kernels", *LAYERS[4], *LAYERS[5], *LAYERS[6]}
+MAY_IMPORT_JAX = {"kernels", "compress", *LAYERS[4], *LAYERS[5], *LAYERS[6]}
 JAX_USERS = {"jax", "jaxlib", "flax", "optax", "orbax"}
 
 # What a checkout has beyond an installed package: not a layer, but under its rules.

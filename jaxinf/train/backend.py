@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxinf.compress import sparsify
 from jaxinf.engine import Store, open_store
 from jaxinf.errors import NonFiniteGradientError
 from jaxinf.io import ByteCounts
 from jaxinf.train.config import TrainConfig, UsageError
+from jaxinf.train.optimizers import make_clipping
 from jaxinf.transform import SmartUpdateState, smart_update
 from jaxinf.typing import JsonValue, PyTree
 
@@ -82,6 +84,8 @@ def open_backend(
     """
     if config.mode == "memory":
         return InMemory(config, optimizer)
+    if config.compression is not None:
+        raise UsageError("--compress: not near storage yet; give --mode memory")
     assert config.store is not None
     try:
         store = open_store(
@@ -179,6 +183,9 @@ class InMemory:
         self, config: TrainConfig, optimizer: optax.GradientTransformation
     ) -> None:
         self._is_error = config.nonfinite == "error"
+        if config.compression is not None:
+            sparse = sparsify(config.compression)
+            optimizer = optax.chain(make_clipping(config), sparse, optimizer)
         self.tx = _watch(optimizer) if self._is_error else _skip(optimizer)
 
     def committed(self) -> JsonValue:

@@ -12,6 +12,7 @@ from typing import Annotated, Literal, TypeAlias
 import tyro
 from jaxinf_models import PRESETS, GPT2Config
 
+from jaxinf.compress import TopK, parse_compression
 from jaxinf.engine import (
     DEFAULT_MEMORY_BYTES,
     Durability,
@@ -167,6 +168,13 @@ class TrainConfig:
     # before all gradients are there.
     clip_norm: float = 1.0
 
+    # Send only a part of each gradient to the drives: top_k:0.02 sends its largest
+    # elements, in 2 % of the dense bytes. After the ratio may follow, with commas:
+    # warmup_steps=N, error_feedback=true, values=bfloat16 or float16, selection=exact.
+    # Gradients are clipped first. In --mode memory the rest is zeroed. See
+    # docs/compression.md for what it costs.
+    compress: Annotated[str | None, _shown("top_k:RATIO", "none")] = None
+
     # Decides the initial params, the batches and the sample.
     seed: int = 0
 
@@ -243,6 +251,18 @@ class TrainConfig:
         )
 
     @property
+    def compression(self) -> TopK | None:
+        """What `compress` says.
+
+        Raises:
+          UsageError: it says nothing that is known.
+        """
+        try:
+            return None if self.compress is None else parse_compression(self.compress)
+        except ValueError as error:
+            raise UsageError(f"--compress {error}") from error
+
+    @property
     def logs(self) -> Path:
         """The log directory, absolute."""
         if self.log_dir is not None:
@@ -267,6 +287,7 @@ def check(config: TrainConfig) -> None:
     _check_ranges(config)
     _check_model(config)
     _check_optimizer(config)
+    _ = config.compression
     if config.mode == "memory":
         _check_memory_mode(config)
     elif config.reference != "fused":

@@ -87,11 +87,11 @@ def _boundaries(config: TrainConfig) -> Boundaries:
     """Near storage with the reference's bits; no other split than that takes.
 
     With clipping no update starts before all gradients are there anyway, so that a jit
-    of their own costs next to nothing.
+    of their own costs next to nothing; what is compressed is a finished gradient.
     """
     if config.mode == "memory":
         return config.reference
-    return "halves" if config.clip_norm else "fused"
+    return "halves" if config.clip_norm or config.compress else "fused"
 
 
 class _Run:

@@ -36,7 +36,18 @@ def say_config(console: Console, config: TrainConfig, corpus: ByteCorpus) -> Non
         f"steps   {config.steps} of {config.batch_size} x {config.seq_len} bytes, "
         f"{config.optimizer}, learning rate {peak_learning_rate(config):g} "
         f"({config.schedule}), seed {config.seed}\n"
+        f"{_compression_line(config)}"
         f"state   in {place}; logs in {config.logs}"
+    )
+
+
+def _compression_line(config: TrainConfig) -> str:
+    compression = config.compression
+    if compression is None:
+        return ""
+    return (
+        f"send    {compression.describe()}: {100 * compression.ratio:g} % of the "
+        "gradients' bytes\n"
     )
 
 

@@ -19,7 +19,7 @@ _MADE_BY = "jaxinf.train"
 
 # What decides the batches, the params' shapes and the numbers: never changed in a run.
 _FIXED = ("seed", "batch_size", "seq_len", "model", "preset", "dtype", "param_dtype")
-_FIXED += ("optimizer",)
+_FIXED += ("optimizer", "compress")
 # What a user may well change on the way; said, not refused.
 _FREE = ("learning_rate", "weight_decay", "momentum", "schedule", "warmup_steps")
 _FREE += ("clip_norm", "nonfinite", "optimizer_args")

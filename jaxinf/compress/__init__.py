@@ -1,0 +1,25 @@
+"""Sparse gradients: what of a gradient crosses the link, and how it is written.
+
+Invariant: which elements are sent depends on the gradient, the store's chunks and the
+compression alone, not on a run's memory, workers, CSDs or mesh.
+"""
+
+from jaxinf.compress.blocks import Compressed, compress_leaf, dense_leaf
+from jaxinf.compress.memory import SparsifyState, sparsify
+from jaxinf.compress.topk import Selection, TopK, ValueDType, parse_compression, top_k
+from jaxinf.compress.wire import SparseGradient, SparseLeaf
+
+__all__ = [
+    "Compressed",
+    "Selection",
+    "SparseGradient",
+    "SparseLeaf",
+    "SparsifyState",
+    "TopK",
+    "ValueDType",
+    "compress_leaf",
+    "dense_leaf",
+    "parse_compression",
+    "sparsify",
+    "top_k",
+]

@@ -1,0 +1,150 @@
+"""A leaf's gradient, chunk by chunk, as what is sent of it and what stays behind.
+
+Invariant: the chunks are the store's, in its order; one chunk's result depends on no
+other chunk.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxinf.compress.select import select
+from jaxinf.compress.topk import TopK
+from jaxinf.layout import Chunk, LeafGrid
+
+__all__ = ["Compressed", "compress_leaf", "dense_leaf"]
+
+
+class Compressed(NamedTuple):
+    """What is sent of a leaf, the chunks one after another; a pytree.
+
+    Attributes:
+      indices: int32, each in its chunk, rising within a chunk.
+      values: of the wire's dtype.
+      counts: of each chunk, how many it sends.
+    """
+
+    indices: jax.Array
+    values: jax.Array
+    counts: tuple[int, ...]
+
+
+def compress_leaf(
+    gradient: jax.Array,
+    grid: LeafGrid,
+    top_k: TopK,
+    feedback: jax.Array | None = None,
+) -> tuple[Compressed, jax.Array | None]:
+    """Selects what is sent; traceable.
+
+    Args:
+      gradient: the leaf, or a JAX device's shard of it.
+      grid: its chunks.
+      top_k: how much, and how.
+      feedback: float32 of the leaf's shape: what was left out before.
+
+    Returns:
+      What is sent, and what is left out now, None without `feedback`.
+    """
+    dtype = np.dtype(gradient.dtype)
+    total = gradient.astype(jnp.float32)
+    if feedback is not None:
+        total = total + feedback
+    chunks = grid.chunks()
+    counts = tuple(top_k.num_kept(chunk.num_elements, dtype) for chunk in chunks)
+    pieces: list[tuple[Any, ...]] = []
+    for k, blocks in _runs(total, chunks, counts):
+
+        def of_block(block: jax.Array, k: int = k) -> tuple[Any, ...]:
+            indices = select(block, k, top_k.selection)
+            exact = block[indices]
+            values = _rounded(exact, top_k.value_dtype(dtype))
+            if feedback is None:
+                return indices, values
+            left = exact - values.astype(jnp.float32)
+            return (
+                indices,
+                values,
+                block.at[indices].set(
+                    left, indices_are_sorted=True, unique_indices=True
+                ),
+            )
+
+        if blocks.shape[0] == 1:
+            pieces.append(of_block(blocks[0]))
+        else:
+            results = lax.map(of_block, blocks)
+            pieces += [tuple(r[i] for r in results) for i in range(blocks.shape[0])]
+    indices = _joined([piece[0] for piece in pieces], jnp.int32)
+    values = _joined([piece[1] for piece in pieces], top_k.value_dtype(dtype))
+    sent = Compressed(indices, values, counts)
+    if feedback is None:
+        return sent, None
+    return sent, _assembled(total, chunks, [piece[2] for piece in pieces])
+
+
+def dense_leaf(sent: Compressed, like: jax.Array, grid: LeafGrid) -> jax.Array:
+    """What the CSDs make of it: zero where nothing was sent, in the values' dtype.
+
+    Args:
+      sent: of one leaf.
+      like: the leaf, for its shape.
+      grid: its chunks.
+    """
+    chunks, first, blocks = grid.chunks(), 0, []
+    for chunk, count in zip(chunks, sent.counts, strict=True):
+        part = slice(first, first + count)
+        first += count
+        block = jnp.zeros(chunk.num_elements, sent.values.dtype)
+        blocks.append(
+            block.at[sent.indices[part]].set(
+                sent.values[part], indices_are_sorted=True, unique_indices=True
+            )
+        )
+    zeros = jnp.zeros(like.shape, sent.values.dtype)
+    return _assembled(zeros, chunks, blocks)
+
+
+def _runs(
+    leaf: jax.Array, chunks: Sequence[Chunk], counts: Sequence[int]
+) -> list[tuple[int, jax.Array]]:
+    """Neighbouring chunks of one length, ``(chunks, elements)``, and what they keep."""
+    pairs = list(zip(chunks, counts, strict=True))
+    runs = []
+    for (_, k), group in groupby(pairs, key=lambda p: (p[0].num_elements, p[1])):
+        blocks = [_block(leaf, chunk) for chunk, _ in group]
+        runs.append((k, jnp.stack(blocks)))
+    return runs
+
+
+def _block(leaf: jax.Array, chunk: Chunk) -> jax.Array:
+    return leaf[chunk.slices].reshape(-1)
+
+
+def _assembled(
+    leaf: jax.Array, chunks: Sequence[Chunk], blocks: Sequence[jax.Array]
+) -> jax.Array:
+    """The leaf with every chunk replaced."""
+    if len(chunks) == 1:
+        return blocks[0].reshape(leaf.shape)
+    for chunk, block in zip(chunks, blocks, strict=True):
+        leaf = leaf.at[chunk.slices].set(block.reshape(chunk.extent))
+    return leaf
+
+
+def _joined(parts: Sequence[jax.Array], dtype: Any) -> jax.Array:
+    return jnp.concatenate(parts) if parts else jnp.zeros((0,), dtype)
+
+
+def _rounded(values: jax.Array, dtype: np.dtype) -> jax.Array:
+    """To the wire's dtype; a finite number stays finite."""
+    if dtype != np.float16:
+        return values.astype(dtype)
+    largest = float(np.finfo(np.float16).max)
+    limited = jnp.clip(values, -largest, largest)
+    return jnp.where(jnp.isfinite(values), limited, values).astype(dtype)

@@ -1,0 +1,92 @@
+"""The same compression with all state in memory: an optax transformation.
+
+Invariant: ``optax.chain(sparsify(c), tx)`` gives the optimizer the gradients that it
+gets near storage with ``smart_update(tx, store, compress=c)``: bit for bit where they
+are float32, else rounded to their own dtype.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jaxinf.compress.blocks import compress_leaf, dense_leaf
+from jaxinf.compress.topk import TopK
+from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS, choose_grid
+from jaxinf.typing import PyTree
+
+__all__ = ["SparsifyState", "sparsify"]
+
+
+class SparsifyState(NamedTuple):
+    """State of `sparsify`.
+
+    Attributes:
+      step: int32, updates so far.
+      error_feedback: float32 of the leaves' shapes, what was left out; empty without.
+    """
+
+    step: jax.Array
+    error_feedback: PyTree
+
+
+def sparsify(
+    compression: TopK, *, chunk_elements: int = DEFAULT_CHUNK_ELEMENTS
+) -> optax.GradientTransformation:
+    """Zeroes what a compression does not send; for runs without a store.
+
+    Args:
+      compression: from `jaxinf.top_k`.
+      chunk_elements: largest chunk, as `jaxinf.open_store` takes it.
+    """
+
+    def init(params: PyTree) -> SparsifyState:
+        feedback = (
+            jax.tree.map(lambda p: jnp.zeros(jnp.shape(p), jnp.float32), params)
+            if compression.error_feedback
+            else ()
+        )
+        return SparsifyState(jnp.int32(0), feedback)
+
+    def sent(gradients: list[Any], held: list[Any]) -> tuple[list[Any], list[Any]]:
+        results = [
+            _sent(gradient, left, compression, chunk_elements)
+            for gradient, left in zip(gradients, held, strict=True)
+        ]
+        return [dense for dense, _ in results], [left for _, left in results]
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None
+    ) -> tuple[PyTree, SparsifyState]:
+        del params
+        gradients, treedef = jax.tree.flatten(updates)
+        held = jax.tree.leaves(state.error_feedback) or [None] * len(gradients)
+        if compression.warmup_steps:
+            is_dense = state.step < compression.warmup_steps
+            results = lax.cond(is_dense, _as_they_are, sent, gradients, held)
+        else:
+            results = sent(gradients, held)
+        new, left = results
+        feedback = jax.tree.structure(state.error_feedback).unflatten(
+            left if compression.error_feedback else []
+        )
+        return treedef.unflatten(new), SparsifyState(state.step + 1, feedback)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _as_they_are(gradients: list[Any], held: list[Any]) -> tuple[list[Any], list[Any]]:
+    return gradients, held
+
+
+def _sent(
+    gradient: jax.Array,
+    feedback: jax.Array | None,
+    compression: TopK,
+    chunk_elements: int,
+) -> tuple[jax.Array, jax.Array | None]:
+    grid = choose_grid(tuple(gradient.shape), max_chunk_elements=chunk_elements)
+    compressed, left = compress_leaf(gradient, grid, compression, feedback)
+    return dense_leaf(compressed, gradient, grid).astype(gradient.dtype), left

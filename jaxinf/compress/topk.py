@@ -1,0 +1,166 @@
+"""What a user asks for: `top_k`, and its form on a command line.
+
+Invariant: a compression that exists can be carried out; what cannot mean anything is
+refused where it is made.
+"""
+
+from dataclasses import dataclass, fields
+from fractions import Fraction
+from typing import Any, Literal, TypeAlias, get_args
+
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["INDEX_BYTES", "Selection", "TopK", "ValueDType", "parse_compression",
+           "top_k"]  # fmt: skip
+
+Selection: TypeAlias = Literal["threshold", "exact"]
+"""How the largest are found; see `top_k`."""
+
+ValueDType: TypeAlias = Literal["float32", "bfloat16", "float16"]
+"""Of the values on the link."""
+
+INDEX_BYTES = 4
+"""An index on the link is an int32."""
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The largest of each chunk of a gradient; made by `top_k`, which says more.
+
+    Raises:
+      ValueError: naming the argument.
+    """
+
+    ratio: float
+    warmup_steps: int = 0
+    error_feedback: bool = False
+    values: ValueDType | None = None
+    selection: Selection = "threshold"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.ratio, bool) or not 0 < self.ratio <= 1:
+            raise ValueError(
+                f"top_k: expected a ratio above 0 and at most 1, found {self.ratio!r}; "
+                "0.02 sends 2 % of a dense gradient's bytes"
+            )
+        if isinstance(self.warmup_steps, bool) or self.warmup_steps < 0:
+            raise ValueError(
+                f"top_k: expected warmup_steps of at least 0, found "
+                f"{self.warmup_steps!r}"
+            )
+        for name, kinds in (("values", ValueDType), ("selection", Selection)):
+            value = getattr(self, name)
+            if value not in get_args(kinds) and (name, value) != ("values", None):
+                raise ValueError(
+                    f"top_k: {name}={value!r}: expected one of "
+                    f"{', '.join(map(repr, get_args(kinds)))}"
+                )
+
+    def value_dtype(self, gradient: Any) -> np.dtype:
+        """Of the values on the link, for a gradient of a dtype."""
+        return jnp.dtype(self.values or gradient)
+
+    def entry_bytes(self, gradient: Any) -> int:
+        """Bytes of an index and its value."""
+        return INDEX_BYTES + self.value_dtype(gradient).itemsize
+
+    def num_kept(self, num_elements: int, gradient: Any) -> int:
+        """How many elements of a chunk are sent.
+
+        Args:
+          num_elements: of the chunk.
+          gradient: its dtype.
+
+        Returns:
+          As many as fit into ``ratio`` times the dense bytes, but at least one.
+        """
+        ratio = Fraction(repr(float(self.ratio)))  # as it is written, not as it rounds
+        dense_bytes = num_elements * np.dtype(gradient).itemsize
+        fitting = int(ratio * dense_bytes / self.entry_bytes(gradient))
+        return min(num_elements, max(1, fitting))
+
+    def describe(self) -> str:
+        """As `parse_compression` reads it."""
+        words = [f"top_k:{self.ratio:g}"]
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                words.append(f"{field.name}={str(value).lower()}")
+        return ",".join(words)
+
+
+def top_k(
+    ratio: float,
+    *,
+    warmup_steps: int = 0,
+    error_feedback: bool = False,
+    values: ValueDType | None = None,
+    selection: Selection = "threshold",
+) -> TopK:
+    """Sends only the largest elements of a gradient to the CSDs, the rest as zero.
+
+    Each chunk of a leaf sends its largest elements by magnitude, as pairs of an int32
+    index and a value. The method is Smart-Infinity's SmartComp (Jang et al., HPCA 2024,
+    section IV-C).
+
+    Args:
+      ratio: bytes sent, as a part of the dense gradient's: above 0, at most 1. For fp32
+        gradients an element costs twice its dense bytes, so that 0.02, which is that
+        paper's "2 %", keeps 1 % of the elements.
+      warmup_steps: the first steps of the store, in which gradients are sent dense.
+      error_feedback: whether what was not sent is added to the next gradient. It takes
+        4 bytes a param on the JAX device, and as many on the link in each commit.
+      values: dtype of the values sent; by default the gradient's own.
+      selection: ``"threshold"``: a magnitude is searched that the wanted number of
+        elements reach, to within 0.4 %, and the places left go to elements as close
+        below it; ``"exact"``: the largest themselves. Both keep the same number.
+
+    Returns:
+      What `jaxinf.smart_update` takes as `compress`.
+
+    Raises:
+      ValueError: an argument is out of range.
+    """
+    return TopK(ratio, warmup_steps, error_feedback, values, selection)
+
+
+def parse_compression(text: str) -> TopK:
+    """Reads ``top_k:RATIO[,NAME=VALUE…]``, the names being `top_k`'s.
+
+    Raises:
+      ValueError: it is none; says what was expected.
+    """
+    name, colon, rest = text.strip().partition(":")
+    if name != "top_k" or not colon:
+        raise ValueError(
+            f"{text!r}: expected top_k:RATIO, such as top_k:0.02; top_k is the only "
+            "compression there is"
+        )
+    ratio, *words = rest.split(",")
+    return TopK(_number(ratio, float), **dict(_option(word) for word in words))
+
+
+def _option(word: str) -> tuple[str, Any]:
+    name, _, text = word.partition("=")
+    match name:
+        case "warmup_steps":
+            return name, _number(text, int)
+        case "error_feedback" if text in ("true", "false"):
+            return name, text == "true"
+        case "values" | "selection":
+            return name, text
+    raise ValueError(
+        f"{word!r}: expected warmup_steps=N, error_feedback=true or false, "
+        "values=DTYPE or selection=NAME after the ratio"
+    )
+
+
+def _number(text: str, kind: type) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(
+            f"{text!r}: expected {'a whole number' if kind is int else 'a number'} in "
+            "top_k:RATIO[,warmup_steps=N…]"
+        ) from None

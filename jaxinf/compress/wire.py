@@ -1,0 +1,86 @@
+"""What crosses the link instead of a dense gradient, on the host: NumPy arrays.
+
+    chunk 0                  chunk 1                  …
+    int32 indices, rising    int32 indices, rising
+    values                   values
+
+Invariant: an index counts elements of its own chunk, and none comes twice.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from jaxinf.typing import Array
+
+__all__ = ["SparseGradient", "SparseLeaf"]
+
+
+@dataclass(frozen=True)
+class SparseGradient:
+    """A run of a gradient of which few elements are not zero.
+
+    Attributes:
+      indices: ``(k,)`` int32, rising, below `num_elements`.
+      values: ``(k,)`` float32, bfloat16 or float16.
+      num_elements: of the run.
+    """
+
+    indices: Array
+    values: Array
+    num_elements: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the link."""
+        return self.indices.nbytes + self.values.nbytes
+
+    def part(self, start: int, stop: int) -> "SparseGradient":
+        """The elements from `start` to `stop`, counted from there."""
+        if (start, stop) == (0, self.num_elements):
+            return self
+        first, last = np.searchsorted(self.indices, (start, stop))
+        indices = self.indices[first:last] - np.int32(start)
+        return SparseGradient(indices, self.values[first:last], stop - start)
+
+    def put_into(self, dense: Array) -> None:
+        """Writes the values where they belong; the rest stays as it is.
+
+        Args:
+          dense: ``(num_elements,)`` of the values' dtype.
+        """
+        dense[self.indices] = self.values
+
+
+@dataclass(frozen=True)
+class SparseLeaf:
+    """A leaf's gradient, or a shard's, as a JAX device sends it.
+
+    Attributes:
+      shape: of the leaf or the shard.
+      indices: ``(k,)`` int32: those of the first chunk, then of the second, ….
+      values: ``(k,)``, likewise.
+      counts: how many of each chunk.
+    """
+
+    shape: tuple[int, ...]
+    indices: Array
+    values: Array
+    counts: Sequence[int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the link."""
+        return self.indices.nbytes + self.values.nbytes
+
+    @cached_property
+    def _ends(self) -> Array:
+        return np.cumsum(self.counts)
+
+    def chunk(self, number: int, num_elements: int) -> SparseGradient:
+        """What was sent of the chunk of that number within the leaf or shard."""
+        last = int(self._ends[number])
+        own = slice(last - self.counts[number], last)
+        return SparseGradient(self.indices[own], self.values[own], num_elements)

@@ -1,0 +1,112 @@
+"""A leaf chunk by chunk: what is sent, what stays behind, and the same in memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxinf.compress import compress_leaf, dense_leaf, sparsify, top_k
+from jaxinf.layout import LeafGrid, choose_grid
+
+SHAPES = [
+    ((), 4096),
+    ((0, 4), 4096),
+    ((5,), 4096),
+    ((100, 300), 4096),
+    ((70_001,), 20_480),
+    ((3, 90_000), 40_960),
+]
+
+
+def leaf_of(shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32) ** 3
+
+
+def expected_dense(leaf, grid, compression):
+    """By a sort, chunk by chunk, in NumPy."""
+    dense = np.zeros_like(leaf)
+    for chunk in grid.chunks():
+        block = leaf[chunk.slices].reshape(-1)
+        k = compression.num_kept(block.size, leaf.dtype)
+        kept = np.argsort(-np.abs(block), kind="stable")[:k]
+        out = np.zeros_like(block)
+        out[kept] = block[kept]
+        dense[chunk.slices] = out.reshape(chunk.extent)
+    return dense
+
+
+@pytest.mark.parametrize(("shape", "chunk_elements"), SHAPES)
+def test_largest_of_each_chunk(shape, chunk_elements):
+    leaf = leaf_of(shape)
+    grid = choose_grid(shape, max_chunk_elements=chunk_elements)
+    compression = top_k(0.1, selection="exact")
+    sent, left = jax.jit(lambda g: compress_leaf(g, grid, compression))(leaf)
+    assert left is None
+    assert sent.indices.dtype == np.int32
+    assert sent.indices.size == sum(sent.counts)
+    dense = dense_leaf(sent, leaf, grid)
+    np.testing.assert_array_equal(dense, expected_dense(leaf, grid, compression))
+
+
+@pytest.mark.parametrize("selection", ["exact", "threshold"])
+@pytest.mark.parametrize("values", [None, "bfloat16", "float16"])
+def test_what_is_sent_and_what_is_left_add_up(selection, values):
+    leaf, held = leaf_of((300, 200)), leaf_of((300, 200), 1)
+    leaf[7, 7] = 1e6  # beyond float16
+    grid = LeafGrid((300, 200), (128, 200))
+    compression = top_k(0.05, values=values, selection=selection, error_feedback=True)
+    sent, left = jax.jit(lambda g, e: compress_leaf(g, grid, compression, e))(
+        leaf, held
+    )
+    assert left is not None
+    dense = np.asarray(dense_leaf(sent, leaf, grid), np.float32)
+    assert np.isfinite(dense).all()
+    np.testing.assert_array_equal(dense + left, leaf + held)
+    assert np.count_nonzero(dense) == sum(sent.counts)
+    if values is None:
+        assert not (dense * left).any()
+
+
+def test_a_chunk_does_not_depend_on_its_neighbours():
+    leaf = leaf_of((4 * 4096,))
+    compression = top_k(0.02)
+    whole, _ = compress_leaf(
+        jnp.asarray(leaf), LeafGrid((16384,), (4096,)), compression
+    )
+    part, _ = compress_leaf(
+        jnp.asarray(leaf[4096:8192]), LeafGrid((4096,), (4096,)), compression
+    )
+    k = compression.num_kept(4096, np.float32)
+    np.testing.assert_array_equal(whole.indices[k : 2 * k], part.indices)
+    np.testing.assert_array_equal(whole.values[k : 2 * k], part.values)
+
+
+def test_sparsify_sends_everything_in_the_end_with_error_feedback():
+    tx = sparsify(top_k(0.1, error_feedback=True, warmup_steps=1))
+    gradient = {"w": jnp.asarray(leaf_of((100, 50)))}
+    state = tx.init(gradient)
+    update = jax.jit(tx.update)
+    first, state = update(gradient, state)
+    np.testing.assert_array_equal(first["w"], gradient["w"])
+    assert not np.any(state.error_feedback["w"])
+    total = np.zeros((100, 50), np.float32)
+    num_steps = 60
+    for _ in range(num_steps):
+        sent, state = update(gradient, state)
+        assert np.count_nonzero(sent["w"]) == 250
+        total += sent["w"]
+    assert int(state.step) == num_steps + 1
+    np.testing.assert_allclose(
+        total + state.error_feedback["w"], num_steps * gradient["w"], rtol=1e-4
+    )
+
+
+def test_sparsify_without_error_feedback_keeps_nothing():
+    tx = optax.chain(sparsify(top_k(0.5)), optax.sgd(1.0))
+    params = {"w": jnp.zeros((8,)), "none": None}
+    gradient = {"w": jnp.arange(8.0), "none": None}
+    state = tx.init(params)
+    assert jax.tree.leaves(state[0]) == [0]
+    updates, _ = tx.update(gradient, state, params)
+    np.testing.assert_array_equal(updates["w"], [0, 0, 0, 0, 0, 0, -6, -7])

@@ -1,0 +1,87 @@
+"""Selection on the JAX device, against a sort in NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinf.compress.select import select
+
+jitted = jax.jit(select, static_argnums=(1, 2))
+rng = np.random.default_rng(0)
+
+
+def largest(block, k):
+    """Indices of the k largest, ties to the first, rising."""
+    order = np.argsort(-np.abs(block), kind="stable")
+    return np.sort(order[:k])
+
+
+def heavy_tailed(n):
+    return (rng.standard_normal(n) ** 3).astype(np.float32)
+
+
+@pytest.mark.parametrize("n", [1, 31, 32, 33, 1000, 16383, 16384, 16385, 300_001])
+@pytest.mark.parametrize("share", [0.0001, 0.01, 0.5, 1.0])
+def test_exact(n, share):
+    block, k = heavy_tailed(n), max(1, int(n * share))
+    found = np.asarray(jitted(block, k, "exact"))
+    np.testing.assert_array_equal(found, largest(block, k))
+
+
+@pytest.mark.parametrize("n", [16384, 16385, 300_001])
+@pytest.mark.parametrize("share", [0.0001, 0.01, 0.5, 1.0])
+def test_threshold_is_within_half_a_percent(n, share):
+    block, k = heavy_tailed(n), max(1, int(n * share))
+    found = np.asarray(jitted(block, k, "threshold"))
+    assert found.dtype == np.int32
+    assert found.size == k
+    assert (np.diff(found) > 0).all()
+    assert 0 <= found[0] <= found[-1] < n
+    exact = largest(block, k)
+    smallest = np.abs(block[exact]).min()
+    missed = np.abs(block[np.setdiff1d(exact, found)])
+    extra = np.abs(block[np.setdiff1d(found, exact)])
+    assert (missed <= smallest * 1.004).all()
+    assert (extra >= smallest * 0.996).all()
+    assert missed.size < 0.02 * k + 1
+
+
+BLOCKS = {
+    "all equal": np.ones(40_000, np.float32),
+    "all zero": np.zeros(40_000, np.float32),
+    "few not zero": np.where(np.arange(40_000) % 9000 == 8999, 1.0, 0.0),
+    "denormal": np.full(40_000, 1e-40),
+    # What a sample of every fourth shows says nothing of the rest.
+    "large where not sampled": np.where(np.arange(40_000) % 4 == 1, 100.0, 1e-6),
+    "rising": np.arange(40_000),
+}
+
+
+@pytest.mark.parametrize("selection", ["exact", "threshold"])
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("k", [1, 50, 20_000, 40_000])
+def test_hard_blocks(name, k, selection):
+    block = BLOCKS[name].astype(np.float32)
+    found = np.asarray(jitted(block, k, selection))
+    assert (np.diff(found) > 0).all()
+    assert found.size == k
+    exact = np.sort(np.abs(block[largest(block, k)]))
+    np.testing.assert_allclose(np.sort(np.abs(block[found])), exact, rtol=0.004)
+
+
+@pytest.mark.parametrize("selection", ["exact", "threshold"])
+def test_nan_and_inf_come_first(selection):
+    block = heavy_tailed(20_000)
+    block[[7, 19_999]] = np.nan
+    block[100] = np.uint32(0x7FFFFFFF).view(np.float32)
+    block[[3, 500]] = np.inf, -np.inf
+    found = jitted(block, 5, selection)
+    np.testing.assert_array_equal(found, [3, 7, 100, 500, 19_999])
+
+
+def test_it_works_in_a_map():
+    blocks = jnp.stack([jnp.asarray(heavy_tailed(20_000)) for _ in range(3)])
+    mapped = jax.jit(lambda b: jax.lax.map(lambda x: select(x, 200, "threshold"), b))
+    for block, found in zip(blocks, mapped(blocks), strict=True):
+        np.testing.assert_array_equal(found, jitted(block, 200, "threshold"))
