@@ -4,10 +4,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+XRT_PACKAGES := libxrt1 libxrt-dev uuid-dev binutils g++
 SOURCES := pyproject.toml setup.py $(shell find jaxinf models -name '*.py' -o -name '*.cpp' -o -name '*.hpp')
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-models test-compilers test-faults faults lint clean
+.PHONY: help train test test-models test-compilers test-xrt test-faults faults lint clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -42,6 +43,12 @@ test-models: $(VENV)/installed  ## models against their PyTorch originals (insta
 test-compilers: $(VENV)/installed  ## kernels: same bits from g++ and clang++ (installs clang)
 	command -v clang++ >/dev/null || { $(SUDO) apt-get update -qq && $(SUDO) apt-get install -qq -y --no-install-recommends clang; }
 	JAXINF_TEST_COMPILERS='g++ clang++' $(BIN)/pytest tests/kernels/test_compilers.py
+
+test-xrt: $(VENV)/installed  ## cards' code on the real XRT runtime (installs it; Debian 12)
+	dpkg-query --show $(XRT_PACKAGES) >/dev/null 2>&1 || ! command -v apt-get >/dev/null || { \
+	  $(SUDO) apt-get update -qq && $(SUDO) apt-get install -qq -y --no-install-recommends $(XRT_PACKAGES); }
+	$(BIN)/python -m pip install --quiet '.[test-xrt]'
+	JAXINF_TEST_XRT=$(VENV)/xrt $(BIN)/pytest tests/xrt
 
 test-faults: $(VENV)/installed  ## crashes, kills, bad drives; mounts (SUDO=sudo)
 	$(SUDO) env JAXINF_REQUIRE_MOUNTS=1 $(BIN)/pytest -n auto tests/faults

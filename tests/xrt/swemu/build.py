@@ -1,0 +1,288 @@
+"""Builds what XRT's software emulation needs and Debian does not ship in working order.
+
+    cd tests/xrt && python -m swemu.build DIRECTORY
+
+makes in DIRECTORY a private XRT prefix with a repaired libxrt_swemu, the device model
+where XRT looks for it, the ``pyxrt`` module, and a description of four devices.
+Invariant: nothing is written but below DIRECTORY, under a name that depends on all that
+goes in; a directory with that name is whole.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from .library import write_glue
+from .table import Unit
+from .xclbin import PLATFORM, write_xclbin
+
+__all__ = ["NUM_DEVICES", "Runtime", "RuntimeUnavailable", "build_runtime"]
+__all__ += ["build_xclbin", "compile_cpp"]
+
+HERE = Path(__file__).parent
+VERSION = "202210.2.13.466+dfsg-8"
+PACKAGES = ("libxrt1", "libxrt-dev")
+INCLUDE = "/usr/include/xrt"
+NUM_DEVICES = 4
+ALLOC_VOID = "_ZN12xclcpuemhal29CpuemShim10alloc_voidEm"
+
+
+class RuntimeUnavailable(Exception):
+    """XRT cannot be had here; the message tells why, and what to install."""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where the parts are."""
+
+    directory: Path
+
+    @property
+    def prefix(self) -> Path:
+        """For ``XILINX_XRT``."""
+        return self.directory / "xrt"
+
+    @property
+    def vitis(self) -> Path:
+        """For ``XILINX_VITIS``: where XRT finds the device model."""
+        return self.directory / "vitis"
+
+    @property
+    def model(self) -> Path:
+        """The device model's executable."""
+        model = "data/emulation/unified/cpu_em/generic_pcie/model/genericpciemodel"
+        return self.vitis / model
+
+    @property
+    def python(self) -> Path:
+        """For ``PYTHONPATH``: where ``pyxrt`` is."""
+        return self.directory / "python"
+
+
+def build_runtime(directory: Path) -> Runtime:
+    """Builds all parts in a directory below `directory`, unless they are there.
+
+    Raises:
+      RuntimeUnavailable: a package is missing, or not of the version this is made for.
+    """
+    libraries = check_packages()
+    sources = [path for path in HERE.rglob("*") if path.suffix in (".cpp", ".hpp")]
+    sources = [path for path in sources if path.parent.name != "kernels"]
+    inputs = [Path(__file__), *sorted(sources)]
+
+    def build(target: Path) -> None:
+        runtime = Runtime(target)
+        with ThreadPoolExecutor() as pool:
+            parts = [
+                pool.submit(_build_binding, runtime),
+                pool.submit(_build_prefix, runtime, libraries),
+                pool.submit(_build_model, runtime),
+            ]
+        for part in parts:
+            part.result()
+        text = json.dumps(_configuration())
+        (target / "emconfig.json").write_text(text)
+
+    key = [VERSION, sys.version, *(path.read_bytes() for path in inputs)]
+    return Runtime(_make_once(directory, "runtime", key, build))
+
+
+def build_xclbin(
+    directory: Path, compute_units: Sequence[Unit], options: Sequence[str | Path]
+) -> Path:
+    """Builds kernels into an xclbin below `directory`, unless it is there.
+
+    Args:
+      directory: as in `build_runtime`.
+      compute_units: of the kernels that the sources define.
+      options: for g++: the kernels' sources, and flags. Of what they include, headers
+        beside them are seen; others that change build nothing.
+    """
+    glue = write_glue(compute_units)
+    header = HERE / "model" / "card_units.hpp"
+    files = [Path(path) for path in options if Path(path).is_file()]
+    headers = {one for path in files for one in path.parent.glob("*.hpp")}
+    sources = [path.read_bytes() for path in (*files, *sorted(headers))]
+    key = [*map(str, options), *sources, glue, header.read_bytes()]
+    key += [Path(__file__).with_name("xclbin.py").read_bytes()]
+
+    def build(target: Path) -> None:
+        (target / "glue.cpp").write_text(glue)
+        library = target / "kernels.so"
+        compile_cpp(
+            [
+                *("-O2", "-shared", "-fPIC", "-pthread", "-ffp-contract=off"),
+                *("-I", header.parent, target / "glue.cpp", *options, "-o", library),
+            ]
+        )
+        content = write_xclbin(library.read_bytes(), compute_units)
+        (target / "kernels.xclbin").write_bytes(content)
+
+    return _make_once(directory, "kernels", key, build) / "kernels.xclbin"
+
+
+def _make_once(
+    directory: Path,
+    name: str,
+    key: Iterable[str | bytes],
+    make: Callable[[Path], None],
+) -> Path:
+    """A directory that `make` fills, once for every `key`; whole or absent."""
+    digest = hashlib.sha256()
+    for part in key:
+        part = part.encode() if isinstance(part, str) else part
+        digest.update(len(part).to_bytes(8) + part)
+    target = directory / f"{name}-{digest.hexdigest()[:16]}"
+    if target.exists():
+        return target
+    directory.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=directory))
+    try:
+        make(unfinished)
+        unfinished.chmod(0o755)
+        unfinished.rename(target)
+    except OSError:
+        if not target.exists():  # else another process was faster
+            raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return target
+
+
+def check_packages() -> Path:
+    """The directory of Debian's libraries.
+
+    Raises:
+      RuntimeUnavailable: see `build_runtime`.
+    """
+    for tool in ("dpkg-query", "g++", "ar", "objcopy"):
+        if shutil.which(tool) is None:
+            raise RuntimeUnavailable(
+                f"{tool} is not here; the emulation needs Debian 12 with "
+                "apt-get install dpkg g++ binutils"
+            )
+    for package in PACKAGES:
+        query = ["dpkg-query", "--show", "--showformat=${Version} ${Architecture}"]
+        result = subprocess.run(
+            [*query, package], capture_output=True, text=True, check=False
+        )
+        found = result.stdout.strip() or "not installed"
+        if found != f"{VERSION} amd64":
+            raise RuntimeUnavailable(
+                f"{package}: expected {VERSION} for amd64 (Debian 12), whose "
+                f"libxrt_swemu the repair is made for; found: {found}. On Debian 12: "
+                f"apt-get install {' '.join(PACKAGES)} uuid-dev"
+            )
+    for header, package in {
+        "/usr/include/uuid/uuid.h": "uuid-dev",
+        f"{sysconfig.get_paths()['include']}/Python.h": "python3-dev",
+    }.items():
+        if not Path(header).exists():
+            raise RuntimeUnavailable(f"{header} is missing: apt-get install {package}")
+    return Path("/usr/lib") / _output(["g++", "-print-multiarch"])
+
+
+def compile_cpp(arguments: Sequence[str | os.PathLike[str]]) -> None:
+    """Runs g++; an error carries the compiler's own text."""
+    _output(["g++", "-std=c++17", *arguments])
+
+
+def _build_model(runtime: Runtime) -> None:
+    runtime.model.parent.mkdir(parents=True)
+    sources = sorted((HERE / "model").glob("*.cpp"))
+    compile_cpp(
+        ["-O2", "-Wall", "-Wextra", "-pthread", *sources, "-ldl", "-o", runtime.model]
+    )
+
+
+def _build_binding(runtime: Runtime) -> None:
+    import pybind11
+
+    runtime.python.mkdir()
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    includes = [pybind11.get_include(), sysconfig.get_paths()["include"], INCLUDE]
+    compile_cpp(
+        [
+            *("-O0", "-shared", "-fPIC", "-fvisibility=hidden"),
+            *(option for path in includes for option in ("-isystem", path)),
+            HERE / "binding" / "pyxrt.cpp",
+            *("-lxrt_coreutil", "-luuid", "-o", runtime.python / f"pyxrt{suffix}"),
+        ]
+    )
+
+
+def _build_prefix(runtime: Runtime, libraries: Path) -> None:
+    """XRT looks for its libraries as PREFIX/lib/libxrt_*.so.2, nowhere else."""
+    lib = runtime.prefix / "lib"
+    lib.mkdir(parents=True)
+    for library in libraries.glob("libxrt_*.so.2"):
+        if library.name != "libxrt_swemu.so.2":
+            (lib / library.name).symlink_to(library)
+    with tempfile.TemporaryDirectory(dir=runtime.directory) as scratch:
+        _relink_swemu(Path(scratch), libraries, lib / "libxrt_swemu.so.2")
+
+
+def _relink_swemu(scratch: Path, libraries: Path, output: Path) -> None:
+    """Debian's own objects, one function of them replaced (shim_repair.cpp)."""
+    _output(["ar", "x", libraries / "libxrt_swemu.a"], cwd=scratch)
+    objects = sorted(scratch.glob("*.o"))
+    shim = scratch / "shim.cxx.o"
+    if ALLOC_VOID not in _output(["nm", shim]):
+        raise RuntimeUnavailable(f"libxrt_swemu.a: shim.cxx.o has no {ALLOC_VOID}")
+    _output(["objcopy", f"--weaken-symbol={ALLOC_VOID}", shim])
+    repair = scratch / "repair.o"
+    compile_cpp(["-O2", "-fPIC", "-c", HERE / "shim_repair.cpp", "-o", repair])
+    # The runtime libraries by name: their development packages are not needed.
+    needed = ("libuuid.so.1", "libboost_filesystem.so.1.74.0", "libprotobuf.so.32")
+    compile_cpp(
+        [
+            *("-shared", "-Wl,-Bsymbolic", "-Wl,-soname,libxrt_swemu.so.2"),
+            *("-o", output, repair, *objects, "-lxrt_coreutil"),
+            *(f"-l:{name}" for name in needed),
+            "-lpthread",
+        ]
+    )
+
+
+def _configuration() -> dict:
+    """What ``EMCONFIG_PATH``/emconfig.json tells XRT of the devices."""
+    board = {
+        "NumBoards": str(NUM_DEVICES),
+        "Devices": [{"Name": PLATFORM, "DdrBanks": [{"Size": "2GB"}]}],
+    }
+    return {
+        "Version": {"FileVersion": "2.0", "ToolVersion": "2022.1"},
+        "Platform": {
+            "UnifiedPlatform": "true",
+            "ExpandedPR": "true",
+            "Boards": [board],
+        },
+    }
+
+
+def _output(command: Sequence[str | os.PathLike[str]], cwd: Path | None = None) -> str:
+    result = subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, check=False
+    )
+    if result.returncode:
+        line = " ".join(map(str, command))
+        raise RuntimeError(f"{line}\nexit {result.returncode}\n{result.stderr[-4000:]}")
+    return result.stdout.strip()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    try:
+        print(build_runtime(Path(sys.argv[1]).resolve()).directory)
+    except RuntimeUnavailable as error:
+        sys.exit(f"build.py: {error}")

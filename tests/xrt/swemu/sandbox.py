@@ -1,0 +1,227 @@
+"""Gives what uses XRT's emulation a process session and a directory of its own.
+
+XRT ends the whole process group when a device dies, leaves sockets and run directories
+behind, and can wait for ever. Invariant: after `Sandbox.close` no process that ran in
+the sandbox and no file of it is left, whatever happened inside.
+"""
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .build import Runtime
+
+__all__ = ["Finished", "Leftovers", "Sandbox"]
+
+GRACE_S = 5.0
+"""How long processes have to end by themselves after the one that started them."""
+
+# Places that XRT has compiled in: /tmp/$USER/ holds the sockets.
+TMP = Path("/tmp")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a program ended.
+
+    Attributes:
+      status: exit status, or minus the number of the signal that ended it.
+      timed_out: it was killed because its time was over.
+      output: standard output and error, as far as they were not the caller's.
+    """
+
+    status: int
+    timed_out: bool
+    output: str = ""
+
+
+@dataclass(frozen=True)
+class Leftovers:
+    """What was found, and removed, when all should have been gone.
+
+    Attributes:
+      processes: command lines.
+      files: names, of sockets first of all: a host that is killed cannot remove them.
+    """
+
+    processes: tuple[str, ...]
+    files: tuple[str, ...]
+
+
+class Sandbox:
+    """A directory for sockets and runs, and the processes that were started with it."""
+
+    def __init__(self, runtime: Runtime, within: Path = TMP):
+        """Makes the directory; the runtime is only read.
+
+        Args:
+          runtime: what to use.
+          within: /tmp, or the directory of another sandbox, which then also finds what
+            is left in this one.
+        """
+        self._runtime = runtime
+        self._directory = Path(tempfile.mkdtemp(prefix="jaxinf-xrt-", dir=within))
+        self._run_directory = self._directory / "run"
+        self._run_directory.mkdir()
+        self._sessions: set[int] = set()
+
+    @property
+    def directory(self) -> Path:
+        """Where its files are."""
+        return self._directory
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What to set for a process that uses the emulation, beside what it has."""
+        paths = [str(self._runtime.python), os.environ.get("PYTHONPATH", "")]
+        return {
+            "XCL_EMULATION_MODE": "sw_emu",
+            "XILINX_XRT": str(self._runtime.prefix),
+            "XILINX_VITIS": str(self._runtime.vitis),
+            "EMCONFIG_PATH": str(self._runtime.directory),
+            "SDACCEL_EM_RUN_DIR": str(self._run_directory),
+            "VITIS_SW_EMU_ENABLE_SINGLE_MMAP": "1",
+            # The place of XRT's sockets.
+            "USER": str(self._directory.relative_to(TMP)),
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        }
+
+    def run(
+        self,
+        command: Sequence[str | os.PathLike[str]],
+        *,
+        limit_s: float = 60,
+        during: Callable[[subprocess.Popen], None] | None = None,
+        **environment: str,
+    ) -> Finished:
+        """Runs a program in a session of its own, and waits for it.
+
+        Args:
+          command: the program and its arguments.
+          limit_s: it is killed after that.
+          during: called with the process when it has started.
+          environment: further variables, in place of the sandbox's.
+        """
+        # A file, not a pipe: a process that is left would keep a pipe open.
+        with tempfile.TemporaryFile(dir=self._directory) as log:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self.environment, **environment},
+                start_new_session=True,
+            )
+            self._sessions.add(process.pid)
+            try:
+                if during is not None:
+                    during(process)
+                process.wait(limit_s)
+                timed_out = False
+            except subprocess.TimeoutExpired:
+                timed_out = True
+            finally:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+            log.seek(0)
+            output = log.read().decode(errors="replace")
+        return Finished(process.returncode, timed_out, output)
+
+    def call(self, function: Callable[[], None], *, limit_s: float) -> Finished:
+        """Calls a function in a fork of this process, in a session of its own.
+
+        The fork's output goes where this process's goes. This process must not have
+        threads that hold locks, nor have loaded XRT.
+        """
+        sys.stdout.flush()
+        sys.stderr.flush()
+        child = os.fork()
+        if child == 0:
+            self._enter(function)
+        self._sessions.add(child)
+        timed_out = True
+        try:
+            timed_out = not _wait_for_end(child, limit_s)
+        finally:
+            if timed_out:
+                os.kill(child, signal.SIGKILL)
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return Finished(status, timed_out)
+
+    def _enter(self, function: Callable[[], None]) -> None:
+        status = 1
+        try:
+            os.setsid()
+            os.environ.update(self.environment)
+            sys.path.insert(0, str(self._runtime.python))
+            function()
+            status = 0
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+    def processes(self) -> list[int]:
+        """Those that run in the sandbox's sessions or with its directory, now."""
+        marker = f"\0SDACCEL_EM_RUN_DIR={self._directory}/".encode()
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdecimal():
+                continue
+            try:
+                # Behind the name, which is any: state, parent, group, session.
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                marked = marker in b"\0" + (entry / "environ").read_bytes()
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue  # it has ended, or is not ours
+            if fields[0] != "Z" and (int(fields[3]) in self._sessions or marked):
+                found.append(int(entry.name))
+        return found
+
+    def close(self) -> Leftovers:
+        """Waits for processes to end, kills those that do not, removes all files.
+
+        A second call finds nothing.
+        """
+        if not self._directory.exists():
+            return Leftovers((), ())
+        deadline = time.monotonic() + GRACE_S
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        lines = tuple(_kill(process) for process in left)
+        while self.processes():
+            time.sleep(0.01)
+        entries = (path.name for path in self._directory.iterdir())
+        files = tuple(sorted(name for name in entries if name != "run"))
+        shutil.rmtree(self._directory)
+        return Leftovers(lines, files)
+
+
+def _wait_for_end(child: int, limit_s: float) -> bool:
+    """Whether the child ended in time; it remains to be reaped."""
+    descriptor = os.pidfd_open(child)
+    try:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        return bool(poll.poll(limit_s * 1000))
+    finally:
+        os.close(descriptor)
+
+
+def _kill(process: int) -> str:
+    """Kills it, and returns its command line."""
+    try:
+        line = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ")
+        os.kill(process, signal.SIGKILL)
+    except (FileNotFoundError, ProcessLookupError):
+        return f"process {process}, ended meanwhile"
+    return line.decode(errors="replace").strip()

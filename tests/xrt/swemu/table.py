@@ -1,0 +1,75 @@
+"""The table of a card's kernels, and what follows from it: registers and addresses.
+
+Invariant: the register map is that of HLS's s_axilite adapter, so that one table serves
+the metadata of an xclbin and the code that calls a kernel with its register file.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from jaxinf.kernels.card import CardArgument
+
+__all__ = ["CardKernel", "Kernel", "Register", "Unit", "registers", "units"]
+
+FIRST_REGISTER = 0x10
+FIRST_UNIT = 0x1400000
+UNIT_RANGE = 0x10000
+
+
+class CardKernel(Protocol):
+    """What is needed of a kernel: `jaxinf.kernels.CardKernel` is one.
+
+    It is an ``extern "C"`` function of this name; every scalar is an unsigned 32-bit
+    word for it, whatever its bits stand for.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def arguments(self) -> Sequence[CardArgument]: ...
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A `CardKernel` of the tests' own."""
+
+    name: str
+    arguments: tuple[CardArgument, ...]
+
+
+@dataclass(frozen=True)
+class Register:
+    """Where an argument is in its kernel's register file."""
+
+    argument: CardArgument
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A compute unit: an instance of a kernel, and where its registers are."""
+
+    kernel: CardKernel
+    name: str
+    base: int
+
+
+def registers(kernel: CardKernel) -> Iterator[Register]:
+    """Yields the arguments' registers: 64 bits a pointer, 32 a scalar, each reserved
+    32 bits behind them."""
+    offset = FIRST_REGISTER
+    for argument in kernel.arguments:
+        num_bytes = 8 if argument.kind == "pointer" else 4
+        yield Register(argument, offset, num_bytes)
+        offset += num_bytes + 4
+
+
+def units(kernels: Sequence[CardKernel], per_kernel: int = 1) -> list[Unit]:
+    """The compute units, ``<kernel>_1`` and so on, at ascending addresses."""
+    pairs = [(kernel, number) for kernel in kernels for number in range(per_kernel)]
+    return [
+        Unit(kernel, f"{kernel.name}_{number + 1}", FIRST_UNIT + index * UNIT_RANGE)
+        for index, (kernel, number) in enumerate(pairs)
+    ]

@@ -1,0 +1,149 @@
+"""Writes an xclbin for XRT's software emulation: a kernel library and its metadata.
+
+Invariant: every section follows from one list of compute units, and the UUID from the
+content, for XRT takes two xclbins of one UUID for the same.
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from xml.etree import ElementTree
+
+from .table import UNIT_RANGE, Unit, registers
+
+__all__ = ["PLATFORM", "connectivity", "ip_layout", "memory_topology", "metadata"]
+__all__ += ["write_xclbin"]
+
+PLATFORM = "xilinx_u2_gen3x4_xdma_gc_base_2"
+DDR_BYTES = 2 << 30
+"""As much of a card's memory as the emulation can share with the host."""
+
+BITSTREAM, EMBEDDED_METADATA, MEM_TOPOLOGY, CONNECTIVITY, IP_LAYOUT = 0, 2, 6, 7, 8
+HEADER_BYTES, SECTION_HEADER_BYTES = 456, 40
+MEM_DDR4, IP_KERNEL = 1, 1
+SW_EMULATION = 5
+INTERRUPT_ENABLED = 1
+
+
+def write_xclbin(library: bytes, compute_units: Sequence[Unit]) -> bytes:
+    """The file's bytes.
+
+    Args:
+      library: a shared object that exports what ``model/card_units.hpp`` declares.
+      compute_units: what the library holds, in ascending order of their addresses.
+    """
+    return _container(
+        {
+            BITSTREAM: library,
+            EMBEDDED_METADATA: metadata(compute_units),
+            MEM_TOPOLOGY: memory_topology(),
+            IP_LAYOUT: ip_layout(compute_units),
+            CONNECTIVITY: connectivity(compute_units),
+        }
+    )
+
+
+def memory_topology() -> bytes:
+    """One bank of DDR at address 0."""
+    bank = struct.pack("<BB6xQQ16s", MEM_DDR4, 1, DDR_BYTES // 1024, 0, b"bank0")
+    return struct.pack("<i4x", 1) + bank
+
+
+def ip_layout(compute_units: Sequence[Unit]) -> bytes:
+    """The compute units, their order fixed by ascending interrupt numbers."""
+    entries = []
+    for interrupt, unit in enumerate(compute_units):
+        properties = INTERRUPT_ENABLED | interrupt << 1  # and AP_CTRL_HS, which is 0
+        name = f"{unit.kernel.name}:{unit.name}".encode()
+        if len(name) >= 64:
+            raise ValueError(f"{name.decode()}: longer than the 63 bytes of an IP name")
+        entries.append(struct.pack("<IIQ64s", IP_KERNEL, properties, unit.base, name))
+    return struct.pack("<i4x", len(entries)) + b"".join(entries)
+
+
+def connectivity(compute_units: Sequence[Unit]) -> bytes:
+    """Every pointer of every unit goes to the one bank."""
+    connections = [
+        struct.pack("<iii", argument, unit, 0)
+        for unit, one in enumerate(compute_units)
+        for argument, described in enumerate(one.kernel.arguments)
+        if described.kind == "pointer"
+    ]
+    return struct.pack("<i", len(connections)) + b"".join(connections)
+
+
+def metadata(compute_units: Sequence[Unit]) -> bytes:
+    """The XML from which XRT takes arguments, registers and compute units."""
+    project = ElementTree.Element("project", name="kernels")
+    platform = ElementTree.SubElement(project, "platform", name=PLATFORM, vendor="")
+    device = ElementTree.SubElement(platform, "device", name="card")
+    core = ElementTree.SubElement(
+        device, "core", name="OCL_REGION_0", target="csim", type="clc_region"
+    )
+    for kernel in {unit.kernel.name: unit.kernel for unit in compute_units}.values():
+        element = ElementTree.SubElement(
+            core, "kernel", name=kernel.name, language="c", type="pl"
+        )
+        _add_ports(element)
+        for number, register in enumerate(registers(kernel)):
+            pointer = register.argument.kind == "pointer"
+            ElementTree.SubElement(
+                element,
+                "arg",
+                name=register.argument.name,
+                addressQualifier="1" if pointer else "0",
+                id=str(number),
+                port="M_AXI_GMEM" if pointer else "S_AXI_CONTROL",
+                size=hex(register.num_bytes),
+                offset=hex(register.offset),
+                hostOffset="0x0",
+                hostSize=hex(register.num_bytes),
+                type=register.argument.type + ("*" if pointer else ""),
+            )
+        for unit in compute_units:
+            if unit.kernel.name == kernel.name:
+                _add_instance(element, unit)
+    ElementTree.indent(project)
+    return ElementTree.tostring(project, encoding="utf-8", xml_declaration=True) + b"\n"
+
+
+def _add_ports(kernel: ElementTree.Element) -> None:
+    ElementTree.SubElement(
+        kernel, "port", name="M_AXI_GMEM", mode="master", range="0xFFFFFFFF",
+        dataWidth="512", portType="addressable", base="0x0",
+    )  # fmt: skip
+    ElementTree.SubElement(
+        kernel, "port", name="S_AXI_CONTROL", mode="slave", range=hex(UNIT_RANGE),
+        dataWidth="32", portType="addressable", base="0x0",
+    )  # fmt: skip
+
+
+def _add_instance(kernel: ElementTree.Element, unit: Unit) -> None:
+    instance = ElementTree.SubElement(kernel, "instance", name=unit.name)
+    ElementTree.SubElement(
+        instance, "addrRemap", base=hex(unit.base), range=hex(UNIT_RANGE),
+        port="S_AXI_CONTROL",
+    )  # fmt: skip
+
+
+def _container(sections: dict[int, bytes]) -> bytes:
+    """The axlf format: key block, header, section headers, aligned bodies."""
+    headers, bodies = b"", b""
+    offset = HEADER_BYTES + SECTION_HEADER_BYTES * len(sections)
+    for kind, body in sections.items():
+        aligned = _aligned(offset + len(bodies)) - offset
+        bodies = bodies.ljust(aligned, b"\0") + body
+        headers += struct.pack("<I16s4xQQ", kind, b"", offset + aligned, len(body))
+    bodies = bodies.ljust(_aligned(offset + len(bodies)) - offset, b"\0")
+    digest = hashlib.md5(headers + bodies, usedforsecurity=False).digest()
+    header = struct.pack(
+        "<QQQHBBHH16s64s16s16sI4x",
+        offset + len(bodies), 0, 0, 0, 2, 13, SW_EMULATION, 0, bytes(16),
+        PLATFORM.encode(), digest, b"", len(sections),
+    )  # fmt: skip
+    key_block = struct.pack("<8si28s256sQ", b"xclbin2", -1, b"\xff" * 28, b"", 0)
+    return key_block + header + headers + bodies
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // 8) * 8

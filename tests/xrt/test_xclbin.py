@@ -1,0 +1,136 @@
+"""What the writer writes, read by the vendor's header, by an XML parser and by XRT."""
+
+import re
+import subprocess
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from swemu.build import INCLUDE, RuntimeUnavailable, build_xclbin, check_packages
+from swemu.library import write_glue
+from swemu.table import Kernel, registers, units
+from swemu.xclbin import metadata, write_xclbin
+
+from jaxinf.kernels.card import CardArgument
+
+FIRST = Kernel(
+    "first",
+    (
+        CardArgument("count", "scalar", "uint32"),
+        CardArgument("input", "pointer", "float32"),
+        CardArgument("factor", "scalar", "float32"),
+        CardArgument("output", "pointer", "bfloat16"),
+    ),
+)
+SECOND = Kernel("second", (CardArgument("only", "pointer", "int32"),))
+
+DUMP = """\
+xclbin2 signature -1 length right mode 5 platform xilinx_u2_gen3x4_xdma_gc_base_2 \
+sections 5
+section 0 aligned 1
+  library
+section 2 aligned 1
+section 6 aligned 1
+  ddr4 1 used 1 KiB 2097152 base 0 tag bank0
+section 8 aligned 1
+  kernel 1 first:first_1 base 0x1400000 interrupt 0 enabled 1 control 0
+  kernel 1 first:first_2 base 0x1410000 interrupt 1 enabled 1 control 0
+  kernel 1 second:second_1 base 0x1420000 interrupt 2 enabled 1 control 0
+  kernel 1 second:second_2 base 0x1430000 interrupt 3 enabled 1 control 0
+section 7 aligned 1
+  argument 1 of 0 in 0
+  argument 3 of 0 in 0
+  argument 1 of 1 in 0
+  argument 3 of 1 in 0
+  argument 0 of 2 in 0
+  argument 0 of 3 in 0
+"""
+
+
+def test_the_vendors_header_reads_it(tmp_path):
+    reader, file = tmp_path / "reader", tmp_path / "kernels.xclbin"
+    source = Path(__file__).with_name("dump_xclbin.cpp")
+    command = ["g++", "-std=c++17", "-isystem", INCLUDE, source, "-o", reader]
+    subprocess.run(command, check=True)
+    file.write_bytes(write_xclbin(b"library", units([FIRST, SECOND], 2)))
+    result = subprocess.run([reader, file], capture_output=True, text=True, check=True)
+    assert result.stdout == DUMP
+
+
+def test_registers_are_those_of_hls():
+    found = [(one.argument.name, one.offset, one.num_bytes) for one in registers(FIRST)]
+    assert found == [
+        ("count", 0x10, 4),
+        ("input", 0x18, 8),
+        ("factor", 0x24, 4),
+        ("output", 0x2C, 8),
+    ]
+
+
+def test_metadata():
+    root = ElementTree.fromstring(metadata(units([FIRST, SECOND], 2)))
+    first, second = root.iter("kernel")
+    assert first.get("type") == "pl"
+    arguments = [
+        [one.get(key) for key in ("name", "type", "id", "port", "offset")]
+        for one in first.iter("arg")
+    ]
+    assert arguments == [
+        ["count", "uint32", "0", "S_AXI_CONTROL", "0x10"],
+        ["input", "float32*", "1", "M_AXI_GMEM", "0x18"],
+        ["factor", "float32", "2", "S_AXI_CONTROL", "0x24"],
+        ["output", "bfloat16*", "3", "M_AXI_GMEM", "0x2c"],
+    ]
+    qualifiers = [one.get("addressQualifier") for one in first.iter("arg")]
+    assert qualifiers == ["0", "1", "0", "1"]  # which are pointers
+    bases = [one.get("base") for one in second.iter("addrRemap")]
+    assert bases == ["0x1420000", "0x1430000"]
+
+
+def test_the_uuid_follows_the_content():
+    def uuid(content, kernels):
+        return write_xclbin(content, units(kernels))[416:432]
+
+    uuids = [uuid(b"a", [FIRST]), uuid(b"b", [FIRST]), uuid(b"a", [FIRST, SECOND])]
+    assert len({*uuids, bytes(16)}) == 4
+    assert uuids[0] == uuid(b"a", [FIRST])
+
+
+def test_glue_reads_the_registers():
+    calls = re.findall(r"  (first\(.*?\));", write_glue(units([FIRST])), re.DOTALL)
+    wanted = (
+        "first(card_register<std::uint32_t>(registers, 0x10), "
+        "addresses(card_register<std::uint64_t>(registers, 0x18)), "
+        "card_register<std::uint32_t>(registers, 0x24), "
+        "addresses(card_register<std::uint64_t>(registers, 0x2c)))"
+    )
+    assert [" ".join(call.split()) for call in calls] == [wanted]
+
+
+def test_long_names_are_refused():
+    with pytest.raises(ValueError, match="longer than the 63 bytes of an IP name"):
+        write_xclbin(b"", units([Kernel("k" * 31, ())]))
+
+
+def test_a_kernel_that_does_not_compile(tmp_path):
+    source = tmp_path / "wrong.cpp"
+    source.write_text("nonsense")
+    with pytest.raises(RuntimeError, match="does not name a type"):
+        build_xclbin(tmp_path / "build", units([SECOND]), [source])
+    assert list((tmp_path / "build").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ("", r"libxrt1: expected 2\S+ .* found: not installed. .* apt-get install"),
+        ("202310.2.16.204-1 amd64", r"libxrt1: expected .* found: 202310.2.16.204-1"),
+    ],
+)
+def test_other_packages_are_refused(tmp_path, monkeypatch, found, message):
+    query = tmp_path / "dpkg-query"
+    query.write_text(f"#!/bin/sh\nprintf '{found}'\ntest '{found}'\n")
+    query.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(RuntimeUnavailable, match=message):
+        check_packages()
