@@ -120,6 +120,7 @@ def test_every_package_is_installed():
         for p in MODELS
         if p.stem == "__init__"
     }
+    found.add("jaxinf_hls")  # headers of card kernels
     assert sorted(listed) == sorted(found)
 
 

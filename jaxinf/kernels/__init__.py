@@ -12,6 +12,8 @@ from jaxinf.kernels.card import (
     card_kernel,
     named_card_kernel,
 )
+from jaxinf.kernels.card_library import card_function, card_library
+from jaxinf.kernels.card_source import card_source
 from jaxinf.kernels.codecs import CodedSlot
 from jaxinf.kernels.compiled import CompiledKernel, compiled, runner
 from jaxinf.kernels.init import InitProgram, LeafInit, trace_init
@@ -39,7 +41,10 @@ __all__ = [
     "StateLayout",
     "StateSlot",
     "UpdateProgram",
+    "card_function",
     "card_kernel",
+    "card_library",
+    "card_source",
     "compiled",
     "leaf_infos",
     "named_card_kernel",

@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxinf.kernels import toolchain
 
-__all__ = ["cache_directory", "load_cached", "load_prebuilt"]
+__all__ = ["cache_directory", "cached_library", "load_cached", "load_prebuilt"]
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -47,17 +47,28 @@ def load_cached(source: str, level: str, compiler: str) -> Callable[..., int]:
       CompilerError: The compiler failed.
     """
     key = toolchain.library_key(source, compiler, level)
+    compile_ = functools.partial(_compile, source, level, compiler)
+    try:
+        path = cached_library(key, compile_)
+    except OSError:
+        with tempfile.TemporaryDirectory(prefix="jaxinf-") as directory:
+            path = Path(directory) / f"{key}.so"
+            compile_(path)
+            return _prototype(ctypes.CDLL(str(path)).jaxinf_kernel)
+    return _prototype(ctypes.CDLL(str(path)).jaxinf_kernel)
+
+
+def cached_library(key: str, compile_: Callable[[Path], None]) -> Path:
+    """The library of a key in the cache; `compile_` writes it where it is not there.
+
+    Raises:
+      CompilerError: The compiler failed.
+      OSError: The cache cannot be written.
+    """
     path = cache_directory() / "kernels" / f"{key}.so"
     if not _is_complete(path):
-        compile_ = functools.partial(_compile, source, level, compiler)
-        try:
-            _write(path, compile_)
-        except OSError:
-            with tempfile.TemporaryDirectory(prefix="jaxinf-") as directory:
-                path = Path(directory) / path.name
-                compile_(path)
-                return _prototype(ctypes.CDLL(str(path)).jaxinf_kernel)
-    return _prototype(ctypes.CDLL(str(path)).jaxinf_kernel)
+        _write(path, compile_)
+    return path
 
 
 def _prototype(function: Any) -> Callable[..., int]:

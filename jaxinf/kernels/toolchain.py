@@ -27,6 +27,7 @@ __all__ = [
     "levels",
     "library_key",
     "prebuilt_library",
+    "run_compiler",
 ]
 
 LEVELS = ("x86-64-v4", "x86-64-v3")
@@ -118,7 +119,7 @@ def compile_kernel(source: Path, output: Path, *, compiler: str, level: str) -> 
     Raises:
       CompilerError: The compiler failed.
     """
-    _run([*command(compiler, level), str(source), "-lm", "-o", str(output)])
+    run_compiler([*command(compiler, level), str(source), "-lm", "-o", str(output)])
 
 
 def compile_package(output: Path, *, compiler: str, level: str) -> None:
@@ -143,7 +144,12 @@ def compile_package(output: Path, *, compiler: str, level: str) -> None:
     text.unlink()
 
 
-def _run(arguments: Sequence[str]) -> None:
+def run_compiler(arguments: Sequence[str]) -> None:
+    """Runs a command line.
+
+    Raises:
+      CompilerError: It failed.
+    """
     try:
         result = subprocess.run(
             arguments, capture_output=True, text=True, errors="replace", check=False

@@ -80,6 +80,29 @@ inline float uniform_of(std::uint32_t counter, std::uint32_t key) {
          (1.0f / 65536.0f);
 }
 
+// Blocks with a larger magnitude are not coded: the inverse is denormal.
+constexpr std::uint32_t largest_coded_bits = 0x7e800000u;  // 2^126
+
+// The codes of a number, in a block with negative ones and in one without; `inverse`:
+// of the block's largest magnitude, `up`: as for `code_of`.
+inline std::uint8_t signed_code(float x, float inverse, float up) {
+  std::int32_t code = code_of<64, 7>(magnitude(x) * inverse, up);
+  code = code < 0 ? 0 : code;
+  return static_cast<std::uint8_t>(x < 0.0f ? -code : code);
+}
+
+inline std::uint8_t unsigned_code(float x, float inverse, float up) {
+  std::int32_t code = code_of<128, 8>(x * inverse, up);
+  code = code < 1 ? 1 : code;  // what is not zero does not become it
+  return static_cast<std::uint8_t>(x > 0.0f ? code : 0);
+}
+
+inline float decode_code(std::uint8_t code, float scale) {
+  const float share =
+      scale < 0.0f ? code_tables.of_signed[code] : code_tables.of_unsigned[code];
+  return share * magnitude(scale);
+}
+
 // `first`: number of the block's first element; with `key` it decides the rounding.
 inline void encode_block(const float* x, int length, std::uint32_t first,
                          std::uint32_t key, std::uint8_t* codes, float* scale) {
@@ -89,7 +112,7 @@ inline void encode_block(const float* x, int length, std::uint32_t first,
     const float size = magnitude(x[i]);
     largest = size > largest ? size : largest;
     is_signed |= x[i] < 0.0f;
-    is_bad |= !(size <= 8.5070592e37f);  // beyond, the inverse is denormal
+    is_bad |= !(size <= 8.5070592e37f);  // largest_coded_bits
   }
   *scale = is_bad ? __builtin_nanf("") : is_signed ? -largest : largest;
   if (is_bad || !(largest > 0.0f)) {
@@ -97,29 +120,18 @@ inline void encode_block(const float* x, int length, std::uint32_t first,
     return;
   }
   const float inverse = 1.0f / largest;
-  if (is_signed) {
-    for (int i = 0; i < length; ++i) {
-      const float up = uniform_of(first + static_cast<std::uint32_t>(i), key);
-      std::int32_t code = code_of<64, 7>(magnitude(x[i]) * inverse, up);
-      code = code < 0 ? 0 : code;
-      codes[i] = static_cast<std::uint8_t>(x[i] < 0.0f ? -code : code);
-    }
-  } else {
-    for (int i = 0; i < length; ++i) {
-      const float up = uniform_of(first + static_cast<std::uint32_t>(i), key);
-      std::int32_t code = code_of<128, 8>(x[i] * inverse, up);
-      code = code < 1 ? 1 : code;  // what is not zero does not become it
-      codes[i] = static_cast<std::uint8_t>(x[i] > 0.0f ? code : 0);
-    }
-  }
+  const auto up = [=](int i) {
+    return uniform_of(first + static_cast<std::uint32_t>(i), key);
+  };
+  if (is_signed)
+    for (int i = 0; i < length; ++i) codes[i] = signed_code(x[i], inverse, up(i));
+  else
+    for (int i = 0; i < length; ++i) codes[i] = unsigned_code(x[i], inverse, up(i));
 }
 
 inline void decode_block(const std::uint8_t* codes, float scale, int length,
                          float* x) {
-  const float* table =
-      scale < 0.0f ? code_tables.of_signed : code_tables.of_unsigned;
-  const float size = magnitude(scale);
-  for (int i = 0; i < length; ++i) x[i] = table[codes[i]] * size;
+  for (int i = 0; i < length; ++i) x[i] = decode_code(codes[i], scale);
 }
 
 // `start` is a multiple of the block; so are all lengths but a chunk's last.
@@ -140,16 +152,28 @@ inline void decode_int8(const std::uint8_t* codes, const float* scales, long sta
   }
 }
 
-// Rounds up with the probability that the discarded bits stand for.
+// ---- bfloat16
+
+// To nearest, ties to even.
+inline std::uint16_t narrow_bf16(std::uint32_t bits) {
+  const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const std::uint32_t quiet = (bits >> 16) | 0x40u;
+  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  return static_cast<std::uint16_t>(is_nan ? quiet : rounded);
+}
+
+// Up with the probability that the discarded bits stand for.
+inline std::uint16_t stochastic_bf16(std::uint32_t bits, std::uint32_t random) {
+  const bool is_special = (bits & 0x7f800000u) == 0x7f800000u;
+  const std::uint32_t quiet = (bits >> 16) | ((bits & 0x7fffffu) ? 0x40u : 0u);
+  return static_cast<std::uint16_t>(is_special ? quiet : (bits + random) >> 16);
+}
+
 inline void encode_bf16(const std::uint32_t* x, std::uint32_t first, long num,
                         std::uint32_t key, std::uint16_t* out) {
-  for (long i = 0; i < num; ++i) {
-    const std::uint32_t bits = x[i];
-    const std::uint32_t random = random_bits(first + static_cast<std::uint32_t>(i), key);
-    const bool is_special = (bits & 0x7f800000u) == 0x7f800000u;
-    const std::uint32_t quiet = (bits >> 16) | ((bits & 0x7fffffu) ? 0x40u : 0u);
-    out[i] = static_cast<std::uint16_t>(is_special ? quiet : (bits + random) >> 16);
-  }
+  for (long i = 0; i < num; ++i)
+    out[i] = stochastic_bf16(
+        x[i], random_bits(first + static_cast<std::uint32_t>(i), key));
 }
 
 }  // namespace jaxinf

@@ -73,12 +73,6 @@ inline void narrow_f16(const float* from, std::uint16_t* to, long num) {
   for (; i < num; ++i) to[i] = _cvtss_sh(from[i], 0);
 }
 
-inline std::uint16_t narrow_bf16(Word x) {
-  const Word rounded = (x + 0x7fffu + ((x >> 16) & 1u)) >> 16;
-  const Word quiet = (x >> 16) | 0x40u;
-  return (std::uint16_t)((x & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
-}
-
 template <class T, class Function>
 inline void words(const T* from, Word* to, long num, Function function) {
   for (long i = 0; i < num; ++i) to[i] = (Word)function(from[i]);

@@ -1,0 +1,1 @@
+"""Headers of the card kernels; no Python. See README.md."""

@@ -1,0 +1,111 @@
+// What flows between the stages of a kernel.
+//
+// A `Wide` is what a memory port moves in one cycle, a `Beat` the 16 elements that the
+// update works on in one cycle. A subgroup of n elements is ceil(n / 16) beats; the
+// lanes beyond n of the last one hold anything, until `update` has made them zero.
+#pragma once
+
+#include <cstdint>
+
+#include <hls_stream.h>  // the vendor's; in csim hls/csim/hls_stream.h
+
+#ifdef JAXINF_CSIM
+#define JAXINF_CARD_KERNEL extern "C" __attribute__((visibility("default")))
+#define JAXINF_REGION jaxinf::csim::Region region
+#define JAXINF_STAGE(...) region.stage(#__VA_ARGS__, [&] { __VA_ARGS__; })
+#define JAXINF_RUN region.run()
+#else  // plain calls, as a dataflow region wants them
+#define JAXINF_CARD_KERNEL extern "C"
+#define JAXINF_REGION
+#define JAXINF_STAGE(...) __VA_ARGS__
+#define JAXINF_RUN
+#endif
+
+namespace jaxinf {
+
+using Word = std::uint32_t;
+
+constexpr Word num_lanes = 16;
+
+struct alignas(64) Wide {
+  Word word[16];
+};
+
+struct Beat {
+  float lane[num_lanes];
+};
+
+using Wides = hls::stream<Wide, 32>;
+using Beats = hls::stream<Beat, 32>;
+using Words = hls::stream<Word, 2>;
+
+inline Word ceil_div(Word n, Word by) { return n / by + (n % by != 0); }
+inline Word num_beats(Word num_elements) { return ceil_div(num_elements, num_lanes); }
+
+// ---- what a port's memory holds: bytes of an item, and elements that it is for
+
+struct F32 {
+  static constexpr Word bytes = 4, elements = 1;
+};
+struct Bf16 {
+  static constexpr Word bytes = 2, elements = 1;
+};
+struct F16 {
+  static constexpr Word bytes = 2, elements = 1;
+};
+struct Indices {
+  static constexpr Word bytes = 4, elements = 1;
+};
+struct Codes {
+  static constexpr Word bytes = 1, elements = 1;
+};
+struct Scales {
+  static constexpr Word bytes = 4, elements = 256;
+};
+
+// ---- bits
+
+inline Word bits_of(float x) {
+  union {
+    float number;
+    Word bits;
+  } either;
+  either.number = x;
+  return either.bits;
+}
+
+inline float float_of(Word bits) {
+  union {
+    float number;
+    Word bits;
+  } either;
+  either.bits = bits;
+  return either.number;
+}
+
+inline bool is_finite(float x) { return (bits_of(x) & 0x7f800000u) != 0x7f800000u; }
+
+// Item `i` of a wide in which items of `bytes` bytes follow each other.
+template <int bytes>
+inline Word item(const Wide& wide, Word i) {
+  constexpr Word each = 4 / bytes;
+  constexpr Word mask = bytes == 4 ? ~0u : (1u << (8 * bytes % 32)) - 1;
+  return wide.word[i / each] >> (8 * bytes * (i % each)) & mask;
+}
+
+template <int bytes>
+inline void add_item(Wide& wide, Word i, Word bits) {
+  constexpr Word each = 4 / bytes;
+  wide.word[i / each] |= bits << (8 * bytes * (i % each));
+}
+
+inline Wide zero_wide() {
+  Wide wide;
+  for (int i = 0; i < 16; ++i) {
+#pragma HLS UNROLL
+    wide.word[i] = 0;
+  }
+  return wide;
+}
+
+}  // namespace jaxinf

@@ -1,0 +1,108 @@
+// The update: an emitted body, 16 elements a cycle, and what the host needs to know.
+#pragma once
+
+#include "lane.hpp"
+#include "streams.hpp"
+
+namespace jaxinf {
+
+// One beat. Lanes that hold no element become zeros; returns whether all others of the
+// gradient are finite. `out`: the update, or the new params.
+template <bool out_is_update, template <class> class Kernel>
+bool update_beat(const Kernel<CardLane>& body, Word num_valid, const Beat& gradient,
+                 const Beat& params, const Beat* slots, Beat& new_params,
+                 Beat* new_slots, Beat& out) {
+  using F32 = CardLane::F32;
+  constexpr int num_slots = Kernel<CardLane>::num_slots;
+  bool finite = true;
+update_lanes:
+  for (Word lane = 0; lane < num_lanes; ++lane) {
+#pragma HLS UNROLL
+    F32 old_values[num_slots + 1], new_values[num_slots + 1], update;
+    for (int k = 0; k < num_slots; ++k) old_values[k] = slots[k].lane[lane];
+    const F32 old(params.lane[lane]);
+    body(gradient.lane[lane], old, old_values, nullptr, update, new_values);
+    const bool is_valid = lane < num_valid;
+    const float master = is_valid ? (old + update).value : 0.0f;
+    const float result = is_valid ? update.value : 0.0f;
+    finite &= !is_valid || is_finite(gradient.lane[lane]);
+    new_params.lane[lane] = master;
+    out.lane[lane] = out_is_update ? result : master;
+    for (int k = 0; k < num_slots; ++k)
+      new_slots[k].lane[lane] = is_valid ? new_values[k].value : 0.0f;
+  }
+  return finite;
+}
+
+// `arguments`: the body's constants, then its scalars.
+template <bool out_is_update, template <class> class Kernel, int num_constants,
+          int num_streams, class... Arguments>
+void update(Beats& gradient, Beats& params, Beats (&slots)[num_streams],
+            Word num_elements, Beats& new_params, Beats (&new_slots)[num_streams],
+            Beats& out, Words& finite, Arguments... arguments) {
+  using Body = Kernel<CardLane>;
+  static_assert(num_streams == Body::num_slots, "a stream for each slot");
+  const Word words[] = {arguments..., 0};
+  const Body body(words, words + num_constants);
+  bool all_finite = true;
+update_beats:
+  for (Word i = 0; i < num_beats(num_elements); ++i) {
+#pragma HLS PIPELINE II=1
+    const Beat gradient_beat = gradient.read(), params_beat = params.read();
+    Beat slot_beats[num_streams], new_slot_beats[num_streams];
+    Beat new_params_beat, out_beat;
+    for (int k = 0; k < num_streams; ++k) slot_beats[k] = slots[k].read();
+    all_finite &= update_beat<out_is_update, Kernel>(
+        body, num_elements - i * num_lanes, gradient_beat, params_beat, slot_beats,
+        new_params_beat, new_slot_beats, out_beat);
+    for (int k = 0; k < num_streams; ++k) new_slots[k].write(new_slot_beats[k]);
+    new_params.write(new_params_beat);
+    out.write(out_beat);
+  }
+  finite.write(all_finite);
+}
+
+// The same for a body without state.
+template <bool out_is_update, template <class> class Kernel, int num_constants,
+          class... Arguments>
+void update(Beats& gradient, Beats& params, Word num_elements, Beats& new_params,
+            Beats& out, Words& finite, Arguments... arguments) {
+  const Word words[] = {arguments..., 0};
+  const Kernel<CardLane> body(words, words + num_constants);
+  bool all_finite = true;
+stateless_beats:
+  for (Word i = 0; i < num_beats(num_elements); ++i) {
+#pragma HLS PIPELINE II=1
+    const Beat gradient_beat = gradient.read(), params_beat = params.read();
+    Beat new_params_beat, out_beat;
+    all_finite &= update_beat<out_is_update, Kernel>(
+        body, num_elements - i * num_lanes, gradient_beat, params_beat, nullptr,
+        new_params_beat, nullptr, out_beat);
+    new_params.write(new_params_beat);
+    out.write(out_beat);
+  }
+  finite.write(all_finite);
+}
+
+// ---- the status block: jaxinf/kernels/card.py says what its words mean
+
+template <int num_extents>
+void report(Words& finite, Words& valid, Words (&read)[num_extents],
+            Words (&written)[num_extents], Wide* status) {
+  static_assert(2 * num_extents + 2 <= 16, "the checksums fill the block");
+  Wide wide = zero_wide();
+  wide.word[0] = finite.read();
+report_checksums:
+  for (int i = 0; i < num_extents; ++i) {
+#pragma HLS UNROLL
+    wide.word[1 + i] = read[i].read();
+    wide.word[1 + num_extents + i] = written[i].read();
+  }
+  wide.word[15] = !valid.read();
+  status[0] = wide;
+}
+
+// Of a dense gradient, which has no positions.
+inline void no_positions(Words& valid) { valid.write(1); }
+
+}  // namespace jaxinf

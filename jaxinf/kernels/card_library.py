@@ -1,0 +1,101 @@
+"""Card kernels on a machine without a card: the same C++, compiled for its CPU.
+
+Invariant: a library is built from the sources that a synthesiser gets, and from the
+header files in ``hls/csim`` in the place of the vendor's.
+"""
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxinf.kernels import toolchain
+from jaxinf.kernels.card import CardKernel
+from jaxinf.kernels.card_source import card_source
+from jaxinf.kernels.libraries import cached_library
+
+__all__ = ["card_function", "card_library", "hls_directory"]
+
+_FLAGS = (
+    "-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden",
+    "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
+    "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-label", "-DJAXINF_CSIM",
+)  # fmt: skip
+
+
+def card_library(*cards: CardKernel) -> Path:
+    """A shared library with these kernels, compiled at the first use; blocks.
+
+    Each is an ``extern "C"`` function of the card kernel's name that returns nothing
+    and takes `CardKernel.arguments`: pointers, aligned to and with memory in multiples
+    of 64 bytes, then 32-bit scalars. Calls from several threads are independent.
+
+    Args:
+      cards: of one body.
+
+    Raises:
+      CompilerError: there is no compiler, or it failed.
+      OSError: the cache of compiled kernels cannot be written.
+    """
+    compiler = toolchain.find_compiler()
+    if compiler is None:
+        raise toolchain.CompilerError(
+            "card kernels run here as compiled C++, and there is no compiler (c++, g++ "
+            "or clang++); install one, or name it in CXX"
+        )
+    text, command = card_source(cards), _command(compiler)
+    digest = hashlib.sha256(text.encode())
+    for path in _inputs(cards[0].body):
+        digest.update(path.read_bytes())
+    status = os.stat(os.path.realpath(compiler))
+    digest.update(repr((command, status.st_size, status.st_mtime_ns)).encode())
+    compile_ = functools.partial(_compile, text, command)
+    return cached_library(f"card-{digest.hexdigest()}", compile_)
+
+
+def card_function(card: CardKernel) -> Callable[..., None]:
+    """The kernel of `card_library` with its argument types; releases the GIL."""
+    function: Any = getattr(ctypes.CDLL(str(card_library(card))), card.name)
+    pointers, scalars = len(card.pointers), len(card.scalars)
+    function.argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_int32] * scalars
+    function.restype = None
+    return function
+
+
+def hls_directory() -> Path:
+    """``hls/`` of a checkout, or the installed package's copy of its headers."""
+    checkout = Path(__file__).parents[2] / "hls"
+    if (checkout / "csim" / "hls_stream.h").exists():
+        return checkout
+    spec = importlib.util.find_spec("jaxinf_hls")
+    assert spec
+    assert spec.submodule_search_locations
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _command(compiler: str) -> list[str]:
+    """With the processor's fused multiply-add, which would be a slow call without."""
+    levels = toolchain.levels()
+    march = [f"-march={levels[-1]}"] if levels else []
+    return [compiler, *march, *_FLAGS, *(f"-I{path}" for path in _include_paths())]
+
+
+def _include_paths() -> Sequence[Path]:
+    """The bodies' ``#include "shell.hpp"`` finds the card's."""
+    hls = hls_directory()
+    return hls / "include", hls / "csim", toolchain.INCLUDE, toolchain.GENERATED
+
+
+def _inputs(body: str) -> list[Path]:
+    headers = [p for path in _include_paths()[:3] for p in path.glob("*.h*")]
+    return [*sorted(headers), toolchain.GENERATED / f"{body}.cpp"]
+
+
+def _compile(text: str, command: Sequence[str], output: Path) -> None:
+    source = output.with_suffix(".cpp")
+    source.write_text(text)
+    toolchain.run_compiler([*command, str(source), "-lm", "-o", str(output)])
