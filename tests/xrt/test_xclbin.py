@@ -33,10 +33,10 @@ section 2 aligned 1
 section 6 aligned 1
   ddr4 1 used 1 KiB 2097152 base 0 tag bank0
 section 8 aligned 1
-  kernel 1 first:first_1 base 0x1400000 interrupt 0 enabled 1 control 0
-  kernel 1 first:first_2 base 0x1410000 interrupt 1 enabled 1 control 0
-  kernel 1 second:second_1 base 0x1420000 interrupt 2 enabled 1 control 0
-  kernel 1 second:second_2 base 0x1430000 interrupt 3 enabled 1 control 0
+  kernel 1 first:u0 base 0x1400000 interrupt 0 enabled 1 control 0
+  kernel 1 first:u1 base 0x1410000 interrupt 1 enabled 1 control 0
+  kernel 1 second:u2 base 0x1420000 interrupt 2 enabled 1 control 0
+  kernel 1 second:u3 base 0x1430000 interrupt 3 enabled 1 control 0
 section 7 aligned 1
   argument 1 of 0 in 0
   argument 3 of 0 in 0
@@ -109,7 +109,7 @@ def test_glue_reads_the_registers():
 
 def test_long_names_are_refused():
     with pytest.raises(ValueError, match="longer than the 63 bytes of an IP name"):
-        write_xclbin(b"", units([Kernel("k" * 31, ())]))
+        write_xclbin(b"", units([Kernel("k" * 61, ())]))
 
 
 def test_a_kernel_that_does_not_compile(tmp_path):

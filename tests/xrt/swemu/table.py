@@ -67,9 +67,12 @@ def registers(kernel: CardKernel) -> Iterator[Register]:
 
 
 def units(kernels: Sequence[CardKernel], per_kernel: int = 1) -> list[Unit]:
-    """The compute units, ``<kernel>_1`` and so on, at ascending addresses."""
-    pairs = [(kernel, number) for kernel in kernels for number in range(per_kernel)]
+    """The compute units, at ascending addresses.
+
+    Their names are short: an xclbin has 63 bytes for kernel and unit together.
+    """
+    instances = [kernel for kernel in kernels for _ in range(per_kernel)]
     return [
-        Unit(kernel, f"{kernel.name}_{number + 1}", FIRST_UNIT + index * UNIT_RANGE)
-        for index, (kernel, number) in enumerate(pairs)
+        Unit(kernel, f"u{index}", FIRST_UNIT + index * UNIT_RANGE)
+        for index, kernel in enumerate(instances)
     ]
