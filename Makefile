@@ -8,7 +8,7 @@ XRT_PACKAGES := libxrt1 libxrt-dev uuid-dev binutils g++
 SOURCES := pyproject.toml setup.py $(shell find jaxinf hls models -name '*.py' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-models test-compilers test-hls test-xrt test-faults faults lint clean
+.PHONY: help train test test-models test-compilers test-hls test-cards test-xrt test-faults faults lint clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -33,7 +33,7 @@ train: $(VENV)/installed  ## train a small GPT-2 on source code, its state on th
 	  --log-dir runs/quickstart $(if $(STEPS),--steps $(STEPS))
 
 test: $(VENV)/installed  ## the test suite, on the installed package
-	$(BIN)/pytest -n auto -m 'not faults and not hls' tests
+	$(BIN)/pytest -n auto -m 'not faults and not hls and not cards' tests
 
 test-models: $(VENV)/installed  ## models against their PyTorch originals (installs torch)
 	$(BIN)/python -m pip install --quiet torch==2.13.0
@@ -46,6 +46,11 @@ test-compilers: $(VENV)/installed  ## kernels: same bits from g++ and clang++ (i
 
 test-hls: $(VENV)/installed  ## card kernels: every variant against the host
 	$(BIN)/pytest -n auto -m hls tests/hls
+
+test-cards: $(VENV)/installed  ## emulated cards: every kind of update, crashes, damage
+	$(BIN)/pytest -n auto -m cards tests
+	JAXINF_TEST_CSD=emulated $(BIN)/pytest -n auto -m 'not cards' $(addprefix \
+	  tests/engine/test_,$(addsuffix .py,crash durability failures integrity order steps))
 
 test-xrt: $(VENV)/installed  ## cards' code on the real XRT runtime (installs it; Debian 12)
 	dpkg-query --show $(XRT_PACKAGES) >/dev/null 2>&1 || ! command -v apt-get >/dev/null || { \

@@ -145,6 +145,11 @@ class CsdBuffer(Protocol):
 class Csd(Protocol):
     """A computational storage device. `extents` starts with the master params."""
 
+    @property
+    def memory(self) -> object:
+        """What its buffers are taken from; CSDs of the same one compete for it."""
+        ...
+
     def info(self) -> CsdInfo:
         """What it is, now."""
         ...
@@ -229,7 +234,7 @@ class CsdFleet(Protocol):
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory that buffers have taken so far, over all CSDs."""
+        """The most that buffers have taken of a memory so far."""
         ...
 
     @property
@@ -245,7 +250,7 @@ class CsdFleet(Protocol):
         """
         ...
 
-    def check_buffer(self, num_bytes: int) -> None:
+    def check_buffer(self, num_bytes: int, num_elements: int) -> None:
         """Refuses subgroups that are too long for the CSDs' memory.
 
         Raises:
@@ -253,12 +258,14 @@ class CsdFleet(Protocol):
         """
         ...
 
-    def attach(self, directories: Sequence[Path], buffer_bytes: int) -> Sequence[Csd]:
+    def attach(
+        self, directories: Sequence[Path], buffer_bytes: int, num_elements: int
+    ) -> Sequence[Csd]:
         """The CSDs, for chunk files below these directories, in the roots' order.
 
         Args:
           directories: one a CSD; they exist.
-          buffer_bytes: the longest buffer that will be asked for.
+          buffer_bytes, num_elements: of the longest subgroup that will come.
         """
         ...
 

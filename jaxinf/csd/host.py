@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from jaxinf.csd.base import (
     CsdBuffer,
     CsdInfo,
@@ -20,14 +18,14 @@ from jaxinf.csd.base import (
     ScalarInputs,
     UpdateOutcome,
 )
+from jaxinf.csd.initial import initialise_states, states_as_slots
+from jaxinf.csd.rates import Channel, CsdRates, DriveChannels, moving
 from jaxinf.io import Buffer, BufferPool, ByteMeters, DirectIO, crc32c
 from jaxinf.kernels import CodedSlot, InitKernel, Kernel, Passage, runner
 from jaxinf.layout import PAGE_BYTES
 from jaxinf.typing import Array
 
 __all__ = ["HostCsd", "HostFleet"]
-
-_INIT_ELEMENTS = 1 << 20
 
 
 class HostFleet:
@@ -36,11 +34,15 @@ class HostFleet:
     Args:
       memory_bytes: for all buffers together.
       meters: counts the drives' bytes.
+      rates: what the drives and the link that they share are slowed down to.
     """
 
-    def __init__(self, memory_bytes: int, meters: ByteMeters) -> None:
+    def __init__(
+        self, memory_bytes: int, meters: ByteMeters, rates: CsdRates | None = None
+    ) -> None:
         self._pool = BufferPool(memory_bytes)
         self._meters = meters
+        self._rates = rates or CsdRates()
 
     @property
     def peak_bytes(self) -> int:
@@ -55,15 +57,20 @@ class HostFleet:
     def check(self, needs: Sequence[KernelNeed]) -> None:
         """Every kernel runs on a CPU, in NumPy where there is no compiler."""
 
-    def check_buffer(self, num_bytes: int) -> None:
+    def check_buffer(self, num_bytes: int, num_elements: int) -> None:
         """The engine has cut subgroups to the budget."""
 
     def attach(
-        self, directories: Sequence[Path], buffer_bytes: int
+        self, directories: Sequence[Path], buffer_bytes: int, num_elements: int
     ) -> "Sequence[HostCsd]":
         """One a directory."""
-        del buffer_bytes
-        return [HostCsd(root, self._pool, self._meters) for root in directories]
+        del buffer_bytes, num_elements
+        link = Channel(self._rates.link)
+        channels = [DriveChannels.of(self._rates, link) for _ in directories]
+        return [
+            HostCsd(root, self._pool, self._meters, own)
+            for root, own in zip(directories, channels, strict=True)
+        ]
 
     def close(self) -> None:
         """Frees the buffers."""
@@ -107,12 +114,25 @@ class HostCsd:
       root: directory of the chunk files; must exist.
       pool: where buffers come from; CSDs of one store share it.
       meters: counts the drive's bytes.
+      channels: what its transfers go through: all state crosses the host's link.
     """
 
-    def __init__(self, root: Path, pool: BufferPool, meters: ByteMeters) -> None:
+    def __init__(
+        self,
+        root: Path,
+        pool: BufferPool,
+        meters: ByteMeters,
+        channels: DriveChannels | None = None,
+    ) -> None:
         self._root = root
         self._pool = pool
         self._io = DirectIO(root, meters)
+        self._channels = channels or DriveChannels()
+
+    @property
+    def memory(self) -> object:
+        """The budget of all host CSDs of a store."""
+        return self._pool
 
     def info(self) -> CsdInfo:
         """What it is, now."""
@@ -126,18 +146,18 @@ class HostCsd:
 
     def read(self, buffer: CsdBuffer, extent: Extent, file: Path) -> None:
         """Drive → buffer."""
-        self._io.read(
-            file, _pages(buffer, extent), extent.file_offset_bytes, extent.num_bytes
-        )
+        pages, channels = _pages(buffer, extent), self._channels
+        with moving(extent.num_bytes, channels.read, channels.link):
+            self._io.read(file, pages, extent.file_offset_bytes, extent.num_bytes)
         own, place = _own(buffer), extent.buffer_offset_bytes
         own.unseen.add(place)
         own.known.pop(place, None)
 
     def write(self, buffer: CsdBuffer, extent: Extent, file: Path) -> None:
         """Buffer → drive."""
-        self._io.write(
-            file, _pages(buffer, extent), extent.file_offset_bytes, extent.num_bytes
-        )
+        pages, channels = _pages(buffer, extent), self._channels
+        with moving(extent.num_bytes, channels.write, channels.link):
+            self._io.write(file, pages, extent.file_offset_bytes, extent.num_bytes)
 
     def checksum(self, buffer: CsdBuffer, extent: Extent) -> int | None:
         """Of what was read, in the update's pass; else by this thread, where not known.
@@ -166,7 +186,8 @@ class HostCsd:
         wants_params: bool = False,
     ) -> UpdateOutcome:
         """Runs the kernel on this thread; checksums, too, in the same pass."""
-        params, *slots = self._slots(buffer, extents, rounding)
+        views = [self.view(buffer, extent) for extent in extents]
+        params, *slots = states_as_slots(views, extents, rounding)
         assert not isinstance(params, CodedSlot)
         own = _own(buffer)
         places = [extent.buffer_offset_bytes for extent in extents]
@@ -205,57 +226,15 @@ class HostCsd:
         inputs: ScalarInputs,
         rounding: Rounding,
     ) -> None:
-        """Widens params to the fp32 master and computes the initial state."""
-        master, *slots = self._slots(buffer, extents, rounding)
-        assert not isinstance(master, CodedSlot)
-        master[...] = params
+        """Writes into the buffer's memory."""
+        views = [self.view(buffer, extent) for extent in extents]
+        initialise_states(views, extents, kernel, params, inputs, rounding)
         _own(buffer).forget()
-        for start in range(0, params.size, _INIT_ELEMENTS):
-            part = slice(start, min(start + _INIT_ELEMENTS, params.size))
-            parts = [_part(slot, part) for slot in slots]
-            wide = [
-                np.empty(part.stop - start, np.float32)
-                if isinstance(slot, CodedSlot)
-                else slot
-                for slot in parts
-            ]
-            kernel.initialise(
-                params=master[part],
-                slots=wide,
-                scalars=inputs.scalars,
-                arrays=[array[part] for array in inputs.arrays],
-            )
-            for slot, values in zip(parts, wide, strict=True):
-                if isinstance(slot, CodedSlot):
-                    slot.encode(values)
-
-    def _slots(
-        self, buffer: CsdBuffer, extents: Sequence[Extent], rounding: Rounding
-    ) -> list[Array | CodedSlot]:
-        """Params and slots as a kernel takes them."""
-        slots: list[Array | CodedSlot] = []
-        coming = iter(extents)
-        for extent in coming:
-            values = self.view(buffer, extent)
-            key = rounding.key + len(slots) & 0xFFFFFFFF
-            if extent.codec:
-                has_scales = extent.codec == "int8"
-                scales = self.view(buffer, next(coming)) if has_scales else None
-                slots.append(CodedSlot(values, scales, key, rounding.first))
-            else:
-                slots.append(values)
-        return slots
 
     def view(self, buffer: CsdBuffer, extent: Extent) -> Array:
         """The buffer's own memory as an array of the extent's dtype."""
         pages = _pages(buffer, extent)
         return pages[: extent.num_bytes].view(extent.dtype)
-
-
-def _part(slot: Array | CodedSlot, part: slice) -> Array | CodedSlot:
-    if isinstance(slot, CodedSlot):
-        return slot.part(part.start, part.stop)
-    return slot[part]
 
 
 def _written(extents: Sequence[Extent], kernel: Kernel) -> list[bool]:

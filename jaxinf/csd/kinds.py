@@ -4,18 +4,23 @@ Invariant: a kind's own module is imported when a store of that kind is opened, 
 before: nobody needs a card's software who has no card.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxinf.csd.base import CsdFleet
 from jaxinf.csd.host import HostFleet
+from jaxinf.csd.rates import CsdRates, parse_rates
+from jaxinf.errors import CsdError
 from jaxinf.io import ByteMeters
 
 __all__ = ["CSD_KINDS", "CsdSpec", "open_csds", "parse_csd"]
 
-CSD_KINDS = ("host",)
+CSD_KINDS = ("host", "emulated", "smartssd")
 """The kinds that `jaxinf.open_store` takes."""
+
+_CARD_OPTIONS = {"xclbin": "JAXINF_XCLBIN", "devices": "JAXINF_XRT_DEVICES"}
 
 
 @dataclass(frozen=True)
@@ -24,9 +29,15 @@ class CsdSpec:
 
     Attributes:
       kind: one of `CSD_KINDS`.
+      rates: what the host's drives or emulated cards are held up to.
+      xclbin: the file with the kernels of real cards.
+      num_devices: where cards cannot be listed: how many XRT has, by index.
     """
 
     kind: str
+    rates: CsdRates = field(default_factory=CsdRates)
+    xclbin: Path | None = None
+    num_devices: int | None = None
 
     @property
     def takes_params(self) -> bool:
@@ -37,17 +48,48 @@ class CsdSpec:
         return self.kind == "host"
 
 
-def parse_csd(text: str) -> CsdSpec:
-    """Reads what a user gave.
+def parse_csd(text: str, environ: Mapping[str, str] = os.environ) -> CsdSpec:
+    """Reads what a user gave: ``kind`` or ``kind:name=value,name=value``.
+
+    Options of ``host`` and ``emulated`` are bandwidths, see `CsdRates`: for example
+    ``emulated:drive=1.5GB/s,link=3GB/s``. Those of ``smartssd`` are ``xclbin`` and
+    ``devices``, for which the environment has JAXINF_XCLBIN and JAXINF_XRT_DEVICES.
 
     Raises:
-      ValueError: there is no such kind.
+      ValueError: there is no such kind or option.
     """
-    if text not in CSD_KINDS:
+    kind, _, rest = text.partition(":")
+    if kind not in CSD_KINDS:
         raise ValueError(
             f"csd={text!r}: expected one of {', '.join(map(repr, CSD_KINDS))}"
         )
-    return CsdSpec(text)
+    options: dict[str, str] = {}
+    for option in filter(None, rest.split(",")):
+        name, _, value = option.partition("=")
+        options[name.strip()] = value.strip()
+    try:
+        if kind != "smartssd":
+            return CsdSpec(kind, parse_rates(options))
+        return _card_spec(options, environ)
+    except ValueError as error:
+        raise ValueError(f"csd={text!r}: {error}") from error
+
+
+def _card_spec(options: Mapping[str, str], environ: Mapping[str, str]) -> CsdSpec:
+    for name in options:
+        if name not in _CARD_OPTIONS:
+            raise ValueError(f"{name}: expected one of {', '.join(_CARD_OPTIONS)}")
+    values = {n: environ[v] for n, v in _CARD_OPTIONS.items() if environ.get(v)}
+    values |= options
+    count = values.get("devices", "")
+    if count and not (count.isdecimal() and int(count)):
+        raise ValueError(f"devices={count}: expected a number of devices")
+    xclbin = values.get("xclbin")
+    return CsdSpec(
+        "smartssd",
+        xclbin=None if xclbin is None else Path(xclbin).expanduser().absolute(),
+        num_devices=int(count) if count else None,
+    )
 
 
 def open_csds(
@@ -58,12 +100,49 @@ def open_csds(
     Args:
       spec: which kind.
       roots: existing directories, one a CSD, on the drives that the chunks will be on.
-      memory_bytes: for the buffers of all.
+      memory_bytes: for the buffers: of the host for all, of a card for each.
       meters: counts their bytes.
 
     Raises:
       CsdError: one is missing or not set up; says which, and the remedy.
     """
+    return _OPENERS[spec.kind](spec, roots, memory_bytes, meters)
+
+
+def _open_host(
+    spec: CsdSpec, roots: Sequence[Path], memory_bytes: int, meters: ByteMeters
+) -> CsdFleet:
     del roots
-    assert spec.kind == "host"
-    return HostFleet(memory_bytes, meters)
+    return HostFleet(memory_bytes, meters, spec.rates)
+
+
+def _open_emulated(
+    spec: CsdSpec, roots: Sequence[Path], memory_bytes: int, meters: ByteMeters
+) -> CsdFleet:
+    from jaxinf.csd.emulated import open_emulated
+
+    return open_emulated(roots, memory_bytes, meters, spec.rates)
+
+
+def _open_smartssd(
+    spec: CsdSpec, roots: Sequence[Path], memory_bytes: int, meters: ByteMeters
+) -> CsdFleet:
+    from jaxinf.csd.smartssd import open_smartssd
+
+    if spec.xclbin is None:
+        raise CsdError(
+            "csd='smartssd': expected the xclbin with the cards' kernels, found none "
+            "named; build one (make -C hls hw), and name it: "
+            "csd='smartssd:xclbin=FILE', or the variable JAXINF_XCLBIN"
+        )
+    return open_smartssd(
+        roots, memory_bytes, meters, xclbin=spec.xclbin, num_devices=spec.num_devices
+    )
+
+
+_Opener = Callable[[CsdSpec, Sequence[Path], int, ByteMeters], CsdFleet]
+_OPENERS: dict[str, _Opener] = {
+    "host": _open_host,
+    "emulated": _open_emulated,
+    "smartssd": _open_smartssd,
+}

@@ -11,7 +11,7 @@ everybody who waits gets that very exception.
 
 import contextlib
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -90,6 +90,7 @@ class TransferHandler:
         self._directory = directory
         self._chunks = chunks
         self._csds = csds
+        self._num_memories = len({id(csd.memory) for csd in csds})
         self._failure = failure
         self._timeline = timeline or Timeline()
         self._changed = threading.Condition()
@@ -97,7 +98,7 @@ class TransferHandler:
         self._ahead_due: dict[Subgroup, Task] = {}
         self._ahead: dict[Subgroup, _Prefetched] = {}
         self._num_unfinished = 0
-        self._num_running = 0
+        self._num_running: Counter[int] = Counter()  # by memory
         self._is_closing = False
         failure.listen(self._stop)
         self._workers: list[threading.Thread] = []
@@ -206,7 +207,8 @@ class TransferHandler:
                     work = self._next_work()
                     if work is None:
                         return
-                    self._num_running += 1
+                    memory = self._memory(work.task)
+                    self._num_running[memory] += 1
                     work.task.group.num_running += 1
             except BaseException as error:  # of a CSD's `acquire`
                 self._failure.set(error)
@@ -217,7 +219,7 @@ class TransferHandler:
                 self._failure.set(error)
             finally:
                 with self._changed:
-                    self._num_running -= 1
+                    self._num_running[memory] -= 1
                     self._changed.notify_all()
 
     def _next_work(self) -> _Work | None:
@@ -231,7 +233,7 @@ class TransferHandler:
 
     def _pick_task(self) -> _Work | None:
         """The first task that can go on: its state is loaded, or there is memory."""
-        starved: int | None = None
+        starved: dict[int, int] = {}
         for position, task in enumerate(self._queue):
             self._ahead_due.pop(task.layout.subgroup, None)
             ahead = self._ahead.get(task.layout.subgroup)
@@ -246,27 +248,35 @@ class TransferHandler:
                     loaded=ahead.task.loads,
                     unchecked=ahead.unchecked,
                 )
-            if starved is None:  # who has waited longest for memory comes first
+            memory = self._memory(task)
+            if memory not in starved:  # who has waited longest for memory comes first
                 buffer = self._acquire(task)
                 if buffer is not None:
                     del self._queue[position]
                     return _Work(task, buffer)
-                starved = position
-        if starved is None or self._num_running:
-            return None
-        return self._make_room(starved)
+                starved[memory] = position
+        for memory, position in starved.items():
+            if not self._num_running[memory]:
+                work = self._make_room(memory, position)
+                if work is not None:
+                    return work
+        return None
 
-    def _make_room(self, position: int) -> _Work | None:
+    def _make_room(self, memory: int, position: int) -> _Work | None:
         """Takes memory from prefetches, as a last way: no queued task waits for one."""
         task = self._queue[position]
-        while self._ahead:
-            _, dropped = self._ahead.popitem()
-            dropped.buffer.release()
+        held = [s for s, a in self._ahead.items() if self._memory(a.task) == memory]
+        while held:
+            self._ahead.pop(held.pop()).buffer.release()
             buffer = self._acquire(task)
             if buffer is not None:
                 del self._queue[position]
                 return _Work(task, buffer)
         return None
+
+    def _memory(self, task: Task) -> int:
+        """What stands for the memory that a task's buffer is taken from."""
+        return id(self._csds[task.layout.subgroup.csd].memory)
 
     def _acquire(self, task: Task) -> CsdBuffer | None:
         return self._csds[task.layout.subgroup.csd].acquire(task.layout.num_bytes)
@@ -274,14 +284,21 @@ class TransferHandler:
     def _pick_ahead(self) -> _Work | None:
         if self._queue or not self._ahead_due:
             return None
-        task = next(iter(self._ahead_due.values()))
-        buffer = self._acquire(task)
-        if buffer is None:
-            return None
-        del self._ahead_due[task.layout.subgroup]
-        ahead = _Prefetched(task, buffer)
-        self._ahead[task.layout.subgroup] = ahead
-        return _Work(task, buffer, ahead=ahead)
+        full: set[int] = set()
+        for task in self._ahead_due.values():
+            memory = self._memory(task)
+            if memory in full:
+                continue
+            buffer = self._acquire(task)
+            if buffer is not None:
+                del self._ahead_due[task.layout.subgroup]
+                ahead = _Prefetched(task, buffer)
+                self._ahead[task.layout.subgroup] = ahead
+                return _Work(task, buffer, ahead=ahead)
+            full.add(memory)
+            if len(full) == self._num_memories:
+                break
+        return None
 
     def _drop_ahead(self) -> None:
         self._ahead_due.clear()

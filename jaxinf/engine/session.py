@@ -310,14 +310,14 @@ class Session:
             meters=self.meters,
         )
         self._layouts = _layouts(manifest, self._subgroup_elements(manifest))
-        self._fleet.check_buffer(_longest_bytes(self._layouts))
+        self._fleet.check_buffer(*_longest(self._layouts))
         return self._fleet
 
     def _attach(self, directory: StoreDirectory) -> None:
         """Starts workers for a store whose files exist."""
         assert self._fleet is not None
         roots = [directory.csd_directory(c) for c in range(directory.num_csds)]
-        self.csds = list(self._fleet.attach(roots, _longest_bytes(self._layouts)))
+        self.csds = list(self._fleet.attach(roots, *_longest(self._layouts)))
         self._chunks = ChunkTable(
             directory,
             directory.committed_slot(),
@@ -536,10 +536,13 @@ def _layouts(manifest: Manifest, max_elements: int) -> list[list[list[SubgroupLa
     return result
 
 
-def _longest_bytes(layouts: list[list[list[SubgroupLayout]]]) -> int:
-    """Of all subgroups' buffers."""
-    items = (item for leaf in layouts for chunk in leaf for item in chunk)
-    return max((item.num_bytes for item in items), default=0)
+def _longest(layouts: list[list[list[SubgroupLayout]]]) -> tuple[int, int]:
+    """Bytes of a buffer and elements of a subgroup, the most that there are."""
+    items = [item for leaf in layouts for chunk in leaf for item in chunk]
+    return (
+        max((item.num_bytes for item in items), default=0),
+        max((item.subgroup.num_elements for item in items), default=0),
+    )
 
 
 def _unit_elements(leaf: LeafRecord) -> int:

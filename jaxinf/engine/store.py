@@ -400,8 +400,10 @@ def open_store(
       path: the store's directory; missing or empty for a new one.
       csds: CSD roots, each a mounted drive, to spread a new store's chunks over; by
         default they lie in the store itself. An existing store knows its roots.
-      csd: what updates the chunks: ``"host"``, the CPU beside the drive.
-      memory_bytes: all host memory that state passes through.
+      csd: what updates the chunks: ``"host"``, the CPU beside the drive;
+        ``"smartssd"``, the card beside it; ``"emulated"``, cards that are not there.
+        Options may follow: see `jaxinf.csd.parse_csd`.
+      memory_bytes: all memory that state passes through: of the host, or of each card.
       num_workers: threads that read, update and write; more than 4 for many drives.
       chunk_elements: largest chunk of a new store, in elements.
       durability: when a finished step becomes durable: ``"step"``, each at once; a
@@ -424,6 +426,7 @@ def open_store(
 
     Raises:
       ValueError: an argument is out of range, or there is no such checkpoint.
+      CsdError: a card is missing or not set up.
       NotADirectoryError, PermissionError: `path` cannot be a store.
       StoreLockedError: a live process has it open; names it.
       StoreFormatError: not a store, damaged, or of a newer format.

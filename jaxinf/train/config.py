@@ -13,6 +13,7 @@ import tyro
 from jaxinf_models import PRESETS, GPT2Config
 
 from jaxinf.compress import TopK, parse_compression
+from jaxinf.csd import parse_csd
 from jaxinf.engine import (
     DEFAULT_MEMORY_BYTES,
     Durability,
@@ -190,10 +191,13 @@ class TrainConfig:
         tyro.conf.UseAppendAction[tuple[Path, ...]], _shown("DIR", "the store itself")
     ] = ()
 
-    # What updates the chunks: host is the CPU beside the drive.
-    csd: Literal["host"] = "host"
+    # What updates the chunks: host, the CPU beside the drive; smartssd, the card beside
+    # it; emulated, cards that are not there. Options may follow, such as
+    # emulated:drive=1.5GB/s,link=3GB/s. See docs/cards.md.
+    csd: Annotated[str, _shown("host|smartssd|emulated", "host")] = "host"
 
-    # All host memory that the store's state may pass through, such as 512MiB or 2G.
+    # All memory that the store's state may pass through, such as 512MiB or 2G: of the
+    # host, or of each card.
     memory_bytes: Annotated[int, _BYTES] = DEFAULT_MEMORY_BYTES
 
     # When a step is durable: each one at once (step), every so many (a number), or only
@@ -288,6 +292,10 @@ def check(config: TrainConfig) -> None:
     _check_model(config)
     _check_optimizer(config)
     _ = config.compression
+    try:
+        parse_csd(config.csd)
+    except ValueError as error:
+        raise UsageError(f"--csd: {error}") from error
     if config.mode == "memory":
         _check_memory_mode(config)
     elif config.reference != "fused":

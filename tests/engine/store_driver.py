@@ -1,8 +1,8 @@
 """Drives a store as a training run does, without JAX: its numbers are known.
 
-The optimizer is SGD of learning rate 1 and momentum 1 over a gradient of ones: after n
-steps the momentum is n and the params have moved by n (n + 1) / 2, exact in float32. As
-a program it trains the store it is given until it is killed.
+The optimizer is SGD of learning rate 1/2 and momentum 1/2 over a gradient of ones: each
+step rounds once, and so do these numbers. Every kind of CSD has a kernel for it. As a
+program it trains the store it is given until it is killed.
 """
 
 import os
@@ -32,7 +32,8 @@ LEAVES = {
     "half": ((33, 257), "bfloat16"),
     "scale": ((), "float32"),
 }
-TX = optax.sgd(1.0, momentum=1.0)
+RATE = np.float32(0.5)
+TX = optax.sgd(0.5, momentum=0.5)
 
 
 def describe(params, tx=TX):
@@ -62,7 +63,7 @@ class Driver:
       path: of the store.
       leaves: shape and dtype by name.
       tx: with other optimizers `expected` does not hold.
-      options: of `jaxinf.open_store`.
+      options: of `jaxinf.open_store`; `csd` by default what JAXINF_TEST_CSD says.
     """
 
     def __init__(self, path, leaves=LEAVES, tx=TX, **options):
@@ -73,7 +74,9 @@ class Driver:
             values = np.arange(size, dtype=np.float32) % 256  # exact in bfloat16
             params[name] = values.reshape(shape).astype(jaxinf.store.dtype_of(dtype))
         self.initial = params
+        self._known = 0, self._first()
         self.description = describe(params, tx)
+        options.setdefault("csd", os.environ.get("JAXINF_TEST_CSD", "host"))
         self.store = jaxinf.open_store(path, **options)
         self.at = 0
 
@@ -144,12 +147,19 @@ class Driver:
 
     def expected(self, step):
         """Master params and momentum, by leaf, after a number of steps."""
-        moved = -step * (step + 1) // 2
-        states = {}
-        for name, params in self.initial.items():
-            master = params.astype(np.float32) + np.float32(moved)
-            states[name] = (master, np.full(params.shape, step, np.float32))
-        return states
+        at, states = self._known
+        if step < at:
+            at, states = 0, self._first()
+        for _ in range(at, step):
+            for name, (master, momentum) in states.items():
+                new = 1 + RATE * momentum
+                states[name] = (master - RATE * new, new)
+        self._known = step, states
+        return dict(states)
+
+    def _first(self):
+        wide = {name: p.astype(np.float32) for name, p in self.initial.items()}
+        return {name: (p, np.zeros_like(p)) for name, p in wide.items()}
 
     def found(self, path=None):
         """The same as it is in a slot, by default the committed one."""

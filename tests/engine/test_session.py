@@ -296,7 +296,7 @@ def test_other_optimizers_and_trees(drive):
     ):
         driver.init()
     driver.close()
-    driver = drive(tx=optax.sgd(1.0, momentum=1.0, nesterov=True))
+    driver = drive(tx=optax.sgd(0.5, momentum=0.5, nesterov=True))
     with pytest.raises(StoreMismatchError, match=r"other equations:\n.*--- store"):
         driver.init()
     driver.close()
@@ -308,7 +308,7 @@ def test_equations_of_other_versions_go_on_with_a_warning(drive, place, caplog):
     drive().init().close()
     path = place / "store" / "jaxinf.json"
     path.write_text(path.read_text().replace('"optax": "', '"optax": "0.'))
-    driver = drive(tx=optax.sgd(1.0, momentum=1.0, nesterov=True))
+    driver = drive(tx=optax.sgd(0.5, momentum=0.5, nesterov=True))
     assert not driver.session.bind(driver.description)
     assert "so do the versions of jax or optax" in caplog.text
 

@@ -1,0 +1,302 @@
+"""A CSD whose processor is a card: the protocol over pyxrt's buffers and kernels.
+
+        NVMe ──preadv──► P2P buffer ══ kernel, in place ══► P2P buffer ──pwritev──► NVMe
+                             gradient ──sync──►  ║  ──sync──► update or new params
+        drive                                  card                          host
+
+Invariant: state goes between the drive and the card's memory and no further; the host
+sends gradients, and gets results and the kernel's status: whether the gradient is
+finite, and the checksums of all that was read and written.
+"""
+
+import shutil
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from jaxinf.csd.base import (
+    CsdBuffer,
+    CsdInfo,
+    Extent,
+    Rounding,
+    ScalarInputs,
+    UpdateOutcome,
+)
+from jaxinf.csd.card_memory import CardBuffer, CardMemory
+from jaxinf.csd.initial import initialise_states
+from jaxinf.csd.rates import DriveChannels, moving
+from jaxinf.csd.xrt import XrtCard, XrtKernel
+from jaxinf.io import BufferPool, crc32c
+from jaxinf.kernels import CardKernel, InitKernel, Kernel, card_kernel, runner
+from jaxinf.kernels.card import STATUS_BYTES
+from jaxinf.layout import PAGE_BYTES
+from jaxinf.typing import Array, PathLikeStr
+
+__all__ = ["RESULTS", "CardCsd", "FileIO", "is_idle"]
+
+RESULTS = {"bfloat16": ("bf16",), "float16": ("f16",), "float32": ("update", "params")}
+"""By the dtype of the params on the JAX device, what a kernel may return."""
+
+_RUN_TIMEOUT_S = 60.0
+_NUM_BOUNCES = 4
+
+
+class FileIO(Protocol):
+    """What moves bytes between files and memory: `jaxinf.io.DirectIO`."""
+
+    direct: bool
+
+    def read(
+        self, path: PathLikeStr, array: Array, offset_bytes: int, num_bytes: int
+    ) -> None:
+        """File → memory."""
+        ...
+
+    def write(
+        self, path: PathLikeStr, array: Array, offset_bytes: int, num_bytes: int
+    ) -> None:
+        """Memory → file."""
+        ...
+
+
+class CardCsd:
+    """See `jaxinf.csd.Csd`. Thread-safe.
+
+    Args:
+      kind: what users call it.
+      card: with the xclbin loaded.
+      memory: where buffers come from.
+      root: directory of the chunk files; must exist.
+      io: moves bytes between files and the card's memory.
+      channels: what its transfers go through.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        card: XrtCard,
+        memory: CardMemory,
+        root: Path,
+        io: FileIO,
+        channels: DriveChannels,
+    ) -> None:
+        self._kind = kind
+        self._card = card
+        self._memory = memory
+        self._root = root
+        self._io = io
+        self._channels = channels
+        self._found: dict[tuple[int, str, str, str], _Found] = {}
+        self._lock = threading.Lock()
+        self._bounces = BufferPool(_NUM_BOUNCES * PAGE_BYTES)
+
+    @property
+    def memory(self) -> object:
+        """The card's own."""
+        return self._memory
+
+    def info(self) -> CsdInfo:
+        """What it is, now."""
+        usage = shutil.disk_usage(self._root)
+        direct = self._io.direct
+        return CsdInfo(self._kind, self._root, usage.total, usage.free, direct)
+
+    def acquire(self, num_bytes: int) -> CsdBuffer | None:
+        """Memory of the card, or None where all of it is lent."""
+        return self._memory.acquire(num_bytes)
+
+    # --- drive and card ------------------------------------------------------------
+
+    def read(self, buffer: CsdBuffer, extent: Extent, file: Path) -> None:
+        """Drive → card."""
+        own = _own(buffer)
+        own.sums.pop(extent.buffer_offset_bytes, None)
+        pages, offset, num_bytes = _place(own, extent)
+        channels = self._channels
+        with moving(num_bytes, channels.read, channels.internal):
+            if num_bytes >= PAGE_BYTES:
+                self._io.read(file, pages, offset, num_bytes)
+                return
+            # Less than a page: perhaps all that the file has, which no drive sends.
+            with self._bounces.acquire(PAGE_BYTES) as bounce:
+                self._io.read(file, bounce.array, offset, num_bytes)
+                pages[:num_bytes] = bounce.array[:num_bytes]
+
+    def write(self, buffer: CsdBuffer, extent: Extent, file: Path) -> None:
+        """Card → drive."""
+        pages, offset, num_bytes = _place(_own(buffer), extent)
+        channels = self._channels
+        with moving(num_bytes, channels.write, channels.internal):
+            if num_bytes >= PAGE_BYTES:
+                self._io.write(file, pages, offset, num_bytes)
+                return
+            with self._bounces.acquire(PAGE_BYTES) as bounce:
+                bounce.array[:num_bytes] = pages[:num_bytes]
+                self._io.write(file, bounce.array, offset, num_bytes)
+
+    def view(self, buffer: CsdBuffer, extent: Extent) -> Array:
+        """The card's memory through its window in the host's: slow; only to read."""
+        view = _window(_own(buffer), extent)
+        view.flags.writeable = False
+        return view
+
+    def checksum(self, buffer: CsdBuffer, extent: Extent) -> int | None:
+        """What the last update or `initialise` has told."""
+        return _own(buffer).sums.get(extent.buffer_offset_bytes)
+
+    # --- kernels -------------------------------------------------------------------
+
+    def update(
+        self,
+        buffer: CsdBuffer,
+        extents: Sequence[Extent],
+        kernel: Kernel,
+        gradient: Array,
+        inputs: ScalarInputs,
+        out: Array,
+        rounding: Rounding,
+        *,
+        given: Array | None = None,
+        wants_params: bool = False,
+    ) -> UpdateOutcome:
+        """Runs the card's kernel; this thread sleeps meanwhile."""
+        assert given is None  # a card reads its own
+        own = _own(buffer)
+        if is_idle(kernel):
+            return self._update_nothing(
+                own, extents, kernel, gradient, inputs, out, wants_params=wants_params
+            )
+        found = self._kernel(kernel, gradient, extents, out, wants_params=wants_params)
+        card, channels = found.card, self._channels
+        with moving(gradient.nbytes, channels.link):
+            _as_array(own.gradient.array, gradient)[...] = gradient
+            own.gradient.to_card(gradient.nbytes)
+        words = card.scalar_values(
+            num_elements=gradient.size,
+            rounding_key=rounding.key,
+            rounding_first=rounding.first,
+            scalars=inputs.scalars,
+        )
+        memory_bytes = 2 * sum(e.num_bytes for e in extents)
+        with moving(memory_bytes + gradient.nbytes + out.nbytes, channels.kernel):
+            arguments = self._arguments(card, own, extents)
+            found.kernel.run(arguments, words, _RUN_TIMEOUT_S)
+        with moving(out.nbytes, channels.link):
+            own.out.from_card(out.nbytes)
+            own.status.from_card(STATUS_BYTES)
+            out[...] = _as_array(own.out.array, out)
+        status = card.read_status(own.status.array[:STATUS_BYTES].view(np.uint32))
+        for extent, checksum in zip(extents, status.checksums_written, strict=True):
+            own.sums[extent.buffer_offset_bytes] = checksum
+        return UpdateOutcome(status.finite, dict(enumerate(status.checksums_read)))
+
+    def _arguments(
+        self, card: CardKernel, own: CardBuffer, extents: Sequence[Extent]
+    ) -> list[object]:
+        """The buffers of the pointers: a state's is read and written in place."""
+        named = {"gradient": own.gradient.bo, "out": own.out.bo}
+        named["status"] = own.status.bo
+        for name, extent in zip(card.extents, extents, strict=True):
+            part = own.part(self._card, extent)
+            named |= {f"{name}_in": part, f"{name}_out": part}
+        return [named[pointer.name] for pointer in card.pointers]
+
+    def _kernel(
+        self,
+        kernel: Kernel,
+        gradient: Array,
+        extents: Sequence[Extent],
+        out: Array,
+        *,
+        wants_params: bool,
+    ) -> "_Found":
+        """The card's kernel; looked up once, since that takes long."""
+        result = RESULTS[out.dtype.name][wants_params and out.dtype == np.float32]
+        codec = extents[1].codec if len(extents) > 1 else ""
+        key = (id(kernel), gradient.dtype.name, result, codec)
+        with self._lock:
+            if key not in self._found:
+                card = card_kernel(kernel, gradient.dtype, result, codec)
+                found = self._card.kernel(card.name)
+                self._memory.check_bank(found, card)
+                self._found[key] = _Found(kernel, card, found)
+            return self._found[key]
+
+    def _update_nothing(
+        self,
+        own: CardBuffer,
+        extents: Sequence[Extent],
+        kernel: Kernel,
+        gradient: Array,
+        inputs: ScalarInputs,
+        out: Array,
+        *,
+        wants_params: bool,
+    ) -> UpdateOutcome:
+        """A leaf that the optimizer leaves as it is needs no card."""
+        master = _window(own, extents[0]).copy()
+        is_finite = runner(kernel)(
+            gradient=gradient,
+            params=master,
+            slots=[np.zeros(gradient.size, dtype) for dtype in kernel.slot_dtypes],
+            scalars=inputs.scalars,
+            arrays=inputs.arrays,
+            out=out,
+        )
+        if wants_params and out.dtype == np.float32:
+            out[...] = master
+        sums = {n: crc32c(_window(own, extent)) for n, extent in enumerate(extents)}
+        return UpdateOutcome(is_finite, sums)
+
+    def initialise(
+        self,
+        buffer: CsdBuffer,
+        extents: Sequence[Extent],
+        kernel: InitKernel,
+        params: Array,
+        inputs: ScalarInputs,
+        rounding: Rounding,
+    ) -> None:
+        """Computes on the host, and puts the result into the card's memory."""
+        states = [np.empty(e.num_elements, e.dtype) for e in extents]
+        initialise_states(states, extents, kernel, params, inputs, rounding)
+        own = _own(buffer)
+        for extent, values in zip(extents, states, strict=True):
+            with moving(extent.num_bytes, self._channels.link):
+                _window(own, extent)[...] = values
+            own.sums[extent.buffer_offset_bytes] = crc32c(values)
+
+
+class _Found:
+    """A kernel of the card, and whose update it is, which is kept alive by this."""
+
+    def __init__(self, kernel: Kernel, card: CardKernel, found: XrtKernel) -> None:
+        self.of = kernel
+        self.card = card
+        self.kernel = found
+
+
+def is_idle(kernel: Kernel) -> bool:
+    """Whether an update leaves params and state as they are."""
+    return kernel.update is None and kernel.unchanged >= set(kernel.slots)
+
+
+def _own(buffer: CsdBuffer) -> CardBuffer:
+    assert isinstance(buffer, CardBuffer)
+    return buffer
+
+
+def _place(own: CardBuffer, extent: Extent) -> tuple[Array, int, int]:
+    return own.pages(extent), extent.file_offset_bytes, extent.num_bytes
+
+
+def _window(own: CardBuffer, extent: Extent) -> Array:
+    return own.pages(extent)[: extent.num_bytes].view(extent.dtype)
+
+
+def _as_array(memory: Array, like: Array) -> Array:
+    """The first bytes of memory as an array of the dtype and length of another."""
+    return memory[: like.nbytes].view(like.dtype)

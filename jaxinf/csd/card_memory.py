@@ -1,0 +1,166 @@
+"""Buffers in the memory of a card: allocated once, lent again and again.
+
+Invariant: no more is taken of a card than it has, or than the store was allowed.
+"""
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxinf.csd.base import Extent
+from jaxinf.csd.xrt import DEVICE_BYTES, XrtBuffer, XrtCard, XrtKernel
+from jaxinf.errors import CsdError
+from jaxinf.kernels import CardKernel
+from jaxinf.layout import PAGE_BYTES
+from jaxinf.typing import Array
+
+__all__ = ["CardBuffer", "CardMemory", "set_bytes"]
+
+_WIDEST_BYTES = 4  # of a gradient's or a result's element
+
+
+class CardMemory:
+    """A card's buffers: as many as fit, each as long as the longest subgroup needs.
+
+    They are allocated once: memory of a card is fixed, and mapping it takes long.
+
+    Args:
+      card: whose.
+      state_bytes, num_elements: of the longest subgroup.
+      limit_bytes: for the state of all.
+    """
+
+    def __init__(
+        self, card: XrtCard, state_bytes: int, num_elements: int, limit_bytes: int
+    ) -> None:
+        self._card = card
+        self._state_bytes = max(PAGE_BYTES, state_bytes)
+        self._dense_bytes = max(PAGE_BYTES, _page_ceil(num_elements * _WIDEST_BYTES))
+        fitting = DEVICE_BYTES // set_bytes(state_bytes, num_elements)
+        self._num_left = min(fitting, max(1, limit_bytes // self._state_bytes))
+        self._bank = card.kernel(card.kernel_names[0]).bank(0)
+        self._idle: list[CardBuffer] = []
+        self._is_closed = False
+        self._lock = threading.Lock()
+        self._num_used = self._num_peak = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Of buffers lent now."""
+        return self._num_used * self._state_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was lent at once."""
+        return self._num_peak * self._state_bytes
+
+    def acquire(self, num_bytes: int) -> "CardBuffer | None":
+        """A buffer if one is free; never blocks for one."""
+        assert num_bytes <= self._state_bytes
+        with self._lock:
+            if self._idle:
+                buffer = self._idle.pop()
+            elif self._num_left:
+                buffer = self._allocate()
+                self._num_left -= 1
+            else:
+                return None
+            self._num_used += 1
+            self._num_peak = max(self._num_peak, self._num_used)
+            buffer.is_lent = True
+            buffer.sums.clear()
+            return buffer
+
+    def take_back(self, buffer: "CardBuffer") -> None:
+        """A buffer is free again; a second call does nothing."""
+        with self._lock:
+            if buffer.is_lent:
+                buffer.is_lent = False
+                self._num_used -= 1
+                if not self._is_closed:
+                    self._idle.append(buffer)
+
+    def check_bank(self, kernel: XrtKernel, card: CardKernel) -> None:
+        """Refuses a kernel whose ports are not all connected to where buffers are.
+
+        Raises:
+          CsdError: says which, and what builds it otherwise.
+        """
+        for number, pointer in enumerate(card.pointers):
+            if (found := kernel.bank(number)) != self._bank:
+                raise CsdError(
+                    f"card {self._card.name}: expected all ports of the xclbin's "
+                    f"kernels in memory bank {self._bank}, found {pointer.name} of "
+                    f"{card.name} in {found}; link with the connectivity of hls/cfg"
+                )
+
+    def close(self) -> None:
+        """Frees what is idle now, and the rest at its release."""
+        with self._lock:
+            self._is_closed = True
+            self._idle.clear()
+            self._num_left = 0
+
+    def _allocate(self) -> "CardBuffer":
+        allocate, bank = self._card.allocate, self._bank
+        return CardBuffer(
+            self,
+            state=allocate(self._state_bytes, bank, p2p=True),
+            gradient=allocate(self._dense_bytes, bank),
+            out=allocate(self._dense_bytes, bank),
+            status=allocate(PAGE_BYTES, bank),
+        )
+
+
+@dataclass(eq=False)
+class CardBuffer:
+    """Memory of a card for one subgroup in flight.
+
+    Attributes:
+      memory: whose.
+      state: P2P memory for the extents.
+      gradient, out, status: what else a kernel reads and writes.
+      parts: arguments by offset and length in `state`.
+      sums: checksums that are known, by offset in `state`.
+      is_lent: whether somebody has it.
+    """
+
+    memory: CardMemory
+    state: XrtBuffer
+    gradient: XrtBuffer
+    out: XrtBuffer
+    status: XrtBuffer
+    parts: dict[tuple[int, int], Any] = field(default_factory=dict)
+    sums: dict[int, int] = field(default_factory=dict)
+    is_lent: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the memory for state."""
+        return self.state.array.size
+
+    def release(self) -> None:
+        """Gives it back."""
+        self.memory.take_back(self)
+
+    def pages(self, extent: Extent) -> Array:
+        """The whole pages that an extent lies in, as the host sees them."""
+        start = extent.buffer_offset_bytes
+        return self.state.array[start : start + _page_ceil(extent.num_bytes)]
+
+    def part(self, card: XrtCard, extent: Extent) -> Any:
+        """An extent as an argument of a kernel."""
+        key = (extent.buffer_offset_bytes, _page_ceil(extent.num_bytes))
+        if key not in self.parts:
+            self.parts[key] = card.part(self.state, *key)
+        return self.parts[key]
+
+
+def set_bytes(state_bytes: int, num_elements: int) -> int:
+    """Memory of a card that a buffer takes, with gradient, result and status."""
+    dense_bytes = max(PAGE_BYTES, _page_ceil(num_elements * _WIDEST_BYTES))
+    return max(PAGE_BYTES, state_bytes) + 2 * dense_bytes + PAGE_BYTES
+
+
+def _page_ceil(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES

@@ -1,0 +1,154 @@
+"""Which cards a machine has, and which of them is beside a drive; read from sysfs.
+
+        root port ── … ── switch ─┬─ NVMe controller ── block device ── mount point
+                                  └─ FPGA
+
+Invariant: nothing is opened or changed. A drive and an FPGA are one SmartSSD where they
+hang below one PCIe switch of their own; anything else is refused, not guessed.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxinf.errors import CsdError
+
+__all__ = ["CardInfo", "card_of", "check_p2p", "list_cards"]
+
+_SYSFS = Path("/sys")
+_P2P_STATES = {"0": "off", "1": "on", "2": "needs a reboot", "3": "has no memory"}
+
+
+@dataclass(frozen=True)
+class CardInfo:
+    """An FPGA that XRT's driver serves.
+
+    Attributes:
+      address: PCI address of what users open, such as ``0000:3d:00.1``.
+      firmware: the platform that it runs, or empty where the driver does not say.
+      p2p: ``"on"``, ``"off"``, or what else the driver says.
+      path: its PCI devices from the root down; the last is its own.
+    """
+
+    address: str
+    firmware: str
+    p2p: str
+    path: tuple[str, ...]
+
+    @property
+    def p2p_remedy(self) -> str:
+        """What switches P2P on; empty where it is."""
+        if self.p2p == "on":
+            return ""
+        if self.p2p == "needs a reboot":
+            return "reboot the machine (warm)"
+        return (
+            f"sudo xbutil configure --device {self.address} --p2p enable, then reboot "
+            "(warm); the BIOS needs large PCIe addresses (above 4G decoding)"
+        )
+
+
+def list_cards(sysfs: Path = _SYSFS) -> list[CardInfo]:
+    """The cards of this machine, by address; none where XRT's driver is not loaded."""
+    found = []
+    for device in sorted((sysfs / "bus/pci/drivers/xocl").glob("*:*:*.*")):
+        real = device.resolve()
+        firmware = next((_text(p) for p in sorted(real.glob("rom*/VBNV"))), "")
+        state = _text(real / "p2p_enable")
+        p2p = _P2P_STATES.get(state, state or "unknown")
+        found.append(CardInfo(device.name, firmware, p2p, _pci_path(real)))
+    return found
+
+
+def card_of(root: Path, cards: Sequence[CardInfo], sysfs: Path = _SYSFS) -> CardInfo:
+    """The card beside the drive that a directory is on.
+
+    Args:
+      root: a directory.
+      cards: of `list_cards`.
+      sysfs: where the kernel shows its devices.
+
+    Raises:
+      CsdError: it is on no drive, on several, or on one that has no card.
+    """
+    number = os.stat(root).st_dev
+    device = sysfs / "dev/block" / f"{os.major(number)}:{os.minor(number)}"
+    if not device.exists():
+        raise CsdError(
+            f"CSD root {root}: expected a file system on a SmartSSD's drive, found one "
+            "on no block device (tmpfs, network, overlay); mount the drive, and give a "
+            "directory on it"
+        )
+    drives = {path for path in _drives(device.resolve()) if path}
+    if len(drives) != 1:
+        names = ", ".join(sorted(path[-1] for path in drives)) or "no PCIe drive"
+        raise CsdError(
+            f"CSD root {root}: expected a file system on one NVMe drive, found it on "
+            f"{names}; a card reaches only its own drive, so make a file system on "
+            "each, and give one root for each"
+        )
+    (drive,) = drives
+    beside = [card for card in cards if _is_beside(drive, card.path)]
+    if len(beside) == 1:
+        return beside[0]
+    known = ", ".join(card.address for card in cards) or "none"
+    raise CsdError(
+        f"CSD root {root}: expected a card beside its drive ({drive[-1]}), below the "
+        f"same PCIe switch, found {len(beside)} (cards of this machine: {known}); give "
+        'a directory on a SmartSSD, see `xbutil examine`, or use csd="host"'
+    )
+
+
+def check_p2p(root: Path, card: CardInfo) -> None:
+    """Refuses a card that its drive cannot reach.
+
+    Raises:
+      CsdError: P2P is off; says what switches it on.
+    """
+    if card.p2p not in ("on", "unknown"):  # unknown: allocating will tell
+        raise CsdError(
+            f"CSD root {root}: expected P2P on card {card.address} to be on, found it "
+            f"{card.p2p}; {card.p2p_remedy}"
+        )
+
+
+def _is_beside(drive: tuple[str, ...], card: tuple[str, ...]) -> bool:
+    """Whether two endpoints hang below one switch: they differ in its ports alone."""
+    return len(drive) == len(card) > 2 and drive[:-2] == card[:-2]
+
+
+def _drives(device: Path) -> Iterator[tuple[str, ...]]:
+    """PCI paths of what a block device is made of, down to the drives."""
+    if (device / "partition").exists():
+        device = device.parent
+    below = sorted((device / "slaves").glob("*"))
+    if below:  # a volume over other devices
+        for other in below:
+            yield from _drives(other.resolve())
+        return
+    path = _pci_path(device)
+    if path:
+        yield path
+        return
+    # With multipath a namespace hangs below its subsystem, beside its controllers.
+    controllers = sorted(device.parent.glob("nvme[0-9]*"))
+    found = {_pci_path(c.resolve()) for c in controllers if c.is_symlink()}
+    yield from found or {()}
+
+
+def _pci_path(device: Path) -> tuple[str, ...]:
+    """The PCI addresses among the folders of a device's path."""
+    return tuple(part for part in device.parts if _is_address(part))
+
+
+def _is_address(text: str) -> bool:
+    domain, *rest = text.split(":")
+    return len(rest) == 2 and len(domain) == 4 and rest[1][2:3] == "."
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # an attribute that this driver does not have, or does not show
+        return ""

@@ -1,0 +1,75 @@
+"""The first state of a subgroup, by the host's kernel, for every kind of CSD.
+
+Invariant: one code, and so the same bits whatever memory the state ends up in.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxinf.csd.base import Extent, Rounding, ScalarInputs
+from jaxinf.kernels import CodedSlot, InitKernel
+from jaxinf.typing import Array
+
+__all__ = ["initialise_states", "states_as_slots"]
+
+_PIECE_ELEMENTS = 1 << 20
+
+
+def initialise_states(
+    views: Sequence[Array],
+    extents: Sequence[Extent],
+    kernel: InitKernel,
+    params: Array,
+    inputs: ScalarInputs,
+    rounding: Rounding,
+) -> None:
+    """Widens params to the fp32 master and computes the initial state.
+
+    Args:
+      views: the memory of each extent, of its dtype; written.
+      extents, kernel, params, inputs, rounding: as `Csd.initialise`.
+    """
+    master, *slots = states_as_slots(views, extents, rounding)
+    assert not isinstance(master, CodedSlot)
+    master[...] = params
+    for start in range(0, params.size, _PIECE_ELEMENTS):
+        part = slice(start, min(start + _PIECE_ELEMENTS, params.size))
+        parts = [_part(slot, part) for slot in slots]
+        wide = [
+            np.empty(part.stop - start, np.float32)
+            if isinstance(slot, CodedSlot)
+            else slot
+            for slot in parts
+        ]
+        kernel.initialise(
+            params=master[part],
+            slots=wide,
+            scalars=inputs.scalars,
+            arrays=[array[part] for array in inputs.arrays],
+        )
+        for slot, values in zip(parts, wide, strict=True):
+            if isinstance(slot, CodedSlot):
+                slot.encode(values)
+
+
+def states_as_slots(
+    views: Sequence[Array], extents: Sequence[Extent], rounding: Rounding
+) -> list[Array | CodedSlot]:
+    """Params and slots as the host's kernels take them."""
+    slots: list[Array | CodedSlot] = []
+    coming = iter(zip(views, extents, strict=True))
+    for values, extent in coming:
+        key = rounding.key + len(slots) & 0xFFFFFFFF
+        if extent.codec:
+            scales = next(coming)[0] if extent.codec == "int8" else None
+            slots.append(CodedSlot(values, scales, key, rounding.first))
+        else:
+            slots.append(values)
+    return slots
+
+
+def _part(slot: Array | CodedSlot, part: slice) -> Array | CodedSlot:
+    if isinstance(slot, CodedSlot):
+        return slot.part(part.start, part.stop)
+    return slot[part]

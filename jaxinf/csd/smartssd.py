@@ -1,0 +1,219 @@
+"""CSDs that are drives with an FPGA beside them: Samsung's SmartSSD.
+
+Invariant: cards are found, checked and loaded before anything is written; what a store
+asks that they cannot do is refused then.
+
+The order of Smart-Infinity (section IV-B) comes from the engine: a worker hands the
+result out before it writes anything, writes the master first, and other workers load
+meanwhile into buffers of their own.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxinf.csd.base import KernelNeed
+from jaxinf.csd.card import RESULTS, CardCsd, FileIO, is_idle
+from jaxinf.csd.card_memory import CardMemory, set_bytes
+from jaxinf.csd.cards import card_of, check_p2p, list_cards
+from jaxinf.csd.rates import DriveChannels
+from jaxinf.csd.xrt import DEVICE_BYTES, XrtCard, import_pyxrt, open_card
+from jaxinf.errors import CsdError, UnsupportedTransformError
+from jaxinf.io import ByteMeters, DirectIO
+from jaxinf.kernels import card_kernel
+
+__all__ = ["CardFleet", "open_smartssd"]
+
+
+def open_smartssd(
+    roots: Sequence[Path],
+    memory_bytes: int,
+    meters: ByteMeters,
+    *,
+    xclbin: Path,
+    num_devices: int | None = None,
+) -> "CardFleet":
+    """Opens the cards beside the drives that the roots are on.
+
+    Args:
+      roots: one a card.
+      memory_bytes: of each card's memory, for state.
+      meters: counts the drives' bytes.
+      xclbin: the file with the kernels.
+      num_devices: where cards cannot be listed, as in XRT's emulation: how many it has;
+        root n is then given device n.
+
+    Raises:
+      CsdError: no runtime, no card beside a drive, P2P off, or no such xclbin.
+    """
+    import_pyxrt()
+    devices = _devices(roots, num_devices)
+    if not xclbin.is_file():
+        raise CsdError(
+            f"csd='smartssd': expected the cards' kernels in {xclbin}, found no such "
+            "file; build it (make -C hls hw), or name another (JAXINF_XCLBIN)"
+        )
+    # All cards are loaded before any has memory: loading unmaps what others mapped.
+    cards = [open_card(device, xclbin) for device in devices]
+    return CardFleet("smartssd", cards, memory_bytes, meters)
+
+
+def _devices(roots: Sequence[Path], num_devices: int | None) -> list[str | int]:
+    """What XRT opens for each root: an address, or an index where it has none."""
+    if num_devices is not None:
+        if len(roots) > num_devices:
+            raise CsdError(
+                f"csd='smartssd': {len(roots)} CSD roots, and {num_devices} devices "
+                "by the option `devices` (JAXINF_XRT_DEVICES); raise it, or give "
+                "fewer roots"
+            )
+        return list(range(len(roots)))
+    cards = list_cards()
+    if not cards:
+        raise CsdError(
+            "csd='smartssd': expected a card, found none that XRT's driver serves; "
+            "load the driver (`sudo modprobe xocl`), see `xbutil examine`; in XRT's "
+            "emulation say how many there are: JAXINF_XRT_DEVICES=1"
+        )
+    found: dict[str | int, Path] = {}
+    for root in roots:
+        card = card_of(root, cards)
+        check_p2p(root, card)
+        if card.address in found:
+            raise CsdError(
+                f"CSD roots {found[card.address]} and {root} are on one drive (card "
+                f"{card.address}); give one root for each card"
+            )
+        found[card.address] = root
+    return list(found)
+
+
+class CardFleet:
+    """See `jaxinf.csd.CsdFleet`: one card a root, each with memory of its own.
+
+    Args:
+      kind: what users call it.
+      cards: in the roots' order, the xclbin loaded.
+      memory_bytes: of each card's memory, for state.
+      meters: counts the drives' bytes.
+      channels: of each CSD; none hold anything up by default.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        cards: Sequence[XrtCard],
+        memory_bytes: int,
+        meters: ByteMeters,
+        channels: Sequence[DriveChannels] | None = None,
+    ) -> None:
+        self._kind = kind
+        self._cards = cards
+        self._memory_bytes = memory_bytes
+        self._meters = meters
+        self._channels = channels or [DriveChannels() for _ in cards]
+        self._memories: list[CardMemory] = []
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory of a card that state has taken."""
+        return max((memory.peak_bytes for memory in self._memories), default=0)
+
+    @property
+    def used_bytes(self) -> int:
+        """What state takes now, of all cards."""
+        return sum(memory.used_bytes for memory in self._memories)
+
+    def check(self, needs: Sequence[KernelNeed]) -> None:
+        """Finds a kernel for every leaf, on every card.
+
+        Raises:
+          CsdError: a leaf's state is stored as no kernel reads it, or an xclbin lacks
+            the kernel.
+          UnsupportedTransformError: no card has a kernel of such an optimizer.
+        """
+        wanted: dict[str, list[str]] = {}
+        for need in needs:
+            names = self._kernel_names(need)
+            if names:
+                wanted.setdefault(names[0], names)
+        for names in wanted.values():
+            for card in self._cards:
+                _first_kernel(card, names)
+
+    def _kernel_names(self, need: KernelNeed) -> list[str]:
+        """Kernels that would do, by what they return."""
+        if is_idle(need.kernel):
+            return []
+        master, *codecs = need.codecs
+        if master or len(set(codecs)) > 1:
+            raise CsdError(
+                f"leaf {need.leaf}: csd={self._kind!r} reads fp32 master params and "
+                f"state of one format, found params as {master or 'fp32'} and state as "
+                f'{", ".join(codec or "fp32" for codec in codecs)}; use csd="host", '
+                'or make the store anew with another state ("jaxinf store convert")'
+            )
+        codec = codecs[0] if codecs else ""
+        try:
+            return [
+                card_kernel(need.kernel, need.dtype, out, codec).name
+                for out in RESULTS[need.dtype.name]
+            ]
+        except UnsupportedTransformError as error:
+            raise UnsupportedTransformError(f"leaf {need.leaf}: {error}") from error
+
+    def check_buffer(self, num_bytes: int, num_elements: int) -> None:
+        """One buffer must fit into a card's memory.
+
+        Raises:
+          CsdError: it does not.
+        """
+        need = set_bytes(num_bytes, num_elements)
+        if need > DEVICE_BYTES:
+            raise CsdError(
+                f"csd={self._kind!r}: a subgroup of {num_elements:,} elements needs "
+                f"{need:,} bytes of a card's memory (state, gradient, result), a card "
+                f"has {DEVICE_BYTES:,}; lower memory_bytes, which subgroups are cut "
+                "to, or raise num_workers"
+            )
+
+    def attach(
+        self, directories: Sequence[Path], buffer_bytes: int, num_elements: int
+    ) -> "Sequence[CardCsd]":
+        """One card a directory."""
+        self._memories = [
+            CardMemory(card, buffer_bytes, num_elements, self._memory_bytes)
+            for card in self._cards
+        ]
+        pairs = zip(self._memories, directories, self._channels, strict=True)
+        return [
+            CardCsd(self._kind, card, memory, directory, self._io(directory), channels)
+            for card, (memory, directory, channels) in zip(
+                self._cards, pairs, strict=True
+            )
+        ]
+
+    def _io(self, directory: Path) -> FileIO:
+        return DirectIO(directory, self._meters)
+
+    def close(self) -> None:
+        """Frees the cards' memory; the cards stay open for a next store."""
+        for memory in self._memories:
+            memory.close()
+
+
+def _first_kernel(card: XrtCard, names: Sequence[str]) -> None:
+    """Some kernel of these.
+
+    Raises:
+      CsdError: the card has none of them.
+    """
+    error: CsdError | None = None
+    for name in names:
+        try:
+            card.kernel(name)
+        except CsdError as refusal:
+            error = error or refusal
+        else:
+            return
+    assert error is not None
+    raise error

@@ -1,0 +1,291 @@
+"""Cards through pyxrt, Xilinx's runtime, in its older and its newer form.
+
+Invariant: nothing outside this module knows pyxrt's traps: floats and large integers
+are passed as signed 32-bit words, what `bo.map` gives is kept alive by its buffer, and
+no call that holds the GIL lasts long.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from jaxinf.errors import CsdError
+from jaxinf.typing import Array
+
+__all__ = [
+    "DEVICE_BYTES",
+    "XrtBuffer",
+    "XrtCard",
+    "XrtKernel",
+    "import_pyxrt",
+    "open_card",
+]
+
+DEVICE_BYTES = 4 << 30
+"""Memory of a SmartSSD's card."""
+
+_COMPLETED = 4
+_PENDING = (1, 2, 3, 7)  # new, queued, running, submitted
+_STATES = {5: "error", 6: "abort", 8: "timeout", 9: "no response"}
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 20e-6, 500e-6
+_SYNC_BYTES = 1 << 20  # a few hundred microseconds with the GIL held
+
+
+def import_pyxrt() -> ModuleType:
+    """The module of the runtime.
+
+    Raises:
+      CsdError: it is not installed, or its environment is not set up.
+    """
+    try:
+        import pyxrt  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise CsdError(
+            "csd='smartssd': expected Xilinx's runtime (XRT) and its Python module, "
+            f"found none ({error}); install XRT, run `source /opt/xilinx/xrt/setup.sh` "
+            "before Python, and use a Python of the version that pyxrt was built for. "
+            "csd='emulated' runs the same kernels with no card"
+        ) from error
+    if not os.environ.get("XILINX_XRT"):  # the runtime would end the process
+        raise CsdError(
+            "csd='smartssd': expected the variable XILINX_XRT to name XRT's directory, "
+            "found it unset; run `source /opt/xilinx/xrt/setup.sh` before Python"
+        )
+    return pyxrt
+
+
+@dataclass(eq=False)
+class XrtBuffer:
+    """Memory of a card that the host has mapped.
+
+    Attributes:
+      bo: pyxrt's object; the mapping lives as long.
+      array: uint8, what the host sees: of a P2P buffer the memory itself, else a copy
+        that `to_card` and `from_card` bring up to date.
+    """
+
+    bo: Any
+    array: Array
+    _directions: Any
+
+    def to_card(self, num_bytes: int) -> None:
+        """Copies the host's first bytes to the card; blocks."""
+        self._sync(self._directions.XCL_BO_SYNC_BO_TO_DEVICE, num_bytes)
+
+    def from_card(self, num_bytes: int) -> None:
+        """Copies the card's first bytes to the host; blocks."""
+        self._sync(self._directions.XCL_BO_SYNC_BO_FROM_DEVICE, num_bytes)
+
+    def _sync(self, direction: Any, num_bytes: int) -> None:
+        for start in range(0, num_bytes, _SYNC_BYTES):
+            self.bo.sync(direction, min(_SYNC_BYTES, num_bytes - start), start)
+
+
+class XrtKernel:
+    """A kernel of a card's xclbin. Thread-safe: every call makes a run of its own."""
+
+    def __init__(self, module: Any, kernel: Any, name: str, card: str) -> None:
+        self._module = module
+        self._kernel = kernel
+        self._name = name
+        self._card = card
+
+    def bank(self, argument: int) -> int:
+        """The memory that a pointer argument is connected to."""
+        return int(self._kernel.group_id(argument))
+
+    def run(
+        self, buffers: Sequence[Any], words: Sequence[int], timeout_s: float
+    ) -> None:
+        """Runs it once; blocks, without the GIL most of the time.
+
+        Args:
+          buffers: pyxrt buffers for the pointers, which come first.
+          words: signed 32-bit integers for the scalars.
+          timeout_s: what a run may take.
+
+        Raises:
+          CsdError: the card did not end it well, or not in time.
+        """
+        try:
+            run = self._module.run(self._kernel)
+            for number, value in enumerate([*buffers, *words]):
+                run.set_arg(number, value)
+            run.start()
+        except (RuntimeError, TypeError) as error:
+            raise CsdError(
+                f"card {self._card}: kernel {self._name} did not start: {error}; see "
+                "`dmesg` and `xbutil examine`"
+            ) from error
+        self._wait(run, timeout_s)
+
+    def _wait(self, run: Any, timeout_s: float) -> None:
+        pause_s, deadline_s = _FIRST_WAIT_S, time.monotonic() + timeout_s
+        while (state := int(run.state())) in _PENDING:
+            if time.monotonic() > deadline_s:
+                raise CsdError(
+                    f"card {self._card}: kernel {self._name} has not ended after "
+                    f"{timeout_s:.0f} s; reset the card (`xbutil reset --device "
+                    f"{self._card}`) and open the store again: it is at its last "
+                    "committed step"
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
+        if state != _COMPLETED:
+            raise CsdError(
+                f"card {self._card}: kernel {self._name} ended as "
+                f"{_STATES.get(state, f'state {state}')}; see `dmesg`, and reset the "
+                f"card (`xbutil reset --device {self._card}`)"
+            )
+
+
+class XrtCard:
+    """A card with its xclbin loaded. Thread-safe.
+
+    Args:
+      module: pyxrt, or what has its names.
+      device: PCI address, or index where cards cannot be listed (emulation).
+      xclbin: the file with the kernels.
+
+    Attributes:
+      name: the address or index.
+      kernel_names: what the xclbin holds.
+
+    Raises:
+      CsdError: the card or the file is not there, or the card refuses it.
+    """
+
+    def __init__(self, module: Any, device: str | int, xclbin: Path) -> None:
+        self.name = str(device)
+        self._module = module
+        self._xclbin_path = xclbin
+        self._kernels: dict[str, XrtKernel] = {}
+        self._lock = threading.Lock()
+        try:
+            self._device = module.device(device)
+        except (RuntimeError, ValueError) as error:
+            raise CsdError(
+                f"card {device}: cannot be opened: {error}; see `xbutil examine` for "
+                "the cards that there are, and whether this user may open them"
+            ) from error
+        try:
+            self._load(str(xclbin))
+        except (RuntimeError, ValueError) as error:
+            raise CsdError(
+                f"card {device}: refuses {xclbin}: {error}; give the xclbin that was "
+                "built for the card's platform (`xbutil examine` names it; make -C hls "
+                "hw PLATFORM=…)"
+            ) from error
+
+    def _load(self, path: str) -> None:
+        module, self._context = self._module, None
+        xclbin = module.xclbin(path)
+        self.kernel_names = tuple(k.get_name() for k in xclbin.get_kernels())
+        if hasattr(module, "hw_context"):
+            uuid = self._device.register_xclbin(xclbin)
+            self._context = module.hw_context(self._device, uuid)
+        else:
+            self._uuid = self._device.load_xclbin(xclbin)
+
+    def kernel(self, name: str) -> XrtKernel:
+        """The kernel of that name.
+
+        Raises:
+          CsdError: the xclbin has none; says what builds it.
+        """
+        with self._lock:
+            if name not in self._kernels:
+                self._kernels[name] = self._find(name)
+            return self._kernels[name]
+
+    def _find(self, name: str) -> XrtKernel:
+        module = self._module
+        try:
+            if self._context is not None:
+                kernel = module.kernel(self._context, name)
+            else:
+                kernel = module.kernel(self._device, self._uuid, name)
+        except (RuntimeError, ValueError) as error:
+            raise CsdError(
+                f"card {self.name}: {self._xclbin_path} has no kernel {name}, only "
+                f"{', '.join(self.kernel_names) or 'none'} ({error}); build one that "
+                f"has it: make -C hls hw KERNELS={name}"
+            ) from error
+        return XrtKernel(module, kernel, name, self.name)
+
+    def allocate(self, num_bytes: int, bank: int, *, p2p: bool = False) -> XrtBuffer:
+        """Memory of the card, mapped; `p2p`: so that drives can reach it.
+
+        Raises:
+          CsdError: there is none left, or P2P is off.
+        """
+        kinds = self._module.bo.flags
+        owner = self._device if self._context is None else self._context
+        try:
+            bo = self._module.bo(
+                owner, num_bytes, kinds.p2p if p2p else kinds.normal, bank
+            )
+            array = np.frombuffer(bo.map(), np.uint8)
+        except (RuntimeError, MemoryError) as error:
+            raise CsdError(self._no_memory(num_bytes, p2p, error)) from error
+        return XrtBuffer(bo, array, self._module.xclBOSyncDirection)
+
+    def _no_memory(self, num_bytes: int, p2p: bool, error: Exception) -> str:
+        what = f"card {self.name}: {num_bytes:,} bytes of its memory"
+        if p2p:
+            return (
+                f"{what} for P2P: {error}; if P2P is off, `sudo xbutil configure "
+                f"--device {self.name} --p2p enable` and a warm reboot switch it on; "
+                "if the memory is full, lower memory_bytes or end other users"
+            )
+        return f"{what}: {error}; lower memory_bytes, or end who else uses the card"
+
+    def part(self, buffer: XrtBuffer, offset_bytes: int, num_bytes: int) -> Any:
+        """A part of a buffer as an argument of a kernel."""
+        return self._module.bo(buffer.bo, num_bytes, offset_bytes)
+
+    @property
+    def xclbin(self) -> Path:
+        """The file with its kernels."""
+        return self._xclbin_path
+
+    def describe(self) -> Mapping[str, str]:
+        """Name and address as the runtime gives them, for people to read."""
+        found: dict[str, str] = {}
+        for key in ("name", "bdf"):
+            try:
+                info = getattr(self._module.xrt_info_device, key)
+                found[key] = str(self._device.get_info(info))
+            except (AttributeError, RuntimeError):  # not every version has it
+                continue
+        return found
+
+
+_OPEN: dict[str | int, XrtCard] = {}
+_OPEN_LOCK = threading.Lock()
+
+
+def open_card(device: str | int, xclbin: Path) -> XrtCard:
+    """A card of this machine, opened once in a process: XRT bears no second time.
+
+    Raises:
+      CsdError: as `XrtCard`, or it is open with another xclbin: loading that would
+        take the memory of those who use it.
+    """
+    with _OPEN_LOCK:
+        if device not in _OPEN:
+            _OPEN[device] = XrtCard(import_pyxrt(), device, xclbin)
+        card = _OPEN[device]
+    if card.xclbin != xclbin:
+        raise CsdError(
+            f"card {device}: is open in this process with {card.xclbin}, asked for was "
+            f"{xclbin}; use one xclbin that has all kernels, or another process"
+        )
+    return card

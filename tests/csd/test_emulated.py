@@ -1,0 +1,255 @@
+"""The stand-in for pyxrt has its traps, and the code around it falls into none."""
+
+import gc
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxinf.csd import parse_csd
+from jaxinf.csd.card_memory import set_bytes
+from jaxinf.csd.emulated import ANY_KERNEL, EmulatedXrt, open_emulated
+from jaxinf.csd.rates import CsdRates
+from jaxinf.csd.xrt import XrtCard
+from jaxinf.errors import CsdError
+from jaxinf.io import BufferPool, ByteMeters
+from jaxinf.kernels import named_card_kernel
+
+NAME = "jaxinf_sgd_f32_update_f32"
+SIZE = 1024
+CARD = named_card_kernel(NAME)
+WORDS = CARD.scalar_values(
+    num_elements=SIZE, rounding_key=0, rounding_first=0, scalars=[]
+)
+STATUS = 4096
+
+
+class Rig:
+    """A kernel (params -= 0.1 gradient) with its buffers, by pyxrt's names."""
+
+    def __init__(self, newer=False):
+        self.xrt = EmulatedXrt(newer=newer)
+        self.device = self.xrt.device(0)
+        xclbin = self.xrt.xclbin(ANY_KERNEL)
+        uuid = self.device.load_xclbin(xclbin)
+        owner = [self.xrt.hw_context(self.device, uuid)] if newer else None
+        self.owner = owner or [self.device, uuid]
+        self.kernel = self.xrt.kernel(*self.owner, NAME)
+        self.gradient, self.out = self.bo(4 * SIZE), self.bo(4 * SIZE)
+        self.params = self.bo(4 * SIZE, p2p=True)
+        self.status = self.bo(STATUS)
+        self.view(self.params)[:] = 1
+        self.view(self.gradient)[:] = 2
+
+    def bo(self, num_bytes, p2p=False):
+        flags = self.xrt.bo.flags
+        kind = flags.p2p if p2p else flags.normal
+        return self.xrt.bo(self.owner[0], num_bytes, kind, 0)
+
+    def view(self, bo, dtype=np.float32):
+        return np.frombuffer(bo.map(), dtype)
+
+    def sync(self, bo, to_card):
+        way = self.xrt.xclBOSyncDirection
+        way = (
+            way.XCL_BO_SYNC_BO_TO_DEVICE if to_card else way.XCL_BO_SYNC_BO_FROM_DEVICE
+        )
+        bo.sync(way, bo.size(), 0)
+
+    def start(self, words=WORDS):
+        bos = [self.gradient, self.params, self.params, self.out, self.status]
+        run = self.kernel(*bos, *words)
+        while int(run.state()) in (1, 3):
+            time.sleep(0.001)
+        return int(run.state())
+
+
+@pytest.mark.parametrize("newer", [False, True], ids=["older", "newer"])
+def test_a_run(newer):
+    rig = Rig(newer)
+    rig.sync(rig.gradient, to_card=True)
+    assert rig.start() == 4
+    rig.sync(rig.out, to_card=False)
+    rig.sync(rig.status, to_card=False)
+    np.testing.assert_allclose(rig.view(rig.out), -0.2, rtol=1e-6)
+    np.testing.assert_allclose(rig.view(rig.params), 0.8, rtol=1e-6)
+    assert CARD.read_status(rig.view(rig.status, np.uint32)[:16]).finite
+
+
+def test_what_is_not_synced_is_stale():
+    rig = Rig()
+    rig.start()  # the gradient has not been sent: the card's memory holds zeros
+    np.testing.assert_array_equal(rig.view(rig.params), 1)
+    np.testing.assert_array_equal(rig.view(rig.out, np.uint8), 0xA5)
+    rig.sync(rig.out, to_card=False)
+    np.testing.assert_array_equal(rig.view(rig.out), 0)
+
+
+def test_a_call_drops_what_is_neither_buffer_nor_integer():
+    rig = Rig()
+    rig.sync(rig.gradient, to_card=True)
+    words = [*WORDS[:-1], -0.1]  # the rate, as a float
+    assert len(CARD.constants) == 1
+    assert rig.start(words) == 4
+    np.testing.assert_array_equal(rig.view(rig.params), 1)
+
+
+@pytest.mark.parametrize("value", [1.0, 1 << 31, -(1 << 31) - 1, None, True])
+def test_set_arg_refuses_what_is_no_32_bit_integer(value):
+    run = EmulatedXrt().run(Rig().kernel)
+    with pytest.raises(TypeError):
+        run.set_arg(5, value)
+
+
+def test_a_card_has_4_gib():
+    rig = Rig()
+    held = [rig.bo(1 << 30, p2p=True) for _ in range(3)]
+    with pytest.raises(MemoryError):
+        rig.bo(1 << 30)
+    del held[0]
+    gc.collect()
+    assert rig.bo(1 << 30, p2p=True).size() == 1 << 30
+    with pytest.raises(RuntimeError):
+        rig.xrt.bo(rig.params, 4 * SIZE, 64)
+    with pytest.raises(RuntimeError, match="no memory bank 3"):
+        rig.xrt.bo(rig.device, 4096, rig.xrt.bo.flags.normal, 3)
+
+
+def test_a_mapping_dies_with_its_buffer():
+    rig = Rig()
+    view = rig.view(rig.params)
+    part = rig.xrt.bo(rig.params, 4096, 0)
+    del rig.params
+    gc.collect()
+    np.testing.assert_array_equal(view, 1)  # its part holds the memory
+    del part
+    gc.collect()
+    np.testing.assert_array_equal(view.view(np.uint8), 0xA5)
+
+
+@pytest.mark.parametrize("newer", [False, True], ids=["older", "newer"])
+def test_the_form_that_was_replaced_is_refused(newer):
+    rig, other = Rig(newer), Rig(not newer)
+    with pytest.raises(TypeError):
+        rig.xrt.kernel(*other.owner, NAME)
+
+
+def test_peer_io_takes_part_in_whole_pages(tmp_path):
+    fleet = open_emulated([tmp_path], 1 << 20, ByteMeters(), CsdRates())
+    io = fleet._io(tmp_path)
+    (tmp_path / "file").write_bytes(bytes(8192))
+    with BufferPool(1 << 20).acquire(8192) as buffer:
+        io.read("file", buffer.array, 0, 8192)
+        io.write("file", buffer.array, 0, 5000)  # the last page's padding too
+        for array, offset in [
+            (buffer.array[64:], 0),
+            (buffer.array[:5000], 0),
+            (buffer.array, 512),
+        ]:
+            for move in (io.read, io.write):
+                with pytest.raises(OSError, match="no whole pages"):
+                    move("file", array, offset, 4096)
+
+
+# --- the adapter over it -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("newer", [False, True], ids=["older", "newer"])
+def test_the_adapter_knows_both_forms(newer, tmp_path):
+    xclbin = tmp_path / "kernels.xclbin"
+    xclbin.write_text(f"{NAME}\njaxinf_adam_f32_update_f32\n")
+    card = XrtCard(EmulatedXrt(newer=newer), 0, xclbin)
+    assert card.kernel_names == (NAME, "jaxinf_adam_f32_update_f32")
+    kernel = card.kernel(NAME)
+    assert card.kernel(NAME) is kernel
+    assert kernel.bank(0) == 0
+    gradient, out = card.allocate(4 * SIZE, 0), card.allocate(4 * SIZE, 0)
+    params, status = card.allocate(4 * SIZE, 0, p2p=True), card.allocate(STATUS, 0)
+    params.array.view(np.float32)[:] = 1
+    gradient.array.view(np.float32)[:] = 2
+    gradient.to_card(4 * SIZE)
+    part = card.part(params, 0, 4096)
+    kernel.run([gradient.bo, part, part, out.bo, status.bo], WORDS, 60)
+    out.from_card(4 * SIZE)
+    np.testing.assert_allclose(out.array.view(np.float32), -0.2, rtol=1e-6)
+
+
+def test_a_missing_kernel_is_named_with_the_line_that_builds_it(tmp_path):
+    xclbin = tmp_path / "kernels.xclbin"
+    xclbin.write_text(NAME)
+    card = XrtCard(EmulatedXrt(), 0, xclbin)
+    with pytest.raises(
+        CsdError, match=r"has no kernel jaxinf_lion_f32_update_f32"
+    ) as e:
+        card.kernel("jaxinf_lion_f32_update_f32")
+    assert f"only {NAME}" in str(e.value)
+    assert "make -C hls hw KERNELS=jaxinf_lion_f32_update_f32" in str(e.value)
+
+
+def test_a_card_that_cannot_be_opened_or_loaded(tmp_path):
+    with pytest.raises(CsdError, match=r"card 0000:01:00\.1: cannot be opened"):
+        XrtCard(EmulatedXrt(), "0000:01:00.1", tmp_path / "none")
+    with pytest.raises(CsdError, match=r"refuses .*none: .*was built for the card's"):
+        XrtCard(EmulatedXrt(), 0, tmp_path / "none")
+
+
+def test_memory_that_is_not_there():
+    card = XrtCard(EmulatedXrt(), 0, Path(ANY_KERNEL))
+    with pytest.raises(CsdError, match="lower memory_bytes, or end who else"):
+        card.allocate(5 << 30, 0)
+    with pytest.raises(CsdError, match="xbutil configure --device 0 --p2p enable"):
+        card.allocate(5 << 30, 0, p2p=True)
+
+
+def test_a_kernel_that_fails_or_never_ends():
+    card = XrtCard(EmulatedXrt(), 0, Path(ANY_KERNEL))
+    kernel = card.kernel(NAME)
+    with pytest.raises(CsdError, match=f"kernel {NAME} ended as error"):
+        kernel.run([], WORDS, 60)  # no pointers: on a card, a bus error
+    with pytest.raises(CsdError, match=r"did not start: .*incompatible"):
+        kernel.run([], [0.5], 60)
+    gate = threading.Event()
+    unit = card._device.unit
+    blocked = unit.submit(gate.wait)
+    with pytest.raises(CsdError, match=r"has not ended after 0 s; reset the card"):
+        kernel.run([], WORDS, 0.01)
+    gate.set()
+    blocked.result()
+
+
+# --- what a fleet refuses ----------------------------------------------------------
+
+
+def test_subgroups_longer_than_the_cards_memory(tmp_path):
+    fleet = open_emulated([tmp_path], 1 << 20, ByteMeters(), CsdRates())
+    num_elements = 300 << 20
+    assert set_bytes(12 * num_elements, num_elements) > 4 << 30
+    with pytest.raises(CsdError, match="a subgroup of 314,572,800 elements needs"):
+        fleet.check_buffer(12 * num_elements, num_elements)
+    fleet.check_buffer(12 << 20, 1 << 20)
+
+
+def test_cards_have_memory_of_their_own(tmp_path):
+    """As many buffers on each as the budget allows, however many there are."""
+    roots = [tmp_path / "one", tmp_path / "two"]
+    for root in roots:
+        root.mkdir()
+    fleet = open_emulated(roots, 1 << 20, ByteMeters(), CsdRates())
+    csds = fleet.attach(roots, 1 << 19, 1 << 15)
+    assert csds[0].memory is not csds[1].memory
+    held = [csd.acquire(1 << 19) for csd in csds for _ in range(2)]
+    assert all(held)
+    assert [csd.acquire(4096) for csd in csds] == [None, None]
+    assert (fleet.used_bytes, fleet.peak_bytes) == (2 << 20, 1 << 20)
+    for buffer in held:
+        assert buffer is not None
+        buffer.release()
+    assert fleet.used_bytes == 0
+
+
+def test_a_spec_of_it():
+    spec = parse_csd("emulated:drive=1.5GB/s,link=800MB/s")
+    assert spec.rates == CsdRates(1.5e9, 1.5e9, None, None, 8e8)
+    assert not spec.takes_params

@@ -1,0 +1,61 @@
+"""Bandwidths of systems that are not there."""
+
+import time
+
+import pytest
+
+from jaxinf.csd import parse_csd
+from jaxinf.csd.rates import Channel, CsdRates, DriveChannels, moving, parse_rates
+
+
+def test_rates_as_users_write_them():
+    assert parse_rates({}) == CsdRates()
+    assert not CsdRates().is_set
+    rates = parse_rates({"drive_read": "3.2GB/s", "drive_write": "1.6 GB/s"})
+    assert rates == CsdRates(drive_read=3.2e9, drive_write=1.6e9)
+    assert rates.is_set
+    assert parse_rates({"drive": "2GiB/s"}) == CsdRates(2 << 30, 2 << 30)
+    assert parse_rates({"link": "500kB/s", "kernel": "7B/s"}).link == 5e5
+    assert parse_csd("host:drive=1MB/s").rates == CsdRates(1e6, 1e6)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("host:speed=1GB/s", "speed=1GB/s: expected one of drive, drive_read"),
+        ("host:link=fast", "link=fast: expected bytes a second above 0"),
+        ("emulated:link=0GB/s", "link=0GB/s: expected bytes a second above 0"),
+        ("emulated:link", "link=: expected bytes a second above 0"),
+        ("emulated:link=1GB", "link=1GB: expected bytes"),
+        ("emulate", "csd='emulate': expected one of 'host', 'emulated', 'smartssd'"),
+    ],
+)
+def test_what_is_none(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_csd(text)
+
+
+def test_a_channel_takes_one_request_after_another():
+    channel = Channel(1000.0)
+    before = time.monotonic()
+    ends = [channel.reserve(n) for n in (500, 1500, 0)]
+    assert ends[0] >= before + 0.5
+    assert ends[1] == pytest.approx(ends[0] + 1.5)
+    assert ends[2] == ends[1]
+    assert Channel(None).reserve(1 << 60) <= time.monotonic()
+
+
+def test_moving_takes_as_long_as_the_slowest_channel():
+    before = time.monotonic()
+    with moving(1000, Channel(1e6), Channel(2e4), Channel(None)):
+        pass
+    assert time.monotonic() - before >= 0.05
+
+
+def test_csds_share_the_link_alone():
+    link = Channel(1.0)
+    one, two = (DriveChannels.of(CsdRates(2.0, 3.0, 4.0, 5.0), link) for _ in range(2))
+    assert one.link is two.link is link
+    assert one.read is not two.read
+    found = [c.bytes_per_s for c in (one.read, one.write, one.internal, one.kernel)]
+    assert found == [2.0, 3.0, 4.0, 5.0]

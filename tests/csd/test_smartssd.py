@@ -1,0 +1,280 @@
+"""Cards that are found, checked and refused: sysfs made by hand, pyxrt stood in for."""
+
+import os
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+import jaxinf.csd.smartssd as smartssd
+import jaxinf.csd.xrt as xrt
+from jaxinf.csd import KernelNeed, open_csds, parse_csd
+from jaxinf.csd.cards import CardInfo, card_of, check_p2p, list_cards
+from jaxinf.csd.emulated import EmulatedXrt
+from jaxinf.errors import CsdError, UnsupportedTransformError
+from jaxinf.io import ByteMeters
+from jaxinf.kernels import trace_update
+
+ROOT_PORT, UP = "0000:3a:00.0", "0000:3b:00.0"
+
+
+class Sysfs:
+    """A tree as the kernel shows it, of SmartSSDs behind switches."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        (path / "bus/pci/drivers/xocl").mkdir(parents=True)
+        (path / "dev/block").mkdir(parents=True)
+
+    def device(self, *addresses):
+        folder = self.path.joinpath("devices/pci0000:3a", *addresses)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def card(self, *addresses, p2p="1", firmware="xilinx_u2_gen3x4_xdma_gc_base_2"):
+        folder = self.device(*addresses)
+        if p2p is not None:
+            (folder / "p2p_enable").write_text(f"{p2p}\n")
+        (folder / "rom.m.0").mkdir()
+        (folder / "rom.m.0/VBNV").write_text(f"{firmware}\n")
+        (self.path / "bus/pci/drivers/xocl" / addresses[-1]).symlink_to(folder)
+
+    def drive(self, *addresses, partition=False):
+        folder = self.device(*addresses) / "nvme/nvme0/nvme0n1"
+        if partition:
+            folder = folder / "nvme0n1p1"
+            folder.mkdir(parents=True)
+            (folder / "partition").write_text("1")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def mount(self, root, device):
+        number = os.stat(root).st_dev
+        link = self.path / f"dev/block/{os.major(number)}:{os.minor(number)}"
+        link.unlink(missing_ok=True)
+        link.symlink_to(device)
+
+
+@pytest.fixture
+def sysfs(tmp_path):
+    return Sysfs(tmp_path / "sys")
+
+
+def switch(number):
+    """The addresses of a SmartSSD's drive and of its FPGA."""
+    up = f"0000:{number:02x}:00.0"
+    drive = (
+        ROOT_PORT,
+        UP,
+        up,
+        f"0000:{number + 1:02x}:00.0",
+        f"0000:{number:02x}:0a.0",
+    )
+    card = (ROOT_PORT, UP, up, f"0000:{number + 1:02x}:01.0", f"0000:{number:02x}:0b.1")
+    return drive, card
+
+
+def test_the_card_beside_a_drive(sysfs, tmp_path):
+    for number in (0x40, 0x50, 0x60):
+        drive, card = switch(number)
+        device = sysfs.drive(*drive, partition=number == 0x50)
+        sysfs.card(*card)
+        if number == 0x50:
+            sysfs.mount(tmp_path, device)
+    cards = list_cards(sysfs.path)
+    addresses = [f"0000:{n}:0b.1" for n in (40, 50, 60)]
+    assert [c.address for c in cards] == addresses
+    assert {c.firmware for c in cards} == {"xilinx_u2_gen3x4_xdma_gc_base_2"}
+    found = card_of(tmp_path, cards, sysfs.path)
+    assert found.address == "0000:50:0b.1"
+    assert found.p2p == "on"
+    assert found.p2p_remedy == ""
+    check_p2p(tmp_path, found)
+
+
+def test_a_volume_over_one_drive_and_a_namespace_with_multipath(sysfs, tmp_path):
+    drive, card = switch(0x40)
+    device = sysfs.drive(*drive)
+    sysfs.card(*card)
+    volume = sysfs.path / "devices/virtual/block/dm-0"
+    (volume / "slaves").mkdir(parents=True)
+    (volume / "slaves/nvme0n1").symlink_to(device)
+    sysfs.mount(tmp_path, volume)
+    cards = list_cards(sysfs.path)
+    assert card_of(tmp_path, cards, sysfs.path).address == "0000:40:0b.1"
+
+    subsystem = sysfs.path / "devices/virtual/nvme-subsystem/nvme-subsys0"
+    (subsystem / "nvme0n1").mkdir(parents=True)
+    (subsystem / "nvme0").symlink_to(device.parent)
+    sysfs.mount(tmp_path, subsystem / "nvme0n1")
+    assert card_of(tmp_path, cards, sysfs.path).address == "0000:40:0b.1"
+
+
+def test_roots_that_have_no_card(sysfs, tmp_path):
+    (one, card), (two, _) = switch(0x40), switch(0x50)
+    sysfs.card(*card)
+    cards = list_cards(sysfs.path)
+    with pytest.raises(CsdError, match=r"on no block device \(tmpfs, network"):
+        card_of(tmp_path, cards, sysfs.path)
+    sysfs.mount(tmp_path, sysfs.drive(*two))
+    with pytest.raises(CsdError, match="a card beside its drive") as error:
+        card_of(tmp_path, cards, sysfs.path)
+    assert two[-1] in str(error.value)
+    assert "cards of this machine: 0000:40:0b.1" in str(error.value)
+    volume = sysfs.path / "devices/virtual/block/md0"
+    (volume / "slaves").mkdir(parents=True)
+    for name, drive in (("a", one), ("b", two)):
+        (volume / "slaves" / name).symlink_to(sysfs.drive(*drive))
+    sysfs.mount(tmp_path, volume)
+    with pytest.raises(CsdError, match=r"expected a file system on one NVMe drive"):
+        card_of(tmp_path, cards, sysfs.path)
+
+
+@pytest.mark.parametrize(
+    ("state", "named", "remedy"),
+    [
+        ("0", "off", "sudo xbutil configure --device 0000:40:0b.1 --p2p enable"),
+        ("2", "needs a reboot", "reboot the machine"),
+        ("3", "has no memory", "above 4G decoding"),
+    ],
+)
+def test_p2p_that_is_off(sysfs, tmp_path, state, named, remedy):
+    sysfs.card(*switch(0x40)[1], p2p=state)
+    [card] = list_cards(sysfs.path)
+    assert card.p2p == named
+    with pytest.raises(CsdError, match=f"found it {named}; ") as error:
+        check_p2p(tmp_path, card)
+    assert remedy in str(error.value)
+
+
+def test_a_driver_that_does_not_say(sysfs, tmp_path):
+    sysfs.card(*switch(0x40)[1], p2p=None)
+    [card] = list_cards(sysfs.path)
+    assert card.p2p == "unknown"
+    check_p2p(tmp_path, card)
+
+
+# --- opening -----------------------------------------------------------------------
+
+KERNELS = "jaxinf_sgd_f32_update_f32\njaxinf_sgd_bf16_bf16_f32\n"
+
+
+@pytest.fixture
+def runtime(monkeypatch, tmp_path):
+    """A machine with XRT and an xclbin; its path."""
+    monkeypatch.setitem(sys.modules, "pyxrt", EmulatedXrt())
+    monkeypatch.setenv("XILINX_XRT", "/opt/xilinx/xrt")
+    monkeypatch.setattr(xrt, "_OPEN", {})
+    xclbin = tmp_path / "kernels.xclbin"
+    xclbin.write_text(KERNELS)
+    monkeypatch.setenv("JAXINF_XCLBIN", str(xclbin))
+    return xclbin
+
+
+def opened(text, roots):
+    return open_csds(parse_csd(text), roots, memory_bytes=1 << 20, meters=ByteMeters())
+
+
+def need(tx=None, codecs=("",), dtype=np.float32):
+    params = [np.zeros(8, np.float32), np.zeros(9, np.float32)]
+    kernel = trace_update(tx or optax.sgd(0.1), params).leaves[0].kernel
+    return KernelNeed("layer/w", kernel, codecs, np.dtype(dtype))
+
+
+def test_devices_by_number(runtime, tmp_path, monkeypatch):
+    """As in XRT's emulation, which lists none."""
+    fleet = opened("smartssd:devices=2", [tmp_path, tmp_path])
+    fleet.check([need(), need(dtype=ml_dtypes.bfloat16)])
+    [one, two] = fleet.attach([tmp_path, tmp_path], 4096, 1024)
+    assert one.info().kind == "smartssd"
+    assert one.memory is not two.memory
+    fleet.close()
+    monkeypatch.setenv("JAXINF_XRT_DEVICES", "1")
+    with pytest.raises(CsdError, match="2 CSD roots, and 1 devices by the option"):
+        opened("smartssd", [tmp_path, tmp_path])
+    assert opened("smartssd", [tmp_path])
+
+
+def test_a_card_is_opened_once_in_a_process(runtime, tmp_path):
+    first = opened("smartssd:devices=1", [tmp_path])
+    first.close()
+    opened("smartssd:devices=1", [tmp_path]).close()
+    assert len(xrt._OPEN) == 1
+    other = tmp_path / "other.xclbin"
+    other.write_text(KERNELS)
+    with pytest.raises(CsdError, match=r"is open in this process with .*kernels"):
+        opened(f"smartssd:devices=1,xclbin={other}", [tmp_path])
+
+
+def test_no_runtime(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyxrt", None)
+    with pytest.raises(CsdError, match=r"Xilinx's runtime \(XRT\).*setup\.sh"):
+        opened("smartssd:xclbin=x", [tmp_path])
+    monkeypatch.setitem(sys.modules, "pyxrt", EmulatedXrt())
+    monkeypatch.delenv("XILINX_XRT", raising=False)
+    with pytest.raises(CsdError, match="expected the variable XILINX_XRT"):
+        opened("smartssd:xclbin=x", [tmp_path])
+
+
+def test_no_card_and_two_roots_on_one(runtime, tmp_path, monkeypatch):
+    monkeypatch.setattr(smartssd, "list_cards", list)
+    with pytest.raises(CsdError, match="found none that XRT's driver serves"):
+        opened("smartssd", [tmp_path])
+    card = CardInfo("0000:40:0b.1", "", "on", ())
+    monkeypatch.setattr(smartssd, "list_cards", lambda: [card])
+    monkeypatch.setattr(smartssd, "card_of", lambda root, cards: card)
+    with pytest.raises(CsdError, match=r"are on one drive \(card 0000:40:0b\.1\)"):
+        opened("smartssd", [tmp_path, tmp_path / "b"])
+    off = CardInfo("0000:40:0b.1", "", "off", ())
+    monkeypatch.setattr(smartssd, "card_of", lambda root, cards: off)
+    with pytest.raises(CsdError, match="--p2p enable"):
+        opened("smartssd", [tmp_path])
+
+
+def test_no_xclbin(runtime, tmp_path, monkeypatch):
+    runtime.unlink()
+    with pytest.raises(CsdError, match=r"found no such file; build it \(make -C hls"):
+        opened("smartssd:devices=1", [tmp_path])
+    monkeypatch.delenv("JAXINF_XCLBIN")
+    with pytest.raises(CsdError, match="found none named; build one"):
+        opened("smartssd:devices=1", [tmp_path])
+
+
+def test_what_the_cards_cannot_do_is_refused(runtime, tmp_path):
+    fleet = opened("smartssd:devices=1", [tmp_path])
+    with pytest.raises(CsdError, match="has no kernel jaxinf_lion_f32_update_f32"):
+        fleet.check([need(optax.lion(0.1), ("", ""))])
+    with pytest.raises(CsdError, match="has no kernel jaxinf_sgd_f16_f16_f32"):
+        fleet.check([need(dtype=np.float16)])
+    with pytest.raises(UnsupportedTransformError, match=r"layer/w: .*no kernel for"):
+        fleet.check([need(optax.adadelta(0.1), ("", "", ""))])
+    with pytest.raises(CsdError, match=r"leaf layer/w: .*as bf16, int8; use csd="):
+        fleet.check([need(optax.adam(0.1), ("", "bf16", "int8"))])
+    with pytest.raises(CsdError, match="found params as bf16"):
+        fleet.check([need(codecs=("bf16",))])
+    fleet.check([need(optax.set_to_zero())])  # needs none
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("smartssd:drive=1GB/s", "drive: expected one of xclbin, devices"),
+        ("smartssd:devices=0", "devices=0: expected a number of devices"),
+        ("smartssd:devices=many", "devices=many: expected a number"),
+    ],
+)
+def test_options_that_are_none(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_csd(text, {})
+
+
+def test_options_come_before_the_environment():
+    environ = {"JAXINF_XCLBIN": "/of/environment", "JAXINF_XRT_DEVICES": "3"}
+    spec = parse_csd("smartssd", environ)
+    assert (spec.xclbin, spec.num_devices) == (Path("/of/environment"), 3)
+    spec = parse_csd("smartssd:xclbin=/given", environ)
+    assert (spec.xclbin, spec.num_devices) == (Path("/given"), 3)
+    assert not spec.takes_params
