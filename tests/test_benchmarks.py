@@ -88,3 +88,13 @@ def test_train_compares_and_keeps_a_timeline(tmp_path, clip_norm):
 def test_update_runs_fio(tmp_path):
     found = figures(bench_update(tmp_path, "--fio-seconds", 0.2, "--reps", 1))
     assert any(name.startswith("fio ") for name in found["fio"])
+
+
+def test_gpu_times_every_way_that_there_is(tmp_path):
+    done = run_script(
+        "bench_gpu.py", "--store", tmp_path, "--link-only", "--megabytes", 1
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {"io_callback", "device_get"} <= found["link_gb_per_s"].keys()
+    assert found["fastest"] in found["link_gb_per_s"]
