@@ -44,7 +44,8 @@ test-compilers: $(VENV)/installed  ## kernels: same bits from g++ and clang++ (i
 	command -v clang++ >/dev/null || { $(SUDO) apt-get update -qq && $(SUDO) apt-get install -qq -y --no-install-recommends clang; }
 	JAXINF_TEST_COMPILERS='g++ clang++' $(BIN)/pytest tests/kernels/test_compilers.py
 
-test-hls: $(VENV)/installed  ## card kernels: every variant against the host
+test-hls: $(VENV)/installed  ## card kernels: testbenches, and every variant against the host
+	$(MAKE) -C hls csim PYTHON=$(abspath $(BIN)/python)
 	$(BIN)/pytest -n auto -m hls tests/hls
 
 test-cards: $(VENV)/installed  ## emulated cards: every kind of update, crashes, damage
@@ -72,4 +73,4 @@ lint: $(VENV)/installed  ## ruff and pyright
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 clean:  ## remove what make made, runs excepted
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist *.egg-info hls/build

@@ -1,26 +1,68 @@
-"""Writes jaxinf/kernels/generated/: the C++ of the optimizers built into the wheel.
+"""Writes the C++ that is emitted from optax: for hosts and for cards.
 
-Run it after a change of the emitter, of the lowering or of optax; a test compares.
+Without arguments, all of ``jaxinf/kernels/generated`` and, for the card kernels that
+``hls/kernels.txt`` names, ``hls/generated``. With names of card kernels, only those.
+Run it after a change of the emitter, of the lowering or of optax; tests compare.
 """
 
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from jaxinf.kernels.card import named_card_kernel
+from jaxinf.kernels.card_source import card_source
 from jaxinf.kernels.compiled import source_of
 from jaxinf.kernels.standard import standard_kernels
 from jaxinf.kernels.toolchain import GENERATED, content_hash
 
+HLS = Path(__file__).parents[1] / "hls"
+
 
 def main() -> None:
-    GENERATED.mkdir(exist_ok=True)
+    if names := sys.argv[1:]:
+        for name in names:
+            write(HLS / "generated" / f"{name}.cpp", card_text(name))
+        return
     kernels = standard_kernels()
-    for path in GENERATED.glob("*.cpp"):
-        if path.stem not in kernels:
+    # The comment names versions: what only they changed stays as it is.
+    write_all(
+        GENERATED,
+        {name: source_of(kernel, title=f"{name}.") for name, kernel in kernels.items()},
+        content_hash,
+    )
+    write_all(
+        HLS / "generated", {name: card_text(name) for name in listed_card_kernels()}
+    )
+
+
+def listed_card_kernels() -> list[str]:
+    lines = (HLS / "kernels.txt").read_text().splitlines()
+    return [line for line in lines if not line.startswith("#")]
+
+
+def card_text(name: str) -> str:
+    return card_source([named_card_kernel(name)])
+
+
+def write_all(
+    folder: Path,
+    texts: Mapping[str, str],
+    identity: Callable[[str], str] = lambda text: text,
+) -> None:
+    folder.mkdir(exist_ok=True)
+    for path in folder.glob("*.cpp"):
+        if path.stem not in texts:
             path.unlink()
             print(f"removed {path.name}")
-    for name, kernel in kernels.items():
-        path, text = GENERATED / f"{name}.cpp", source_of(kernel, title=f"{name}.")
-        # The comment names versions: what only they changed stays as it is.
-        if not path.exists() or content_hash(path.read_text()) != content_hash(text):
-            path.write_text(text)
-            print(f"wrote {path.name}")
+    for name, text in texts.items():
+        path = folder / f"{name}.cpp"
+        if not path.exists() or identity(path.read_text()) != identity(text):
+            write(path, text)
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text(text)
+    print(f"wrote {path.name}")
 
 
 if __name__ == "__main__":

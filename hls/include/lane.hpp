@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "fma.hpp"
 #include "streams.hpp"
 
 namespace jaxinf {
@@ -49,7 +50,13 @@ struct CardLane {
   static I32 as_i32(F32 x) { return static_cast<std::int32_t>(bits_of(x.value)); }
   static F32 bits(F32 x) { return x; }
 
-  static F32 fma(F32 a, F32 b, F32 c) { return std::fma(a.value, b.value, c.value); }
+  static F32 fma(F32 a, F32 b, F32 c) {
+#if defined(JAXINF_CPU_INSTRUCTIONS) && defined(__FMA__)
+    return __builtin_fmaf(a.value, b.value, c.value);
+#else
+    return fused_multiply_add(a.value, b.value, c.value);
+#endif
+  }
   static F32 fms(F32 a, F32 b, F32 c) { return fma(a, b, -c); }
   static F32 fnma(F32 a, F32 b, F32 c) { return fma(-a, b, c); }
   static F32 sqrt(F32 x) { return std::sqrt(x.value); }

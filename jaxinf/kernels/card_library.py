@@ -24,6 +24,7 @@ _FLAGS = (
     "-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden",
     "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
     "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-label", "-DJAXINF_CSIM",
+    "-DJAXINF_CPU_INSTRUCTIONS",
 )  # fmt: skip
 
 

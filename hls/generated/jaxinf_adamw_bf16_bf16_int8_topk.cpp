@@ -1,0 +1,84 @@
+// jaxinf_adamw_bf16_bf16_int8_topk.
+//
+// Written by jaxinf from its table of card kernels; picture: shell.hpp.
+#include "shell.hpp"
+#include "adamw.cpp"
+
+JAXINF_CARD_KERNEL void jaxinf_adamw_bf16_bf16_int8_topk(
+    const jaxinf::Wide* gradient,
+    const jaxinf::Wide* indices,
+    const jaxinf::Wide* params_in,
+    jaxinf::Wide* params_out,
+    const jaxinf::Wide* mu_in,
+    jaxinf::Wide* mu_out,
+    const jaxinf::Wide* mu_scales_in,
+    jaxinf::Wide* mu_scales_out,
+    const jaxinf::Wide* nu_in,
+    jaxinf::Wide* nu_out,
+    const jaxinf::Wide* nu_scales_in,
+    jaxinf::Wide* nu_scales_out,
+    jaxinf::Wide* out,
+    jaxinf::Wide* status,
+    jaxinf::Word num_elements,
+    jaxinf::Word num_selected,
+    jaxinf::Word rounding_key,
+    jaxinf::Word rounding_first,
+    jaxinf::Word c0,
+    jaxinf::Word c1,
+    jaxinf::Word c2,
+    jaxinf::Word c3,
+    jaxinf::Word c4,
+    jaxinf::Word c5,
+    jaxinf::Word c6,
+    jaxinf::Word c7,
+    jaxinf::Word s0,
+    jaxinf::Word s1) {
+#pragma HLS INTERFACE m_axi port=gradient bundle=gradient offset=slave num_read_outstanding=16 max_read_burst_length=64
+#pragma HLS INTERFACE m_axi port=indices bundle=indices offset=slave num_read_outstanding=16 max_read_burst_length=64
+#pragma HLS INTERFACE m_axi port=params_in bundle=params_in offset=slave num_read_outstanding=16 max_read_burst_length=64
+#pragma HLS INTERFACE m_axi port=params_out bundle=params_out offset=slave num_write_outstanding=16 max_write_burst_length=64
+#pragma HLS INTERFACE m_axi port=mu_in bundle=mu_in offset=slave num_read_outstanding=16 max_read_burst_length=64
+#pragma HLS INTERFACE m_axi port=mu_out bundle=mu_out offset=slave num_write_outstanding=16 max_write_burst_length=64
+#pragma HLS INTERFACE m_axi port=mu_scales_in bundle=mu_scales_in offset=slave num_read_outstanding=16 max_read_burst_length=64
+#pragma HLS INTERFACE m_axi port=mu_scales_out bundle=mu_scales_out offset=slave num_write_outstanding=16 max_write_burst_length=64
+#pragma HLS INTERFACE m_axi port=nu_in bundle=nu_in offset=slave num_read_outstanding=16 max_read_burst_length=64
+#pragma HLS INTERFACE m_axi port=nu_out bundle=nu_out offset=slave num_write_outstanding=16 max_write_burst_length=64
+#pragma HLS INTERFACE m_axi port=nu_scales_in bundle=nu_scales_in offset=slave num_read_outstanding=16 max_read_burst_length=64
+#pragma HLS INTERFACE m_axi port=nu_scales_out bundle=nu_scales_out offset=slave num_write_outstanding=16 max_write_burst_length=64
+#pragma HLS INTERFACE m_axi port=out bundle=out offset=slave num_write_outstanding=16 max_write_burst_length=64
+#pragma HLS INTERFACE m_axi port=status bundle=status offset=slave num_write_outstanding=16 max_write_burst_length=64
+  using namespace jaxinf;
+  Beats gradient_beats, params_beats, slots[2], new_params_beats, out_beats, new_slots[2];
+  BlockHeaders mu_headers, nu_headers;
+  WaitingBeats mu_waiting, nu_waiting;
+  Wides gradient_words, indices_words, params_words, mu_words, mu_scales_words, nu_words, nu_scales_words, new_params_words, new_mu_words, new_mu_scales_words, new_nu_words, new_nu_scales_words, out_words;
+  Words read[5], written[5], finite, valid;
+#pragma HLS DATAFLOW
+  JAXINF_REGION;
+  JAXINF_STAGE(load<Bf16>(gradient, num_selected, gradient_words));
+  JAXINF_STAGE(load<Indices>(indices, num_selected, indices_words));
+  JAXINF_STAGE(decompress<Bf16>(gradient_words, indices_words, num_elements, num_selected, gradient_beats, valid));
+  JAXINF_STAGE(load_checked<F32>(params_in, num_elements, params_words, read[0]));
+  JAXINF_STAGE(load_checked<Codes>(mu_in, num_elements, mu_words, read[1]));
+  JAXINF_STAGE(load_checked<Scales>(mu_scales_in, num_elements, mu_scales_words, read[2]));
+  JAXINF_STAGE(load_checked<Codes>(nu_in, num_elements, nu_words, read[3]));
+  JAXINF_STAGE(load_checked<Scales>(nu_scales_in, num_elements, nu_scales_words, read[4]));
+  JAXINF_STAGE(widen<F32>(params_words, num_elements, params_beats));
+  JAXINF_STAGE(decode_int8(mu_words, mu_scales_words, num_elements, slots[0]));
+  JAXINF_STAGE(decode_int8(nu_words, nu_scales_words, num_elements, slots[1]));
+  JAXINF_STAGE(update<false, Body, 8>(gradient_beats, params_beats, slots, num_elements, new_params_beats, new_slots, out_beats, finite, c0, c1, c2, c3, c4, c5, c6, c7, s0, s1));
+  JAXINF_STAGE(narrow<F32>(new_params_beats, num_elements, new_params_words));
+  JAXINF_STAGE(measure(new_slots[0], num_elements, mu_waiting, mu_headers, new_mu_scales_words));
+  JAXINF_STAGE(quantise<0>(mu_waiting, mu_headers, num_elements, rounding_key, rounding_first, new_mu_words));
+  JAXINF_STAGE(measure(new_slots[1], num_elements, nu_waiting, nu_headers, new_nu_scales_words));
+  JAXINF_STAGE(quantise<1>(nu_waiting, nu_headers, num_elements, rounding_key, rounding_first, new_nu_words));
+  JAXINF_STAGE(store_checked<F32>(params_out, num_elements, new_params_words, written[0]));
+  JAXINF_STAGE(store_checked<Codes>(mu_out, num_elements, new_mu_words, written[1]));
+  JAXINF_STAGE(store_checked<Scales>(mu_scales_out, num_elements, new_mu_scales_words, written[2]));
+  JAXINF_STAGE(store_checked<Codes>(nu_out, num_elements, new_nu_words, written[3]));
+  JAXINF_STAGE(store_checked<Scales>(nu_scales_out, num_elements, new_nu_scales_words, written[4]));
+  JAXINF_STAGE(narrow<Bf16>(out_beats, num_elements, out_words));
+  JAXINF_STAGE(store<Bf16>(out, num_elements, out_words));
+  JAXINF_STAGE(report(finite, valid, read, written, status));
+  JAXINF_RUN;
+}

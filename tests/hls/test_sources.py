@@ -1,0 +1,76 @@
+"""The sources in hls/: up to date, of the shape that a synthesiser wants."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxinf.kernels import card_source, named_card_kernel
+
+HLS = Path(__file__).parents[2] / "hls"
+HEADERS = sorted((HLS / "include").glob("*.hpp"))
+
+
+def listed():
+    lines = (HLS / "kernels.txt").read_text().splitlines()
+    return [line for line in lines if not line.startswith("#")]
+
+
+def test_generated_kernels_are_up_to_date():
+    remedy = "run `python scripts/generate_kernels.py` and commit what it writes"
+    found = {path.stem: path.read_text() for path in (HLS / "generated").glob("*.cpp")}
+    expected = {name: card_source([named_card_kernel(name)]) for name in listed()}
+    assert found == expected, remedy
+
+
+def test_every_family_is_listed():
+    bodies = {named_card_kernel(name).body for name in listed()}
+    assert bodies == {"adagrad", "adam", "adamw", "lion", "sgd_momentum"}
+
+
+@pytest.mark.parametrize("name", listed())
+def test_a_kernel_is_short_and_every_stream_has_two_ends(name):
+    text = (HLS / "generated" / f"{name}.cpp").read_text()
+    assert len(text.splitlines()) < 100
+    head, stages = text.split("#pragma HLS DATAFLOW")
+    declared = re.findall(r"^  (?:\w+) ([^;]+);$", head, re.MULTILINE)[1:]
+    for stream in ", ".join(declared).split(", "):
+        plain, _, count = stream.rstrip("]").partition("[")
+        single = len(re.findall(rf"\b{plain}\b(?!\[)", stages))
+        parts = len(re.findall(rf"\b{plain}\[\d+\]", stages))
+        expected = (1, int(count)) if count else (2, 0)
+        assert (single, parts) == expected, stream
+
+
+def test_every_pointer_is_a_port_of_its_own():
+    for name in listed():
+        text = (HLS / "generated" / f"{name}.cpp").read_text()
+        ports = re.findall(r"m_axi port=(\w+) bundle=(\w+)", text)
+        pointers = [argument.name for argument in named_card_kernel(name).pointers]
+        assert ports == [(pointer, pointer) for pointer in pointers]
+        assert len(ports) <= 15, "more ports than one bank's interconnect has"
+
+
+@pytest.mark.parametrize("path", HEADERS, ids=lambda path: path.name)
+def test_every_labelled_loop_has_its_pragma_inside(path):
+    lines = [line.strip() for line in path.read_text().splitlines()]
+    labels = [i for i, line in enumerate(lines) if re.fullmatch(r"[a-z_]+:", line)]
+    for i in labels:
+        assert lines[i + 1].startswith("for ("), f"{path.name}: {lines[i]}"
+        pragma = lines[i + 2]
+        wanted = ("#pragma HLS PIPELINE II=1", "#pragma HLS UNROLL")
+        assert pragma in wanted, f"{path.name}: {lines[i]}"
+
+
+def test_installed_headers_are_found(monkeypatch, tmp_path):
+    """Away from a checkout, they are those of the package jaxinf_hls."""
+    package = tmp_path / "site" / "jaxinf_hls"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    module = importlib.import_module("jaxinf.kernels.card_library")
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "jaxinf" / "kernels" / "x"))
+    monkeypatch.delitem(sys.modules, "jaxinf_hls", raising=False)
+    assert module.hls_directory() == package
