@@ -98,3 +98,17 @@ def test_gpu_times_every_way_that_there_is(tmp_path):
     found = json.loads(done.stdout)
     assert {"io_callback", "device_get"} <= found["link_gb_per_s"].keys()
     assert found["fastest"] in found["link_gb_per_s"]
+
+
+@pytest.mark.cards
+def test_bench_csds(tmp_path):
+    options = ["--params", 20_000, "--csds", 1, 2, "--reps", 1, "--slower", 10]
+    found = figures(
+        run_script("bench_csds.py", "--store", tmp_path, "--json", *options)
+    )
+    assert list(found) == ["host 1", "host 2", "emulated 1", "emulated 2"]
+    for name, one in found.items():
+        assert one["step_s"] > 0
+        state = 24 * -(-20_000 // 1024) * 1024 if name.startswith("host") else 0
+        assert one["link_bytes"] == 8 * 20_000 + state
+    assert list(tmp_path.iterdir()) == []

@@ -9,7 +9,9 @@ Invariant: nothing that was made for measuring is left behind.
 (``file_bytes`` and ``read_``, ``write_``, ``mixed_bytes_per_s``, or null),
 ``adam_params_per_s`` and ``problems`` (``what``, ``remedy``, ``fatal``); ``machine``:
 ``cpu`` (``model``, ``num_cores``, ``isa``), ``memory_bytes``, ``available_bytes``,
-``compiler``, ``packages``, ``jax_devices``, ``problems``.
+``compiler``, ``packages``, ``jax_devices``, ``problems``; ``cards``, for each
+``address``, ``firmware``, ``p2p``, ``paths`` (those on the drive beside it),
+``problems``.
 """
 
 import contextlib
@@ -29,6 +31,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from jaxinf.cli.cards import Card, look_at_cards
 from jaxinf.cli.filesystem import Mount
 from jaxinf.cli.machine import Machine, Problem, look_at_machine
 from jaxinf.cli.place import ADAM_STEP_BYTES, Place, look_at_place
@@ -58,6 +61,7 @@ def run(paths: Sequence[str], file_bytes: int, *, as_json: bool) -> bool:
         with _progress(printable(str(path))) as progress:
             places.append(look_at_place(path, file_bytes, progress))
     machine = look_at_machine()
+    cards = look_at_cards([place.path for place in places])
     usable = all(place.is_usable for place in places) and not any(
         problem.is_fatal for problem in machine.problems
     )
@@ -66,6 +70,7 @@ def run(paths: Sequence[str], file_bytes: int, *, as_json: bool) -> bool:
             "usable": usable,
             "paths": [place.to_json() for place in places],
             "machine": machine.to_json(),
+            "cards": [card.to_json() for card in cards],
         }
         print(json.dumps(document, indent=1, allow_nan=False))
     else:
@@ -73,6 +78,8 @@ def run(paths: Sequence[str], file_bytes: int, *, as_json: bool) -> bool:
         for place in places:
             _print_place(console, place)
         _print_machine(console, machine)
+        for card in cards:
+            _print_card(console, card)
         _print_verdict(console, places, machine)
     return usable
 
@@ -186,6 +193,17 @@ def _print_machine(console: Console, machine: Machine) -> None:
         ("compiler", machine.compiler or "none"),
     ]
     console.print(facts_table(rows + _problem_rows(machine.problems)))
+
+
+def _print_card(console: Console, card: Card) -> None:
+    console.print(heading(f"card {card.info.address}"))
+    paths = ", ".join(map(printable, card.paths))
+    rows: list[tuple[str, str | Text]] = [
+        ("firmware", printable(card.info.firmware) or "unknown"),
+        ("P2P", printable(card.info.p2p)),
+        ("beside", paths or "none of these directories"),
+    ]
+    console.print(facts_table(rows + _problem_rows(card.problems)))
 
 
 def _problem_rows(problems: Sequence[Problem]) -> list[tuple[str, str | Text]]:

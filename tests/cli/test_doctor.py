@@ -6,10 +6,12 @@ import pytest
 
 import jaxinf.callback
 import jaxinf.cli.bandwidth as bandwidth
+import jaxinf.cli.cards as cards
 import jaxinf.cli.doctor as doctor
 import jaxinf.cli.filesystem as filesystem
 import jaxinf.cli.machine as machine
 import jaxinf.cli.place as place
+from jaxinf.csd.cards import CardInfo
 from jaxinf.errors import DeviceConfigurationError
 
 PATH_KEYS = [
@@ -286,3 +288,32 @@ def test_no_jax_device_is_fatal(tmp_path, error, part, run, monkeypatch):
     assert result.status == 1
     assert part in result.out
     assert "JAX cannot run here" in result.out
+
+
+# --- cards -------------------------------------------------------------------------
+
+
+def test_no_cards_are_no_problem(tmp_path, run, run_json):
+    assert _doctor(run_json, tmp_path, "0")["cards"] == []
+    assert "card " not in run("doctor", tmp_path, "--size", "0").out
+
+
+def test_cards_and_what_is_off(tmp_path, run, run_json, monkeypatch):
+    infos = [
+        CardInfo("0000:40:00.1", "xilinx_u2_gen3x4_xdma_gc_base_2", "on", ()),
+        CardInfo("0000:50:00.1", "", "off", ()),
+    ]
+    monkeypatch.setattr(cards, "list_cards", lambda sysfs: infos)
+    monkeypatch.setattr(cards, "card_of", lambda path, found, sysfs: found[1])
+    monkeypatch.setattr(cards.importlib.util, "find_spec", lambda name: None)
+    one, two = _doctor(run_json, tmp_path, "0")["cards"]
+    assert list(one) == ["address", "firmware", "p2p", "paths", "problems"]
+    assert (one["p2p"], two["p2p"]) == ("on", "off")
+    assert (one["paths"], two["paths"]) == ([], [str(tmp_path)])
+    assert "setup.sh" in one["problems"][0]["remedy"]
+    assert (
+        "xbutil configure --device 0000:50:00.1 --p2p" in two["problems"][0]["remedy"]
+    )
+    text = run("doctor", tmp_path, "--size", "0").out
+    for part in ("card 0000:40:00.1", "xilinx_u2_gen3x4", "P2P is off", "unknown"):
+        assert part in text

@@ -1,0 +1,72 @@
+"""What `jaxinf doctor` finds out about cards: which there are, and what is off.
+
+Invariant: no card is opened, and a machine without any is no problem.
+"""
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxinf.cli.machine import Problem
+from jaxinf.csd.cards import CardInfo, card_of, list_cards
+from jaxinf.errors import CsdError
+
+__all__ = ["Card", "look_at_cards"]
+
+
+@dataclass(frozen=True)
+class Card:
+    """A card.
+
+    Attributes:
+      info: what its driver says.
+      paths: the directories asked about that are on the drive beside it.
+      problems: what is missing or off.
+    """
+
+    info: CardInfo
+    paths: tuple[str, ...]
+    problems: list[Problem] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "address": self.info.address,
+            "firmware": self.info.firmware,
+            "p2p": self.info.p2p,
+            "paths": list(self.paths),
+            "problems": [problem.to_json() for problem in self.problems],
+        }
+
+
+def look_at_cards(
+    paths: Sequence[Path], *, sysfs: Path = Path("/sys")
+) -> tuple[Card, ...]:
+    """The cards of this machine, and which of the directories are beside which."""
+    cards = list_cards(sysfs)
+    beside: dict[str, list[str]] = {card.address: [] for card in cards}
+    for path in paths:
+        try:
+            beside[card_of(path, cards, sysfs).address].append(str(path))
+        except (CsdError, OSError):
+            continue  # on another drive, or nowhere: the directory's own rows say so
+    return tuple(
+        Card(card, tuple(beside[card.address]), _problems(card)) for card in cards
+    )
+
+
+def _problems(card: CardInfo) -> list[Problem]:
+    problems = []
+    if card.p2p_remedy and card.p2p != "unknown":
+        problems.append(Problem(f"P2P is {card.p2p}", card.p2p_remedy))
+    if importlib.util.find_spec("pyxrt") is None or not os.environ.get("XILINX_XRT"):
+        problems.append(
+            Problem(
+                "this Python has no pyxrt, or XILINX_XRT is not set",
+                "install XRT, and `source /opt/xilinx/xrt/setup.sh` before Python",
+            )
+        )
+    return problems
