@@ -64,6 +64,22 @@ def test_every_labelled_loop_has_its_pragma_inside(path):
         assert pragma in wanted, f"{path.name}: {lines[i]}"
 
 
+def test_every_pipelined_loop_has_an_expectation():
+    text = "".join(path.read_text() for path in HEADERS)
+    loops = re.findall(r"([a-z_]+):\n *for [^\n]*\n#pragma HLS PIPELINE", text)
+    rows = (HLS / "qor" / "README.md").read_text().partition("| loop |")[2]
+    expected = re.findall(r"`([a-z_]+)`[,| ]", rows.partition("\n\n")[0])
+    assert sorted(loops) == sorted(expected)
+
+
+def test_the_estimate_is_up_to_date(monkeypatch):
+    monkeypatch.syspath_prepend(str(HLS.parent / "scripts"))
+    script = importlib.import_module("card_estimate")
+    text = (HLS / "qor" / "README.md").read_text()
+    remedy = "run `python scripts/card_estimate.py --write`"
+    assert script.with_table(text) == text, remedy
+
+
 def test_installed_headers_are_found(monkeypatch, tmp_path):
     """Away from a checkout, they are those of the package jaxinf_hls."""
     package = tmp_path / "site" / "jaxinf_hls"

@@ -1,0 +1,163 @@
+"""What card kernels should need of a KU15P, and how fast they should be: an estimate.
+
+Counts the operations of each body and the stages around it, and multiplies them by
+assumed costs. Nothing was synthesised. Without arguments, prints the table of
+hls/qor/README.md; with ``--write``, puts it there.
+"""
+
+import argparse
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from generate_kernels import HLS, listed_card_kernels
+
+from jaxinf.kernels.card import CardKernel, named_card_kernel
+from jaxinf.kernels.lowering import lower, uniform_results
+from jaxinf.kernels.standard import standard_kernels
+
+QOR = HLS / "qor" / "README.md"
+BEGIN, END = "<!-- card_estimate.py -->\n", "<!-- end -->\n"
+
+KU15P = {"LUT": 522_000, "BRAM": 984, "DSP": 1_968}
+LANES = 16
+FREQUENCY_HZ = 250e6
+MEMORY_BYTES_S = 0.8 * 19.2e9
+TOP_K = 0.01
+
+
+@dataclass(frozen=True)
+class Cost:
+    """LUTs, 36-Kbit blocks of memory and DSP blocks."""
+
+    lut: float = 0
+    bram: float = 0
+    dsp: float = 0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.lut + other.lut, self.bram + other.bram, self.dsp + other.dsp)
+
+    def __mul__(self, times: float) -> "Cost":
+        return Cost(self.lut * times, self.bram * times, self.dsp * times)
+
+
+ADD, MUL = Cost(220, 0, 2), Cost(100, 0, 3)
+OPERATORS = {
+    "add": ADD,
+    "sub": ADD,
+    "mul": MUL,
+    "square": MUL,
+    "div": Cost(800),
+    "reciprocal": Cost(800),
+    "sqrt": Cost(460),
+    "rsqrt": Cost(1260),
+    "fma": Cost(1200, 0, 2),
+    "fms": Cost(1200, 0, 2),
+    "fnma": Cost(1200, 0, 2),
+    "gt": Cost(70),
+    "select_n": Cost(16),
+    "sign": Cost(70),
+}
+PORT = Cost(1500, 15)
+CHECKSUM = Cost(1800)
+STREAM = Cost(570)
+RANDOM = Cost(150, 0, 6)
+NARROW = {"f32": Cost(), "bf16": Cost(40), "f16": Cost(120)}
+WIDEN = {"f32": Cost(), "bf16": Cost(), "f16": Cost(90)}
+DECOMPRESS = Cost(1500)
+DECODE_INT8 = Cost(0, 0.5) + MUL
+QUANTISE = RANDOM + MUL * 3 + ADD * 2 + Cost(700)
+MEASURE = Cost(2500) + OPERATORS["div"]
+
+
+def cost_of(card: CardKernel) -> Cost:
+    """All of a kernel."""
+    dense_beats = 2 + 2 * len(card.slots) + 2
+    streams = len(card.pointers) - 1 + dense_beats
+    total = PORT * len(card.pointers) + STREAM * streams
+    total += CHECKSUM * (2 * len(card.extents))
+    total += body_cost(card) + ADD * LANES
+    total += WIDEN[card.gradient] * LANES
+    total += NARROW.get(card.out, Cost()) * LANES
+    if card.compressed:
+        total += DECOMPRESS
+    if card.state == "bf16":
+        total += (RANDOM + NARROW["bf16"]) * (LANES * len(card.slots))
+    if card.state == "int8":
+        each = (DECODE_INT8 + QUANTISE) * LANES + MEASURE + STREAM * 2
+        total += each * len(card.slots)
+    return total
+
+
+def body_cost(card: CardKernel) -> Cost:
+    """Of 16 lanes; what is the same for all elements is computed once."""
+    equations = lower(standard_kernels()[card.body]).equations
+    total = Cost()
+    for equation, once in zip(equations, uniform_results(equations), strict=True):
+        total += OPERATORS[equation.op] * (1 if once else LANES)
+    return total
+
+
+def bytes_an_element(card: CardKernel, top_k: float) -> float:
+    """Through the memory's ports, read and written."""
+    count = 1 << 20
+    pairs = round(count * top_k)
+    return sum(p.num_bytes(count, pairs) for p in card.pointers) / count
+
+
+def elements_a_second(card: CardKernel) -> tuple[float, str]:
+    """The lower of what the memory and the pipeline allow, and which it is."""
+    by_memory = MEMORY_BYTES_S / bytes_an_element(card, TOP_K)
+    cycles = 1 / LANES + (TOP_K if card.compressed else 0)
+    by_pipeline = FREQUENCY_HZ / cycles
+    return min((by_memory, "memory"), (by_pipeline, "pipeline"))
+
+
+def operations(card: CardKernel) -> str:
+    """Of one element, the addition to the params included."""
+    body = lower(standard_kernels()[card.body])
+    uniform = uniform_results(body.equations)
+    found = Counter(
+        e.op for e, once in zip(body.equations, uniform, strict=True) if not once
+    )
+    found["add"] += 1
+    return ", ".join(f"{found[op]} {op}" for op in OPERATORS if found[op])
+
+
+def table() -> str:
+    """Markdown."""
+    lines = [
+        "| kernel | operations | LUT | BRAM | DSP | bytes an element | G elements/s "
+        "| bound by |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name in listed_card_kernels():
+        card = named_card_kernel(name)
+        cost = cost_of(card)
+        needs = zip((cost.lut, cost.bram, cost.dsp), KU15P.values(), strict=True)
+        shares = [f"{need:,.0f} ({need / has:.1%})" for need, has in needs]
+        rate, bound = elements_a_second(card)
+        size = bytes_an_element(card, TOP_K)
+        cells = [name.removeprefix("jaxinf_"), operations(card), *shares]
+        cells += [f"{size:.1f}", f"{rate / 1e9:.2f}", bound]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def with_table(text: str) -> str:
+    """The document with its table replaced."""
+    before, _, rest = text.partition(BEGIN)
+    return before + BEGIN + table() + END + rest.partition(END)[2]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help=f"update {Path(QOR.name)}")
+    if parser.parse_args().write:
+        QOR.write_text(with_table(QOR.read_text()))
+    else:
+        print(table(), end="")
+
+
+if __name__ == "__main__":
+    main()
