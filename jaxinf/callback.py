@@ -26,6 +26,7 @@ from jaxinf.typing import Array
 
 __all__ = [
     "Host",
+    "Prepare",
     "call_on_shards",
     "call_once",
     "check_device_configuration",
@@ -34,6 +35,9 @@ __all__ = [
 
 Host = Callable[..., None]
 """``host(outs, *arguments)`` fills the NumPy arrays `outs`; it keeps none of them."""
+
+Prepare = Callable[[Sequence[jax.Array]], tuple[Sequence[jax.Array], list[jax.Array]]]
+"""``prepare(arrays)`` → what the host is given, what is kept."""
 
 
 def check_device_configuration() -> None:
@@ -64,7 +68,8 @@ def call_on_shards(
     shared: Sequence[jax.Array],
     arrays: Sequence[jax.Array],
     out_dtype: Any | None,
-) -> tuple[jax.Array | None, jax.Array]:
+    prepare: Prepare | None = None,
+) -> tuple[jax.Array | None, jax.Array, list[jax.Array]]:
     """Calls the host with a leaf, shard by shard.
 
     Args:
@@ -74,35 +79,41 @@ def call_on_shards(
       shared: the same for all shards: scalars.
       arrays: of the leaf's shape, at least one.
       out_dtype: of the result, which has the leaf's shape; None for no result.
+      prepare: makes of a JAX device's own part of `arrays` what the host is given in
+        their place, and arrays of that part's shape to keep.
 
     Returns:
-      The result, sharded like the arrays, and the greatest status (int32).
+      The result, sharded like the arrays, the greatest status (int32), and what was
+      kept, sharded alike.
     """
+    prepare = prepare or _as_they_are
     if sharding is None:
         origin = jnp.zeros(arrays[0].ndim, jnp.int32)
         avals = _leaf_avals(arrays[0], out_dtype)
-        *out, status = _call(host, avals, (origin, *shared, *arrays), is_local=False)
-        return (out[0] if out else None), status
+        given, kept = prepare(arrays)
+        *out, status = _call(host, avals, (origin, *shared, *given), is_local=False)
+        return (out[0] if out else None), status, kept
     mesh, spec = sharding.mesh, sharding.spec
     assert isinstance(mesh, Mesh)
 
-    def on_device(shared: Any, arrays: Any) -> tuple[list[jax.Array], jax.Array]:
+    def on_device(shared: Any, arrays: Any) -> tuple[list[jax.Array], Any, Any]:
         coordinates, used = _coordinates(mesh, spec, arrays[0].ndim)
         others = tuple(name for name in mesh.axis_names if name not in used)
         avals = _leaf_avals(arrays[0], out_dtype)
-        arguments = (coordinates, *shared, *arrays)
+        given, kept = prepare(arrays)
+        arguments = (coordinates, *shared, *given)
         *out, status = _owner_calls(host, avals, arguments, mesh, others)
-        return out, lax.pmax(status, mesh.axis_names)
+        return out, lax.pmax(status, mesh.axis_names), kept
 
     whole = PartitionSpec()
-    out, status = jax.shard_map(
+    out, status, kept = jax.shard_map(
         on_device,
         mesh=mesh,
         in_specs=([whole] * len(shared), [spec] * len(arrays)),
-        out_specs=(spec, whole),
+        out_specs=(spec, whole, spec),
         check_vma=False,
     )(list(shared), list(arrays))
-    return (out[0] if out else None), status
+    return (out[0] if out else None), status, kept
 
 
 def call_once(
@@ -133,6 +144,12 @@ def call_once(
         out_specs=whole,
         check_vma=False,
     )(*arguments)
+
+
+def _as_they_are(
+    arrays: Sequence[jax.Array],
+) -> tuple[Sequence[jax.Array], list[jax.Array]]:
+    return arrays, []
 
 
 def _leaf_avals(

@@ -5,11 +5,12 @@ deadlock. The first exception stops the store and is kept as it is.
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from jaxinf.callback import Host
+from jaxinf.compress import SparseLeaf, TopK
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
     LeafPart,
@@ -18,8 +19,10 @@ from jaxinf.engine import (
     compare_params,
     finish_initialisation,
     initialise,
+    read_state,
 )
 from jaxinf.errors import NonFiniteGradientError, StoreMismatchError
+from jaxinf.layout import LeafGrid, choose_grid
 from jaxinf.store import ScalarState
 from jaxinf.typing import Array
 
@@ -34,6 +37,7 @@ __all__ = [
     "SKIPPED",
     "HostSide",
     "NonFinitePolicy",
+    "Sent",
 ]
 
 FINITE, NON_FINITE, FAILED = 0, 1, 2
@@ -46,6 +50,27 @@ COMMITTED, SKIPPED = 0, 1
 """Verdict on a step; `FAILED` is one too."""
 
 NonFinitePolicy = Literal["error", "skip", "allow"]
+
+
+class Sent(NamedTuple):
+    """What a callback is told of a compressed leaf or shard.
+
+    Attributes:
+      counts: of each chunk, how many elements are sent.
+      lengths: of each chunk, how many it has.
+      has_feedback: whether what is left out comes too.
+    """
+
+    counts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    has_feedback: bool
+
+    @classmethod
+    def of(cls, grid: LeafGrid, compression: TopK, dtype: np.dtype) -> "Sent":
+        """What `compress_leaf` will send."""
+        lengths = tuple(chunk.num_elements for chunk in grid.chunks())
+        counts = tuple(compression.num_kept(length, dtype) for length in lengths)
+        return cls(counts, lengths, compression.error_feedback)
 
 
 class HostSide:
@@ -62,6 +87,11 @@ class HostSide:
         return options.master == "auto" and options.csd.takes_params
 
     @property
+    def checks_finite(self) -> bool:
+        """Whether a gradient that is not finite refuses or skips the step."""
+        return self._nonfinite != "allow"
+
+    @property
     def looks_ahead(self) -> bool:
         """Whether no leaf may be updated before all gradients are known to be finite.
 
@@ -69,7 +99,19 @@ class HostSide:
         refused half way.
         """
         overwrites = self.store.session.options.steps_per_commit != 1
-        return overwrites and self._nonfinite != "allow"
+        return overwrites and self.checks_finite
+
+    def grid(self, description: StoreDescription, number: int) -> LeafGrid:
+        """A leaf's chunks: the store's, or those that it will be made with."""
+        session = self.store.session
+        if session.directory is not None:
+            return session.directory.manifest.leaves[number].grid
+        leaf = description.leaves[number]
+        return choose_grid(
+            leaf.shape,
+            shard_counts=leaf.shard_counts or None,
+            max_chunk_elements=session.options.chunk_elements,
+        )
 
     def guarded(self, host: Host, *, may_raise: bool) -> Host:
         """Wraps a host function for a callback.
@@ -104,14 +146,24 @@ class HostSide:
         coordinates: Array,
         *arguments: Array,
     ) -> None:
-        """Callback: a leaf or shard of the params; see `place`. Results: status."""
+        """Callback: a leaf or shard of the params; see `place`.
+
+        Results: the error feedback, if there is any, and a status.
+        """
         scalars, (leaf, *arrays) = arguments[:num_scalars], arguments[num_scalars:]
         is_new = self.store.session.bind(description, may_create=True)
         self.store.wait()
         inputs = ScalarInputs(scalars, tuple(arrays))
         origin = _origin(coordinates, leaf)
         self.place(description, number, leaf, origin, inputs, is_new=is_new)
-        outs[0][...] = FINITE
+        *feedback, status = outs
+        if feedback and is_new:
+            feedback[0][...] = 0
+        elif feedback:
+            session = self.store.session
+            held = len(session.files.manifest.leaves[number].states) - 1
+            read_state(session, number, feedback[0], origin, held)
+        status[...] = FINITE
 
     def place(
         self,
@@ -189,6 +241,7 @@ class HostSide:
         number: int,
         num_scalars: int,
         has_params: bool,
+        sent: Sent | None,
         outs: Sequence[Array],
         coordinates: Array,
         step: Array,
@@ -196,6 +249,9 @@ class HostSide:
         *arguments: Array,
     ) -> None:
         """Callback: the gradient of a leaf or shard, as it becomes ready.
+
+        Of a compressed one, as `sent` says, come indices, values and, with error
+        feedback, what is left out.
 
         Results: the update or the new 16-bit params, and a status.
         """
@@ -206,17 +262,25 @@ class HostSide:
         scalars, probe = arguments[:num_scalars], arguments[num_scalars]
         gradient, *arrays = arguments[num_scalars + 1 :]
         params = arrays.pop() if has_params else None
+        feedback = None
+        if sent is not None:
+            values, *arrays = arrays
+            feedback = arrays.pop(0) if sent.has_feedback else None
+            gradient = SparseLeaf(
+                outs[0].shape, gradient, values, sent.counts, sent.lengths
+            )
         leaf = description.leaves[number]
         self.store.session.bind(description)
         part = LeafPart(
             leaf=number,
             kernel=leaf.kernel,
-            origin=_origin(coordinates, gradient),
+            origin=_origin(coordinates, outs[0]),
             gradient=gradient,
             inputs=ScalarInputs(scalars, tuple(arrays)),
             out=outs[0],
             probe=probe,
             params=params,
+            feedback=feedback,
         )
         is_finite = self.store.steps.update(int(step), part)
         outs[1][...] = FINITE if is_finite else NON_FINITE

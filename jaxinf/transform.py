@@ -11,7 +11,7 @@ refused; the update returned is the very value that was added to the master para
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,13 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxinf.callback import (
     Host,
+    Prepare,
     call_on_shards,
     call_once,
     check_device_configuration,
     shares_memory,
 )
+from jaxinf.compress import TopK
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import LeafDescription, Store, StoreDescription, open_store
 from jaxinf.errors import StaleStateError
@@ -39,6 +41,7 @@ from jaxinf.host_side import (
     SKIPPED,
     HostSide,
     NonFinitePolicy,
+    Sent,
 )
 from jaxinf.kernels import (
     InitProgram,
@@ -47,13 +50,18 @@ from jaxinf.kernels import (
     trace_init,
     trace_update,
 )
+from jaxinf.layout import LeafGrid
+from jaxinf.sending import Sending
 from jaxinf.sharding import distinct_shards, on_one_mesh, shard_counts
-from jaxinf.store import MASTER_PARAMS, StateRecord
+from jaxinf.store import ERROR_FEEDBACK, MASTER_PARAMS, StateRecord
 from jaxinf.typing import PathLikeStr, PyTree
 
 __all__ = ["SmartUpdateState", "Stored", "smart_update"]
 
 _NUM_PROBED = 8
+
+_Initialised: TypeAlias = tuple[Sequence[jax.Array], Sequence[Any], list[jax.Array]]
+"""Initial scalar state, what the store holds of it, error feedback."""
 
 
 class Stored(NamedTuple):
@@ -68,17 +76,21 @@ class SmartUpdateState(NamedTuple):
       skipped_steps: int32, steps skipped for a non-finite gradient.
       optimizer: optax's own state, with `Stored` in the place of each stored array;
         counts and hyperparameters are there to read (and hyperparameters to set).
+      error_feedback: float32, a tree like the params: what compression has left out of
+        the gradients so far; empty without error feedback.
     """
 
     step: jax.Array
     skipped_steps: jax.Array
     optimizer: PyTree
+    error_feedback: PyTree = ()
 
 
 def smart_update(
     tx: optax.GradientTransformation | optax.MultiSteps,
     store: Store | PathLikeStr,
     *,
+    compress: TopK | None = None,
     nonfinite: NonFinitePolicy = "error",
     shardings: PyTree | None = None,
     extra_args: Mapping[str, Any] | None = None,
@@ -93,6 +105,9 @@ def smart_update(
     Args:
       tx: any transformation that is elementwise over its stored state.
       store: from `jaxinf.open_store`, or a path to open with its defaults.
+      compress: `jaxinf.top_k`: only the largest elements of each gradient are sent, the
+        rest counts as zero. What `tx` computes from all gradients, such as their norm,
+        it computes from the dense ones.
       nonfinite: what a gradient with NaN or Inf does. ``"error"``: the step is refused
         and the store stops. ``"skip"``: zero updates, counted in `skipped_steps`.
         ``"allow"``: nothing is checked (for chains that treat NaN themselves).
@@ -110,6 +125,8 @@ def smart_update(
 
     Raises:
       UnsupportedTransformError: from `init` and `update`, when `tx` is not elementwise.
+      ValueError: an argument is out of range, or the store cannot keep the error
+        feedback that is asked for.
     """
     if nonfinite not in ("error", "skip", "allow"):
         raise ValueError(
@@ -119,6 +136,7 @@ def smart_update(
     wrapped = _SmartUpdate(
         optax.with_extra_args_support(_as_transformation(tx)),
         HostSide(owned, nonfinite),
+        compress,
         shardings,
         dict(extra_args or {}),
     )
@@ -132,11 +150,13 @@ class _SmartUpdate:
         self,
         tx: optax.GradientTransformationExtraArgs,
         host: HostSide,
+        compression: TopK | None,
         shardings: PyTree | None,
         example_args: Mapping[str, Any],
     ) -> None:
         self._tx = tx
         self._host = host
+        self._sending = Sending(host, compression)
         self._shardings = on_one_mesh(jax.tree.leaves(shardings))
         self._example_args = example_args
         self._jitted = jax.jit(self._update, static_argnums=(4,))
@@ -155,14 +175,16 @@ class _SmartUpdate:
             )
         program = trace_init(self._tx, params)
         update = trace_update(self._tx, params, self._example_args)
+        self._sending.check(update)
         description = self._describe(update, program)
-        if is_traced:
-            return self._init_traced(description, program, leaves)
-        return self._init_eagerly(description, program, leaves)
+        initialised = self._init_traced if is_traced else self._init_eagerly
+        initial, held, feedback = initialised(description, program, leaves)
+        structure = jax.tree.structure(params if self._sending.has_feedback else ())
+        return _make_state(program, initial, held, structure.unflatten(feedback))
 
     def _init_eagerly(
         self, description: StoreDescription, program: InitProgram, leaves: Sequence[Any]
-    ) -> SmartUpdateState:
+    ) -> _Initialised:
         store = self._host.store
         is_new = store.session.bind(description, may_create=True)
         store.wait()
@@ -176,26 +198,36 @@ class _SmartUpdate:
                 self._host.place(description, number, shard, origin, own, is_new=is_new)
         raw = [np.asarray(_raw(value)) for value in initial]
         held = self._host.held_state(description, raw)
-        return _make_state(program, initial, held)
+        if not self._sending.has_feedback:
+            return initial, held, []
+        feedback = [jnp.zeros_like(leaf, jnp.float32) for leaf in leaves]
+        if not is_new:
+            records = store.manifest.leaves
+            feedback = [
+                store.read_leaf(number, like, len(records[number].states) - 1)
+                for number, like in enumerate(feedback)
+            ]
+        return initial, held, feedback
 
     def _init_traced(
         self,
         description: StoreDescription,
         program: InitProgram,
         leaves: Sequence[jax.Array],
-    ) -> SmartUpdateState:
+    ) -> _Initialised:
         initial, inputs = program.prologue(leaves)
-        statuses = []
+        statuses, feedback = [], []
         for number, (leaf, own) in enumerate(zip(leaves, inputs, strict=True)):
             host = partial(self._host.init_leaf, description, number, len(own.scalars))
-            _, status = call_on_shards(
+            left, status, _ = call_on_shards(
                 self._guarded(host),
                 self._leaf_sharding(number),
                 own.scalars,
                 [leaf, *own.arrays],
-                None,
+                np.float32 if self._sending.has_feedback else None,
             )
             statuses.append(status)
+            feedback += [] if left is None else [left]
         raw = [_raw(value) for value in initial]
         counter = jax.ShapeDtypeStruct((), np.int32)
         avals = [
@@ -209,7 +241,7 @@ class _SmartUpdate:
             [jnp.stack(statuses), *raw],
             avals,
         )
-        return _make_state(program, initial, held)
+        return initial, held, feedback
 
     # --- update --------------------------------------------------------------------
 
@@ -252,15 +284,18 @@ class _SmartUpdate:
         gradients, treedef = jax.tree.flatten(updates)
         known = updates if params is None else params
         program = trace_update(self._tx, known, extra_args)
+        self._sending.check(program)
         description = self._describe(program, trace_init(self._tx, known))
         old = jax.tree.leaves(state.optimizer)
+        held = jax.tree.leaves(state.error_feedback)
         _check_state(state, old, description)
+        _check_feedback(held, len(gradients) if self._sending.has_feedback else 0)
         device = self._device_params(updates, params, extra_args)
         stand_ins = [jnp.zeros(g.shape, g.dtype) for g in gradients]
         new, inputs = program.prologue(gradients, device or stand_ins, old, extra_args)
         params_leaves = device or [None] * len(inputs)
         results = [
-            self._update_leaf(description, number, *leaf, state.step)
+            self._update_leaf(description, number, *leaf, state.step, held[number:][:1])
             for number, leaf in enumerate(
                 zip(
                     gradients,
@@ -271,11 +306,12 @@ class _SmartUpdate:
                 )
             )
         ]
-        statuses = jnp.stack([status for _, status in results])
+        statuses = jnp.stack([status for _, status, _ in results])
+        left = [kept for _, _, leaf in results for kept in leaf]
         verdict = self._commit(description, state, statuses, new)
         return (
-            jax.tree.unflatten(treedef, [_applied(verdict, u) for u, _ in results]),
-            _next_state(state, verdict, old, new),
+            jax.tree.unflatten(treedef, [_applied(verdict, u) for u, _, _ in results]),
+            _next_state(state, verdict, [*old, *held], [*new, *left]),
         )
 
     def _update_leaf(
@@ -287,33 +323,45 @@ class _SmartUpdate:
         inputs: LeafInputs,
         gate: jax.Array,
         step: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
-        """One leaf's fp32 update, and its status."""
+        feedback: Sequence[jax.Array],
+    ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+        """One leaf's fp32 update, its status and its new error feedback."""
         leaf = description.leaves[number]
         dtype = leaf.device_dtype
         probe = jnp.zeros((0,), dtype)
         if params is not None and params.size and self._mesh is None:
             probe = params[(0,) * (params.ndim - 1)] if params.ndim else params[None]
         given = self._given_params(params)
-        host = partial(
-            self._host.update_leaf,
-            description,
-            number,
-            len(inputs.scalars),
-            bool(given),
-        )
-        result, status = call_on_shards(
-            self._guarded(host),
-            self._leaf_sharding(number),
-            [step, gate, *inputs.scalars, probe[:_NUM_PROBED]],
-            [gradient, *inputs.arrays, *given],
-            dtype,
+        sharding = self._leaf_sharding(number)
+        shared = [step, gate, *inputs.scalars, probe[:_NUM_PROBED]]
+        num_scalars, has_params = len(inputs.scalars), bool(given)
+
+        def call(
+            sent: Sent | None, arrays: Sequence[jax.Array], prepare: Prepare | None
+        ) -> tuple[jax.Array | None, jax.Array, list[jax.Array]]:
+            update = self._host.update_leaf
+            host = partial(update, description, number, num_scalars, has_params, sent)
+            guarded = self._guarded(host)
+            return call_on_shards(guarded, sharding, shared, arrays, dtype, prepare)
+
+        others = [*inputs.arrays, *given]
+        grid_of = partial(self._local_grid, description, number)
+        result, status, left = self._sending.send(
+            call, grid_of, gradient, others, feedback, step
         )
         assert result is not None
         if dtype == np.float32:
-            return result, status
+            return result, status, left
         assert params is not None
-        return result.astype(jnp.float32) - params.astype(jnp.float32), status
+        return result.astype(jnp.float32) - params.astype(jnp.float32), status, left
+
+    def _local_grid(self, description: StoreDescription, number: int) -> LeafGrid:
+        """The chunks of a leaf, or of each JAX device's shard of it."""
+        grid = self._host.grid(description, number)
+        sharding = self._leaf_sharding(number)
+        if sharding is None:
+            return grid
+        return LeafGrid(sharding.shard_shape(grid.shape), grid.chunk_shape)
 
     def _given_params(self, params: jax.Array | None) -> list[jax.Array]:
         """The leaf, if the host takes it for the master: exact, and at no cost."""
@@ -324,10 +372,18 @@ class _SmartUpdate:
         return [params]
 
     def _gates(self, gradients: Sequence[jax.Array]) -> list[jax.Array]:
-        """For each leaf, whether its update may go on: see `HostSide.looks_ahead`."""
-        if not self._host.looks_ahead:
+        """For each leaf, whether its update may go on: see `HostSide.looks_ahead`.
+
+        Of a gradient that is sent in part the host could not tell if it is finite.
+        """
+        is_sparse = self._sending.compression is not None and self._host.checks_finite
+        if not (self._host.looks_ahead or is_sparse):
             return [jnp.int32(GO)] * len(gradients)
         finite = [jnp.all(jnp.isfinite(g)) for g in gradients]
+        if not self._host.looks_ahead:
+            return [
+                jnp.where(ok, GO, HOLD_NON_FINITE).astype(jnp.int32) for ok in finite
+            ]
         all_finite = jnp.all(jnp.stack(finite)) if finite else True
         return [
             jnp.where(all_finite, GO, jnp.where(ok, HOLD, HOLD_NON_FINITE)).astype(
@@ -381,6 +437,8 @@ class _SmartUpdate:
             zip(update.leaves, init.leaves, strict=True)
         ):
             slots = [StateRecord(slot.name, slot.dtype.name) for slot in leaf.slots]
+            if self._sending.has_feedback:
+                slots.append(StateRecord(ERROR_FEEDBACK, "float32"))
             leaves.append(
                 LeafDescription(
                     path=leaf.info.path,
@@ -450,7 +508,10 @@ def _typed(raw: Any, like: jax.Array) -> jax.Array:
 
 
 def _make_state(
-    program: InitProgram, initial: Sequence[jax.Array], held: Sequence[Any]
+    program: InitProgram,
+    initial: Sequence[jax.Array],
+    held: Sequence[Any],
+    feedback: PyTree,
 ) -> SmartUpdateState:
     step, skipped, *scalars = held
     layout = program.layout
@@ -461,6 +522,7 @@ def _make_state(
         jnp.asarray(step, jnp.int32),
         jnp.asarray(skipped, jnp.int32),
         jax.tree.unflatten(layout.treedef, leaves),
+        feedback,
     )
 
 
@@ -472,6 +534,15 @@ def _check_state(
             f"the state given to update has {len(scalars)} scalars "
             f"({jax.tree.structure(state.optimizer)}), the optimizer's has "
             f"{list(description.scalar_paths)}; make it with the init of the same "
+            "transformation"
+        )
+
+
+def _check_feedback(held: Sequence[Any], expected: int) -> None:
+    if len(held) != expected:
+        raise StaleStateError(
+            f"the state given to update has error feedback of {len(held)} leaves, this "
+            f"compression's has {expected}; make it with the init of the same "
             "transformation"
         )
 
@@ -490,8 +561,11 @@ def _next_state(
 ) -> SmartUpdateState:
     is_committed = verdict == COMMITTED
     kept = [jnp.where(is_committed, n, o) for n, o in zip(new, old, strict=True)]
+    optimizer = jax.tree.structure(state.optimizer)
+    num = optimizer.num_leaves
     return SmartUpdateState(
         state.step + is_committed.astype(jnp.int32),
         state.skipped_steps + (verdict == SKIPPED).astype(jnp.int32),
-        jax.tree.unflatten(jax.tree.structure(state.optimizer), kept),
+        optimizer.unflatten(kept[:num]),
+        jax.tree.structure(state.error_feedback).unflatten(kept[num:]),
     )

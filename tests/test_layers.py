@@ -18,16 +18,19 @@ LAYERS = [
     {"store", "kernels", "compress"},
     {"csd", "exchange"},
     {"engine"},
-    {"transform", "host_side", "callback", "sharding"},
+    {"transform", "sending", "host_side", "callback", "sharding"},
     {"train", "cli"},
 ]
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 
 # Modules of one layer that make up one thing, and what they import of each other.
 SIBLINGS = {
+    ("transform", "sending"),
     ("transform", "host_side"),
     ("transform", "callback"),
     ("transform", "sharding"),
+    ("sending", "host_side"),
+    ("sending", "callback"),
     ("host_side", "callback"),
 }
 MAY_IMPORT_JAX = {"kernels", "compress", *LAYERS[4], *LAYERS[5], *LAYERS[6]}

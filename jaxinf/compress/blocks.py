@@ -89,25 +89,26 @@ def compress_leaf(
 
 
 def dense_leaf(sent: Compressed, like: jax.Array, grid: LeafGrid) -> jax.Array:
-    """What the CSDs make of it: zero where nothing was sent, in the values' dtype.
+    """What the CSDs make of it: zero where nothing was sent.
 
     Args:
       sent: of one leaf.
-      like: the leaf, for its shape.
+      like: the leaf, for its shape and dtype.
       grid: its chunks.
     """
     chunks, first, blocks = grid.chunks(), 0, []
     for chunk, count in zip(chunks, sent.counts, strict=True):
         part = slice(first, first + count)
         first += count
-        block = jnp.zeros(chunk.num_elements, sent.values.dtype)
+        block = jnp.zeros(chunk.num_elements, like.dtype)
         blocks.append(
             block.at[sent.indices[part]].set(
-                sent.values[part], indices_are_sorted=True, unique_indices=True
+                sent.values[part].astype(like.dtype),
+                indices_are_sorted=True,
+                unique_indices=True,
             )
         )
-    zeros = jnp.zeros(like.shape, sent.values.dtype)
-    return _assembled(zeros, chunks, blocks)
+    return _assembled(jnp.zeros(like.shape, like.dtype), chunks, blocks)
 
 
 def _runs(

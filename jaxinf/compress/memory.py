@@ -68,7 +68,8 @@ def sparsify(
             results = lax.cond(is_dense, _as_they_are, sent, gradients, held)
         else:
             results = sent(gradients, held)
-        new, left = results
+        # As a link does: nothing of the optimizer's is computed together with this.
+        new, left = lax.optimization_barrier(results)
         feedback = jax.tree.structure(state.error_feedback).unflatten(
             left if compression.error_feedback else []
         )
@@ -89,4 +90,4 @@ def _sent(
 ) -> tuple[jax.Array, jax.Array | None]:
     grid = choose_grid(tuple(gradient.shape), max_chunk_elements=chunk_elements)
     compressed, left = compress_leaf(gradient, grid, compression, feedback)
-    return dense_leaf(compressed, gradient, grid).astype(gradient.dtype), left
+    return dense_leaf(compressed, gradient, grid), left

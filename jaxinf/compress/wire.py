@@ -63,12 +63,14 @@ class SparseLeaf:
       indices: ``(k,)`` int32: those of the first chunk, then of the second, ….
       values: ``(k,)``, likewise.
       counts: how many of each chunk.
+      lengths: elements of each chunk, as they were when it was compressed.
     """
 
     shape: tuple[int, ...]
     indices: Array
     values: Array
     counts: Sequence[int]
+    lengths: Sequence[int]
 
     @property
     def nbytes(self) -> int:
@@ -79,8 +81,8 @@ class SparseLeaf:
     def _ends(self) -> Array:
         return np.cumsum(self.counts)
 
-    def chunk(self, number: int, num_elements: int) -> SparseGradient:
+    def chunk(self, number: int) -> SparseGradient:
         """What was sent of the chunk of that number within the leaf or shard."""
         last = int(self._ends[number])
         own = slice(last - self.counts[number], last)
-        return SparseGradient(self.indices[own], self.values[own], num_elements)
+        return SparseGradient(self.indices[own], self.values[own], self.lengths[number])

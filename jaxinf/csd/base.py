@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+from jaxinf.compress import SparseGradient
 from jaxinf.kernels import InitKernel, Kernel
 from jaxinf.typing import Array
 
@@ -187,7 +188,7 @@ class Csd(Protocol):
         buffer: CsdBuffer,
         extents: Sequence[Extent],
         kernel: Kernel,
-        gradient: Array,
+        gradient: Array | SparseGradient,
         inputs: ScalarInputs,
         out: Array,
         rounding: Rounding,
@@ -202,7 +203,8 @@ class Csd(Protocol):
           extents: master params, then the kernel's slots in its order, each as it is
             stored; the scales of int8 codes follow them.
           kernel: what to run.
-          gradient: 1-D, 16 or 32 bits, as long as the subgroup; only read.
+          gradient: 1-D, 16 or 32 bits, as long as the subgroup; only read. Of a
+            sparse one the elements that were not sent are zero.
           inputs: scalars and further arrays.
           out: 1-D; float32 receives the update, a 16-bit dtype the new params.
           rounding: the random bits of stochastic rounding.

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
+from jaxinf.compress import SparseGradient
 from jaxinf.csd.base import (
     CsdBuffer,
     CsdInfo,
@@ -154,7 +155,7 @@ class CardCsd:
         buffer: CsdBuffer,
         extents: Sequence[Extent],
         kernel: Kernel,
-        gradient: Array,
+        gradient: Array | SparseGradient,
         inputs: ScalarInputs,
         out: Array,
         rounding: Rounding,
@@ -164,6 +165,7 @@ class CardCsd:
     ) -> UpdateOutcome:
         """Runs the card's kernel; this thread sleeps meanwhile."""
         assert given is None  # a card reads its own
+        assert not isinstance(gradient, SparseGradient)  # `jaxinf.sending` refuses it
         own = _own(buffer)
         if is_idle(kernel):
             return self._update_nothing(

@@ -5,10 +5,12 @@ and are updated there in place.
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+from jaxinf.compress import SparseGradient
 from jaxinf.csd.base import (
     CsdBuffer,
     CsdInfo,
@@ -20,6 +22,7 @@ from jaxinf.csd.base import (
 )
 from jaxinf.csd.initial import initialise_states, states_as_slots
 from jaxinf.csd.rates import Channel, CsdRates, DriveChannels, moving
+from jaxinf.csd.sparse import run_sparse
 from jaxinf.io import Buffer, BufferPool, ByteMeters, DirectIO, crc32c
 from jaxinf.kernels import CodedSlot, InitKernel, Kernel, Passage, runner
 from jaxinf.layout import PAGE_BYTES
@@ -177,7 +180,7 @@ class HostCsd:
         buffer: CsdBuffer,
         extents: Sequence[Extent],
         kernel: Kernel,
-        gradient: Array,
+        gradient: Array | SparseGradient,
         inputs: ScalarInputs,
         out: Array,
         rounding: Rounding,
@@ -197,7 +200,7 @@ class HostCsd:
             reads=[place in own.asked for place in places],
             writes=_written(extents, kernel),
         )
-        is_finite = runner(kernel)(
+        is_finite = _run_of(kernel, gradient)(
             gradient=gradient,
             params=params,
             slots=slots,
@@ -235,6 +238,13 @@ class HostCsd:
         """The buffer's own memory as an array of the extent's dtype."""
         pages = _pages(buffer, extent)
         return pages[: extent.num_bytes].view(extent.dtype)
+
+
+def _run_of(kernel: Kernel, gradient: Array | SparseGradient) -> Callable[..., bool]:
+    """What to call with `Kernel.evaluate`'s arguments and a passage."""
+    if isinstance(gradient, SparseGradient):
+        return partial(run_sparse, runner(kernel))
+    return runner(kernel)
 
 
 def _written(extents: Sequence[Extent], kernel: Kernel) -> list[bool]:

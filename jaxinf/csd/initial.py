@@ -11,7 +11,7 @@ from jaxinf.csd.base import Extent, Rounding, ScalarInputs
 from jaxinf.kernels import CodedSlot, InitKernel
 from jaxinf.typing import Array
 
-__all__ = ["initialise_states", "states_as_slots"]
+__all__ = ["initialise_states", "slot_part", "states_as_slots"]
 
 _PIECE_ELEMENTS = 1 << 20
 
@@ -35,7 +35,7 @@ def initialise_states(
     master[...] = params
     for start in range(0, params.size, _PIECE_ELEMENTS):
         part = slice(start, min(start + _PIECE_ELEMENTS, params.size))
-        parts = [_part(slot, part) for slot in slots]
+        parts = [slot_part(slot, part) for slot in slots]
         wide = [
             np.empty(part.stop - start, np.float32)
             if isinstance(slot, CodedSlot)
@@ -69,7 +69,8 @@ def states_as_slots(
     return slots
 
 
-def _part(slot: Array | CodedSlot, part: slice) -> Array | CodedSlot:
+def slot_part(slot: Array | CodedSlot, part: slice) -> Array | CodedSlot:
+    """Some of a slot's elements; coded ones from the start of a block on."""
     if isinstance(slot, CodedSlot):
         return slot.part(part.start, part.stop)
     return slot[part]

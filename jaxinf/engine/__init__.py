@@ -12,6 +12,7 @@ from jaxinf.engine.state import (
     compare_params,
     finish_initialisation,
     initialise,
+    read_state,
 )
 from jaxinf.engine.steps import LeafPart, StepEngine, StepMetrics
 from jaxinf.engine.store import DEFAULT_MEMORY_BYTES, Store, open_store
@@ -34,4 +35,5 @@ __all__ = [
     "finish_initialisation",
     "initialise",
     "open_store",
+    "read_state",
 ]

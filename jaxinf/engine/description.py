@@ -16,6 +16,7 @@ from jaxinf.csd import KernelNeed
 from jaxinf.kernels import InitKernel, Kernel
 from jaxinf.layout import choose_grid
 from jaxinf.store import (
+    ERROR_FEEDBACK,
     MASTER_PARAMS,
     LeafRecord,
     Manifest,
@@ -29,7 +30,11 @@ from jaxinf.store import (
 __all__ = ["LeafDescription", "StoreDescription", "coded_states", "kernel_needs"]
 
 _MIN_CODED_ELEMENTS = 4096
-_NEVER_CODED = (MASTER_PARAMS, "acc_grads")  # sums of gradients: every bit counts
+_NEVER_CODED = (
+    MASTER_PARAMS,
+    ERROR_FEEDBACK,
+    "acc_grads",
+)  # sums of gradients: every bit counts
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +43,8 @@ class LeafDescription:
 
     Attributes:
       path, shape, dtype: of the params leaf on the JAX device.
-      states: the fp32 master params, then the kernel's slots in its order.
+      states: the fp32 master params, then the kernel's slots in its order, then the
+        error feedback if gradients are compressed with it.
       kernel: the update.
       init_kernel: the initial state.
       shard_counts: shards of the leaf along each dimension, 1 where not sharded.
@@ -152,7 +158,11 @@ def kernel_needs(description: StoreDescription, held: Manifest) -> list[KernelNe
         KernelNeed(
             leaf=leaf.name,
             kernel=leaf.kernel,
-            codecs=tuple(s.codec for s in record.states if s.codec != "scale"),
+            codecs=tuple(
+                state.codec
+                for state in record.states
+                if state.codec != "scale" and state.name != ERROR_FEEDBACK
+            ),
             dtype=leaf.device_dtype,
         )
         for leaf, record in zip(description.leaves, held.leaves, strict=True)

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jaxinf.compress import SparseGradient, SparseLeaf
 from jaxinf.csd import Csd, CsdBuffer, Rounding, ScalarInputs
 from jaxinf.engine.session import Session
 from jaxinf.engine.tasks import SubgroupLayout, Task
 from jaxinf.errors import DivergedParamsError, StoreMismatchError
 from jaxinf.kernels import InitKernel
-from jaxinf.layout import gather, scatter
+from jaxinf.layout import covers, gather, scatter
 from jaxinf.store import CommitRecord, ScalarState
 from jaxinf.typing import Array
 
@@ -21,10 +22,11 @@ __all__ = [
     "compare_params",
     "diverged_error",
     "finish_initialisation",
+    "gather_gradient",
     "gather_inputs",
     "gather_run",
     "initialise",
-    "read_params",
+    "read_state",
     "rounding_of",
     "rounding_of_chunk",
     "same_values",
@@ -60,9 +62,10 @@ def initialise(
         ) -> None:
             chunk = gather_run(session, layout, params, origin)
             own = gather_inputs(session, layout, inputs, origin)
-            csd.initialise(
-                buffer, layout.extents, kernel, chunk, own, rounding_of(layout, 0)
-            )
+            extents, rounding = layout.kernel_extents, rounding_of(layout, 0)
+            csd.initialise(buffer, extents, kernel, chunk, own, rounding)
+            if layout.feedback is not None:
+                csd.view(buffer, layout.extents[layout.feedback])[...] = 0
             session.meters.add(link_down_bytes=chunk.nbytes)
 
         stores = tuple(range(len(layout.states)))
@@ -94,7 +97,7 @@ def compare_params(
         if not same_values(master.astype(params.dtype), given):
             differing.append(layout.subgroup.chunk)
 
-    _stream_masters(session, leaf, params.shape, origin, visit)
+    _stream_state(session, leaf, params.shape, origin, visit)
     if differing:
         record = session.files.manifest.leaves[leaf]
         step = session.commit.step if session.commit else 0
@@ -143,7 +146,9 @@ def diverged_error(name: str, given: Array, held: Array) -> DivergedParamsError:
     )
 
 
-def read_params(session: Session, leaf: int, out: Array, origin: Sequence[int]) -> None:
+def read_state(
+    session: Session, leaf: int, out: Array, origin: Sequence[int], state: int = 0
+) -> None:
     """Reads a leaf's committed master params, cast to the dtype of `out`.
 
     Args:
@@ -151,17 +156,18 @@ def read_params(session: Session, leaf: int, out: Array, origin: Sequence[int]) 
       leaf: which.
       out: the leaf or one shard of it; written.
       origin: index in the leaf of the array's first element.
+      state: another of its states, which is no coded one.
     """
     chunks = session.files.chunks[leaf]
 
-    def visit(layout: SubgroupLayout, master: Array) -> None:
+    def visit(layout: SubgroupLayout, held: Array) -> None:
         subgroup = layout.subgroup
-        values = master.astype(out.dtype)
+        values = held.astype(out.dtype)
         chunk = chunks[subgroup.chunk]
         scatter(out, chunk, tuple(origin), subgroup.offset_elements, values)
         session.meters.add(link_up_bytes=values.nbytes)
 
-    _stream_masters(session, leaf, out.shape, origin, visit)
+    _stream_state(session, leaf, out.shape, origin, visit, state)
 
 
 def same_values(a: Array, b: Array) -> bool:
@@ -206,6 +212,35 @@ def rounding_of_chunk(leaf: int, chunk: int, step: int) -> int:
     return (key * 0x85EBCA6B) & 0xFFFFFFFF
 
 
+def gather_gradient(
+    session: Session,
+    layout: SubgroupLayout,
+    gradient: Array | SparseLeaf,
+    origin: Sequence[int],
+) -> Array | SparseGradient:
+    """A subgroup's part of a gradient, dense or sparse as it came.
+
+    Raises:
+      StoreMismatchError: it was compressed for other chunks.
+    """
+    if not isinstance(gradient, SparseLeaf):
+        return gather_run(session, layout, gradient, origin)
+    subgroup = layout.subgroup
+    record = session.files.manifest.leaves[subgroup.leaf]
+    positions = covers(record.grid, tuple(origin), gradient.shape)
+    chunks = session.files.chunks[subgroup.leaf]
+    lengths = tuple(chunks[position].num_elements for position in positions)
+    if tuple(gradient.lengths) != lengths:
+        raise StoreMismatchError(
+            f"leaf {record.name}: the gradient was compressed for chunks of other "
+            f"lengths than the store's ({record.chunk_shape}): the update was traced "
+            "before the store was made; trace it again"
+        )
+    sent = gradient.chunk(positions.index(subgroup.chunk))
+    start = subgroup.offset_elements
+    return sent.part(start, start + subgroup.num_elements)
+
+
 def gather_inputs(
     session: Session,
     layout: SubgroupLayout,
@@ -219,23 +254,24 @@ def gather_inputs(
     return ScalarInputs(inputs.scalars, arrays)
 
 
-def _stream_masters(
+def _stream_state(
     session: Session,
     leaf: int,
     extent: Sequence[int],
     origin: Sequence[int],
     visit: Callable[[SubgroupLayout, Array], None],
+    state: int = 0,
 ) -> None:
-    """Calls `visit`, on worker threads, with each subgroup's master params."""
+    """Calls `visit`, on worker threads, with each subgroup's master, or other state."""
     tasks = []
     for layout in session.layouts(leaf, origin, extent):
 
         def compute(
             csd: Csd, buffer: CsdBuffer, layout: SubgroupLayout = layout
         ) -> None:
-            visit(layout, csd.view(buffer, layout.extents[0]))
+            visit(layout, csd.view(buffer, layout.extents[state]))
 
-        slot = session.chunks.source(layout, 0)
-        tasks.append(Task(layout, compute, loads=((0, slot),)))
+        slot = session.chunks.source(layout, state)
+        tasks.append(Task(layout, compute, loads=((state, slot),)))
     session.handler.run(tasks)
     session.handler.drain()

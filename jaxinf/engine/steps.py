@@ -20,11 +20,13 @@ from typing import TypeAlias
 
 import numpy as np
 
+from jaxinf.compress import SparseLeaf
 from jaxinf.csd import Csd, CsdBuffer, ScalarInputs
 from jaxinf.engine.session import Session
 from jaxinf.engine.state import (
     compare_chunk,
     diverged_error,
+    gather_gradient,
     gather_inputs,
     gather_run,
     rounding_of,
@@ -36,7 +38,7 @@ from jaxinf.io import ByteCounts, crc32c
 from jaxinf.kernels import Kernel
 from jaxinf.kernels.specialise import specialise, state_read
 from jaxinf.layout import Subgroup, scatter, target_view
-from jaxinf.store import MASTER_PARAMS, CommitRecord, ScalarState, Slot
+from jaxinf.store import ERROR_FEEDBACK, MASTER_PARAMS, CommitRecord, ScalarState, Slot
 from jaxinf.typing import Array, JsonValue
 
 __all__ = ["LeafPart", "StepEngine", "StepMetrics"]
@@ -72,7 +74,7 @@ class LeafPart:
       leaf: its number.
       kernel: the update.
       origin: index in the leaf of the arrays' first element.
-      gradient: 16 or 32 bits; only read.
+      gradient: 16 or 32 bits, or what a compression sends of it; only read.
       inputs: scalars, and arrays of the gradient's shape.
       out: of the gradient's shape; float32 receives the update, 16 bits the new params.
       probe: the first few params on the JAX device, or empty: compared with the master.
@@ -81,17 +83,26 @@ class LeafPart:
         at hand.
       wants_params: float32 `out` receives the new params, not the update; it may be
         `params` itself.
+      feedback: float32 of the gradient's shape, the error feedback after this step;
+        None where it stays as it is.
     """
 
     leaf: int
     kernel: Kernel
     origin: tuple[int, ...]
-    gradient: Array
+    gradient: Array | SparseLeaf
     inputs: ScalarInputs
     out: Array
     probe: Array
     params: Array | None = None
     wants_params: bool = False
+    feedback: Array | None = None
+
+    @property
+    def link_bytes(self) -> int:
+        """Bytes that the gradient takes on the link, error feedback included."""
+        feedback = 0 if self.feedback is None else self.feedback.nbytes
+        return self.gradient.nbytes + feedback
 
 
 @dataclass(frozen=True)
@@ -163,7 +174,7 @@ class StepEngine:
         takes_params = self._session.options.csd.takes_params
         given = part.params.nbytes if takes_params and part.params is not None else 0
         self._session.meters.add(
-            link_down_bytes=part.gradient.nbytes + given, link_up_bytes=part.out.nbytes
+            link_down_bytes=part.link_bytes + given, link_up_bytes=part.out.nbytes
         )
         return all(verdicts)
 
@@ -363,6 +374,9 @@ class StepEngine:
         needed = state_read(kernel)
         if part.out.dtype != np.float32:  # which is rounded from the master
             needed |= {MASTER_PARAMS}
+        unchanged = kernel.unchanged
+        if part.feedback is None:
+            unchanged |= {ERROR_FEEDBACK}
         loads = frozenset(n for n in states if layout.slots[n] in needed)
         # Over a step that is not committed a chunk's parts are overwritten one by one:
         # when the whole could be compared, it is not there any more.
@@ -382,13 +396,14 @@ class StepEngine:
             elif is_first and part.probe.size and 0 in loads:
                 master = csd.view(buffer, layout.extents[0])
                 self._check_probe(part, layout, master, is_whole=not is_overwritten)
-            gradient = gather_run(session, layout, part.gradient, part.origin)
+            gradient = gather_gradient(session, layout, part.gradient, part.origin)
             own = gather_inputs(session, layout, part.inputs, part.origin)
-            out = target_view(part.out, chunk, part.origin, offset, gradient.size)
-            result = np.empty(gradient.size, part.out.dtype) if out is None else out
+            num = layout.subgroup.num_elements
+            out = target_view(part.out, chunk, part.origin, offset, num)
+            result = np.empty(num, part.out.dtype) if out is None else out
             outcome = csd.update(
                 buffer,
-                layout.extents,
+                layout.kernel_extents,
                 kernel,
                 gradient,
                 own,
@@ -398,6 +413,10 @@ class StepEngine:
                 wants_params=part.wants_params,
             )
             verdicts.append(outcome.is_finite)
+            if part.feedback is not None:
+                assert layout.feedback is not None
+                left = gather_run(session, layout, part.feedback, part.origin)
+                csd.view(buffer, layout.extents[layout.feedback])[...] = left
             if out is None:
                 scatter(part.out, chunk, part.origin, offset, result)
             return outcome.read_checksums
@@ -406,7 +425,7 @@ class StepEngine:
             layout,
             compute,
             loads=self._sources(layout, loads),
-            stores=tuple(n for n in states if layout.slots[n] not in kernel.unchanged),
+            stores=tuple(n for n in states if layout.slots[n] not in unchanged),
             runs_kernel=True,
         )
 

@@ -25,7 +25,7 @@ from jaxinf.engine.session import (
     SessionOptions,
     StateFormat,
 )
-from jaxinf.engine.state import read_params
+from jaxinf.engine.state import read_state
 from jaxinf.engine.steps import StepEngine, StepMetrics
 from jaxinf.errors import StoreFormatError, StoreMismatchError
 from jaxinf.kernels import leaf_infos
@@ -165,7 +165,7 @@ class Store:
         leaves, treedef = jax.tree.flatten(like)
         self._check_like(like)
         with self.steps.paused():
-            read = [self._read_leaf(i, leaf) for i, leaf in enumerate(leaves)]
+            read = [self.read_leaf(i, leaf) for i, leaf in enumerate(leaves)]
         return jax.tree.unflatten(treedef, read)
 
     def _check_like(self, like: PyTree) -> None:
@@ -179,14 +179,22 @@ class Store:
                 f"`like` {len(asked)}"
             )
 
-    def _read_leaf(self, number: int, like: Any) -> jax.Array:
+    def read_leaf(self, number: int, like: Any, state: int = 0) -> jax.Array:
+        """A leaf's committed master, or other state, onto the JAX devices; blocks.
+
+        Args:
+          number: of the leaf.
+          like: its shape, the dtype wanted and, where it has one, a sharding.
+          state: the number of the state in the manifest, no coded one.
+        """
         shape, dtype = tuple(like.shape), np.dtype(like.dtype)
 
         def read(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
             bounds = [s.indices(n) for s, n in zip(index, shape, strict=True)]
             out = np.empty([stop - start for start, stop, _ in bounds], dtype)
-            read_params(self.session, number, out, [start for start, _, _ in bounds])
+            origin = [start for start, _, _ in bounds]
+            read_state(self.session, number, out, origin, state)
             return out
 
         sharding = getattr(like, "sharding", None)

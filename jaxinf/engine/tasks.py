@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from jaxinf.csd import Csd, CsdBuffer, Extent
 from jaxinf.layout import PAGE_BYTES, Subgroup
-from jaxinf.store import LeafRecord, Slot, dtype_of
+from jaxinf.store import ERROR_FEEDBACK, LeafRecord, Slot, dtype_of
 
 __all__ = ["SubgroupLayout", "Task", "TaskGroup"]
 
@@ -28,6 +28,17 @@ class SubgroupLayout:
     states: tuple[str, ...]
     slots: tuple[str, ...]
     extents: tuple[Extent, ...]
+
+    @property
+    def feedback(self) -> int | None:
+        """Which of the states is the error feedback; it comes last."""
+        last = len(self.states) - 1
+        return last if self.states[last] == ERROR_FEEDBACK else None
+
+    @property
+    def kernel_extents(self) -> tuple[Extent, ...]:
+        """Of the states that a kernel updates."""
+        return self.extents[: self.feedback]
 
     @property
     def num_bytes(self) -> int:

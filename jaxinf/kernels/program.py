@@ -93,6 +93,13 @@ class UpdateProgram:
         extra = self._extra_args.dynamic_values(extra_args or {})
         return self._prologue([*gradients, *params, *scalar_state, *extra])
 
+    @property
+    def reads_gradients(self) -> bool:
+        """Whether what the prologue computes depends on gradients, such as a norm."""
+        gradients = set(self._prologue.inputs[: len(self.leaves)])
+        wanted = (value for node in self._prologue.nodes for value in node.inputs)
+        return not gradients.isdisjoint(wanted)
+
     def fingerprint(self) -> str:
         """SHA-256 over the kernels and slots; the same for other literal values."""
         digest = hashlib.sha256()

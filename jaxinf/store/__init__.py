@@ -35,6 +35,7 @@ from jaxinf.store.manifest import (
 )
 from jaxinf.store.migrate import migrate
 from jaxinf.store.names import (
+    ERROR_FEEDBACK,
     MASTER_PARAMS,
     array_name,
     check_leaf_paths,
@@ -46,6 +47,7 @@ from jaxinf.store.views import find_leaf, open_array
 
 __all__ = [
     "CODECS",
+    "ERROR_FEEDBACK",
     "FORMAT_VERSION",
     "MASTER_PARAMS",
     "SLOTS",

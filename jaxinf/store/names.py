@@ -6,10 +6,20 @@ single path component that any POSIX file system takes.
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["MASTER_PARAMS", "array_name", "check_leaf_paths", "encode_key", "leaf_name"]
+__all__ = [
+    "ERROR_FEEDBACK",
+    "MASTER_PARAMS",
+    "array_name",
+    "check_leaf_paths",
+    "encode_key",
+    "leaf_name",
+]
 
 MASTER_PARAMS = "params"
 """The state that holds the fp32 master params."""
+
+ERROR_FEEDBACK = "error_feedback"
+"""What compression has left out of the gradients so far; follows the optimizer's."""
 
 _MAX_NAME_BYTES = 255
 

@@ -84,8 +84,6 @@ def open_backend(
     """
     if config.mode == "memory":
         return InMemory(config, optimizer)
-    if config.compression is not None:
-        raise UsageError("--compress: not near storage yet; give --mode memory")
     assert config.store is not None
     try:
         store = open_store(
@@ -100,7 +98,36 @@ def open_backend(
         )
     except (ValueError, NotADirectoryError) as error:
         raise UsageError(str(error)) from error
-    return OnStore(store, smart_update(optimizer, store, nonfinite=config.nonfinite))
+    return OnStore(store, _smart(config, optimizer, store))
+
+
+def _smart(
+    config: TrainConfig, optimizer: optax.GradientTransformation, store: Store
+) -> optax.GradientTransformationExtraArgs:
+    """`smart_update`, behind the clipping where gradients are compressed.
+
+    Raises:
+      UsageError: the store cannot take them so.
+    """
+    compression = config.compression
+    try:
+        tx = smart_update(
+            optimizer, store, compress=compression, nonfinite=config.nonfinite
+        )
+    except ValueError as error:
+        store.close()
+        raise UsageError(f"--compress {config.compress}: {error}") from error
+    if compression is None:
+        return tx
+    clipping = make_clipping(config)
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, Any]:
+        clipped, _ = clipping.update(updates, clipping.init(params), params)
+        return tx.update(clipped, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 class OnStore:

@@ -291,7 +291,7 @@ def check(config: TrainConfig) -> None:
     _check_ranges(config)
     _check_model(config)
     _check_optimizer(config)
-    _ = config.compression
+    _check_compression(config)
     try:
         parse_csd(config.csd)
     except ValueError as error:
@@ -312,6 +312,18 @@ def check(config: TrainConfig) -> None:
         raise UsageError(
             f"--log-dir {config.logs}: expected a place outside the store "
             f"{config.store}, which holds nothing but the store's own files"
+        )
+
+
+def _check_compression(config: TrainConfig) -> None:
+    compression = config.compression
+    if compression is None or not compression.error_feedback:
+        return
+    if config.mode == "update" and config.durability not in ("step", 1):
+        raise UsageError(
+            f"--compress {config.compress}: what a step leaves out is part of its "
+            f"commit, expected --durability step, got {config.durability}; leave error "
+            "feedback out, or commit each step"
         )
 
 

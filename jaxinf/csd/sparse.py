@@ -1,0 +1,80 @@
+"""A kernel over a sparse gradient, for CSDs whose processor is the host's CPU.
+
+Invariant: the same bits and checksums as with the dense gradient that has zeros where
+nothing was sent; temporary memory does not grow with the subgroup.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from jaxinf.compress import SparseGradient
+from jaxinf.csd.initial import slot_part
+from jaxinf.io import crc32c_combine
+from jaxinf.kernels import CodedSlot, Passage
+from jaxinf.kernels.passage import stored_arrays
+from jaxinf.typing import Array
+
+__all__ = ["run_sparse"]
+
+# Of the dense scratch: 1 MiB in float32 stays in a core's cache, and clearing it costs
+# no more than what was written.
+_PIECE_ELEMENTS = 1 << 18
+
+
+def run_sparse(
+    run: Callable[..., bool],
+    *,
+    gradient: SparseGradient,
+    params: Array,
+    slots: Sequence[Array | CodedSlot],
+    scalars: Sequence[Array],
+    arrays: Sequence[Array],
+    out: Array,
+    passage: Passage,
+) -> bool:
+    """Runs a kernel piece by piece, each piece's gradient scattered into a scratch.
+
+    Args:
+      run: what `jaxinf.kernels.runner` gives; see `Kernel.evaluate` for the rest.
+      gradient: of as many elements as `params`.
+
+    Returns:
+      Whether every value is finite.
+    """
+    scratch = np.zeros(min(params.size, _PIECE_ELEMENTS), gradient.values.dtype)
+    is_finite = True
+    sums: list[tuple[Passage, list[int]]] = []
+    for start in range(0, params.size, _PIECE_ELEMENTS):
+        part = slice(start, min(start + _PIECE_ELEMENTS, params.size))
+        sent = gradient.part(part.start, part.stop)
+        dense = scratch[: sent.num_elements]
+        sent.put_into(dense)
+        given = None if passage.given is None else passage.given[part]
+        own_slots = [slot_part(slot, part) for slot in slots]
+        own = replace(passage, given=given)
+        is_finite &= run(
+            gradient=dense,
+            params=params[part],
+            slots=own_slots,
+            scalars=scalars,
+            arrays=[array[part] for array in arrays],
+            out=out[part],
+            passage=own,
+        )
+        dense[sent.indices] = 0
+        sums.append((own, [a.nbytes for a in stored_arrays(params[part], own_slots)]))
+    passage.read = _combined([(own.read, lengths) for own, lengths in sums])
+    passage.written = _combined([(own.written, lengths) for own, lengths in sums])
+    return is_finite
+
+
+def _combined(parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[int, ...]:
+    """Of each stored array, the checksum of the whole; 0 stays 0 where none is wanted.
+
+    Args:
+      parts: of each piece, checksums and lengths in bytes, by stored array.
+    """
+    arrays = zip(*(zip(*part, strict=True) for part in parts), strict=True)
+    return tuple(crc32c_combine(array) for array in arrays)

@@ -1,0 +1,322 @@
+"""`smart_update(compress=…)`: bits, bytes on the link, error feedback, refusals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxinf
+from jaxinf.compress import sparsify
+
+# Small chunks and less memory than one takes: several chunks a leaf, several subgroups
+# a chunk.
+OPTIONS = {"chunk_elements": 20_480, "memory_bytes": 1 << 20}
+
+
+def make(seed, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(seed), 4)
+    tree = {
+        "w": jax.random.normal(keys[0], (200, 300)),
+        "deep": [jax.random.normal(keys[1], (4096,)), jax.random.normal(keys[2], ())],
+        "none": None,
+        "odd": jax.random.normal(keys[3], (7, 11)),
+        "empty": jnp.zeros((0, 3)),
+    }
+    return jax.tree.map(lambda x: (x**3).astype(dtype), tree)
+
+
+def three_jits(tx):
+    """The reference of every claim about bits: the update and the addition apart."""
+    update, add = jax.jit(tx.update), jax.jit(optax.apply_updates)
+
+    def step(params, state, gradients):
+        updates, state = update(gradients, state, params)
+        return add(params, updates), state
+
+    return step
+
+
+def run(tx, params, seeds, state=None):
+    state = tx.init(params) if state is None else state
+    step = three_jits(tx)
+    for seed in seeds:
+        params, state = step(params, state, make(seed))
+    return params, state
+
+
+def assert_same(tree, other):
+    for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+COMPRESSIONS = {
+    "plain": jaxinf.top_k(0.05),
+    "exact": jaxinf.top_k(0.05, selection="exact"),
+    "feedback": jaxinf.top_k(0.05, error_feedback=True),
+    "16 bits": jaxinf.top_k(0.05, values="bfloat16", error_feedback=True),
+    "warm-up": jaxinf.top_k(0.05, warmup_steps=2, error_feedback=True),
+    "everything": jaxinf.top_k(1.0, values="float16"),
+}
+OPTIMIZERS = {
+    "adamw": lambda: optax.adamw(1e-2),
+    "momentum": lambda: optax.sgd(1e-2, momentum=0.9),
+    "accumulate": lambda: optax.MultiSteps(
+        optax.adam(1e-2), 2
+    ).gradient_transformation(),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        ("plain", "adamw"),
+        ("exact", "accumulate"),
+        ("feedback", "momentum"),
+        ("16 bits", "adamw"),
+        ("warm-up", "adamw"),
+        ("everything", "momentum"),
+    ],
+)
+def test_bits_of_the_same_in_memory(name, optimizer, open_store):
+    compression, tx = COMPRESSIONS[name], OPTIMIZERS[optimizer]()
+    chunk = OPTIONS["chunk_elements"]
+    clip = optax.clip_by_global_norm(1.0)
+    reference = optax.chain(clip, sparsify(compression, chunk_elements=chunk), tx)
+    expected, held = run(reference, make(0), range(1, 6))
+    store = open_store(**OPTIONS)
+    smart = optax.chain(clip, jaxinf.smart_update(tx, store, compress=compression))
+    found, state = run(smart, make(0), range(1, 6))
+    assert_same(found, expected)
+    assert_same(state[1].error_feedback, held[1].error_feedback)
+    assert_same(store.params(like=found, state=state), expected)
+
+
+def test_clipping_inside_sees_the_dense_gradient(open_store):
+    compression = jaxinf.top_k(0.05, selection="exact")
+    clip, tx = optax.clip_by_global_norm(1.0), optax.sgd(1e-2)
+    chunk = OPTIONS["chunk_elements"]
+    reference = optax.chain(clip, sparsify(compression, chunk_elements=chunk), tx)
+    expected, _ = run(reference, make(0), [1, 2, 3])
+    inside = optax.chain(clip, tx)
+    smart = jaxinf.smart_update(inside, open_store(**OPTIONS), compress=compression)
+    found, _ = run(smart, make(0), [1, 2, 3])
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("callback", ["buffer", "io"])
+def test_scan(callback, open_store, monkeypatch):
+    monkeypatch.setenv("JAXINF_CALLBACK", callback)
+    compression = jaxinf.top_k(0.05, warmup_steps=2, error_feedback=True)
+    one, many = (
+        jaxinf.smart_update(
+            optax.adamw(1e-2), open_store(name, **OPTIONS), compress=compression
+        )
+        for name in ("one", "many")
+    )
+    expected, state = run(one, make(0), range(1, 6))
+
+    @jax.jit
+    def scanned(params, state, gradients):
+        def step(carry, gradients):
+            params, state = carry
+            updates, state = many.update(gradients, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(step, (params, state), gradients)[0]
+
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(make, range(1, 6)))
+    found, after = scanned(make(0), many.init(make(0)), stacked)
+    assert_same(found, expected)
+    assert_same(after, state)
+
+
+@pytest.mark.parametrize(("ratio", "values"), [(0.02, None), (0.06, "bfloat16")])
+def test_link_traffic_is_the_ratio_exactly(ratio, values, open_store):
+    store = open_store(master="stored", chunk_elements=51_200)
+    compression = jaxinf.top_k(ratio, values=values, warmup_steps=1)
+    tx = jaxinf.smart_update(optax.adam(1e-2), store, compress=compression)
+    params = {"a": jnp.ones((512, 500)), "b": jnp.ones((25_600,))}
+    dense_bytes = 4 * sum(leaf.size for leaf in params.values())
+    state = tx.init(params)
+    for step, expected in ((1, dense_bytes), (2, ratio * dense_bytes)):
+        updates, state = tx.update(params, state, params)
+        params = optax.apply_updates(params, updates)
+        traffic = store.metrics_of(step).traffic
+        assert traffic.link_down_bytes == expected
+        assert traffic.link_up_bytes == dense_bytes
+
+
+def test_link_traffic_of_any_leaf_is_that_of_its_chunks(open_store):
+    store = open_store(master="stored", **OPTIONS)
+    compression = jaxinf.top_k(0.03, values="float16")
+    tx = jaxinf.smart_update(optax.adam(1e-2), store, compress=compression)
+    params = make(0)
+    _, state = tx.update(make(1), tx.init(params), params)
+    store.wait(state)
+    kept = [
+        compression.num_kept(chunk.num_elements, np.float32)
+        for leaf in store.manifest.leaves
+        for chunk in leaf.grid.chunks()
+    ]
+    assert store.metrics.traffic.link_down_bytes == 6 * sum(kept)
+
+
+def test_error_feedback_costs_the_link_its_own_bytes(open_store):
+    store = open_store(master="stored", chunk_elements=51_200)
+    compression = jaxinf.top_k(0.02, error_feedback=True)
+    tx = jaxinf.smart_update(optax.adam(1e-2), store, compress=compression)
+    params = {"a": jnp.ones((512, 500))}
+    _, state = tx.update(params, tx.init(params), params)
+    store.wait(state)
+    assert store.metrics.traffic.link_down_bytes == 4 * 256_000 * 1.02
+
+
+@pytest.mark.parametrize("jit_init", [False, True])
+def test_resume_is_the_uninterrupted_run_to_the_bit(jit_init, open_store):
+    compression = jaxinf.top_k(0.05, error_feedback=True, warmup_steps=1)
+
+    def smart(store):
+        return jaxinf.smart_update(optax.adamw(1e-2), store, compress=compression)
+
+    expected, last = run(smart(open_store("whole", **OPTIONS)), make(0), range(1, 8))
+    store = open_store("parts", **OPTIONS)
+    _, state = run(smart(store), make(0), range(1, 5))
+    store.wait(state)
+    left = store.read("error_feedback", "w")
+    np.testing.assert_array_equal(left, state.error_feedback["w"])
+    assert np.any(left)
+    store.close()
+    store = open_store("parts", memory_bytes=1 << 22)
+    tx = smart(store)
+    params = store.params(like=make(0))
+    state = (jax.jit(tx.init) if jit_init else tx.init)(params)
+    found, after = run(tx, params, range(5, 8), state)
+    assert_same(found, expected)
+    assert_same(after.error_feedback, last.error_feedback)
+
+
+@pytest.mark.parametrize("state_format", ["bf16", "int8"])
+def test_coded_state_has_the_bits_of_the_dense_update(state_format, open_store):
+    """Zeros that are scattered round as zeros that are sent."""
+    compression = jaxinf.top_k(0.05, selection="exact")
+    options = {**OPTIONS, "memory_bytes": 1 << 25, "state": state_format}
+    big = {"w": make(0)["w"].repeat(10, 0)}
+    gradient = {"w": make(1)["w"].repeat(10, 0)}
+    chunk = OPTIONS["chunk_elements"]
+    sent, _ = sparsify(compression, chunk_elements=chunk).update(
+        gradient, sparsify(compression).init(big)
+    )
+    found = []
+    for name, compress, given in (("a", compression, gradient), ("b", None, sent)):
+        store = open_store(name, **options)
+        tx = jaxinf.smart_update(optax.adam(1e-2), store, compress=compress)
+        _, state = jax.jit(tx.update)(given, tx.init(big), big)
+        store.wait(state)
+        found.append([store.read(s, "w") for s in ("params", "mu", "nu")])
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def poisoned(seed, value):
+    gradients = make(seed)
+    # The largest element is another: nothing of this is selected.
+    gradients["w"] = gradients["w"].at[3, 5].set(value)
+    return gradients
+
+
+@pytest.mark.parametrize(("value", "durability"), [(np.nan, "step"), (-np.inf, 3)])
+def test_non_finite_gradient_is_refused(value, durability, open_store):
+    store = open_store(durability=durability, **OPTIONS)
+    tx = jaxinf.smart_update(optax.adam(1e-2), store, compress=jaxinf.top_k(0.001))
+    params, state = run(tx, make(0), [1])
+    with pytest.raises(jaxinf.NonFiniteGradientError, match="gradient of w;"):
+        tx.update(poisoned(2, value), state, params)
+
+
+def test_skipped_step_leaves_no_trace(open_store):
+    compression = jaxinf.top_k(0.05, error_feedback=True)
+    results = []
+    for name, bad in (("without", []), ("with", [np.nan])):
+        store = open_store(name, **OPTIONS)
+        tx = jaxinf.smart_update(
+            optax.adam(1e-2), store, compress=compression, nonfinite="skip"
+        )
+        params, state = run(tx, make(0), [1, 2])
+        for value in bad:
+            updates, state = jax.jit(tx.update)(poisoned(3, value), state, params)
+            assert not any(np.any(u) for u in jax.tree.leaves(updates))
+            assert int(state.skipped_steps) == 1
+        results.append(run(tx, params, [4, 5], state))
+    (expected, before), (found, after) = results
+    assert_same(found, expected)
+    assert_same(after.error_feedback, before.error_feedback)
+
+
+def test_16_bit_params(open_store):
+    store = open_store(**OPTIONS)
+    tx = jaxinf.smart_update(optax.sgd(1.0), store, compress=jaxinf.top_k(0.3))
+    params, gradients = make(0, jnp.bfloat16), make(1, jnp.bfloat16)
+    updates, state = jax.jit(tx.update)(gradients, tx.init(params), params)
+    moved = jax.tree.map(lambda u: np.count_nonzero(u), updates)
+    assert moved["w"] == 60_000 * 0.3 * 2 / 6
+    new = optax.apply_updates(params, updates)
+    assert_same(store.params(like=new, state=state), new)
+
+
+def test_a_store_may_go_on_with_and_without(open_store):
+    store = open_store(**OPTIONS)
+    params, state = run(jaxinf.smart_update(optax.adam(1e-2), store), make(0), [1])
+    tx = jaxinf.smart_update(optax.adam(1e-2), store, compress=jaxinf.top_k(0.1))
+    _, state = run(tx, params, [2, 3], state)
+    store.wait(state)
+    assert store.step == 3
+
+
+# --- refusals ------------------------------------------------------------------------
+
+
+def test_what_is_no_compression(open_store):
+    with pytest.raises(TypeError, match=r"compress=0.01: expected jaxinf.top_k"):
+        jaxinf.smart_update(optax.adam(1e-2), open_store(), compress=0.01)
+
+
+def test_error_feedback_needs_every_commit(open_store):
+    with pytest.raises(ValueError, match=r'error_feedback=True.*durability="step"'):
+        jaxinf.smart_update(
+            optax.adam(1e-2),
+            open_store(durability=2),
+            compress=jaxinf.top_k(0.1, error_feedback=True),
+        )
+
+
+def test_error_feedback_with_clipping_inside(open_store):
+    inside = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+    tx = jaxinf.smart_update(
+        inside, open_store(), compress=jaxinf.top_k(0.1, error_feedback=True)
+    )
+    with pytest.raises(
+        jaxinf.UnsupportedTransformError, match=r"put that in front: optax.chain"
+    ):
+        tx.init(make(0))
+
+
+def test_dense_input_of_the_update(open_store):
+    noisy = optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(1e-2))
+    tx = jaxinf.smart_update(noisy, open_store(), compress=jaxinf.top_k(0.1))
+    with pytest.raises(
+        jaxinf.UnsupportedTransformError, match="nothing dense crosses the link"
+    ):
+        tx.init(make(0))
+
+
+def test_error_feedback_is_part_of_the_store(open_store):
+    store = open_store(**OPTIONS)
+    feedback = jaxinf.top_k(0.1, error_feedback=True)
+    params, state = run(
+        jaxinf.smart_update(optax.adam(1e-2), store, compress=feedback), make(0), [1]
+    )
+    store.wait(state)
+    tx = jaxinf.smart_update(optax.adam(1e-2), store, compress=jaxinf.top_k(0.1))
+    with pytest.raises(jaxinf.StoreMismatchError, match="error_feedback"):
+        tx.init(params)
