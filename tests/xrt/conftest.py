@@ -4,25 +4,34 @@ They run where ``JAXINF_TEST_XRT`` names a directory for what is built, and are 
 collected elsewhere. Each runs in a sandbox (swemu/isolation.py).
 """
 
+import functools
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "csd"))
 
-from swemu.build import Runtime, RuntimeUnavailable, build_runtime, build_xclbin
-from swemu.isolation import Totals, run_isolated
+from swemu.build import (
+    NUM_DEVICES,
+    Runtime,
+    RuntimeUnavailable,
+    build_runtime,
+    build_xclbin,
+)
+from swemu.isolation import Isolation
 from swemu.sandbox import Sandbox
 from swemu.table import units
 from xrt_card import Card
 from xrt_kernels import KERNELS, SOURCES
 
+HERE = Path(__file__).parent
 BUILD = os.environ.get("JAXINF_TEST_XRT", "")
-TOTALS = Totals()
+ISOLATION = Isolation()
 collect_ignore_glob = [] if BUILD else ["test_*.py"]
 
 
@@ -33,18 +42,33 @@ def the_runtime() -> Runtime:
         pytest.exit(f"tests/xrt cannot run here: {error}", returncode=1)
 
 
+@functools.cache
+def build_cards() -> None:
+    """Builds the cards' own kernels, and names them to jaxinf and to its tests."""
+    the_runtime()
+    command = [sys.executable, HERE / "build_cards.py", BUILD]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    os.environ |= {
+        "JAXINF_XCLBIN": result.stdout.strip(),
+        "JAXINF_XRT_DEVICES": str(NUM_DEVICES),
+        "JAXINF_TEST_CSD": "smartssd",
+    }
+
+
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    if not item.path.is_relative_to(HERE):
-        return None  # pytest asks for every test, whatever its directory
-    run_isolated(item, the_runtime(), TOTALS)
+    """Every test of a run for the emulation, in whatever directory it is."""
+    if not BUILD:
+        return None
+    build_cards()
+    ISOLATION.run(item, the_runtime())
     return True
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if TOTALS.tests:
+    if ISOLATION.sessions:
         terminalreporter.write_line(
-            f"xrt: {TOTALS.tests} tests in process sessions of their own; left behind: "
-            f"{TOTALS.processes} processes, {TOTALS.files} files"
+            f"xrt: {ISOLATION.sessions} process sessions; found in them when they had "
+            f"ended: {ISOLATION.processes} processes, {ISOLATION.files} files"
         )
 
 

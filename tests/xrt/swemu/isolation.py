@@ -1,6 +1,13 @@
-"""Runs each test in a sandbox, and fails it if it leaves anything behind."""
+"""Runs each test function in a sandbox, and fails it if it leaves anything behind.
 
+All parameters of a function share a process: what it costs to start JAX and to trace
+optimizers is paid once for them.
+"""
+
+import gc
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -11,79 +18,115 @@ from _pytest.runner import runtestprotocol
 from .build import Runtime
 from .sandbox import Finished, Leftovers, Sandbox
 
-__all__ = ["Totals", "run_isolated"]
+__all__ = ["Isolation"]
 
-LIMIT_S = 100.0
-"""For a test; its `timeout` mark has another."""
+LIMIT_S, LIMIT_EACH_S = 100.0, 20.0
+"""Time for a function, and for each of its parameters."""
 
 
-class Totals:
-    """What all tests together left behind."""
+class Isolation:
+    """Tests of a run, by function.
+
+    Attributes:
+      sessions, processes, files: how many process sessions there were, and what they
+        left behind.
+    """
 
     def __init__(self):
-        self.tests = 0
+        self.sessions = 0
         self.processes = 0
         self.files = 0
+        self._reports: dict[str, list[pytest.TestReport]] = {}
 
-    def add(self, leftovers: Leftovers) -> None:
-        """Counts one test."""
-        self.tests += 1
+    def run(self, item: pytest.Item, runtime: Runtime) -> None:
+        """Runs a test, fixtures and all, in a process of its own, and reports on it."""
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        if item.nodeid not in self._reports:
+            function = _function(item)
+            group = [one for one in item.session.items if _function(one) == function]
+            self._reports |= self._run_together(group, runtime)
+        for report in self._reports.pop(item.nodeid):
+            item.ihook.pytest_runtest_logreport(report=report)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+
+    def _run_together(
+        self, items: Sequence[pytest.Item], runtime: Runtime
+    ) -> dict[str, list[pytest.TestReport]]:
+        limit_s = LIMIT_S + LIMIT_EACH_S * len(items)
+        with TemporaryDirectory() as scratch:
+            file = Path(scratch) / "reports"
+            file.touch()
+            sandbox = Sandbox(runtime)
+            try:
+                finished = sandbox.call(lambda: _run(items, file), limit_s=limit_s)
+            finally:
+                leftovers = sandbox.close()
+            reports = _reports(items, file, finished)
+        self.sessions += 1
         self.processes += len(leftovers.processes)
         self.files += len(leftovers.files)
+        if problem := _problem(leftovers, finished):
+            last = items[-1]
+            reports[last.nodeid].append(_failure(last, "teardown", problem))
+        return reports
 
 
-def run_isolated(item: pytest.Item, runtime: Runtime, totals: Totals) -> None:
-    """Runs a test, fixtures and all, in a process of its own, and reports on it."""
-    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    mark = item.get_closest_marker("timeout")
-    limit_s = mark.args[0] if mark else LIMIT_S
-    with TemporaryDirectory() as scratch:
-        file = Path(scratch) / "reports.json"
-        sandbox = Sandbox(runtime)
-        try:
-            finished = sandbox.call(lambda: _run(item, file), limit_s=limit_s)
-        finally:
-            leftovers = sandbox.close()
-        totals.add(leftovers)
-        reports = _reports(item, file, finished)
-    if problem := _problem(leftovers):
-        reports.append(_failure(item, "teardown", problem))
-    for report in reports:
-        item.ihook.pytest_runtest_logreport(report=report)
-    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+def _function(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
 
 
-def _run(item: pytest.Item, file: Path) -> None:
-    """In the test's process."""
-    reports = runtestprotocol(item, log=False)
-    hook = item.config.hook.pytest_report_to_serializable
-    text = json.dumps([hook(config=item.config, report=report) for report in reports])
-    file.write_text(text)
+def _run(items: Sequence[pytest.Item], file: Path) -> None:
+    """In the tests' process: a line of reports a test."""
+    with file.open("a", buffering=1) as lines:
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            reports = runtestprotocol(item, log=False, nextitem=following)
+            hook = item.config.hook.pytest_report_to_serializable
+            data = [hook(config=item.config, report=report) for report in reports]
+            lines.write(json.dumps([item.nodeid, data]) + "\n")
+    _close_cards()
+
+
+def _close_cards() -> None:
+    """As the end of a program would: jaxinf keeps cards open until then."""
+    if module := sys.modules.get("jaxinf.csd.xrt"):
+        module._OPEN.clear()
+        gc.collect()
 
 
 def _reports(
-    item: pytest.Item, file: Path, finished: Finished
-) -> list[pytest.TestReport]:
-    if finished.status == 0:
+    items: Sequence[pytest.Item], file: Path, finished: Finished
+) -> dict[str, list[pytest.TestReport]]:
+    found = dict(json.loads(line) for line in file.read_text().splitlines())
+    reports = {}
+    for item in items:
         hook = item.config.hook.pytest_report_from_serializable
-        data = json.loads(file.read_text())
-        return [hook(config=item.config, data=one) for one in data]
-    if finished.timed_out:
-        return [_failure(item, "call", "the test's time was over; it was killed")]
-    text = f"the test's process ended with status {finished.status}"
-    return [_failure(item, "call", f"{text}\n{_captured(item)}")]
+        data = found.get(item.nodeid, ())
+        reports[item.nodeid] = [hook(config=item.config, data=one) for one in data]
+    if finished.status:
+        missing = [item for item in items if item.nodeid not in found] or items[-1:]
+        text = f"the test's process ended with status {finished.status}"
+        if finished.timed_out:
+            text = "the test's time was over; it was killed"
+        for item in missing:
+            reports[item.nodeid].append(_failure(item, "call", text + _captured(item)))
+    return reports
 
 
 def _captured(item: pytest.Item) -> str:
     """What the test's process wrote: its output went to this process's files."""
     manager = item.config.pluginmanager.getplugin("capturemanager")
     assert isinstance(manager, CaptureManager)
-    return "\n".join(manager.read_global_capture())
+    return "\n".join(("", *manager.read_global_capture()))
 
 
-def _problem(leftovers: Leftovers) -> str:
+def _problem(leftovers: Leftovers, finished: Finished) -> str:
+    """The sockets of programs that a test has killed are not its fault."""
     lines = [f"process left: {line}" for line in leftovers.processes]
-    lines += [f"file left: {name}" for name in leftovers.files]
+    lines += [
+        f"file left: {name}"
+        for name in leftovers.files
+        if not name.startswith("device") or name.endswith(f"_{finished.process}")
+    ]
     return "\n".join(lines)
 
 

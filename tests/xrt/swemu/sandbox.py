@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from .build import Runtime
@@ -36,11 +36,13 @@ class Finished:
       status: exit status, or minus the number of the signal that ended it.
       timed_out: it was killed because its time was over.
       output: standard output and error, as far as they were not the caller's.
+      process: its number.
     """
 
     status: int
     timed_out: bool
     output: str = ""
+    process: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class Sandbox:
                     process.wait()
             log.seek(0)
             output = log.read().decode(errors="replace")
-        return Finished(process.returncode, timed_out, output)
+        return Finished(process.returncode, timed_out, output, process.pid)
 
     def call(self, function: Callable[[], None], *, limit_s: float) -> Finished:
         """Calls a function in a fork of this process, in a session of its own.
@@ -155,7 +157,7 @@ class Sandbox:
             if timed_out:
                 os.kill(child, signal.SIGKILL)
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        return Finished(status, timed_out)
+        return Finished(status, timed_out, process=child)
 
     def _enter(self, function: Callable[[], None]) -> None:
         status = 1
