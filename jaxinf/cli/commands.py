@@ -19,9 +19,10 @@ from jaxinf.cli import checkpoints, doctor, inspection, verification
 from jaxinf.cli.exchange import Export, Import
 from jaxinf.cli.options import ByteSize, UsageError, option
 from jaxinf.cli.terminal import show_progress
+from jaxinf.cli.units import format_bytes
 from jaxinf.engine import StateFormat, convert_store
 from jaxinf.errors import JaxinfError
-from jaxinf.store import migrate
+from jaxinf.store import migrate, rebalance
 
 __all__ = ["Checkpoint", "Doctor", "Inspect", "Store", "Verify", "main"]
 
@@ -248,12 +249,40 @@ class _Convert:
 
 
 @dataclass(frozen=True)
+class _Rebalance:
+    """Spread a store over other CSD roots: add drives, or take some out.
+
+    Every bit stays, checkpoints' too, and most chunks where they are. The store must
+    not be open. Interrupted, it is as it was or as it will be: run it again.
+    """
+
+    store: Annotated[
+        tyro.conf.Positional[str], option("The store's directory.", "STORE")
+    ]
+    csd_root: Annotated[
+        tyro.conf.UseAppendAction[tuple[Path, ...]],
+        option("A CSD root that the store shall have; repeat it for all.", "DIR"),
+    ] = ()
+
+    def run(self) -> None:
+        path = Path(self.store).expanduser().absolute()
+        roots = [root.expanduser().absolute() for root in self.csd_root]
+        with show_progress(f"rebalancing {path}") as progress:
+            done = rebalance(path, roots, progress)
+        print(
+            f"{path}: {done.num_chunks} chunks moved, {format_bytes(done.num_bytes)}; "
+            f"now on {', '.join(map(str, roots))}"
+        )
+
+
+@dataclass(frozen=True)
 class Store:
     """Change how a store is kept."""
 
     action: (
         Annotated[_Migrate, tyro.conf.subcommand("migrate")]
         | Annotated[_Convert, tyro.conf.subcommand("convert")]
+        | Annotated[_Rebalance, tyro.conf.subcommand("rebalance")]
     )
 
     def run(self) -> int:

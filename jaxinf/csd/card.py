@@ -30,18 +30,21 @@ from jaxinf.csd.card_memory import CardBuffer, CardMemory
 from jaxinf.csd.initial import initialise_states
 from jaxinf.csd.rates import DriveChannels, moving
 from jaxinf.csd.xrt import XrtCard, XrtKernel
+from jaxinf.errors import CsdError
 from jaxinf.io import BufferPool, crc32c
 from jaxinf.kernels import CardKernel, InitKernel, Kernel, card_kernel, runner
 from jaxinf.kernels.card import STATUS_BYTES
 from jaxinf.layout import PAGE_BYTES
 from jaxinf.typing import Array, PathLikeStr
 
-__all__ = ["RESULTS", "CardCsd", "FileIO", "is_idle"]
+__all__ = ["RESULTS", "RUN_TIMEOUT_S", "CardCsd", "FileIO", "is_idle"]
 
 RESULTS = {"bfloat16": ("bf16",), "float16": ("f16",), "float32": ("update", "params")}
 """By the dtype of the params on the JAX device, what a kernel may return."""
 
-_RUN_TIMEOUT_S = 60.0
+RUN_TIMEOUT_S = 60.0
+"""What a kernel may take for a subgroup; it takes milliseconds."""
+
 _NUM_BOUNCES = 4
 
 
@@ -185,7 +188,10 @@ class CardCsd:
         memory_bytes = 2 * sum(e.num_bytes for e in extents)
         with moving(memory_bytes + gradient.nbytes + out.nbytes, channels.kernel):
             arguments = self._arguments(card, own, extents)
-            found.kernel.run(arguments, words, _RUN_TIMEOUT_S)
+            try:
+                found.kernel.run(arguments, words, RUN_TIMEOUT_S)
+            except CsdError as error:
+                raise CsdError(f"CSD {self._root}: {error}") from error
         with moving(out.nbytes, channels.link):
             own.out.from_card(out.nbytes)
             own.status.from_card(STATUS_BYTES)

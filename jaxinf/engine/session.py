@@ -45,6 +45,7 @@ from jaxinf.store import (
     Manifest,
     StoreDirectory,
     StoreLock,
+    finish_rebalance,
     prune_leftovers,
     prune_snapshots,
     restore_checkpoint,
@@ -249,6 +250,7 @@ class Session:
             self._check_roots(directory.manifest)
             self._check_format(directory.manifest)
             directory.claim_csds()
+            finish_rebalance(directory)
             prune_snapshots(directory)
             prune_leftovers(directory)
             directory.prune_replacements()

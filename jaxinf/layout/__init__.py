@@ -20,7 +20,7 @@ from jaxinf.layout.grid import (
     covers,
 )
 from jaxinf.layout.runs import gather, scatter, target_view
-from jaxinf.layout.subgroups import Subgroup, assign_csds, subgroups
+from jaxinf.layout.subgroups import Subgroup, assign_csds, reassign_csds, subgroups
 
 __all__ = [
     "CHUNK_ALIGNMENT_ELEMENTS",
@@ -35,6 +35,7 @@ __all__ = [
     "choose_grid",
     "covers",
     "gather",
+    "reassign_csds",
     "scale_chunks",
     "scales_length",
     "scatter",

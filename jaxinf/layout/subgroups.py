@@ -12,7 +12,7 @@ from itertools import groupby
 
 from jaxinf.layout.grid import CHUNK_ALIGNMENT_ELEMENTS, LeafGrid
 
-__all__ = ["Subgroup", "assign_csds", "subgroups"]
+__all__ = ["Subgroup", "assign_csds", "reassign_csds", "subgroups"]
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,48 @@ def assign_csds(chunk_bytes: Sequence[int], num_csds: int) -> list[int]:
             heapq.heapreplace(loads, (load + num_bytes, csd))
             shares[csd] += 1
         for position, csd in zip(positions, _spread(shares), strict=True):
+            result[position] = csd
+    return result
+
+
+def reassign_csds(
+    chunk_bytes: Sequence[int], held: Sequence[int | None], num_csds: int
+) -> list[int]:
+    """Deal chunks that lie somewhere to other CSDs, moving few of them.
+
+    What is even already stays. Else a chunk stays where it is as long as that CSD has
+    no more than its share; the rest goes, largest first, to the least loaded CSD.
+
+    Args:
+      chunk_bytes: bytes of each chunk.
+      held: the CSD that each is on, by the new numbers; None where that one goes.
+      num_csds: number of CSDs, at least 1.
+
+    Returns:
+      The CSD of each chunk. The loads differ by no more than the largest chunk.
+    """
+    kept = [csd for csd in held if csd is not None]
+    if len(kept) == len(held):
+        loads_held = Counter(dict.fromkeys(range(num_csds), 0))
+        for num_bytes, csd in zip(chunk_bytes, kept, strict=True):
+            loads_held[csd] += num_bytes
+        spread = max(loads_held.values()) - min(loads_held.values())
+        if spread <= max(chunk_bytes, default=0):
+            return kept
+    share = sum(chunk_bytes) // num_csds
+    totals = [0] * num_csds
+    result = [-1] * len(chunk_bytes)
+    largest_first = sorted(range(len(chunk_bytes)), key=lambda i: -chunk_bytes[i])
+    for position in largest_first:
+        csd = held[position]
+        if csd is not None and totals[csd] + chunk_bytes[position] <= share:
+            result[position] = csd
+            totals[csd] += chunk_bytes[position]
+    loads = sorted((total, csd) for csd, total in enumerate(totals))
+    for position in largest_first:
+        if result[position] < 0:
+            load, csd = loads[0]
+            heapq.heapreplace(loads, (load + chunk_bytes[position], csd))
             result[position] = csd
     return result
 

@@ -41,6 +41,7 @@ from jaxinf.store.names import (
     check_leaf_paths,
     leaf_name,
 )
+from jaxinf.store.rebalancing import Rebalanced, finish_rebalance, rebalance
 from jaxinf.store.snapshot import prune_snapshots, snapshot
 from jaxinf.store.verify import Damage, Verifier, file_checksum, step_bytes
 from jaxinf.store.views import find_leaf, open_array
@@ -56,6 +57,7 @@ __all__ = [
     "Damage",
     "LeafRecord",
     "Manifest",
+    "Rebalanced",
     "ScalarState",
     "Slot",
     "StateRecord",
@@ -71,6 +73,7 @@ __all__ = [
     "file_checksum",
     "find_checkpoint",
     "find_leaf",
+    "finish_rebalance",
     "leaf_name",
     "list_checkpoints",
     "making_store",
@@ -79,6 +82,7 @@ __all__ = [
     "other_slot",
     "prune_leftovers",
     "prune_snapshots",
+    "rebalance",
     "remove_checkpoint",
     "restore_checkpoint",
     "save_checkpoint",

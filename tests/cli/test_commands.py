@@ -105,3 +105,18 @@ def test_format():
         "124 M",
         "3.4 G",
     ]
+
+
+def test_rebalance(make_store, tmp_path, run):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    store = make_store(csds=(tmp_path / "one",))
+    words = ["--csd-root", tmp_path / "one", "--csd-root", tmp_path / "two"]
+    result = run("store", "rebalance", store.path, *words)
+    assert result.status == 0, result.err
+    assert "chunks moved" in result.out
+    assert f"now on {tmp_path / 'one'}, {tmp_path / 'two'}" in result.out
+    assert run("verify", store.path).status == 0
+    result = run("store", "rebalance", store.path)
+    assert result.status == 1
+    assert "at least one CSD root" in result.err

@@ -6,7 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinf.layout import CHUNK_ALIGNMENT_ELEMENTS as UNIT
-from jaxinf.layout import LeafGrid, assign_csds, choose_grid, subgroups
+from jaxinf.layout import (
+    LeafGrid,
+    assign_csds,
+    choose_grid,
+    reassign_csds,
+    subgroups,
+)
 
 _BYTES = st.one_of(st.integers(0, 50), st.sampled_from([4096, 16 << 20]))
 
@@ -112,3 +118,51 @@ def test_bad_assignment_arguments():
         assign_csds([1], 0)
     with pytest.raises(ValueError, match="no negative number"):
         assign_csds([-1], 1)
+
+
+_SHAPE = st.lists(st.integers(0, 300), max_size=3).map(tuple)
+
+
+@settings(deadline=None)
+@given(st.lists(_SHAPE, max_size=12), st.integers(1, 16))
+def test_leaves_of_any_shape_are_spread_evenly(shapes, num_csds):
+    """By bytes, as far as whole chunks go."""
+    chunks = [
+        -(-chunk.num_elements * 12 // 4096) * 4096
+        for shape in shapes
+        for chunk in choose_grid(shape, max_chunk_elements=1 << 16).chunks()
+    ]
+    loads = _loads(chunks, assign_csds(chunks, num_csds), num_csds)
+    assert max(loads) - min(loads) <= max(chunks, default=0)
+
+
+def _loads(chunk_bytes, csds, num_csds):
+    loads = [0] * num_csds
+    for num_bytes, csd in zip(chunk_bytes, csds, strict=True):
+        loads[csd] += num_bytes
+    return loads
+
+
+@given(st.lists(_BYTES, max_size=60), st.integers(1, 16), st.integers(1, 16))
+def test_other_csds_get_their_share_and_the_rest_stays(chunk_bytes, before, after):
+    held = assign_csds(chunk_bytes, before)
+    known = [csd if csd < after else None for csd in held]
+    csds = reassign_csds(chunk_bytes, known, after)
+    loads = _loads(chunk_bytes, csds, after)
+    largest = max(chunk_bytes, default=0)
+    assert max(loads) - min(loads) <= largest
+    moved = sum(
+        n for n, old, new in zip(chunk_bytes, held, csds, strict=True) if old != new
+    )
+    homeless = sum(n for n, csd in zip(chunk_bytes, known, strict=True) if csd is None)
+    if after > before:  # what the new ones get, but for a chunk an old one
+        assert moved <= sum(loads[before:]) + before * largest
+    else:
+        assert moved <= homeless + after * largest
+    assert reassign_csds(chunk_bytes, csds, after) == csds
+
+
+def test_what_is_spread_evenly_stays():
+    assert reassign_csds([10, 10, 10, 10], [1, 0, 1, 0], 2) == [1, 0, 1, 0]
+    assert reassign_csds([10, 10, 10, 10], [0, 0, 0, 0], 2) == [0, 0, 1, 1]
+    assert reassign_csds([10, 10], [None, 0], 1) == [0, 0]

@@ -1,0 +1,452 @@
+"""Chunks moved to other CSDs: drives are added to a store, or taken out of it.
+
+      journal ─► link or copy, checked ─► sync ─► jaxinf.json ─► links, old files ─► end
+               the store is as it was          │   the store is the new one
+
+Invariant: until the manifest is replaced, nothing that the store uses is changed; from
+then on nothing of the old places is used. Whatever is interrupted is gone on with, from
+the journal: before that moment by the next call, after it also by the next opening.
+"""
+
+import json
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from jaxinf.errors import StoreCorruptError, StoreFormatError, StoreMismatchError
+from jaxinf.io import (
+    BufferPool,
+    allocate_file,
+    crc32c,
+    crc32c_combine,
+    fsync_directory,
+    read_into,
+    write_from,
+    write_json_atomically,
+)
+from jaxinf.io.failures import translated
+from jaxinf.layout import PAGE_BYTES, reassign_csds
+from jaxinf.store.checkpoint import checkpoint_names
+from jaxinf.store.commit import CommitRecord
+from jaxinf.store.directory import (
+    SLOTS,
+    StoreDirectory,
+    check_free_space,
+    stored_bytes,
+)
+from jaxinf.store.links import link_or_copy
+from jaxinf.store.lock import StoreLock, lock_exclusively
+from jaxinf.store.manifest import Manifest, StateRecord
+from jaxinf.store.verify import file_checksum
+from jaxinf.typing import JsonValue, ProgressCallback
+
+__all__ = ["Rebalanced", "finish_rebalance", "rebalance"]
+
+_JOURNAL = "rebalance.json"
+_PIECE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Rebalanced:
+    """What was done.
+
+    Attributes:
+      num_chunks: how many of the leaves' chunks have another place now.
+      num_bytes: of their state, in one step.
+    """
+
+    num_chunks: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class _Move:
+    """A chunk file of a step, where it was and where it will be.
+
+    Attributes:
+      place: a slot or a checkpoint.
+      source, target: the files.
+      num_bytes: of its elements; the rest is padding.
+      expected: its checksum; None in the slot that holds no step.
+      link: its name in the store.
+    """
+
+    place: str
+    source: Path
+    target: Path
+    num_bytes: int
+    expected: int | None
+    link: Path
+
+
+def rebalance(
+    path: Path, csd_roots: Sequence[Path], progress: ProgressCallback | None = None
+) -> Rebalanced:
+    """Spreads a store over these CSD roots instead of those it has; blocks.
+
+    No bit of a committed step or a checkpoint changes; what is copied to another file
+    system is held against its checksum. Chunks stay where they are as far as the loads
+    allow. Files that stay on their file system are not copied. If it is interrupted the
+    store is as it was, or as it will be: give the same command again.
+
+    Args:
+      path: the store.
+      csd_roots: existing directories, absolute, each on a drive of its own.
+      progress: called with the bytes of files done and in all.
+
+    Raises:
+      ValueError: a root is not there, or given twice.
+      StoreLockedError: a run has the store open.
+      StoreFormatError: no store, or no step is committed.
+      StoreMismatchError: a checkpoint holds other arrays than the store.
+      StoreSpaceError: a drive has too little room; nothing was moved.
+      StoreCorruptError: a chunk is not what was written; nothing was changed.
+      StoreIOError: a drive failed.
+    """
+    _check_roots(csd_roots)
+    StoreDirectory.open(path)
+    lock = StoreLock(path)
+    try:
+        with lock_exclusively(path / "checkpoints.lock"):
+            finish_rebalance(StoreDirectory.open(path))
+            old = StoreDirectory.open(path)
+            new = StoreDirectory(path, _target(old, csd_roots))
+            _abandon(old, new)
+            if new.manifest == old.manifest:
+                return Rebalanced(0, 0)
+            moves = list(_moves(old, new))
+            _check_space(moves, new)
+            _journal(old, new)
+            _bring_all(moves, new, progress)
+            _switch(old, new)
+            finish_rebalance(new)
+            return _report(old, new)
+    finally:
+        lock.release()
+
+
+def finish_rebalance(directory: StoreDirectory) -> None:
+    """Goes on where a rebalance was interrupted after it had replaced the manifest.
+
+    Removes what it has left at the chunks' old places. The caller holds the store's
+    lock. Does nothing where none was interrupted there.
+    """
+    journal = _read_journal(directory)
+    if journal is None or journal[1] != directory.manifest:
+        return
+    old, new = (StoreDirectory(directory.path, manifest) for manifest in journal)
+    moves = list(_moves(old, new, is_done=True))
+    with translated("rebalance", directory.path):
+        for move in moves:
+            _point(move.link, move.target)
+        for name in checkpoint_names(new):
+            manifest = Manifest.read(new.step_path(f"checkpoints/{name}/jaxinf.json"))
+            if manifest.leaves == old.manifest.leaves:
+                moved = replace(
+                    manifest, csds=new.manifest.csds, leaves=new.manifest.leaves
+                )
+                file = new.step_path(f"checkpoints/{name}/jaxinf.json")
+                write_json_atomically(file, moved.to_json())
+        new.sync()
+        if old.manifest.csds:  # else the links have taken the files' places
+            for move in moves:
+                move.source.unlink(missing_ok=True)
+        _remove_csds(old, keep=new.manifest)
+        (directory.path / _JOURNAL).unlink()
+        fsync_directory(directory.path)
+
+
+# --- what moves ----------------------------------------------------------------------
+
+
+def _check_roots(roots: Sequence[Path]) -> None:
+    if not roots:
+        raise ValueError("expected at least one CSD root to spread the store over")
+    if len(set(roots)) != len(roots):
+        raise ValueError(f"the same CSD root is given twice: {list(map(str, roots))}")
+    for root in roots:
+        if not root.is_dir():
+            raise ValueError(
+                f"CSD root {root}: expected a directory on a mounted drive, found "
+                f"{'a file' if root.exists() else 'nothing'}; create or mount it"
+            )
+
+
+def _target(old: StoreDirectory, csd_roots: Sequence[Path]) -> Manifest:
+    """The same store with its chunks on these CSDs."""
+    if old.committed_slot() is None:
+        raise StoreFormatError(
+            f"{old.path}: expected a committed step, found a store whose making was "
+            "interrupted; remove it and start again, with the CSD roots wanted"
+        )
+    for name in checkpoint_names(old):
+        held = Manifest.read(old.step_path(f"checkpoints/{name}/jaxinf.json"))
+        if held.leaves != old.manifest.leaves:
+            raise StoreMismatchError(
+                f"{old.path}: the checkpoint {name} holds other arrays than the store "
+                "does now; export it, and remove it from the store"
+            )
+    roots = tuple(map(str, csd_roots))
+    numbers = [
+        roots.index(root) if root in roots else None for root in old.manifest.csds
+    ] or [None]
+    sizes = [
+        sum(stored_bytes(chunk, state) for state in leaf.states)
+        for leaf, chunks in zip(old.manifest.leaves, old.chunks, strict=True)
+        for chunk in chunks
+    ]
+    held_by = [numbers[csd] for leaf in old.manifest.leaves for csd in leaf.csds]
+    owners = iter(reassign_csds(sizes, held_by, len(roots)))
+    leaves = [
+        replace(leaf, csds=tuple(next(owners) for _ in leaf.csds))
+        for leaf in old.manifest.leaves
+    ]
+    return replace(old.manifest, csds=roots, leaves=tuple(leaves))
+
+
+def _moves(
+    old: StoreDirectory, new: StoreDirectory, *, is_done: bool = False
+) -> Iterator[_Move]:
+    """The files whose place changes, those that hold a step first.
+
+    Args:
+      old, new: before and after.
+      is_done: whether they have moved: then nothing is asked about their contents.
+    """
+    committed = old.committed_slot()
+    steps = [committed, *(f"checkpoints/{name}" for name in checkpoint_names(old))]
+    for place in [*filter(None, steps), *(s for s in SLOTS if s != committed)]:
+        sums = None
+        if place in steps and not is_done:
+            sums = CommitRecord.read(old.step_path(place) / "commit.json").checksums
+        for leaf, record in enumerate(old.manifest.leaves):
+            for state in record.states:
+                name = record.array_name(state.name)
+                for chunk in range(len(record.csds)):
+                    source = old.chunk_file(place, leaf, chunk, state.name)
+                    target = new.chunk_file(place, leaf, chunk, state.name)
+                    if source != target:
+                        yield _Move(
+                            place,
+                            source,
+                            target,
+                            old.state_bytes(leaf, chunk, state),
+                            None if sums is None else int(sums[name][chunk]),
+                            _link(old, place, leaf, chunk, state),
+                        )
+
+
+def _link(
+    directory: StoreDirectory, place: str, leaf: int, chunk: int, state: StateRecord
+) -> Path:
+    name = directory.manifest.leaves[leaf].array_name(state.name)
+    key = directory.state_chunk(leaf, chunk, state).key
+    return directory.step_path(place) / name / key
+
+
+def _report(old: StoreDirectory, new: StoreDirectory) -> Rebalanced:
+    num_chunks = num_bytes = 0
+    for leaf, record in enumerate(old.manifest.leaves):
+        for chunk in range(len(record.csds)):
+            name = record.states[0].name
+            files = {d.chunk_file("a", leaf, chunk, name) for d in (old, new)}
+            if len(files) == 2:
+                num_chunks += 1
+                num_bytes += sum(
+                    old.state_bytes(leaf, chunk, state) for state in record.states
+                )
+    return Rebalanced(num_chunks, num_bytes)
+
+
+def _check_space(moves: Sequence[_Move], new: StoreDirectory) -> None:
+    """Counts what other file systems get; what is shared there once."""
+    needs: dict[Path, int] = defaultdict(int)
+    seen: set[tuple[int, int]] = set()
+    roots = {new.csd_directory(csd) for csd in range(new.num_csds)}
+    for move in moves:
+        root = next(root for root in roots if move.target.is_relative_to(root))
+        status = move.source.stat()
+        inode = (status.st_dev, status.st_ino)
+        if status.st_dev != root.parent.stat().st_dev and inode not in seen:
+            seen.add(inode)
+            needs[root] += -(-move.num_bytes // PAGE_BYTES) * PAGE_BYTES
+    check_free_space(
+        needs,
+        "the chunks to come need",
+        "free some, remove checkpoints, or give more CSD roots",
+    )
+
+
+# --- journal -------------------------------------------------------------------------
+
+
+def _journal(old: StoreDirectory, new: StoreDirectory) -> None:
+    document = {"from": _places(old.manifest), "to": _places(new.manifest)}
+    write_json_atomically(old.path / _JOURNAL, document)
+
+
+def _places(manifest: Manifest) -> dict[str, JsonValue]:
+    chunks: list[JsonValue] = [list(leaf.csds) for leaf in manifest.leaves]
+    return {"csds": list(manifest.csds), "chunks": chunks}
+
+
+def _read_journal(directory: StoreDirectory) -> tuple[Manifest, Manifest] | None:
+    """The store before and after; None where no rebalance is under way."""
+    file = directory.path / _JOURNAL
+    if not file.exists():
+        return None
+    held = directory.manifest
+    try:
+        document = json.loads(file.read_text())
+        old, new = (
+            replace(
+                held,
+                csds=tuple(document[side]["csds"]),
+                leaves=tuple(
+                    replace(leaf, csds=tuple(csds))
+                    for leaf, csds in zip(
+                        held.leaves, document[side]["chunks"], strict=True
+                    )
+                ),
+            )
+            for side in ("from", "to")
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise StoreFormatError(
+            f"{file}: expected the journal of a rebalance of this store, found another "
+            f"document ({error}); restore it, or remove it if jaxinf verify finds no "
+            "damage"
+        ) from error
+    return old, new
+
+
+def _abandon(old: StoreDirectory, new: StoreDirectory) -> None:
+    """Removes what an earlier, interrupted call has brought to other places."""
+    journal = _read_journal(old)
+    if journal is None:
+        return
+    former = StoreDirectory(old.path, journal[1])
+    if former.manifest == new.manifest:
+        return
+    with translated("rebalance", old.path):
+        wanted = {move.target for move in _moves(old, new, is_done=True)}
+        for move in _moves(old, former, is_done=True):
+            if move.target not in wanted:
+                move.target.unlink(missing_ok=True)
+        kept = replace(new.manifest, csds=(*new.manifest.csds, *old.manifest.csds))
+        _remove_csds(former, keep=kept)
+        (old.path / _JOURNAL).unlink()
+        fsync_directory(old.path)
+
+
+def _remove_csds(directory: StoreDirectory, keep: Manifest) -> None:
+    """Removes the store's directories on CSDs that it has no more."""
+    for csd, root in enumerate(directory.manifest.csds):
+        if root in keep.csds:
+            continue
+        data = directory.csd_directory(csd)
+        for name in (*SLOTS, "checkpoints"):
+            shutil.rmtree(data / name, ignore_errors=True)
+        (data / "store.json").unlink(missing_ok=True)
+        if data.is_dir() and not any(data.iterdir()):  # a snapshot stays to its end
+            data.rmdir()
+
+
+# --- moving --------------------------------------------------------------------------
+
+
+def _bring_all(
+    moves: Sequence[_Move], new: StoreDirectory, progress: ProgressCallback | None
+) -> None:
+    """Makes every target, beside what the store uses; durable on return."""
+    with translated("rebalance", new.path):
+        for csd in range(new.num_csds):
+            new.csd_directory(csd).mkdir(parents=True, exist_ok=True)
+        new.claim_csds()
+    made: dict[tuple[int, int], Path] = {}
+    total, done = sum(move.num_bytes for move in moves), 0
+    pool = BufferPool(_PIECE_BYTES)
+    for move in moves:
+        with translated("rebalance", move.target):
+            _bring(move, made, pool)
+        done += move.num_bytes
+        if progress is not None:
+            progress(done, total)
+    new.sync()
+
+
+def _bring(move: _Move, made: dict[tuple[int, int], Path], pool: BufferPool) -> None:
+    status = move.source.stat()
+    inode = (status.st_dev, status.st_ino)
+    if not _is_there(move, inode, made):
+        move.target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = move.target.with_name(move.target.name + ".new")
+        temporary.unlink(missing_ok=True)
+        there = move.target.parent.stat().st_dev
+        shared = made.get(inode)
+        if there == status.st_dev:
+            link_or_copy(move.source, temporary)
+        elif shared is not None and shared.stat().st_dev == there:
+            link_or_copy(shared, temporary)
+        else:
+            _copy(move, temporary, status.st_size, pool)
+        temporary.rename(move.target)
+    made[inode] = move.target
+
+
+def _is_there(
+    move: _Move, inode: tuple[int, int], made: dict[tuple[int, int], Path]
+) -> bool:
+    """Whether an earlier call has brought it, and it is still what it should be."""
+    target = move.target
+    if not target.exists():
+        return False
+    if target.samefile(move.source):
+        return True
+    shared = made.get(inode)
+    if shared is not None:
+        return target.samefile(shared)
+    is_whole = target.stat().st_size == move.source.stat().st_size
+    is_right = move.expected is not None and is_whole and target.stat().st_nlink == 1
+    return is_right and file_checksum(target, move.num_bytes) == move.expected
+
+
+def _copy(move: _Move, target: Path, file_bytes: int, pool: BufferPool) -> None:
+    """Copies a chunk to another file system; of one that holds no step, the room."""
+    pages = -(-move.num_bytes // PAGE_BYTES) * PAGE_BYTES
+    allocate_file(target, file_bytes, min(pages, file_bytes))
+    if move.expected is None:
+        return
+    sums = []
+    with pool.acquire(min(_PIECE_BYTES, max(1, move.num_bytes))) as buffer:
+        for offset in range(0, move.num_bytes, _PIECE_BYTES):
+            length = min(_PIECE_BYTES, move.num_bytes - offset)
+            read_into(move.source, buffer.array, offset, length)
+            sums.append((crc32c(buffer.array[:length]), length))
+            write_from(target, buffer.array, offset, length)
+    found = crc32c_combine(sums)
+    if found != move.expected:
+        raise StoreCorruptError(
+            f"{move.source}: expected CRC-32C {move.expected:08x} as written, found "
+            f'{found:08x}; nothing was moved. See "jaxinf verify" for all that is '
+            "damaged, and restore a checkpoint, or remove the one that it is of"
+        )
+
+
+def _switch(old: StoreDirectory, new: StoreDirectory) -> None:
+    """From here on the store is the new one."""
+    with lock_exclusively(old.publish_lock):
+        write_json_atomically(old.path / "jaxinf.json", new.manifest.to_json())
+
+
+def _point(link: Path, target: Path) -> None:
+    """Makes a chunk's name in the store a symlink to where it is; atomically."""
+    if link.is_symlink() and os.readlink(link) == str(target):
+        return
+    temporary = link.with_name(link.name + ".new")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    temporary.rename(link)

@@ -1,0 +1,83 @@
+"""Several CSDs: one that fails or hangs is named, and ends the step alone."""
+
+import threading
+
+import pytest
+
+import jaxinf.csd.card as card
+from jaxinf.errors import CsdError, StoreIOError
+
+LEAVES = {"w": ((9, 4096), "float32"), "v": ((3, 4096), "float32")}
+
+
+@pytest.fixture
+def driver(drive):
+    """Three emulated cards, with a step committed."""
+    return (
+        drive(num_csds=3, csd="emulated", leaves=LEAVES, chunk_elements=4096)
+        .init()
+        .steps(1)
+    )
+
+
+def unit_of(driver, csd):
+    """What runs the kernels of a card."""
+    return driver.session.csds[csd]._card._device.unit
+
+
+def check_ended(driver, drive, error, csd):
+    """The step is lost, and no other; the store opens again where it was."""
+    root = driver.session.directory.manifest.csds[csd]
+    assert f"CSD {root}/jaxinf-" in str(error.value)
+    with pytest.raises(CsdError) as again:
+        driver.store.check()
+    assert again.value is error.value
+    with pytest.raises(CsdError):
+        driver.finish()
+    driver.close()
+    assert driver.session._fleet.used_bytes == 0
+    reopened = drive(csd="emulated", leaves=LEAVES).init()
+    assert reopened.at == 1
+    reopened.steps(2).check(3)
+
+
+@pytest.mark.parametrize("csd", [0, 2])
+def test_a_card_that_fails(driver, drive, csd):
+    driver.store.wait()
+    for found in driver.session.csds[csd]._found.values():
+        kernel = found.kernel._kernel
+        vars(kernel)["function"] = None  # a bus error, on a card
+    with pytest.raises(
+        CsdError, match=f"card {csd}: kernel .* ended as error"
+    ) as error:
+        driver.step()
+    check_ended(driver, drive, error, csd)
+
+
+def test_a_card_that_hangs(driver, drive, monkeypatch):
+    driver.store.wait()
+    monkeypatch.setattr(card, "RUN_TIMEOUT_S", 0.2)
+    gate = threading.Event()
+    blocked = unit_of(driver, 1).submit(gate.wait)
+    with pytest.raises(CsdError, match=r"card 1: .* has not ended after") as error:
+        driver.step()
+    assert "xbutil reset --device 1" in str(error.value)
+    gate.set()
+    blocked.result()
+    check_ended(driver, drive, error, 1)
+
+
+def test_a_drive_that_fails(driver, drive):
+    """Its files are gone: the message has their place."""
+    driver.store.wait()
+    root = driver.session.directory.csd_directory(1)
+    driver.session.handler.prefetch([])
+    hidden = root.with_name("hidden")
+    root.rename(hidden)
+    with pytest.raises(StoreIOError, match=r"csd1/jaxinf-") as error:
+        driver.step()
+    assert str(root) in str(error.value)
+    with pytest.raises(StoreIOError):
+        driver.close()
+    hidden.rename(root)
+    drive(csd="emulated", leaves=LEAVES).init().steps(1).check(2)
