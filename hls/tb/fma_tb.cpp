@@ -33,6 +33,16 @@ int main() {
     for (float b : special)
       for (float c : special) check(a, b, c);
 
+  // Products in the middle between two numbers, which any addend decides.
+  for (int m = 1; m < 1000; m += 2)
+    for (int exponent = -120; exponent < 0; ++exponent) {
+      const float a = 1.0f + std::ldexp(static_cast<float>(m), -12);
+      const float c = std::ldexp(1.0f, exponent);
+      check(a, a, c);
+      check(a, a, -c);
+      check(a, -a, c);
+    }
+
   constexpr int rounds = 3000000;
   for (int i = 0; i < rounds; ++i) {
     check(random.number(), random.number(), random.number());
