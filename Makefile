@@ -57,7 +57,8 @@ test-xrt: $(VENV)/installed  ## cards' code on the real XRT runtime (installs it
 	dpkg-query --show $(XRT_PACKAGES) >/dev/null 2>&1 || ! command -v apt-get >/dev/null || { \
 	  $(SUDO) apt-get update -qq && $(SUDO) apt-get install -qq -y --no-install-recommends $(XRT_PACKAGES); }
 	$(BIN)/python -m pip install --quiet '.[test-xrt]'
-	JAXINF_TEST_XRT=$(VENV)/xrt $(BIN)/pytest --timeout 900 tests/xrt
+	JAXINF_TEST_XRT=$(VENV)/xrt $(BIN)/pytest --timeout 900 -m 'not cards' tests/xrt \
+	  $(addprefix tests/engine/test_,$(addsuffix .py,failures integrity order steps))
 
 test-faults: $(VENV)/installed  ## crashes, kills, bad drives; mounts (SUDO=sudo)
 	$(SUDO) env JAXINF_REQUIRE_MOUNTS=1 $(BIN)/pytest -n auto tests/faults

@@ -28,9 +28,8 @@ KINDS = {
         "f32_update_bf16", "f32_update_int8",
     ),
     "lion": ("f32_update_int8",),
-    "adagrad": ("f32_update_f32",),
     # Of training runs.
-    "adamw_clipped": ("f32_update_f32", "f32_params_f32", "bf16_bf16_f32"),
+    "adamw_clipped_schedule": ("f32_update_f32",),
 }  # fmt: skip
 
 

@@ -4,8 +4,8 @@ All parameters of a function share a process: what it costs to start JAX and to 
 optimizers is paid once for them.
 """
 
-import gc
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ from .sandbox import Finished, Leftovers, Sandbox
 __all__ = ["Isolation"]
 
 LIMIT_S, LIMIT_EACH_S = 100.0, 20.0
-"""Time for a function, and for each of its parameters."""
+"""Time for a function, and for each of its parameters; a `timeout` mark has others."""
 
 
 class Isolation:
@@ -52,7 +52,8 @@ class Isolation:
     def _run_together(
         self, items: Sequence[pytest.Item], runtime: Runtime
     ) -> dict[str, list[pytest.TestReport]]:
-        limit_s = LIMIT_S + LIMIT_EACH_S * len(items)
+        mark = items[0].get_closest_marker("timeout")
+        limit_s = mark.args[0] if mark else LIMIT_S + LIMIT_EACH_S * len(items)
         with TemporaryDirectory() as scratch:
             file = Path(scratch) / "reports"
             file.touch()
@@ -77,6 +78,8 @@ def _function(item: pytest.Item) -> str:
 
 def _run(items: Sequence[pytest.Item], file: Path) -> None:
     """In the tests' process: a line of reports a test."""
+    # Else pytest keeps temporary files in a place of the $USER's.
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = str(file.parent)
     with file.open("a", buffering=1) as lines:
         for item, following in zip(items, [*items[1:], None], strict=True):
             reports = runtestprotocol(item, log=False, nextitem=following)
@@ -87,10 +90,15 @@ def _run(items: Sequence[pytest.Item], file: Path) -> None:
 
 
 def _close_cards() -> None:
-    """As the end of a program would: jaxinf keeps cards open until then."""
+    """As the end of a program would: jaxinf keeps cards open until then.
+
+    Also where something, such as a traceback, still refers to a store.
+    """
     if module := sys.modules.get("jaxinf.csd.xrt"):
-        module._OPEN.clear()
-        gc.collect()
+        for card in module._OPEN.values():
+            for kernel in card._kernels.values():
+                vars(kernel).clear()
+            vars(card).clear()
 
 
 def _reports(

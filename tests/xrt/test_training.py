@@ -1,0 +1,112 @@
+"""Training on cards that the real runtime drives: the host's losses, through deaths."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+NUM_STEPS = 50
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("training")
+
+
+@pytest.fixture
+def train(place, sandbox):
+    """Trains `nano` on two CSDs, as a program of its own."""
+
+    def run(name, *words, during=None):
+        roots = [place / name / f"csd{number}" for number in range(2)]
+        command = ["-m", "jaxinf.train", "--preset", "nano", "--batch-size", "2"]
+        command += ["--seq-len", "64", "--sample-bytes", "0", "--steps", str(NUM_STEPS)]
+        command += ["--store", place / name / "store", "--log-dir", place / name]
+        for root in roots:
+            root.mkdir(parents=True, exist_ok=True)
+            command += ["--csd-root", root]
+        return sandbox.run(
+            [sys.executable, *command, *words],
+            limit_s=240,
+            during=during,
+            JAX_PLATFORMS="cpu",
+        )
+
+    return run
+
+
+def losses(directory):
+    """By step; steps that were lost in a crash were taken again."""
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return {line["step"]: line["loss"] for line in map(json.loads, lines)}
+
+
+def wait_for_step(directory, step, process):
+    """Until the log has a line of this step."""
+    deadline = time.monotonic() + 200
+    file = directory / "metrics.jsonl"
+    while not file.exists() or f'{{"step": {step},' not in file.read_text():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def host_losses(place):
+    """Filled by the first test that trains on the host."""
+    return {}
+
+
+@pytest.fixture
+def wanted(train, place, host_losses):
+    if not host_losses:
+        finished = train("host", "--csd", "host")
+        assert finished.status == 0, finished.output
+        host_losses |= losses(place / "host")
+    assert list(host_losses) == list(range(1, NUM_STEPS + 1))
+    return host_losses
+
+
+def committed_step(store):
+    """The step of a store that verifies."""
+    command = [sys.executable, "-m", "jaxinf.cli", "verify", store]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return int(re.search(r"step (\d+)", result.stdout)[1])
+
+
+@pytest.mark.parametrize("deaths", [(), ("device", "host")], ids=["whole", "deaths"])
+def test_losses_are_the_hosts(train, wanted, place, sandbox, runtime, deaths):
+    name = f"cards-{len(deaths)}"
+    directory = place / name
+    for number, death in enumerate(deaths):
+        step = 10 * (number + 1)
+
+        def kill(process, step=step, death=death):
+            wait_for_step(directory, step, process)
+            victim = process.pid
+            if death == "device":
+                victim = next(
+                    one
+                    for one in sandbox.processes()
+                    if os.readlink(f"/proc/{one}/exe") == str(runtime.model)
+                )
+            os.kill(victim, signal.SIGKILL)
+
+        finished = train(name, "--csd", "smartssd", during=kill)
+        assert finished.status != 0
+        assert not finished.timed_out
+        if death == "device":
+            assert "exited unexpectedly" in finished.output
+        assert step - 1 <= committed_step(directory / "store") < NUM_STEPS
+    finished = train(name, "--csd", "smartssd")
+    assert finished.status == 0, finished.output
+    assert losses(directory) == wanted
+    assert sandbox.close().processes == ()
