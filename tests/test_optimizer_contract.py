@@ -143,7 +143,7 @@ def test_contract(name, tmp_path):
     plain = make_step(tx, names)
     _, _, expected = run(plain, PARAMS, tx.init(PARAMS), NUM_STEPS)
 
-    with jaxinf.open_store(tmp_path / "store", memory_bytes=1 << 20) as store:
+    with jaxinf.open_store(tmp_path / "store", memory_bytes=1 << 22) as store:
         smart, names = near_storage(name, store)
         step = make_step(smart, names)
         params, state, first = run(step, PARAMS, smart.init(PARAMS), NUM_STEPS // 2)
@@ -160,7 +160,7 @@ def test_contract(name, tmp_path):
     if "scale_by" in name:  # resumed as part of the optimizers made of them
         return
 
-    with jaxinf.open_store(tmp_path / "copy", memory_bytes=1 << 20) as store:
+    with jaxinf.open_store(tmp_path / "copy", memory_bytes=1 << 22) as store:
         smart, names = near_storage(name, store)
         resumed = jax.tree.map(jnp.asarray, jax.device_get(store.params(like=PARAMS)))
         step = make_step(smart, names)

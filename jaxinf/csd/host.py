@@ -4,7 +4,9 @@ Invariant: chunks go by direct I/O between the drive and budgeted, page-aligned 
 and are updated there in place.
 """
 
+import os
 import shutil
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -46,6 +48,7 @@ class HostFleet:
         self._pool = BufferPool(memory_bytes)
         self._meters = meters
         self._rates = rates or CsdRates()
+        self._processor = threading.BoundedSemaphore(_num_kernels_at_once())
 
     @property
     def peak_bytes(self) -> int:
@@ -71,7 +74,7 @@ class HostFleet:
         link = Channel(self._rates.link)
         channels = [DriveChannels.of(self._rates, link) for _ in directories]
         return [
-            HostCsd(root, self._pool, self._meters, own)
+            HostCsd(root, self._pool, self._meters, own, self._processor)
             for root, own in zip(directories, channels, strict=True)
         ]
 
@@ -118,6 +121,8 @@ class HostCsd:
       pool: where buffers come from; CSDs of one store share it.
       meters: counts the drive's bytes.
       channels: what its transfers go through: all state crosses the host's link.
+      processor: lets so many kernels run at once, of all CSDs of a store. Workers that
+        have read together would else compute together, with nobody at the drive.
     """
 
     def __init__(
@@ -126,11 +131,15 @@ class HostCsd:
         pool: BufferPool,
         meters: ByteMeters,
         channels: DriveChannels | None = None,
+        processor: threading.Semaphore | None = None,
     ) -> None:
         self._root = root
         self._pool = pool
         self._io = DirectIO(root, meters)
         self._channels = channels or DriveChannels()
+        self._processor = processor or threading.BoundedSemaphore(
+            _num_kernels_at_once()
+        )
 
     @property
     def memory(self) -> object:
@@ -200,15 +209,17 @@ class HostCsd:
             reads=[place in own.asked for place in places],
             writes=_written(extents, kernel),
         )
-        is_finite = _run_of(kernel, gradient)(
-            gradient=gradient,
-            params=params,
-            slots=slots,
-            scalars=inputs.scalars,
-            arrays=inputs.arrays,
-            out=out,
-            passage=passage,
-        )
+        run = _run_of(kernel, gradient)
+        with self._processor:
+            is_finite = run(
+                gradient=gradient,
+                params=params,
+                slots=slots,
+                scalars=inputs.scalars,
+                arrays=inputs.arrays,
+                out=out,
+                passage=passage,
+            )
         told = {n: passage.read[n] for n, wanted in enumerate(passage.reads) if wanted}
         own.forget()
         own.known.update(
@@ -245,6 +256,11 @@ def _run_of(kernel: Kernel, gradient: Array | SparseGradient) -> Callable[..., b
     if isinstance(gradient, SparseGradient):
         return partial(run_sparse, runner(kernel))
     return runner(kernel)
+
+
+def _num_kernels_at_once() -> int:
+    """Half the cores: the drive, JAX and the program need some, too."""
+    return max(1, len(os.sched_getaffinity(0)) // 2)
 
 
 def _written(extents: Sequence[Extent], kernel: Kernel) -> list[bool]:

@@ -23,7 +23,9 @@ def data_bytes():
 
 
 def run(place, num_params, budget_bytes):
+    # The limit counts a thread's stack as the 8 MiB that it may grow to.
     options = {"memory_bytes": budget_bytes, "chunk_elements": 1 << 22}
+    options["num_workers"] = 4
     warm = UpdateRig(place / "warm", 100_000, num_leaves=1, **options)
     warm.step()
     warm.close()

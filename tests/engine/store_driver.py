@@ -63,7 +63,8 @@ class Driver:
       path: of the store.
       leaves: shape and dtype by name.
       tx: with other optimizers `expected` does not hold.
-      options: of `jaxinf.open_store`; `csd` by default what JAXINF_TEST_CSD says.
+      options: of `jaxinf.open_store`; `csd` by default what JAXINF_TEST_CSD says, and
+        four workers.
     """
 
     def __init__(self, path, leaves=LEAVES, tx=TX, **options):
@@ -77,6 +78,7 @@ class Driver:
         self._known = 0, self._first()
         self.description = describe(params, tx)
         options.setdefault("csd", os.environ.get("JAXINF_TEST_CSD", "host"))
+        options.setdefault("num_workers", 4)  # that small budgets are cut for
         self.store = jaxinf.open_store(path, **options)
         self.at = 0
 
