@@ -133,12 +133,6 @@ def _prepared(
 
 def _check_store(host: HostSide, compression: TopK) -> None:
     options = host.store.session.options
-    if options.csd.kind != "host":
-        raise ValueError(
-            f"{options.path}: compress=: expected csd='host', found "
-            f"{options.csd.kind!r}, whose kernels are given dense gradients; leave it "
-            "out"
-        )
     if compression.error_feedback and options.steps_per_commit != 1:
         raise ValueError(
             f"{options.path}: error_feedback=True: what a step leaves out is part of "

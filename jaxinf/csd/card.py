@@ -93,7 +93,7 @@ class CardCsd:
         self._root = root
         self._io = io
         self._channels = channels
-        self._found: dict[tuple[int, str, str, str], _Found] = {}
+        self._found: dict[tuple[int, str, str, str, bool], _Found] = {}
         self._lock = threading.Lock()
         self._bounces = BufferPool(_NUM_BOUNCES * PAGE_BYTES)
 
@@ -142,10 +142,8 @@ class CardCsd:
                 self._io.write(file, bounce.array, offset, num_bytes)
 
     def view(self, buffer: CsdBuffer, extent: Extent) -> Array:
-        """The card's memory through its window in the host's: slow; only to read."""
-        view = _window(_own(buffer), extent)
-        view.flags.writeable = False
-        return view
+        """The card's memory through its window in the host's: slow to read."""
+        return _window(_own(buffer), extent)
 
     def checksum(self, buffer: CsdBuffer, extent: Extent) -> int | None:
         """What the last update or `initialise` has told."""
@@ -168,7 +166,6 @@ class CardCsd:
     ) -> UpdateOutcome:
         """Runs the card's kernel; this thread sleeps meanwhile."""
         assert given is None  # a card reads its own
-        assert not isinstance(gradient, SparseGradient)  # `jaxinf.sending` refuses it
         own = _own(buffer)
         if is_idle(kernel):
             return self._update_nothing(
@@ -177,10 +174,10 @@ class CardCsd:
         found = self._kernel(kernel, gradient, extents, out, wants_params=wants_params)
         card, channels = found.card, self._channels
         with moving(gradient.nbytes, channels.link):
-            _as_array(own.gradient.array, gradient)[...] = gradient
-            own.gradient.to_card(gradient.nbytes)
+            num_selected = _send(own, gradient)
         words = card.scalar_values(
-            num_elements=gradient.size,
+            num_elements=out.size,
+            num_selected=num_selected,
             rounding_key=rounding.key,
             rounding_first=rounding.first,
             scalars=inputs.scalars,
@@ -197,6 +194,11 @@ class CardCsd:
             own.status.from_card(STATUS_BYTES)
             out[...] = _as_array(own.out.array, out)
         status = card.read_status(own.status.array[:STATUS_BYTES].view(np.uint32))
+        if not status.indices_valid:
+            raise CsdError(
+                f"CSD {self._root}: kernel {card.name}: expected rising indices below "
+                f"{out.size}, found others; what compresses the gradient is broken"
+            )
         for extent, checksum in zip(extents, status.checksums_written, strict=True):
             own.sums[extent.buffer_offset_bytes] = checksum
         return UpdateOutcome(status.finite, dict(enumerate(status.checksums_read)))
@@ -207,6 +209,8 @@ class CardCsd:
         """The buffers of the pointers: a state's is read and written in place."""
         named = {"gradient": own.gradient.bo, "out": own.out.bo}
         named["status"] = own.status.bo
+        if card.compressed:
+            named["indices"] = own.indices.bo
         for name, extent in zip(card.extents, extents, strict=True):
             part = own.part(self._card, extent)
             named |= {f"{name}_in": part, f"{name}_out": part}
@@ -215,7 +219,7 @@ class CardCsd:
     def _kernel(
         self,
         kernel: Kernel,
-        gradient: Array,
+        gradient: Array | SparseGradient,
         extents: Sequence[Extent],
         out: Array,
         *,
@@ -224,10 +228,12 @@ class CardCsd:
         """The card's kernel; looked up once, since that takes long."""
         result = RESULTS[out.dtype.name][wants_params and out.dtype == np.float32]
         codec = extents[1].codec if len(extents) > 1 else ""
-        key = (id(kernel), gradient.dtype.name, result, codec)
+        is_sparse = isinstance(gradient, SparseGradient)
+        dtype = (gradient.values if is_sparse else gradient).dtype
+        key = (id(kernel), dtype.name, result, codec, is_sparse)
         with self._lock:
             if key not in self._found:
-                card = card_kernel(kernel, gradient.dtype, result, codec)
+                card = card_kernel(kernel, dtype, result, codec, is_sparse)
                 found = self._card.kernel(card.name)
                 self._memory.check_bank(found, card)
                 self._found[key] = _Found(kernel, card, found)
@@ -238,13 +244,16 @@ class CardCsd:
         own: CardBuffer,
         extents: Sequence[Extent],
         kernel: Kernel,
-        gradient: Array,
+        gradient: Array | SparseGradient,
         inputs: ScalarInputs,
         out: Array,
         *,
         wants_params: bool,
     ) -> UpdateOutcome:
         """A leaf that the optimizer leaves as it is needs no card."""
+        if isinstance(gradient, SparseGradient):
+            sent, gradient = gradient, np.zeros(out.size, gradient.values.dtype)
+            sent.put_into(gradient)
         master = _window(own, extents[0]).copy()
         is_finite = runner(kernel)(
             gradient=gradient,
@@ -290,6 +299,19 @@ class _Found:
 def is_idle(kernel: Kernel) -> bool:
     """Whether an update leaves params and state as they are."""
     return kernel.update is None and kernel.unchanged >= set(kernel.slots)
+
+
+def _send(own: CardBuffer, gradient: Array | SparseGradient) -> int:
+    """Host → card; how many of a sparse gradient's elements there are."""
+    values, num_selected = gradient, 0
+    if isinstance(gradient, SparseGradient):
+        values, num_selected = gradient.values, gradient.indices.size
+        _as_array(own.indices.array, gradient.indices)[...] = gradient.indices
+        own.indices.to_card(gradient.indices.nbytes)
+    assert not isinstance(values, SparseGradient)
+    _as_array(own.gradient.array, values)[...] = values
+    own.gradient.to_card(values.nbytes)
+    return num_selected
 
 
 def _own(buffer: CsdBuffer) -> CardBuffer:

@@ -107,6 +107,7 @@ class CardMemory:
             self,
             state=allocate(self._state_bytes, bank, p2p=True),
             gradient=allocate(self._dense_bytes, bank),
+            indices=allocate(self._dense_bytes, bank),
             out=allocate(self._dense_bytes, bank),
             status=allocate(PAGE_BYTES, bank),
         )
@@ -119,7 +120,8 @@ class CardBuffer:
     Attributes:
       memory: whose.
       state: P2P memory for the extents.
-      gradient, out, status: what else a kernel reads and writes.
+      gradient, indices, out, status: what else a kernel reads and writes; indices
+        with sparse gradients only.
       parts: arguments by offset and length in `state`.
       sums: checksums that are known, by offset in `state`.
       is_lent: whether somebody has it.
@@ -128,6 +130,7 @@ class CardBuffer:
     memory: CardMemory
     state: XrtBuffer
     gradient: XrtBuffer
+    indices: XrtBuffer
     out: XrtBuffer
     status: XrtBuffer
     parts: dict[tuple[int, int], Any] = field(default_factory=dict)
@@ -157,9 +160,9 @@ class CardBuffer:
 
 
 def set_bytes(state_bytes: int, num_elements: int) -> int:
-    """Memory of a card that a buffer takes, with gradient, result and status."""
+    """Memory of a card that a buffer takes, with gradients, result and status."""
     dense_bytes = max(PAGE_BYTES, _page_ceil(num_elements * _WIDEST_BYTES))
-    return max(PAGE_BYTES, state_bytes) + 2 * dense_bytes + PAGE_BYTES
+    return max(PAGE_BYTES, state_bytes) + 3 * dense_bytes + PAGE_BYTES
 
 
 def _page_ceil(num_bytes: int) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 
+from jaxinf.compress import SparseGradient
 from jaxinf.csd import (
     CsdSpec,
     Extent,
@@ -41,6 +42,7 @@ __all__ = [
     "test_parts_of_a_chunk",
     "test_scalars_of_every_bit",
     "test_several_at_once",
+    "test_sparse_gradients_are_dense_ones_with_zeros",
     "test_steps_have_the_hosts_bits",
     "test_transfers_are_whole_pages",
 ]
@@ -163,7 +165,8 @@ class Chunk:
         if gradient is None:
             rng = np.random.default_rng([step, 7])
             gradient = rng.standard_normal(self.num_elements)
-        gradient = gradient.astype(self.case.dtype)
+        if not isinstance(gradient, SparseGradient):
+            gradient = gradient.astype(self.case.dtype)
         if scalars is None:
             scalars = [
                 np.array(1.25 + step / 8, dtype) for dtype in self.kernel.scalar_dtypes
@@ -246,6 +249,26 @@ def test_checksums_are_of_what_was_read_and_written(chunks):
         after = [crc32c(state) for state in chunk.states()]
         assert chunk.checksums() == after
         assert not set(after) & set(first)
+
+
+@pytest.mark.parametrize("num_selected", [0, 1, 17, 4097])
+def test_sparse_gradients_are_dense_ones_with_zeros(chunks, num_selected):
+    tested, host = chunks(num_elements=4097)
+    for chunk in (tested, host):
+        chunk.initialise()
+    rng = np.random.default_rng(num_selected)
+    indices = np.sort(rng.choice(4097, num_selected, replace=False)).astype(np.int32)
+    values = rng.standard_normal(num_selected).astype(np.float32)
+    dense = np.zeros(4097, np.float32)
+    dense[indices] = values
+    sparse = SparseGradient(indices, values, 4097)
+    outcome, out = tested.update(gradient=sparse)
+    assert outcome.is_finite
+    _, wanted = host.update(gradient=dense)
+    assert_same([out, *tested.states()], [wanted, *host.states()])
+    if num_selected:
+        values[-1] = np.inf
+        assert not tested.update(gradient=sparse)[0].is_finite
 
 
 @pytest.mark.parametrize("place", [0, 2500, 4999])

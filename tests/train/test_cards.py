@@ -32,3 +32,16 @@ def test_bandwidths_change_no_number(run, losses, tmp_path):
     assert run("--store", tmp_path / "slow", *rates) == 0
     assert run("--store", tmp_path / "fast", "--steps", 2) == 0
     assert losses(tmp_path / "slow-log") == losses(tmp_path / "fast-log")
+
+
+@pytest.mark.parametrize("options", ["", ",error_feedback=true,warmup_steps=1"])
+def test_compressed_gradients(run, losses, lines, tmp_path, options):
+    words = ("--compress", f"top_k:0.02{options}", "--steps", 4)
+    assert run("--store", tmp_path / "host", *words) == 0
+    assert run("--store", tmp_path / "cards", *words, "--csd", "emulated") == 0
+    assert losses(tmp_path / "cards-log") == losses(tmp_path / "host-log")
+    down = [
+        [line["link_down_bytes"] for line in lines(tmp_path / f"{kind}-log")][-1]
+        for kind in ("cards", "host")
+    ]
+    assert down[0] <= down[1]
