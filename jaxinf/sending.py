@@ -39,7 +39,7 @@ class Sending:
 
     Raises:
       TypeError: it is no compression.
-      ValueError: the store's CSDs cannot take it, or not keep its error feedback.
+      ValueError: the store cannot keep its error feedback.
     """
 
     def __init__(self, host: HostSide, compression: TopK | None) -> None:
@@ -105,6 +105,8 @@ class Sending:
         compression = self.compression
         if compression is None:
             return call(None, [gradient, *others], None)
+        # What makes the gradient is not computed together with what selects from it.
+        gradient = lax.optimization_barrier(gradient)
         grid = grid_of()
         sent = Sent.of(grid, compression, np.dtype(gradient.dtype))
         prepare = partial(_prepared, grid, compression)

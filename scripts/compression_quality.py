@@ -2,9 +2,9 @@
 
 Two tasks, every variant with three seeds: the nano GPT-2 on Python's standard library
 (validation loss in nats a byte, the trainer itself) and the digits MLP of
-scripts/digits.py (test accuracy). Both run in memory, where a test shows that the
-numbers are those of a store, to the last bit. Results go line by line into a file;
-a run that is in it is not repeated, so that the whole may be done in pieces:
+scripts/digits.py (test accuracy). Both run in memory, through the transformation that
+tests hold to a store's bits. Results go line by line into a file; a run that is in it
+is not repeated, so that the whole may be done in pieces:
 
     python scripts/compression_quality.py --results results.jsonl --minutes 6
     python scripts/compression_quality.py --results results.jsonl --plot quality.png
@@ -170,7 +170,7 @@ def plot(results: list[dict], path: Path) -> None:
         axis.set_xlabel("link volume of the gradients")
         axis.set_ylabel(TASKS[task])
         axis.set_title(task)
-    np.atleast_1d(axes)[0].legend()
+    np.atleast_1d(axes)[-1].legend(loc="lower right")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 

@@ -112,3 +112,12 @@ def test_bench_csds(tmp_path):
         state = 24 * -(-20_000 // 1024) * 1024 if name.startswith("host") else 0
         assert one["link_bytes"] == 8 * 20_000 + state
     assert list(tmp_path.iterdir()) == []
+
+
+def test_compression():
+    found = figures(
+        run_script("bench_compress.py", "--elements", 40_000, "--repetitions", 1)
+    )
+    assert found["kept"] == 400
+    assert found["found"] > 0.95
+    assert min(v for name, v in found.items() if name.endswith("_ms")) > 0

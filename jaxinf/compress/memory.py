@@ -61,7 +61,7 @@ def sparsify(
         updates: PyTree, state: Any, params: PyTree | None = None
     ) -> tuple[PyTree, SparsifyState]:
         del params
-        gradients, treedef = jax.tree.flatten(updates)
+        gradients, treedef = jax.tree.flatten(lax.optimization_barrier(updates))
         held = jax.tree.leaves(state.error_feedback) or [None] * len(gradients)
         if compression.warmup_steps:
             is_dense = state.step < compression.warmup_steps

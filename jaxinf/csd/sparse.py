@@ -29,7 +29,7 @@ def run_sparse(
     gradient: SparseGradient,
     params: Array,
     slots: Sequence[Array | CodedSlot],
-    scalars: Sequence[Array],
+    scalars: Sequence[np.generic | Array],
     arrays: Sequence[Array],
     out: Array,
     passage: Passage,

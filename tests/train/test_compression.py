@@ -1,0 +1,57 @@
+"""`--compress`: the same bits in both modes, resumed too; what is refused."""
+
+import json
+
+import pytest
+
+
+def test_update_has_the_bits_of_memory_and_resumes(run, losses, tmp_path):
+    compress = ("--compress", "top_k:0.1,error_feedback=true,warmup_steps=2")
+    store = ("--store", tmp_path / "store", *compress)
+    assert run(*store, "--steps", 3) == 0
+    assert run(*store, "--steps", 8) == 0
+    split = ("--mode", "memory", "--reference", "split", "--log-dir", tmp_path / "log")
+    assert run(*split, *compress, "--steps", 8) == 0
+    assert losses(tmp_path / "store-log") == losses(tmp_path / "log")
+    manifest = json.loads((tmp_path / "store/jaxinf.json").read_text())
+    assert all("error_feedback" in leaf["states"][-1] for leaf in manifest["leaves"])
+
+
+def test_link_traffic_of_a_step(run, lines, tmp_path):
+    words = ("--store", tmp_path / "store", "--steps", 4, "--compress")
+    assert run(*words, "top_k:0.5,warmup_steps=2") == 0
+    down = [line["link_down_bytes"] for line in lines(tmp_path / "store-log")]
+    up = [line["link_up_bytes"] for line in lines(tmp_path / "store-log")]
+    dense = up[0]
+    # Beside the gradients, the fp32 params that spare reading the master.
+    assert down == [2 * dense, 2 * dense, 1.5 * dense, 1.5 * dense]
+    assert up == [dense] * 4
+
+
+@pytest.mark.parametrize("mode", [("--mode", "memory"), ()])
+@pytest.mark.parametrize(
+    ("compress", "message"),
+    [
+        ("top_k:2", "--compress top_k: expected a ratio above 0 and at most 1"),
+        ("random:0.1", "--compress 'random:0.1': expected top_k:RATIO"),
+    ],
+)
+def test_bad_compression(mode, compress, message, run, tmp_path, capsys):
+    where = mode or ("--store", tmp_path / "store")
+    assert run(*where, "--steps", 1, "--compress", compress) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
+
+
+def test_error_feedback_and_rare_commits(run, tmp_path, capsys):
+    words = ("--durability", 5, "--compress", "top_k:0.1,error_feedback=true")
+    assert run("--store", tmp_path / "store", "--steps", 1, *words) == 2
+    assert "expected --durability step, got 5" in capsys.readouterr().err
+
+
+def test_resume_with_another_compression_is_refused(run, tmp_path, capsys):
+    store = ("--store", tmp_path / "store")
+    assert run(*store, "--steps", 1) == 0
+    assert run(*store, "--steps", 2, "--compress", "top_k:0.1") == 1
+    expected = "--compress: the run has None, this command top_k:0.1"
+    assert expected in capsys.readouterr().err
