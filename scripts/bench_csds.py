@@ -1,10 +1,10 @@
 """Steps on 1, 2, 4, … CSDs of a system that is not there, slower by a stated factor.
 
-By default the testbed of Smart-Infinity: drives of 3.2 GB/s read and 1.6 written, a host
-link of 8 GB/s that all share, kernels of 8.2 GB/s, each divided by --slower. `host`
-moves all state over the link; `emulated` gradients and results alone, and its kernels
-are the cards', run by this machine's CPU. Steps of adamw; medians. Where a line says
-that the CPU was busy for most of a step, its time is the CPU's, not the system's.
+By default the testbed of Smart-Infinity: drives of 3.2 GB/s read and 1.6 written, a
+host link of 8 GB/s that all share, kernels of 8.2 GB/s, each divided by --slower.
+`host` moves all state over the link; `emulated` gradients and results alone, and its
+kernels are the cards', run by this machine's CPU. Steps of adamw; medians. Where the
+CPU was busy for most of a step, its time is the CPU's, not the system's.
 """
 
 import argparse
