@@ -8,7 +8,7 @@ XRT_PACKAGES := libxrt1 libxrt-dev uuid-dev binutils g++
 SOURCES := pyproject.toml setup.py $(shell find jaxinf hls models -name '*.py' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-models test-compilers test-hls test-cards test-xrt test-faults faults lint clean
+.PHONY: help train test test-long test-models test-compilers test-hls test-cards test-xrt test-faults faults lint clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -33,7 +33,10 @@ train: $(VENV)/installed  ## train a small GPT-2 on source code, its state on th
 	  --log-dir runs/quickstart $(if $(STEPS),--steps $(STEPS))
 
 test: $(VENV)/installed  ## the test suite, on the installed package
-	$(BIN)/pytest -n auto -m 'not faults and not hls and not cards' tests
+	$(BIN)/pytest -n auto -m 'not faults and not hls and not cards and not long' tests
+
+test-long: $(VENV)/installed  ## families that make test has a part of: every optimizer
+	$(BIN)/pytest -n auto -m long tests
 
 test-models: $(VENV)/installed  ## models against their PyTorch originals (installs torch)
 	$(BIN)/python -m pip install --quiet torch==2.13.0

@@ -33,12 +33,12 @@ def place() -> Iterator[Path]:
 
 
 @pytest.fixture
-def open_store(tmp_path: Path) -> Iterator[Callable[..., jaxinf.Store]]:
-    """Opens stores below the test's directory; closes them at the end."""
+def open_store(place: Path) -> Iterator[Callable[..., jaxinf.Store]]:
+    """Opens stores in memory; closes them at the end."""
     stores: list[jaxinf.Store] = []
 
     def open_one(name: str = "store", **options: Any) -> jaxinf.Store:
-        stores.append(jaxinf.open_store(tmp_path / name, **options))
+        stores.append(jaxinf.open_store(place / name, **options))
         return stores[-1]
 
     yield open_one

@@ -35,9 +35,9 @@ def bench_update(directory, *arguments):
     ("options", "read_bytes", "write_bytes"),
     [
         ([], 8, 12),
-        (["--master", "stored"], 12, 12),
-        (["--out", "bf16"], 12, 12),
-        (["--state", "bf16"], 4, 8),
+        pytest.param(["--master", "stored"], 12, 12, marks=pytest.mark.long),
+        pytest.param(["--out", "bf16"], 12, 12, marks=pytest.mark.long),
+        pytest.param(["--state", "bf16"], 4, 8, marks=pytest.mark.long),
         (["--state", "int8"], 2, 6),
     ],
 )
@@ -67,7 +67,7 @@ def test_update_refuses_what_no_store_offers(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize("clip_norm", [0, 1])
+@pytest.mark.parametrize("clip_norm", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_train_compares_and_keeps_a_timeline(tmp_path, clip_norm):
     timeline = tmp_path / "step.json"
     done = run_script(

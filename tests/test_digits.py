@@ -4,10 +4,10 @@ import runpy
 from pathlib import Path
 
 
-def test_one_changed_line_gives_the_same_accuracy(tmp_path):
+def test_one_changed_line_gives_the_same_accuracy(place):
     script = Path(__file__).parents[1] / "scripts" / "digits.py"
     main = runpy.run_path(str(script))["main"]
     plain = main(num_steps=150)
-    smart = main(tmp_path / "store", num_steps=150)
+    smart = main(place / "store", num_steps=150)
     assert plain > 0.85
     assert smart == plain

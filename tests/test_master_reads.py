@@ -49,11 +49,11 @@ def run(path, *, num_steps=5, tx=None, params=None, bad_steps=(), **options):
 
 @pytest.mark.parametrize("memory_bytes", [1 << 20, 1 << 26])
 @pytest.mark.parametrize("durability", ["step", 3])
-def test_the_same_bits_for_a_third_less_reading(tmp_path, memory_bytes, durability):
+def test_the_same_bits_for_a_third_less_reading(place, memory_bytes, durability):
     options = {"memory_bytes": memory_bytes, "durability": durability}
-    held, params, traffic = run(tmp_path / "auto", num_workers=2, **options)
+    held, params, traffic = run(place / "auto", num_workers=2, **options)
     wanted, same, more = run(
-        tmp_path / "stored", num_workers=2, master="stored", **options
+        place / "stored", num_workers=2, master="stored", **options
     )
     jax.tree.map(np.testing.assert_array_equal, (held, params), (wanted, same))
     for name, value in params.items():
@@ -69,7 +69,7 @@ def test_the_same_bits_for_a_third_less_reading(tmp_path, memory_bytes, durabili
 
 
 @pytest.mark.parametrize("how", ["io", "16-bit", "no params"])
-def test_from_the_drive_where_they_are_not_at_hand(tmp_path, how, monkeypatch):
+def test_from_the_drive_where_they_are_not_at_hand(place, how, monkeypatch):
     options = {}
     if how == "io":
         monkeypatch.setenv("JAXINF_CALLBACK", "io")
@@ -77,8 +77,8 @@ def test_from_the_drive_where_they_are_not_at_hand(tmp_path, how, monkeypatch):
         options["params"] = new_params(jnp.bfloat16)
     if how == "no params":
         options["tx"] = optax.sgd(0.1, momentum=0.9)
-    _, _, with_given = run(tmp_path / "auto", **options)
-    _, _, stored = run(tmp_path / "stored", master="stored", **options)
+    _, _, with_given = run(place / "auto", **options)
+    _, _, stored = run(place / "stored", master="stored", **options)
     if how == "no params":
         assert with_given.drive_read_bytes < stored.drive_read_bytes
     else:
@@ -89,11 +89,11 @@ def test_from_the_drive_where_they_are_not_at_hand(tmp_path, how, monkeypatch):
 @pytest.mark.parametrize("memory_bytes", [1 << 20, 1 << 26])
 @pytest.mark.parametrize("verify", ["always", "never"])
 def test_other_params_are_caught_wherever_they_differ(
-    tmp_path, element, memory_bytes, verify
+    place, element, memory_bytes, verify
 ):
     params = new_params()
     with jaxinf.open_store(
-        tmp_path / "store", memory_bytes=memory_bytes, num_workers=2, verify=verify
+        place / "store", memory_bytes=memory_bytes, num_workers=2, verify=verify
     ) as store:
         tx = jaxinf.smart_update(optax.adam(1e-2), store)
         state = tx.init(params)
@@ -106,16 +106,16 @@ def test_other_params_are_caught_wherever_they_differ(
             store.check()
 
 
-def test_zeros_that_a_skipped_step_turns_over_are_no_difference(tmp_path):
+def test_zeros_that_a_skipped_step_turns_over_are_no_difference(place):
     """-0.0 + 0.0 is 0.0: the params of a skipped step are not always the same bits."""
     params = new_params()
     params["c"] = jnp.array([-0.0, 0.0, 1.0, -0.0, 2.0])
     options = {"params": params, "bad_steps": (0, 2), "nonfinite": "skip"}
-    held, params, _ = run(tmp_path / "auto", **options)
-    wanted, same, _ = run(tmp_path / "stored", master="stored", **options)
+    held, params, _ = run(place / "auto", **options)
+    wanted, same, _ = run(place / "stored", master="stored", **options)
     jax.tree.map(np.testing.assert_array_equal, (held, params), (wanted, same))
 
 
-def test_the_choice_is_checked(tmp_path):
+def test_the_choice_is_checked(place):
     with pytest.raises(ValueError, match="master='device': expected 'auto' or"):
-        jaxinf.open_store(tmp_path / "store", master="device")
+        jaxinf.open_store(place / "store", master="device")

@@ -29,6 +29,12 @@ ROWS = re.findall(
 )
 GUARANTEES = {name + form: guarantee for name, form, guarantee in ROWS}
 ACCEPTED = [name for name, guarantee in GUARANTEES.items() if guarantee != "refused"]
+# Of these, one a way of working: what make test has of a family of a hundred.
+IN_SHORT = {
+    "adamw", "lion", "sgd, nesterov", "contrib.schedule_free_adamw", "noisy_sgd",
+    "polyak_sgd", "MultiSteps", "apply_if_finite", "inject_hyperparams", "partition",
+    "contrib.sam", "contrib.sophia", "scale_by_zoom_linesearch", "set_to_zero",
+}  # fmt: skip
 NUM_STEPS = 8
 # Losses of eight steps, each within 17 units of float32: 2e-6 each, at most.
 LOSS_TOLERANCE = 2e-5
@@ -137,18 +143,30 @@ def assert_same_bits(found, expected):
         np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
 
 
-@pytest.mark.parametrize("name", ACCEPTED)
-def test_contract(name, tmp_path):
+def each_of(names):
+    """Parameters of a test, those not in short marked as long."""
+    return [
+        pytest.param(name, marks=[] if name in IN_SHORT else pytest.mark.long)
+        for name in names
+    ]
+
+
+def test_what_is_in_short_is_accepted():
+    assert set(ACCEPTED) > IN_SHORT
+
+
+@pytest.mark.parametrize("name", each_of(ACCEPTED))
+def test_contract(name, place):
     tx, names = make(name)
     plain = make_step(tx, names)
     _, _, expected = run(plain, PARAMS, tx.init(PARAMS), NUM_STEPS)
 
-    with jaxinf.open_store(tmp_path / "store", memory_bytes=1 << 22) as store:
+    with jaxinf.open_store(place / "store", memory_bytes=1 << 22) as store:
         smart, names = near_storage(name, store)
         step = make_step(smart, names)
         params, state, first = run(step, PARAMS, smart.init(PARAMS), NUM_STEPS // 2)
         store.wait(state)
-        shutil.copytree(tmp_path / "store", tmp_path / "copy", symlinks=True)
+        shutil.copytree(place / "store", place / "copy", symlinks=True)
         params, state, second = run(step, params, state, NUM_STEPS // 2)
         store.wait(state)
         assert step._cache_size() == 1, "compiled again"
@@ -160,7 +178,7 @@ def test_contract(name, tmp_path):
     if "scale_by" in name:  # resumed as part of the optimizers made of them
         return
 
-    with jaxinf.open_store(tmp_path / "copy", memory_bytes=1 << 22) as store:
+    with jaxinf.open_store(place / "copy", memory_bytes=1 << 22) as store:
         smart, names = near_storage(name, store)
         resumed = jax.tree.map(jnp.asarray, jax.device_get(store.params(like=PARAMS)))
         step = make_step(smart, names)
@@ -170,8 +188,9 @@ def test_contract(name, tmp_path):
         assert_same_bits(again[:2], (params, state))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd, nesterov"])
-def test_digits_reach_the_same_accuracy(name, tmp_path):
+def test_digits_reach_the_same_accuracy(name, place):
     digits = runpy.run_path(str(ROOT / "scripts" / "digits.py"))
     images, labels = digits["load_digits"](return_X_y=True)
     x, y = jnp.asarray(images / 16.0, jnp.float32), jnp.asarray(labels)
@@ -199,7 +218,7 @@ def test_digits_reach_the_same_accuracy(name, tmp_path):
         "sgd, nesterov": optax.sgd(0.1, 0.9, nesterov=True),
     }[name]
     plain = accuracy(tx)
-    with jaxinf.open_store(tmp_path / "store") as store:
+    with jaxinf.open_store(place / "store") as store:
         smart = accuracy(jaxinf.smart_update(tx, store))
     assert plain > 0.8
     # Of 397 pictures, at most one is seen differently.

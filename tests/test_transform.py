@@ -131,14 +131,14 @@ def test_state_shows_what_optax_shows(open_store):
     assert int(optax.tree.get(state.optimizer.inner_state, "count")) == 1
 
 
-def test_eval_shape_has_no_side_effect(tmp_path):
-    store = jaxinf.open_store(tmp_path / "store")
+def test_eval_shape_has_no_side_effect(place):
+    store = jaxinf.open_store(place / "store")
     tx = jaxinf.smart_update(optax.adamw(1e-3), store)
     state = jax.eval_shape(tx.init, make_params())
     assert state.step.shape == ()
     jax.eval_shape(tx.update, make_params(), state, make_params())
     assert not store.exists
-    assert list(tmp_path.iterdir()) == []
+    assert list(place.iterdir()) == []
     store.close()
 
 
@@ -319,12 +319,12 @@ def test_resume_under_jit_checks_and_returns_the_stored_state(open_store):
     assert_same(again, state)
 
 
-def test_path_instead_of_a_store(tmp_path):
-    tx = jaxinf.smart_update(optax.adam(1e-3), tmp_path / "here")
+def test_path_instead_of_a_store(place):
+    tx = jaxinf.smart_update(optax.adam(1e-3), place / "here")
     params = make_params()
     _, state = jax.jit(tx.update)(params, tx.init(params), params)
     assert int(state.step) == 1
-    assert (tmp_path / "here" / "jaxinf.json").exists()
+    assert (place / "here" / "jaxinf.json").exists()
 
 
 PROGRAM_WITHOUT_CLOSE = """
@@ -339,8 +339,8 @@ for _ in range(3):
 """
 
 
-def test_a_script_that_never_closes_loses_nothing(tmp_path, run_python, open_store):
-    run_python(PROGRAM_WITHOUT_CLOSE, tmp_path / "store")
+def test_a_script_that_never_closes_loses_nothing(place, run_python, open_store):
+    run_python(PROGRAM_WITHOUT_CLOSE, place / "store")
     store = open_store()
     assert store.step == 3
     params = store.params(like={"w": jnp.ones((1000, 100))})

@@ -92,18 +92,18 @@ def test_nonfinite_must_be_a_known_policy(open_store):
         jaxinf.smart_update(optax.adam(1e-3), open_store(), nonfinite="maybe")
 
 
-def test_integer_leaves(open_store, tmp_path):
+def test_integer_leaves(open_store, place):
     tx = jaxinf.smart_update(optax.adam(1e-3), open_store())
     with pytest.raises(TypeError, match="count"):
         tx.init({"w": jnp.ones(3), "count": jnp.zeros((), jnp.int32)})
-    assert not (tmp_path / "store").exists()
+    assert not (place / "store").exists()
 
 
-def test_reduction_over_stored_state(open_store, tmp_path):
+def test_reduction_over_stored_state(open_store, place):
     tx = jaxinf.smart_update(optax.lamb(1e-3), open_store())
     with pytest.raises(jaxinf.UnsupportedTransformError, match="reduce_sum"):
         tx.init(PARAMS)
-    assert not (tmp_path / "store").exists()
+    assert not (place / "store").exists()
 
 
 @pytest.mark.parametrize(
@@ -192,14 +192,14 @@ def test_state_of_another_transformation(open_store):
 
 
 def test_drive_failure_inside_jit_keeps_its_type_and_the_committed_step(
-    open_store, tmp_path
+    open_store, place
 ):
     store = open_store()
     tx, state = start(store)
     params, state = apply(tx, GRADIENTS, state)
     store.wait(state)
     before = committed(store)
-    slot = (tmp_path / "store" / "current").resolve()
+    slot = (place / "store" / "current").resolve()
     spare = slot.with_name("b" if slot.name == "a" else "a")
     shutil.rmtree(spare / "mu.w" / "c")
 
@@ -226,7 +226,7 @@ def test_store_that_is_closed(open_store):
         store.params(like=PARAMS)
 
 
-def test_several_cpu_devices_without_pjrt_nproc(run_python, tmp_path):
+def test_several_cpu_devices_without_pjrt_nproc(run_python, place):
     program = """
 import sys, jax.numpy as jnp, optax, jaxinf
 tx = jaxinf.smart_update(optax.adam(1e-3), sys.argv[1])
@@ -237,10 +237,10 @@ except jaxinf.DeviceConfigurationError as error:
 """
     result = run_python(
         program,
-        tmp_path / "store",
+        place / "store",
         XLA_FLAGS="--xla_force_host_platform_device_count=2",
         PJRT_NPROC="",
         NPROC="",
     )
     assert "PJRT_NPROC=8" in result.stdout
-    assert not (tmp_path / "store").exists()
+    assert not (place / "store").exists()

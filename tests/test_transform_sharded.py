@@ -144,25 +144,25 @@ DEVICES = {
 }
 
 
-def test_same_bits_on_four_devices_and_after_a_change_of_mesh(tmp_path, run_python):
-    run_python(ONE_DEVICE, tmp_path)
-    result = run_python(FOUR_DEVICES, tmp_path, **DEVICES)
+def test_same_bits_on_four_devices_and_after_a_change_of_mesh(place, run_python):
+    run_python(ONE_DEVICE, place)
+    result = run_python(FOUR_DEVICES, place, **DEVICES)
     figures = json.loads(result.stdout.splitlines()[-1])
     # Replicated leaves cross the link once, not once a device.
     assert figures["down"] == 8 * figures["num"]  # gradients and params
-    run_python(OTHER_MESH, tmp_path, **DEVICES)
-    run_python(TRACED_INIT, tmp_path, **DEVICES)
-    expected = np.load(tmp_path / "one.npz")
+    run_python(OTHER_MESH, place, **DEVICES)
+    run_python(TRACED_INIT, place, **DEVICES)
+    expected = np.load(place / "one.npz")
     for name in ("four", "traced"):
-        found = np.load(tmp_path / f"{name}.npz")
+        found = np.load(place / f"{name}.npz")
         for leaf in expected.files:
             np.testing.assert_array_equal(found[leaf], expected[leaf], err_msg=leaf)
-    refused = run_python(REFUSED_MESH, tmp_path, **DEVICES)
+    refused = run_python(REFUSED_MESH, place, **DEVICES)
     assert "run on a mesh whose shards are" in refused.stdout
 
 
-def test_failure_beside_other_devices_is_a_status(tmp_path, run_python):
-    result = run_python(FAILURE, tmp_path, **DEVICES)
+def test_failure_beside_other_devices_is_a_status(place, run_python):
+    result = run_python(FAILURE, place, **DEVICES)
     assert "NaN or Inf in the gradient of columns" in result.stdout
-    with jaxinf.open_store(tmp_path / "failing") as store:
+    with jaxinf.open_store(place / "failing") as store:
         assert store.step == 0

@@ -147,6 +147,7 @@ def test_every_boundary_of_a_commit(run):
 
 
 @runs("plain", "made anew")
+@pytest.mark.faults
 def test_every_boundary_of_the_creation(run):
     enumerate_states(run, 0, one_in=20 if LONG else 1000)
 

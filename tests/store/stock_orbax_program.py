@@ -1,10 +1,10 @@
-"""Restores a directory with stock Orbax alone, in every way; run as a program.
+"""Restores directories with stock Orbax alone, in every way; run as a program.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=4 \
-        python stock_orbax_program.py DIRECTORY ARRAYS.npz [CHECKPOINTS STEP]
+        python stock_orbax_program.py ARRAYS.npz CHECKPOINTS STEP DIRECTORY…
 
-DIRECTORY is a checkpoint; with CHECKPOINTS it is also step STEP of a CheckpointManager
-on that. ARRAYS.npz holds what is expected, by names joined with ".".
+Each DIRECTORY is a checkpoint, and step STEP of a CheckpointManager on CHECKPOINTS is
+another. ARRAYS.npz holds what is expected in all, by names joined with ".".
 """
 
 import sys
@@ -87,10 +87,11 @@ def check_manager(root, step, arrays):
 
 
 def main() -> None:
-    arrays = dict(np.load(sys.argv[2]))
-    check_directory(Path(sys.argv[1]).resolve(), arrays)
-    if len(sys.argv) > 3:
-        check_manager(Path(sys.argv[3]).resolve(), int(sys.argv[4]), arrays)
+    names, checkpoints, step, *directories = sys.argv[1:]
+    arrays = dict(np.load(names))
+    for directory in directories:
+        check_directory(Path(directory).resolve(), arrays)
+    check_manager(Path(checkpoints).resolve(), int(step), arrays)
     assert not [name for name in sys.modules if name.split(".")[0] == "jaxinf"]
     print("restored")
 

@@ -104,27 +104,28 @@ def test_orbax_with_a_target(opened):
     check(dict(as_tree(restored)), arrays)
 
 
-def restore_with_stock_orbax(path, arrays, folder, *manager):
-    """Runs a program that has Orbax and four JAX devices, and nothing of ours."""
-    np.savez(folder / "arrays.npz", **arrays)
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    done = subprocess.run(
-        [sys.executable, PROGRAM, path, folder / "arrays.npz", *manager],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **flags, "JAX_PLATFORMS": "cpu"},
-    )
-    assert done.stdout == "restored\n", done.stderr
-
-
-def test_orbax_alone_in_every_way(opened, tmp_path):
-    path, arrays = opened
-    restore_with_stock_orbax(path, arrays, tmp_path)
-
-
-def test_orbax_alone_with_a_manager(committed, tmp_path):
+def test_orbax_alone_in_every_way(committed, tmp_path):
+    """A program that has Orbax and four JAX devices, and nothing of ours."""
     directory, arrays = committed
     save_checkpoint(directory)
     save_checkpoint(directory, "best")  # no step's number: managers do not list it
+    np.savez(tmp_path / "arrays.npz", **arrays)
     checkpoints = directory.path / "checkpoints"
-    restore_with_stock_orbax(checkpoints / "3", arrays, tmp_path, checkpoints, "3")
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    with snapshot(directory) as pinned:
+        places = [directory.path / "current", pinned]
+        places += [checkpoints / "best", checkpoints / "3"]
+        done = subprocess.run(
+            [
+                sys.executable,
+                PROGRAM,
+                tmp_path / "arrays.npz",
+                checkpoints,
+                "3",
+                *places,
+            ],
+            capture_output=True,
+            text=True,
+            env={**os.environ, **flags, "JAX_PLATFORMS": "cpu"},
+        )
+    assert done.stdout == "restored\n", done.stderr

@@ -1,10 +1,12 @@
 """A corpus and a model so small that a run takes a second or two."""
 
+import contextlib
 import json
 
 import numpy as np
 import pytest
 from jaxinf_models import PRESETS, GPT2Config
+from raw_stores import memory_directory
 
 from jaxinf.train.__main__ import main
 
@@ -13,6 +15,25 @@ TINY = GPT2Config(256, 16, num_layers=1, num_heads=2, num_features=16)
 
 def words_of(data):
     return ["--data", data, "--batch-size", 2, "--seq-len", 8, "--sample-bytes", 0]
+
+
+@pytest.fixture
+def tmp_path(place):
+    """In memory: a step's commit waits for no drive."""
+    return place
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """The preset of the default, as long as the context lasts."""
+
+    @contextlib.contextmanager
+    def patched():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(PRESETS, "nano", TINY)
+            yield
+
+    return patched
 
 
 @pytest.fixture(scope="session")
@@ -26,12 +47,11 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def run(text):
+def run(text, tiny):
     """Runs the trainer in this process on a tiny model; returns the exit status."""
 
     def call(*words, data=text):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(PRESETS, "nano", TINY)
+        with tiny():
             return main([str(word) for word in [*words_of(data), *words]])
 
     return call
@@ -56,8 +76,8 @@ def losses(lines):
 
 
 @pytest.fixture(scope="session")
-def uninterrupted(run, losses, tmp_path_factory):
+def uninterrupted(run, losses):
     """Steps and losses of a run of 300 steps, in mode update, with the defaults."""
-    root = tmp_path_factory.mktemp("uninterrupted")
-    assert run("--store", root / "store", "--steps", 300) == 0
-    return losses(root / "store-log")
+    with memory_directory() as root:
+        assert run("--store", root / "store", "--steps", 300) == 0
+        return losses(root / "store-log")

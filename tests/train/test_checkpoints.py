@@ -11,8 +11,8 @@ from jaxinf.train.loop import train
 
 
 @pytest.fixture
-def config(tmp_path):
-    """Makes configs of a tiny run."""
+def config(tmp_path, tiny):
+    """Makes configs of a tiny run, on a tiny model."""
     text = tmp_path / "text"
     text.write_bytes(bytes(range(256)) * 40)
 
@@ -28,7 +28,8 @@ def config(tmp_path):
         }
         return TrainConfig(**(settings | changes))
 
-    return make
+    with tiny():
+        yield make
 
 
 def losses(path):

@@ -147,7 +147,7 @@ def test_losses_are_the_split_references_to_the_bit(words, run, losses, tmp_path
 
 
 @needs_compiled
-@pytest.mark.slow
+@pytest.mark.long
 def test_nano_has_the_references_losses_to_the_bit(text, losses, tmp_path):
     words = [*RUN, "--data", text, "--sample-bytes", 0]
     update = ["--store", tmp_path / "store"]
