@@ -41,7 +41,7 @@ from floor import (
 )
 from update_rig import UpdateRig
 
-from jaxinf.engine.session import MasterReads, StateFormat
+from jaxinf.engine.options import MasterReads, StateFormat
 
 NUM_WARM_UP = 4
 MASTERS = ("auto", "stored", "none")

@@ -32,7 +32,7 @@ import optax
 import tyro
 
 import jaxinf
-from jaxinf.engine.session import Durability
+from jaxinf.engine.options import Durability
 from jaxinf.errors import StoreCorruptError
 from jaxinf.store import StoreDirectory, Verifier, checkpoint_names
 

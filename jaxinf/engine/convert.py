@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxinf.engine.decoding import decoded_pieces
 from jaxinf.engine.description import coded_states
-from jaxinf.engine.session import StateFormat
+from jaxinf.engine.options import StateFormat
 from jaxinf.engine.state import rounding_of_chunk
 from jaxinf.io import crc32c, crc32c_combine
 from jaxinf.io.failures import translated

@@ -4,44 +4,35 @@ Invariant: all that is on disk was checked before anything is written, and after
 first failure nothing is written any more.
 """
 
-import fnmatch
 import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, TypeAlias
 
-from jaxinf.csd import Csd, CsdFleet, open_csds, parse_csd
-from jaxinf.engine.chunks import VERIFY_MODES, ChunkTable, VerifyMode
-from jaxinf.engine.description import (
-    StoreDescription,
-    coded_states,
-    kernel_needs,
+from jaxinf.csd import Csd, CsdFleet, open_csds
+from jaxinf.engine.admission import (
+    check_format,
+    check_place,
+    check_roots,
+    check_same,
 )
+from jaxinf.engine.chunks import ChunkTable
+from jaxinf.engine.cuts import cut_subgroups, longest, subgroup_elements
+from jaxinf.engine.description import StoreDescription, kernel_needs
 from jaxinf.engine.failure import Failure, closed_error
 from jaxinf.engine.handler import TransferHandler
+from jaxinf.engine.options import SessionOptions
 from jaxinf.engine.tasks import SubgroupLayout
 from jaxinf.engine.timeline import Timeline
-from jaxinf.errors import (
-    StaleStateError,
-    StoreClosedError,
-    StoreFormatError,
-    StoreMismatchError,
-)
+from jaxinf.errors import StaleStateError, StoreClosedError, StoreMismatchError
 from jaxinf.io import ByteMeters
 from jaxinf.io.failures import translated
-from jaxinf.layout import (
-    CHUNK_ALIGNMENT_ELEMENTS,
-    SCALES_ALIGNMENT_ELEMENTS,
-    covers,
-    subgroups,
-)
+from jaxinf.layout import covers
 from jaxinf.store import (
     CODECS,
     CommitRecord,
-    LeafRecord,
     Manifest,
     StoreDirectory,
     StoreLock,
@@ -51,97 +42,9 @@ from jaxinf.store import (
     restore_checkpoint,
 )
 
-__all__ = ["Durability", "MasterReads", "Session", "SessionOptions", "StateFormat"]
+__all__ = ["Session"]
 
 _LOG = logging.getLogger("jaxinf")
-
-Durability: TypeAlias = Literal["step", "checkpoint"] | int
-"""After which steps a commit is made; see `jaxinf.open_store`."""
-
-StateFormat: TypeAlias = Literal["fp32", "bf16", "int8"]
-"""How the optimizer's float32 state is stored; see `jaxinf.open_store`."""
-
-MasterReads: TypeAlias = Literal["auto", "stored"]
-"""Where a step takes the master params from; see `jaxinf.open_store`."""
-
-# Files that may stand in a directory that a new store is made in.
-_HARMLESS = ("lost+found", "lock", "publish.lock", "current.tmp", ".jaxinf*")
-
-
-class SessionOptions:
-    """How to open a store; see `jaxinf.open_store`. Checked on construction.
-
-    Raises:
-      ValueError: naming the argument.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        *,
-        csd_roots: Sequence[Path],
-        csd: str,
-        memory_bytes: int,
-        num_workers: int,
-        chunk_elements: int,
-        durability: Durability = "step",
-        verify: VerifyMode = "always",
-        restore: str | None = None,
-        master: MasterReads = "auto",
-        state: StateFormat | None = None,
-    ) -> None:
-        if num_workers < 1:
-            raise ValueError(f"num_workers={num_workers}: expected at least 1")
-        if chunk_elements < CHUNK_ALIGNMENT_ELEMENTS:
-            raise ValueError(
-                f"chunk_elements={chunk_elements}: expected at least "
-                f"{CHUNK_ALIGNMENT_ELEMENTS}"
-            )
-        if verify not in VERIFY_MODES:
-            raise ValueError(
-                f"verify={verify!r}: expected one of "
-                f"{', '.join(map(repr, VERIFY_MODES))}"
-            )
-        self.steps_per_commit = _steps_per_commit(durability)
-        for root in csd_roots:
-            if not root.is_dir():
-                raise ValueError(
-                    f"CSD root {root}: expected a directory on a mounted drive, found "
-                    f"{'a file' if root.exists() else 'nothing'}; create or mount it"
-                )
-            _check_writable(root)
-        if len(set(csd_roots)) != len(csd_roots):
-            raise ValueError(f"csds: the same root is given twice: {list(csd_roots)}")
-        self.path = path
-        self.csd_roots = tuple(csd_roots)
-        self.csd = parse_csd(csd)
-        self.memory_bytes = memory_bytes
-        self.num_workers = num_workers
-        self.chunk_elements = chunk_elements
-        self.verify: VerifyMode = verify
-        if master not in ("auto", "stored"):
-            raise ValueError(f"master={master!r}: expected 'auto' or 'stored'")
-        if state not in (None, "fp32", *CODECS):
-            raise ValueError(f"state={state!r}: expected 'fp32', 'bf16' or 'int8'")
-        self.state: StateFormat | None = state
-        self.restore = restore
-        self.master: MasterReads = master
-
-
-def _steps_per_commit(durability: Durability) -> int | None:
-    """None where only a checkpoint, `wait` or `close` commits."""
-    if durability == "checkpoint":
-        return None
-    if durability == "step":
-        return 1
-    if isinstance(durability, bool) or not isinstance(durability, int):
-        raise ValueError(
-            f'durability={durability!r}: expected "step", "checkpoint", or a number '
-            "of steps"
-        )
-    if durability < 1:
-        raise ValueError(f"durability={durability}: expected at least 1 step")
-    return durability
 
 
 class Session:
@@ -173,7 +76,7 @@ class Session:
         self._is_reported = False
         self._is_closed = False
         self._on_close: list[Callable[[], None]] = []
-        _check_place(options.path)
+        check_place(options.path)
         if self._is_there():
             self._open()
         else:
@@ -247,8 +150,8 @@ class Session:
                     self.options.path,
                 )
                 return
-            self._check_roots(directory.manifest)
-            self._check_format(directory.manifest)
+            check_roots(self.options, directory.manifest)
+            check_format(self.options, directory.manifest)
             directory.claim_csds()
             finish_rebalance(directory)
             prune_snapshots(directory)
@@ -266,39 +169,6 @@ class Session:
             self._lock = None
             raise
 
-    def _check_roots(self, manifest: Manifest) -> None:
-        given = tuple(str(root) for root in self.options.csd_roots)
-        if given and given != manifest.csds:
-            raise StoreMismatchError(
-                f"{self.options.path}: the store's CSD roots are "
-                f"{list(manifest.csds) or 'the store itself'}, given were "
-                f"{list(given)}; leave csds out when opening an existing store"
-            )
-        for csd, root in enumerate(manifest.csds):
-            if not (Path(root) / f"jaxinf-{manifest.store_id}").is_dir():
-                raise StoreFormatError(
-                    f"{self.options.path}: CSD {csd} of the store should be at {root} "
-                    f"(directory jaxinf-{manifest.store_id}), which is not there; "
-                    "mount the drive, or restore the directory"
-                )
-
-    def _check_format(self, manifest: Manifest) -> None:
-        wanted = self.options.state
-        held = {state.codec for leaf in manifest.leaves for state in leaf.states}
-        found = next((codec for codec in CODECS if codec in held), "fp32")
-        codec = wanted if wanted in CODECS else ""
-        is_other = any(
-            leaf.states != coded_states(replace(leaf, states=leaf.slots), codec)
-            for leaf in manifest.leaves
-        )
-        if wanted is not None and is_other:
-            raise StoreMismatchError(
-                f"{self.options.path}: the store holds its state as {found}, asked for "
-                f"was state={wanted!r}; leave it out, or make a store of the other "
-                f'kind from this one ("jaxinf store convert {self.options.path} '
-                f'NEW --state {wanted}")'
-            )
-
     def _prepare_csds(self, manifest: Manifest) -> CsdFleet:
         """Opens the CSDs of a store that is there or will be made; writes nothing."""
         if self._fleet is not None:
@@ -311,15 +181,17 @@ class Session:
             memory_bytes=self.options.memory_bytes,
             meters=self.meters,
         )
-        self._layouts = _layouts(manifest, self._subgroup_elements(manifest))
-        self._fleet.check_buffer(*_longest(self._layouts))
+        self._layouts = cut_subgroups(
+            manifest, subgroup_elements(self.options, manifest)
+        )
+        self._fleet.check_buffer(*longest(self._layouts))
         return self._fleet
 
     def _attach(self, directory: StoreDirectory) -> None:
         """Starts workers for a store whose files exist."""
         assert self._fleet is not None
         roots = [directory.csd_directory(c) for c in range(directory.num_csds)]
-        self.csds = list(self._fleet.attach(roots, *_longest(self._layouts)))
+        self.csds = list(self._fleet.attach(roots, *longest(self._layouts)))
         self._chunks = ChunkTable(
             directory,
             directory.committed_slot(),
@@ -342,24 +214,6 @@ class Session:
             self._handler.close()
         if self._fleet is not None:
             self._fleet.close()
-
-    def _subgroup_elements(self, manifest: Manifest) -> int:
-        """Longest subgroup of which every worker can hold two in the memory budget."""
-        sizes = [sum(s.itemsize for s in leaf.states) for leaf in manifest.leaves]
-        element_bytes = max(sizes, default=4)
-        unit = max(map(_unit_elements, manifest.leaves), default=0)
-        unit = max(unit, CHUNK_ALIGNMENT_ELEMENTS)
-        num_buffers = 2 * self.options.num_workers
-        fitting = self.options.memory_bytes // (num_buffers * element_bytes)
-        fitting -= fitting % unit
-        if fitting < unit:
-            need = num_buffers * element_bytes * unit
-            raise ValueError(
-                f"memory_bytes={self.options.memory_bytes}: {self.options.num_workers} "
-                f"workers need at least {need} bytes for this optimizer's state; give "
-                "more memory or fewer workers"
-            )
-        return max(unit, min(fitting, self.options.chunk_elements))
 
     def bind(self, description: StoreDescription, *, may_create: bool = False) -> bool:
         """Ties the store to an optimizer and a tree; can make the store if it is new.
@@ -384,7 +238,7 @@ class Session:
                     "tx.init(params) on it first"
                 )
             if self.commit is not None:
-                _check_same(self.files, description)
+                check_same(self.files, description)
                 assert self._fleet is not None
                 self._fleet.check(kernel_needs(description, self.files.manifest))
             self._bound.append(description)
@@ -409,11 +263,11 @@ class Session:
         codec = self.options.state if self.options.state in CODECS else ""
         manifest = description.manifest(roots, self.options.chunk_elements, codec)
         directory = StoreDirectory(self.options.path, manifest)
-        self._subgroup_elements(manifest)
+        subgroup_elements(self.options, manifest)
         directory.check_space()
         self._prepare_csds(manifest).check(kernel_needs(description, manifest))
         if self._lock is None:
-            _check_place(self.options.path)
+            check_place(self.options.path)
             with translated("creation", self.options.path):
                 self.options.path.mkdir(parents=True, exist_ok=True)
                 self._lock = StoreLock(self.options.path)
@@ -524,96 +378,3 @@ class Session:
                 "whole multiples, or on one JAX device"
             ) from error
         return [item for chunk in positions for item in self._layouts[leaf][chunk]]
-
-
-def _layouts(manifest: Manifest, max_elements: int) -> list[list[list[SubgroupLayout]]]:
-    """By leaf and chunk, the subgroups."""
-    result = []
-    for leaf, record in enumerate(manifest.leaves):
-        per_chunk: list[list[SubgroupLayout]] = [[] for _ in record.csds]
-        unit = _unit_elements(record)
-        for item in subgroups(leaf, record.grid, record.csds, max_elements, unit):
-            per_chunk[item.chunk].append(SubgroupLayout.of(item, record))
-        result.append(per_chunk)
-    return result
-
-
-def _longest(layouts: list[list[list[SubgroupLayout]]]) -> tuple[int, int]:
-    """Bytes of a buffer and elements of a subgroup, the most that there are."""
-    items = [item for leaf in layouts for chunk in leaf for item in chunk]
-    return (
-        max((item.num_bytes for item in items), default=0),
-        max((item.subgroup.num_elements for item in items), default=0),
-    )
-
-
-def _unit_elements(leaf: LeafRecord) -> int:
-    """Where subgroups may start: on a page of every array's file."""
-    has_scales = any(state.codec == "scale" for state in leaf.states)
-    return SCALES_ALIGNMENT_ELEMENTS if has_scales else CHUNK_ALIGNMENT_ELEMENTS
-
-
-def _check_place(path: Path) -> None:
-    """Refuses what can neither be a store nor become one."""
-    if path.exists() and not path.is_dir():
-        raise NotADirectoryError(
-            f"store {path}: expected a directory or nothing there yet, found a file; "
-            "give another path"
-        )
-    _check_writable(path)
-    if not path.exists() or (path / "jaxinf.json").exists():
-        return
-    foreign = sorted(
-        entry.name
-        for entry in path.iterdir()
-        if not any(fnmatch.fnmatchcase(entry.name, known) for known in _HARMLESS)
-    )
-    # Looked for again: another process may have begun to make it since.
-    if foreign and not (path / "jaxinf.json").exists():
-        raise StoreFormatError(
-            f"store {path}: expected a jaxinf store or an empty directory, found "
-            f"neither jaxinf.json nor emptiness ({', '.join(foreign[:3])}, …); give "
-            "another path"
-        )
-
-
-def _check_same(directory: StoreDirectory, description: StoreDescription) -> None:
-    held, wanted = directory.manifest, description.outline()
-    lines = held.tree_difference(wanted)
-    if not lines:
-        lines = held.kernel_difference(wanted)
-        if lines and dict(held.created_by) != dict(wanted.created_by):
-            _LOG.warning(
-                "%s: the optimizer's equations differ from those the store was made "
-                "with; so do the versions of jax or optax (%s then, %s now). The state "
-                "has the same form, so training goes on:\n  %s",
-                directory.path,
-                dict(held.created_by),
-                dict(wanted.created_by),
-                "\n  ".join(lines),
-            )
-            return
-    if lines:
-        shown = "\n  ".join(lines[:40])
-        raise StoreMismatchError(
-            f"{directory.path}: the store holds the state of another optimizer or "
-            f"model than it is opened with:\n  {shown}\nOpen it with what it was made "
-            "with, or use another store"
-        )
-
-
-def _check_writable(path: Path) -> None:
-    existing = path
-    while not existing.exists():
-        existing = existing.parent
-    if not existing.is_dir():
-        raise NotADirectoryError(
-            f"{path}: expected a directory, or a place for one, found the file "
-            f"{existing}; give another path"
-        )
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise PermissionError(
-            f"{path}: expected a place that can be written to, found {existing} "
-            "read-only for this user; change its permissions, remount it, or give "
-            "another path"
-        )

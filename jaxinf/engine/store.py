@@ -18,13 +18,13 @@ import numpy as np
 from jaxinf.csd import CsdInfo
 from jaxinf.engine.chunks import VerifyMode
 from jaxinf.engine.decoding import read_decoded
-from jaxinf.engine.session import (
+from jaxinf.engine.options import (
     Durability,
     MasterReads,
-    Session,
     SessionOptions,
     StateFormat,
 )
+from jaxinf.engine.session import Session
 from jaxinf.engine.state import read_state
 from jaxinf.engine.steps import StepEngine, StepMetrics
 from jaxinf.errors import StoreFormatError, StoreMismatchError

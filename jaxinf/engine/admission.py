@@ -1,0 +1,108 @@
+"""What a store must be for a session to open it, or its place to have one made.
+
+Invariant: nothing is written here.
+"""
+
+import fnmatch
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from jaxinf.engine.description import StoreDescription, coded_states
+from jaxinf.engine.options import SessionOptions, check_writable
+from jaxinf.errors import StoreFormatError, StoreMismatchError
+from jaxinf.store import CODECS, Manifest, StoreDirectory
+
+__all__ = ["check_format", "check_place", "check_roots", "check_same"]
+
+_LOG = logging.getLogger("jaxinf")
+
+# Files that may stand in a directory that a new store is made in.
+_HARMLESS = ("lost+found", "lock", "publish.lock", "current.tmp", ".jaxinf*")
+
+
+def check_place(path: Path) -> None:
+    """Refuses what can neither be a store nor become one."""
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(
+            f"store {path}: expected a directory or nothing there yet, found a file; "
+            "give another path"
+        )
+    check_writable(path)
+    if not path.exists() or (path / "jaxinf.json").exists():
+        return
+    foreign = sorted(
+        entry.name
+        for entry in path.iterdir()
+        if not any(fnmatch.fnmatchcase(entry.name, known) for known in _HARMLESS)
+    )
+    # Looked for again: another process may have begun to make it since.
+    if foreign and not (path / "jaxinf.json").exists():
+        raise StoreFormatError(
+            f"store {path}: expected a jaxinf store or an empty directory, found "
+            f"neither jaxinf.json nor emptiness ({', '.join(foreign[:3])}, …); give "
+            "another path"
+        )
+
+
+def check_roots(options: SessionOptions, manifest: Manifest) -> None:
+    """Refuses other CSD roots than the store's, and a drive that is not there."""
+    given = tuple(str(root) for root in options.csd_roots)
+    if given and given != manifest.csds:
+        raise StoreMismatchError(
+            f"{options.path}: the store's CSD roots are "
+            f"{list(manifest.csds) or 'the store itself'}, given were "
+            f"{list(given)}; leave csds out when opening an existing store"
+        )
+    for csd, root in enumerate(manifest.csds):
+        if not (Path(root) / f"jaxinf-{manifest.store_id}").is_dir():
+            raise StoreFormatError(
+                f"{options.path}: CSD {csd} of the store should be at {root} "
+                f"(directory jaxinf-{manifest.store_id}), which is not there; "
+                "mount the drive, or restore the directory"
+            )
+
+
+def check_format(options: SessionOptions, manifest: Manifest) -> None:
+    """Refuses a store whose state is in another format than is asked for."""
+    wanted = options.state
+    held = {state.codec for leaf in manifest.leaves for state in leaf.states}
+    found = next((codec for codec in CODECS if codec in held), "fp32")
+    codec = wanted if wanted in CODECS else ""
+    is_other = any(
+        leaf.states != coded_states(replace(leaf, states=leaf.slots), codec)
+        for leaf in manifest.leaves
+    )
+    if wanted is not None and is_other:
+        raise StoreMismatchError(
+            f"{options.path}: the store holds its state as {found}, asked for "
+            f"was state={wanted!r}; leave it out, or make a store of the other "
+            f'kind from this one ("jaxinf store convert {options.path} '
+            f'NEW --state {wanted}")'
+        )
+
+
+def check_same(directory: StoreDirectory, description: StoreDescription) -> None:
+    """Refuses a store of another optimizer or tree; shows the difference."""
+    held, wanted = directory.manifest, description.outline()
+    lines = held.tree_difference(wanted)
+    if not lines:
+        lines = held.kernel_difference(wanted)
+        if lines and dict(held.created_by) != dict(wanted.created_by):
+            _LOG.warning(
+                "%s: the optimizer's equations differ from those the store was made "
+                "with; so do the versions of jax or optax (%s then, %s now). The state "
+                "has the same form, so training goes on:\n  %s",
+                directory.path,
+                dict(held.created_by),
+                dict(wanted.created_by),
+                "\n  ".join(lines),
+            )
+            return
+    if lines:
+        shown = "\n  ".join(lines[:40])
+        raise StoreMismatchError(
+            f"{directory.path}: the store holds the state of another optimizer or "
+            f"model than it is opened with:\n  {shown}\nOpen it with what it was made "
+            "with, or use another store"
+        )

@@ -1,0 +1,63 @@
+"""How a store's chunks are cut into subgroups, as long as the memory allows.
+
+Invariant: every worker can hold two subgroups, and each starts on a page of its files.
+"""
+
+from jaxinf.engine.options import SessionOptions
+from jaxinf.engine.tasks import SubgroupLayout
+from jaxinf.layout import (
+    CHUNK_ALIGNMENT_ELEMENTS,
+    SCALES_ALIGNMENT_ELEMENTS,
+    subgroups,
+)
+from jaxinf.store import LeafRecord, Manifest
+
+__all__ = ["cut_subgroups", "longest", "subgroup_elements"]
+
+
+def subgroup_elements(options: SessionOptions, manifest: Manifest) -> int:
+    """Longest subgroup of which every worker can hold two in the memory budget."""
+    sizes = [sum(s.itemsize for s in leaf.states) for leaf in manifest.leaves]
+    element_bytes = max(sizes, default=4)
+    unit = max(map(_unit_elements, manifest.leaves), default=0)
+    unit = max(unit, CHUNK_ALIGNMENT_ELEMENTS)
+    num_buffers = 2 * options.num_workers
+    fitting = options.memory_bytes // (num_buffers * element_bytes)
+    fitting -= fitting % unit
+    if fitting < unit:
+        need = num_buffers * element_bytes * unit
+        raise ValueError(
+            f"memory_bytes={options.memory_bytes}: {options.num_workers} "
+            f"workers need at least {need} bytes for this optimizer's state; give "
+            "more memory or fewer workers"
+        )
+    return max(unit, min(fitting, options.chunk_elements))
+
+
+def cut_subgroups(
+    manifest: Manifest, max_elements: int
+) -> list[list[list[SubgroupLayout]]]:
+    """By leaf and chunk, the subgroups."""
+    result = []
+    for leaf, record in enumerate(manifest.leaves):
+        per_chunk: list[list[SubgroupLayout]] = [[] for _ in record.csds]
+        unit = _unit_elements(record)
+        for item in subgroups(leaf, record.grid, record.csds, max_elements, unit):
+            per_chunk[item.chunk].append(SubgroupLayout.of(item, record))
+        result.append(per_chunk)
+    return result
+
+
+def longest(layouts: list[list[list[SubgroupLayout]]]) -> tuple[int, int]:
+    """Bytes of a buffer and elements of a subgroup, the most that there are."""
+    items = [item for leaf in layouts for chunk in leaf for item in chunk]
+    return (
+        max((item.num_bytes for item in items), default=0),
+        max((item.subgroup.num_elements for item in items), default=0),
+    )
+
+
+def _unit_elements(leaf: LeafRecord) -> int:
+    """Where subgroups may start: on a page of every array's file."""
+    has_scales = any(state.codec == "scale" for state in leaf.states)
+    return SCALES_ALIGNMENT_ELEMENTS if has_scales else CHUNK_ALIGNMENT_ELEMENTS

@@ -1,0 +1,130 @@
+"""How to open a store, checked before anything is touched.
+
+Invariant: no option is ignored, and a bad one is refused by its name.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from jaxinf.csd import parse_csd
+from jaxinf.engine.chunks import VERIFY_MODES, VerifyMode
+from jaxinf.layout import CHUNK_ALIGNMENT_ELEMENTS
+from jaxinf.store import CODECS
+
+__all__ = [
+    "Durability",
+    "MasterReads",
+    "SessionOptions",
+    "StateFormat",
+    "check_writable",
+]
+
+Durability: TypeAlias = Literal["step", "checkpoint"] | int
+"""After which steps a commit is made; see `jaxinf.open_store`."""
+
+StateFormat: TypeAlias = Literal["fp32", "bf16", "int8"]
+"""How the optimizer's float32 state is stored; see `jaxinf.open_store`."""
+
+MasterReads: TypeAlias = Literal["auto", "stored"]
+"""Where a step takes the master params from; see `jaxinf.open_store`."""
+
+
+class SessionOptions:
+    """How to open a store; see `jaxinf.open_store`. Checked on construction.
+
+    Raises:
+      ValueError: naming the argument.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        csd_roots: Sequence[Path],
+        csd: str,
+        memory_bytes: int,
+        num_workers: int,
+        chunk_elements: int,
+        durability: Durability = "step",
+        verify: VerifyMode = "always",
+        restore: str | None = None,
+        master: MasterReads = "auto",
+        state: StateFormat | None = None,
+    ) -> None:
+        if num_workers < 1:
+            raise ValueError(f"num_workers={num_workers}: expected at least 1")
+        if chunk_elements < CHUNK_ALIGNMENT_ELEMENTS:
+            raise ValueError(
+                f"chunk_elements={chunk_elements}: expected at least "
+                f"{CHUNK_ALIGNMENT_ELEMENTS}"
+            )
+        if verify not in VERIFY_MODES:
+            raise ValueError(
+                f"verify={verify!r}: expected one of "
+                f"{', '.join(map(repr, VERIFY_MODES))}"
+            )
+        self.steps_per_commit = _steps_per_commit(durability)
+        for root in csd_roots:
+            if not root.is_dir():
+                raise ValueError(
+                    f"CSD root {root}: expected a directory on a mounted drive, found "
+                    f"{'a file' if root.exists() else 'nothing'}; create or mount it"
+                )
+            check_writable(root)
+        if len(set(csd_roots)) != len(csd_roots):
+            raise ValueError(f"csds: the same root is given twice: {list(csd_roots)}")
+        self.path = path
+        self.csd_roots = tuple(csd_roots)
+        self.csd = parse_csd(csd)
+        self.memory_bytes = memory_bytes
+        self.num_workers = num_workers
+        self.chunk_elements = chunk_elements
+        self.verify: VerifyMode = verify
+        if master not in ("auto", "stored"):
+            raise ValueError(f"master={master!r}: expected 'auto' or 'stored'")
+        if state not in (None, "fp32", *CODECS):
+            raise ValueError(f"state={state!r}: expected 'fp32', 'bf16' or 'int8'")
+        self.state: StateFormat | None = state
+        self.restore = restore
+        self.master: MasterReads = master
+
+
+def _steps_per_commit(durability: Durability) -> int | None:
+    """None where only a checkpoint, `wait` or `close` commits."""
+    if durability == "checkpoint":
+        return None
+    if durability == "step":
+        return 1
+    if isinstance(durability, bool) or not isinstance(durability, int):
+        raise ValueError(
+            f'durability={durability!r}: expected "step", "checkpoint", or a number '
+            "of steps"
+        )
+    if durability < 1:
+        raise ValueError(f"durability={durability}: expected at least 1 step")
+    return durability
+
+
+def check_writable(path: Path) -> None:
+    """Refuses a path that is no directory of this user's and can become none.
+
+    Raises:
+      NotADirectoryError: it is a file, or below one.
+      PermissionError: it may not be written to.
+    """
+    existing = path
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise NotADirectoryError(
+            f"{path}: expected a directory, or a place for one, found the file "
+            f"{existing}; give another path"
+        )
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise PermissionError(
+            f"{path}: expected a place that can be written to, found {existing} "
+            "read-only for this user; change its permissions, remount it, or give "
+            "another path"
+        )
