@@ -36,6 +36,11 @@ from jaxinf.store import (
     Manifest,
     StoreDirectory,
     StoreLock,
+    check_never_committed,
+    check_space,
+    claim_csds,
+    create_store,
+    discard_store,
     finish_rebalance,
     prune_leftovers,
     prune_snapshots,
@@ -143,7 +148,7 @@ class Session:
             self.commit = self.finished = directory.read_commit()
             if self.commit is None:
                 self._check_restorable()
-                directory.check_never_committed()
+                check_never_committed(directory)
                 _LOG.info(
                     "%s: its creation was interrupted before a first step was "
                     "committed; it will be made anew",
@@ -152,7 +157,7 @@ class Session:
                 return
             check_roots(self.options, directory.manifest)
             check_format(self.options, directory.manifest)
-            directory.claim_csds()
+            claim_csds(directory)
             finish_rebalance(directory)
             prune_snapshots(directory)
             prune_leftovers(directory)
@@ -259,12 +264,12 @@ class Session:
         if self._is_there():
             leftover = StoreDirectory.open(self.options.path)
             roots = roots or list(leftover.manifest.csds)
-            leftover.discard()
+            discard_store(leftover)
         codec = self.options.state if self.options.state in CODECS else ""
         manifest = description.manifest(roots, self.options.chunk_elements, codec)
         directory = StoreDirectory(self.options.path, manifest)
         subgroup_elements(self.options, manifest)
-        directory.check_space()
+        check_space(directory)
         self._prepare_csds(manifest).check(kernel_needs(description, manifest))
         if self._lock is None:
             check_place(self.options.path)
@@ -276,7 +281,7 @@ class Session:
                 self._lock = None
                 self._create(description)
                 return
-        directory.create()
+        create_store(directory)
         self._attach(directory)
 
     def _is_there(self) -> bool:

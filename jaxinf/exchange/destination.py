@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jaxinf.io import fsync_directory, sync_filesystem
 from jaxinf.io.failures import translated
-from jaxinf.store.directory import check_free_space
+from jaxinf.store.space import check_free_space
 
 __all__ = ["new_directory"]
 

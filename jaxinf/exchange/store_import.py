@@ -27,6 +27,7 @@ from jaxinf.store import (
     Slot,
     StoreDirectory,
     StoreLock,
+    claim_csds,
     dtype_of,
     other_slot,
 )
@@ -121,7 +122,7 @@ def import_checkpoint(
         options = MatchOptions(names or {}, ignored, step)
         plan = match(directory.manifest, commit, found, options, where=str(source))
         _check_fresh(directory, slot, plan)
-        directory.claim_csds()
+        claim_csds(directory)
         _write(directory, other_slot(slot), plan, memory_bytes, progress)
         spare = other_slot(slot)
         record = CommitRecord(

@@ -16,12 +16,18 @@ from jaxinf.store.checkpoint import (
     save_checkpoint,
 )
 from jaxinf.store.commit import CommitRecord, ScalarState
+from jaxinf.store.creation import (
+    check_never_committed,
+    check_space,
+    create_store,
+    discard_store,
+    required_bytes,
+)
 from jaxinf.store.directory import (
     SLOTS,
     Slot,
     StoreDirectory,
     other_slot,
-    stored_bytes,
 )
 from jaxinf.store.lock import StoreLock
 from jaxinf.store.making import deal_chunks, making_store
@@ -41,8 +47,10 @@ from jaxinf.store.names import (
     check_leaf_paths,
     leaf_name,
 )
+from jaxinf.store.owners import claim_csds
 from jaxinf.store.rebalancing import Rebalanced, finish_rebalance, rebalance
 from jaxinf.store.snapshot import prune_snapshots, snapshot
+from jaxinf.store.space import stored_bytes
 from jaxinf.store.verify import Damage, Verifier, file_checksum, step_bytes
 from jaxinf.store.views import find_leaf, open_array
 
@@ -66,9 +74,14 @@ __all__ = [
     "Verifier",
     "array_name",
     "check_leaf_paths",
+    "check_never_committed",
+    "check_space",
     "checkpoint_names",
     "checkpoints_to_prune",
+    "claim_csds",
+    "create_store",
     "deal_chunks",
+    "discard_store",
     "dtype_of",
     "file_checksum",
     "find_checkpoint",
@@ -84,6 +97,7 @@ __all__ = [
     "prune_snapshots",
     "rebalance",
     "remove_checkpoint",
+    "required_bytes",
     "restore_checkpoint",
     "save_checkpoint",
     "snapshot",

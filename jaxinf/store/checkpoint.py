@@ -25,14 +25,13 @@ from jaxinf.store.directory import (
     SLOTS,
     Slot,
     StoreDirectory,
-    check_free_space,
     other_slot,
-    stored_bytes,
 )
 from jaxinf.store.links import can_link, link_or_copy
 from jaxinf.store.lock import lock_exclusively
 from jaxinf.store.manifest import Manifest
 from jaxinf.store.pins import link_arrays
+from jaxinf.store.space import check_free_space, stored_bytes
 from jaxinf.store.zarr_metadata import (
     ORBAX_ITEM,
     ORBAX_STATE,

@@ -5,23 +5,18 @@ more than one link; `current` changes by rename alone.
 """
 
 import contextlib
-import json
 import os
-import shutil
 import stat
 import threading
-import time
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from jaxinf.errors import (
     StoreCorruptError,
     StoreFormatError,
     StoreIOError,
-    StoreSpaceError,
 )
 from jaxinf.io import (
     allocate_file,
@@ -35,21 +30,12 @@ from jaxinf.store.commit import CommitRecord
 from jaxinf.store.links import copy_file, link_or_copy
 from jaxinf.store.lock import lock_exclusively
 from jaxinf.store.manifest import LeafRecord, Manifest, StateRecord
-from jaxinf.store.zarr_metadata import (
-    COMMIT_SUCCESS_TEXT,
-    array_metadata,
-    group_metadata,
-    orbax_checkpoint_metadata,
-    orbax_tree_metadata,
-)
 
 __all__ = [
     "SLOTS",
     "Slot",
     "StoreDirectory",
-    "check_free_space",
     "other_slot",
-    "stored_bytes",
 ]
 
 Slot: TypeAlias = Literal["a", "b"]
@@ -59,15 +45,6 @@ SLOTS: tuple[Slot, Slot] = ("a", "b")
 def other_slot(slot: Slot) -> Slot:
     """The slot that is not this one."""
     return "b" if slot == "a" else "a"
-
-
-def stored_bytes(chunk: Chunk, state: StateRecord) -> int:
-    """Bytes that one slot's file of a leaf's chunk takes on the drive: whole pages."""
-    if not chunk.num_elements:
-        return 0
-    num_elements = state.num_elements(chunk.num_elements)
-    pages = -(-num_elements * state.itemsize // PAGE_BYTES)
-    return pages * PAGE_BYTES
 
 
 class StoreDirectory:
@@ -189,163 +166,6 @@ class StoreDirectory:
             "backup"
         )
 
-    # --- creation ----------------------------------------------------------------
-
-    def required_bytes(self) -> dict[Path, int]:
-        """Bytes that creating the store takes on each CSD, both slots."""
-        totals: dict[Path, int] = defaultdict(int)
-        for leaf, record, chunks in self._leaves():
-            del leaf
-            for position, chunk in enumerate(chunks):
-                need = sum(stored_bytes(chunk, state) for state in record.states)
-                totals[self.csd_directory(record.csds[position])] += 2 * need
-        return dict(totals)
-
-    def check_space(self) -> None:
-        """Refuses a store that its file systems have no room for.
-
-        Raises:
-          StoreSpaceError: naming the file system, what is needed and what is free.
-        """
-        check_free_space(
-            self.required_bytes(),
-            f"the store's two slots of {self.manifest.num_params:,} params need",
-            "free some, or choose another directory or more CSD roots",
-        )
-
-    def create(self) -> None:
-        """Makes every directory and file of a new store, preallocated, no step yet.
-
-        Raises:
-          StoreSpaceError: before anything is written.
-          StoreIOError: the operating system refused something.
-        """
-        self.check_space()
-        with translated("creation", self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-            write_json_atomically(self.path / "jaxinf.json", self.manifest.to_json())
-            timestamp_ns = time.time_ns()
-            for slot in SLOTS:
-                self._create_metadata(slot, timestamp_ns)
-                for leaf, record, _ in self._leaves():
-                    for state in record.states:
-                        self._create_chunks(slot, leaf, record, state)
-            for csd in range(len(self.manifest.csds)):
-                self.csd_directory(csd).mkdir(parents=True, exist_ok=True)
-            self.claim_csds()
-        self.sync()
-        fsync_directory(self.path)
-
-    def claim_csds(self) -> None:
-        """Notes on every CSD whose chunks these are.
-
-        Raises:
-          StoreFormatError: they are those of another store that is still there, of
-            which this one is a copy without its CSDs.
-        """
-        own = str(self.path.resolve())
-        for csd in range(len(self.manifest.csds)):
-            note = self.csd_directory(csd) / "store.json"
-            owner = _read_owner(note)
-            if owner == own:
-                continue
-            self._check_owner(owner, note)
-            write_json_atomically(note, {"store": own})
-
-    def _check_owner(self, owner: str | None, note: Path) -> None:
-        """Refuses a CSD's directory that belongs to another store that is there."""
-        if owner is None or owner == str(self.path.resolve()):
-            return
-        if _store_id_at(Path(owner)) == self.manifest.store_id:
-            raise StoreFormatError(
-                f"{self.path}: expected a store of its own, found a copy of {owner}, "
-                f"whose chunks on a CSD ({note.parent}) it would overwrite; open that "
-                "one, or make a store that shares nothing with it "
-                '("jaxinf checkpoint STORE export", then "import")'
-            )
-
-    def _create_metadata(self, slot: Slot, timestamp_ns: int) -> None:
-        root = self.step_path(slot)
-        root.mkdir(parents=True, exist_ok=True)
-        keys = []
-        for _, record, _ in self._leaves():
-            for state in record.states:
-                keys.append((state.name, *record.path))
-                array = root / record.array_name(state.name)
-                array.mkdir()
-                _write_json(
-                    array / "zarr.json",
-                    array_metadata(*record.array_grid(state), state.dtype),
-                )
-        _write_json(root / "zarr.json", group_metadata())
-        _write_json(root / "_METADATA", orbax_tree_metadata(keys))
-        _write_json(
-            root / "_CHECKPOINT_METADATA", orbax_checkpoint_metadata(timestamp_ns)
-        )
-        (root / "commit_success.txt").write_text(COMMIT_SUCCESS_TEXT)
-
-    def _create_chunks(
-        self, slot: Slot, leaf: int, record: LeafRecord, state: StateRecord
-    ) -> None:
-        made: set[Path] = set()
-        for position in range(len(record.csds)):
-            chunk = self.state_chunk(leaf, position, state)
-            file = self.chunk_file(slot, leaf, position, state.name)
-            link = self.step_path(slot) / record.array_name(state.name) / chunk.key
-            for directory in {file.parent, link.parent} - made:
-                directory.mkdir(parents=True, exist_ok=True)
-                made.add(directory)
-            self._allocate(file, chunk, state)
-            if file != link:
-                link.symlink_to(file)
-
-    def _allocate(self, file: Path, chunk: Chunk, state: StateRecord) -> None:
-        logical_bytes = chunk.stored_elements * state.itemsize
-        pages = -(-chunk.num_elements * state.itemsize // PAGE_BYTES)
-        allocate_file(file, logical_bytes, min(pages * PAGE_BYTES, logical_bytes))
-
-    def check_never_committed(self) -> None:
-        """Tells a store whose creation was interrupted from one that lost `current`.
-
-        Raises:
-          StoreFormatError: it has committed a step.
-        """
-        if self.committed_slot() is not None:
-            raise StoreFormatError(
-                f"{self.path}: expected no committed step, found one"
-            )
-        for slot in SLOTS:
-            record = self.step_path(slot) / "commit.json"
-            if record.exists() and (step := CommitRecord.read(record).step) > 0:
-                raise StoreFormatError(
-                    f"{self.path}: expected the symlink `current` to name the "
-                    f"committed slot, found none, but step {step} in slots/{slot}; was "
-                    "the store copied without its symlinks? Copy it with cp -a, or "
-                    f"restore the symlink (ln -s slots/{slot} current), to the slot of "
-                    "the higher step if both have a commit.json"
-                )
-
-    def discard(self) -> None:
-        """Removes a store that never committed a step: its creation was interrupted.
-
-        Raises:
-          StoreFormatError: it has committed one, or its chunks are another store's;
-            nothing is removed.
-        """
-        self.check_never_committed()
-        for csd in range(len(self.manifest.csds)):
-            note = self.csd_directory(csd) / "store.json"
-            self._check_owner(_read_owner(note), note)
-        for csd, root in enumerate(self.manifest.csds):
-            shutil.rmtree(self.csd_directory(csd), ignore_errors=True)
-            if os.path.isdir(root):
-                fsync_directory(root)
-        shutil.rmtree(self.path / "slots", ignore_errors=True)
-        fsync_directory(self.path)  # without the manifest nobody knows what it was
-        with translated("removal", self.path):
-            (self.path / "jaxinf.json").unlink(missing_ok=True)
-        fsync_directory(self.path)
-
     # --- slots -------------------------------------------------------------------
 
     def committed_slot(self) -> Slot | None:
@@ -430,7 +250,7 @@ class StoreDirectory:
                     if keeps:
                         copy_file(file, temporary)
                     else:
-                        self._allocate(temporary, layout, record)
+                        self.allocate(temporary, layout, record)
             elif stat.S_ISREG(status.st_mode) and status.st_size != num_bytes:
                 with translated("allocation", file):
                     os.truncate(file, num_bytes)
@@ -449,9 +269,15 @@ class StoreDirectory:
             with _replacement(new) as temporary:
                 link_or_copy(old, temporary)
 
+    def allocate(self, file: Path, chunk: Chunk, state: StateRecord) -> None:
+        """Makes a chunk's file, with room on the drive for its elements."""
+        logical_bytes = chunk.stored_elements * state.itemsize
+        pages = -(-chunk.num_elements * state.itemsize // PAGE_BYTES)
+        allocate_file(file, logical_bytes, min(pages * PAGE_BYTES, logical_bytes))
+
     def prune_replacements(self) -> None:
         """Removes what a crash left of files that were to take a chunk's place."""
-        for leaf, record, chunks in self._leaves():
+        for leaf, record, chunks in self.leaves():
             for state in record.states:
                 for chunk in range(len(chunks)):
                     for slot in SLOTS:
@@ -459,7 +285,8 @@ class StoreDirectory:
                         with translated("removal", file):
                             _temporary(file).unlink(missing_ok=True)
 
-    def _leaves(self) -> Iterable[tuple[int, LeafRecord, tuple[Chunk, ...]]]:
+    def leaves(self) -> Iterable[tuple[int, LeafRecord, tuple[Chunk, ...]]]:
+        """Number, record and chunks of each leaf."""
         for leaf, record in enumerate(self.manifest.leaves):
             yield leaf, record, self.chunks[leaf]
 
@@ -486,54 +313,3 @@ def _status(file: Path) -> os.stat_result:
             f"{file}: expected a chunk of the store, found no file; something other "
             "than jaxinf removed it. Restore it from a checkpoint or a backup"
         ) from error
-
-
-def _read_owner(note: Path) -> str | None:
-    """The store that a CSD's directory belongs to; None where that is not noted."""
-    try:
-        return str(json.loads(note.read_text())["store"])
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _store_id_at(path: Path) -> str | None:
-    try:
-        return str(json.loads((path / "jaxinf.json").read_text())["store_id"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def check_free_space(needs: Mapping[Path, int], what: str, remedy: str) -> None:
-    """Refuses what file systems have no room for.
-
-    Args:
-      needs: bytes below each directory, which need not exist.
-      what, remedy: parts of the message.
-
-    Raises:
-      StoreSpaceError: naming the file system, what is needed and what is free.
-    """
-    per_device: dict[int, list[tuple[Path, int]]] = defaultdict(list)
-    for directory, need in needs.items():
-        existing = _existing_parent(directory)
-        per_device[existing.stat().st_dev].append((existing, need))
-    for entries in per_device.values():
-        need = sum(n for _, n in entries)
-        status = os.statvfs(entries[0][0])
-        free = status.f_bavail * status.f_frsize
-        if need > free:
-            raise StoreSpaceError(
-                f"{entries[0][0]}: {what} {need:,} bytes ({need / 2**30:.1f} GiB) "
-                f"there, the file system has {free:,} free ({free / 2**30:.1f} GiB); "
-                f"{remedy}"
-            )
-
-
-def _existing_parent(path: Path) -> Path:
-    while not path.exists():
-        path = path.parent
-    return path
-
-
-def _write_json(path: Path, document: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(document, indent=1) + "\n")

@@ -11,9 +11,11 @@ from pathlib import Path
 
 from jaxinf.errors import StoreError, StoreFormatError
 from jaxinf.layout import assign_csds
-from jaxinf.store.directory import StoreDirectory, stored_bytes
+from jaxinf.store.creation import check_space, create_store, discard_store
+from jaxinf.store.directory import StoreDirectory
 from jaxinf.store.lock import StoreLock
 from jaxinf.store.manifest import Manifest
+from jaxinf.store.space import stored_bytes
 
 __all__ = ["deal_chunks", "making_store"]
 
@@ -67,17 +69,17 @@ def making_store(path: Path, manifest: Manifest) -> Iterator[StoreDirectory]:
     """
     directory = StoreDirectory(path, manifest)
     _check_unused(path)
-    directory.check_space()
+    check_space(directory)
     path.mkdir(parents=True, exist_ok=True)
     lock = StoreLock(path)
     try:
         _check_unused(path)  # another process may have been faster
         try:
-            directory.create()
+            create_store(directory)
             yield directory
         except BaseException:
             with contextlib.suppress(StoreError):
-                directory.discard()
+                discard_store(directory)
             raise
     finally:
         lock.release()

@@ -34,12 +34,12 @@ from jaxinf.store.commit import CommitRecord
 from jaxinf.store.directory import (
     SLOTS,
     StoreDirectory,
-    check_free_space,
-    stored_bytes,
 )
 from jaxinf.store.links import link_or_copy
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.manifest import Manifest, StateRecord
+from jaxinf.store.owners import claim_csds
+from jaxinf.store.space import check_free_space, stored_bytes
 from jaxinf.store.verify import file_checksum
 from jaxinf.typing import JsonValue, ProgressCallback
 
@@ -365,7 +365,7 @@ def _bring_all(
     with translated("rebalance", new.path):
         for csd in range(new.num_csds):
             new.csd_directory(csd).mkdir(parents=True, exist_ok=True)
-        new.claim_csds()
+        claim_csds(new)
     made: dict[tuple[int, int], Path] = {}
     total, done = sum(move.num_bytes for move in moves), 0
     pool = BufferPool(_PIECE_BYTES)

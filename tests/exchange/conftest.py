@@ -11,7 +11,13 @@ import pytest
 import raw_stores
 
 from jaxinf.exchange import StepFiles
-from jaxinf.store import CommitRecord, ScalarState, StateRecord, StoreDirectory
+from jaxinf.store import (
+    CommitRecord,
+    ScalarState,
+    StateRecord,
+    StoreDirectory,
+    create_store,
+)
 
 STATES = (
     StateRecord("params", "float32"),
@@ -56,7 +62,7 @@ def make_step(place: Path) -> Callable[..., tuple[StepFiles, dict]]:
             STATES, leaves or LEAVES, roots, chunk_elements
         )
         directory = StoreDirectory(place / f"{name}-store", manifest)
-        directory.create()
+        create_store(directory)
         arrays, checksums = raw_stores.fill_slot(
             directory, "a", partial(any_bits, np.random.default_rng(0))
         )

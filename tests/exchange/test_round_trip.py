@@ -108,7 +108,7 @@ def test_no_space(make_step, place, monkeypatch):
     def refuse(self):
         raise StoreSpaceError("full")
 
-    monkeypatch.setattr(StoreDirectory, "check_space", refuse)
+    monkeypatch.setattr("jaxinf.store.making.check_space", refuse)
     with pytest.raises(StoreSpaceError):
         import_export(place / "export", place / "again")
     assert not (place / "again").exists()

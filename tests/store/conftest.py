@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 import raw_stores
 
-from jaxinf.store import CommitRecord, Manifest, Slot, StateRecord, StoreDirectory
+from jaxinf.store import (
+    CommitRecord,
+    Manifest,
+    Slot,
+    StateRecord,
+    StoreDirectory,
+    create_store,
+)
 
 STATES = (
     StateRecord("params", "float32"),
@@ -50,7 +57,7 @@ def make_directory(place: Path) -> Callable[..., StoreDirectory]:
     ) -> StoreDirectory:
         roots = raw_stores.make_roots(place, name, num_csds)
         directory = StoreDirectory(place / name, make_manifest(roots, states))
-        directory.create()
+        create_store(directory)
         return directory
 
     return make

@@ -22,7 +22,11 @@ from jaxinf.store import (
     StateRecord,
     StoreDirectory,
     StoreLock,
+    check_space,
+    create_store,
+    discard_store,
     other_slot,
+    required_bytes,
     stored_bytes,
 )
 
@@ -77,12 +81,12 @@ def test_creation(make_directory, num_csds):
                     assert stat.st_size == chunk.stored_elements * state.itemsize
                     assert stat.st_nlink == 1
                     allocated += stat.st_blocks * 512
-    assert allocated == sum(directory.required_bytes().values())
+    assert allocated == sum(required_bytes(directory).values())
 
 
 def test_chunks_are_spread_evenly_over_csds(make_directory):
     directory = make_directory(num_csds=3)
-    needs = directory.required_bytes()
+    needs = required_bytes(directory)
     assert set(needs) == {directory.csd_directory(csd) for csd in range(3)}
     assert max(needs.values()) - min(needs.values()) <= 2 * 4096 * (4 + 2 + 4)
 
@@ -93,7 +97,7 @@ def test_space_is_checked_before_anything_is_written(place, manifest_of):
     with pytest.raises(
         StoreSpaceError, match=r"two slots of [\d,]+ params need [\d,]+ bytes"
     ):
-        directory.create()
+        create_store(directory)
     assert not (place / "new").exists()
 
 
@@ -112,25 +116,25 @@ def test_space_of_csds_on_one_file_system_is_added_up(place, manifest_of):
     )
     manifest = dataclasses.replace(manifest_of(roots), leaves=(leaf,))
     directory = StoreDirectory(place / "store", manifest)
-    needs = directory.required_bytes()
+    needs = required_bytes(directory)
     assert max(needs.values()) < stat.f_bavail * stat.f_frsize
     assert sum(needs.values()) < stat.f_bavail * stat.f_frsize
-    directory.check_space()
+    check_space(directory)
     doubled = dataclasses.replace(
         leaf, states=(*leaf.states, StateRecord("nu", "float32"))
     )
     manifest = dataclasses.replace(manifest, leaves=(doubled,))
     directory = StoreDirectory(place / "store", manifest)
-    assert max(directory.required_bytes().values()) < stat.f_bavail * stat.f_frsize
+    assert max(required_bytes(directory).values()) < stat.f_bavail * stat.f_frsize
     with pytest.raises(StoreSpaceError, match="or more CSD roots"):
-        directory.check_space()
+        check_space(directory)
 
 
 def test_creation_where_files_are_in_the_way(place, manifest_of):
     directory = StoreDirectory(place, manifest_of())
     (place / "slots").write_text("")
     with pytest.raises(StoreIOError, match=r"creation failed: .*"):
-        directory.create()
+        create_store(directory)
 
 
 def test_stored_bytes():
@@ -293,23 +297,23 @@ def test_no_store(place):
 def test_discard(make_directory, place, num_csds):
     directory = make_directory(num_csds=num_csds)
     lock = StoreLock(directory.path)
-    directory.discard()
+    discard_store(directory)
     lock.release()
     assert [p.name for p in directory.path.iterdir()] == ["lock"]
     for csd in range(num_csds):
         assert not list((place / f"store-csd{csd}").iterdir())
-    directory.create()
+    create_store(directory)
 
 
 def test_a_store_with_steps_is_never_discarded(make_directory, write_step):
     directory = make_directory()
     write_step(directory, "a", 0)
     with pytest.raises(StoreFormatError, match="expected no committed step, found one"):
-        directory.discard()
+        discard_store(directory)
     write_step(directory, "b", 1)
     (directory.path / "current").unlink()
     with pytest.raises(StoreFormatError, match=r"ln -s slots/b current"):
-        directory.discard()
+        discard_store(directory)
     assert directory.chunk_file("b", 0, 0, "mu").exists()
 
 
@@ -317,5 +321,5 @@ def test_a_first_commit_cut_short_is_discarded(make_directory, write_step):
     directory = make_directory()
     write_step(directory, "a", 0)
     (directory.path / "current").unlink()
-    directory.discard()
+    discard_store(directory)
     assert not (directory.path / "jaxinf.json").exists()

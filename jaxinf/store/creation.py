@@ -1,0 +1,169 @@
+"""The files of a new store: made with room for two slots, or removed again.
+
+Invariant: a store that has committed a step is never removed, nor one that is not ours.
+"""
+
+import json
+import os
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxinf.errors import StoreFormatError
+from jaxinf.io import fsync_directory, write_json_atomically
+from jaxinf.io.failures import translated
+from jaxinf.store.commit import CommitRecord
+from jaxinf.store.directory import SLOTS, Slot, StoreDirectory
+from jaxinf.store.manifest import StateRecord
+from jaxinf.store.owners import check_owners, claim_csds
+from jaxinf.store.space import check_free_space, stored_bytes
+from jaxinf.store.zarr_metadata import (
+    COMMIT_SUCCESS_TEXT,
+    array_metadata,
+    group_metadata,
+    orbax_checkpoint_metadata,
+    orbax_tree_metadata,
+)
+
+__all__ = [
+    "check_never_committed",
+    "check_space",
+    "create_store",
+    "discard_store",
+    "required_bytes",
+]
+
+
+def required_bytes(directory: StoreDirectory) -> dict[Path, int]:
+    """Bytes that creating the store takes on each CSD, both slots."""
+    totals: dict[Path, int] = defaultdict(int)
+    for leaf, record, chunks in directory.leaves():
+        del leaf
+        for position, chunk in enumerate(chunks):
+            need = sum(stored_bytes(chunk, state) for state in record.states)
+            totals[directory.csd_directory(record.csds[position])] += 2 * need
+    return dict(totals)
+
+
+def check_space(directory: StoreDirectory) -> None:
+    """Refuses a store that its file systems have no room for.
+
+    Raises:
+      StoreSpaceError: naming the file system, what is needed and what is free.
+    """
+    check_free_space(
+        required_bytes(directory),
+        f"the store's two slots of {directory.manifest.num_params:,} params need",
+        "free some, or choose another directory or more CSD roots",
+    )
+
+
+def create_store(directory: StoreDirectory) -> None:
+    """Makes every directory and file of a new store, preallocated, no step yet.
+
+    Raises:
+      StoreSpaceError: before anything is written.
+      StoreIOError: the operating system refused something.
+    """
+    check_space(directory)
+    with translated("creation", directory.path):
+        directory.path.mkdir(parents=True, exist_ok=True)
+        write_json_atomically(
+            directory.path / "jaxinf.json", directory.manifest.to_json()
+        )
+        timestamp_ns = time.time_ns()
+        for slot in SLOTS:
+            _create_metadata(directory, slot, timestamp_ns)
+            for leaf, record, _ in directory.leaves():
+                for state in record.states:
+                    _create_chunks(directory, slot, leaf, state)
+        for csd in range(len(directory.manifest.csds)):
+            directory.csd_directory(csd).mkdir(parents=True, exist_ok=True)
+        claim_csds(directory)
+    directory.sync()
+    fsync_directory(directory.path)
+
+
+def discard_store(directory: StoreDirectory) -> None:
+    """Removes a store that never committed a step: its creation was interrupted.
+
+    Raises:
+      StoreFormatError: it has committed one, or its chunks are another store's;
+        nothing is removed.
+    """
+    check_never_committed(directory)
+    check_owners(directory)
+    for csd, root in enumerate(directory.manifest.csds):
+        shutil.rmtree(directory.csd_directory(csd), ignore_errors=True)
+        if os.path.isdir(root):
+            fsync_directory(root)
+    shutil.rmtree(directory.path / "slots", ignore_errors=True)
+    fsync_directory(directory.path)  # without the manifest nobody knows what it was
+    with translated("removal", directory.path):
+        (directory.path / "jaxinf.json").unlink(missing_ok=True)
+    fsync_directory(directory.path)
+
+
+def check_never_committed(directory: StoreDirectory) -> None:
+    """Tells a store whose creation was interrupted from one that lost `current`.
+
+    Raises:
+      StoreFormatError: it has committed a step.
+    """
+    if directory.committed_slot() is not None:
+        raise StoreFormatError(
+            f"{directory.path}: expected no committed step, found one"
+        )
+    for slot in SLOTS:
+        record = directory.step_path(slot) / "commit.json"
+        if record.exists() and (step := CommitRecord.read(record).step) > 0:
+            raise StoreFormatError(
+                f"{directory.path}: expected the symlink `current` to name the "
+                f"committed slot, found none, but step {step} in slots/{slot}; was "
+                "the store copied without its symlinks? Copy it with cp -a, or "
+                f"restore the symlink (ln -s slots/{slot} current), to the slot of "
+                "the higher step if both have a commit.json"
+            )
+
+
+def _create_metadata(directory: StoreDirectory, slot: Slot, timestamp_ns: int) -> None:
+    root = directory.step_path(slot)
+    root.mkdir(parents=True, exist_ok=True)
+    keys = []
+    for _, record, _ in directory.leaves():
+        for state in record.states:
+            keys.append((state.name, *record.path))
+            array = root / record.array_name(state.name)
+            array.mkdir()
+            _write_json(
+                array / "zarr.json",
+                array_metadata(*record.array_grid(state), state.dtype),
+            )
+    _write_json(root / "zarr.json", group_metadata())
+    _write_json(root / "_METADATA", orbax_tree_metadata(keys))
+    _write_json(root / "_CHECKPOINT_METADATA", orbax_checkpoint_metadata(timestamp_ns))
+    (root / "commit_success.txt").write_text(COMMIT_SUCCESS_TEXT)
+
+
+def _create_chunks(
+    directory: StoreDirectory, slot: Slot, leaf: int, state: StateRecord
+) -> None:
+    record = directory.manifest.leaves[leaf]
+    made: set[Path] = set()
+    for position in range(len(record.csds)):
+        chunk = directory.state_chunk(leaf, position, state)
+        file = directory.chunk_file(slot, leaf, position, state.name)
+        link = directory.step_path(slot) / record.array_name(state.name) / chunk.key
+        for folder in {file.parent, link.parent} - made:
+            folder.mkdir(parents=True, exist_ok=True)
+            made.add(folder)
+        directory.allocate(file, chunk, state)
+        if file != link:
+            link.symlink_to(file)
+
+
+def _write_json(path: Path, document: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(document, indent=1) + "\n")

@@ -1,0 +1,56 @@
+"""What chunk files take on drives, and whether there is room for it.
+
+Invariant: space is refused before anything is written.
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+from jaxinf.errors import StoreSpaceError
+from jaxinf.layout import PAGE_BYTES, Chunk
+from jaxinf.store.manifest import StateRecord
+
+__all__ = ["check_free_space", "stored_bytes"]
+
+
+def stored_bytes(chunk: Chunk, state: StateRecord) -> int:
+    """Bytes that one slot's file of a leaf's chunk takes on the drive: whole pages."""
+    if not chunk.num_elements:
+        return 0
+    num_elements = state.num_elements(chunk.num_elements)
+    pages = -(-num_elements * state.itemsize // PAGE_BYTES)
+    return pages * PAGE_BYTES
+
+
+def check_free_space(needs: Mapping[Path, int], what: str, remedy: str) -> None:
+    """Refuses what file systems have no room for.
+
+    Args:
+      needs: bytes below each directory, which need not exist.
+      what, remedy: parts of the message.
+
+    Raises:
+      StoreSpaceError: naming the file system, what is needed and what is free.
+    """
+    per_device: dict[int, list[tuple[Path, int]]] = defaultdict(list)
+    for directory, need in needs.items():
+        existing = _existing_parent(directory)
+        per_device[existing.stat().st_dev].append((existing, need))
+    for entries in per_device.values():
+        need = sum(n for _, n in entries)
+        status = os.statvfs(entries[0][0])
+        free = status.f_bavail * status.f_frsize
+        if need > free:
+            raise StoreSpaceError(
+                f"{entries[0][0]}: {what} {need:,} bytes ({need / 2**30:.1f} GiB) "
+                f"there, the file system has {free:,} free ({free / 2**30:.1f} GiB); "
+                f"{remedy}"
+            )
+
+
+def _existing_parent(path: Path) -> Path:
+    while not path.exists():
+        path = path.parent
+    return path
