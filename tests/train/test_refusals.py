@@ -65,7 +65,7 @@ def test_locked_store(run, tmp_path, capsys):
 
 
 def test_failing_drive_is_one_message(run, tmp_path, capfd, monkeypatch):
-    def fail(*_):
+    def fail(*_, **__):
         raise jaxinf.StoreSpaceError("/mnt: no room left at all")
 
     monkeypatch.setattr(StoreDirectory, "prepare_write", fail)
