@@ -181,9 +181,9 @@ def test_a_second_init_makes_a_new_store_anew(drive, place):
     assert driver.session.bind(other.description, may_create=True)
     assert threads() == workers
     assert [leaf.name for leaf in driver.store.manifest.leaves] == ["v"]
-    driver.description, driver.leaves = other.description, other.leaves
-    driver.initial = other.initial
-    driver.init().steps(2).check(2)
+    other.close()
+    other.store = driver.store
+    other.init().steps(2).check(2)
 
 
 def threads():
