@@ -107,7 +107,6 @@ def test_usage_errors(run, tmp_path, capsys, monkeypatch, words, expected):
         ("--mode", "stream"),
         ("--reference", "whole"),
         ("--memory-bytes", "much"),
-        ("--compress", "top_k:0.01"),
         ("--steps", "ten"),
     ],
     ids=" ".join,
