@@ -11,7 +11,7 @@ from jaxinf.compress import sparsify
 
 # Small chunks and less memory than one takes: several chunks a leaf, several subgroups
 # a chunk.
-OPTIONS = {"chunk_elements": 20_480, "memory_bytes": 1 << 20}
+OPTIONS = {"chunk_elements": 20_480, "memory_bytes": 1 << 20, "num_workers": 4}
 
 
 def make(seed, dtype=jnp.float32):
