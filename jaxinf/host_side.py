@@ -82,9 +82,9 @@ class HostSide:
 
     @property
     def takes_params(self) -> bool:
-        """Whether fp32 params on the JAX device are taken instead of the master."""
+        """Whether params on the JAX device may be taken instead of the master."""
         options = self.store.session.options
-        return options.master == "auto" and options.csd.takes_params
+        return options.master != "stored" and options.csd.takes_params
 
     @property
     def checks_finite(self) -> bool:
@@ -292,9 +292,14 @@ class HostSide:
         step: Array,
         skipped: Array,
         statuses: Array,
+        inexact: Array,
         *scalars: Array,
     ) -> None:
-        """Callback: every leaf has been updated; ends the step. Results: verdict."""
+        """Callback: every leaf has been updated; ends the step. Results: verdict.
+
+        `inexact` says of each leaf whether what the update makes of its 16-bit params
+        differs in some bit from what the store has.
+        """
         self.store.check()
         steps = self.store.steps
         if np.any(statuses == NON_FINITE) and self._nonfinite != "allow":
@@ -304,7 +309,9 @@ class HostSide:
                 raise self._non_finite(description, int(step), statuses)
             outs[0][...] = SKIPPED
         else:
-            steps.finish(int(step), _named(description, scalars), int(skipped))
+            named = _named(description, scalars)
+            leaves = np.flatnonzero(inexact).tolist()
+            steps.finish(int(step), named, int(skipped), leaves)
             outs[0][...] = COMMITTED
 
     def _non_finite(

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
@@ -306,11 +307,16 @@ class _SmartUpdate:
                 )
             )
         ]
+        changes = [
+            _change(result, p)
+            for (result, _, _), p in zip(results, params_leaves, strict=True)
+        ]
         statuses = jnp.stack([status for _, status, _ in results])
+        inexact = jnp.stack([flag for _, flag in changes])
         left = [kept for _, _, leaf in results for kept in leaf]
-        verdict = self._commit(description, state, statuses, new)
+        verdict = self._commit(description, state, statuses, inexact, new)
         return (
-            jax.tree.unflatten(treedef, [_applied(verdict, u) for u, _, _ in results]),
+            jax.tree.unflatten(treedef, [_applied(verdict, u) for u, _ in changes]),
             _next_state(state, verdict, [*old, *held], [*new, *left]),
         )
 
@@ -325,7 +331,7 @@ class _SmartUpdate:
         step: jax.Array,
         feedback: Sequence[jax.Array],
     ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-        """One leaf's fp32 update, its status and its new error feedback."""
+        """One leaf's update or new 16-bit params, its status, its error feedback."""
         leaf = description.leaves[number]
         dtype = leaf.device_dtype
         probe = jnp.zeros((0,), dtype)
@@ -350,10 +356,7 @@ class _SmartUpdate:
             call, grid_of, gradient, others, feedback, step
         )
         assert result is not None
-        if dtype == np.float32:
-            return result, status, left
-        assert params is not None
-        return result.astype(jnp.float32) - params.astype(jnp.float32), status, left
+        return result, status, left
 
     def _local_grid(self, description: StoreDescription, number: int) -> LeafGrid:
         """The chunks of a leaf, or of each JAX device's shard of it."""
@@ -364,10 +367,11 @@ class _SmartUpdate:
         return LeafGrid(sharding.shard_shape(grid.shape), grid.chunk_shape)
 
     def _given_params(self, params: jax.Array | None) -> list[jax.Array]:
-        """The leaf, if the host takes it for the master: exact, and at no cost."""
-        is_exact = params is not None and params.dtype == jnp.float32
+        """The leaf, if the store may have the same bits, and it costs nothing."""
         is_free = shares_memory(is_local=self._mesh is not None)
-        if params is None or not (is_exact and is_free and self._host.takes_params):
+        if params is None or not (is_free and self._host.takes_params):
+            return []
+        if params.dtype not in (jnp.float32, jnp.bfloat16):
             return []
         return [params]
 
@@ -417,6 +421,7 @@ class _SmartUpdate:
         description: StoreDescription,
         state: SmartUpdateState,
         statuses: jax.Array,
+        inexact: jax.Array,
         scalars: Sequence[jax.Array],
     ) -> jax.Array:
         """Ends the step; int32: committed, skipped or failed."""
@@ -424,7 +429,7 @@ class _SmartUpdate:
         (verdict,) = call_once(
             self._guarded(partial(self._host.commit, description)),
             self._mesh,
-            [state.step, state.skipped_steps, statuses, *map(_raw, scalars)],
+            [state.step, state.skipped_steps, statuses, inexact, *map(_raw, scalars)],
             avals,
         )
         return verdict
@@ -545,6 +550,23 @@ def _check_feedback(held: Sequence[Any], expected: int) -> None:
             f"compression's has {expected}; make it with the init of the same "
             "transformation"
         )
+
+
+def _change(result: jax.Array, params: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """The fp32 update that a host's result means, and whether it is inexact.
+
+    For 16-bit params it is the difference to the new ones. In rare cases no float32
+    number leads from the old to the new (from a power of two to far below its last bit,
+    or between denormals): then the params that the update makes are one rounding away
+    from those of the store, whose next step must not take them for its own.
+    """
+    if result.dtype == jnp.float32:
+        return result, jnp.bool_(False)
+    assert params is not None
+    change = result.astype(jnp.float32) - params.astype(jnp.float32)
+    reached = (params + change).astype(result.dtype)
+    bits = [lax.bitcast_convert_type(x, jnp.uint16) for x in (reached, result)]
+    return change, jnp.any(bits[0] != bits[1])
 
 
 def _applied(verdict: jax.Array, update: jax.Array) -> jax.Array:

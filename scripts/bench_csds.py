@@ -47,7 +47,9 @@ def measure(place, kind, count, arguments):
             times.append(time.perf_counter() - began)
             busy.append((time.process_time() - cpu) / times[-1] / os.cpu_count())
     rig.store.wait()
-    traffic = rig.store.metrics.traffic
+    metrics = rig.store.metrics
+    assert metrics is not None
+    traffic = metrics.traffic
     rig.close()
     link = traffic.link_down_bytes + traffic.link_up_bytes
     if kind == "host":

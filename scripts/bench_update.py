@@ -41,10 +41,9 @@ from floor import (
 )
 from update_rig import UpdateRig
 
-from jaxinf.engine.options import MasterReads, StateFormat
+from jaxinf.engine import MasterChoice, StateFormat
 
 NUM_WARM_UP = 4
-MASTERS = ("auto", "stored", "none")
 DTYPES = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
 NUM_FIO_KEPT = 2
 
@@ -268,7 +267,7 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     rig = UpdateRig(
         place / "store",
         num_params,
-        dtype=DTYPES[arguments.out],
+        dtype=DTYPES[arguments.params_dtype],
         master=arguments.master,
         state=arguments.state,
         **options,
@@ -289,7 +288,7 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
             "params": num_params,
             "state": arguments.state,
             "master": arguments.master,
-            "out": arguments.out,
+            "params_dtype": arguments.params_dtype,
             "load_average": round(os.getloadavg()[0], 2),
             "drive_read_bytes_per_param": round(read / num_params, 3),
             "drive_write_bytes_per_param": round(written / num_params, 3),
@@ -308,8 +307,8 @@ def main() -> None:
     parser.add_argument("--store", type=Path, required=True, metavar="DIR")
     parser.add_argument("--params", type=float, default=200e6)
     parser.add_argument("--state", choices=get_args(StateFormat), default="fp32")
-    parser.add_argument("--master", choices=MASTERS, default="auto")
-    parser.add_argument("--out", choices=[*DTYPES], default="fp32")
+    parser.add_argument("--master", choices=get_args(MasterChoice), default="auto")
+    parser.add_argument("--params-dtype", choices=[*DTYPES], default="fp32")
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="in a repetition")
     parser.add_argument("--memory-bytes", type=int)
@@ -328,11 +327,10 @@ def check_offered(
     parser: argparse.ArgumentParser, arguments: argparse.Namespace
 ) -> None:
     """Ends the program where the store has no such setting."""
-    offered = get_args(MasterReads)
-    if arguments.master not in offered:
+    if arguments.master == "none" and arguments.params_dtype != "bf16":
         parser.error(
-            f"--master {arguments.master}: expected what jaxinf.open_store offers, "
-            f"{' or '.join(offered)}; a store of this version has no other"
+            "--master none: expected with --params-dtype bf16; fp32 params are their "
+            "own master"
         )
 
 

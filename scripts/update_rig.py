@@ -27,7 +27,7 @@ from jaxinf.engine import (
 from jaxinf.engine.tasks import SubgroupLayout
 from jaxinf.kernels import trace_init, trace_update
 from jaxinf.layout import PAGE_BYTES
-from jaxinf.store import MASTER_PARAMS, ScalarState, Slot, StateRecord
+from jaxinf.store import MASTER_PARAMS, ScalarState, Slot, StateRecord, dtype_of
 
 LEAF_ELEMENTS = 1 << 24
 FLOAT32 = np.dtype(np.float32)
@@ -67,11 +67,12 @@ class UpdateRig:
         self.params = [np.full(size, 0.5, dtype) for size in shapes]
         self.gradients = [np.full(size, 1e-3, dtype) for size in shapes]
         self.store = jaxinf.open_store(path, **options)
-        is_exact = dtype == FLOAT32
-        self._takes_params = is_exact and self.store.session.options.master == "auto"
         self._scalar_state = [
             np.zeros(s.value.shape, s.value.dtype) for s in self._create()
         ]
+        stored = self.store.manifest.leaves[0].states[0]
+        is_wanted = self.store.session.options.master != "stored"
+        self._takes_params = is_wanted and dtype_of(stored.dtype) == dtype
         self.step_number = 0
         self._prologue = jax.jit(self._run_prologue)
 

@@ -35,8 +35,21 @@ def bench_update(directory, *arguments):
     ("options", "read_bytes", "write_bytes"),
     [
         ([], 8, 12),
+        (["--params-dtype", "bf16", "--state", "int8"], 4, 6),
         pytest.param(["--master", "stored"], 12, 12, marks=pytest.mark.long),
-        pytest.param(["--out", "bf16"], 12, 12, marks=pytest.mark.long),
+        pytest.param(["--params-dtype", "bf16"], 10, 12, marks=pytest.mark.long),
+        pytest.param(
+            ["--params-dtype", "bf16", "--master", "stored"],
+            12,
+            12,
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            ["--params-dtype", "bf16", "--state", "int8", "--master", "none"],
+            2,
+            4,
+            marks=pytest.mark.long,
+        ),
         pytest.param(["--state", "bf16"], 4, 8, marks=pytest.mark.long),
         (["--state", "int8"], 2, 6),
     ],
@@ -63,7 +76,7 @@ def test_update_runs_a_peer_in_turn(tmp_path):
 def test_update_refuses_what_no_store_offers(tmp_path):
     done = bench_update(tmp_path, "--master", "none")
     assert done.returncode == 2
-    assert "--master none: expected what jaxinf.open_store offers" in done.stderr
+    assert "--master none: expected with --params-dtype bf16" in done.stderr
     assert not [*tmp_path.iterdir()]
 
 

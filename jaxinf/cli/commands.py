@@ -20,7 +20,7 @@ from jaxinf.cli.exchange import Export, Import
 from jaxinf.cli.options import ByteSize, UsageError, option
 from jaxinf.cli.terminal import show_progress
 from jaxinf.cli.units import format_bytes
-from jaxinf.engine import StateFormat, convert_store
+from jaxinf.engine import MasterFormat, StateFormat, convert_store
 from jaxinf.errors import JaxinfError
 from jaxinf.store import migrate, rebalance
 
@@ -220,8 +220,9 @@ class _Migrate:
 class _Convert:
     """Make a new store of a store's committed step, its state in more or fewer bits.
 
-    The old store is only read, and stays; so do its checkpoints. To fp32 no number
-    changes; to fewer bits it is rounded as a step would.
+    The old store is only read, and stays; so do its checkpoints. To fp32, and between
+    --master fp32 and split, no number changes; to fewer bits it is rounded as a step
+    would.
     """
 
     store: Annotated[
@@ -230,7 +231,18 @@ class _Convert:
     new: Annotated[
         tyro.conf.Positional[str], option("Where the new store will be.", "NEW")
     ]
-    state: Annotated[StateFormat, option("How the new one holds the state.")]
+    state: Annotated[
+        StateFormat | None,
+        option("How the new one holds the state.", "{fp32,bf16,int8}"),
+    ] = None
+    master: Annotated[
+        MasterFormat | None,
+        option(
+            "How it holds the master of bfloat16 params: in float32, as the params and "
+            "16-bit remainders, or not at all.",
+            "{fp32,split,none}",
+        ),
+    ] = None
     csd: Annotated[
         tyro.conf.UseAppendAction[tuple[Path, ...]],
         option("A CSD root of the new one; repeat it for more.", "DIR"),
@@ -240,12 +252,21 @@ class _Convert:
         source, target = (
             Path(p).expanduser().absolute() for p in (self.store, self.new)
         )
+        if self.state is None and self.master is None:
+            raise UsageError("convert: say what is to change, by --state or --master")
         roots = [root.expanduser().absolute() for root in self.csd]
         with show_progress(f"converting {source}") as progress:
             step = convert_store(
-                source, target, self.state, csds=roots, progress=progress
+                source,
+                target,
+                self.state,
+                master=self.master,
+                csds=roots,
+                progress=progress,
             )
-        print(f"{target}: step {step}, state as {self.state}")
+        changes = {"state": self.state, "master": self.master}
+        shown = ", ".join(f"{name} as {to}" for name, to in changes.items() if to)
+        print(f"{target}: step {step}, {shown}")
 
 
 @dataclass(frozen=True)

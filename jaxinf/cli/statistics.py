@@ -108,7 +108,7 @@ def measure_array(step: Path, record: LeafRecord, state: StateRecord) -> Statist
 
 def _pieces(step: Path, record: LeafRecord, state: StateRecord) -> Iterator[Array]:
     """The elements as float64, piece by piece; what codes stand for, of codes."""
-    if state.codec == "scale":
+    if state.is_beside:
         array = open_array(step, record, state.name).read().result()
         yield array.astype(np.float64).reshape(-1)
         return

@@ -201,15 +201,17 @@ class Csd(Protocol):
         Args:
           buffer: holds the states of `extents`.
           extents: master params, then the kernel's slots in its order, each as it is
-            stored; the scales of int8 codes follow them.
+            stored; the scales of int8 codes follow them, as the remainders follow split
+            params.
           kernel: what to run.
           gradient: 1-D, 16 or 32 bits, as long as the subgroup; only read. Of a
             sparse one the elements that were not sent are zero.
           inputs: scalars and further arrays.
-          out: 1-D; float32 receives the update, a 16-bit dtype the new params.
+          out: 1-D; float32 receives the update, a 16-bit dtype the new params, which
+            are those stored where they are coded.
           rounding: the random bits of stochastic rounding.
-          given: float32 params to take instead of the buffer's; may be `out` itself.
-            Only of a kind that takes params (`CsdSpec.takes_params`).
+          given: params to take instead of the buffer's, of their dtype; may be `out`
+            itself. Only of a kind that takes params (`CsdSpec.takes_params`).
           wants_params: float32 `out` receives the new params instead of the update.
         """
         ...

@@ -26,7 +26,7 @@ from jaxinf.csd.initial import initialise_states, states_as_slots
 from jaxinf.csd.rates import Channel, CsdRates, DriveChannels, moving
 from jaxinf.csd.sparse import run_sparse
 from jaxinf.io import Buffer, BufferPool, ByteMeters, DirectIO, crc32c
-from jaxinf.kernels import CodedSlot, InitKernel, Kernel, Passage, runner
+from jaxinf.kernels import InitKernel, Kernel, Passage, runner
 from jaxinf.layout import PAGE_BYTES
 from jaxinf.typing import Array
 
@@ -200,7 +200,6 @@ class HostCsd:
         """Runs the kernel on this thread; checksums, too, in the same pass."""
         views = [self.view(buffer, extent) for extent in extents]
         params, *slots = states_as_slots(views, extents, rounding)
-        assert not isinstance(params, CodedSlot)
         own = _own(buffer)
         places = [extent.buffer_offset_bytes for extent in extents]
         passage = Passage(
@@ -267,10 +266,9 @@ def _written(extents: Sequence[Extent], kernel: Kernel) -> list[bool]:
     """Of each extent, whether the kernel changes it."""
     names = iter(("params", *kernel.slots))
     result: list[bool] = []
-    has_scales = False
     for extent in extents:
-        result.append(result[-1] if has_scales else next(names) not in kernel.unchanged)
-        has_scales = extent.codec == "int8" and not has_scales
+        is_beside = extent.codec in ("scale", "remainder")
+        result.append(result[-1] if is_beside else next(names) not in kernel.unchanged)
     return result
 
 

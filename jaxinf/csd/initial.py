@@ -30,27 +30,26 @@ def initialise_states(
       views: the memory of each extent, of its dtype; written.
       extents, kernel, params, inputs, rounding: as `Csd.initialise`.
     """
-    master, *slots = states_as_slots(views, extents, rounding)
-    assert not isinstance(master, CodedSlot)
-    master[...] = params
+    states = states_as_slots(views, extents, rounding)
     for start in range(0, params.size, _PIECE_ELEMENTS):
         part = slice(start, min(start + _PIECE_ELEMENTS, params.size))
-        parts = [slot_part(slot, part) for slot in slots]
-        wide = [
+        parts = [slot_part(state, part) for state in states]
+        master, *slots = (
             np.empty(part.stop - start, np.float32)
-            if isinstance(slot, CodedSlot)
-            else slot
-            for slot in parts
-        ]
+            if isinstance(state, CodedSlot)
+            else state
+            for state in parts
+        )
+        master[...] = params[part]
         kernel.initialise(
-            params=master[part],
-            slots=wide,
+            params=master,
+            slots=slots,
             scalars=inputs.scalars,
             arrays=[array[part] for array in inputs.arrays],
         )
-        for slot, values in zip(parts, wide, strict=True):
-            if isinstance(slot, CodedSlot):
-                slot.encode(values)
+        for state, values in zip(parts, (master, *slots), strict=True):
+            if isinstance(state, CodedSlot):
+                state.encode(values)
 
 
 def states_as_slots(
@@ -62,8 +61,9 @@ def states_as_slots(
     for values, extent in coming:
         key = rounding.key + len(slots) & 0xFFFFFFFF
         if extent.codec:
-            scales = next(coming)[0] if extent.codec == "int8" else None
-            slots.append(CodedSlot(values, scales, key, rounding.first))
+            has_more = extent.codec in ("int8", "split")
+            beside = next(coming)[0] if has_more else None
+            slots.append(CodedSlot.of(values, beside, key, rounding.first))
         else:
             slots.append(values)
     return slots

@@ -47,6 +47,11 @@ class CsdSpec:
         """
         return self.kind == "host"
 
+    @property
+    def codes_params(self) -> bool:
+        """Whether the master of bfloat16 params may be coded: as a remainder, say."""
+        return self.kind == "host"
+
 
 def parse_csd(text: str, environ: Mapping[str, str] = os.environ) -> CsdSpec:
     """Reads what a user gave: ``kind`` or ``kind:name=value,name=value``.

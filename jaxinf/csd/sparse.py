@@ -27,7 +27,7 @@ def run_sparse(
     run: Callable[..., bool],
     *,
     gradient: SparseGradient,
-    params: Array,
+    params: Array | CodedSlot,
     slots: Sequence[Array | CodedSlot],
     scalars: Sequence[np.generic | Array],
     arrays: Sequence[Array],
@@ -43,20 +43,21 @@ def run_sparse(
     Returns:
       Whether every value is finite.
     """
-    scratch = np.zeros(min(params.size, _PIECE_ELEMENTS), gradient.values.dtype)
+    size = gradient.num_elements
+    scratch = np.zeros(min(size, _PIECE_ELEMENTS), gradient.values.dtype)
     is_finite = True
     sums: list[tuple[Passage, list[int]]] = []
-    for start in range(0, params.size, _PIECE_ELEMENTS):
-        part = slice(start, min(start + _PIECE_ELEMENTS, params.size))
+    for start in range(0, size, _PIECE_ELEMENTS):
+        part = slice(start, min(start + _PIECE_ELEMENTS, size))
         sent = gradient.part(part.start, part.stop)
         dense = scratch[: sent.num_elements]
         sent.put_into(dense)
         given = None if passage.given is None else passage.given[part]
-        own_slots = [slot_part(slot, part) for slot in slots]
+        own_params, *own_slots = (slot_part(s, part) for s in (params, *slots))
         own = replace(passage, given=given)
         is_finite &= run(
             gradient=dense,
-            params=params[part],
+            params=own_params,
             slots=own_slots,
             scalars=scalars,
             arrays=[array[part] for array in arrays],
@@ -64,7 +65,8 @@ def run_sparse(
             passage=own,
         )
         dense[sent.indices] = 0
-        sums.append((own, [a.nbytes for a in stored_arrays(params[part], own_slots)]))
+        stored = stored_arrays(own_params, own_slots)
+        sums.append((own, [array.nbytes for array in stored]))
     passage.read = _combined([(own.read, lengths) for own, lengths in sums])
     passage.written = _combined([(own.written, lengths) for own, lengths in sums])
     return is_finite

@@ -7,7 +7,7 @@ from jaxinf.engine.chunks import VerifyMode
 from jaxinf.engine.convert import convert_store
 from jaxinf.engine.decoding import decoded_pieces
 from jaxinf.engine.description import LeafDescription, StoreDescription
-from jaxinf.engine.options import Durability, MasterReads, StateFormat
+from jaxinf.engine.options import Durability, MasterChoice, MasterFormat, StateFormat
 from jaxinf.engine.state import (
     compare_params,
     finish_initialisation,
@@ -22,7 +22,8 @@ __all__ = [
     "Durability",
     "LeafDescription",
     "LeafPart",
-    "MasterReads",
+    "MasterChoice",
+    "MasterFormat",
     "StateFormat",
     "StepEngine",
     "StepMetrics",

@@ -5,10 +5,9 @@ Invariant: nothing is written here.
 
 import fnmatch
 import logging
-from dataclasses import replace
 from pathlib import Path
 
-from jaxinf.engine.description import StoreDescription, coded_states
+from jaxinf.engine.description import StoreDescription, coded_leaf, store_codecs
 from jaxinf.engine.options import SessionOptions, check_writable
 from jaxinf.errors import StoreFormatError, StoreMismatchError
 from jaxinf.store import CODECS, Manifest, StoreDirectory
@@ -65,20 +64,21 @@ def check_roots(options: SessionOptions, manifest: Manifest) -> None:
 
 def check_format(options: SessionOptions, manifest: Manifest) -> None:
     """Refuses a store whose state is in another format than is asked for."""
-    wanted = options.state
-    held = {state.codec for leaf in manifest.leaves for state in leaf.states}
-    found = next((codec for codec in CODECS if codec in held), "fp32")
+    path, wanted = options.path, options.state
+    found, master = store_codecs(manifest)
     codec = wanted if wanted in CODECS else ""
-    is_other = any(
-        leaf.states != coded_states(replace(leaf, states=leaf.slots), codec)
-        for leaf in manifest.leaves
-    )
+    is_other = any(leaf != coded_leaf(leaf, codec, master) for leaf in manifest.leaves)
     if wanted is not None and is_other:
         raise StoreMismatchError(
-            f"{options.path}: the store holds its state as {found}, asked for "
-            f"was state={wanted!r}; leave it out, or make a store of the other "
-            f'kind from this one ("jaxinf store convert {options.path} '
-            f'NEW --state {wanted}")'
+            f"{path}: the store holds its state as {found or 'fp32'}, asked for was "
+            f"state={wanted!r}; leave it out, or make a store of the other kind from "
+            f'this one ("jaxinf store convert {path} NEW --state {wanted}")'
+        )
+    if options.master == "none" and master != "bf16":
+        raise StoreMismatchError(
+            f"{path}: the store has master params, asked for was master='none'; leave "
+            "it out, or make a store without from this one "
+            f'("jaxinf store convert {path} NEW --master none")'
         )
 
 

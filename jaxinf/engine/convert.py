@@ -12,13 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from jaxinf.engine.decoding import decoded_pieces
-from jaxinf.engine.description import coded_states
-from jaxinf.engine.options import StateFormat
+from jaxinf.engine.description import coded_leaf, store_codecs
+from jaxinf.engine.options import MasterFormat, StateFormat
 from jaxinf.engine.state import rounding_of_chunk
 from jaxinf.io import crc32c, crc32c_combine
 from jaxinf.io.failures import translated
 from jaxinf.kernels import CodedSlot
-from jaxinf.layout import CODE_BLOCK
 from jaxinf.store import (
     CommitRecord,
     LeafRecord,
@@ -38,8 +37,9 @@ __all__ = ["convert_store"]
 def convert_store(
     source: Path,
     target: Path,
-    state: StateFormat,
+    state: StateFormat | None = None,
     *,
+    master: MasterFormat | None = None,
     csds: Sequence[Path] = (),
     progress: ProgressCallback | None = None,
 ) -> int:
@@ -51,7 +51,10 @@ def convert_store(
     Args:
       source: the store.
       target: where the new one will be; missing or empty.
-      state: ``"fp32"``, ``"bf16"`` or ``"int8"``.
+      state: ``"fp32"``, ``"bf16"`` or ``"int8"``; None as it is.
+      master: how it holds the master of params that are bfloat16 on the JAX device:
+        ``"fp32"``; ``"split"``, the same bits in two halves; ``"none"``, no master but
+        the params, rounded stochastically; None as it is.
       csds: CSD roots of the new one; by default its own directory.
       progress: called with the bytes of float32 state done and in all.
 
@@ -59,7 +62,7 @@ def convert_store(
       The step.
 
     Raises:
-      ValueError: a CSD root is not there.
+      ValueError: a CSD root is not there, or no leaf is bfloat16.
       StoreFormatError: no store, or something else in the target's place.
       StoreSpaceError: there is no room; nothing was written.
       StoreError: a drive failed.
@@ -71,11 +74,8 @@ def convert_store(
                 f"CSD root {root}: expected a directory on a mounted drive, found "
                 "nothing; create or mount it"
             )
-    codec = "" if state == "fp32" else state
-    leaves = [
-        replace(leaf, states=coded_states(replace(leaf, states=leaf.slots), codec))
-        for leaf in held.manifest.leaves
-    ]
+    codecs = _codecs(held, state, master)
+    leaves = [coded_leaf(leaf, *codecs) for leaf in held.manifest.leaves]
     converted = replace(held.manifest, leaves=tuple(leaves))
     manifest = deal_chunks(converted, [str(root) for root in csds])
     with snapshot(held) as step, making_store(target, manifest) as directory:
@@ -84,6 +84,23 @@ def convert_store(
         directory.sync()
         directory.publish("a", replace(record, checksums=sums))
     return record.step
+
+
+def _codecs(
+    held: StoreDirectory, state: StateFormat | None, master: MasterFormat | None
+) -> tuple[str, str]:
+    """Of the new store's state and master params."""
+    codec, master_codec = store_codecs(held.manifest)
+    if state is not None:
+        codec = "" if state == "fp32" else state
+    if master is not None:
+        if all(leaf.dtype != "bfloat16" for leaf in held.manifest.leaves):
+            raise ValueError(
+                f"{held.path}: master={master!r}: expected params that are bfloat16 on "
+                "the JAX device, found none; their master has one form: leave it out"
+            )
+        master_codec = {"fp32": "", "split": "split", "none": "bf16"}[master]
+    return codec, master_codec
 
 
 def _fill(
@@ -99,7 +116,7 @@ def _fill(
     sums: dict[str, Array] = {}
     leaves = zip(held.leaves, directory.manifest.leaves, strict=True)
     for number, (old, new) in enumerate(leaves):
-        stored = [s for s in old.states if s.codec != "scale"]
+        stored = [s for s in old.states if not s.is_beside]
         for position, state in enumerate(stored):
             writer = _SlotWriter(directory, number, position, number_of_step)
             for chunk, start, values in decoded_pieces(step, old, state):
@@ -139,21 +156,21 @@ class _SlotWriter:
     def _stored(
         self, chunk: int, start: int, values: Array
     ) -> Iterator[tuple[StateRecord, Array, int]]:
-        first = self._states[0]
+        first, *others = self._states
         if not first.codec:
             yield first, values, start
             return
-        scales = None
-        dtype = np.dtype(np.uint8) if len(self._states) > 1 else dtype_of("bfloat16")
-        if len(self._states) > 1:
-            scales = np.empty(-(-values.size // CODE_BLOCK), np.float32)
+        beside = None
+        if others:
+            size = others[0].num_elements(values.size)
+            beside = np.empty(size, dtype_of(others[0].dtype))
         rounding = rounding_of_chunk(self._leaf, chunk, self._step)
         key = rounding + self._position & 0xFFFFFFFF
-        slot = CodedSlot(np.empty(values.size, dtype), scales, key, start)
-        slot.encode(values)
-        yield first, slot.codes, start
-        if scales is not None:
-            yield self._states[1], scales, start // CODE_BLOCK
+        codes = np.empty(values.size, dtype_of(first.dtype))
+        CodedSlot.of(codes, beside, key, start).encode(values)
+        yield first, codes, start
+        if beside is not None:
+            yield others[0], beside, others[0].num_elements(start)
 
     def checksums(self, record: LeafRecord) -> dict[str, Array]:
         """Of all that was written, by array name."""

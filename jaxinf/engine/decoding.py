@@ -4,13 +4,14 @@ Invariant: read-only; one buffer of a piece at a time beside what the caller kee
 """
 
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from jaxinf.io import BufferPool, read_into
 from jaxinf.kernels import CodedSlot
-from jaxinf.layout import CODE_BLOCK, Chunk, scale_chunks, scatter
+from jaxinf.layout import Chunk, scale_chunks, scatter
 from jaxinf.store import LeafRecord, StateRecord, dtype_of
 from jaxinf.typing import Array
 
@@ -25,7 +26,7 @@ def read_decoded(step: Path, record: LeafRecord, state: StateRecord) -> Array:
     Args:
       step: a slot, a checkpoint or a snapshot.
       record: the leaf.
-      state: one of its states that is no codec's scales.
+      state: one of its states that belongs to no other.
 
     Raises:
       StoreIOError: a chunk is missing, too short, or the drive failed.
@@ -47,38 +48,39 @@ def decoded_pieces(
       until the next one is asked for.
     """
     chunks = record.grid.chunks()
-    dtype = dtype_of(state.dtype)
-    root = step / record.array_name(state.name)
-    pool = BufferPool(_PIECE_ELEMENTS * dtype.itemsize)
-    scales: Array | None = None
-    for number, chunk in enumerate(chunks):
-        if state.codec == "int8":
-            scales = _scales(step, record, state, number)
-        for start in range(0, chunk.num_elements, _PIECE_ELEMENTS):
-            length = min(_PIECE_ELEMENTS, chunk.num_elements - start)
-            num_bytes = length * dtype.itemsize
-            with pool.acquire(num_bytes) as buffer:
-                offset = start * dtype.itemsize
-                read_into(root / chunk.key, buffer.array, offset, num_bytes)
-                values = buffer.array[:num_bytes].view(dtype)
-                if scales is not None:
-                    own = scales[
-                        start // CODE_BLOCK : -(-(start + length) // CODE_BLOCK)
-                    ]
-                    values = CodedSlot(values, own).decode()
-                elif state.codec:
-                    values = CodedSlot(values, None).decode()
-                yield chunk, start, values
-    pool.close()
+    beside = record.beside(state)
+    own_chunks = chunks
+    if beside is not None and beside.codec == "scale":
+        own_chunks = scale_chunks(record.grid, chunks)
+    with closing(BufferPool(2 * _PIECE_ELEMENTS * dtype_of(state.dtype).itemsize)) as p:
+        for chunk, own in zip(chunks, own_chunks, strict=True):
+            for start in range(0, chunk.num_elements, _PIECE_ELEMENTS):
+                stop = min(start + _PIECE_ELEMENTS, chunk.num_elements)
+                with _run(p, step, record, state, chunk, start, stop) as codes:
+                    if not state.codec:
+                        yield chunk, start, codes
+                    elif beside is None:
+                        yield chunk, start, CodedSlot.of(codes).decode()
+                    else:
+                        # Of scales, those of whole blocks.
+                        first, last = map(beside.num_elements, (start, stop))
+                        with _run(p, step, record, beside, own, first, last) as rest:
+                            yield chunk, start, CodedSlot.of(codes, rest).decode()
 
 
-def _scales(step: Path, record: LeafRecord, state: StateRecord, number: int) -> Array:
-    """All scales of a chunk."""
-    scales = next(s for s in record.states if s.slot == state.name and s != state)
-    chunk = scale_chunks(record.grid, record.grid.chunks())[number]
-    num_bytes = chunk.num_elements * scales.itemsize
-    pool = BufferPool(max(num_bytes, 1) + 4096)
+@contextmanager
+def _run(
+    pool: BufferPool,
+    step: Path,
+    record: LeafRecord,
+    state: StateRecord,
+    chunk: Chunk,
+    start: int,
+    stop: int,
+) -> Iterator[Array]:
+    """Elements of a chunk of an array, valid as long as the context."""
+    num_bytes = (stop - start) * state.itemsize
     with pool.acquire(num_bytes) as buffer:
-        file = step / record.array_name(scales.name) / chunk.key
-        read_into(file, buffer.array, 0, num_bytes)
-        return buffer.array[:num_bytes].view(np.float32).copy()
+        file = step / record.array_name(state.name) / chunk.key
+        read_into(file, buffer.array, start * state.itemsize, num_bytes)
+        yield buffer.array[:num_bytes].view(dtype_of(state.dtype))

@@ -16,7 +16,9 @@ from jaxinf.csd import KernelNeed
 from jaxinf.kernels import InitKernel, Kernel
 from jaxinf.layout import choose_grid
 from jaxinf.store import (
+    CODECS,
     ERROR_FEEDBACK,
+    MASTER_CODECS,
     MASTER_PARAMS,
     LeafRecord,
     Manifest,
@@ -27,7 +29,13 @@ from jaxinf.store import (
     leaf_name,
 )
 
-__all__ = ["LeafDescription", "StoreDescription", "coded_states", "kernel_needs"]
+__all__ = [
+    "LeafDescription",
+    "StoreDescription",
+    "coded_leaf",
+    "kernel_needs",
+    "store_codecs",
+]
 
 _MIN_CODED_ELEMENTS = 4096
 _NEVER_CODED = (
@@ -114,7 +122,7 @@ class StoreDescription:
         )
 
     def manifest(
-        self, csd_roots: Sequence[str], chunk_elements: int, codec: str
+        self, csd_roots: Sequence[str], chunk_elements: int, codec: str, master: str
     ) -> Manifest:
         """A manifest for a new store: chooses grids and deals chunks to the CSDs.
 
@@ -123,9 +131,11 @@ class StoreDescription:
           chunk_elements: largest chunk.
           codec: in which the float32 state of leaves that are no small ones is stored;
             empty for none.
+          master: codec of the master params of leaves that are bfloat16 on the JAX
+            device; empty for none.
         """
         outline = self.outline()
-        coded = [replace(r, states=coded_states(r, codec)) for r in outline.leaves]
+        coded = [coded_leaf(record, codec, master) for record in outline.leaves]
         leaves = [
             replace(
                 record,
@@ -140,16 +150,40 @@ class StoreDescription:
         return deal_chunks(replace(outline, leaves=tuple(leaves)), csd_roots)
 
 
-def coded_states(leaf: LeafRecord, codec: str) -> tuple[StateRecord, ...]:
-    """The states of a leaf as they are stored with a codec; "" for none."""
+def coded_leaf(leaf: LeafRecord, codec: str, master: str) -> LeafRecord:
+    """A leaf as it is stored with codecs, whatever it is stored with now.
+
+    Args:
+      leaf: the leaf.
+      codec: of the optimizer's float32 state, unless the leaf is small; empty for none.
+      master: of the master params, where the leaf is bfloat16 on the JAX device; empty
+        for none.
+    """
     is_small = np.prod(leaf.shape, dtype=np.int64) < _MIN_CODED_ELEMENTS
-    if not codec or is_small:
-        return leaf.states
     stored: list[StateRecord] = []
-    for state in leaf.states:
-        is_coded = state.dtype == "float32" and state.name not in _NEVER_CODED
-        stored += state.coded(codec) if is_coded else [state]
-    return tuple(stored)
+    for state in leaf.slots:
+        is_master = state.name == MASTER_PARAMS
+        if is_master and master and leaf.dtype == "bfloat16":
+            stored += state.coded(master)
+        elif codec and not is_small and _may_be_coded(state):
+            stored += state.coded(codec)
+        else:
+            stored.append(state)
+    return replace(leaf, states=tuple(stored))
+
+
+def _may_be_coded(state: StateRecord) -> bool:
+    return state.dtype == "float32" and state.name not in _NEVER_CODED
+
+
+def store_codecs(held: Manifest) -> tuple[str, str]:
+    """What `coded_leaf` was given for a store: of its state and its master params."""
+    masters = {leaf.states[0].codec for leaf in held.leaves}
+    states = {state.codec for leaf in held.leaves for state in leaf.states[1:]}
+    return (
+        next((codec for codec in CODECS if codec in states), ""),
+        next((codec for codec in MASTER_CODECS if codec in masters), ""),
+    )
 
 
 def kernel_needs(description: StoreDescription, held: Manifest) -> list[KernelNeed]:
@@ -161,7 +195,7 @@ def kernel_needs(description: StoreDescription, held: Manifest) -> list[KernelNe
             codecs=tuple(
                 state.codec
                 for state in record.states
-                if state.codec != "scale" and state.name != ERROR_FEEDBACK
+                if not state.is_beside and state.name != ERROR_FEEDBACK
             ),
             dtype=leaf.device_dtype,
         )

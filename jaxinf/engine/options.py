@@ -6,7 +6,7 @@ Invariant: no option is ignored, and a bad one is refused by its name.
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from jaxinf.csd import parse_csd
 from jaxinf.engine.chunks import VERIFY_MODES, VerifyMode
@@ -15,7 +15,8 @@ from jaxinf.store import CODECS
 
 __all__ = [
     "Durability",
-    "MasterReads",
+    "MasterChoice",
+    "MasterFormat",
     "SessionOptions",
     "StateFormat",
     "check_writable",
@@ -27,8 +28,12 @@ Durability: TypeAlias = Literal["step", "checkpoint"] | int
 StateFormat: TypeAlias = Literal["fp32", "bf16", "int8"]
 """How the optimizer's float32 state is stored; see `jaxinf.open_store`."""
 
-MasterReads: TypeAlias = Literal["auto", "stored"]
-"""Where a step takes the master params from; see `jaxinf.open_store`."""
+MasterChoice: TypeAlias = Literal["auto", "stored", "none"]
+"""How the master params are kept, and from where a step takes them; see
+`jaxinf.open_store`."""
+
+MasterFormat: TypeAlias = Literal["fp32", "split", "none"]
+"""How the master of bfloat16 params is stored; see `jaxinf.engine.convert_store`."""
 
 
 class SessionOptions:
@@ -50,7 +55,7 @@ class SessionOptions:
         durability: Durability = "step",
         verify: VerifyMode = "always",
         restore: str | None = None,
-        master: MasterReads = "auto",
+        master: MasterChoice = "auto",
         state: StateFormat | None = None,
     ) -> None:
         if num_workers < 1:
@@ -82,13 +87,13 @@ class SessionOptions:
         self.num_workers = num_workers
         self.chunk_elements = chunk_elements
         self.verify: VerifyMode = verify
-        if master not in ("auto", "stored"):
-            raise ValueError(f"master={master!r}: expected 'auto' or 'stored'")
+        if master not in get_args(MasterChoice):
+            raise ValueError(f"master={master!r}: expected 'auto', 'stored' or 'none'")
         if state not in (None, "fp32", *CODECS):
             raise ValueError(f"state={state!r}: expected 'fp32', 'bf16' or 'int8'")
         self.state: StateFormat | None = state
         self.restore = restore
-        self.master: MasterReads = master
+        self.master: MasterChoice = master
 
 
 def _steps_per_commit(durability: Durability) -> int | None:

@@ -258,6 +258,7 @@ class Session:
             self._open()
         if self.commit is not None:
             return
+        master = self._master_codec(description)
         self._bound.clear()  # an init on this store that did not come to its end
         self._detach()
         roots = [str(root) for root in self.options.csd_roots]
@@ -266,7 +267,8 @@ class Session:
             roots = roots or list(leftover.manifest.csds)
             discard_store(leftover)
         codec = self.options.state if self.options.state in CODECS else ""
-        manifest = description.manifest(roots, self.options.chunk_elements, codec)
+        chunk_elements = self.options.chunk_elements
+        manifest = description.manifest(roots, chunk_elements, codec, master)
         directory = StoreDirectory(self.options.path, manifest)
         subgroup_elements(self.options, manifest)
         check_space(directory)
@@ -283,6 +285,20 @@ class Session:
                 return
         create_store(directory)
         self._attach(directory)
+
+    def _master_codec(self, description: StoreDescription) -> str:
+        """How a new store holds the master of bfloat16 params."""
+        if self.options.master != "none":
+            is_split = self.options.master == "auto" and self.options.csd.codes_params
+            return "split" if is_split else ""
+        dtypes = {leaf.dtype for leaf in description.leaves}
+        if "bfloat16" not in dtypes or "float16" in dtypes:
+            raise ValueError(
+                f"{self.options.path}: master='none': expected params in bfloat16 "
+                "(float32 ones, if any, are their own master), found "
+                f"{', '.join(sorted(dtypes)) or 'no params'}; leave it out"
+            )
+        return "bf16"
 
     def _is_there(self) -> bool:
         return (self.options.path / "jaxinf.json").exists()

@@ -12,7 +12,7 @@ from jaxinf.csd import Csd, CsdBuffer, Rounding, ScalarInputs
 from jaxinf.engine.session import Session
 from jaxinf.engine.tasks import SubgroupLayout, Task
 from jaxinf.errors import DivergedParamsError, StoreMismatchError
-from jaxinf.kernels import InitKernel
+from jaxinf.kernels import CodedSlot, InitKernel
 from jaxinf.layout import covers, gather, scatter
 from jaxinf.store import CommitRecord, ScalarState
 from jaxinf.typing import Array
@@ -92,12 +92,13 @@ def compare_params(
     """
     differing: list[int] = []
 
-    def visit(layout: SubgroupLayout, master: Array) -> None:
-        given = gather_run(session, layout, params, origin)
-        if not same_values(master.astype(params.dtype), given):
-            differing.append(layout.subgroup.chunk)
+    def visit(chunk: int, start: int, held: Array) -> None:
+        part = session.files.chunks[leaf][chunk]
+        given = gather(params, part, tuple(origin), start, held.size)
+        if not same_values(held, given):
+            differing.append(chunk)
 
-    _stream_state(session, leaf, params.shape, origin, visit)
+    _stream_state(session, leaf, params.dtype, params.shape, origin, visit)
     if differing:
         record = session.files.manifest.leaves[leaf]
         step = session.commit.step if session.commit else 0
@@ -111,9 +112,15 @@ def compare_params(
 def compare_chunk(
     session: Session, layout: SubgroupLayout, params: Array, origin: Sequence[int]
 ) -> None:
-    """Checks that float32 params are what a chunk holds but for zeros and denormals.
+    """Checks that params are what a chunk holds but for zeros and denormals.
 
     Reads the chunk anew: for when a checksum has said that they differ in some bit.
+
+    Args:
+      session: bound.
+      layout: a subgroup of the chunk.
+      params: the leaf or a shard of it, of the dtype in which the store has its params.
+      origin: index in the leaf of the array's first element.
 
     Raises:
       DivergedParamsError: they differ; says where.
@@ -126,7 +133,8 @@ def compare_chunk(
     chunk = session.files.chunks[subgroup.leaf][subgroup.chunk]
     for start in range(0, chunk.num_elements, _PIECE_ELEMENTS):
         count = min(_PIECE_ELEMENTS, chunk.num_elements - start)
-        held = np.fromfile(file, np.float32, count, offset=4 * start)
+        offset = start * params.itemsize
+        held = np.fromfile(file, params.dtype, count, offset=offset)
         given = gather(params, chunk, tuple(origin), start, count)
         if not same_values(held, given):
             name = session.files.manifest.leaves[subgroup.leaf].name
@@ -149,7 +157,10 @@ def diverged_error(name: str, given: Array, held: Array) -> DivergedParamsError:
 def read_state(
     session: Session, leaf: int, out: Array, origin: Sequence[int], state: int = 0
 ) -> None:
-    """Reads a leaf's committed master params, cast to the dtype of `out`.
+    """Reads a leaf's committed master params, or other state, in the dtype of `out`.
+
+    To the dtype of the store's `params` they are rounded as these are, to any other to
+    nearest even.
 
     Args:
       session: of an existing store, no step in flight.
@@ -160,14 +171,11 @@ def read_state(
     """
     chunks = session.files.chunks[leaf]
 
-    def visit(layout: SubgroupLayout, held: Array) -> None:
-        subgroup = layout.subgroup
-        values = held.astype(out.dtype)
-        chunk = chunks[subgroup.chunk]
-        scatter(out, chunk, tuple(origin), subgroup.offset_elements, values)
+    def visit(chunk: int, start: int, values: Array) -> None:
+        scatter(out, chunks[chunk], tuple(origin), start, values)
         session.meters.add(link_up_bytes=values.nbytes)
 
-    _stream_state(session, leaf, out.shape, origin, visit, state)
+    _stream_state(session, leaf, out.dtype, out.shape, origin, visit, state)
 
 
 def same_values(a: Array, b: Array) -> bool:
@@ -257,21 +265,55 @@ def gather_inputs(
 def _stream_state(
     session: Session,
     leaf: int,
+    dtype: np.dtype,
     extent: Sequence[int],
     origin: Sequence[int],
-    visit: Callable[[SubgroupLayout, Array], None],
+    visit: Callable[[int, int, Array], None],
     state: int = 0,
 ) -> None:
-    """Calls `visit`, on worker threads, with each subgroup's master, or other state."""
+    """Calls `visit`, on worker threads, with all of a state, a piece at a time.
+
+    Args:
+      session: bound.
+      leaf: which.
+      dtype: that the pieces have.
+      extent: shape of the box of the leaf.
+      origin: index in the leaf of its first element.
+      visit: gets a chunk's number, where in it the piece starts, and its elements.
+      state: by its place in the leaf's record; the master params by default.
+    """
     tasks = []
     for layout in session.layouts(leaf, origin, extent):
+        arrays = _arrays_of(layout, state, dtype)
 
         def compute(
-            csd: Csd, buffer: CsdBuffer, layout: SubgroupLayout = layout
+            csd: Csd,
+            buffer: CsdBuffer,
+            layout: SubgroupLayout = layout,
+            arrays: Sequence[int] = arrays,
         ) -> None:
-            visit(layout, csd.view(buffer, layout.extents[state]))
+            views = [csd.view(buffer, layout.extents[n]) for n in arrays]
+            subgroup, first = layout.subgroup, layout.extents[state]
+            for start in range(0, views[0].size, _PIECE_ELEMENTS):
+                pieces = [view[start : start + _PIECE_ELEMENTS] for view in views]
+                values = pieces[0]
+                if first.codec and first.dtype != dtype:
+                    beside = pieces[1] if len(pieces) > 1 else None
+                    values = CodedSlot.of(values, beside).decode()
+                place = subgroup.offset_elements + start
+                visit(subgroup.chunk, place, values.astype(dtype, copy=False))
 
-        slot = session.chunks.source(layout, state)
-        tasks.append(Task(layout, compute, loads=((state, slot),)))
+        source = session.chunks.source
+        tasks.append(
+            Task(layout, compute, loads=tuple((n, source(layout, n)) for n in arrays))
+        )
     session.handler.run(tasks)
     session.handler.drain()
+
+
+def _arrays_of(layout: SubgroupLayout, state: int, dtype: np.dtype) -> Sequence[int]:
+    """What is read of a state to have it in a dtype: its array, and a remainder's."""
+    if layout.extents[state].dtype == dtype:
+        return (state,)
+    name = layout.slots[state]
+    return [n for n, slot in enumerate(layout.slots) if slot == name]

@@ -38,7 +38,7 @@ from jaxinf.io import ByteCounts, crc32c
 from jaxinf.kernels import Kernel
 from jaxinf.kernels.specialise import specialise, state_read
 from jaxinf.layout import Subgroup, scatter, target_view
-from jaxinf.store import ERROR_FEEDBACK, MASTER_PARAMS, CommitRecord, ScalarState, Slot
+from jaxinf.store import ERROR_FEEDBACK, CommitRecord, ScalarState, Slot, dtype_of
 from jaxinf.typing import Array, JsonValue
 
 __all__ = ["LeafPart", "StepEngine", "StepMetrics"]
@@ -76,11 +76,12 @@ class LeafPart:
       origin: index in the leaf of the arrays' first element.
       gradient: 16 or 32 bits, or what a compression sends of it; only read.
       inputs: scalars, and arrays of the gradient's shape.
-      out: of the gradient's shape; float32 receives the update, 16 bits the new params.
+      out: of the gradient's shape; float32 receives the update, 16 bits the new params,
+        rounded to nearest even, or as the store rounds them (docs/format.md, "Codecs").
       probe: the first few params on the JAX device, or empty: compared with the master.
-      params: float32 params on the JAX device, of the gradient's shape, which are the
-        master to the bit and are taken instead of reading it; None where they are not
-        at hand.
+      params: params on the JAX device, of the gradient's shape. Where they are what
+        the store has as `params` to the bit, they are taken instead of reading those.
+        None where they are not at hand.
       wants_params: float32 `out` receives the new params, not the update; it may be
         `params` itself.
       feedback: float32 of the gradient's shape, the error feedback after this step;
@@ -126,6 +127,7 @@ class StepEngine:
         self._is_open = False
         self._started_s = 0.0
         self._arrivals: _Arrivals = {}
+        self._inexact: frozenset[int] = frozenset()
         self._payload_guard = threading.Lock()
         self._payloads: dict[int, JsonValue] = {}
         self._last_taken = -1
@@ -171,20 +173,31 @@ class StepEngine:
             self._arrivals |= arrivals
         with self._session.timeline.span("leaf"):
             self._session.handler.run(tasks)
-        takes_params = self._session.options.csd.takes_params
-        given = part.params.nbytes if takes_params and part.params is not None else 0
+        given = self._given(part)
+        down_bytes = part.link_bytes + (0 if given is None else given.nbytes)
         self._session.meters.add(
-            link_down_bytes=part.link_bytes + given, link_up_bytes=part.out.nbytes
+            link_down_bytes=down_bytes, link_up_bytes=part.out.nbytes
         )
         return all(verdicts)
 
     def finish(
-        self, step: int, scalars: Sequence[ScalarState], skipped_steps: int
+        self,
+        step: int,
+        scalars: Sequence[ScalarState],
+        skipped_steps: int,
+        inexact: Iterable[int] = (),
     ) -> None:
         """Ends the step after `step`, in the background; all leaves are updated.
 
         It is committed where the store's durability says so, else kept for the next
         commit.
+
+        Args:
+          step: the step that the caller's state is of.
+          scalars: the optimizer's new scalar state.
+          skipped_steps: so far.
+          inexact: leaves of which the caller's 16-bit params are not to the bit what
+            `LeafPart.out` received; the next step takes none of theirs.
         """
         with self._guard:
             self._begin(step)
@@ -196,6 +209,7 @@ class StepEngine:
                 payload=self._take_payload(step),
             )
             self._check_complete()
+            self._inexact = frozenset(inexact)
             self._commit_thread = threading.Thread(
                 target=self._end_step,
                 args=(record, self._arrivals, time.monotonic()),
@@ -368,23 +382,22 @@ class StepEngine:
         chunk = session.files.chunks[part.leaf][layout.subgroup.chunk]
         offset = layout.subgroup.offset_elements
         is_first = offset == 0 and chunk.start == part.origin
+        is_probed = is_first and part.probe.size and part.leaf not in self._inexact
 
         rounding = rounding_of(layout, self._next_step)
         states = range(len(layout.states))
         needed = state_read(kernel)
-        if part.out.dtype != np.float32:  # which is rounded from the master
-            needed |= {MASTER_PARAMS}
         unchanged = kernel.unchanged
         if part.feedback is None:
             unchanged |= {ERROR_FEEDBACK}
         loads = frozenset(n for n in states if layout.slots[n] in needed)
+        if part.out.dtype != np.float32:  # which comes of the params, moved or not
+            loads |= {0}
         # Over a step that is not committed a chunk's parts are overwritten one by one:
         # when the whole could be compared, it is not there any more.
         is_part = layout.subgroup.num_elements < chunk.num_elements
         is_overwritten = is_part and session.num_uncommitted > 0
-        takes_params = session.options.csd.takes_params
-        is_given = takes_params and 0 in loads and not is_overwritten
-        given = part.params if is_given else None
+        given = self._given(part) if 0 in loads and not is_overwritten else None
         if given is not None:
             loads -= {0}
 
@@ -393,7 +406,7 @@ class StepEngine:
             if given is not None:
                 params = gather_run(session, layout, given, part.origin)
                 self._check_given(part, layout, params)
-            elif is_first and part.probe.size and 0 in loads:
+            elif is_probed and 0 in loads:
                 master = csd.view(buffer, layout.extents[0])
                 self._check_probe(part, layout, master, is_whole=not is_overwritten)
             gradient = gather_gradient(session, layout, part.gradient, part.origin)
@@ -428,6 +441,15 @@ class StepEngine:
             stores=tuple(n for n in states if layout.slots[n] not in unchanged),
             runs_kernel=True,
         )
+
+    def _given(self, part: LeafPart) -> Array | None:
+        """The caller's params, where they are what the store has, and are wanted."""
+        session = self._session
+        stored = session.files.manifest.leaves[part.leaf].states[0]
+        is_wanted = session.options.csd.takes_params and part.leaf not in self._inexact
+        if part.params is None or not is_wanted:
+            return None
+        return part.params if part.params.dtype == dtype_of(stored.dtype) else None
 
     def _sources(
         self, layout: SubgroupLayout, states: Iterable[int]

@@ -20,7 +20,7 @@ from jaxinf.engine.chunks import VerifyMode
 from jaxinf.engine.decoding import read_decoded
 from jaxinf.engine.options import (
     Durability,
-    MasterReads,
+    MasterChoice,
     SessionOptions,
     StateFormat,
 )
@@ -207,7 +207,8 @@ class Store:
         """A leaf's state as a read-only ``tensorstore.TensorStore``.
 
         Args:
-          state: ``"params"`` (the fp32 master), ``"mu"``, ``"nu"``, ….
+          state: ``"params"`` (the master), ``"mu"``, ``"nu"``, …, as it is stored:
+            `read` gives what codes stand for.
           leaf: its keys joined by ``/``, as `jaxinf inspect` prints them.
 
         During a run the chunks read may be of two neighbouring steps; use `snapshot`
@@ -224,7 +225,8 @@ class Store:
         """A leaf's committed state as the numbers that it stands for; blocks.
 
         Args:
-          state: ``"params"``, ``"mu"``, …: as for `tensorstore`, no codec's scales.
+          state: ``"params"``, ``"mu"``, …: as for `tensorstore`, but none that belongs
+            to another, as a codec's scales do.
           leaf: its keys joined by ``/``.
 
         Returns:
@@ -235,9 +237,9 @@ class Store:
         """
         record = find_leaf(self.manifest, state, leaf)
         chosen = record.state(state)
-        if chosen.codec == "scale":
+        if chosen.is_beside:
             raise ValueError(
-                f"leaf {leaf}: {state} are the scales of {chosen.slot}; read that"
+                f"leaf {leaf}: {state} is a part of {chosen.slot}; read that"
             )
         with self.steps.paused():
             return read_decoded((self.path / "current").resolve(), record, chosen)
@@ -396,7 +398,7 @@ def open_store(
     durability: Durability = "step",
     verify: VerifyMode = "always",
     restore: str | None = None,
-    master: MasterReads = "auto",
+    master: MasterChoice = "auto",
     state: StateFormat | None = None,
 ) -> Store:
     """Opens a store, or names the place where `tx.init` will make one.
@@ -423,10 +425,16 @@ def open_store(
       restore: a checkpoint to go on from: it becomes the committed step again, and
         stays as it is. What was committed after it is given up, unless a checkpoint
         keeps that.
-      master: where a step takes the fp32 master params from. ``"auto"``: from the
-        params on the JAX device where these are the same bits and cost no copy (fp32
-        params, CPU), so that the drive only writes them; their checksum is compared
-        with the master's. ``"stored"``: always from the drive.
+      master: how the fp32 master params are kept, and from where a step takes them.
+        ``"auto"``: the params on the JAX device are, or are half of, the master: where
+        handing them over costs no copy (CPU), the drive only writes that part, and its
+        checksum is compared with theirs. A new store holds the master of bfloat16
+        params as those params, rounded to nearest with ties away from zero, and 16-bit
+        remainders: no bit is lost, and only the remainders are read. ``"stored"``: the
+        master is read from the drive at every step, and a new store holds it in
+        float32. ``"none"``, for bfloat16 params: a new store has no master but them,
+        rounded stochastically; what an update adds below their precision is kept on
+        average alone. float16 params have a float32 master. An existing store knows.
       state: how a new store holds the optimizer's float32 state: ``"fp32"``, as it is
         (the default); ``"bf16"``, rounded stochastically; ``"int8"``, in blocks of 256
         with a scale each. The update computes in float32 whatever is stored. Leaves

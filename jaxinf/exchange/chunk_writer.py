@@ -13,8 +13,9 @@ import numpy as np
 from jaxinf.exchange.portions import box_runs
 from jaxinf.io import BufferPool
 from jaxinf.io.failures import translated
+from jaxinf.kernels import CodedSlot
 from jaxinf.layout import Chunk
-from jaxinf.store import Slot, StoreDirectory, file_checksum
+from jaxinf.store import Slot, StoreDirectory, dtype_of, file_checksum
 from jaxinf.typing import Array
 
 __all__ = ["ChunkWriter", "slot_checksums"]
@@ -39,10 +40,10 @@ def slot_checksums(directory: StoreDirectory, slot: Slot) -> dict[str, Array]:
                     [
                         file_checksum(
                             directory.chunk_file(slot, number, position, state.name),
-                            chunk.num_elements * state.itemsize,
+                            directory.state_bytes(number, position, state),
                             pool,
                         )
-                        for position, chunk in enumerate(directory.chunks[number])
+                        for position in range(len(directory.chunks[number]))
                     ],
                     np.uint32,
                 )
@@ -71,8 +72,25 @@ class ChunkWriter:
           leaf: the leaf's number.
           state: which of its states.
           start: leaf index of the box's first element.
-          values: the box, of the state's dtype.
+          values: the box, of the state's dtype; of split master params, float32.
         """
+        record = self.directory.manifest.leaves[leaf]
+        coded = record.state(state)
+        beside = record.beside(coded)
+        if not coded.codec:
+            self._write(leaf, state, start, values)
+            return
+        codes = np.empty(values.size, dtype_of(coded.dtype))
+        rest = None if beside is None else np.empty(values.size, np.int16)
+        CodedSlot.of(codes, rest).encode(np.ascontiguousarray(values).reshape(-1))
+        self._write(leaf, state, start, codes.reshape(values.shape))
+        if rest is not None:
+            assert beside is not None
+            self._write(leaf, beside.name, start, rest.reshape(values.shape))
+
+    def _write(
+        self, leaf: int, state: str, start: Sequence[int], values: Array
+    ) -> None:
         grid = self.directory.manifest.leaves[leaf].grid
         ranges = [
             range(s // c, -(-(s + n) // c))

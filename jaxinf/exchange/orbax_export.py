@@ -50,7 +50,8 @@ def export_orbax(
     """Writes a step as an Orbax checkpoint; blocks until it is durable.
 
     The tree is that of the step itself: a dict of states, ``params`` among them, each a
-    tree of dicts. The manifest and the commit record lie beside it, for the way back.
+    tree of dicts; what is coded is written as the float32 that it stands for. The
+    manifest and the commit record of that lie beside it, for the way back.
 
     Args:
       step: what to export.
@@ -69,7 +70,7 @@ def export_orbax(
         raise ValueError(
             f"memory_bytes={memory_bytes}: an export needs at least {1 << 20}"
         )
-    commit, total_bytes = step.commit, step.num_bytes
+    total_bytes = step.num_bytes
     with new_directory(destination, total_bytes + total_bytes // 64) as directory:
         started_ns = time.time_ns()
         done_bytes = 0
@@ -84,7 +85,8 @@ def export_orbax(
         _write_json(
             directory / "_CHECKPOINT_METADATA", orbax_checkpoint_metadata(started_ns)
         )
-        write_json_atomically(directory / "jaxinf.json", step.manifest.to_json())
+        manifest, commit = step.exported()
+        write_json_atomically(directory / "jaxinf.json", manifest.to_json())
         write_json_atomically(directory / "commit.json", commit.to_json())
         (directory / "commit_success.txt").write_text(COMMIT_SUCCESS_TEXT)
 
@@ -100,7 +102,7 @@ def _write_arrays(
     try:
         for array in step.arrays():
             max_elements = min(
-                DEFAULT_CHUNK_ELEMENTS, max(1, portion_bytes // array.state.itemsize)
+                DEFAULT_CHUNK_ELEMENTS, max(1, portion_bytes // array.dtype.itemsize)
             )
             target = _create(directory, array, max_elements, context)
             for portion, values in step.stream(array, max_elements):
@@ -146,7 +148,7 @@ def _create(
         },
         "metadata": {
             "shape": list(array.leaf.shape),
-            "data_type": array.state.dtype,
+            "data_type": array.dtype.name,
             "chunk_grid": {
                 "name": "regular",
                 "configuration": {"chunk_shape": list(chunk_shape)},

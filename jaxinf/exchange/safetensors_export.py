@@ -45,8 +45,9 @@ def export_safetensors(
     """Writes a step as safetensors; blocks until it is durable.
 
     A tensor is named as its array is, ``mu.h0.kernel``; of params alone, as the leaf
-    is, ``h0.kernel``. All have the dtypes of the store: master params are float32. The
-    manifest and the commit record lie beside, unless it is params alone.
+    is, ``h0.kernel``. All have the dtypes that the optimizer computes with: what is
+    coded is decoded, master params are float32. The manifest and the commit record of
+    that lie beside, unless it is params alone.
 
     Args:
       step: what to export.
@@ -98,7 +99,8 @@ def export_safetensors(
             index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
             write_json_atomically(directory / INDEX_NAME, index)
         if not params_only:
-            write_json_atomically(directory / "jaxinf.json", step.manifest.to_json())
+            manifest, commit = step.exported()
+            write_json_atomically(directory / "jaxinf.json", manifest.to_json())
             write_json_atomically(directory / "commit.json", commit.to_json())
 
 

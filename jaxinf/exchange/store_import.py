@@ -20,10 +20,10 @@ from jaxinf.exchange.step_files import (
     DEFAULT_MEMORY_BYTES,
     StepFiles,
     StoredArray,
-    check_not_coded,
 )
 from jaxinf.store import (
     CommitRecord,
+    Manifest,
     Slot,
     StoreDirectory,
     StoreLock,
@@ -114,13 +114,14 @@ def import_checkpoint(
     if step is not None and step < 0:
         raise ValueError(f"step={step}: expected a step of at least 0")
     directory = StoreDirectory.open(store)
-    check_not_coded(store, directory.manifest)
+    _check_codecs(store, directory.manifest)
     lock = StoreLock(store)
     try:
         slot, commit = _untrained(directory)
         found = read_source(source)
         options = MatchOptions(names or {}, ignored, step)
-        plan = match(directory.manifest, commit, found, options, where=str(source))
+        wanted = directory.manifest.decoded
+        plan = match(wanted, commit, found, options, where=str(source))
         _check_fresh(directory, slot, plan)
         claim_csds(directory)
         _write(directory, other_slot(slot), plan, memory_bytes, progress)
@@ -134,6 +135,17 @@ def import_checkpoint(
     finally:
         lock.release()
     return ImportReport(plan.step, len(plan.arrays), plan.fresh_states, plan.unused)
+
+
+def _check_codecs(store: Path, manifest: Manifest) -> None:
+    """Refuses what a box of an array, which cuts blocks, cannot be coded into."""
+    codecs = {state.codec for leaf in manifest.leaves for state in leaf.states[1:]}
+    if codecs - {"", "remainder"}:
+        raise ExchangeError(
+            f"{store}: expected a store of fp32 state to import into, found it in "
+            'fewer bits; make the store with state="fp32", import, and make one of '
+            'fewer bits from it ("jaxinf store convert STORE NEW --state int8")'
+        )
 
 
 def _untrained(directory: StoreDirectory) -> tuple[Slot, CommitRecord]:
@@ -191,8 +203,8 @@ def _write(
     total_bytes = sum(array.num_bytes for array in plan.arrays.values())
     done_bytes = 0
     for (number, name), array in plan.arrays.items():
-        states = directory.manifest.leaves[number].states
-        dtype = dtype_of(next(s.dtype for s in states if s.name == name))
+        state = directory.manifest.leaves[number].state(name)
+        dtype = dtype_of(state.decoded().dtype)
         for start, values in array.blocks(memory_bytes // _COPIES):
             writer.write(number, name, start, values.astype(dtype, copy=False))
             done_bytes += values.nbytes

@@ -16,8 +16,10 @@ from jaxinf.typing import Array
 __all__ = [
     "CodedSlot",
     "decode_int8",
+    "decode_split",
     "encode_bf16",
     "encode_int8",
+    "encode_split",
     "random_bits",
 ]
 
@@ -28,39 +30,63 @@ _BF16 = np.dtype(ml_dtypes.bfloat16)
 
 @dataclass(frozen=True, eq=False)
 class CodedSlot:
-    """A float32 slot of a kernel as it is stored.
+    """A float32 slot of a kernel, or the master params, as it is stored.
 
     Attributes:
       codes: ``(n,)``: uint8 with `scales`, bfloat16 without.
       scales: float32, one for each 256 codes; None for bfloat16.
       key: of the random bits that decide the rounding.
       first: number of the first element in its chunk.
+      remainders: ``(n,)`` int16, what rounding to `codes` took away: nothing is lost.
+        None where bfloat16 is all there is, rounded stochastically.
     """
 
     codes: Array
     scales: Array | None
     key: int = 0
     first: int = 0
+    remainders: Array | None = None
+
+    @classmethod
+    def of(
+        cls, codes: Array, beside: Array | None = None, key: int = 0, first: int = 0
+    ) -> "CodedSlot":
+        """From the arrays of a store: codes, and their scales or remainders."""
+        if beside is not None and beside.dtype == np.int16:
+            return cls(codes, None, key, first, beside)
+        return cls(codes, beside, key, first)
+
+    @property
+    def beside(self) -> Array | None:
+        """What is stored beside the codes."""
+        return self.scales if self.remainders is None else self.remainders
 
     def decode(self) -> Array:
-        """``(n,)`` float32, denormals flushed to zero."""
+        """``(n,)`` float32; of int8 codes, denormals flushed to zero."""
+        if self.remainders is not None:
+            return decode_split(self.codes, self.remainders)
         if self.scales is None:
             return self.codes.astype(np.float32)
         return decode_int8(self.codes, self.scales)
 
     def encode(self, values: Array) -> None:
         """Stores ``(n,)`` float32."""
-        if self.scales is None:
+        if self.remainders is not None:
+            encode_split(values, self.codes, self.remainders)
+        elif self.scales is None:
             self.codes[...] = encode_bf16(values, self.key, self.first)
         else:
             encode_int8(values, self.codes, self.scales, self.key, self.first)
 
     def part(self, start: int, stop: int) -> "CodedSlot":
         """Elements of it; `start` is a multiple of 256."""
-        scales = self.scales
+        scales, remainders = self.scales, self.remainders
         if scales is not None:
             scales = scales[start // CODE_BLOCK : -(-stop // CODE_BLOCK)]
-        return CodedSlot(self.codes[start:stop], scales, self.key, self.first + start)
+        if remainders is not None:
+            remainders = remainders[start:stop]
+        codes, first = self.codes[start:stop], self.first + start
+        return CodedSlot(codes, scales, self.key, first, remainders)
 
 
 def encode_int8(
@@ -126,6 +152,29 @@ def encode_bf16(values: Array, key: int, first: int) -> Array:
     is_nan = (bits & np.uint32(0x7FFFFF)) != 0
     quiet = (bits >> np.uint32(16)) | np.where(is_nan, np.uint32(0x40), np.uint32(0))
     return np.where(is_special, quiet, noisy).astype(np.uint16).view(_BF16)
+
+
+def encode_split(values: Array, codes: Array, remainders: Array) -> None:
+    """Rounds float32 to the nearest bfloat16, ties away from zero, and keeps the rest.
+
+    Args:
+      values: ``(n,)`` float32. A NaN keeps the upper half of its bits, made quiet; all
+        else comes back to the bit.
+      codes: ``(n,)`` bfloat16, written.
+      remainders: ``(n,)`` int16, written: the bits of `values` less those of `codes`.
+    """
+    bits = values.view(np.uint32)
+    is_nan = np.isnan(values)
+    rounded = (bits + np.uint32(0x8000)) >> np.uint32(16)
+    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
+    codes.view(np.uint16)[...] = np.where(is_nan, quiet, rounded)
+    remainders.view(np.uint16)[...] = np.where(is_nan, 0, bits & np.uint32(0xFFFF))
+
+
+def decode_split(codes: Array, remainders: Array) -> Array:
+    """What `encode_split` was given: ``(n,)`` float32."""
+    high = codes.view(np.uint16).astype(np.uint32) << np.uint32(16)
+    return (high + remainders.astype(np.int32).view(np.uint32)).view(np.float32)
 
 
 def random_bits(counters: Array, key: int) -> Array:

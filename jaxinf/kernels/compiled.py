@@ -42,13 +42,13 @@ _DTYPES = (
     "bool", "int8", "uint8", "int16", "uint16",
 )  # fmt: skip
 _CODES = {name: code for code, name in enumerate(_DTYPES)}
-_BF16_STOCHASTIC, _INT8_BLOCKS = len(_DTYPES), len(_DTYPES) + 1
+_BF16_STOCHASTIC, _INT8_BLOCKS, _BF16_SPLIT = range(len(_DTYPES), len(_DTYPES) + 3)
 
 
 class _Array(ctypes.Structure):
     _fields_ = [
         ("data", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
+        ("beside", ctypes.c_void_p),
         ("dtype", ctypes.c_int32),
         ("key", ctypes.c_uint32),
         ("first", ctypes.c_uint32),
@@ -84,7 +84,7 @@ class CompiledKernel:
         self,
         *,
         gradient: Array,
-        params: Array,
+        params: Array | CodedSlot,
         slots: Sequence[Array | CodedSlot],
         scalars: Sequence[np.generic | Array],
         arrays: Sequence[Array],
@@ -102,8 +102,8 @@ class CompiledKernel:
             gradient=gradient, params=params, slots=slots,
             scalars=scalars, arrays=arrays, out=out,
         )  # fmt: skip
-        plain = [slot for slot in slots if not isinstance(slot, CodedSlot)]
-        chunks = [gradient, params, out, *plain, *arrays]
+        plain = [v for v in (params, *slots) if not isinstance(v, CodedSlot)]
+        chunks = [gradient, out, *plain, *arrays]
         if passage is not None and passage.given is not None:
             chunks.append(passage.given)
         if not all(array.flags.c_contiguous for array in chunks):
@@ -119,7 +119,7 @@ class CompiledKernel:
     def _run_copies(
         self,
         gradient: Array,
-        params: Array,
+        params: Array | CodedSlot,
         slots: Sequence[Array | CodedSlot],
         scalars: Sequence[np.generic | Array],
         arrays: Sequence[Array],
@@ -129,16 +129,20 @@ class CompiledKernel:
         """The same on strided views."""
         if passage is not None and passage.given is not None:
             passage.given = np.ascontiguousarray(passage.given)
-        views = [params, out, *(v for v in slots if not isinstance(v, CodedSlot))]
+        state = (params, *slots)
+        views = [out, *(v for v in state if not isinstance(v, CodedSlot))]
         copies = [np.ascontiguousarray(view) for view in views]
-        plain = iter(copies[2:])
+        plain = iter(copies[1:])
+        master, *others = (
+            s if isinstance(s, CodedSlot) else next(plain) for s in state
+        )
         finite = self.run(
             gradient=np.ascontiguousarray(gradient),
-            params=copies[0],
-            slots=[s if isinstance(s, CodedSlot) else next(plain) for s in slots],
+            params=master,
+            slots=others,
             scalars=scalars,
             arrays=[np.ascontiguousarray(array) for array in arrays],
-            out=copies[1],
+            out=copies[0],
             passage=passage,
         )
         for view, copy in zip(views, copies, strict=True):
@@ -150,7 +154,7 @@ def invoke(
     function: Callable[..., int],
     *,
     gradient: Array,
-    params: Array,
+    params: Array | CodedSlot,
     out: Array,
     slots: Sequence[Array | CodedSlot],
     arrays: Sequence[Array],
@@ -167,9 +171,9 @@ def invoke(
     sums = np.zeros((2, num_stored), np.uint32)
     given = passage.given
     finite = function(
-        params.size,
+        gradient.size,
         ctypes.byref(_array(gradient)),
-        params.ctypes.data,
+        ctypes.byref(_array(params)),
         ctypes.byref(_array(out)),
         (_Array * max(1, len(slots)))(*map(_array, slots)),
         (_Array * max(1, len(arrays)))(*map(_array, arrays)),
@@ -296,7 +300,9 @@ def _warn(reason: str) -> None:
 def _array(array: Array | CodedSlot) -> _Array:
     if not isinstance(array, CodedSlot):
         return _Array(array.ctypes.data, None, _CODES[array.dtype.name], 0, 0)
-    codes, scales = array.codes.ctypes.data, array.scales
+    codes, scales, rest = array.codes.ctypes.data, array.scales, array.remainders
+    if rest is not None:
+        return _Array(codes, rest.ctypes.data, _BF16_SPLIT, array.key, array.first)
     if scales is None:
         return _Array(codes, None, _BF16_STOCHASTIC, array.key, array.first)
     return _Array(codes, scales.ctypes.data, _INT8_BLOCKS, array.key, array.first)

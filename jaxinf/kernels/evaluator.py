@@ -29,6 +29,8 @@ from jaxinf.typing import Array
 
 __all__ = ["BLOCK_ELEMENTS", "Evaluator"]
 
+_BF16 = np.dtype(ml_dtypes.bfloat16)
+
 BLOCK_ELEMENTS = 32 << 10
 """Large enough that NumPy's overhead and the GIL do not matter, small enough for L2."""
 
@@ -48,7 +50,7 @@ class Evaluator:
         self,
         *,
         gradient: Array,
-        params: Array,
+        params: Array | CodedSlot,
         slots: Sequence[Array | CodedSlot],
         scalars: Sequence[np.generic | Array],
         arrays: Sequence[Array],
@@ -59,24 +61,39 @@ class Evaluator:
             gradient=gradient, params=params, slots=slots,
             scalars=scalars, arrays=arrays, out=out,
         )  # fmt: skip
-        num = params.size
+        num = gradient.size
         run = _Run(self._plan, numbers, num)
         finite = True
         with np.errstate(all="ignore"):
             for start in range(0, num, BLOCK_ELEMENTS):
                 block = slice(start, min(start + BLOCK_ELEMENTS, num))
-                parts = _slot_blocks(slots, block)
-                decoded = [p.decode() if isinstance(p, CodedSlot) else p for p in parts]
-                run.load(params[block], decoded, _blocks(arrays, block))
+                coded = [_block(state, block) for state in (params, *slots)]
+                master, *states = [_decoded(part) for part in coded]
+                run.load(master, states, _blocks(arrays, block))
                 finite = run.load_gradient(gradient[block]) and finite
                 run.compute(out[block])
                 run.store_update(out[block])
                 run.store_slots()
                 run.store_params(out[block])
-                for index, part in enumerate(parts):
-                    if isinstance(part, CodedSlot) and self._writes(index):
-                        part.encode(decoded[index])
+                self._encode(coded, [master, *states], out[block])
         return finite
+
+    def _encode(
+        self,
+        coded: Sequence[Array | CodedSlot],
+        values: Sequence[Array],
+        out: Array,
+    ) -> None:
+        """Stores what is coded of params and slots; 16-bit `out` gets such params."""
+        params, *slots = coded
+        if isinstance(params, CodedSlot):
+            if self._plan.update is not None:
+                params.encode(values[0])
+            if out.dtype != FLOAT32:
+                out[...] = params.codes
+        for index, slot in enumerate(slots):
+            if isinstance(slot, CodedSlot) and self._writes(index):
+                slot.encode(values[1 + index])
 
     def _writes(self, index: int) -> bool:
         return self._plan.new_slots[index] is not None
@@ -85,16 +102,23 @@ class Evaluator:
         self,
         *,
         gradient: Array,
-        params: Array,
+        params: Array | CodedSlot,
         slots: Sequence[Array | CodedSlot],
         scalars: Sequence[np.generic | Array],
         arrays: Sequence[Array],
         out: Array,
     ) -> list[np.generic]:
         """See `Kernel.check_arguments`."""
-        num = self._check(params, slots, scalars, arrays)
+        if isinstance(params, CodedSlot):
+            num = params.codes.size
+            _require_bf16("params", params, num)
+        else:
+            num = params.size
+            _require_chunk("params", params, num, (FLOAT32,))
+        self._check(num, slots, scalars, arrays)
         _require_chunk("gradient", gradient, num, FLOAT_DTYPES)
-        _require_chunk("out", out, num, FLOAT_DTYPES)
+        is_coded = isinstance(params, CodedSlot)
+        _require_chunk("out", out, num, (FLOAT32, _BF16) if is_coded else FLOAT_DTYPES)
         return self._scalars(scalars)
 
     def run_init(
@@ -106,7 +130,9 @@ class Evaluator:
         arrays: Sequence[Array],
     ) -> None:
         """See `InitKernel.initialise`."""
-        num = self._check(params, slots, scalars, arrays)
+        num = params.size
+        _require_chunk("params", params, num, (FLOAT32,))
+        self._check(num, slots, scalars, arrays)
         run = _Run(self._plan, self._scalars(scalars), num)
         with np.errstate(all="ignore"):
             for start in range(0, num, BLOCK_ELEMENTS):
@@ -121,13 +147,11 @@ class Evaluator:
 
     def _check(
         self,
-        params: Array,
+        num: int,
         slots: Sequence[Array | CodedSlot],
         scalars: Sequence[Any],
         arrays: Sequence[Array],
-    ) -> int:
-        num = params.size
-        _require_chunk("params", params, num, (FLOAT32,))
+    ) -> None:
         for what, found, dtypes in (
             ("slots", slots, self.slot_dtypes),
             ("scalars", scalars, self.scalar_dtypes),
@@ -145,7 +169,6 @@ class Evaluator:
                 _require_chunk(f"slots[{index}]", slot, num, (dtype,))
         for index, dtype in enumerate(self.array_dtypes):
             _require_chunk(f"arrays[{index}]", arrays[index], num, (dtype,))
-        return num
 
     def _scalars(self, scalars: Sequence[Any]) -> list[np.generic]:
         numbers = []
@@ -268,15 +291,14 @@ def _blocks(arrays: Sequence[Array], block: slice) -> list[Array]:
     return [array[block] for array in arrays]
 
 
-def _slot_blocks(
-    slots: Sequence[Array | CodedSlot], block: slice
-) -> list[Array | CodedSlot]:
-    return [
-        slot.part(block.start, block.stop)
-        if isinstance(slot, CodedSlot)
-        else slot[block]
-        for slot in slots
-    ]
+def _block(state: Array | CodedSlot, block: slice) -> Array | CodedSlot:
+    if isinstance(state, CodedSlot):
+        return state.part(block.start, block.stop)
+    return state[block]
+
+
+def _decoded(state: Array | CodedSlot) -> Array:
+    return state.decode() if isinstance(state, CodedSlot) else state
 
 
 def _require_coded(what: str, slot: CodedSlot, num: int, dtype: np.dtype) -> None:
@@ -288,7 +310,14 @@ def _require_coded(what: str, slot: CodedSlot, num: int, dtype: np.dtype) -> Non
         _require_chunk(what, slot.codes, num, (np.dtype(np.uint8),))
         _require_chunk(f"{what}.scales", slot.scales, num_blocks, (FLOAT32,))
     else:
-        _require_chunk(what, slot.codes, num, (np.dtype(ml_dtypes.bfloat16),))
+        _require_bf16(what, slot, num)
+
+
+def _require_bf16(what: str, coded: CodedSlot, num: int) -> None:
+    _require_chunk(what, coded.codes, num, (_BF16,))
+    if coded.remainders is not None:
+        int16 = np.dtype(np.int16)
+        _require_chunk(f"{what}.remainders", coded.remainders, num, (int16,))
 
 
 def _require_chunk(what: str, array: Array, num: int, dtypes: Any) -> None:

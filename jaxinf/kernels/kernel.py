@@ -91,7 +91,7 @@ class Kernel:
         self,
         *,
         gradient: Array,
-        params: Array,
+        params: Array | CodedSlot,
         slots: Sequence[Array | CodedSlot],
         scalars: Sequence[np.generic | Array],
         arrays: Sequence[Array],
@@ -106,13 +106,14 @@ class Kernel:
 
         Args:
           gradient: ``(n,)`` float32, bfloat16 or float16; only read.
-          params: ``(n,)`` float32 master, becomes ``params + u``.
+          params: ``(n,)`` float32 master, becomes ``params + u``; it may be given as it
+            is coded in bfloat16.
           slots: ``(n,)`` each, become the new state; a float32 slot may be given as it
             is coded.
           scalars: 0-d, as the prologue gave them.
           arrays: ``(n,)`` each, the chunk's part of the prologue's arrays.
           out: ``(n,)``: float32 receives `u`; bfloat16 or float16 receives the new
-            params rounded to nearest even.
+            params rounded to nearest even, or, of coded params, their bfloat16 codes.
 
         Returns:
           Whether all of the gradient is finite. If not, `params`, `slots` and `out`
@@ -134,7 +135,7 @@ class Kernel:
         self,
         *,
         gradient: Array,
-        params: Array,
+        params: Array | CodedSlot,
         slots: Sequence[Array | CodedSlot],
         scalars: Sequence[np.generic | Array],
         arrays: Sequence[Array],

@@ -20,12 +20,12 @@ __all__ = ["Passage", "run_evaluator", "stored_arrays"]
 class Passage:
     """What is wanted of a kernel's run beside the update.
 
-    The stored arrays are the params, then the slots; of 8-bit slots the codes, then
-    their scales.
+    The stored arrays are the params, then the slots; of those that are coded the codes,
+    then what is beside them.
 
     Attributes:
-      given: ``(n,)`` float32 params to take instead of what `params` holds, which is
-        overwritten; may be `out` itself.
+      given: ``(n,)`` params to take instead of what `params` holds, float32 or coded,
+        which is overwritten; of its dtype; may be `out` itself.
       wants_params: float32 `out` receives the new params, not the update.
       reads: of each stored array, whether its checksum is wanted before the update.
       writes: the same after it.
@@ -41,16 +41,18 @@ class Passage:
     written: tuple[int, ...] = ()
 
 
-def stored_arrays(params: Array, slots: Sequence[Array | CodedSlot]) -> list[Array]:
+def stored_arrays(
+    params: Array | CodedSlot, slots: Sequence[Array | CodedSlot]
+) -> list[Array]:
     """The arrays that checksums are taken of, in order."""
-    result = [params]
-    for slot in slots:
-        if not isinstance(slot, CodedSlot):
-            result.append(slot)
+    result = []
+    for state in (params, *slots):
+        if not isinstance(state, CodedSlot):
+            result.append(state)
             continue
-        result.append(slot.codes)
-        if slot.scales is not None:
-            result.append(slot.scales)
+        result.append(state.codes)
+        if state.beside is not None:
+            result.append(state.beside)
     return result
 
 
@@ -58,19 +60,20 @@ def run_evaluator(
     evaluate: Callable[..., bool],
     passage: Passage,
     *,
-    params: Array,
+    params: Array | CodedSlot,
     slots: Sequence[Array | CodedSlot],
     out: Array,
     **arguments: object,
 ) -> bool:
     """`Kernel.evaluate`, and around it what a passage asks for."""
+    is_coded = isinstance(params, CodedSlot)
     if passage.given is not None:
-        params[...] = passage.given
+        (params.codes if is_coded else params)[...] = passage.given
     stored = stored_arrays(params, slots)
     passage.read = _checksums(stored, passage.reads)
     finite = evaluate(params=params, slots=slots, out=out, **arguments)
     if passage.wants_params and out.dtype == np.float32:
-        out[...] = params
+        out[...] = params.decode() if is_coded else params
     passage.written = _checksums(stored, passage.writes)
     return finite
 

@@ -34,6 +34,7 @@ from jaxinf.store.making import deal_chunks, making_store
 from jaxinf.store.manifest import (
     CODECS,
     FORMAT_VERSION,
+    MASTER_CODECS,
     LeafRecord,
     Manifest,
     StateRecord,
@@ -58,6 +59,7 @@ __all__ = [
     "CODECS",
     "ERROR_FEEDBACK",
     "FORMAT_VERSION",
+    "MASTER_CODECS",
     "MASTER_PARAMS",
     "SLOTS",
     "CheckpointInfo",

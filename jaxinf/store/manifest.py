@@ -8,7 +8,7 @@ import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from jaxinf.store.names import (
 __all__ = [
     "CODECS",
     "FORMAT_VERSION",
+    "MASTER_CODECS",
     "LeafRecord",
     "Manifest",
     "StateRecord",
@@ -37,7 +38,13 @@ FORMAT_VERSION = 2
 _OLDEST_VERSION = 1
 
 CODECS = ("bf16", "int8")
-_SCALES = "_scale"
+"""Of the optimizer's state."""
+
+MASTER_CODECS = ("split", "bf16")
+"""Of the master params of leaves that are bfloat16 on the JAX device."""
+
+# Codecs of arrays that belong to the one before, and how their names end.
+_BESIDE = {"scale": "_scale", "remainder": "_remainder"}
 _STORE_ID = re.compile("[0-9a-f]{32}")
 
 
@@ -55,11 +62,13 @@ class StateRecord:
     """One stored array of a leaf.
 
     Attributes:
-      name: the optax state's field name; with `_SCALES` behind it for a codec's scales.
+      name: the optax state's field name, with an end of `_BESIDE` where it belongs to
+        the array before it.
       dtype: of what is stored.
       codec: how it stands for float32: ``"bf16"`` (rounded stochastically), ``"int8"``
-        (codes, whose scales are the array after it), ``"scale"`` (those); empty where
-        it is what the optimizer computes with.
+        (codes, whose scales are the array after it), ``"scale"`` (those), ``"split"``
+        (rounded to bfloat16, the remainder being the array after it), ``"remainder"``
+        (that); empty where it is what the optimizer computes with.
     """
 
     name: str
@@ -74,7 +83,12 @@ class StateRecord:
     @property
     def slot(self) -> str:
         """The name of the optimizer's state that this is, or belongs to."""
-        return self.name.removesuffix(_SCALES) if self.codec == "scale" else self.name
+        return self.name.removesuffix(_BESIDE.get(self.codec, ""))
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether it is no state of its own, but belongs to the array before it."""
+        return self.codec in _BESIDE
 
     def num_elements(self, num_leaf_elements: int) -> int:
         """Elements that stand for so many of the leaf."""
@@ -86,8 +100,11 @@ class StateRecord:
         """What is stored of this state with a codec."""
         if codec == "bf16":
             return (StateRecord(self.name, "bfloat16", codec),)
+        if codec == "split":
+            rest = StateRecord(self.name + _BESIDE["remainder"], "int16", "remainder")
+            return (StateRecord(self.name, "bfloat16", codec), rest)
         assert codec == "int8"
-        scales = StateRecord(self.name + _SCALES, "float32", "scale")
+        scales = StateRecord(self.name + _BESIDE["scale"], "float32", "scale")
         return (StateRecord(self.name, "uint8", codec), scales)
 
     def decoded(self) -> "StateRecord":
@@ -136,7 +153,12 @@ class LeafRecord:
     @property
     def slots(self) -> tuple[StateRecord, ...]:
         """The states that the optimizer computes with, the master params first."""
-        return tuple(s.decoded() for s in self.states if s.codec != "scale")
+        return tuple(s.decoded() for s in self.states if not s.is_beside)
+
+    def beside(self, state: StateRecord) -> StateRecord | None:
+        """The array that belongs to a state's: scales, remainders, or None."""
+        found = (s for s in self.states if s.is_beside and s.slot == state.name)
+        return next(found, None)
 
     def array_grid(self, state: StateRecord) -> tuple[Sequence[int], Sequence[int]]:
         """Shape and chunk shape of a state's array."""
@@ -171,6 +193,12 @@ class Manifest:
         """Every state's name, the master params first."""
         names = dict.fromkeys(s.name for leaf in self.leaves for s in leaf.states)
         return tuple(names) or (MASTER_PARAMS,)
+
+    @property
+    def decoded(self) -> "Manifest":
+        """The same store with everything as the optimizer computes with it."""
+        leaves = [replace(leaf, states=leaf.slots) for leaf in self.leaves]
+        return replace(self, leaves=tuple(leaves))
 
     def to_json(self) -> dict[str, Any]:
         """As written to disk."""
@@ -237,8 +265,7 @@ class Manifest:
         for leaf in self.leaves:
             if leaf.kernel not in self.kernels:
                 raise ValueError(f"leaf {leaf.name}: no kernel {leaf.kernel!r}")
-            if leaf.states[:1] != (StateRecord(MASTER_PARAMS, "float32"),):
-                raise ValueError(f"leaf {leaf.name}: no float32 params first")
+            _check_master(leaf)
             num_chunks = leaf.grid.num_chunks
             if len(leaf.csds) != num_chunks:
                 raise ValueError(
@@ -277,12 +304,24 @@ class Manifest:
         return []
 
 
+def _check_master(leaf: LeafRecord) -> None:
+    """Raises ValueError where the master params are not first, or no master's."""
+    if leaf.slots[:1] != (StateRecord(MASTER_PARAMS, "float32"),):
+        raise ValueError(f"leaf {leaf.name}: no float32 params first")
+    codec = leaf.states[0].codec
+    if codec and (codec not in MASTER_CODECS or leaf.dtype != "bfloat16"):
+        raise ValueError(f"leaf {leaf.name}: {leaf.dtype} params coded as {codec!r}")
+
+
 def _check_codecs(leaf: LeafRecord) -> None:
     """Raises ValueError where a codec's arrays are not what it needs."""
+    known = {*CODECS, *MASTER_CODECS}
     for number, state in enumerate(leaf.states):
-        if state.codec not in ("", *CODECS, "scale"):
+        if state.codec not in ("", *known, *_BESIDE):
             raise ValueError(f"leaf {leaf.name}: no codec {state.codec!r}")
-        if state.codec in CODECS:
+        if state.codec == "split" and number:
+            raise ValueError(f"leaf {leaf.name}: {state.name} is no master")
+        if state.codec in known:
             wanted = StateRecord(state.name, "float32").coded(state.codec)
             if leaf.states[number : number + len(wanted)] != wanted:
                 raise ValueError(f"leaf {leaf.name}: {state.name} is not {wanted}")

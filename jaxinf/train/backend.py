@@ -94,6 +94,7 @@ def open_backend(
             durability=config.durability,
             verify=config.verify,
             restore=config.restore,
+            master=config.master,
             state=config.state,
         )
     except (ValueError, NotADirectoryError) as error:

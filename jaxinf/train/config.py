@@ -17,6 +17,7 @@ from jaxinf.csd import parse_csd
 from jaxinf.engine import (
     DEFAULT_MEMORY_BYTES,
     Durability,
+    MasterChoice,
     StateFormat,
     VerifyMode,
 )
@@ -182,8 +183,8 @@ class TrainConfig:
     # Of activations and matrix products.
     dtype: DTypeName = "float32"
 
-    # Of the params in the JAX device's memory. The store keeps fp32 masters either way;
-    # in --mode memory bfloat16 params are all there is.
+    # Of the params in the JAX device's memory. The store keeps fp32 masters either way,
+    # unless --master none; in --mode memory bfloat16 params are all there is.
     param_dtype: DTypeName = "float32"
 
     # A mounted drive to spread a new store's chunks over; repeat it for more drives.
@@ -214,6 +215,12 @@ class TrainConfig:
     state: Annotated[
         StateFormat | None, _shown("{fp32,bf16,int8}", "fp32, or what the store has")
     ] = None
+
+    # The master of bfloat16 params in a new store. auto: the params and, beside them,
+    # 16-bit remainders, so that nothing is lost. stored: float32, read at every step.
+    # none: the params alone, rounded stochastically. float32 params are their own
+    # master, which stored reads nevertheless.
+    master: MasterChoice = "auto"
 
     # Keep a checkpoint in STORE/checkpoints every so many steps, and at the end; 0 is
     # none. It costs links, and the drives' room for one more copy of the state.
@@ -308,6 +315,11 @@ def check(config: TrainConfig) -> None:
             "--store: expected a directory for the optimizer's state, got nothing; "
             "name one (it may be new), or give --mode memory to train without"
         )
+    elif config.master == "none" and config.param_dtype != "bfloat16":
+        raise UsageError(
+            "--master none: expected --param-dtype bfloat16, got "
+            f"{config.param_dtype}; float32 params are their own master: leave it out"
+        )
     elif config.logs.is_relative_to(config.store.expanduser().absolute()):
         raise UsageError(
             f"--log-dir {config.logs}: expected a place outside the store "
@@ -378,7 +390,14 @@ def _check_optimizer(config: TrainConfig) -> None:
 
 
 _OF_THE_STORE = ("store", "csd_root", "csd", "memory_bytes", "durability", "verify")
-_OF_THE_STORE += ("state", "checkpoint_every", "keep_last", "keep_every", "restore")
+_OF_THE_STORE += (
+    "state",
+    "master",
+    "checkpoint_every",
+    "keep_last",
+    "keep_every",
+    "restore",
+)
 
 
 def _check_memory_mode(config: TrainConfig) -> None:

@@ -22,7 +22,9 @@ from jaxinf.engine import (
     finish_initialisation,
     initialise,
 )
+from jaxinf.engine.decoding import read_decoded
 from jaxinf.kernels import trace_init, trace_update
+from jaxinf.kernels.codecs import encode_split
 from jaxinf.store import ScalarState, StateRecord
 
 LEAVES = {
@@ -99,10 +101,18 @@ class Driver:
         self.at = self.store.step
         if not is_new:
             for number, (params, *_) in enumerate(self.expected(self.at).values()):
-                dtype = self.description.leaves[number].device_dtype
-                device = params.astype(dtype)
+                device = self.rounded(number, params)
                 compare_params(self.session, number, device, (0,) * device.ndim)
         return self
+
+    def rounded(self, number, master):
+        """What the JAX device has of master params."""
+        leaf = self.description.leaves[number]
+        rounded = master.astype(leaf.device_dtype)
+        if self.store.manifest.leaves[number].states[0].codec == "split":
+            rest = np.empty(master.size, np.int16)
+            encode_split(master.reshape(-1), rounded.reshape(-1), rest)
+        return rounded
 
     def scalars(self, step):
         return [ScalarState("[0].n", np.array(step, np.int32))]
@@ -111,9 +121,8 @@ class Driver:
         """What a callback brings for a leaf at the present step."""
         leaf = self.description.leaves[number]
         params, *_ = self.expected(self.at)[list(self.leaves)[number]]
-        probe = params.astype(leaf.device_dtype).reshape(-1)[
-            : min(8, leaf.shape[-1]) if leaf.shape else 1
-        ]
+        num_probed = min(8, leaf.shape[-1]) if leaf.shape else 1
+        probe = self.rounded(number, params).reshape(-1)[:num_probed]
         return LeafPart(
             leaf=number,
             kernel=leaf.kernel,
@@ -165,12 +174,13 @@ class Driver:
         return {name: (p, np.zeros_like(p)) for name, p in wide.items()}
 
     def found(self, path=None):
-        """The same as it is in a slot, by default the committed one."""
+        """The same as it is in a slot, by default the committed one, decoded."""
         path = self.store.path / "current" if path is None else path
         return {
             record.name: tuple(
-                jaxinf.store.open_array(path, record, state.name).read().result()
+                read_decoded(path, record, state)
                 for state in record.states
+                if not state.is_beside
             )
             for record in self.store.manifest.leaves
         }

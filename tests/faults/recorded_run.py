@@ -15,7 +15,7 @@ from disk_recorder import Recorder
 from store_driver import Driver
 
 from jaxinf.errors import JaxinfError
-from jaxinf.store import Verifier, checkpoint_names, dtype_of, find_checkpoint
+from jaxinf.store import Verifier, checkpoint_names, find_checkpoint
 
 LEAVES = {
     "bias": ((129,), "float32"),
@@ -170,16 +170,9 @@ def is_whole(driver: Driver, step: int) -> bool:
     assert slot is not None
     if Verifier(files, num_workers=1).verify(files.step_path(slot)):
         return False
-    for number, arrays in enumerate(driver.expected(step).values()):
-        states = driver.description.leaves[number].states
-        for state, wanted in zip(states, arrays, strict=True):
-            values = wanted.astype(dtype_of(state.dtype))
-            held = b"".join(
-                files.chunk_file(slot, number, position, state.name).read_bytes()[
-                    : chunk.num_elements * state.itemsize
-                ]
-                for position, chunk in enumerate(files.chunks[number])
-            )
-            if held != values.tobytes():
+    found = driver.found(files.step_path(slot))
+    for name, arrays in driver.expected(step).items():
+        for held, wanted in zip(found[name], arrays, strict=True):
+            if held.tobytes() != wanted.astype(held.dtype).tobytes():
                 return False
     return driver.store.step == step

@@ -1,7 +1,8 @@
 """The format's bytes: a store written long ago must open, and be written the same now.
 
-``tests/golden/store`` is a store of two CSD-less slots at step 3 with a checkpoint at
-step 2, made by this file run as a program.
+Below ``tests/golden`` are stores of two CSD-less slots at step 3 with a checkpoint at
+step 2, made by this file run as a program: ``store`` with float32 masters, ``split``
+with the master of its bfloat16 leaf in two halves.
 """
 
 import json
@@ -18,7 +19,8 @@ import pytest
 import jaxinf
 from jaxinf.store import StoreDirectory, Verifier
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "store"
+GOLDEN = Path(__file__).parents[1] / "golden"
+MASTERS = {"store": "stored", "split": "auto"}
 REMEDY = (
     "if the format was meant to change, raise FORMAT_VERSION, say what changed in "
     "docs/format.md, teach jaxinf.store.migrate the old one, and write the golden "
@@ -27,14 +29,14 @@ REMEDY = (
 VOLATILE = {"store_id", "created_by", "committed_at"}
 
 
-def make(path):
+def make(path, master):
     """The same store every time, but for its id, versions and dates."""
     params = {
         "a": jnp.arange(6, dtype=jnp.float32).reshape(2, 3),
         "b": {"half": jnp.arange(5, dtype=jnp.bfloat16)},
         "scalar": jnp.float32(2),
     }
-    with jaxinf.open_store(path) as store:
+    with jaxinf.open_store(path, master=master) as store:
         tx = jaxinf.smart_update(optax.sgd(0.5, momentum=0.5), store)
         state = tx.init(params)
         for number in range(3):
@@ -73,18 +75,19 @@ def files_of(root):
     return found
 
 
-def test_the_same_bytes_are_written(tmp_path):
-    make(tmp_path / "store")
-    written, golden = files_of(tmp_path / "store"), files_of(GOLDEN)
+@pytest.mark.parametrize("name", MASTERS)
+def test_the_same_bytes_are_written(tmp_path, name):
+    make(tmp_path / "store", MASTERS[name])
+    written, golden = files_of(tmp_path / "store"), files_of(GOLDEN / name)
     assert sorted(written) == sorted(golden), REMEDY
-    for name, content in golden.items():
-        assert written[name] == content, f"{name}: {REMEDY}"
+    for file, content in golden.items():
+        assert written[file] == content, f"{file}: {REMEDY}"
 
 
-@pytest.fixture
-def held(tmp_path):
-    """A copy of the golden store to write to."""
-    return shutil.copytree(GOLDEN, tmp_path / "held", symlinks=True)
+@pytest.fixture(params=MASTERS)
+def held(request, tmp_path):
+    """A copy of a golden store to write to."""
+    return shutil.copytree(GOLDEN / request.param, tmp_path / "held", symlinks=True)
 
 
 def test_the_golden_store_opens_and_goes_on(held):
@@ -99,6 +102,8 @@ def test_the_golden_store_opens_and_goes_on(held):
         # Momentum 1, 1.5, 1.75 times the learning rate of 0.5.
         master = store.tensorstore("params", "scalar").read().result()
         np.testing.assert_array_equal(master, 2 - 0.5 * (1 + 1.5 + 1.75))
+        half = store.read("params", "b/half")
+        np.testing.assert_array_equal(half, np.arange(5) - 0.5 * (1 + 1.5 + 1.75))
     with jaxinf.open_store(held, restore="2") as store:
         assert store.step == 2
         trace = store.tensorstore("trace", "b/half").read().result()
@@ -106,8 +111,9 @@ def test_the_golden_store_opens_and_goes_on(held):
 
 
 if __name__ == "__main__":
-    shutil.rmtree(GOLDEN, ignore_errors=True)
-    make(GOLDEN)
-    for lock in GOLDEN.glob("*lock"):  # they name a process
-        lock.unlink()
-    print(f"written: {GOLDEN}", file=sys.stderr)
+    for name, master in MASTERS.items():
+        shutil.rmtree(GOLDEN / name, ignore_errors=True)
+        make(GOLDEN / name, master)
+        for lock in (GOLDEN / name).glob("*lock"):  # they name a process
+            lock.unlink()
+        print(f"written: {GOLDEN / name}", file=sys.stderr)

@@ -176,4 +176,27 @@ inline void encode_bf16(const std::uint32_t* x, std::uint32_t first, long num,
         x[i], random_bits(first + static_cast<std::uint32_t>(i), key));
 }
 
+// A float's bits in two halves, none lost: the nearest bfloat16, ties away from zero,
+// and what is left, in [-0x8000, 0x7fff]. A NaN keeps its upper half alone, so that it
+// stays one.
+inline void encode_split(const std::uint32_t* x, long num, std::uint16_t* rounded,
+                         std::uint16_t* remainders) {
+  for (long i = 0; i < num; ++i) {
+    const std::uint32_t bits = x[i];
+    const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    const std::uint32_t quiet = (bits >> 16) | 0x40u;
+    rounded[i] = static_cast<std::uint16_t>(is_nan ? quiet : (bits + 0x8000u) >> 16);
+    remainders[i] = static_cast<std::uint16_t>(is_nan ? 0 : bits);
+  }
+}
+
+inline void decode_split(const std::uint16_t* rounded, const std::uint16_t* remainders,
+                         long num, std::uint32_t* x) {
+  for (long i = 0; i < num; ++i) {
+    const std::int32_t remainder = static_cast<std::int16_t>(remainders[i]);
+    const std::uint32_t high = rounded[i];
+    x[i] = (high << 16) + static_cast<std::uint32_t>(remainder);
+  }
+}
+
 }  // namespace jaxinf

@@ -18,27 +18,27 @@ constexpr long block_elements = 512;
 
 enum Dtype : std::int32_t {
   float32, bfloat16, float16, int32, uint32, boolean, int8, uint8, int16, uint16,
-  bfloat16_stochastic, int8_blocks
+  bfloat16_stochastic, int8_blocks, bfloat16_split
 };
 static_assert(block_elements % code_block == 0, "a block holds whole code blocks");
 
-// `scales`: of int8_blocks. `key`, `first`: of the random bits that round to fewer, and
-// the first element's number in its chunk.
+// `beside`: the scales of int8_blocks, the remainders of bfloat16_split. `key`, `first`:
+// of the random bits that round to fewer, and the first element's number in its chunk.
 struct Array {
   void* data;
-  float* scales;
+  void* beside;
   std::int32_t dtype;
   Word key, first;
 };
 
 // What is done beside the update. The stored arrays are the params and the slots, of
-// int8_blocks the codes and then their scales.
-//   given         params to take instead of what is there; null: none
+// those with something `beside` the codes and then that.
+//   given         params to take instead of what is there, of its dtype; null: none
 //   sums          CRC-32C of each stored array as it came, then of each as it is left
 //   wanted        as many: which of them
 //   wants_params  a float32 result receives the new params instead of the update
 struct Passage {
-  const float* given;
+  const void* given;
   Word* sums;
   const std::uint8_t* wanted;
   std::int32_t wants_params;
@@ -48,9 +48,14 @@ inline long bytes_of(std::int32_t dtype, long num) {
   switch (dtype) {
     case float32: case int32: case uint32: return 4 * num;
     case bfloat16: case float16: case int16: case uint16: case bfloat16_stochastic:
+    case bfloat16_split:
       return 2 * num;
     default: return num;
   }
+}
+
+inline int num_arrays_of(const Array& array) {
+  return array.dtype == int8_blocks || array.dtype == bfloat16_split ? 2 : 1;
 }
 
 // ---- storage <-> 32-bit words; float16 by the processor, which rounds to even
@@ -82,8 +87,12 @@ inline void words(const T* from, Word* to, long num, Function function) {
 inline Word* widened(const Array& array, long start, long num, Word* scratch) {
   switch (array.dtype) {
     case int8_blocks:
-      decode_int8((const std::uint8_t*)array.data, array.scales, start, num,
-                  (float*)scratch);
+      decode_int8((const std::uint8_t*)array.data, (const float*)array.beside, start,
+                  num, (float*)scratch);
+      return scratch;
+    case bfloat16_split:
+      decode_split((const std::uint16_t*)array.data + start,
+                   (const std::uint16_t*)array.beside + start, num, scratch);
       return scratch;
     case bfloat16_stochastic:
     case bfloat16:
@@ -117,7 +126,10 @@ inline void narrowed(const Array& array, long start, long num, const Word* from)
   switch (array.dtype) {
     case int8_blocks:
       return encode_int8((const float*)from, start, num, array.first, array.key,
-                         (std::uint8_t*)array.data, array.scales);
+                         (std::uint8_t*)array.data, (float*)array.beside);
+    case bfloat16_split:
+      return encode_split(from, num, (std::uint16_t*)array.data + start,
+                          (std::uint16_t*)array.beside + start);
     case bfloat16_stochastic:
       return encode_bf16(from, array.first + (Word)start, num, array.key,
                          (std::uint16_t*)array.data + start);
@@ -209,23 +221,26 @@ void remainder(const Body& body, const Block<Body>& block, long start, long num,
 
 // Adds a block of the stored arrays to their sums.
 template <int num_slots>
-inline void add_block(const float* params, const Array* slots, long start, long length,
+inline void add_block(const Array& params, const Array* slots, long start, long length,
                       Word* sums, const std::uint8_t* wanted) {
-  Span spans[1 + 2 * num_slots];
+  Span spans[2 + 2 * num_slots];
   int number = 0, num = 0;
   auto take = [&](const void* data, long offset, long num_bytes) {
     if (wanted[number])
       spans[num++] = {(const std::uint8_t*)data + offset, num_bytes, sums + number};
     ++number;
   };
-  take(params, 4 * start, 4 * length);
-  for (int k = 0; k < num_slots; ++k) {
-    const std::int32_t dtype = slots[k].dtype;
-    take(slots[k].data, bytes_of(dtype, start), bytes_of(dtype, length));
+  auto take_all = [&](const Array& array) {
+    const std::int32_t dtype = array.dtype;
+    take(array.data, bytes_of(dtype, start), bytes_of(dtype, length));
     if (dtype == int8_blocks)
-      take(slots[k].scales, start / code_block * 4,
+      take(array.beside, start / code_block * 4,
            (length + code_block - 1) / code_block * 4);
-  }
+    if (dtype == bfloat16_split)
+      take(array.beside, bytes_of(dtype, start), bytes_of(dtype, length));
+  };
+  take_all(params);
+  for (int k = 0; k < num_slots; ++k) take_all(slots[k]);
   add_to_sums(spans, num);
 }
 
@@ -233,15 +248,16 @@ inline void add_block(const float* params, const Array* slots, long start, long 
 
 // Not inlined: nothing of it may be moved out of the flush-to-zero section.
 template <class L, template <class> class Kernel>
-__attribute__((noinline)) bool chunk(long num, const Array& gradient, float* params,
-                                     const Array& out, const Array* slots,
-                                     const Array* arrays, const Word* scalars,
-                                     const Word* constants, const Passage& passage) {
+__attribute__((noinline)) bool chunk(long num, const Array& gradient,
+                                     const Array& params, const Array& out,
+                                     const Array* slots, const Array* arrays,
+                                     const Word* scalars, const Word* constants,
+                                     const Passage& passage) {
   using Body = Kernel<L>;
   const Body body(constants, scalars);
-  Word scratch[2 + Body::num_slots + Body::num_arrays][block_elements];
-  int num_stored = 1 + Body::num_slots;
-  for (int k = 0; k < Body::num_slots; ++k) num_stored += slots[k].dtype == int8_blocks;
+  Word scratch[3 + Body::num_slots + Body::num_arrays][block_elements];
+  int num_stored = num_arrays_of(params);
+  for (int k = 0; k < Body::num_slots; ++k) num_stored += num_arrays_of(slots[k]);
   const std::uint8_t* const wanted_after = passage.wanted + num_stored;
   bool sums_before = false, sums_after = false;
   for (int k = 0; k < num_stored; ++k) {
@@ -253,15 +269,19 @@ __attribute__((noinline)) bool chunk(long num, const Array& gradient, float* par
   for (long start = 0; start < num; start += block_elements) {
     const long length = num - start < block_elements ? num - start : block_elements;
     const size_t num_bytes = (size_t)length * sizeof(float);
-    if (passage.given)
-      std::memcpy(params + start, passage.given + start, num_bytes);
+    if (passage.given) {
+      const long offset = bytes_of(params.dtype, start);
+      std::memcpy((std::uint8_t*)params.data + offset,
+                  (const std::uint8_t*)passage.given + offset,
+                  (size_t)bytes_of(params.dtype, length));
+    }
     if (sums_before)
       add_block<Body::num_slots>(params, slots, start, length, passage.sums,
                                  passage.wanted);
     Word(*free)[block_elements] = scratch;
     Block<Body> block;
     block.gradient = (const float*)widened(gradient, start, length, *free++);
-    block.params = params + start;
+    block.params = (float*)widened(params, start, length, *free++);
     block.update =
         out.dtype == float32 ? (float*)out.data + start : (float*)*free;
     ++free;
@@ -277,7 +297,13 @@ __attribute__((noinline)) bool chunk(long num, const Array& gradient, float* par
     for (int k = 0; k < Body::num_slots; ++k)
       if (Body::writes[k])
         narrowed(slots[k], start, length, (const Word*)block.slots[k]);
-    if (out.dtype != float32)
+    if (Body::has_update)
+      narrowed(params, start, length, (const Word*)block.params);
+    if (params.dtype != float32 && out.dtype != float32)  // as they are stored
+      std::memcpy((std::uint16_t*)out.data + start,
+                  (const std::uint16_t*)params.data + start,
+                  (size_t)length * sizeof(std::uint16_t));
+    else if (out.dtype != float32)
       narrowed(out, start, length, (const Word*)block.params);
     else if (passage.wants_params)
       std::memcpy(block.update, block.params, num_bytes);
@@ -310,12 +336,12 @@ class FlushToZero {
 // The function that is called: 1 where the gradient is finite, else 0.
 #define JAXINF_HOST_KERNEL(Body)                                                      \
   extern "C" __attribute__((visibility("default"))) int JAXINF_ENTRY(                 \
-      long num, const jaxinf::Array* gradient, float* params,                         \
+      long num, const jaxinf::Array* gradient, const jaxinf::Array* params,           \
       const jaxinf::Array* out, const jaxinf::Array* slots,                           \
       const jaxinf::Array* arrays, const jaxinf::Word* scalars,                       \
       const jaxinf::Word* constants, const jaxinf::Passage* passage) {                \
     const jaxinf::FlushToZero section;                                                \
-    return jaxinf::chunk<jaxinf::Lanes, Body>(num, *gradient, params, *out, slots,    \
+    return jaxinf::chunk<jaxinf::Lanes, Body>(num, *gradient, *params, *out, slots,   \
                                               arrays, scalars, constants, *passage);  \
   }
 

@@ -1,0 +1,365 @@
+"""bfloat16 params: of their master only a 16-bit remainder is read, and no bit lost."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import jaxinf
+from jaxinf.cli import main
+from jaxinf.engine import convert_store
+from jaxinf.errors import (
+    DivergedParamsError,
+    StoreCorruptError,
+    StoreMismatchError,
+)
+from jaxinf.store import StoreDirectory, Verifier
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+SHAPES = {"a": (300, 1025), "b": (), "c": (5,), "d": (4096, 3), "e": (40, 3, 77)}
+NUM_PARAMS = sum(int(np.prod(s)) for s in SHAPES.values())
+PADDING = 40 * 4096
+WHERE = {"num_workers": 2}
+
+
+def new_params(seed=0, dtype=jnp.bfloat16):
+    keys = jax.random.split(jax.random.key(seed), len(SHAPES))
+    return {
+        name: jax.random.normal(key, shape).astype(dtype)
+        for key, (name, shape) in zip(keys, SHAPES.items(), strict=True)
+    }
+
+
+LIKE = new_params()
+
+
+def gradients(params):
+    return jax.tree.map(lambda p: jnp.sin(3 * p.astype(jnp.float32)), params)
+
+
+def ties_away(master):
+    """Of float32: the nearest bfloat16, away from zero where two are as near."""
+    bits = np.asarray(master).view(np.uint32)
+    return ((bits + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16).view(BF16)
+
+
+def run(path, num_steps, *, params=None, tx=None, bad_steps=(), **options):
+    """Trains; all that is stored as numbers, params on the device, bytes of a step."""
+    nonfinite = options.pop("nonfinite", "error")
+    with jaxinf.open_store(path, **WHERE, **options) as store:
+        wrapped = jaxinf.smart_update(
+            tx or optax.adamw(1e-2), store, nonfinite=nonfinite
+        )
+        if store.exists:
+            params = store.params(LIKE)
+        params = new_params() if params is None else params
+        state = wrapped.init(params)
+
+        @jax.jit
+        def step(params, state, scale):
+            grads = jax.tree.map(lambda g: g * scale, gradients(params))
+            updates, state = wrapped.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        for number in range(num_steps):
+            scale = jnp.nan if number in bad_steps else 1.0
+            params, state = jax.block_until_ready(step(params, state, scale))
+        store.wait()
+        held = {
+            (leaf.name, s.name): store.read(s.name, leaf.name)
+            for leaf in store.manifest.leaves
+            for s in leaf.states
+            if not s.is_beside
+        }
+        traffic = store.metrics.traffic if num_steps else None
+        return held, jax.device_get(params), traffic
+
+
+def reference(num_steps, tx):
+    """The same by optax on a fp32 master, its params rounded with ties away."""
+    params = new_params()
+    master = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    state = tx.init(master)
+    update = jax.jit(tx.update)
+    for _ in range(num_steps):
+        updates, state = update(jax.jit(gradients)(params), state, master)
+        master = jax.jit(optax.apply_updates)(master, updates)
+        params = jax.tree.map(ties_away, jax.device_get(master))
+    return jax.device_get((params, master, state))
+
+
+def equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.parametrize("tx", [optax.adamw(1e-2), optax.lion(1e-2)])
+def test_the_bits_of_a_plain_master(tmp_path, tx):
+    held, params, _ = run(tmp_path / "store", 6, tx=tx)
+    wanted, master, state = reference(6, tx)
+    equal(params, wanted)
+    for name in SHAPES:
+        np.testing.assert_array_equal(held[name, "params"], master[name])
+        np.testing.assert_array_equal(held[name, "mu"], state[0].mu[name])
+
+
+@pytest.mark.parametrize("memory_bytes", [1 << 20, 1 << 26])
+@pytest.mark.parametrize("durability", ["step", 3])
+def test_at_any_durability_and_budget_after_any_interruption(
+    tmp_path, memory_bytes, durability
+):
+    options = {"memory_bytes": memory_bytes, "durability": durability}
+    whole = run(tmp_path / "whole", 7)
+    run(tmp_path / "parts", 2, **options)
+    run(tmp_path / "parts", 1, master="stored", **options)
+    parts = run(tmp_path / "parts", 4, **options)
+    equal(whole[:2], parts[:2])
+
+
+@pytest.mark.parametrize("state", ["fp32", "bf16", "int8"])
+def test_bytes_on_the_drive(tmp_path, state):
+    """Two bytes of master read, four written; with moments in 8 bits 10.1 in all."""
+    moments = {"fp32": 8, "bf16": 4, "int8": 2 + 2 / 64}[state]
+    for master, read, written in (("auto", 2, 4), ("stored", 4, 4), ("none", 0, 2)):
+        path = tmp_path / master
+        *_, traffic = run(path, 3, state=state, master=master)
+        for found, wanted in (
+            (traffic.drive_read_bytes, read + moments),
+            (traffic.drive_write_bytes, written + moments),
+        ):
+            small = sum(16 * np.prod(s) for s in SHAPES.values() if np.prod(s) < 4096)
+            assert abs(found - wanted * NUM_PARAMS) < PADDING + small
+
+
+def test_both_halves_are_read_where_the_params_are_not_at_hand(tmp_path, monkeypatch):
+    *_, given = run(tmp_path / "given", 3)
+    monkeypatch.setenv("JAXINF_CALLBACK", "io")
+    *_, read = run(tmp_path / "read", 3)
+    more = read.drive_read_bytes - given.drive_read_bytes
+    assert abs(more - 2 * NUM_PARAMS) < PADDING
+    equal(*(run(tmp_path / name, 2)[:2] for name in ("given", "read")))
+
+
+def test_numpy_computes_with_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXINF_KERNELS", "numpy")
+    monkeypatch.setattr(sys.modules["jaxinf.kernels.compiled"], "_FOUND", {})
+    split = run(tmp_path / "split", 4)
+    held, params, _ = run(tmp_path / "plain", 1, master="stored")
+    first, rounded, _ = run(tmp_path / "first", 1)
+    for name in SHAPES:
+        np.testing.assert_array_equal(held[name, "params"], first[name, "params"])
+        np.testing.assert_array_equal(rounded[name], ties_away(first[name, "params"]))
+        np.testing.assert_array_equal(
+            split[1][name], ties_away(split[0][name, "params"])
+        )
+        np.testing.assert_array_equal(params[name], held[name, "params"].astype(BF16))
+
+
+def test_what_is_stored_and_what_is_shown(tmp_path, capsys):
+    path = tmp_path / "store"
+    held, params, _ = run(path, 3)
+    with jaxinf.open_store(path) as store:
+        stored = store.tensorstore("params", "a").read().result()
+        rest = store.tensorstore("params_remainder", "a").read().result()
+        np.testing.assert_array_equal(stored, params["a"])
+        assert rest.dtype == np.int16
+        bits = (stored.view(np.uint16).astype(np.int64) << 16) + rest
+        np.testing.assert_array_equal(
+            bits.astype(np.uint32).view(np.float32), held["a", "params"]
+        )
+        wide = store.params(new_params(dtype=jnp.float32))
+        np.testing.assert_array_equal(wide["a"], held["a", "params"])
+        equal(jax.device_get(store.params(LIKE)), params)
+        with pytest.raises(ValueError, match="params_remainder is a part of params"):
+            store.read("params_remainder", "a")
+    assert main(["inspect", str(path), "--leaf", "a", "--state", "params"]) == 0
+    assert main(["inspect", str(path)]) == 0
+    assert "params_remainder int16" in capsys.readouterr().out
+    assert main(["verify", str(path)]) == 0
+
+
+@pytest.mark.parametrize("element", [(0, 0), (299, 1024), (150, 500)])
+@pytest.mark.parametrize("memory_bytes", [1 << 20, 1 << 26])
+def test_other_params_are_caught_wherever_they_differ(tmp_path, element, memory_bytes):
+    params = new_params()
+    options = {"memory_bytes": memory_bytes, **WHERE}
+    with jaxinf.open_store(tmp_path / "store", **options) as store:
+        tx = jaxinf.smart_update(optax.adam(1e-2), store)
+        state = tx.init(params)
+        updates, state = tx.update(params, state, params)
+        params = optax.apply_updates(params, updates)
+        params["a"] = params["a"].at[element].multiply(1.01)
+        with pytest.raises(DivergedParamsError, match=r"leaf a: .* unchanged"):
+            tx.update(params, state, params)
+
+
+@pytest.mark.parametrize("state", ["params", "params_remainder"])
+def test_a_flipped_bit_is_found(tmp_path, state):
+    path = tmp_path / "store"
+    run(path, 2)
+    directory = StoreDirectory.open(path)
+    file = directory.chunk_file(directory.committed_slot(), 0, 0, state)
+    data = bytearray(file.read_bytes())
+    data[11] ^= 2
+    file.write_bytes(data)
+    (damage,) = Verifier(directory).verify(path / "current")
+    assert f"leaf a, {state}, chunk 0" in damage.what
+    with (
+        pytest.raises(StoreCorruptError, match=f"leaf a, {state}, chunk 0"),
+        jaxinf.open_store(path) as store,
+    ):
+        store.params(new_params(dtype=jnp.float32))
+
+
+def test_params_that_no_update_reaches_are_read_from_the_store(tmp_path):
+    """Master 1 - 2^-24 is rounded to 1, from where float32 leads to no -2^-24."""
+    tiny = 2.0**-24
+    params = {"w": jnp.ones((5000,), jnp.bfloat16)}
+    master = np.float32(1)
+    with jaxinf.open_store(tmp_path / "store") as store:
+        tx = jaxinf.smart_update(optax.sgd(1.0), store)
+        state = tx.init(params)
+
+        @jax.jit
+        def step(params, state, gradient):
+            updates, state = tx.update({"w": gradient}, state, params)
+            return optax.apply_updates(params, updates), state
+
+        for update in (-tiny, -1.0, 0.25, 0.25):
+            gradient = jnp.full((5000,), -update, jnp.float32)
+            params, state = step(params, state, gradient)
+            store.wait(state)
+            master = np.float32(master + np.float32(update))
+            held = store.read("params", "w")
+            np.testing.assert_array_equal(held, master)
+            if update == -1.0:  # the store has it; the params cannot
+                assert master == -tiny
+                assert (np.asarray(params["w"], np.float32) == 0).all()
+        np.testing.assert_array_equal(params["w"], ties_away(held))
+
+
+def test_zeros_that_a_skipped_step_turns_over_are_no_difference(tmp_path):
+    params = new_params()
+    params["c"] = jnp.array([-0.0, 0.0, 1.0, -0.0, 2.0], jnp.bfloat16)
+    options = {"params": params, "bad_steps": (0, 2), "nonfinite": "skip"}
+    found = run(tmp_path / "auto", 5, **options)
+    wanted = run(tmp_path / "plain", 5, **options, durability=2)
+    equal(found[:2], wanted[:2])
+
+
+@pytest.mark.parametrize("master", ["auto", "none"])
+def test_checkpoints_exports_and_stock_orbax(tmp_path, master):
+    path = tmp_path / "store"
+    held, params, _ = run(path, 3, master=master, state="int8")
+    with jaxinf.open_store(path) as store:
+        store.checkpoint()
+    first = run(path, 2)
+    with jaxinf.open_store(path, restore="3"):
+        pass
+    equal(first[:2], run(path, 2)[:2])
+    raw = ocp.PyTreeCheckpointer().restore(path / "checkpoints" / "3")
+    np.testing.assert_array_equal(raw["params"]["a"], params["a"])
+    assert ("params_remainder" in raw) == (master == "auto")
+    for format in ("orbax", "safetensors"):
+        out = tmp_path / format
+        words = ["checkpoint", str(path), "export", str(out), "--checkpoint", "3"]
+        assert main([*words, "--format", format, "--memory", "1MiB"]) == 0
+        back = tmp_path / f"{format}-back"
+        assert main(["checkpoint", str(back), "import", str(out)]) == 0
+        directory = StoreDirectory.open(back)
+        assert Verifier(directory).verify(back / "current") == []
+        with jaxinf.open_store(back) as store:
+            assert store.step == 3
+            for (leaf, state), values in held.items():
+                np.testing.assert_array_equal(store.read(state, leaf), values)
+    exported = ocp.PyTreeCheckpointer().restore(tmp_path / "orbax")
+    np.testing.assert_array_equal(exported["params"]["a"], held["a", "params"])
+    np.testing.assert_array_equal(exported["nu"]["e"], held["e", "nu"])
+    assert set(exported) == {"params", "mu", "nu"}
+
+
+def test_an_export_sees_damage_in_either_half(tmp_path, capsys):
+    path = tmp_path / "store"
+    run(path, 1, state="int8")
+    directory = StoreDirectory.open(path)
+    for state in ("params", "params_remainder", "mu_scale"):
+        file = directory.chunk_file(directory.committed_slot(), 0, 0, state)
+        whole = file.read_bytes()
+        file.write_bytes(whole[:9] + bytes([whole[9] ^ 1]) + whole[10:])
+        words = ["checkpoint", str(path), "export", str(tmp_path / "out")]
+        assert main(words) == 1
+        assert f"chunk 0 of a, {state}, on CSD 0: expected" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+        file.write_bytes(whole)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("stored", "split"), ("auto", "fp32"), ("none", "fp32")]
+)
+def test_converting_loses_nothing(tmp_path, old, new):
+    held, _, _ = run(tmp_path / "old", 3, master=old)
+    assert convert_store(tmp_path / "old", tmp_path / "new", master=new) == 3
+    directory = StoreDirectory.open(tmp_path / "new")
+    assert Verifier(directory).verify(tmp_path / "new" / "current") == []
+    codec = directory.manifest.leaves[0].states[0].codec
+    assert codec == {"split": "split", "fp32": ""}[new]
+    found, _, _ = run(tmp_path / "new", 0)
+    equal(held, found)
+    run(tmp_path / "new", 2)
+
+
+def test_converting_to_no_master_rounds(tmp_path, capsys):
+    held, _, _ = run(tmp_path / "old", 3)
+    words = ["store", "convert", str(tmp_path / "old"), str(tmp_path / "new")]
+    assert main(words) == 2
+    assert main([*words, "--master", "none", "--state", "int8"]) == 0
+    assert "state as int8, master as none" in capsys.readouterr().out
+    found, params, _ = run(tmp_path / "new", 0, master="none", state="int8")
+    for name, leaf in params.items():
+        np.testing.assert_array_equal(leaf, found[name, "params"])
+        exact = held[name, "params"].astype(np.float64)
+        assert (np.abs(leaf - exact) <= np.abs(exact) * 2.0**-7).all()
+    run(tmp_path / "plain", 1, params=new_params(dtype=jnp.float32))
+    with pytest.raises(ValueError, match="expected params that are bfloat16 on"):
+        convert_store(tmp_path / "plain", tmp_path / "other", master="split")
+
+
+def test_no_master_converges_on_average(tmp_path):
+    """Updates far below the params' precision still arrive."""
+    params = {"w": jnp.ones((100_000,), jnp.bfloat16)}
+    with jaxinf.open_store(tmp_path / "store", master="none") as store:
+        tx = jaxinf.smart_update(optax.sgd(1.0), store)
+        state = tx.init(params)
+        gradient = {"w": jnp.full((100_000,), -1e-4, jnp.float32)}
+        for _ in range(20):
+            updates, state = tx.update(gradient, state, params)
+            params = optax.apply_updates(params, updates)
+        store.wait(state)
+        np.testing.assert_array_equal(store.read("params", "w"), params["w"])
+    mean = np.asarray(params["w"], np.float64).mean()
+    assert abs(mean - 1.002) < 2e-4
+
+
+def test_the_choice_of_a_new_store(tmp_path):
+    run(tmp_path / "store", 1)
+    with pytest.raises(StoreMismatchError, match=r"--master none"):
+        jaxinf.open_store(tmp_path / "store", master="none")
+    for name, dtypes in (
+        ("wide", [jnp.float32]),
+        ("half", [jnp.float16, jnp.bfloat16]),
+    ):
+        params = {str(n): jnp.ones((8,), dtype) for n, dtype in enumerate(dtypes)}
+        with jaxinf.open_store(tmp_path / name, master="none") as store:
+            tx = jaxinf.smart_update(optax.sgd(0.1), store)
+            with pytest.raises(ValueError, match="expected params in bfloat16"):
+                tx.init(params)
+        assert not (tmp_path / name / "jaxinf.json").exists()
+    mixed = {"h": jnp.ones((8,), jnp.float16), "b": jnp.ones((8,), jnp.bfloat16)}
+    with jaxinf.open_store(tmp_path / "mixed") as store:
+        jaxinf.smart_update(optax.sgd(0.1), store).init(mixed)
+        codecs = {leaf.name: leaf.states[0].codec for leaf in store.manifest.leaves}
+    assert codecs == {"h": "", "b": "split"}
