@@ -178,7 +178,9 @@ def test_what_is_stored_and_what_is_shown(tmp_path, capsys):
             store.read("params_remainder", "a")
     assert main(["inspect", str(path), "--leaf", "a", "--state", "params"]) == 0
     assert main(["inspect", str(path)]) == 0
-    assert "params_remainder int16" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "params_remainder int16" in text
+    assert "mu' = # * gradient + # * mu" in text
     assert main(["verify", str(path)]) == 0
 
 

@@ -203,7 +203,8 @@ def _print_csds(console: Console, csds: Sequence[Mapping[str, Any]]) -> None:
 def _print_kernels(console: Console, document: Mapping[str, Any]) -> None:
     for kernel, lines in document["kernels"].items():
         users = [leaf for leaf in document["leaves"] if leaf["kernel"] == kernel]
-        slots = [state["name"] for state in users[0]["states"][1:]] if users else []
+        states = users[0]["states"] if users else []
+        _, *slots = dict.fromkeys(["params", *(state["slot"] for state in states)])
         num_leaves = "1 leaf" if len(users) == 1 else f"{len(users):,} leaves"
         console.print(heading(f"update of {num_leaves} (# is a literal)"))
         written = formulas(lines, slots)

@@ -129,6 +129,8 @@ def _describe_leaf(directory: StoreDirectory, leaf: LeafRecord) -> dict[str, Any
         {
             "name": state.name,
             "dtype": state.dtype,
+            "codec": state.codec,
+            "slot": state.slot,
             "num_bytes": state.num_elements(num_elements) * state.itemsize,
             "array": str(directory.path / "current" / leaf.array_name(state.name)),
         }

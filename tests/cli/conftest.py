@@ -50,7 +50,8 @@ def _gradient(params, seed):
 
 def _make_store(path, csds=(), num_steps=3):
     params = _params()
-    with jaxinf.open_store(path, csds=csds, chunk_elements=8192) as store:
+    options = {"chunk_elements": 8192, "master": "stored"}
+    with jaxinf.open_store(path, csds=csds, **options) as store:
         tx = jaxinf.smart_update(optax.adamw(1e-3), store)
         state = tx.init(params)
         for step in range(num_steps):

@@ -13,7 +13,6 @@ from jaxinf.exchange import (
     import_export,
     is_own_export,
 )
-from jaxinf.exchange.portions import portions
 from jaxinf.store import StoreDirectory, save_checkpoint
 
 EXPORTS = {"orbax": export_orbax, "safetensors": export_safetensors}
@@ -24,8 +23,8 @@ def read_step(directory):
     arrays = {}
     for array in step.arrays():
         arrays[array.name] = np.empty(array.leaf.shape, array.dtype)
-        for portion in portions(array.leaf.grid, 1000):
-            arrays[array.name][(*portion.slices, ...)] = step.read(array, portion)
+        for portion, values in step.stream(array, 1000):
+            arrays[array.name][(*portion.slices, ...)] = values
     return step, arrays
 
 
