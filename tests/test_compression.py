@@ -92,6 +92,7 @@ def test_bits_of_the_same_in_memory(name, optimizer, open_store):
     assert_same(store.params(like=found, state=state), expected)
 
 
+@pytest.mark.long
 def test_clipping_inside_sees_the_dense_gradient(open_store):
     compression = jaxinf.top_k(0.05, selection="exact")
     clip, tx = optax.clip_by_global_norm(1.0), optax.sgd(1e-2)
@@ -104,6 +105,7 @@ def test_clipping_inside_sees_the_dense_gradient(open_store):
     assert_same(found, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("callback", ["buffer", "io"])
 def test_scan(callback, open_store, monkeypatch):
     monkeypatch.setenv("JAXINF_CALLBACK", callback)
@@ -147,6 +149,7 @@ def test_link_traffic_is_the_ratio_exactly(ratio, values, open_store):
         assert traffic.link_up_bytes == dense_bytes
 
 
+@pytest.mark.long
 def test_link_traffic_of_any_leaf_is_that_of_its_chunks(open_store):
     store = open_store(master="stored", **OPTIONS)
     compression = jaxinf.top_k(0.03, values="float16")
@@ -196,6 +199,7 @@ def test_resume_is_the_uninterrupted_run_to_the_bit(jit_init, open_store):
     assert_same(after.error_feedback, last.error_feedback)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("state_format", ["bf16", "int8"])
 def test_coded_state_has_the_bits_of_the_dense_update(state_format, open_store):
     """Zeros that are scattered round as zeros that are sent."""
@@ -234,6 +238,7 @@ def test_non_finite_gradient_is_refused(value, durability, open_store):
         tx.update(poisoned(2, value), state, params)
 
 
+@pytest.mark.long
 def test_skipped_step_leaves_no_trace(open_store):
     compression = jaxinf.top_k(0.05, error_feedback=True)
     results = []
@@ -253,6 +258,7 @@ def test_skipped_step_leaves_no_trace(open_store):
     assert_same(after.error_feedback, before.error_feedback)
 
 
+@pytest.mark.long
 def test_16_bit_params(open_store):
     store = open_store(**OPTIONS)
     tx = jaxinf.smart_update(optax.sgd(1.0), store, compress=jaxinf.top_k(0.3))
@@ -264,6 +270,7 @@ def test_16_bit_params(open_store):
     assert_same(store.params(like=new, state=state), new)
 
 
+@pytest.mark.long
 def test_a_store_may_go_on_with_and_without(open_store):
     store = open_store(**OPTIONS)
     params, state = run(jaxinf.smart_update(optax.adam(1e-2), store), make(0), [1])

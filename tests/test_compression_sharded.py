@@ -8,6 +8,9 @@ import json
 import shutil
 
 import numpy as np
+import pytest
+
+pytestmark = pytest.mark.long
 
 PROGRAM = """
 import json, sys, jax, jax.numpy as jnp, numpy as np, optax, jaxinf

@@ -107,6 +107,7 @@ def test_the_bits_of_a_plain_master(tmp_path, tx):
         np.testing.assert_array_equal(held[name, "mu"], state[0].mu[name])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("memory_bytes", [1 << 20, 1 << 26])
 @pytest.mark.parametrize("durability", ["step", 3])
 def test_at_any_durability_and_budget_after_any_interruption(
@@ -253,6 +254,7 @@ def test_zeros_that_a_skipped_step_turns_over_are_no_difference(tmp_path):
     equal(found[:2], wanted[:2])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("master", ["auto", "none"])
 def test_checkpoints_exports_and_stock_orbax(tmp_path, master):
     path = tmp_path / "store"
@@ -299,6 +301,7 @@ def test_an_export_sees_damage_in_either_half(tmp_path, capsys):
         file.write_bytes(whole)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("old", "new"), [("stored", "split"), ("auto", "fp32"), ("none", "fp32")]
 )
@@ -330,6 +333,7 @@ def test_converting_to_no_master_rounds(tmp_path, capsys):
         convert_store(tmp_path / "plain", tmp_path / "other", master="split")
 
 
+@pytest.mark.long
 def test_no_master_converges_on_average(tmp_path):
     """Updates far below the params' precision still arrive."""
     params = {"w": jnp.ones((100_000,), jnp.bfloat16)}

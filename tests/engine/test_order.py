@@ -46,7 +46,7 @@ def stages(found, place, spare):
     committed = "b" if spare == "a" else "a"
     kinds = [
         ("u", rf"remove .*/slots/{spare}/commit\.json"),
-        ("w", rf"write .*/{spare}/(params|trace)\.[^/]*/c.*"),
+        ("w", rf"write .*/{spare}/(params|params_remainder|trace)\.[^/]*/c.*"),
         ("s", r"sync "),
         ("t", rf"write .*/slots/{spare}/\.commit\.json\..*\.tmp"),
         ("r", rf"rename .*/slots/{spare}/commit\.json"),
