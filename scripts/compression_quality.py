@@ -148,10 +148,10 @@ def say(results: list[dict]) -> None:
 
 
 def plot(results: list[dict], path: Path) -> None:
-    import matplotlib
+    import matplotlib  # pyright: ignore[reportMissingImports]: an extra
 
     matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    import matplotlib.pyplot as plt  # pyright: ignore[reportMissingImports]: an extra
 
     table = summary(results)
     figure, axes = plt.subplots(1, len(table), figsize=(4.5 * len(table), 3.2))

@@ -125,7 +125,7 @@ def _smart(
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
-        clipped, _ = clipping.update(updates, clipping.init(params), params)
+        clipped, _ = clipping.update(updates, optax.EmptyState(), params)
         return tx.update(clipped, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
