@@ -393,7 +393,7 @@ def open_store(
     csds: Sequence[PathLikeStr] = (),
     csd: str = "host",
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
-    num_workers: int = 8,
+    num_workers: int = 4,
     chunk_elements: int = DEFAULT_CHUNK_ELEMENTS,
     durability: Durability = "step",
     verify: VerifyMode = "always",
@@ -414,7 +414,7 @@ def open_store(
         ``"smartssd"``, the card beside it; ``"emulated"``, cards that are not there.
         Options may follow: see `jaxinf.csd.parse_csd`.
       memory_bytes: all memory that state passes through: of the host, or of each card.
-      num_workers: threads that read, update and write; more than 8 for many drives.
+      num_workers: threads that read, update and write; more than 4 for many drives.
       chunk_elements: largest chunk of a new store, in elements.
       durability: when a finished step becomes durable: ``"step"``, each at once; a
         number k, every k steps; ``"checkpoint"``, only with a checkpoint. `wait`,
