@@ -17,6 +17,7 @@ from jax import lax
 
 from jaxinf.callback import Prepare
 from jaxinf.compress import TopK, compress_leaf
+from jaxinf.csd import GradientForm
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.host_side import HostSide, Sent
 from jaxinf.kernels import UpdateProgram
@@ -55,6 +56,13 @@ class Sending:
     def has_feedback(self) -> bool:
         """Whether what is not sent is added to the next gradient."""
         return self.compression is not None and self.compression.error_feedback
+
+    def forms(self, dtype: np.dtype) -> tuple[GradientForm, ...]:
+        """How gradients of a dtype come to the CSDs."""
+        if self.compression is None:
+            return (GradientForm(dtype),)
+        sparse = GradientForm(self.compression.value_dtype(dtype), is_sparse=True)
+        return (sparse, *[GradientForm(dtype)][: self.compression.warmup_steps])
 
     def check(self, program: UpdateProgram) -> None:
         """Refuses an optimizer whose gradients cannot be sent so.

@@ -455,6 +455,7 @@ class _SmartUpdate:
                     shard_counts=shard_counts(
                         self._leaf_sharding(number), leaf.info.shape
                     ),
+                    gradients=self._sending.forms(leaf.info.dtype),
                 )
             )
         return StoreDescription(tuple(leaves), init.layout.scalar_paths)

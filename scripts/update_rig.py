@@ -16,6 +16,7 @@ import optax
 from floor import Piece, Transfer
 
 import jaxinf
+from jaxinf.compress import SparseLeaf
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
     LeafDescription,
@@ -28,6 +29,7 @@ from jaxinf.engine.tasks import SubgroupLayout
 from jaxinf.kernels import trace_init, trace_update
 from jaxinf.layout import PAGE_BYTES
 from jaxinf.store import MASTER_PARAMS, ScalarState, Slot, StateRecord, dtype_of
+from jaxinf.typing import Array
 
 LEAF_ELEMENTS = 1 << 24
 FLOAT32 = np.dtype(np.float32)
@@ -65,7 +67,9 @@ class UpdateRig:
         self._init = trace_init(tx, avals)
         self._description = self._describe()
         self.params = [np.full(size, 0.5, dtype) for size in shapes]
-        self.gradients = [np.full(size, 1e-3, dtype) for size in shapes]
+        self.gradients: list[Array | SparseLeaf] = [
+            np.full(size, 1e-3, dtype) for size in shapes
+        ]
         self.store = jaxinf.open_store(path, **options)
         self._scalar_state = [
             np.zeros(s.value.shape, s.value.dtype) for s in self._create()
@@ -112,7 +116,7 @@ class UpdateRig:
         return named
 
     def _run_prologue(self, scalars: list[jax.Array]) -> Any:
-        zeros = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.gradients]
+        zeros = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.params]
         return self._program.prologue(zeros, zeros, scalars, {})
 
     def step(self) -> None:

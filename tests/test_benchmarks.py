@@ -114,16 +114,23 @@ def test_gpu_times_every_way_that_there_is(tmp_path):
 
 
 @pytest.mark.cards
-def test_bench_csds(tmp_path):
-    options = ["--params", 20_000, "--csds", 1, 2, "--reps", 1, "--slower", 10]
-    found = figures(
-        run_script("bench_csds.py", "--store", tmp_path, "--json", *options)
-    )
-    assert list(found) == ["host 1", "host 2", "emulated 1", "emulated 2"]
-    for name, one in found.items():
-        assert one["step_s"] > 0
-        state = 24 * -(-20_000 // 1024) * 1024 if name.startswith("host") else 0
-        assert one["link_bytes"] == 8 * 20_000 + state
+def test_repro_scaling(tmp_path):
+    options = ["--params", 65536, "--csds", 1, 6, "--reps", 1, "--slower", 10]
+    common = ["--store", tmp_path, "--json", "--ratio", 0.25]
+    rows = figures(run_script("repro_scaling.py", *common, *options))
+    names = ["BASE", "SU", "SU+O", "SU+O+C"]
+    assert [(r["csds"], r["method"]) for r in rows] == [
+        (count, name) for count in (1, 6) for name in names
+    ]
+    # State both ways; gradients and results; a quarter of the gradients.
+    link = dict(zip(names, [24, 8, 8, 5], strict=True))
+    for row in rows:
+        assert row["link_bytes_per_param"] == link[row["method"]]
+        assert row["step_s"] > 0
+        assert ("paper_update_speedup" in row) == (row["csds"] == 6)
+    assert [r["update_speedup"] for r in rows if r["method"] == "BASE"] == [1, 1]
+    published = {r["method"]: r.get("paper_whole_speedup") for r in rows}
+    assert published["SU"] == pytest.approx(23.8 / 19.0)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "CsdFleet",
     "CsdInfo",
     "Extent",
+    "GradientForm",
     "KernelNeed",
     "Rounding",
     "ScalarInputs",
@@ -112,6 +113,19 @@ class UpdateOutcome:
     read_checksums: Mapping[int, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class GradientForm:
+    """How gradients of a leaf come.
+
+    Attributes:
+      dtype: of the elements, or of the values that are sent of them.
+      is_sparse: whether only some elements are sent, with their positions.
+    """
+
+    dtype: np.dtype
+    is_sparse: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class KernelNeed:
     """What a leaf asks of a CSD.
@@ -121,13 +135,15 @@ class KernelNeed:
       kernel: its update.
       codecs: of the master params, then of the slots in the kernel's order, as in
         `Extent`.
-      dtype: of its gradient and of its params on the JAX device.
+      dtype: of its params on the JAX device.
+      gradients: all forms in which its gradients come.
     """
 
     leaf: str
     kernel: Kernel
     codecs: tuple[str, ...]
     dtype: np.dtype
+    gradients: tuple[GradientForm, ...]
 
 
 class CsdBuffer(Protocol):

@@ -11,7 +11,7 @@ meanwhile into buffers of their own.
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxinf.csd.base import KernelNeed
+from jaxinf.csd.base import GradientForm, KernelNeed
 from jaxinf.csd.card import RESULTS, CardCsd, FileIO, is_idle
 from jaxinf.csd.card_memory import CardMemory, set_bytes
 from jaxinf.csd.cards import card_of, check_p2p, list_cards
@@ -133,14 +133,15 @@ class CardFleet:
         """
         wanted: dict[str, list[str]] = {}
         for need in needs:
-            names = self._kernel_names(need)
-            if names:
-                wanted.setdefault(names[0], names)
+            for gradient in need.gradients:
+                names = self._kernel_names(need, gradient)
+                if names:
+                    wanted.setdefault(names[0], names)
         for names in wanted.values():
             for card in self._cards:
                 _first_kernel(card, names)
 
-    def _kernel_names(self, need: KernelNeed) -> list[str]:
+    def _kernel_names(self, need: KernelNeed, gradient: GradientForm) -> list[str]:
         """Kernels that would do, by what they return."""
         if is_idle(need.kernel):
             return []
@@ -155,7 +156,9 @@ class CardFleet:
         codec = codecs[0] if codecs else ""
         try:
             return [
-                card_kernel(need.kernel, need.dtype, out, codec).name
+                card_kernel(
+                    need.kernel, gradient.dtype, out, codec, gradient.is_sparse
+                ).name
                 for out in RESULTS[need.dtype.name]
             ]
         except UnsupportedTransformError as error:

@@ -12,7 +12,7 @@ from importlib.metadata import version
 
 import numpy as np
 
-from jaxinf.csd import KernelNeed
+from jaxinf.csd import GradientForm, KernelNeed
 from jaxinf.kernels import InitKernel, Kernel
 from jaxinf.layout import choose_grid
 from jaxinf.store import (
@@ -56,6 +56,7 @@ class LeafDescription:
       kernel: the update.
       init_kernel: the initial state.
       shard_counts: shards of the leaf along each dimension, 1 where not sharded.
+      gradients: the forms in which its gradients come; empty: dense, of its dtype.
     """
 
     path: tuple[str, ...]
@@ -65,6 +66,7 @@ class LeafDescription:
     kernel: Kernel
     init_kernel: InitKernel
     shard_counts: tuple[int, ...]
+    gradients: tuple[GradientForm, ...] = ()
 
     @property
     def device_dtype(self) -> np.dtype:
@@ -198,6 +200,7 @@ def kernel_needs(description: StoreDescription, held: Manifest) -> list[KernelNe
                 if not state.is_beside and state.name != ERROR_FEEDBACK
             ),
             dtype=leaf.device_dtype,
+            gradients=leaf.gradients or (GradientForm(leaf.device_dtype),),
         )
         for leaf, record in zip(description.leaves, held.leaves, strict=True)
     ]

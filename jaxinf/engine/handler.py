@@ -12,13 +12,14 @@ everybody who waits gets that very exception.
 import contextlib
 import threading
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxinf.csd import Csd, CsdBuffer
 from jaxinf.engine.chunks import ChunkTable
 from jaxinf.engine.failure import Failure, closed_error
-from jaxinf.engine.tasks import Task, TaskGroup
+from jaxinf.engine.pace import Pace
+from jaxinf.engine.tasks import SubgroupLayout, Task, TaskGroup
 from jaxinf.engine.timeline import Timeline
 from jaxinf.errors import StoreError
 from jaxinf.io import crc32c
@@ -93,6 +94,7 @@ class TransferHandler:
         self._num_memories = len({id(csd.memory) for csd in csds})
         self._failure = failure
         self._timeline = timeline or Timeline()
+        self._pace = Pace(directory.manifest.csds or [str(directory.path)])
         self._changed = threading.Condition()
         self._queue: deque[Task] = deque()
         self._ahead_due: dict[Subgroup, Task] = {}
@@ -140,7 +142,7 @@ class TransferHandler:
             self._num_unfinished += len(tasks)
             self._changed.notify_all()
             try:
-                self._changed.wait_for(
+                self._wait_for(
                     lambda: (
                         not group.num_waiting
                         or (self._is_over() and not group.num_running)
@@ -176,8 +178,9 @@ class TransferHandler:
           BaseException: as `run`.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self._num_unfinished or self._is_over())
+            self._wait_for(lambda: not self._num_unfinished or self._is_over())
             self._check_done(not self._num_unfinished)
+        self._pace.end_round()
 
     def close(self) -> None:
         """Stops the workers, each after the task it has in hand; idempotent."""
@@ -189,6 +192,11 @@ class TransferHandler:
             worker.join()
         with self._changed:
             self._drop_ahead()
+
+    def _wait_for(self, predicate: Callable[[], bool]) -> None:
+        """Waits until it holds; says from time to time which CSD it waits for."""
+        while not self._changed.wait_for(predicate, self._pace.patience_s):
+            self._pace.report_overdue()
 
     def _is_over(self) -> bool:
         return self._failure.error is not None or self._is_closing
@@ -336,7 +344,7 @@ class TransferHandler:
                 self._check_on_host(csd, work, unchecked)
                 unchecked = ()
             self._failure.check()
-            with self._timeline.span("update"):
+            with self._busy("update", work.task.layout):
                 checksums = work.task.compute(csd, work.buffer) or {}
             self._check_told(work.task, unchecked, checksums)
             num_done = 1
@@ -354,7 +362,7 @@ class TransferHandler:
             if (state, slot) in work.loaded:
                 continue
             file = self._directory.chunk_file(slot, *layout.place(state))
-            with self._timeline.span("read"):
+            with self._busy("read", layout, layout.extents[state].num_bytes):
                 csd.read(work.buffer, layout.extents[state], file)
             if self._chunks.is_checked(layout, state):
                 with self._timeline.span("checksum"):
@@ -364,6 +372,15 @@ class TransferHandler:
                 else:
                     self._chunks.loaded(layout, state, slot, checksum)
         return tuple(unchecked)
+
+    @contextlib.contextmanager
+    def _busy(
+        self, kind: str, layout: SubgroupLayout, num_bytes: int = 0
+    ) -> Iterator[None]:
+        """Time of a CSD, which may move bytes of its drive in it."""
+        csd = layout.subgroup.csd
+        with self._pace.request(csd, kind, num_bytes), self._timeline.span(kind):
+            yield
 
     def _check_on_host(
         self, csd: Csd, work: _Work, states: Sequence[tuple[int, Slot]]
@@ -397,7 +414,7 @@ class TransferHandler:
                     checksum = crc32c(csd.view(buffer, layout.extents[state]))
             self._chunks.stored(layout, state, checksum)
             file = self._chunks.prepare_write(layout, state)
-            with self._timeline.span("write"):
+            with self._busy("write", layout, layout.extents[state].num_bytes):
                 csd.write(buffer, layout.extents[state], file)
 
     def _stop(self) -> None:

@@ -17,6 +17,7 @@ from jaxinf.compress import SparseGradient
 from jaxinf.csd import (
     CsdSpec,
     Extent,
+    GradientForm,
     KernelNeed,
     Rounding,
     ScalarInputs,
@@ -120,7 +121,8 @@ class Chunk:
             spec, [root], memory_bytes=MEMORY_BYTES, meters=self.meters
         )
         codecs = ("", *[case.codec] * len(self.kernel.slots))
-        need = KernelNeed("w", self.kernel, codecs, np.dtype(case.dtype))
+        dtype = np.dtype(case.dtype)
+        need = KernelNeed("w", self.kernel, codecs, dtype, (GradientForm(dtype),))
         self.fleet.check([need])
         self.fleet.check_buffer(num_bytes, num_elements)
         (self.csd,) = self.fleet.attach([root], num_bytes, num_elements)

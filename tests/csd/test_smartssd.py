@@ -11,7 +11,7 @@ import pytest
 
 import jaxinf.csd.smartssd as smartssd
 import jaxinf.csd.xrt as xrt
-from jaxinf.csd import KernelNeed, open_csds, parse_csd
+from jaxinf.csd import GradientForm, KernelNeed, open_csds, parse_csd
 from jaxinf.csd.cards import CardInfo, card_of, check_p2p, list_cards
 from jaxinf.csd.emulated import EmulatedXrt
 from jaxinf.errors import CsdError, UnsupportedTransformError
@@ -178,10 +178,11 @@ def opened(text, roots):
     return open_csds(parse_csd(text), roots, memory_bytes=1 << 20, meters=ByteMeters())
 
 
-def need(tx=None, codecs=("",), dtype=np.float32):
+def need(tx=None, codecs=("",), dtype=np.float32, *, sent=None):
     params = [np.zeros(8, np.float32), np.zeros(9, np.float32)]
     kernel = trace_update(tx or optax.sgd(0.1), params).leaves[0].kernel
-    return KernelNeed("layer/w", kernel, codecs, np.dtype(dtype))
+    form = GradientForm(np.dtype(sent or dtype), is_sparse=sent is not None)
+    return KernelNeed("layer/w", kernel, codecs, np.dtype(dtype), (form,))
 
 
 def test_devices_by_number(runtime, tmp_path, monkeypatch):
@@ -249,6 +250,8 @@ def test_what_the_cards_cannot_do_is_refused(runtime, tmp_path):
         fleet.check([need(optax.lion(0.1), ("", ""))])
     with pytest.raises(CsdError, match="has no kernel jaxinf_sgd_f16_f16_f32"):
         fleet.check([need(dtype=np.float16)])
+    with pytest.raises(CsdError, match="has no kernel jaxinf_sgd_bf16_update_f32_topk"):
+        fleet.check([need(), need(sent=ml_dtypes.bfloat16)])
     with pytest.raises(UnsupportedTransformError, match=r"layer/w: .*no kernel for"):
         fleet.check([need(optax.adadelta(0.1), ("", "", ""))])
     with pytest.raises(CsdError, match=r"leaf layer/w: .*as bf16, int8; use csd="):

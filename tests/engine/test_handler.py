@@ -334,16 +334,18 @@ def test_closing_frees_what_was_read_ahead(rig):
 def test_no_compute_runs_after_an_interrupt(rig):
     """Ctrl-C ends the wait of the main thread, whose buffers are XLA's."""
     item = rig(num_workers=1)
-    inside, ended = threading.Event(), threading.Event()
+    inside, sent, ended = (threading.Event() for _ in range(3))
 
     def slow(csd, buffer):
         inside.set()
+        assert sent.wait(TIMEOUT_S)
         time.sleep(0.2)
         ended.set()
 
     def interrupt():
         assert inside.wait(TIMEOUT_S)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        sent.set()
 
     thread = threading.Thread(target=interrupt)
     thread.start()

@@ -1,10 +1,12 @@
 """Several CSDs: one that fails or hangs is named, and ends the step alone."""
 
 import threading
+import time
 
 import pytest
 
 import jaxinf.csd.card as card
+from jaxinf.engine import pace
 from jaxinf.errors import CsdError, StoreIOError
 
 LEAVES = {"w": ((9, 4096), "float32"), "v": ((3, 4096), "float32")}
@@ -81,3 +83,38 @@ def test_a_drive_that_fails(driver, drive):
         driver.close()
     hidden.rename(root)
     drive(csd="emulated", leaves=LEAVES).init().steps(1).check(2)
+
+
+def slow_warnings(caplog):
+    return [r.getMessage() for r in caplog.records if "times as long" in r.getMessage()]
+
+
+def test_a_slow_drive_is_named_once(driver, caplog):
+    driver.session.csds[1]._channels.write.bytes_per_s = 1e6
+    driver.steps(1).steps(1)
+    driver.store.wait()
+    assert slow_warnings(caplog) == []
+    driver.steps(3)
+    driver.store.wait()
+    [warning] = slow_warnings(caplog)
+    root = driver.session.directory.manifest.csds[1]
+    assert warning.startswith(f"CSD root {root}: in each of the last 3 steps")
+    driver.check(6)
+
+
+def test_a_request_that_does_not_come_back_is_named(driver, caplog, monkeypatch):
+    monkeypatch.setattr(pace, "_OVERDUE_S", 0.1)
+    driver.store.wait()
+    gate = threading.Event()
+    blocked = unit_of(driver, 2).submit(gate.wait)
+    step = threading.Thread(target=driver.step)
+    step.start()
+    while "has not come back" not in caplog.text:
+        assert step.is_alive()
+        time.sleep(0.01)
+    gate.set()
+    blocked.result()
+    step.join()
+    driver.check(2)
+    root = driver.session.directory.manifest.csds[2]
+    assert f"CSD root {root}: an update has not come back for 0 s" in caplog.text

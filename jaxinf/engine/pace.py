@@ -1,0 +1,108 @@
+"""Which CSD the others wait for: its requests, timed beside theirs.
+
+Invariant: it watches and warns; nothing that it finds stops a step.
+"""
+
+import logging
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+__all__ = ["Pace"]
+
+_LOG = logging.getLogger("jaxinf")
+
+_TIMES_SLOWER = 3.0
+_NUM_ROUNDS = 3
+_MIN_SECONDS = 0.01
+"""Rounds in which a CSD was busy for less say nothing."""
+
+_OVERDUE_S = 60.0
+
+_KINDS = {"read": "a read", "write": "a write", "update": "an update"}
+
+
+class Pace:
+    """Watches the CSDs of a store. Thread-safe.
+
+    Args:
+      names: of the CSDs, by number, as users know them: their roots.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._guard = threading.Lock()
+        self._seconds: Counter[int] = Counter()
+        self._bytes: Counter[int] = Counter()
+        self._rounds_slow: Counter[int] = Counter()
+        self._under_way: dict[int, tuple[int, str, float]] = {}  # by thread
+        self._told: set[int] = set()
+
+    @contextmanager
+    def request(self, csd: int, kind: str, num_bytes: int = 0) -> Iterator[None]:
+        """The time in which a CSD does something.
+
+        Args:
+          csd: its number.
+          kind: what it does: ``"read"``, ``"write"`` or ``"update"``.
+          num_bytes: what it moves; 0 where its drive has no part in it.
+        """
+        thread, began_s = threading.get_ident(), time.monotonic()
+        with self._guard:
+            self._under_way[thread] = csd, kind, began_s
+        try:
+            yield
+        finally:
+            with self._guard:
+                del self._under_way[thread]
+                if num_bytes:
+                    self._seconds[csd] += time.monotonic() - began_s
+                    self._bytes[csd] += num_bytes
+
+    def end_round(self) -> None:
+        """Compares the drives since the last round; names one that is always slow."""
+        with self._guard:
+            seconds, moved = dict(self._seconds), dict(self._bytes)
+            self._seconds.clear()
+            self._bytes.clear()
+        costs = {n: seconds[n] / moved[n] for n in moved}
+        for csd, cost in costs.items():
+            others = [costs[n] for n in costs if n != csd]
+            usual = statistics.median(others) if others else cost
+            is_slow = cost > _TIMES_SLOWER * usual and seconds[csd] > _MIN_SECONDS
+            self._rounds_slow[csd] = self._rounds_slow[csd] + 1 if is_slow else 0
+            if self._rounds_slow[csd] >= _NUM_ROUNDS and csd not in self._told:
+                self._told.add(csd)
+                _LOG.warning(
+                    "CSD root %s: in each of the last %d steps its drive took %.1f "
+                    "times as long for a byte as the others do, and they wait for it; "
+                    "see to the drive (its temperature, wear, space, what else uses "
+                    "it), or store without it (jaxinf store rebalance)",
+                    self._names[csd],
+                    _NUM_ROUNDS,
+                    cost / usual,
+                )
+
+    def report_overdue(self) -> None:
+        """Names every CSD that has not answered a request for a minute."""
+        now_s = time.monotonic()
+        with self._guard:
+            under_way = list(self._under_way.values())
+        for csd, kind, began_s in under_way:
+            if now_s - began_s >= _OVERDUE_S:
+                _LOG.warning(
+                    "CSD root %s: %s has not come back for %.0f s; still waiting. "
+                    "See the kernel's log (dmesg) for the drive; the last committed "
+                    "step is safe if the process has to be killed",
+                    self._names[csd],
+                    _KINDS[kind],
+                    now_s - began_s,
+                )
+
+    @property
+    def patience_s(self) -> float:
+        """How long to wait before `report_overdue`."""
+        return _OVERDUE_S
