@@ -124,8 +124,8 @@ def test_an_interrupt_is_the_hosts_alone(run, sandbox):
         """
 card = Card(0, xclbin)
 counter, run = wait_in_a_kernel(card)
-ready.touch()
 try:
+    ready.touch()
     while True:
         run.state()
 except KeyboardInterrupt:
