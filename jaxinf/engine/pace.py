@@ -7,7 +7,7 @@ import logging
 import statistics
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -35,7 +35,7 @@ class Pace:
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
         self._guard = threading.Lock()
-        self._seconds: Counter[int] = Counter()
+        self._seconds: defaultdict[int, float] = defaultdict(float)
         self._bytes: Counter[int] = Counter()
         self._rounds_slow: Counter[int] = Counter()
         self._under_way: dict[int, tuple[int, str, float]] = {}  # by thread

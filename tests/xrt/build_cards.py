@@ -32,6 +32,7 @@ KINDS = {
     "lion": ("f32_update_int8",),
     # Of training runs.
     "adamw_clipped_schedule": ("f32_update_f32",),
+    "adamw_schedule": ("f32_update_f32", "f32_update_f32_topk"),
 }  # fmt: skip
 
 
