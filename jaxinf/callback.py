@@ -31,10 +31,14 @@ __all__ = [
     "call_once",
     "check_device_configuration",
     "shares_memory",
+    "waits_for_updates",
 ]
 
 Host = Callable[..., None]
-"""``host(outs, *arguments)`` fills the NumPy arrays `outs`; it keeps none of them."""
+"""``host(outs, *arguments)`` fills the NumPy arrays `outs`, and keeps none of them.
+
+Arguments it may keep only where calls do not share memory.
+"""
 
 Prepare = Callable[[Sequence[jax.Array]], tuple[Sequence[jax.Array], list[jax.Array]]]
 """``prepare(arrays)`` → what the host is given, what is kept."""
@@ -67,7 +71,7 @@ def call_on_shards(
     sharding: NamedSharding | None,
     shared: Sequence[jax.Array],
     arrays: Sequence[jax.Array],
-    out_dtype: Any | None,
+    out: jax.ShapeDtypeStruct | None,
     prepare: Prepare | None = None,
 ) -> tuple[jax.Array | None, jax.Array, list[jax.Array]]:
     """Calls the host with a leaf, shard by shard.
@@ -77,8 +81,8 @@ def call_on_shards(
         ``host((status,), …)``. `coordinates` (int32, one a dimension) say which shard.
       sharding: of the arrays; None for one JAX device.
       shared: the same for all shards: scalars.
-      arrays: of the leaf's shape, at least one.
-      out_dtype: of the result, which has the leaf's shape; None for no result.
+      arrays: of the leaf's shape; at least one where there is no result.
+      out: the result, which has the leaf's shape; None for no result.
       prepare: makes of a JAX device's own part of `arrays` what the host is given in
         their place, and arrays of that part's shape to keep.
 
@@ -87,33 +91,33 @@ def call_on_shards(
       kept, sharded alike.
     """
     prepare = prepare or _as_they_are
+    ndim = (arrays[0] if out is None else out).ndim
+    avals = _leaf_avals(out, sharding)
     if sharding is None:
-        origin = jnp.zeros(arrays[0].ndim, jnp.int32)
-        avals = _leaf_avals(arrays[0], out_dtype)
+        origin = jnp.zeros(ndim, jnp.int32)
         given, kept = prepare(arrays)
-        *out, status = _call(host, avals, (origin, *shared, *given), is_local=False)
-        return (out[0] if out else None), status, kept
+        *found, status = _call(host, avals, (origin, *shared, *given), is_local=False)
+        return (found[0] if found else None), status, kept
     mesh, spec = sharding.mesh, sharding.spec
     assert isinstance(mesh, Mesh)
 
     def on_device(shared: Any, arrays: Any) -> tuple[list[jax.Array], Any, Any]:
-        coordinates, used = _coordinates(mesh, spec, arrays[0].ndim)
+        coordinates, used = _coordinates(mesh, spec, ndim)
         others = tuple(name for name in mesh.axis_names if name not in used)
-        avals = _leaf_avals(arrays[0], out_dtype)
         given, kept = prepare(arrays)
         arguments = (coordinates, *shared, *given)
-        *out, status = _owner_calls(host, avals, arguments, mesh, others)
-        return out, lax.pmax(status, mesh.axis_names), kept
+        *found, status = _owner_calls(host, avals, arguments, mesh, others)
+        return found, lax.pmax(status, mesh.axis_names), kept
 
     whole = PartitionSpec()
-    out, status, kept = jax.shard_map(
+    found, status, kept = jax.shard_map(
         on_device,
         mesh=mesh,
         in_specs=([whole] * len(shared), [spec] * len(arrays)),
         out_specs=(spec, whole, spec),
         check_vma=False,
     )(list(shared), list(arrays))
-    return (out[0] if out else None), status, kept
+    return (found[0] if found else None), status, kept
 
 
 def call_once(
@@ -153,12 +157,24 @@ def _as_they_are(
 
 
 def _leaf_avals(
-    array: jax.Array, out_dtype: Any | None
+    out: jax.ShapeDtypeStruct | None, sharding: NamedSharding | None
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Of the results of one device's call."""
     status = jax.ShapeDtypeStruct((), np.int32)
-    if out_dtype is None:
+    if out is None:
         return (status,)
-    return (jax.ShapeDtypeStruct(array.shape, out_dtype), status)
+    shape = out.shape if sharding is None else sharding.shard_shape(out.shape)
+    return (jax.ShapeDtypeStruct(shape, out.dtype), status)
+
+
+def waits_for_updates() -> bool:
+    """Whether the call that brings a gradient also returns what comes of it.
+
+    On accelerators it would hold up the thread that enqueues their work.
+    ``JAXINF_CALLBACK=start`` overrides, as do ``buffer`` and ``io``.
+    """
+    by_default = "io" if jax.default_backend() == "cpu" else "start"
+    return os.environ.get("JAXINF_CALLBACK", by_default) != "start"
 
 
 def shares_memory(*, is_local: bool) -> bool:
@@ -184,7 +200,8 @@ def _call(
 
     ``buffer_callback`` copies nothing in either direction, but reaches the host's NumPy
     on a CPU only and cannot sit in a computation that XLA partitions (`is_local`: this
-    one is a device's own part). ``JAXINF_CALLBACK=io`` or ``buffer`` overrides.
+    one is a device's own part). JAXINF_CALLBACK (``io``, ``start``: copies; ``buffer``)
+    overrides.
     """
     if shares_memory(is_local=is_local):
         return buffer_callback(

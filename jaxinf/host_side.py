@@ -5,8 +5,10 @@ deadlock. The first exception stops the store and is kept as it is.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
+import jax
 import numpy as np
 
 from jaxinf.callback import Host
@@ -23,6 +25,7 @@ from jaxinf.engine import (
 )
 from jaxinf.errors import NonFiniteGradientError, StoreMismatchError
 from jaxinf.layout import LeafGrid, choose_grid
+from jaxinf.started import StartedUpdates
 from jaxinf.store import ScalarState
 from jaxinf.typing import Array
 
@@ -79,6 +82,7 @@ class HostSide:
     def __init__(self, store: Store, nonfinite: NonFinitePolicy) -> None:
         self.store = store
         self._nonfinite = nonfinite
+        self._started = StartedUpdates(store)
 
     @property
     def takes_params(self) -> bool:
@@ -284,6 +288,45 @@ class HostSide:
         )
         is_finite = self.store.steps.update(int(step), part)
         outs[1][...] = FINITE if is_finite else NON_FINITE
+
+    def start_leaf(
+        self,
+        result: jax.ShapeDtypeStruct,
+        description: StoreDescription,
+        number: int,
+        num_scalars: int,
+        has_params: bool,
+        sent: Sent | None,
+        outs: Sequence[Array],
+        coordinates: Array,
+        *arguments: Array,
+    ) -> None:
+        """Callback: as `update_leaf`, but returns when the gradient is taken.
+
+        `result` is what will come of it. Results: a status, always `FINITE`.
+        """
+        own = (np.empty(result.shape, result.dtype), np.empty((), np.int32))
+        update = partial(
+            self.update_leaf,
+            description, number, num_scalars, has_params, sent, own, coordinates,
+        )  # fmt: skip
+        self._started.start(
+            (number, *coordinates.tolist()),
+            own,
+            partial(update, *arguments),
+            sum(argument.nbytes for argument in arguments),
+        )
+        outs[0][...] = FINITE
+
+    def finish_leaf(
+        self, number: int, outs: Sequence[Array], coordinates: Array, tokens: Array
+    ) -> None:
+        """Callback: what `start_leaf` has started. Results: as of `update_leaf`."""
+        del tokens  # that it comes after all of them is all they are for
+        self.store.check()
+        results = self._started.finish((number, *coordinates.tolist()))
+        for out, found in zip(outs, results, strict=True):
+            out[...] = found
 
     def commit(
         self,

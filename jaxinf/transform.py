@@ -23,11 +23,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxinf.callback import (
     Host,
-    Prepare,
     call_on_shards,
     call_once,
     check_device_configuration,
-    shares_memory,
 )
 from jaxinf.compress import TopK
 from jaxinf.csd import ScalarInputs
@@ -36,30 +34,23 @@ from jaxinf.errors import StaleStateError
 from jaxinf.host_side import (
     COMMITTED,
     FAILED,
-    GO,
-    HOLD,
-    HOLD_NON_FINITE,
     SKIPPED,
     HostSide,
     NonFinitePolicy,
-    Sent,
 )
 from jaxinf.kernels import (
     InitProgram,
-    LeafInputs,
     UpdateProgram,
     trace_init,
     trace_update,
 )
-from jaxinf.layout import LeafGrid
+from jaxinf.leaf_updates import LeafUpdates
 from jaxinf.sending import Sending
 from jaxinf.sharding import distinct_shards, on_one_mesh, shard_counts
 from jaxinf.store import ERROR_FEEDBACK, MASTER_PARAMS, StateRecord
 from jaxinf.typing import PathLikeStr, PyTree
 
 __all__ = ["SmartUpdateState", "Stored", "smart_update"]
-
-_NUM_PROBED = 8
 
 _Initialised: TypeAlias = tuple[Sequence[jax.Array], Sequence[Any], list[jax.Array]]
 """Initial scalar state, what the store holds of it, error feedback."""
@@ -158,6 +149,7 @@ class _SmartUpdate:
         self._tx = tx
         self._host = host
         self._sending = Sending(host, compression)
+        self._leaves = LeafUpdates(host, self._sending)
         self._shardings = on_one_mesh(jax.tree.leaves(shardings))
         self._example_args = example_args
         self._jitted = jax.jit(self._update, static_argnums=(4,))
@@ -225,7 +217,9 @@ class _SmartUpdate:
                 self._leaf_sharding(number),
                 own.scalars,
                 [leaf, *own.arrays],
-                np.float32 if self._sending.has_feedback else None,
+                jax.ShapeDtypeStruct(leaf.shape, np.float32)
+                if self._sending.has_feedback
+                else None,
             )
             statuses.append(status)
             feedback += [] if left is None else [left]
@@ -294,107 +288,21 @@ class _SmartUpdate:
         device = self._device_params(updates, params, extra_args)
         stand_ins = [jnp.zeros(g.shape, g.dtype) for g in gradients]
         new, inputs = program.prologue(gradients, device or stand_ins, old, extra_args)
-        params_leaves = device or [None] * len(inputs)
-        results = [
-            self._update_leaf(description, number, *leaf, state.step, held[number:][:1])
-            for number, leaf in enumerate(
-                zip(
-                    gradients,
-                    params_leaves,
-                    inputs,
-                    self._gates(gradients),
-                    strict=True,
-                )
-            )
-        ]
+        results = self._leaves.run(
+            description, self._shardings, gradients, device, inputs, held, state.step
+        )
         changes = [
-            _change(result, p)
-            for (result, _, _), p in zip(results, params_leaves, strict=True)
+            _change(one.result, p)
+            for one, p in zip(results, device or [None] * len(inputs), strict=True)
         ]
-        statuses = jnp.stack([status for _, status, _ in results])
+        statuses = jnp.stack([one.status for one in results])
         inexact = jnp.stack([flag for _, flag in changes])
-        left = [kept for _, _, leaf in results for kept in leaf]
+        left = [kept for one in results for kept in one.feedback]
         verdict = self._commit(description, state, statuses, inexact, new)
         return (
             jax.tree.unflatten(treedef, [_applied(verdict, u) for u, _ in changes]),
             _next_state(state, verdict, [*old, *held], [*new, *left]),
         )
-
-    def _update_leaf(
-        self,
-        description: StoreDescription,
-        number: int,
-        gradient: jax.Array,
-        params: jax.Array | None,
-        inputs: LeafInputs,
-        gate: jax.Array,
-        step: jax.Array,
-        feedback: Sequence[jax.Array],
-    ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-        """One leaf's update or new 16-bit params, its status, its error feedback."""
-        leaf = description.leaves[number]
-        dtype = leaf.device_dtype
-        probe = jnp.zeros((0,), dtype)
-        if params is not None and params.size and self._mesh is None:
-            probe = params[(0,) * (params.ndim - 1)] if params.ndim else params[None]
-        given = self._given_params(params)
-        sharding = self._leaf_sharding(number)
-        shared = [step, gate, *inputs.scalars, probe[:_NUM_PROBED]]
-        num_scalars, has_params = len(inputs.scalars), bool(given)
-
-        def call(
-            sent: Sent | None, arrays: Sequence[jax.Array], prepare: Prepare | None
-        ) -> tuple[jax.Array | None, jax.Array, list[jax.Array]]:
-            update = self._host.update_leaf
-            host = partial(update, description, number, num_scalars, has_params, sent)
-            guarded = self._guarded(host)
-            return call_on_shards(guarded, sharding, shared, arrays, dtype, prepare)
-
-        others = [*inputs.arrays, *given]
-        grid_of = partial(self._local_grid, description, number)
-        result, status, left = self._sending.send(
-            call, grid_of, gradient, others, feedback, step
-        )
-        assert result is not None
-        return result, status, left
-
-    def _local_grid(self, description: StoreDescription, number: int) -> LeafGrid:
-        """The chunks of a leaf, or of each JAX device's shard of it."""
-        grid = self._host.grid(description, number)
-        sharding = self._leaf_sharding(number)
-        if sharding is None:
-            return grid
-        return LeafGrid(sharding.shard_shape(grid.shape), grid.chunk_shape)
-
-    def _given_params(self, params: jax.Array | None) -> list[jax.Array]:
-        """The leaf, if the store may have the same bits, and it costs nothing."""
-        is_free = shares_memory(is_local=self._mesh is not None)
-        if params is None or not (is_free and self._host.takes_params):
-            return []
-        if params.dtype not in (jnp.float32, jnp.bfloat16):
-            return []
-        return [params]
-
-    def _gates(self, gradients: Sequence[jax.Array]) -> list[jax.Array]:
-        """For each leaf, whether its update may go on: see `HostSide.looks_ahead`.
-
-        Of a gradient that is sent in part the host could not tell if it is finite.
-        """
-        is_sparse = self._sending.compression is not None and self._host.checks_finite
-        if not (self._host.looks_ahead or is_sparse):
-            return [jnp.int32(GO)] * len(gradients)
-        finite = [jnp.all(jnp.isfinite(g)) for g in gradients]
-        if not self._host.looks_ahead:
-            return [
-                jnp.where(ok, GO, HOLD_NON_FINITE).astype(jnp.int32) for ok in finite
-            ]
-        all_finite = jnp.all(jnp.stack(finite)) if finite else True
-        return [
-            jnp.where(all_finite, GO, jnp.where(ok, HOLD, HOLD_NON_FINITE)).astype(
-                jnp.int32
-            )
-            for ok in finite
-        ]
 
     def _device_params(
         self, updates: PyTree, params: PyTree | None, extra_args: Mapping[str, Any]

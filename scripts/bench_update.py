@@ -267,6 +267,7 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     rig = UpdateRig(
         place / "store",
         num_params,
+        arguments.leaves,
         dtype=DTYPES[arguments.params_dtype],
         master=arguments.master,
         state=arguments.state,
@@ -306,6 +307,7 @@ def main() -> None:
     )
     parser.add_argument("--store", type=Path, required=True, metavar="DIR")
     parser.add_argument("--params", type=float, default=200e6)
+    parser.add_argument("--leaves", type=int, help="default: one for each 16 Mi params")
     parser.add_argument("--state", choices=get_args(StateFormat), default="fp32")
     parser.add_argument("--master", choices=get_args(MasterChoice), default="auto")
     parser.add_argument("--params-dtype", choices=[*DTYPES], default="fp32")

@@ -106,7 +106,7 @@ def test_clipping_inside_sees_the_dense_gradient(open_store):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("callback", ["buffer", "io"])
+@pytest.mark.parametrize("callback", ["buffer", "io", "start"])
 def test_scan(callback, open_store, monkeypatch):
     monkeypatch.setenv("JAXINF_CALLBACK", callback)
     compression = jaxinf.top_k(0.05, warmup_steps=2, error_feedback=True)

@@ -18,13 +18,26 @@ LAYERS = [
     {"store", "kernels", "compress"},
     {"csd", "exchange"},
     {"engine"},
-    {"transform", "sending", "host_side", "callback", "sharding"},
+    {
+        "transform",
+        "leaf_updates",
+        "sending",
+        "host_side",
+        "started",
+        "callback",
+        "sharding",
+    },
     {"train", "cli"},
 ]
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 
 # Modules of one layer that make up one thing, and what they import of each other.
 SIBLINGS = {
+    ("transform", "leaf_updates"),
+    ("leaf_updates", "sending"),
+    ("leaf_updates", "host_side"),
+    ("leaf_updates", "callback"),
+    ("host_side", "started"),
     ("transform", "sending"),
     ("transform", "host_side"),
     ("transform", "callback"),

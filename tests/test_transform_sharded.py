@@ -7,6 +7,7 @@ number is fixed when JAX starts.
 import json
 
 import numpy as np
+import pytest
 
 import jaxinf
 
@@ -151,7 +152,7 @@ def test_same_bits_on_four_devices_and_after_a_change_of_mesh(place, run_python)
     # Replicated leaves cross the link once, not once a device.
     assert figures["down"] == 8 * figures["num"]  # gradients and params
     run_python(OTHER_MESH, place, **DEVICES)
-    run_python(TRACED_INIT, place, **DEVICES)
+    run_python(TRACED_INIT, place, JAXINF_CALLBACK="start", **DEVICES)
     expected = np.load(place / "one.npz")
     for name in ("four", "traced"):
         found = np.load(place / f"{name}.npz")
@@ -161,8 +162,9 @@ def test_same_bits_on_four_devices_and_after_a_change_of_mesh(place, run_python)
     assert "run on a mesh whose shards are" in refused.stdout
 
 
-def test_failure_beside_other_devices_is_a_status(place, run_python):
-    result = run_python(FAILURE, place, **DEVICES)
+@pytest.mark.parametrize("callback", ["buffer", "start"])
+def test_failure_beside_other_devices_is_a_status(place, run_python, callback):
+    result = run_python(FAILURE, place, JAXINF_CALLBACK=callback, **DEVICES)
     assert "NaN or Inf in the gradient of columns" in result.stdout
     with jaxinf.open_store(place / "failing") as store:
         assert store.step == 0

@@ -1,0 +1,88 @@
+"""Updates that run while JAX goes on: started with a gradient, fetched later.
+
+Invariant: gradients that wait take no more memory than the store's state may, but for
+one that is longer by itself; every update that was started ends, fetched or not.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeAlias
+
+from jaxinf.engine import Store
+from jaxinf.typing import Array
+
+__all__ = ["StartedUpdates"]
+
+_Key: TypeAlias = tuple[int, ...]
+
+
+class StartedUpdates:
+    """The updates of one store that are under way. Thread-safe.
+
+    Args:
+      store: its workers and memory are the limits; when it is closed, all have ended.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._changed = threading.Condition()
+        self._taken_bytes = 0
+        self._pool: ThreadPoolExecutor | None = None
+        self._under_way: dict[_Key, tuple[Future[None], Sequence[Array]]] = {}
+
+    def start(
+        self,
+        key: _Key,
+        results: Sequence[Array],
+        update: Callable[[], None],
+        num_bytes: int,
+    ) -> None:
+        """Begins an update; blocks while those under way hold too much memory.
+
+        Args:
+          key: of the leaf or shard; one that was never fetched is forgotten.
+          results: what `update` fills.
+          update: blocks until they are filled.
+          num_bytes: that it holds until then.
+
+        Raises:
+          BaseException: what stopped the store.
+        """
+        self._store.check()
+        limit = self._store.session.options.memory_bytes
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not self._taken_bytes or self._taken_bytes + num_bytes <= limit
+            )
+            self._taken_bytes += num_bytes
+            future = self._threads().submit(self._run, update, num_bytes)
+            self._under_way[key] = future, results
+
+    def finish(self, key: _Key) -> Sequence[Array]:
+        """The results of an update, when it has ended.
+
+        Raises:
+          BaseException: the update's own.
+        """
+        with self._changed:
+            future, results = self._under_way.pop(key)
+        future.result()
+        return results
+
+    def _run(self, update: Callable[[], None], num_bytes: int) -> None:
+        try:
+            update()
+        finally:
+            with self._changed:
+                self._taken_bytes -= num_bytes
+                self._changed.notify_all()
+
+    def _threads(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            session = self._store.session
+            self._pool = ThreadPoolExecutor(
+                session.options.num_workers, thread_name_prefix="jaxinf-leaf"
+            )
+            session.on_close(self._pool.shutdown)
+        return self._pool
