@@ -8,14 +8,17 @@ timed, in turns: the bytes of both directions over the seconds of a round trip.
     device_get        outside jit: NumPy arrays of JAX's, and `device_put`
     pinned_host       outside jit: by `device_put` through the pinned host memory
 
-Then scripts/bench_train.py and scripts/bench_update.py run, with a preset that suits an
-accelerator. One JSON object. Runs on any backend; where it is a CPU that is said.
+Then scripts/bench_train.py runs with each form of the callbacks (`start`: gradients are
+taken and results fetched later; `io`: each call waits), and scripts/bench_update.py,
+with a preset that suits an accelerator. One JSON object. Runs on any backend; where it
+is a CPU that is said.
 
     python scripts/bench_gpu.py --store DIR --preset medium
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -111,10 +114,16 @@ def link(num_bytes: int, reps: int) -> dict[str, float]:
     }
 
 
-def run(script: str, *arguments: str) -> Any:
+def run(script: str, *arguments: str, **environment: str) -> Any:
     """A benchmark's own JSON line."""
     command = [sys.executable, str(HERE / script), *arguments, "--json"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        command,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if result.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{result.stderr}")
     return json.loads(result.stdout.splitlines()[-1])
@@ -148,8 +157,13 @@ def main() -> None:
         store = ("--store", str(arguments.store))
         memory = ("--memory-bytes", str(arguments.memory_bytes))
         train = ("bench_train.py", *store, *memory, "--preset", arguments.preset)
-        result["train"] = run(*train)
-        result["train_clipped"] = run(*train, "--clip-norm", "1")
+        result["train"] = {
+            form: {
+                "plain": run(*train, JAXINF_CALLBACK=form),
+                "clipped": run(*train, "--clip-norm", "1", JAXINF_CALLBACK=form),
+            }
+            for form in ("start", "io")
+        }
         result["update"] = run(
             "bench_update.py", *store, *memory, "--params", arguments.params
         )
