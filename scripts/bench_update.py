@@ -8,7 +8,7 @@ read ahead after it as before it. Medians.
 
     ratio_to_floor         the floor's seconds over the step's; the median of the
                            repetitions' own ratios
-    rss_over_caller_bytes  peak RSS during steps, less gradients and params
+    rss_over_caller_bytes  peak RSS during steps, less gradients, params, new params
     rss_over_base_bytes    the same, less what the process held before it opened the
                            store: Python, JAX and its compiler
 """
@@ -215,7 +215,7 @@ def summary(rig: UpdateRig, reps: list[Rep], base_rss_bytes: int) -> dict[str, A
 
 
 def _memory(rig: UpdateRig, reps: list[Rep], base_rss_bytes: int) -> dict[str, int]:
-    caller_bytes = sum(a.nbytes for a in (*rig.params, *rig.gradients))
+    caller_bytes = rig.caller_bytes
     over = max(rep.peak_rss_bytes for rep in reps) - caller_bytes
     return {
         "memory_bytes": rig.store.session.options.memory_bytes,

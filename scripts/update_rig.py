@@ -67,6 +67,7 @@ class UpdateRig:
         self._init = trace_init(tx, avals)
         self._description = self._describe()
         self.params = [np.full(size, 0.5, dtype) for size in shapes]
+        self._next_params = [np.zeros(size, dtype) for size in shapes]
         self.gradients: list[Array | SparseLeaf] = [
             np.full(size, 1e-3, dtype) for size in shapes
         ]
@@ -79,6 +80,12 @@ class UpdateRig:
         self._takes_params = is_wanted and dtype_of(stored.dtype) == dtype
         self.step_number = 0
         self._prologue = jax.jit(self._run_prologue)
+
+    @property
+    def caller_bytes(self) -> int:
+        """Of gradients, params, and the new params that a step fills."""
+        arrays = [*self.gradients, *self.params, *self._next_params]
+        return sum(array.nbytes for array in arrays)
 
     def _describe(self) -> StoreDescription:
         leaves = [
@@ -129,12 +136,13 @@ class UpdateRig:
                 origin=(0,),
                 gradient=self.gradients[number],
                 inputs=ScalarInputs(tuple(np.asarray(s) for s in own.scalars)),
-                out=self.params[number],
+                out=self._next_params[number],
                 probe=np.zeros(0, np.float32),
                 params=self.params[number] if self._takes_params else None,
                 wants_params=True,
             )
             self.store.steps.update(self.step_number, part)
+        self.params, self._next_params = self._next_params, self.params
         self._scalar_state = [np.asarray(value) for value in new]
         named = [
             ScalarState(path, value)

@@ -106,7 +106,8 @@ class UpdateOutcome:
     Attributes:
       is_finite: whether every element of the gradient is finite.
       read_checksums: by position in the extents, the CRC-32C of each state as it was
-        read from the drive, where `Csd.checksum` had to leave that open.
+        read from the drive, where `Csd.checksum` had to leave that open; of the params
+        that were given in place of the first, too.
     """
 
     is_finite: bool
@@ -226,8 +227,8 @@ class Csd(Protocol):
           out: 1-D; float32 receives the update, a 16-bit dtype the new params, which
             are those stored where they are coded.
           rounding: the random bits of stochastic rounding.
-          given: params to take instead of the buffer's, of their dtype; may be `out`
-            itself. Only of a kind that takes params (`CsdSpec.takes_params`).
+          given: params to take instead of the buffer's, of their dtype. Only of a kind
+            that takes params (`CsdSpec.takes_params`).
           wants_params: float32 `out` receives the new params instead of the update.
         """
         ...

@@ -205,7 +205,10 @@ class HostCsd:
         passage = Passage(
             given=given,
             wants_params=wants_params,
-            reads=[place in own.asked for place in places],
+            reads=[
+                place in own.asked or (number == 0 and given is not None)
+                for number, place in enumerate(places)
+            ],
             writes=_written(extents, kernel),
         )
         run = _run_of(kernel, gradient)

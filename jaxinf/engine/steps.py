@@ -34,7 +34,7 @@ from jaxinf.engine.state import (
 )
 from jaxinf.engine.tasks import SubgroupLayout, Task
 from jaxinf.errors import StaleStateError, StoreError
-from jaxinf.io import ByteCounts, crc32c
+from jaxinf.io import ByteCounts
 from jaxinf.kernels import Kernel
 from jaxinf.kernels.specialise import specialise, state_read
 from jaxinf.layout import Subgroup, scatter, target_view
@@ -82,8 +82,7 @@ class LeafPart:
       params: params on the JAX device, of the gradient's shape. Where they are what
         the store has as `params` to the bit, they are taken instead of reading those.
         None where they are not at hand.
-      wants_params: float32 `out` receives the new params, not the update; it may be
-        `params` itself.
+      wants_params: float32 `out` receives the new params, not the update.
       feedback: float32 of the gradient's shape, the error feedback after this step;
         None where it stays as it is.
     """
@@ -405,7 +404,6 @@ class StepEngine:
             params = None
             if given is not None:
                 params = gather_run(session, layout, given, part.origin)
-                self._check_given(part, layout, params)
             elif is_probed and 0 in loads:
                 master = csd.view(buffer, layout.extents[0])
                 self._check_probe(part, layout, master, is_whole=not is_overwritten)
@@ -425,6 +423,9 @@ class StepEngine:
                 given=params,
                 wants_params=part.wants_params,
             )
+            read_checksums = dict(outcome.read_checksums)
+            if given is not None:
+                self._check_given(part, layout, read_checksums.pop(0))
             verdicts.append(outcome.is_finite)
             if part.feedback is not None:
                 assert layout.feedback is not None
@@ -432,7 +433,7 @@ class StepEngine:
                 csd.view(buffer, layout.extents[layout.feedback])[...] = left
             if out is None:
                 scatter(part.out, chunk, part.origin, offset, result)
-            return outcome.read_checksums
+            return read_checksums
 
         return Task(
             layout,
@@ -478,10 +479,12 @@ class StepEngine:
             raise diverged_error(name, part.probe[:3], held[:3])
 
     def _check_given(
-        self, part: LeafPart, layout: SubgroupLayout, params: Array
+        self, part: LeafPart, layout: SubgroupLayout, checksum: int
     ) -> None:
-        """The params that were given must be what the last step left in the store."""
-        checksum = crc32c(np.ascontiguousarray(params))
+        """The params that were given must be what the last step left in the store.
+
+        Their checksum comes of the update's own pass; nothing of that is stored yet.
+        """
         if not self._session.chunks.matches(layout, 0, checksum):
             assert part.params is not None
             compare_chunk(self._session, layout, part.params, part.origin)

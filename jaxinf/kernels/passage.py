@@ -25,7 +25,7 @@ class Passage:
 
     Attributes:
       given: ``(n,)`` params to take instead of what `params` holds, float32 or coded,
-        which is overwritten; of its dtype; may be `out` itself.
+        which is overwritten; of its dtype.
       wants_params: float32 `out` receives the new params, not the update.
       reads: of each stored array, whether its checksum is wanted before the update.
       writes: the same after it.
