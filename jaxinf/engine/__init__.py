@@ -8,13 +8,14 @@ from jaxinf.engine.convert import convert_store
 from jaxinf.engine.decoding import decoded_pieces
 from jaxinf.engine.description import LeafDescription, StoreDescription
 from jaxinf.engine.options import Durability, MasterChoice, MasterFormat, StateFormat
+from jaxinf.engine.parts import LeafPart
 from jaxinf.engine.state import (
     compare_params,
     finish_initialisation,
     initialise,
     read_state,
 )
-from jaxinf.engine.steps import LeafPart, StepEngine, StepMetrics
+from jaxinf.engine.steps import StepEngine, StepMetrics
 from jaxinf.engine.store import DEFAULT_MEMORY_BYTES, Store, open_store
 
 __all__ = [

@@ -14,34 +14,21 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import numpy as np
-
-from jaxinf.compress import SparseLeaf
-from jaxinf.csd import Csd, CsdBuffer, ScalarInputs
+from jaxinf.csd import Csd, CsdBuffer
+from jaxinf.engine.parts import LeafPart, PartTasks
 from jaxinf.engine.session import Session
-from jaxinf.engine.state import (
-    compare_chunk,
-    diverged_error,
-    gather_gradient,
-    gather_inputs,
-    gather_run,
-    rounding_of,
-    same_values,
-)
 from jaxinf.engine.tasks import SubgroupLayout, Task
 from jaxinf.errors import StaleStateError, StoreError
 from jaxinf.io import ByteCounts
-from jaxinf.kernels import Kernel
-from jaxinf.kernels.specialise import specialise, state_read
-from jaxinf.layout import Subgroup, scatter, target_view
-from jaxinf.store import ERROR_FEEDBACK, CommitRecord, ScalarState, Slot, dtype_of
-from jaxinf.typing import Array, JsonValue
+from jaxinf.layout import Subgroup
+from jaxinf.store import CommitRecord, ScalarState
+from jaxinf.typing import JsonValue
 
-__all__ = ["LeafPart", "StepEngine", "StepMetrics"]
+__all__ = ["StepEngine", "StepMetrics"]
 
 
 _LOG = logging.getLogger("jaxinf")
@@ -67,45 +54,6 @@ class StepMetrics:
 
 
 @dataclass(frozen=True)
-class LeafPart:
-    """What one call brings for an update: a leaf, or a JAX device's shard of it.
-
-    Attributes:
-      leaf: its number.
-      kernel: the update.
-      origin: index in the leaf of the arrays' first element.
-      gradient: 16 or 32 bits, or what a compression sends of it; only read.
-      inputs: scalars, and arrays of the gradient's shape.
-      out: of the gradient's shape; float32 receives the update, 16 bits the new params,
-        rounded to nearest even, or as the store rounds them (docs/format.md, "Codecs").
-      probe: the first few params on the JAX device, or empty: compared with the master.
-      params: params on the JAX device, of the gradient's shape. Where they are what
-        the store has as `params` to the bit, they are taken instead of reading those.
-        None where they are not at hand.
-      wants_params: float32 `out` receives the new params, not the update.
-      feedback: float32 of the gradient's shape, the error feedback after this step;
-        None where it stays as it is.
-    """
-
-    leaf: int
-    kernel: Kernel
-    origin: tuple[int, ...]
-    gradient: Array | SparseLeaf
-    inputs: ScalarInputs
-    out: Array
-    probe: Array
-    params: Array | None = None
-    wants_params: bool = False
-    feedback: Array | None = None
-
-    @property
-    def link_bytes(self) -> int:
-        """Bytes that the gradient takes on the link, error feedback included."""
-        feedback = 0 if self.feedback is None else self.feedback.nbytes
-        return self.gradient.nbytes + feedback
-
-
-@dataclass(frozen=True)
 class _Arrival:
     """A subgroup that a step has updated, and the states that it read for that."""
 
@@ -121,6 +69,7 @@ class StepEngine:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._parts = PartTasks(session)
         self._guard = threading.RLock()
         self._commit_thread: threading.Thread | None = None
         self._is_open = False
@@ -154,8 +103,9 @@ class StepEngine:
         verdicts: list[bool] = []
         with self._guard:
             self._begin(step)
+            is_exact = part.leaf not in self._inexact
             tasks = [
-                self._task(part, layout, verdicts)
+                self._parts.task(part, layout, step + 1, verdicts, is_exact=is_exact)
                 for layout in self._session.layouts(
                     part.leaf, part.origin, part.gradient.shape
                 )
@@ -172,7 +122,7 @@ class StepEngine:
             self._arrivals |= arrivals
         with self._session.timeline.span("leaf"):
             self._session.handler.run(tasks)
-        given = self._given(part)
+        given = self._parts.given(part) if is_exact else None
         down_bytes = part.link_bytes + (0 if given is None else given.nbytes)
         self._session.meters.add(
             link_down_bytes=down_bytes, link_up_bytes=part.out.nbytes
@@ -373,121 +323,14 @@ class StepEngine:
         assert finished is not None
         return finished.step + 1
 
-    def _task(
-        self, part: LeafPart, layout: SubgroupLayout, verdicts: list[bool]
-    ) -> Task:
-        session = self._session
-        kernel = specialise(part.kernel, part.inputs.scalars)
-        chunk = session.files.chunks[part.leaf][layout.subgroup.chunk]
-        offset = layout.subgroup.offset_elements
-        is_first = offset == 0 and chunk.start == part.origin
-        is_probed = is_first and part.probe.size and part.leaf not in self._inexact
-
-        rounding = rounding_of(layout, self._next_step)
-        states = range(len(layout.states))
-        needed = state_read(kernel)
-        unchanged = kernel.unchanged
-        if part.feedback is None:
-            unchanged |= {ERROR_FEEDBACK}
-        loads = frozenset(n for n in states if layout.slots[n] in needed)
-        if part.out.dtype != np.float32:  # which comes of the params, moved or not
-            loads |= {0}
-        # Over a step that is not committed a chunk's parts are overwritten one by one:
-        # when the whole could be compared, it is not there any more.
-        is_part = layout.subgroup.num_elements < chunk.num_elements
-        is_overwritten = is_part and session.num_uncommitted > 0
-        given = self._given(part) if 0 in loads and not is_overwritten else None
-        if given is not None:
-            loads -= {0}
-
-        def compute(csd: Csd, buffer: CsdBuffer) -> Mapping[int, int]:
-            params = None
-            if given is not None:
-                params = gather_run(session, layout, given, part.origin)
-            elif is_probed and 0 in loads:
-                master = csd.view(buffer, layout.extents[0])
-                self._check_probe(part, layout, master, is_whole=not is_overwritten)
-            gradient = gather_gradient(session, layout, part.gradient, part.origin)
-            own = gather_inputs(session, layout, part.inputs, part.origin)
-            num = layout.subgroup.num_elements
-            out = target_view(part.out, chunk, part.origin, offset, num)
-            result = np.empty(num, part.out.dtype) if out is None else out
-            outcome = csd.update(
-                buffer,
-                layout.kernel_extents,
-                kernel,
-                gradient,
-                own,
-                result,
-                rounding,
-                given=params,
-                wants_params=part.wants_params,
-            )
-            read_checksums = dict(outcome.read_checksums)
-            if given is not None:
-                self._check_given(part, layout, read_checksums.pop(0))
-            verdicts.append(outcome.is_finite)
-            if part.feedback is not None:
-                assert layout.feedback is not None
-                left = gather_run(session, layout, part.feedback, part.origin)
-                csd.view(buffer, layout.extents[layout.feedback])[...] = left
-            if out is None:
-                scatter(part.out, chunk, part.origin, offset, result)
-            return read_checksums
-
-        return Task(
-            layout,
-            compute,
-            loads=self._sources(layout, loads),
-            stores=tuple(n for n in states if layout.slots[n] not in unchanged),
-            runs_kernel=True,
-        )
-
-    def _given(self, part: LeafPart) -> Array | None:
-        """The caller's params, where they are what the store has, and are wanted."""
-        session = self._session
-        stored = session.files.manifest.leaves[part.leaf].states[0]
-        is_wanted = session.options.csd.takes_params and part.leaf not in self._inexact
-        if part.params is None or not is_wanted:
-            return None
-        return part.params if part.params.dtype == dtype_of(stored.dtype) else None
-
-    def _sources(
-        self, layout: SubgroupLayout, states: Iterable[int]
-    ) -> tuple[tuple[int, Slot], ...]:
-        source = self._session.chunks.source
-        slots: list[tuple[int, Slot]] = [(n, source(layout, n)) for n in sorted(states)]
-        return tuple(slots)
-
     def _prefetch(self, arrivals: _Arrivals) -> None:
         """Loads what the next step will load, in the order in which gradients came."""
         self._session.handler.prefetch(
             [
-                Task(a.layout, _nothing, loads=self._sources(a.layout, a.loads))
+                Task(a.layout, _nothing, loads=self._parts.sources(a.layout, a.loads))
                 for a in arrivals.values()
             ]
         )
-
-    def _check_probe(
-        self, part: LeafPart, layout: SubgroupLayout, master: Array, *, is_whole: bool
-    ) -> None:
-        held = master[: part.probe.size].astype(part.probe.dtype)
-        if not same_values(held, part.probe):
-            if is_whole:
-                self._session.chunks.check_file(layout, 0)  # or the drive is to blame
-            name = self._session.files.manifest.leaves[part.leaf].name
-            raise diverged_error(name, part.probe[:3], held[:3])
-
-    def _check_given(
-        self, part: LeafPart, layout: SubgroupLayout, checksum: int
-    ) -> None:
-        """The params that were given must be what the last step left in the store.
-
-        Their checksum comes of the update's own pass; nothing of that is stored yet.
-        """
-        if not self._session.chunks.matches(layout, 0, checksum):
-            assert part.params is not None
-            compare_chunk(self._session, layout, part.params, part.origin)
 
     def _check_complete(self) -> None:
         session = self._session

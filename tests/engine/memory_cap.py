@@ -29,7 +29,7 @@ def run(place, num_params, budget_bytes):
     warm = UpdateRig(place / "warm", 100_000, num_leaves=1, **options)
     warm.step()
     warm.close()
-    caller_bytes = 2 * 4 * num_params
+    caller_bytes = 3 * 4 * num_params  # gradient, params, new params
     limit = data_bytes() + caller_bytes + BUDGET_BYTES + SLACK_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     rig = UpdateRig(place / "store", num_params, num_leaves=1, **options)
