@@ -30,7 +30,7 @@ from jaxinf.kernels import InitKernel, Kernel, Passage, runner
 from jaxinf.layout import PAGE_BYTES
 from jaxinf.typing import Array
 
-__all__ = ["HostCsd", "HostFleet"]
+__all__ = ["HostCsd", "HostFleet", "Processor"]
 
 
 class HostFleet:
@@ -48,7 +48,7 @@ class HostFleet:
         self._pool = BufferPool(memory_bytes)
         self._meters = meters
         self._rates = rates or CsdRates()
-        self._processor = threading.BoundedSemaphore(_num_kernels_at_once())
+        self._processor = Processor()
 
     @property
     def peak_bytes(self) -> int:
@@ -81,6 +81,25 @@ class HostFleet:
     def close(self) -> None:
         """Frees the buffers."""
         self._pool.close()
+
+
+class Processor:
+    """How many kernels run at once on the host's cores, of all CSDs of a store.
+
+    Those of fp32 state wait for the memory, of which one kernel takes much: half the
+    cores, and the drive, JAX and the program have the others. Coding and decoding is
+    computing: every core helps.
+    """
+
+    def __init__(self) -> None:
+        num_cores = len(os.sched_getaffinity(0))
+        self._passing = threading.BoundedSemaphore(max(1, num_cores // 2))
+        self._coding = threading.BoundedSemaphore(num_cores)
+
+    def kernel(self, extents: Sequence[Extent]) -> threading.Semaphore:
+        """What a kernel over such states holds while it runs."""
+        is_coded = any(extent.codec for extent in extents)
+        return self._coding if is_coded else self._passing
 
 
 @dataclass(eq=False)
@@ -131,15 +150,13 @@ class HostCsd:
         pool: BufferPool,
         meters: ByteMeters,
         channels: DriveChannels | None = None,
-        processor: threading.Semaphore | None = None,
+        processor: Processor | None = None,
     ) -> None:
         self._root = root
         self._pool = pool
         self._io = DirectIO(root, meters)
         self._channels = channels or DriveChannels()
-        self._processor = processor or threading.BoundedSemaphore(
-            _num_kernels_at_once()
-        )
+        self._processor = processor or Processor()
 
     @property
     def memory(self) -> object:
@@ -212,7 +229,7 @@ class HostCsd:
             writes=_written(extents, kernel),
         )
         run = _run_of(kernel, gradient)
-        with self._processor:
+        with self._processor.kernel(extents):
             is_finite = run(
                 gradient=gradient,
                 params=params,
@@ -258,11 +275,6 @@ def _run_of(kernel: Kernel, gradient: Array | SparseGradient) -> Callable[..., b
     if isinstance(gradient, SparseGradient):
         return partial(run_sparse, runner(kernel))
     return runner(kernel)
-
-
-def _num_kernels_at_once() -> int:
-    """Half the cores: the drive, JAX and the program need some, too."""
-    return max(1, len(os.sched_getaffinity(0)) // 2)
 
 
 def _written(extents: Sequence[Extent], kernel: Kernel) -> list[bool]:

@@ -103,55 +103,6 @@ inline float decode_code(std::uint8_t code, float scale) {
   return share * magnitude(scale);
 }
 
-// `first`: number of the block's first element; with `key` it decides the rounding.
-inline void encode_block(const float* x, int length, std::uint32_t first,
-                         std::uint32_t key, std::uint8_t* codes, float* scale) {
-  float largest = 0.0f;
-  std::int32_t is_signed = 0, is_bad = 0;
-  for (int i = 0; i < length; ++i) {
-    const float size = magnitude(x[i]);
-    largest = size > largest ? size : largest;
-    is_signed |= x[i] < 0.0f;
-    is_bad |= !(size <= 8.5070592e37f);  // largest_coded_bits
-  }
-  *scale = is_bad ? __builtin_nanf("") : is_signed ? -largest : largest;
-  if (is_bad || !(largest > 0.0f)) {
-    std::memset(codes, 0, static_cast<std::size_t>(length));
-    return;
-  }
-  const float inverse = 1.0f / largest;
-  const auto up = [=](int i) {
-    return uniform_of(first + static_cast<std::uint32_t>(i), key);
-  };
-  if (is_signed)
-    for (int i = 0; i < length; ++i) codes[i] = signed_code(x[i], inverse, up(i));
-  else
-    for (int i = 0; i < length; ++i) codes[i] = unsigned_code(x[i], inverse, up(i));
-}
-
-inline void decode_block(const std::uint8_t* codes, float scale, int length,
-                         float* x) {
-  for (int i = 0; i < length; ++i) x[i] = decode_code(codes[i], scale);
-}
-
-// `start` is a multiple of the block; so are all lengths but a chunk's last.
-inline void encode_int8(const float* x, long start, long num, std::uint32_t first,
-                        std::uint32_t key, std::uint8_t* codes, float* scales) {
-  for (long i = 0; i < num; i += code_block) {
-    const int length = static_cast<int>(num - i < code_block ? num - i : code_block);
-    encode_block(x + i, length, first + static_cast<std::uint32_t>(start + i), key,
-                 codes + start + i, scales + (start + i) / code_block);
-  }
-}
-
-inline void decode_int8(const std::uint8_t* codes, const float* scales, long start,
-                        long num, float* x) {
-  for (long i = 0; i < num; i += code_block) {
-    const int length = static_cast<int>(num - i < code_block ? num - i : code_block);
-    decode_block(codes + start + i, scales[(start + i) / code_block], length, x + i);
-  }
-}
-
 // ---- bfloat16
 
 // To nearest, ties to even.

@@ -1,20 +1,34 @@
-// CRC-32C by the processor's instruction, of several arrays at once.
+// CRC-32C of several arrays, block by block.
 //
-// One sum waits three cycles for each eight bytes, and the processor can begin another
-// in each of them: three arrays side by side take the time of one.
+// Where the processor multiplies polynomials in 512-bit lanes (VPCLMULQDQ), what has come
+// is folded onto its last 256 bytes, which have the same remainder, and in the end onto
+// the last 16, whose sum the instruction crc32 takes:
+//
+//   |A|B|C|D|E|F|G|H|…    A x^2048 + E,  B x^2048 + F,  …     4 lanes of 64 bytes
+//
+// Elsewhere that instruction takes it all. It waits three cycles for each eight bytes,
+// and can begin another in each of them: three arrays side by side take the time of one.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
-#include <nmmintrin.h>
+#include <immintrin.h>
 
 namespace jaxinf {
 
-// `sum` goes on from what it is: all ones first, inverted at the end.
+// The checksum of what has come of an array.
+//   sum    before inversion; of nothing at all, all ones
+//   lanes  where `is_folded`, what stands for all bytes so far, `sum` included
+struct Sum {
+  alignas(64) std::uint8_t lanes[256];
+  std::uint32_t sum = ~0u;
+  bool is_folded = false;
+};
+
 struct Span {
   const std::uint8_t* data;
   long num_bytes;
-  std::uint32_t* sum;
+  Sum* sum;
 };
 
 inline std::uint64_t eight_bytes(const std::uint8_t* from) {
@@ -23,13 +37,15 @@ inline std::uint64_t eight_bytes(const std::uint8_t* from) {
   return word;
 }
 
+// ---- one instruction for eight bytes
+
 template <int num>
 inline void add_side_by_side(const Span* spans) {
   long common = spans[0].num_bytes;
   std::uint64_t sums[num];
   for (int k = 0; k < num; ++k) {
     if (spans[k].num_bytes < common) common = spans[k].num_bytes;
-    sums[k] = *spans[k].sum;
+    sums[k] = spans[k].sum->sum;
   }
   long done = 0;
   for (; done + 8 <= common; done += 8)
@@ -42,14 +58,123 @@ inline void add_side_by_side(const Span* spans) {
       sums[k] = _mm_crc32_u64(sums[k], eight_bytes(spans[k].data + i));
     std::uint32_t sum = (std::uint32_t)sums[k];
     for (; i < spans[k].num_bytes; ++i) sum = _mm_crc32_u8(sum, spans[k].data[i]);
-    *spans[k].sum = sum;
+    spans[k].sum->sum = sum;
   }
 }
 
-inline void add_to_sums(const Span* spans, int num) {
+// ---- folding
+
+// x^power modulo the polynomial, the highest coefficient in the lowest bit.
+constexpr std::uint32_t remainder_of_power(int power) {
+  std::uint32_t value = 0x80000000u;
+  for (int i = 0; i < power; ++i) value = (value >> 1) ^ (value & 1 ? 0x82F63B78u : 0);
+  return value;
+}
+
+// What the halves of 16 bytes are multiplied by to move them `bytes` further. A product
+// of reflected factors is one power of x too high, a constant in the low half of its 64
+// bits 32 too high, and the first half stands 64 above the second.
+template <int bytes>
+struct Shift {
+  static constexpr long long first = remainder_of_power(8 * bytes + 64 - 33);
+  static constexpr long long second = remainder_of_power(8 * bytes - 33);
+};
+
+#define JAXINF_FOLDS \
+  __attribute__((target("avx512f,avx512vl,avx512dq,pclmul,vpclmulqdq,sse4.2")))
+
+constexpr long fold_bytes = 256;
+
+inline bool can_fold() {
+  static const bool can =
+      __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("vpclmulqdq") &&
+      __builtin_cpu_supports("pclmul");
+  return can;
+}
+
+template <int bytes>
+JAXINF_FOLDS inline __m512i moved_onto(__m512i lanes, __m512i onto) {
+  using By = Shift<bytes>;
+  const __m512i by = _mm512_broadcast_i64x2(_mm_set_epi64x(By::second, By::first));
+  const __m512i first = _mm512_clmulepi64_epi128(lanes, by, 0x00);
+  const __m512i second = _mm512_clmulepi64_epi128(lanes, by, 0x11);
+  return _mm512_ternarylogic_epi64(first, second, onto, 0x96);  // all three, xor
+}
+
+template <int bytes>
+JAXINF_FOLDS inline __m128i moved_onto(__m128i half, __m128i onto) {
+  using By = Shift<bytes>;
+  const __m128i by = _mm_set_epi64x(By::second, By::first);
+  const __m128i first = _mm_clmulepi64_si128(half, by, 0x00);
+  const __m128i second = _mm_clmulepi64_si128(half, by, 0x11);
+  return _mm_ternarylogic_epi64(first, second, onto, 0x96);
+}
+
+// Whole multiples of `fold_bytes`, at least one.
+JAXINF_FOLDS inline void fold(Sum& sum, const std::uint8_t* data, long num_bytes) {
+  const auto load = [](const std::uint8_t* from) JAXINF_FOLDS {
+    return _mm512_loadu_si512((const void*)from);
+  };
+  __m512i lanes[4];
+  long at = 0;
+  if (sum.is_folded) {
+    for (int k = 0; k < 4; ++k) lanes[k] = load(sum.lanes + 64 * k);
+  } else {
+    for (int k = 0; k < 4; ++k) lanes[k] = load(data + 64 * k);
+    const __m128i begin = _mm_cvtsi32_si128((int)sum.sum);
+    lanes[0] = _mm512_xor_si512(lanes[0], _mm512_zextsi128_si512(begin));
+    at = fold_bytes;
+  }
+  for (; at < num_bytes; at += fold_bytes)
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) {
+      lanes[k] = moved_onto<fold_bytes>(lanes[k], load(data + at + 64 * k));
+    }
+  for (int k = 0; k < 4; ++k) _mm512_store_si512(sum.lanes + 64 * k, lanes[k]);
+  sum.is_folded = true;
+}
+
+JAXINF_FOLDS inline void unfold(Sum& sum) {
+  __m512i lanes[4];
+  for (int k = 0; k < 4; ++k) lanes[k] = _mm512_load_si512(sum.lanes + 64 * k);
+  const __m512i second = moved_onto<64>(lanes[0], lanes[1]);
+  const __m512i last = moved_onto<64>(lanes[2], lanes[3]);
+  const __m512i all = moved_onto<128>(second, last);
+  const __m128i ahead = moved_onto<16>(_mm512_extracti64x2_epi64(all, 0),
+                                       _mm512_extracti64x2_epi64(all, 1));
+  const __m128i behind = moved_onto<16>(_mm512_extracti64x2_epi64(all, 2),
+                                        _mm512_extracti64x2_epi64(all, 3));
+  const __m128i left = moved_onto<32>(ahead, behind);
+  const std::uint64_t half = _mm_crc32_u64(0, (std::uint64_t)_mm_cvtsi128_si64(left));
+  sum.sum = (std::uint32_t)_mm_crc32_u64(half, (std::uint64_t)_mm_extract_epi64(left, 1));
+  sum.is_folded = false;
+}
+
+// ---- both
+
+inline void add_to_sums(Span* spans, int num) {
+  if (can_fold()) {
+    int num_left = 0;
+    for (int k = 0; k < num; ++k) {
+      Span span = spans[k];
+      const long whole = span.num_bytes & -fold_bytes;
+      if (whole) fold(*span.sum, span.data, whole);
+      if (whole == span.num_bytes) continue;
+      if (span.sum->is_folded) unfold(*span.sum);
+      spans[num_left++] = {span.data + whole, span.num_bytes - whole, span.sum};
+    }
+    num = num_left;
+  }
   for (; num >= 3; num -= 3, spans += 3) add_side_by_side<3>(spans);
   if (num == 2) add_side_by_side<2>(spans);
   if (num == 1) add_side_by_side<1>(spans);
+}
+
+// The checksum of all that has come.
+inline std::uint32_t finished(Sum& sum) {
+  if (sum.is_folded) unfold(sum);
+  return ~sum.sum;
 }
 
 }  // namespace jaxinf

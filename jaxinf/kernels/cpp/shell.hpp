@@ -8,6 +8,7 @@
 // beside it finds the block there.
 #pragma once
 
+#include "block_codec.hpp"
 #include "codecs.hpp"
 #include "crc32c.hpp"
 #include "lanes.hpp"
@@ -87,8 +88,8 @@ inline void words(const T* from, Word* to, long num, Function function) {
 inline Word* widened(const Array& array, long start, long num, Word* scratch) {
   switch (array.dtype) {
     case int8_blocks:
-      decode_int8((const std::uint8_t*)array.data, (const float*)array.beside, start,
-                  num, (float*)scratch);
+      decode_blocks((const std::uint8_t*)array.data, (const float*)array.beside, start,
+                    num, (float*)scratch);
       return scratch;
     case bfloat16_split:
       decode_split((const std::uint16_t*)array.data + start,
@@ -125,8 +126,8 @@ inline Word* widened(const Array& array, long start, long num, Word* scratch) {
 inline void narrowed(const Array& array, long start, long num, const Word* from) {
   switch (array.dtype) {
     case int8_blocks:
-      return encode_int8((const float*)from, start, num, array.first, array.key,
-                         (std::uint8_t*)array.data, (float*)array.beside);
+      return encode_blocks((const float*)from, start, num, array.first, array.key,
+                           (std::uint8_t*)array.data, (float*)array.beside);
     case bfloat16_split:
       return encode_split(from, num, (std::uint16_t*)array.data + start,
                           (std::uint16_t*)array.beside + start);
@@ -222,7 +223,7 @@ void remainder(const Body& body, const Block<Body>& block, long start, long num,
 // Adds a block of the stored arrays to their sums.
 template <int num_slots>
 inline void add_block(const Array& params, const Array* slots, long start, long length,
-                      Word* sums, const std::uint8_t* wanted) {
+                      Sum* sums, const std::uint8_t* wanted) {
   Span spans[2 + 2 * num_slots];
   int number = 0, num = 0;
   auto take = [&](const void* data, long offset, long num_bytes) {
@@ -264,7 +265,7 @@ __attribute__((noinline)) bool chunk(long num, const Array& gradient,
     sums_before |= passage.wanted[k];
     sums_after |= wanted_after[k];
   }
-  for (int k = 0; k < 2 * num_stored; ++k) passage.sums[k] = ~0u;
+  Sum sums[2][2 + 2 * Body::num_slots];  // before and after
   typename L::I32 bad = {};
   for (long start = 0; start < num; start += block_elements) {
     const long length = num - start < block_elements ? num - start : block_elements;
@@ -276,8 +277,7 @@ __attribute__((noinline)) bool chunk(long num, const Array& gradient,
                   (size_t)bytes_of(params.dtype, length));
     }
     if (sums_before)
-      add_block<Body::num_slots>(params, slots, start, length, passage.sums,
-                                 passage.wanted);
+      add_block<Body::num_slots>(params, slots, start, length, sums[0], passage.wanted);
     Word(*free)[block_elements] = scratch;
     Block<Body> block;
     block.gradient = (const float*)widened(gradient, start, length, *free++);
@@ -310,10 +310,10 @@ __attribute__((noinline)) bool chunk(long num, const Array& gradient,
     else if (!Body::has_update)
       std::memset(block.update, 0, num_bytes);
     if (sums_after)
-      add_block<Body::num_slots>(params, slots, start, length,
-                                 passage.sums + num_stored, wanted_after);
+      add_block<Body::num_slots>(params, slots, start, length, sums[1], wanted_after);
   }
-  for (int k = 0; k < 2 * num_stored; ++k) passage.sums[k] = ~passage.sums[k];
+  for (int k = 0; k < 2 * num_stored; ++k)
+    passage.sums[k] = finished(sums[k / num_stored][k % num_stored]);
   Word any = 0;
   for (int i = 0; i < L::size; ++i) any |= (Word)bad[i];
   return any == 0;

@@ -1,0 +1,151 @@
+// Blocks of int8 codes, eight elements at a time: what codecs.hpp defines, bit for bit.
+//
+//   largest magnitude ─► inverse ─► decade of each ─► factor, count ─► place + random
+//
+// The decade is how many of the powers of ten an element is not above; what belongs to
+// it is taken from one register.
+#pragma once
+
+#include "codecs.hpp"
+#include "lanes.hpp"
+
+namespace jaxinf {
+
+class BlockCodec {
+  using L = Lanes;
+  using F32 = L::F32;
+  using I32 = L::I32;
+  using U32 = L::U32;
+
+ public:
+  static void encode(const float* x, int length, Word first, Word key,
+                     std::uint8_t* codes, float* scale) {
+    I32 sizes = {}, below_zero = {};
+    int i = 0;
+    for (; i + L::size <= length; i += L::size) {
+      const F32 v = L::load(x + i);
+      sizes = L::max(sizes, L::as_i32(L::abs(v)));  // NaN is larger than all else
+      below_zero |= v < 0.0f;
+    }
+    std::int32_t largest_bits = 0, is_signed = 0;
+    for (int k = 0; k < L::size; ++k) {
+      largest_bits = largest_bits < sizes[k] ? sizes[k] : largest_bits;
+      is_signed |= below_zero[k];
+    }
+    for (int k = i; k < length; ++k) {
+      const std::int32_t bits = (std::int32_t)(bits_of(x[k]) & 0x7fffffffu);
+      largest_bits = largest_bits < bits ? bits : largest_bits;
+      is_signed |= x[k] < 0.0f;
+    }
+    const bool is_bad = (Word)largest_bits > largest_coded_bits;
+    if (is_bad || largest_bits < 0x00800000) {  // denormals are zero
+      *scale = is_bad ? __builtin_nanf("") : 0.0f;
+      std::memset(codes, 0, (size_t)length);
+      return;
+    }
+    float largest;
+    std::memcpy(&largest, &largest_bits, sizeof largest);
+    *scale = is_signed ? -largest : largest;
+    const float inverse = 1.0f / largest;
+    if (is_signed)
+      encode_all<true>(x, length, inverse, first, key, codes);
+    else
+      encode_all<false>(x, length, inverse, first, key, codes);
+  }
+
+  static void decode(const std::uint8_t* codes, float scale, int length, float* x) {
+    const float* const table =
+        scale < 0.0f ? code_tables.of_signed : code_tables.of_unsigned;
+    const float size = magnitude(scale);
+    int i = 0;
+    for (; i + L::size <= length; i += L::size) {
+      const __m128i bytes = _mm_loadl_epi64((const __m128i*)(codes + i));
+      const __m256i places = _mm256_cvtepu8_epi32(bytes);
+      L::store(x + i, (F32)_mm256_i32gather_ps(table, places, 4) * size);
+    }
+    for (; i < length; ++i) x[i] = table[codes[i]] * size;
+  }
+
+ private:
+  static Word bits_of(float x) {
+    Word bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits;
+  }
+
+  template <bool is_signed>
+  static void encode_all(const float* x, int length, float inverse, Word first,
+                         Word key, std::uint8_t* codes) {
+    U32 counter = U32{0, 1, 2, 3, 4, 5, 6, 7} + first;
+    int i = 0;
+    for (; i + L::size <= length; i += L::size, counter += (Word)L::size) {
+      const F32 v = L::load(x + i), up = uniform(counter, key);
+      I32 code;
+      if (is_signed) {
+        code = L::max(code_of<64, 7>(L::abs(v) * inverse, up), I32{});
+        code = L::select(v < 0.0f, -code, code) & 0xff;
+      } else {
+        code = L::max(code_of<128, 8>(v * inverse, up), I32{} + 1);
+        code &= v > 0.0f;
+      }
+      const __m256i words = (__m256i)code;
+      const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(words),
+                                              _mm256_extracti128_si256(words, 1));
+      _mm_storel_epi64((__m128i*)(codes + i), _mm_packus_epi16(halves, halves));
+    }
+    for (; i < length; ++i) {
+      const float up = uniform_of(first + (Word)i, key);
+      codes[i] = is_signed ? signed_code(x[i], inverse, up)
+                           : unsigned_code(x[i], inverse, up);
+    }
+  }
+
+  static JAXINF_INLINE F32 uniform(U32 counter, Word key) {
+    U32 x = counter ^ key;
+    x ^= x >> 16;
+    x *= 0x7feb352du;
+    x ^= x >> 15;
+    x += key;
+    x *= 0x846ca68bu;
+    x ^= x >> 16;
+    return L::f32((I32)(x & 0xffffu)) * (1.0f / 65536.0f);
+  }
+
+  template <int top, int decades>
+  static JAXINF_INLINE I32 code_of(F32 y, F32 up) {
+    constexpr float bounds[8] = {1e0f, 1e-1f, 1e-2f, 1e-3f, 1e-4f, 1e-5f, 1e-6f, 1e-7f};
+    constexpr F32 factors = {1e0f, 1e1f, 1e2f, 1e3f, 1e4f, 1e5f, 1e6f, 1e7f};
+    I32 decade = {};
+#pragma GCC unroll 8
+    for (int k = 1; k < decades; ++k) decade -= y <= bounds[k];
+    const F32 factor =
+        (F32)_mm256_permutevar8x32_ps((__m256)factors, (__m256i)decade);
+    const I32 count = (I32)_mm256_srlv_epi32(_mm256_set1_epi32(top), (__m256i)decade);
+    const F32 steps = (y * factor - 0.1f) * 1.1111112f;
+    const F32 place = steps * L::f32(count) + up;
+    const I32 code = count - 1 + (I32)_mm256_cvttps_epi32((__m256)place);
+    return L::min(code, 2 * count - 1);
+  }
+};
+
+// `start` is a multiple of the block; so are all lengths but a chunk's last. `first`:
+// number of the chunk's first element, which with `key` decides the rounding.
+inline void encode_blocks(const float* x, long start, long num, Word first, Word key,
+                          std::uint8_t* codes, float* scales) {
+  for (long i = 0; i < num; i += code_block) {
+    const int length = (int)(num - i < code_block ? num - i : code_block);
+    BlockCodec::encode(x + i, length, first + (Word)(start + i), key, codes + start + i,
+                       scales + (start + i) / code_block);
+  }
+}
+
+inline void decode_blocks(const std::uint8_t* codes, const float* scales, long start,
+                          long num, float* x) {
+  for (long i = 0; i < num; i += code_block) {
+    const int length = (int)(num - i < code_block ? num - i : code_block);
+    BlockCodec::decode(codes + start + i, scales[(start + i) / code_block], length,
+                       x + i);
+  }
+}
+
+}  // namespace jaxinf
