@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument("--store", type=Path, required=True, help="where files go")
     parser.add_argument("--params", type=int, default=40 * CHUNK_ELEMENTS)
     parser.add_argument("--csds", type=int, nargs="+", default=[1, 2, 4, 6, 8, 10])
-    parser.add_argument("--slower", type=float, default=400.0)
+    parser.add_argument("--slower", type=float, default=150.0)
     parser.add_argument("--ratio", type=float, default=0.02, help="SmartComp's")
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="rows, not a table")
