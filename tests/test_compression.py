@@ -71,11 +71,16 @@ OPTIMIZERS = {
     ("name", "optimizer"),
     [
         ("plain", "adamw"),
-        ("exact", "accumulate"),
-        ("feedback", "momentum"),
-        ("16 bits", "adamw"),
-        ("warm-up", "adamw"),
         ("everything", "momentum"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [
+                ("exact", "accumulate"),
+                ("feedback", "momentum"),
+                ("16 bits", "adamw"),
+                ("warm-up", "adamw"),
+            ]
+        ),
     ],
 )
 def test_bits_of_the_same_in_memory(name, optimizer, open_store):
@@ -165,6 +170,7 @@ def test_link_traffic_of_any_leaf_is_that_of_its_chunks(open_store):
     assert store.metrics.traffic.link_down_bytes == 6 * sum(kept)
 
 
+@pytest.mark.long
 def test_error_feedback_costs_the_link_its_own_bytes(open_store):
     store = open_store(master="stored", chunk_elements=51_200)
     compression = jaxinf.top_k(0.02, error_feedback=True)
@@ -175,7 +181,9 @@ def test_error_feedback_costs_the_link_its_own_bytes(open_store):
     assert store.metrics.traffic.link_down_bytes == 4 * 256_000 * 1.02
 
 
-@pytest.mark.parametrize("jit_init", [False, True])
+@pytest.mark.parametrize(
+    "jit_init", [False, pytest.param(True, marks=pytest.mark.long)]
+)
 def test_resume_is_the_uninterrupted_run_to_the_bit(jit_init, open_store):
     compression = jaxinf.top_k(0.05, error_feedback=True, warmup_steps=1)
 
@@ -229,7 +237,10 @@ def poisoned(seed, value):
     return gradients
 
 
-@pytest.mark.parametrize(("value", "durability"), [(np.nan, "step"), (-np.inf, 3)])
+@pytest.mark.parametrize(
+    ("value", "durability"),
+    [(np.nan, "step"), pytest.param(-np.inf, 3, marks=pytest.mark.long)],
+)
 def test_non_finite_gradient_is_refused(value, durability, open_store):
     store = open_store(durability=durability, **OPTIONS)
     tx = jaxinf.smart_update(optax.adam(1e-2), store, compress=jaxinf.top_k(0.001))

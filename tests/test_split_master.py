@@ -97,7 +97,9 @@ def equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.mark.parametrize("tx", [optax.adamw(1e-2), optax.lion(1e-2)])
+@pytest.mark.parametrize(
+    "tx", [optax.adamw(1e-2), pytest.param(optax.lion(1e-2), marks=pytest.mark.long)]
+)
 def test_the_bits_of_a_plain_master(tmp_path, tx):
     held, params, _ = run(tmp_path / "store", 6, tx=tx)
     wanted, master, state = reference(6, tx)
@@ -121,7 +123,10 @@ def test_at_any_durability_and_budget_after_any_interruption(
     equal(whole[:2], parts[:2])
 
 
-@pytest.mark.parametrize("state", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize(
+    "state",
+    [*(pytest.param(s, marks=pytest.mark.long) for s in ("fp32", "bf16")), "int8"],
+)
 def test_bytes_on_the_drive(tmp_path, state):
     """Two bytes of master read, four written; with moments in 8 bits 10.1 in all."""
     moments = {"fp32": 8, "bf16": 4, "int8": 2 + 2 / 64}[state]
@@ -145,6 +150,7 @@ def test_both_halves_are_read_where_the_params_are_not_at_hand(tmp_path, monkeyp
     equal(*(run(tmp_path / name, 2)[:2] for name in ("given", "read")))
 
 
+@pytest.mark.long
 def test_numpy_computes_with_it(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXINF_KERNELS", "numpy")
     monkeypatch.setattr(sys.modules["jaxinf.kernels.compiled"], "_FOUND", {})
@@ -245,6 +251,7 @@ def test_params_that_no_update_reaches_are_read_from_the_store(tmp_path):
         np.testing.assert_array_equal(params["w"], ties_away(held))
 
 
+@pytest.mark.long
 def test_zeros_that_a_skipped_step_turns_over_are_no_difference(tmp_path):
     params = new_params()
     params["c"] = jnp.array([-0.0, 0.0, 1.0, -0.0, 2.0], jnp.bfloat16)

@@ -59,7 +59,13 @@ FORMATS = ["bf16", "int8"]
 
 @pytest.mark.parametrize(
     ("format", "num_csds", "durability"),
-    [("bf16", 0, "step"), ("bf16", 3, 3), ("int8", 0, 3), ("int8", 3, "step")],
+    [
+        ("int8", 3, "step"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [("bf16", 0, "step"), ("bf16", 3, 3), ("int8", 0, 3)]
+        ),
+    ],
 )
 def test_interrupted_is_uninterrupted(place, format, num_csds, durability):
     roots = [place / f"csd{n}" for n in range(num_csds)]
@@ -91,6 +97,7 @@ def test_bytes_on_the_drive(place):
         assert 0 <= traffic.drive_write_bytes - written * NUM_PARAMS < padding
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "tx",
     [optax.adamw(1e-2), optax.lion(1e-2), optax.sgd(0.1, momentum=0.9)],

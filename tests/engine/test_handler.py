@@ -331,7 +331,15 @@ def test_closing_frees_what_was_read_ahead(rig):
     item.close()
 
 
-def test_no_compute_runs_after_an_interrupt(rig):
+@pytest.fixture
+def interruptible():
+    """Ctrl-C as in a terminal; programs in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_no_compute_runs_after_an_interrupt(rig, interruptible):
     """Ctrl-C ends the wait of the main thread, whose buffers are XLA's."""
     item = rig(num_workers=1)
     inside, sent, ended = (threading.Event() for _ in range(3))
