@@ -20,6 +20,9 @@ _NUM_ROUNDS = 3
 _MIN_SECONDS = 0.01
 """Rounds in which a CSD was busy for less say nothing."""
 
+_MIN_BYTES = 1 << 20
+"""What a shorter request counts for: its time does not depend on its length."""
+
 _OVERDUE_S = 60.0
 
 _KINDS = {"read": "a read", "write": "a write", "update": "an update"}
@@ -60,7 +63,7 @@ class Pace:
                 del self._under_way[thread]
                 if num_bytes:
                     self._seconds[csd] += time.monotonic() - began_s
-                    self._bytes[csd] += num_bytes
+                    self._bytes[csd] += max(num_bytes, _MIN_BYTES)
 
     def end_round(self) -> None:
         """Compares the drives since the last round; names one that is always slow."""
