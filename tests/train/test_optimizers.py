@@ -104,6 +104,7 @@ def test_all_of_optax_is_found():
     assert not {"chain", "scale_by_learning_rate"} & set(optax_optimizers())
 
 
+@pytest.mark.long
 def test_another_optimizer_trains_near_storage_as_in_memory(run, losses, tmp_path):
     words = ("--optimizer", "adamax", "--learning-rate", "0.01", "--steps", 6)
     words += ("--optimizer-args", "b1=0.8", "eps=1e-6")
@@ -133,8 +134,13 @@ RUN = ("--steps", 20, "--schedule", "cosine", "--warmup-steps", 5)
     "words",
     [
         ("--optimizer", "adamw"),
-        ("--optimizer", "adamw", "--clip-norm", 0),
-        ("--optimizer", "sgd", "--learning-rate", "0.1", "--momentum", 0),
+        *(
+            pytest.param(words, marks=pytest.mark.long)
+            for words in [
+                ("--optimizer", "adamw", "--clip-norm", 0),
+                ("--optimizer", "sgd", "--learning-rate", "0.1", "--momentum", 0),
+            ]
+        ),
     ],
     ids=lambda words: " ".join(map(str, words)),
 )
