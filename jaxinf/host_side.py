@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
-import jax
 import numpy as np
 
 from jaxinf.callback import Host
@@ -291,29 +290,24 @@ class HostSide:
 
     def start_leaf(
         self,
-        result: jax.ShapeDtypeStruct,
-        description: StoreDescription,
         number: int,
-        num_scalars: int,
-        has_params: bool,
-        sent: Sent | None,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        update: Host,
         outs: Sequence[Array],
         coordinates: Array,
         *arguments: Array,
     ) -> None:
-        """Callback: as `update_leaf`, but returns when the gradient is taken.
+        """Callback: begins an update, and returns when its gradient is taken.
 
-        `result` is what will come of it. Results: a status, always `FINITE`.
+        `update` is `update_leaf` with what it needs beside the callback's arguments;
+        its result will have this shape and dtype. Results: a status, always `FINITE`.
         """
-        own = (np.empty(result.shape, result.dtype), np.empty((), np.int32))
-        update = partial(
-            self.update_leaf,
-            description, number, num_scalars, has_params, sent, own, coordinates,
-        )  # fmt: skip
+        own = (np.empty(shape, dtype), np.empty((), np.int32))
         self._started.start(
             (number, *coordinates.tolist()),
             own,
-            partial(update, *arguments),
+            partial(update, own, coordinates, *arguments),
             sum(argument.nbytes for argument in arguments),
         )
         outs[0][...] = FINITE

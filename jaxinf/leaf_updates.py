@@ -175,10 +175,15 @@ class _Leaf:
         def call(
             sent: Sent | None, arrays: Sequence[jax.Array], prepare: Prepare | None
         ) -> tuple[jax.Array | None, jax.Array, list[jax.Array]]:
-            about = (self._description, self._number, num_scalars, has_params, sent)
-            host = partial(self._host.update_leaf, *about)
+            host: Host = partial(
+                self._host.update_leaf,
+                self._description, self._number, num_scalars, has_params, sent,
+            )  # fmt: skip
             if not waits:
-                host = partial(self._host.start_leaf, self._local_result, *about)
+                own = self._local_result
+                host = partial(
+                    self._host.start_leaf, self._number, own.shape, own.dtype, host
+                )
             return call_on_shards(
                 self._guarded(host),
                 self._sharding,

@@ -46,7 +46,7 @@ def load_cached(source: str, level: str, compiler: str) -> Callable[..., int]:
     Raises:
       CompilerError: The compiler failed.
     """
-    key = toolchain.library_key(source, compiler, level)
+    key = toolchain.key_of_library(source, compiler, level)
     compile_ = functools.partial(_compile, source, level, compiler)
     try:
         path = cached_library(key, compile_)

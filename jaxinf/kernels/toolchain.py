@@ -24,8 +24,8 @@ __all__ = [
     "content_hash",
     "entry_point",
     "find_compiler",
+    "key_of_library",
     "levels",
-    "library_key",
     "prebuilt_library",
     "run_compiler",
 ]
@@ -98,7 +98,7 @@ def prebuilt_library(level: str) -> Path:
     return PREBUILT / f"kernels-{level}.so"
 
 
-def library_key(source: str, compiler: str, level: str) -> str:
+def key_of_library(source: str, compiler: str, level: str) -> str:
     """What identifies a compiled kernel: content, compiler and flags."""
     path = os.path.realpath(compiler)
     status = os.stat(path)

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 from swemu.build import INCLUDE, RuntimeUnavailable, build_xclbin, check_packages
-from swemu.library import write_glue
+from swemu.glue import write_glue
 from swemu.table import Kernel, registers, units
 from swemu.xclbin import metadata, write_xclbin
 

@@ -101,14 +101,7 @@ class BlockCodec {
   }
 
   static JAXINF_INLINE F32 uniform(U32 counter, Word key) {
-    U32 x = counter ^ key;
-    x ^= x >> 16;
-    x *= 0x7feb352du;
-    x ^= x >> 15;
-    x += key;
-    x *= 0x846ca68bu;
-    x ^= x >> 16;
-    return L::f32((I32)(x & 0xffffu)) * (1.0f / 65536.0f);
+    return L::f32((I32)random_bits(counter, key)) * (1.0f / 65536.0f);
   }
 
   template <int top, int decades>

@@ -41,9 +41,11 @@ constexpr CodeTables code_tables{};
 
 inline float magnitude(float x) { return x < 0.0f ? -x : x; }
 
-// 16 random bits of a counter: two rounds of a multiply-xorshift hash.
-inline std::uint32_t random_bits(std::uint32_t counter, std::uint32_t key) {
-  std::uint32_t x = counter ^ key;
+// 16 random bits of a counter: two rounds of a multiply-xorshift hash. `Counter` is an
+// uint32, or several side by side.
+template <class Counter>
+inline Counter random_bits(Counter counter, std::uint32_t key) {
+  Counter x = counter ^ key;
   x ^= x >> 16;
   x *= 0x7feb352du;
   x ^= x >> 15;

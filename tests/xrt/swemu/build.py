@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from .library import write_glue
+from .glue import write_glue
 from .table import Unit
 from .xclbin import PLATFORM, write_xclbin
 
