@@ -1,0 +1,127 @@
+"""What a kernel does block by block beside the update: int8 codes and checksums.
+
+The headers are compiled by themselves, each way that they have, whatever this processor
+would choose.
+"""
+
+import ctypes
+import subprocess
+
+import numpy as np
+import pytest
+
+from jaxinf.io import crc32c
+from jaxinf.kernels import toolchain
+from jaxinf.kernels.codecs import decode_int8, encode_int8
+
+SOURCE = """
+#include "shell.hpp"
+#include <algorithm>
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+EXPORTED void encode(const float* x, long num, unsigned first, unsigned key,
+                       unsigned char* codes, float* scales) {
+  const jaxinf::FlushToZero section;
+  jaxinf::encode_blocks(x, 0, num, first, key, codes, scales);
+}
+EXPORTED void decode(const unsigned char* codes, const float* scales, long num,
+                       float* x) {
+  const jaxinf::FlushToZero section;
+  jaxinf::decode_blocks(codes, scales, 0, num, x);
+}
+// Three arrays, each of so many bytes, `step` at a time.
+EXPORTED void sums(const unsigned char* data, const long* num_bytes, long step,
+                     int folds, unsigned* sums) {
+  jaxinf::Sum own[3];
+  const long longest = std::max({num_bytes[0], num_bytes[1], num_bytes[2]});
+  for (long at = 0; at < longest; at += step) {
+    jaxinf::Span spans[3];
+    int num = 0;
+    for (int k = 0; k < 3; ++k)
+      if (at < num_bytes[k])
+        spans[num++] = {data + at, std::min(step, num_bytes[k] - at), own + k};
+    if (folds) {
+      jaxinf::add_to_sums(spans, num);
+    } else {
+      if (num == 3) jaxinf::add_side_by_side<3>(spans);
+      if (num == 2) jaxinf::add_side_by_side<2>(spans);
+      if (num == 1) jaxinf::add_side_by_side<1>(spans);
+    }
+  }
+  for (int k = 0; k < 3; ++k) sums[k] = jaxinf::finished(own[k]);
+}
+EXPORTED int can_fold() { return jaxinf::can_fold(); }
+"""
+
+
+@pytest.fixture(scope="module", params=toolchain.levels())
+def library(request, tmp_path_factory):
+    compiler = toolchain.find_compiler()
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    place = tmp_path_factory.mktemp("passes")
+    source, output = place / "passes.cpp", place / "passes.so"
+    source.write_text(SOURCE)
+    command = toolchain.command(compiler, request.param)
+    subprocess.run([*command, str(source), "-o", str(output)], check=True)
+    return ctypes.CDLL(str(output))
+
+
+def pointer(array):
+    return array.ctypes.data_as(ctypes.c_void_p)
+
+
+def numbers(rng, kind):
+    """Of any length and many magnitudes; what is denormal is zero."""
+    num = int(rng.integers(1, 1200))
+    exponents = rng.integers(-12, 3, num) + rng.integers(-20, 20)
+    x = (rng.standard_normal(num) * 10.0**exponents).astype(np.float32)
+    if kind == "positive":
+        x = np.abs(x)
+    elif kind == "zeros":
+        x[rng.integers(0, num, 5)], x[rng.integers(0, num, 5)] = 0.0, -0.0
+    elif kind == "no number":
+        odd = [np.nan, np.inf, -np.inf, 2.0**126, -(2.0**126), 2.0**127]
+        x[rng.integers(0, num)] = rng.choice(odd)
+    elif kind == "nothing":
+        x[:] = 0
+    x[np.abs(x) < np.finfo(np.float32).tiny] = 0
+    return x
+
+
+@pytest.mark.parametrize("kind", ["any", "positive", "zeros", "no number", "nothing"])
+def test_int8_blocks_have_numpys_bits(library, kind):
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        x = numbers(rng, kind)
+        first, key = (int(n) for n in rng.integers(0, 2**32, 2))
+        codes = np.empty((2, x.size), np.uint8)
+        expected, found = (np.empty(-(-x.size // 256), np.float32) for _ in range(2))
+        encode_int8(x, codes[0], expected, key, first)
+        library.encode(
+            pointer(x), ctypes.c_long(x.size), ctypes.c_uint(first),
+            ctypes.c_uint(key), pointer(codes[1]), pointer(found),
+        )  # fmt: skip
+        np.testing.assert_array_equal(codes[1], codes[0])
+        np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
+        back = np.empty_like(x)
+        library.decode(
+            pointer(codes[0]), pointer(found), ctypes.c_long(x.size), pointer(back)
+        )
+        np.testing.assert_array_equal(back, decode_int8(codes[0], found))
+
+
+@pytest.mark.parametrize("folds", [False, True])
+@pytest.mark.parametrize("step", [8, 512, 2048, 10_000])
+@pytest.mark.parametrize(
+    "lengths", [(0, 1, 7), (255, 256, 257), (4096, 512, 8), (9999, 2048, 5000)]
+)
+def test_checksums_are_the_librarys(library, folds, step, lengths):
+    if folds and not library.can_fold():
+        pytest.skip("this processor has no VPCLMULQDQ")
+    data = np.random.default_rng(1).integers(0, 256, 10_000, np.uint8)
+    found, num = np.empty(3, np.uint32), np.array(lengths, np.int64)
+    library.sums(
+        pointer(data), pointer(num), ctypes.c_long(step), int(folds), pointer(found)
+    )
+    assert found.tolist() == [crc32c(data[:n]) for n in lengths]
