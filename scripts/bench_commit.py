@@ -41,11 +41,11 @@ def last_commit_s(rig):
     return metrics.commit_s
 
 
-def measure_steps(place, num_params, repetitions):
-    """Seconds a step and a commit, by configuration."""
+def measure_steps(place, num_params, repetitions, names):
+    """Seconds a step and a commit, by configuration; the first is compared with."""
     rigs = {
-        name: UpdateRig(place / str(number), num_params, **options)
-        for number, (name, options) in enumerate(CONFIGURATIONS.items())
+        name: UpdateRig(place / str(number), num_params, **CONFIGURATIONS[name])
+        for number, name in enumerate(dict.fromkeys(["step", *names]))
     }
     times = {name: [] for name in rigs}
     commits = {name: [] for name in rigs}
@@ -98,11 +98,20 @@ def measure_checkpoints(place, num_params, repetitions):
 
 
 def main():
-    """Prints one JSON line."""
+    """Prints the figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--store", type=Path, required=True, metavar="DIR")
     parser.add_argument("--params", type=float, default=100e6)
     parser.add_argument("--reps", type=int, default=3)
+    parser.add_argument(
+        "--configurations",
+        nargs="+",
+        choices=[*CONFIGURATIONS],
+        default=[*CONFIGURATIONS],
+        metavar="NAME",
+        help=f"beside step: {', '.join(list(CONFIGURATIONS)[1:])}",
+    )
+    parser.add_argument("--no-checkpoints", action="store_true")
     arguments = parser.parse_args()
     arguments.store.mkdir(parents=True, exist_ok=True)
     place = Path(tempfile.mkdtemp(dir=arguments.store, prefix="bench-commit-"))
@@ -110,12 +119,15 @@ def main():
         num_params = int(arguments.params)
         result = {
             "params": num_params,
-            "durability": measure_steps(place, num_params, arguments.reps),
-            "checkpoints": {
+            "durability": measure_steps(
+                place, num_params, arguments.reps, arguments.configurations
+            ),
+        }
+        if not arguments.no_checkpoints:
+            result["checkpoints"] = {
                 size: measure_checkpoints(place, size, arguments.reps)
                 for size in (10_000_000, 2 * num_params)
-            },
-        }
+            }
     finally:
         shutil.rmtree(place)
     print(json.dumps(result, indent=1))
