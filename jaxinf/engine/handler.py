@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxinf.csd import Csd, CsdBuffer
+from jaxinf.engine import pace
 from jaxinf.engine.chunks import ChunkTable
 from jaxinf.engine.failure import Failure, closed_error
-from jaxinf.engine.pace import Pace
 from jaxinf.engine.tasks import SubgroupLayout, Task, TaskGroup
 from jaxinf.engine.timeline import Timeline
 from jaxinf.errors import StoreError
@@ -94,7 +94,7 @@ class TransferHandler:
         self._num_memories = len({id(csd.memory) for csd in csds})
         self._failure = failure
         self._timeline = timeline or Timeline()
-        self._pace = Pace(directory.manifest.csds or [str(directory.path)])
+        self._pace = pace.Pace(directory.manifest.csds or [str(directory.path)])
         self._changed = threading.Condition()
         self._queue: deque[Task] = deque()
         self._ahead_due: dict[Subgroup, Task] = {}
@@ -195,7 +195,7 @@ class TransferHandler:
 
     def _wait_for(self, predicate: Callable[[], bool]) -> None:
         """Waits until it holds; says from time to time which CSD it waits for."""
-        while not self._changed.wait_for(predicate, self._pace.patience_s):
+        while not self._changed.wait_for(predicate, pace.OVERDUE_S):
             self._pace.report_overdue()
 
     def _is_over(self) -> bool:

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-__all__ = ["Pace"]
+__all__ = ["OVERDUE_S", "Pace"]
 
 _LOG = logging.getLogger("jaxinf")
 
@@ -23,7 +23,8 @@ _MIN_SECONDS = 0.01
 _MIN_BYTES = 1 << 20
 """What a shorter request counts for: its time does not depend on its length."""
 
-_OVERDUE_S = 60.0
+OVERDUE_S = 60.0
+"""How long a request may take before it is spoken of."""
 
 _KINDS = {"read": "a read", "write": "a write", "update": "an update"}
 
@@ -95,7 +96,7 @@ class Pace:
         with self._guard:
             under_way = list(self._under_way.values())
         for csd, kind, began_s in under_way:
-            if now_s - began_s >= _OVERDUE_S:
+            if now_s - began_s >= OVERDUE_S:
                 _LOG.warning(
                     "CSD root %s: %s has not come back for %.0f s; still waiting. "
                     "See the kernel's log (dmesg) for the drive; the last committed "
@@ -104,8 +105,3 @@ class Pace:
                     _KINDS[kind],
                     now_s - began_s,
                 )
-
-    @property
-    def patience_s(self) -> float:
-        """How long to wait before `report_overdue`."""
-        return _OVERDUE_S

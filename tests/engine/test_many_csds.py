@@ -103,7 +103,7 @@ def test_a_slow_drive_is_named_once(driver, caplog):
 
 
 def test_a_request_that_does_not_come_back_is_named(driver, caplog, monkeypatch):
-    monkeypatch.setattr(pace, "_OVERDUE_S", 0.1)
+    monkeypatch.setattr(pace, "OVERDUE_S", 0.1)
     driver.store.wait()
     gate = threading.Event()
     blocked = unit_of(driver, 2).submit(gate.wait)
