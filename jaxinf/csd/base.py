@@ -263,6 +263,11 @@ class CsdFleet(Protocol):
         """What buffers that are lent now take."""
         ...
 
+    @property
+    def num_kernels(self) -> int:
+        """How many updates are worth running at once; a CSD may let fewer."""
+        ...
+
     def check(self, needs: Sequence[KernelNeed]) -> None:
         """Refuses what a CSD of this kind cannot do, before anything is written.
 

@@ -40,14 +40,18 @@ _EXAMPLE = "jaxinf_adam_f32_update_f32"
 
 
 def open_emulated(
-    roots: Sequence[Path], memory_bytes: int, meters: ByteMeters, rates: CsdRates
+    roots: Sequence[Path],
+    memory_bytes: int,
+    meters: ByteMeters,
+    rates: CsdRates,
+    num_buffers: int | None = None,
 ) -> CardFleet:
     """A card a root; `rates` hold up drives, cards and the link that they share."""
     runtime = EmulatedXrt()
     cards = [XrtCard(runtime, n, Path(ANY_KERNEL)) for n in range(len(roots))]
     link = Channel(rates.link)
     channels = [DriveChannels.of(rates, link) for _ in roots]
-    return EmulatedFleet("emulated", cards, memory_bytes, meters, channels)
+    return EmulatedFleet("emulated", cards, memory_bytes, meters, channels, num_buffers)
 
 
 class EmulatedFleet(CardFleet):

@@ -60,6 +60,11 @@ class HostFleet:
         """What buffers that are lent now take."""
         return self._pool.used_bytes
 
+    @property
+    def num_kernels(self) -> int:
+        """One a core."""
+        return self._processor.num_cores
+
     def check(self, needs: Sequence[KernelNeed]) -> None:
         """Every kernel runs on a CPU, in NumPy where there is no compiler."""
 
@@ -89,12 +94,15 @@ class Processor:
     Those of fp32 state wait for the memory, of which one kernel takes much: half the
     cores, and the drive, JAX and the program have the others. Coding and decoding is
     computing: every core helps.
+
+    Attributes:
+      num_cores: that this process may use.
     """
 
     def __init__(self) -> None:
-        num_cores = len(os.sched_getaffinity(0))
-        self._passing = threading.BoundedSemaphore(max(1, num_cores // 2))
-        self._coding = threading.BoundedSemaphore(num_cores)
+        self.num_cores = len(os.sched_getaffinity(0))
+        self._passing = threading.BoundedSemaphore(max(1, self.num_cores // 2))
+        self._coding = threading.BoundedSemaphore(self.num_cores)
 
     def kernel(self, extents: Sequence[Extent]) -> threading.Semaphore:
         """What a kernel over such states holds while it runs."""

@@ -30,12 +30,14 @@ class CsdSpec:
     Attributes:
       kind: one of `CSD_KINDS`.
       rates: what the host's drives or emulated cards are held up to.
+      num_buffers: subgroups that an emulated card holds; None for as many as fit.
       xclbin: the file with the kernels of real cards.
       num_devices: where cards cannot be listed: how many XRT has, by index.
     """
 
     kind: str
     rates: CsdRates = field(default_factory=CsdRates)
+    num_buffers: int | None = None
     xclbin: Path | None = None
     num_devices: int | None = None
 
@@ -57,7 +59,8 @@ def parse_csd(text: str, environ: Mapping[str, str] = os.environ) -> CsdSpec:
     """Reads what a user gave: ``kind`` or ``kind:name=value,name=value``.
 
     Options of ``host`` and ``emulated`` are bandwidths, see `CsdRates`: for example
-    ``emulated:drive=1.5GB/s,link=3GB/s``. Those of ``smartssd`` are ``xclbin`` and
+    ``emulated:drive=1.5GB/s,link=3GB/s``. ``emulated`` has ``buffers``, too: how many
+    subgroups a card holds at once. Options of ``smartssd`` are ``xclbin`` and
     ``devices``, for which the environment has JAXINF_XCLBIN and JAXINF_XRT_DEVICES.
 
     Raises:
@@ -73,8 +76,11 @@ def parse_csd(text: str, environ: Mapping[str, str] = os.environ) -> CsdSpec:
         name, _, value = option.partition("=")
         options[name.strip()] = value.strip()
     try:
-        if kind != "smartssd":
+        if kind == "host":
             return CsdSpec(kind, parse_rates(options))
+        if kind == "emulated":
+            num_buffers = _count(options.pop("buffers", ""), "buffers", "subgroups")
+            return CsdSpec(kind, parse_rates(options), num_buffers)
         return _card_spec(options, environ)
     except ValueError as error:
         raise ValueError(f"csd={text!r}: {error}") from error
@@ -86,15 +92,20 @@ def _card_spec(options: Mapping[str, str], environ: Mapping[str, str]) -> CsdSpe
             raise ValueError(f"{name}: expected one of {', '.join(_CARD_OPTIONS)}")
     values = {n: environ[v] for n, v in _CARD_OPTIONS.items() if environ.get(v)}
     values |= options
-    count = values.get("devices", "")
-    if count and not (count.isdecimal() and int(count)):
-        raise ValueError(f"devices={count}: expected a number of devices")
     xclbin = values.get("xclbin")
     return CsdSpec(
         "smartssd",
         xclbin=None if xclbin is None else Path(xclbin).expanduser().absolute(),
-        num_devices=int(count) if count else None,
+        num_devices=_count(values.get("devices", ""), "devices", "devices"),
     )
+
+
+def _count(text: str, name: str, what: str) -> int | None:
+    if not text:
+        return None
+    if not (text.isdecimal() and int(text)):
+        raise ValueError(f"{name}={text}: expected a number of {what}")
+    return int(text)
 
 
 def open_csds(
@@ -126,7 +137,7 @@ def _open_emulated(
 ) -> CsdFleet:
     from jaxinf.csd.emulated import open_emulated
 
-    return open_emulated(roots, memory_bytes, meters, spec.rates)
+    return open_emulated(roots, memory_bytes, meters, spec.rates, spec.num_buffers)
 
 
 def _open_smartssd(

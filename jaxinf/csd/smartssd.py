@@ -96,6 +96,7 @@ class CardFleet:
       memory_bytes: of each card's memory, for state.
       meters: counts the drives' bytes.
       channels: of each CSD; none hold anything up by default.
+      num_buffers: of each card: subgroups at once; None for as many as fit.
     """
 
     def __init__(
@@ -105,8 +106,10 @@ class CardFleet:
         memory_bytes: int,
         meters: ByteMeters,
         channels: Sequence[DriveChannels] | None = None,
+        num_buffers: int | None = None,
     ) -> None:
         self._kind = kind
+        self._num_buffers = num_buffers
         self._cards = cards
         self._memory_bytes = memory_bytes
         self._meters = meters
@@ -122,6 +125,11 @@ class CardFleet:
     def used_bytes(self) -> int:
         """What state takes now, of all cards."""
         return sum(memory.used_bytes for memory in self._memories)
+
+    @property
+    def num_kernels(self) -> int:
+        """Two a card: one computes while another's gradient or result is sent."""
+        return 2 * len(self._cards)
 
     def check(self, needs: Sequence[KernelNeed]) -> None:
         """Finds a kernel for every leaf, on every card.
@@ -183,8 +191,11 @@ class CardFleet:
         self, directories: Sequence[Path], buffer_bytes: int, num_elements: int
     ) -> "Sequence[CardCsd]":
         """One card a directory."""
+        limit_bytes = self._memory_bytes
+        if self._num_buffers is not None:
+            limit_bytes = min(limit_bytes, self._num_buffers * buffer_bytes)
         self._memories = [
-            CardMemory(card, buffer_bytes, num_elements, self._memory_bytes)
+            CardMemory(card, buffer_bytes, num_elements, limit_bytes)
             for card in self._cards
         ]
         pairs = zip(self._memories, directories, self._channels, strict=True)

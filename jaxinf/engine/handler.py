@@ -1,69 +1,95 @@
 """The transfer handler: subgroups stream through a fixed memory, reads beside writes.
 
-            prefetch ──► loaded ──┐
-                                  ├─► compute ─► store ─► memory back
-    submit ──► (load if needed) ──┘       └► the submitter goes on
+    prefetch ──► load ──► ahead ─┐
+                                 ├─► compute ──► write state by state ──► memory back
+    submit ────► load ───────────┘      └► the submitter goes on
+
+A worker does one unit of this at a time, whichever can be done. Some move bytes and
+others compute, each up to a number: neither keeps the drive or the processors waiting.
 
 Invariant: state passes only through buffers of the CSDs' budget, and its checksums are
-taken as it passes. The first error stops everything: no later task starts, and
+taken as it passes. The first error stops everything: no later unit starts, and
 everybody who waits gets that very exception.
 """
 
 import contextlib
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 from jaxinf.csd import Csd, CsdBuffer
 from jaxinf.engine import pace
 from jaxinf.engine.chunks import ChunkTable
 from jaxinf.engine.failure import Failure, closed_error
-from jaxinf.engine.tasks import SubgroupLayout, Task, TaskGroup
+from jaxinf.engine.tasks import Task, TaskGroup
 from jaxinf.engine.timeline import Timeline
+from jaxinf.engine.units import Loads, Units
 from jaxinf.errors import StoreError
-from jaxinf.io import crc32c
 from jaxinf.layout import Subgroup
-from jaxinf.store import Slot, StoreDirectory
+from jaxinf.store import StoreDirectory
 
 __all__ = ["TransferHandler"]
 
-
-@dataclass(eq=False)
-class _Prefetched:
-    """A subgroup whose load has begun before its task came.
-
-    Attributes:
-      task: whose loads it does.
-      buffer: where.
-      is_loading, is_loaded: how far it is.
-      unchecked: the states that it has loaded and whose checksum is not known yet.
-    """
-
-    task: Task
-    buffer: CsdBuffer
-    is_loading: bool = True
-    is_loaded: bool = False
-    unchecked: tuple[tuple[int, Slot], ...] = ()
+_LITTLE_BYTES = 1 << 20
+"""Writes of less than this are done together: to hand one over takes as long."""
 
 
 @dataclass(eq=False)
-class _Work:
-    """What a worker does next: load ahead, or run a task.
+class _Held:
+    """A subgroup that has memory.
 
     Attributes:
-      task: what to run, or to load for.
+      task: whose loads it has or gets: a submitted one, or one to come.
       buffer: where.
-      ahead: the prefetch that this is; None to run the task.
-      loaded: the states that a prefetch has put into the buffer.
+      loaded: the states that are there as the drive has them.
       unchecked: those of them whose checksum is not known yet.
+      to_write: the states that nobody has begun to write.
+      num_writing: those that somebody is writing.
     """
 
     task: Task
     buffer: CsdBuffer
-    ahead: _Prefetched | None = None
-    loaded: tuple[tuple[int, Slot], ...] = ()
-    unchecked: tuple[tuple[int, Slot], ...] = ()
+    loaded: Loads = ()
+    unchecked: Loads = ()
+    to_write: deque[int] = field(default_factory=deque)
+    num_writing: int = 0
+
+    @property
+    def missing(self) -> Loads:
+        """What the task loads and is not there."""
+        return tuple(load for load in self.task.loads if load not in self.loaded)
+
+
+@dataclass
+class _Limit:
+    """How many units of a kind may be under way.
+
+    Attributes:
+      most: that many.
+      num: are.
+    """
+
+    most: int
+    num: int = 0
+
+    @property
+    def is_reached(self) -> bool:
+        return self.num >= self.most
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """What a worker does next.
+
+    Attributes:
+      limit: that it counts for.
+      perform: does it.
+    """
+
+    limit: _Limit
+    perform: Callable[[], None]
 
 
 class TransferHandler:
@@ -73,7 +99,8 @@ class TransferHandler:
       directory: where the chunk files are.
       chunks: which slots to read and write, and the checksums.
       csds: the store's CSDs, by number.
-      num_workers: threads; each carries a task from load to store.
+      num_workers: requests that move bytes at once.
+      num_kernels: tasks that compute at once; CSDs may let fewer.
       failure: what a task's error is put into; once it is set, nothing more is done.
       timeline: where the workers note what they do.
     """
@@ -85,32 +112,40 @@ class TransferHandler:
         csds: Sequence[Csd],
         *,
         num_workers: int,
+        num_kernels: int,
         failure: Failure,
         timeline: Timeline | None = None,
     ) -> None:
-        self._directory = directory
-        self._chunks = chunks
+        self._path = directory.path
         self._csds = csds
         self._num_memories = len({id(csd.memory) for csd in csds})
         self._failure = failure
-        self._timeline = timeline or Timeline()
         self._pace = pace.Pace(directory.manifest.csds or [str(directory.path)])
-        self._changed = threading.Condition()
-        self._queue: deque[Task] = deque()
+        self._units = Units(directory, chunks, csds, self._pace, timeline or Timeline())
+        guard = threading.RLock()
+        self._to_do = threading.Condition(guard)  # workers wait for it
+        self._done = threading.Condition(guard)  # everybody else
+        self._moving, self._computing = _Limit(num_workers), _Limit(num_kernels)
+        self._queue: deque[Task] = deque()  # submitted; nobody has begun with them
         self._ahead_due: dict[Subgroup, Task] = {}
-        self._ahead: dict[Subgroup, _Prefetched] = {}
+        self._ahead: dict[Subgroup, _Held] = {}
+        self._num_loading_ahead = 0
+        self._loaded: deque[_Held] = deque()
+        self._computed: deque[_Held] = deque()
+        self._held: set[_Held] = set()
+        self._num_busy: Counter[int] = Counter()  # of what is held, by memory
         self._num_unfinished = 0
-        self._num_running: Counter[int] = Counter()  # by memory
         self._is_closing = False
         failure.listen(self._stop)
         self._workers: list[threading.Thread] = []
+        num_threads = num_workers + num_kernels
         try:
-            for number in range(num_workers):
+            for number in range(num_threads):
                 self._start(f"jaxinf-{number}")
         except RuntimeError as error:
             self.close()
             raise StoreError(
-                f"{directory.path}: expected to start {num_workers} worker threads, "
+                f"{directory.path}: expected to start {num_threads} worker threads, "
                 f"found no room for another after {len(self._workers)} ({error}); "
                 "raise the limit (ulimit -u, the cgroup's pids.max), or give fewer "
                 "num_workers"
@@ -134,13 +169,14 @@ class TransferHandler:
           StoreClosedError: the handler was closed before they had.
         """
         group = TaskGroup(num_waiting=len(tasks))
-        with self._changed:
+        with self._done:
             self._check_done(not self._is_closing)
             for task in tasks:
                 task.group = group
                 self._queue.append(task)
+                self._ahead_due.pop(task.layout.subgroup, None)
             self._num_unfinished += len(tasks)
-            self._changed.notify_all()
+            self._to_do.notify()
             try:
                 self._wait_for(
                     lambda: (
@@ -158,7 +194,7 @@ class TransferHandler:
         """Waits until no task of a group computes, however often it is interrupted."""
         while group.num_running:
             with contextlib.suppress(KeyboardInterrupt):
-                self._changed.wait_for(lambda: not group.num_running)
+                self._done.wait_for(lambda: not group.num_running)
 
     def prefetch(self, tasks: Sequence[Task]) -> None:
         """Loads what these tasks will load, in this order, as far as memory reaches.
@@ -166,10 +202,10 @@ class TransferHandler:
         Their `compute` is not called. A later task on the same subgroup finds there
         what it would load. Earlier prefetches that nobody used are dropped.
         """
-        with self._changed:
+        with self._done:
             self._drop_ahead()
             self._ahead_due.update({t.layout.subgroup: t for t in tasks if t.loads})
-            self._changed.notify_all()
+            self._to_do.notify()
 
     def drain(self) -> None:
         """Blocks until every submitted task has stored (not: durably).
@@ -177,25 +213,29 @@ class TransferHandler:
         Raises:
           BaseException: as `run`.
         """
-        with self._changed:
+        with self._done:
             self._wait_for(lambda: not self._num_unfinished or self._is_over())
             self._check_done(not self._num_unfinished)
         self._pace.end_round()
 
     def close(self) -> None:
-        """Stops the workers, each after the task it has in hand; idempotent."""
-        with self._changed:
+        """Stops the workers, each after the unit it has in hand; idempotent."""
+        with self._done:
             self._is_closing = True
             self._queue.clear()
-            self._changed.notify_all()
+            self._to_do.notify_all()
+            self._done.notify_all()
         for worker in self._workers:
             worker.join()
-        with self._changed:
-            self._drop_ahead()
+        with self._done:
+            self._ahead_due.clear()
+            self._ahead.clear()
+            while self._held:
+                self._held.pop().buffer.release()
 
     def _wait_for(self, predicate: Callable[[], bool]) -> None:
         """Waits until it holds; says from time to time which CSD it waits for."""
-        while not self._changed.wait_for(predicate, pace.OVERDUE_S):
+        while not self._done.wait_for(predicate, pace.OVERDUE_S):
             self._pace.report_overdue()
 
     def _is_over(self) -> bool:
@@ -204,94 +244,142 @@ class TransferHandler:
     def _check_done(self, is_done: bool) -> None:
         self._failure.check()
         if not is_done:
-            raise closed_error(self._directory.path)
+            raise closed_error(self._path)
 
-    # --- the workers ---------------------------------------------------------------
+    def _stop(self) -> None:
+        """After a failure: what has not begun never will."""
+        with self._done:
+            self._queue.clear()
+            self._ahead_due.clear()
+            self._loaded.clear()
+            self._computed.clear()
+            self._to_do.notify_all()
+            self._done.notify_all()
+
+    # --- what to do next -----------------------------------------------------------
 
     def _work(self) -> None:
         while True:
             try:
-                with self._changed:
-                    work = self._next_work()
-                    if work is None:
+                with self._to_do:
+                    unit = self._next()
+                    if unit is None:
                         return
-                    memory = self._memory(work.task)
-                    self._num_running[memory] += 1
-                    work.task.group.num_running += 1
+                    unit.limit.num += 1
+                    if not (self._moving.is_reached and self._computing.is_reached):
+                        self._to_do.notify()  # there may be more
             except BaseException as error:  # of a CSD's `acquire`
                 self._failure.set(error)
                 continue
             try:
-                self._perform(work)
+                unit.perform()
             except BaseException as error:
                 self._failure.set(error)
-            finally:
-                with self._changed:
-                    self._num_running[memory] -= 1
-                    self._changed.notify_all()
+            with self._to_do:
+                unit.limit.num -= 1
 
-    def _next_work(self) -> _Work | None:
+    def _next(self) -> _Unit | None:
+        """Blocks until there is something to do; None once the handler is closing."""
         while not self._is_closing:
             if self._failure.error is None:
-                work = self._pick_task() or self._pick_ahead()
-                if work is not None:
-                    return work
-            self._changed.wait()
+                unit = self._pick()
+                if unit is not None:
+                    return unit
+            self._to_do.wait()
         return None
 
-    def _pick_task(self) -> _Work | None:
-        """The first task that can go on: its state is loaded, or there is memory."""
+    def _pick(self) -> _Unit | None:
+        unit = None
+        if not self._computing.is_reached:
+            unit = self._pick_loaded()
+        if unit is None and not self._moving.is_reached:
+            unit = self._pick_computed() or self._pick_queued()
+        return unit
+
+    def _pick_loaded(self) -> _Unit | None:
+        """Something to compute with: loaded for a task, or ahead of it."""
+        held = self._loaded.popleft() if self._loaded else self._take_ahead()
+        if held is None:
+            return None
+        held.task.group.num_running += 1
+        return _Unit(self._computing, partial(self._compute, held))
+
+    def _take_ahead(self) -> _Held | None:
+        """What was loaded ahead and is all that a queued task wants."""
+        if not self._ahead:
+            return None
+        for position, task in enumerate(self._queue):
+            ahead = self._ahead.get(task.layout.subgroup)
+            if ahead is not None and set(task.loads) <= set(ahead.loaded):
+                return self._claim(position)
+        return None
+
+    def _claim(self, position: int) -> _Held:
+        """A queued task gets what was loaded ahead for it, whatever that is."""
+        task = self._queue[position]
+        del self._queue[position]
+        held = self._ahead.pop(task.layout.subgroup)
+        self._num_busy[self._memory(task)] += 1
+        held.task = task
+        return held
+
+    def _pick_computed(self) -> _Unit | None:
+        """Something to write."""
+        if not self._computed:
+            return None
+        held = self._computed[0]
+        states, num_bytes = [], 0
+        while held.to_write and (not states or num_bytes < _LITTLE_BYTES):
+            states.append(held.to_write.popleft())
+            num_bytes += held.task.layout.extents[states[-1]].num_bytes
+        if not held.to_write:
+            self._computed.popleft()
+        held.num_writing += len(states)
+        return _Unit(self._moving, partial(self._write, held, states))
+
+    def _pick_queued(self) -> _Unit | None:
+        """Something to load: for the first task that memory is there for, or ahead."""
         starved: dict[int, int] = {}
         for position, task in enumerate(self._queue):
-            self._ahead_due.pop(task.layout.subgroup, None)
             ahead = self._ahead.get(task.layout.subgroup)
             if ahead is not None:
-                if not ahead.is_loaded:
-                    continue  # a worker is loading it right now
-                del self._ahead[task.layout.subgroup]
-                del self._queue[position]
-                return _Work(
-                    task,
-                    ahead.buffer,
-                    loaded=ahead.task.loads,
-                    unchecked=ahead.unchecked,
-                )
+                if not ahead.loaded or set(task.loads) <= set(ahead.loaded):
+                    continue  # being loaded, or waits to compute
+                return self._loading(self._claim(position))
             memory = self._memory(task)
             if memory not in starved:  # who has waited longest for memory comes first
                 buffer = self._acquire(task)
                 if buffer is not None:
-                    del self._queue[position]
-                    return _Work(task, buffer)
+                    return self._begin(position, buffer)
                 starved[memory] = position
+                if len(starved) == self._num_memories:
+                    break
         for memory, position in starved.items():
-            if not self._num_running[memory]:
-                work = self._make_room(memory, position)
-                if work is not None:
-                    return work
-        return None
+            if not self._num_busy[memory]:
+                return self._make_room(memory, position)
+        return None if starved else self._pick_ahead()
 
-    def _make_room(self, memory: int, position: int) -> _Work | None:
+    def _make_room(self, memory: int, position: int) -> _Unit | None:
         """Takes memory from prefetches, as a last way: no queued task waits for one."""
-        task = self._queue[position]
         held = [s for s, a in self._ahead.items() if self._memory(a.task) == memory]
         while held:
-            self._ahead.pop(held.pop()).buffer.release()
-            buffer = self._acquire(task)
+            given_up = self._ahead.pop(held.pop())
+            self._held.remove(given_up)
+            given_up.buffer.release()
+            buffer = self._acquire(self._queue[position])
             if buffer is not None:
-                del self._queue[position]
-                return _Work(task, buffer)
+                return self._begin(position, buffer)
         return None
 
-    def _memory(self, task: Task) -> int:
-        """What stands for the memory that a task's buffer is taken from."""
-        return id(self._csds[task.layout.subgroup.csd].memory)
+    def _begin(self, position: int, buffer: CsdBuffer) -> _Unit:
+        task = self._queue[position]
+        del self._queue[position]
+        return self._loading(self._hold(task, buffer))
 
-    def _acquire(self, task: Task) -> CsdBuffer | None:
-        return self._csds[task.layout.subgroup.csd].acquire(task.layout.num_bytes)
+    def _loading(self, held: _Held) -> _Unit:
+        return _Unit(self._moving, partial(self._load_queued, held))
 
-    def _pick_ahead(self) -> _Work | None:
-        if self._queue or not self._ahead_due:
-            return None
+    def _pick_ahead(self) -> _Unit | None:
         full: set[int] = set()
         for task in self._ahead_due.values():
             memory = self._memory(task)
@@ -300,9 +388,9 @@ class TransferHandler:
             buffer = self._acquire(task)
             if buffer is not None:
                 del self._ahead_due[task.layout.subgroup]
-                ahead = _Prefetched(task, buffer)
-                self._ahead[task.layout.subgroup] = ahead
-                return _Work(task, buffer, ahead=ahead)
+                held = self._ahead[task.layout.subgroup] = self._hold(task, buffer)
+                self._num_loading_ahead += 1
+                return _Unit(self._moving, partial(self._load_ahead, held))
             full.add(memory)
             if len(full) == self._num_memories:
                 break
@@ -310,116 +398,80 @@ class TransferHandler:
 
     def _drop_ahead(self) -> None:
         self._ahead_due.clear()
-        self._changed.wait_for(
-            lambda: not any(a.is_loading for a in self._ahead.values())
-        )
-        for ahead in self._ahead.values():
-            ahead.buffer.release()
+        self._done.wait_for(lambda: not self._num_loading_ahead)
+        for held in self._ahead.values():
+            self._held.remove(held)
+            held.buffer.release()
         self._ahead.clear()
 
-    def _perform(self, work: _Work) -> None:
-        csd = self._csds[work.task.layout.subgroup.csd]
-        if work.ahead is not None:
-            try:
-                work.ahead.unchecked = self._load(csd, work)
-                work.ahead.is_loaded = True
-            finally:
-                work.ahead.is_loading = False
-            return
-        try:
-            self._compute(csd, work)
-            self._failure.check()
-            self._store(csd, work.task, work.buffer)
-        finally:
-            work.buffer.release()
-        with self._changed:
-            self._num_unfinished -= 1
+    # --- memory --------------------------------------------------------------------
 
-    def _compute(self, csd: Csd, work: _Work) -> None:
-        group = work.task.group
-        num_done = 0
+    def _memory(self, task: Task) -> int:
+        """What stands for the memory that a task's buffer is taken from."""
+        return id(self._csds[task.layout.subgroup.csd].memory)
+
+    def _acquire(self, task: Task) -> CsdBuffer | None:
+        return self._csds[task.layout.subgroup.csd].acquire(task.layout.num_bytes)
+
+    def _hold(self, task: Task, buffer: CsdBuffer) -> _Held:
+        held = _Held(task, buffer)
+        self._held.add(held)
+        self._num_busy[self._memory(task)] += 1
+        return held
+
+    def _release(self, held: _Held) -> None:
+        """The task is done."""
+        self._held.remove(held)
+        held.buffer.release()
+        self._num_busy[self._memory(held.task)] -= 1
+        self._num_unfinished -= 1
+        if not self._num_unfinished:
+            self._done.notify_all()
+
+    # --- the units -----------------------------------------------------------------
+
+    def _load_ahead(self, held: _Held) -> None:
         try:
-            unchecked = work.unchecked + self._load(csd, work)
-            if not work.task.runs_kernel:
-                self._check_on_host(csd, work, unchecked)
-                unchecked = ()
+            held.unchecked = self._units.load(held.task, held.buffer, held.missing)
+            held.loaded = held.task.loads
+        finally:
+            with self._done:
+                self._num_loading_ahead -= 1
+                self._num_busy[self._memory(held.task)] -= 1
+                self._done.notify_all()
+
+    def _load_queued(self, held: _Held) -> None:
+        unchecked = self._units.load(held.task, held.buffer, held.missing)
+        with self._done:
+            held.loaded += held.missing
+            held.unchecked += unchecked
+            if self._failure.error is None:
+                self._loaded.append(held)
+
+    def _compute(self, held: _Held) -> None:
+        task, num_done = held.task, 0
+        try:
             self._failure.check()
-            with self._busy("update", work.task.layout):
-                checksums = work.task.compute(csd, work.buffer) or {}
-            self._check_told(work.task, unchecked, checksums)
+            self._units.compute(task, held.buffer, held.unchecked)
             num_done = 1
         finally:
-            with self._changed:
+            group = task.group
+            with self._done:
                 group.num_waiting -= num_done
                 group.num_running -= 1
-                self._changed.notify_all()
+                if not (group.num_waiting and group.num_running):
+                    self._done.notify_all()
+        with self._done:
+            held.to_write.extend(task.stores)
+            if not task.stores:
+                self._release(held)
+            elif self._failure.error is None:
+                self._computed.append(held)
 
-    def _load(self, csd: Csd, work: _Work) -> tuple[tuple[int, Slot], ...]:
-        """Reads what is not there yet; those of it that only the update can check."""
-        layout = work.task.layout
-        unchecked: list[tuple[int, Slot]] = []
-        for state, slot in work.task.loads:
-            if (state, slot) in work.loaded:
-                continue
-            file = self._directory.chunk_file(slot, *layout.place(state))
-            with self._busy("read", layout, layout.extents[state].num_bytes):
-                csd.read(work.buffer, layout.extents[state], file)
-            if self._chunks.is_checked(layout, state):
-                with self._timeline.span("checksum"):
-                    checksum = csd.checksum(work.buffer, layout.extents[state])
-                if checksum is None:
-                    unchecked.append((state, slot))
-                else:
-                    self._chunks.loaded(layout, state, slot, checksum)
-        return tuple(unchecked)
-
-    @contextlib.contextmanager
-    def _busy(
-        self, kind: str, layout: SubgroupLayout, num_bytes: int = 0
-    ) -> Iterator[None]:
-        """Time of a CSD, which may move bytes of its drive in it."""
-        csd = layout.subgroup.csd
-        with self._pace.request(csd, kind, num_bytes), self._timeline.span(kind):
-            yield
-
-    def _check_on_host(
-        self, csd: Csd, work: _Work, states: Sequence[tuple[int, Slot]]
-    ) -> None:
-        """Takes checksums of what the host is about to read itself."""
-        layout = work.task.layout
-        for state, slot in states:
-            with self._timeline.span("checksum"):
-                checksum = crc32c(csd.view(work.buffer, layout.extents[state]))
-            self._chunks.loaded(layout, state, slot, checksum)
-
-    def _check_told(
-        self,
-        task: Task,
-        states: Sequence[tuple[int, Slot]],
-        checksums: Mapping[int, int],
-    ) -> None:
-        """Compares what a kernel says that it read, before anything comes of it."""
-        for state, slot in states:
-            if state in checksums:
-                self._chunks.loaded(task.layout, state, slot, checksums[state])
-            else:  # read ahead, and not used after all
-                assert (state, slot) not in task.loads
-
-    def _store(self, csd: Csd, task: Task, buffer: CsdBuffer) -> None:
-        layout = task.layout
-        for state in task.stores:
-            with self._timeline.span("checksum"):
-                checksum = csd.checksum(buffer, layout.extents[state])
-                if checksum is None:  # no kernel has passed over it
-                    checksum = crc32c(csd.view(buffer, layout.extents[state]))
-            self._chunks.stored(layout, state, checksum)
-            file = self._chunks.prepare_write(layout, state)
-            with self._busy("write", layout, layout.extents[state].num_bytes):
-                csd.write(buffer, layout.extents[state], file)
-
-    def _stop(self) -> None:
-        """After a failure: what has not begun never will."""
-        with self._changed:
-            self._queue.clear()
-            self._ahead_due.clear()
-            self._changed.notify_all()
+    def _write(self, held: _Held, states: Sequence[int]) -> None:
+        for state in states:
+            self._units.write(held.task, held.buffer, state)
+        with self._done:
+            held.num_writing -= len(states)
+            if not held.num_writing and not held.to_write:
+                self._release(held)

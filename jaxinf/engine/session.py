@@ -208,6 +208,7 @@ class Session:
             self._chunks,
             self.csds,
             num_workers=self.options.num_workers,
+            num_kernels=self._fleet.num_kernels,
             failure=self._failure,
             timeline=self.timeline,
         )

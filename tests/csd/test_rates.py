@@ -27,6 +27,8 @@ def test_rates_as_users_write_them():
         ("emulated:link=0GB/s", "link=0GB/s: expected bytes a second above 0"),
         ("emulated:link", "link=: expected bytes a second above 0"),
         ("emulated:link=1GB", "link=1GB: expected bytes"),
+        ("emulated:buffers=0", "buffers=0: expected a number of subgroups"),
+        ("host:buffers=1", "buffers=1: expected one of drive"),
         ("emulate", "csd='emulate': expected one of 'host', 'emulated', 'smartssd'"),
     ],
 )

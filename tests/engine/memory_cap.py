@@ -5,6 +5,7 @@ Under RLIMIT_DATA: the caller's arrays, the budget and 32 MiB. Prints how far it
 
 import resource
 import sys
+import threading
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -23,7 +24,8 @@ def data_bytes():
 
 
 def run(place, num_params, budget_bytes):
-    # The limit counts a thread's stack as the 8 MiB that it may grow to.
+    # The limit counts a thread's stack as what it may grow to, 8 MiB by default.
+    threading.stack_size(1 << 20)
     options = {"memory_bytes": budget_bytes, "chunk_elements": 1 << 22}
     options["num_workers"] = 4
     warm = UpdateRig(place / "warm", 100_000, num_leaves=1, **options)

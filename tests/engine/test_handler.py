@@ -70,6 +70,7 @@ class Rig:
             ChunkTable(self.directory, "a", {}, "never"),
             [self.csd],
             num_workers=num_workers,
+            num_kernels=num_workers,
             failure=self.failure,
         )
         record = self.directory.manifest.leaves[0]
@@ -316,6 +317,9 @@ def test_closing_wakes_who_waits(rig):
     drains = in_thread(item.handler.drain)
     assert item.csd.at_gate.wait(TIMEOUT_S)
     closing = in_thread(item.handler.close)
+    with pytest.raises(StoreClosedError):
+        while True:
+            item.handler.run([])
     item.csd.gate.set()
     assert closing() is None
     assert isinstance(runs(), StoreClosedError)

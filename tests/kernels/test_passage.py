@@ -12,7 +12,7 @@ from jaxinf.io import crc32c
 from jaxinf.kernels import CodedSlot, Passage, compiled, toolchain, trace_update
 from jaxinf.kernels.passage import run_evaluator, stored_arrays
 
-SIZES = [0, 1, 3, 255, 257, 511, 512, 513, 5000, 65_537]
+SIZES = [0, 1, 3, 255, 257, 511, 512, 513, 5000, 65_537, (1 << 18) + 5]
 OPTIMIZERS = {
     "sgd": optax.sgd(0.1),
     "momentum": optax.sgd(0.1, momentum=0.9),
@@ -106,20 +106,28 @@ def test_without_a_wish_nothing_is_told():
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("num", [1, 513, 5000])
-def test_given_params_stand_for_those_in_the_buffer(name, num):
+@pytest.mark.parametrize(
+    ("num", "offset"),  # in elements, of the result's memory from a cache line
+    [(1, 0), (513, 0), (5000, 0), ((1 << 18) + 5, 0), (1 << 18, 1), (1 << 18, 4)],
+)
+def test_given_params_stand_for_those_in_the_buffer(name, num, offset):
     kernel = kernel_of(name)
     for run in runners(kernel):
         plain, given = chunk(kernel, num), chunk(kernel, num)
         run(passage=Passage(), **plain)
         # The caller's params are also where the new ones go.
-        device = given["params"].copy()
+        memory = np.zeros(num + 32, np.float32)
+        first = -(memory.ctypes.data // 4) % 16 + offset
+        device = memory[first : first + num]
+        device[...] = given["params"]
         given["params"][...] = np.nan
         given["out"] = device
         run(passage=Passage(given=device, wants_params=True), **given)
         for left, right in zip(stored(given), stored(plain), strict=True):
             np.testing.assert_array_equal(left, right)
         np.testing.assert_array_equal(device, plain["params"])
+        assert not memory[:first].any()
+        assert not memory[first + num :].any()
 
 
 def test_sixteen_bit_results_are_the_new_params_anyway():

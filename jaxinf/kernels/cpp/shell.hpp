@@ -220,10 +220,11 @@ void remainder(const Body& body, const Block<Body>& block, long start, long num,
   std::memcpy(block.update + start, part.update, bytes);
 }
 
-// Adds a block of the stored arrays to their sums.
+// Adds a block of the stored arrays to their sums. `params_block`: where the params of
+// this block are, which may not be in the array yet.
 template <int num_slots>
-inline void add_block(const Array& params, const Array* slots, long start, long length,
-                      Sum* sums, const std::uint8_t* wanted) {
+inline void add_block(const Array& params, const void* params_block, const Array* slots,
+                      long start, long length, Sum* sums, const std::uint8_t* wanted) {
   Span spans[2 + 2 * num_slots];
   int number = 0, num = 0;
   auto take = [&](const void* data, long offset, long num_bytes) {
@@ -231,21 +232,37 @@ inline void add_block(const Array& params, const Array* slots, long start, long 
       spans[num++] = {(const std::uint8_t*)data + offset, num_bytes, sums + number};
     ++number;
   };
-  auto take_all = [&](const Array& array) {
+  auto take_beside = [&](const Array& array) {
     const std::int32_t dtype = array.dtype;
-    take(array.data, bytes_of(dtype, start), bytes_of(dtype, length));
     if (dtype == int8_blocks)
       take(array.beside, start / code_block * 4,
            (length + code_block - 1) / code_block * 4);
     if (dtype == bfloat16_split)
       take(array.beside, bytes_of(dtype, start), bytes_of(dtype, length));
   };
-  take_all(params);
-  for (int k = 0; k < num_slots; ++k) take_all(slots[k]);
+  take(params_block, 0, bytes_of(params.dtype, length));
+  take_beside(params);
+  for (int k = 0; k < num_slots; ++k) {
+    const std::int32_t dtype = slots[k].dtype;
+    take(slots[k].data, bytes_of(dtype, start), bytes_of(dtype, length));
+    take_beside(slots[k]);
+  }
   add_to_sums(spans, num);
 }
 
 // ---- one chunk
+
+// Chunks from here on have results that leave the caches before anybody reads them.
+constexpr long streamed_elements = 1 << 18;
+
+// Stores past the caches, which would fetch what is overwritten first.
+inline void stream(float* to, const float* from, long num) {
+  const long before = (long)(-(std::uintptr_t)to % 32 / sizeof(float));
+  long i = before < num ? before : num;
+  std::memcpy(to, from, (size_t)i * sizeof(float));
+  for (; i + 8 <= num; i += 8) _mm256_stream_ps(to + i, _mm256_loadu_ps(from + i));
+  std::memcpy(to + i, from + i, (size_t)(num - i) * sizeof(float));
+}
 
 // Not inlined: nothing of it may be moved out of the flush-to-zero section.
 template <class L, template <class> class Kernel>
@@ -266,24 +283,32 @@ __attribute__((noinline)) bool chunk(long num, const Array& gradient,
     sums_after |= wanted_after[k];
   }
   Sum sums[2][2 + 2 * Body::num_slots];  // before and after
+  const bool is_long = num >= streamed_elements;
+  const bool streams_out = is_long && out.dtype == float32;
+  const bool streams_params =
+      is_long && passage.given && params.dtype == float32 && Body::has_update;
   typename L::I32 bad = {};
   for (long start = 0; start < num; start += block_elements) {
     const long length = num - start < block_elements ? num - start : block_elements;
     const size_t num_bytes = (size_t)length * sizeof(float);
+    const long offset = bytes_of(params.dtype, start);
+    void* params_block = (std::uint8_t*)params.data + offset;
     if (passage.given) {
-      const long offset = bytes_of(params.dtype, start);
-      std::memcpy((std::uint8_t*)params.data + offset,
-                  (const std::uint8_t*)passage.given + offset,
+      if (streams_params) params_block = scratch[1];
+      std::memcpy(params_block, (const std::uint8_t*)passage.given + offset,
                   (size_t)bytes_of(params.dtype, length));
     }
     if (sums_before)
-      add_block<Body::num_slots>(params, slots, start, length, sums[0], passage.wanted);
+      add_block<Body::num_slots>(params, params_block, slots, start, length, sums[0],
+                                 passage.wanted);
     Word(*free)[block_elements] = scratch;
     Block<Body> block;
     block.gradient = (const float*)widened(gradient, start, length, *free++);
-    block.params = (float*)widened(params, start, length, *free++);
-    block.update =
-        out.dtype == float32 ? (float*)out.data + start : (float*)*free;
+    block.params = streams_params ? (float*)params_block
+                                  : (float*)widened(params, start, length, *free);
+    ++free;
+    block.update = out.dtype == float32 && !streams_out ? (float*)out.data + start
+                                                        : (float*)*free;
     ++free;
     for (int k = 0; k < Body::num_slots; ++k)
       block.slots[k] = (float*)widened(slots[k], start, length, *free++);
@@ -309,9 +334,13 @@ __attribute__((noinline)) bool chunk(long num, const Array& gradient,
       std::memcpy(block.update, block.params, num_bytes);
     else if (!Body::has_update)
       std::memset(block.update, 0, num_bytes);
+    if (streams_out) stream((float*)out.data + start, block.update, length);
+    if (streams_params) stream((float*)params.data + start, block.params, length);
     if (sums_after)
-      add_block<Body::num_slots>(params, slots, start, length, sums[1], wanted_after);
+      add_block<Body::num_slots>(params, params_block, slots, start, length, sums[1],
+                                 wanted_after);
   }
+  _mm_sfence();
   for (int k = 0; k < 2 * num_stored; ++k)
     passage.sums[k] = finished(sums[k / num_stored][k % num_stored]);
   Word any = 0;
