@@ -76,7 +76,7 @@ class Region {
   }
 
  private:
-  static constexpr std::size_t stack_bytes = 128 << 10;
+  static constexpr std::size_t stack_bytes = 256 << 10;
 
   struct Stage {
     const char* name;

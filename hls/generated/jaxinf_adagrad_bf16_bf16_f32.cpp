@@ -10,6 +10,7 @@ JAXINF_CARD_KERNEL void jaxinf_adagrad_bf16_bf16_f32(
     jaxinf::Wide* params_out,
     const jaxinf::Wide* sum_of_squares_in,
     jaxinf::Wide* sum_of_squares_out,
+    const jaxinf::Wide* rsqrt_estimates,
     jaxinf::Wide* out,
     jaxinf::Wide* status,
     jaxinf::Word num_elements,
@@ -24,11 +25,12 @@ JAXINF_CARD_KERNEL void jaxinf_adagrad_bf16_bf16_f32(
 #pragma HLS INTERFACE m_axi port=params_out bundle=params_out offset=slave num_write_outstanding=16 max_write_burst_length=64
 #pragma HLS INTERFACE m_axi port=sum_of_squares_in bundle=sum_of_squares_in offset=slave num_read_outstanding=16 max_read_burst_length=64
 #pragma HLS INTERFACE m_axi port=sum_of_squares_out bundle=sum_of_squares_out offset=slave num_write_outstanding=16 max_write_burst_length=64
+#pragma HLS INTERFACE m_axi port=rsqrt_estimates bundle=rsqrt_estimates offset=slave num_read_outstanding=16 max_read_burst_length=64
 #pragma HLS INTERFACE m_axi port=out bundle=out offset=slave num_write_outstanding=16 max_write_burst_length=64
 #pragma HLS INTERFACE m_axi port=status bundle=status offset=slave num_write_outstanding=16 max_write_burst_length=64
   using namespace jaxinf;
   Beats gradient_beats, params_beats, slots[1], new_params_beats, out_beats, new_slots[1];
-  Wides gradient_words, params_words, sum_of_squares_words, new_params_words, new_sum_of_squares_words, out_words;
+  Wides gradient_words, params_words, sum_of_squares_words, estimates_words, new_params_words, new_sum_of_squares_words, out_words;
   Words read[2], written[2], finite, valid;
 #pragma HLS DATAFLOW
   JAXINF_REGION;
@@ -39,7 +41,8 @@ JAXINF_CARD_KERNEL void jaxinf_adagrad_bf16_bf16_f32(
   JAXINF_STAGE(load_checked<F32>(sum_of_squares_in, num_elements, sum_of_squares_words, read[1]));
   JAXINF_STAGE(widen<F32>(params_words, num_elements, params_beats));
   JAXINF_STAGE(widen<F32>(sum_of_squares_words, num_elements, slots[0]));
-  JAXINF_STAGE(update<false, Body, 4>(gradient_beats, params_beats, slots, num_elements, new_params_beats, new_slots, out_beats, finite, c0, c1, c2, c3));
+  JAXINF_STAGE(load<Table>(rsqrt_estimates, table_words, estimates_words));
+  JAXINF_STAGE(update<false, Body, 4>(estimates_words, gradient_beats, params_beats, slots, num_elements, new_params_beats, new_slots, out_beats, finite, c0, c1, c2, c3));
   JAXINF_STAGE(narrow<F32>(new_params_beats, num_elements, new_params_words));
   JAXINF_STAGE(narrow<F32>(new_slots[0], num_elements, new_sum_of_squares_words));
   JAXINF_STAGE(store_checked<F32>(params_out, num_elements, new_params_words, written[0]));

@@ -40,13 +40,15 @@ struct Lane {
   friend Mask operator>=(Lane a, Lane b) { return mask(a.value >= b.value); }
 };
 
-// The operations of the bodies in jaxinf/kernels/generated; hosts' Lanes has them all.
+// The operations of the bodies in jaxinf/kernels/generated, `rsqrt` excepted, which is in
+// roots.hpp; hosts' Lanes has them all.
 struct CardLane {
   using F32 = Lane<float>;
   using I32 = Lane<std::int32_t>;
   using U32 = Lane<Word>;
 
   static F32 uniform(Word bits) { return float_of(bits); }
+  static F32 constant(float x) { return x; }
   static I32 as_i32(F32 x) { return static_cast<std::int32_t>(bits_of(x.value)); }
   static F32 bits(F32 x) { return x; }
 
@@ -61,8 +63,6 @@ struct CardLane {
   static F32 fnma(F32 a, F32 b, F32 c) { return fma(-a, b, c); }
   static F32 sqrt(F32 x) { return std::sqrt(x.value); }
   static F32 reciprocal(F32 x) { return 1.0f / x.value; }
-  // Two roundings; the host's is an estimate of its processor, refined.
-  static F32 rsqrt(F32 x) { return reciprocal(sqrt(x)); }
 
   static F32 select(I32 mask, F32 yes, F32 no) { return mask.value ? yes : no; }
   // NaN for NaN; zeros keep their sign, denormals become one.

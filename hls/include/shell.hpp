@@ -9,6 +9,7 @@
 //   slot_in ──► load + CRC ─► decode ─► 16    ─► encode ─► store + CRC ─► slot_out
 //   [scales_in] load + CRC ──────┘     lanes      └──────► store + CRC ─► [scales_out]
 //                                      │ └─────► narrow ─► store ───────► out
+//   [estimates] load ──────────────────┘
 //                                      └ finite, CRCs ───► report ──────► status
 //
 // Every box is a process of one dataflow region with II=1, every arrow a stream of 64

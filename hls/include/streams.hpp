@@ -56,6 +56,9 @@ struct F16 {
 struct Indices {
   static constexpr Word bytes = 4, elements = 1;
 };
+struct Table {  // items are words
+  static constexpr Word bytes = 4, elements = 1;
+};
 struct Codes {
   static constexpr Word bytes = 1, elements = 1;
 };

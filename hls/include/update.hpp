@@ -1,19 +1,19 @@
 // The update: an emitted body, 16 elements a cycle, and what the host needs to know.
 #pragma once
 
-#include "lane.hpp"
+#include "roots.hpp"
 #include "streams.hpp"
 
 namespace jaxinf {
 
 // One beat. Lanes that hold no element become zeros; returns whether all others of the
 // gradient are finite. `out`: the update, or the new params.
-template <bool out_is_update, template <class> class Kernel>
-bool update_beat(const Kernel<CardLane>& body, Word num_valid, const Beat& gradient,
-                 const Beat& params, const Beat* slots, Beat& new_params,
-                 Beat* new_slots, Beat& out) {
+template <bool out_is_update, class Body, class AnyRoots>
+bool update_beat(const Body& body, const AnyRoots& roots, Word num_valid,
+                 const Beat& gradient, const Beat& params, const Beat* slots,
+                 Beat& new_params, Beat* new_slots, Beat& out) {
   using F32 = CardLane::F32;
-  constexpr int num_slots = Kernel<CardLane>::num_slots;
+  constexpr int num_slots = Body::num_slots;
   bool finite = true;
 update_lanes:
   for (Word lane = 0; lane < num_lanes; ++lane) {
@@ -21,7 +21,8 @@ update_lanes:
     F32 old_values[num_slots + 1], new_values[num_slots + 1], update;
     for (int k = 0; k < num_slots; ++k) old_values[k] = slots[k].lane[lane];
     const F32 old(params.lane[lane]);
-    body(gradient.lane[lane], old, old_values, nullptr, update, new_values);
+    body(roots.lane(lane), gradient.lane[lane], old, old_values, nullptr, update,
+         new_values);
     const bool is_valid = lane < num_valid;
     const float master = is_valid ? (old + update).value : 0.0f;
     const float result = is_valid ? update.value : 0.0f;
@@ -34,16 +35,18 @@ update_lanes:
   return finite;
 }
 
-// `arguments`: the body's constants, then its scalars.
+// All beats; `roots`: `Roots` or `NoRoots`. `arguments`: the body's constants, then its scalars.
 template <bool out_is_update, template <class> class Kernel, int num_constants,
-          int num_streams, class... Arguments>
-void update(Beats& gradient, Beats& params, Beats (&slots)[num_streams],
-            Word num_elements, Beats& new_params, Beats (&new_slots)[num_streams],
-            Beats& out, Words& finite, Arguments... arguments) {
-  using Body = Kernel<CardLane>;
+          class AnyRoots, int num_streams, class... Arguments>
+void update_all(const AnyRoots& roots, Beats& gradient, Beats& params,
+                Beats (&slots)[num_streams], Word num_elements, Beats& new_params,
+                Beats (&new_slots)[num_streams], Beats& out, Words& finite,
+                Arguments... arguments) {
+#pragma HLS INLINE
+  using Body = Kernel<typename AnyRoots::Lanes>;
   static_assert(num_streams == Body::num_slots, "a stream for each slot");
   const Word words[] = {arguments..., 0};
-  const Body body(words, words + num_constants);
+  const Body body(roots.lane(0), words, words + num_constants);
   bool all_finite = true;
 update_beats:
   for (Word i = 0; i < num_beats(num_elements); ++i) {
@@ -52,9 +55,9 @@ update_beats:
     Beat slot_beats[num_streams], new_slot_beats[num_streams];
     Beat new_params_beat, out_beat;
     for (int k = 0; k < num_streams; ++k) slot_beats[k] = slots[k].read();
-    all_finite &= update_beat<out_is_update, Kernel>(
-        body, num_elements - i * num_lanes, gradient_beat, params_beat, slot_beats,
-        new_params_beat, new_slot_beats, out_beat);
+    all_finite &= update_beat<out_is_update>(
+        body, roots, num_elements - i * num_lanes, gradient_beat, params_beat,
+        slot_beats, new_params_beat, new_slot_beats, out_beat);
     for (int k = 0; k < num_streams; ++k) new_slots[k].write(new_slot_beats[k]);
     new_params.write(new_params_beat);
     out.write(out_beat);
@@ -62,21 +65,44 @@ update_beats:
   finite.write(all_finite);
 }
 
-// The same for a body without state.
+// The stage of a body; of one with reciprocal square roots; of one without state.
+template <bool out_is_update, template <class> class Kernel, int num_constants,
+          int num_streams, class... Arguments>
+void update(Beats& gradient, Beats& params, Beats (&slots)[num_streams],
+            Word num_elements, Beats& new_params, Beats (&new_slots)[num_streams],
+            Beats& out, Words& finite, Arguments... arguments) {
+  update_all<out_is_update, Kernel, num_constants>(
+      NoRoots(), gradient, params, slots, num_elements, new_params, new_slots, out,
+      finite, arguments...);
+}
+
+template <bool out_is_update, template <class> class Kernel, int num_constants,
+          int num_streams, class... Arguments>
+void update(Wides& estimates, Beats& gradient, Beats& params,
+            Beats (&slots)[num_streams], Word num_elements, Beats& new_params,
+            Beats (&new_slots)[num_streams], Beats& out, Words& finite,
+            Arguments... arguments) {
+  const Roots roots(estimates);
+  update_all<out_is_update, Kernel, num_constants>(
+      roots, gradient, params, slots, num_elements, new_params, new_slots, out, finite,
+      arguments...);
+}
+
 template <bool out_is_update, template <class> class Kernel, int num_constants,
           class... Arguments>
 void update(Beats& gradient, Beats& params, Word num_elements, Beats& new_params,
             Beats& out, Words& finite, Arguments... arguments) {
   const Word words[] = {arguments..., 0};
-  const Kernel<CardLane> body(words, words + num_constants);
+  const NoRoots roots{};
+  const Kernel<CardLane> body(CardLane(), words, words + num_constants);
   bool all_finite = true;
 stateless_beats:
   for (Word i = 0; i < num_beats(num_elements); ++i) {
 #pragma HLS PIPELINE II=1
     const Beat gradient_beat = gradient.read(), params_beat = params.read();
     Beat new_params_beat, out_beat;
-    all_finite &= update_beat<out_is_update, Kernel>(
-        body, num_elements - i * num_lanes, gradient_beat, params_beat, nullptr,
+    all_finite &= update_beat<out_is_update>(
+        body, roots, num_elements - i * num_lanes, gradient_beat, params_beat, nullptr,
         new_params_beat, nullptr, out_beat);
     new_params.write(new_params_beat);
     out.write(out_beat);

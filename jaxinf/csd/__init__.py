@@ -1,7 +1,6 @@
 """Computational storage devices: one protocol, one module a kind.
 
-Invariant: every kind gives the same errors and crash safety, and the same bits but for
-roots' reciprocals, which hosts estimate and cards compute (adagrad, rmsprop).
+Invariant: every kind gives the same bits, errors and crash safety.
 """
 
 from jaxinf.csd.base import (

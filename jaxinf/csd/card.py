@@ -211,6 +211,8 @@ class CardCsd:
         named["status"] = own.status.bo
         if card.compressed:
             named["indices"] = own.indices.bo
+        if card.has_rsqrt:
+            named["rsqrt_estimates"] = self._memory.rsqrt_estimates().bo
         for name, extent in zip(card.extents, extents, strict=True):
             part = own.part(self._card, extent)
             named |= {f"{name}_in": part, f"{name}_out": part}

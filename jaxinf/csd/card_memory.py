@@ -7,14 +7,21 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from jaxinf.csd.base import Extent
 from jaxinf.csd.xrt import DEVICE_BYTES, XrtBuffer, XrtCard, XrtKernel
 from jaxinf.errors import CsdError
 from jaxinf.kernels import CardKernel
+from jaxinf.kernels.estimates import ESTIMATES_BYTES, rsqrt_estimates
 from jaxinf.layout import PAGE_BYTES
 from jaxinf.typing import Array
 
-__all__ = ["CardBuffer", "CardMemory", "set_bytes"]
+__all__ = ["BUFFERS_BYTES", "CardBuffer", "CardMemory", "set_bytes"]
+
+_TABLE_BYTES = -(-ESTIMATES_BYTES // PAGE_BYTES) * PAGE_BYTES
+BUFFERS_BYTES = DEVICE_BYTES - _TABLE_BYTES
+"""Of a card's memory: what is left beside the table of estimates."""
 
 _WIDEST_BYTES = 4  # of a gradient's or a result's element
 
@@ -36,9 +43,10 @@ class CardMemory:
         self._card = card
         self._state_bytes = max(PAGE_BYTES, state_bytes)
         self._dense_bytes = max(PAGE_BYTES, _page_ceil(num_elements * _WIDEST_BYTES))
-        fitting = DEVICE_BYTES // set_bytes(state_bytes, num_elements)
+        fitting = BUFFERS_BYTES // set_bytes(state_bytes, num_elements)
         self._num_left = min(fitting, max(1, limit_bytes // self._state_bytes))
         self._bank = card.kernel(card.kernel_names[0]).bank(0)
+        self._estimates: XrtBuffer | None = None
         self._idle: list[CardBuffer] = []
         self._is_closed = False
         self._lock = threading.Lock()
@@ -80,6 +88,17 @@ class CardMemory:
                 if not self._is_closed:
                     self._idle.append(buffer)
 
+    def rsqrt_estimates(self) -> XrtBuffer:
+        """The host's table, on the card since the first call; which blocks."""
+        words = rsqrt_estimates()
+        with self._lock:
+            if self._estimates is None:
+                table = self._card.allocate(_TABLE_BYTES, self._bank)
+                table.array[: words.nbytes] = words.view(np.uint8)
+                table.to_card(words.nbytes)
+                self._estimates = table
+            return self._estimates
+
     def check_bank(self, kernel: XrtKernel, card: CardKernel) -> None:
         """Refuses a kernel whose ports are not all connected to where buffers are.
 
@@ -99,6 +118,7 @@ class CardMemory:
         with self._lock:
             self._is_closed = True
             self._idle.clear()
+            self._estimates = None
             self._num_left = 0
 
     def _allocate(self) -> "CardBuffer":

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from jaxinf.csd.base import GradientForm, KernelNeed
 from jaxinf.csd.card import RESULTS, CardCsd, FileIO, is_idle
-from jaxinf.csd.card_memory import CardMemory, set_bytes
+from jaxinf.csd.card_memory import BUFFERS_BYTES, CardMemory, set_bytes
 from jaxinf.csd.cards import card_of, check_p2p, list_cards
 from jaxinf.csd.rates import DriveChannels
-from jaxinf.csd.xrt import DEVICE_BYTES, XrtCard, import_pyxrt, open_card
+from jaxinf.csd.xrt import XrtCard, import_pyxrt, open_card
 from jaxinf.errors import CsdError, UnsupportedTransformError
 from jaxinf.io import ByteMeters, DirectIO
 from jaxinf.kernels import card_kernel
@@ -179,11 +179,11 @@ class CardFleet:
           CsdError: it does not.
         """
         need = set_bytes(num_bytes, num_elements)
-        if need > DEVICE_BYTES:
+        if need > BUFFERS_BYTES:
             raise CsdError(
                 f"csd={self._kind!r}: a subgroup of {num_elements:,} elements needs "
                 f"{need:,} bytes of a card's memory (state, gradient, result), a card "
-                f"has {DEVICE_BYTES:,}; lower memory_bytes, which subgroups are cut "
+                f"has {BUFFERS_BYTES:,}; lower memory_bytes, which subgroups are cut "
                 "to, or raise num_workers"
             )
 

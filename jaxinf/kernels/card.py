@@ -21,6 +21,7 @@ import numpy as np
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.kernels.compiled import scalar_word
 from jaxinf.kernels.emitter import UnsupportedKernelError, emit
+from jaxinf.kernels.estimates import ESTIMATES_BYTES
 from jaxinf.kernels.kernel import Kernel
 from jaxinf.kernels.lowering import lower
 from jaxinf.kernels.standard import standard_kernels
@@ -58,7 +59,7 @@ _STATE_DTYPES = {"f32": "float32", "bf16": "bfloat16", "int8": "uint8"}
 _ITEM_BYTES = {"uint8": 1, "bfloat16": 2, "float16": 2}
 _BAD_INDICES = STATUS_BYTES // 4 - 1
 
-Count = Literal["one", "elements", "selected", "blocks", "status"]
+Count = Literal["one", "elements", "selected", "blocks", "estimates", "status"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class CardArgument:
       type: Of what it points to, or of the scalar, whose bits are passed.
       is_output: Whether the kernel writes through it, and never reads.
       count: How much it points to: the subgroup's elements, those selected by top-k,
-        the scales of its blocks, or the status.
+        the scales of its blocks, the table of estimates, or the status.
     """
 
     name: str
@@ -87,6 +88,7 @@ class CardArgument:
             "elements": num_elements,
             "selected": num_selected,
             "blocks": -(-num_elements // CODE_BLOCK),
+            "estimates": ESTIMATES_BYTES // 4,
             "status": STATUS_BYTES // 4,
         }[self.count]
         unit = CARD_ALIGNMENT_BYTES
@@ -148,6 +150,11 @@ class CardKernel:
     def scalars(self) -> tuple[CardArgument, ...]:
         """The 32-bit arguments; they come last."""
         return tuple(a for a in self.arguments if a.kind == "scalar")
+
+    @property
+    def has_rsqrt(self) -> bool:
+        """Whether it takes the host's `rsqrt_estimates`, by a pointer of that name."""
+        return any(a.name == "rsqrt_estimates" for a in self.pointers)
 
     @property
     def extents(self) -> tuple[str, ...]:
@@ -239,6 +246,7 @@ def card_kernel(
     arguments = [
         *_gradient(gradient_dtype.name, compressed),
         *_states(kernel.slots, state),
+        *_estimates(kernel),
         CardArgument("out", "pointer", RESULTS[out], True, "elements"),
         CardArgument("status", "pointer", "uint32", True, "status"),
         *_scalars(kernel, len(constants), compressed),
@@ -289,6 +297,12 @@ def _states(slots: Sequence[str], state: str) -> list[CardArgument]:
         if state == "int8":
             arguments += _read_and_written(f"{slot}_scales", "float32", "blocks")
     return arguments
+
+
+def _estimates(kernel: Kernel) -> list[CardArgument]:
+    if all(equation.op != "rsqrt" for equation in lower(kernel).equations):
+        return []
+    return [CardArgument("rsqrt_estimates", "pointer", "uint32", count="estimates")]
 
 
 def _read_and_written(name: str, dtype: str, count: Count) -> list[CardArgument]:

@@ -81,7 +81,7 @@ class _Wiring:
         self._stream("Words", "valid")
         yield from self._gradient()
         yield from self._load_state()
-        yield self._update()
+        yield from self._update()
         yield from self._store_state()
         (out,) = (a for a in card.pointers if a.name == "out")
         format_ = _FORMATS[out.type]
@@ -127,20 +127,24 @@ class _Wiring:
                 format_ = self._format(slot)
                 yield f"widen<{format_}>({slot}_words, num_elements, {to})"
 
-    def _update(self) -> str:
+    def _update(self) -> Iterator[str]:
         card = self.card
+        if card.has_rsqrt:
+            self._stream("Wides", "estimates_words")
+            yield "load<Table>(rsqrt_estimates, table_words, estimates_words)"
         self._stream("Beats", "new_params_beats")
         self._stream("Beats", "out_beats")
         if card.slots:
             self._stream("Beats", f"new_slots[{len(card.slots)}]")
         is_update = "true" if card.out == "update" else "false"
         arguments = [
+            *(["estimates_words"] if card.has_rsqrt else []),
             "gradient_beats", "params_beats", *(["slots"] if card.slots else []),
             "num_elements", "new_params_beats", *(["new_slots"] if card.slots else []),
             "out_beats", "finite", *_body_arguments(card),
         ]  # fmt: skip
         template = f"{is_update}, Body, {len(card.constants)}"
-        return f"update<{template}>({', '.join(arguments)})"
+        yield f"update<{template}>({', '.join(arguments)})"
 
     def _store_state(self) -> Iterator[str]:
         for extent in self.card.extents:

@@ -24,7 +24,7 @@ _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="
 _CALLS = frozenset(
     """
     abs cbrt ceil clamp cos exp exp2 expm1 floor fma fms fnma is_finite log log1p
-    logistic max min nextafter pow reciprocal rem rsqrt sign sin sqrt tanh
+    logistic max min nextafter pow reciprocal rem sign sin sqrt tanh
     """.split()  # noqa: SIM905
 )
 
@@ -170,6 +170,8 @@ class _Emitter:
             return f"{inputs[0]} {_BITWISE[op]} {inputs[1]}"
         if op in _COMPARE:
             return f"(I32)({inputs[0]} {_COMPARE[op]} {inputs[1]})"
+        if op == "rsqrt":
+            return f"lanes.rsqrt({inputs[0]})"
         if op in _CALLS or op == "div":
             return f"L::{op}({', '.join(inputs)})"
         match op:
@@ -244,9 +246,9 @@ def _initialisers(setup: Sequence[str]) -> str:
 
 _RESERVED = frozenset(
     """
-    F32 I32 U32 L update params gradient slots arrays new_slots scalars constants
-    auto bool break case char class const default delete do double else enum float
-    for if int long new operator private public return short signed static struct
+    F32 I32 U32 L lanes update params gradient slots arrays new_slots scalars
+    constants auto bool break case char class const default delete do double else enum
+    float for if int long new operator private public return short signed static struct
     switch template this throw true false union unsigned using virtual void while
     """.split()  # noqa: SIM905
 )
@@ -265,10 +267,12 @@ struct Body {{
   static constexpr bool has_update = {has_update};
   static constexpr bool writes[] = {{{writes}}};
 {members}
-  Body([[maybe_unused]] const jaxinf::Word* constants,
+  Body([[maybe_unused]] const L& lanes,
+       [[maybe_unused]] const jaxinf::Word* constants,
        [[maybe_unused]] const jaxinf::Word* scalars){setup} {{}}
 
-  JAXINF_INLINE void operator()([[maybe_unused]] F32 gradient,
+  JAXINF_INLINE void operator()([[maybe_unused]] const L& lanes,
+                                [[maybe_unused]] F32 gradient,
                                 [[maybe_unused]] F32 params,
                                 [[maybe_unused]] const F32* slots,
                                 [[maybe_unused]] const F32* arrays,

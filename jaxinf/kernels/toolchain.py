@@ -17,6 +17,7 @@ __all__ = [
     "GENERATED",
     "LEVELS",
     "PREBUILT",
+    "RSQRT_ESTIMATES",
     "CompilerError",
     "command",
     "compile_kernel",
@@ -35,6 +36,7 @@ LEVELS = ("x86-64-v4", "x86-64-v3")
 
 INCLUDE = Path(__file__).parent / "cpp"
 GENERATED = Path(__file__).parent / "generated"
+RSQRT_ESTIMATES = INCLUDE / "rsqrt_estimates.cpp"
 PREBUILT = Path(__file__).parent / "prebuilt"
 
 _V3 = "avx avx2 bmi1 bmi2 f16c fma abm movbe xsave"
@@ -123,13 +125,14 @@ def compile_kernel(source: Path, output: Path, *, compiler: str, level: str) -> 
 
 
 def compile_package(output: Path, *, compiler: str, level: str) -> None:
-    """Compiles all of `GENERATED` into one library, as a wheel's build does.
+    """Compiles `GENERATED` and `RSQRT_ESTIMATES` into one library, for a wheel.
 
     Raises:
       CompilerError: The compiler failed.
     """
     lines = ['#include "shell.hpp"', ""]
-    for number, source in enumerate(sorted(GENERATED.glob("*.cpp"))):
+    sources = [*sorted(GENERATED.glob("*.cpp")), RSQRT_ESTIMATES]
+    for number, source in enumerate(sources):
         lines += [
             f"#define JAXINF_ENTRY {entry_point(source.read_text())}",
             f"#define Body Body{number}",

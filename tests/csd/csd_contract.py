@@ -82,6 +82,8 @@ CASES = [
     replace(ADAMW, codec="bf16"),
     replace(ADAMW, codec="int8"),
     Case("lion", tx=optax.lion(1e-2), codec="int8"),
+    Case("adagrad", tx=optax.adagrad(1e-1)),
+    Case("rmsprop", tx=optax.rmsprop(1e-2), codec="int8"),
 ]
 
 

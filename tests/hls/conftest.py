@@ -9,6 +9,7 @@ import pytest
 from jaxinf.io import crc32c
 from jaxinf.kernels import CodedSlot, runner
 from jaxinf.kernels.card import CardKernel, card_kernel
+from jaxinf.kernels.estimates import rsqrt_estimates
 from jaxinf.layout import CODE_BLOCK
 
 DTYPES = {
@@ -120,11 +121,15 @@ def run_host(card: CardKernel, kernel, chunk: Chunk):
     return states, out, finite
 
 
-def run_card(card: CardKernel, function, chunk: Chunk, *, in_place=True):
-    """New states, result and status, after checks of what was touched."""
+def run_card(card: CardKernel, function, chunk: Chunk, *, in_place=True, table=None):
+    """New states, result and status, after checks of what was touched.
+
+    `table`: of estimates, instead of this machine's.
+    """
     num = chunk.num
     selected = 0 if chunk.indices is None else chunk.indices.size
     inputs = {"gradient": chunk.gradient, "indices": chunk.indices}
+    inputs["rsqrt_estimates"] = rsqrt_estimates() if table is None else table
     inputs |= {f"{name}_in": values for name, values in chunk.states.items()}
     memory: dict[str, Memory] = {}
     for pointer in card.pointers:

@@ -12,6 +12,7 @@ from jaxinf.kernels import (
     named_card_kernel,
     trace_update,
 )
+from jaxinf.kernels.estimates import ESTIMATES_BYTES, rsqrt_estimates
 
 BFLOAT16, FLOAT32 = jnp.bfloat16.dtype, np.dtype(np.float32)
 
@@ -65,6 +66,20 @@ def test_arguments_of_a_compressed_kernel_with_coded_state():
     sizes = [a.num_bytes(4097, 100) for a in card.pointers]
     assert sizes == [448, 448, 16448, 16448, 4160, 4160, 128, 128, 16448, 64]
     assert {a.num_bytes(1, 0) for a in card.pointers} == {64}
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_reciprocal_roots_take_the_hosts_estimates(compressed):
+    kernel = kernel_of(optax.rmsprop(0.1, centered=True))
+    card = card_kernel(kernel, FLOAT32, "update", "int8", compressed)
+    assert card.has_rsqrt
+    *_, table, _, _ = card.pointers
+    assert [a.name for a in card.pointers[-4:]] == [
+        "nu_scales_out", "rsqrt_estimates", "out", "status",
+    ]  # fmt: skip
+    assert (table.type, table.is_output) == ("uint32", False)
+    assert table.num_bytes(1) == rsqrt_estimates().nbytes == ESTIMATES_BYTES
+    assert not card_kernel(kernel_of(optax.adam(0.1)), FLOAT32, "update").has_rsqrt
 
 
 def test_scalars_are_signed_bits():

@@ -30,6 +30,8 @@ KINDS = {
         "f32_update_bf16", "f32_update_int8",
     ),
     "lion": ("f32_update_int8",),
+    "adagrad": ("f32_update_f32",),
+    "rmsprop": ("f32_update_int8",),
     # Of training runs.
     "adamw_clipped_schedule": ("f32_update_f32",),
     "adamw_schedule": ("f32_update_f32", "f32_update_f32_topk"),

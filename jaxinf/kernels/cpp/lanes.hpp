@@ -1,8 +1,9 @@
 // Eight elements side by side, on x86-64-v3 and above: what a body computes with.
 //
 // A body is a template over such a struct; another target brings its own with the same
-// names. Masks are I32 lanes, all bits set for true. Registers of 512 bits would not be
-// faster, as memory is the limit, and their estimate of 1/sqrt(x) has other bits.
+// names, of which `rsqrt` is called on an object: a card's has a table. Masks are I32
+// lanes, all bits set for true. Registers of 512 bits would not be faster, as memory is
+// the limit, and their estimate of 1/sqrt(x) has other bits.
 #pragma once
 
 #include <cmath>
@@ -10,9 +11,11 @@
 #include <cstring>
 #include <immintrin.h>
 
-namespace jaxinf {
-
 #define JAXINF_INLINE inline __attribute__((always_inline))
+
+#include "rsqrt.hpp"
+
+namespace jaxinf {
 
 using Word = std::uint32_t;  // the bits of a 32-bit scalar
 
@@ -56,21 +59,8 @@ struct Lanes {
   static JAXINF_INLINE F32 sqrt(F32 x) { return (F32)_mm256_sqrt_ps((__m256)x); }
   static JAXINF_INLINE F32 reciprocal(F32 x) { return constant(1.0f) / x; }
 
-  // As XLA on x86: the processor's estimate and Newton steps, of which it takes one where
-  // the estimate is AMD's, as that is closer; but not for arguments that have no such
-  // root, where the estimate is exact.
   static JAXINF_INLINE F32 rsqrt(F32 x) {
-    const F32 estimate = (F32)_mm256_rsqrt_ps((__m256)x);
-    const F32 once = newton(x, estimate);
-    const F32 refined = is_amd ? once : newton(x, once);
-    const I32 word = (I32)x, magnitude = word & 0x7fffffff;
-    const I32 denormal = (I32)((U32)magnitude - 1u < U32{} + 0x7fffffu);
-    const I32 negative = (word < 0) & ((U32)magnitude - 0x800000u < U32{} + 0x7f000000u);
-    const I32 exact = (magnitude == 0x7f800000) | (word == 0) | denormal | negative;
-    return select(exact, estimate, refined);
-  }
-  static JAXINF_INLINE F32 newton(F32 x, F32 y) {
-    return fma(constant(-0.5f) * y, fma(x * y, y, constant(-1.0f)), y);
+    return refined_rsqrt<Lanes>(x, (F32)_mm256_rsqrt_ps((__m256)x), !is_amd);
   }
 
   static JAXINF_INLINE F32 abs(F32 x) { return (F32)((I32)x & 0x7fffffff); }

@@ -185,7 +185,7 @@ JAXINF_INLINE void elements(const Body& body, const Block<Body>& block, long i,
   const F32 params = L::load(block.params + i);
   for (int k = 0; k < Body::num_slots; ++k) slots[k] = L::load(block.slots[k] + i);
   for (int k = 0; k < Body::num_arrays; ++k) arrays[k] = L::load(block.arrays[k] + i);
-  body(gradient, params, slots, arrays, update, new_slots);
+  body(L(), gradient, params, slots, arrays, update, new_slots);
   bad |= ~L::is_finite(gradient);
   for (int k = 0; k < Body::num_slots; ++k)
     if (Body::writes[k]) L::store(block.slots[k] + i, new_slots[k]);
@@ -272,7 +272,7 @@ __attribute__((noinline)) bool chunk(long num, const Array& gradient,
                                      const Word* scalars, const Word* constants,
                                      const Passage& passage) {
   using Body = Kernel<L>;
-  const Body body(constants, scalars);
+  const Body body(L(), constants, scalars);
   Word scratch[3 + Body::num_slots + Body::num_arrays][block_elements];
   int num_stored = num_arrays_of(params);
   for (int k = 0; k < Body::num_slots; ++k) num_stored += num_arrays_of(slots[k]);

@@ -31,14 +31,16 @@ struct Body {
   const F32 c1;
   const F32 c2;
 
-  Body([[maybe_unused]] const jaxinf::Word* constants,
+  Body([[maybe_unused]] const L& lanes,
+       [[maybe_unused]] const jaxinf::Word* constants,
        [[maybe_unused]] const jaxinf::Word* scalars)
       : s0(L::uniform(scalars[0]))
       , c0(L::uniform(constants[0]))
       , c1(L::uniform(constants[1]))
       , c2(L::uniform(constants[2])) {}
 
-  JAXINF_INLINE void operator()([[maybe_unused]] F32 gradient,
+  JAXINF_INLINE void operator()([[maybe_unused]] const L& lanes,
+                                [[maybe_unused]] F32 gradient,
                                 [[maybe_unused]] F32 params,
                                 [[maybe_unused]] const F32* slots,
                                 [[maybe_unused]] const F32* arrays,
@@ -48,7 +50,7 @@ struct Body {
     const F32 new_sum_of_squares = L::fma(gradient, gradient, sum_of_squares);
     const I32 t1 = (I32)(new_sum_of_squares > c0);
     const F32 t2 = new_sum_of_squares + c1;
-    const F32 t3 = L::rsqrt(t2);
+    const F32 t3 = lanes.rsqrt(t2);
     const F32 t4 = L::select(t1, t3, c2);
     const F32 t5 = t4 * gradient;
     const F32 t6 = s0 * t5;

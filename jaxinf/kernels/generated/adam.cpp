@@ -43,7 +43,8 @@ struct Body {
   const F32 c5;
   const F32 c6;
 
-  Body([[maybe_unused]] const jaxinf::Word* constants,
+  Body([[maybe_unused]] const L& lanes,
+       [[maybe_unused]] const jaxinf::Word* constants,
        [[maybe_unused]] const jaxinf::Word* scalars)
       : s0(L::uniform(scalars[0]))
       , s1(L::uniform(scalars[1]))
@@ -55,7 +56,8 @@ struct Body {
       , c5(L::uniform(constants[5]))
       , c6(L::uniform(constants[6])) {}
 
-  JAXINF_INLINE void operator()([[maybe_unused]] F32 gradient,
+  JAXINF_INLINE void operator()([[maybe_unused]] const L& lanes,
+                                [[maybe_unused]] F32 gradient,
                                 [[maybe_unused]] F32 params,
                                 [[maybe_unused]] const F32* slots,
                                 [[maybe_unused]] const F32* arrays,

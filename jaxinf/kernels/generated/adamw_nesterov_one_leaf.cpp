@@ -56,7 +56,8 @@ struct Body {
   const F32 c8;
   const F32 c9;
 
-  Body([[maybe_unused]] const jaxinf::Word* constants,
+  Body([[maybe_unused]] const L& lanes,
+       [[maybe_unused]] const jaxinf::Word* constants,
        [[maybe_unused]] const jaxinf::Word* scalars)
       : s0(L::uniform(scalars[0]))
       , s1(L::uniform(scalars[1]))
@@ -75,7 +76,8 @@ struct Body {
       , c8(L::uniform(constants[8]))
       , c9(L::uniform(constants[9])) {}
 
-  JAXINF_INLINE void operator()([[maybe_unused]] F32 gradient,
+  JAXINF_INLINE void operator()([[maybe_unused]] const L& lanes,
+                                [[maybe_unused]] F32 gradient,
                                 [[maybe_unused]] F32 params,
                                 [[maybe_unused]] const F32* slots,
                                 [[maybe_unused]] const F32* arrays,

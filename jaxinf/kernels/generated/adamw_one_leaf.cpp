@@ -48,7 +48,8 @@ struct Body {
   const F32 c6;
   const F32 c7;
 
-  Body([[maybe_unused]] const jaxinf::Word* constants,
+  Body([[maybe_unused]] const L& lanes,
+       [[maybe_unused]] const jaxinf::Word* constants,
        [[maybe_unused]] const jaxinf::Word* scalars)
       : s0(L::uniform(scalars[0]))
       , s1(L::uniform(scalars[1]))
@@ -63,7 +64,8 @@ struct Body {
       , c6(L::uniform(constants[6]))
       , c7(L::uniform(constants[7])) {}
 
-  JAXINF_INLINE void operator()([[maybe_unused]] F32 gradient,
+  JAXINF_INLINE void operator()([[maybe_unused]] const L& lanes,
+                                [[maybe_unused]] F32 gradient,
                                 [[maybe_unused]] F32 params,
                                 [[maybe_unused]] const F32* slots,
                                 [[maybe_unused]] const F32* arrays,

@@ -31,14 +31,16 @@ struct Body {
   const F32 c2;
   const F32 c3;
 
-  Body([[maybe_unused]] const jaxinf::Word* constants,
+  Body([[maybe_unused]] const L& lanes,
+       [[maybe_unused]] const jaxinf::Word* constants,
        [[maybe_unused]] const jaxinf::Word* scalars)
       : c0(L::uniform(constants[0]))
       , c1(L::uniform(constants[1]))
       , c2(L::uniform(constants[2]))
       , c3(L::uniform(constants[3])) {}
 
-  JAXINF_INLINE void operator()([[maybe_unused]] F32 gradient,
+  JAXINF_INLINE void operator()([[maybe_unused]] const L& lanes,
+                                [[maybe_unused]] F32 gradient,
                                 [[maybe_unused]] F32 params,
                                 [[maybe_unused]] const F32* slots,
                                 [[maybe_unused]] const F32* arrays,
@@ -49,7 +51,7 @@ struct Body {
     const F32 t1 = nu * c0;
     const F32 new_nu = L::fma(t0, c1, t1);
     const F32 t3 = new_nu + c2;
-    const F32 t4 = L::rsqrt(t3);
+    const F32 t4 = lanes.rsqrt(t3);
     const F32 t5 = t4 * gradient;
     const F32 t6 = t5 * c3;
     new_slots[0] = L::bits(new_nu);

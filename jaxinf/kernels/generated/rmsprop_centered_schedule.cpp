@@ -39,7 +39,8 @@ struct Body {
   const F32 c3;
   const F32 c4;
 
-  Body([[maybe_unused]] const jaxinf::Word* constants,
+  Body([[maybe_unused]] const L& lanes,
+       [[maybe_unused]] const jaxinf::Word* constants,
        [[maybe_unused]] const jaxinf::Word* scalars)
       : s0(L::uniform(scalars[0]))
       , c0(L::uniform(constants[0]))
@@ -48,7 +49,8 @@ struct Body {
       , c3(L::uniform(constants[3]))
       , c4(L::uniform(constants[4])) {}
 
-  JAXINF_INLINE void operator()([[maybe_unused]] F32 gradient,
+  JAXINF_INLINE void operator()([[maybe_unused]] const L& lanes,
+                                [[maybe_unused]] F32 gradient,
                                 [[maybe_unused]] F32 params,
                                 [[maybe_unused]] const F32* slots,
                                 [[maybe_unused]] const F32* arrays,
@@ -63,7 +65,7 @@ struct Body {
     const F32 new_nu = L::fma(t2, c3, t3);
     const F32 t5 = L::fnma(new_mu, new_mu, new_nu);
     const F32 t6 = t5 + c4;
-    const F32 t7 = L::rsqrt(t6);
+    const F32 t7 = lanes.rsqrt(t6);
     const F32 t8 = t7 * gradient;
     const F32 t9 = s0 * t8;
     new_slots[0] = L::bits(new_mu);

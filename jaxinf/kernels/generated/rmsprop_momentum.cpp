@@ -35,7 +35,8 @@ struct Body {
   const F32 c3;
   const F32 c4;
 
-  Body([[maybe_unused]] const jaxinf::Word* constants,
+  Body([[maybe_unused]] const L& lanes,
+       [[maybe_unused]] const jaxinf::Word* constants,
        [[maybe_unused]] const jaxinf::Word* scalars)
       : c0(L::uniform(constants[0]))
       , c1(L::uniform(constants[1]))
@@ -43,7 +44,8 @@ struct Body {
       , c3(L::uniform(constants[3]))
       , c4(L::uniform(constants[4])) {}
 
-  JAXINF_INLINE void operator()([[maybe_unused]] F32 gradient,
+  JAXINF_INLINE void operator()([[maybe_unused]] const L& lanes,
+                                [[maybe_unused]] F32 gradient,
                                 [[maybe_unused]] F32 params,
                                 [[maybe_unused]] const F32* slots,
                                 [[maybe_unused]] const F32* arrays,
@@ -55,7 +57,7 @@ struct Body {
     const F32 t1 = nu * c0;
     const F32 new_nu = L::fma(t0, c1, t1);
     const F32 t3 = new_nu + c2;
-    const F32 t4 = L::rsqrt(t3);
+    const F32 t4 = lanes.rsqrt(t3);
     const F32 t5 = t4 * gradient;
     const F32 t6 = t5 * c3;
     const F32 new_trace = L::fma(trace, c4, t6);

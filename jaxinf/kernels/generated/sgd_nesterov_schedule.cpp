@@ -27,13 +27,15 @@ struct Body {
   const F32 c0;
   const F32 c1;
 
-  Body([[maybe_unused]] const jaxinf::Word* constants,
+  Body([[maybe_unused]] const L& lanes,
+       [[maybe_unused]] const jaxinf::Word* constants,
        [[maybe_unused]] const jaxinf::Word* scalars)
       : s0(L::uniform(scalars[0]))
       , c0(L::uniform(constants[0]))
       , c1(L::uniform(constants[1])) {}
 
-  JAXINF_INLINE void operator()([[maybe_unused]] F32 gradient,
+  JAXINF_INLINE void operator()([[maybe_unused]] const L& lanes,
+                                [[maybe_unused]] F32 gradient,
                                 [[maybe_unused]] F32 params,
                                 [[maybe_unused]] const F32* slots,
                                 [[maybe_unused]] const F32* arrays,
