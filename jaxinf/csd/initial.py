@@ -13,7 +13,7 @@ from jaxinf.typing import Array
 
 __all__ = ["initialise_states", "slot_part", "states_as_slots"]
 
-_PIECE_ELEMENTS = 1 << 20
+_PIECE_ELEMENTS = 1 << 16
 
 
 def initialise_states(
