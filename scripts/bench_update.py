@@ -9,7 +9,7 @@ read ahead after it as before it. Medians.
     ratio_to_floor         the floor's seconds over the step's; the median of the
                            repetitions' own ratios
     rss_over_caller_bytes  peak RSS during steps, less gradients, params, new params
-    rss_over_base_bytes    the same, less what the process held after steps of a store of
+    rss_over_base_bytes    the same, less what the process held after a small store of
                            100,000 params: Python, JAX and its compiler, and what jaxinf
                            takes whatever the size
 """

@@ -3,13 +3,13 @@
 Invariant: it watches and warns; nothing that it finds stops a step.
 """
 
+import contextlib
 import logging
 import statistics
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 __all__ = ["OVERDUE_S", "Pace"]
 
@@ -17,7 +17,7 @@ _LOG = logging.getLogger("jaxinf")
 
 _TIMES_SLOWER = 3.0
 _NUM_ROUNDS = 3
-_MIN_SECONDS = 0.01
+_MIN_SECONDS = 0.1
 """Rounds in which a CSD was busy for less say nothing."""
 
 _MIN_BYTES = 1 << 20
@@ -42,11 +42,12 @@ class Pace:
         self._seconds: defaultdict[int, float] = defaultdict(float)
         self._bytes: Counter[int] = Counter()
         self._rounds_slow: Counter[int] = Counter()
-        self._under_way: dict[int, tuple[int, str, float]] = {}  # by thread
+        self._under_way: dict[int, _Request] = {}  # by thread
         self._told: set[int] = set()
 
-    @contextmanager
-    def request(self, csd: int, kind: str, num_bytes: int = 0) -> Iterator[None]:
+    def request(
+        self, csd: int, kind: str, num_bytes: int = 0
+    ) -> contextlib.AbstractContextManager[None]:
         """The time in which a CSD does something.
 
         Args:
@@ -54,17 +55,18 @@ class Pace:
           kind: what it does: ``"read"``, ``"write"`` or ``"update"``.
           num_bytes: what it moves; 0 where its drive has no part in it.
         """
-        thread, began_s = threading.get_ident(), time.monotonic()
+        return _Request(self, csd, kind, num_bytes)
+
+    def _begin(self, request: "_Request") -> None:
         with self._guard:
-            self._under_way[thread] = csd, kind, began_s
-        try:
-            yield
-        finally:
-            with self._guard:
-                del self._under_way[thread]
-                if num_bytes:
-                    self._seconds[csd] += time.monotonic() - began_s
-                    self._bytes[csd] += max(num_bytes, _MIN_BYTES)
+            self._under_way[threading.get_ident()] = request
+
+    def _end(self, request: "_Request") -> None:
+        with self._guard:
+            del self._under_way[threading.get_ident()]
+            if request.num_bytes:
+                self._seconds[request.csd] += time.monotonic() - request.began_s
+                self._bytes[request.csd] += max(request.num_bytes, _MIN_BYTES)
 
     def end_round(self) -> None:
         """Compares the drives since the last round; names one that is always slow."""
@@ -95,13 +97,33 @@ class Pace:
         now_s = time.monotonic()
         with self._guard:
             under_way = list(self._under_way.values())
-        for csd, kind, began_s in under_way:
-            if now_s - began_s >= OVERDUE_S:
+        for request in under_way:
+            if now_s - request.began_s >= OVERDUE_S:
                 _LOG.warning(
                     "CSD root %s: %s has not come back for %.0f s; still waiting. "
                     "See the kernel's log (dmesg) for the drive; the last committed "
                     "step is safe if the process has to be killed",
-                    self._names[csd],
-                    _KINDS[kind],
-                    now_s - began_s,
+                    self._names[request.csd],
+                    _KINDS[request.kind],
+                    now_s - request.began_s,
                 )
+
+
+class _Request:
+    """See `Pace.request`; a class, as there are thousands in a step."""
+
+    __slots__ = ("_pace", "began_s", "csd", "kind", "num_bytes")
+
+    def __init__(self, pace: Pace, csd: int, kind: str, num_bytes: int) -> None:
+        self._pace = pace
+        self.csd = csd
+        self.kind = kind
+        self.num_bytes = num_bytes
+        self.began_s = 0.0
+
+    def __enter__(self) -> None:
+        self.began_s = time.monotonic()
+        self._pace._begin(self)
+
+    def __exit__(self, *error: object) -> None:
+        self._pace._end(self)

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from jaxinf.csd import Csd, CsdFleet, open_csds
 from jaxinf.engine.admission import (
@@ -76,6 +77,7 @@ class Session:
         self._handler: TransferHandler | None = None
         self.csds: list[Csd] = []
         self._layouts: list[list[list[SubgroupLayout]]] = []
+        self._boxes: dict[tuple[Any, ...], list[SubgroupLayout]] = {}
         self._guard = threading.RLock()
         self._failure = Failure()
         self._is_reported = False
@@ -186,6 +188,7 @@ class Session:
             memory_bytes=self.options.memory_bytes,
             meters=self.meters,
         )
+        self._boxes.clear()
         self._layouts = cut_subgroups(
             manifest, subgroup_elements(self.options, manifest)
         )
@@ -382,16 +385,19 @@ class Session:
 
     def layouts(
         self, leaf: int, origin: Sequence[int], extent: Sequence[int]
-    ) -> list[SubgroupLayout]:
+    ) -> Sequence[SubgroupLayout]:
         """The subgroups of a box of a leaf: a JAX device's shard, or all of it.
 
         Raises:
           StoreMismatchError: the box cuts a chunk: the mesh is not one that the store
             can serve.
         """
+        box = leaf, tuple(origin), tuple(extent)
+        if box in self._boxes:
+            return self._boxes[box]
         record = self.files.manifest.leaves[leaf]
         try:
-            positions = covers(record.grid, tuple(origin), tuple(extent))
+            positions = covers(record.grid, *box[1:])
         except ValueError as error:
             raise StoreMismatchError(
                 f"leaf {record.name}: the store's chunks {record.chunk_shape} (made "
@@ -399,4 +405,6 @@ class Session:
                 f"boundaries of this run ({error}); run on a mesh whose shards are "
                 "whole multiples, or on one JAX device"
             ) from error
-        return [item for chunk in positions for item in self._layouts[leaf][chunk]]
+        found = [item for chunk in positions for item in self._layouts[leaf][chunk]]
+        self._boxes[box] = found
+        return found

@@ -4,14 +4,13 @@ Invariant: what a unit moves is timed, and nothing is stored or returned of stat
 checksum is wrong.
 """
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from jaxinf.csd import Csd, CsdBuffer
 from jaxinf.engine.chunks import ChunkTable
 from jaxinf.engine.pace import Pace
-from jaxinf.engine.tasks import SubgroupLayout, Task
+from jaxinf.engine.tasks import Task
 from jaxinf.engine.timeline import Timeline
 from jaxinf.io import crc32c
 from jaxinf.store import Slot, StoreDirectory
@@ -57,11 +56,15 @@ class Units:
         unchecked: list[tuple[int, Slot]] = []
         for state, slot in loads:
             file = self._directory.chunk_file(slot, *layout.place(state))
-            with self._busy("read", layout, layout.extents[state].num_bytes):
-                csd.read(buffer, layout.extents[state], file)
+            extent = layout.extents[state]
+            with (
+                self._pace.request(layout.subgroup.csd, "read", extent.num_bytes),
+                self._timeline.span("read"),
+            ):
+                csd.read(buffer, extent, file)
             if self._chunks.is_checked(layout, state):
                 with self._timeline.span("checksum"):
-                    checksum = csd.checksum(buffer, layout.extents[state])
+                    checksum = csd.checksum(buffer, extent)
                 if checksum is None:
                     unchecked.append((state, slot))
                 else:
@@ -79,7 +82,10 @@ class Units:
         if not task.runs_kernel:
             self._check_on_host(task, buffer, unchecked)
             unchecked = ()
-        with self._busy("update", task.layout):
+        with (
+            self._pace.request(task.layout.subgroup.csd, "update"),
+            self._timeline.span("update"),
+        ):
             checksums = task.compute(csd, buffer) or {}
         self._check_told(task, unchecked, checksums)
 
@@ -90,26 +96,21 @@ class Units:
           StoreError: the drive failed.
         """
         layout, csd = task.layout, self._csd(task)
+        extent = layout.extents[state]
         with self._timeline.span("checksum"):
-            checksum = csd.checksum(buffer, layout.extents[state])
+            checksum = csd.checksum(buffer, extent)
             if checksum is None:  # no kernel has passed over it
-                checksum = crc32c(csd.view(buffer, layout.extents[state]))
+                checksum = crc32c(csd.view(buffer, extent))
         self._chunks.stored(layout, state, checksum)
         file = self._chunks.prepare_write(layout, state)
-        with self._busy("write", layout, layout.extents[state].num_bytes):
-            csd.write(buffer, layout.extents[state], file)
+        with (
+            self._pace.request(layout.subgroup.csd, "write", extent.num_bytes),
+            self._timeline.span("write"),
+        ):
+            csd.write(buffer, extent, file)
 
     def _csd(self, task: Task) -> Csd:
         return self._csds[task.layout.subgroup.csd]
-
-    @contextlib.contextmanager
-    def _busy(
-        self, kind: str, layout: SubgroupLayout, num_bytes: int = 0
-    ) -> Iterator[None]:
-        """Time of a CSD, which may move bytes of its drive in it."""
-        csd = layout.subgroup.csd
-        with self._pace.request(csd, kind, num_bytes), self._timeline.span(kind):
-            yield
 
     def _check_on_host(self, task: Task, buffer: CsdBuffer, states: Loads) -> None:
         """Takes checksums of what the host is about to read itself."""

@@ -196,14 +196,14 @@ class DirectIO:
         self, path: PathLikeStr, array: Array, offset_bytes: int, num_bytes: int
     ) -> None:
         """Like `read_into`, with the path taken from the root and the meters set."""
-        full_path = self.root_directory / path
+        full_path = os.path.join(self.root_directory, path)
         read_into(full_path, array, offset_bytes, num_bytes, meters=self._meters)
 
     def write(
         self, path: PathLikeStr, array: Array, offset_bytes: int, num_bytes: int
     ) -> None:
         """Like `write_from`, with the path taken from the root and the meters set."""
-        full_path = self.root_directory / path
+        full_path = os.path.join(self.root_directory, path)
         write_from(full_path, array, offset_bytes, num_bytes, meters=self._meters)
 
 

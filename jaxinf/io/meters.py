@@ -41,7 +41,7 @@ class ByteMeters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts = ByteCounts()
+        self._totals = [0, 0, 0, 0]
 
     def add(
         self,
@@ -56,15 +56,16 @@ class ByteMeters:
         Raises:
           ValueError: if a number is negative.
         """
-        more = ByteCounts(
-            drive_read_bytes, drive_write_bytes, link_down_bytes, link_up_bytes
-        )
-        if min(getattr(more, f.name) for f in fields(more)) < 0:
-            raise ValueError(f"byte meters: expected no negative count, found {more}")
+        more = drive_read_bytes, drive_write_bytes, link_down_bytes, link_up_bytes
+        if min(more) < 0:
+            raise ValueError(
+                f"byte meters: expected no negative count, found {ByteCounts(*more)}"
+            )
         with self._lock:
-            self._counts += more
+            for number, count in enumerate(more):
+                self._totals[number] += count
 
     def snapshot(self) -> ByteCounts:
         """Return the totals of one moment."""
         with self._lock:
-            return self._counts
+            return ByteCounts(*self._totals)

@@ -5,7 +5,7 @@ equal programs share one kernel.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
@@ -49,6 +49,14 @@ class Kernel:
     update: Operand | None
     new_slots: tuple[Operand, ...]
     reciprocals: tuple[bool, ...] = ()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Of all fields; a step looks kernels up for every subgroup."""
+        return hash(tuple(getattr(self, f.name) for f in fields(self)))
 
     @property
     def num_scalars(self) -> int:

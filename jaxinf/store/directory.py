@@ -59,6 +59,7 @@ class StoreDirectory:
         self.path = path
         self.manifest = manifest
         self._replace_lock = threading.Lock()
+        self._chunk_files: dict[tuple[str, int, int, str], Path] = {}
 
     @classmethod
     def open(cls, path: Path) -> "StoreDirectory":
@@ -126,10 +127,16 @@ class StoreDirectory:
 
     def chunk_file(self, place: str, leaf: int, chunk: int, state: str) -> Path:
         """A chunk's real file, on its CSD."""
+        known = self._chunk_files.get((place, leaf, chunk, state))
+        if known is not None:
+            return known
         record = self.manifest.leaves[leaf]
         root = self.data_path(place, record.csds[chunk])
         key = self.state_chunk(leaf, chunk, record.state(state)).key
-        return root / record.array_name(state) / key
+        file = root / record.array_name(state) / key
+        if place in SLOTS:  # which are asked for in every step
+            self._chunk_files[place, leaf, chunk, state] = file
+        return file
 
     @property
     def num_csds(self) -> int:

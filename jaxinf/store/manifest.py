@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ _BESIDE = {"scale": "_scale", "remainder": "_remainder"}
 _STORE_ID = re.compile("[0-9a-f]{32}")
 
 
+@cache
 def dtype_of(name: str) -> np.dtype[Any]:
     """The NumPy dtype of a name on disk, ``bfloat16`` included."""
     import ml_dtypes
@@ -141,7 +143,7 @@ class LeafRecord:
         """The leaf's keys joined by ``/``."""
         return leaf_name(self.path)
 
-    @property
+    @cached_property
     def grid(self) -> LeafGrid:
         """The chunk grid."""
         return LeafGrid(shape=self.shape, chunk_shape=self.chunk_shape)
