@@ -30,17 +30,18 @@ def rounds(clock, num_rounds, requests):
         own.end_round()
 
 
-SAME = [(0, 8 << 20, 0.01), (1, 8 << 20, 0.01)]
+SAME = [(0, 8 << 20, 0.1), (1, 8 << 20, 0.1)]
 
 
 @pytest.mark.parametrize(
     ("third", "is_named"),
     [
-        ((2, 8 << 20, 0.02), False),
-        ((2, 8 << 20, 0.04), True),
-        ((2, 4096, 0.0012), False),  # nothing but the time of any request
-        ((2, 4096, 0.05), True),
-        ((2, 64 << 20, 0.08), False),
+        ((2, 8 << 20, 0.2), False),
+        ((2, 8 << 20, 0.4), True),
+        ((2, 4096, 0.012), False),  # nothing but the time of any request
+        ((2, 4096, 0.09), False),  # too short to say anything
+        ((2, 4096, 0.5), True),
+        ((2, 64 << 20, 0.8), False),
     ],
 )
 def test_a_slow_drive_is_named(clock, caplog, third, is_named):
