@@ -33,15 +33,16 @@ train: $(VENV)/installed  ## train a small GPT-2 on source code, its state on th
 	  --log-dir runs/quickstart $(if $(STEPS),--steps $(STEPS))
 
 test: $(VENV)/installed  ## the test suite, on the installed package
-	$(BIN)/pytest -n auto -m 'not faults and not hls and not cards and not long' tests
+	$(BIN)/pytest -n auto -m 'not faults and not hls and not cards and not long' \
+	  --ignore tests/models tests
 
 test-long: $(VENV)/installed  ## families that make test has a part of: every optimizer
 	$(BIN)/pytest -n auto -m long tests
 
-test-models: $(VENV)/installed  ## models against their PyTorch originals (installs torch)
+test-models: $(VENV)/installed  ## the models, and their PyTorch originals (installs torch)
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet '.[test-models]'
-	$(BIN)/pytest tests/models
+	$(BIN)/pytest -n auto tests/models
 
 test-compilers: $(VENV)/installed  ## kernels: same bits from g++ and clang++ (installs clang)
 	command -v clang++ >/dev/null || { $(SUDO) apt-get update -qq && $(SUDO) apt-get install -qq -y --no-install-recommends clang; }

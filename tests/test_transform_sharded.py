@@ -145,6 +145,7 @@ DEVICES = {
 }
 
 
+@pytest.mark.long
 def test_same_bits_on_four_devices_and_after_a_change_of_mesh(place, run_python):
     run_python(ONE_DEVICE, place)
     result = run_python(FOUR_DEVICES, place, **DEVICES)

@@ -72,6 +72,7 @@ def test_every_pipelined_loop_has_an_expectation():
     assert sorted(loops) == sorted(expected)
 
 
+@pytest.mark.hls
 def test_the_estimate_is_up_to_date(monkeypatch):
     monkeypatch.syspath_prepend(str(HLS.parent / "scripts"))
     script = importlib.import_module("card_estimate")

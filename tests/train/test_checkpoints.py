@@ -37,6 +37,7 @@ def losses(path):
     return {line["step"]: line["loss"] for line in map(json.loads, lines)}
 
 
+@pytest.mark.long
 def test_checkpoints_by_policy_and_back_to_one(config, tmp_path, capsys):
     options = {"checkpoint_every": 2, "keep_last": 2, "keep_every": 4}
     train(config(steps=11, **options))

@@ -5,6 +5,7 @@ import json
 import pytest
 
 
+@pytest.mark.long
 def test_update_has_the_bits_of_memory_and_resumes(run, losses, tmp_path):
     compress = ("--compress", "top_k:0.1,error_feedback=true,warmup_steps=2")
     store = ("--store", tmp_path / "store", *compress)

@@ -58,6 +58,7 @@ def test_stopped_and_resumed_is_uninterrupted(
     assert losses(tmp_path / "store-log") == uninterrupted[:10]
 
 
+@pytest.mark.long
 def test_16_bit_params_resume_to_the_bit(run, losses, tmp_path):
     words = ("--param-dtype", "bfloat16", "--dtype", "bfloat16", "--steps")
     assert run("--store", tmp_path / "whole", *words, 6) == 0
@@ -125,15 +126,19 @@ def test_commit_says_where_in_the_data(run, tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        ("adam", "--schedule", "cosine"),
-        ("sgd", "--learning-rate", "0.1", "--momentum", "0", "--clip-norm", "0"),
-        ("lion", "--learning-rate", "3e-4", "--weight-decay", "0.5"),
-        ("adagrad", "--learning-rate", "0.05", "--warmup-steps", "0"),
+        "adam --schedule cosine",
+        *(
+            pytest.param(words, marks=pytest.mark.long)
+            for words in (
+                "sgd --learning-rate 0.1 --momentum 0 --clip-norm 0",
+                "lion --learning-rate 3e-4 --weight-decay 0.5",
+                "adagrad --learning-rate 0.05 --warmup-steps 0",
+            )
+        ),
     ],
-    ids=" ".join,
 )
 def test_optimizers_agree_in_both_modes(run, losses, tmp_path, words):
-    common = ("--optimizer", *words, "--steps", 5)
+    common = ("--optimizer", *words.split(), "--steps", 5)
     assert run("--mode", "memory", *common, "--log-dir", tmp_path / "memory") == 0
     assert run("--store", tmp_path / "store", *common) == 0
     memory, update = losses(tmp_path / "memory"), losses(tmp_path / "store-log")

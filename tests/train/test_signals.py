@@ -60,7 +60,9 @@ def wait_for_steps(log_dir, num_steps):
     raise AssertionError(f"{num_steps} steps were not done in 60 s")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
+)
 def test_signal_commits_and_resumes(
     start, run, losses, uninterrupted, tmp_path, number
 ):
