@@ -8,6 +8,8 @@ read ahead after it as before it. Medians.
 
     ratio_to_floor         the floor's seconds over the step's; the median of the
                            repetitions' own ratios
+    ratio_beside_kernels   with --beside, the same to loops beside which the step's
+                           kernels run over other memory: they slow each other down
     rss_over_caller_bytes  peak RSS during steps, less gradients, params, new params
     rss_over_base_bytes    the same, less what the process held after a small store of
                            100,000 params: Python, JAX and its compiler, and what jaxinf
@@ -23,6 +25,7 @@ import shutil
 import statistics
 import subprocess
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -60,6 +63,7 @@ class Rep:
       commit_s: from the last result of a step to its commit; one a step.
       peak_rss_bytes: during the steps.
       floor_s: by way of moving the bytes, what a step's would take.
+      beside_s: by loop, the same with the step's kernels beside it.
       peer: the peer's own line.
     """
 
@@ -68,6 +72,7 @@ class Rep:
     commit_s: list[float]
     peak_rss_bytes: int
     floor_s: dict[str, float] = field(default_factory=dict)
+    beside_s: dict[str, float] = field(default_factory=dict)
     peer: dict[str, Any] | None = None
 
 
@@ -172,6 +177,19 @@ def measure_floor(
     return {**{n: loop(transfers, workers) for n, loop in LOOPS.items()}, **fio.run()}
 
 
+def measure_beside(
+    rig: UpdateRig, transfers: list[Transfer], floor_s: dict[str, float]
+) -> dict[str, float]:
+    """Seconds of the loops while the kernels of a step run over other memory."""
+    workers, found = rig.store.session.options.num_workers, {}
+    for name, loop in LOOPS.items():
+        kernels = threading.Thread(target=rig.compute, args=(floor_s[name],))
+        kernels.start()
+        found[name] = loop(transfers, workers)
+        kernels.join()
+    return found
+
+
 def run_peer(command: str) -> dict[str, Any]:
     """The JSON line that a command prints last."""
     done = subprocess.run(
@@ -211,6 +229,7 @@ def summary(rig: UpdateRig, reps: list[Rep], base_rss_bytes: int) -> dict[str, A
         "commit_s": round(
             statistics.median(seconds for rep in reps for seconds in rep.commit_s), 4
         ),
+        **_beside(reps),
         **_memory(rig, reps, base_rss_bytes),
         **_peer(num_params, reps),
     }
@@ -223,6 +242,22 @@ def _memory(rig: UpdateRig, reps: list[Rep], base_rss_bytes: int) -> dict[str, i
         "memory_bytes": rig.store.session.options.memory_bytes,
         "rss_over_caller_bytes": over,
         "rss_over_base_bytes": over - base_rss_bytes,
+    }
+
+
+def _beside(reps: list[Rep]) -> dict[str, Any]:
+    if not reps[0].beside_s:
+        return {}
+    medians = {
+        name: statistics.median(rep.beside_s[name] for rep in reps)
+        for name in reps[0].beside_s
+    }
+    best = min(medians, key=lambda name: medians[name])
+    ratios = [rep.beside_s[best] / rep.step_s for rep in reps]
+    return {
+        "floors_beside_kernels_s": {n: round(s, 4) for n, s in medians.items()},
+        "ratio_beside_kernels": round(statistics.median(ratios), 4),
+        "ratio_beside_kernels_spread": spread(ratios),
     }
 
 
@@ -282,6 +317,8 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
         for _ in range(arguments.reps):
             rep = run_steps(rig, arguments.steps)
             rep.floor_s = measure_floor(rig, rig.transfers(), fio)
+            if arguments.beside:
+                rep.beside_s = measure_beside(rig, rig.transfers(), rep.floor_s)
             if arguments.peer:
                 rep.peer = run_peer(arguments.peer)
             reps.append(rep)
@@ -317,6 +354,9 @@ def main() -> None:
     parser.add_argument("--memory-bytes", type=int)
     parser.add_argument("--workers", type=int)
     parser.add_argument("--fio-seconds", type=float, default=2.0, help="0: no fio")
+    parser.add_argument(
+        "--beside", action="store_true", help="the loops also with kernels beside them"
+    )
     parser.add_argument("--peer", metavar="CMD", help="run in every repetition")
     parser.add_argument("--json", action="store_true", help="one line")
     arguments = parser.parse_args()

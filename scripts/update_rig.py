@@ -6,6 +6,7 @@ the caller's arrays when a step returns.
 """
 
 import itertools
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from floor import Piece, Transfer
 
 import jaxinf
 from jaxinf.compress import SparseLeaf
-from jaxinf.csd import ScalarInputs
+from jaxinf.csd import Rounding, ScalarInputs
+from jaxinf.csd.host import HostFleet
 from jaxinf.engine import (
     LeafDescription,
     LeafPart,
@@ -26,6 +28,7 @@ from jaxinf.engine import (
     initialise,
 )
 from jaxinf.engine.tasks import SubgroupLayout
+from jaxinf.io import ByteMeters
 from jaxinf.kernels import trace_init, trace_update
 from jaxinf.layout import PAGE_BYTES
 from jaxinf.store import MASTER_PARAMS, ScalarState, Slot, StateRecord, dtype_of
@@ -155,9 +158,13 @@ class UpdateRig:
 
     def transfers(self) -> list[Transfer]:
         """What the next step will read and write, in order; nothing may be running."""
+        return [self._transfer(layout) for _, layout in self._layouts()]
+
+    def _layouts(self) -> list[tuple[int, SubgroupLayout]]:
+        """Every subgroup, with its leaf."""
         session = self.store.session
         return [
-            self._transfer(layout)
+            (number, layout)
             for number, params in enumerate(self.params)
             for layout in session.layouts(number, (0,), params.shape)
         ]
@@ -182,6 +189,45 @@ class UpdateRig:
             ),
             writes=tuple(piece(state, session.chunks.target) for state in states),
         )
+
+    def compute(self, over_s: float, num_buffers: int = 4) -> None:
+        """A step's kernels over memory of their own, evenly in so many seconds.
+
+        Nothing is read or written: this is what a step asks of the machine beside its
+        drive.
+        """
+        _, inputs = self._prologue(self._scalar_state)
+        layouts = self._layouts()
+        longest_bytes = max(layout.num_bytes for _, layout in layouts)
+        fleet = HostFleet(num_buffers * longest_bytes, ByteMeters())
+        [csd] = fleet.attach([self.store.session.files.path], longest_bytes, 0)
+        buffers = [csd.acquire(longest_bytes) for _ in range(num_buffers)]
+        began = time.perf_counter()
+        for number, (leaf, layout) in enumerate(layouts):
+            until = began + over_s * number / len(layouts)
+            time.sleep(max(0.0, until - time.perf_counter()))
+            buffer = buffers[number % num_buffers]
+            assert buffer is not None
+            chunk = self.store.session.files.chunks[leaf][layout.subgroup.chunk]
+            first = chunk.start[0] + layout.subgroup.offset_elements
+            part = slice(first, first + layout.subgroup.num_elements)
+            gradient = self.gradients[leaf]
+            assert isinstance(gradient, np.ndarray)
+            csd.update(
+                buffer,
+                layout.kernel_extents,
+                self._description.leaves[leaf].kernel,
+                gradient[part],
+                ScalarInputs(tuple(np.asarray(s) for s in inputs[leaf].scalars)),
+                self._next_params[leaf][part],
+                Rounding(0, layout.subgroup.offset_elements),
+                given=self.params[leaf][part] if self._takes_params else None,
+                wants_params=True,
+            )
+        for buffer in buffers:
+            assert buffer is not None
+            buffer.release()
+        fleet.close()
 
     def close(self) -> None:
         """Closes the store."""

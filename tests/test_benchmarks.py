@@ -66,11 +66,13 @@ def test_update_moves_what_it_says(tmp_path, options, read_bytes, write_bytes):
     assert not [*tmp_path.iterdir()]
 
 
-def test_update_runs_a_peer_in_turn(tmp_path):
+def test_update_runs_a_peer_and_kernels_in_turn(tmp_path):
     peer = """echo '{"mparam_per_s": 0.01}'"""
-    found = figures(bench_update(tmp_path, "--fio-seconds", 0, "--peer", peer))
+    beside = ("--peer", peer, "--beside")
+    found = figures(bench_update(tmp_path, "--fio-seconds", 0, *beside))
     assert found["peer_mparam_per_s"] == 0.01
     assert found["ratio_to_peer"] > 0
+    assert found["ratio_beside_kernels"] > 0
 
 
 def test_update_refuses_what_no_store_offers(tmp_path):

@@ -175,6 +175,16 @@ def test_last_in_a_chain(open_store):
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
 
 
+def test_all_leaves_as_one(open_store):
+    """What docs/performance.md advises for thousands of small leaves."""
+    expected, _, _ = train(optax.adamw(1e-2), make_params(), 5)
+    store = open_store()
+    tx = optax.flatten(jaxinf.smart_update(optax.adamw(1e-2), store))
+    losses, _, _ = train(tx, make_params(), 5)
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    assert len(store.manifest.leaves) == 1
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_all_kinds_of_callbacks_give_the_same_bits(dtype, open_store, monkeypatch):
     results = []
