@@ -6,7 +6,6 @@ and are updated there in place.
 
 import os
 import shutil
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +29,7 @@ from jaxinf.kernels import InitKernel, Kernel, Passage, runner
 from jaxinf.layout import PAGE_BYTES
 from jaxinf.typing import Array
 
-__all__ = ["HostCsd", "HostFleet", "Processor"]
+__all__ = ["HostCsd", "HostFleet"]
 
 
 class HostFleet:
@@ -48,7 +47,6 @@ class HostFleet:
         self._pool = BufferPool(memory_bytes)
         self._meters = meters
         self._rates = rates or CsdRates()
-        self._processor = Processor()
 
     @property
     def peak_bytes(self) -> int:
@@ -63,7 +61,7 @@ class HostFleet:
     @property
     def num_kernels(self) -> int:
         """One a core."""
-        return self._processor.num_cores
+        return len(os.sched_getaffinity(0))
 
     def check(self, needs: Sequence[KernelNeed]) -> None:
         """Every kernel runs on a CPU, in NumPy where there is no compiler."""
@@ -79,35 +77,13 @@ class HostFleet:
         link = Channel(self._rates.link)
         channels = [DriveChannels.of(self._rates, link) for _ in directories]
         return [
-            HostCsd(root, self._pool, self._meters, own, self._processor)
+            HostCsd(root, self._pool, self._meters, own)
             for root, own in zip(directories, channels, strict=True)
         ]
 
     def close(self) -> None:
         """Frees the buffers."""
         self._pool.close()
-
-
-class Processor:
-    """How many kernels run at once on the host's cores, of all CSDs of a store.
-
-    Those of fp32 state wait for the memory, of which one kernel takes much: half the
-    cores, and the drive, JAX and the program have the others. Coding and decoding is
-    computing: every core helps.
-
-    Attributes:
-      num_cores: that this process may use.
-    """
-
-    def __init__(self) -> None:
-        self.num_cores = len(os.sched_getaffinity(0))
-        self._passing = threading.BoundedSemaphore(max(1, self.num_cores // 2))
-        self._coding = threading.BoundedSemaphore(self.num_cores)
-
-    def kernel(self, extents: Sequence[Extent]) -> threading.Semaphore:
-        """What a kernel over such states holds while it runs."""
-        is_coded = any(extent.codec for extent in extents)
-        return self._coding if is_coded else self._passing
 
 
 @dataclass(eq=False)
@@ -148,8 +124,6 @@ class HostCsd:
       pool: where buffers come from; CSDs of one store share it.
       meters: counts the drive's bytes.
       channels: what its transfers go through: all state crosses the host's link.
-      processor: lets so many kernels run at once, of all CSDs of a store. Workers that
-        have read together would else compute together, with nobody at the drive.
     """
 
     def __init__(
@@ -158,13 +132,11 @@ class HostCsd:
         pool: BufferPool,
         meters: ByteMeters,
         channels: DriveChannels | None = None,
-        processor: Processor | None = None,
     ) -> None:
         self._root = root
         self._pool = pool
         self._io = DirectIO(root, meters)
         self._channels = channels or DriveChannels()
-        self._processor = processor or Processor()
 
     @property
     def memory(self) -> object:
@@ -237,16 +209,15 @@ class HostCsd:
             writes=_written(extents, kernel),
         )
         run = _run_of(kernel, gradient)
-        with self._processor.kernel(extents):
-            is_finite = run(
-                gradient=gradient,
-                params=params,
-                slots=slots,
-                scalars=inputs.scalars,
-                arrays=inputs.arrays,
-                out=out,
-                passage=passage,
-            )
+        is_finite = run(
+            gradient=gradient,
+            params=params,
+            slots=slots,
+            scalars=inputs.scalars,
+            arrays=inputs.arrays,
+            out=out,
+            passage=passage,
+        )
         told = {n: passage.read[n] for n, wanted in enumerate(passage.reads) if wanted}
         own.forget()
         own.known.update(
