@@ -414,7 +414,8 @@ def open_store(
         ``"smartssd"``, the card beside it; ``"emulated"``, cards that are not there.
         Options may follow: see `jaxinf.csd.parse_csd`.
       memory_bytes: all memory that state passes through: of the host, or of each card.
-      num_workers: threads that read, update and write; more than 4 for many drives.
+      num_workers: requests at the drives at once; more than 4 for many drives. Kernels
+        run beside them.
       chunk_elements: largest chunk of a new store, in elements.
       durability: when a finished step becomes durable: ``"step"``, each at once; a
         number k, every k steps; ``"checkpoint"``, only with a checkpoint. `wait`,
