@@ -34,7 +34,7 @@ train: $(VENV)/installed  ## train a small GPT-2 on source code, its state on th
 
 test: $(VENV)/installed  ## the test suite, on the installed package
 	$(BIN)/pytest -n auto -m 'not faults and not hls and not cards and not long' \
-	  --ignore tests/models tests
+	  --ignore tests/models --ignore tests/faults tests
 
 test-long: $(VENV)/installed  ## families that make test has a part of: every optimizer
 	$(BIN)/pytest -n auto -m long tests

@@ -82,7 +82,8 @@ def test_update_refuses_what_no_store_offers(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize("clip_norm", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("clip_norm", [0, 1])
 def test_train_compares_and_keeps_a_timeline(tmp_path, clip_norm):
     timeline = tmp_path / "step.json"
     done = run_script(

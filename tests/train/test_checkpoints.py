@@ -78,6 +78,7 @@ def test_other_settings_are_refused_after_a_restore_too(config):
         train(config(steps=4, restore="1", seed=1))
 
 
+@pytest.mark.long
 def test_a_restored_run_keeps_its_own_checkpoints(config, tmp_path):
     root = tmp_path / "store" / "checkpoints"
     options = {"checkpoint_every": 2, "keep_last": 3}

@@ -115,6 +115,7 @@ def test_another_optimizer_trains_near_storage_as_in_memory(run, losses, tmp_pat
     np.testing.assert_allclose(near, memory, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_arguments_may_change_on_resume(run, tmp_path, capsys):
     words = ("--store", tmp_path / "store", "--optimizer-args", "b2=0.95")
     assert run(*words, "--steps", 1) == 0

@@ -38,6 +38,7 @@ def test_resume_with_other_data_is_refused(run, tmp_path, capsys):
     assert re.search(r"--data: the run has [\d,]+ bytes", capsys.readouterr().err)
 
 
+@pytest.mark.long
 def test_resume_says_what_changes_from_here(run, tmp_path, capsys):
     assert run("--store", tmp_path / "store", "--steps", 2) == 0
     words = ("--steps", 3, "--learning-rate", "1e-3")
@@ -46,6 +47,7 @@ def test_resume_says_what_changes_from_here(run, tmp_path, capsys):
     assert expected in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_resume_of_another_programs_store_is_refused(run, tmp_path, capsys):
     assert run("--store", tmp_path / "store", "--steps", 2) == 0
     slot = (tmp_path / "store/current").resolve()

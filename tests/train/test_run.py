@@ -145,6 +145,7 @@ def test_optimizers_agree_in_both_modes(run, losses, tmp_path, words):
     np.testing.assert_allclose(memory, update, rtol=1e-4)
 
 
+@pytest.mark.long
 def test_csd_roots(run, tmp_path):
     roots = [tmp_path / "d0", tmp_path / "d1"]
     for root in roots:
@@ -163,7 +164,9 @@ EXPLODING = ("--optimizer", "sgd", "--learning-rate", "1e38", "--clip-norm", "0"
 EXPLODING += ("--warmup-steps", "0", "--steps", "4")
 
 
-@pytest.mark.parametrize("mode", ["memory", "update"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("memory", marks=pytest.mark.long), "update"]
+)
 def test_nonfinite_error(run, losses, tmp_path, capsys, mode):
     place = ("--store", tmp_path / "store") if mode == "update" else ()
     log = tmp_path / "log"
@@ -174,7 +177,9 @@ def test_nonfinite_error(run, losses, tmp_path, capsys, mode):
     assert [step for step, _ in losses(log)] == [1]
 
 
-@pytest.mark.parametrize("mode", ["memory", "update"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("memory", marks=pytest.mark.long), "update"]
+)
 def test_nonfinite_skip(run, losses, tmp_path, capsys, mode):
     place = ("--store", tmp_path / "store") if mode == "update" else ()
     log = tmp_path / "log"

@@ -83,6 +83,7 @@ def test_signal_commits_and_resumes(
     assert losses(tmp_path / "store-log") == uninterrupted[: step + 3]
 
 
+@pytest.mark.long
 def test_killed_run_has_each_line_once(start, run, losses, uninterrupted, tmp_path):
     process = start(pause_s=0.1)
     wait_for_steps(tmp_path / "store-log", 5)
