@@ -22,6 +22,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 @pytest.mark.parametrize("kind", ["orbax", "safetensors"])
+@pytest.mark.long
 def test_memory_does_not_grow_with_a_leaf(make_step, tmp_path, kind):
     leaves = {("wide",): ((1600, 9999), (1, 1))}
     step, _ = make_step(leaves=leaves, chunk_elements=1 << 26)

@@ -153,6 +153,7 @@ def check_migration(tmp_path, tx, save, **options):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.long
 def test_every_optimizer_goes_on(tmp_path, name):
     options = {} if name not in ("momentum", "two") else {"step": NUM_STEPS}
     if name == "accumulate":
