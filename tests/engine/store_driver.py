@@ -206,13 +206,18 @@ def main():
     for _ in range(int(num_processes)):
         child = os.fork()
         if not child:
-            print(f"pid {os.getpid()}", flush=True)
+            _say("pid", os.getpid())
             driver = Driver(Path(path), csds=roots, memory_bytes=1 << 20)
             driver.init()
             while True:
-                print(f"durable {driver.store.step}", flush=True)
+                _say("durable", driver.store.step)
                 driver.step()
         os.waitpid(child, 0)
+
+
+def _say(word, number):
+    """A line in one write, so that a kill leaves all of it or nothing."""
+    os.write(sys.stdout.fileno(), f"{word} {number}\n".encode())
 
 
 if __name__ == "__main__":
