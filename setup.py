@@ -34,7 +34,7 @@ INPUTS = [
     Path(toolchain.__file__),
     *toolchain.INCLUDE.glob("*.hpp"),
     *toolchain.GENERATED.glob("*.cpp"),
-    toolchain.RSQRT_ESTIMATES,
+    *toolchain.HELPERS,
 ]
 NEWEST_INPUT = max(path.stat().st_mtime for path in INPUTS)
 

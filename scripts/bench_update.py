@@ -11,13 +11,14 @@ read ahead after it as before it. Medians.
     ratio_beside_kernels   with --beside, the same to loops beside which the step's
                            kernels run over other memory: they slow each other down
     rss_over_caller_bytes  peak RSS during steps, less gradients, params, new params
-    rss_over_base_bytes    the same, less what the process held after a small store of
-                           100,000 params: Python, JAX and its compiler, and what jaxinf
-                           takes whatever the size
+    rss_over_base_bytes    the same, less what the process held after a store of as many
+                           leaves with hardly any params: Python, JAX and its compiler
+                           (0.2 MB a leaf), and what jaxinf takes whatever the size
 """
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import shlex
@@ -299,16 +300,19 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
         )
         if value is not None
     }
-    options |= {"master": arguments.master, "state": arguments.state}
+    for name in ("master", "state", "csd"):
+        options[name] = getattr(arguments, name)
     dtype = DTYPES[arguments.params_dtype]
-    small = UpdateRig(place / "small", NUM_SMALL_PARAMS, dtype=dtype, **options)
+    num_leaves = arguments.leaves
+    small_params = max(NUM_SMALL_PARAMS, num_leaves or 0)
+    small = UpdateRig(place / "small", small_params, num_leaves, dtype=dtype, **options)
     warm_up(small)
     small.close()
     base_rss_bytes = status_bytes("VmRSS") - small.caller_bytes
+    del small  # with what XLA has compiled for it, whose memory is taken again
+    gc.collect()
     num_params = int(arguments.params)
-    rig = UpdateRig(
-        place / "store", num_params, arguments.leaves, dtype=dtype, **options
-    )
+    rig = UpdateRig(place / "store", num_params, num_leaves, dtype=dtype, **options)
     try:
         transfers = rig.transfers()
         warm_up(rig)
@@ -325,6 +329,8 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
         read, written = moved_bytes(transfers)
         return {
             "params": num_params,
+            "leaves": len(rig.params),
+            "csd": arguments.csd,
             "state": arguments.state,
             "master": arguments.master,
             "params_dtype": arguments.params_dtype,
@@ -349,6 +355,9 @@ def main() -> None:
     parser.add_argument("--state", choices=get_args(StateFormat), default="fp32")
     parser.add_argument("--master", choices=get_args(MasterChoice), default="auto")
     parser.add_argument("--params-dtype", choices=[*DTYPES], default="fp32")
+    parser.add_argument(
+        "--csd", default="host", help="also host:drive=500MB/s; floors run unhindered"
+    )
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="in a repetition")
     parser.add_argument("--memory-bytes", type=int)

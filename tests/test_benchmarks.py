@@ -68,11 +68,12 @@ def test_update_moves_what_it_says(tmp_path, options, read_bytes, write_bytes):
 
 def test_update_runs_a_peer_and_kernels_in_turn(tmp_path):
     peer = """echo '{"mparam_per_s": 0.01}'"""
-    beside = ("--peer", peer, "--beside")
+    beside = ("--peer", peer, "--beside", "--leaves", 3, "--csd", "host:drive=1GB/s")
     found = figures(bench_update(tmp_path, "--fio-seconds", 0, *beside))
     assert found["peer_mparam_per_s"] == 0.01
     assert found["ratio_to_peer"] > 0
     assert found["ratio_beside_kernels"] > 0
+    assert (found["leaves"], found["csd"]) == (3, "host:drive=1GB/s")
 
 
 def test_update_refuses_what_no_store_offers(tmp_path):

@@ -253,3 +253,22 @@ def test_other_tools_get_numbers(place, capsys):
     assert "step 1, state as fp32" in capsys.readouterr().out
     assert main(["inspect", str(place / "store"), "--leaf", "a"]) == 0
     assert "mu_scale" in capsys.readouterr().out
+
+
+@pytest.mark.cards
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "tx",
+    [optax.adagrad(0.1), optax.rmsprop(1e-2, momentum=0.9)],
+    ids=["adagrad", "rmsprop"],
+)
+def test_cards_take_roots_as_the_host_does(tmp_path, tx, dtype):
+    target = jax.tree.map(lambda x: x.astype(dtype), SMALL)
+    cards, host = (
+        jax.tree.map(
+            lambda x: np.asarray(x).tobytes(),
+            run(tmp_path / csd, 5, tx=tx, target=target, csd=csd, master="stored")[:2],
+        )
+        for csd in ("emulated", "host")
+    )
+    assert cards == host

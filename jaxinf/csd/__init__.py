@@ -13,6 +13,7 @@ from jaxinf.csd.base import (
     KernelNeed,
     Rounding,
     ScalarInputs,
+    Transfer,
     UpdateOutcome,
 )
 from jaxinf.csd.host import HostCsd
@@ -31,6 +32,7 @@ __all__ = [
     "KernelNeed",
     "Rounding",
     "ScalarInputs",
+    "Transfer",
     "UpdateOutcome",
     "open_csds",
     "parse_csd",

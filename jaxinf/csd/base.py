@@ -8,7 +8,7 @@ may run at once from different threads, and release the GIL while they work.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -26,6 +26,7 @@ __all__ = [
     "KernelNeed",
     "Rounding",
     "ScalarInputs",
+    "Transfer",
     "UpdateOutcome",
 ]
 
@@ -160,12 +161,31 @@ class CsdBuffer(Protocol):
         ...
 
 
+class Transfer(NamedTuple):
+    """A state's part of a subgroup to be moved.
+
+    Attributes:
+      buffer: the subgroup's, of the CSD that moves it.
+      extent: where in the buffer and in the file.
+      file: its chunk's.
+    """
+
+    buffer: CsdBuffer
+    extent: Extent
+    file: Path
+
+
 class Csd(Protocol):
     """A computational storage device. `extents` starts with the master params."""
 
     @property
     def memory(self) -> object:
         """What its buffers are taken from; CSDs of the same one compete for it."""
+        ...
+
+    @property
+    def is_host(self) -> bool:
+        """Whether an `update` runs on its caller's thread: no interrupt can end it."""
         ...
 
     def info(self) -> CsdInfo:
@@ -176,16 +196,16 @@ class Csd(Protocol):
         """A buffer, or None where the budget has no room for it now; never blocks."""
         ...
 
-    def read(self, buffer: CsdBuffer, extent: Extent, file: Path) -> None:
-        """Drive → buffer.
+    def read(self, transfers: Sequence[Transfer]) -> None:
+        """Drive → buffers.
 
         Raises:
           StoreIOError: naming file, offset and errno.
         """
         ...
 
-    def write(self, buffer: CsdBuffer, extent: Extent, file: Path) -> None:
-        """Buffer → drive; complete but not yet durable on return.
+    def write(self, transfers: Sequence[Transfer]) -> None:
+        """Buffers → drive; complete but not yet durable on return.
 
         Raises:
           StoreIOError, StoreSpaceError: naming file, offset and errno.

@@ -24,6 +24,7 @@ from jaxinf.csd.base import (
     Extent,
     Rounding,
     ScalarInputs,
+    Transfer,
     UpdateOutcome,
 )
 from jaxinf.csd.card_memory import CardBuffer, CardMemory
@@ -102,6 +103,11 @@ class CardCsd:
         """The card's own."""
         return self._memory
 
+    @property
+    def is_host(self) -> bool:
+        """Who waits for the card can be interrupted, and the card goes on."""
+        return False
+
     def info(self) -> CsdInfo:
         """What it is, now."""
         usage = shutil.disk_usage(self._root)
@@ -114,8 +120,17 @@ class CardCsd:
 
     # --- drive and card ------------------------------------------------------------
 
-    def read(self, buffer: CsdBuffer, extent: Extent, file: Path) -> None:
+    def read(self, transfers: Sequence[Transfer]) -> None:
         """Drive → card."""
+        for transfer in transfers:
+            self._read(*transfer)
+
+    def write(self, transfers: Sequence[Transfer]) -> None:
+        """Card → drive."""
+        for transfer in transfers:
+            self._write(*transfer)
+
+    def _read(self, buffer: CsdBuffer, extent: Extent, file: Path) -> None:
         own = _own(buffer)
         own.sums.pop(extent.buffer_offset_bytes, None)
         pages, offset, num_bytes = _place(own, extent)
@@ -129,8 +144,7 @@ class CardCsd:
                 self._io.read(file, bounce.array, offset, num_bytes)
                 pages[:num_bytes] = bounce.array[:num_bytes]
 
-    def write(self, buffer: CsdBuffer, extent: Extent, file: Path) -> None:
-        """Card → drive."""
+    def _write(self, buffer: CsdBuffer, extent: Extent, file: Path) -> None:
         pages, offset, num_bytes = _place(_own(buffer), extent)
         channels = self._channels
         with moving(num_bytes, channels.write, channels.internal):

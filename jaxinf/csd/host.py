@@ -19,14 +19,15 @@ from jaxinf.csd.base import (
     KernelNeed,
     Rounding,
     ScalarInputs,
+    Transfer,
     UpdateOutcome,
 )
 from jaxinf.csd.initial import initialise_states, states_as_slots
 from jaxinf.csd.rates import Channel, CsdRates, DriveChannels, moving
 from jaxinf.csd.sparse import run_sparse
-from jaxinf.io import Buffer, BufferPool, ByteMeters, DirectIO, crc32c
+from jaxinf.csd.transfers import Piece, Transfers
+from jaxinf.io import Buffer, BufferPool, ByteMeters, crc32c
 from jaxinf.kernels import InitKernel, Kernel, Passage, runner
-from jaxinf.layout import PAGE_BYTES
 from jaxinf.typing import Array
 
 __all__ = ["HostCsd", "HostFleet"]
@@ -135,7 +136,7 @@ class HostCsd:
     ) -> None:
         self._root = root
         self._pool = pool
-        self._io = DirectIO(root, meters)
+        self._transfers = Transfers(root, meters)
         self._channels = channels or DriveChannels()
 
     @property
@@ -143,30 +144,38 @@ class HostCsd:
         """The budget of all host CSDs of a store."""
         return self._pool
 
+    @property
+    def is_host(self) -> bool:
+        """Its kernels are calls of this process."""
+        return True
+
     def info(self) -> CsdInfo:
         """What it is, now."""
         usage = shutil.disk_usage(self._root)
-        return CsdInfo("host", self._root, usage.total, usage.free, self._io.direct)
+        return CsdInfo(
+            "host", self._root, usage.total, usage.free, self._transfers.direct
+        )
 
     def acquire(self, num_bytes: int) -> CsdBuffer | None:
         """A page-aligned buffer, or None where the budget has no room now."""
         memory = self._pool.acquire(num_bytes, block=False)
         return None if memory is None else _HostBuffer(memory)
 
-    def read(self, buffer: CsdBuffer, extent: Extent, file: Path) -> None:
-        """Drive → buffer."""
-        pages, channels = _pages(buffer, extent), self._channels
-        with moving(extent.num_bytes, channels.read, channels.link):
-            self._io.read(file, pages, extent.file_offset_bytes, extent.num_bytes)
-        own, place = _own(buffer), extent.buffer_offset_bytes
-        own.unseen.add(place)
-        own.known.pop(place, None)
+    def read(self, transfers: Sequence[Transfer]) -> None:
+        """Drive → buffers."""
+        num_bytes = sum(extent.num_bytes for _, extent, _ in transfers)
+        with moving(num_bytes, self._channels.read, self._channels.link):
+            self._transfers.read([_piece(transfer) for transfer in transfers])
+        for buffer, extent, _ in transfers:
+            own, place = _own(buffer), extent.buffer_offset_bytes
+            own.unseen.add(place)
+            own.known.pop(place, None)
 
-    def write(self, buffer: CsdBuffer, extent: Extent, file: Path) -> None:
-        """Buffer → drive."""
-        pages, channels = _pages(buffer, extent), self._channels
-        with moving(extent.num_bytes, channels.write, channels.link):
-            self._io.write(file, pages, extent.file_offset_bytes, extent.num_bytes)
+    def write(self, transfers: Sequence[Transfer]) -> None:
+        """Buffers → drive."""
+        num_bytes = sum(extent.num_bytes for _, extent, _ in transfers)
+        with moving(num_bytes, self._channels.write, self._channels.link):
+            self._transfers.write([_piece(transfer) for transfer in transfers])
 
     def checksum(self, buffer: CsdBuffer, extent: Extent) -> int | None:
         """Of what was read, in the update's pass; else by this thread, where not known.
@@ -245,8 +254,9 @@ class HostCsd:
 
     def view(self, buffer: CsdBuffer, extent: Extent) -> Array:
         """The buffer's own memory as an array of the extent's dtype."""
-        pages = _pages(buffer, extent)
-        return pages[: extent.num_bytes].view(extent.dtype)
+        start = extent.buffer_offset_bytes
+        memory = _own(buffer).memory.array[start : start + extent.num_bytes]
+        return memory.view(extent.dtype)
 
 
 def _run_of(kernel: Kernel, gradient: Array | SparseGradient) -> Callable[..., bool]:
@@ -271,8 +281,12 @@ def _own(buffer: CsdBuffer) -> _HostBuffer:
     return buffer
 
 
-def _pages(buffer: CsdBuffer, extent: Extent) -> Array:
-    """The whole pages of the buffer that an extent lies in."""
-    start = extent.buffer_offset_bytes
-    length = -(-extent.num_bytes // PAGE_BYTES) * PAGE_BYTES
-    return _own(buffer).memory.array[start : start + length]
+def _piece(transfer: Transfer) -> Piece:
+    buffer, extent, file = transfer
+    return Piece(
+        file,
+        _own(buffer).memory,
+        extent.buffer_offset_bytes,
+        extent.file_offset_bytes,
+        extent.num_bytes,
+    )

@@ -1,11 +1,13 @@
 """The transfer handler: subgroups stream through a fixed memory, reads beside writes.
 
     prefetch ──► load ──► ahead ─┐
-                                 ├─► compute ──► write state by state ──► memory back
+                                 ├─► compute ──► write ──► memory back
     submit ────► load ───────────┘      └► the submitter goes on
 
 A worker does one unit of this at a time, whichever can be done. Some move bytes and
 others compute, each up to a number: neither keeps the drive or the processors waiting.
+What is short is moved together, and the submitter computes what it finds loaded: to
+hand a small subgroup from thread to thread takes longer than the rest.
 
 Invariant: state passes only through buffers of the CSDs' budget, and its checksums are
 taken as it passes. The first error stops everything: no later unit starts, and
@@ -15,51 +17,26 @@ everybody who waits gets that very exception.
 import contextlib
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from jaxinf.csd import Csd, CsdBuffer
 from jaxinf.engine import pace
 from jaxinf.engine.chunks import ChunkTable
 from jaxinf.engine.failure import Failure, closed_error
+from jaxinf.engine.held import Batch, Held, WriteQueue, Writes
 from jaxinf.engine.tasks import Task, TaskGroup
 from jaxinf.engine.timeline import Timeline
-from jaxinf.engine.units import Loads, Units
+from jaxinf.engine.units import Load, Units, Write
 from jaxinf.errors import StoreError
 from jaxinf.layout import Subgroup
 from jaxinf.store import StoreDirectory
 
 __all__ = ["TransferHandler"]
 
-_LITTLE_BYTES = 1 << 20
-"""Writes of less than this are done together: to hand one over takes as long."""
-
-
-@dataclass(eq=False)
-class _Held:
-    """A subgroup that has memory.
-
-    Attributes:
-      task: whose loads it has or gets: a submitted one, or one to come.
-      buffer: where.
-      loaded: the states that are there as the drive has them.
-      unchecked: those of them whose checksum is not known yet.
-      to_write: the states that nobody has begun to write.
-      num_writing: those that somebody is writing.
-    """
-
-    task: Task
-    buffer: CsdBuffer
-    loaded: Loads = ()
-    unchecked: Loads = ()
-    to_write: deque[int] = field(default_factory=deque)
-    num_writing: int = 0
-
-    @property
-    def missing(self) -> Loads:
-        """What the task loads and is not there."""
-        return tuple(load for load in self.task.loads if load not in self.loaded)
+_LOOK_AHEAD = 64
+"""Prefetches of other CSDs after which no more is looked for to be moved together."""
 
 
 @dataclass
@@ -128,11 +105,14 @@ class TransferHandler:
         self._moving, self._computing = _Limit(num_workers), _Limit(num_kernels)
         self._queue: deque[Task] = deque()  # submitted; nobody has begun with them
         self._ahead_due: dict[Subgroup, Task] = {}
-        self._ahead: dict[Subgroup, _Held] = {}
+        self._ahead: dict[Subgroup, Held] = {}
         self._num_loading_ahead = 0
-        self._loaded: deque[_Held] = deque()
-        self._computed: deque[_Held] = deque()
-        self._held: set[_Held] = set()
+        self._loaded: deque[Held] = deque()
+        self._computed = WriteQueue([id(csd.memory) for csd in csds])
+        self._starved: Collection[int] = ()  # memories without room at the last look
+        self._submitting: set[TaskGroup] = set()  # whose submitters compute
+        self._num_draining = 0
+        self._held: set[Held] = set()
         self._num_busy: Counter[int] = Counter()  # of what is held, by memory
         self._num_unfinished = 0
         self._is_closing = False
@@ -168,33 +148,61 @@ class TransferHandler:
           BaseException: the first error of any task, the same object every time.
           StoreClosedError: the handler was closed before they had.
         """
+        self._check_done(not self._is_closing)
         group = TaskGroup(num_waiting=len(tasks))
-        with self._done:
-            self._check_done(not self._is_closing)
-            for task in tasks:
-                task.group = group
-                self._queue.append(task)
-                self._ahead_due.pop(task.layout.subgroup, None)
-            self._num_unfinished += len(tasks)
-            self._to_do.notify()
-            try:
+        try:
+            with self._done:
+                for task in tasks:
+                    task.group = group
+                    self._queue.append(task)
+                    self._ahead_due.pop(task.layout.subgroup, None)
+                self._num_unfinished += len(tasks)
+            self._compute_loaded(group)
+            with self._done:
                 self._wait_for(
                     lambda: (
                         not group.num_waiting
                         or (self._is_over() and not group.num_running)
                     )
                 )
-            except BaseException as error:  # an interrupt of the main thread
+        except BaseException as error:  # an interrupt of the main thread
+            self._failure.set(error)
+            self._await_running(group)
+            raise
+        self._check_done(not group.num_waiting)
+
+    def _compute_loaded(self, group: TaskGroup) -> None:
+        """The submitter computes what it finds loaded on the host; workers the rest."""
+        while True:
+            with self._done:
+                held = None
+                if not self._is_over() and self._may_compute:
+                    held = self._take_ahead(group)
+                if group.num_waiting > (held is not None):
+                    self._to_do.notify()
+                if held is None:
+                    return
+                self._submitting.add(group)
+            try:
+                self._compute(held)
+            except Exception as error:
                 self._failure.set(error)
-                self._await_running(group)
-                raise
-            self._check_done(not group.num_waiting)
+            with self._done:
+                self._submitting.discard(group)
+                if self._is_closing:
+                    self._done.notify_all()
+                is_due = self._due_csd() is not None
+                if is_due or self._loaded or self._queue or self._ahead_due:
+                    self._to_do.notify()
 
     def _await_running(self, group: TaskGroup) -> None:
-        """Waits until no task of a group computes, however often it is interrupted."""
-        while group.num_running:
-            with contextlib.suppress(KeyboardInterrupt):
+        """Waits until no worker computes for a group, however often interrupted."""
+        while True:
+            with contextlib.suppress(KeyboardInterrupt), self._done:
+                self._submitting.discard(group)
+                self._done.notify_all()  # `close` may wait for that
                 self._done.wait_for(lambda: not group.num_running)
+                return
 
     def prefetch(self, tasks: Sequence[Task]) -> None:
         """Loads what these tasks will load, in this order, as far as memory reaches.
@@ -214,7 +222,12 @@ class TransferHandler:
           BaseException: as `run`.
         """
         with self._done:
-            self._wait_for(lambda: not self._num_unfinished or self._is_over())
+            self._num_draining += 1
+            self._to_do.notify()
+            try:
+                self._wait_for(lambda: not self._num_unfinished or self._is_over())
+            finally:
+                self._num_draining -= 1
             self._check_done(not self._num_unfinished)
         self._pace.end_round()
 
@@ -228,6 +241,7 @@ class TransferHandler:
         for worker in self._workers:
             worker.join()
         with self._done:
+            self._done.wait_for(lambda: not self._submitting)
             self._ahead_due.clear()
             self._ahead.clear()
             while self._held:
@@ -266,7 +280,7 @@ class TransferHandler:
                     if unit is None:
                         return
                     unit.limit.num += 1
-                    if not (self._moving.is_reached and self._computing.is_reached):
+                    if self._may_compute or not self._moving.is_reached:
                         self._to_do.notify()  # there may be more
             except BaseException as error:  # of a CSD's `acquire`
                 self._failure.set(error)
@@ -290,11 +304,15 @@ class TransferHandler:
 
     def _pick(self) -> _Unit | None:
         unit = None
-        if not self._computing.is_reached:
+        if self._may_compute:
             unit = self._pick_loaded()
         if unit is None and not self._moving.is_reached:
-            unit = self._pick_computed() or self._pick_queued()
+            unit = self._pick_computed() or self._pick_queued() or self._pick_computed()
         return unit
+
+    @property
+    def _may_compute(self) -> bool:
+        return self._computing.num + len(self._submitting) < self._computing.most
 
     def _pick_loaded(self) -> _Unit | None:
         """Something to compute with: loaded for a task, or ahead of it."""
@@ -302,19 +320,29 @@ class TransferHandler:
         if held is None:
             return None
         held.task.group.num_running += 1
-        return _Unit(self._computing, partial(self._compute, held))
+        return _Unit(self._computing, partial(self._compute_counted, held))
 
-    def _take_ahead(self) -> _Held | None:
-        """What was loaded ahead and is all that a queued task wants."""
+    def _take_ahead(self, submitted: TaskGroup | None = None) -> Held | None:
+        """What was loaded ahead and is all that a queued task wants.
+
+        Args:
+          submitted: only for tasks of this group, which their submitter may compute.
+        """
         if not self._ahead:
             return None
         for position, task in enumerate(self._queue):
             ahead = self._ahead.get(task.layout.subgroup)
-            if ahead is not None and set(task.loads) <= set(ahead.loaded):
+            if ahead is None:
+                continue
+            if submitted is not None and not (
+                task.group is submitted and self._csds[task.layout.subgroup.csd].is_host
+            ):
+                continue
+            if ahead.loaded and set(task.loads) <= set(ahead.loaded):
                 return self._claim(position)
         return None
 
-    def _claim(self, position: int) -> _Held:
+    def _claim(self, position: int) -> Held:
         """A queued task gets what was loaded ahead for it, whatever that is."""
         task = self._queue[position]
         del self._queue[position]
@@ -323,23 +351,20 @@ class TransferHandler:
         held.task = task
         return held
 
+    def _due_csd(self) -> int | None:
+        return self._computed.due_csd(self._starved, is_awaited=self._num_draining > 0)
+
     def _pick_computed(self) -> _Unit | None:
         """Something to write."""
-        if not self._computed:
+        csd = self._due_csd()
+        if csd is None:
             return None
-        held = self._computed[0]
-        states, num_bytes = [], 0
-        while held.to_write and (not states or num_bytes < _LITTLE_BYTES):
-            states.append(held.to_write.popleft())
-            num_bytes += held.task.layout.extents[states[-1]].num_bytes
-        if not held.to_write:
-            self._computed.popleft()
-        held.num_writing += len(states)
-        return _Unit(self._moving, partial(self._write, held, states))
+        return _Unit(self._moving, partial(self._write, self._computed.take(csd)))
 
     def _pick_queued(self) -> _Unit | None:
         """Something to load: for the first task that memory is there for, or ahead."""
         starved: dict[int, int] = {}
+        self._starved = starved
         for position, task in enumerate(self._queue):
             ahead = self._ahead.get(task.layout.subgroup)
             if ahead is not None:
@@ -352,16 +377,19 @@ class TransferHandler:
                 if buffer is not None:
                     return self._begin(position, buffer)
                 starved[memory] = position
-                if len(starved) == self._num_memories:
-                    break
         for memory, position in starved.items():
             if not self._num_busy[memory]:
                 return self._make_room(memory, position)
         return None if starved else self._pick_ahead()
 
     def _make_room(self, memory: int, position: int) -> _Unit | None:
-        """Takes memory from prefetches, as a last way: no queued task waits for one."""
-        held = [s for s, a in self._ahead.items() if self._memory(a.task) == memory]
+        """Takes memory from prefetches that no queued task waits for, as a last way."""
+        queued = {task.layout.subgroup for task in self._queue}
+        held = [
+            subgroup
+            for subgroup, ahead in self._ahead.items()
+            if subgroup not in queued and self._memory(ahead.task) == memory
+        ]
         while held:
             given_up = self._ahead.pop(held.pop())
             self._held.remove(given_up)
@@ -376,25 +404,42 @@ class TransferHandler:
         del self._queue[position]
         return self._loading(self._hold(task, buffer))
 
-    def _loading(self, held: _Held) -> _Unit:
+    def _loading(self, held: Held) -> _Unit:
         return _Unit(self._moving, partial(self._load_queued, held))
 
     def _pick_ahead(self) -> _Unit | None:
+        """A long subgroup to come, or short ones of one CSD together."""
         full: set[int] = set()
+        found: list[Held] = []
+        batch, num_others = Batch(), 0
         for task in self._ahead_due.values():
             memory = self._memory(task)
             if memory in full:
                 continue
+            if found and task.layout.subgroup.csd != found[0].csd:
+                num_others += 1
+                if num_others >= _LOOK_AHEAD:
+                    break
+                continue
             buffer = self._acquire(task)
-            if buffer is not None:
-                del self._ahead_due[task.layout.subgroup]
-                held = self._ahead[task.layout.subgroup] = self._hold(task, buffer)
-                self._num_loading_ahead += 1
-                return _Unit(self._moving, partial(self._load_ahead, held))
-            full.add(memory)
-            if len(full) == self._num_memories:
+            if buffer is None:
+                full.add(memory)
+                if found or len(full) == self._num_memories:
+                    break
+                continue
+            found.append(held := self._hold(task, buffer))
+            states = [state for state, _ in task.loads]
+            batch.add(held.num_bytes(states), len(states))
+            if batch.is_full:
                 break
-        return None
+        self._starved = full
+        if not found:
+            return None
+        for held in found:
+            del self._ahead_due[held.task.layout.subgroup]
+            self._ahead[held.task.layout.subgroup] = held
+        self._num_loading_ahead += 1
+        return _Unit(self._moving, partial(self._load_ahead, found))
 
     def _drop_ahead(self) -> None:
         self._ahead_due.clear()
@@ -413,13 +458,13 @@ class TransferHandler:
     def _acquire(self, task: Task) -> CsdBuffer | None:
         return self._csds[task.layout.subgroup.csd].acquire(task.layout.num_bytes)
 
-    def _hold(self, task: Task, buffer: CsdBuffer) -> _Held:
-        held = _Held(task, buffer)
+    def _hold(self, task: Task, buffer: CsdBuffer) -> Held:
+        held = Held(task, buffer)
         self._held.add(held)
         self._num_busy[self._memory(task)] += 1
         return held
 
-    def _release(self, held: _Held) -> None:
+    def _release(self, held: Held) -> None:
         """The task is done."""
         self._held.remove(held)
         held.buffer.release()
@@ -430,48 +475,57 @@ class TransferHandler:
 
     # --- the units -----------------------------------------------------------------
 
-    def _load_ahead(self, held: _Held) -> None:
+    def _load_ahead(self, batch: Sequence[Held]) -> None:
         try:
-            held.unchecked = self._units.load(held.task, held.buffer, held.missing)
-            held.loaded = held.task.loads
+            self._load(batch)
         finally:
             with self._done:
                 self._num_loading_ahead -= 1
-                self._num_busy[self._memory(held.task)] -= 1
-                self._done.notify_all()
+                for held in batch:
+                    self._num_busy[self._memory(held.task)] -= 1
+                if not self._num_loading_ahead:
+                    self._done.notify_all()
 
-    def _load_queued(self, held: _Held) -> None:
-        unchecked = self._units.load(held.task, held.buffer, held.missing)
+    def _load_queued(self, held: Held) -> None:
+        self._load([held])
         with self._done:
-            held.loaded += held.missing
-            held.unchecked += unchecked
             if self._failure.error is None:
                 self._loaded.append(held)
 
-    def _compute(self, held: _Held) -> None:
-        task, num_done = held.task, 0
-        try:
-            self._failure.check()
-            self._units.compute(task, held.buffer, held.unchecked)
-            num_done = 1
-        finally:
-            group = task.group
-            with self._done:
-                group.num_waiting -= num_done
-                group.num_running -= 1
-                if not (group.num_waiting and group.num_running):
-                    self._done.notify_all()
+    def _load(self, batch: Sequence[Held]) -> None:
+        loads = [Load(held.task, held.buffer, held.missing) for held in batch]
+        unchecked = self._units.load(loads)
         with self._done:
-            held.to_write.extend(task.stores)
+            for held, load, left in zip(batch, loads, unchecked, strict=True):
+                held.loaded += load.states
+                held.unchecked += left
+
+    def _compute_counted(self, held: Held) -> None:
+        """A worker's: whoever waits for the group knows that it is at it."""
+        try:
+            self._compute(held)
+        finally:
+            group = held.task.group
+            with self._done:
+                group.num_running -= 1
+                if not group.num_running:
+                    self._done.notify_all()
+
+    def _compute(self, held: Held) -> None:
+        task = held.task
+        self._failure.check()
+        self._units.compute(task, held.buffer, held.unchecked)
+        with self._done:
+            task.group.num_waiting -= 1
             if not task.stores:
                 self._release(held)
             elif self._failure.error is None:
-                self._computed.append(held)
+                self._computed.add(held)
 
-    def _write(self, held: _Held, states: Sequence[int]) -> None:
-        for state in states:
-            self._units.write(held.task, held.buffer, state)
+    def _write(self, writes: Writes) -> None:
+        self._units.write(
+            [Write(held.task, held.buffer, states) for held, states in writes]
+        )
         with self._done:
-            held.num_writing -= len(states)
-            if not held.num_writing and not held.to_write:
+            for held in self._computed.written(writes):
                 self._release(held)

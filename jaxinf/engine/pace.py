@@ -20,8 +20,8 @@ _NUM_ROUNDS = 3
 _MIN_SECONDS = 0.1
 """Rounds in which a CSD was busy for less say nothing."""
 
-_MIN_BYTES = 1 << 20
-"""What a shorter request counts for: its time does not depend on its length."""
+_MIN_BYTES = 256 << 10
+"""What a shorter transfer counts for: its time does not depend on its length."""
 
 OVERDUE_S = 60.0
 """How long a request may take before it is spoken of."""
@@ -46,15 +46,16 @@ class Pace:
         self._told: set[int] = set()
 
     def request(
-        self, csd: int, kind: str, num_bytes: int = 0
+        self, csd: int, kind: str, lengths: Sequence[int] = ()
     ) -> contextlib.AbstractContextManager[None]:
         """The time in which a CSD does something.
 
         Args:
           csd: its number.
           kind: what it does: ``"read"``, ``"write"`` or ``"update"``.
-          num_bytes: what it moves; 0 where its drive has no part in it.
+          lengths: bytes of each transfer; none where its drive has no part in it.
         """
+        num_bytes = sum(max(length, _MIN_BYTES) for length in lengths)
         return _Request(self, csd, kind, num_bytes)
 
     def _begin(self, request: "_Request") -> None:
@@ -66,7 +67,7 @@ class Pace:
             del self._under_way[threading.get_ident()]
             if request.num_bytes:
                 self._seconds[request.csd] += time.monotonic() - request.began_s
-                self._bytes[request.csd] += max(request.num_bytes, _MIN_BYTES)
+                self._bytes[request.csd] += request.num_bytes
 
     def end_round(self) -> None:
         """Compares the drives since the last round; names one that is always slow."""

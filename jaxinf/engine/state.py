@@ -271,7 +271,7 @@ def _stream_state(
     visit: Callable[[int, int, Array], None],
     state: int = 0,
 ) -> None:
-    """Calls `visit`, on worker threads, with all of a state, a piece at a time.
+    """Calls `visit`, from several threads, with all of a state, a piece at a time.
 
     Args:
       session: bound.

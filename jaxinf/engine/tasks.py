@@ -92,8 +92,9 @@ class Task:
 
     Attributes:
       layout: the subgroup and its buffer.
-      compute: what to do with the loaded buffer; runs once, on a worker. Returns the
-        checksums of loaded states that the CSD could not tell before, by state.
+      compute: what to do with the loaded buffer; runs once, on a worker or on the
+        submitter's thread. Returns the checksums of loaded states that the CSD could
+        not tell before, by state.
       loads: what to read: indices into the layout's states, each with its slot.
       stores: what to write, to the slot that the step builds.
       runs_kernel: whether `compute` runs a kernel of the CSD over what is loaded, which

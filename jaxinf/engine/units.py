@@ -4,10 +4,12 @@ Invariant: what a unit moves is timed, and nothing is stored or returned of stat
 checksum is wrong.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
-from jaxinf.csd import Csd, CsdBuffer
+from jaxinf.csd import Csd, CsdBuffer, Transfer
 from jaxinf.engine.chunks import ChunkTable
 from jaxinf.engine.pace import Pace
 from jaxinf.engine.tasks import Task
@@ -15,10 +17,28 @@ from jaxinf.engine.timeline import Timeline
 from jaxinf.io import crc32c
 from jaxinf.store import Slot, StoreDirectory
 
-__all__ = ["Loads", "Units"]
+__all__ = ["Load", "Loads", "Units", "Write"]
 
 Loads: TypeAlias = tuple[tuple[int, Slot], ...]
 """States of a subgroup by number, each with the slot that it is read from."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """States that a task wants in its buffer."""
+
+    task: Task
+    buffer: CsdBuffer
+    states: Loads
+
+
+@dataclass(frozen=True)
+class Write:
+    """States that a task has left in its buffer, by number."""
+
+    task: Task
+    buffer: CsdBuffer
+    states: Sequence[int]
 
 
 class Units:
@@ -46,25 +66,30 @@ class Units:
         self._pace = pace
         self._timeline = timeline
 
-    def load(self, task: Task, buffer: CsdBuffer, loads: Loads) -> Loads:
-        """Reads states; those of them that only the update can check.
+    def load(self, loads: Sequence[Load]) -> list[Loads]:
+        """Reads states of one CSD; of each load those that only the update can check.
 
         Raises:
           StoreError: the drive failed, or has not what was written.
         """
-        layout, csd = task.layout, self._csd(task)
+        transfers = [
+            self._transfer(load.task, load.buffer, state, slot)
+            for load in loads
+            for state, slot in load.states
+        ]
+        if transfers:
+            csd = loads[0].task.layout.subgroup.csd
+            with self._request(csd, "read", transfers):
+                self._csds[csd].read(transfers)
+        return [self._check_loaded(load) for load in loads]
+
+    def _check_loaded(self, load: Load) -> Loads:
+        layout, csd = load.task.layout, self._csd(load.task)
         unchecked: list[tuple[int, Slot]] = []
-        for state, slot in loads:
-            file = self._directory.chunk_file(slot, *layout.place(state))
-            extent = layout.extents[state]
-            with (
-                self._pace.request(layout.subgroup.csd, "read", extent.num_bytes),
-                self._timeline.span("read"),
-            ):
-                csd.read(buffer, extent, file)
+        for state, slot in load.states:
             if self._chunks.is_checked(layout, state):
                 with self._timeline.span("checksum"):
-                    checksum = csd.checksum(buffer, extent)
+                    checksum = csd.checksum(load.buffer, layout.extents[state])
                 if checksum is None:
                     unchecked.append((state, slot))
                 else:
@@ -89,25 +114,41 @@ class Units:
             checksums = task.compute(csd, buffer) or {}
         self._check_told(task, unchecked, checksums)
 
-    def write(self, task: Task, buffer: CsdBuffer, state: int) -> None:
-        """Writes a state to the slot that the step builds.
+    def write(self, writes: Sequence[Write]) -> None:
+        """Writes states of one CSD to the slot that the step builds.
 
         Raises:
           StoreError: the drive failed.
         """
-        layout, csd = task.layout, self._csd(task)
-        extent = layout.extents[state]
-        with self._timeline.span("checksum"):
-            checksum = csd.checksum(buffer, extent)
-            if checksum is None:  # no kernel has passed over it
-                checksum = crc32c(csd.view(buffer, extent))
-        self._chunks.stored(layout, state, checksum)
-        file = self._chunks.prepare_write(layout, state)
-        with (
-            self._pace.request(layout.subgroup.csd, "write", extent.num_bytes),
-            self._timeline.span("write"),
-        ):
-            csd.write(buffer, extent, file)
+        csd = writes[0].task.layout.subgroup.csd
+        transfers: list[Transfer] = []
+        for write in writes:
+            layout = write.task.layout
+            for state in write.states:
+                extent = layout.extents[state]
+                with self._timeline.span("checksum"):
+                    checksum = self._csds[csd].checksum(write.buffer, extent)
+                    if checksum is None:  # no kernel has passed over it
+                        checksum = crc32c(self._csds[csd].view(write.buffer, extent))
+                self._chunks.stored(layout, state, checksum)
+                file = self._chunks.prepare_write(layout, state)
+                transfers.append(Transfer(write.buffer, extent, file))
+        with self._request(csd, "write", transfers):
+            self._csds[csd].write(transfers)
+
+    def _transfer(
+        self, task: Task, buffer: CsdBuffer, state: int, slot: Slot
+    ) -> Transfer:
+        file = self._directory.chunk_file(slot, *task.layout.place(state))
+        return Transfer(buffer, task.layout.extents[state], file)
+
+    @contextlib.contextmanager
+    def _request(
+        self, csd: int, kind: Literal["read", "write"], transfers: Sequence[Transfer]
+    ) -> Iterator[None]:
+        lengths = [transfer.extent.num_bytes for transfer in transfers]
+        with self._pace.request(csd, kind, lengths), self._timeline.span(kind):
+            yield
 
     def _csd(self, task: Task) -> Csd:
         return self._csds[task.layout.subgroup.csd]

@@ -40,6 +40,16 @@ class Buffer:
         everything = np.frombuffer(memory, np.uint8)
         self._array: Array | None = everything[start : start + num_bytes]
         self._num_bytes = num_bytes
+        self._address = self._array.ctypes.data
+
+    @property
+    def address(self) -> int:
+        """Where it lies in the process's memory.
+
+        Raises:
+          ValueError: if the buffer was released.
+        """
+        return self._address if self._array is not None else self.array.ctypes.data
 
     @property
     def num_bytes(self) -> int:

@@ -25,11 +25,6 @@ class ByteCounts:
     link_down_bytes: int = 0
     link_up_bytes: int = 0
 
-    def __add__(self, other: "ByteCounts") -> "ByteCounts":
-        return ByteCounts(
-            *(getattr(self, f.name) + getattr(other, f.name) for f in fields(self))
-        )
-
     def __sub__(self, other: "ByteCounts") -> "ByteCounts":
         return ByteCounts(
             *(getattr(self, f.name) - getattr(other, f.name) for f in fields(self))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -41,7 +42,7 @@ _DTYPES = (
     "float32", "bfloat16", "float16", "int32", "uint32",
     "bool", "int8", "uint8", "int16", "uint16",
 )  # fmt: skip
-_CODES = {name: code for code, name in enumerate(_DTYPES)}
+_CODES = {jnp.dtype(name): code for code, name in enumerate(_DTYPES)}
 _BF16_STOCHASTIC, _INT8_BLOCKS, _BF16_SPLIT = range(len(_DTYPES), len(_DTYPES) + 3)
 
 
@@ -59,7 +60,7 @@ class _Passage(ctypes.Structure):
     _fields_ = [
         ("given", ctypes.c_void_p),
         ("sums", ctypes.c_void_p),
-        ("wanted", ctypes.c_void_p),
+        ("wanted", ctypes.c_char_p),
         ("wants_params", ctypes.c_int32),
     ]
 
@@ -165,10 +166,10 @@ def invoke(
     """Calls an entry point of `libraries` on contiguous arrays; nothing is checked."""
     passage = passage or Passage()
     num_stored = len(stored_arrays(params, slots))
-    flags = [passage.reads or [False] * num_stored]
-    flags += [passage.writes or [False] * num_stored]
-    wanted = np.array(flags, np.uint8)
-    sums = np.zeros((2, num_stored), np.uint32)
+    reads = passage.reads or [False] * num_stored
+    writes = passage.writes or [False] * num_stored
+    wanted = bytes([*reads, *writes])
+    sums = (ctypes.c_uint32 * len(wanted))()
     given = passage.given
     finite = function(
         gradient.size,
@@ -182,13 +183,16 @@ def invoke(
         ctypes.byref(
             _Passage(
                 None if given is None else given.ctypes.data,
-                sums.ctypes.data,
-                wanted.ctypes.data,
+                ctypes.addressof(sums),
+                wanted,
                 passage.wants_params,
             )
         ),
     )
-    passage.read, passage.written = map(tuple, (sums * wanted).tolist())
+    told = tuple(
+        s if is_wanted else 0 for s, is_wanted in zip(sums, wanted, strict=True)
+    )
+    passage.read, passage.written = told[:num_stored], told[num_stored:]
     return bool(finite)
 
 
@@ -299,7 +303,7 @@ def _warn(reason: str) -> None:
 
 def _array(array: Array | CodedSlot) -> _Array:
     if not isinstance(array, CodedSlot):
-        return _Array(array.ctypes.data, None, _CODES[array.dtype.name], 0, 0)
+        return _Array(array.ctypes.data, None, _CODES[array.dtype], 0, 0)
     codes, scales, rest = array.codes.ctypes.data, array.scales, array.remainders
     if rest is not None:
         return _Array(codes, rest.ctypes.data, _BF16_SPLIT, array.key, array.first)

@@ -48,17 +48,9 @@ def rsqrt_estimates() -> Array:
 
 def _function() -> Any:
     """What fills the entries and returns the steps; None on other processors."""
-    levels = toolchain.levels()
-    if not levels:
-        return None
-    source = toolchain.RSQRT_ESTIMATES.read_text()
-    function: Any = libraries.load_prebuilt(source, levels[0])
-    if function is None:
-        compiler = toolchain.find_compiler()
-        if compiler is None:
-            raise toolchain.CompilerError("no C++ compiler (c++, g++ or clang++)")
-        function = libraries.load_cached(source, levels[0], compiler)
-    function.argtypes = [ctypes.c_void_p]
+    function = libraries.load_helper(toolchain.RSQRT_ESTIMATES)
+    if function is not None:
+        function.argtypes = [ctypes.c_void_p]
     return function
 
 

@@ -15,7 +15,13 @@ from typing import Any
 
 from jaxinf.kernels import toolchain
 
-__all__ = ["cache_directory", "cached_library", "load_cached", "load_prebuilt"]
+__all__ = [
+    "cache_directory",
+    "cached_library",
+    "load_cached",
+    "load_helper",
+    "load_prebuilt",
+]
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -56,6 +62,28 @@ def load_cached(source: str, level: str, compiler: str) -> Callable[..., int]:
             compile_(path)
             return _prototype(ctypes.CDLL(str(path)).jaxinf_kernel)
     return _prototype(ctypes.CDLL(str(path)).jaxinf_kernel)
+
+
+def load_helper(path: Path) -> Any:
+    """The entry point of one of `toolchain.HELPERS`, its prototype still to be set.
+
+    Blocks while it is compiled, where the installed package has none. None on other
+    processors than x86-64.
+
+    Raises:
+      CompilerError: There is no compiler, or it failed.
+    """
+    levels = toolchain.levels()
+    if not levels:
+        return None
+    source = path.read_text()
+    function = load_prebuilt(source, levels[0])
+    if function is not None:
+        return function
+    compiler = toolchain.find_compiler()
+    if compiler is None:
+        raise toolchain.CompilerError("no C++ compiler (c++, g++ or clang++)")
+    return load_cached(source, levels[0], compiler)
 
 
 def cached_library(key: str, compile_: Callable[[Path], None]) -> Path:

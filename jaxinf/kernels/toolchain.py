@@ -15,9 +15,11 @@ from pathlib import Path
 
 __all__ = [
     "GENERATED",
+    "HELPERS",
     "LEVELS",
     "PREBUILT",
     "RSQRT_ESTIMATES",
+    "TRANSFERS",
     "CompilerError",
     "command",
     "compile_kernel",
@@ -37,6 +39,9 @@ LEVELS = ("x86-64-v4", "x86-64-v3")
 INCLUDE = Path(__file__).parent / "cpp"
 GENERATED = Path(__file__).parent / "generated"
 RSQRT_ESTIMATES = INCLUDE / "rsqrt_estimates.cpp"
+TRANSFERS = INCLUDE / "transfers.cpp"
+HELPERS = (RSQRT_ESTIMATES, TRANSFERS)
+"""What is compiled beside kernels."""
 PREBUILT = Path(__file__).parent / "prebuilt"
 
 _V3 = "avx avx2 bmi1 bmi2 f16c fma abm movbe xsave"
@@ -125,13 +130,13 @@ def compile_kernel(source: Path, output: Path, *, compiler: str, level: str) -> 
 
 
 def compile_package(output: Path, *, compiler: str, level: str) -> None:
-    """Compiles `GENERATED` and `RSQRT_ESTIMATES` into one library, for a wheel.
+    """Compiles `GENERATED` and `HELPERS` into one library, for a wheel.
 
     Raises:
       CompilerError: The compiler failed.
     """
     lines = ['#include "shell.hpp"', ""]
-    sources = [*sorted(GENERATED.glob("*.cpp")), RSQRT_ESTIMATES]
+    sources = [*sorted(GENERATED.glob("*.cpp")), *HELPERS]
     for number, source in enumerate(sources):
         lines += [
             f"#define JAXINF_ENTRY {entry_point(source.read_text())}",

@@ -21,6 +21,7 @@ from jaxinf.csd import (
     KernelNeed,
     Rounding,
     ScalarInputs,
+    Transfer,
     open_csds,
     parse_csd,
 )
@@ -152,11 +153,11 @@ class Chunk:
 
     def write(self):
         for extent, file in zip(self.extents, self.files, strict=True):
-            self.csd.write(self.buffer, extent, file)
+            self.csd.write([Transfer(self.buffer, extent, file)])
 
     def read(self):
         for extent, file in zip(self.extents, self.files, strict=True):
-            self.csd.read(self.buffer, extent, file)
+            self.csd.read([Transfer(self.buffer, extent, file)])
 
     def checksums(self):
         return [self.csd.checksum(self.buffer, extent) for extent in self.extents]
@@ -353,7 +354,7 @@ def test_parts_of_a_chunk(chunks):
         chunk.buffer.release()
         chunk.buffer = chunk.acquire()
         for extent, file, state in zip(extents, chunk.files, whole, strict=True):
-            chunk.csd.read(chunk.buffer, extent, file)
+            chunk.csd.read([Transfer(chunk.buffer, extent, file)])
             view = chunk.csd.view(chunk.buffer, extent)
             np.testing.assert_array_equal(view, state[PAGE : 2 * PAGE])
 
@@ -418,8 +419,9 @@ def test_errors_name_the_file(chunks):
             chunk.write()
         with open(chunk.files[1], "r+b") as file:
             file.truncate(100)
+        transfer = Transfer(chunk.buffer, chunk.extents[1], chunk.files[1])
         with pytest.raises(StoreIOError, match="state1: truncated") as short:
-            chunk.csd.read(chunk.buffer, chunk.extents[1], chunk.files[1])
+            chunk.csd.read([transfer])
         errors = [str(e.value) for e in (read, write, short)]
         messages.append([e.replace(str(chunk.files[0].parent), "") for e in errors])
         allocate_file(chunk.files[0], PAGE * 5, PAGE * 5)

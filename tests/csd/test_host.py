@@ -12,6 +12,7 @@ from jaxinf.csd import (
     HostCsd,
     Rounding,
     ScalarInputs,
+    Transfer,
     UpdateOutcome,
     parse_csd,
 )
@@ -44,7 +45,7 @@ class Chunk:
 
     def move(self, action):
         for extent, file in zip(self.extents, self.files, strict=True):
-            getattr(self.csd, action)(self.buffer, extent, file)
+            getattr(self.csd, action)([Transfer(self.buffer, extent, file)])
 
     def views(self):
         return [self.csd.view(self.buffer, extent) for extent in self.extents]
@@ -126,7 +127,7 @@ def test_parts_of_a_chunk(tmp_path):
     master[...] = np.arange(8192)
     chunk.move("write")
     second = Extent(np.dtype(np.float32), 4096, 4 * 4096, 8 * 4096)
-    chunk.csd.read(chunk.buffer, second, chunk.files[0])
+    chunk.csd.read([Transfer(chunk.buffer, second, chunk.files[0])])
     view = chunk.csd.view(chunk.buffer, second)
     np.testing.assert_array_equal(view, np.arange(4096, 8192))
 

@@ -25,6 +25,7 @@ class WatchedCsd:
     def __init__(self, csd):
         self._csd = csd
         self.reads = []
+        self.calls = []
         self.fail_on = {}
         self.gate = None
         self.at_gate = threading.Event()
@@ -32,7 +33,7 @@ class WatchedCsd:
     def __getattr__(self, name):
         return getattr(self._csd, name)
 
-    def _before(self, action, file):
+    def _before(self, action):
         if action in self.fail_on:
             raise self.fail_on[action]
         if self.gate is not None:
@@ -44,14 +45,18 @@ class WatchedCsd:
             raise self.fail_on["acquire"]
         return self._csd.acquire(num_bytes)
 
-    def read(self, buffer, extent, file):
-        self._before("read", file)
-        self.reads.append((file, extent.file_offset_bytes))
-        self._csd.read(buffer, extent, file)
+    def read(self, transfers):
+        self.calls.append(("read", len(transfers)))
+        for transfer in transfers:
+            self._before("read")
+            self.reads.append((transfer.file, transfer.extent.file_offset_bytes))
+            self._csd.read([transfer])
 
-    def write(self, buffer, extent, file):
-        self._before("write", file)
-        self._csd.write(buffer, extent, file)
+    def write(self, transfers):
+        self.calls.append(("write", len(transfers)))
+        for transfer in transfers:
+            self._before("write")
+            self._csd.write([transfer])
 
 
 class Rig:
@@ -175,6 +180,76 @@ def test_prefetched_state_is_read_once(rig, memory_pages, order):
         most = 10 if order == 1 or held >= 10 else 10 + held
         assert 2 * 10 <= len(item.csd.reads) <= 2 * most
     np.testing.assert_array_equal(master(item, "b"), master(item, "a") + 1)
+
+
+def prefetched(item, tasks):
+    """Returns when all that these load is there."""
+    item.handler.prefetch(tasks)
+    handler = item.handler
+    with handler._done:
+        assert handler._done.wait_for(
+            lambda: not handler._ahead_due and not handler._num_loading_ahead, TIMEOUT_S
+        )
+
+
+def test_short_states_are_moved_together(rig):
+    item = rig()
+    prefetched(item, item.tasks())
+    item.handler.run(item.tasks())
+    item.handler.drain()
+    assert item.csd.calls == [("read", 20), ("write", 20)]
+    np.testing.assert_array_equal(master(item, "b"), master(item, "a") + 1)
+
+
+def test_long_states_are_moved_one_by_one(rig, monkeypatch):
+    monkeypatch.setattr("jaxinf.engine.held._TOGETHER_BYTES", 4 * PAGE)
+    item = rig()
+    prefetched(item, item.tasks())
+    item.handler.run(item.tasks())
+    item.handler.drain()
+    assert sorted(item.csd.calls) == [("read", 2)] * 10 + [("write", 1)] * 20
+
+
+@pytest.mark.parametrize("memory_pages", [8, 20, 50])
+def test_short_states_are_written_where_memory_is_wanted(rig, memory_pages):
+    """Though there are too few of them to be written otherwise."""
+    item = rig(memory_pages)
+    item.handler.prefetch(item.tasks())
+    for task in item.tasks():
+        item.handler.run([task])
+    item.handler.drain()
+    np.testing.assert_array_equal(master(item, "b"), master(item, "a") + 1)
+
+
+def test_the_submitter_computes_what_is_loaded(rig):
+    item, threads = rig(), []
+    prefetched(item, item.tasks())
+
+    def compute(csd, buffer):
+        threads.append(threading.current_thread())
+
+    item.handler.run([item.task(item.layouts[3], compute=compute)])
+    assert threads == [threading.current_thread()]
+
+
+def test_a_task_that_waits_for_a_processor_is_not_forgotten(rig):
+    item, inside, go_on = rig(num_workers=1), threading.Event(), threading.Event()
+    prefetched(item, [item.task(item.layouts[n]) for n in (0, 1)])
+
+    def slow(csd, buffer):
+        inside.set()
+        assert go_on.wait(TIMEOUT_S)
+
+    first = in_thread(
+        lambda: item.handler.run([item.task(item.layouts[0], compute=slow)])
+    )
+    assert inside.wait(TIMEOUT_S)
+    second = in_thread(lambda: item.handler.run([item.task(item.layouts[1])]))
+    while not item.handler._queue:
+        time.sleep(0.001)
+    time.sleep(0.05)  # a worker has found that it may not compute
+    go_on.set()
+    assert first() is second() is None
 
 
 def test_queued_tasks_take_what_was_read_for_them_before_memory_is_taken_away(rig):
@@ -334,6 +409,27 @@ def test_closing_wakes_who_waits(rig):
         item.handler.run(item.tasks())
 
 
+def test_closing_waits_for_the_submitter(rig):
+    item, inside, go_on = rig(), threading.Event(), threading.Event()
+    prefetched(item, [item.task(item.layouts[0])])
+
+    def slow(csd, buffer):
+        inside.set()
+        assert go_on.wait(TIMEOUT_S)
+        assert item.pool.used_bytes > 0
+
+    runs = in_thread(
+        lambda: item.handler.run([item.task(item.layouts[0], compute=slow)])
+    )
+    assert inside.wait(TIMEOUT_S)
+    closing = in_thread(item.handler.close)
+    wait_until_closing(item.handler)
+    time.sleep(0.05)
+    assert item.pool.used_bytes > 0
+    go_on.set()
+    assert runs() is closing() is None
+
+
 def test_closing_frees_what_was_read_ahead(rig):
     item = rig()
     item.handler.prefetch(item.tasks())
@@ -371,3 +467,24 @@ def test_no_compute_runs_after_an_interrupt(rig, interruptible):
     assert ended.is_set()
     thread.join()
     assert isinstance(item.failure.error, KeyboardInterrupt)
+
+
+def test_an_interrupt_where_the_submitter_computes(rig, interruptible):
+    """It waits for the worker that computes beside it, too."""
+    item = rig(num_workers=2)
+    both, ended = threading.Barrier(2), threading.Event()
+    prefetched(item, [item.task(item.layouts[n]) for n in (0, 1)])
+
+    def compute(csd, buffer):
+        both.wait(TIMEOUT_S)
+        if threading.current_thread() is threading.main_thread():
+            signal.raise_signal(signal.SIGINT)
+        time.sleep(0.2)
+        ended.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        item.handler.run([item.task(item.layouts[n], compute=compute) for n in (0, 1)])
+    assert ended.is_set()
+    assert isinstance(item.failure.error, KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        item.handler.drain()

@@ -58,12 +58,13 @@ def test_a_copy_in_the_middle_of_a_chunk(drive, durability):
     driver.store.steps.join()
     write, copies, num_writes = driver.session.csds[0].write, [], 0
 
-    def copying(buffer, extent, file):
+    def copying(transfers):
         nonlocal num_writes
-        write(buffer, extent, file)
-        num_writes += "trace.embed" in str(file)
-        if num_writes == 5:
-            copies.append(linked_copy(driver))
+        for transfer in transfers:
+            write([transfer])
+            num_writes += "trace.embed" in str(transfer.file)
+            if num_writes == 5:
+                copies.append(linked_copy(driver))
 
     driver.session.csds[0].write = copying
     driver.steps(1)

@@ -90,6 +90,7 @@ def slow_warnings(caplog):
 
 
 def test_a_slow_drive_is_named_once(driver, caplog):
+    driver.store.wait()
     driver.session.csds[1]._channels.write.bytes_per_s = 1e6
     driver.steps(1).steps(1)
     driver.store.wait()

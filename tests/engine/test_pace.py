@@ -25,7 +25,7 @@ def rounds(clock, num_rounds, requests):
     own = pace.Pace(["/a", "/b", "/c"])
     for _ in range(num_rounds):
         for csd, num_bytes, seconds in requests:
-            with own.request(csd, "read", num_bytes):
+            with own.request(csd, "read", [num_bytes]):
                 clock.now_s += seconds
         own.end_round()
 

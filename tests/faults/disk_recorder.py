@@ -15,6 +15,8 @@ from pathlib import Path
 
 from disk_model import PAGE_BYTES, ROOT, Barrier, Log, Piece, tree
 
+from jaxinf.csd import transfers
+
 _FAKE_DEVICE = 1 << 40
 
 
@@ -48,6 +50,9 @@ class Recorder:
         self._replace(os, "open", self._open_descriptor, "open_descriptor")
         self._replace(builtins, "open", self._open)
         self._replace(io, "open", self._open)
+        self._replace(
+            transfers, "native", lambda: None
+        )  # which calls the system itself
         for name, module in list(sys.modules.items()):
             if name.startswith("jaxinf") and hasattr(module, "sync_filesystem"):
                 self._replace(module, "sync_filesystem", self._sync_filesystem)

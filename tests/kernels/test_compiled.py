@@ -421,7 +421,7 @@ def test_kernels_of_narrow_integers_run_on_numpy(caplog):
 def test_the_package_has_what_a_compilation_needs():
     assert sorted(path.name for path in toolchain.INCLUDE.iterdir()) == [
         "block_codec.hpp", "codecs.hpp", "crc32c.hpp", "lanes.hpp", "rsqrt.hpp",
-        "rsqrt_estimates.cpp", "shell.hpp",
+        "rsqrt_estimates.cpp", "shell.hpp", "transfers.cpp",
     ]  # fmt: skip
     assert Path(toolchain.__file__).parent == toolchain.GENERATED.parent
     assert sys.modules["jaxinf.kernels.toolchain"] is toolchain

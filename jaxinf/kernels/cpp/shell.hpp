@@ -253,7 +253,7 @@ inline void add_block(const Array& params, const void* params_block, const Array
 // ---- one chunk
 
 // Chunks from here on have results that leave the caches before anybody reads them.
-constexpr long streamed_elements = 1 << 18;
+constexpr long streamed_elements = 1 << 15;
 
 // Stores past the caches, which would fetch what is overwritten first.
 inline void stream(float* to, const float* from, long num) {

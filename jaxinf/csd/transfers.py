@@ -1,0 +1,127 @@
+"""Many short transfers in one native call: Python has the GIL once for all of them.
+
+Invariant: the effect, the errors and the bytes counted are those of `DirectIO`, which
+moves whatever the native call leaves, and everything where there is no compiler.
+"""
+
+import ctypes
+import functools
+import logging
+import os
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxinf.io import Buffer, ByteMeters, DirectIO
+from jaxinf.kernels import libraries, toolchain
+from jaxinf.layout import PAGE_BYTES
+
+__all__ = ["Piece", "Transfers"]
+
+_LOGGER = logging.getLogger("jaxinf.csd")
+
+
+class Piece(NamedTuple):
+    """A part of a file and of a buffer.
+
+    Attributes:
+      file: absolute path.
+      buffer: page-aligned.
+      buffer_offset_bytes, file_offset_bytes: multiples of the page.
+      num_bytes: how much; in the buffer the pages that it ends in are its own.
+    """
+
+    file: Path
+    buffer: Buffer
+    buffer_offset_bytes: int
+    file_offset_bytes: int
+    num_bytes: int
+
+
+class Transfers:
+    """Moves pieces of the files under one directory. Thread-safe.
+
+    Args:
+      root: the directory.
+      meters: counts what is moved.
+    """
+
+    def __init__(self, root: Path, meters: ByteMeters) -> None:
+        self._io = DirectIO(root, meters)
+        self._meters = meters
+        native()  # which may have to be compiled
+
+    @property
+    def direct(self) -> bool:
+        """Whether the file system does direct I/O."""
+        return self._io.direct
+
+    def read(self, pieces: Sequence[Piece]) -> None:
+        """Files → buffers; blocks.
+
+        Raises:
+          StoreIOError: as `DirectIO.read`.
+        """
+        for piece in self._left(pieces, writes=False):
+            self._io.read(*_request(piece))
+
+    def write(self, pieces: Sequence[Piece]) -> None:
+        """Buffers → files, zeros behind each piece in its last page; blocks.
+
+        Raises:
+          StoreIOError, StoreSpaceError: as `DirectIO.write`.
+        """
+        for piece in self._left(pieces, writes=True):
+            self._io.write(*_request(piece))
+
+    def _left(self, pieces: Sequence[Piece], *, writes: bool) -> Sequence[Piece]:
+        """Moves what the native call can; the others."""
+        function = native() if self._io.direct else None
+        if function is None:
+            return pieces
+        paths = b"".join([os.fsencode(piece.file) + b"\0" for piece in pieces])
+        places = array("q")
+        for _, buffer, buffer_offset, file_offset, num_bytes in pieces:
+            places.extend((buffer.address + buffer_offset, file_offset, num_bytes))
+        done = array("q", bytes(8 * len(pieces)))
+        function(
+            len(pieces),
+            writes,
+            paths,
+            places.buffer_info()[0],
+            done.buffer_info()[0],
+        )
+        moved = sum(num_bytes for num_bytes in done if num_bytes > 0)
+        if writes:
+            self._meters.add(drive_write_bytes=moved)
+        else:
+            self._meters.add(drive_read_bytes=moved)
+        return [p for p, num_bytes in zip(pieces, done, strict=True) if num_bytes < 0]
+
+
+@functools.cache
+def native() -> Any:
+    """The native call, or None where there is none; says so once in the log."""
+    try:
+        function: Any = libraries.load_helper(toolchain.TRANSFERS)
+    except (toolchain.CompilerError, OSError) as error:
+        _LOGGER.info("models of many small leaves will be slower: %s", error)
+        return None
+    if function is not None:
+        function.argtypes = [
+            ctypes.c_int64,
+            ctypes.c_int,
+            ctypes.c_char_p,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+        ]
+    return function
+
+
+def _request(piece: Piece) -> tuple[Any, ...]:
+    """What `DirectIO` is asked for."""
+    first = piece.buffer_offset_bytes
+    num_pages = -(-piece.num_bytes // PAGE_BYTES)
+    memory = piece.buffer.array[first : first + num_pages * PAGE_BYTES]
+    return piece.file, memory, piece.file_offset_bytes, piece.num_bytes
