@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 from pathlib import Path
 
 from jaxinf.compress import SparseGradient
@@ -87,20 +88,24 @@ class HostFleet:
         self._pool.close()
 
 
-@dataclass(eq=False)
+_UNSEEN = -1
+"""For a checksum: read, and no update has passed over it yet."""
+
+_ASKED = -2
+"""The same, and the next update is to tell its checksum."""
+
+
+@dataclass(eq=False, slots=True)
 class _HostBuffer:
-    """Memory, and what is known of the extents in it, by their offsets.
+    """Memory, and what is known of the extents in it.
 
     Attributes:
       memory: from the pool.
-      asked: of what was read, the extents whose checksums the next update is to tell.
-      unseen: what was read and no update has passed over yet.
-      known: checksums of what the last update has left.
+      known: by offset, the checksum of what the last update has left there; `_UNSEEN`
+        or `_ASKED` for what was read since.
     """
 
     memory: Buffer
-    asked: set[int] = field(default_factory=set)
-    unseen: set[int] = field(default_factory=set)
     known: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -109,12 +114,6 @@ class _HostBuffer:
 
     def release(self) -> None:
         self.memory.release()
-
-    def forget(self) -> None:
-        """What is in the memory has changed."""
-        self.asked.clear()
-        self.unseen.clear()
-        self.known.clear()
 
 
 class HostCsd:
@@ -167,9 +166,7 @@ class HostCsd:
         with moving(num_bytes, self._channels.read, self._channels.link):
             self._transfers.read([_piece(transfer) for transfer in transfers])
         for buffer, extent, _ in transfers:
-            own, place = _own(buffer), extent.buffer_offset_bytes
-            own.unseen.add(place)
-            own.known.pop(place, None)
+            _own(buffer).known[extent.buffer_offset_bytes] = _UNSEEN
 
     def write(self, transfers: Sequence[Transfer]) -> None:
         """Buffers → drive."""
@@ -182,13 +179,14 @@ class HostCsd:
 
         A pass of its own costs more than the kernel: each is bound by the memory.
         """
-        own, place = _own(buffer), extent.buffer_offset_bytes
-        if place in own.unseen:
-            own.asked.add(place)
-            return None
-        if place in own.known:
-            return own.known[place]
-        return crc32c(self.view(buffer, extent))
+        known, place = _own(buffer).known, extent.buffer_offset_bytes
+        checksum = known.get(place)
+        if checksum is None:
+            return crc32c(self.view(buffer, extent))
+        if checksum >= 0:
+            return checksum
+        known[place] = _ASKED
+        return None
 
     def update(
         self,
@@ -206,13 +204,13 @@ class HostCsd:
         """Runs the kernel on this thread; checksums, too, in the same pass."""
         views = [self.view(buffer, extent) for extent in extents]
         params, *slots = states_as_slots(views, extents, rounding)
-        own = _own(buffer)
+        known = _own(buffer).known
         places = [extent.buffer_offset_bytes for extent in extents]
         passage = Passage(
             given=given,
             wants_params=wants_params,
             reads=[
-                place in own.asked or (number == 0 and given is not None)
+                known.get(place) == _ASKED or (number == 0 and given is not None)
                 for number, place in enumerate(places)
             ],
             writes=_written(extents, kernel),
@@ -228,13 +226,9 @@ class HostCsd:
             passage=passage,
         )
         told = {n: passage.read[n] for n, wanted in enumerate(passage.reads) if wanted}
-        own.forget()
-        own.known.update(
-            (place, checksum)
-            for place, checksum, is_new in zip(
-                places, passage.written, passage.writes, strict=True
-            )
-            if is_new
+        known.clear()
+        known.update(
+            compress(zip(places, passage.written, strict=True), passage.writes)
         )
         return UpdateOutcome(is_finite, told)
 
@@ -250,7 +244,7 @@ class HostCsd:
         """Writes into the buffer's memory."""
         views = [self.view(buffer, extent) for extent in extents]
         initialise_states(views, extents, kernel, params, inputs, rounding)
-        _own(buffer).forget()
+        _own(buffer).known.clear()
 
     def view(self, buffer: CsdBuffer, extent: Extent) -> Array:
         """The buffer's own memory as an array of the extent's dtype."""

@@ -6,8 +6,11 @@ Invariant: what a reader is told to load is what the last finished step wrote, a
 nothing that differs from its checksum passes `loaded` unnoticed.
 """
 
+import operator
 import threading
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -25,6 +28,15 @@ VerifyMode = Literal["always", "sampled", "never"]
 VERIFY_MODES: tuple[VerifyMode, ...] = ("always", "sampled", "never")
 
 _SAMPLED_ONE_IN = 16
+
+
+@cache
+def _paired(
+    states: tuple[int, ...], slots: tuple[Slot, ...]
+) -> tuple[tuple[int, Slot], ...]:
+    """One object for all leaves: fewer for the garbage collector to go through."""
+    return tuple(zip(states, slots, strict=True))
+
 
 _Parts: TypeAlias = dict[int, tuple[int, int]]
 """Of one chunk: by offset in elements, the checksum and the length in bytes."""
@@ -51,18 +63,24 @@ class ChunkTable:
         self._committed: Slot | None = committed
         self._verify = verify
         self._lock = threading.Lock()
-        self._first: list[int] = []  # a leaf's first entry
-        sums = []
-        for leaf in directory.manifest.leaves:
-            self._first.append(sum(map(len, sums)))
+        # Plain arrays: NumPy's take several times as long to index, and thousands of
+        # leaves ask for theirs in every step.
+        self._first = array("q")  # a leaf's first entry
+        self._num_chunks = array("q")
+        self._lengths = array("q")  # in bytes, padding left out
+        self._sums = array("I")
+        for number, leaf in enumerate(directory.manifest.leaves):
+            self._first.append(len(self._sums))
+            self._num_chunks.append(len(leaf.csds))
             for state in leaf.states:
                 held = checksums.get(leaf.array_name(state.name))
-                sums.append(
-                    np.zeros(len(leaf.csds), np.uint32) if held is None else held
+                self._sums.extend([0] * len(leaf.csds) if held is None else held)
+                self._lengths.extend(
+                    directory.state_bytes(number, chunk, state)
+                    for chunk in range(len(leaf.csds))
                 )
-        self._sums = np.concatenate([np.zeros(0, np.uint32), *sums])
-        self._is_working = np.zeros(self._sums.size, bool)
-        self._is_shared = np.zeros(self._sums.size, bool)
+        self._is_working = bytearray(len(self._sums))
+        self._is_shared = bytearray(len(self._sums))
         self._pending: dict[int, int] = {}
         self._loaded: dict[tuple[int, Slot], _Parts] = {}
         self._given: dict[int, _Parts] = {}
@@ -89,10 +107,17 @@ class ChunkTable:
         is_working = self._is_working[self._entry(layout, state)]
         return self.target if is_working else self.committed
 
+    def sources(
+        self, layout: SubgroupLayout, states: Sequence[int]
+    ) -> tuple[tuple[int, Slot], ...]:
+        """The same of several states: each with its slot."""
+        found = tuple([self.source(layout, state) for state in states])
+        return _paired(tuple(states), found)
+
     @property
     def has_working(self) -> bool:
         """Whether steps have finished since the last commit."""
-        return bool(self._is_working.any())
+        return any(self._is_working)
 
     # --- checksums -----------------------------------------------------------------
 
@@ -115,35 +140,42 @@ class ChunkTable:
           StoreCorruptError: the chunk is not what was written.
         """
         entry = self._entry(layout, state)
-        offset = layout.subgroup.offset_elements
-        with self._lock:
-            parts = self._loaded.setdefault((entry, slot), {})
-            first, _ = parts.get(offset, (None, 0))
-            found = None
-            if first is None:
-                found = self._whole(parts, layout, state, checksum)
-        if first not in (None, checksum):
-            when = f"when elements from {offset} on were read before"
-            raise self._corrupt(layout, state, slot, first, checksum, when)
-        expected = int(self._sums[entry])
+        found = checksum
+        if layout.extents[state].num_bytes < self._lengths[entry]:
+            offset = layout.subgroup.offset_elements
+            with self._lock:
+                parts = self._loaded.setdefault((entry, slot), {})
+                first, _ = parts.get(offset, (None, 0))
+                found = None
+                if first is None:
+                    found = self._whole(parts, layout, state, checksum)
+            if first not in (None, checksum):
+                when = f"when elements from {offset} on were read before"
+                raise self._corrupt(layout, state, slot, first, checksum, when)
+        expected = self._sums[entry]
         if found not in (None, expected):
             raise self._corrupt(layout, state, slot, expected, found)
 
     def matches(self, layout: SubgroupLayout, state: int, checksum: int) -> bool:
         """Whether a copy of the newest version is one, once all of a chunk has come."""
         entry = self._entry(layout, state)
-        with self._lock:
-            parts = self._given.setdefault(entry, {})
-            found = self._whole(parts, layout, state, checksum)
-            if found is not None:
-                del self._given[entry]
-        return found in (None, int(self._sums[entry]))
+        found = checksum
+        if layout.extents[state].num_bytes < self._lengths[entry]:
+            with self._lock:
+                parts = self._given.setdefault(entry, {})
+                found = self._whole(parts, layout, state, checksum)
+                if found is not None:
+                    del self._given[entry]
+        return found in (None, self._sums[entry])
 
     def stored(self, layout: SubgroupLayout, state: int, checksum: int) -> None:
         """Notes what is being written to the target slot."""
         entry = self._entry(layout, state)
         with self._lock:
             self._is_shared[entry] = False
+            if layout.extents[state].num_bytes == self._lengths[entry]:
+                self._pending[entry] = checksum
+                return
             parts = self._storing.setdefault(entry, {})
             whole = self._whole(parts, layout, state, checksum)
             if whole is not None:
@@ -173,12 +205,10 @@ class ChunkTable:
           StoreCorruptError: the chunk is not what was written.
         """
         slot = self.source(layout, state)
-        subgroup = layout.subgroup
-        record = self._directory.manifest.leaves[subgroup.leaf].states[state]
-        num_bytes = self._directory.state_bytes(subgroup.leaf, subgroup.chunk, record)
+        entry = self._entry(layout, state)
         file = self._directory.chunk_file(slot, *layout.place(state))
-        expected = int(self._sums[self._entry(layout, state)])
-        found = file_checksum(file, num_bytes)
+        expected = self._sums[entry]
+        found = file_checksum(file, self._lengths[entry])
         if found != expected:
             raise self._corrupt(layout, state, slot, expected, found)
 
@@ -188,7 +218,9 @@ class ChunkTable:
         for leaf in self._directory.manifest.leaves:
             for state in leaf.states:
                 last = first + len(leaf.csds)
-                result[leaf.array_name(state.name)] = self._sums[first:last].copy()
+                result[leaf.array_name(state.name)] = np.array(
+                    self._sums[first:last], np.uint32
+                )
                 first = last
         return result
 
@@ -224,17 +256,17 @@ class ChunkTable:
     def end_commit(self) -> None:
         """The target slot is published."""
         self._committed = self.target
-        self._is_working[:] = False
+        self._is_working = bytearray(len(self._sums))
 
     # --- inside --------------------------------------------------------------------
 
     def _entry(self, layout: SubgroupLayout, state: int) -> int:
-        subgroup = layout.subgroup
-        num_chunks = len(self._directory.manifest.leaves[subgroup.leaf].csds)
-        return self._first[subgroup.leaf] + state * num_chunks + subgroup.chunk
+        leaf = layout.subgroup.leaf
+        first = self._first[leaf] + layout.subgroup.chunk
+        return first + state * self._num_chunks[leaf]
 
     def _unshared(self) -> Iterator[tuple[int, int, int, int]]:
-        if (self._is_working | self._is_shared).all():
+        if all(map(operator.or_, self._is_working, self._is_shared)):
             return
         entry = 0
         for number, leaf in enumerate(self._directory.manifest.leaves):
@@ -250,8 +282,7 @@ class ChunkTable:
         """The chunk's checksum once all its subgroups are among the parts."""
         subgroup, extent = layout.subgroup, layout.extents[state]
         parts[subgroup.offset_elements] = (checksum, extent.num_bytes)
-        record = self._directory.manifest.leaves[subgroup.leaf].states[state]
-        num_bytes = self._directory.state_bytes(subgroup.leaf, subgroup.chunk, record)
+        num_bytes = self._lengths[self._entry(layout, state)]
         if sum(length for _, length in parts.values()) < num_bytes:
             return None
         if len(parts) == 1:

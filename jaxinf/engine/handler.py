@@ -191,8 +191,9 @@ class TransferHandler:
                 self._submitting.discard(group)
                 if self._is_closing:
                     self._done.notify_all()
+                is_room = not held.task.stores and bool(self._ahead_due)
                 is_due = self._due_csd() is not None
-                if is_due or self._loaded or self._queue or self._ahead_due:
+                if is_room or is_due or self._loaded or self._queue:
                     self._to_do.notify()
 
     def _await_running(self, group: TaskGroup) -> None:

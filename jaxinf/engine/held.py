@@ -7,7 +7,7 @@ thread-safe.
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from jaxinf.csd import CsdBuffer
@@ -38,7 +38,7 @@ class Batch:
         return self.num_bytes >= _TOGETHER_BYTES or self.num_states >= _MOST_TOGETHER
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Held:
     """A subgroup that has memory.
 
@@ -55,7 +55,7 @@ class Held:
     buffer: CsdBuffer
     loaded: Loads = ()
     unchecked: Loads = ()
-    to_write: deque[int] = field(default_factory=deque)
+    to_write: tuple[int, ...] = ()
     num_writing: int = 0
 
     @property
@@ -92,7 +92,7 @@ class WriteQueue:
 
     def add(self, held: Held) -> None:
         """All that the task stores is to be written."""
-        held.to_write.extend(held.task.stores)
+        held.to_write = held.task.stores
         self._held[held.csd].append(held)
         self._due[held.csd].add(held.num_bytes(held.to_write), len(held.to_write))
 
@@ -119,16 +119,17 @@ class WriteQueue:
     def take(self, csd: int) -> Writes:
         """What to write next of a CSD: a long state, or short ones together."""
         held, batch = self._held[csd], Batch()
-        writes: list[tuple[Held, list[int]]] = []
+        writes: list[tuple[Held, Sequence[int]]] = []
         while held and not batch.is_full:
-            first, states = held[0], []
-            while first.to_write and not batch.is_full:
-                states.append(first.to_write.popleft())
-                batch.add(first.num_bytes(states[-1:]))
+            first, num = held[0], 0
+            while num < len(first.to_write) and not batch.is_full:
+                batch.add(first.num_bytes(first.to_write[num : num + 1]))
+                num += 1
+            writes.append((first, first.to_write[:num]))
+            first.to_write = first.to_write[num:]
+            first.num_writing += num
             if not first.to_write:
                 held.popleft()
-            first.num_writing += len(states)
-            writes.append((first, states))
         self._due[csd].add(-batch.num_bytes, -batch.num_states)
         self._num_under_way[self._memories[csd]] += 1
         return writes

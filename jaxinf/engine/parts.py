@@ -4,8 +4,9 @@ Invariant: a task reads only the newest version of a state, and writes only the 
 that the step builds; nothing is stored of params that are not the store's.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from jaxinf.engine.tasks import SubgroupLayout, Task
 from jaxinf.kernels import Kernel
 from jaxinf.kernels.specialise import specialise, state_read
 from jaxinf.layout import scatter, target_view
-from jaxinf.store import ERROR_FEEDBACK, Slot, dtype_of
+from jaxinf.store import ERROR_FEEDBACK, dtype_of
 from jaxinf.typing import Array
 
 __all__ = ["LeafPart", "PartTasks"]
@@ -104,12 +105,7 @@ class PartTasks:
         is_probed = is_first and part.probe.size and is_exact
 
         rounding = rounding_of(layout, step)
-        states = range(len(layout.states))
-        needed = state_read(kernel)
-        unchanged = kernel.unchanged
-        if part.feedback is None:
-            unchanged |= {ERROR_FEEDBACK}
-        loads = frozenset(n for n in states if layout.slots[n] in needed)
+        loads, stores = _moved(kernel, layout.slots, part.feedback is not None)
         if part.out.dtype != np.float32:  # which comes of the params, moved or not
             loads |= {0}
         # Over a step that is not committed a chunk's parts are overwritten one by one:
@@ -160,8 +156,8 @@ class PartTasks:
         return Task(
             layout,
             compute,
-            loads=self.sources(layout, loads),
-            stores=tuple(n for n in states if layout.slots[n] not in unchanged),
+            loads=session.chunks.sources(layout, sorted(loads)),
+            stores=stores,
             runs_kernel=True,
         )
 
@@ -172,14 +168,6 @@ class PartTasks:
         if part.params is None or not session.options.csd.takes_params:
             return None
         return part.params if part.params.dtype == dtype_of(stored.dtype) else None
-
-    def sources(
-        self, layout: SubgroupLayout, states: Iterable[int]
-    ) -> tuple[tuple[int, Slot], ...]:
-        """States to load, each with the slot that has its newest version."""
-        source = self._session.chunks.source
-        slots: list[tuple[int, Slot]] = [(n, source(layout, n)) for n in sorted(states)]
-        return tuple(slots)
 
     def _check_probe(
         self, part: LeafPart, layout: SubgroupLayout, master: Array, *, is_whole: bool
@@ -201,3 +189,17 @@ class PartTasks:
         if not self._session.chunks.matches(layout, 0, checksum):
             assert part.params is not None
             compare_chunk(self._session, layout, part.params, part.origin)
+
+
+@lru_cache
+def _moved(
+    kernel: Kernel, slots: tuple[str, ...], has_feedback: bool
+) -> tuple[frozenset[int], tuple[int, ...]]:
+    """The states that a kernel's update reads, and those that it leaves changed."""
+    needed, unchanged = state_read(kernel), kernel.unchanged
+    if not has_feedback:
+        unchanged |= {ERROR_FEEDBACK}
+    return (
+        frozenset(n for n, slot in enumerate(slots) if slot in needed),
+        tuple(n for n, slot in enumerate(slots) if slot not in unchanged),
+    )

@@ -16,12 +16,13 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from jaxinf.csd import Csd, CsdBuffer
 from jaxinf.engine.parts import LeafPart, PartTasks
 from jaxinf.engine.session import Session
 from jaxinf.engine.tasks import SubgroupLayout, Task
+from jaxinf.engine.units import Loads
 from jaxinf.errors import StaleStateError, StoreError
 from jaxinf.io import ByteCounts
 from jaxinf.layout import Subgroup
@@ -53,12 +54,11 @@ class StepMetrics:
     traffic: ByteCounts
 
 
-@dataclass(frozen=True)
-class _Arrival:
-    """A subgroup that a step has updated, and the states that it read for that."""
+class _Arrival(NamedTuple):
+    """A subgroup that a step has updated, and what it read for that."""
 
     layout: SubgroupLayout
-    loads: frozenset[int]
+    loads: Loads
 
 
 _Arrivals: TypeAlias = dict[Subgroup, _Arrival]
@@ -110,10 +110,7 @@ class StepEngine:
                     part.leaf, part.origin, part.gradient.shape
                 )
             ]
-            arrivals = {
-                t.layout.subgroup: _Arrival(t.layout, frozenset(n for n, _ in t.loads))
-                for t in tasks
-            }
+            arrivals = {t.layout.subgroup: _Arrival(t.layout, t.loads) for t in tasks}
             if arrivals.keys() & self._arrivals.keys():
                 # The computation failed elsewhere and is run again: what it wrote
                 # before must not come after what it writes now.
@@ -325,10 +322,15 @@ class StepEngine:
 
     def _prefetch(self, arrivals: _Arrivals) -> None:
         """Loads what the next step will load, in the order in which gradients came."""
+        sources = self._session.chunks.sources
         self._session.handler.prefetch(
             [
-                Task(a.layout, _nothing, loads=self._parts.sources(a.layout, a.loads))
-                for a in arrivals.values()
+                Task(
+                    arrival.layout,
+                    _nothing,
+                    loads=sources(arrival.layout, [n for n, _ in arrival.loads]),
+                )
+                for arrival in arrivals.values()
             ]
         )
 

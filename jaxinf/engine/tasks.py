@@ -4,7 +4,8 @@ Invariant: a task names everything it touches; the handler decides only when.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 from jaxinf.csd import Csd, CsdBuffer, Extent
 from jaxinf.layout import PAGE_BYTES, Subgroup
@@ -29,18 +30,18 @@ class SubgroupLayout:
     slots: tuple[str, ...]
     extents: tuple[Extent, ...]
 
-    @property
+    @cached_property
     def feedback(self) -> int | None:
         """Which of the states is the error feedback; it comes last."""
         last = len(self.states) - 1
         return last if self.states[last] == ERROR_FEEDBACK else None
 
-    @property
+    @cached_property
     def kernel_extents(self) -> tuple[Extent, ...]:
         """Of the states that a kernel updates."""
         return self.extents[: self.feedback]
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Length of the buffer."""
         last = self.extents[-1]
@@ -86,7 +87,11 @@ class TaskGroup:
     num_running: int = 0
 
 
-@dataclass(eq=False)
+_NOBODY = TaskGroup()
+"""Of tasks that nobody waits for."""
+
+
+@dataclass(eq=False, slots=True)
 class Task:
     """One subgroup through the ring: load → compute → store.
 
@@ -107,4 +112,4 @@ class Task:
     loads: tuple[tuple[int, Slot], ...] = ()
     stores: tuple[int, ...] = ()
     runs_kernel: bool = False
-    group: TaskGroup = field(default_factory=TaskGroup)
+    group: TaskGroup = _NOBODY

@@ -33,14 +33,12 @@ class Buffer:
     the next user: views of `array` must not be used any more.
     """
 
-    def __init__(self, pool: "BufferPool", memory: mmap.mmap, num_bytes: int) -> None:
+    __slots__ = ("_mapping", "_num_bytes", "_pool")
+
+    def __init__(self, pool: "BufferPool", mapping: "_Mapping") -> None:
         self._pool = pool
-        self._memory: mmap.mmap | None = memory
-        start = _aligned_start(memory)
-        everything = np.frombuffer(memory, np.uint8)
-        self._array: Array | None = everything[start : start + num_bytes]
-        self._num_bytes = num_bytes
-        self._address = self._array.ctypes.data
+        self._mapping: _Mapping | None = mapping
+        self._num_bytes = mapping.array.nbytes
 
     @property
     def address(self) -> int:
@@ -49,7 +47,7 @@ class Buffer:
         Raises:
           ValueError: if the buffer was released.
         """
-        return self._address if self._array is not None else self.array.ctypes.data
+        return self._lent.address
 
     @property
     def num_bytes(self) -> int:
@@ -63,21 +61,24 @@ class Buffer:
         Raises:
           ValueError: if the buffer was released.
         """
-        array = self._array
-        if array is None:
+        return self._lent.array
+
+    @property
+    def _lent(self) -> "_Mapping":
+        if self._mapping is None:
             raise ValueError(
                 f"buffer of {self.num_bytes} bytes: used after its release; keep it "
                 "until the last read or write of it is complete"
             )
-        return array
+        return self._mapping
 
     def release(self) -> None:
         """Give the memory back to the pool; a second call does nothing. Thread-safe."""
         self._pool._take_back(self)
 
-    def _detach(self) -> mmap.mmap | None:
-        memory, self._memory, self._array = self._memory, None, None
-        return memory
+    def _detach(self) -> "_Mapping | None":
+        mapping, self._mapping = self._mapping, None
+        return mapping
 
     def __enter__(self) -> "Buffer":
         return self
@@ -113,7 +114,7 @@ class BufferPool:
                 f"give it at least {page_ceil(1)}"
             )
         self._changed = threading.Condition()
-        self._idle: dict[int, list[mmap.mmap]] = {}
+        self._idle: dict[int, list[_Mapping]] = {}
         self._idle_bytes = 0
         self._used_bytes = 0
         self._peak_bytes = 0
@@ -202,22 +203,22 @@ class BufferPool:
 
     def _lend(self, num_bytes: int) -> Buffer:
         if same_length := self._idle.get(num_bytes):
-            memory = same_length.pop()
+            mapping = same_length.pop()
             self._idle_bytes -= num_bytes
         else:
             self._shrink_idle(self.capacity_bytes - self._used_bytes - num_bytes)
-            memory = _map(num_bytes)
+            mapping = _Mapping(num_bytes)
         self._used_bytes += num_bytes
         self._peak_bytes = max(self._peak_bytes, self._used_bytes)
-        return Buffer(self, memory, num_bytes)
+        return Buffer(self, mapping)
 
     def _take_back(self, buffer: Buffer) -> None:
         with self._changed:
-            memory = buffer._detach()
-            if memory is None:
+            mapping = buffer._detach()
+            if mapping is None:
                 return
             self._used_bytes -= buffer.num_bytes
-            self._idle.setdefault(buffer.num_bytes, []).append(memory)
+            self._idle.setdefault(buffer.num_bytes, []).append(mapping)
             self._idle_bytes += buffer.num_bytes
             if self._closed:
                 self._shrink_idle(0)
@@ -227,8 +228,36 @@ class BufferPool:
         """Unmap idle memory until it is within the limit, shortest buffers last."""
         while self._idle_bytes > limit_bytes:
             num_bytes = max(n for n, same_length in self._idle.items() if same_length)
-            _unmap(self._idle[num_bytes].pop())
+            self._idle[num_bytes].pop().free()
             self._idle_bytes -= num_bytes
+
+
+class _Mapping:
+    """Memory of its own, lent again and again.
+
+    Attributes:
+      array: `uint8[num_bytes]`, page-aligned.
+      address: where it lies in the process's memory.
+    """
+
+    __slots__ = ("_memory", "address", "array")
+
+    def __init__(self, num_bytes: int) -> None:
+        self._memory = _map(num_bytes)
+        start = _aligned_start(self._memory)
+        everything = np.frombuffer(self._memory, np.uint8)
+        self.array: Array = everything[start : start + num_bytes]
+        self.address: int = self.array.ctypes.data
+
+    def free(self) -> None:
+        """Gives the pages back to the system; nobody has it on loan."""
+        del self.array
+        try:
+            self._memory.close()
+        except BufferError:
+            # A released buffer's view is still alive. The mapping has to outlive it,
+            # its pages need not: they are freed now, and the view reads zeros.
+            self._memory.madvise(mmap.MADV_DONTNEED)
 
 
 def _map(num_bytes: int) -> mmap.mmap:
@@ -250,12 +279,3 @@ def _aligned_start(memory: mmap.mmap) -> int:
     if len(memory) < 2 * _HUGE_BYTES:
         return 0
     return -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE_BYTES
-
-
-def _unmap(memory: mmap.mmap) -> None:
-    try:
-        memory.close()
-    except BufferError:
-        # A released buffer's view is still alive. The mapping has to outlive it, its
-        # pages need not: they are freed now, and the view reads zeros.
-        memory.madvise(mmap.MADV_DONTNEED)

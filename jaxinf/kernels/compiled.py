@@ -8,7 +8,9 @@ can be had, the NumPy evaluator runs, and a warning was logged once.
 import ctypes
 import functools
 import logging
+import operator
 import os
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +26,7 @@ from jaxinf.kernels.codecs import CodedSlot
 from jaxinf.kernels.emitter import Source, UnsupportedKernelError, emit, header
 from jaxinf.kernels.kernel import Kernel
 from jaxinf.kernels.lowering import lower
-from jaxinf.kernels.passage import Passage, run_evaluator, stored_arrays
+from jaxinf.kernels.passage import Passage, run_evaluator
 from jaxinf.typing import Array
 
 __all__ = [
@@ -46,23 +48,68 @@ _CODES = {jnp.dtype(name): code for code, name in enumerate(_DTYPES)}
 _BF16_STOCHASTIC, _INT8_BLOCKS, _BF16_SPLIT = range(len(_DTYPES), len(_DTYPES) + 3)
 
 
-class _Array(ctypes.Structure):
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("beside", ctypes.c_void_p),
-        ("dtype", ctypes.c_int32),
-        ("key", ctypes.c_uint32),
-        ("first", ctypes.c_uint32),
-    ]
+_ARRAY = "PPiII4x"
+"""``jaxinf::Array`` of ``cpp/shell.hpp``: data, beside, dtype, key, first."""
+
+_PASSAGE = "PPPi4x"
+"""``jaxinf::Passage``: given, sums, wanted, wants_params."""
 
 
-class _Passage(ctypes.Structure):
-    _fields_ = [
-        ("given", ctypes.c_void_p),
-        ("sums", ctypes.c_void_p),
-        ("wanted", ctypes.c_char_p),
-        ("wants_params", ctypes.c_int32),
-    ]
+@dataclass(frozen=True)
+class _Block:
+    """All arguments of one call in one piece of memory: packed at once.
+
+    Arrays, passage, then words (scalars, constants, sums), then what is wanted.
+
+    Attributes:
+      packer: of all of it.
+      num_bytes: as long as that.
+      offsets: of gradient, params, out, slots, arrays, scalars, constants, passage.
+      sums: where those are.
+      sums_unpacker: of them.
+      wanted: where that is.
+    """
+
+    packer: struct.Struct
+    num_bytes: int
+    offsets: tuple[int, ...]
+    sums: int
+    sums_unpacker: struct.Struct
+    wanted: int
+
+    @classmethod
+    @functools.cache
+    def of(
+        cls,
+        num_slots: int,
+        num_arrays: int,
+        num_scalars: int,
+        num_words: int,
+        num_sums: int,
+    ) -> "_Block":
+        """For so many of each; the words are scalars and constants."""
+        length = struct.calcsize(_ARRAY)
+        arrays = 3 + num_slots
+        passage = (arrays + num_arrays) * length
+        words = passage + struct.calcsize(_PASSAGE)
+        first_sum = words + 4 * num_words
+        wanted = first_sum + 4 * num_sums
+        packer = struct.Struct(
+            _ARRAY * (arrays + num_arrays)
+            + _PASSAGE
+            + f"{num_words}I{4 * num_sums}x{num_sums}s"
+        )
+        return cls(
+            packer,
+            packer.size,
+            (
+                0, length, 2 * length, 3 * length, arrays * length,
+                words, words + 4 * num_scalars, passage,
+            ),
+            first_sum,
+            struct.Struct(f"{num_sums}I"),
+            wanted,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,33 +212,32 @@ def invoke(
 ) -> bool:
     """Calls an entry point of `libraries` on contiguous arrays; nothing is checked."""
     passage = passage or Passage()
-    num_stored = len(stored_arrays(params, slots))
-    reads = passage.reads or [False] * num_stored
-    writes = passage.writes or [False] * num_stored
-    wanted = bytes([*reads, *writes])
-    sums = (ctypes.c_uint32 * len(wanted))()
+    num_stored = _num_stored(params) + sum(map(_num_stored, slots))
+    none = (False,) * num_stored
+    wanted = bytes((*(passage.reads or none), *(passage.writes or none)))
+    num_words = len(scalars) + len(constants)
+    block = _Block.of(len(slots), len(arrays), len(scalars), num_words, len(wanted))
+    memory = ctypes.create_string_buffer(block.num_bytes)
+    address = ctypes.addressof(memory)
     given = passage.given
-    finite = function(
-        gradient.size,
-        ctypes.byref(_array(gradient)),
-        ctypes.byref(_array(params)),
-        ctypes.byref(_array(out)),
-        (_Array * max(1, len(slots)))(*map(_array, slots)),
-        (_Array * max(1, len(arrays)))(*map(_array, arrays)),
-        (ctypes.c_uint32 * max(1, len(scalars)))(*map(scalar_word, scalars)),
-        (ctypes.c_uint32 * max(1, len(constants)))(*constants),
-        ctypes.byref(
-            _Passage(
-                None if given is None else given.ctypes.data,
-                ctypes.addressof(sums),
-                wanted,
-                passage.wants_params,
-            )
-        ),
+    fields: list[Any] = []
+    for array in (gradient, params, out, *slots, *arrays):
+        fields += _array(array)
+    block.packer.pack_into(
+        memory,
+        0,
+        *fields,
+        0 if given is None else given.ctypes.data,
+        address + block.sums,
+        address + block.wanted,
+        passage.wants_params,
+        *map(scalar_word, scalars),
+        *constants,
+        wanted,
     )
-    told = tuple(
-        s if is_wanted else 0 for s, is_wanted in zip(sums, wanted, strict=True)
-    )
+    finite = function(gradient.size, *[address + offset for offset in block.offsets])
+    sums = block.sums_unpacker.unpack_from(memory, block.sums)
+    told = tuple(map(operator.mul, sums, wanted))
     passage.read, passage.written = told[:num_stored], told[num_stored:]
     return bool(finite)
 
@@ -301,15 +347,21 @@ def _warn(reason: str) -> None:
     )
 
 
-def _array(array: Array | CodedSlot) -> _Array:
+def _array(array: Array | CodedSlot) -> tuple[int, int, int, int, int]:
+    """The fields of `_ARRAY`."""
     if not isinstance(array, CodedSlot):
-        return _Array(array.ctypes.data, None, _CODES[array.dtype], 0, 0)
+        return array.ctypes.data, 0, _CODES[array.dtype], 0, 0
     codes, scales, rest = array.codes.ctypes.data, array.scales, array.remainders
     if rest is not None:
-        return _Array(codes, rest.ctypes.data, _BF16_SPLIT, array.key, array.first)
+        return codes, rest.ctypes.data, _BF16_SPLIT, array.key, array.first
     if scales is None:
-        return _Array(codes, None, _BF16_STOCHASTIC, array.key, array.first)
-    return _Array(codes, scales.ctypes.data, _INT8_BLOCKS, array.key, array.first)
+        return codes, 0, _BF16_STOCHASTIC, array.key, array.first
+    return codes, scales.ctypes.data, _INT8_BLOCKS, array.key, array.first
+
+
+def _num_stored(state: Array | CodedSlot) -> int:
+    """Of how many arrays it is stored."""
+    return 2 if isinstance(state, CodedSlot) and state.beside is not None else 1
 
 
 def scalar_word(number: np.generic | Array) -> int:

@@ -114,27 +114,32 @@ def _block(
     offset_elements: int,
     num_elements: int,
 ) -> Array:
-    where = f"chunk {chunk.key} at {chunk.start} of extent {chunk.extent}"
     if not array.ndim == len(origin) == len(chunk.start):
         raise ValueError(
-            f"{where}: expected array and origin of {len(chunk.start)} dimensions, "
-            f"found shape {array.shape} at origin {tuple(origin)}"
+            f"{_where(chunk)}: expected array and origin of {len(chunk.start)} "
+            f"dimensions, found shape {array.shape} at origin {tuple(origin)}"
         )
     starts = tuple(map(operator.sub, chunk.start, origin))
     ends = tuple(map(operator.add, starts, chunk.extent))
     if min(starts, default=0) < 0 or any(map(operator.gt, ends, array.shape)):
         raise ValueError(
-            f"{where}: is not inside the array of shape {array.shape} at origin "
-            f"{tuple(origin)}; pass the shard that holds the chunk"
+            f"{_where(chunk)}: is not inside the array of shape {array.shape} at "
+            f"origin {tuple(origin)}; pass the shard that holds the chunk"
         )
     if offset_elements < 0 or not 0 <= num_elements <= (
         chunk.num_elements - offset_elements
     ):
         raise ValueError(
-            f"{where}: run of {num_elements} elements at {offset_elements} is not "
-            f"inside the chunk's {chunk.num_elements} elements"
+            f"{_where(chunk)}: run of {num_elements} elements at {offset_elements} is "
+            f"not inside the chunk's {chunk.num_elements} elements"
         )
+    if chunk.extent == array.shape:
+        return array
     return array[(*map(slice, starts, ends), ...)]
+
+
+def _where(chunk: Chunk) -> str:
+    return f"chunk {chunk.key} at {chunk.start} of extent {chunk.extent}"
 
 
 def _contiguous_run(
