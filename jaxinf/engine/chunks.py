@@ -30,14 +30,6 @@ VERIFY_MODES: tuple[VerifyMode, ...] = ("always", "sampled", "never")
 _SAMPLED_ONE_IN = 16
 
 
-@cache
-def _paired(
-    states: tuple[int, ...], slots: tuple[Slot, ...]
-) -> tuple[tuple[int, Slot], ...]:
-    """One object for all leaves: fewer for the garbage collector to go through."""
-    return tuple(zip(states, slots, strict=True))
-
-
 _Parts: TypeAlias = dict[int, tuple[int, int]]
 """Of one chunk: by offset in elements, the checksum and the length in bytes."""
 
@@ -306,3 +298,11 @@ class ChunkTable:
             found,
             when,
         )
+
+
+@cache
+def _paired(
+    states: tuple[int, ...], slots: tuple[Slot, ...]
+) -> tuple[tuple[int, Slot], ...]:
+    """One object for all leaves: fewer for the garbage collector to go through."""
+    return tuple(zip(states, slots, strict=True))
