@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from jaxinf.engine.tasks import SubgroupLayout
-from jaxinf.errors import StoreCorruptError
+from jaxinf.errors import StoreCorruptError, StoreFormatError
 from jaxinf.io import crc32c_combine
 from jaxinf.store import Slot, StoreDirectory, file_checksum, other_slot
 from jaxinf.typing import Array
@@ -42,6 +42,9 @@ class ChunkTable:
       committed: the slot that `current` names, or None in a store being made.
       checksums: of the committed step, by array name.
       verify: which of the chunks that are read `loaded` is to be asked about.
+
+    Raises:
+      StoreFormatError: the checksums are not one a chunk.
     """
 
     def __init__(
@@ -66,6 +69,13 @@ class ChunkTable:
             self._num_chunks.append(len(leaf.csds))
             for state in leaf.states:
                 held = checksums.get(leaf.array_name(state.name))
+                if held is not None and len(held) != len(leaf.csds):
+                    raise StoreFormatError(
+                        f"{directory.path}: the commit of slot {committed} has "
+                        f"{len(held)} checksums of {leaf.array_name(state.name)}, "
+                        f"expected {len(leaf.csds)}, one a chunk; restore a "
+                        "checkpoint or a backup"
+                    )
                 self._sums.extend([0] * len(leaf.csds) if held is None else held)
                 self._lengths.extend(
                     directory.state_bytes(number, chunk, state)

@@ -65,12 +65,13 @@ class Buffer:
 
     @property
     def _lent(self) -> "_Mapping":
-        if self._mapping is None:
+        mapping = self._mapping  # another thread may release it
+        if mapping is None:
             raise ValueError(
                 f"buffer of {self.num_bytes} bytes: used after its release; keep it "
                 "until the last read or write of it is complete"
             )
-        return self._mapping
+        return mapping
 
     def release(self) -> None:
         """Give the memory back to the pool; a second call does nothing. Thread-safe."""

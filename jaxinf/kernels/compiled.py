@@ -48,6 +48,8 @@ _CODES = {jnp.dtype(name): code for code, name in enumerate(_DTYPES)}
 _BF16_STOCHASTIC, _INT8_BLOCKS, _BF16_SPLIT = range(len(_DTYPES), len(_DTYPES) + 3)
 
 
+_WORD = 0xFFFFFFFF
+
 _ARRAY = "PPiII4x"
 """``jaxinf::Array`` of ``cpp/shell.hpp``: data, beside, dtype, key, first."""
 
@@ -352,11 +354,12 @@ def _array(array: Array | CodedSlot) -> tuple[int, int, int, int, int]:
     if not isinstance(array, CodedSlot):
         return array.ctypes.data, 0, _CODES[array.dtype], 0, 0
     codes, scales, rest = array.codes.ctypes.data, array.scales, array.remainders
+    key, first = array.key & _WORD, array.first & _WORD
     if rest is not None:
-        return codes, rest.ctypes.data, _BF16_SPLIT, array.key, array.first
+        return codes, rest.ctypes.data, _BF16_SPLIT, key, first
     if scales is None:
-        return codes, 0, _BF16_STOCHASTIC, array.key, array.first
-    return codes, scales.ctypes.data, _INT8_BLOCKS, array.key, array.first
+        return codes, 0, _BF16_STOCHASTIC, key, first
+    return codes, scales.ctypes.data, _INT8_BLOCKS, key, first
 
 
 def _num_stored(state: Array | CodedSlot) -> int:

@@ -1,6 +1,7 @@
 """Opening and making stores: what is refused, by message, and what is not."""
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -388,6 +389,12 @@ def test_a_damaged_store_gives_its_lock_back(drive, place):
     with pytest.raises(
         StoreFormatError, match="expected the record of a committed step"
     ):
+        jaxinf.open_store(place / "store")
+    damaged = json.loads(text)
+    name, sums = next(iter(damaged["checksums"].items()))
+    damaged["checksums"][name] = sums + " 00000000"
+    record.write_text(json.dumps(damaged))
+    with pytest.raises(StoreFormatError, match=rf"2 checksums of {name}, expected 1"):
         jaxinf.open_store(place / "store")
     record.write_text(text)
     StoreLock(place / "store").release()

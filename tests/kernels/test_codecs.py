@@ -102,7 +102,8 @@ def test_int8_has_the_same_bits_in_machine_code(level, kind, size):
 @pytest.mark.parametrize("level", levels())
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("size", "key", "first"), [(100_003, 7, 0), (513, 2**31, 2**32 - 9)]
+    ("size", "key", "first"),
+    [(100_003, 7, 0), (513, 2**31, 2**32 - 9), (513, 7, 2**32 + 9)],
 )
 def test_bf16_has_the_same_bits_in_machine_code(level, kind, size, key, first):
     values = flushed(samples(kind, size))
