@@ -49,6 +49,7 @@ _BF16_STOCHASTIC, _INT8_BLOCKS, _BF16_SPLIT = range(len(_DTYPES), len(_DTYPES) +
 
 
 _WORD = 0xFFFFFFFF
+"""All 32 bits."""
 
 _ARRAY = "PPiII4x"
 """``jaxinf::Array`` of ``cpp/shell.hpp``: data, beside, dtype, key, first."""
@@ -370,5 +371,5 @@ def _num_stored(state: Array | CodedSlot) -> int:
 def scalar_word(number: np.generic | Array) -> int:
     """The 32 bits in which a kernel takes a scalar; all set for true."""
     if number.dtype == np.bool_:
-        return 0xFFFFFFFF if number else 0
+        return _WORD if number else 0
     return int(np.asarray(number).view(np.uint32))
