@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent
 
 def load_toolchain():
     """jaxinf's own module, without importing jaxinf, which needs JAX."""
-    path = ROOT / "jaxinf" / "kernels" / "toolchain.py"
+    path = ROOT / "jaxinf" / "native" / "toolchain.py"
     spec = importlib.util.spec_from_file_location("toolchain", path)
     assert spec
     assert spec.loader
@@ -102,7 +102,7 @@ def extensions():
     elif toolchain.find_compiler() is None:
         reason = "no C++ compiler (c++, g++ or clang++)"
     else:
-        prefix = "jaxinf.kernels.prebuilt."
+        prefix = "jaxinf.native.prebuilt."
         return [Extension(prefix + level, sources=[]) for level in toolchain.LEVELS]
     notice(f"built without compiled kernels: {reason}")
     return []

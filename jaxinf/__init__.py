@@ -23,7 +23,7 @@ from jaxinf.errors import (
     StoreSpaceError,
     UnsupportedTransformError,
 )
-from jaxinf.transform import SmartUpdateState, smart_update
+from jaxinf.optimizer import SmartUpdateState, smart_update
 
 __version__ = _version("jaxinf")
 

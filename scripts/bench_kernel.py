@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxinf.kernels import compiled, toolchain, trace_update
+from jaxinf.kernels import compiled, trace_update
+from jaxinf.native import toolchain
 
 LOOP = """
 #include <cmath>
@@ -48,7 +49,7 @@ import time
 import jax.numpy as jnp, optax
 from jaxinf.kernels import trace_update
 from jaxinf.kernels.compiled import compile_kernel
-from jaxinf.kernels.toolchain import find_compiler, levels
+from jaxinf.native.toolchain import find_compiler, levels
 kernel = trace_update(optax.adamw(1e-3), jnp.zeros(8)).leaves[0].kernel
 began = time.perf_counter()
 compile_kernel(kernel, level=levels()[0], compiler=find_compiler())

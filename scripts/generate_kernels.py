@@ -1,6 +1,6 @@
 """Writes the C++ that is emitted from optax: for hosts and for cards.
 
-Without arguments, all of ``jaxinf/kernels/generated`` and, for the card kernels that
+Without arguments, all of ``jaxinf/native/generated`` and, for the card kernels that
 ``hls/kernels.txt`` names, ``hls/generated``. With names of card kernels, only those.
 Run it after a change of the emitter, of the lowering or of optax; tests compare.
 """
@@ -13,7 +13,7 @@ from jaxinf.kernels.card import named_card_kernel
 from jaxinf.kernels.card_source import card_source
 from jaxinf.kernels.compiled import source_of
 from jaxinf.kernels.standard import standard_kernels
-from jaxinf.kernels.toolchain import GENERATED, content_hash
+from jaxinf.native.toolchain import GENERATED, content_hash
 
 HLS = Path(__file__).parents[1] / "hls"
 

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxinf
-from jaxinf.started import StartedUpdates
+from jaxinf.optimizer.started import StartedUpdates
 
 TIMEOUT_S = 60
 

@@ -40,7 +40,7 @@ struct Lane {
   friend Mask operator>=(Lane a, Lane b) { return mask(a.value >= b.value); }
 };
 
-// The operations of the bodies in jaxinf/kernels/generated, `rsqrt` excepted, which is in
+// The operations of the bodies in jaxinf/native/generated, `rsqrt` excepted, which is in
 // roots.hpp; hosts' Lanes has them all.
 struct CardLane {
   using F32 = Lane<float>;

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinf.cli.machine import Problem
-from jaxinf.csd.cards import CardInfo, card_of, list_cards
+from jaxinf.csd.cards.found import CardInfo, card_of, list_cards
 from jaxinf.errors import CsdError
 
 __all__ = ["Card", "look_at_cards"]

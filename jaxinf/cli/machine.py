@@ -184,8 +184,8 @@ def _version(package: str) -> str | None:
 def _jax_devices(problems: list[Problem]) -> list[str]:
     import jax
 
-    from jaxinf.callback import check_device_configuration
     from jaxinf.errors import DeviceConfigurationError
+    from jaxinf.optimizer.callback import check_device_configuration
 
     devices: list[str] = []
     try:

@@ -135,7 +135,7 @@ def _open_host(
 def _open_emulated(
     spec: CsdSpec, roots: Sequence[Path], memory_bytes: int, meters: ByteMeters
 ) -> CsdFleet:
-    from jaxinf.csd.emulated import open_emulated
+    from jaxinf.csd.cards.emulated import open_emulated
 
     return open_emulated(roots, memory_bytes, meters, spec.rates, spec.num_buffers)
 
@@ -143,7 +143,7 @@ def _open_emulated(
 def _open_smartssd(
     spec: CsdSpec, roots: Sequence[Path], memory_bytes: int, meters: ByteMeters
 ) -> CsdFleet:
-    from jaxinf.csd.smartssd import open_smartssd
+    from jaxinf.csd.cards.smartssd import open_smartssd
 
     if spec.xclbin is None:
         raise CsdError(

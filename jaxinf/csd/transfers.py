@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxinf.io import Buffer, ByteMeters, DirectIO
-from jaxinf.kernels import libraries, toolchain
 from jaxinf.layout import PAGE_BYTES
+from jaxinf.native import libraries, toolchain
 
 __all__ = ["Piece", "Transfers"]
 

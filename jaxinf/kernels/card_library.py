@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxinf.kernels import toolchain
 from jaxinf.kernels.card import CardKernel
 from jaxinf.kernels.card_source import card_source
-from jaxinf.kernels.libraries import cached_library
+from jaxinf.native import toolchain
+from jaxinf.native.libraries import cached_library
 
 __all__ = ["card_function", "card_library", "hls_directory"]
 

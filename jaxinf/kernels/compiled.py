@@ -21,12 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxinf.kernels import libraries, toolchain
 from jaxinf.kernels.codecs import CodedSlot
 from jaxinf.kernels.emitter import Source, UnsupportedKernelError, emit, header
 from jaxinf.kernels.kernel import Kernel
 from jaxinf.kernels.lowering import lower
 from jaxinf.kernels.passage import Passage, run_evaluator
+from jaxinf.native import libraries, toolchain
 from jaxinf.typing import Array
 
 __all__ = [

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxinf.kernels import libraries, toolchain
+from jaxinf.native import libraries, toolchain
 from jaxinf.typing import Array
 
 __all__ = ["ESTIMATES_BYTES", "rsqrt_estimates"]

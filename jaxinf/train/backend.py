@@ -17,9 +17,9 @@ from jaxinf.compress import sparsify
 from jaxinf.engine import Store, open_store
 from jaxinf.errors import NonFiniteGradientError
 from jaxinf.io import ByteCounts
+from jaxinf.optimizer.transform import SmartUpdateState, smart_update
 from jaxinf.train.config import TrainConfig, UsageError
 from jaxinf.train.optimizers import make_clipping
-from jaxinf.transform import SmartUpdateState, smart_update
 from jaxinf.typing import JsonValue, PyTree
 
 __all__ = ["Backend", "InMemory", "OnStore", "open_backend"]

@@ -4,14 +4,14 @@ import platform
 
 import pytest
 
-import jaxinf.callback
 import jaxinf.cli.bandwidth as bandwidth
 import jaxinf.cli.cards as cards
 import jaxinf.cli.doctor as doctor
 import jaxinf.cli.filesystem as filesystem
 import jaxinf.cli.machine as machine
 import jaxinf.cli.place as place
-from jaxinf.csd.cards import CardInfo
+import jaxinf.optimizer.callback
+from jaxinf.csd.cards.found import CardInfo
 from jaxinf.errors import DeviceConfigurationError
 
 PATH_KEYS = [
@@ -257,7 +257,7 @@ def test_what_the_machine_lacks(monkeypatch):
     def refuse():
         raise DeviceConfigurationError("8 CPU devices hang. Start with PJRT_NPROC=16")
 
-    monkeypatch.setattr(jaxinf.callback, "check_device_configuration", refuse)
+    monkeypatch.setattr(jaxinf.optimizer.callback, "check_device_configuration", refuse)
     monkeypatch.setattr(machine.shutil, "which", lambda name: None)
     monkeypatch.setattr(machine, "isa_level", lambda flags: "x86-64-v2")
     found = machine.look_at_machine()

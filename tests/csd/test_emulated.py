@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jaxinf.csd import parse_csd
-from jaxinf.csd.card_memory import set_bytes
-from jaxinf.csd.emulated import ANY_KERNEL, EmulatedXrt, open_emulated
+from jaxinf.csd.cards.emulated import ANY_KERNEL, EmulatedXrt, open_emulated
+from jaxinf.csd.cards.memory import set_bytes
+from jaxinf.csd.cards.xrt import XrtCard
 from jaxinf.csd.rates import CsdRates
-from jaxinf.csd.xrt import XrtCard
 from jaxinf.errors import CsdError
 from jaxinf.io import BufferPool, ByteMeters
 from jaxinf.kernels import named_card_kernel

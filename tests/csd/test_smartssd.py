@@ -9,11 +9,11 @@ import numpy as np
 import optax
 import pytest
 
-import jaxinf.csd.smartssd as smartssd
-import jaxinf.csd.xrt as xrt
+import jaxinf.csd.cards.smartssd as smartssd
+import jaxinf.csd.cards.xrt as xrt
 from jaxinf.csd import GradientForm, KernelNeed, open_csds, parse_csd
-from jaxinf.csd.cards import CardInfo, card_of, check_p2p, list_cards
-from jaxinf.csd.emulated import EmulatedXrt
+from jaxinf.csd.cards.emulated import EmulatedXrt
+from jaxinf.csd.cards.found import CardInfo, card_of, check_p2p, list_cards
 from jaxinf.errors import CsdError, UnsupportedTransformError
 from jaxinf.io import ByteMeters
 from jaxinf.kernels import trace_update

@@ -9,7 +9,7 @@ from jaxinf.csd import transfers
 from jaxinf.csd.transfers import Piece, Transfers
 from jaxinf.errors import StoreIOError
 from jaxinf.io import BufferPool, ByteCounts, ByteMeters, DirectIO
-from jaxinf.kernels import toolchain
+from jaxinf.native import toolchain
 
 PAGE = 4096
 LENGTHS = [1, 100, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE, 5 * PAGE + 17]

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-import jaxinf.csd.card as card
+import jaxinf.csd.cards.card as card
 from jaxinf.engine import pace
 from jaxinf.errors import CsdError, StoreIOError
 

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from jaxinf.kernels import toolchain
 from jaxinf.kernels.card_library import card_function, card_library
 from jaxinf.kernels.estimates import rsqrt_estimates
 from jaxinf.kernels.standard import standard_kernels
+from jaxinf.native import toolchain
 
 KERNELS = standard_kernels()
 BODIES = sorted(KERNELS.keys() - {"set_to_zero"})

@@ -9,7 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxinf.kernels import compiled, toolchain, trace_init, trace_update
+from jaxinf.kernels import compiled, trace_init, trace_update
+from jaxinf.native import toolchain
 
 pytestmark = pytest.mark.skipif(
     not toolchain.levels(), reason="the processor is below x86-64-v3"

@@ -8,8 +8,8 @@ import pytest
 from jaxinf.kernels import CodedSlot, trace_update
 from jaxinf.kernels.codecs import encode_bf16, random_bits
 from jaxinf.kernels.compiled import compile_kernel
-from jaxinf.kernels.toolchain import levels
 from jaxinf.layout import CODE_BLOCK
+from jaxinf.native.toolchain import levels
 
 SIZES = [1, 255, 256, 257, 511, 512, 513, 4096, 100_003]
 TRACE = trace_update(optax.trace(decay=1.0), np.zeros(8, np.float32)).leaves[0].kernel

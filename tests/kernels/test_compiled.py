@@ -10,11 +10,12 @@ import numpy as np
 import optax
 import pytest
 
-from jaxinf.kernels import compiled, runner, toolchain, trace_update
+from jaxinf.kernels import compiled, runner, trace_update
 from jaxinf.kernels.compiled import compile_kernel, source_of
 from jaxinf.kernels.emitter import emit
 from jaxinf.kernels.lowering import lower
 from jaxinf.kernels.standard import standard_kernels
+from jaxinf.native import toolchain
 
 BFLOAT16, FLOAT16 = jnp.bfloat16.dtype, np.dtype(np.float16)
 COMPILER = toolchain.find_compiler()
@@ -424,4 +425,4 @@ def test_the_package_has_what_a_compilation_needs():
         "rsqrt_estimates.cpp", "shell.hpp", "transfers.cpp",
     ]  # fmt: skip
     assert Path(toolchain.__file__).parent == toolchain.GENERATED.parent
-    assert sys.modules["jaxinf.kernels.toolchain"] is toolchain
+    assert sys.modules["jaxinf.native.toolchain"] is toolchain

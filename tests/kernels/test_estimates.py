@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from jaxinf.kernels import estimates, libraries, toolchain
+from jaxinf.kernels import estimates
 from jaxinf.kernels.estimates import rsqrt_estimates
+from jaxinf.native import libraries, toolchain
 
 make = rsqrt_estimates.__wrapped__
 needs_estimates = pytest.mark.skipif(

@@ -7,10 +7,11 @@ import numpy as np
 import optax
 import pytest
 
-from jaxinf.kernels import CodedSlot, toolchain, trace_update
+from jaxinf.kernels import CodedSlot, trace_update
 from jaxinf.kernels.codecs import decode_split, encode_split
 from jaxinf.kernels.compiled import compile_kernel
-from jaxinf.kernels.toolchain import levels
+from jaxinf.native import toolchain
+from jaxinf.native.toolchain import levels
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 LOWS = np.arange(1 << 16, dtype=np.uint32)

@@ -5,7 +5,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxinf.kernels import toolchain
+from jaxinf.native import toolchain
 from jaxinf.train.__main__ import main
 from jaxinf.train.config import TrainConfig, UsageError
 from jaxinf.train.optimizers import check_optimizer, make_optimizer, optax_optimizers

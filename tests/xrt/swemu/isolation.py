@@ -94,7 +94,7 @@ def _close_cards() -> None:
 
     Also where something, such as a traceback, still refers to a store.
     """
-    if module := sys.modules.get("jaxinf.csd.xrt"):
+    if module := sys.modules.get("jaxinf.csd.cards.xrt"):
         for card in module._OPEN.values():
             for kernel in card._kernels.values():
                 vars(kernel).clear()

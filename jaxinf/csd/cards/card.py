@@ -27,10 +27,10 @@ from jaxinf.csd.base import (
     Transfer,
     UpdateOutcome,
 )
-from jaxinf.csd.card_memory import CardBuffer, CardMemory
+from jaxinf.csd.cards.memory import CardBuffer, CardMemory
+from jaxinf.csd.cards.xrt import XrtCard, XrtKernel
 from jaxinf.csd.initial import initialise_states
 from jaxinf.csd.rates import DriveChannels, moving
-from jaxinf.csd.xrt import XrtCard, XrtKernel
 from jaxinf.errors import CsdError
 from jaxinf.io import BufferPool, crc32c
 from jaxinf.kernels import CardKernel, InitKernel, Kernel, card_kernel, runner

@@ -10,7 +10,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jaxinf.callback import Host
 from jaxinf.compress import SparseLeaf, TopK
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
@@ -24,7 +23,8 @@ from jaxinf.engine import (
 )
 from jaxinf.errors import NonFiniteGradientError, StoreMismatchError
 from jaxinf.layout import LeafGrid, choose_grid
-from jaxinf.started import StartedUpdates
+from jaxinf.optimizer.callback import Host
+from jaxinf.optimizer.started import StartedUpdates
 from jaxinf.store import ScalarState
 from jaxinf.typing import Array
 

@@ -21,32 +21,32 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
-from jaxinf.callback import (
-    Host,
-    call_on_shards,
-    call_once,
-    check_device_configuration,
-)
 from jaxinf.compress import TopK
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import LeafDescription, Store, StoreDescription, open_store
 from jaxinf.errors import StaleStateError
-from jaxinf.host_side import (
-    COMMITTED,
-    FAILED,
-    SKIPPED,
-    HostSide,
-    NonFinitePolicy,
-)
 from jaxinf.kernels import (
     InitProgram,
     UpdateProgram,
     trace_init,
     trace_update,
 )
-from jaxinf.leaf_updates import LeafUpdates
-from jaxinf.sending import Sending
-from jaxinf.sharding import distinct_shards, on_one_mesh, shard_counts
+from jaxinf.optimizer.callback import (
+    Host,
+    call_on_shards,
+    call_once,
+    check_device_configuration,
+)
+from jaxinf.optimizer.host_side import (
+    COMMITTED,
+    FAILED,
+    SKIPPED,
+    HostSide,
+    NonFinitePolicy,
+)
+from jaxinf.optimizer.leaf_updates import LeafUpdates
+from jaxinf.optimizer.sending import Sending
+from jaxinf.optimizer.sharding import distinct_shards, on_one_mesh, shard_counts
 from jaxinf.store import ERROR_FEEDBACK, MASTER_PARAMS, StateRecord
 from jaxinf.typing import PathLikeStr, PyTree
 

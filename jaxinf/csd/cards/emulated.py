@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxinf.csd.card import FileIO
+from jaxinf.csd.cards.card import FileIO
+from jaxinf.csd.cards.smartssd import CardFleet
+from jaxinf.csd.cards.xrt import DEVICE_BYTES, XrtCard
 from jaxinf.csd.rates import Channel, CsdRates, DriveChannels
-from jaxinf.csd.smartssd import CardFleet
-from jaxinf.csd.xrt import DEVICE_BYTES, XrtCard
 from jaxinf.io import ByteMeters, DirectIO
 from jaxinf.kernels import named_card_kernel
 from jaxinf.kernels.card_library import card_function

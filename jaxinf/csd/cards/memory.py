@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxinf.csd.base import Extent
-from jaxinf.csd.xrt import DEVICE_BYTES, XrtBuffer, XrtCard, XrtKernel
+from jaxinf.csd.cards.xrt import DEVICE_BYTES, XrtBuffer, XrtCard, XrtKernel
 from jaxinf.errors import CsdError
 from jaxinf.kernels import CardKernel
 from jaxinf.kernels.estimates import ESTIMATES_BYTES, rsqrt_estimates

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxinf.kernels import toolchain
+from jaxinf.native import toolchain
 
 __all__ = [
     "cache_directory",

@@ -17,18 +17,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jaxinf.callback import (
+from jaxinf.engine import StoreDescription
+from jaxinf.kernels import LeafInputs
+from jaxinf.layout import LeafGrid
+from jaxinf.optimizer.callback import (
     Host,
     Prepare,
     call_on_shards,
     shares_memory,
     waits_for_updates,
 )
-from jaxinf.engine import StoreDescription
-from jaxinf.host_side import GO, HOLD, HOLD_NON_FINITE, HostSide, Sent
-from jaxinf.kernels import LeafInputs
-from jaxinf.layout import LeafGrid
-from jaxinf.sending import Sending
+from jaxinf.optimizer.host_side import GO, HOLD, HOLD_NON_FINITE, HostSide, Sent
+from jaxinf.optimizer.sending import Sending
 
 __all__ = ["LeafResult", "LeafUpdates"]
 
@@ -40,7 +40,7 @@ class LeafResult(NamedTuple):
 
     Attributes:
       result: the fp32 update or the new 16-bit params, of the leaf's shape.
-      status: int32, see `jaxinf.host_side`.
+      status: int32, see `jaxinf.optimizer.host_side`.
       feedback: the new error feedback; empty without.
     """
 

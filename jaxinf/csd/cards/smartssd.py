@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxinf.csd.base import GradientForm, KernelNeed
-from jaxinf.csd.card import RESULTS, CardCsd, FileIO, is_idle
-from jaxinf.csd.card_memory import BUFFERS_BYTES, CardMemory, set_bytes
-from jaxinf.csd.cards import card_of, check_p2p, list_cards
+from jaxinf.csd.cards.card import RESULTS, CardCsd, FileIO, is_idle
+from jaxinf.csd.cards.found import card_of, check_p2p, list_cards
+from jaxinf.csd.cards.memory import BUFFERS_BYTES, CardMemory, set_bytes
+from jaxinf.csd.cards.xrt import XrtCard, import_pyxrt, open_card
 from jaxinf.csd.rates import DriveChannels
-from jaxinf.csd.xrt import XrtCard, import_pyxrt, open_card
 from jaxinf.errors import CsdError, UnsupportedTransformError
 from jaxinf.io import ByteMeters, DirectIO
 from jaxinf.kernels import card_kernel

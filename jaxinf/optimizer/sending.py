@@ -15,13 +15,13 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxinf.callback import Prepare
 from jaxinf.compress import TopK, compress_leaf
 from jaxinf.csd import GradientForm
 from jaxinf.errors import UnsupportedTransformError
-from jaxinf.host_side import HostSide, Sent
 from jaxinf.kernels import UpdateProgram
 from jaxinf.layout import LeafGrid
+from jaxinf.optimizer.callback import Prepare
+from jaxinf.optimizer.host_side import HostSide, Sent
 
 __all__ = ["Call", "Sending"]
 

@@ -1,0 +1,8 @@
+"""The optax transformation, and how a jitted update calls the host.
+
+Invariant: optax and JAX meet the store here; nothing below knows of a callback.
+"""
+
+from jaxinf.optimizer.transform import SmartUpdateState, Stored, smart_update
+
+__all__ = ["SmartUpdateState", "Stored", "smart_update"]
