@@ -32,6 +32,7 @@ from update_rig import UpdateRig
 
 import jaxinf
 from jaxinf.compress import SparseLeaf, compress_leaf
+from jaxinf.plan import Comparison, compare_with_paper
 
 RATES = {"drive_read": 3.2e9, "drive_write": 1.6e9, "kernel": 8.2e9, "link": 8e9}
 CHUNK_ELEMENTS = 1 << 16
@@ -217,12 +218,41 @@ def show(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
         )
 
 
+def show_model(rows: list[Comparison]) -> None:
+    """Prints each published number beside the model's."""
+    print(
+        "figure  trained               CSDs  method   quantity     paper   model  error"
+    )
+    for row in rows:
+        print(
+            f"{row.figure:6}  {row.model:20}  {row.num_csds:4}  {row.method:7}  "
+            f"{row.quantity:12}{row.published:6.2f}  {row.modelled:6.2f}  "
+            f"{row.error:+5.1%}"
+        )
+
+
+def summary(rows: list[Comparison]) -> str:
+    """How near the model comes to figures 9, 10 and 11a."""
+    near = [r for r in rows if r.figure in ("9", "10", "11a")]
+    speedups = [abs(row.error) for row in near if row.quantity == "speedup"]
+    times = [abs(row.error) for row in near if row.quantity == "update_s"]
+    num_near = sum(error <= 0.1 for error in speedups)
+    return (
+        f"{num_near} of {len(speedups)} published speedups within 10 %, median error "
+        f"of {len(times)} update times {statistics.median(times):.1%}, "
+        f"greatest {max(times):.1%}"
+    )
+
+
 def main() -> None:
-    """Measures, prints, and draws where asked to."""
+    """Models, measures unless told not to, prints, and draws where asked to."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--store", type=Path, required=True, help="where files go")
+    parser.add_argument("--store", type=Path, help="where files of the emulation go")
+    parser.add_argument(
+        "--model-only", action="store_true", help="no emulation: published and model"
+    )
     parser.add_argument("--params", type=int, default=40 * CHUNK_ELEMENTS)
     parser.add_argument("--csds", type=int, nargs="+", default=[1, 2, 4, 6, 8, 10])
     parser.add_argument("--slower", type=float, default=150.0)
@@ -231,6 +261,16 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="rows, not a table")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="the picture")
     arguments = parser.parse_args()
+    modelled = compare_with_paper()
+    if arguments.model_only:
+        if not arguments.json:
+            show_model(modelled)
+        else:
+            print(json.dumps([row._asdict() for row in modelled]))
+        print(summary(modelled))
+        return
+    if arguments.store is None:
+        parser.error("expected --store DIR for the emulation, or --model-only")
     arguments.store.mkdir(parents=True, exist_ok=True)
     found: dict[str, dict[int, dict[str, float]]] = {m.name: {} for m in METHODS}
     todo = [(method, count) for count in arguments.csds for method in METHODS]
@@ -247,7 +287,9 @@ def main() -> None:
     if arguments.json:
         print(json.dumps(rows))
     else:
+        show_model(modelled)
         show(rows, arguments)
+    print(summary(modelled))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     {"errors", "typing"},
     {"io", "layout", "native"},
-    {"store", "kernels", "compress"},
+    {"store", "kernels", "compress", "plan"},
     {"csd", "exchange"},
     {"engine"},
     {"optimizer"},

@@ -1,0 +1,294 @@
+"""A model of Smart-Infinity's testbed (HPCA 2024): what an iteration should take.
+
+    forward ─► backward ─► gradients to the drives ─► update ─► forward
+
+    BASE       state and gradients over the shared link, Adam on the host's CPU, back
+    SU, SU+O   on each CSD: read gradient and state, kernel, write state;
+               then the new params over the shared link
+    SU+O+C     the same with compressed gradients, which a decompressor expands
+
+Each resource is one server: a drive either reads or writes, and the CSDs share a link.
+The phases of an update follow one another, because the published times say so: were all
+but the busiest server hidden (`overlap`), SU+O would take 0.56 to 0.71 of the seconds
+that figures 9 and 10 show.
+
+Invariant: seconds are linear in the number of params; no rate depends on a method.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+__all__ = [
+    "A100",
+    "A5000",
+    "METHODS",
+    "TESTBED",
+    "Gpu",
+    "Machine",
+    "Method",
+    "Phase",
+    "Rate",
+    "Workload",
+    "gpus_of_figure_17",
+    "iteration_s",
+    "phases",
+    "update_s",
+]
+
+Method = Literal["BASE", "SU", "SU+O", "SU+O+C"]
+"""ZeRO-Infinity; update near storage; with the overlapping handler; compressed."""
+
+METHODS: tuple[Method, ...] = ("BASE", "SU", "SU+O", "SU+O+C")
+
+Server = Literal["gpu", "cpu", "link", "drive", "kernel"]
+
+
+class Rate(NamedTuple):
+    """A number of a machine.
+
+    Attributes:
+      value: in the unit that the field of the machine says.
+      source: where it is from.
+      is_fitted: whether it was chosen so that published times come out.
+    """
+
+    value: float
+    source: str
+    is_fitted: bool = False
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Storage and host of a system.
+
+    Attributes:
+      drive_read: bytes/s of a drive, read by the processor beside it.
+      drive_write: bytes/s, written likewise.
+      host_drive_read: bytes/s of a drive, read by the host.
+      host_drive_write: bytes/s, written likewise.
+      link: bytes/s between the host and all CSDs together, each way.
+      updater: bytes/s of state and gradient that a CSD's kernel takes in.
+      decompressor: bytes/s of dense gradient that a CSD makes of a compressed one.
+      cpu_update_s: seconds a param of Adam on the host.
+      buffers_s: seconds a param that SU spends on making its buffers.
+    """
+
+    drive_read: Rate
+    drive_write: Rate
+    host_drive_read: Rate
+    host_drive_write: Rate
+    link: Rate
+    updater: Rate
+    decompressor: Rate
+    cpu_update_s: Rate
+    buffers_s: Rate
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """An accelerator, for the paper's batch of 4 sequences.
+
+    Attributes:
+      forward_s: seconds a param.
+      backward_s: seconds a param, recomputation included.
+      select_s: seconds a param of choosing the largest gradients.
+    """
+
+    forward_s: Rate
+    backward_s: Rate
+    select_s: Rate
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and its optimizer.
+
+    Attributes:
+      num_params: of the model.
+      state_bytes: a param, master included: 12 for Adam, 8 for SGD with momentum.
+      gradient_bytes: a param, on the drives.
+      param_bytes: a param, back to the host.
+      sent_ratio: of the gradients' bytes that compression sends, indices included.
+    """
+
+    num_params: float
+    state_bytes: float = 12
+    gradient_bytes: float = 4
+    param_bytes: float = 4
+    sent_ratio: float = 0.02
+
+
+class Phase(NamedTuple):
+    """A part of an iteration.
+
+    Attributes:
+      name: what happens.
+      server: what it occupies; of a drive or kernel, that of every CSD at once.
+      seconds: for how long.
+    """
+
+    name: str
+    server: Server
+    seconds: float
+
+
+_FIG_14 = "Smart-Infinity, figure 14"
+_FIT = "fitted to the seconds of figure 9, GPT-2 4.0B"
+
+TESTBED = Machine(
+    drive_read=Rate(2.79e9, _FIG_14),
+    drive_write=Rate(1.65e9, _FIG_14),
+    host_drive_read=Rate(3.2e9, "fitted near section III: about 3 GB/s", True),
+    host_drive_write=Rate(2.47e9, "fitted to the times of BASE", True),
+    link=Rate(8e9, "section III: measured over the expansion's one link"),
+    updater=Rate(8.22e9, _FIG_14),
+    decompressor=Rate(2.93e9, _FIG_14),
+    cpu_update_s=Rate(0.90e-9, _FIT, True),
+    buffers_s=Rate(0.22e-9, _FIT, True),
+)
+"""Up to ten SmartSSDs behind one PCIe 3.0 x16 expansion, a Xeon Gold 6342."""
+
+A5000 = Gpu(
+    forward_s=Rate(0.165e-9, _FIT, True),
+    backward_s=Rate(0.85e-9, _FIT, True),
+    select_s=Rate(0.19e-9, _FIT, True),
+)
+
+A100 = Gpu(
+    forward_s=Rate(0.04e-9, "fitted, in the A5000's proportion", True),
+    backward_s=Rate(0.21e-9, "fitted to +C over BASE at 10 CSDs, 2.11", True),
+    select_s=Rate(0.19e-9, "that of the A5000: the paper has no other", True),
+)
+
+
+def gpus_of_figure_17(base_s: float, workload: Workload, num_csds: int) -> Gpu:
+    """The GPUs of figure 17, by what BASE leaves of its iteration to them.
+
+    Tensor parallelism shares the expansion's link with the CSDs there. How much of it
+    the GPUs take is not published, so it is part of their time.
+    """
+    none = Rate(0.0, "counted in backward_s")
+    idle = Gpu(none, none, none)
+    left_s = base_s - iteration_s(TESTBED, idle, workload, "BASE", num_csds)
+    backward = Rate(left_s / workload.num_params, "from BASE of figure 17", True)
+    return Gpu(none, backward, A5000.select_s)
+
+
+def phases(
+    machine: Machine, gpu: Gpu, workload: Workload, method: Method, num_csds: int
+) -> tuple[Phase, ...]:
+    """The parts of an iteration, in order.
+
+    Args:
+      machine: storage and host.
+      gpu: the accelerator.
+      workload: what is trained.
+      method: how it is updated.
+      num_csds: drives of BASE, CSDs of the others.
+
+    Raises:
+      ValueError: there is no such method, or less than one CSD.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method={method!r}: expected one of {', '.join(METHODS)}")
+    if num_csds < 1:
+        raise ValueError(f"num_csds={num_csds}: expected 1 or more")
+    num = workload.num_params
+    is_compressed = method == "SU+O+C"
+    sent_bytes = num * workload.gradient_bytes
+    sent_bytes *= workload.sent_ratio if is_compressed else 1
+    to_drives = _host_write(machine, num_csds)
+    before = [
+        Phase("forward", "gpu", num * gpu.forward_s.value),
+        Phase("backward", "gpu", num * gpu.backward_s.value),
+        Phase("write gradients", "link", sent_bytes / to_drives),
+    ]
+    if is_compressed:
+        before.append(Phase("select", "gpu", num * gpu.select_s.value))
+    if method == "BASE":
+        return (*before, *_update_on_host(machine, workload, num_csds))
+    update = _update_on_csds(machine, workload, sent_bytes, num_csds, is_compressed)
+    if method == "SU":
+        update.append(Phase("buffers", "cpu", num * machine.buffers_s.value))
+    return (*before, *update)
+
+
+def update_s(
+    machine: Machine,
+    workload: Workload,
+    method: Method,
+    num_csds: int,
+    *,
+    overlap: bool = False,
+) -> float:
+    """Seconds of the update alone: from the last gradient's write to the last param.
+
+    Args:
+      machine: storage and host.
+      workload: what is trained.
+      method: how it is updated.
+      num_csds: drives of BASE, CSDs of the others.
+      overlap: whether servers work beside each other; the busiest counts then.
+
+    Raises:
+      ValueError: as `phases`.
+    """
+    none = Rate(0.0, "not part of an update")
+    parts = phases(machine, Gpu(none, none, none), workload, method, num_csds)
+    update = [part for part in parts if part.name not in _BEFORE_UPDATE]
+    if not overlap:
+        return sum(part.seconds for part in update)
+    servers = {part.server for part in update}
+    return max(sum(p.seconds for p in update if p.server == s) for s in servers)
+
+
+def iteration_s(
+    machine: Machine, gpu: Gpu, workload: Workload, method: Method, num_csds: int
+) -> float:
+    """Seconds of an iteration; see `phases` for the arguments and errors."""
+    parts = phases(machine, gpu, workload, method, num_csds)
+    return sum(part.seconds for part in parts)
+
+
+_BEFORE_UPDATE = ("forward", "backward", "write gradients", "select")
+
+
+def _host_write(machine: Machine, num_csds: int) -> float:
+    return min(num_csds * machine.host_drive_write.value, machine.link.value)
+
+
+def _update_on_host(machine: Machine, workload: Workload, num_csds: int) -> list[Phase]:
+    num, state_bytes = workload.num_params, workload.state_bytes
+    read = min(num_csds * machine.host_drive_read.value, machine.link.value)
+    read_bytes = num * (state_bytes + workload.gradient_bytes)
+    write_s = num * state_bytes / _host_write(machine, num_csds)
+    return [
+        Phase("read states and gradients", "link", read_bytes / read),
+        Phase("update", "cpu", num * machine.cpu_update_s.value),
+        Phase("write states", "link", write_s),
+    ]
+
+
+def _update_on_csds(
+    machine: Machine,
+    workload: Workload,
+    sent_bytes: float,
+    num_csds: int,
+    is_compressed: bool,
+) -> list[Phase]:
+    num = workload.num_params / num_csds
+    state_bytes, gradient_bytes = num * workload.state_bytes, sent_bytes / num_csds
+    dense_bytes = num * workload.gradient_bytes
+    read, write = machine.drive_read.value, machine.drive_write.value
+    kernel_s = (state_bytes + dense_bytes) / machine.updater.value
+    result = [
+        Phase("read gradients", "drive", gradient_bytes / read),
+        Phase("read states", "drive", state_bytes / read),
+        Phase("update", "kernel", kernel_s),
+        Phase("write states", "drive", state_bytes / write),
+    ]
+    if is_compressed:
+        seconds = dense_bytes / machine.decompressor.value
+        result.insert(2, Phase("decompress", "kernel", seconds))
+    params_bytes = workload.num_params * workload.param_bytes
+    return [*result, Phase("read params", "link", params_bytes / machine.link.value)]

@@ -1,0 +1,107 @@
+"""The model of Smart-Infinity's testbed beside the paper's figures."""
+
+import dataclasses
+import statistics
+
+import pytest
+
+from jaxinf.plan import (
+    A5000,
+    METHODS,
+    TESTBED,
+    Rate,
+    Workload,
+    compare_with_paper,
+    gflops_per_dollar,
+    iteration_s,
+    phases,
+    update_s,
+)
+
+GPT2 = Workload(4e9)
+ROWS = compare_with_paper()
+
+
+def rows(quantity, *figures):
+    return [r for r in ROWS if r.quantity == quantity and r.figure in figures]
+
+
+def test_published_speedups():
+    speedups = rows("speedup", "9", "10", "11a")
+    assert len(speedups) == 54
+    assert sum(abs(row.error) <= 0.1 for row in speedups) >= 52
+
+
+def test_published_update_times():
+    times = rows("update_s", "9", "10")
+    assert len(times) == 50
+    assert statistics.median(abs(row.error) for row in times) <= 0.03
+
+
+@pytest.mark.parametrize(
+    ("figure", "worst"), [("11b", 0.03), ("12", 0.20), ("17", 0.16), ("cost", 0.16)]
+)
+def test_figures_of_which_less_is_known(figure, worst):
+    errors = [abs(row.error) for row in ROWS if row.figure == figure]
+    assert errors
+    assert max(errors) <= worst
+
+
+def test_ten_csds_of_figure_12_agree():
+    errors = [abs(r.error) for r in rows("update_s", "12") if r.num_csds == 10]
+    assert max(errors) <= 0.05
+
+
+def test_an_update_by_hand():
+    """Per param and CSD: 16 bytes read, 12 written, 16 through the kernel, 4 up."""
+    expected = 0.4 * (16 / 2.79 + 12 / 1.65 + 16 / 8.22) + 4 * 4 / 8
+    assert update_s(TESTBED, GPT2, "SU+O", 10) == pytest.approx(expected)
+
+
+def test_a_bound_of_what_overlap_can_hide():
+    drive, link = 0.4 * (16 / 2.79 + 12 / 1.65), 4 * 28 / 8
+    assert update_s(TESTBED, GPT2, "SU+O", 10, overlap=True) == pytest.approx(drive)
+    assert update_s(TESTBED, GPT2, "BASE", 10, overlap=True) == pytest.approx(link)
+
+
+def test_compression_costs_its_decompressor_and_the_choice():
+    names = {m: [p.name for p in phases(TESTBED, A5000, GPT2, m, 6)] for m in METHODS}
+    assert set(names["SU+O+C"]) - set(names["SU+O"]) == {"select", "decompress"}
+    assert set(names["SU"]) - set(names["SU+O"]) == {"buffers"}
+
+
+def test_base_is_flat_where_the_link_is_full():
+    four, ten = (update_s(TESTBED, GPT2, "BASE", n) for n in (4, 10))
+    assert four == ten
+    assert update_s(TESTBED, GPT2, "BASE", 1) > 2 * four
+
+
+@pytest.mark.parametrize(("num_csds", "pays"), [(1, False), (4, False), (5, True)])
+def test_smartssds_pay_above_four(num_csds, pays):
+    csds, base = (gflops_per_dollar(m, num_csds) for m in ("SU+O+C", "BASE"))
+    assert (csds > base) == pays
+
+
+def test_seconds_are_linear_in_params():
+    twice = dataclasses.replace(GPT2, num_params=8e9)
+    for method in METHODS:
+        one = iteration_s(TESTBED, A5000, GPT2, method, 6)
+        assert iteration_s(TESTBED, A5000, twice, method, 6) == pytest.approx(2 * one)
+
+
+def test_every_rate_says_where_it_is_from():
+    for machine in (TESTBED, A5000):
+        for field in dataclasses.fields(machine):
+            rate = getattr(machine, field.name)
+            assert isinstance(rate, Rate)
+            assert rate.source
+            assert rate.is_fitted == ("fitted" in rate.source)
+
+
+@pytest.mark.parametrize(
+    ("method", "num_csds", "message"),
+    [("ZERO", 1, "expected one of BASE, SU"), ("SU", 0, "expected 1 or more")],
+)
+def test_refusals(method, num_csds, message):
+    with pytest.raises(ValueError, match=message):
+        phases(TESTBED, A5000, GPT2, method, num_csds)
