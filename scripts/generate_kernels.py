@@ -9,6 +9,9 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import jax
+import optax
+
 from jaxinf.kernels.card import named_card_kernel
 from jaxinf.kernels.card_source import card_source
 from jaxinf.kernels.compiled import source_of
@@ -25,11 +28,9 @@ def main() -> None:
         return
     kernels = standard_kernels()
     # The comment names versions: what only they changed stays as it is.
-    write_all(
-        GENERATED,
-        {name: source_of(kernel, title=f"{name}.") for name, kernel in kernels.items()},
-        content_hash,
-    )
+    versions = {"jax": jax.__version__, "optax": optax.__version__}
+    texts = {name: source_of(k, f"{name}.", versions) for name, k in kernels.items()}
+    write_all(GENERATED, texts, content_hash)
     write_all(
         HLS / "generated", {name: card_text(name) for name in listed_card_kernels()}
     )

@@ -254,7 +254,7 @@ class HostCsd:
 
 
 def _run_of(kernel: Kernel, gradient: Array | SparseGradient) -> Callable[..., bool]:
-    """What to call with `Kernel.evaluate`'s arguments and a passage."""
+    """What to call with `jaxinf.kernels.evaluate`'s arguments and a passage."""
     if isinstance(gradient, SparseGradient):
         return partial(run_sparse, runner(kernel))
     return runner(kernel)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxinf.csd.base import Extent, Rounding, ScalarInputs
-from jaxinf.kernels import CodedSlot, InitKernel
+from jaxinf.kernels import CodedSlot, InitKernel, initialise
 from jaxinf.typing import Array
 
 __all__ = ["initialise_states", "slot_part", "states_as_slots"]
@@ -41,7 +41,8 @@ def initialise_states(
             for state in parts
         )
         master[...] = params[part]
-        kernel.initialise(
+        initialise(
+            kernel,
             params=master,
             slots=slots,
             scalars=inputs.scalars,

@@ -37,7 +37,7 @@ def run_sparse(
     """Runs a kernel piece by piece, each piece's gradient scattered into a scratch.
 
     Args:
-      run: what `jaxinf.kernels.runner` gives; see `Kernel.evaluate` for the rest.
+      run: what `jaxinf.kernels.runner` gives; for the rest see `evaluate` there.
       gradient: of as many elements as `params`.
 
     Returns:

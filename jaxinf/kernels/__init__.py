@@ -16,6 +16,7 @@ from jaxinf.kernels.card_library import card_function, card_library
 from jaxinf.kernels.card_source import card_source
 from jaxinf.kernels.codecs import CodedSlot
 from jaxinf.kernels.compiled import CompiledKernel, compiled, runner
+from jaxinf.kernels.evaluator import evaluate, initialise
 from jaxinf.kernels.init import InitProgram, LeafInit, trace_init
 from jaxinf.kernels.kernel import InitKernel, Kernel
 from jaxinf.kernels.passage import Passage
@@ -46,6 +47,8 @@ __all__ = [
     "card_library",
     "card_source",
     "compiled",
+    "evaluate",
+    "initialise",
     "leaf_infos",
     "named_card_kernel",
     "runner",

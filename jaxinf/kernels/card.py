@@ -25,9 +25,8 @@ from jaxinf.kernels.estimates import ESTIMATES_BYTES
 from jaxinf.kernels.kernel import Kernel
 from jaxinf.kernels.lowering import lower
 from jaxinf.kernels.standard import standard_kernels
-from jaxinf.kernels.tree import FLOAT32
 from jaxinf.layout import CODE_BLOCK
-from jaxinf.typing import Array
+from jaxinf.typing import FLOAT32, Array
 
 __all__ = [
     "CARD_ALIGNMENT_BYTES",

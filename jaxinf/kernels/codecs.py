@@ -7,11 +7,10 @@ Invariant: the numbers are those of ``cpp/codecs.hpp``, bit for bit; docs/format
 from dataclasses import dataclass
 from functools import cache
 
-import ml_dtypes
 import numpy as np
 
 from jaxinf.layout import CODE_BLOCK
-from jaxinf.typing import Array
+from jaxinf.typing import BFLOAT16, Array
 
 __all__ = [
     "CodedSlot",
@@ -25,7 +24,6 @@ __all__ = [
 
 _LARGEST = np.float32(2.0**126)  # beyond, the inverse is denormal
 _TINY = np.finfo(np.float32).tiny
-_BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +149,7 @@ def encode_bf16(values: Array, key: int, first: int) -> Array:
     is_special = (bits & np.uint32(0x7F800000)) == np.uint32(0x7F800000)
     is_nan = (bits & np.uint32(0x7FFFFF)) != 0
     quiet = (bits >> np.uint32(16)) | np.where(is_nan, np.uint32(0x40), np.uint32(0))
-    return np.where(is_special, quiet, noisy).astype(np.uint16).view(_BF16)
+    return np.where(is_special, quiet, noisy).astype(np.uint16).view(BFLOAT16)
 
 
 def encode_split(values: Array, codes: Array, remainders: Array) -> None:

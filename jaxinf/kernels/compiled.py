@@ -1,6 +1,6 @@
 """Kernels as machine code: the compiled form of a `Kernel`, and how it is found.
 
-Invariant: a compiled kernel takes the arguments of `Kernel.evaluate` and has its
+Invariant: a compiled kernel takes the arguments of `evaluate` and has its
 effect, with the roundings of jitted optax on XLA's CPU backend; where no compiled form
 can be had, the NumPy evaluator runs, and a warning was logged once.
 """
@@ -12,22 +12,21 @@ import operator
 import os
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
+from jaxinf.kernels.checking import check_arguments
 from jaxinf.kernels.codecs import CodedSlot
 from jaxinf.kernels.emitter import Source, UnsupportedKernelError, emit, header
+from jaxinf.kernels.evaluator import evaluate
 from jaxinf.kernels.kernel import Kernel
 from jaxinf.kernels.lowering import lower
 from jaxinf.kernels.passage import Passage, run_evaluator
 from jaxinf.native import libraries, toolchain
-from jaxinf.typing import Array
+from jaxinf.typing import BFLOAT16, FLOAT16, FLOAT32, Array
 
 __all__ = [
     "CompiledKernel",
@@ -41,10 +40,10 @@ __all__ = [
 
 _LOGGER = logging.getLogger("jaxinf.kernels")
 _DTYPES = (
-    "float32", "bfloat16", "float16", "int32", "uint32",
-    "bool", "int8", "uint8", "int16", "uint16",
+    FLOAT32, BFLOAT16, FLOAT16,
+    *map(np.dtype, ["int32", "uint32", "bool", "int8", "uint8", "int16", "uint16"]),
 )  # fmt: skip
-_CODES = {jnp.dtype(name): code for code, name in enumerate(_DTYPES)}
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _BF16_STOCHASTIC, _INT8_BLOCKS, _BF16_SPLIT = range(len(_DTYPES), len(_DTYPES) + 3)
 
 
@@ -142,15 +141,15 @@ class CompiledKernel:
         out: Array,
         passage: Passage | None = None,
     ) -> bool:
-        """Updates one chunk in place; see `Kernel.evaluate`, also for the errors.
+        """Updates one chunk in place; see `evaluate`, also for the errors.
 
         Denormals are read and written as zero. The bits are those of jitted optax on
         XLA's CPU backend: with its fused multiply-adds and reciprocals, which the
         NumPy evaluator does not have.
         """
         kernel = self.kernel
-        numbers = kernel.check_arguments(
-            gradient=gradient, params=params, slots=slots,
+        numbers = check_arguments(
+            kernel, gradient=gradient, params=params, slots=slots,
             scalars=scalars, arrays=arrays, out=out,
         )  # fmt: skip
         plain = [v for v in (params, *slots) if not isinstance(v, CodedSlot)]
@@ -246,7 +245,7 @@ def invoke(
 
 
 def runner(kernel: Kernel) -> Callable[..., bool]:
-    """What to call with `Kernel.evaluate`'s arguments: compiled code if possible.
+    """What to call with `evaluate`'s arguments: compiled code if possible.
 
     It takes a `Passage`, too.
     """
@@ -258,8 +257,8 @@ def _evaluate(
     kernel: Kernel, *, passage: Passage | None = None, **arguments: Any
 ) -> bool:
     if passage is None:
-        return kernel.evaluate(**arguments)
-    return run_evaluator(kernel.evaluate, passage, **arguments)
+        return evaluate(kernel, **arguments)
+    return run_evaluator(kernel, passage, **arguments)
 
 
 def compiled(kernel: Kernel) -> CompiledKernel | None:
@@ -303,15 +302,23 @@ def compile_kernel(
     )
 
 
-def source_of(kernel: Kernel, title: str = "An optimizer's kernel.") -> str:
+def source_of(
+    kernel: Kernel,
+    title: str = "An optimizer's kernel.",
+    versions: Mapping[str, str] | None = None,
+) -> str:
     """The C++ of a kernel with its header comment.
+
+    Args:
+      kernel: any.
+      title: the comment's first line.
+      versions: of the libraries that the equations came from, by name.
 
     Raises:
       UnsupportedKernelError: It has no C++ form.
     """
     source: Source = emit(lower(kernel))
-    versions = {"jax": jax.__version__, "optax": optax.__version__}
-    return header(title, kernel.describe(), versions) + source.text
+    return header(title, kernel.describe(), versions or {}) + source.text
 
 
 _LOCK = threading.Lock()

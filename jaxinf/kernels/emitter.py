@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxinf.kernels.ir import Constant, Equation, Input, Operand, Result
 from jaxinf.kernels.lowering import LoweredBody, uniform_results
-from jaxinf.kernels.tree import FLOAT32
+from jaxinf.typing import FLOAT32
 
 __all__ = ["Source", "UnsupportedKernelError", "emit"]
 
@@ -58,7 +58,8 @@ def emit(body: LoweredBody) -> Source:
 def header(title: str, equations: Sequence[str], versions: Mapping[str, str]) -> str:
     """The comment above a source: what it is, from which equations and versions."""
     made_with = ", ".join(f"{name} {version}" for name, version in versions.items())
-    lines = [title, "", f"Emitted by jaxinf from these equations ({made_with}):", ""]
+    of_versions = f" ({made_with})" if made_with else ""
+    lines = [title, "", f"Emitted by jaxinf from these equations{of_versions}:", ""]
     lines += [f"  {line}" for line in equations]
     lines += ["", "# stands for a literal: c0, c1, ... below, in order of use."]
     return "".join(f"// {line}".rstrip() + "\n" for line in lines)

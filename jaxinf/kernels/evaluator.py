@@ -1,19 +1,19 @@
 """Runs a body over chunks with NumPy, block by block.
 
-Invariant: an evaluator holds no buffer between calls, so that any number of threads
+Invariant: nothing is kept between calls but the plan, so that any number of threads
 may share it; a call's temporary memory is a few blocks, whatever the chunk.
 """
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
+from jaxinf.kernels.checking import check_arguments, check_init_arguments
 from jaxinf.kernels.codecs import CodedSlot
-from jaxinf.kernels.ir import Constant, Equation, Input, Operand
+from jaxinf.kernels.ir import Constant, Input
+from jaxinf.kernels.kernel import InitKernel, Kernel
 from jaxinf.kernels.operations import flush_denormals
 from jaxinf.kernels.plan import (
     GRADIENT,
@@ -23,164 +23,127 @@ from jaxinf.kernels.plan import (
     make_plan,
     storage_dtype,
 )
-from jaxinf.kernels.tree import FLOAT32, FLOAT_DTYPES
-from jaxinf.layout import CODE_BLOCK
-from jaxinf.typing import Array
+from jaxinf.typing import FLOAT32, Array
 
-__all__ = ["BLOCK_ELEMENTS", "Evaluator"]
-
-_BF16 = np.dtype(ml_dtypes.bfloat16)
+__all__ = ["BLOCK_ELEMENTS", "evaluate", "initialise"]
 
 BLOCK_ELEMENTS = 32 << 10
 """Large enough that NumPy's overhead and the GIL do not matter, small enough for L2."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Evaluator:
-    """Evaluates the body of a `Kernel` or `InitKernel`; attributes as there."""
+def evaluate(
+    kernel: Kernel,
+    *,
+    gradient: Array,
+    params: Array | CodedSlot,
+    slots: Sequence[Array | CodedSlot],
+    scalars: Sequence[np.generic | Array],
+    arrays: Sequence[Array],
+    out: Array,
+) -> bool:
+    """Updates one chunk in place; blocks the caller; thread-safe.
 
-    equations: tuple[Equation, ...]
-    new_slots: tuple[Operand, ...]
-    slot_dtypes: tuple[np.dtype, ...]
-    scalar_dtypes: tuple[np.dtype, ...]
-    array_dtypes: tuple[np.dtype, ...]
-    update: Operand | None = None
+    Works in blocks of 32 Ki elements: temporary memory does not grow with the
+    chunk. Every operation computes in the dtype optax gave it (16-bit floats in
+    float32, then rounded, as XLA does on CPU), without fused multiply-adds.
+    Denormal float32 results are flushed to zero, as XLA does on CPU.
 
-    def run_update(
-        self,
-        *,
-        gradient: Array,
-        params: Array | CodedSlot,
-        slots: Sequence[Array | CodedSlot],
-        scalars: Sequence[np.generic | Array],
-        arrays: Sequence[Array],
-        out: Array,
-    ) -> bool:
-        """See `Kernel.evaluate`."""
-        numbers = self.check_update(
-            gradient=gradient, params=params, slots=slots,
-            scalars=scalars, arrays=arrays, out=out,
-        )  # fmt: skip
-        num = gradient.size
-        run = _Run(self._plan, numbers, num)
-        finite = True
-        with np.errstate(all="ignore"):
-            for start in range(0, num, BLOCK_ELEMENTS):
-                block = slice(start, min(start + BLOCK_ELEMENTS, num))
-                coded = [_block(state, block) for state in (params, *slots)]
-                master, *states = [_decoded(part) for part in coded]
-                run.load(master, states, _blocks(arrays, block))
-                finite = run.load_gradient(gradient[block]) and finite
-                run.compute(out[block])
-                run.store_update(out[block])
-                run.store_slots()
-                run.store_params(out[block])
-                self._encode(coded, [master, *states], out[block])
-        return finite
+    Args:
+      kernel: A leaf's update.
+      gradient: ``(n,)`` float32, bfloat16 or float16; only read.
+      params: ``(n,)`` float32 master, becomes ``params + u``; it may be given as it
+        is coded in bfloat16.
+      slots: ``(n,)`` each, become the new state; a float32 slot may be given as it
+        is coded.
+      scalars: 0-d, as the prologue gave them.
+      arrays: ``(n,)`` each, the chunk's part of the prologue's arrays.
+      out: ``(n,)``: float32 receives `u`; bfloat16 or float16 receives the new
+        params rounded to nearest even, or, of coded params, their bfloat16 codes.
 
-    def _encode(
-        self,
-        coded: Sequence[Array | CodedSlot],
-        values: Sequence[Array],
-        out: Array,
-    ) -> None:
-        """Stores what is coded of params and slots; 16-bit `out` gets such params."""
-        params, *slots = coded
-        if isinstance(params, CodedSlot):
-            if self._plan.update is not None:
-                params.encode(values[0])
-            if out.dtype != FLOAT32:
-                out[...] = params.codes
-        for index, slot in enumerate(slots):
-            if isinstance(slot, CodedSlot) and self._writes(index):
-                slot.encode(values[1 + index])
+    Returns:
+      Whether all of the gradient is finite. If not, `params`, `slots` and `out`
+      hold garbage and are to be discarded.
 
-    def _writes(self, index: int) -> bool:
-        return self._plan.new_slots[index] is not None
+    Raises:
+      TypeError, ValueError: A dtype, shape or count is not the kernel's.
+    """
+    numbers = check_arguments(
+        kernel, gradient=gradient, params=params, slots=slots,
+        scalars=scalars, arrays=arrays, out=out,
+    )  # fmt: skip
+    num, plan = gradient.size, _plan_of(kernel)
+    run = _Run(plan, numbers, num)
+    finite = True
+    with np.errstate(all="ignore"):
+        for start in range(0, num, BLOCK_ELEMENTS):
+            block = slice(start, min(start + BLOCK_ELEMENTS, num))
+            coded = [_block(state, block) for state in (params, *slots)]
+            master, *states = [_decoded(part) for part in coded]
+            run.load(master, states, _blocks(arrays, block))
+            finite = run.load_gradient(gradient[block]) and finite
+            run.compute(out[block])
+            run.store_update(out[block])
+            run.store_slots()
+            run.store_params(out[block])
+            _encode(plan, coded, [master, *states], out[block])
+    return finite
 
-    def check_update(
-        self,
-        *,
-        gradient: Array,
-        params: Array | CodedSlot,
-        slots: Sequence[Array | CodedSlot],
-        scalars: Sequence[np.generic | Array],
-        arrays: Sequence[Array],
-        out: Array,
-    ) -> list[np.generic]:
-        """See `Kernel.check_arguments`."""
-        if isinstance(params, CodedSlot):
-            num = params.codes.size
-            _require_bf16("params", params, num)
-        else:
-            num = params.size
-            _require_chunk("params", params, num, (FLOAT32,))
-        self._check(num, slots, scalars, arrays)
-        _require_chunk("gradient", gradient, num, FLOAT_DTYPES)
-        is_coded = isinstance(params, CodedSlot)
-        _require_chunk("out", out, num, (FLOAT32, _BF16) if is_coded else FLOAT_DTYPES)
-        return self._scalars(scalars)
 
-    def run_init(
-        self,
-        *,
-        params: Array,
-        slots: Sequence[Array],
-        scalars: Sequence[np.generic | Array],
-        arrays: Sequence[Array],
-    ) -> None:
-        """See `InitKernel.initialise`."""
-        num = params.size
-        _require_chunk("params", params, num, (FLOAT32,))
-        self._check(num, slots, scalars, arrays)
-        run = _Run(self._plan, self._scalars(scalars), num)
-        with np.errstate(all="ignore"):
-            for start in range(0, num, BLOCK_ELEMENTS):
-                block = slice(start, min(start + BLOCK_ELEMENTS, num))
-                run.load(params[block], _blocks(slots, block), _blocks(arrays, block))
-                run.compute(None)
-                run.store_slots()
+def initialise(
+    kernel: InitKernel,
+    *,
+    params: Array,
+    slots: Sequence[Array],
+    scalars: Sequence[np.generic | Array] = (),
+    arrays: Sequence[Array] = (),
+) -> None:
+    """Writes one chunk's first state into `slots`; blocks; thread-safe.
 
-    @cached_property
-    def _plan(self) -> Plan:
-        return make_plan(self.equations, self.update, self.new_slots, self.slot_dtypes)
+    Args:
+      kernel: A leaf's first state.
+      params: ``(n,)`` float32 master; only read.
+      slots: ``(n,)`` each, of the slots' dtypes; what they hold is not read.
+      scalars: 0-d, as the prologue gave them.
+      arrays: ``(n,)`` each, the chunk's part of the prologue's arrays.
 
-    def _check(
-        self,
-        num: int,
-        slots: Sequence[Array | CodedSlot],
-        scalars: Sequence[Any],
-        arrays: Sequence[Array],
-    ) -> None:
-        for what, found, dtypes in (
-            ("slots", slots, self.slot_dtypes),
-            ("scalars", scalars, self.scalar_dtypes),
-            ("arrays", arrays, self.array_dtypes),
-        ):
-            if len(found) != len(dtypes):
-                raise ValueError(
-                    f"{what}: the kernel expects {len(dtypes)}, found {len(found)}"
-                )
-        for index, dtype in enumerate(self.slot_dtypes):
-            slot = slots[index]
-            if isinstance(slot, CodedSlot):
-                _require_coded(f"slots[{index}]", slot, num, dtype)
-            else:
-                _require_chunk(f"slots[{index}]", slot, num, (dtype,))
-        for index, dtype in enumerate(self.array_dtypes):
-            _require_chunk(f"arrays[{index}]", arrays[index], num, (dtype,))
+    Raises:
+      TypeError, ValueError: A dtype, shape or count is not the kernel's.
+    """
+    numbers = check_init_arguments(
+        kernel, params=params, slots=slots, scalars=scalars, arrays=arrays
+    )
+    num = params.size
+    run = _Run(_plan_of(kernel), numbers, num)
+    with np.errstate(all="ignore"):
+        for start in range(0, num, BLOCK_ELEMENTS):
+            block = slice(start, min(start + BLOCK_ELEMENTS, num))
+            run.load(params[block], _blocks(slots, block), _blocks(arrays, block))
+            run.compute(None)
+            run.store_slots()
 
-    def _scalars(self, scalars: Sequence[Any]) -> list[np.generic]:
-        numbers = []
-        for index, dtype in enumerate(self.scalar_dtypes):
-            number = np.asarray(scalars[index])
-            if number.shape or number.dtype != dtype:
-                raise TypeError(
-                    f"scalars[{index}]: the kernel expects a 0-d {dtype}, found "
-                    f"{number.dtype} of shape {number.shape}"
-                )
-            numbers.append(number[()])
-        return numbers
+
+@functools.cache
+def _plan_of(kernel: Kernel | InitKernel) -> Plan:
+    update = kernel.update if isinstance(kernel, Kernel) else None
+    return make_plan(kernel.equations, update, kernel.new_slots, kernel.slot_dtypes)
+
+
+def _encode(
+    plan: Plan,
+    coded: Sequence[Array | CodedSlot],
+    values: Sequence[Array],
+    out: Array,
+) -> None:
+    """Stores what is coded of params and slots; 16-bit `out` gets such params."""
+    params, *slots = coded
+    if isinstance(params, CodedSlot):
+        if plan.update is not None:
+            params.encode(values[0])
+        if out.dtype != FLOAT32:
+            out[...] = params.codes
+    for slot, value, place in zip(slots, values[1:], plan.new_slots, strict=True):
+        if isinstance(slot, CodedSlot) and place is not None:
+            slot.encode(value)
 
 
 class _Run:
@@ -299,32 +262,3 @@ def _block(state: Array | CodedSlot, block: slice) -> Array | CodedSlot:
 
 def _decoded(state: Array | CodedSlot) -> Array:
     return state.decode() if isinstance(state, CodedSlot) else state
-
-
-def _require_coded(what: str, slot: CodedSlot, num: int, dtype: np.dtype) -> None:
-    """Codes stand for a float32 slot, and end on a block's end."""
-    if dtype != FLOAT32:
-        raise TypeError(f"{what}: the kernel expects {dtype}, found codes of float32")
-    if slot.scales is not None:
-        num_blocks = -(-num // CODE_BLOCK)
-        _require_chunk(what, slot.codes, num, (np.dtype(np.uint8),))
-        _require_chunk(f"{what}.scales", slot.scales, num_blocks, (FLOAT32,))
-    else:
-        _require_bf16(what, slot, num)
-
-
-def _require_bf16(what: str, coded: CodedSlot, num: int) -> None:
-    _require_chunk(what, coded.codes, num, (_BF16,))
-    if coded.remainders is not None:
-        int16 = np.dtype(np.int16)
-        _require_chunk(f"{what}.remainders", coded.remainders, num, (int16,))
-
-
-def _require_chunk(what: str, array: Array, num: int, dtypes: Any) -> None:
-    if array.shape != (num,):
-        raise ValueError(
-            f"{what}: the kernel expects shape ({num},), found {array.shape}"
-        )
-    if array.dtype not in dtypes:
-        names = " or ".join(str(dtype) for dtype in dtypes)
-        raise TypeError(f"{what}: the kernel expects {names}, found {array.dtype}")

@@ -21,8 +21,8 @@ from jaxinf.kernels.state import (
     float32_avals,
     layout_of,
 )
-from jaxinf.kernels.tree import FLOAT32, LeafInfo, leaf_infos
-from jaxinf.typing import PyTree
+from jaxinf.kernels.tree import LeafInfo, leaf_infos
+from jaxinf.typing import FLOAT32, PyTree
 
 __all__ = ["InitProgram", "LeafInit", "trace_init"]
 

@@ -1,25 +1,15 @@
 """What runs on chunks: the update of a leaf, and the making of its first state.
 
-Invariant: a kernel is a value: equal programs compare and hash equal, and leaves with
-equal programs share one kernel.
+Invariant: a kernel is data: equal programs compare and hash equal, and leaves with
+equal programs share one kernel. `jaxinf.kernels` runs it.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
 
-from jaxinf.kernels.codecs import CodedSlot
-from jaxinf.kernels.evaluator import Evaluator
-from jaxinf.kernels.ir import (
-    Equation,
-    Input,
-    Operand,
-    describe_body,
-    inputs_of,
-)
-from jaxinf.typing import Array
+from jaxinf.kernels.ir import Equation, Input, Operand, describe_body, inputs_of
 
 __all__ = ["InitKernel", "Kernel"]
 
@@ -70,7 +60,7 @@ class Kernel:
 
     @property
     def reads_gradient(self) -> bool:
-        """Whether the body reads the gradient (`evaluate` checks it regardless)."""
+        """Whether the body reads the gradient; a run checks it regardless."""
         return ("gradient", 0) in self._inputs
 
     @property
@@ -95,88 +85,9 @@ class Kernel:
         outputs = [("update", self.update), *zip(self.slots, self.new_slots)]  # noqa: B905
         return describe_body(self.equations, outputs)
 
-    def evaluate(
-        self,
-        *,
-        gradient: Array,
-        params: Array | CodedSlot,
-        slots: Sequence[Array | CodedSlot],
-        scalars: Sequence[np.generic | Array],
-        arrays: Sequence[Array],
-        out: Array,
-    ) -> bool:
-        """Updates one chunk in place; blocks the caller; thread-safe.
-
-        Works in blocks of 32 Ki elements: temporary memory does not grow with the
-        chunk. Every operation computes in the dtype optax gave it (16-bit floats in
-        float32, then rounded, as XLA does on CPU), without fused multiply-adds.
-        Denormal float32 results are flushed to zero, as XLA does on CPU.
-
-        Args:
-          gradient: ``(n,)`` float32, bfloat16 or float16; only read.
-          params: ``(n,)`` float32 master, becomes ``params + u``; it may be given as it
-            is coded in bfloat16.
-          slots: ``(n,)`` each, become the new state; a float32 slot may be given as it
-            is coded.
-          scalars: 0-d, as the prologue gave them.
-          arrays: ``(n,)`` each, the chunk's part of the prologue's arrays.
-          out: ``(n,)``: float32 receives `u`; bfloat16 or float16 receives the new
-            params rounded to nearest even, or, of coded params, their bfloat16 codes.
-
-        Returns:
-          Whether all of the gradient is finite. If not, `params`, `slots` and `out`
-          hold garbage and are to be discarded.
-
-        Raises:
-          TypeError, ValueError: A dtype, shape or count is not the kernel's.
-        """
-        return self._evaluator.run_update(
-            gradient=gradient,
-            params=params,
-            slots=slots,
-            scalars=scalars,
-            arrays=arrays,
-            out=out,
-        )
-
-    def check_arguments(
-        self,
-        *,
-        gradient: Array,
-        params: Array | CodedSlot,
-        slots: Sequence[Array | CodedSlot],
-        scalars: Sequence[np.generic | Array],
-        arrays: Sequence[Array],
-        out: Array,
-    ) -> list[np.generic]:
-        """Checks what `evaluate` takes and returns the scalars as NumPy's.
-
-        Raises:
-          TypeError, ValueError: A dtype, shape or count is not the kernel's.
-        """
-        return self._evaluator.check_update(
-            gradient=gradient,
-            params=params,
-            slots=slots,
-            scalars=scalars,
-            arrays=arrays,
-            out=out,
-        )
-
     @cached_property
     def _inputs(self) -> set[tuple[str, int]]:
         return inputs_of(self.equations, [self.update, *self.new_slots])
-
-    @cached_property
-    def _evaluator(self) -> Evaluator:
-        return Evaluator(
-            equations=self.equations,
-            update=self.update,
-            new_slots=self.new_slots,
-            slot_dtypes=self.slot_dtypes,
-            scalar_dtypes=self.scalar_dtypes,
-            array_dtypes=self.array_dtypes,
-        )
 
 
 @dataclass(frozen=True)
@@ -198,36 +109,3 @@ class InitKernel:
     def describe(self) -> list[str]:
         """The program line by line, with every literal shown as ``#``."""
         return describe_body(self.equations, list(zip(self.slots, self.new_slots)))  # noqa: B905
-
-    def initialise(
-        self,
-        *,
-        params: Array,
-        slots: Sequence[Array],
-        scalars: Sequence[np.generic | Array] = (),
-        arrays: Sequence[Array] = (),
-    ) -> None:
-        """Writes one chunk's first state into `slots`; blocks; thread-safe.
-
-        Args:
-          params: ``(n,)`` float32 master; only read.
-          slots: ``(n,)`` each, of the slots' dtypes; what they hold is not read.
-          scalars: 0-d, as the prologue gave them.
-          arrays: ``(n,)`` each, the chunk's part of the prologue's arrays.
-
-        Raises:
-          TypeError, ValueError: A dtype, shape or count is not the kernel's.
-        """
-        self._evaluator.run_init(
-            params=params, slots=slots, scalars=scalars, arrays=arrays
-        )
-
-    @cached_property
-    def _evaluator(self) -> Evaluator:
-        return Evaluator(
-            equations=self.equations,
-            new_slots=self.new_slots,
-            slot_dtypes=self.slot_dtypes,
-            scalar_dtypes=self.scalar_dtypes,
-            array_dtypes=self.array_dtypes,
-        )

@@ -43,7 +43,7 @@ import numpy as np
 
 from jaxinf.kernels.ir import Constant, Equation, Input, Operand, Result
 from jaxinf.kernels.kernel import Kernel
-from jaxinf.kernels.tree import BFLOAT16, FLOAT16, FLOAT32
+from jaxinf.typing import BFLOAT16, FLOAT16, FLOAT32
 
 __all__ = ["LoweredBody", "lower", "uniform_results"]
 

@@ -4,13 +4,16 @@ Invariant: the numbers are those of separate passes over the arrays; ``cpp/shell
 does it block by block, and `run_evaluator` in so many passes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from jaxinf.io import crc32c
 from jaxinf.kernels.codecs import CodedSlot
+from jaxinf.kernels.evaluator import evaluate
+from jaxinf.kernels.kernel import Kernel
 from jaxinf.typing import Array
 
 __all__ = ["Passage", "run_evaluator", "stored_arrays"]
@@ -57,21 +60,21 @@ def stored_arrays(
 
 
 def run_evaluator(
-    evaluate: Callable[..., bool],
+    kernel: Kernel,
     passage: Passage,
     *,
     params: Array | CodedSlot,
     slots: Sequence[Array | CodedSlot],
     out: Array,
-    **arguments: object,
+    **arguments: Any,
 ) -> bool:
-    """`Kernel.evaluate`, and around it what a passage asks for."""
+    """`evaluate`, and around it what a passage asks for."""
     is_coded = isinstance(params, CodedSlot)
     if passage.given is not None:
         (params.codes if is_coded else params)[...] = passage.given
     stored = stored_arrays(params, slots)
     passage.read = _checksums(stored, passage.reads)
-    finite = evaluate(params=params, slots=slots, out=out, **arguments)
+    finite = evaluate(kernel, params=params, slots=slots, out=out, **arguments)
     if passage.wants_params and out.dtype == np.float32:
         out[...] = params.decode() if is_coded else params
     passage.written = _checksums(stored, passage.writes)

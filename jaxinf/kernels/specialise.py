@@ -38,7 +38,7 @@ def specialise(kernel: Kernel, scalars: Sequence[np.generic | Array]) -> Kernel:
 
     Args:
       kernel: any.
-      scalars: what the step's prologue gave, as `Kernel.evaluate` takes them.
+      scalars: what the step's prologue gave, as `evaluate` takes them.
 
     Returns:
       A kernel with the same arguments that leaves more state unchanged, or `kernel`

@@ -1,59 +1,25 @@
-"""The optimizers whose kernels come compiled with the package.
+"""The kernels that come compiled with the package.
 
-Invariant: hyperparameters are arguments of a kernel, so one of each structure is
-enough; what changes the structure is listed here: a schedule (the rate is a scalar, not
-a literal), one leaf or several (see `Kernel.reciprocals`), clipping, Nesterov.
+Invariant: no two of them have the same C++.
 """
 
 from collections.abc import Mapping
 
-import jax.numpy as jnp
-import optax
-
 from jaxinf.kernels.emitter import emit
 from jaxinf.kernels.kernel import Kernel
 from jaxinf.kernels.lowering import lower
-from jaxinf.kernels.program import trace_update
+from jaxinf.kernels.traced import traced_kernels
 
 __all__ = ["standard_kernels"]
 
 
 def standard_kernels() -> Mapping[str, Kernel]:
-    """Kernels by name; no two of them have the same C++."""
-    one, several = jnp.zeros(8), [jnp.zeros(8), jnp.zeros(9)]
+    """Kernels by name: of those with the same C++ the first."""
     kernels: dict[str, Kernel] = {}
     known: set[str] = set()
-    for name, tx in _optimizers().items():
-        for leaves, params in (("", several), ("_one_leaf", one)):
-            kernel = trace_update(tx, params).leaves[0].kernel
-            text = emit(lower(kernel)).text
-            if text not in known:
-                known.add(text)
-                kernels[name + leaves] = kernel
+    for name, kernel in traced_kernels().items():
+        text = emit(lower(kernel)).text
+        if text not in known:
+            known.add(text)
+            kernels[name] = kernel
     return kernels
-
-
-def _optimizers() -> Mapping[str, optax.GradientTransformation]:
-    optimizers: dict[str, optax.GradientTransformation] = {}
-    for suffix, rate in (("", 0.1), ("_schedule", optax.linear_schedule(1.0, 0.1, 9))):
-        made = {
-            "adam": optax.adam(rate),
-            "adam_nesterov": optax.adam(rate, nesterov=True),
-            "adamw": optax.adamw(rate),
-            "adamw_clipped": optax.chain(
-                optax.clip_by_global_norm(1.0), optax.adamw(rate)
-            ),
-            "adamw_nesterov": optax.adamw(rate, nesterov=True),
-            "sgd": optax.sgd(rate),
-            "sgd_momentum": optax.sgd(rate, momentum=0.9),
-            "sgd_nesterov": optax.sgd(rate, momentum=0.9, nesterov=True),
-            "adagrad": optax.adagrad(rate),
-            "lion": optax.lion(rate),
-            "rmsprop": optax.rmsprop(rate),
-            "rmsprop_centered": optax.rmsprop(rate, centered=True),
-            "rmsprop_momentum": optax.rmsprop(rate, momentum=0.9),
-        }
-        optimizers |= {name + suffix: tx for name, tx in made.items()}
-    optimizers["sgd_rate_1"] = optax.sgd(1.0)
-    optimizers["set_to_zero"] = optax.set_to_zero()
-    return optimizers

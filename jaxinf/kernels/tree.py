@@ -8,18 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
-from jaxinf.typing import PyTree
+from jaxinf.typing import FLOAT_DTYPES, PyTree
 
 __all__ = ["LeafInfo", "leaf_infos"]
-
-FLOAT32 = np.dtype(np.float32)
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-FLOAT16 = np.dtype(np.float16)
-FLOAT_DTYPES = (FLOAT32, BFLOAT16, FLOAT16)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxinf.kernels import UpdateProgram, trace_init, trace_update
+from jaxinf.kernels import UpdateProgram, evaluate, initialise, trace_init, trace_update
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Near:
             self.init.leaves, self.master, inputs, strict=True
         ):
             slots = [np.full(master.size, 7, slot.dtype) for slot in leaf.slots]
-            leaf.kernel.initialise(params=master, slots=slots, **flat(given))
+            initialise(leaf.kernel, params=master, slots=slots, **flat(given))
             self.slots.append(slots)
         self.prologue = jax.jit(self.program.prologue)
 
@@ -61,7 +61,8 @@ class Near:
         for i, leaf in enumerate(self.program.leaves):
             out = np.empty(self.master[i].size, leaf.info.dtype)
             self.finite.append(
-                leaf.kernel.evaluate(
+                evaluate(
+                    leaf.kernel,
                     gradient=np.asarray(gradients[i]).reshape(-1),
                     params=self.master[i],
                     slots=self.slots[i],

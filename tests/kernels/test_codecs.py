@@ -5,7 +5,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxinf.kernels import CodedSlot, trace_update
+from jaxinf.kernels import CodedSlot, evaluate, trace_update
+from jaxinf.kernels.checking import check_arguments
 from jaxinf.kernels.codecs import encode_bf16, random_bits
 from jaxinf.kernels.compiled import compile_kernel
 from jaxinf.layout import CODE_BLOCK
@@ -205,7 +206,8 @@ def test_a_kernel_in_numpy_takes_coded_state():
         results = []
         for state in (slot, plain):
             params, out = np.zeros(size, np.float32), np.zeros(size, np.float32)
-            kernel.evaluate(
+            evaluate(
+                kernel,
                 gradient=gradient,
                 params=params,
                 slots=[state],
@@ -225,7 +227,8 @@ def test_codes_are_for_float32():
     )
     arrays = [np.zeros(8, np.float32) for _ in range(3)]
     with pytest.raises(TypeError, match="expects bfloat16, found codes of float32"):
-        kernel.check_arguments(
+        check_arguments(
+            kernel,
             gradient=arrays[0],
             params=arrays[1],
             out=arrays[2],

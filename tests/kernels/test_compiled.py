@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxinf.kernels import compiled, runner, trace_update
+from jaxinf.kernels import compiled, evaluate, runner, trace_update
 from jaxinf.kernels.compiled import compile_kernel, source_of
 from jaxinf.kernels.emitter import emit
 from jaxinf.kernels.lowering import lower
@@ -125,7 +126,7 @@ def test_sizes(num):
     kernel = kernel_of(optax.adamw(1e-2))
     whole, expected = chunk(kernel, num), chunk(kernel, num)
     assert runner(kernel)(**whole)
-    assert kernel.evaluate(**expected)
+    assert evaluate(kernel, **expected)
     for left, right in zip(outputs(whole), outputs(expected), strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-7)
     # Cut anywhere, the bits are the same.
@@ -204,7 +205,7 @@ def test_slots_that_trade_places():
     found, expected = chunk(kernel, 1000), chunk(kernel, 1000)
     assert compiled(kernel)
     runner(kernel)(**found)
-    kernel.evaluate(**expected)
+    evaluate(kernel, **expected)
     assert_same_bits(outputs(found), outputs(expected))
 
 
@@ -236,7 +237,7 @@ def test_wrong_chunks_are_refused_as_by_the_evaluator():
         ({"out": np.zeros(10)}, TypeError, "out: .* found float64"),
         ({"scalars": [1.0] * 2}, TypeError, r"scalars\[0\]: .* 0-d float32"),
     ):
-        for run in (runner(kernel), kernel.evaluate):
+        for run in (runner(kernel), partial(evaluate, kernel)):
             with pytest.raises(error, match=message):
                 run(**{**good, **change})
 
@@ -305,7 +306,7 @@ def test_a_kernel_is_compiled_once(counted, tmp_path):
     (library,) = (tmp_path / "cache" / "kernels").iterdir()
     arguments, expected = chunk(kernel, 1000), chunk(kernel, 1000)
     found.run(**arguments)
-    kernel.evaluate(**expected)
+    evaluate(kernel, **expected)
     assert_same_bits(outputs(arguments), outputs(expected))
     assert library.suffix == ".so"
 

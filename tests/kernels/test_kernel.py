@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxinf.kernels import trace_init, trace_update
+from jaxinf.kernels import evaluate, initialise, trace_init, trace_update
 
 BFLOAT16 = jnp.bfloat16.dtype
 SIZES = [0, 1, 1023, 32767, 32768, 32769, 100001]
@@ -32,7 +32,8 @@ def chunk(num, seed=0, num_arrays=4):
 
 def run(kernel, gradient, params, slots, scalars=SCALARS, dtype=np.float32, arrays=()):
     out = np.empty(params.size, dtype)
-    finite = kernel.evaluate(
+    finite = evaluate(
+        kernel,
         gradient=gradient, params=params, slots=slots,
         scalars=scalars, arrays=arrays, out=out,
     )  # fmt: skip
@@ -166,7 +167,8 @@ def test_memory_does_not_grow_with_the_chunk():
         gradient, params, mu, nu = chunk(num)
         out = np.empty(num, np.float32)
         tracemalloc.start()
-        kernel.evaluate(
+        evaluate(
+            kernel,
             gradient=gradient, params=params, slots=[mu, nu],
             scalars=SCALARS, arrays=[], out=out,
         )  # fmt: skip
@@ -205,7 +207,8 @@ def test_initial_state_is_elementwise_in_the_params():
     scalar_state, (inputs,) = jax.jit(program.prologue)(jax.tree.leaves(params))
     kernel = program.leaves[0].kernel
     half, index = np.empty(6, BFLOAT16), np.empty(6, np.float32)
-    kernel.initialise(
+    initialise(
+        kernel,
         params=np.full(6, 3, np.float32), slots=[half, index],
         scalars=inputs.scalars, arrays=[np.ravel(a) for a in inputs.arrays],
     )  # fmt: skip

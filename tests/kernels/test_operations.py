@@ -7,7 +7,7 @@ import optax
 import pytest
 from jax import lax
 
-from jaxinf.kernels import trace_update
+from jaxinf.kernels import evaluate, trace_update
 from jaxinf.kernels.operations import OPERATIONS
 from jaxinf.kernels.primitives import ELEMENTWISE
 
@@ -89,8 +89,8 @@ def compute(function):
     kernel = trace_update(tx, jnp.zeros(VALUES.shape)).leaves[0].kernel
     out = np.empty_like(VALUES)
     params = np.zeros_like(VALUES)
-    kernel.evaluate(
-        gradient=VALUES, params=params, slots=[], scalars=[], arrays=[], out=out
+    evaluate(
+        kernel, gradient=VALUES, params=params, slots=[], scalars=[], arrays=[], out=out
     )
     expected = np.asarray(jax.jit(update)(VALUES, optax.EmptyState())[0])
     return kernel, out, expected

@@ -63,7 +63,7 @@ def sums(arguments):
 
 def runners(kernel):
     """Compiled code, where this processor runs any, and NumPy."""
-    numpy = functools.partial(run_evaluator, kernel.evaluate)
+    numpy = functools.partial(run_evaluator, kernel)
     found = compiled(kernel)
     if not toolchain.levels():
         return [numpy]

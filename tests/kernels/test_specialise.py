@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxinf
-from jaxinf.kernels import trace_update
+from jaxinf.kernels import evaluate, trace_update
 from jaxinf.kernels.specialise import specialise, state_read
 
 PARAMS = {"w": jnp.ones((5000,)), "b": jnp.ones((3, 2))}
@@ -50,7 +50,8 @@ def test_specialised_kernels_compute_the_same(mini_step):
     for variant in (kernel, specialise(kernel, scalars)):
         gradient, params, *slots = (a.copy() for a in arrays)
         out = np.empty(4097, np.float32)
-        assert variant.evaluate(
+        assert evaluate(
+            variant,
             gradient=gradient,
             params=params,
             slots=slots,

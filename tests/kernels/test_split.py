@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from jaxinf.errors import UnsupportedTransformError
-from jaxinf.kernels import leaf_infos, state_layout, trace_init, trace_update
+from jaxinf.kernels import evaluate, leaf_infos, state_layout, trace_init, trace_update
 
 PARAMS = {"b": jnp.zeros(7), "w": jnp.zeros((200, 300)), "z": jnp.zeros(())}
 
@@ -63,8 +63,14 @@ def test_frozen_leaves_store_nothing():
         assert not leaf.kernel.reads_gradient
         assert not leaf.kernel.reads_params
         out, params = np.ones(3, np.float32), np.ones(3, np.float32)
-        leaf.kernel.evaluate(
-            gradient=params, params=params, slots=[], scalars=[], arrays=[], out=out
+        evaluate(
+            leaf.kernel,
+            gradient=params,
+            params=params,
+            slots=[],
+            scalars=[],
+            arrays=[],
+            out=out,
         )
         assert not out.any()
         assert params.all()

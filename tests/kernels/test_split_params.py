@@ -1,13 +1,14 @@
 """The master as a bfloat16 and a 16-bit remainder: every bit comes back."""
 
 import ctypes
+from functools import partial
 
 import ml_dtypes
 import numpy as np
 import optax
 import pytest
 
-from jaxinf.kernels import CodedSlot, trace_update
+from jaxinf.kernels import CodedSlot, evaluate, trace_update
 from jaxinf.kernels.codecs import decode_split, encode_split
 from jaxinf.kernels.compiled import compile_kernel
 from jaxinf.native import toolchain
@@ -111,7 +112,7 @@ def coded(values, remainders=True):
 def test_a_kernel_updates_split_params_as_plain_ones(where, size, out_dtype):
     template = np.zeros(8, np.float32)
     kernel = trace_update(optax.adamw(0.1), template).leaves[0].kernel
-    run = kernel.evaluate
+    run = partial(evaluate, kernel)
     if where != "numpy":
         run = compile_kernel(kernel, level=where).run
     rng = np.random.default_rng(size)
@@ -136,7 +137,7 @@ def test_params_without_a_remainder_are_rounded_stochastically(where):
     """The same codes from C++ and NumPy, and their mean is the exact value."""
     size = 100_003
     kernel = trace_update(optax.sgd(1.0), np.zeros(8, np.float32)).leaves[0].kernel
-    run = kernel.evaluate
+    run = partial(evaluate, kernel)
     if where != "numpy":
         run = compile_kernel(kernel, level=where).run
     params, wanted = (coded(np.ones(size, np.float32), False) for _ in "ab")
@@ -156,7 +157,7 @@ def test_params_without_a_remainder_are_rounded_stochastically(where):
 @pytest.mark.parametrize("where", [*levels(), "numpy"])
 def test_params_that_no_update_touches_stay(where):
     kernel = trace_update(optax.set_to_zero(), np.zeros(8, np.float32)).leaves[0].kernel
-    run = kernel.evaluate
+    run = partial(evaluate, kernel)
     if where != "numpy":
         run = compile_kernel(kernel, level=where).run
     values = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
@@ -171,10 +172,10 @@ def test_what_a_kernel_refuses():
     values = np.zeros(8, np.float32)
     shared = {"gradient": values, "slots": [], "scalars": [], "arrays": []}
     with pytest.raises(TypeError, match="out: the kernel expects float32 or bfloat16"):
-        kernel.evaluate(params=coded(values), out=np.zeros(8, np.float16), **shared)
+        evaluate(kernel, params=coded(values), out=np.zeros(8, np.float16), **shared)
     bytes_ = CodedSlot(np.zeros(8, np.uint8), np.zeros(1, np.float32))
     with pytest.raises(TypeError, match="params: the kernel expects bfloat16, found"):
-        kernel.evaluate(params=bytes_, out=values, **shared)
+        evaluate(kernel, params=bytes_, out=values, **shared)
     short = CodedSlot(np.zeros(8, BF16), None, remainders=np.zeros(7, np.int16))
     with pytest.raises(ValueError, match=r"params.remainders: .* found \(7,\)"):
-        kernel.evaluate(params=short, out=values, **shared)
+        evaluate(kernel, params=short, out=values, **shared)

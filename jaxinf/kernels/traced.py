@@ -1,0 +1,52 @@
+"""The optimizers whose kernels come compiled with the package.
+
+Invariant: hyperparameters are arguments of a kernel, so one of each structure is
+enough; what changes the structure is listed here: a schedule (the rate is a scalar, not
+a literal), one leaf or several (see `Kernel.reciprocals`), clipping, Nesterov.
+"""
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+import optax
+
+from jaxinf.kernels.kernel import Kernel
+from jaxinf.kernels.program import trace_update
+
+__all__ = ["traced_kernels"]
+
+
+def traced_kernels() -> Mapping[str, Kernel]:
+    """Kernels by name, of several leaves and of one; some share their C++."""
+    one, several = jnp.zeros(8), [jnp.zeros(8), jnp.zeros(9)]
+    return {
+        name + suffix: trace_update(tx, params).leaves[0].kernel
+        for name, tx in _optimizers().items()
+        for suffix, params in (("", several), ("_one_leaf", one))
+    }
+
+
+def _optimizers() -> Mapping[str, optax.GradientTransformation]:
+    optimizers: dict[str, optax.GradientTransformation] = {}
+    for suffix, rate in (("", 0.1), ("_schedule", optax.linear_schedule(1.0, 0.1, 9))):
+        made = {
+            "adam": optax.adam(rate),
+            "adam_nesterov": optax.adam(rate, nesterov=True),
+            "adamw": optax.adamw(rate),
+            "adamw_clipped": optax.chain(
+                optax.clip_by_global_norm(1.0), optax.adamw(rate)
+            ),
+            "adamw_nesterov": optax.adamw(rate, nesterov=True),
+            "sgd": optax.sgd(rate),
+            "sgd_momentum": optax.sgd(rate, momentum=0.9),
+            "sgd_nesterov": optax.sgd(rate, momentum=0.9, nesterov=True),
+            "adagrad": optax.adagrad(rate),
+            "lion": optax.lion(rate),
+            "rmsprop": optax.rmsprop(rate),
+            "rmsprop_centered": optax.rmsprop(rate, centered=True),
+            "rmsprop_momentum": optax.rmsprop(rate, momentum=0.9),
+        }
+        optimizers |= {name + suffix: tx for name, tx in made.items()}
+    optimizers["sgd_rate_1"] = optax.sgd(1.0)
+    optimizers["set_to_zero"] = optax.set_to_zero()
+    return optimizers
