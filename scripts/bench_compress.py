@@ -20,7 +20,8 @@ import optax
 from jaxinf.compress import SparseGradient, top_k
 from jaxinf.compress.select import select
 from jaxinf.csd.sparse import run_sparse
-from jaxinf.kernels import Passage, runner, trace_update
+from jaxinf.kernels import Passage, runner
+from jaxinf.program import trace_update
 
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 

@@ -21,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxinf.kernels import compiled, trace_update
+from jaxinf.kernels import compiled
 from jaxinf.native import toolchain
+from jaxinf.program import trace_update
 
 LOOP = """
 #include <cmath>
@@ -47,7 +48,7 @@ extern "C" __attribute__((noinline, visibility("default"))) void loop(
 FIRST_LOAD = """
 import time
 import jax.numpy as jnp, optax
-from jaxinf.kernels import trace_update
+from jaxinf.program import trace_update
 from jaxinf.kernels.compiled import compile_kernel
 from jaxinf.native.toolchain import find_compiler, levels
 kernel = trace_update(optax.adamw(1e-3), jnp.zeros(8)).leaves[0].kernel

@@ -23,7 +23,7 @@ import optax
 import optax.contrib
 
 from jaxinf.errors import UnsupportedTransformError
-from jaxinf.kernels import trace_init, trace_update
+from jaxinf.program import trace_init, trace_update
 from jaxinf.train.optimizers import optax_optimizers
 
 PAGE = Path(__file__).parents[1] / "docs" / "optimizers.md"

@@ -29,8 +29,8 @@ from jaxinf.engine import (
 )
 from jaxinf.engine.tasks import SubgroupLayout
 from jaxinf.io import ByteMeters
-from jaxinf.kernels import trace_init, trace_update
 from jaxinf.layout import PAGE_BYTES
+from jaxinf.program import trace_init, trace_update
 from jaxinf.store import MASTER_PARAMS, ScalarState, Slot, StateRecord, dtype_of
 from jaxinf.typing import Array
 

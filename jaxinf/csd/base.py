@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from jaxinf.compress import SparseGradient
-from jaxinf.kernels import InitKernel, Kernel
+from jaxinf.program import InitKernel, Kernel
 from jaxinf.typing import Array
 
 __all__ = [

@@ -28,7 +28,8 @@ from jaxinf.csd.rates import Channel, CsdRates, DriveChannels, moving
 from jaxinf.csd.sparse import run_sparse
 from jaxinf.csd.transfers import Piece, Transfers
 from jaxinf.io import Buffer, BufferPool, ByteMeters, crc32c
-from jaxinf.kernels import InitKernel, Kernel, Passage, runner
+from jaxinf.kernels import Passage, runner
+from jaxinf.program import InitKernel, Kernel
 from jaxinf.typing import Array
 
 __all__ = ["HostCsd", "HostFleet"]

@@ -13,8 +13,8 @@ from importlib.metadata import version
 import numpy as np
 
 from jaxinf.csd import GradientForm, KernelNeed
-from jaxinf.kernels import InitKernel, Kernel
 from jaxinf.layout import choose_grid
+from jaxinf.program import InitKernel, Kernel
 from jaxinf.store import (
     CODECS,
     ERROR_FEEDBACK,

@@ -23,9 +23,9 @@ from jaxinf.engine.state import (
     same_values,
 )
 from jaxinf.engine.tasks import SubgroupLayout, Task
-from jaxinf.kernels import Kernel
 from jaxinf.kernels.specialise import specialise, state_read
 from jaxinf.layout import scatter, target_view
+from jaxinf.program import Kernel
 from jaxinf.store import ERROR_FEEDBACK, dtype_of
 from jaxinf.typing import Array
 

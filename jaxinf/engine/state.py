@@ -12,8 +12,9 @@ from jaxinf.csd import Csd, CsdBuffer, Rounding, ScalarInputs
 from jaxinf.engine.session import Session
 from jaxinf.engine.tasks import SubgroupLayout, Task
 from jaxinf.errors import DivergedParamsError, StoreMismatchError
-from jaxinf.kernels import CodedSlot, InitKernel
+from jaxinf.kernels import CodedSlot
 from jaxinf.layout import covers, gather, scatter
+from jaxinf.program import InitKernel
 from jaxinf.store import CommitRecord, ScalarState
 from jaxinf.typing import Array
 

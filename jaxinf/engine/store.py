@@ -28,8 +28,8 @@ from jaxinf.engine.session import Session
 from jaxinf.engine.state import read_state
 from jaxinf.engine.steps import StepEngine, StepMetrics
 from jaxinf.errors import StoreFormatError, StoreMismatchError
-from jaxinf.kernels import leaf_infos
 from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS
+from jaxinf.program import leaf_infos
 from jaxinf.store import (
     CheckpointInfo,
     Manifest,

@@ -1,8 +1,7 @@
-"""Optimizers as kernels: an optax update split between JAX and the storage.
+"""Kernels as code: evaluated with NumPy, lowered, emitted as C++, compiled, for cards.
 
-Invariant: optax is the only definition of an optimizer; nothing here knows one by
-name. `trace_update` divides ``tx.update`` into a *prologue* (scalars and reductions,
-run in JAX) and one elementwise `Kernel` per leaf, run on chunks near the storage.
+Invariant: nothing here imports JAX or optax; what a kernel computes is the data that
+`jaxinf.program` cut out of an optimizer.
 """
 
 from jaxinf.kernels.card import (
@@ -17,13 +16,7 @@ from jaxinf.kernels.card_source import card_source
 from jaxinf.kernels.codecs import CodedSlot
 from jaxinf.kernels.compiled import CompiledKernel, compiled, runner
 from jaxinf.kernels.evaluator import evaluate, initialise
-from jaxinf.kernels.init import InitProgram, LeafInit, trace_init
-from jaxinf.kernels.kernel import InitKernel, Kernel
 from jaxinf.kernels.passage import Passage
-from jaxinf.kernels.program import LeafUpdate, UpdateProgram, trace_update
-from jaxinf.kernels.prologue import LeafInputs
-from jaxinf.kernels.state import StateLayout, StateSlot, state_layout
-from jaxinf.kernels.tree import LeafInfo, leaf_infos
 
 __all__ = [
     "CardArgument",
@@ -31,17 +24,7 @@ __all__ = [
     "CardStatus",
     "CodedSlot",
     "CompiledKernel",
-    "InitKernel",
-    "InitProgram",
-    "Kernel",
-    "LeafInfo",
-    "LeafInit",
-    "LeafInputs",
-    "LeafUpdate",
     "Passage",
-    "StateLayout",
-    "StateSlot",
-    "UpdateProgram",
     "card_function",
     "card_kernel",
     "card_library",
@@ -49,10 +32,6 @@ __all__ = [
     "compiled",
     "evaluate",
     "initialise",
-    "leaf_infos",
     "named_card_kernel",
     "runner",
-    "state_layout",
-    "trace_init",
-    "trace_update",
 ]

@@ -22,10 +22,10 @@ from jaxinf.errors import UnsupportedTransformError
 from jaxinf.kernels.compiled import scalar_word
 from jaxinf.kernels.emitter import UnsupportedKernelError, emit
 from jaxinf.kernels.estimates import ESTIMATES_BYTES
-from jaxinf.kernels.kernel import Kernel
 from jaxinf.kernels.lowering import lower
 from jaxinf.kernels.standard import standard_kernels
 from jaxinf.layout import CODE_BLOCK
+from jaxinf.program.kernel import Kernel
 from jaxinf.typing import FLOAT32, Array
 
 __all__ = [

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from jaxinf.kernels.codecs import CodedSlot
-from jaxinf.kernels.kernel import InitKernel, Kernel
 from jaxinf.layout import CODE_BLOCK
+from jaxinf.program.kernel import InitKernel, Kernel
 from jaxinf.typing import BFLOAT16, FLOAT32, FLOAT_DTYPES, Array
 
 __all__ = ["check_arguments", "check_init_arguments"]

@@ -22,10 +22,10 @@ from jaxinf.kernels.checking import check_arguments
 from jaxinf.kernels.codecs import CodedSlot
 from jaxinf.kernels.emitter import Source, UnsupportedKernelError, emit, header
 from jaxinf.kernels.evaluator import evaluate
-from jaxinf.kernels.kernel import Kernel
 from jaxinf.kernels.lowering import lower
 from jaxinf.kernels.passage import Passage, run_evaluator
 from jaxinf.native import libraries, toolchain
+from jaxinf.program.kernel import Kernel
 from jaxinf.typing import BFLOAT16, FLOAT16, FLOAT32, Array
 
 __all__ = [

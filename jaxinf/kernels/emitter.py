@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxinf.kernels.ir import Constant, Equation, Input, Operand, Result
 from jaxinf.kernels.lowering import LoweredBody, uniform_results
+from jaxinf.program.ir import Constant, Equation, Input, Operand, Result
 from jaxinf.typing import FLOAT32
 
 __all__ = ["Source", "UnsupportedKernelError", "emit"]

@@ -12,8 +12,6 @@ import numpy as np
 
 from jaxinf.kernels.checking import check_arguments, check_init_arguments
 from jaxinf.kernels.codecs import CodedSlot
-from jaxinf.kernels.ir import Constant, Input
-from jaxinf.kernels.kernel import InitKernel, Kernel
 from jaxinf.kernels.operations import flush_denormals
 from jaxinf.kernels.plan import (
     GRADIENT,
@@ -23,6 +21,8 @@ from jaxinf.kernels.plan import (
     make_plan,
     storage_dtype,
 )
+from jaxinf.program.ir import Constant, Input
+from jaxinf.program.kernel import InitKernel, Kernel
 from jaxinf.typing import FLOAT32, Array
 
 __all__ = ["BLOCK_ELEMENTS", "evaluate", "initialise"]

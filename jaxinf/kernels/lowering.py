@@ -41,8 +41,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jaxinf.kernels.ir import Constant, Equation, Input, Operand, Result
-from jaxinf.kernels.kernel import Kernel
+from jaxinf.program.ir import Constant, Equation, Input, Operand, Result
+from jaxinf.program.kernel import Kernel
 from jaxinf.typing import BFLOAT16, FLOAT16, FLOAT32
 
 __all__ = ["LoweredBody", "lower", "uniform_results"]

@@ -13,7 +13,7 @@ import numpy as np
 from jaxinf.io import crc32c
 from jaxinf.kernels.codecs import CodedSlot
 from jaxinf.kernels.evaluator import evaluate
-from jaxinf.kernels.kernel import Kernel
+from jaxinf.program.kernel import Kernel
 from jaxinf.typing import Array
 
 __all__ = ["Passage", "run_evaluator", "stored_arrays"]

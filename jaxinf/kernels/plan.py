@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxinf.kernels.ir import Constant, Equation, Input, Operand, Result
 from jaxinf.kernels.operations import IN_PLACE, OPERATIONS, Operation
+from jaxinf.program.ir import Constant, Equation, Input, Operand, Result
 from jaxinf.typing import BFLOAT16, FLOAT16, FLOAT32
 
 __all__ = ["Plan", "Step", "make_plan", "storage_dtype"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxinf.kernels.ir import (
+from jaxinf.program.ir import (
     Constant,
     Equation,
     Input,
@@ -21,7 +21,7 @@ from jaxinf.kernels.ir import (
     Result,
     inputs_of,
 )
-from jaxinf.kernels.kernel import Kernel
+from jaxinf.program.kernel import Kernel
 from jaxinf.typing import Array
 
 __all__ = ["specialise", "state_read"]

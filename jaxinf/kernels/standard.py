@@ -6,9 +6,9 @@ Invariant: no two of them have the same C++.
 from collections.abc import Mapping
 
 from jaxinf.kernels.emitter import emit
-from jaxinf.kernels.kernel import Kernel
 from jaxinf.kernels.lowering import lower
-from jaxinf.kernels.traced import traced_kernels
+from jaxinf.program.kernel import Kernel
+from jaxinf.program.standard import traced_kernels
 
 __all__ = ["standard_kernels"]
 

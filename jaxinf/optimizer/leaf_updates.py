@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jaxinf.engine import StoreDescription
-from jaxinf.kernels import LeafInputs
 from jaxinf.layout import LeafGrid
 from jaxinf.optimizer.callback import (
     Host,
@@ -29,6 +28,7 @@ from jaxinf.optimizer.callback import (
 )
 from jaxinf.optimizer.host_side import GO, HOLD, HOLD_NON_FINITE, HostSide, Sent
 from jaxinf.optimizer.sending import Sending
+from jaxinf.program import LeafInputs
 
 __all__ = ["LeafResult", "LeafUpdates"]
 

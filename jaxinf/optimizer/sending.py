@@ -18,10 +18,10 @@ from jax import lax
 from jaxinf.compress import TopK, compress_leaf
 from jaxinf.csd import GradientForm
 from jaxinf.errors import UnsupportedTransformError
-from jaxinf.kernels import UpdateProgram
 from jaxinf.layout import LeafGrid
 from jaxinf.optimizer.callback import Prepare
 from jaxinf.optimizer.host_side import HostSide, Sent
+from jaxinf.program import UpdateProgram
 
 __all__ = ["Call", "Sending"]
 

@@ -25,12 +25,6 @@ from jaxinf.compress import TopK
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import LeafDescription, Store, StoreDescription, open_store
 from jaxinf.errors import StaleStateError
-from jaxinf.kernels import (
-    InitProgram,
-    UpdateProgram,
-    trace_init,
-    trace_update,
-)
 from jaxinf.optimizer.callback import (
     Host,
     call_on_shards,
@@ -47,6 +41,7 @@ from jaxinf.optimizer.host_side import (
 from jaxinf.optimizer.leaf_updates import LeafUpdates
 from jaxinf.optimizer.sending import Sending
 from jaxinf.optimizer.sharding import distinct_shards, on_one_mesh, shard_counts
+from jaxinf.program import InitProgram, UpdateProgram, trace_init, trace_update
 from jaxinf.store import ERROR_FEEDBACK, MASTER_PARAMS, StateRecord
 from jaxinf.typing import PathLikeStr, PyTree
 

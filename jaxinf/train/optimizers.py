@@ -16,7 +16,7 @@ import optax
 import optax.contrib
 
 from jaxinf.errors import UnsupportedTransformError
-from jaxinf.kernels import trace_init, trace_update
+from jaxinf.program import trace_init, trace_update
 from jaxinf.train.config import TrainConfig, UsageError
 
 __all__ = [

@@ -27,8 +27,8 @@ from jaxinf.csd import (
 )
 from jaxinf.errors import StoreIOError
 from jaxinf.io import ByteMeters, allocate_file, crc32c
-from jaxinf.kernels import trace_init, trace_update
 from jaxinf.layout import CODE_BLOCK
+from jaxinf.program import trace_init, trace_update
 
 __all__ = [
     "CASES",

@@ -18,7 +18,7 @@ from jaxinf.csd import (
 )
 from jaxinf.errors import StoreIOError
 from jaxinf.io import BufferPool, ByteMeters, allocate_file, crc32c
-from jaxinf.kernels import trace_init, trace_update
+from jaxinf.program import trace_init, trace_update
 
 ROUNDING = Rounding(0, 0)
 SIZES = [1, 1023, 1024, 1025, 4096, 40_000]

@@ -16,7 +16,7 @@ from jaxinf.csd.cards.emulated import EmulatedXrt
 from jaxinf.csd.cards.found import CardInfo, card_of, check_p2p, list_cards
 from jaxinf.errors import CsdError, UnsupportedTransformError
 from jaxinf.io import ByteMeters
-from jaxinf.kernels import trace_update
+from jaxinf.program import trace_update
 
 ROOT_PORT, UP = "0000:3a:00.0", "0000:3b:00.0"
 

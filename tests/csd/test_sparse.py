@@ -8,7 +8,8 @@ import pytest
 from jaxinf.compress import SparseGradient
 from jaxinf.csd import sparse
 from jaxinf.csd.sparse import run_sparse
-from jaxinf.kernels import CodedSlot, Passage, runner, trace_update
+from jaxinf.kernels import CodedSlot, Passage, runner
+from jaxinf.program import trace_update
 
 rng = np.random.default_rng(0)
 KERNEL = trace_update(optax.adam(1e-3), jnp.zeros(8)).leaves[0].kernel

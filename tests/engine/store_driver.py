@@ -23,8 +23,8 @@ from jaxinf.engine import (
     initialise,
 )
 from jaxinf.engine.decoding import read_decoded
-from jaxinf.kernels import trace_init, trace_update
 from jaxinf.kernels.codecs import encode_split
+from jaxinf.program import trace_init, trace_update
 from jaxinf.store import ScalarState, StateRecord
 
 LEAVES = {

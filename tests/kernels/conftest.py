@@ -9,7 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxinf.kernels import UpdateProgram, evaluate, initialise, trace_init, trace_update
+from jaxinf.kernels import evaluate, initialise
+from jaxinf.program import UpdateProgram, trace_init, trace_update
 
 
 @dataclass

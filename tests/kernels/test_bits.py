@@ -9,8 +9,9 @@ import numpy as np
 import optax
 import pytest
 
-from jaxinf.kernels import compiled, trace_init, trace_update
+from jaxinf.kernels import compiled
 from jaxinf.native import toolchain
+from jaxinf.program import trace_init, trace_update
 
 pytestmark = pytest.mark.skipif(
     not toolchain.levels(), reason="the processor is below x86-64-v3"

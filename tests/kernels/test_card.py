@@ -6,13 +6,9 @@ import optax
 import pytest
 
 from jaxinf.errors import UnsupportedTransformError
-from jaxinf.kernels import (
-    CardStatus,
-    card_kernel,
-    named_card_kernel,
-    trace_update,
-)
+from jaxinf.kernels import CardStatus, card_kernel, named_card_kernel
 from jaxinf.kernels.estimates import ESTIMATES_BYTES, rsqrt_estimates
+from jaxinf.program import trace_update
 
 BFLOAT16, FLOAT32 = jnp.bfloat16.dtype, np.dtype(np.float32)
 

@@ -5,12 +5,13 @@ import numpy as np
 import optax
 import pytest
 
-from jaxinf.kernels import CodedSlot, evaluate, trace_update
+from jaxinf.kernels import CodedSlot, evaluate
 from jaxinf.kernels.checking import check_arguments
 from jaxinf.kernels.codecs import encode_bf16, random_bits
 from jaxinf.kernels.compiled import compile_kernel
 from jaxinf.layout import CODE_BLOCK
 from jaxinf.native.toolchain import levels
+from jaxinf.program import trace_update
 
 SIZES = [1, 255, 256, 257, 511, 512, 513, 4096, 100_003]
 TRACE = trace_update(optax.trace(decay=1.0), np.zeros(8, np.float32)).leaves[0].kernel

@@ -11,12 +11,13 @@ import numpy as np
 import optax
 import pytest
 
-from jaxinf.kernels import compiled, evaluate, runner, trace_update
+from jaxinf.kernels import compiled, evaluate, runner
 from jaxinf.kernels.compiled import compile_kernel, source_of
 from jaxinf.kernels.emitter import emit
 from jaxinf.kernels.lowering import lower
 from jaxinf.kernels.standard import standard_kernels
 from jaxinf.native import toolchain
+from jaxinf.program import trace_update
 
 BFLOAT16, FLOAT16 = jnp.bfloat16.dtype, np.dtype(np.float16)
 COMPILER = toolchain.find_compiler()
@@ -325,7 +326,7 @@ def test_a_damaged_library_is_compiled_again(counted, tmp_path, damage, run_pyth
     )
     program = """
 import sys, jax.numpy as jnp, optax
-from jaxinf.kernels import trace_update
+from jaxinf.program import trace_update
 from jaxinf.kernels.compiled import compile_kernel
 tx = optax.chain(optax.clip(3.0), optax.scale(-0.1))
 kernel = trace_update(tx, [jnp.zeros(8)]).leaves[0].kernel
@@ -365,7 +366,8 @@ def test_a_cache_that_cannot_be_written(counted, tmp_path, monkeypatch):
 
 FALLBACK = """
 import functools, logging, numpy as np, jax.numpy as jnp, optax
-from jaxinf.kernels import compiled, runner, trace_update
+from jaxinf.kernels import compiled, runner
+from jaxinf.program import trace_update
 logging.basicConfig(format="%(name)s %(levelname)s %(message)s")
 clip = optax.chain(optax.clip(3.0), optax.scale(-0.1))
 for tx in (clip, optax.chain(clip, optax.ema(0.5)), optax.adamw(1e-3)):

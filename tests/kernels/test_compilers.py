@@ -12,11 +12,12 @@ import numpy as np
 import optax
 import pytest
 
-from jaxinf.kernels import lowering, trace_update
+from jaxinf.kernels import lowering
 from jaxinf.kernels.compiled import invoke
 from jaxinf.kernels.emitter import emit
 from jaxinf.kernels.standard import standard_kernels
 from jaxinf.native import libraries, toolchain
+from jaxinf.program import trace_update
 
 COMPILERS = os.environ.get("JAXINF_TEST_COMPILERS", "").split()
 LEVELS = toolchain.levels()

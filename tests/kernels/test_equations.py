@@ -11,13 +11,13 @@ import optax
 import pytest
 from jax import lax
 
-from jaxinf.kernels import trace_update
 from jaxinf.kernels.compiled import invoke
 from jaxinf.kernels.emitter import emit
-from jaxinf.kernels.ir import Constant, Input, Result
 from jaxinf.kernels.lowering import LoweredBody, lower
 from jaxinf.kernels.operations import OPERATIONS
 from jaxinf.native import libraries, toolchain
+from jaxinf.program import trace_update
+from jaxinf.program.ir import Constant, Input, Result
 
 pytestmark = pytest.mark.skipif(
     not toolchain.levels() or toolchain.find_compiler() is None,

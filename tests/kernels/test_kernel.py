@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxinf.kernels import evaluate, initialise, trace_init, trace_update
+from jaxinf.kernels import evaluate, initialise
+from jaxinf.program import trace_init, trace_update
 
 BFLOAT16 = jnp.bfloat16.dtype
 SIZES = [0, 1, 1023, 32767, 32768, 32769, 100001]

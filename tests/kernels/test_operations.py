@@ -7,9 +7,10 @@ import optax
 import pytest
 from jax import lax
 
-from jaxinf.kernels import evaluate, trace_update
+from jaxinf.kernels import evaluate
 from jaxinf.kernels.operations import OPERATIONS
-from jaxinf.kernels.primitives import ELEMENTWISE
+from jaxinf.program import trace_update
+from jaxinf.program.primitives import ELEMENTWISE
 
 EXACT = {
     "abs": lax.abs,

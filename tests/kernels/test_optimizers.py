@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxinf.kernels import trace_init, trace_update
+from jaxinf.program import trace_init, trace_update
 
 DECAY = optax.linear_schedule(0.1, 0.01, 3)
 

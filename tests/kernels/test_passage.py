@@ -9,9 +9,10 @@ import optax
 import pytest
 
 from jaxinf.io import crc32c
-from jaxinf.kernels import CodedSlot, Passage, compiled, trace_update
+from jaxinf.kernels import CodedSlot, Passage, compiled
 from jaxinf.kernels.passage import run_evaluator, stored_arrays
 from jaxinf.native import toolchain
+from jaxinf.program import trace_update
 
 SIZES = [0, 1, 3, 255, 257, 511, 512, 513, 5000, 65_537, (1 << 18) + 5]
 OPTIMIZERS = {

@@ -7,8 +7,9 @@ import optax
 import pytest
 
 import jaxinf
-from jaxinf.kernels import evaluate, trace_update
+from jaxinf.kernels import evaluate
 from jaxinf.kernels.specialise import specialise, state_read
+from jaxinf.program import trace_update
 
 PARAMS = {"w": jnp.ones((5000,)), "b": jnp.ones((3, 2))}
 

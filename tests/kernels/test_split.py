@@ -9,7 +9,8 @@ import pytest
 from jax import lax
 
 from jaxinf.errors import UnsupportedTransformError
-from jaxinf.kernels import evaluate, leaf_infos, state_layout, trace_init, trace_update
+from jaxinf.kernels import evaluate
+from jaxinf.program import leaf_infos, state_layout, trace_init, trace_update
 
 PARAMS = {"b": jnp.zeros(7), "w": jnp.zeros((200, 300)), "z": jnp.zeros(())}
 

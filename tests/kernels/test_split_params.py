@@ -8,11 +8,12 @@ import numpy as np
 import optax
 import pytest
 
-from jaxinf.kernels import CodedSlot, evaluate, trace_update
+from jaxinf.kernels import CodedSlot, evaluate
 from jaxinf.kernels.codecs import decode_split, encode_split
 from jaxinf.kernels.compiled import compile_kernel
 from jaxinf.native import toolchain
 from jaxinf.native.toolchain import levels
+from jaxinf.program import trace_update
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 LOWS = np.arange(1 << 16, dtype=np.uint32)

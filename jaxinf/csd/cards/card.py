@@ -33,9 +33,10 @@ from jaxinf.csd.initial import initialise_states
 from jaxinf.csd.rates import DriveChannels, moving
 from jaxinf.errors import CsdError
 from jaxinf.io import BufferPool, crc32c
-from jaxinf.kernels import CardKernel, InitKernel, Kernel, card_kernel, runner
+from jaxinf.kernels import CardKernel, card_kernel, runner
 from jaxinf.kernels.card import STATUS_BYTES
 from jaxinf.layout import PAGE_BYTES
+from jaxinf.program import InitKernel, Kernel
 from jaxinf.typing import Array, PathLikeStr
 
 __all__ = ["RESULTS", "RUN_TIMEOUT_S", "CardCsd", "FileIO", "is_idle"]

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from jaxinf.kernels.ir import Equation, Input, Operand, describe_body, inputs_of
+from jaxinf.program.ir import Equation, Input, Operand, describe_body, inputs_of
 
 __all__ = ["InitKernel", "Kernel"]
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 import optax
 
-from jaxinf.kernels.kernel import Kernel
-from jaxinf.kernels.program import trace_update
+from jaxinf.program.kernel import Kernel
+from jaxinf.program.update import trace_update
 
 __all__ = ["traced_kernels"]
 

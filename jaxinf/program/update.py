@@ -17,20 +17,20 @@ import numpy as np
 import optax
 
 from jaxinf.errors import UnsupportedTransformError
-from jaxinf.kernels.arguments import ExtraArgs
-from jaxinf.kernels.graph import Graph, Value, build_graph, local_owners, prune
-from jaxinf.kernels.ir import Constant, Input, Operand
-from jaxinf.kernels.kernel import Kernel
-from jaxinf.kernels.prologue import LeafInputs, Prologue
-from jaxinf.kernels.split import BodyBuilder, is_elementwise, refusal, stored_culprit
-from jaxinf.kernels.state import (
+from jaxinf.program.arguments import ExtraArgs
+from jaxinf.program.graph import Graph, Value, build_graph, local_owners, prune
+from jaxinf.program.ir import Constant, Input, Operand
+from jaxinf.program.kernel import Kernel
+from jaxinf.program.prologue import LeafInputs, Prologue
+from jaxinf.program.split import BodyBuilder, is_elementwise, refusal, stored_culprit
+from jaxinf.program.state import (
     StateLayout,
     StateSlot,
     as_transform,
     float32_avals,
     layout_of,
 )
-from jaxinf.kernels.tree import LeafInfo, leaf_infos
+from jaxinf.program.tree import LeafInfo, leaf_infos
 from jaxinf.typing import FLOAT32, PyTree
 
 __all__ = ["LeafUpdate", "UpdateProgram", "trace_update"]

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from jaxinf.kernels.primitives import CALLS, IDENTITIES
+from jaxinf.program.primitives import CALLS, IDENTITIES
 
 __all__ = ["Graph", "Node", "Value", "build_graph", "evaluate", "local_owners", "prune"]
 

@@ -9,19 +9,19 @@ from dataclasses import dataclass, field
 import jax
 import optax
 
-from jaxinf.kernels.graph import build_graph
-from jaxinf.kernels.ir import Input
-from jaxinf.kernels.kernel import InitKernel
-from jaxinf.kernels.prologue import LeafInputs, Prologue
-from jaxinf.kernels.split import BodyBuilder
-from jaxinf.kernels.state import (
+from jaxinf.program.graph import build_graph
+from jaxinf.program.ir import Input
+from jaxinf.program.kernel import InitKernel
+from jaxinf.program.prologue import LeafInputs, Prologue
+from jaxinf.program.split import BodyBuilder
+from jaxinf.program.state import (
     StateLayout,
     StateSlot,
     as_transform,
     float32_avals,
     layout_of,
 )
-from jaxinf.kernels.tree import LeafInfo, leaf_infos
+from jaxinf.program.tree import LeafInfo, leaf_infos
 from jaxinf.typing import FLOAT32, PyTree
 
 __all__ = ["InitProgram", "LeafInit", "trace_init"]

@@ -65,7 +65,7 @@ class Equation:
     """``result = op(*inputs)``, elementwise; `inputs` that are scalars broadcast.
 
     Attributes:
-      op: A name in `jaxinf.kernels.primitives.ELEMENTWISE`.
+      op: A name in `jaxinf.program.primitives.ELEMENTWISE`.
       inputs: Operands, in the jaxpr's order.
       params: Static parameters, sorted by name (e.g. ``("y", 3)``).
       dtype: Of the result; 16-bit floats are computed in float32 and rounded.

@@ -16,7 +16,7 @@ import optax
 from jax.tree_util import GetAttrKey, keystr
 
 from jaxinf.errors import UnsupportedTransformError
-from jaxinf.kernels.tree import LeafInfo, key_name, leaf_infos
+from jaxinf.program.tree import LeafInfo, key_name, leaf_infos
 from jaxinf.typing import FLOAT32, FLOAT_DTYPES, PyTree
 
 __all__ = ["StateLayout", "StateSlot", "state_layout"]

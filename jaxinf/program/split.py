@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from jaxinf.errors import UnsupportedTransformError
-from jaxinf.kernels.graph import Node, Value
-from jaxinf.kernels.ir import Constant, Equation, Input, Operand, Result, scalar_dtype
-from jaxinf.kernels.primitives import is_supported_dtype, static_params
-from jaxinf.kernels.tree import LeafInfo
+from jaxinf.program.graph import Node, Value
+from jaxinf.program.ir import Constant, Equation, Input, Operand, Result, scalar_dtype
+from jaxinf.program.primitives import is_supported_dtype, static_params
+from jaxinf.program.tree import LeafInfo
 
 __all__ = ["BodyBuilder", "is_elementwise", "refusal", "stored_culprit"]
 
@@ -264,4 +264,4 @@ def _frames(source: Any) -> list[tuple[str, str]]:
 
 
 def _is_internal(file: str) -> bool:
-    return "/jax/" in file or "/jaxinf/kernels/" in file
+    return "/jax/" in file or "/jaxinf/program/" in file

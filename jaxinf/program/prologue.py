@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinf.kernels.graph import Node, Value, evaluate, prune
-from jaxinf.kernels.ir import scalar_dtype
-from jaxinf.kernels.split import BodyBuilder
+from jaxinf.program.graph import Node, Value, evaluate, prune
+from jaxinf.program.ir import scalar_dtype
+from jaxinf.program.split import BodyBuilder
 
 __all__ = ["LeafInputs", "Prologue"]
 

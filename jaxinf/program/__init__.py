@@ -1,0 +1,30 @@
+"""Optimizers as programs: an optax update split between JAX and the storage.
+
+Invariant: optax is the only definition of an optimizer; nothing here knows one by
+name. `trace_update` divides ``tx.update`` into a *prologue* (scalars and reductions,
+run in JAX) and one elementwise `Kernel` per leaf, run on chunks near the storage.
+"""
+
+from jaxinf.program.init import InitProgram, LeafInit, trace_init
+from jaxinf.program.kernel import InitKernel, Kernel
+from jaxinf.program.prologue import LeafInputs
+from jaxinf.program.state import StateLayout, StateSlot, state_layout
+from jaxinf.program.tree import LeafInfo, leaf_infos
+from jaxinf.program.update import LeafUpdate, UpdateProgram, trace_update
+
+__all__ = [
+    "InitKernel",
+    "InitProgram",
+    "Kernel",
+    "LeafInfo",
+    "LeafInit",
+    "LeafInputs",
+    "LeafUpdate",
+    "StateLayout",
+    "StateSlot",
+    "UpdateProgram",
+    "leaf_infos",
+    "state_layout",
+    "trace_init",
+    "trace_update",
+]
