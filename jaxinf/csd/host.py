@@ -24,7 +24,6 @@ from jaxinf.csd.base import (
     UpdateOutcome,
 )
 from jaxinf.csd.initial import initialise_states, states_as_slots
-from jaxinf.csd.rates import Channel, CsdRates, DriveChannels, moving
 from jaxinf.csd.sparse import run_sparse
 from jaxinf.csd.transfers import Piece, Transfers
 from jaxinf.io import Buffer, BufferPool, ByteMeters, crc32c
@@ -41,15 +40,11 @@ class HostFleet:
     Args:
       memory_bytes: for all buffers together.
       meters: counts the drives' bytes.
-      rates: what the drives and the link that they share are slowed down to.
     """
 
-    def __init__(
-        self, memory_bytes: int, meters: ByteMeters, rates: CsdRates | None = None
-    ) -> None:
+    def __init__(self, memory_bytes: int, meters: ByteMeters) -> None:
         self._pool = BufferPool(memory_bytes)
         self._meters = meters
-        self._rates = rates or CsdRates()
 
     @property
     def peak_bytes(self) -> int:
@@ -77,12 +72,7 @@ class HostFleet:
     ) -> "Sequence[HostCsd]":
         """One a directory."""
         del buffer_bytes, num_elements
-        link = Channel(self._rates.link)
-        channels = [DriveChannels.of(self._rates, link) for _ in directories]
-        return [
-            HostCsd(root, self._pool, self._meters, own)
-            for root, own in zip(directories, channels, strict=True)
-        ]
+        return [HostCsd(root, self._pool, self._meters) for root in directories]
 
     def close(self) -> None:
         """Frees the buffers."""
@@ -124,20 +114,12 @@ class HostCsd:
       root: directory of the chunk files; must exist.
       pool: where buffers come from; CSDs of one store share it.
       meters: counts the drive's bytes.
-      channels: what its transfers go through: all state crosses the host's link.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        pool: BufferPool,
-        meters: ByteMeters,
-        channels: DriveChannels | None = None,
-    ) -> None:
+    def __init__(self, root: Path, pool: BufferPool, meters: ByteMeters) -> None:
         self._root = root
         self._pool = pool
         self._transfers = Transfers(root, meters)
-        self._channels = channels or DriveChannels()
 
     @property
     def memory(self) -> object:
@@ -163,17 +145,13 @@ class HostCsd:
 
     def read(self, transfers: Sequence[Transfer]) -> None:
         """Drive → buffers."""
-        num_bytes = sum(extent.num_bytes for _, extent, _ in transfers)
-        with moving(num_bytes, self._channels.read, self._channels.link):
-            self._transfers.read([_piece(transfer) for transfer in transfers])
+        self._transfers.read([_piece(transfer) for transfer in transfers])
         for buffer, extent, _ in transfers:
             _own(buffer).known[extent.buffer_offset_bytes] = _UNSEEN
 
     def write(self, transfers: Sequence[Transfer]) -> None:
         """Buffers → drive."""
-        num_bytes = sum(extent.num_bytes for _, extent, _ in transfers)
-        with moving(num_bytes, self._channels.write, self._channels.link):
-            self._transfers.write([_piece(transfer) for transfer in transfers])
+        self._transfers.write([_piece(transfer) for transfer in transfers])
 
     def checksum(self, buffer: CsdBuffer, extent: Extent) -> int | None:
         """Of what was read, in the update's pass; else by this thread, where not known.

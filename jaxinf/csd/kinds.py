@@ -12,6 +12,7 @@ from pathlib import Path
 from jaxinf.csd.base import CsdFleet
 from jaxinf.csd.host import HostFleet
 from jaxinf.csd.rates import CsdRates, parse_rates
+from jaxinf.csd.throttled import ThrottledFleet
 from jaxinf.errors import CsdError
 from jaxinf.io import ByteMeters
 
@@ -29,7 +30,7 @@ class CsdSpec:
 
     Attributes:
       kind: one of `CSD_KINDS`.
-      rates: what the host's drives or emulated cards are held up to.
+      rates: what the CSDs are held up to.
       num_buffers: subgroups that an emulated card holds; None for as many as fit.
       xclbin: the file with the kernels of real cards.
       num_devices: where cards cannot be listed: how many XRT has, by index.
@@ -122,14 +123,15 @@ def open_csds(
     Raises:
       CsdError: one is missing or not set up; says which, and the remedy.
     """
-    return _OPENERS[spec.kind](spec, roots, memory_bytes, meters)
+    fleet = _OPENERS[spec.kind](spec, roots, memory_bytes, meters)
+    return ThrottledFleet(fleet, spec.rates) if spec.rates.is_set else fleet
 
 
 def _open_host(
     spec: CsdSpec, roots: Sequence[Path], memory_bytes: int, meters: ByteMeters
 ) -> CsdFleet:
     del roots
-    return HostFleet(memory_bytes, meters, spec.rates)
+    return HostFleet(memory_bytes, meters)
 
 
 def _open_emulated(
@@ -137,7 +139,7 @@ def _open_emulated(
 ) -> CsdFleet:
     from jaxinf.csd.cards.emulated import open_emulated
 
-    return open_emulated(roots, memory_bytes, meters, spec.rates, spec.num_buffers)
+    return open_emulated(roots, memory_bytes, meters, spec.num_buffers)
 
 
 def _open_smartssd(

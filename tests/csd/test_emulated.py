@@ -137,7 +137,7 @@ def test_the_form_that_was_replaced_is_refused(newer):
 
 
 def test_peer_io_takes_part_in_whole_pages(tmp_path):
-    fleet = open_emulated([tmp_path], 1 << 20, ByteMeters(), CsdRates())
+    fleet = open_emulated([tmp_path], 1 << 20, ByteMeters())
     io = fleet._io(tmp_path)
     (tmp_path / "file").write_bytes(bytes(8192))
     with BufferPool(1 << 20).acquire(8192) as buffer:
@@ -223,7 +223,7 @@ def test_a_kernel_that_fails_or_never_ends():
 
 
 def test_subgroups_longer_than_the_cards_memory(tmp_path):
-    fleet = open_emulated([tmp_path], 1 << 20, ByteMeters(), CsdRates())
+    fleet = open_emulated([tmp_path], 1 << 20, ByteMeters())
     num_elements = 300 << 20
     assert set_bytes(12 * num_elements, num_elements) > 4 << 30
     with pytest.raises(CsdError, match="a subgroup of 314,572,800 elements needs"):
@@ -236,7 +236,7 @@ def test_cards_have_memory_of_their_own(tmp_path):
     roots = [tmp_path / "one", tmp_path / "two"]
     for root in roots:
         root.mkdir()
-    fleet = open_emulated(roots, 1 << 20, ByteMeters(), CsdRates())
+    fleet = open_emulated(roots, 1 << 20, ByteMeters())
     csds = fleet.attach(roots, 1 << 19, 1 << 15)
     assert csds[0].memory is not csds[1].memory
     held = [csd.acquire(1 << 19) for csd in csds for _ in range(2)]

@@ -1,11 +1,9 @@
-"""Bandwidths of systems that are not there."""
-
-import time
+"""Bandwidths as users write them."""
 
 import pytest
 
 from jaxinf.csd import parse_csd
-from jaxinf.csd.rates import Channel, CsdRates, DriveChannels, moving, parse_rates
+from jaxinf.csd.rates import CsdRates, parse_rates
 
 
 def test_rates_as_users_write_them():
@@ -35,29 +33,3 @@ def test_rates_as_users_write_them():
 def test_what_is_none(text, message):
     with pytest.raises(ValueError, match=message):
         parse_csd(text)
-
-
-def test_a_channel_takes_one_request_after_another():
-    channel = Channel(1000.0)
-    before = time.monotonic()
-    ends = [channel.reserve(n) for n in (500, 1500, 0)]
-    assert ends[0] >= before + 0.5
-    assert ends[1] == pytest.approx(ends[0] + 1.5)
-    assert ends[2] == ends[1]
-    assert Channel(None).reserve(1 << 60) <= time.monotonic()
-
-
-def test_moving_takes_as_long_as_the_slowest_channel():
-    before = time.monotonic()
-    with moving(1000, Channel(1e6), Channel(2e4), Channel(None)):
-        pass
-    assert time.monotonic() - before >= 0.05
-
-
-def test_csds_share_the_link_alone():
-    link = Channel(1.0)
-    one, two = (DriveChannels.of(CsdRates(2.0, 3.0, 4.0, 5.0), link) for _ in range(2))
-    assert one.link is two.link is link
-    assert one.read is not two.read
-    found = [c.bytes_per_s for c in (one.read, one.write, one.internal, one.kernel)]
-    assert found == [2.0, 3.0, 4.0, 5.0]

@@ -30,7 +30,6 @@ from jaxinf.csd.base import (
 from jaxinf.csd.cards.memory import CardBuffer, CardMemory
 from jaxinf.csd.cards.xrt import XrtCard, XrtKernel
 from jaxinf.csd.initial import initialise_states
-from jaxinf.csd.rates import DriveChannels, moving
 from jaxinf.errors import CsdError
 from jaxinf.io import BufferPool, crc32c
 from jaxinf.kernels import CardKernel, card_kernel, runner
@@ -77,7 +76,6 @@ class CardCsd:
       memory: where buffers come from.
       root: directory of the chunk files; must exist.
       io: moves bytes between files and the card's memory.
-      channels: what its transfers go through.
     """
 
     def __init__(
@@ -87,14 +85,12 @@ class CardCsd:
         memory: CardMemory,
         root: Path,
         io: FileIO,
-        channels: DriveChannels,
     ) -> None:
         self._kind = kind
         self._card = card
         self._memory = memory
         self._root = root
         self._io = io
-        self._channels = channels
         self._found: dict[tuple[int, str, str, str, bool], _Found] = {}
         self._lock = threading.Lock()
         self._bounces = BufferPool(_NUM_BOUNCES * PAGE_BYTES)
@@ -135,26 +131,22 @@ class CardCsd:
         own = _own(buffer)
         own.sums.pop(extent.buffer_offset_bytes, None)
         pages, offset, num_bytes = _place(own, extent)
-        channels = self._channels
-        with moving(num_bytes, channels.read, channels.internal):
-            if num_bytes >= PAGE_BYTES:
-                self._io.read(file, pages, offset, num_bytes)
-                return
-            # Less than a page: perhaps all that the file has, which no drive sends.
-            with self._bounces.acquire(PAGE_BYTES) as bounce:
-                self._io.read(file, bounce.array, offset, num_bytes)
-                pages[:num_bytes] = bounce.array[:num_bytes]
+        if num_bytes >= PAGE_BYTES:
+            self._io.read(file, pages, offset, num_bytes)
+            return
+        # Less than a page: perhaps all that the file has, which no drive sends.
+        with self._bounces.acquire(PAGE_BYTES) as bounce:
+            self._io.read(file, bounce.array, offset, num_bytes)
+            pages[:num_bytes] = bounce.array[:num_bytes]
 
     def _write(self, buffer: CsdBuffer, extent: Extent, file: Path) -> None:
         pages, offset, num_bytes = _place(_own(buffer), extent)
-        channels = self._channels
-        with moving(num_bytes, channels.write, channels.internal):
-            if num_bytes >= PAGE_BYTES:
-                self._io.write(file, pages, offset, num_bytes)
-                return
-            with self._bounces.acquire(PAGE_BYTES) as bounce:
-                bounce.array[:num_bytes] = pages[:num_bytes]
-                self._io.write(file, bounce.array, offset, num_bytes)
+        if num_bytes >= PAGE_BYTES:
+            self._io.write(file, pages, offset, num_bytes)
+            return
+        with self._bounces.acquire(PAGE_BYTES) as bounce:
+            bounce.array[:num_bytes] = pages[:num_bytes]
+            self._io.write(file, bounce.array, offset, num_bytes)
 
     def view(self, buffer: CsdBuffer, extent: Extent) -> Array:
         """The card's memory through its window in the host's: slow to read."""
@@ -187,9 +179,8 @@ class CardCsd:
                 own, extents, kernel, gradient, inputs, out, wants_params=wants_params
             )
         found = self._kernel(kernel, gradient, extents, out, wants_params=wants_params)
-        card, channels = found.card, self._channels
-        with moving(gradient.nbytes, channels.link):
-            num_selected = _send(own, gradient)
+        card = found.card
+        num_selected = _send(own, gradient)
         words = card.scalar_values(
             num_elements=out.size,
             num_selected=num_selected,
@@ -197,17 +188,14 @@ class CardCsd:
             rounding_first=rounding.first,
             scalars=inputs.scalars,
         )
-        memory_bytes = 2 * sum(e.num_bytes for e in extents)
-        with moving(memory_bytes + gradient.nbytes + out.nbytes, channels.kernel):
-            arguments = self._arguments(card, own, extents)
-            try:
-                found.kernel.run(arguments, words, RUN_TIMEOUT_S)
-            except CsdError as error:
-                raise CsdError(f"CSD {self._root}: {error}") from error
-        with moving(out.nbytes, channels.link):
-            own.out.from_card(out.nbytes)
-            own.status.from_card(STATUS_BYTES)
-            out[...] = _as_array(own.out.array, out)
+        arguments = self._arguments(card, own, extents)
+        try:
+            found.kernel.run(arguments, words, RUN_TIMEOUT_S)
+        except CsdError as error:
+            raise CsdError(f"CSD {self._root}: {error}") from error
+        own.out.from_card(out.nbytes)
+        own.status.from_card(STATUS_BYTES)
+        out[...] = _as_array(own.out.array, out)
         status = card.read_status(own.status.array[:STATUS_BYTES].view(np.uint32))
         if not status.indices_valid:
             raise CsdError(
@@ -299,8 +287,7 @@ class CardCsd:
         initialise_states(states, extents, kernel, params, inputs, rounding)
         own = _own(buffer)
         for extent, values in zip(extents, states, strict=True):
-            with moving(extent.num_bytes, self._channels.link):
-                _window(own, extent)[...] = values
+            _window(own, extent)[...] = values
             own.sums[extent.buffer_offset_bytes] = crc32c(values)
 
 

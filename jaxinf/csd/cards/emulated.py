@@ -22,7 +22,6 @@ import numpy as np
 from jaxinf.csd.cards.card import FileIO
 from jaxinf.csd.cards.smartssd import CardFleet
 from jaxinf.csd.cards.xrt import DEVICE_BYTES, XrtCard
-from jaxinf.csd.rates import Channel, CsdRates, DriveChannels
 from jaxinf.io import ByteMeters, DirectIO
 from jaxinf.kernels import named_card_kernel
 from jaxinf.kernels.card_library import card_function
@@ -43,15 +42,12 @@ def open_emulated(
     roots: Sequence[Path],
     memory_bytes: int,
     meters: ByteMeters,
-    rates: CsdRates,
     num_buffers: int | None = None,
 ) -> CardFleet:
-    """A card a root; `rates` hold up drives, cards and the link that they share."""
+    """A card a root; `num_buffers` of each, None for as many as fit."""
     runtime = EmulatedXrt()
     cards = [XrtCard(runtime, n, Path(ANY_KERNEL)) for n in range(len(roots))]
-    link = Channel(rates.link)
-    channels = [DriveChannels.of(rates, link) for _ in roots]
-    return EmulatedFleet("emulated", cards, memory_bytes, meters, channels, num_buffers)
+    return EmulatedFleet("emulated", cards, memory_bytes, meters, num_buffers)
 
 
 class EmulatedFleet(CardFleet):

@@ -16,7 +16,6 @@ from jaxinf.csd.cards.card import RESULTS, CardCsd, FileIO, is_idle
 from jaxinf.csd.cards.found import card_of, check_p2p, list_cards
 from jaxinf.csd.cards.memory import BUFFERS_BYTES, CardMemory, set_bytes
 from jaxinf.csd.cards.xrt import XrtCard, import_pyxrt, open_card
-from jaxinf.csd.rates import DriveChannels
 from jaxinf.errors import CsdError, UnsupportedTransformError
 from jaxinf.io import ByteMeters, DirectIO
 from jaxinf.kernels import card_kernel
@@ -95,7 +94,6 @@ class CardFleet:
       cards: in the roots' order, the xclbin loaded.
       memory_bytes: of each card's memory, for state.
       meters: counts the drives' bytes.
-      channels: of each CSD; none hold anything up by default.
       num_buffers: of each card: subgroups at once; None for as many as fit.
     """
 
@@ -105,7 +103,6 @@ class CardFleet:
         cards: Sequence[XrtCard],
         memory_bytes: int,
         meters: ByteMeters,
-        channels: Sequence[DriveChannels] | None = None,
         num_buffers: int | None = None,
     ) -> None:
         self._kind = kind
@@ -113,7 +110,6 @@ class CardFleet:
         self._cards = cards
         self._memory_bytes = memory_bytes
         self._meters = meters
-        self._channels = channels or [DriveChannels() for _ in cards]
         self._memories: list[CardMemory] = []
 
     @property
@@ -198,11 +194,10 @@ class CardFleet:
             CardMemory(card, buffer_bytes, num_elements, limit_bytes)
             for card in self._cards
         ]
-        pairs = zip(self._memories, directories, self._channels, strict=True)
         return [
-            CardCsd(self._kind, card, memory, directory, self._io(directory), channels)
-            for card, (memory, directory, channels) in zip(
-                self._cards, pairs, strict=True
+            CardCsd(self._kind, card, memory, directory, self._io(directory))
+            for card, memory, directory in zip(
+                self._cards, self._memories, directories, strict=True
             )
         ]
 

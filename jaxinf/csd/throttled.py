@@ -1,0 +1,252 @@
+"""Any kind of CSD, held up to the bandwidths of a system that is not there.
+
+Invariant: a throttled CSD only delays. What is moved and computed, and what is raised,
+is that of the CSD that it wraps.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxinf.compress import SparseGradient
+from jaxinf.csd.base import (
+    Csd,
+    CsdBuffer,
+    CsdFleet,
+    CsdInfo,
+    Extent,
+    KernelNeed,
+    Rounding,
+    ScalarInputs,
+    Transfer,
+    UpdateOutcome,
+)
+from jaxinf.csd.rates import CsdRates
+from jaxinf.kernels import InitKernel, Kernel
+from jaxinf.typing import Array
+
+__all__ = ["Server", "ThrottledCsd", "ThrottledFleet"]
+
+
+class Server:
+    """Something that serves one request after another: a drive, a link. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free_at_s = 0.0
+
+    def reserve(self, num_bytes: int, bytes_per_s: float | None) -> float:
+        """When a request will have been served, by `time.monotonic`.
+
+        Args:
+          num_bytes: that it moves.
+          bytes_per_s: how fast it is served; None for at once, whoever waits.
+        """
+        now_s = time.monotonic()
+        if bytes_per_s is None:
+            return now_s
+        with self._lock:
+            begin_s = max(now_s, self._free_at_s)
+            self._free_at_s = begin_s + num_bytes / bytes_per_s
+            return self._free_at_s
+
+
+class _Passage(NamedTuple):
+    """Bytes that pass a server at a rate; None for one that holds nobody up."""
+
+    server: Server
+    num_bytes: int
+    bytes_per_s: float | None
+
+
+@contextmanager
+def _held_up(*passages: _Passage) -> Iterator[None]:
+    """Lasts as long as its body, and as each of the servers, side by side."""
+    ends_s = [server.reserve(num, rate) for server, num, rate in passages]
+    yield
+    delay_s = max(ends_s) - time.monotonic()
+    if delay_s > 0:
+        time.sleep(delay_s)
+
+
+class ThrottledFleet:
+    """See `jaxinf.csd.CsdFleet`: a fleet whose CSDs are held up.
+
+    Args:
+      fleet: of any kind.
+      rates: of each of its CSDs, and of the link that they share.
+    """
+
+    def __init__(self, fleet: CsdFleet, rates: CsdRates) -> None:
+        self._fleet = fleet
+        self._rates = rates
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the fleet."""
+        return self._fleet.peak_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Of the fleet."""
+        return self._fleet.used_bytes
+
+    @property
+    def num_kernels(self) -> int:
+        """Of the fleet."""
+        return self._fleet.num_kernels
+
+    def check(self, needs: Sequence[KernelNeed]) -> None:
+        """Refuses what the fleet refuses."""
+        self._fleet.check(needs)
+
+    def check_buffer(self, num_bytes: int, num_elements: int) -> None:
+        """Refuses what the fleet refuses."""
+        self._fleet.check_buffer(num_bytes, num_elements)
+
+    def attach(
+        self, directories: Sequence[Path], buffer_bytes: int, num_elements: int
+    ) -> "Sequence[ThrottledCsd]":
+        """The fleet's CSDs behind one link."""
+        link = Server()
+        csds = self._fleet.attach(directories, buffer_bytes, num_elements)
+        return [ThrottledCsd(csd, self._rates, link) for csd in csds]
+
+    def close(self) -> None:
+        """Closes the fleet."""
+        self._fleet.close()
+
+
+class ThrottledCsd:
+    """See `jaxinf.csd.Csd`. Thread-safe.
+
+    A drive is one server: its reads and writes wait for each other. On the host all
+    state crosses the link. On a card it passes between the drive and the card, and
+    gradients and results cross the link.
+
+    Args:
+      csd: the CSD that does the work.
+      rates: what it is held up to.
+      link: the host's link, which the CSDs of a store share.
+    """
+
+    def __init__(self, csd: Csd, rates: CsdRates, link: Server) -> None:
+        self._csd = csd
+        self._rates = rates
+        self._link = link
+        self._drive, self._internal, self._kernel = Server(), Server(), Server()
+
+    @property
+    def memory(self) -> object:
+        """Of the CSD."""
+        return self._csd.memory
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the CSD's updates run on their callers' threads."""
+        return self._csd.is_host
+
+    def info(self) -> CsdInfo:
+        """Of the CSD."""
+        return self._csd.info()
+
+    def acquire(self, num_bytes: int) -> CsdBuffer | None:
+        """A buffer of the CSD's."""
+        return self._csd.acquire(num_bytes)
+
+    def read(self, transfers: Sequence[Transfer]) -> None:
+        """Drive → buffers, no faster than drive and way."""
+        with self._moving(transfers, self._rates.drive_read):
+            self._csd.read(transfers)
+
+    def write(self, transfers: Sequence[Transfer]) -> None:
+        """Buffers → drive, no faster than drive and way."""
+        with self._moving(transfers, self._rates.drive_write):
+            self._csd.write(transfers)
+
+    @contextmanager
+    def _moving(
+        self, transfers: Sequence[Transfer], drive_rate: float | None
+    ) -> Iterator[None]:
+        num_bytes = sum(transfer.extent.num_bytes for transfer in transfers)
+        way = _Passage(self._internal, num_bytes, self._rates.internal)
+        if self.is_host:
+            way = self._crossing(num_bytes)
+        with _held_up(_Passage(self._drive, num_bytes, drive_rate), way):
+            yield
+
+    def _crossing(self, num_bytes: int) -> _Passage:
+        return _Passage(self._link, num_bytes, self._rates.link)
+
+    def checksum(self, buffer: CsdBuffer, extent: Extent) -> int | None:
+        """Of the CSD."""
+        return self._csd.checksum(buffer, extent)
+
+    def update(
+        self,
+        buffer: CsdBuffer,
+        extents: Sequence[Extent],
+        kernel: Kernel,
+        gradient: Array | SparseGradient,
+        inputs: ScalarInputs,
+        out: Array,
+        rounding: Rounding,
+        *,
+        given: Array | None = None,
+        wants_params: bool = False,
+    ) -> UpdateOutcome:
+        """Runs the kernel; on a card the gradient comes before, the result goes after.
+
+        Only a card's kernel is held up: what the host's reaches, it does itself.
+        """
+        is_moving = not (self.is_host or _is_idle(kernel))
+        if is_moving:
+            self._wait_for_link(gradient.nbytes)
+        state_bytes = sum(extent.num_bytes for extent in extents)
+        kernel_bytes = 2 * state_bytes + gradient.nbytes + out.nbytes
+        rate = self._rates.kernel if is_moving else None
+        with _held_up(_Passage(self._kernel, kernel_bytes, rate)):
+            outcome = self._csd.update(
+                buffer,
+                extents,
+                kernel,
+                gradient,
+                inputs,
+                out,
+                rounding,
+                given=given,
+                wants_params=wants_params,
+            )
+        if is_moving:
+            self._wait_for_link(out.nbytes)
+        return outcome
+
+    def _wait_for_link(self, num_bytes: int) -> None:
+        with _held_up(self._crossing(num_bytes)):
+            pass
+
+    def initialise(
+        self,
+        buffer: CsdBuffer,
+        extents: Sequence[Extent],
+        kernel: InitKernel,
+        params: Array,
+        inputs: ScalarInputs,
+        rounding: Rounding,
+    ) -> None:
+        """Fills the buffer; what the host computes for a card crosses the link."""
+        self._csd.initialise(buffer, extents, kernel, params, inputs, rounding)
+        if not self.is_host:
+            self._wait_for_link(sum(extent.num_bytes for extent in extents))
+
+    def view(self, buffer: CsdBuffer, extent: Extent) -> Array:
+        """Of the CSD."""
+        return self._csd.view(buffer, extent)
+
+
+def _is_idle(kernel: Kernel) -> bool:
+    """Whether an update changes nothing: no card is asked then."""
+    return kernel.update is None and kernel.unchanged >= set(kernel.slots)

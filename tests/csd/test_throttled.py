@@ -1,0 +1,160 @@
+"""A CSD that is held up, by a clock that moves only when somebody sleeps."""
+
+from pathlib import Path
+
+import numpy as np
+import optax
+import pytest
+
+from jaxinf.csd import Extent, Rounding, ScalarInputs, Transfer, open_csds, parse_csd
+from jaxinf.csd.rates import CsdRates
+from jaxinf.csd.throttled import Server, ThrottledCsd, ThrottledFleet
+from jaxinf.io import ByteMeters
+from jaxinf.kernels import trace_update
+
+NUM_BYTES = 4000
+EXTENT = Extent(np.dtype(np.float32), NUM_BYTES // 4, 0, 0)
+
+
+class Clock:
+    """In place of the module `time`."""
+
+    def __init__(self):
+        self.now_s = 100.0
+
+    def monotonic(self):
+        return self.now_s
+
+    def sleep(self, seconds):
+        self.now_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("jaxinf.csd.throttled.time", clock)
+    return clock
+
+
+class Inner:
+    """A CSD that keeps what it was asked for, and takes no time."""
+
+    def __init__(self, is_host):
+        self.is_host = is_host
+        self.calls = []
+
+    def __getattr__(self, name):
+        def call(*arguments, **named):
+            self.calls.append((name, arguments, named))
+            return f"{name}'s"
+
+        return call
+
+
+def throttled(clock, *, is_host, **rates):
+    inner = Inner(is_host)
+    csd = ThrottledCsd(inner, CsdRates(**rates), Server())
+
+    def seconds(action):
+        began_s = clock.now_s
+        action()
+        return clock.now_s - began_s
+
+    return csd, inner, seconds
+
+
+def transfers(count):
+    return [Transfer(None, EXTENT, Path("file"))] * count  # type: ignore[arg-type]
+
+
+def update(csd):
+    kernel = trace_update(optax.sgd(0.5), np.zeros(8, np.float32)).leaves[0].kernel
+    array = np.zeros(NUM_BYTES // 4, np.float32)
+    rest = (array, ScalarInputs(), array, Rounding(0, 0))
+    return csd.update(None, [EXTENT], kernel, *rest)
+
+
+def test_a_server_takes_one_request_after_another(clock):
+    server = Server()
+    assert server.reserve(500, 1000.0) == clock.now_s + 0.5
+    assert server.reserve(1500, 500.0) == clock.now_s + 3.5
+    assert server.reserve(1 << 60, None) == clock.now_s
+    clock.sleep(10)
+    assert server.reserve(1000, 1000.0) == clock.now_s + 1
+
+
+@pytest.mark.parametrize("is_host", [True, False])
+def test_a_drive_is_one_server(clock, is_host):
+    csd, inner, seconds = throttled(
+        clock, is_host=is_host, drive_read=4000.0, drive_write=1000.0
+    )
+    assert seconds(lambda: csd.read(transfers(2))) == 2
+    assert seconds(lambda: csd.write(transfers(1))) == 4
+    assert [name for name, _, _ in inner.calls] == ["read", "write"]
+    # What another thread has asked for comes first, whichever way it goes.
+    csd._drive.reserve(NUM_BYTES, 1000.0)
+    assert seconds(lambda: csd.read(transfers(1))) == 5
+
+
+def test_the_slowest_on_the_way_counts(clock):
+    csd, _, seconds = throttled(clock, is_host=False, drive_read=4e3, internal=2e3)
+    assert seconds(lambda: csd.read(transfers(1))) == 2
+    csd, _, seconds = throttled(clock, is_host=True, drive_write=4e3, link=500.0)
+    assert seconds(lambda: csd.write(transfers(1))) == 8
+
+
+def test_state_crosses_the_link_of_the_host_alone(clock):
+    rates = {"link": 1000.0, "internal": 2000.0}
+    csd, _, seconds = throttled(clock, is_host=True, **rates)
+    assert seconds(lambda: csd.read(transfers(1))) == 4
+    assert seconds(lambda: update(csd)) == 0
+    csd, _, seconds = throttled(clock, is_host=False, **rates)
+    assert seconds(lambda: csd.read(transfers(1))) == 2
+    assert seconds(lambda: update(csd)) == 4 + 4  # the gradient, and the result
+
+
+def test_a_cards_kernel_passes_over_state_gradient_and_result(clock):
+    csd, inner, seconds = throttled(clock, is_host=False, kernel=1000.0)
+    assert seconds(lambda: update(csd)) == 2 * 4 + 4 + 4
+    assert update(csd) == "update's"
+    assert [name for name, _, _ in inner.calls] == ["update"] * 2
+    csd, _, seconds = throttled(clock, is_host=True, kernel=1000.0)
+    assert seconds(lambda: update(csd)) == 0
+
+
+def test_an_update_that_changes_nothing_asks_no_card(clock):
+    csd, inner, seconds = throttled(clock, is_host=False, kernel=1.0, link=1.0)
+    frozen = trace_update(optax.set_to_zero(), np.zeros(8, np.float32)).leaves[0].kernel
+    array = np.zeros(8, np.float32)
+    rest = (frozen, array, ScalarInputs(), array, Rounding(0, 0))
+    assert seconds(lambda: csd.update(None, [EXTENT], *rest)) == 0
+    assert len(inner.calls) == 1
+
+
+def test_initial_state_of_a_card_crosses_the_link(clock):
+    csd, inner, seconds = throttled(clock, is_host=False, link=1000.0)
+    rest = (None, None, ScalarInputs(), Rounding(0, 0))
+    assert seconds(lambda: csd.initialise(None, [EXTENT, EXTENT], *rest)) == 8
+    assert inner.calls[0][0] == "initialise"
+
+
+def test_csds_share_the_link_alone(clock, tmp_path):
+    roots = [tmp_path / "one", tmp_path / "two"]
+    for root in roots:
+        root.mkdir()
+    spec = parse_csd("host:drive=1kB/s,link=2kB/s")
+    fleet = open_csds(spec, roots, memory_bytes=1 << 20, meters=ByteMeters())
+    assert isinstance(fleet, ThrottledFleet)
+    one, two = fleet.attach(roots, 1 << 16, 1 << 14)
+    assert one.info().root == roots[0]
+    assert one._link is two._link
+    assert one._drive is not two._drive
+    fleet.close()
+
+
+def test_nothing_is_wrapped_without_rates(tmp_path):
+    fleet = open_csds(
+        parse_csd("host"), [tmp_path], memory_bytes=1 << 20, meters=ByteMeters()
+    )
+    assert not isinstance(fleet, ThrottledFleet)
+    fleet.close()
