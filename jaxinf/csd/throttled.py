@@ -25,7 +25,7 @@ from jaxinf.csd.base import (
     UpdateOutcome,
 )
 from jaxinf.csd.rates import CsdRates
-from jaxinf.kernels import InitKernel, Kernel
+from jaxinf.program import InitKernel, Kernel
 from jaxinf.typing import Array
 
 __all__ = ["Server", "ThrottledCsd", "ThrottledFleet"]

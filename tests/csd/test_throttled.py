@@ -10,7 +10,7 @@ from jaxinf.csd import Extent, Rounding, ScalarInputs, Transfer, open_csds, pars
 from jaxinf.csd.rates import CsdRates
 from jaxinf.csd.throttled import Server, ThrottledCsd, ThrottledFleet
 from jaxinf.io import ByteMeters
-from jaxinf.kernels import trace_update
+from jaxinf.program import trace_update
 
 NUM_BYTES = 4000
 EXTENT = Extent(np.dtype(np.float32), NUM_BYTES // 4, 0, 0)
