@@ -1,16 +1,16 @@
-"""Smart-Infinity's scaling over CSDs, on a system that is not there.
+"""Smart-Infinity's scaling over CSDs: published, modelled, and run on emulated cards.
 
-Its testbed, by token buckets: drives of 3.2 GB/s read and 1.6 written, one host link of
-8 GB/s that all CSDs share, kernels of 8.2 GB/s, each divided by --slower. Adam steps of
-  BASE      state crosses the link to the host's CPU, as with ZeRO-Infinity (csd "host")
-  SU        updates beside the drives, one subgroup at a time on each card ("emulated")
-  SU+O      loads, kernel and write-back of several subgroups at once
+The model (jaxinf.plan) has the testbed's rates. The emulation has the same rates, each
+divided by --slower, and really updates: steps of Adam by cards' kernels, which this
+machine's CPU runs, on files of this machine's drive.
+  BASE      one array of all drives behind the link, gradients on it, Adam on the CPU
+  SU        updates beside the drives, one subgroup at a time on each card
+  SU+O      the same without the time for making buffers
   SU+O+C    and gradients compressed to --ratio of their bytes
-The update phase is measured. End to end adds, for each method, the seconds a param of
-forward and backward that the paper has for it (GPT-2 4.0B on an A5000, figure 9).
-
-The cards' kernels are run by this machine's CPU: its share is printed, and near 100 %
-it is the CPU that is measured. Raise --slower then.
+  overlap   what jaxinf does of itself: loads, kernel and write-back beside each other
+As in the published times, the first four do one thing after another: a card writes when
+all results have crossed the link. --model-only leaves the emulation out. Its share of
+the CPU is printed: near 100 % it is the CPU that is measured; raise --slower then.
 """
 
 import argparse
@@ -20,9 +20,8 @@ import shutil
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -32,48 +31,45 @@ from update_rig import UpdateRig
 
 import jaxinf
 from jaxinf.compress import SparseLeaf, compress_leaf
-from jaxinf.plan import Comparison, compare_with_paper
+from jaxinf.plan import (
+    METHODS,
+    TESTBED,
+    Comparison,
+    Method,
+    Workload,
+    compare_with_paper,
+    update_s,
+)
 
-RATES = {"drive_read": 3.2e9, "drive_write": 1.6e9, "kernel": 8.2e9, "link": 8e9}
 CHUNK_ELEMENTS = 1 << 16
 WORKERS_PER_CSD = 3
-
-PAPER_PARAMS = 4.0e9
-# Of the methods in turn: seconds of forward and backward with gradient offload, and of
-# the update.
-_SIX = [(6.2, 17.6), (6.0, 13.0), (6.1, 12.3), (4.9, 10.8)]
-_TEN = [(5.9, 17.8), (6.0, 9.6), (6.5, 8.3), (4.9, 7.3)]
+OVERLAP = "overlap"
+NAMES = [*METHODS, OVERLAP]
+PUBLISHED = "GPT2 4.0B"
+PUBLISHED_PARAMS = 4e9
 
 
-@dataclass(frozen=True)
-class Method:
-    """One way of updating.
-
-    Attributes:
-      name: the paper's.
-      kind: of CSD.
-      is_serial: whether each CSD has one subgroup in hand at a time.
-      is_compressed: whether gradients are sparse.
-    """
-
-    name: str
-    kind: str
-    is_serial: bool = False
-    is_compressed: bool = False
-
-
-METHODS = (
-    Method("BASE", "host"),
-    Method("SU", "emulated", is_serial=True),
-    Method("SU+O", "emulated"),
-    Method("SU+O+C", "emulated", is_compressed=True),
-)
-NAMES = [method.name for method in METHODS]
-COLOURS = dict(zip(NAMES, ["#9a9a9a", "#2a78b5", "#3d9a50", "#d1662f"], strict=True))
-PAPER = {
-    6: dict(zip(NAMES, _SIX, strict=True)),
-    10: dict(zip(NAMES, _TEN, strict=True)),
-}
+def rates(method: str, count: int) -> dict[str, float]:
+    """Bytes a second of the testbed, by the names of `csd=`'s options."""
+    machine, link = TESTBED, TESTBED.link.value
+    if method == "BASE":
+        state_and_gradient_bytes = 16
+        return {
+            "drive_read": min(count * machine.host_drive_read.value, link),
+            "drive_write": min(count * machine.host_drive_write.value, link),
+            "kernel": state_and_gradient_bytes / machine.cpu_update_s.value,
+        }
+    found = {
+        "drive_read": machine.drive_read.value,
+        "drive_write": machine.drive_write.value,
+        "kernel": machine.updater.value,
+        "decompress": machine.decompressor.value,
+        "link": link,
+    }
+    if method == "SU":
+        state_bytes = 12
+        found["allocate"] = state_bytes / machine.buffers_s.value
+    return found
 
 
 def compress(rig: UpdateRig, ratio: float) -> None:
@@ -89,28 +85,33 @@ def compress(rig: UpdateRig, ratio: float) -> None:
         )
 
 
+def options(method: str, count: int, slower: float) -> str:
+    """What `csd=` is given."""
+    parts = [f"{n}={r / slower:.0f}B/s" for n, r in rates(method, count).items()]
+    if method != OVERLAP:
+        parts += ["buffers=1", "writes=joined"]
+    return "emulated:" + ",".join([*parts, "gradients=drive"])
+
+
 def measure(
-    place: Path, method: Method, count: int, arguments: argparse.Namespace
+    place: Path, method: str, count: int, arguments: argparse.Namespace
 ) -> dict[str, float]:
     """Seconds a step, link bytes a param, and the share of the CPU that it took."""
-    rates = {name: rate / arguments.slower for name, rate in RATES.items()}
-    options = ",".join(f"{name}={rate:.0f}B/s" for name, rate in rates.items())
-    if method.is_serial:
-        options += ",buffers=1"
-    roots = [place / f"csd{n}" for n in range(count)]
+    num_csds = 1 if method == "BASE" else count
+    roots = [place / f"csd{n}" for n in range(num_csds)]
     for root in roots:
         root.mkdir(parents=True)
     rig = UpdateRig(
         place / "store",
         arguments.params,
         csds=roots,
-        csd=f"{method.kind}:{options}",
+        csd=options(method, count, arguments.slower),
         master="stored",
         verify="always",
-        num_workers=WORKERS_PER_CSD * count,
+        num_workers=WORKERS_PER_CSD * num_csds,
         chunk_elements=CHUNK_ELEMENTS,
     )
-    if method.is_compressed:
+    if method == "SU+O+C":
         compress(rig, arguments.ratio)
     times, busy = [], []
     for repetition in range(arguments.reps + 1):
@@ -120,73 +121,72 @@ def measure(
         if repetition:  # the first warms up, and compiles
             times.append(time.perf_counter() - began)
             busy.append((time.process_time() - cpu) / times[-1] / (os.cpu_count() or 1))
-    rig.store.wait()
     metrics = rig.store.metrics
     assert metrics is not None
-    traffic = metrics.traffic
+    link_bytes = metrics.traffic.link_down_bytes + metrics.traffic.link_up_bytes
     rig.close()
-    link = traffic.link_down_bytes + traffic.link_up_bytes
-    if method.kind == "host":
-        link = traffic.drive_read_bytes + traffic.drive_write_bytes
     return {
-        "step_s": statistics.median(times),
+        "link_bytes_per_param": link_bytes / arguments.params,
+        "emulated_s": statistics.median(times),
         "spread_s": max(times) - min(times),
-        "link_bytes_per_param": link / arguments.params,
         "cpu_share": statistics.median(busy),
     }
 
 
 def model_s(method: str, count: int, arguments: argparse.Namespace) -> float:
-    """Forward and backward, by the paper, at this size and slowness."""
-    seconds = PAPER[6 if count <= 6 else 10][method][0]
-    return seconds / PAPER_PARAMS * arguments.params * arguments.slower
+    """Seconds of the same update by the model, at this size and slowness."""
+    workload = Workload(arguments.params, sent_ratio=arguments.ratio)
+    is_overlapped = method == OVERLAP
+    name = cast(Method, "SU+O" if is_overlapped else method)
+    seconds = update_s(TESTBED, workload, name, count, overlap=is_overlapped)
+    return seconds * arguments.slower
 
 
 def results(
-    found: dict[str, dict[int, dict[str, float]]], arguments: argparse.Namespace
+    found: dict[tuple[str, int], dict[str, float]], arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """A row for each number of CSDs and method, with speedups over BASE there."""
+    paper = {
+        (row.method, row.num_csds): row.published
+        for row in compare_with_paper()
+        if (row.figure, row.model, row.quantity) == ("9", PUBLISHED, "update_s")
+    }
+    scale = arguments.params / PUBLISHED_PARAMS * arguments.slower
     rows = []
-    for count in arguments.csds:
-        base = found["BASE"][count]["step_s"]
-        base_whole = base + model_s("BASE", count, arguments)
-        for method in METHODS:
-            one = found[method.name][count]
-            whole = one["step_s"] + model_s(method.name, count, arguments)
-            row = {"csds": count, "method": method.name, **one}
-            row["update_speedup"] = base / one["step_s"]
-            row["whole_speedup"] = base_whole / whole
-            if count in PAPER:
-                (paper_model, paper_base), paper = PAPER[count]["BASE"], PAPER[count]
-                own_model, own = paper[method.name]
-                row["paper_update_speedup"] = paper_base / own
-                row["paper_whole_speedup"] = (paper_model + paper_base) / (
-                    own_model + own
-                )
-            rows.append(row)
+    for (method, count), one in found.items():
+        modelled = model_s(method, count, arguments)
+        base, base_s = found["BASE", count], model_s("BASE", count, arguments)
+        row: dict[str, Any] = {"csds": count, "method": method, **one}
+        row["model_s"] = modelled
+        row["error"] = one["emulated_s"] / modelled - 1
+        row["speedup"] = base["emulated_s"] / one["emulated_s"]
+        row["model_speedup"] = base_s / modelled
+        if (method, count) in paper:
+            row["paper_s"] = paper[cast(Method, method), count] * scale
+            row["paper_speedup"] = paper["BASE", count] / paper[method, count]  # pyright: ignore
+        rows.append(row)
     return rows
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Writes the picture: seconds of an update, and both speedups."""
+    """Writes the picture: seconds of an update, and its speedup over BASE."""
     import matplotlib.pyplot as plt  # pyright: ignore[reportMissingImports]: an extra
 
-    figure, panels = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
-    titles = ["update, seconds", "update, speedup over BASE", "end to end, speedup"]
-    keys = ["step_s", "update_speedup", "whole_speedup"]
-    for axes, title, key in zip(panels, titles, keys, strict=True):
-        for method in METHODS:
-            own = [row for row in rows if row["method"] == method.name]
-            colour = COLOURS[method.name]
-            axes.plot(
-                [row["csds"] for row in own],
-                [row[key] for row in own],
-                "o-", markersize=4, color=colour, label=method.name,
-            )  # fmt: skip
-            published = [row for row in own if f"paper_{key}" in row]
+    colours = ["#9a9a9a", "#2a78b5", "#3d9a50", "#d1662f", "#7b5ea7"]
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    titles = ["update, seconds", "update, speedup over BASE"]
+    keys = [("emulated_s", "model_s", "paper_s"),
+            ("speedup", "model_speedup", "paper_speedup")]  # fmt: skip
+    for axes, title, (run, model, paper) in zip(panels, titles, keys, strict=True):
+        for name, colour in zip(NAMES, colours, strict=True):
+            own = [row for row in rows if row["method"] == name]
+            csds = [row["csds"] for row in own]
+            axes.plot(csds, [r[run] for r in own], "o", color=colour, label=name)
+            axes.plot(csds, [r[model] for r in own], "-", color=colour, linewidth=1)
+            published = [row for row in own if paper in row]
             axes.plot(
                 [row["csds"] for row in published],
-                [row[f"paper_{key}"] for row in published],
+                [row[paper] for row in published],
                 "x", color=colour, markersize=8, markeredgewidth=2,
             )  # fmt: skip
         axes.set_title(title, fontsize=10)
@@ -195,33 +195,34 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         axes.set_ylim(bottom=0)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
-    panels[1].plot([], [], "x", color="black", label="published")
-    panels[1].legend(frameon=False, fontsize=8)
+    panels[0].plot([], [], "k-", linewidth=1, label="model")
+    panels[0].plot([], [], "kx", markersize=8, markeredgewidth=2, label="published")
+    panels[0].legend(frameon=False, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
 
 def show(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
-    """Prints the table."""
+    """Prints the table of the emulation."""
     print(f"{arguments.params:,} params, bandwidths divided by {arguments.slower:g}")
-    print("CSDs  method   update  link B/param  CPU  speedup  paper  end to end  paper")
+    print(
+        "CSDs  method  published   model  emulated   error  CPU  speedup  model  paper"
+    )
     for row in rows:
-        published = [
-            f"{row[key]:5.2f}" if key in row else "    -"
-            for key in ("paper_update_speedup", "paper_whole_speedup")
-        ]
+        paper_s = f"{row['paper_s']:7.2f} s" if "paper_s" in row else "        -"
+        paper = f"{row['paper_speedup']:5.2f}" if "paper_s" in row else "    -"
         print(
-            f"{row['csds']:4}  {row['method']:7} {row['step_s']:6.2f} s  "
-            f"{row['link_bytes_per_param']:12.2f} {row['cpu_share']:4.0%}  "
-            f"{row['update_speedup']:7.2f}  {published[0]}  "
-            f"{row['whole_speedup']:10.2f}  {published[1]}"
+            f"{row['csds']:4}  {row['method']:7} {paper_s} {row['model_s']:6.2f} s  "
+            f"{row['emulated_s']:6.2f} s  {row['error']:+6.1%} "
+            f"{row['cpu_share']:4.0%}  {row['speedup']:7.2f}  "
+            f"{row['model_speedup']:5.2f}  {paper}"
         )
 
 
 def show_model(rows: list[Comparison]) -> None:
     """Prints each published number beside the model's."""
     print(
-        "figure  trained               CSDs  method   quantity     paper   model  error"
+        "figure  trained               CSDs  method   quantity      paper  model  error"
     )
     for row in rows:
         print(
@@ -244,51 +245,49 @@ def summary(rows: list[Comparison]) -> str:
     )
 
 
+def emulate(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Runs every method on every number of CSDs."""
+    arguments.store.mkdir(parents=True, exist_ok=True)
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    todo = [(method, count) for count in arguments.csds for method in NAMES]
+    progress = Console(stderr=True)
+    for method, count in track(todo, "runs", console=progress, transient=True):
+        place = Path(tempfile.mkdtemp(dir=arguments.store))
+        try:
+            found[method, count] = measure(place, method, count, arguments)
+        finally:
+            shutil.rmtree(place)
+    return results(found, arguments)
+
+
 def main() -> None:
     """Models, measures unless told not to, prints, and draws where asked to."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--store", type=Path, help="where files of the emulation go")
-    parser.add_argument(
-        "--model-only", action="store_true", help="no emulation: published and model"
-    )
-    parser.add_argument("--params", type=int, default=40 * CHUNK_ELEMENTS)
-    parser.add_argument("--csds", type=int, nargs="+", default=[1, 2, 4, 6, 8, 10])
-    parser.add_argument("--slower", type=float, default=150.0)
+    parser.add_argument("--model-only", action="store_true", help="no emulation")
+    parser.add_argument("--params", type=int, default=120 * CHUNK_ELEMENTS)
+    parser.add_argument("--csds", type=int, nargs="+", default=[1, 2, 4, 6, 10])
+    parser.add_argument("--slower", type=float, default=100.0)
     parser.add_argument("--ratio", type=float, default=0.02, help="SmartComp's")
     parser.add_argument("--reps", type=int, default=3)
-    parser.add_argument("--json", action="store_true", help="rows, not a table")
+    parser.add_argument("--json", action="store_true", help="rows, not tables")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="the picture")
     arguments = parser.parse_args()
-    modelled = compare_with_paper()
-    if arguments.model_only:
-        if not arguments.json:
-            show_model(modelled)
-        else:
-            print(json.dumps([row._asdict() for row in modelled]))
-        print(summary(modelled))
-        return
-    if arguments.store is None:
+    if not arguments.model_only and arguments.store is None:
         parser.error("expected --store DIR for the emulation, or --model-only")
-    arguments.store.mkdir(parents=True, exist_ok=True)
-    found: dict[str, dict[int, dict[str, float]]] = {m.name: {} for m in METHODS}
-    todo = [(method, count) for count in arguments.csds for method in METHODS]
-    progress = Console(stderr=True)
-    for method, count in track(todo, "runs", console=progress, transient=True):
-        place = Path(tempfile.mkdtemp(dir=arguments.store))
-        try:
-            found[method.name][count] = measure(place, method, count, arguments)
-        finally:
-            shutil.rmtree(place)
-    rows = results(found, arguments)
-    if arguments.plot:
+    modelled = compare_with_paper()
+    rows = [] if arguments.model_only else emulate(arguments)
+    if arguments.plot and rows:
         plot(rows, arguments.plot)
     if arguments.json:
-        print(json.dumps(rows))
+        comparisons = [{**r._asdict(), "error": r.error} for r in modelled]
+        print(json.dumps({"model": comparisons, "emulation": rows}))
     else:
         show_model(modelled)
-        show(rows, arguments)
+        if rows:
+            show(rows, arguments)
     print(summary(modelled))
 
 

@@ -13,6 +13,8 @@ _UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "Ki": 2.0**10, "Mi": 2.0**20}
 _UNITS["Gi"] = 2.0**30
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(k|M|G|Ki|Mi|Gi|)B/s")
 
+_FLAGS = {"gradients=drive": "has_stored_gradients", "writes=joined": "is_joined"}
+
 
 @dataclass(frozen=True)
 class CsdRates:
@@ -21,37 +23,50 @@ class CsdRates:
     Attributes:
       drive_read, drive_write: of each drive, which does one request after another.
       internal: between a drive and the card beside it, each way together.
-      kernel: of each card's kernel: state read and written, gradients and results.
+      kernel: of each card's kernel: state and dense gradient that it takes in.
+      decompress: of each card: dense gradient that it makes of a compressed one.
+      allocate: of the host, for all CSDs in turn: state that it makes buffers for.
       link: of the host link, which all CSDs share.
+      has_stored_gradients: whether an update reads its gradient from the drive first.
+      is_joined: whether no CSD writes while results of another cross the link.
     """
 
     drive_read: float | None = None
     drive_write: float | None = None
     internal: float | None = None
     kernel: float | None = None
+    decompress: float | None = None
+    allocate: float | None = None
     link: float | None = None
+    has_stored_gradients: bool = False
+    is_joined: bool = False
 
     @property
     def is_set(self) -> bool:
         """Whether anything is held up."""
-        return any(getattr(self, f.name) is not None for f in fields(self))
+        return self != CsdRates()
 
 
 def parse_rates(options: Mapping[str, str]) -> CsdRates:
     """Rates as users write them: ``drive=1.5GB/s``, ``link=800MB/s``, ….
 
-    `drive` sets both ways.
+    `drive` sets both ways. ``gradients=drive`` and ``writes=joined`` are no rates: see
+    `CsdRates.has_stored_gradients` and `CsdRates.is_joined`.
 
     Raises:
       ValueError: there is no such rate, or it is no number of bytes a second above 0.
     """
     rates = CsdRates()
-    names = {f.name for f in fields(rates)}
+    names = {f.name for f in fields(rates) if f.name not in _FLAGS.values()}
     for name, text in options.items():
+        if f"{name}={text}" in _FLAGS:
+            rates = replace(rates, **{_FLAGS[f"{name}={text}"]: True})
+            continue
         chosen = ("drive_read", "drive_write") if name == "drive" else (name,)
         if not names.issuperset(chosen):
             raise ValueError(
-                f"{name}={text}: expected one of drive, {', '.join(sorted(names))}"
+                f"{name}={text}: expected one of drive, {', '.join(sorted(names))}, "
+                f"or {' or '.join(_FLAGS)}"
             )
         match = _RATE.fullmatch(text.strip())
         value = float(match[1]) * _UNITS[match[2]] if match else 0.0

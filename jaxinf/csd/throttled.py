@@ -53,6 +53,12 @@ class Server:
             self._free_at_s = begin_s + num_bytes / bytes_per_s
             return self._free_at_s
 
+    @property
+    def free_at_s(self) -> float:
+        """When every request so far will have been served."""
+        with self._lock:
+            return self._free_at_s
+
 
 class _Passage(NamedTuple):
     """Bytes that pass a server at a rate; None for one that holds nobody up."""
@@ -111,9 +117,9 @@ class ThrottledFleet:
         self, directories: Sequence[Path], buffer_bytes: int, num_elements: int
     ) -> "Sequence[ThrottledCsd]":
         """The fleet's CSDs behind one link."""
-        link = Server()
+        link, host = Server(), Server()
         csds = self._fleet.attach(directories, buffer_bytes, num_elements)
-        return [ThrottledCsd(csd, self._rates, link) for csd in csds]
+        return [ThrottledCsd(csd, self._rates, link, host) for csd in csds]
 
     def close(self) -> None:
         """Closes the fleet."""
@@ -131,12 +137,13 @@ class ThrottledCsd:
       csd: the CSD that does the work.
       rates: what it is held up to.
       link: the host's link, which the CSDs of a store share.
+      host: the host's processor, which they share as well.
     """
 
-    def __init__(self, csd: Csd, rates: CsdRates, link: Server) -> None:
+    def __init__(self, csd: Csd, rates: CsdRates, link: Server, host: Server) -> None:
         self._csd = csd
         self._rates = rates
-        self._link = link
+        self._link, self._host = link, host
         self._drive, self._internal, self._kernel = Server(), Server(), Server()
 
     @property
@@ -158,12 +165,17 @@ class ThrottledCsd:
         return self._csd.acquire(num_bytes)
 
     def read(self, transfers: Sequence[Transfer]) -> None:
-        """Drive → buffers, no faster than drive and way."""
+        """Drive → buffers, no faster than drive and way; buffers may take time."""
+        num_bytes = sum(transfer.extent.num_bytes for transfer in transfers)
+        with _held_up(_Passage(self._host, num_bytes, self._rates.allocate)):
+            pass
         with self._moving(transfers, self._rates.drive_read):
             self._csd.read(transfers)
 
     def write(self, transfers: Sequence[Transfer]) -> None:
-        """Buffers → drive, no faster than drive and way."""
+        """Buffers → drive, no faster than drive and way; joined, when the link is."""
+        if self._rates.is_joined:
+            time.sleep(max(0.0, self._link.free_at_s - time.monotonic()))
         with self._moving(transfers, self._rates.drive_write):
             self._csd.write(transfers)
 
@@ -204,9 +216,9 @@ class ThrottledCsd:
         """
         is_moving = not (self.is_host or _is_idle(kernel))
         if is_moving:
-            self._wait_for_link(gradient.nbytes)
+            self._wait_for_gradient(gradient)
         state_bytes = sum(extent.num_bytes for extent in extents)
-        kernel_bytes = 2 * state_bytes + gradient.nbytes + out.nbytes
+        kernel_bytes = state_bytes + _dense_bytes(gradient)
         rate = self._rates.kernel if is_moving else None
         with _held_up(_Passage(self._kernel, kernel_bytes, rate)):
             outcome = self._csd.update(
@@ -223,6 +235,18 @@ class ThrottledCsd:
         if is_moving:
             self._wait_for_link(out.nbytes)
         return outcome
+
+    def _wait_for_gradient(self, gradient: Array | SparseGradient) -> None:
+        if self._rates.has_stored_gradients:
+            passage = _Passage(self._drive, gradient.nbytes, self._rates.drive_read)
+        else:
+            passage = self._crossing(gradient.nbytes)
+        with _held_up(passage):
+            pass
+        if isinstance(gradient, SparseGradient):
+            num_bytes = _dense_bytes(gradient)
+            with _held_up(_Passage(self._kernel, num_bytes, self._rates.decompress)):
+                pass
 
     def _wait_for_link(self, num_bytes: int) -> None:
         with _held_up(self._crossing(num_bytes)):
@@ -245,6 +269,12 @@ class ThrottledCsd:
     def view(self, buffer: CsdBuffer, extent: Extent) -> Array:
         """Of the CSD."""
         return self._csd.view(buffer, extent)
+
+
+def _dense_bytes(gradient: Array | SparseGradient) -> int:
+    if isinstance(gradient, SparseGradient):
+        return gradient.num_elements * gradient.values.itemsize
+    return gradient.nbytes
 
 
 def _is_idle(kernel: Kernel) -> bool:

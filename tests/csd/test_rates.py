@@ -14,13 +14,16 @@ def test_rates_as_users_write_them():
     assert rates.is_set
     assert parse_rates({"drive": "2GiB/s"}) == CsdRates(2 << 30, 2 << 30)
     assert parse_rates({"link": "500kB/s", "kernel": "7B/s"}).link == 5e5
+    flags = parse_rates({"gradients": "drive", "writes": "joined"})
+    assert flags == CsdRates(has_stored_gradients=True, is_joined=True)
+    assert flags.is_set
     assert parse_csd("host:drive=1MB/s").rates == CsdRates(1e6, 1e6)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("host:speed=1GB/s", "speed=1GB/s: expected one of drive, drive_read"),
+        ("host:speed=1GB/s", "speed=1GB/s: expected one of drive, allocate"),
         ("host:link=fast", "link=fast: expected bytes a second above 0"),
         ("emulated:link=0GB/s", "link=0GB/s: expected bytes a second above 0"),
         ("emulated:link", "link=: expected bytes a second above 0"),

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+from jaxinf.compress import SparseGradient
 from jaxinf.csd import Extent, Rounding, ScalarInputs, Transfer, open_csds, parse_csd
 from jaxinf.csd.rates import CsdRates
 from jaxinf.csd.throttled import Server, ThrottledCsd, ThrottledFleet
@@ -53,7 +54,7 @@ class Inner:
 
 def throttled(clock, *, is_host, **rates):
     inner = Inner(is_host)
-    csd = ThrottledCsd(inner, CsdRates(**rates), Server())
+    csd = ThrottledCsd(inner, CsdRates(**rates), Server(), Server())
 
     def seconds(action):
         began_s = clock.now_s
@@ -67,10 +68,11 @@ def transfers(count):
     return [Transfer(None, EXTENT, Path("file"))] * count  # type: ignore[arg-type]
 
 
-def update(csd):
+def update(csd, gradient=None):
     kernel = trace_update(optax.sgd(0.5), np.zeros(8, np.float32)).leaves[0].kernel
     array = np.zeros(NUM_BYTES // 4, np.float32)
-    rest = (array, ScalarInputs(), array, Rounding(0, 0))
+    given = array if gradient is None else gradient
+    rest = (given, ScalarInputs(), array, Rounding(0, 0))
     return csd.update(None, [EXTENT], kernel, *rest)
 
 
@@ -113,13 +115,45 @@ def test_state_crosses_the_link_of_the_host_alone(clock):
     assert seconds(lambda: update(csd)) == 4 + 4  # the gradient, and the result
 
 
-def test_a_cards_kernel_passes_over_state_gradient_and_result(clock):
+def test_a_cards_kernel_takes_in_state_and_gradient(clock):
     csd, inner, seconds = throttled(clock, is_host=False, kernel=1000.0)
-    assert seconds(lambda: update(csd)) == 2 * 4 + 4 + 4
+    assert seconds(lambda: update(csd)) == 4 + 4
     assert update(csd) == "update's"
     assert [name for name, _, _ in inner.calls] == ["update"] * 2
     csd, _, seconds = throttled(clock, is_host=True, kernel=1000.0)
     assert seconds(lambda: update(csd)) == 0
+
+
+def test_a_compressed_gradient_is_expanded_on_the_card(clock):
+    indices = np.arange(25, dtype=np.int32)
+    sparse = SparseGradient(indices, np.ones(25, np.float32), NUM_BYTES // 4)
+    csd, _, seconds = throttled(clock, is_host=False, decompress=500.0, link=100.0)
+    assert seconds(lambda: update(csd, sparse)) == 2 + 8 + 40
+    csd, _, seconds = throttled(clock, is_host=False, kernel=1000.0)
+    assert seconds(lambda: update(csd, sparse)) == 4 + 4
+
+
+def test_a_stored_gradient_comes_from_the_drive(clock):
+    rates = {"drive_read": 2000.0, "link": 1000.0}
+    csd, _, seconds = throttled(clock, is_host=False, **rates)
+    assert seconds(lambda: update(csd)) == 4 + 4
+    csd, _, seconds = throttled(
+        clock, is_host=False, has_stored_gradients=True, **rates
+    )
+    assert seconds(lambda: update(csd)) == 2 + 4
+
+
+def test_joined_csds_write_when_the_link_is_free(clock):
+    csd, _, seconds = throttled(clock, is_host=False, drive_write=4e3, is_joined=True)
+    csd._link.reserve(3000, 1000.0)
+    assert seconds(lambda: csd.write(transfers(1))) == 3 + 1
+    assert seconds(lambda: csd.write(transfers(1))) == 1
+
+
+def test_the_host_makes_buffers_for_one_csd_after_another(clock):
+    csd, _, seconds = throttled(clock, is_host=False, allocate=2000.0)
+    csd._host.reserve(NUM_BYTES, 1000.0)
+    assert seconds(lambda: csd.read(transfers(1))) == 4 + 2
 
 
 def test_an_update_that_changes_nothing_asks_no_card(clock):
