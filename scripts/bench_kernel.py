@@ -65,7 +65,7 @@ def handwritten(level: str, directory: Path):
         raise SystemExit("bench_kernel: expected a C++ compiler for the loop by hand")
     source, library = directory / "loop.cpp", directory / "loop.so"
     source.write_text(LOOP)
-    toolchain.compile_kernel(source, library, compiler=compiler, level=level)
+    toolchain.compile_source(source, library, compiler=compiler, level=level)
     function = ctypes.CDLL(str(library)).loop
     function.argtypes = [ctypes.c_long, *[ctypes.c_void_p] * 5, *[ctypes.c_float] * 7]
     function.restype = None

@@ -4,10 +4,6 @@ Invariant: the effect, the errors and the bytes counted are those of `DirectIO`,
 moves whatever the native call leaves, and everything where there is no compiler.
 """
 
-import ctypes
-import functools
-import logging
-import os
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,11 +11,9 @@ from typing import Any, NamedTuple
 
 from jaxinf.io import Buffer, ByteMeters, DirectIO
 from jaxinf.layout import PAGE_BYTES
-from jaxinf.native import libraries, toolchain
+from jaxinf.native import transfers as native
 
 __all__ = ["Piece", "Transfers"]
-
-_LOGGER = logging.getLogger("jaxinf.csd")
 
 
 class Piece(NamedTuple):
@@ -50,7 +44,7 @@ class Transfers:
     def __init__(self, root: Path, meters: ByteMeters) -> None:
         self._io = DirectIO(root, meters)
         self._meters = meters
-        native()  # which may have to be compiled
+        native.function()  # which may have to be compiled
 
     @property
     def direct(self) -> bool:
@@ -77,46 +71,20 @@ class Transfers:
 
     def _left(self, pieces: Sequence[Piece], *, writes: bool) -> Sequence[Piece]:
         """Moves what the native call can; the others."""
-        function = native() if self._io.direct else None
-        if function is None:
+        if not self._io.direct:
             return pieces
-        paths = b"".join([os.fsencode(piece.file) + b"\0" for piece in pieces])
         places = array("q")
         for _, buffer, buffer_offset, file_offset, num_bytes in pieces:
             places.extend((buffer.address + buffer_offset, file_offset, num_bytes))
-        done = array("q", bytes(8 * len(pieces)))
-        function(
-            len(pieces),
-            writes,
-            paths,
-            places.buffer_info()[0],
-            done.buffer_info()[0],
-        )
+        done = native.move([piece.file for piece in pieces], places, writes=writes)
+        if done is None:
+            return pieces
         moved = sum(num_bytes for num_bytes in done if num_bytes > 0)
         if writes:
             self._meters.add(drive_write_bytes=moved)
         else:
             self._meters.add(drive_read_bytes=moved)
         return [p for p, num_bytes in zip(pieces, done, strict=True) if num_bytes < 0]
-
-
-@functools.cache
-def native() -> Any:
-    """The native call, or None where there is none; says so once in the log."""
-    try:
-        function: Any = libraries.load_helper(toolchain.TRANSFERS)
-    except (toolchain.CompilerError, OSError) as error:
-        _LOGGER.info("models of many small leaves will be slower: %s", error)
-        return None
-    if function is not None:
-        function.argtypes = [
-            ctypes.c_int64,
-            ctypes.c_int,
-            ctypes.c_char_p,
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-        ]
-    return function
 
 
 def _request(piece: Piece) -> tuple[Any, ...]:

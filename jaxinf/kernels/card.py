@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 
 from jaxinf.errors import UnsupportedTransformError
-from jaxinf.kernels.compiled import scalar_word
+from jaxinf.kernels.calls import scalar_word
 from jaxinf.kernels.emitter import UnsupportedKernelError, emit
 from jaxinf.kernels.estimates import ESTIMATES_BYTES
 from jaxinf.kernels.lowering import lower

@@ -5,12 +5,9 @@ effect, with the roundings of jitted optax on XLA's CPU backend; where no compil
 can be had, the NumPy evaluator runs, and a warning was logged once.
 """
 
-import ctypes
 import functools
 import logging
-import operator
 import os
-import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxinf.kernels.calls import invoke, with_prototype
 from jaxinf.kernels.checking import check_arguments
 from jaxinf.kernels.codecs import CodedSlot
 from jaxinf.kernels.emitter import Source, UnsupportedKernelError, emit, header
@@ -26,92 +24,17 @@ from jaxinf.kernels.lowering import lower
 from jaxinf.kernels.passage import Passage, run_evaluator
 from jaxinf.native import libraries, toolchain
 from jaxinf.program.kernel import Kernel
-from jaxinf.typing import BFLOAT16, FLOAT16, FLOAT32, Array
+from jaxinf.typing import Array
 
 __all__ = [
     "CompiledKernel",
     "compile_kernel",
     "compiled",
-    "invoke",
     "runner",
-    "scalar_word",
     "source_of",
 ]
 
 _LOGGER = logging.getLogger("jaxinf.kernels")
-_DTYPES = (
-    FLOAT32, BFLOAT16, FLOAT16,
-    *map(np.dtype, ["int32", "uint32", "bool", "int8", "uint8", "int16", "uint16"]),
-)  # fmt: skip
-_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-_BF16_STOCHASTIC, _INT8_BLOCKS, _BF16_SPLIT = range(len(_DTYPES), len(_DTYPES) + 3)
-
-
-_WORD = 0xFFFFFFFF
-"""All 32 bits."""
-
-_ARRAY = "PPiII4x"
-"""``jaxinf::Array`` of ``cpp/shell.hpp``: data, beside, dtype, key, first."""
-
-_PASSAGE = "PPPi4x"
-"""``jaxinf::Passage``: given, sums, wanted, wants_params."""
-
-
-@dataclass(frozen=True)
-class _Block:
-    """All arguments of one call in one piece of memory: packed at once.
-
-    Arrays, passage, then words (scalars, constants, sums), then what is wanted.
-
-    Attributes:
-      packer: of all of it.
-      num_bytes: as long as that.
-      offsets: of gradient, params, out, slots, arrays, scalars, constants, passage.
-      sums: where those are.
-      sums_unpacker: of them.
-      wanted: where that is.
-    """
-
-    packer: struct.Struct
-    num_bytes: int
-    offsets: tuple[int, ...]
-    sums: int
-    sums_unpacker: struct.Struct
-    wanted: int
-
-    @classmethod
-    @functools.cache
-    def of(
-        cls,
-        num_slots: int,
-        num_arrays: int,
-        num_scalars: int,
-        num_words: int,
-        num_sums: int,
-    ) -> "_Block":
-        """For so many of each; the words are scalars and constants."""
-        length = struct.calcsize(_ARRAY)
-        arrays = 3 + num_slots
-        passage = (arrays + num_arrays) * length
-        words = passage + struct.calcsize(_PASSAGE)
-        first_sum = words + 4 * num_words
-        wanted = first_sum + 4 * num_sums
-        packer = struct.Struct(
-            _ARRAY * (arrays + num_arrays)
-            + _PASSAGE
-            + f"{num_words}I{4 * num_sums}x{num_sums}s"
-        )
-        return cls(
-            packer,
-            packer.size,
-            (
-                0, length, 2 * length, 3 * length, arrays * length,
-                words, words + 4 * num_scalars, passage,
-            ),
-            first_sum,
-            struct.Struct(f"{num_sums}I"),
-            wanted,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,50 +123,6 @@ class CompiledKernel:
         return finite
 
 
-def invoke(
-    function: Callable[..., int],
-    *,
-    gradient: Array,
-    params: Array | CodedSlot,
-    out: Array,
-    slots: Sequence[Array | CodedSlot],
-    arrays: Sequence[Array],
-    scalars: Sequence[np.generic],
-    constants: Sequence[int],
-    passage: Passage | None = None,
-) -> bool:
-    """Calls an entry point of `libraries` on contiguous arrays; nothing is checked."""
-    passage = passage or Passage()
-    num_stored = _num_stored(params) + sum(map(_num_stored, slots))
-    none = (False,) * num_stored
-    wanted = bytes((*(passage.reads or none), *(passage.writes or none)))
-    num_words = len(scalars) + len(constants)
-    block = _Block.of(len(slots), len(arrays), len(scalars), num_words, len(wanted))
-    memory = ctypes.create_string_buffer(block.num_bytes)
-    address = ctypes.addressof(memory)
-    given = passage.given
-    fields: list[Any] = []
-    for array in (gradient, params, out, *slots, *arrays):
-        fields += _array(array)
-    block.packer.pack_into(
-        memory,
-        0,
-        *fields,
-        0 if given is None else given.ctypes.data,
-        address + block.sums,
-        address + block.wanted,
-        passage.wants_params,
-        *map(scalar_word, scalars),
-        *constants,
-        wanted,
-    )
-    finite = function(gradient.size, *[address + offset for offset in block.offsets])
-    sums = block.sums_unpacker.unpack_from(memory, block.sums)
-    told = tuple(map(operator.mul, sums, wanted))
-    passage.read, passage.written = told[:num_stored], told[num_stored:]
-    return bool(finite)
-
-
 def runner(kernel: Kernel) -> Callable[..., bool]:
     """What to call with `evaluate`'s arguments: compiled code if possible.
 
@@ -297,7 +176,7 @@ def compile_kernel(
         kernel=kernel,
         level=level,
         origin=origin,
-        _function=function,
+        _function=with_prototype(function),
         _constants=source.constants,
     )
 
@@ -355,28 +234,3 @@ def _warn(reason: str) -> None:
         "differ from jitted optax's: %s",
         reason,
     )
-
-
-def _array(array: Array | CodedSlot) -> tuple[int, int, int, int, int]:
-    """The fields of `_ARRAY`."""
-    if not isinstance(array, CodedSlot):
-        return array.ctypes.data, 0, _CODES[array.dtype], 0, 0
-    codes, scales, rest = array.codes.ctypes.data, array.scales, array.remainders
-    key, first = array.key & _WORD, array.first & _WORD
-    if rest is not None:
-        return codes, rest.ctypes.data, _BF16_SPLIT, key, first
-    if scales is None:
-        return codes, 0, _BF16_STOCHASTIC, key, first
-    return codes, scales.ctypes.data, _INT8_BLOCKS, key, first
-
-
-def _num_stored(state: Array | CodedSlot) -> int:
-    """Of how many arrays it is stored."""
-    return 2 if isinstance(state, CodedSlot) and state.beside is not None else 1
-
-
-def scalar_word(number: np.generic | Array) -> int:
-    """The 32 bits in which a kernel takes a scalar; all set for true."""
-    if number.dtype == np.bool_:
-        return _WORD if number else 0
-    return int(np.asarray(number).view(np.uint32))

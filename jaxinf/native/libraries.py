@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: those that came with the package, and a cache of others.
+"""Compiled C++ on disk: what came with the package, and a cache of the rest.
 
 Invariant: what is loaded is complete: a cached library ends with a checksum of itself,
 is written under another name and renamed; a damaged one is compiled again.
@@ -34,20 +34,23 @@ def cache_directory() -> Path:
     return Path(base) / "jaxinf"
 
 
-def load_prebuilt(source: str, level: str) -> Callable[..., int] | None:
-    """The entry point of `source` where the installed package has it, else None."""
+def load_prebuilt(source: str, level: str) -> Any:
+    """The entry point of `source` where the installed package has it, else None.
+
+    It has no prototype yet, here and below: who calls it knows its arguments.
+    """
     library = _prebuilt_library(level)
     if library is None:
         return None
-    function = getattr(library, toolchain.entry_point(source), None)
-    return None if function is None else _prototype(function)
+    return getattr(library, toolchain.entry_point(source), None)
 
 
-def load_cached(source: str, level: str, compiler: str) -> Callable[..., int]:
+def load_cached(source: str, level: str, compiler: str) -> Any:
     """The entry point of `source`, compiled unless the cache has it; blocks.
 
-    Processes that need the same kernel at once may each compile it; the last one's file
-    stays. Where the cache cannot be written the library lives as long as the process.
+    Processes that need the same library at once may each compile it; the last one's
+    file stays. Where the cache cannot be written, the library lives as long as the
+    process.
 
     Raises:
       CompilerError: The compiler failed.
@@ -60,12 +63,12 @@ def load_cached(source: str, level: str, compiler: str) -> Callable[..., int]:
         with tempfile.TemporaryDirectory(prefix="jaxinf-") as directory:
             path = Path(directory) / f"{key}.so"
             compile_(path)
-            return _prototype(ctypes.CDLL(str(path)).jaxinf_kernel)
-    return _prototype(ctypes.CDLL(str(path)).jaxinf_kernel)
+            return ctypes.CDLL(str(path)).jaxinf_entry
+    return ctypes.CDLL(str(path)).jaxinf_entry
 
 
 def load_helper(path: Path) -> Any:
-    """The entry point of one of `toolchain.HELPERS`, its prototype still to be set.
+    """The entry point of one of `toolchain.HELPERS`.
 
     Blocks while it is compiled, where the installed package has none. None on other
     processors than x86-64.
@@ -99,12 +102,6 @@ def cached_library(key: str, compile_: Callable[[Path], None]) -> Path:
     return path
 
 
-def _prototype(function: Any) -> Callable[..., int]:
-    function.argtypes = [ctypes.c_long, *[ctypes.c_void_p] * 8]
-    function.restype = ctypes.c_int
-    return function
-
-
 @functools.cache
 def _prebuilt_library(level: str) -> ctypes.CDLL | None:
     path = toolchain.prebuilt_library(level)
@@ -117,7 +114,7 @@ def _prebuilt_library(level: str) -> ctypes.CDLL | None:
 def _compile(source: str, level: str, compiler: str, output: Path) -> None:
     text = output.with_suffix(".cpp")
     text.write_text(source)
-    toolchain.compile_kernel(text, output, compiler=compiler, level=level)
+    toolchain.compile_source(text, output, compiler=compiler, level=level)
 
 
 def _write(path: Path, compile_: Callable[[Path], None]) -> None:

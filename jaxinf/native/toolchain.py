@@ -1,4 +1,4 @@
-"""Compilers and processors: how a kernel's source becomes a library for this machine.
+"""Compilers and processors: how C++ becomes a library for this machine.
 
 Invariant: the standard library alone is used, so that a wheel's build can run this file
 without jaxinf's dependencies.
@@ -22,8 +22,8 @@ __all__ = [
     "TRANSFERS",
     "CompilerError",
     "command",
-    "compile_kernel",
     "compile_package",
+    "compile_source",
     "content_hash",
     "entry_point",
     "find_compiler",
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 LEVELS = ("x86-64-v4", "x86-64-v3")
-"""What kernels are compiled for, best first; all give the same bits."""
+"""What C++ is compiled for, best first; all give the same bits."""
 
 INCLUDE = Path(__file__).parent / "cpp"
 GENERATED = Path(__file__).parent / "generated"
@@ -86,7 +86,7 @@ def find_compiler() -> str | None:
 
 
 def content_hash(source: str) -> str:
-    """What identifies a kernel: its source, the comment on top excepted, and shell."""
+    """What identifies a source: all but the comment on top, and the headers."""
     digest = hashlib.sha256(_headers())
     lines = source.splitlines(keepends=True)
     while lines and (lines[0].startswith("//") or not lines[0].strip()):
@@ -96,17 +96,17 @@ def content_hash(source: str) -> str:
 
 
 def entry_point(source: str) -> str:
-    """The name of a kernel's function in a library of several."""
+    """The name of its function in a library of several."""
     return f"jaxinf_{content_hash(source)[:32]}"
 
 
 def prebuilt_library(level: str) -> Path:
     """The package's library for a level; absent where the build had no compiler."""
-    return PREBUILT / f"kernels-{level}.so"
+    return PREBUILT / f"jaxinf-{level}.so"
 
 
 def key_of_library(source: str, compiler: str, level: str) -> str:
-    """What identifies a compiled kernel: content, compiler and flags."""
+    """What identifies a compiled source: content, compiler and flags."""
     path = os.path.realpath(compiler)
     status = os.stat(path)
     identity = (path, status.st_size, status.st_mtime_ns, *command(compiler, level))
@@ -120,8 +120,8 @@ def command(compiler: str, level: str) -> list[str]:
     return [compiler, f"-march={level}", *_FLAGS, f"-I{INCLUDE}"]
 
 
-def compile_kernel(source: Path, output: Path, *, compiler: str, level: str) -> None:
-    """Compiles one kernel, with the entry point ``jaxinf_kernel``.
+def compile_source(source: Path, output: Path, *, compiler: str, level: str) -> None:
+    """Compiles one file, whose entry point is then ``jaxinf_entry``.
 
     Raises:
       CompilerError: The compiler failed.
@@ -148,7 +148,7 @@ def compile_package(output: Path, *, compiler: str, level: str) -> None:
         ]
     text = output.with_suffix(".cpp")
     text.write_text("\n".join(lines))
-    compile_kernel(text, output, compiler=compiler, level=level)
+    compile_source(text, output, compiler=compiler, level=level)
     text.unlink()
 
 

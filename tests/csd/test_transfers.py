@@ -5,11 +5,11 @@ import os
 import numpy as np
 import pytest
 
-from jaxinf.csd import transfers
 from jaxinf.csd.transfers import Piece, Transfers
 from jaxinf.errors import StoreIOError
 from jaxinf.io import BufferPool, ByteCounts, ByteMeters, DirectIO
-from jaxinf.native import toolchain
+from jaxinf.native import libraries, toolchain
+from jaxinf.native import transfers as native
 
 PAGE = 4096
 LENGTHS = [1, 100, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE, 5 * PAGE + 17]
@@ -26,7 +26,7 @@ def native_or_skip():
     """Where there can be a native call there has to be one."""
     if not toolchain.levels() or toolchain.find_compiler() is None:
         pytest.skip("no C++ compiler, or another processor than x86-64")
-    assert transfers.native() is not None
+    assert native.function() is not None
 
 
 @pytest.fixture(params=["native", "python"])
@@ -34,7 +34,7 @@ def way(request, monkeypatch):
     if request.param == "native":
         native_or_skip()
     else:
-        monkeypatch.setattr(transfers, "native", lambda: None)
+        monkeypatch.setattr(native, "function", lambda: None)
     return request.param
 
 
@@ -100,13 +100,13 @@ def test_moves_what_direct_io_moves(tmp_path, pool, way, room):
 
 def test_one_call_for_all(tmp_path, pool, monkeypatch):
     native_or_skip()
-    function, calls = transfers.native(), []
+    function, calls = native.function(), []
 
     def counted(*arguments):
         calls.append(arguments[0])
         return function(*arguments)
 
-    monkeypatch.setattr(transfers, "native", lambda: counted)
+    monkeypatch.setattr(native, "function", lambda: counted)
     moved = Transfers(tmp_path, ByteMeters())
     if not moved.direct:
         pytest.skip(f"{tmp_path}: no direct I/O there")
@@ -150,9 +150,9 @@ def test_a_short_file_is_named(tmp_path, pool, way):
 
 
 def test_no_compiler_is_no_error(monkeypatch, caplog):
-    monkeypatch.setattr(transfers.libraries, "load_prebuilt", lambda *_: None)
-    monkeypatch.setattr(transfers.toolchain, "find_compiler", lambda: None)
-    monkeypatch.setattr(transfers.toolchain, "levels", lambda: ("x86-64-v3",))
-    with caplog.at_level("INFO", "jaxinf.csd"):
-        assert transfers.native.__wrapped__() is None
+    monkeypatch.setattr(libraries, "load_prebuilt", lambda *_: None)
+    monkeypatch.setattr(toolchain, "find_compiler", lambda: None)
+    monkeypatch.setattr(toolchain, "levels", lambda: ("x86-64-v3",))
+    with caplog.at_level("INFO", "jaxinf.native"):
+        assert native.function.__wrapped__() is None
     assert "small leaves will be slower: no C++ compiler" in caplog.text

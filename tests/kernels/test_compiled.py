@@ -1,10 +1,8 @@
 """Compiled kernels: where they come from, what they take, what they fall back to."""
 
 import os
-import sys
 import threading
 from functools import partial
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -313,48 +311,6 @@ def test_a_kernel_is_compiled_once(counted, tmp_path):
 
 
 @needs_compiler
-@pytest.mark.parametrize("damage", ["empty", "cut", "changed"])
-def test_a_damaged_library_is_compiled_again(counted, tmp_path, damage, run_python):
-    counted(unusual_kernel())
-    (library,) = (tmp_path / "cache" / "kernels").iterdir()
-    content = library.read_bytes()
-    library.unlink()  # this process has it open
-    half = len(content) // 2
-    changed = content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :]
-    library.write_bytes(
-        {"empty": b"", "cut": content[:half], "changed": changed}[damage]
-    )
-    program = """
-import sys, jax.numpy as jnp, optax
-from jaxinf.program import trace_update
-from jaxinf.kernels.compiled import compile_kernel
-tx = optax.chain(optax.clip(3.0), optax.scale(-0.1))
-kernel = trace_update(tx, [jnp.zeros(8)]).leaves[0].kernel
-compile_kernel(kernel, level=sys.argv[1], compiler=sys.argv[2])
-"""
-    run_python(program, LEVELS[0], counted.script)
-    assert counted.runs() == 2
-    assert len(library.read_bytes()) == len(content)
-
-
-@needs_compiler
-def test_concurrent_compilations_leave_one_library(counted, tmp_path):
-    kernel, results = unusual_kernel(), []
-    threads = [
-        threading.Thread(target=lambda: results.append(counted(kernel)))
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 4
-    assert len(list((tmp_path / "cache" / "kernels").iterdir())) == 1
-    assert 1 <= counted.runs() <= 4
-    counted(kernel)
-
-
-@needs_compiler
 def test_a_cache_that_cannot_be_written(counted, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("JAXINF_CACHE_DIR", str(tmp_path / "file"))
@@ -420,12 +376,3 @@ def test_kernels_of_narrow_integers_run_on_numpy(caplog):
     arguments = chunk(kernel, 5) | {"gradient": np.float32([1.5, -2.5, 0, 300, -0.5])}
     runner(kernel)(**arguments)
     assert arguments["out"].tolist() == [1, -2, 0, 127, 0]
-
-
-def test_the_package_has_what_a_compilation_needs():
-    assert sorted(path.name for path in toolchain.INCLUDE.iterdir()) == [
-        "block_codec.hpp", "codecs.hpp", "crc32c.hpp", "lanes.hpp", "rsqrt.hpp",
-        "rsqrt_estimates.cpp", "shell.hpp", "transfers.cpp",
-    ]  # fmt: skip
-    assert Path(toolchain.__file__).parent == toolchain.GENERATED.parent
-    assert sys.modules["jaxinf.native.toolchain"] is toolchain

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from jaxinf.kernels import lowering
-from jaxinf.kernels.compiled import invoke
+from jaxinf.kernels.calls import invoke, with_prototype
 from jaxinf.kernels.emitter import emit
 from jaxinf.kernels.standard import standard_kernels
 from jaxinf.native import libraries, toolchain
@@ -53,7 +53,7 @@ def numbers(rng, scale=1.0):
 
 def run(kernel, compiler, level):
     source = emit(lowering.lower(kernel))
-    function = libraries.load_cached(source.text, level, compiler)
+    function = with_prototype(libraries.load_cached(source.text, level, compiler))
     rng = np.random.default_rng(2)
     gradient, params, out = (numbers(rng) for _ in range(3))
     slots = [np.abs(numbers(rng)).astype(dtype) for dtype in kernel.slot_dtypes]

@@ -11,7 +11,7 @@ import optax
 import pytest
 from jax import lax
 
-from jaxinf.kernels.compiled import invoke
+from jaxinf.kernels.calls import invoke, with_prototype
 from jaxinf.kernels.emitter import emit
 from jaxinf.kernels.lowering import LoweredBody, lower
 from jaxinf.kernels.operations import OPERATIONS
@@ -153,8 +153,10 @@ def test_each_equation_is_within_one_unit(name, record_property):
     kernel = trace_update(OPTIMIZERS[name], [jnp.zeros(8)] * 2).leaves[0].kernel
     body = lower(kernel)
     source = emit(probe(body))
-    function = libraries.load_cached(
-        source.text, toolchain.levels()[0], toolchain.find_compiler()
+    function = with_prototype(
+        libraries.load_cached(
+            source.text, toolchain.levels()[0], toolchain.find_compiler()
+        )
     )
     rng = np.random.default_rng(1)
     slots = [np.abs(numbers(rng)).astype(dtype) for dtype in kernel.slot_dtypes]

@@ -25,7 +25,7 @@ HIGHS += [high | 0x8000 for high in HIGHS]
 
 HARNESS = """
 #include "codecs.hpp"
-extern "C" __attribute__((visibility("default"))) void jaxinf_kernel(
+extern "C" __attribute__((visibility("default"))) void jaxinf_entry(
     const std::uint32_t* bits, std::uint16_t* rounded, std::uint16_t* remainders,
     std::uint32_t* decoded, long num) {
   jaxinf::encode_split(bits, num, rounded, remainders);
@@ -46,10 +46,10 @@ def in_machine_code(tmp_path_factory):
     (place / "codec.cpp").write_text(HARNESS)
     compiler, library = toolchain.find_compiler(), place / "codec.so"
     level = levels()[-1]
-    toolchain.compile_kernel(
+    toolchain.compile_source(
         place / "codec.cpp", library, compiler=compiler, level=level
     )
-    function = ctypes.CDLL(str(library)).jaxinf_kernel
+    function = ctypes.CDLL(str(library)).jaxinf_entry
     function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long]
 
     def run(bits):

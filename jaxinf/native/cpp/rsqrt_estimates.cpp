@@ -40,7 +40,7 @@ bool is_table(const std::uint16_t* entries) {
 }  // namespace
 
 #ifndef JAXINF_ENTRY
-#define JAXINF_ENTRY jaxinf_kernel
+#define JAXINF_ENTRY jaxinf_entry
 #endif
 
 // Fills `num_estimates` entries; returns how many Newton steps the host's kernels take,

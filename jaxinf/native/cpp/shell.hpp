@@ -359,7 +359,7 @@ class FlushToZero {
 };
 
 #ifndef JAXINF_ENTRY
-#define JAXINF_ENTRY jaxinf_kernel
+#define JAXINF_ENTRY jaxinf_entry
 #endif
 
 // The function that is called: 1 where the gradient is finite, else 0.

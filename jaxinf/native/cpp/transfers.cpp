@@ -46,7 +46,7 @@ inline std::int64_t moved(int file, const Piece& piece, bool writes) {
 }  // namespace jaxinf_transfers
 
 #ifndef JAXINF_ENTRY
-#define JAXINF_ENTRY jaxinf_kernel
+#define JAXINF_ENTRY jaxinf_entry
 #endif
 
 // Moves pieces one after another by direct I/O. `paths`: one a piece, each ended by a

@@ -1,0 +1,95 @@
+"""The cache of compiled libraries: complete or made again, whoever else makes them."""
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from jaxinf.native import libraries, toolchain
+
+COMPILER = toolchain.find_compiler()
+SOURCE = """
+#ifndef JAXINF_ENTRY
+#define JAXINF_ENTRY jaxinf_entry
+#endif
+extern "C" __attribute__((visibility("default"))) int JAXINF_ENTRY() { return 42; }
+"""
+LOAD = """
+import sys
+from jaxinf.native import libraries
+print(libraries.load_cached(*sys.argv[1:])())
+"""
+
+pytestmark = pytest.mark.skipif(
+    not (COMPILER and toolchain.levels()),
+    reason="no C++ compiler, or a processor below x86-64-v3",
+)
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """Loads `SOURCE` by a compiler that counts its runs, with a cache of its own."""
+    log, script = tmp_path / "runs", tmp_path / "compiler"
+    script.write_text(f'#!/bin/sh\necho run >> {log}\nexec {COMPILER} "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("JAXINF_CACHE_DIR", str(tmp_path / "cache"))
+
+    def load_one():
+        return libraries.load_cached(*load_one.arguments)
+
+    load_one.arguments = (SOURCE, toolchain.levels()[0], str(script))
+    load_one.runs = lambda: len(log.read_text().split()) if log.exists() else 0
+    return load_one
+
+
+def cached(tmp_path):
+    return list((tmp_path / "cache" / "kernels").iterdir())
+
+
+@pytest.mark.parametrize("damage", ["none", "empty", "cut", "changed"])
+def test_a_damaged_library_is_compiled_again(load, tmp_path, damage, run_python):
+    assert load()() == 42
+    (library,) = cached(tmp_path)
+    content = library.read_bytes()
+    library.unlink()  # this process has it open
+    half = len(content) // 2
+    changed = content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :]
+    left = {"none": content, "empty": b"", "cut": content[:half], "changed": changed}
+    library.write_bytes(left[damage])
+    assert run_python(LOAD, *load.arguments).stdout == "42\n"
+    assert load.runs() == (1 if damage == "none" else 2)
+    assert len(library.read_bytes()) == len(content)
+
+
+def test_concurrent_compilations_leave_one_library(load, tmp_path):
+    results = []
+    threads = [
+        threading.Thread(target=lambda: results.append(load())) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [function() for function in results] == [42] * 4
+    assert len(cached(tmp_path)) == 1
+    assert 1 <= load.runs() <= 4
+    load()
+
+
+def test_without_a_cache_that_can_be_written_there_is_a_library_all_the_same(
+    load, tmp_path, monkeypatch
+):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("JAXINF_CACHE_DIR", str(tmp_path / "file"))
+    assert load()() == 42
+    assert load.runs() == 1
+
+
+def test_the_package_has_what_a_compilation_needs():
+    assert sorted(path.name for path in toolchain.INCLUDE.iterdir()) == [
+        "block_codec.hpp", "codecs.hpp", "crc32c.hpp", "lanes.hpp", "rsqrt.hpp",
+        "rsqrt_estimates.cpp", "shell.hpp", "transfers.cpp",
+    ]  # fmt: skip
+    assert Path(toolchain.__file__).parent == toolchain.GENERATED.parent
+    assert sys.modules["jaxinf.native.toolchain"] is toolchain
