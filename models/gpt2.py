@@ -8,65 +8,49 @@ nested dict that any optimizer or store can take.
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-__all__ = [
-    "GPT2",
-    "PRESETS",
-    "DTypeName",
-    "GPT2Config",
-    "abstract_params",
-    "loss",
-    "num_params",
-    "split",
-]
+from .layers import (
+    INIT_STDDEV,
+    Key,
+    ModelConfig,
+    Remat,
+    attention_mask,
+    check_length,
+    dropout,
+    embedding,
+    join_heads,
+    layer_norm,
+    linear,
+    look_up,
+    output_logits,
+    positions_in,
+    run_blocks,
+    split_heads,
+    split_key,
+)
 
-DTypeName: TypeAlias = Literal["float32", "bfloat16"]
-Params: TypeAlias = dict[str, Any]
+__all__ = ["GPT2", "PRESETS", "GPT2Config"]
 
-INIT_STDDEV = 0.02
 LAYER_NORM_EPSILON = 1e-5
-MAX_LOGITS_BYTES = 256 << 20  # fp32 logits that `loss` holds at once
 
 
 @dataclasses.dataclass(frozen=True)
-class GPT2Config:
-    """Shape and precision of a GPT-2; hashable, so it can be a static jit argument.
-
-    Raises:
-        ValueError: a size is below one, the heads do not divide the features, or a
-            dtype is not one of those named here.
-    """
+class GPT2Config(ModelConfig):
+    """Shape and precision of a GPT-2."""
 
     vocab_size: int
     num_positions: int  # the longest sequence
     num_layers: int
     num_heads: int
     num_features: int
-    dtype: DTypeName = "float32"  # of activations and matrix products
-    param_dtype: DTypeName = "float32"
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type is int and value < 1:
-                raise ValueError(
-                    f"GPT2Config.{field.name}: expected at least 1, got {value}"
-                )
-            if field.type is DTypeName and value not in ("float32", "bfloat16"):
-                raise ValueError(
-                    f"GPT2Config.{field.name}: expected 'float32' or 'bfloat16', "
-                    f"got {value!r}"
-                )
-        if self.num_features % self.num_heads:
-            raise ValueError(
-                f"GPT2Config: num_heads={self.num_heads} must divide "
-                f"num_features={self.num_features}"
-            )
+        super().__post_init__()
+        self.check_divides("num_heads", "num_features")
 
 
 PRESETS: Mapping[str, GPT2Config] = {
@@ -80,49 +64,14 @@ PRESETS: Mapping[str, GPT2Config] = {
 }
 
 
-def num_params(config: GPT2Config) -> int:
-    """Number of parameters, by arithmetic; the tied output head counts once."""
-    f = config.num_features
-    norms = 4 * f
-    attention = (3 * f * f + 3 * f) + (f * f + f)
-    mlp = (4 * f * f + 4 * f) + (4 * f * f + f)
-    embeddings = (config.vocab_size + config.num_positions) * f
-    return embeddings + config.num_layers * (norms + attention + mlp) + 2 * f
-
-
-def _linear(
-    config: GPT2Config,
-    num_in: int,
-    num_out: int,
-    *,
-    rngs: nnx.Rngs,
-    stddev: float = INIT_STDDEV,
-) -> nnx.Linear:
-    return nnx.Linear(
-        num_in,
-        num_out,
-        kernel_init=nnx.initializers.normal(stddev),
-        dtype=jnp.dtype(config.dtype),
-        param_dtype=jnp.dtype(config.param_dtype),
-        rngs=rngs,
-    )
-
-
 def _projection(config: GPT2Config, num_in: int, *, rngs: nnx.Rngs) -> nnx.Linear:
     """Linear back onto the skip path: 2 per layer add up, hence the smaller init."""
     stddev = INIT_STDDEV / math.sqrt(2 * config.num_layers)
-    return _linear(config, num_in, config.num_features, rngs=rngs, stddev=stddev)
+    return linear(config, num_in, config.num_features, rngs=rngs, stddev=stddev)
 
 
-def _layer_norm(config: GPT2Config, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    return nnx.LayerNorm(
-        config.num_features,
-        epsilon=LAYER_NORM_EPSILON,
-        use_fast_variance=False,  # E[x^2] - E[x]^2 would cancel
-        dtype=jnp.dtype(config.dtype),
-        param_dtype=jnp.dtype(config.param_dtype),
-        rngs=rngs,
-    )
+def _norm(config: GPT2Config, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    return layer_norm(config, config.num_features, LAYER_NORM_EPSILON, rngs=rngs)
 
 
 class Attention(nnx.Module):
@@ -130,20 +79,19 @@ class Attention(nnx.Module):
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
         self.num_heads = config.num_heads
-        self.qkv = _linear(
-            config, config.num_features, 3 * config.num_features, rngs=rngs
-        )
-        self.proj = _projection(config, config.num_features, rngs=rngs)
+        num_features = config.num_features
+        self.qkv = linear(config, num_features, 3 * num_features, rngs=rngs)
+        self.proj = _projection(config, num_features, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         """Map [batch, seq, features] to the same shape and dtype."""
-        batch, seq, features = x.shape
-        qkv = self.qkv(x).reshape(
-            batch, seq, 3, self.num_heads, features // self.num_heads
+        q, k, v = (
+            split_heads(part, self.num_heads)
+            for part in jnp.split(self.qkv(x), 3, axis=-1)
         )
-        q, k, v = (qkv[:, :, i] for i in range(3))
-        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)  # fp32 softmax
-        return self.proj(mixed.reshape(batch, seq, features))
+        # The softmax is in fp32.
+        mixed = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True)
+        return self.proj(join_heads(mixed))
 
 
 class MLP(nnx.Module):
@@ -151,7 +99,7 @@ class MLP(nnx.Module):
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
         hidden = 4 * config.num_features
-        self.up = _linear(config, config.num_features, hidden, rngs=rngs)
+        self.up = linear(config, config.num_features, hidden, rngs=rngs)
         self.down = _projection(config, hidden, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -163,15 +111,19 @@ class Block(nnx.Module):
     """One pre-norm transformer layer; all blocks of a model have the same structure."""
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
-        self.ln_1 = _layer_norm(config, rngs=rngs)
+        self.dropout = config.dropout
+        self.ln_1 = _norm(config, rngs=rngs)
         self.attn = Attention(config, rngs=rngs)
-        self.ln_2 = _layer_norm(config, rngs=rngs)
+        self.ln_2 = _norm(config, rngs=rngs)
         self.mlp = MLP(config, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, mask: jax.Array | None = None, key: Key = None
+    ) -> jax.Array:
         """Map [batch, seq, features] to the same shape and dtype."""
-        x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
+        key_1, key_2 = split_key(key, 2)
+        x = x + dropout(self.attn(self.ln_1(x), mask), self.dropout, key_1)
+        return x + dropout(self.mlp(self.ln_2(x)), self.dropout, key_2)
 
 
 class GPT2(nnx.Module):
@@ -183,113 +135,65 @@ class GPT2(nnx.Module):
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
         self.config = config
-        init = nnx.initializers.normal(INIT_STDDEV)
-        dtype, f = jnp.dtype(config.param_dtype), config.num_features
-        self.wte = nnx.Param(init(rngs.params(), (config.vocab_size, f), dtype))
-        self.wpe = nnx.Param(init(rngs.params(), (config.num_positions, f), dtype))
+        features = config.num_features
+        self.wte = embedding(config, config.vocab_size, features, rngs=rngs)
+        self.wpe = embedding(config, config.num_positions, features, rngs=rngs)
         for i in range(
             config.num_layers
         ):  # h0, h1, ...: string keys, not a list's ints
             setattr(self, f"h{i}", Block(config, rngs=rngs))
-        self.ln_f = _layer_norm(config, rngs=rngs)
+        self.ln_f = _norm(config, rngs=rngs)
 
     @property
     def blocks(self) -> list[Block]:
         """The layers in order."""
         return [getattr(self, f"h{i}") for i in range(self.config.num_layers)]
 
-    def embed(self, tokens: jax.Array) -> jax.Array:
+    def embed(self, tokens: jax.Array, segments: jax.Array | None = None) -> jax.Array:
         """Token plus position embeddings: int [batch, seq] to [batch, seq, features].
 
         Raises:
             ValueError: `seq` is above the config's `num_positions`.
         """
         seq = tokens.shape[-1]
-        if seq > self.config.num_positions:
-            raise ValueError(
-                f"GPT2.embed: expected at most num_positions="
-                f"{self.config.num_positions} tokens a sequence, got {seq}"
-            )
-        # Looked up before the cast, so that gradients add up in the param dtype.
-        x = jnp.take(self.wte[...], tokens, axis=0).astype(self.config.dtype)
-        return x + self.wpe[...][:seq].astype(self.config.dtype)
+        check_length("GPT2.embed", seq, self.config.num_positions)
+        x = look_up(self.config, self.wte, tokens)
+        if segments is None:
+            return x + self.wpe[...][:seq].astype(self.config.dtype)
+        return x + look_up(self.config, self.wpe, positions_in(segments))
 
-    def hidden(self, tokens: jax.Array) -> jax.Array:
-        """Last layer's normed output, [batch, seq, features] in the compute dtype."""
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.ln_f(x)
+    def hidden(
+        self,
+        tokens: jax.Array,
+        *,
+        segments: jax.Array | None = None,
+        key: Key = None,
+        remat: Remat = None,
+    ) -> jax.Array:
+        """Last layer's normed output, [batch, seq, features] in the compute dtype.
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+        Args:
+            tokens: int [batch, seq].
+            segments: int [batch, seq], the document that each token is of; documents
+                do not see each other, and positions count anew in each.
+            key: for dropout.
+            remat: what wraps each block's function, such as `jax.checkpoint`.
+        """
+        key_0, key = split_key(key, 2)
+        x = dropout(self.embed(tokens, segments), self.config.dropout, key_0)
+        mask = attention_mask(segments, segments)
+        return self.ln_f(run_blocks(self.blocks, x, key=key, remat=remat, mask=mask))
+
+    def __call__(
+        self, tokens: jax.Array, *, segments: jax.Array | None = None
+    ) -> jax.Array:
         """Next-token logits: int [batch, seq] to float32 [batch, seq, vocab]."""
-        return self.head(self.hidden(tokens))
+        return self.head(self.hidden(tokens, segments=segments))
+
+    def output(self) -> tuple[jax.Array, None]:
+        """The output head: a table of [vocab, features], and no bias."""
+        return self.wte[...], None
 
     def head(self, x: jax.Array) -> jax.Array:
         """Logits of `hidden`'s output: [..., features] to float32 [..., vocab]."""
-        return _logits(x, self.wte[...])
-
-
-def _logits(x: jax.Array, table: jax.Array) -> jax.Array:
-    return jnp.einsum(
-        "...f,vf->...v", x, table.astype(x.dtype), preferred_element_type=jnp.float32
-    )
-
-
-def split(model: GPT2) -> tuple[nnx.GraphDef[GPT2], Params]:
-    """Split into a static, hashable graphdef and params as a plain nested dict.
-
-    `nnx.merge(graphdef, params)` is the way back, also inside jit and grad::
-
-        graphdef, params = split(GPT2(config, rngs=nnx.Rngs(0)))
-        grads = jax.grad(lambda p: loss(nnx.merge(graphdef, p), x, y))(params)
-    """
-    graphdef, state = nnx.split(model)
-    return graphdef, nnx.to_pure_dict(state)
-
-
-def abstract_params(config: GPT2Config) -> tuple[nnx.GraphDef[GPT2], Params]:
-    """Like `split`, but of `jax.ShapeDtypeStruct`s: no memory, whatever the size."""
-    return split(nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0))))
-
-
-def loss(model: GPT2, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-    """Mean cross entropy of the next token, in nats, as a float32 scalar.
-
-    Where the logits would be large (vocabulary 50257), they are computed for a slice of
-    the sequence at a time and again in the backward pass, never kept whole.
-
-    Args:
-        model: the language model.
-        tokens: int [batch, seq].
-        targets: int [batch, seq], the token after each of `tokens`.
-    """
-    x = model.hidden(tokens)
-    # fp32, so that the gradients of the slices add up in fp32.
-    table = model.wte[...].astype(jnp.float32)
-    num_logits = tokens.size * model.config.vocab_size
-    num_slices = _num_slices(tokens.shape[1], num_logits * 4)
-    if num_slices == 1:
-        return _sum_cross_entropy(x, targets, table) / targets.size
-
-    def sliced(a: jax.Array) -> jax.Array:
-        return jnp.stack(jnp.split(a, num_slices, axis=1))
-
-    @jax.checkpoint
-    def add(total: jax.Array, part: tuple[jax.Array, jax.Array]):
-        return total + _sum_cross_entropy(*part, table), None
-
-    total, _ = jax.lax.scan(add, jnp.float32(0), (sliced(x), sliced(targets)))
-    return total / targets.size
-
-
-def _num_slices(seq: int, logits_bytes: int) -> int:
-    """Fewest equal slices of the sequence whose logits fit in MAX_LOGITS_BYTES."""
-    fewest = max(1, math.ceil(logits_bytes / MAX_LOGITS_BYTES))
-    return next((n for n in range(fewest, seq) if seq % n == 0), seq)
-
-
-def _sum_cross_entropy(x: jax.Array, targets: jax.Array, table: jax.Array) -> jax.Array:
-    logits = _logits(x, table)
-    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - picked)
+        return output_logits(x, *self.output())

@@ -4,18 +4,19 @@ Invariant: shapes are fixed for a whole call, so no token costs a new compilatio
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .gpt2 import GPT2, Params, split
+from .registry import Params, split
 
 __all__ = ["generate"]
 
 
 def generate(
-    model: GPT2,
+    model: Any,
     prompt_tokens: jax.Array,
     num_tokens: int,
     *,
@@ -91,7 +92,7 @@ def _check(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _sample(
-    graphdef: nnx.GraphDef[GPT2],
+    graphdef: Any,
     params: Params,
     context: jax.Array,
     filled: jax.Array,

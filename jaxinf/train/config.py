@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 import tyro
-from jaxinf_models import PRESETS, GPT2Config
+from jaxinf_models import MODELS, ModelConfig
 
 from jaxinf.compress import TopK, parse_compression
 from jaxinf.csd import parse_csd
@@ -26,7 +26,6 @@ from jaxinf.typing import JsonValue
 __all__ = ["TrainConfig", "UsageError", "check", "format_bytes", "parse_bytes"]
 
 ModelName: TypeAlias = Literal["gpt2"]
-PresetName: TypeAlias = Literal["nano", "small", "medium", "large", "xl"]
 DTypeName: TypeAlias = Literal["float32", "bfloat16"]
 ScheduleName: TypeAlias = Literal["constant", "cosine"]
 ReferenceName: TypeAlias = Literal["fused", "split"]
@@ -129,9 +128,9 @@ class TrainConfig:
     # The architecture.
     model: ModelName = "gpt2"
 
-    # Its size: nano has 0.9 M params, small 124 M, medium 355 M, large 774 M and xl
-    # the full 1558 M.
-    preset: PresetName = "nano"
+    # Its size, by the name of one of the architecture's presets. gpt2: nano has 0.9 M
+    # params, small 124 M, medium 355 M, large 774 M and xl the full 1558 M.
+    preset: Annotated[str, tyro.conf.arg(metavar="NAME")] = "nano"
 
     # Sequences a step.
     batch_size: int = 8
@@ -150,7 +149,7 @@ class TrainConfig:
     # Peak learning rate. Optimizers other than adam and adamw must name it.
     learning_rate: Annotated[
         float | None,
-        _shown("RATE", "2e-3 nano, 6e-4 small, 3e-4 medium, 2.5e-4 large, 2e-4 xl"),
+        _shown("RATE", "by size: 2e-3 nano, 6e-4 at 124 M, 2e-4 at 1.5 B params"),
     ] = None
 
     # Decoupled weight decay, for adamw and lion.
@@ -254,9 +253,9 @@ class TrainConfig:
     ] = None
 
     @property
-    def model_config(self) -> GPT2Config:
+    def model_config(self) -> ModelConfig:
         """Shape and precision of the model."""
-        preset = PRESETS[self.preset]
+        preset = MODELS[self.model].presets[self.preset]
         return dataclasses.replace(
             preset, dtype=self.dtype, param_dtype=self.param_dtype
         )
@@ -366,8 +365,14 @@ def _check_ranges(config: TrainConfig) -> None:
 
 
 def _check_model(config: TrainConfig) -> None:
-    limit = config.model_config.num_positions
-    if config.seq_len > limit:
+    presets = MODELS[config.model].presets
+    if config.preset not in presets:
+        raise UsageError(
+            f"--preset: expected one of {config.model}'s, {', '.join(presets)}, got "
+            f"{config.preset}"
+        )
+    limit = getattr(config.model_config, "num_positions", None)
+    if limit is not None and config.seq_len > limit:
         raise UsageError(
             f"--seq-len: expected at most {limit}, the positions of preset "
             f"{config.preset}, got {config.seq_len}"

@@ -16,7 +16,7 @@ import time
 import jax
 import optax
 from flax import nnx
-from jaxinf_models import GPT2, GPT2Config, abstract_params, split
+from jaxinf_models import ModelConfig, abstract_params, make_model, split
 from rich.console import Console
 
 from jaxinf.train.backend import Backend, open_backend
@@ -79,8 +79,8 @@ def _load(config: TrainConfig) -> ByteCorpus:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _new_params(model: GPT2Config, seed: int) -> PyTree:
-    return split(GPT2(model, rngs=nnx.Rngs(seed)))[1]
+def _new_params(model: ModelConfig, seed: int) -> PyTree:
+    return split(make_model(model, rngs=nnx.Rngs(seed)))[1]
 
 
 def _boundaries(config: TrainConfig) -> Boundaries:

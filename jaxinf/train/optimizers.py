@@ -7,6 +7,7 @@ configures, and the result serves both modes unchanged.
 import difflib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
+from jaxinf_models import num_params
 
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.program import trace_init, trace_update
@@ -25,13 +27,15 @@ __all__ = [
 ]  # fmt: skip
 
 # nano: measured over 1,000 steps of the default run, 2e-3 ends at 1.97, 3e-3 at 1.99
-# and 5e-3 at 2.43. The others: Brown et al. 2020 (GPT-3), table 2.1, at these sizes.
+# and 5e-3 at 2.43. The others: Brown et al. 2020 (GPT-3), table 2.1, at the sizes that
+# lie between these bounds.
 _LEARNING_RATES = {
-    "nano": 2e-3,
-    "small": 6e-4,
-    "medium": 3e-4,
-    "large": 2.5e-4,
-    "xl": 2e-4,
+    20e6: 2e-3,
+    250e6: 6e-4,
+    600e6: 3e-4,
+    1.2e9: 2.5e-4,
+    5e9: 2e-4,
+    math.inf: 1.2e-4,
 }
 _WEIGHT_DECAY = 0.1  # GPT-3, and every GPT-2 reproduction since
 _MOMENTUM = 0.9
@@ -131,10 +135,11 @@ def make_clipping(config: TrainConfig) -> optax.GradientTransformation:
 
 
 def peak_learning_rate(config: TrainConfig) -> float:
-    """The one given, or the preset's."""
+    """The one given, or that of a model of this size."""
     if config.learning_rate is not None:
         return config.learning_rate
-    return _LEARNING_RATES[config.preset]
+    size = num_params(config.model_config)
+    return next(rate for bound, rate in _LEARNING_RATES.items() if size < bound)
 
 
 _RATES = ("learning_rate", "max_learning_rate")

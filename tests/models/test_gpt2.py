@@ -18,8 +18,8 @@ from jaxinf_models import (
     GPT2Config,
     abstract_params,
     generate,
-    gpt2,
     loss,
+    losses,
     num_params,
     sampling,
     split,
@@ -182,7 +182,7 @@ def test_bfloat16_compute(param_dtype):
 )
 def test_loss_is_mean_cross_entropy(monkeypatch, seq, max_logits_bytes):
     """Whole or in slices (13 is a prime: one token a slice), with the same gradient."""
-    monkeypatch.setattr(gpt2, "MAX_LOGITS_BYTES", max_logits_bytes)
+    monkeypatch.setattr(losses, "MAX_LOGITS_BYTES", max_logits_bytes)
     graphdef, params = split(build())
     x, y = tokens_of((2, seq), seed=1), tokens_of((2, seq), seed=2)
 
@@ -209,7 +209,7 @@ def test_loss_is_mean_cross_entropy(monkeypatch, seq, max_logits_bytes):
     [(1024, 1, 1), (1024, 1 << 28, 1), (1024, (1 << 28) + 1, 2), (1024, 5 << 28, 8)],
 )
 def test_slices_divide_the_sequence(seq, logits_bytes, expected):
-    assert gpt2._num_slices(seq, logits_bytes) == expected
+    assert losses._num_slices(seq, logits_bytes) == expected
 
 
 def test_large_logits_are_never_whole():

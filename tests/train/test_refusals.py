@@ -92,6 +92,7 @@ def test_failing_drive_is_one_message(run, tmp_path, capfd, monkeypatch):
         (("--store", "s", "--log-dir", "s/log"), "--log-dir"),
         (("--store", "s", "--csd-root", "/nowhere"), "CSD root /nowhere"),
         (("--store", "s", "--learning-rate", "nan"), "--learning-rate: expected more"),
+        (("--store", "s", "--preset", "tiny"), "--preset: expected one of gpt2's"),
     ],
 )
 def test_usage_errors(run, tmp_path, capsys, monkeypatch, words, expected):
@@ -105,7 +106,6 @@ def test_usage_errors(run, tmp_path, capsys, monkeypatch, words, expected):
 @pytest.mark.parametrize(
     "words",
     [
-        ("--preset", "tiny"),
         ("--mode", "stream"),
         ("--reference", "whole"),
         ("--memory-bytes", "much"),

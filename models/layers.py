@@ -1,0 +1,252 @@
+"""What the models of this package share: configs, layers, masks, the walk over blocks.
+
+Invariant: params are `nnx.Param`s and nothing else is state: dropout takes its key as
+an argument, so that a model splits into a static part and a plain tree of arrays.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+__all__ = [
+    "DTypeName",
+    "Key",
+    "ModelConfig",
+    "Remat",
+    "attention_mask",
+    "check_length",
+    "dropout",
+    "embedding",
+    "join_heads",
+    "layer_norm",
+    "linear",
+    "look_up",
+    "output_logits",
+    "positions_in",
+    "rms_norm",
+    "run_blocks",
+    "split_heads",
+    "split_key",
+]
+
+DTypeName: TypeAlias = Literal["float32", "bfloat16"]
+Key: TypeAlias = jax.Array | None
+"""A random key for dropout; None: no dropout."""
+Remat: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]] | None
+"""What wraps the function of each block, such as `jax.checkpoint`; None: nothing."""
+
+INIT_STDDEV = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """What every model's config has; hashable, so it can be a static jit argument.
+
+    Attributes:
+      dtype: of activations and matrix products.
+      param_dtype: of the params.
+      dropout: share of embeddings and of each layer's outputs that training zeroes;
+        attention's weights are left whole. It takes effect where a key is given.
+
+    Raises:
+      ValueError: a count is below one, the dropout no share, or a dtype is not one of
+        those named here.
+    """
+
+    dtype: DTypeName = dataclasses.field(default="float32", kw_only=True)
+    param_dtype: DTypeName = dataclasses.field(default="float32", kw_only=True)
+    dropout: float = dataclasses.field(default=0.0, kw_only=True)
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            where = f"{type(self).__name__}.{field.name}"
+            if field.type in (int, int | None) and value is not None and value < 1:
+                raise ValueError(f"{where}: expected at least 1, got {value}")
+            if field.type is DTypeName and value not in ("float32", "bfloat16"):
+                raise ValueError(
+                    f"{where}: expected 'float32' or 'bfloat16', got {value!r}"
+                )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(
+                f"{type(self).__name__}.dropout: expected at least 0 and less than 1, "
+                f"got {self.dropout}"
+            )
+
+    def check_divides(self, divisor: str, dividend: str) -> None:
+        """Raises ValueError where one field does not divide another."""
+        if getattr(self, dividend) % getattr(self, divisor):
+            raise ValueError(
+                f"{type(self).__name__}: {divisor}={getattr(self, divisor)} must "
+                f"divide {dividend}={getattr(self, dividend)}"
+            )
+
+
+def linear(
+    config: ModelConfig,
+    num_in: int,
+    num_out: int,
+    *,
+    rngs: nnx.Rngs,
+    stddev: float = INIT_STDDEV,
+    use_bias: bool = True,
+) -> nnx.Linear:
+    """A linear layer with normally distributed weights."""
+    return nnx.Linear(
+        num_in,
+        num_out,
+        use_bias=use_bias,
+        kernel_init=nnx.initializers.normal(stddev),
+        dtype=jnp.dtype(config.dtype),
+        param_dtype=jnp.dtype(config.param_dtype),
+        rngs=rngs,
+    )
+
+
+def layer_norm(
+    config: ModelConfig, num_features: int, epsilon: float, *, rngs: nnx.Rngs
+) -> nnx.LayerNorm:
+    """Layer norm over the last axis, computed in float32."""
+    return nnx.LayerNorm(
+        num_features,
+        epsilon=epsilon,
+        use_fast_variance=False,  # E[x^2] - E[x]^2 would cancel
+        dtype=jnp.dtype(config.dtype),
+        param_dtype=jnp.dtype(config.param_dtype),
+        rngs=rngs,
+    )
+
+
+def rms_norm(
+    config: ModelConfig, num_features: int, epsilon: float, *, rngs: nnx.Rngs
+) -> nnx.RMSNorm:
+    """Norm by the root of the mean square over the last axis, computed in float32."""
+    return nnx.RMSNorm(
+        num_features,
+        epsilon=epsilon,
+        dtype=jnp.dtype(config.dtype),
+        param_dtype=jnp.dtype(config.param_dtype),
+        rngs=rngs,
+    )
+
+
+def embedding(
+    config: ModelConfig,
+    num_rows: int,
+    num_features: int,
+    *,
+    rngs: nnx.Rngs,
+    stddev: float = INIT_STDDEV,
+) -> nnx.Param[jax.Array]:
+    """A table of [rows, features], normally distributed."""
+    init = nnx.initializers.normal(stddev)
+    shape = (num_rows, num_features)
+    return nnx.Param(init(rngs.params(), shape, jnp.dtype(config.param_dtype)))
+
+
+def look_up(config: ModelConfig, table: nnx.Param, rows: jax.Array) -> jax.Array:
+    """Rows of a table in the compute dtype: int [...] to [..., features]."""
+    # Looked up before the cast, so that gradients add up in the param dtype.
+    return jnp.take(table[...], rows, axis=0).astype(config.dtype)
+
+
+def output_logits(
+    x: jax.Array, table: jax.Array, bias: jax.Array | None = None
+) -> jax.Array:
+    """[..., features] times a table of [vocab, features]: float32 [..., vocab]."""
+    logits = jnp.einsum(
+        "...f,vf->...v", x, table.astype(x.dtype), preferred_element_type=jnp.float32
+    )
+    return logits if bias is None else logits + bias.astype(jnp.float32)
+
+
+def split_heads(x: jax.Array, num_heads: int) -> jax.Array:
+    """[batch, seq, features] to [batch, seq, heads, features of a head]."""
+    return x.reshape(*x.shape[:2], num_heads, -1)
+
+
+def join_heads(x: jax.Array) -> jax.Array:
+    """The reverse of `split_heads`."""
+    return x.reshape(*x.shape[:2], -1)
+
+
+def attention_mask(
+    query_segments: jax.Array | None, key_segments: jax.Array | None
+) -> jax.Array | None:
+    """Who may look at whom: bool [batch, 1, queries, keys]; None: everybody.
+
+    Args:
+      query_segments: int [batch, queries]: which document of its row a token is of;
+        documents do not see each other. Padding is a document like others, by custom
+        number 0.
+      key_segments: int [batch, keys].
+    """
+    if query_segments is None or key_segments is None:
+        return None
+    return (query_segments[:, :, None] == key_segments[:, None, :])[:, None]
+
+
+def positions_in(segments: jax.Array) -> jax.Array:
+    """Each token's place in its document: int [batch, seq] to the same."""
+    number = jnp.arange(segments.shape[1])
+    is_first = jnp.pad(
+        segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True
+    )
+    return number - jax.lax.cummax(jnp.where(is_first, number, 0), axis=1)
+
+
+def check_length(where: str, seq: int, num_positions: int) -> None:
+    """Raises ValueError for a sequence that is longer than a model's positions."""
+    if seq > num_positions:
+        raise ValueError(
+            f"{where}: expected at most num_positions={num_positions} tokens a "
+            f"sequence, got {seq}"
+        )
+
+
+def dropout(x: jax.Array, rate: float, key: Key) -> jax.Array:
+    """Zeroes a share of the elements and scales up the others; nothing without key."""
+    if key is None or rate == 0:
+        return x
+    is_kept = jax.random.bernoulli(key, 1 - rate, x.shape)
+    return jnp.where(is_kept, x / (1 - rate), 0).astype(x.dtype)
+
+
+def split_key(key: Key, num: int) -> Sequence[Key]:
+    """So many keys of one, or so many Nones."""
+    return [None] * num if key is None else list(jax.random.split(key, num))
+
+
+def run_blocks(
+    blocks: Sequence[Callable[..., jax.Array]],
+    x: jax.Array,
+    *,
+    key: Key,
+    remat: Remat,
+    **shared: Any,
+) -> jax.Array:
+    """Applies layers one after another, each with a dropout key of its own.
+
+    Args:
+      blocks: called as ``block(x, key=key, **shared)``.
+      x: what the first is given.
+      key: for dropout.
+      remat: wraps each layer's function.
+      **shared: what all layers are given.
+    """
+    keys = split_key(key, len(blocks))
+    for block, own in zip(blocks, keys, strict=True):
+        call = functools.partial(_call, block, shared)
+        x = (call if remat is None else remat(call))(x, own)
+    return x
+
+
+def _call(
+    block: Callable[..., jax.Array], shared: dict[str, Any], x: jax.Array, key: Key
+) -> jax.Array:
+    return block(x, key=key, **shared)

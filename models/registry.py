@@ -1,0 +1,116 @@
+"""The models by name: their presets, their tasks, and how one is made of a config.
+
+Invariant: what is true of all models is said here once; a model's own file says the
+rest.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import jax
+from flax import nnx
+
+from . import gpt2
+from .layers import ModelConfig
+from .losses import TaskName
+
+__all__ = [
+    "MODELS",
+    "ModelFamily",
+    "Params",
+    "abstract_params",
+    "config_for",
+    "family_of",
+    "make_model",
+    "num_params",
+    "split",
+]
+
+Params: TypeAlias = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFamily:
+    """One architecture.
+
+    Attributes:
+      name: as on a command line.
+      config_type: what its configs are.
+      model_type: made as ``model_type(config, rngs=nnx.Rngs(seed))``.
+      presets: sizes by name; ``nano`` is for a small machine and a vocabulary of bytes.
+      tasks: what it can be trained for, the usual one first.
+    """
+
+    name: str
+    config_type: type[ModelConfig]
+    model_type: Any
+    presets: Mapping[str, Any]
+    tasks: tuple[TaskName, ...]
+
+
+MODELS: Mapping[str, ModelFamily] = {
+    family.name: family
+    for family in (
+        ModelFamily("gpt2", gpt2.GPT2Config, gpt2.GPT2, gpt2.PRESETS, ("causal-lm",)),
+    )
+}
+
+
+def family_of(config: ModelConfig) -> ModelFamily:
+    """The architecture of a config."""
+    return next(f for f in MODELS.values() if f.config_type is type(config))
+
+
+def config_for(config: Any, task: TaskName, *, num_labels: int | None = None) -> Any:
+    """A config with the head that a task wants.
+
+    Args:
+      config: of any model.
+      task: what the model is for.
+      num_labels: classes of a classification; by default the config's own.
+
+    Raises:
+      ValueError: the model does not have the task; names those that it has.
+    """
+    family = family_of(config)
+    if task not in family.tasks:
+        raise ValueError(
+            f"task {task}: expected one of {family.name}'s: {', '.join(family.tasks)}"
+        )
+    fields = {field.name for field in dataclasses.fields(config)}
+    changes: dict[str, Any] = {"head": task} if "head" in fields else {}
+    if task == "classification" and num_labels is not None:
+        changes["num_labels"] = num_labels
+    return dataclasses.replace(config, **changes)
+
+
+def make_model(config: ModelConfig, *, rngs: nnx.Rngs) -> Any:
+    """A model with new params."""
+    return family_of(config).model_type(config, rngs=rngs)
+
+
+def split(model: nnx.Module) -> tuple[Any, Params]:
+    """Split into a static, hashable graphdef and params as a plain nested dict.
+
+    `nnx.merge(graphdef, params)` is the way back, also inside jit and grad::
+
+        graphdef, params = split(make_model(config, rngs=nnx.Rngs(0)))
+        grads = jax.grad(lambda p: loss(nnx.merge(graphdef, p), x, y))(params)
+    """
+    graphdef, state = nnx.split(model)
+    return graphdef, nnx.to_pure_dict(state)
+
+
+def abstract_params(config: ModelConfig) -> tuple[Any, Params]:
+    """Like `split`, but of `jax.ShapeDtypeStruct`s: no memory, whatever the size."""
+    return split(nnx.eval_shape(lambda: make_model(config, rngs=nnx.Rngs(0))))
+
+
+@functools.lru_cache(maxsize=64)
+def num_params(config: ModelConfig) -> int:
+    """Number of parameters; tied ones count once."""
+    _, params = abstract_params(config)
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))

@@ -1,0 +1,134 @@
+"""Tasks: what counts in a loss, documents apart from each other, dropout, remat."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jaxinf_models import (
+    GPT2Config,
+    abstract_params,
+    config_for,
+    losses,
+    make_model,
+    num_params,
+    score,
+    split,
+    task_loss,
+)
+from jaxinf_models.layers import dropout, positions_in
+
+TINY = GPT2Config(61, 16, num_layers=2, num_heads=2, num_features=8, dropout=0.5)
+
+
+@pytest.fixture(scope="module")
+def made():
+    return split(make_model(TINY, rngs=nnx.Rngs(0)))
+
+
+def tokens_of(shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).integers(0, 61, shape), jnp.int32)
+
+
+def value_of(made, batch, **options):
+    def value(params, batch):
+        model = nnx.merge(made[0], params)
+        return task_loss(model, "causal-lm", batch, **options)
+
+    return jax.jit(jax.value_and_grad(value))(made[1], batch)
+
+
+def assert_near(found, expected):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_what_has_no_weight_does_not_count(made):
+    tokens, targets = tokens_of((2, 8)), tokens_of((2, 8), seed=1)
+    weights = jnp.ones((2, 8)).at[:, 5:].set(0)
+    weighted = {"tokens": tokens, "targets": targets, "weights": weights}
+    short = {"tokens": tokens[:, :5], "targets": targets[:, :5]}
+    assert_near(value_of(made, weighted), value_of(made, short))
+
+
+@pytest.mark.parametrize("max_logits_bytes", [1000, 1 << 28])
+def test_scores_add_up_over_batches(made, monkeypatch, max_logits_bytes):
+    monkeypatch.setattr(losses, "MAX_LOGITS_BYTES", max_logits_bytes)
+    rng = np.random.default_rng(0)
+    batch = {
+        "tokens": tokens_of((4, 12)),
+        "targets": tokens_of((4, 12), seed=1),
+        "weights": jnp.asarray(rng.integers(0, 2, (4, 12)), bool),
+    }
+    model = nnx.merge(*made)
+    whole = score(model, "causal-lm", batch)
+    halves = [
+        score(model, "causal-lm", jax.tree.map(lambda a, h=h: a[h : h + 2], batch))
+        for h in (0, 2)
+    ]
+    assert_near(whole, jax.tree.map(jnp.add, *halves))
+    right = np.argmax(model(batch["tokens"]), axis=-1) == batch["targets"]
+    assert whole.correct == np.sum(right & np.asarray(batch["weights"]))
+
+
+def test_packed_documents_are_as_if_alone(made):
+    model = nnx.merge(*made)
+    first, second = tokens_of((1, 7)), tokens_of((1, 5), seed=1)
+    packed = jnp.pad(jnp.concatenate([first, second], axis=1), ((0, 0), (0, 2)))
+    segments = jnp.asarray([[1] * 7 + [2] * 5 + [0] * 2])
+    logits = model(packed, segments=segments)
+    np.testing.assert_allclose(logits[:, :7], model(first), atol=1e-6)
+    np.testing.assert_allclose(logits[:, 7:12], model(second), atol=1e-6)
+    assert jnp.isfinite(logits).all()
+
+
+def test_positions_count_anew_in_each_document():
+    segments = jnp.asarray([[1, 1, 1, 2, 2, 0, 0], [5, 5, 3, 3, 3, 3, 1]])
+    expected = [[0, 1, 2, 0, 1, 0, 1], [0, 1, 0, 1, 2, 3, 0]]
+    assert positions_in(segments).tolist() == expected
+
+
+def test_dropout_takes_effect_with_a_key_alone(made):
+    batch = {"tokens": tokens_of((2, 8)), "targets": tokens_of((2, 8), seed=1)}
+    plain, _ = value_of(made, batch)
+    draws = [value_of(made, batch, key=jax.random.key(seed))[0] for seed in (0, 0, 1)]
+    assert draws[0] == draws[1]
+    assert len({float(plain), *map(float, draws)}) == 3
+
+
+def test_dropout_keeps_the_mean():
+    x = jnp.ones((100, 100), jnp.bfloat16)
+    dropped = dropout(x, 0.25, jax.random.key(0))
+    assert dropped.dtype == x.dtype
+    np.testing.assert_allclose(jnp.mean(dropped == 0), 0.25, atol=0.02)
+    np.testing.assert_allclose(jnp.mean(dropped.astype(jnp.float32)), 1, atol=0.02)
+    assert dropout(x, 0.25, None) is x
+
+
+def test_remat_recomputes_blocks_to_the_same_gradient(made):
+    batch = {"tokens": tokens_of((2, 8)), "targets": tokens_of((2, 8), seed=1)}
+    key = jax.random.key(0)
+    plain = value_of(made, batch, key=key)
+    assert_near(value_of(made, batch, key=key, remat=jax.checkpoint), plain)
+
+    def value(params):
+        model = nnx.merge(made[0], params)
+        return task_loss(model, "causal-lm", batch, remat=jax.checkpoint)
+
+    assert str(jax.make_jaxpr(jax.grad(value))(made[1])).count("remat2[") == 2
+
+
+def test_a_task_that_a_model_does_not_have():
+    with pytest.raises(ValueError, match="expected one of gpt2's: causal-lm"):
+        config_for(TINY, "classification")
+
+
+def test_num_params_is_that_of_the_tree(made):
+    leaves = jax.tree.leaves(abstract_params(TINY)[1])
+    assert num_params(TINY) == sum(leaf.size for leaf in leaves)
+    assert config_for(TINY, "causal-lm") == TINY
+
+
+def test_dropout_is_a_share():
+    with pytest.raises(ValueError, match=r"dropout: expected at least 0 .* got 1"):
+        GPT2Config(8, 8, 1, 1, 8, dropout=1.0)
