@@ -16,7 +16,7 @@ from typing import Any
 from jaxinf.kernels.card import CardKernel
 from jaxinf.kernels.card_source import card_source
 from jaxinf.native import toolchain
-from jaxinf.native.libraries import cached_library
+from jaxinf.native.libraries import cached_library, load_library
 
 __all__ = ["card_function", "card_library", "hls_directory"]
 
@@ -40,7 +40,7 @@ def card_library(*cards: CardKernel) -> Path:
 
     Raises:
       CompilerError: there is no compiler, or it failed.
-      OSError: the cache of compiled kernels cannot be written.
+      OSError: there is no room for it, not even among temporary files.
     """
     compiler = toolchain.find_compiler()
     if compiler is None:
@@ -60,7 +60,7 @@ def card_library(*cards: CardKernel) -> Path:
 
 def card_function(card: CardKernel) -> Callable[..., None]:
     """The kernel of `card_library` with its argument types; releases the GIL."""
-    function: Any = getattr(ctypes.CDLL(str(card_library(card))), card.name)
+    function: Any = getattr(load_library(card_library(card)), card.name)
     pointers, scalars = len(card.pointers), len(card.scalars)
     function.argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_int32] * scalars
     function.restype = None

@@ -1,13 +1,16 @@
 """Compiled C++ on disk: what came with the package, and a cache of the rest.
 
-Invariant: what is loaded is complete: a cached library ends with a checksum of itself,
-is written under another name and renamed; a damaged one is compiled again.
+Invariant: what is loaded is complete, and this user's alone to write. A cached library
+ends with a checksum of itself, is written under another name and renamed. One that is
+damaged, or that another user could have put there, is compiled again.
 """
 
 import ctypes
 import functools
 import hashlib
+import logging
 import os
+import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +23,11 @@ __all__ = [
     "cached_library",
     "load_cached",
     "load_helper",
+    "load_library",
     "load_prebuilt",
 ]
+
+_LOGGER = logging.getLogger("jaxinf")
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -49,22 +55,15 @@ def load_cached(source: str, level: str, compiler: str) -> Any:
     """The entry point of `source`, compiled unless the cache has it; blocks.
 
     Processes that need the same library at once may each compile it; the last one's
-    file stays. Where the cache cannot be written, the library lives as long as the
-    process.
+    file stays.
 
     Raises:
       CompilerError: The compiler failed.
+      OSError: There is no room for it, not even among temporary files.
     """
     key = toolchain.key_of_library(source, compiler, level)
-    compile_ = functools.partial(_compile, source, level, compiler)
-    try:
-        path = cached_library(key, compile_)
-    except OSError:
-        with tempfile.TemporaryDirectory(prefix="jaxinf-") as directory:
-            path = Path(directory) / f"{key}.so"
-            compile_(path)
-            return ctypes.CDLL(str(path)).jaxinf_entry
-    return ctypes.CDLL(str(path)).jaxinf_entry
+    path = cached_library(key, functools.partial(_compile, source, level, compiler))
+    return load_library(path).jaxinf_entry
 
 
 def load_helper(path: Path) -> Any:
@@ -92,14 +91,47 @@ def load_helper(path: Path) -> Any:
 def cached_library(key: str, compile_: Callable[[Path], None]) -> Path:
     """The library of a key in the cache; `compile_` writes it where it is not there.
 
+    Where the cache cannot be written, or is not this user's alone, the library is in a
+    directory that lives as long as the process, and a warning was logged once.
+
     Raises:
       CompilerError: The compiler failed.
-      OSError: The cache cannot be written.
+      OSError: There is no room for it, not even among temporary files.
     """
-    path = cache_directory() / "kernels" / f"{key}.so"
-    if not _is_complete(path):
+    try:
+        directory = cache_directory() / "kernels"
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_own(directory, os.lstat(directory), stat.S_ISDIR)
+        path = directory / f"{key}.so"
+        if not _is_sound(path):
+            _write(path, compile_)
+        return path
+    except OSError as error:
+        directory = _private_directory(str(error))
+    path = directory / f"{key}.so"
+    if not path.exists():
         _write(path, compile_)
     return path
+
+
+def load_library(path: Path) -> ctypes.CDLL:
+    """Loads what `cached_library` has found, if it is still that.
+
+    Raises:
+      OSError: It is damaged, or another user's to write.
+    """
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _check_own(path.parent, os.fstat(directory), stat.S_ISDIR)
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        with open(os.open(path.name, flags, dir_fd=directory), "rb") as file:
+            _check_own(path, os.fstat(file.fileno()), stat.S_ISREG)
+            _check_digest(path, file.read())
+        # In the directory that was checked, whatever its name leads to by now. Its
+        # descriptor alone would not do: the loader tells libraries apart by name.
+        return ctypes.CDLL(f"/proc/self/fd/{directory}/{path.name}")
+    finally:
+        os.close(directory)
 
 
 @functools.cache
@@ -125,13 +157,54 @@ def _write(path: Path, compile_: Callable[[Path], None]) -> None:
         # ELF ignores what follows it: the digest travels with the library.
         with new.open("ab") as file:
             file.write(hashlib.sha256(new.read_bytes()).digest())
+        new.chmod(0o700)  # also where the user's umask lets a group write
         new.replace(path)
 
 
-def _is_complete(path: Path) -> bool:
+def _is_sound(path: Path) -> bool:
+    """Whether there is a library that may be loaded."""
     try:
-        content = path.read_bytes()
-    except OSError:
+        _check_own(path, os.lstat(path), stat.S_ISREG)
+        _check_digest(path, path.read_bytes())
+    except FileNotFoundError:
         return False
+    except OSError as error:
+        _LOGGER.warning("%s; it is compiled again", error)
+        return False
+    return True
+
+
+def _check_own(
+    path: Path, status: os.stat_result, is_kind: Callable[[int], bool]
+) -> None:
+    kind = "directory" if is_kind is stat.S_ISDIR else "file"
+    if not is_kind(status.st_mode):
+        raise OSError(f"{path}: expected a {kind} of this user's, found something else")
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid != os.geteuid() or mode & 0o022:
+        raise OSError(
+            f"{path}: expected a {kind} that this user (uid {os.geteuid()}) owns and "
+            f"nobody else can write, found uid {status.st_uid} and mode {mode:o}"
+        )
+
+
+def _check_digest(path: Path, content: bytes) -> None:
     library, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
-    return hashlib.sha256(library).digest() == digest
+    if hashlib.sha256(library).digest() != digest:
+        raise OSError(f"{path}: expected a compiled kernel, found a damaged one")
+
+
+@functools.cache
+def _private_directory_of_process() -> "tempfile.TemporaryDirectory[str]":
+    return tempfile.TemporaryDirectory(prefix="jaxinf-")
+
+
+@functools.cache
+def _private_directory(reason: str) -> Path:
+    directory = Path(_private_directory_of_process().name)
+    _LOGGER.warning(
+        "%s. Compiled kernels are not kept for the next process; mend the directory "
+        "(chmod go-w), or name one of your own in the variable JAXINF_CACHE_DIR",
+        reason,
+    )
+    return directory

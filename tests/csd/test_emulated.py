@@ -251,5 +251,5 @@ def test_cards_have_memory_of_their_own(tmp_path):
 
 def test_a_spec_of_it():
     spec = parse_csd("emulated:drive=1.5GB/s,link=800MB/s")
-    assert spec.rates == CsdRates(1.5e9, 1.5e9, None, None, 8e8)
+    assert spec.rates == CsdRates(1.5e9, 1.5e9, link=8e8)
     assert not spec.takes_params

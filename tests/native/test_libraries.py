@@ -1,8 +1,11 @@
 """The cache of compiled libraries: complete or made again, whoever else makes them."""
 
+import os
+import stat
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -84,6 +87,74 @@ def test_without_a_cache_that_can_be_written_there_is_a_library_all_the_same(
     monkeypatch.setenv("JAXINF_CACHE_DIR", str(tmp_path / "file"))
     assert load()() == 42
     assert load.runs() == 1
+
+
+def put_other(library, how, monkeypatch):
+    """Puts what another user could have put there in place of a library."""
+    content = library.read_bytes()
+    aside = library.with_name("aside")
+    library.rename(aside)
+    match how:
+        case "symlink":
+            library.symlink_to(aside)
+        case "fifo":
+            os.mkfifo(library)
+        case "writable":
+            library.write_bytes(content)
+            library.chmod(0o722)
+        case "owner":
+            library.write_bytes(content)
+            lstat = os.lstat
+            fake = SimpleNamespace(
+                st_uid=os.geteuid() + 1, st_mode=stat.S_IFREG | 0o700
+            )
+            monkeypatch.setattr(
+                "os.lstat",
+                lambda p, **more: fake if Path(p) == library else lstat(p, **more),
+            )
+
+
+@pytest.mark.parametrize("how", ["symlink", "fifo", "writable", "owner"])
+def test_a_library_that_another_could_have_put_there(
+    load, tmp_path, how, monkeypatch, caplog
+):
+    load()
+    (library,) = cached(tmp_path)
+    put_other(library, how, monkeypatch)
+    path = libraries.cached_library(
+        library.stem, lambda path: path.write_bytes(b"compiled anew")
+    )
+    assert path == library
+    assert path.read_bytes().startswith(b"compiled anew")
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o700
+    (record,) = caplog.records
+    assert str(library) in record.getMessage()
+    assert record.getMessage().endswith("it is compiled again")
+
+
+def test_what_is_loaded_is_what_was_checked(load, tmp_path):
+    load()
+    (library,) = cached(tmp_path)
+    other = library.with_name("link.so")
+    other.symlink_to(library)
+    with pytest.raises(OSError, match="link"):
+        libraries.load_library(other)
+    library.chmod(0o777)
+    with pytest.raises(OSError, match=r"nobody else can write, found uid .* mode 777"):
+        libraries.load_library(library)
+
+
+def test_a_cache_that_others_can_write(load, tmp_path, caplog):
+    directory = tmp_path / "cache" / "kernels"
+    directory.mkdir(parents=True)
+    directory.chmod(0o777)
+    assert load()() == 42
+    assert load()() == 42
+    assert load.runs() == 1
+    assert list(directory.iterdir()) == []
+    (record,) = caplog.records
+    assert "nobody else can write" in record.getMessage()
+    assert "JAXINF_CACHE_DIR" in record.getMessage()
 
 
 def test_the_package_has_what_a_compilation_needs():
