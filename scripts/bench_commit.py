@@ -30,7 +30,7 @@ def run_steps(rig):
     began = time.perf_counter()
     for _ in range(STEPS):
         rig.step()
-    rig.store.steps.join()
+    rig.store.training.join()
     return (time.perf_counter() - began) / STEPS
 
 

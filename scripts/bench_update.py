@@ -80,14 +80,14 @@ class Rep:
 def run_steps(rig: UpdateRig, num_steps: int) -> Rep:
     """Steps, each committed before the next begins; ends when all is read ahead."""
     per_step_bytes = moved_bytes(rig.transfers())[0]
-    expected = rig.store.session.meters.snapshot().drive_read_bytes
+    expected = rig.store.training.opened.meters.snapshot().drive_read_bytes
     expected += num_steps * per_step_bytes
     reset_peak_rss()
     commits = []
     began, began_cpu = time.perf_counter(), time.process_time()
     for _ in range(num_steps):
         rig.step()
-        rig.store.steps.join()
+        rig.store.training.join()
         metrics = rig.store.metrics_of(rig.step_number)
         assert metrics is not None
         commits.append(metrics.commit_s)
@@ -105,12 +105,12 @@ def warm_up(rig: UpdateRig) -> None:
     """The first writes to both slots, which were only preallocated."""
     for _ in range(NUM_WARM_UP):
         rig.step()
-    rig.store.steps.join()
+    rig.store.training.join()
 
 
 def wait_read_ahead(rig: UpdateRig, expected_bytes: int) -> None:
     """Blocks until as much has been read as the steps took, or nothing more is read."""
-    meters = rig.store.session.meters
+    meters = rig.store.training.opened.meters
     quiet_since, last = time.perf_counter(), -1
     while (found := meters.snapshot().drive_read_bytes) < expected_bytes:
         if found != last:
@@ -174,7 +174,7 @@ def measure_floor(
     rig: UpdateRig, transfers: list[Transfer], fio: Fio
 ) -> dict[str, float]:
     """Seconds that moving a step's bytes takes, by way."""
-    workers = rig.store.session.options.num_workers
+    workers = rig.store.training.opened.options.num_workers
     return {**{n: loop(transfers, workers) for n, loop in LOOPS.items()}, **fio.run()}
 
 
@@ -182,7 +182,7 @@ def measure_beside(
     rig: UpdateRig, transfers: list[Transfer], floor_s: dict[str, float]
 ) -> dict[str, float]:
     """Seconds of the loops while the kernels of a step run over other memory."""
-    workers, found = rig.store.session.options.num_workers, {}
+    workers, found = rig.store.training.opened.options.num_workers, {}
     for name, loop in LOOPS.items():
         kernels = threading.Thread(target=rig.compute, args=(floor_s[name],))
         kernels.start()
@@ -240,7 +240,7 @@ def _memory(rig: UpdateRig, reps: list[Rep], base_rss_bytes: int) -> dict[str, i
     caller_bytes = rig.caller_bytes
     over = max(rep.peak_rss_bytes for rep in reps) - caller_bytes
     return {
-        "memory_bytes": rig.store.session.options.memory_bytes,
+        "memory_bytes": rig.store.training.opened.options.memory_bytes,
         "rss_over_caller_bytes": over,
         "rss_over_base_bytes": over - base_rss_bytes,
     }

@@ -24,8 +24,6 @@ from jaxinf.engine import (
     LeafDescription,
     LeafPart,
     StoreDescription,
-    finish_initialisation,
-    initialise,
 )
 from jaxinf.engine.tasks import SubgroupLayout
 from jaxinf.io import ByteMeters
@@ -79,7 +77,7 @@ class UpdateRig:
             np.zeros(s.value.shape, s.value.dtype) for s in self._create()
         ]
         stored = self.store.manifest.leaves[0].states[0]
-        is_wanted = self.store.session.options.master != "stored"
+        is_wanted = self.store.training.opened.options.master != "stored"
         self._takes_params = is_wanted and dtype_of(stored.dtype) == dtype
         self.step_number = 0
         self._prologue = jax.jit(self._run_prologue)
@@ -111,18 +109,17 @@ class UpdateRig:
         return StoreDescription(tuple(leaves), self._init.layout.scalar_paths)
 
     def _create(self) -> list[ScalarState]:
-        session = self.store.session
-        session.bind(self._description, may_create=True)
+        training = self.store.training
+        training.bind(self._description, may_create=True)
         for number, params in enumerate(self.params):
-            kernel = self._description.leaves[number].init_kernel
-            initialise(session, number, kernel, params, (0,), ScalarInputs())
+            training.initialise(self._description, number, params, (0,), ScalarInputs())
         count = ScalarState(self._description.scalar_paths[0], np.array(0, np.int32))
         states = [count for _ in self._description.scalar_paths]
         named = [
             ScalarState(path, state.value)
             for path, state in zip(self._description.scalar_paths, states, strict=True)
         ]
-        finish_initialisation(session, named)
+        training.finish_initialisation(named)
         return named
 
     def _run_prologue(self, scalars: list[jax.Array]) -> Any:
@@ -144,7 +141,7 @@ class UpdateRig:
                 params=self.params[number] if self._takes_params else None,
                 wants_params=True,
             )
-            self.store.steps.update(self.step_number, part)
+            self.store.training.update(self.step_number, part)
         self.params, self._next_params = self._next_params, self.params
         self._scalar_state = [np.asarray(value) for value in new]
         named = [
@@ -153,7 +150,7 @@ class UpdateRig:
                 self._description.scalar_paths, self._scalar_state, strict=True
             )
         ]
-        self.store.steps.finish(self.step_number, named, 0)
+        self.store.training.finish(self.step_number, named, 0)
         self.step_number += 1
 
     def transfers(self) -> list[Transfer]:
@@ -162,32 +159,32 @@ class UpdateRig:
 
     def _layouts(self) -> list[tuple[int, SubgroupLayout]]:
         """Every subgroup, with its leaf."""
-        session = self.store.session
+        opened = self.store.training.opened
         return [
             (number, layout)
             for number, params in enumerate(self.params)
-            for layout in session.layouts(number, (0,), params.shape)
+            for layout in opened.layouts(number, (0,), params.shape)
         ]
 
     def _transfer(self, layout: SubgroupLayout) -> Transfer:
-        session = self.store.session
+        opened = self.store.training.opened
         states = range(len(layout.states))
 
         def piece(state: int, slot: Slot) -> Piece:
             extent = layout.extents[state]
             return Piece(
-                session.files.chunk_file(slot, *layout.place(state)),
+                opened.directory.chunk_file(slot, *layout.place(state)),
                 extent.file_offset_bytes,
                 -(-extent.num_bytes // PAGE_BYTES) * PAGE_BYTES,
             )
 
         return Transfer(
             reads=tuple(
-                piece(state, session.chunks.source(layout, state))
+                piece(state, opened.chunks.source(layout, state))
                 for state in states
                 if state > 0 or not self._takes_params
             ),
-            writes=tuple(piece(state, session.chunks.target) for state in states),
+            writes=tuple(piece(state, opened.chunks.target) for state in states),
         )
 
     def compute(self, over_s: float, num_buffers: int = 4) -> None:
@@ -200,7 +197,8 @@ class UpdateRig:
         layouts = self._layouts()
         longest_bytes = max(layout.num_bytes for _, layout in layouts)
         fleet = HostFleet(num_buffers * longest_bytes, ByteMeters())
-        [csd] = fleet.attach([self.store.session.files.path], longest_bytes, 0)
+        directory = self.store.training.opened.directory
+        [csd] = fleet.attach([directory.path], longest_bytes, 0)
         buffers = [csd.acquire(longest_bytes) for _ in range(num_buffers)]
         began = time.perf_counter()
         for number, (leaf, layout) in enumerate(layouts):
@@ -208,7 +206,7 @@ class UpdateRig:
             time.sleep(max(0.0, until - time.perf_counter()))
             buffer = buffers[number % num_buffers]
             assert buffer is not None
-            chunk = self.store.session.files.chunks[leaf][layout.subgroup.chunk]
+            chunk = directory.chunks[leaf][layout.subgroup.chunk]
             first = chunk.start[0] + layout.subgroup.offset_elements
             part = slice(first, first + layout.subgroup.num_elements)
             gradient = self.gradients[leaf]

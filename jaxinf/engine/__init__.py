@@ -9,14 +9,9 @@ from jaxinf.engine.decoding import decoded_pieces
 from jaxinf.engine.description import LeafDescription, StoreDescription
 from jaxinf.engine.options import Durability, MasterChoice, MasterFormat, StateFormat
 from jaxinf.engine.parts import LeafPart
-from jaxinf.engine.state import (
-    compare_params,
-    finish_initialisation,
-    initialise,
-    read_state,
-)
-from jaxinf.engine.steps import StepEngine, StepMetrics
+from jaxinf.engine.steps import StepMetrics
 from jaxinf.engine.store import DEFAULT_MEMORY_BYTES, Store, open_store
+from jaxinf.engine.training import Training
 
 __all__ = [
     "DEFAULT_MEMORY_BYTES",
@@ -26,16 +21,12 @@ __all__ = [
     "MasterChoice",
     "MasterFormat",
     "StateFormat",
-    "StepEngine",
     "StepMetrics",
     "Store",
     "StoreDescription",
+    "Training",
     "VerifyMode",
-    "compare_params",
     "convert_store",
     "decoded_pieces",
-    "finish_initialisation",
-    "initialise",
     "open_store",
-    "read_state",
 ]

@@ -1,4 +1,4 @@
-"""What a store must be for a session to open it, or its place to have one made.
+"""What a store must be to be opened, or its place to have one made.
 
 Invariant: nothing is written here.
 """
@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 
 from jaxinf.engine.description import StoreDescription, coded_leaf, store_codecs
-from jaxinf.engine.options import SessionOptions, check_writable
+from jaxinf.engine.options import StoreOptions, check_writable
 from jaxinf.errors import StoreFormatError, StoreMismatchError
 from jaxinf.store import CODECS, Manifest, StoreDirectory
 
@@ -44,7 +44,7 @@ def check_place(path: Path) -> None:
         )
 
 
-def check_roots(options: SessionOptions, manifest: Manifest) -> None:
+def check_roots(options: StoreOptions, manifest: Manifest) -> None:
     """Refuses other CSD roots than the store's, and a drive that is not there."""
     given = tuple(str(root) for root in options.csd_roots)
     if given and given != manifest.csds:
@@ -62,7 +62,7 @@ def check_roots(options: SessionOptions, manifest: Manifest) -> None:
             )
 
 
-def check_format(options: SessionOptions, manifest: Manifest) -> None:
+def check_format(options: StoreOptions, manifest: Manifest) -> None:
     """Refuses a store whose state is in another format than is asked for."""
     path, wanted = options.path, options.state
     found, master = store_codecs(manifest)

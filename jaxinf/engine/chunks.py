@@ -39,8 +39,8 @@ class ChunkTable:
 
     Args:
       directory: the store's files.
-      committed: the slot that `current` names, or None in a store being made.
-      checksums: of the committed step, by array name.
+      target: the slot that the first commit will be in.
+      checksums: of the committed step, by array name; empty in a store being made.
       verify: which of the chunks that are read `loaded` is to be asked about.
 
     Raises:
@@ -50,12 +50,12 @@ class ChunkTable:
     def __init__(
         self,
         directory: StoreDirectory,
-        committed: Slot | None,
+        target: Slot,
         checksums: Mapping[str, Array],
         verify: VerifyMode,
     ) -> None:
         self._directory = directory
-        self._committed: Slot | None = committed
+        self._target: Slot = target
         self._verify = verify
         self._lock = threading.Lock()
         # Plain arrays: NumPy's take several times as long to index, and thousands of
@@ -71,7 +71,7 @@ class ChunkTable:
                 held = checksums.get(leaf.array_name(state.name))
                 if held is not None and len(held) != len(leaf.csds):
                     raise StoreFormatError(
-                        f"{directory.path}: the commit of slot {committed} has "
+                        f"{directory.path}: the commit of slot {self.committed} has "
                         f"{len(held)} checksums of {leaf.array_name(state.name)}, "
                         f"expected {len(leaf.csds)}, one a chunk; restore a "
                         "checkpoint or a backup"
@@ -95,14 +95,13 @@ class ChunkTable:
 
     @property
     def committed(self) -> Slot:
-        """The slot of the last committed step."""
-        assert self._committed is not None
-        return self._committed
+        """The slot of the last committed step; a new store has nothing there."""
+        return other_slot(self._target)
 
     @property
     def target(self) -> Slot:
         """The slot that steps write to until the next commit."""
-        return "a" if self._committed is None else other_slot(self._committed)
+        return self._target
 
     def source(self, layout: SubgroupLayout, state: int) -> Slot:
         """The slot with the newest version of a state of a subgroup's chunk."""
@@ -120,6 +119,11 @@ class ChunkTable:
     def has_working(self) -> bool:
         """Whether steps have finished since the last commit."""
         return any(self._is_working)
+
+    @property
+    def is_all_written(self) -> bool:
+        """Whether steps since the last commit have written every chunk."""
+        return all(self._is_working)
 
     # --- checksums -----------------------------------------------------------------
 
@@ -257,7 +261,7 @@ class ChunkTable:
 
     def end_commit(self) -> None:
         """The target slot is published."""
-        self._committed = self.target
+        self._target = self.committed
         self._is_working = bytearray(len(self._sums))
 
     # --- inside --------------------------------------------------------------------

@@ -3,7 +3,7 @@
 Invariant: every worker can hold two subgroups, and each starts on a page of its files.
 """
 
-from jaxinf.engine.options import SessionOptions
+from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.tasks import SubgroupLayout
 from jaxinf.layout import (
     CHUNK_ALIGNMENT_ELEMENTS,
@@ -15,7 +15,7 @@ from jaxinf.store import LeafRecord, Manifest
 __all__ = ["cut_subgroups", "longest", "subgroup_elements"]
 
 
-def subgroup_elements(options: SessionOptions, manifest: Manifest) -> int:
+def subgroup_elements(options: StoreOptions, manifest: Manifest) -> int:
     """Longest subgroup of which every worker can hold two in the memory budget."""
     sizes = [sum(s.itemsize for s in leaf.states) for leaf in manifest.leaves]
     element_bytes = max(sizes, default=4)

@@ -4,13 +4,14 @@ Invariant: the first error wins and is kept as the object it is; whoever is told
 failure is told of that one.
 """
 
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from jaxinf.errors import StoreClosedError
 
-__all__ = ["Failure", "closed_error"]
+__all__ = ["Failure", "StoreHealth", "closed_error"]
 
 
 class Failure:
@@ -45,6 +46,50 @@ class Failure:
         """Calls the listener, on the thread that fails, after the error is kept."""
         with self._lock:
             self._listeners.append(listener)
+
+
+class StoreHealth:
+    """Whether a store can be used: it is not closed, and nothing has stopped it.
+
+    Attributes:
+      failure: what stopped the store; workers listen to it.
+      is_closed: whether `close` was called.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.failure = Failure()
+        self.is_closed = False
+        self._path = path
+        self._is_reported = False
+
+    def check(self) -> None:
+        """Raises the failure that stopped the store, the original exception, if any."""
+        if self.failure.error is not None:
+            self._is_reported = True
+            raise self.failure.error
+        if self.is_closed:
+            raise closed_error(self._path)
+
+    def is_for(self, error: BaseException) -> bool:
+        """Whether an error is a failure: not the end of what `close` gave up."""
+        return not (self.is_closed and isinstance(error, StoreClosedError))
+
+    @property
+    def is_unreported(self) -> bool:
+        """Whether something stopped the store that `check` has not raised yet."""
+        return self.failure.error is not None and not self._is_reported
+
+    def disown(self) -> None:
+        """In a forked child: the store is the parent's."""
+        self.failure = Failure()
+        self.failure.set(
+            StoreClosedError(
+                f"{self._path}: the store was opened by process {os.getppid()}, this "
+                "is a fork of it, and a store has one process; use it there, or open "
+                "it here after it is closed there"
+            )
+        )
+        self.is_closed = True
 
 
 def closed_error(path: Path) -> StoreClosedError:

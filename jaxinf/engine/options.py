@@ -17,8 +17,8 @@ __all__ = [
     "Durability",
     "MasterChoice",
     "MasterFormat",
-    "SessionOptions",
     "StateFormat",
+    "StoreOptions",
     "check_writable",
 ]
 
@@ -36,7 +36,7 @@ MasterFormat: TypeAlias = Literal["fp32", "split", "none"]
 """How the master of bfloat16 params is stored; see `jaxinf.engine.convert_store`."""
 
 
-class SessionOptions:
+class StoreOptions:
     """How to open a store; see `jaxinf.open_store`. Checked on construction.
 
     Raises:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxinf.compress import SparseLeaf
 from jaxinf.csd import Csd, CsdBuffer, ScalarInputs
-from jaxinf.engine.session import Session
+from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.state import (
     compare_chunk,
     diverged_error,
@@ -72,10 +72,10 @@ class LeafPart:
 
 
 class PartTasks:
-    """Makes the tasks of a session's steps."""
+    """Makes the tasks of a store's steps."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, opened: OpenStore) -> None:
+        self._opened = opened
 
     def task(
         self,
@@ -97,9 +97,9 @@ class PartTasks:
 
         The task raises DivergedParamsError: the caller's params are not the store's.
         """
-        session = self._session
+        opened = self._opened
         kernel = specialise(part.kernel, part.inputs.scalars)
-        chunk = session.files.chunks[part.leaf][layout.subgroup.chunk]
+        chunk = opened.directory.chunks[part.leaf][layout.subgroup.chunk]
         offset = layout.subgroup.offset_elements
         is_first = offset == 0 and chunk.start == part.origin
         is_probed = is_first and part.probe.size and is_exact
@@ -111,7 +111,7 @@ class PartTasks:
         # Over a step that is not committed a chunk's parts are overwritten one by one:
         # when the whole could be compared, it is not there any more.
         is_part = layout.subgroup.num_elements < chunk.num_elements
-        is_overwritten = is_part and session.num_uncommitted > 0
+        is_overwritten = is_part and opened.num_uncommitted > 0
         given = None
         if 0 in loads and not is_overwritten and is_exact:
             given = self.given(part)
@@ -121,12 +121,12 @@ class PartTasks:
         def compute(csd: Csd, buffer: CsdBuffer) -> Mapping[int, int]:
             params = None
             if given is not None:
-                params = gather_run(session, layout, given, part.origin)
+                params = gather_run(opened, layout, given, part.origin)
             elif is_probed and 0 in loads:
                 master = csd.view(buffer, layout.extents[0])
                 self._check_probe(part, layout, master, is_whole=not is_overwritten)
-            gradient = gather_gradient(session, layout, part.gradient, part.origin)
-            own = gather_inputs(session, layout, part.inputs, part.origin)
+            gradient = gather_gradient(opened, layout, part.gradient, part.origin)
+            own = gather_inputs(opened, layout, part.inputs, part.origin)
             num = layout.subgroup.num_elements
             out = target_view(part.out, chunk, part.origin, offset, num)
             result = np.empty(num, part.out.dtype) if out is None else out
@@ -147,7 +147,7 @@ class PartTasks:
             verdicts.append(outcome.is_finite)
             if part.feedback is not None:
                 assert layout.feedback is not None
-                left = gather_run(session, layout, part.feedback, part.origin)
+                left = gather_run(opened, layout, part.feedback, part.origin)
                 csd.view(buffer, layout.extents[layout.feedback])[...] = left
             if out is None:
                 scatter(part.out, chunk, part.origin, offset, result)
@@ -156,16 +156,16 @@ class PartTasks:
         return Task(
             layout,
             compute,
-            loads=session.chunks.sources(layout, sorted(loads)),
+            loads=opened.chunks.sources(layout, sorted(loads)),
             stores=stores,
             runs_kernel=True,
         )
 
     def given(self, part: LeafPart) -> Array | None:
         """The caller's params, where they are what the store has, and are wanted."""
-        session = self._session
-        stored = session.files.manifest.leaves[part.leaf].states[0]
-        if part.params is None or not session.options.csd.takes_params:
+        opened = self._opened
+        stored = opened.directory.manifest.leaves[part.leaf].states[0]
+        if part.params is None or not opened.options.csd.takes_params:
             return None
         return part.params if part.params.dtype == dtype_of(stored.dtype) else None
 
@@ -175,8 +175,8 @@ class PartTasks:
         held = master[: part.probe.size].astype(part.probe.dtype)
         if not same_values(held, part.probe):
             if is_whole:
-                self._session.chunks.check_file(layout, 0)  # or the drive is to blame
-            name = self._session.files.manifest.leaves[part.leaf].name
+                self._opened.chunks.check_file(layout, 0)  # or the drive is to blame
+            name = self._opened.directory.manifest.leaves[part.leaf].name
             raise diverged_error(name, part.probe[:3], held[:3])
 
     def _check_given(
@@ -186,9 +186,9 @@ class PartTasks:
 
         Their checksum comes of the update's own pass; nothing of that is stored yet.
         """
-        if not self._session.chunks.matches(layout, 0, checksum):
+        if not self._opened.chunks.matches(layout, 0, checksum):
             assert part.params is not None
-            compare_chunk(self._session, layout, part.params, part.origin)
+            compare_chunk(self._opened, layout, part.params, part.origin)
 
 
 @lru_cache

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxinf.compress import SparseGradient, SparseLeaf
 from jaxinf.csd import Csd, CsdBuffer, Rounding, ScalarInputs
-from jaxinf.engine.session import Session
+from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.tasks import SubgroupLayout, Task
 from jaxinf.errors import DivergedParamsError, StoreMismatchError
 from jaxinf.kernels import CodedSlot
@@ -38,7 +38,7 @@ _PIECE_ELEMENTS = 1 << 20
 
 
 def initialise(
-    session: Session,
+    opened: OpenStore,
     leaf: int,
     kernel: InitKernel,
     params: Array,
@@ -48,7 +48,7 @@ def initialise(
     """Writes a leaf's master params and initial state; blocks until it is written.
 
     Args:
-      session: bound, and new.
+      opened: new.
       leaf: which.
       kernel: computes the initial state.
       params: the leaf or one shard of it, its own dtype; only read.
@@ -56,35 +56,36 @@ def initialise(
       inputs: what the initial state is computed from beside the params.
     """
     tasks = []
-    for layout in session.layouts(leaf, origin, params.shape):
+    for layout in opened.layouts(leaf, origin, params.shape):
 
         def compute(
             csd: Csd, buffer: CsdBuffer, layout: SubgroupLayout = layout
         ) -> None:
-            chunk = gather_run(session, layout, params, origin)
-            own = gather_inputs(session, layout, inputs, origin)
+            chunk = gather_run(opened, layout, params, origin)
+            own = gather_inputs(opened, layout, inputs, origin)
             extents, rounding = layout.kernel_extents, rounding_of(layout, 0)
             csd.initialise(buffer, extents, kernel, chunk, own, rounding)
             if layout.feedback is not None:
                 csd.view(buffer, layout.extents[layout.feedback])[...] = 0
-            session.meters.add(link_down_bytes=chunk.nbytes)
+            opened.meters.add(link_down_bytes=chunk.nbytes)
 
         stores = tuple(range(len(layout.states)))
         tasks.append(Task(layout, compute, stores=stores))
-    session.handler.run(tasks)
-    session.handler.drain()
+    opened.handler.run(tasks)
+    opened.handler.drain()
 
 
-def finish_initialisation(session: Session, scalars: Sequence[ScalarState]) -> None:
+def finish_initialisation(opened: OpenStore, scalars: Sequence[ScalarState]) -> None:
     """Commits step 0; every leaf must have been initialised."""
-    session.check()
-    session.chunks.end_step()
-    session.finished = CommitRecord(step=0, scalar_state=tuple(scalars))
-    session.publish()
+    opened.check()
+    opened.chunks.end_step()
+    assert opened.chunks.is_all_written
+    opened.finished = CommitRecord(step=0, scalar_state=tuple(scalars))
+    opened.publish()
 
 
 def compare_params(
-    session: Session, leaf: int, params: Array, origin: Sequence[int]
+    opened: OpenStore, leaf: int, params: Array, origin: Sequence[int]
 ) -> None:
     """Checks that params are what the store holds, rounded to their dtype.
 
@@ -94,31 +95,31 @@ def compare_params(
     differing: list[int] = []
 
     def visit(chunk: int, start: int, held: Array) -> None:
-        part = session.files.chunks[leaf][chunk]
+        part = opened.directory.chunks[leaf][chunk]
         given = gather(params, part, tuple(origin), start, held.size)
         if not same_values(held, given):
             differing.append(chunk)
 
-    _stream_state(session, leaf, params.dtype, params.shape, origin, visit)
+    _stream_state(opened, leaf, params.dtype, params.shape, origin, visit)
     if differing:
-        record = session.files.manifest.leaves[leaf]
-        step = session.commit.step if session.commit else 0
+        record = opened.directory.manifest.leaves[leaf]
+        step = opened.commit.step
         raise StoreMismatchError(
-            f"{session.options.path}: the store is at step {step} and holds other "
+            f"{opened.options.path}: the store is at step {step} and holds other "
             f"params than init was given (leaf {record.name}); take the store's own "
             "before init, params = store.params(like=params), or use another store"
         )
 
 
 def compare_chunk(
-    session: Session, layout: SubgroupLayout, params: Array, origin: Sequence[int]
+    opened: OpenStore, layout: SubgroupLayout, params: Array, origin: Sequence[int]
 ) -> None:
     """Checks that params are what a chunk holds but for zeros and denormals.
 
     Reads the chunk anew: for when a checksum has said that they differ in some bit.
 
     Args:
-      session: bound.
+      opened: the store.
       layout: a subgroup of the chunk.
       params: the leaf or a shard of it, of the dtype in which the store has its params.
       origin: index in the leaf of the array's first element.
@@ -127,18 +128,18 @@ def compare_chunk(
       DivergedParamsError: they differ; says where.
       StoreCorruptError: the chunk is not what was written.
     """
-    session.chunks.check_file(layout, 0)
-    slot = session.chunks.source(layout, 0)
-    file = session.files.chunk_file(slot, *layout.place(0))
+    opened.chunks.check_file(layout, 0)
+    slot = opened.chunks.source(layout, 0)
+    file = opened.directory.chunk_file(slot, *layout.place(0))
     subgroup = layout.subgroup
-    chunk = session.files.chunks[subgroup.leaf][subgroup.chunk]
+    chunk = opened.directory.chunks[subgroup.leaf][subgroup.chunk]
     for start in range(0, chunk.num_elements, _PIECE_ELEMENTS):
         count = min(_PIECE_ELEMENTS, chunk.num_elements - start)
         offset = start * params.itemsize
         held = np.fromfile(file, params.dtype, count, offset=offset)
         given = gather(params, chunk, tuple(origin), start, count)
         if not same_values(held, given):
-            name = session.files.manifest.leaves[subgroup.leaf].name
+            name = opened.directory.manifest.leaves[subgroup.leaf].name
             first = int(np.argmax(held != given))
             raise diverged_error(
                 name, given[first : first + 3], held[first : first + 3]
@@ -156,7 +157,7 @@ def diverged_error(name: str, given: Array, held: Array) -> DivergedParamsError:
 
 
 def read_state(
-    session: Session, leaf: int, out: Array, origin: Sequence[int], state: int = 0
+    opened: OpenStore, leaf: int, out: Array, origin: Sequence[int], state: int = 0
 ) -> None:
     """Reads a leaf's committed master params, or other state, in the dtype of `out`.
 
@@ -164,19 +165,19 @@ def read_state(
     nearest even.
 
     Args:
-      session: of an existing store, no step in flight.
+      opened: the store, no step in flight.
       leaf: which.
       out: the leaf or one shard of it; written.
       origin: index in the leaf of the array's first element.
       state: another of its states, which is no coded one.
     """
-    chunks = session.files.chunks[leaf]
+    chunks = opened.directory.chunks[leaf]
 
     def visit(chunk: int, start: int, values: Array) -> None:
         scatter(out, chunks[chunk], tuple(origin), start, values)
-        session.meters.add(link_up_bytes=values.nbytes)
+        opened.meters.add(link_up_bytes=values.nbytes)
 
-    _stream_state(session, leaf, out.dtype, out.shape, origin, visit, state)
+    _stream_state(opened, leaf, out.dtype, out.shape, origin, visit, state)
 
 
 def same_values(a: Array, b: Array) -> bool:
@@ -195,11 +196,11 @@ def same_values(a: Array, b: Array) -> bool:
 
 
 def gather_run(
-    session: Session, layout: SubgroupLayout, array: Array, origin: Sequence[int]
+    opened: OpenStore, layout: SubgroupLayout, array: Array, origin: Sequence[int]
 ) -> Array:
     """A subgroup's elements of a leaf's array, as a view where they lie in one run."""
     subgroup = layout.subgroup
-    chunk = session.files.chunks[subgroup.leaf][subgroup.chunk]
+    chunk = opened.directory.chunks[subgroup.leaf][subgroup.chunk]
     return gather(
         array, chunk, tuple(origin), subgroup.offset_elements, subgroup.num_elements
     )
@@ -222,7 +223,7 @@ def rounding_of_chunk(leaf: int, chunk: int, step: int) -> int:
 
 
 def gather_gradient(
-    session: Session,
+    opened: OpenStore,
     layout: SubgroupLayout,
     gradient: Array | SparseLeaf,
     origin: Sequence[int],
@@ -233,11 +234,11 @@ def gather_gradient(
       StoreMismatchError: it was compressed for other chunks.
     """
     if not isinstance(gradient, SparseLeaf):
-        return gather_run(session, layout, gradient, origin)
+        return gather_run(opened, layout, gradient, origin)
     subgroup = layout.subgroup
-    record = session.files.manifest.leaves[subgroup.leaf]
+    record = opened.directory.manifest.leaves[subgroup.leaf]
     positions = covers(record.grid, tuple(origin), gradient.shape)
-    chunks = session.files.chunks[subgroup.leaf]
+    chunks = opened.directory.chunks[subgroup.leaf]
     lengths = tuple(chunks[position].num_elements for position in positions)
     if tuple(gradient.lengths) != lengths:
         raise StoreMismatchError(
@@ -251,7 +252,7 @@ def gather_gradient(
 
 
 def gather_inputs(
-    session: Session,
+    opened: OpenStore,
     layout: SubgroupLayout,
     inputs: ScalarInputs,
     origin: Sequence[int],
@@ -259,12 +260,12 @@ def gather_inputs(
     """The same of a kernel's further arrays."""
     if not inputs.arrays:
         return inputs
-    arrays = tuple(gather_run(session, layout, a, origin) for a in inputs.arrays)
+    arrays = tuple(gather_run(opened, layout, a, origin) for a in inputs.arrays)
     return ScalarInputs(inputs.scalars, arrays)
 
 
 def _stream_state(
-    session: Session,
+    opened: OpenStore,
     leaf: int,
     dtype: np.dtype,
     extent: Sequence[int],
@@ -275,7 +276,7 @@ def _stream_state(
     """Calls `visit`, from several threads, with all of a state, a piece at a time.
 
     Args:
-      session: bound.
+      opened: the store.
       leaf: which.
       dtype: that the pieces have.
       extent: shape of the box of the leaf.
@@ -284,7 +285,7 @@ def _stream_state(
       state: by its place in the leaf's record; the master params by default.
     """
     tasks = []
-    for layout in session.layouts(leaf, origin, extent):
+    for layout in opened.layouts(leaf, origin, extent):
         arrays = _arrays_of(layout, state, dtype)
 
         def compute(
@@ -304,12 +305,12 @@ def _stream_state(
                 place = subgroup.offset_elements + start
                 visit(subgroup.chunk, place, values.astype(dtype, copy=False))
 
-        source = session.chunks.source
+        source = opened.chunks.source
         tasks.append(
             Task(layout, compute, loads=tuple((n, source(layout, n)) for n in arrays))
         )
-    session.handler.run(tasks)
-    session.handler.drain()
+    opened.handler.run(tasks)
+    opened.handler.drain()
 
 
 def _arrays_of(layout: SubgroupLayout, state: int, dtype: np.dtype) -> Sequence[int]:

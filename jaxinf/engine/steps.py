@@ -9,7 +9,6 @@ between two commits rewrite the other slot in place.
 """
 
 import contextlib
-import json
 import logging
 import threading
 import time
@@ -19,15 +18,15 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from jaxinf.csd import Csd, CsdBuffer
+from jaxinf.engine.annotations import Annotations
+from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.parts import LeafPart, PartTasks
-from jaxinf.engine.session import Session
 from jaxinf.engine.tasks import SubgroupLayout, Task
 from jaxinf.engine.units import Loads
 from jaxinf.errors import StaleStateError, StoreError
 from jaxinf.io import ByteCounts
 from jaxinf.layout import Subgroup
 from jaxinf.store import CommitRecord, ScalarState
-from jaxinf.typing import JsonValue
 
 __all__ = ["StepEngine", "StepMetrics"]
 
@@ -65,23 +64,20 @@ _Arrivals: TypeAlias = dict[Subgroup, _Arrival]
 
 
 class StepEngine:
-    """Runs steps on a session. Thread-safe; a step's parts may come in any order."""
+    """Runs the steps of a store. Thread-safe; a step's parts may come in any order."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._parts = PartTasks(session)
+    def __init__(self, opened: OpenStore, annotations: Annotations) -> None:
+        self._opened = opened
+        self._annotations = annotations
+        self._parts = PartTasks(opened)
         self._guard = threading.RLock()
         self._commit_thread: threading.Thread | None = None
         self._is_open = False
         self._started_s = 0.0
         self._arrivals: _Arrivals = {}
         self._inexact: frozenset[int] = frozenset()
-        self._payload_guard = threading.Lock()
-        self._payloads: dict[int, JsonValue] = {}
-        self._last_taken = -1
         self._metrics: deque[StepMetrics] = deque(maxlen=_NUM_METRICS_KEPT)
-        self._counted = session.meters.snapshot()
-        session.on_close(self._close)
+        self._counted = opened.meters.snapshot()
 
     # --- a step --------------------------------------------------------------------
 
@@ -106,7 +102,7 @@ class StepEngine:
             is_exact = part.leaf not in self._inexact
             tasks = [
                 self._parts.task(part, layout, step + 1, verdicts, is_exact=is_exact)
-                for layout in self._session.layouts(
+                for layout in self._opened.layouts(
                     part.leaf, part.origin, part.gradient.shape
                 )
             ]
@@ -114,14 +110,14 @@ class StepEngine:
             if arrivals.keys() & self._arrivals.keys():
                 # The computation failed elsewhere and is run again: what it wrote
                 # before must not come after what it writes now.
-                self._session.handler.drain()
+                self._opened.handler.drain()
                 self._check_undoable()
             self._arrivals |= arrivals
-        with self._session.timeline.span("leaf"):
-            self._session.handler.run(tasks)
+        with self._opened.timeline.span("leaf"):
+            self._opened.handler.run(tasks)
         given = self._parts.given(part) if is_exact else None
         down_bytes = part.link_bytes + (0 if given is None else given.nbytes)
-        self._session.meters.add(
+        self._opened.meters.add(
             link_down_bytes=down_bytes, link_up_bytes=part.out.nbytes
         )
         return all(verdicts)
@@ -152,7 +148,7 @@ class StepEngine:
                 step=step,
                 scalar_state=tuple(scalars),
                 skipped_steps=skipped_steps,
-                payload=self._take_payload(step),
+                payload=self._annotations.take(step),
             )
             self._check_complete()
             self._inexact = frozenset(inexact)
@@ -169,7 +165,7 @@ class StepEngine:
                 _LOG.warning(
                     "%s: no thread to commit step %s in the background (%s); it is "
                     "committed at once, and JAX waits. Raise the limit (ulimit -u)",
-                    self._session.options.path,
+                    self._opened.options.path,
                     step,
                     error,
                 )
@@ -180,9 +176,9 @@ class StepEngine:
         """Gives the step up: nothing of it is committed; it may start over."""
         with self._guard:
             if self._is_open:
-                self._session.handler.drain()
+                self._opened.handler.drain()
                 self._check_undoable()
-                self._session.chunks.forget_step()
+                self._opened.chunks.forget_step()
                 self._prefetch(self._arrivals)
                 self._arrivals, self._is_open = {}, False
 
@@ -195,11 +191,11 @@ class StepEngine:
         """
         with self._guard:
             self.join()
-            if not self._session.num_uncommitted:
+            if not self._opened.num_uncommitted:
                 return
             if self._arrivals:
                 raise StoreError(
-                    f"{self._session.options.path}: step {self._next_step} is under "
+                    f"{self._opened.options.path}: step {self._next_step} is under "
                     "way, and the steps before it are not committed (the store's "
                     "durability is not every step); wait for its state first: "
                     "store.wait(state)"
@@ -212,10 +208,10 @@ class StepEngine:
         Raises:
           BaseException: what stopped the store.
         """
-        self._session.check()
+        self._opened.check()
         with self._guard:
             self._join_commit()
-        self._session.check()
+        self._opened.check()
 
     @property
     def is_open(self) -> bool:
@@ -246,56 +242,43 @@ class StepEngine:
             self.wait()
             yield
 
-    def annotate(self, step: int, payload: JsonValue) -> None:
-        """Sets what the commit of a step to come will carry.
-
-        Raises:
-          ValueError: the step is committed already, or the payload holds NaN or Inf.
-          TypeError: the payload is no JSON.
-        """
-        payload = json.loads(json.dumps(payload, allow_nan=False))
-        with self._payload_guard:
-            finished = self._session.finished
-            last = max(self._last_taken, finished.step if finished else -1)
-            if step <= last:
-                raise ValueError(
-                    f"{self._session.options.path}: annotate(step={step}): expected a "
-                    f"step still to be committed, the store is at step {last}; "
-                    "annotate before the update"
+    def close(self) -> None:
+        """Commits what has finished, after the commit in flight; errors are kept."""
+        opened = self._opened
+        with self._guard:
+            self._join_commit()
+            if opened.health.failure.error is not None or not opened.num_uncommitted:
+                return
+            if self._arrivals:
+                _LOG.warning(
+                    "step %s is incomplete. %s", self._next_step, opened.loss_note()
                 )
-            self._payloads[step] = payload
-
-    def _take_payload(self, step: int) -> JsonValue:
-        with self._payload_guard:
-            self._last_taken = step
-            payload = self._payloads.pop(step, None)
-            self._payloads = {s: p for s, p in self._payloads.items() if s > step}
-        return payload
+            else:
+                self._publish()
 
     # --- inside --------------------------------------------------------------------
 
     def _begin(self, step: int) -> None:
         """Opens the step unless it is."""
-        session = self._session
-        session.check()
+        opened = self._opened
+        opened.check()
         with self._guard:
             if not self._is_open:
                 self.join()
             else:
-                session.check()
-            assert session.finished is not None
-            if step != session.finished.step:
+                opened.check()
+            if step != opened.finished.step:
                 raise StaleStateError(
-                    f"{session.options.path}: the optimizer state given to update is "
-                    f"of step {step}, the store is at step {session.finished.step}; "
+                    f"{opened.options.path}: the optimizer state given to update is "
+                    f"of step {step}, the store is at step {opened.finished.step}; "
                     "initialise the state from the store (state = tx.init(store.params("
                     "like=params))), or open the checkpoint of that step"
                 )
             if not self._is_open:
-                if not session.num_uncommitted:
-                    session.files.unpublish(session.chunks.target)
+                if not opened.num_uncommitted:
+                    opened.directory.unpublish(opened.chunks.target)
                 if not self._metrics:  # initialising and comparing are no step's
-                    self._counted = session.meters.snapshot()
+                    self._counted = opened.meters.snapshot()
                 self._is_open, self._started_s = True, time.monotonic()
 
     def _check_undoable(self) -> None:
@@ -304,26 +287,24 @@ class StepEngine:
         Raises:
           StoreError: says how many steps are lost.
         """
-        session = self._session
-        if session.num_uncommitted and self._arrivals:
+        opened = self._opened
+        if opened.num_uncommitted and self._arrivals:
             error = StoreError(
-                f"{session.options.path}: step {self._next_step} was given up after "
+                f"{opened.options.path}: step {self._next_step} was given up after "
                 "part of it was written over the step before, which is not committed "
                 "(the store's durability is not every step)"
             )
-            session.fail(error)
+            opened.fail(error)
             raise error
 
     @property
     def _next_step(self) -> int:
-        finished = self._session.finished
-        assert finished is not None
-        return finished.step + 1
+        return self._opened.finished.step + 1
 
     def _prefetch(self, arrivals: _Arrivals) -> None:
         """Loads what the next step will load, in the order in which gradients came."""
-        sources = self._session.chunks.sources
-        self._session.handler.prefetch(
+        sources = self._opened.chunks.sources
+        self._opened.handler.prefetch(
             [
                 Task(
                     arrival.layout,
@@ -335,27 +316,27 @@ class StepEngine:
         )
 
     def _check_complete(self) -> None:
-        session = self._session
+        opened = self._opened
         done = sum(subgroup.num_elements for subgroup in self._arrivals)
-        expected = session.files.manifest.num_params
+        expected = opened.directory.manifest.num_params
         if done != expected:
             raise AssertionError(
-                f"{session.options.path}: the step updated {done} of {expected} params"
+                f"{opened.options.path}: the step updated {done} of {expected} params"
             )
 
     def _end_step(
         self, record: CommitRecord, arrivals: _Arrivals, updated_s: float
     ) -> None:
-        session = self._session
+        opened = self._opened
         try:
-            with session.timeline.span("drain"):
-                session.handler.drain()
-            session.chunks.end_step()
-            session.finished = record
-            every = session.options.steps_per_commit
-            if every is not None and session.num_uncommitted >= every:
-                session.publish()
-            traffic = session.meters.snapshot()
+            with opened.timeline.span("drain"):
+                opened.handler.drain()
+            opened.chunks.end_step()
+            opened.finished = record
+            every = opened.options.steps_per_commit
+            if every is not None and opened.num_uncommitted >= every:
+                opened.publish()
+            traffic = opened.meters.snapshot()
             self._metrics.append(
                 StepMetrics(
                     step=record.step,
@@ -365,32 +346,19 @@ class StepEngine:
                 )
             )
             self._counted = traffic
-            if not session.is_closed:
+            if not opened.health.is_closed:
                 self._prefetch(arrivals)
         except BaseException as error:
-            session.fail(error)
+            opened.fail(error)
 
     def _publish(self) -> None:
         try:
-            self._session.publish()
+            self._opened.publish()
             if self._is_open:
-                self._session.files.unpublish(self._session.chunks.target)
+                self._opened.directory.unpublish(self._opened.chunks.target)
         except BaseException as error:
-            self._session.fail(error)
+            self._opened.fail(error)
             raise
-
-    def _close(self) -> None:
-        session = self._session
-        with self._guard:
-            self._join_commit()
-            if session.failure is not None or not session.num_uncommitted:
-                return
-            if self._arrivals:
-                _LOG.warning(
-                    "step %s is incomplete. %s", self._next_step, session.loss_note()
-                )
-            else:
-                self._publish()
 
     def _join_commit(self) -> None:
         """Forgets the thread only when it has ended: an interrupt may end the wait."""

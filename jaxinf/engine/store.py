@@ -21,18 +21,20 @@ from jaxinf.engine.decoding import read_decoded
 from jaxinf.engine.options import (
     Durability,
     MasterChoice,
-    SessionOptions,
     StateFormat,
+    StoreOptions,
 )
-from jaxinf.engine.session import Session
 from jaxinf.engine.state import read_state
-from jaxinf.engine.steps import StepEngine, StepMetrics
-from jaxinf.errors import StoreFormatError, StoreMismatchError
+from jaxinf.engine.steps import StepMetrics
+from jaxinf.engine.training import Training
+from jaxinf.errors import StoreMismatchError
 from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS
 from jaxinf.program import leaf_infos
 from jaxinf.store import (
     CheckpointInfo,
+    CommitRecord,
     Manifest,
+    StoreDirectory,
     checkpoints_to_prune,
     find_leaf,
     leaf_name,
@@ -62,13 +64,12 @@ class Store:
     them raises the original exception.
     """
 
-    def __init__(self, options: SessionOptions) -> None:
-        self.session = Session(options)
-        self.steps = StepEngine(self.session)
+    def __init__(self, options: StoreOptions) -> None:
+        self.training = Training(options)
         _LIVE.add(self)
 
     def __repr__(self) -> str:
-        commit = self.session.commit
+        commit = self.training.commit
         step = "new" if commit is None else f"step {commit.step}"
         return f"Store({str(self.path)!r}, {step})"
 
@@ -77,12 +78,12 @@ class Store:
     @property
     def path(self) -> Path:
         """Where it is."""
-        return self.session.options.path
+        return self.training.options.path
 
     @property
     def exists(self) -> bool:
         """Whether a step is committed: True when opened to resume."""
-        return self.session.commit is not None
+        return self.training.commit is not None
 
     @property
     def step(self) -> int:
@@ -90,26 +91,26 @@ class Store:
 
         With a durability other than ``"step"`` the transform may be some steps ahead.
         """
-        self.steps.join()
-        return self.session.commit.step if self.session.commit else 0
+        commit = self._last_commit()
+        return commit.step if commit else 0
 
     @property
     def skipped_steps(self) -> int:
         """Steps skipped for a non-finite gradient, up to the last commit."""
-        self.steps.join()
-        return self.session.commit.skipped_steps if self.session.commit else 0
+        commit = self._last_commit()
+        return commit.skipped_steps if commit else 0
 
     @property
     def committed_at(self) -> str | None:
         """When the last committed step was committed, UTC; None for a new store."""
-        self.steps.join()
-        return self.session.commit.committed_at if self.session.commit else None
+        commit = self._last_commit()
+        return commit.committed_at if commit else None
 
     @property
     def payload(self) -> JsonValue:
         """What `annotate` gave to the last committed step."""
-        self.steps.join()
-        return self.session.commit.payload if self.session.commit else None
+        commit = self._last_commit()
+        return commit.payload if commit else None
 
     @property
     def manifest(self) -> Manifest:
@@ -118,34 +119,40 @@ class Store:
         Raises:
           StoreFormatError: nothing is stored yet.
         """
-        self.session.check()
-        if self.session.directory is None:
-            raise StoreFormatError(
-                f"{self.path}: the store is empty until tx.init has run on it"
-            )
-        return self.session.directory.manifest
+        return self._directory.manifest
+
+    @property
+    def _directory(self) -> StoreDirectory:
+        self.training.check()
+        return self.training.opened.directory
+
+    def _last_commit(self) -> CommitRecord | None:
+        self.training.join()
+        return self.training.commit
 
     @property
     def metrics(self) -> StepMetrics | None:
         """Time and traffic of the last step committed by this process."""
-        return self.steps.metrics
+        return self.training.metrics
 
     def metrics_of(self, step: int) -> StepMetrics | None:
         """Time and traffic of a step; None if not one of this process's last eight.
 
         Waits for the step's commit, and for no later one.
         """
-        return self.steps.metrics_of(step)
+        return self.training.metrics_of(step)
 
     @property
     def peak_memory_bytes(self) -> int:
         """The most that state has taken of the memory budget so far."""
-        return self.session.peak_memory_bytes
+        return self.training.peak_memory_bytes
 
     def csds(self) -> list[CsdInfo]:
         """Kind, place and free space of each CSD; empty until there is a store."""
-        self.session.check()
-        return [csd.info() for csd in self.session.csds]
+        self.training.check()
+        if not self.training.has_files:
+            return []
+        return [csd.info() for csd in self.training.opened.csds]
 
     def params(self, like: PyTree, *, state: Any = None) -> PyTree:
         """The committed master params, as the run's params.
@@ -164,7 +171,7 @@ class Store:
         self.wait(state)
         leaves, treedef = jax.tree.flatten(like)
         self._check_like(like)
-        with self.steps.paused():
+        with self.training.paused():
             read = [self.read_leaf(i, leaf) for i, leaf in enumerate(leaves)]
         return jax.tree.unflatten(treedef, read)
 
@@ -194,7 +201,7 @@ class Store:
             bounds = [s.indices(n) for s, n in zip(index, shape, strict=True)]
             out = np.empty([stop - start for start, stop, _ in bounds], dtype)
             origin = [start for start, _, _ in bounds]
-            read_state(self.session, number, out, origin, state)
+            read_state(self.training.opened, number, out, origin, state)
             return out
 
         sharding = getattr(like, "sharding", None)
@@ -218,7 +225,7 @@ class Store:
           ValueError: no such leaf or state; lists what there is.
         """
         record = find_leaf(self.manifest, state, leaf)
-        self.steps.wait()
+        self.training.wait()
         return open_array((self.path / "current").resolve(), record, state)
 
     def read(self, state: str, leaf: str) -> Array:
@@ -241,7 +248,7 @@ class Store:
             raise ValueError(
                 f"leaf {leaf}: {state} is a part of {chosen.slot}; read that"
             )
-        with self.steps.paused():
+        with self.training.paused():
             return read_decoded((self.path / "current").resolve(), record, chosen)
 
     @contextlib.contextmanager
@@ -252,10 +259,8 @@ class Store:
           A directory laid out like a slot: a zarr group, an Orbax checkpoint,
           ``commit.json``. It is gone after the context. No data is copied.
         """
-        self.steps.wait()
-        if self.session.directory is None:
-            _ = self.manifest
-        with snapshot(self.session.files) as path:
+        self.training.wait()
+        with snapshot(self._directory) as path:
             yield path
 
     # --- checkpoints ---------------------------------------------------------------
@@ -282,14 +287,12 @@ class Store:
           StoreSpaceError: the drives have too little room; nothing was made.
         """
         self.wait(state)
-        _ = self.manifest
-        with self.steps.paused():
-            return save_checkpoint(self.session.files, name)
+        with self.training.paused():
+            return save_checkpoint(self._directory, name)
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """The checkpoints that there are, by step."""
-        _ = self.manifest
-        return list_checkpoints(self.session.files)
+        return list_checkpoints(self._directory)
 
     def remove_checkpoint(self, name: str) -> None:
         """Removes a checkpoint and gives its space back.
@@ -297,8 +300,7 @@ class Store:
         Raises:
           ValueError: there is none of that name.
         """
-        _ = self.manifest
-        remove_checkpoint(self.session.files, name)
+        remove_checkpoint(self._directory, name)
 
     def prune_checkpoints(self, *, keep_last: int, keep_every: int = 0) -> list[str]:
         """Removes the checkpoints that a policy does not keep; those it removed.
@@ -330,12 +332,11 @@ class Store:
         Raises:
           ValueError, TypeError: it is no JSON, or the step is committed already.
         """
-        self.session.check()
-        self.steps.annotate(step, payload)
+        self.training.annotate(step, payload)
 
     def check(self) -> None:
         """Raises what stopped the store: the original exception, with its type."""
-        self.session.check()
+        self.training.check()
 
     def wait(self, state: Any = None) -> None:
         """Blocks until everything asked of the store is durable, whatever `durability`.
@@ -347,9 +348,9 @@ class Store:
             try:
                 jax.block_until_ready(state)
             except Exception:
-                self.session.check()  # the original of what JAX raises
+                self.training.check()  # the original of what JAX raises
                 raise
-        self.steps.wait()
+        self.training.wait()
 
     def close(self) -> None:
         """Finishes the commit in flight, stops the workers, gives the lock back.
@@ -360,14 +361,14 @@ class Store:
           BaseException: what stopped the store, after everything is released, unless
             another method has raised it before.
         """
-        if self.session.is_closed:
+        if self.training.is_closed:
             return
         try:
-            self.session.close()
+            self.training.close()
         finally:
             _LIVE.discard(self)
-        if self.session.is_failure_unreported:
-            self.session.check()
+        if self.training.is_failure_unreported:
+            self.training.check()
 
     def __enter__(self) -> "Store":
         return self
@@ -448,7 +449,7 @@ def open_store(
       StoreLockedError: a live process has it open; names it.
       StoreFormatError: not a store, damaged, or of a newer format.
     """
-    options = SessionOptions(
+    options = StoreOptions(
         Path(os.path.abspath(os.path.expanduser(path))),
         csd_roots=[Path(os.path.abspath(os.path.expanduser(root))) for root in csds],
         csd=csd,
@@ -472,7 +473,7 @@ def _close_all() -> None:
     with contextlib.suppress(Exception):
         jax.effects_barrier()
     for store in list(_LIVE):
-        if store.session.is_closed:
+        if store.training.is_closed:
             continue
         try:
             store.close()
@@ -483,7 +484,7 @@ def _close_all() -> None:
 def _forget_all() -> None:
     """In a forked child: the stores stay its parent's."""
     for store in _LIVE:
-        store.session.disown()
+        store.training.disown()
     _LIVE.clear()
 
 

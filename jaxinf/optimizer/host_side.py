@@ -16,13 +16,9 @@ from jaxinf.engine import (
     LeafPart,
     Store,
     StoreDescription,
-    compare_params,
-    finish_initialisation,
-    initialise,
-    read_state,
 )
 from jaxinf.errors import NonFiniteGradientError, StoreMismatchError
-from jaxinf.layout import LeafGrid, choose_grid
+from jaxinf.layout import LeafGrid
 from jaxinf.optimizer.callback import Host
 from jaxinf.optimizer.started import StartedUpdates
 from jaxinf.store import ScalarState
@@ -86,8 +82,7 @@ class HostSide:
     @property
     def takes_params(self) -> bool:
         """Whether params on the JAX device may be taken instead of the master."""
-        options = self.store.session.options
-        return options.master != "stored" and options.csd.takes_params
+        return self.store.training.takes_params
 
     @property
     def checks_finite(self) -> bool:
@@ -101,20 +96,11 @@ class HostSide:
         So it is where a step may overwrite one that is not committed: it could not be
         refused half way.
         """
-        overwrites = self.store.session.options.steps_per_commit != 1
-        return overwrites and self.checks_finite
+        return self.store.training.rewrites_steps and self.checks_finite
 
     def grid(self, description: StoreDescription, number: int) -> LeafGrid:
         """A leaf's chunks: the store's, or those that it will be made with."""
-        session = self.store.session
-        if session.directory is not None:
-            return session.directory.manifest.leaves[number].grid
-        leaf = description.leaves[number]
-        return choose_grid(
-            leaf.shape,
-            shard_counts=leaf.shard_counts or None,
-            max_chunk_elements=session.options.chunk_elements,
-        )
+        return self.store.training.grid(description, number)
 
     def guarded(self, host: Host, *, may_raise: bool) -> Host:
         """Wraps a host function for a callback.
@@ -129,7 +115,7 @@ class HostSide:
             try:
                 host(outs, *arguments)
             except BaseException as error:
-                self.store.session.fail(error)
+                self.store.training.fail(error)
                 if may_raise:
                     raise
                 for out in outs:
@@ -154,7 +140,7 @@ class HostSide:
         Results: the error feedback, if there is any, and a status.
         """
         scalars, (leaf, *arrays) = arguments[:num_scalars], arguments[num_scalars:]
-        is_new = self.store.session.bind(description, may_create=True)
+        is_new = self.store.training.bind(description, may_create=True)
         self.store.wait()
         inputs = ScalarInputs(scalars, tuple(arrays))
         origin = _origin(coordinates, leaf)
@@ -163,9 +149,7 @@ class HostSide:
         if feedback and is_new:
             feedback[0][...] = 0
         elif feedback:
-            session = self.store.session
-            held = len(session.files.manifest.leaves[number].states) - 1
-            read_state(session, number, feedback[0], origin, held)
+            self.store.training.read_feedback(number, feedback[0], origin)
         status[...] = FINITE
 
     def place(
@@ -179,12 +163,11 @@ class HostSide:
         is_new: bool,
     ) -> None:
         """Stores a shard's initial state, or holds it against what is stored."""
-        session = self.store.session
+        training = self.store.training
         if is_new:
-            kernel = description.leaves[number].init_kernel
-            initialise(session, number, kernel, shard, origin, inputs)
+            training.initialise(description, number, shard, origin, inputs)
         else:
-            compare_params(session, number, shard, origin)
+            training.compare_params(number, shard, origin)
 
     def finish_init(
         self,
@@ -195,7 +178,7 @@ class HostSide:
     ) -> None:
         """Callback: every leaf is placed. Results: see `held_state`."""
         if np.any(statuses == FAILED):
-            self.store.session.check()
+            self.store.training.check()
         held = self.held_state(description, scalars)
         for out, value in zip(outs, held, strict=True):
             out[...] = value
@@ -209,11 +192,10 @@ class HostSide:
           description: what the store is bound to.
           scalars: the initial scalar state.
         """
-        session = self.store.session
-        if session.bind(description, may_create=True):
-            finish_initialisation(session, _named(description, scalars))
-        commit = session.finished
-        assert commit is not None
+        training = self.store.training
+        if training.bind(description, may_create=True):
+            training.finish_initialisation(_named(description, scalars))
+        commit = training.finished
         self._check_scalars(description, scalars, commit.scalar_state)
         counters = (commit.step, commit.skipped_steps)
         held = [scalar.value for scalar in commit.scalar_state]
@@ -273,7 +255,7 @@ class HostSide:
                 outs[0].shape, gradient, values, sent.counts, sent.lengths
             )
         leaf = description.leaves[number]
-        self.store.session.bind(description)
+        self.store.training.bind(description)
         part = LeafPart(
             leaf=number,
             kernel=leaf.kernel,
@@ -285,7 +267,7 @@ class HostSide:
             params=params,
             feedback=feedback,
         )
-        is_finite = self.store.steps.update(int(step), part)
+        is_finite = self.store.training.update(int(step), part)
         outs[1][...] = FINITE if is_finite else NON_FINITE
 
     def start_leaf(
@@ -338,17 +320,17 @@ class HostSide:
         differs in some bit from what the store has.
         """
         self.store.check()
-        steps = self.store.steps
+        training = self.store.training
         if np.any(statuses == NON_FINITE) and self._nonfinite != "allow":
-            steps.abandon()
+            training.abandon()
             if self._nonfinite != "skip":
-                steps.wait()  # commits what came before
+                training.wait()  # commits what came before
                 raise self._non_finite(description, int(step), statuses)
             outs[0][...] = SKIPPED
         else:
             named = _named(description, scalars)
             leaves = np.flatnonzero(inexact).tolist()
-            steps.finish(int(step), named, int(skipped), leaves)
+            training.finish(int(step), named, int(skipped), leaves)
             outs[0][...] = COMMITTED
 
     def _non_finite(

@@ -142,7 +142,7 @@ def _prepared(
 
 
 def _check_store(host: HostSide, compression: TopK) -> None:
-    options = host.store.session.options
+    options = host.store.training.options
     if compression.error_feedback and options.steps_per_commit != 1:
         raise ValueError(
             f"{options.path}: error_feedback=True: what a step leaves out is part of "

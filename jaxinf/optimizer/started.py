@@ -50,7 +50,7 @@ class StartedUpdates:
           BaseException: what stopped the store.
         """
         self._store.check()
-        limit = self._store.session.options.memory_bytes
+        limit = self._store.training.options.memory_bytes
         with self._changed:
             self._changed.wait_for(
                 lambda: not self._taken_bytes or self._taken_bytes + num_bytes <= limit
@@ -80,9 +80,9 @@ class StartedUpdates:
 
     def _threads(self) -> ThreadPoolExecutor:
         if self._pool is None:
-            session = self._store.session
+            training = self._store.training
             self._pool = ThreadPoolExecutor(
-                session.options.num_workers, thread_name_prefix="jaxinf-leaf"
+                training.options.num_workers, thread_name_prefix="jaxinf-leaf"
             )
-            session.on_close(self._pool.shutdown)
+            training.on_close(self._pool.shutdown)
         return self._pool

@@ -174,7 +174,7 @@ class _SmartUpdate:
         self, description: StoreDescription, program: InitProgram, leaves: Sequence[Any]
     ) -> _Initialised:
         store = self._host.store
-        is_new = store.session.bind(description, may_create=True)
+        is_new = store.training.bind(description, may_create=True)
         store.wait()
         initial, inputs = jax.jit(program.prologue)(leaves)
         for number, leaf in enumerate(leaves):

@@ -27,6 +27,7 @@ from jaxinf.store.directory import (
     SLOTS,
     Slot,
     StoreDirectory,
+    next_slot,
     other_slot,
 )
 from jaxinf.store.lock import StoreLock
@@ -93,6 +94,7 @@ __all__ = [
     "list_checkpoints",
     "making_store",
     "migrate",
+    "next_slot",
     "open_array",
     "other_slot",
     "prune_leftovers",

@@ -35,6 +35,7 @@ __all__ = [
     "SLOTS",
     "Slot",
     "StoreDirectory",
+    "next_slot",
     "other_slot",
 ]
 
@@ -45,6 +46,11 @@ SLOTS: tuple[Slot, Slot] = ("a", "b")
 def other_slot(slot: Slot) -> Slot:
     """The slot that is not this one."""
     return "b" if slot == "a" else "a"
+
+
+def next_slot(committed: Slot | None) -> Slot:
+    """The slot that the next commit is in; None before the first."""
+    return SLOTS[0] if committed is None else other_slot(committed)
 
 
 class StoreDirectory:

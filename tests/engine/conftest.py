@@ -28,4 +28,4 @@ def drive(place: Path) -> Iterator[Callable[..., Driver]]:
 
     yield make
     for driver in drivers:
-        driver.session.close()
+        driver.training.close()

@@ -18,9 +18,6 @@ from jaxinf.engine import (
     LeafDescription,
     LeafPart,
     StoreDescription,
-    compare_params,
-    finish_initialisation,
-    initialise,
 )
 from jaxinf.engine.decoding import read_decoded
 from jaxinf.kernels.codecs import encode_split
@@ -85,24 +82,29 @@ class Driver:
         self.at = 0
 
     @property
-    def session(self):
-        return self.store.session
+    def training(self):
+        return self.store.training
+
+    @property
+    def opened(self):
+        return self.store.training.opened
 
     def init(self):
         """As `tx.init`: makes the store, or goes on with the one that is there."""
         self._known = 0, self._first()  # a test may have changed what it begins with
-        is_new = self.session.bind(self.description, may_create=True)
+        is_new = self.training.bind(self.description, may_create=True)
         if is_new:
             for number, params in enumerate(self.initial.values()):
-                kernel = self.description.leaves[number].init_kernel
-                origin = (0,) * params.ndim
-                initialise(self.session, number, kernel, params, origin, ScalarInputs())
-            finish_initialisation(self.session, self.scalars(0))
+                origin, inputs = (0,) * params.ndim, ScalarInputs()
+                self.training.initialise(
+                    self.description, number, params, origin, inputs
+                )
+            self.training.finish_initialisation(self.scalars(0))
         self.at = self.store.step
         if not is_new:
             for number, (params, *_) in enumerate(self.expected(self.at).values()):
                 device = self.rounded(number, params)
-                compare_params(self.session, number, device, (0,) * device.ndim)
+                self.training.compare_params(number, device, (0,) * device.ndim)
         return self
 
     def rounded(self, number, master):
@@ -139,12 +141,12 @@ class Driver:
         results = {}
         for number in range(len(names)) if order is None else order:
             part = self.part(number, gradient)
-            self.store.steps.update(self.at, part)
+            self.store.training.update(self.at, part)
             results[names[number]] = part.out
         return results
 
     def finish(self, skipped_steps=0):
-        self.store.steps.finish(self.at, self.scalars(self.at + 1), skipped_steps)
+        self.store.training.finish(self.at, self.scalars(self.at + 1), skipped_steps)
         self.at += 1
 
     def step(self, order=None):

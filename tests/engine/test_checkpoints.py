@@ -19,7 +19,7 @@ def path_of(driver, name):
 
 def data_files(driver, name):
     """The real files of a checkpoint's chunks."""
-    directory = driver.session.files
+    directory = driver.opened.directory
     return [
         directory.chunk_file(f"checkpoints/{name}", leaf, number, state.name)
         for leaf, record in enumerate(directory.manifest.leaves)
@@ -29,7 +29,7 @@ def data_files(driver, name):
 
 
 def is_clean(driver, name):
-    return not Verifier(driver.session.files).verify(path_of(driver, name))
+    return not Verifier(driver.opened.directory).verify(path_of(driver, name))
 
 
 @pytest.mark.parametrize("num_csds", [0, 3])
@@ -58,10 +58,10 @@ def test_saving_copies_nothing(drive):
     leaves = {"w": ((1 << 20,), "float32")}
     driver = drive(leaves=leaves).init().steps(2)
     driver.store.wait()
-    written = driver.session.meters.snapshot().drive_write_bytes
+    written = driver.opened.meters.snapshot().drive_write_bytes
     used = blocks_below(driver.store.path)
     driver.store.checkpoint()
-    assert driver.session.meters.snapshot().drive_write_bytes == written
+    assert driver.opened.meters.snapshot().drive_write_bytes == written
     assert blocks_below(driver.store.path) - used < 1 << 18
     (info,) = driver.store.checkpoints()
     assert info.own_bytes == 0

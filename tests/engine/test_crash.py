@@ -120,15 +120,15 @@ def test_stopped_at_each_stage(place, drive, stage, num_csds):
     """Copies the store as it is in the middle of a step, and opens the copy's image."""
     driver = drive(num_csds=num_csds).init().steps(3)
     driver.store.wait()
-    files = driver.session.files
+    files = driver.opened.directory
     if stage == "unpublished":
         files.unpublish("a")
     elif stage == "half":
         driver.update([0, 3])
-        driver.session.handler.drain()
+        driver.opened.handler.drain()
     elif stage != "nothing":
         driver.update()
-        driver.session.handler.drain()
+        driver.opened.handler.drain()
         if stage != "all":
             files.sync()
         if stage in ("record", "link"):
@@ -139,7 +139,7 @@ def test_stopped_at_each_stage(place, drive, stage, num_csds):
             (files.path / "current.tmp").symlink_to("slots/a")
     image = place.with_name(f"{place.name}-image")
     os.system(f"cp -a {place} {image}")
-    driver.session.close()
+    driver.training.close()
     shutil.rmtree(place)
     image.rename(place)  # the symlinks of CSDs are absolute
 

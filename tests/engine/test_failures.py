@@ -20,7 +20,7 @@ MORE = {**LEAVES, "wide": ((64, 4096), "float32")}
 
 def break_chunk(driver, how, slot, leaf=1, state="params"):
     """Damages a chunk file as an operating system or a person would."""
-    file = driver.session.files.chunk_file(slot, leaf, 0, state)
+    file = driver.opened.directory.chunk_file(slot, leaf, 0, state)
     if how == "deleted":
         file.unlink()
     elif how == "truncated":
@@ -46,8 +46,8 @@ def methods(driver):
         lambda: store.annotate(99, None),
         store.check,
         store.wait,
-        lambda: driver.store.steps.update(driver.at, driver.part(0)),
-        lambda: driver.store.steps.finish(driver.at, [], 0),
+        lambda: driver.store.training.update(driver.at, driver.part(0)),
+        lambda: driver.store.training.finish(driver.at, [], 0),
     ]
 
 
@@ -66,10 +66,10 @@ def test_a_damaged_chunk_that_is_read(drive, how, num_csds):
     break_chunk(driver, how, "a")
     with pytest.raises(StoreIOError, match=r"params\.embed/c/0/0"):
         driver.update()
-    error = driver.session.failure
+    error = driver.training.failure
     check_all_raise(driver, error)
     driver.close()
-    assert driver.session.commit.step == 2
+    assert driver.opened.commit.step == 2
     assert (driver.store.path / "current").resolve().name == "a"
 
 
@@ -86,7 +86,7 @@ def test_a_damaged_chunk_that_is_written(drive, how):
     break_chunk(driver, how, "b", state="trace")
     with pytest.raises(StoreIOError, match=r"trace\.embed/c/0/0"):
         step_and_wait(driver)
-    check_all_raise(driver, driver.session.failure)
+    check_all_raise(driver, driver.training.failure)
     driver.close()
     driver = drive()
     assert driver.store.step == 2
@@ -95,16 +95,16 @@ def test_a_damaged_chunk_that_is_written(drive, how):
 def test_damage_found_by_reading_stops_the_store_too(drive):
     drive().init().steps(2).close()
     driver = drive()
-    driver.session.bind(driver.description)
+    driver.training.bind(driver.description)
     break_chunk(driver, "truncated", "a")
     with pytest.raises(StoreIOError, match=r"truncated: expected \d+ bytes, found 100"):
         driver.store.params(driver.initial)
-    check_all_raise(driver, driver.session.failure)
+    check_all_raise(driver, driver.training.failure)
 
 
 def fail_in_the_background(driver):
     """Lets the commit of a step that has returned fail."""
-    lock = driver.session.files.publish_lock
+    lock = driver.opened.directory.publish_lock
     lock.unlink()
     lock.mkdir()
     driver.step()
@@ -133,13 +133,13 @@ def test_what_is_known_is_not_raised_again_by_close(drive):
     fail_in_the_background(driver)
     with pytest.raises(StoreIOError, match=r"current: commit failed"):
         driver.store.wait()
-    check_all_raise(driver, driver.session.failure)
+    check_all_raise(driver, driver.training.failure)
     driver.close()
 
 
 def use_and_fail(driver):
     with driver.store:
-        driver.session.fail(StoreIOError("the drive's"))
+        driver.training.fail(StoreIOError("the drive's"))
         raise KeyError("mine")
 
 
@@ -147,7 +147,7 @@ def test_an_error_of_the_body_is_not_hidden_by_close(drive):
     driver = drive().init().steps(2)
     with pytest.raises(KeyError, match="mine"):
         use_and_fail(driver)
-    assert driver.session.is_closed
+    assert driver.training.is_closed
 
 
 def test_errors_of_callers_stop_the_workers(drive):
@@ -155,8 +155,8 @@ def test_errors_of_callers_stop_the_workers(drive):
     part = driver.part(0)
     part.probe[...] = 77
     with pytest.raises(DivergedParamsError):
-        driver.store.steps.update(1, part)
-    check_all_raise(driver, driver.session.failure)
+        driver.store.training.update(1, part)
+    check_all_raise(driver, driver.training.failure)
     driver.close()
     drive().init().check(1)
 
@@ -169,9 +169,9 @@ def test_many_threads_get_the_same_exception(drive):
 
     def update(number):
         try:
-            driver.store.steps.update(2, driver.part(number))
+            driver.store.training.update(2, driver.part(number))
             driver.store.wait()
-            driver.store.steps.finish(2, [], 0)
+            driver.store.training.finish(2, [], 0)
         except BaseException as error:
             raised.append(error)
 
@@ -183,9 +183,9 @@ def test_many_threads_get_the_same_exception(drive):
         assert not thread.is_alive()
     own = [e for e in raised if not isinstance(e, AssertionError)]
     assert own
-    assert all(error is driver.session.failure for error in own)
-    driver.session.close()
-    assert driver.session._fleet.used_bytes == 0
+    assert all(error is driver.training.failure for error in own)
+    driver.training.close()
+    assert driver.opened.fleet.used_bytes == 0
 
 
 def test_closing_in_the_middle_of_a_step(drive):
@@ -194,7 +194,7 @@ def test_closing_in_the_middle_of_a_step(drive):
     driver.close()
     with pytest.raises(StoreClosedError):
         driver.update([2])
-    assert driver.session._fleet.used_bytes == 0
+    assert driver.opened.fleet.used_bytes == 0
     drive().init().steps(1).check(3)
 
 
@@ -219,9 +219,9 @@ def test_closing_beside_a_running_step(drive):
     thread.join(TIMEOUT_S)
     assert not thread.is_alive()
     assert isinstance(raised[0], StoreClosedError)
-    assert driver.session.failure is None
-    assert driver.session._fleet.used_bytes == 0
-    step = driver.session.commit.step
+    assert driver.training.failure is None
+    assert driver.opened.fleet.used_bytes == 0
+    step = driver.opened.commit.step
     again = drive(leaves=MORE).init()
     assert again.at == step >= 2
     again.check(step)
@@ -242,7 +242,7 @@ try:
 except BaseException as error:
     print(type(error).__name__, error)
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-driver.session.close()
+driver.training.close()
 """
 
 
@@ -280,17 +280,17 @@ def test_what_arrives_late_of_a_step_that_failed(drive):
     with pytest.raises(StoreIOError, match=r"params\.half/c/0/0") as caught:
         driver.update([3])
     with pytest.raises(StoreIOError) as again:
-        driver.store.steps.update(3, late)
+        driver.store.training.update(3, late)
     assert again.value is caught.value
     driver.close()
-    for action in (lambda: driver.store.steps.update(3, late), driver.finish):
+    for action in (lambda: driver.store.training.update(3, late), driver.finish):
         with pytest.raises(StoreIOError) as again:
             action()
         assert again.value is caught.value
     reopened = drive(driver.store.path)
     assert reopened.store.step == 3
     reopened.at = 3
-    reopened.session.bind(reopened.description)
+    reopened.training.bind(reopened.description)
     with pytest.raises(StaleStateError, match="of step 2, the store is at step 3"):
-        reopened.store.steps.update(2, late)
-    assert not reopened.store.steps.is_open
+        reopened.store.training.update(2, late)
+    assert not reopened.store.training.is_open

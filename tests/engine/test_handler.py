@@ -66,14 +66,14 @@ class Rig:
         from jaxinf.csd import HostCsd
         from jaxinf.io import BufferPool, ByteMeters
 
-        self.directory = driver.session.files
+        self.directory = driver.opened.directory
         self.pool = BufferPool(memory_pages * PAGE)
         host = HostCsd(self.directory.path, self.pool, ByteMeters())
         self.csd = WatchedCsd(host)
         self.failure = Failure()
         self.handler = TransferHandler(
             self.directory,
-            ChunkTable(self.directory, "a", {}, "never"),
+            ChunkTable(self.directory, "b", {}, "never"),
             [self.csd],
             num_workers=num_workers,
             num_kernels=num_workers,

@@ -41,7 +41,7 @@ def test_a_flipped_bit_is_named_and_not_trained_on(
     driver.close()
     file = flip(driver, leaf, state, byte)
     again = drive(driver.store.path, **options)
-    again.session.bind(again.description)
+    again.training.bind(again.description)
     again.at = 3
     number = list(again.leaves).index(leaf)
     with pytest.raises(StoreCorruptError, match=f"leaf {leaf}, {state}, chunk 0") as e:
@@ -63,12 +63,12 @@ def test_a_flipped_bit_is_named_and_not_trained_on(
 
 def read_again(driver, layouts):
     """Reads momentum, as a prefetch that had to make room and then its task do."""
-    session = driver.session
+    opened = driver.opened
     tasks = [
-        Task(layout, lambda *_: None, loads=((1, session.chunks.source(layout, 1)),))
+        Task(layout, lambda *_: None, loads=((1, opened.chunks.source(layout, 1)),))
         for layout in layouts
     ]
-    session.handler.run(tasks)
+    opened.handler.run(tasks)
 
 
 @pytest.mark.parametrize("num_read_first", [1, 2, None])
@@ -77,7 +77,7 @@ def test_a_subgroup_that_is_read_twice_must_be_the_same(drive, num_read_first):
     driver = drive(leaves=LEAVES, memory_bytes=1 << 18).init().steps(1)
     driver.store.wait()
     number = list(driver.leaves).index("w")
-    layouts = driver.session.layouts(number, (0, 0), (300, 1025))
+    layouts = driver.opened.layouts(number, (0, 0), (300, 1025))
     assert len(layouts) > 10
     read_again(driver, layouts[:num_read_first])
     read_again(driver, layouts[:1])
@@ -88,7 +88,7 @@ def test_a_subgroup_that_is_read_twice_must_be_the_same(drive, num_read_first):
 
 
 def give_up_and_update(driver, number):
-    driver.store.steps.abandon()  # reads ahead: may find it, too
+    driver.store.training.abandon()  # reads ahead: may find it, too
     driver.update([number])
 
 
@@ -138,16 +138,16 @@ def flip_and_step(drive, driver, num_steps, verify):
     """Steps on a store that has a flipped bit; how many were done before it showed."""
     flip(driver, "w", "trace", byte=5)
     again = drive(driver.store.path, leaves=LEAVES, verify=verify)
-    again.session.bind(again.description)
+    again.training.bind(again.description)
     again.at = again.store.step
     number = list(again.leaves).index("w")
     for done in range(num_steps):
         part = again.part(number)
         part = jaxinf.engine.LeafPart(**{**vars(part), "probe": np.zeros(0)})
         try:
-            again.store.steps.update(again.at, part)
-            again.store.steps.abandon()
-            again.session.chunks.end_step()
+            again.store.training.update(again.at, part)
+            again.store.training.abandon()
+            again.opened.chunks.end_step()
         except StoreCorruptError:
             with contextlib.suppress(StoreCorruptError):
                 again.close()

@@ -71,11 +71,11 @@ def no_new_threads():
 def test_a_commit_without_a_thread_of_its_own(drive, caplog):
     driver = drive().init().steps(2)
     driver.update()
-    driver.store.steps.join()
+    driver.store.training.join()
     with no_new_threads():
         driver.finish()
     assert "no thread to commit step 3 in the background" in caplog.text
-    assert driver.session.commit.step == 3
+    assert driver.opened.commit.step == 3
     driver.steps(1).check(4)
 
 
@@ -131,7 +131,7 @@ def test_exit_by_an_exception_in_the_middle_of_a_step(drive, place, run_python):
 def test_exit_after_a_failure_says_it(drive, place, run_python):
     program = START + (
         "driver.steps(2)\ndriver.store.wait()\n"
-        "lock = driver.session.files.publish_lock\n"
+        "lock = driver.opened.directory.publish_lock\n"
         "lock.unlink(), lock.mkdir()\n"
         "driver.step()\n"
     )

@@ -32,8 +32,8 @@ def linked_copy(driver):
 @pytest.mark.parametrize("verify", ["always", "never"])
 def test_a_copy_between_steps(drive, durability, verify):
     driver = drive(durability=durability, verify=verify, **OPTIONS).init().steps(2)
-    driver.store.steps.join()
-    committed = driver.session.commit.step
+    driver.store.training.join()
+    committed = driver.opened.commit.step
     copy, before = linked_copy(driver)
     driver.steps(3).check(5)
     assert {file: file.read_bytes() for file in before} == before
@@ -55,8 +55,8 @@ def test_a_copy_in_the_middle_of_a_chunk(drive, durability):
     """The subgroups that were written before are still there after."""
     options = OPTIONS | {"num_workers": 1}  # a copy takes names that stay
     driver = drive(durability=durability, **options).init().steps(2)
-    driver.store.steps.join()
-    write, copies, num_writes = driver.session.csds[0].write, [], 0
+    driver.store.training.join()
+    write, copies, num_writes = driver.opened.csds[0].write, [], 0
 
     def copying(transfers):
         nonlocal num_writes
@@ -66,13 +66,13 @@ def test_a_copy_in_the_middle_of_a_chunk(drive, durability):
             if num_writes == 5:
                 copies.append(linked_copy(driver))
 
-    driver.session.csds[0].write = copying
+    driver.opened.csds[0].write = copying
     driver.steps(1)
-    driver.store.steps.join()
+    driver.store.training.join()
     assert copies
-    driver.session.csds[0].write = write
+    driver.opened.csds[0].write = write
     driver.steps(3).check(6)
-    assert not Verifier(driver.session.files).verify(driver.store.path / "current")
+    assert not Verifier(driver.opened.directory).verify(driver.store.path / "current")
     driver.close()
     copy, _ = copies[0]
     again = drive(copy, **OPTIONS).init()

@@ -24,12 +24,12 @@ def driver(drive):
 
 def unit_of(driver, csd):
     """What runs the kernels of a card."""
-    return driver.session.csds[csd]._card._device.unit
+    return driver.opened.csds[csd]._card._device.unit
 
 
 def check_ended(driver, drive, error, csd):
     """The step is lost, and no other; the store opens again where it was."""
-    root = driver.session.directory.manifest.csds[csd]
+    root = driver.opened.directory.manifest.csds[csd]
     assert f"CSD {root}/jaxinf-" in str(error.value)
     with pytest.raises(CsdError) as again:
         driver.store.check()
@@ -37,7 +37,7 @@ def check_ended(driver, drive, error, csd):
     with pytest.raises(CsdError):
         driver.finish()
     driver.close()
-    assert driver.session._fleet.used_bytes == 0
+    assert driver.opened.fleet.used_bytes == 0
     reopened = drive(csd="emulated", leaves=LEAVES).init()
     assert reopened.at == 1
     reopened.steps(2).check(3)
@@ -46,7 +46,7 @@ def check_ended(driver, drive, error, csd):
 @pytest.mark.parametrize("csd", [0, 2])
 def test_a_card_that_fails(driver, drive, csd):
     driver.store.wait()
-    for found in driver.session.csds[csd]._found.values():
+    for found in driver.opened.csds[csd]._found.values():
         kernel = found.kernel._kernel
         vars(kernel)["function"] = None  # a bus error, on a card
     with pytest.raises(
@@ -72,8 +72,8 @@ def test_a_card_that_hangs(driver, drive, monkeypatch):
 def test_a_drive_that_fails(driver, drive):
     """Its files are gone: the message has their place."""
     driver.store.wait()
-    root = driver.session.directory.csd_directory(1)
-    driver.session.handler.prefetch([])
+    root = driver.opened.directory.csd_directory(1)
+    driver.opened.handler.prefetch([])
     hidden = root.with_name("hidden")
     root.rename(hidden)
     with pytest.raises(StoreIOError, match=r"csd1/jaxinf-") as error:
@@ -91,14 +91,14 @@ def slow_warnings(caplog):
 
 def test_a_slow_drive_is_named_once(driver, caplog):
     driver.store.wait()
-    driver.session.csds[1]._channels.write.bytes_per_s = 1e6
+    driver.opened.csds[1]._channels.write.bytes_per_s = 1e6
     driver.steps(1).steps(1)
     driver.store.wait()
     assert slow_warnings(caplog) == []
     driver.steps(3)
     driver.store.wait()
     [warning] = slow_warnings(caplog)
-    root = driver.session.directory.manifest.csds[1]
+    root = driver.opened.directory.manifest.csds[1]
     assert warning.startswith(f"CSD root {root}: in each of the last 3 steps")
     driver.check(6)
 
@@ -117,5 +117,5 @@ def test_a_request_that_does_not_come_back_is_named(driver, caplog, monkeypatch)
     blocked.result()
     step.join()
     driver.check(2)
-    root = driver.session.directory.manifest.csds[2]
+    root = driver.opened.directory.manifest.csds[2]
     assert f"CSD root {root}: an update has not come back for 0 s" in caplog.text

@@ -118,7 +118,7 @@ def test_no_space(place, drive):
     with pytest.raises(
         StoreSpaceError, match=r"free some, or choose another directory"
     ):
-        driver.session.bind(description, may_create=True)
+        driver.training.bind(description, may_create=True)
     assert not (place / "store").exists()
     driver.init().steps(1).check(1)
 
@@ -144,7 +144,7 @@ def test_no_space_in_the_middle(small_disk, drive):
                 driver.steps(3)
     with pytest.raises(StoreSpaceError, match="free space there, remove a checkpoint"):
         driver.store.check()
-    committed = driver.session.commit.step
+    committed = driver.opened.commit.step
     driver.close()
     (small_disk / "ballast").unlink()
     driver = drive(leaves=leaves).init()
@@ -176,10 +176,10 @@ def test_one_maker(drive, place):
 
 def test_a_second_init_makes_a_new_store_anew(drive, place):
     driver = drive()
-    assert driver.session.bind(driver.description, may_create=True)
+    assert driver.training.bind(driver.description, may_create=True)
     workers = threads()
     other = Driver(place / "elsewhere", {"v": ((5,), "float32")})
-    assert driver.session.bind(other.description, may_create=True)
+    assert driver.training.bind(other.description, may_create=True)
     assert threads() == workers
     assert [leaf.name for leaf in driver.store.manifest.leaves] == ["v"]
     other.close()
@@ -196,7 +196,7 @@ def threads():
 def test_update_needs_init(drive):
     driver = drive()
     with pytest.raises(StaleStateError, match=r"call tx\.init\(params\) on it first"):
-        driver.session.bind(driver.description)
+        driver.training.bind(driver.description)
     driver.init().step()
 
 
@@ -214,7 +214,7 @@ def test_creation_cut_short(drive, place, num_csds, files):
         (place / "store" / "jaxinf.json").write_text(json.dumps(manifest.to_json()))
         driver.close()
     elif files == "all":
-        driver.session.bind(driver.description, may_create=True)
+        driver.training.bind(driver.description, may_create=True)
         driver.close()
     else:
         driver.init().close()
@@ -302,7 +302,7 @@ def test_other_optimizers_and_trees(drive):
         driver.init()
     driver.close()
     driver = drive(tx=optax.sgd(0.25, momentum=0.75))  # constants are no difference
-    assert not driver.session.bind(driver.description)
+    assert not driver.training.bind(driver.description)
 
 
 def test_equations_of_other_versions_go_on_with_a_warning(drive, place, caplog):
@@ -310,7 +310,7 @@ def test_equations_of_other_versions_go_on_with_a_warning(drive, place, caplog):
     path = place / "store" / "jaxinf.json"
     path.write_text(path.read_text().replace('"optax": "', '"optax": "0.'))
     driver = drive(tx=optax.sgd(0.5, momentum=0.5, nesterov=True))
-    assert not driver.session.bind(driver.description)
+    assert not driver.training.bind(driver.description)
     assert "so do the versions of jax or optax" in caplog.text
 
 
@@ -408,7 +408,7 @@ def test_errors_of_making_leave_a_place_that_can_be_used(drive, place):
         driver.init()
     (place / "store" / "slots").rmdir()
     driver.init().steps(1).check(1)
-    assert isinstance(driver.session.files, StoreDirectory)
+    assert isinstance(driver.opened.directory, StoreDirectory)
 
 
 def test_a_place_that_becomes_a_file(drive, place):

@@ -55,7 +55,7 @@ def test_each_is_one_step_of_a_run(place, num_csds):
             for _ in range(NUM_SNAPSHOTS):
                 assert stepped.wait(60)
                 stepped.clear()
-                with snapshot(store.session.files) as path:
+                with snapshot(store.training.opened.directory) as path:
                     seen.append(read_one(store, path))
         finally:
             stop.set()

@@ -39,7 +39,7 @@ def test_steps_are_exact(drive, num_csds, options):
             wanted = rounded if name == "half" else -RATE * momentum
             np.testing.assert_array_equal(out, wanted)
         driver.check(step)
-    assert driver.session.peak_memory_bytes <= driver.session.options.memory_bytes
+    assert driver.training.peak_memory_bytes <= driver.opened.options.memory_bytes
 
 
 def test_steps_by_direct_io(drive, tmp_path):
@@ -56,11 +56,11 @@ def test_steps_by_direct_io(drive, tmp_path):
 def test_leaves_larger_than_memory(drive):
     options = {"num_workers": 2, "memory_bytes": 4 * NUM_BYTES * 3 * PAGE}
     driver = drive(leaves=LARGE, chunk_elements=1 << 16, **options).init()
-    layouts = driver.session.layouts(0, (0, 0), (5, 100_003))
+    layouts = driver.opened.layouts(0, (0, 0), (5, 100_003))
     cut = [layout.subgroup.offset_elements for layout in layouts]
     assert any(offset > 0 for offset in cut)
     driver.steps(3).check(3)
-    assert driver.session.peak_memory_bytes <= options["memory_bytes"]
+    assert driver.training.peak_memory_bytes <= options["memory_bytes"]
     driver.close()
     # The budget is a matter of the run, not of the store.
     driver = drive(leaves=LARGE, num_workers=1, memory_bytes=1 << 22).init()
@@ -93,7 +93,7 @@ def test_any_order_of_arrival(drive, memory_pages):
 def test_bytes_on_the_drive(drive, memory_bytes):
     """In whatever order, no more is read again than the memory held."""
     driver = drive(chunk_elements=PAGE, memory_bytes=memory_bytes).init()
-    wanted = sum(required_bytes(driver.session.files).values()) // 2
+    wanted = sum(required_bytes(driver.opened.directory).values()) // 2
     # The 0-d leaf's files are one element, not a page.
     wanted -= 2 * (PAGE - 4)
     orders = [None, None, [4, 3, 2, 1, 0], [4, 3, 2, 1, 0], [2, 3, 0, 1, 4]]
@@ -132,7 +132,7 @@ def test_frozen_leaves_cost_nothing(drive, num_csds):
             if name != "warm":
                 start = driver.initial[name]
                 part = type(part)(**{**vars(part), "probe": start.ravel()[:8]})
-            driver.store.steps.update(driver.at, part)
+            driver.store.training.update(driver.at, part)
             if name == "half":
                 np.testing.assert_array_equal(part.out, driver.initial[name])
             elif name == "cold":
@@ -142,14 +142,14 @@ def test_frozen_leaves_cost_nothing(drive, num_csds):
         traffic = driver.store.metrics.traffic
         assert traffic.drive_write_bytes == 2 * 3 * 4096 * 4
         # The 16-bit leaf's params are read, to be given back; a remainder is not.
-        itemsize = 2 if driver.session.options.csd.codes_params else 4
+        itemsize = 2 if driver.opened.options.csd.codes_params else 4
         assert traffic.drive_read_bytes == 2 * 3 * 4096 * 4 + 40 * 4096 * itemsize
         found = driver.found()
         np.testing.assert_array_equal(found["cold"][0], driver.initial["cold"])
         np.testing.assert_array_equal(
             found["warm"][0], driver.expected(step)["warm"][0]
         )
-    files = driver.session.files
+    files = driver.opened.directory
     for slot in "ab":
         assert files.chunk_file(slot, 0, 0, "params").stat().st_nlink == 2
         assert files.chunk_file(slot, 2, 0, "params").stat().st_nlink == 1
@@ -161,9 +161,9 @@ def test_abandoned_steps_leave_no_trace(drive, num_csds):
     for step in range(4):
         for order in (None, [3, 1], []):
             driver.update(order, gradient=np.nan)
-            assert driver.store.steps.is_open or order == []
-            driver.store.steps.abandon()
-            assert not driver.store.steps.is_open
+            assert driver.store.training.is_open or order == []
+            driver.store.training.abandon()
+            assert not driver.store.training.is_open
             driver.check(step)
         driver.update()
         driver.finish(skipped_steps=3 * step)
@@ -173,10 +173,10 @@ def test_abandoned_steps_leave_no_trace(drive, num_csds):
 
 def test_an_update_says_whether_the_gradient_is_finite(drive):
     driver = drive(leaves=LARGE, memory_bytes=1 << 20).init()
-    assert driver.store.steps.update(0, driver.part(0))
+    assert driver.store.training.update(0, driver.part(0))
     part = driver.part(0)
     part.gradient[4, 99_999] = np.inf
-    assert not driver.store.steps.update(0, part)
+    assert not driver.store.training.update(0, part)
 
 
 def test_a_computation_that_failed_elsewhere_may_run_again(drive):
@@ -198,9 +198,9 @@ def test_a_step_needs_all_leaves(drive):
 def test_states_of_other_steps_are_refused(drive):
     driver = drive().init().steps(2)
     with pytest.raises(StaleStateError, match=r"of step 1, the store is at step 2"):
-        driver.store.steps.update(1, driver.part(0))
+        driver.store.training.update(1, driver.part(0))
     with pytest.raises(StaleStateError, match=r"of step 3, the store is at step 2"):
-        driver.store.steps.finish(3, [], 0)
+        driver.store.training.finish(3, [], 0)
 
 
 @pytest.mark.parametrize("number", [0, 1, 3, 4])
@@ -211,7 +211,7 @@ def test_other_params_are_refused(drive, number):
     with pytest.raises(
         DivergedParamsError, match="are not those the store's master is"
     ):
-        driver.store.steps.update(0, part)
+        driver.store.training.update(0, part)
 
 
 def test_shards_that_cut_chunks_are_refused(drive):
@@ -219,7 +219,7 @@ def test_shards_that_cut_chunks_are_refused(drive):
     with pytest.raises(
         StoreMismatchError, match="do not divide at the shard boundaries"
     ):
-        driver.session.layouts(0, (0, 0), (3, 4096))
+        driver.opened.layouts(0, (0, 0), (3, 4096))
 
 
 def test_resume(drive):

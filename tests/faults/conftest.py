@@ -29,4 +29,4 @@ def drive() -> Iterator[Callable[..., Driver]]:
 
     yield make
     for driver in drivers:
-        driver.session.close()
+        driver.training.close()

@@ -93,7 +93,7 @@ class RecordedRun:
         with Recorder(place, roots) as recorder:
             driver = self._make(place / "store", csds=roots, **options)
             script(driver, lambda step, *names: recorder.log.mark((step, names)))
-            driver.session.close()
+            driver.training.close()
             recorder.check()
         self.log = recorder.log
         self._outcomes: dict[frozenset, object] = {}
@@ -153,12 +153,12 @@ class RecordedRun:
                 return f"step {step}, and a mixture after it"
             return step, checkpoints_of(driver)
         finally:
-            driver.session.close()
+            driver.training.close()
 
 
 def checkpoints_of(driver: Driver) -> tuple[str, ...]:
     """The names of those that are whole, each named by its step."""
-    files, names = driver.session.files, []
+    files, names = driver.opened.directory, []
     for name in checkpoint_names(files):
         path = files.step_path(f"checkpoints/{name}")
         damages = Verifier(files, num_workers=1).verify(path)
@@ -170,7 +170,7 @@ def checkpoints_of(driver: Driver) -> tuple[str, ...]:
 def is_whole(driver: Driver, step: int) -> bool:
     """Whether the committed slot holds a step, bit for bit, and says so."""
     driver.store.wait()
-    files = driver.session.files
+    files = driver.opened.directory
     slot = files.committed_slot()
     assert slot is not None
     if Verifier(files, num_workers=1).verify(files.step_path(slot)):

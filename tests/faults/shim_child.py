@@ -23,7 +23,7 @@ def run(case):
     driver = Driver(Path(case["path"]), csds=case["csds"], memory_bytes=1 << 20)
     driver.init().steps(NUM_STEPS)
     driver.store.wait()
-    answer = {"before": driver.session.commit.committed_at}
+    answer = {"before": driver.opened.commit.committed_at}
     SHIM.clock_shift(ctypes.c_long(case.get("clock_s", 0)))
     if "call" in case:
         call, path = case["call"].encode(), case["on"].encode()
@@ -32,13 +32,13 @@ def run(case):
         for _ in range(case.get("steps", 1)):
             driver.step()
             driver.store.wait()
-        answer["after"] = driver.session.commit.committed_at
+        answer["after"] = driver.opened.commit.committed_at
     except Exception as error:
         answer |= {"type": type(error).__name__, "text": str(error)}
-    answer["step"] = driver.session.commit.step
+    answer["step"] = driver.opened.commit.step
     answer["hits"] = SHIM.fault_count()
     SHIM.fault_set(b"", b"", 0, 0)
-    driver.session.close()
+    driver.training.close()
     SHIM.clock_shift(ctypes.c_long(0))
     return answer
 

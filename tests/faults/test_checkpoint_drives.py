@@ -10,7 +10,7 @@ from jaxinf.store import Verifier
 
 def hashes(driver, name):
     """Of every chunk file of a checkpoint, with its inode."""
-    files = driver.session.files
+    files = driver.opened.directory
     found = {}
     for number, leaf in enumerate(files.manifest.leaves):
         for state in leaf.states:
@@ -32,7 +32,7 @@ def test_ten_steps_later_its_bytes_are_the_same(mount_ext4, place, drive):
     driver.steps(10).check(13)
     assert hashes(driver, "3") == before
     driver.check(3, place / "store" / "checkpoints" / "3")
-    assert Verifier(driver.session.files).verify(place / "store/checkpoints/3") == []
+    assert Verifier(driver.opened.directory).verify(place / "store/checkpoints/3") == []
     driver.close()
     again = drive(place / "store", restore="3").init()
     again.steps(10).check(13)

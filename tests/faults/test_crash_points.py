@@ -45,7 +45,7 @@ def rare(driver, mark):
     mark(0)
     for step in range(1, 6):
         driver.step()
-        driver.store.steps.join()
+        driver.store.training.join()
         if step % 2 == 0:
             mark(step)
     driver.store.wait()
@@ -54,13 +54,13 @@ def rare(driver, mark):
 
 def made_anew(driver, mark):
     """A creation that was given up, and another one over it."""
-    driver.session.bind(driver.description, may_create=True)
-    driver.session.close()
+    driver.training.bind(driver.description, may_create=True)
+    driver.training.close()
     again = small_driver(driver.store.path)
     try:
         plain(again, mark)
     finally:
-        again.session.close()
+        again.training.close()
 
 
 def kept(driver, mark):
@@ -73,7 +73,7 @@ def kept(driver, mark):
     mark(1, "1")
     step_durably(driver)
     mark(2, "1")
-    driver.session.close()
+    driver.training.close()
     again = small_driver(driver.store.path, restore="1")
     try:
         mark(1, "1")
@@ -82,7 +82,7 @@ def kept(driver, mark):
         again.store.remove_checkpoint("1")
         mark(2)
     finally:
-        again.session.close()
+        again.training.close()
 
 
 SCRIPTS = {

@@ -41,19 +41,19 @@ def test_a_chunk_that_is_read(place, drive, damage, state, num_csds):
     path, roots = place / "store", make_roots(place, num_csds)
     driver = drive(path, csds=roots).init().steps(STEP)
     driver.close()
-    slot = driver.session.files.committed_slot()
-    file = driver.session.files.chunk_file(slot, 1, 0, state)
+    slot = driver.opened.directory.committed_slot()
+    file = driver.opened.directory.chunk_file(slot, 1, 0, state)
     backup = shutil.copy(file, place / "backup")
     harm(file)
 
     driver = drive(path)
     assert driver.store.step == STEP
-    damages = Verifier(driver.session.files).verify(path / "current")
+    damages = Verifier(driver.opened.directory).verify(path / "current")
     assert [d.file for d in damages] == [file]
     with pytest.raises(kind, match=rf"{state}\.embed/c/0/0.*{remedy}") as caught:
         driver.init().step()
     assert str(file) in str(caught.value)
-    driver.session.close()
+    driver.training.close()
 
     shutil.copy(backup, file)
     driver = drive(path).init()
@@ -67,16 +67,16 @@ def test_a_chunk_of_the_other_slot(place, drive, damage):
     path = place / "store"
     driver = drive(path).init().steps(STEP)
     driver.close()
-    slot = driver.session.files.committed_slot()
+    slot = driver.opened.directory.committed_slot()
     spare = "b" if slot == "a" else "a"
-    file = driver.session.files.chunk_file(spare, 1, 0, "params")
+    file = driver.opened.directory.chunk_file(spare, 1, 0, "params")
     backup = shutil.copy(file, place / "backup")
     DAMAGES[damage][0](file)
     driver = drive(path).init()
     if damage == "deleted":
         with pytest.raises(StoreIOError, match=r"params\.embed/c/0/0: .* Restore it"):
             driver.steps(1).store.wait()
-        driver.session.close()
+        driver.training.close()
         shutil.copy(backup, file)
         driver = drive(path).init()
         assert driver.at == STEP
@@ -87,7 +87,7 @@ def test_a_chunk_without_its_padding(place, drive):
     """All elements are there, but zarr's readers would refuse the file."""
     driver = drive(place / "store").init().steps(STEP)
     driver.close()
-    files = driver.session.files
+    files = driver.opened.directory
     slot = files.committed_slot()
     assert slot is not None
     file = files.chunk_file(slot, 1, 0, "params")
@@ -108,7 +108,7 @@ def test_a_csd_that_is_missing_at_open(place, drive, csd, what):
     driver.close()
     gone = roots[csd]
     if what == "directory":
-        gone = driver.session.files.csd_directory(csd)
+        gone = driver.opened.directory.csd_directory(csd)
     gone.rename(place / "away")
     with pytest.raises(StoreFormatError, match=rf"CSD {csd} .*{roots[csd]}.*mount"):
         drive(place / "store")

@@ -34,7 +34,7 @@ def child():
         answer = {"type": type(error).__name__, "text": str(error)}
     os.write(1, json.dumps(answer).encode() + b"\\n")
     os.read(end, 1)
-    driver.session.close()
+    driver.training.close()
     os._exit(0)
 
 for number in range(num_processes):

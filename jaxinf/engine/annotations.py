@@ -1,0 +1,57 @@
+"""What a caller gives the commits of steps to come, to keep.
+
+Invariant: what was given for a step that is over is refused, or gone.
+"""
+
+import json
+import threading
+from pathlib import Path
+
+from jaxinf.typing import JsonValue
+
+__all__ = ["Annotations"]
+
+
+class Annotations:
+    """Payloads by step. Thread-safe.
+
+    Args:
+      path: of the store, for errors.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._guard = threading.Lock()
+        self._payloads: dict[int, JsonValue] = {}
+        self._last_taken = -1
+
+    def set(self, step: int, payload: JsonValue, finished: int) -> None:
+        """Keeps a payload for the commit of a step.
+
+        Args:
+          step: still to be finished.
+          payload: JSON.
+          finished: the last finished step; -1 where there is none.
+
+        Raises:
+          ValueError: the step is finished already, or the payload holds NaN or Inf.
+          TypeError: the payload is no JSON.
+        """
+        payload = json.loads(json.dumps(payload, allow_nan=False))
+        with self._guard:
+            last = max(self._last_taken, finished)
+            if step <= last:
+                raise ValueError(
+                    f"{self._path}: annotate(step={step}): expected a step still to be "
+                    f"committed, the store is at step {last}; annotate before the "
+                    "update"
+                )
+            self._payloads[step] = payload
+
+    def take(self, step: int) -> JsonValue:
+        """The payload of a step that ends now; those before it are dropped."""
+        with self._guard:
+            self._last_taken = step
+            payload = self._payloads.pop(step, None)
+            self._payloads = {s: p for s, p in self._payloads.items() if s > step}
+        return payload

@@ -1,0 +1,193 @@
+"""A store whose files are there, with all that moves their bytes.
+
+Invariant: nothing of it is optional: files, CSDs, workers and a record are there from
+construction to `close`. After the first failure nothing is written any more.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxinf.csd import Csd, CsdFleet
+from jaxinf.engine.chunks import ChunkTable
+from jaxinf.engine.cuts import longest
+from jaxinf.engine.failure import StoreHealth
+from jaxinf.engine.handler import TransferHandler
+from jaxinf.engine.options import StoreOptions
+from jaxinf.engine.tasks import SubgroupLayout
+from jaxinf.engine.timeline import Timeline
+from jaxinf.errors import StoreMismatchError
+from jaxinf.io import ByteMeters
+from jaxinf.layout import covers
+from jaxinf.store import CommitRecord, StoreDirectory, next_slot
+
+__all__ = ["OpenStore", "OpenedCsds", "StoreRun"]
+
+
+@dataclass(frozen=True)
+class StoreRun:
+    """What lasts as long as the user's `Store`, with or without files behind it.
+
+    Attributes:
+      options: how the store is opened.
+      health: whether it can be used.
+      meters: bytes on drives and link.
+      timeline: what its threads do.
+    """
+
+    options: StoreOptions
+    health: StoreHealth
+    meters: ByteMeters
+    timeline: Timeline
+
+    @classmethod
+    def of(cls, options: StoreOptions) -> "StoreRun":
+        """That of a store about to be opened."""
+        return cls(options, StoreHealth(options.path), ByteMeters(), Timeline())
+
+
+@dataclass(frozen=True)
+class OpenedCsds:
+    """The CSDs of a store that is there or will be made; nothing is written yet.
+
+    Attributes:
+      fleet: they.
+      layouts: the store's subgroups by leaf and chunk, of a length they can hold.
+    """
+
+    fleet: CsdFleet
+    layouts: list[list[list[SubgroupLayout]]]
+
+
+class OpenStore:
+    """The files of a store, its CSDs, and the workers between them. Thread-safe.
+
+    Everything that touches the drive is in `jaxinf.engine.steps` and
+    `jaxinf.engine.state`; this class holds what they share.
+
+    Args:
+      run: what the `Store` has.
+      directory: the store; its files exist.
+      csds: opened for its manifest; closed with this.
+      commit: the committed step's record; None for a store that was just made.
+
+    Attributes:
+      options, health, meters, timeline: of the run.
+      directory: the files.
+      chunks: where the newest version of each chunk is.
+      fleet, csds: what updates the chunks.
+      handler: the workers.
+      is_new: no step is committed yet: the store waits for `initialise` of every leaf.
+      commit: the last committed step's record. A new store's says step 0, and what
+        `finish_initialisation` commits takes its place.
+      finished: that of the last finished step, which may not be committed yet.
+    """
+
+    def __init__(
+        self,
+        run: StoreRun,
+        directory: StoreDirectory,
+        csds: OpenedCsds,
+        commit: CommitRecord | None,
+    ) -> None:
+        self.options = run.options
+        self.health, self.meters, self.timeline = run.health, run.meters, run.timeline
+        self.directory = directory
+        self.is_new = commit is None
+        self.commit = commit or CommitRecord(step=0, scalar_state=())
+        self.finished = self.commit
+        self.fleet = csds.fleet
+        self._layouts = csds.layouts
+        self._boxes: dict[tuple[Any, ...], list[SubgroupLayout]] = {}
+        self.chunks = ChunkTable(
+            directory,
+            next_slot(directory.committed_slot()),
+            self.commit.checksums,
+            self.options.verify,
+        )
+        roots = [directory.csd_directory(c) for c in range(directory.num_csds)]
+        self.csds: list[Csd] = list(self.fleet.attach(roots, *longest(self._layouts)))
+        self.handler = TransferHandler(
+            directory,
+            self.chunks,
+            self.csds,
+            num_workers=self.options.num_workers,
+            num_kernels=self.fleet.num_kernels,
+            failure=run.health.failure,
+            timeline=self.timeline,
+        )
+
+    def close(self) -> None:
+        """Stops the workers and frees their memory; commits nothing."""
+        self.handler.close()
+        self.fleet.close()
+
+    # --- failure -------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises what stopped the store, the original exception, if anything has."""
+        self.health.check()
+
+    def fail(self, error: BaseException) -> None:
+        """Stops the store for good, its workers too; the first error wins."""
+        if not self.health.is_for(error):
+            return
+        is_rare = self.options.steps_per_commit != 1
+        if self.health.failure.error is None and is_rare and self.num_uncommitted:
+            error.add_note(self.loss_note())
+        self.health.failure.set(error)
+
+    def loss_note(self) -> str:
+        """What it means that the steps since the last commit are lost."""
+        return (
+            f"{self.options.path}: {self.num_uncommitted} finished steps since the "
+            f"commit of step {self.commit.step} are lost, as the store's durability "
+            f"allows; opened again, it goes on at step {self.commit.step}"
+        )
+
+    # --- commits -------------------------------------------------------------------
+
+    @property
+    def num_uncommitted(self) -> int:
+        """Finished steps that no commit holds yet."""
+        return self.finished.step - self.commit.step
+
+    def publish(self) -> None:
+        """Commits the last finished step; everything of it is written."""
+        self.chunks.share_unwritten()
+        record = replace(self.finished, checksums=self.chunks.checksums())
+        with self.timeline.span("sync"):
+            self.directory.sync()
+        with self.timeline.span("publish"):
+            self.directory.publish(self.chunks.target, record)
+        self.chunks.end_commit()
+        self.commit = self.finished = record
+        self.is_new = False
+
+    # --- subgroups -----------------------------------------------------------------
+
+    def layouts(
+        self, leaf: int, origin: Sequence[int], extent: Sequence[int]
+    ) -> Sequence[SubgroupLayout]:
+        """The subgroups of a box of a leaf: a JAX device's shard, or all of it.
+
+        Raises:
+          StoreMismatchError: the box cuts a chunk: the mesh is not one that the store
+            can serve.
+        """
+        box = leaf, tuple(origin), tuple(extent)
+        if box in self._boxes:
+            return self._boxes[box]
+        record = self.directory.manifest.leaves[leaf]
+        try:
+            positions = covers(record.grid, *box[1:])
+        except ValueError as error:
+            raise StoreMismatchError(
+                f"leaf {record.name}: the store's chunks {record.chunk_shape} (made "
+                f"for shards {record.shard_counts}) do not divide at the shard "
+                f"boundaries of this run ({error}); run on a mesh whose shards are "
+                "whole multiples, or on one JAX device"
+            ) from error
+        found = [item for chunk in positions for item in self._layouts[leaf][chunk]]
+        self._boxes[box] = found
+        return found

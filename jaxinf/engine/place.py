@@ -1,0 +1,200 @@
+"""The place of a store: whether one is there, how it is opened, how one is made.
+
+Invariant: all that is on disk was checked before anything is written, and nothing is
+written without the store's lock.
+"""
+
+import logging
+from pathlib import Path
+
+from jaxinf.csd import open_csds
+from jaxinf.engine.admission import check_format, check_place, check_roots
+from jaxinf.engine.cuts import cut_subgroups, longest, subgroup_elements
+from jaxinf.engine.description import StoreDescription, kernel_needs
+from jaxinf.engine.opened import OpenedCsds, OpenStore, StoreRun
+from jaxinf.io.failures import translated
+from jaxinf.store import (
+    CODECS,
+    CommitRecord,
+    Manifest,
+    StoreDirectory,
+    StoreLock,
+    check_never_committed,
+    check_space,
+    claim_csds,
+    create_store,
+    discard_store,
+    finish_rebalance,
+    prune_leftovers,
+    prune_snapshots,
+    restore_checkpoint,
+)
+
+__all__ = ["StorePlace"]
+
+_LOG = logging.getLogger("jaxinf")
+
+
+class StorePlace:
+    """Where a store is, or will be made. Not thread-safe.
+
+    Args:
+      run: of the `Store`; its options say where and how.
+
+    Attributes:
+      path: the store's directory.
+
+    Raises:
+      NotADirectoryError, PermissionError: it cannot be a store.
+      StoreFormatError: something else is there.
+    """
+
+    def __init__(self, run: StoreRun) -> None:
+        self._run = run
+        self._options = run.options
+        self.path = run.options.path
+        self._lock: StoreLock | None = None
+        check_place(self.path)
+
+    def is_there(self) -> bool:
+        """Whether there is a store, or what an interrupted creation has left of one."""
+        return (self.path / "jaxinf.json").exists()
+
+    def check_restorable(self) -> None:
+        """Refuses a place without a committed step that a checkpoint should be of."""
+        if self._options.restore is not None:
+            raise ValueError(
+                f"{self.path}: expected a store with a checkpoint "
+                f"{self._options.restore!r} to restore, found no committed step"
+            )
+
+    def release(self) -> None:
+        """Gives the lock back; idempotent. In a forked child the parent keeps it."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    # --- a store that is there -----------------------------------------------------
+
+    def open(self) -> OpenStore | None:
+        """Locks and opens the store.
+
+        Returns:
+          None where its creation was interrupted: it is locked, and to be made anew.
+
+        Raises:
+          StoreError: as `jaxinf.open_store` documents; the lock is given back.
+        """
+        self._lock = StoreLock(self.path)
+        try:
+            directory = StoreDirectory.open(self.path)
+            commit = directory.read_commit()
+            if commit is None:
+                self.check_restorable()
+                check_never_committed(directory)
+                _LOG.info(
+                    "%s: its creation was interrupted before a first step was "
+                    "committed; it will be made anew",
+                    self.path,
+                )
+                return None
+            check_roots(self._options, directory.manifest)
+            check_format(self._options, directory.manifest)
+            claim_csds(directory)
+            finish_rebalance(directory)
+            prune_snapshots(directory)
+            prune_leftovers(directory)
+            directory.prune_replacements()
+            if self._options.restore is not None:
+                commit = restore_checkpoint(directory, self._options.restore)
+            return self._attach(directory, self._open_csds(directory.manifest), commit)
+        except BaseException:
+            self.release()
+            raise
+
+    def _open_csds(self, manifest: Manifest) -> OpenedCsds:
+        """Opens the CSDs of a store that is there or will be made; writes nothing."""
+        here = next(p for p in (self.path, *self.path.parents) if p.exists())
+        layouts = cut_subgroups(manifest, subgroup_elements(self._options, manifest))
+        fleet = open_csds(
+            self._options.csd,
+            [Path(root) for root in manifest.csds] or [here],
+            memory_bytes=self._options.memory_bytes,
+            meters=self._run.meters,
+        )
+        try:
+            fleet.check_buffer(*longest(layouts))
+        except BaseException:
+            fleet.close()
+            raise
+        return OpenedCsds(fleet, layouts)
+
+    def _attach(
+        self, directory: StoreDirectory, csds: OpenedCsds, commit: CommitRecord | None
+    ) -> OpenStore:
+        try:
+            return OpenStore(self._run, directory, csds, commit)
+        except BaseException:
+            csds.fleet.close()
+            raise
+
+    # --- a store to be made --------------------------------------------------------
+
+    def create(self, description: StoreDescription) -> OpenStore:
+        """Makes a store, in place of one that was never finished.
+
+        If another process has made and closed one since, that one is opened.
+
+        Raises:
+          StoreError: nothing was written; as `jaxinf.smart_update` documents.
+          CsdError: a CSD cannot do what the optimizer asks.
+        """
+        if self._lock is None and self.is_there():
+            found = self.open()
+            if found is not None:
+                return found
+        manifest = self._new_manifest(description)
+        directory = StoreDirectory(self.path, manifest)
+        check_space(directory)
+        csds = self._open_csds(manifest)
+        try:
+            csds.fleet.check(kernel_needs(description, manifest))
+            if self._lock is None:
+                check_place(self.path)
+                with translated("creation", self.path):
+                    self.path.mkdir(parents=True, exist_ok=True)
+                    self._lock = StoreLock(self.path)
+                if self.is_there():  # another process was faster by a hair
+                    csds.fleet.close()
+                    self.release()
+                    return self.create(description)
+            create_store(directory)
+        except BaseException:
+            csds.fleet.close()
+            raise
+        return self._attach(directory, csds, None)
+
+    def _new_manifest(self, description: StoreDescription) -> Manifest:
+        """What the store will hold; removes what an unfinished one has left."""
+        master = self._master_codec(description)
+        roots = [str(root) for root in self._options.csd_roots]
+        if self.is_there():
+            leftover = StoreDirectory.open(self.path)
+            roots = roots or list(leftover.manifest.csds)
+            discard_store(leftover)
+        codec = self._options.state if self._options.state in CODECS else ""
+        return description.manifest(roots, self._options.chunk_elements, codec, master)
+
+    def _master_codec(self, description: StoreDescription) -> str:
+        """How a new store holds the master of bfloat16 params."""
+        if self._options.master != "none":
+            is_split = self._options.master == "auto" and self._options.csd.codes_params
+            return "split" if is_split else ""
+        dtypes = {leaf.dtype for leaf in description.leaves}
+        if "bfloat16" not in dtypes or "float16" in dtypes:
+            raise ValueError(
+                f"{self.path}: master='none': expected params in bfloat16 "
+                "(float32 ones, if any, are their own master), found "
+                f"{', '.join(sorted(dtypes)) or 'no params'}; leave it out"
+            )
+        return "bf16"

@@ -1,0 +1,324 @@
+"""A store as an optimizer uses it: bound to a tree, placed, updated, committed.
+
+Invariant: what is asked of the files is asked of an `OpenStore`, which is there once a
+store is, and of nothing that may be missing.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from jax.sharding import Sharding
+
+from jaxinf.csd import ScalarInputs
+from jaxinf.engine.admission import check_same
+from jaxinf.engine.annotations import Annotations
+from jaxinf.engine.description import StoreDescription, kernel_needs
+from jaxinf.engine.opened import OpenStore, StoreRun
+from jaxinf.engine.options import StoreOptions
+from jaxinf.engine.parts import LeafPart
+from jaxinf.engine.place import StorePlace
+from jaxinf.engine.state import (
+    compare_params,
+    finish_initialisation,
+    initialise,
+    read_state,
+)
+from jaxinf.engine.steps import StepEngine, StepMetrics
+from jaxinf.errors import StaleStateError, StoreFormatError
+from jaxinf.layout import LeafGrid, choose_grid
+from jaxinf.store import CommitRecord, ScalarState
+from jaxinf.typing import Array, JsonValue
+
+__all__ = ["Training"]
+
+
+class Training:
+    """What `jaxinf.smart_update` asks of a store. Thread-safe.
+
+    Attributes:
+      options: how the store is opened.
+      shardings: of each leaf of the params that the last `init` saw; None before.
+
+    Raises:
+      StoreError: as `jaxinf.open_store` documents.
+    """
+
+    def __init__(self, options: StoreOptions) -> None:
+        self.options = options
+        self.shardings: Sequence[Sharding | None] | None = None
+        self._run = StoreRun.of(options)
+        self._place = StorePlace(self._run)
+        self._annotations = Annotations(options.path)
+        self._bound: list[StoreDescription] = []
+        self._guard = threading.RLock()
+        self._on_close: list[Callable[[], None]] = []
+        self._opened: OpenStore | None = None
+        self._steps: StepEngine | None = None
+        if self._place.is_there():
+            self._hold(self._place.open())
+        else:
+            self._place.check_restorable()
+
+    def _hold(self, opened: OpenStore | None) -> None:
+        self._opened = opened
+        self._steps = None if opened is None else StepEngine(opened, self._annotations)
+
+    # --- what there is ---------------------------------------------------------------
+
+    @property
+    def opened(self) -> OpenStore:
+        """The open store, a new one that waits for its initial state included.
+
+        Raises:
+          StoreFormatError: there is none yet.
+        """
+        if self._opened is None:
+            raise StoreFormatError(
+                f"{self.options.path}: the store is empty until tx.init has run on it"
+            )
+        return self._opened
+
+    @property
+    def has_files(self) -> bool:
+        """Whether there is a store, be it a new one."""
+        return self._opened is not None
+
+    @property
+    def commit(self) -> CommitRecord | None:
+        """The last committed step's record; None for a new store."""
+        if self._opened is None or self._opened.is_new:
+            return None
+        return self._opened.commit
+
+    @property
+    def takes_params(self) -> bool:
+        """Whether params on the JAX device may be taken instead of the master."""
+        return self.options.master != "stored" and self.options.csd.takes_params
+
+    @property
+    def rewrites_steps(self) -> bool:
+        """Whether a step may overwrite one that is not committed."""
+        return self.options.steps_per_commit != 1
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """The most that buffers have taken of the budget so far."""
+        return 0 if self._opened is None else self._opened.fleet.peak_bytes
+
+    def grid(self, description: StoreDescription, number: int) -> LeafGrid:
+        """A leaf's chunks: the store's, or those that it will be made with."""
+        if self._opened is not None:
+            return self._opened.directory.manifest.leaves[number].grid
+        leaf = description.leaves[number]
+        return choose_grid(
+            leaf.shape,
+            shard_counts=leaf.shard_counts or None,
+            max_chunk_elements=self.options.chunk_elements,
+        )
+
+    # --- failure and end -------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises the failure that stopped the store, the original exception, if any."""
+        self._run.health.check()
+
+    def fail(self, error: BaseException) -> None:
+        """Stops the store for good, its workers too; the first error wins."""
+        if self._opened is not None:
+            self._opened.fail(error)
+        elif self._run.health.is_for(error):
+            self._run.health.failure.set(error)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What stopped the store."""
+        return self._run.health.failure.error
+
+    @property
+    def is_failure_unreported(self) -> bool:
+        """Whether something stopped the store that `check` has not raised yet."""
+        return self._run.health.is_unreported
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._run.health.is_closed
+
+    def on_close(self, action: Callable[[], None]) -> None:
+        """Registers what `close` does before the workers stop."""
+        self._on_close.append(action)
+
+    def close(self) -> None:
+        """Ends the step in flight, stops the workers, gives the lock back; idempotent.
+
+        What stopped the store is not raised.
+        """
+        with self._guard:
+            if self.is_closed:
+                return
+            self._run.health.is_closed = True
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._place.release)
+            if self._opened is not None:
+                stack.callback(self._opened.close)
+            if self._steps is not None:
+                self._steps.close()
+            for action in self._on_close:
+                action()
+
+    def disown(self) -> None:
+        """In a forked child: the store, its threads and its lock are the parent's."""
+        self._guard = threading.RLock()
+        self._run.health.disown()
+        self._place.release()
+
+    # --- init ------------------------------------------------------------------------
+
+    def bind(self, description: StoreDescription, *, may_create: bool = False) -> bool:
+        """Ties the store to an optimizer and a tree; can make the store if it is new.
+
+        Returns:
+          Whether the store is new, that is, waits for `initialise` of every leaf.
+
+        Raises:
+          StoreMismatchError: the store holds something else; shows the difference.
+          StoreSpaceError: there is no room; nothing was written.
+          StaleStateError: there is no store, and it may not be made here.
+        """
+        with self._guard:
+            self.check()
+            if self.commit is None and not may_create:
+                raise self._no_store()
+            if any(bound is description for bound in self._bound):
+                return self.opened.is_new
+            if self.commit is None:
+                self._create(description)
+            opened = self.opened
+            if not opened.is_new:
+                check_same(opened.directory, description)
+                needs = kernel_needs(description, opened.directory.manifest)
+                opened.fleet.check(needs)
+            self._bound.append(description)
+            return opened.is_new
+
+    def _create(self, description: StoreDescription) -> None:
+        self._bound.clear()  # an init on this store that did not come to its end
+        unfinished, self._opened, self._steps = self._opened, None, None
+        if unfinished is not None:
+            unfinished.close()
+        self._hold(self._place.create(description))
+
+    def _no_store(self) -> StaleStateError:
+        return StaleStateError(
+            f"{self.options.path}: update found no step in the store; call "
+            "tx.init(params) on it first"
+        )
+
+    def initialise(
+        self,
+        description: StoreDescription,
+        leaf: int,
+        params: Array,
+        origin: Sequence[int],
+        inputs: ScalarInputs,
+    ) -> None:
+        """Writes a leaf's or a shard's master params and initial state; blocks.
+
+        Args:
+          description: what the new store is bound to.
+          leaf: which.
+          params: the leaf or one shard of it, its own dtype; only read.
+          origin: index in the leaf of the array's first element.
+          inputs: what the initial state is computed from beside the params.
+        """
+        kernel = description.leaves[leaf].init_kernel
+        initialise(self.opened, leaf, kernel, params, origin, inputs)
+
+    def finish_initialisation(self, scalars: Sequence[ScalarState]) -> None:
+        """Commits step 0; every leaf must have been initialised."""
+        finish_initialisation(self.opened, scalars)
+
+    def compare_params(self, leaf: int, params: Array, origin: Sequence[int]) -> None:
+        """Checks that params are what the store holds, rounded to their dtype.
+
+        Raises:
+          StoreMismatchError: they are not; says where and what to do.
+        """
+        compare_params(self.opened, leaf, params, origin)
+
+    def read_feedback(self, leaf: int, out: Array, origin: Sequence[int]) -> None:
+        """Reads a leaf's or a shard's error feedback, the last of its states."""
+        opened = self.opened
+        last = len(opened.directory.manifest.leaves[leaf].states) - 1
+        read_state(opened, leaf, out, origin, last)
+
+    @property
+    def finished(self) -> CommitRecord:
+        """The last finished step's record; a commit may be still to come."""
+        return self.opened.finished
+
+    # --- steps: see StepEngine -------------------------------------------------------
+
+    @property
+    def _engine(self) -> StepEngine:
+        if self._steps is None:
+            raise self._no_store()
+        return self._steps
+
+    def update(self, step: int, part: LeafPart) -> bool:
+        """Updates a leaf or a shard; blocks; whether its gradient is finite."""
+        return self._engine.update(step, part)
+
+    def finish(
+        self,
+        step: int,
+        scalars: Sequence[ScalarState],
+        skipped_steps: int,
+        inexact: Iterable[int] = (),
+    ) -> None:
+        """Ends the step after `step`, in the background; all leaves are updated."""
+        self._engine.finish(step, scalars, skipped_steps, inexact)
+
+    def abandon(self) -> None:
+        """Gives the step up: nothing of it is committed; it may start over."""
+        self._engine.abandon()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step has begun and not finished."""
+        return self._steps is not None and self._steps.is_open
+
+    def wait(self) -> None:
+        """Blocks until every finished step is durable, and makes it so."""
+        self.check()
+        if self._steps is not None:
+            self._steps.wait()
+
+    def join(self) -> None:
+        """Blocks until the last step has ended, and its commit if it has one."""
+        self.check()
+        if self._steps is not None:
+            self._steps.join()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """No step begins and none commits while the context lasts."""
+        with self._engine.paused() if self._steps else contextlib.nullcontext():
+            yield
+
+    def annotate(self, step: int, payload: JsonValue) -> None:
+        """Sets what the commit of a step to come will carry."""
+        self.check()
+        commit = self.commit
+        finished = -1 if commit is None else self.opened.finished.step
+        self._annotations.set(step, payload, finished)
+
+    @property
+    def metrics(self) -> StepMetrics | None:
+        """The last committed step's."""
+        return None if self._steps is None else self._steps.metrics
+
+    def metrics_of(self, step: int) -> StepMetrics | None:
+        """A step's, after its commit; None if not one of the last few."""
+        return None if self._steps is None else self._steps.metrics_of(step)
