@@ -3,6 +3,7 @@
 Invariant: nothing here imports another jaxinf module.
 """
 
+import abc
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any, TypeAlias
@@ -16,6 +17,7 @@ __all__ = [
     "FLOAT32",
     "FLOAT_DTYPES",
     "Array",
+    "DeferredArray",
     "JsonValue",
     "PathLikeStr",
     "ProgressCallback",
@@ -39,6 +41,35 @@ PathLikeStr: TypeAlias = str | PathLike[str]
 JsonValue: TypeAlias = (
     bool | int | float | str | Sequence["JsonValue"] | Mapping[str, "JsonValue"] | None
 )
+
+
+class DeferredArray(abc.ABC):
+    """An array that is read when NumPy asks for it, and held by whoever asked.
+
+    ``tx.init`` of `jaxinf.smart_update` takes trees of such leaves, and has one of them
+    in memory at a time.
+
+    Attributes:
+      shape: () for a scalar.
+      dtype: of its elements.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
+        self.shape = shape
+        self.dtype = np.dtype(dtype)
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @abc.abstractmethod
+    def read(self) -> Array:
+        """All of it, anew at each call; blocks."""
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        return self.read().astype(dtype or self.dtype, copy=False)
+
 
 ProgressCallback: TypeAlias = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import jax
 from flax import nnx
 
-from . import gpt2
+from . import bert, bloom, gpt2, llama, t5, vit
 from .layers import ModelConfig
 from .losses import TaskName
 
@@ -23,6 +23,8 @@ __all__ = [
     "Params",
     "abstract_params",
     "config_for",
+    "config_from_json",
+    "config_to_json",
     "family_of",
     "make_model",
     "num_params",
@@ -30,6 +32,8 @@ __all__ = [
 ]
 
 Params: TypeAlias = dict[str, Any]
+
+_NOT_OF_THE_MODEL = ("dtype", "param_dtype", "head")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +59,20 @@ MODELS: Mapping[str, ModelFamily] = {
     family.name: family
     for family in (
         ModelFamily("gpt2", gpt2.GPT2Config, gpt2.GPT2, gpt2.PRESETS, ("causal-lm",)),
+        ModelFamily(
+            *("bert", bert.BertConfig, bert.Bert, bert.PRESETS),
+            tasks=("masked-lm", "classification"),
+        ),
+        ModelFamily("t5", t5.T5Config, t5.T5, t5.PRESETS, ("seq2seq",)),
+        ModelFamily("vit", vit.ViTConfig, vit.ViT, vit.PRESETS, ("classification",)),
+        ModelFamily(
+            *("bloom", bloom.BloomConfig, bloom.Bloom, bloom.PRESETS),
+            tasks=("causal-lm",),
+        ),
+        ModelFamily(
+            *("llama", llama.LlamaConfig, llama.Llama, llama.PRESETS),
+            tasks=("causal-lm",),
+        ),
     )
 }
 
@@ -85,6 +103,23 @@ def config_for(config: Any, task: TaskName, *, num_labels: int | None = None) ->
     if task == "classification" and num_labels is not None:
         changes["num_labels"] = num_labels
     return dataclasses.replace(config, **changes)
+
+
+def config_to_json(config: ModelConfig) -> dict[str, Any]:
+    """What a config says of the model, as JSON: neither its precision nor its task."""
+    fields = dataclasses.asdict(config)
+    return {k: v for k, v in fields.items() if k not in _NOT_OF_THE_MODEL}
+
+
+def config_from_json(name: str, fields: Mapping[str, Any]) -> Any:
+    """The config of an architecture by name; the reverse of `config_to_json`.
+
+    Raises:
+      ValueError, TypeError: a field is out of range, of another type or not known.
+    """
+    if isinstance(scaling := fields.get("rope_scaling"), Mapping):
+        fields = {**fields, "rope_scaling": llama.RopeScaling(**scaling)}
+    return MODELS[name].config_type(**fields)
 
 
 def make_model(config: ModelConfig, *, rngs: nnx.Rngs) -> Any:

@@ -4,6 +4,8 @@ Invariant: memory stays within a budget however large a leaf is, except where an
 tool's file has larger chunks; nothing is written before everything has been checked.
 """
 
+from jaxinf.exchange.huggingface_config import Architecture, write_config
+from jaxinf.exchange.huggingface_source import HuggingFaceFolder, TensorLeaf
 from jaxinf.exchange.orbax_export import export_orbax
 from jaxinf.exchange.own_import import import_export, is_own_export
 from jaxinf.exchange.safetensors_export import DEFAULT_FILE_BYTES, export_safetensors
@@ -13,11 +15,15 @@ from jaxinf.exchange.store_import import ImportReport, import_checkpoint
 __all__ = [
     "DEFAULT_FILE_BYTES",
     "DEFAULT_MEMORY_BYTES",
+    "Architecture",
+    "HuggingFaceFolder",
     "ImportReport",
     "StepFiles",
+    "TensorLeaf",
     "export_orbax",
     "export_safetensors",
     "import_checkpoint",
     "import_export",
     "is_own_export",
+    "write_config",
 ]

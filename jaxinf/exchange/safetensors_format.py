@@ -24,6 +24,10 @@ from jaxinf.errors import ExchangeError
 __all__ = ["TensorInfo", "TensorsHeader", "encode_header", "read_header"]
 
 _MAX_HEADER_BYTES = 100_000_000
+_UNREADABLE = (
+    *(OSError, struct.error, ValueError, KeyError, TypeError, AttributeError),
+    RecursionError,
+)
 _DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F16": np.dtype(np.float16),
@@ -118,22 +122,32 @@ def read_header(path: Path) -> TensorsHeader:
             length_bytes = struct.unpack("<Q", stream.read(8))[0]
             if length_bytes > min(_MAX_HEADER_BYTES, num_bytes - 8):
                 raise ValueError(f"a header of {length_bytes} bytes does not fit")
-            document = json.loads(stream.read(length_bytes))
-        metadata = document.pop("__metadata__", {})
+            text = stream.read(length_bytes)
+        document = json.loads(text, object_pairs_hook=_without_repetition)
+        metadata = dict(document.pop("__metadata__", {}))
         tensors = {name: _read_info(entry) for name, entry in document.items()}
         data_offset_bytes = 8 + length_bytes
         _check_offsets(tensors, num_bytes - data_offset_bytes)
-    except (OSError, struct.error, ValueError, KeyError, TypeError) as error:
+    except _UNREADABLE as error:
         raise ExchangeError(
             f"{path}: expected a safetensors file, found none that can be read "
             f"({type(error).__name__}: {error}); check the path, or copy the file anew"
         ) from error
-    return TensorsHeader(tensors, data_offset_bytes, dict(metadata))
+    return TensorsHeader(tensors, data_offset_bytes, metadata)
+
+
+def _without_repetition(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    document = dict(pairs)
+    if len(document) < len(pairs):
+        raise ValueError("a name comes twice in the header")
+    return document
 
 
 def _read_info(entry: Mapping[str, Any]) -> TensorInfo:
-    shape = tuple(int(n) for n in entry["shape"])
-    begin, end = map(int, entry["data_offsets"])
+    shape = tuple(entry["shape"])
+    begin, end = entry["data_offsets"]
+    if not all(type(n) is int for n in (*shape, begin, end)):
+        raise ValueError(f"expected whole numbers, found {entry}")
     if entry["dtype"] not in _DTYPES:
         raise ValueError(f"dtype {entry['dtype']} is not known here")
     info = TensorInfo(shape, _DTYPES[entry["dtype"]], begin)

@@ -1,0 +1,429 @@
+"""Hugging Face's config.json and the fields of our models' configs.
+
+Invariant: a setting that would change what a model computes is read, or it is refused
+where it is not what ours does; nothing that matters is passed over.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxinf.errors import ExchangeError
+from jaxinf.typing import JsonValue
+
+__all__ = ["Architecture", "read_config", "write_config"]
+
+_REQUIRED = object()
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model that a checkpoint is of.
+
+    Attributes:
+      model: our name of it.
+      fields: its config's, JSON; nested configs are objects.
+      model_type: Hugging Face's name.
+    """
+
+    model: str
+    fields: Mapping[str, Any]
+    model_type: str
+
+    @property
+    def table(self) -> str:
+        """The key of its `WeightTable`."""
+        return "t5-gated" if self.fields.get("mlp") == "gated-gelu" else self.model
+
+
+@dataclass(frozen=True)
+class _ConfigTable:
+    """How one `model_type` is read and written.
+
+    Attributes:
+      model: our name.
+      names: our field → theirs; what is missing there is an error.
+      defaults: theirs → what it is where it is missing.
+      fixed: theirs → what it may be, the first where it is missing.
+      read: completes our fields from their document.
+      write: the same back.
+      classes: Hugging Face's class for each task.
+    """
+
+    model: str
+    names: Mapping[str, str]
+    classes: Mapping[str, str]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    read: Callable[[Mapping[str, Any]], Fields] = lambda document: {}
+    write: Callable[[Mapping[str, Any]], Fields] = lambda fields: {}
+
+
+def _read_gpt2(document: Mapping[str, Any]) -> Fields:
+    hidden = document.get("n_inner")
+    if hidden not in (None, 4 * document["n_embd"]):
+        raise ValueError(
+            f"n_inner: expected 4 * n_embd = {4 * document['n_embd']}, found {hidden}"
+        )
+    return {}
+
+
+def _read_t5(document: Mapping[str, Any]) -> Fields:
+    kind = document.get("feed_forward_proj", "relu")
+    if kind not in ("relu", "gated-gelu"):
+        raise ValueError(
+            f"feed_forward_proj: expected 'relu' or 'gated-gelu', found {kind!r}"
+        )
+    layers = document["num_layers"]
+    is_tied = document.get("tie_word_embeddings", True)
+    return {
+        "num_decoder_layers": document.get("num_decoder_layers") or layers,
+        "mlp": kind,
+        # Newer files say tied in any case, and here whether the output is scaled.
+        "tied_embeddings": document.get("scale_decoder_outputs", is_tied),
+    }
+
+
+def _write_t5(fields: Mapping[str, Any]) -> Fields:
+    return {
+        "num_decoder_layers": fields["num_decoder_layers"],
+        "feed_forward_proj": fields["mlp"],
+        "tie_word_embeddings": fields["tied_embeddings"],
+        "is_encoder_decoder": True,
+        "decoder_start_token_id": 0,
+    }
+
+
+def _read_labels(document: Mapping[str, Any]) -> Fields:
+    labels = document.get("id2label")
+    count = len(labels) if labels else document.get("num_labels", 2)
+    return {"num_labels": count}
+
+
+def _write_labels(fields: Mapping[str, Any]) -> Fields:
+    names = {str(n): f"LABEL_{n}" for n in range(fields["num_labels"])}
+    return {"id2label": names, "label2id": {v: int(k) for k, v in names.items()}}
+
+
+def _read_rope(document: Mapping[str, Any]) -> Fields:
+    """Rotary settings, as older and as newer files have them."""
+    rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
+    base = rope.get("rope_theta", document.get("rope_theta", 10000.0))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return {"rope_base": float(base), "rope_scaling": None}
+    if kind not in ("linear", "llama3"):
+        raise ValueError(
+            f"rope_scaling: expected rope_type default, linear or llama3, found {kind}"
+        )
+    scaling = {"kind": kind, "factor": float(rope["factor"])}
+    if kind == "llama3":
+        scaling |= {
+            "low_turns": float(rope["low_freq_factor"]),
+            "high_turns": float(rope["high_freq_factor"]),
+            "original_positions": int(rope["original_max_position_embeddings"]),
+        }
+    return {"rope_base": float(base), "rope_scaling": scaling}
+
+
+def _write_rope(fields: Mapping[str, Any]) -> Fields:
+    rope: Fields = {"rope_theta": fields["rope_base"]}
+    scaling = fields["rope_scaling"]
+    if scaling is None:
+        return {"rope_theta": fields["rope_base"], "rope_scaling": None}
+    rope = {"rope_type": scaling["kind"], "factor": scaling["factor"]}
+    if scaling["kind"] == "llama3":
+        rope |= {
+            "low_freq_factor": scaling["low_turns"],
+            "high_freq_factor": scaling["high_turns"],
+            "original_max_position_embeddings": scaling["original_positions"],
+        }
+    return {"rope_theta": fields["rope_base"], "rope_scaling": rope}
+
+
+def _read_llama(document: Mapping[str, Any]) -> Fields:
+    heads = document["num_attention_heads"]
+    features = document["hidden_size"] // heads
+    head_features = document.get("head_dim") or features
+    return {
+        **_read_rope(document),
+        "num_kv_heads": document.get("num_key_value_heads") or heads,
+        "head_features": None if head_features == features else head_features,
+    }
+
+
+def _write_llama(fields: Mapping[str, Any]) -> Fields:
+    features = fields["num_features"] // fields["num_heads"]
+    return {
+        **_write_rope(fields),
+        "num_key_value_heads": fields["num_kv_heads"],
+        "head_dim": fields["head_features"] or features,
+    }
+
+
+def _llama(**own: Any) -> Callable[[Mapping[str, Any]], Fields]:
+    """Reads Llama's fields, with what tells one of its kind apart."""
+
+    def read(document: Mapping[str, Any]) -> Fields:
+        found = {
+            name: value(document) if callable(value) else value
+            for name, value in own.items()
+        }
+        return _read_llama(document) | found
+
+    return read
+
+
+def _qwen(**own: bool) -> _ConfigTable:
+    read = _llama(window=None, **{"qkv_bias": False, "qk_norm": False, **own})
+
+    def write(fields: Mapping[str, Any]) -> Fields:
+        return _write_llama(fields) | {"use_sliding_window": False}
+
+    name = "Qwen2" if own.get("qkv_bias") else "Qwen3"
+    classes = {"causal-lm": f"{name}ForCausalLM"}
+    fixed = _LLAMA_FIXED | {"use_sliding_window": (False,), "attention_bias": (False,)}
+    return _ConfigTable(
+        "llama", _LLAMA_NAMES, classes, _LLAMA_DEFAULTS, fixed, read, write
+    )
+
+
+_GPT2_NAMES = {
+    "vocab_size": "vocab_size",
+    "num_positions": "n_positions",
+    "num_layers": "n_layer",
+    "num_heads": "n_head",
+    "num_features": "n_embd",
+    "dropout": "resid_pdrop",
+}
+_LLAMA_NAMES = {
+    "vocab_size": "vocab_size",
+    "num_positions": "max_position_embeddings",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_features": "hidden_size",
+    "num_hidden": "intermediate_size",
+    "norm_epsilon": "rms_norm_eps",
+    "tied_embeddings": "tie_word_embeddings",
+}
+_LLAMA_DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+_LLAMA_FIXED: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",)}
+_ENCODER_NAMES = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_features": "hidden_size",
+    "num_hidden": "intermediate_size",
+    "dropout": "hidden_dropout_prob",
+}
+_ENCODER_FIXED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("gelu",),
+    "layer_norm_eps": (1e-12,),
+}
+
+_CONFIGS: Mapping[str, _ConfigTable] = {
+    "gpt2": _ConfigTable(
+        "gpt2",
+        _GPT2_NAMES,
+        {"causal-lm": "GPT2LMHeadModel"},
+        {"resid_pdrop": 0.1},
+        {
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "layer_norm_epsilon": (1e-5,),
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,),
+            "tie_word_embeddings": (True,),
+        },
+        read=_read_gpt2,
+    ),
+    "bloom": _ConfigTable(
+        "bloom",
+        {
+            "vocab_size": "vocab_size",
+            "num_layers": "n_layer",
+            "num_heads": "n_head",
+            "num_features": "hidden_size",
+            "norm_epsilon": "layer_norm_epsilon",
+            "dropout": "hidden_dropout",
+        },
+        {"causal-lm": "BloomForCausalLM"},
+        {"layer_norm_epsilon": 1e-5, "hidden_dropout": 0.0},
+        {
+            "apply_residual_connection_post_layernorm": (False,),
+            "tie_word_embeddings": (True,),
+        },
+    ),
+    "llama": _ConfigTable(
+        "llama",
+        _LLAMA_NAMES,
+        {"causal-lm": "LlamaForCausalLM"},
+        _LLAMA_DEFAULTS,
+        _LLAMA_FIXED | {"attention_bias": (False,), "mlp_bias": (False,)},
+        _llama(window=None, qkv_bias=False, qk_norm=False),
+        _write_llama,
+    ),
+    "mistral": _ConfigTable(
+        "llama",
+        _LLAMA_NAMES,
+        {"causal-lm": "MistralForCausalLM"},
+        _LLAMA_DEFAULTS,
+        _LLAMA_FIXED,
+        _llama(
+            window=lambda document: document.get("sliding_window"),
+            qkv_bias=False,
+            qk_norm=False,
+        ),
+        lambda fields: _write_llama(fields) | {"sliding_window": fields["window"]},
+    ),
+    "qwen2": _qwen(qkv_bias=True),
+    "qwen3": _qwen(qk_norm=True),
+    "bert": _ConfigTable(
+        "bert",
+        _ENCODER_NAMES
+        | {
+            "vocab_size": "vocab_size",
+            "num_positions": "max_position_embeddings",
+            "num_token_types": "type_vocab_size",
+        },
+        {
+            "masked-lm": "BertForMaskedLM",
+            "classification": "BertForSequenceClassification",
+        },
+        {"hidden_dropout_prob": 0.1, "type_vocab_size": 2},
+        _ENCODER_FIXED
+        | {
+            "position_embedding_type": ("absolute",),
+            "is_decoder": (False,),
+            "add_cross_attention": (False,),
+            "tie_word_embeddings": (True,),
+        },
+        _read_labels,
+        _write_labels,
+    ),
+    "vit": _ConfigTable(
+        "vit",
+        _ENCODER_NAMES
+        | {
+            "image_size": "image_size",
+            "patch_size": "patch_size",
+            "num_channels": "num_channels",
+        },
+        {"classification": "ViTForImageClassification"},
+        {"hidden_dropout_prob": 0.0, "num_channels": 3},
+        _ENCODER_FIXED | {"qkv_bias": (True,)},
+        _read_labels,
+        _write_labels,
+    ),
+    "t5": _ConfigTable(
+        "t5",
+        {
+            "vocab_size": "vocab_size",
+            "num_layers": "num_layers",
+            "num_heads": "num_heads",
+            "num_features": "d_model",
+            "head_features": "d_kv",
+            "num_hidden": "d_ff",
+            "num_buckets": "relative_attention_num_buckets",
+            "max_distance": "relative_attention_max_distance",
+            "dropout": "dropout_rate",
+        },
+        {"seq2seq": "T5ForConditionalGeneration"},
+        {
+            "relative_attention_num_buckets": 32,
+            "relative_attention_max_distance": 128,
+            "dropout_rate": 0.1,
+        },
+        {"layer_norm_epsilon": (1e-6,)},
+        _read_t5,
+        _write_t5,
+    ),
+}
+
+
+def read_config(document: Any, *, where: str) -> Architecture:
+    """What a config.json says, as fields of one of our configs.
+
+    Args:
+      document: the JSON.
+      where: names the file in messages.
+
+    Raises:
+      ExchangeError: the architecture is not known, or has what ours does not; lists it.
+    """
+    kind = document.get("model_type") if isinstance(document, dict) else None
+    table = _CONFIGS.get(kind) if isinstance(kind, str) else None
+    if table is None:
+        raise ExchangeError(
+            f"{where}: expected a model_type of {', '.join(_CONFIGS)}, found {kind!r}; "
+            "other architectures are not known here"
+        )
+    known = {**table.defaults, **document}
+    problems = [
+        f"{theirs}: expected a value, found none"
+        for theirs in table.names.values()
+        if known.get(theirs) is None
+    ]
+    problems += [
+        f"{theirs}: expected {' or '.join(map(repr, allowed))}, which is what this "
+        f"model computes with, found {document[theirs]!r}"
+        for theirs, allowed in table.fixed.items()
+        if document.get(theirs) is not None and document[theirs] not in allowed
+    ]
+    if not problems:
+        try:
+            fields = {ours: known[theirs] for ours, theirs in table.names.items()}
+            return Architecture(table.model, fields | table.read(known), str(kind))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            problems = [f"{type(error).__name__}: {error}"]
+    raise ExchangeError(
+        f"{where}: a {kind} that cannot be read here: {'; '.join(problems)}. Nothing "
+        "was written"
+    )
+
+
+def write_config(
+    model: str, fields: Mapping[str, Any], task: str, dtype: str
+) -> dict[str, JsonValue]:
+    """The config.json of a model of ours.
+
+    Args:
+      model: our name of it.
+      fields: its config's, as in `Architecture`.
+      task: what its head is for.
+      dtype: of the tensors beside it.
+    """
+    kind = _model_type(model, fields)
+    table = _CONFIGS[kind]
+    return {
+        "architectures": [table.classes[task]],
+        "model_type": kind,
+        **{theirs: fields[ours] for ours, theirs in table.names.items()},
+        **{theirs: allowed[0] for theirs, allowed in table.fixed.items()},
+        **table.write(fields),
+        "torch_dtype": dtype,
+    }
+
+
+def _model_type(model: str, fields: Mapping[str, Any]) -> str:
+    """Which of the architectures of one model of ours has these fields.
+
+    Raises:
+      ExchangeError: none.
+    """
+    if model != "llama":
+        return model
+    own = (fields["window"] is not None, fields["qkv_bias"], fields["qk_norm"])
+    kinds = {
+        (False, False, False): "llama",
+        (True, False, False): "mistral",
+        (False, True, False): "qwen2",
+        (False, False, True): "qwen3",
+    }
+    if own not in kinds:
+        raise ExchangeError(
+            "a llama config with more than one of window, qkv_bias and qk_norm: "
+            "expected one of Llama, Mistral, Qwen 2 or Qwen 3; Hugging Face has no "
+            "such architecture to export to"
+        )
+    return kinds[own]

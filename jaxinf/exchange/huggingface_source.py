@@ -1,0 +1,321 @@
+"""A Hugging Face checkpoint folder: config.json and safetensors, checked, then read.
+
+Invariant: only headers are read until a leaf is asked for, and then a piece of it at a
+time; no file outside the folder's own names is opened.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxinf.errors import ExchangeError
+from jaxinf.exchange.huggingface_config import Architecture, read_config
+from jaxinf.exchange.huggingface_names import TABLES, TensorName, WeightTable
+from jaxinf.exchange.safetensors_export import INDEX_NAME
+from jaxinf.exchange.safetensors_format import read_header
+from jaxinf.exchange.sources import FileArray, SourceArray
+from jaxinf.typing import FLOAT_DTYPES, Array, DeferredArray
+
+__all__ = ["HuggingFaceFolder", "TensorLeaf"]
+
+_PIECE_BYTES = 1 << 20
+_MAX_LINES = 20
+_WEIGHTS_NAME = "model.safetensors"
+
+
+class TensorLeaf(DeferredArray):
+    """A leaf of ours that is a tensor of theirs.
+
+    Attributes:
+      source: the tensor.
+      axes: ours is theirs with its axes in this order; empty: as they are.
+    """
+
+    def __init__(
+        self, source: SourceArray, axes: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> None:
+        shape = source.shape
+        super().__init__(tuple(shape[a] for a in axes) if axes else shape, dtype)
+        self.source = source
+        self.axes = axes
+
+    def read(self) -> Array:
+        """See `DeferredArray`; beside the result, a piece of a MiB is held.
+
+        Raises:
+          ExchangeError: the file has become shorter.
+        """
+        result = np.empty(self.shape, self.dtype)
+        theirs = result.transpose(np.argsort(self.axes)) if self.axes else result
+        for start, values in self.source.blocks(_PIECE_BYTES):
+            box = tuple(
+                slice(s, s + n) for s, n in zip(start, values.shape, strict=True)
+            )
+            theirs[(*box, ...)] = values
+        return result
+
+
+@dataclass(frozen=True)
+class HuggingFaceFolder:
+    """A checkpoint whose headers have been read.
+
+    Attributes:
+      path: the folder.
+      architecture: what its config.json says.
+      tensors: by name.
+    """
+
+    path: Path
+    architecture: Architecture
+    tensors: Mapping[str, SourceArray]
+
+    @classmethod
+    def read(cls, path: Path) -> "HuggingFaceFolder":
+        """Reads config.json, the index and the headers.
+
+        Raises:
+          ExchangeError: a file is missing or damaged, the architecture is not known, or
+            the index names files outside the folder.
+        """
+        if not path.is_dir():
+            found = "a file" if path.exists() else "nothing"
+            raise ExchangeError(
+                f"{path}: expected a Hugging Face checkpoint folder, found {found}; "
+                "check the path"
+            )
+        config = path / "config.json"
+        architecture = read_config(_read_json(config), where=str(config))
+        return cls(path, architecture, _read_tensors(path))
+
+    @property
+    def table(self) -> WeightTable:
+        """The names of its tensors."""
+        return TABLES[self.architecture.table]
+
+    def check_size(self) -> None:
+        """Refuses a config of more layers than there are tensors.
+
+        Such a config would otherwise be laid out first, which could take for ever.
+
+        Raises:
+          ExchangeError: it is so.
+        """
+        for name in ("num_layers", "num_decoder_layers"):
+            count = self.architecture.fields.get(name, 0)
+            if not isinstance(count, int) or count > len(self.tensors):
+                raise ExchangeError(
+                    f"{self.path / 'config.json'}: {name} of {count}, expected at most "
+                    f"as many as there are tensors, found {len(self.tensors)}"
+                )
+
+    def leaves(
+        self, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype[Any]
+    ) -> dict[str, TensorLeaf | None]:
+        """Finds each leaf of a model; reads what only a comparison can tell.
+
+        Args:
+          shapes: of the model's leaves by path, keys joined by ``/``.
+          dtype: of the leaves that are made.
+
+        Returns:
+          By path; None for what begins anew, because the checkpoint's head is for
+          another task.
+
+        Raises:
+          ExchangeError: tensors are missing, too many, or of other shapes, or tied ones
+            differ; lists all.
+        """
+        return _Matcher(self, shapes, dtype).run()
+
+
+class _Matcher:
+    """The work of `HuggingFaceFolder.leaves`, and the problems it meets."""
+
+    def __init__(
+        self,
+        folder: HuggingFaceFolder,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: np.dtype[Any],
+    ) -> None:
+        self._where, self._table = folder.path, folder.table
+        self._shapes, self._dtype = shapes, dtype
+        self._names = {path: self._table.find(path) for path in shapes}
+        expected = {name.theirs for name in self._names.values()}
+        self._found = {
+            self._full_name(name, expected): array
+            for name, array in folder.tensors.items()
+        }
+        self._tied = {
+            alias: name
+            for alias, name in self._table.tied.items()
+            if alias not in expected and name in expected
+        }
+        self._problems: list[str] = []
+
+    def _full_name(self, name: str, expected: set[str]) -> str:
+        """A tensor's name as the table has it; files have older ones, and bare ones."""
+        name = name.replace("LayerNorm.gamma", "LayerNorm.weight")
+        name = name.replace("LayerNorm.beta", "LayerNorm.bias")
+        full = self._table.prefix + name
+        is_bare = name not in expected and (
+            full in expected or self._table.is_unused(full)
+        )
+        return full if is_bare and not self._table.is_unused(name) else name
+
+    def run(self) -> dict[str, TensorLeaf | None]:
+        self._use_tied()
+        new = self._new_heads()
+        leaves = {
+            path: None if path in new else self._leaf(path, name)
+            for path, name in self._names.items()
+        }
+        self._check_left_over()
+        if self._problems:
+            shown = self._problems[:_MAX_LINES]
+            more = len(self._problems) - len(shown)
+            listed = "\n  - ".join([*shown, *([f"and {more} more"] if more else [])])
+            raise ExchangeError(
+                f"{self._where}: expected the tensors of its config.json, found:\n"
+                f"  - {listed}\nNothing was written; copy the checkpoint anew, or give "
+                "the config.json that belongs to it"
+            )
+        return leaves
+
+    def _use_tied(self) -> None:
+        """Takes a shared tensor under its other name; or compares the two."""
+        for alias, name in self._tied.items():
+            if alias not in self._found:
+                continue
+            if name not in self._found:
+                self._found[name] = self._found.pop(alias)
+            elif not _same(self._found[alias], self._found[name]):
+                self._problems.append(
+                    f"{alias}: expected the values of {name}, with which the config "
+                    "says that it is tied, found others"
+                )
+
+    def _new_heads(self) -> set[str]:
+        """Leaves of heads that the checkpoint has nothing of."""
+        new: set[str] = set()
+        for head in self._table.heads:
+            below = [path for path in self._names if path.startswith(head)]
+            below = [path for path in below if path not in new]
+            if all(self._is_other(path) for path in below):
+                new |= set(below)
+        return new
+
+    def _is_other(self, path: str) -> bool:
+        """Whether a head's leaf is missing, or of another number of classes."""
+        array = self._found.get(self._names[path].theirs)
+        if array is None:
+            return True
+        ours, theirs = self._shape(path), array.shape
+        return "classifier" in path and ours[1:] == theirs[1:] and ours != theirs
+
+    def _shape(self, path: str) -> tuple[int, ...]:
+        """A leaf's shape, its axes in their order."""
+        axes, shape = self._names[path].axes, self._shapes[path]
+        return tuple(shape[a] for a in np.argsort(axes)) if axes else shape
+
+    def _leaf(self, path: str, name: TensorName) -> TensorLeaf | None:
+        array, shape = self._found.get(name.theirs), self._shape(path)
+        if array is None:
+            self._problems.append(f"{name.theirs}: missing")
+        elif array.shape != shape:
+            self._problems.append(
+                f"{name.theirs}: expected shape {list(shape)}, found "
+                f"{list(array.shape)}"
+            )
+        elif array.dtype not in FLOAT_DTYPES:
+            self._problems.append(
+                f"{name.theirs}: expected float32, bfloat16 or float16, found "
+                f"{array.dtype}"
+            )
+        else:
+            return TensorLeaf(array, name.axes, self._dtype)
+        return None
+
+    def _check_left_over(self) -> None:
+        known = {name.theirs for name in self._names.values()} | set(self._tied)
+        self._problems += [
+            f"{name}: not a tensor of this model"
+            for name in self._found
+            if name not in known and not self._table.is_unused(name)
+        ]
+
+
+def _same(a: SourceArray, b: SourceArray) -> bool:
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    pairs = zip(a.blocks(_PIECE_BYTES), b.blocks(_PIECE_BYTES), strict=True)
+    return all(x.tobytes() == y.tobytes() for (_, x), (_, y) in pairs)
+
+
+def _read_tensors(folder: Path) -> dict[str, SourceArray]:
+    """The tensors of the index's files, or of the one file, by name."""
+    places = _places(folder)
+    tensors: dict[str, SourceArray] = {}
+    for file in sorted(set(places.values())) or [_WEIGHTS_NAME]:
+        path = folder / file
+        header = read_header(path)
+        for name, info in header.tensors.items():
+            if places and places.get(name) != file:
+                raise ExchangeError(
+                    f"{path}: holds {name}, which the index says is in "
+                    f"{places.get(name, 'no file')}; copy the checkpoint anew"
+                )
+            offset = header.data_offset_bytes + info.offset_bytes
+            tensors[name] = FileArray(name, info.shape, info.dtype, path, offset)
+    missing = [name for name in places if name not in tensors]
+    if missing:
+        raise ExchangeError(
+            f"{folder / INDEX_NAME}: expected the files to hold what it lists, found "
+            f"no {', '.join(missing[:8])}; copy the checkpoint anew"
+        )
+    return tensors
+
+
+def _places(folder: Path) -> dict[str, str]:
+    """Each tensor's file, as the index says; empty where there is one file."""
+    index = folder / INDEX_NAME
+    if not index.exists():
+        if not (folder / _WEIGHTS_NAME).exists():
+            raise ExchangeError(
+                f"{folder}: expected {_WEIGHTS_NAME} or {INDEX_NAME}, found neither; "
+                "weights of other formats are not read: save them as safetensors "
+                "(save_pretrained does)"
+            )
+        return {}
+    document = _read_json(index)
+    places = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(places, dict) or not places:
+        raise ExchangeError(
+            f"{index}: expected a weight_map from tensors to files, found "
+            f"{type(places).__name__}; copy the checkpoint anew"
+        )
+    for name, file in places.items():
+        if not isinstance(file, str) or not is_own_file(file):
+            raise ExchangeError(
+                f"{index}: {name} is in {file!r}, expected the name of a safetensors "
+                "file in the same folder; nothing outside it is read"
+            )
+    return places
+
+
+def is_own_file(name: str) -> bool:
+    """Whether a name is that of a safetensors file, and no path to another place."""
+    return Path(name).name == name and name.endswith(".safetensors")
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ExchangeError(
+            f"{path}: expected a JSON document, found none that can be read "
+            f"({type(error).__name__}: {error}); copy the checkpoint anew"
+        ) from error

@@ -1,0 +1,218 @@
+"""BERT (Devlin et al. 2019): a post-norm encoder, for masked tokens or for classes.
+
+Invariant: only the head that the config names exists, so that no param lacks a
+gradient.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from .encoder import MLP, Attention, EncoderConfig
+from .layers import (
+    Key,
+    Remat,
+    attention_mask,
+    check_length,
+    dropout,
+    embedding,
+    layer_norm,
+    linear,
+    look_up,
+    output_logits,
+    positions_in,
+    run_blocks,
+    split_key,
+)
+
+__all__ = ["PRESETS", "Bert", "BertConfig"]
+
+NORM_EPSILON = 1e-12
+
+
+@dataclasses.dataclass(frozen=True)
+class BertConfig(EncoderConfig):
+    """Shape and precision of a BERT."""
+
+    vocab_size: int
+    num_positions: int  # the longest sequence
+    num_token_types: int = 2
+    head: Literal["masked-lm", "classification"] = "masked-lm"
+    num_labels: int = 2  # of a classification
+
+
+# Layers, heads, features, hidden, vocabulary, positions.
+PRESETS: Mapping[str, BertConfig] = {
+    # Bytes and one more: what stands for a masked byte.
+    "nano": BertConfig(4, 4, 128, 512, 257, 256),
+    "base": BertConfig(12, 12, 768, 3072, 30522, 512),
+    "large": BertConfig(24, 16, 1024, 4096, 30522, 512),
+}
+
+
+def _norm(config: BertConfig, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    return layer_norm(config, config.num_features, NORM_EPSILON, rngs=rngs)
+
+
+class Block(nnx.Module):
+    """One post-norm transformer layer; all blocks have the same structure."""
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
+        self.dropout = config.dropout
+        self.attn = Attention(config, rngs=rngs)
+        self.ln_1 = _norm(config, rngs=rngs)
+        self.mlp = MLP(config, rngs=rngs)
+        self.ln_2 = _norm(config, rngs=rngs)
+
+    def __call__(
+        self, x: jax.Array, mask: jax.Array | None = None, key: Key = None
+    ) -> jax.Array:
+        """Map [batch, seq, features] to the same shape and dtype."""
+        key_1, key_2 = split_key(key, 2)
+        x = self.ln_1(x + dropout(self.attn(x, mask), self.dropout, key_1))
+        return self.ln_2(x + dropout(self.mlp(x), self.dropout, key_2))
+
+
+class MaskedHead(nnx.Module):
+    """Features to a guess at the token; the token embedding is the output's table."""
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
+        num, dtype = config.num_features, jnp.dtype(config.param_dtype)
+        self.dense = linear(config, num, num, rngs=rngs)
+        self.ln = _norm(config, rngs=rngs)
+        self.bias = nnx.Param(jnp.zeros(config.vocab_size, dtype))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map [batch, seq, features] to the same, for the table."""
+        return self.ln(jax.nn.gelu(self.dense(x), approximate=False))
+
+
+class ClassHead(nnx.Module):
+    """The first token's features to logits of classes."""
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
+        num = config.num_features
+        self.pooler = linear(config, num, num, rngs=rngs)
+        self.classifier = linear(config, num, config.num_labels, rngs=rngs)
+        self.dropout = config.dropout
+
+    def __call__(self, x: jax.Array, key: Key) -> jax.Array:
+        """Map [batch, seq, features] to float32 [batch, labels]."""
+        pooled = jnp.tanh(self.pooler(x[:, 0]))
+        return self.classifier(dropout(pooled, self.dropout, key)).astype(jnp.float32)
+
+
+class Bert(nnx.Module):
+    """BERT with one head."""
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
+        self.config = config
+
+        def table(num_rows: int) -> nnx.Param:
+            return embedding(config, num_rows, config.num_features, rngs=rngs)
+
+        self.wte = table(config.vocab_size)
+        self.wpe = table(config.num_positions)
+        self.wtt = table(config.num_token_types)
+        self.ln_0 = _norm(config, rngs=rngs)
+        for i in range(config.num_layers):
+            setattr(self, f"h{i}", Block(config, rngs=rngs))
+        is_masked = config.head == "masked-lm"
+        self.head = (MaskedHead if is_masked else ClassHead)(config, rngs=rngs)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The layers in order."""
+        return [getattr(self, f"h{i}") for i in range(self.config.num_layers)]
+
+    def embed(
+        self,
+        tokens: jax.Array,
+        segments: jax.Array | None = None,
+        token_types: jax.Array | None = None,
+    ) -> jax.Array:
+        """Embeddings of tokens, positions and types: [batch, seq, features].
+
+        Raises:
+            ValueError: the sequence is above the config's `num_positions`.
+        """
+        seq = tokens.shape[-1]
+        check_length("Bert.embed", seq, self.config.num_positions)
+        positions = jnp.arange(seq) if segments is None else positions_in(segments)
+        types = jnp.zeros_like(tokens) if token_types is None else token_types
+        x = look_up(self.config, self.wte, tokens)
+        x = x + look_up(self.config, self.wpe, positions)
+        return self.ln_0(x + look_up(self.config, self.wtt, types))
+
+    def encode(
+        self,
+        tokens: jax.Array,
+        *,
+        segments: jax.Array | None = None,
+        token_types: jax.Array | None = None,
+        key: Key = None,
+        remat: Remat = None,
+    ) -> jax.Array:
+        """Last layer's output, [batch, seq, features] in the compute dtype.
+
+        Args:
+            tokens: int [batch, seq].
+            segments: int [batch, seq], the document that each token is of, 0 for
+                padding; documents do not see each other, and positions count anew in
+                each.
+            token_types: int [batch, seq], first or second sentence; zeros by default.
+            key: for dropout.
+            remat: what wraps each block's function, such as `jax.checkpoint`.
+        """
+        key_0, key = split_key(key, 2)
+        x = dropout(
+            self.embed(tokens, segments, token_types), self.config.dropout, key_0
+        )
+        mask = attention_mask(segments, segments)
+        return run_blocks(self.blocks, x, key=key, remat=remat, mask=mask)
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        *,
+        segments: jax.Array | None = None,
+        token_types: jax.Array | None = None,
+        key: Key = None,
+        remat: Remat = None,
+    ) -> jax.Array:
+        """What `output`'s table is for: `encode`'s output through the masked head."""
+        assert isinstance(self.head, MaskedHead)
+        return self.head(
+            self.encode(
+                tokens,
+                segments=segments,
+                token_types=token_types,
+                key=key,
+                remat=remat,
+            )
+        )
+
+    def output(self) -> tuple[jax.Array, jax.Array]:
+        """The masked head's table of [vocab, features], and bias of [vocab]."""
+        assert isinstance(self.head, MaskedHead)
+        return self.wte[...], self.head.bias[...]
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        *,
+        segments: jax.Array | None = None,
+        token_types: jax.Array | None = None,
+        key: Key = None,
+        remat: Remat = None,
+    ) -> jax.Array:
+        """Logits in float32: [batch, seq, vocab], or of classes [batch, labels]."""
+        key, last = split_key(key, 2)
+        options = {"segments": segments, "token_types": token_types, "remat": remat}
+        if isinstance(self.head, ClassHead):
+            return self.head(self.encode(tokens, key=key, **options), last)
+        return output_logits(self.hidden(tokens, key=key, **options), *self.output())

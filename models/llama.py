@@ -1,0 +1,339 @@
+"""Llama, and what is shaped like it: Mistral, Qwen 2, Qwen 3.
+
+Rotary positions (Su et al. 2021), grouped-query attention (Ainslie et al. 2023), SwiGLU
+(Shazeer 2020) and RMS norm, no biases (Touvron et al. 2023). Mistral adds a sliding
+window, Qwen 2 biases of q, k and v, Qwen 3 a norm of each query and key.
+
+Invariant: everything that tells these models apart is a field of the config.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from .layers import (
+    INIT_STDDEV,
+    Key,
+    ModelConfig,
+    Remat,
+    attention_mask,
+    check_length,
+    dropout,
+    embedding,
+    join_heads,
+    linear,
+    look_up,
+    output_logits,
+    positions_in,
+    rms_norm,
+    run_blocks,
+    split_heads,
+    split_key,
+)
+
+__all__ = ["PRESETS", "Llama", "LlamaConfig", "RopeScaling"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are slowed for more positions than were trained.
+
+    Attributes:
+      kind: "linear": all by the factor (Chen et al. 2023). "llama3": by the factor
+        those that turn fewer than `low_turns` times within the original positions, not
+        at all those that turn more than `high_turns` times, in between by a blend.
+      factor: how much slower.
+      low_turns: of llama3.
+      high_turns: of llama3.
+      original_positions: of llama3: the longest sequence before the scaling.
+    """
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low_turns: float = 1.0
+    high_turns: float = 4.0
+    original_positions: int = 8192
+
+    def __post_init__(self):
+        if self.kind not in ("linear", "llama3"):
+            raise ValueError(
+                f"RopeScaling.kind: expected 'linear' or 'llama3', got {self.kind!r}"
+            )
+        if self.factor < 1 or not 0 < self.low_turns < self.high_turns:
+            raise ValueError(
+                "RopeScaling: expected a factor of at least 1 and 0 < low_turns < "
+                f"high_turns, got {self}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig(ModelConfig):
+    """Shape and precision of a Llama."""
+
+    vocab_size: int
+    num_positions: int  # the longest sequence
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int  # heads of keys and values, each for some heads of queries
+    num_features: int
+    num_hidden: int  # features between the MLP's layers
+    head_features: int | None = None  # of one head; num_features / num_heads
+    rope_base: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    norm_epsilon: float = 1e-5
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    window: int | None = None  # how many tokens, itself included, one looks back on
+    tied_embeddings: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.check_divides("num_kv_heads", "num_heads")
+        if self.head_features is None:
+            self.check_divides("num_heads", "num_features")
+        if self.features_a_head % 2:
+            raise ValueError(
+                "LlamaConfig: rotary positions turn pairs, expected an even number of "
+                f"features a head, got {self.features_a_head}"
+            )
+
+    @property
+    def features_a_head(self) -> int:
+        """Features of one head."""
+        return self.head_features or self.num_features // self.num_heads
+
+
+_LLAMA3 = RopeScaling("llama3", 8.0)
+
+# Vocabulary, positions, layers, heads, heads of keys and values, features, hidden.
+PRESETS: Mapping[str, LlamaConfig] = {
+    "nano": LlamaConfig(256, 256, 4, 4, 2, 128, 352),
+    "tinyllama-1.1b": LlamaConfig(32000, 2048, 22, 32, 4, 2048, 5632),
+    "llama2-7b": LlamaConfig(32000, 4096, 32, 32, 32, 4096, 11008),
+    "llama2-13b": LlamaConfig(32000, 4096, 40, 40, 40, 5120, 13824),
+    "llama3.1-8b": LlamaConfig(
+        *(128256, 131072, 32, 32, 8, 4096, 14336),
+        rope_base=500000.0,
+        rope_scaling=_LLAMA3,
+    ),
+    "llama3.2-1b": LlamaConfig(
+        *(128256, 131072, 16, 32, 8, 2048, 8192),
+        rope_base=500000.0,
+        rope_scaling=dataclasses.replace(_LLAMA3, factor=32.0),
+        tied_embeddings=True,
+    ),
+    "mistral-7b": LlamaConfig(32000, 32768, 32, 32, 8, 4096, 14336, window=4096),
+    "qwen2.5-0.5b": LlamaConfig(
+        *(151936, 32768, 24, 14, 2, 896, 4864),
+        rope_base=1e6,
+        norm_epsilon=1e-6,
+        qkv_bias=True,
+        tied_embeddings=True,
+    ),
+    "qwen3-0.6b": LlamaConfig(
+        *(151936, 40960, 28, 16, 8, 1024, 3072),
+        head_features=128,
+        rope_base=1e6,
+        norm_epsilon=1e-6,
+        qk_norm=True,
+        tied_embeddings=True,
+    ),
+}
+
+
+def rope_frequencies(config: LlamaConfig) -> jax.Array:
+    """How far each pair of features turns from one position to the next, in radians.
+
+    Returns:
+      float32 [features of a head / 2].
+    """
+    num = config.features_a_head
+    turns = config.rope_base ** (-jnp.arange(0, num, 2, dtype=jnp.float32) / num)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return turns
+    slow = turns / scaling.factor
+    if scaling.kind == "linear":
+        return slow
+    in_original = scaling.original_positions * turns / (2 * math.pi)
+    low, high = scaling.low_turns, scaling.high_turns
+    share = jnp.clip((in_original - low) / (high - low), 0, 1)
+    return (1 - share) * slow + share * turns
+
+
+def rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
+    """Turns the pairs (i, i + half) of each head's features.
+
+    Args:
+      x: [batch, seq, heads, features].
+      angles: float32 [batch or 1, seq, features / 2].
+    """
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
+    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def _projection(config: LlamaConfig, num_in: int, *, rngs: nnx.Rngs) -> nnx.Linear:
+    """Linear back onto the skip path: 2 per layer add up, hence the smaller init."""
+    stddev = INIT_STDDEV / math.sqrt(2 * config.num_layers)
+    return linear(
+        config, num_in, config.num_features, rngs=rngs, stddev=stddev, use_bias=False
+    )
+
+
+def _norm(config: LlamaConfig, num_features: int, *, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    return rms_norm(config, num_features, config.norm_epsilon, rngs=rngs)
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query attention with rotary positions."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        num_q = config.num_heads * config.features_a_head
+        num_kv = config.num_kv_heads * config.features_a_head
+
+        def into(num_out: int) -> nnx.Linear:
+            num_in, bias = config.num_features, config.qkv_bias
+            return linear(config, num_in, num_out, rngs=rngs, use_bias=bias)
+
+        self.q, self.k, self.v = into(num_q), into(num_kv), into(num_kv)
+        self.proj = _projection(config, num_q, rngs=rngs)
+        if config.qk_norm:
+            self.q_norm = _norm(config, config.features_a_head, rngs=rngs)
+            self.k_norm = _norm(config, config.features_a_head, rngs=rngs)
+
+    def __call__(
+        self, x: jax.Array, angles: jax.Array, mask: jax.Array | None = None
+    ) -> jax.Array:
+        """Map [batch, seq, features] to the same shape and dtype."""
+        config = self.config
+        q = split_heads(self.q(x), config.num_heads)
+        k = split_heads(self.k(x), config.num_kv_heads)
+        v = split_heads(self.v(x), config.num_kv_heads)
+        if config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        mixed = jax.nn.dot_product_attention(
+            rotate(q, angles),
+            rotate(k, angles),
+            v,
+            mask=mask,
+            is_causal=True,
+            local_window_size=(config.window - 1, 0) if config.window else None,
+        )
+        return self.proj(join_heads(mixed))
+
+
+class MLP(nnx.Module):
+    """SwiGLU: a linear layer, gated by another through a SiLU, and one back."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        def into() -> nnx.Linear:
+            num_in, num_out = config.num_features, config.num_hidden
+            return linear(config, num_in, num_out, rngs=rngs, use_bias=False)
+
+        self.gate, self.up = into(), into()
+        self.down = _projection(config, config.num_hidden, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map [batch, seq, features] to the same shape and dtype."""
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nnx.Module):
+    """One pre-norm transformer layer; all blocks of a model have the same structure."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.dropout = config.dropout
+        self.ln_1 = _norm(config, config.num_features, rngs=rngs)
+        self.attn = Attention(config, rngs=rngs)
+        self.ln_2 = _norm(config, config.num_features, rngs=rngs)
+        self.mlp = MLP(config, rngs=rngs)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        angles: jax.Array,
+        mask: jax.Array | None = None,
+        key: Key = None,
+    ) -> jax.Array:
+        """Map [batch, seq, features] to the same shape and dtype."""
+        key_1, key_2 = split_key(key, 2)
+        x = x + dropout(self.attn(self.ln_1(x), angles, mask), self.dropout, key_1)
+        return x + dropout(self.mlp(self.ln_2(x)), self.dropout, key_2)
+
+
+class Llama(nnx.Module):
+    """Llama language model: `head(hidden(tokens))`."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        vocab_size, num_features = config.vocab_size, config.num_features
+        self.wte = embedding(config, vocab_size, num_features, rngs=rngs)
+        for i in range(config.num_layers):
+            setattr(self, f"h{i}", Block(config, rngs=rngs))
+        self.ln_f = _norm(config, num_features, rngs=rngs)
+        if not config.tied_embeddings:
+            self.lm_head = embedding(config, vocab_size, num_features, rngs=rngs)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The layers in order."""
+        return [getattr(self, f"h{i}") for i in range(self.config.num_layers)]
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        *,
+        segments: jax.Array | None = None,
+        key: Key = None,
+        remat: Remat = None,
+    ) -> jax.Array:
+        """Last layer's normed output, [batch, seq, features] in the compute dtype.
+
+        Args:
+            tokens: int [batch, seq].
+            segments: int [batch, seq], the document that each token is of; documents
+                do not see each other, and positions count anew in each.
+            key: for dropout.
+            remat: what wraps each block's function, such as `jax.checkpoint`.
+
+        Raises:
+            ValueError: `seq` is above the config's `num_positions`.
+        """
+        seq = tokens.shape[-1]
+        check_length("Llama.hidden", seq, self.config.num_positions)
+        positions = (
+            jnp.arange(seq)[None] if segments is None else positions_in(segments)
+        )
+        x = look_up(self.config, self.wte, tokens)
+        x = run_blocks(
+            self.blocks,
+            x,
+            key=key,
+            remat=remat,
+            angles=positions[..., None] * rope_frequencies(self.config),
+            mask=attention_mask(segments, segments),
+        )
+        return self.ln_f(x)
+
+    def __call__(
+        self, tokens: jax.Array, *, segments: jax.Array | None = None
+    ) -> jax.Array:
+        """Next-token logits: int [batch, seq] to float32 [batch, seq, vocab]."""
+        return self.head(self.hidden(tokens, segments=segments))
+
+    def output(self) -> tuple[jax.Array, None]:
+        """The output head: a table of [vocab, features], and no bias."""
+        tied = self.config.tied_embeddings
+        return (self.wte if tied else self.lm_head)[...], None
+
+    def head(self, x: jax.Array) -> jax.Array:
+        """Logits of `hidden`'s output: [..., features] to float32 [..., vocab]."""
+        return output_logits(x, *self.output())

@@ -1,0 +1,387 @@
+"""T5 (Raffel et al. 2020): encoder and decoder, positions by a bias of each distance.
+
+Scores are not divided by the root of the head's features, the init makes up for it. The
+first version has ReLU and the token embedding as output head, 1.1 a gated GELU and a
+head of its own.
+
+Invariant: one table of distances serves all layers of the encoder, another all of the
+decoder's self-attention; attention from decoder to encoder has none.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from .layers import (
+    Key,
+    ModelConfig,
+    Remat,
+    attention_mask,
+    dropout,
+    embedding,
+    join_heads,
+    linear,
+    look_up,
+    output_logits,
+    rms_norm,
+    run_blocks,
+    split_heads,
+    split_key,
+)
+
+__all__ = ["PRESETS", "T5", "T5Config"]
+
+NORM_EPSILON = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class T5Config(ModelConfig):
+    """Shape and precision of a T5."""
+
+    vocab_size: int
+    num_layers: int  # of the encoder
+    num_decoder_layers: int
+    num_heads: int
+    num_features: int
+    head_features: int  # of one head; heads together may have more than num_features
+    num_hidden: int  # features between the MLP's layers
+    num_buckets: int = 32  # that distances fall into
+    max_distance: int = 128  # from which on all distances are one
+    mlp: Literal["relu", "gated-gelu"] = "relu"
+    tied_embeddings: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.num_buckets < 4 or self.num_buckets % 2:
+            raise ValueError(
+                f"T5Config.num_buckets: expected an even number of at least 4, got "
+                f"{self.num_buckets}"
+            )
+
+
+def _version_1_1(*sizes: int) -> T5Config:
+    return T5Config(32128, *sizes, mlp="gated-gelu", tied_embeddings=False)
+
+
+# Vocabulary, layers of encoder and decoder, heads, features, features a head, hidden.
+PRESETS: Mapping[str, T5Config] = {
+    # Bytes and one more: what begins an answer.
+    "nano": T5Config(257, 2, 2, 4, 128, 32, 512),
+    "small": T5Config(32128, 6, 6, 8, 512, 64, 2048),
+    "base": T5Config(32128, 12, 12, 12, 768, 64, 3072),
+    "large": T5Config(32128, 24, 24, 16, 1024, 64, 4096),
+    "3b": T5Config(32128, 24, 24, 32, 1024, 128, 16384),
+    "11b": T5Config(32128, 24, 24, 128, 1024, 128, 65536),
+    "v1.1-small": _version_1_1(8, 8, 6, 512, 64, 1024),
+    "v1.1-base": _version_1_1(12, 12, 12, 768, 64, 2048),
+    "v1.1-large": _version_1_1(24, 24, 16, 1024, 64, 2816),
+    "v1.1-xl": _version_1_1(24, 24, 32, 2048, 64, 5120),
+    "v1.1-xxl": _version_1_1(24, 24, 64, 4096, 64, 10240),
+}
+
+
+def distance_buckets(
+    num_queries: int, num_keys: int, *, config: T5Config, is_causal: bool
+) -> np.ndarray:
+    """The bucket of each distance: int32 [queries, keys].
+
+    Half of the buckets are for one distance each, the others grow by a constant factor
+    up to `max_distance`. Without a direction, keys before and after the query have half
+    of the buckets each.
+    """
+    ahead = np.arange(num_keys)[None] - np.arange(num_queries)[:, None]
+    num_buckets = config.num_buckets
+    first = np.zeros_like(ahead)
+    if is_causal:
+        distance = np.maximum(-ahead, 0)
+    else:
+        num_buckets //= 2
+        first = np.where(ahead > 0, num_buckets, 0)
+        distance = np.abs(ahead)
+    num_exact = num_buckets // 2
+    ratio = np.log(np.maximum(distance, num_exact).astype(np.float32) / num_exact)
+    ratio = ratio / math.log(config.max_distance / num_exact)
+    large = num_exact + (ratio * (num_buckets - num_exact)).astype(np.int32)
+    large = np.minimum(large, num_buckets - 1)
+    return (first + np.where(distance < num_exact, distance, large)).astype(np.int32)
+
+
+class DistanceBias(nnx.Module):
+    """What each distance adds to the scores of each head."""
+
+    def __init__(self, config: T5Config, *, is_causal: bool, rngs: nnx.Rngs):
+        self.config, self.is_causal = config, is_causal
+        stddev = config.num_features**-0.5
+        self.table = embedding(
+            config, config.num_buckets, config.num_heads, rngs=rngs, stddev=stddev
+        )
+
+    def __call__(self, seq: int) -> jax.Array:
+        """For self-attention of a sequence: float32 [1, heads, queries, keys]."""
+        buckets = distance_buckets(
+            seq, seq, config=self.config, is_causal=self.is_causal
+        )
+        by_distance = self.table[...].astype(jnp.float32)[jnp.asarray(buckets)]
+        return by_distance.transpose(2, 0, 1)[None]
+
+
+def _norm(config: T5Config, *, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    return rms_norm(config, config.num_features, NORM_EPSILON, rngs=rngs)
+
+
+def _linear(
+    config: T5Config, num_in: int, num_out: int, stddev: float, *, rngs: nnx.Rngs
+) -> nnx.Linear:
+    return linear(config, num_in, num_out, rngs=rngs, stddev=stddev, use_bias=False)
+
+
+class Attention(nnx.Module):
+    """Multi-head attention of unscaled scores."""
+
+    def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
+        self.num_heads = config.num_heads
+        num_in, num = config.num_features, config.num_heads * config.head_features
+        scaled = (num_in * config.head_features) ** -0.5
+        self.q = _linear(config, num_in, num, scaled, rngs=rngs)
+        self.k = _linear(config, num_in, num, num_in**-0.5, rngs=rngs)
+        self.v = _linear(config, num_in, num, num_in**-0.5, rngs=rngs)
+        self.proj = _linear(config, num, num_in, num**-0.5, rngs=rngs)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        seen: jax.Array,
+        *,
+        bias: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        is_causal: bool = False,
+    ) -> jax.Array:
+        """Map [batch, queries, features] to the same, over [batch, keys, features]."""
+        q, k, v = (
+            split_heads(part, self.num_heads)
+            for part in (self.q(x), self.k(seen), self.v(seen))
+        )
+        mixed = jax.nn.dot_product_attention(
+            q, k, v, bias, mask, scale=1.0, is_causal=is_causal
+        )
+        return self.proj(join_heads(mixed))
+
+
+class MLP(nnx.Module):
+    """Two linear layers around a ReLU, or around a GELU gated by a third."""
+
+    def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
+        num_in, num = config.num_features, config.num_hidden
+        self.is_gated = config.mlp == "gated-gelu"
+        if self.is_gated:
+            self.gate = _linear(config, num_in, num, num_in**-0.5, rngs=rngs)
+        self.up = _linear(config, num_in, num, num_in**-0.5, rngs=rngs)
+        self.down = _linear(config, num, num_in, num**-0.5, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map [batch, seq, features] to the same shape and dtype."""
+        if not self.is_gated:
+            return self.down(jax.nn.relu(self.up(x)))
+        return self.down(jax.nn.gelu(self.gate(x), approximate=True) * self.up(x))
+
+
+class EncoderBlock(nnx.Module):
+    """One pre-norm layer of the encoder."""
+
+    def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
+        self.dropout = config.dropout
+        self.ln_1 = _norm(config, rngs=rngs)
+        self.attn = Attention(config, rngs=rngs)
+        self.ln_2 = _norm(config, rngs=rngs)
+        self.mlp = MLP(config, rngs=rngs)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        bias: jax.Array,
+        mask: jax.Array | None = None,
+        key: Key = None,
+    ) -> jax.Array:
+        """Map [batch, seq, features] to the same shape and dtype."""
+        key_1, key_2 = split_key(key, 2)
+        normed = self.ln_1(x)
+        mixed = self.attn(normed, normed, bias=bias, mask=mask)
+        x = x + dropout(mixed, self.dropout, key_1)
+        return x + dropout(self.mlp(self.ln_2(x)), self.dropout, key_2)
+
+
+class DecoderBlock(nnx.Module):
+    """One pre-norm layer of the decoder, which also sees the encoder's output."""
+
+    def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
+        self.dropout = config.dropout
+        self.ln_1 = _norm(config, rngs=rngs)
+        self.attn = Attention(config, rngs=rngs)
+        self.ln_2 = _norm(config, rngs=rngs)
+        self.cross = Attention(config, rngs=rngs)
+        self.ln_3 = _norm(config, rngs=rngs)
+        self.mlp = MLP(config, rngs=rngs)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        encoded: jax.Array,
+        bias: jax.Array,
+        mask: jax.Array | None = None,
+        cross_mask: jax.Array | None = None,
+        key: Key = None,
+    ) -> jax.Array:
+        """Map [batch, targets, features] to the same shape and dtype."""
+        key_1, key_2, key_3 = split_key(key, 3)
+        normed = self.ln_1(x)
+        mixed = self.attn(normed, normed, bias=bias, mask=mask, is_causal=True)
+        x = x + dropout(mixed, self.dropout, key_1)
+        mixed = self.cross(self.ln_2(x), encoded, mask=cross_mask)
+        x = x + dropout(mixed, self.dropout, key_2)
+        return x + dropout(self.mlp(self.ln_3(x)), self.dropout, key_3)
+
+
+class T5(nnx.Module):
+    """T5: `hidden(tokens, decoder_tokens)` and the output head."""
+
+    def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
+        self.config = config
+        vocab_size, num_features = config.vocab_size, config.num_features
+        self.wte = embedding(config, vocab_size, num_features, rngs=rngs, stddev=1.0)
+        self.encoder_bias = DistanceBias(config, is_causal=False, rngs=rngs)
+        for i in range(config.num_layers):
+            setattr(self, f"e{i}", EncoderBlock(config, rngs=rngs))
+        self.encoder_ln_f = _norm(config, rngs=rngs)
+        self.decoder_bias = DistanceBias(config, is_causal=True, rngs=rngs)
+        for i in range(config.num_decoder_layers):
+            setattr(self, f"d{i}", DecoderBlock(config, rngs=rngs))
+        self.decoder_ln_f = _norm(config, rngs=rngs)
+        if not config.tied_embeddings:
+            stddev = num_features**-0.5
+            self.lm_head = embedding(
+                config, vocab_size, num_features, rngs=rngs, stddev=stddev
+            )
+
+    @property
+    def encoder_blocks(self) -> list[EncoderBlock]:
+        """The encoder's layers in order."""
+        return [getattr(self, f"e{i}") for i in range(self.config.num_layers)]
+
+    @property
+    def decoder_blocks(self) -> list[DecoderBlock]:
+        """The decoder's layers in order."""
+        return [getattr(self, f"d{i}") for i in range(self.config.num_decoder_layers)]
+
+    def encode(
+        self,
+        tokens: jax.Array,
+        *,
+        segments: jax.Array | None = None,
+        key: Key = None,
+        remat: Remat = None,
+    ) -> jax.Array:
+        """The encoder's normed output, [batch, seq, features]."""
+        key_0, key, key_1 = split_key(key, 3)
+        rate = self.config.dropout
+        x = run_blocks(
+            self.encoder_blocks,
+            dropout(look_up(self.config, self.wte, tokens), rate, key_0),
+            key=key,
+            remat=remat,
+            bias=self.encoder_bias(tokens.shape[-1]),
+            mask=attention_mask(segments, segments),
+        )
+        return dropout(self.encoder_ln_f(x), rate, key_1)
+
+    def decode(
+        self,
+        encoded: jax.Array,
+        decoder_tokens: jax.Array,
+        *,
+        segments: jax.Array | None = None,
+        decoder_segments: jax.Array | None = None,
+        key: Key = None,
+        remat: Remat = None,
+    ) -> jax.Array:
+        """What `output`'s table is for: [batch, targets, features]."""
+        key_0, key, key_1 = split_key(key, 3)
+        rate = self.config.dropout
+        if decoder_segments is None and segments is not None:
+            decoder_segments = jnp.ones_like(decoder_tokens)
+        x = run_blocks(
+            self.decoder_blocks,
+            dropout(look_up(self.config, self.wte, decoder_tokens), rate, key_0),
+            key=key,
+            remat=remat,
+            encoded=encoded,
+            bias=self.decoder_bias(decoder_tokens.shape[-1]),
+            mask=attention_mask(decoder_segments, decoder_segments),
+            cross_mask=attention_mask(decoder_segments, segments),
+        )
+        x = dropout(self.decoder_ln_f(x), rate, key_1)
+        return x * self.config.num_features**-0.5 if self.config.tied_embeddings else x
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        decoder_tokens: jax.Array,
+        *,
+        segments: jax.Array | None = None,
+        decoder_segments: jax.Array | None = None,
+        key: Key = None,
+        remat: Remat = None,
+    ) -> jax.Array:
+        """What `output`'s table is for: [batch, targets, features].
+
+        Args:
+            tokens: int [batch, seq], what is read.
+            decoder_tokens: int [batch, targets], the answer, one later.
+            segments: int [batch, seq], the document that each token is of, 0 for
+                padding; documents do not see each other.
+            decoder_segments: int [batch, targets], which of them an answer is to; by
+                default all to document 1.
+            key: for dropout.
+            remat: what wraps each block's function, such as `jax.checkpoint`.
+        """
+        key_1, key_2 = split_key(key, 2)
+        encoded = self.encode(tokens, segments=segments, key=key_1, remat=remat)
+        return self.decode(
+            encoded,
+            decoder_tokens,
+            segments=segments,
+            decoder_segments=decoder_segments,
+            key=key_2,
+            remat=remat,
+        )
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        decoder_tokens: jax.Array,
+        *,
+        segments: jax.Array | None = None,
+        decoder_segments: jax.Array | None = None,
+    ) -> jax.Array:
+        """Logits of the answer: float32 [batch, targets, vocab]."""
+        x = self.hidden(
+            tokens,
+            decoder_tokens,
+            segments=segments,
+            decoder_segments=decoder_segments,
+        )
+        return self.head(x)
+
+    def output(self) -> tuple[jax.Array, None]:
+        """The output head: a table of [vocab, features], and no bias."""
+        tied = self.config.tied_embeddings
+        return (self.wte if tied else self.lm_head)[...], None
+
+    def head(self, x: jax.Array) -> jax.Array:
+        """Logits of `hidden`'s output: [..., features] to float32 [..., vocab]."""
+        return output_logits(x, *self.output())

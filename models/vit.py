@@ -1,0 +1,153 @@
+"""ViT (Dosovitskiy et al. 2021): a pre-norm encoder over patches of an image.
+
+Invariant: images are [batch, height, width, channels], of the config's one size.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from .encoder import MLP, Attention, EncoderConfig
+from .layers import (
+    INIT_STDDEV,
+    Key,
+    Remat,
+    dropout,
+    layer_norm,
+    linear,
+    run_blocks,
+    split_key,
+)
+
+__all__ = ["PRESETS", "ViT", "ViTConfig"]
+
+NORM_EPSILON = 1e-12
+
+
+@dataclasses.dataclass(frozen=True)
+class ViTConfig(EncoderConfig):
+    """Shape and precision of a ViT."""
+
+    image_size: int  # height and width
+    patch_size: int
+    num_channels: int = 3
+    num_labels: int = 1000
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.check_divides("patch_size", "image_size")
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of an image."""
+        return (self.image_size // self.patch_size) ** 2
+
+
+# Layers, heads, features, hidden, image size, patch size.
+PRESETS: Mapping[str, ViTConfig] = {
+    "nano": ViTConfig(4, 4, 128, 512, 32, 4, num_labels=10),
+    "base": ViTConfig(12, 12, 768, 3072, 224, 16),
+    "large": ViTConfig(24, 16, 1024, 4096, 224, 16),
+    "huge": ViTConfig(32, 16, 1280, 5120, 224, 14),
+}
+
+
+def _norm(config: ViTConfig, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    return layer_norm(config, config.num_features, NORM_EPSILON, rngs=rngs)
+
+
+class Patches(nnx.Module):
+    """Images to tokens: a linear layer over each patch."""
+
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        size, num, dtype = config.patch_size, config.num_features, config.param_dtype
+        init = nnx.initializers.normal(INIT_STDDEV)
+        shape = (size, size, config.num_channels, num)
+        self.kernel = nnx.Param(init(rngs.params(), shape, jnp.dtype(dtype)))
+        self.bias = nnx.Param(jnp.zeros(num, jnp.dtype(dtype)))
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """[batch, height, width, channels] to [batch, patches, features].
+
+        Raises:
+            ValueError: the images are of another size than the config's.
+        """
+        size, count = self.config.patch_size, self.config.image_size
+        expected = (count, count, self.config.num_channels)
+        if images.shape[1:] != expected:
+            raise ValueError(
+                f"ViT: expected images of {expected}, height, width and channels, got "
+                f"{images.shape[1:]}"
+            )
+        side = count // size
+        x = images.reshape(-1, side, size, side, size, expected[2])
+        x = x.transpose(0, 1, 3, 2, 4, 5).reshape(
+            -1, side * side, size**2 * expected[2]
+        )
+        dtype = jnp.dtype(self.config.dtype)
+        kernel = self.kernel[...].astype(dtype).reshape(x.shape[-1], -1)
+        return x.astype(dtype) @ kernel + self.bias[...].astype(dtype)
+
+
+class Block(nnx.Module):
+    """One pre-norm transformer layer; all blocks have the same structure."""
+
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
+        self.dropout = config.dropout
+        self.ln_1 = _norm(config, rngs=rngs)
+        self.attn = Attention(config, rngs=rngs)
+        self.ln_2 = _norm(config, rngs=rngs)
+        self.mlp = MLP(config, rngs=rngs)
+
+    def __call__(self, x: jax.Array, key: Key = None) -> jax.Array:
+        """Map [batch, tokens, features] to the same shape and dtype."""
+        key_1, key_2 = split_key(key, 2)
+        x = x + dropout(self.attn(self.ln_1(x)), self.dropout, key_1)
+        return x + dropout(self.mlp(self.ln_2(x)), self.dropout, key_2)
+
+
+class ViT(nnx.Module):
+    """ViT with a linear classifier on the features of a token of its own."""
+
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        num, dtype = config.num_features, jnp.dtype(config.param_dtype)
+        init = nnx.initializers.normal(INIT_STDDEV)
+        self.patches = Patches(config, rngs=rngs)
+        self.cls = nnx.Param(init(rngs.params(), (1, 1, num), dtype))
+        places = (1, config.num_patches + 1, num)
+        self.wpe = nnx.Param(init(rngs.params(), places, dtype))
+        for i in range(config.num_layers):
+            setattr(self, f"h{i}", Block(config, rngs=rngs))
+        self.ln_f = _norm(config, rngs=rngs)
+        self.classifier = linear(config, num, config.num_labels, rngs=rngs)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The layers in order."""
+        return [getattr(self, f"h{i}") for i in range(self.config.num_layers)]
+
+    def embed(self, images: jax.Array) -> jax.Array:
+        """The class token and the patches: [batch, 1 + patches, features]."""
+        x = self.patches(images)
+        cls = jnp.broadcast_to(self.cls[...].astype(x.dtype), (len(x), 1, x.shape[-1]))
+        return jnp.concatenate([cls, x], axis=1) + self.wpe[...].astype(x.dtype)
+
+    def __call__(
+        self, images: jax.Array, *, key: Key = None, remat: Remat = None
+    ) -> jax.Array:
+        """Class logits: [batch, height, width, channels] to float32 [batch, labels].
+
+        Args:
+            images: normalised as in training.
+            key: for dropout.
+            remat: what wraps each block's function, such as `jax.checkpoint`.
+        """
+        key_0, key = split_key(key, 2)
+        x = dropout(self.embed(images), self.config.dropout, key_0)
+        x = self.ln_f(run_blocks(self.blocks, x, key=key, remat=remat))
+        return self.classifier(x[:, 0]).astype(jnp.float32)

@@ -1,0 +1,319 @@
+"""Every model against its PyTorch original in `transformers`, on the same weights.
+
+The originals are made here from small configs with random weights; nothing is
+downloaded. They are saved as a checkpoint and read as any checkpoint is.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jaxinf_models import (
+    abstract_params,
+    config_for,
+    config_from_json,
+    make_model,
+    score,
+    task_loss,
+)
+
+from jaxinf.exchange import HuggingFaceFolder
+
+EXTRA = "needs the extra 'test-models': pip install 'jaxinf[test-models]'"
+torch = pytest.importorskip("torch", reason=EXTRA)
+transformers = pytest.importorskip("transformers", reason=EXTRA)
+
+# Of logits and of gradients, beside the largest of each: float32 in another order.
+TOLERANCE = 2e-5
+LOSS_TOLERANCE = 1e-5
+BATCH, SEQ, VOCAB = 2, 12, 101
+LM = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA = LM | SMALL | {"intermediate_size": 48, "max_position_embeddings": 64}
+GROUPED = LLAMA | {"num_key_value_heads": 2}
+BERT = LLAMA | {"type_vocab_size": 3}
+T5 = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2}
+T5 |= {"num_heads": 3, "relative_attention_max_distance": 9, "num_decoder_layers": 1}
+T5 |= {"relative_attention_num_buckets": 8, "decoder_start_token_id": 0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+
+# Name: class of the config and of the model, task, the config's arguments.
+CASES = {
+    "gpt2": (
+        *("GPT2Config", "GPT2LMHeadModel", "causal-lm"),
+        {**LM, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16},
+    ),
+    "bert": ("BertConfig", "BertForMaskedLM", "masked-lm", BERT),
+    "bert-classes": (
+        *("BertConfig", "BertForSequenceClassification", "classification"),
+        {**BERT, "num_labels": 5},
+    ),
+    "t5": ("T5Config", "T5ForConditionalGeneration", "seq2seq", T5),
+    "t5-gated": (
+        *("T5Config", "T5ForConditionalGeneration", "seq2seq"),
+        {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    ),
+    "vit": (
+        *("ViTConfig", "ViTForImageClassification", "classification"),
+        {**SMALL, "intermediate_size": 48, "image_size": 12, "patch_size": 4}
+        | {"num_labels": 7},
+    ),
+    "bloom": (
+        *("BloomConfig", "BloomForCausalLM", "causal-lm"),
+        {**LM, "hidden_size": 36, "n_layer": 2, "n_head": 6},
+    ),
+    "llama": ("LlamaConfig", "LlamaForCausalLM", "causal-lm", LLAMA),
+    "llama-3": (
+        *("LlamaConfig", "LlamaForCausalLM", "causal-lm"),
+        {**GROUPED, "rope_parameters": LLAMA3, "tie_word_embeddings": True},
+    ),
+    "llama-linear": (
+        *("LlamaConfig", "LlamaForCausalLM", "causal-lm"),
+        {**GROUPED, "rope_parameters": LINEAR},
+    ),
+    "mistral": (
+        *("MistralConfig", "MistralForCausalLM", "causal-lm"),
+        {**GROUPED, "sliding_window": 5},
+    ),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", "causal-lm", GROUPED),
+    "qwen3": (
+        *("Qwen3Config", "Qwen3ForCausalLM", "causal-lm"),
+        {**GROUPED, "head_dim": 12, "tie_word_embeddings": True},
+    ),
+}
+
+
+def original(case):
+    """Their model, with weights so large that every term shows in the logits."""
+    config_type, model_type, _, arguments = CASES[case]
+    config = getattr(transformers, config_type)(**arguments)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = getattr(transformers, model_type)(config).eval()
+    if case == "t5-gated":  # version 1.1's own head, which this class ties
+        model.lm_head.weight = torch.nn.Parameter(model.shared.weight.detach().clone())
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            is_norm = "norm" in name.lower() or ".ln_" in name
+            weight.copy_(0.2 * noise + (is_norm and name.endswith("weight")))
+    return model
+
+
+def batch_for(case, model):
+    """A batch as ours has it, with padding and weights, and as theirs has it."""
+    rng = np.random.default_rng(1)
+    task = CASES[case][2]
+    if case == "vit":
+        images = rng.standard_normal((BATCH, 12, 12, 3), np.float32)
+        batch = {"images": images, "labels": rng.integers(0, 7, BATCH)}
+        return batch, {"pixel_values": torch.tensor(images.transpose(0, 3, 1, 2))}
+    tokens = rng.integers(0, VOCAB, (BATCH, SEQ))
+    segments = (np.arange(SEQ) < [[SEQ], [SEQ - 4]]).astype(np.int64)
+    batch = {"tokens": tokens, "segments": segments}
+    theirs = {"input_ids": tokens, "attention_mask": segments}
+    if "bert" in case:
+        batch["token_types"] = theirs["token_type_ids"] = rng.integers(0, 3, (2, SEQ))
+    if task == "classification":
+        batch["labels"] = rng.integers(0, 5, BATCH)
+    elif task == "seq2seq":
+        answer = rng.integers(0, VOCAB, (BATCH, 7))
+        batch["decoder_tokens"] = theirs["decoder_input_ids"] = answer
+        batch["targets"] = rng.integers(0, VOCAB, answer.shape)
+        batch["weights"] = rng.integers(0, 2, answer.shape)
+    else:
+        batch["targets"] = rng.integers(0, VOCAB, tokens.shape)
+        batch["weights"] = segments * rng.integers(0, 2, tokens.shape)
+    return batch, {name: torch.tensor(value) for name, value in theirs.items()}
+
+
+def loss_of(logits, batch):
+    targets = batch["labels"] if "labels" in batch else batch["targets"]
+    weights = batch.get("weights", np.ones(len(targets)))
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, -2), torch.tensor(targets).flatten(), reduction="none"
+    )
+    weights = torch.tensor(weights).flatten()
+    return (losses * weights).sum() / weights.sum()
+
+
+def nested(leaves):
+    tree = {}
+    for path, leaf in leaves.items():
+        *keys, last = path.split("/")
+        node = tree
+        for key in keys:
+            node = node.setdefault(key, {})
+        node[last] = leaf
+    return tree
+
+
+def flat(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in leaves}
+
+
+def read(folder, task):
+    """A checkpoint as a graphdef and params."""
+    checkpoint = HuggingFaceFolder.read(folder)
+    found = checkpoint.architecture
+    config = config_for(config_from_json(found.model, found.fields), task)
+    graphdef, abstract = abstract_params(config)
+    shapes = {path: leaf.shape for path, leaf in flat(abstract).items()}
+    leaves = checkpoint.leaves(shapes, np.dtype(np.float32))
+    assert None not in leaves.values()
+    return checkpoint, graphdef, nested({p: jnp.asarray(x) for p, x in leaves.items()})
+
+
+def difference(ours, theirs):
+    """The largest, beside the largest value."""
+    ours, theirs = np.asarray(ours), np.asarray(theirs)
+    assert ours.shape == theirs.shape
+    return np.max(np.abs(ours - theirs)) / np.max(np.abs(theirs))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_loss_and_gradients_agree(case, tmp_path):
+    model, task = original(case), CASES[case][2]
+    model.save_pretrained(tmp_path)
+    _, graphdef, params = read(tmp_path, task)
+    batch, their_batch = batch_for(case, model)
+    logits = model(**their_batch).logits
+    loss = loss_of(logits, batch)
+    loss.backward()
+    batch = jax.tree.map(jnp.asarray, batch)
+    inputs = {k: v for k, v in batch.items() if k not in ("targets", "weights")}
+    inputs.pop("labels", None)
+
+    @jax.jit
+    def ours(params):
+        def value(params):
+            return task_loss(nnx.merge(graphdef, params), task, batch)
+
+        built = nnx.merge(graphdef, params)
+        return built(**inputs), jax.value_and_grad(value)(params)
+
+    our_logits, (our_loss, gradients) = ours(params)
+    counted = np.ones(logits.shape[:-1], bool)
+    if "segments" in batch and task != "seq2seq" and logits.ndim == 3:
+        counted = np.asarray(batch["segments"], bool)  # what padding makes is no matter
+    theirs = logits.detach().numpy()[counted]
+    assert theirs.std() > 0.2  # else agreement would mean little
+    in_logits = difference(np.asarray(our_logits)[counted], theirs)
+    assert in_logits < TOLERANCE
+    in_loss = abs(float(our_loss) - loss.item())
+    assert in_loss < LOSS_TOLERANCE
+    in_gradients = compare_gradients(
+        flat(gradients), model, task, tmp_path / "gradients"
+    )
+    assert max(in_gradients.values()) < TOLERANCE, in_gradients
+    print(
+        f"| {case} | {in_logits:.1e} | {in_loss:.1e} | {max(in_gradients.values()):.1e}"
+        f" of {len(in_gradients)} leaves |"
+    )
+
+
+def compare_gradients(gradients, model, task, folder):
+    """The largest difference of each leaf's gradient, beside the largest gradient."""
+    with torch.no_grad():
+        for weight in model.parameters():  # saved and read by the names of the weights
+            weight.copy_(
+                torch.zeros_like(weight) if weight.grad is None else weight.grad
+            )
+    model.save_pretrained(folder)
+    theirs = flat(read(folder, task)[2])
+    largest = max(np.max(np.abs(g)) for g in theirs.values())
+    return {
+        path: np.max(np.abs(np.asarray(g) - theirs[path])) / largest
+        for path, g in gradients.items()
+    }
+
+
+@pytest.mark.parametrize("case", ["bert", "t5", "bloom", "mistral"])
+def test_packed_documents_are_as_if_alone(case, tmp_path):
+    """In one row, each with its own segment: the scores of rows of their own."""
+    model, task = original(case), CASES[case][2]
+    model.save_pretrained(tmp_path)
+    _, graphdef, params = read(tmp_path, task)
+    batch, _ = batch_for(case, model)
+    names = {"segments": 0, "decoder_segments": 0}
+    if task == "seq2seq":
+        batch["decoder_segments"] = np.ones_like(batch["decoder_tokens"])
+    numbers = np.asarray([[1], [2]])
+
+    def packed(name, value):
+        value = value * numbers if name in names else value
+        return value.reshape(1, -1)
+
+    together = {name: packed(name, value) for name, value in batch.items()}
+    built = nnx.merge(graphdef, params)
+    apart = score(built, task, jax.tree.map(jnp.asarray, batch))
+    packed_scores = score(built, task, jax.tree.map(jnp.asarray, together))
+    np.testing.assert_allclose(packed_scores, apart, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["gpt2", "bert", "t5-gated", "vit", "bloom", "qwen3"])
+def test_bfloat16_and_dropout_and_remat(case, tmp_path):
+    model, task = original(case), CASES[case][2]
+    model.save_pretrained(tmp_path)
+    checkpoint, graphdef, params = read(tmp_path, task)
+    found = checkpoint.architecture
+    config = config_for(config_from_json(found.model, found.fields), task)
+    config = dataclasses.replace(config, dtype="bfloat16", dropout=0.5)
+    mixed, _ = abstract_params(config)
+    batch, _ = batch_for(case, model)
+    batch = jax.tree.map(jnp.asarray, batch)
+
+    @jax.jit
+    def losses(params):
+        def value(graphdef, **options):
+            return task_loss(nnx.merge(graphdef, params), task, batch, **options)
+
+        keys = jax.random.split(jax.random.key(0), 2)
+        plain = value(mixed, key=keys[0])
+        return (
+            value(graphdef),
+            value(mixed),
+            plain,
+            value(mixed, key=keys[0], remat=jax.checkpoint),
+            value(mixed, key=keys[1]),
+        )
+
+    exact, rounded, dropped, again, other = map(float, losses(params))
+    assert 0 < abs(rounded - exact) < 0.1 * exact
+    assert dropped == pytest.approx(again, rel=1e-2)
+    assert len({rounded, dropped, other}) == 3
+    names = {leaf.dtype.name for leaf in jax.tree.leaves(params)}
+    assert names == {"float32"}
+
+
+@pytest.mark.parametrize("case", ["gpt2", "bert-classes", "t5", "vit", "llama"])
+def test_new_params_are_small_enough_to_learn(case, tmp_path):
+    """The initial loss is that of a guess: no term of the init is out of scale."""
+    model, task = original(case), CASES[case][2]
+    model.save_pretrained(tmp_path)
+    checkpoint, _, _ = read(tmp_path, task)
+    found = checkpoint.architecture
+    config = config_for(config_from_json(found.model, found.fields), task)
+    batch, _ = batch_for(case, model)
+    batch = jax.tree.map(jnp.asarray, batch)
+
+    @jax.jit
+    def loss():
+        built = make_model(config, rngs=nnx.Rngs(0))
+        return task_loss(built, task, batch)
+
+    choices = getattr(config, "num_labels", VOCAB) if "labels" in batch else VOCAB
+    assert float(loss()) < 1.5 * np.log(choices) + 0.5
