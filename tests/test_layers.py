@@ -13,7 +13,7 @@ import jaxinf
 ROOT = Path(__file__).parents[1]
 
 LAYERS = [
-    {"errors", "typing"},
+    {"compat", "errors", "typing"},
     {"program", "native", "io", "layout"},
     {"store", "kernels", "compress", "plan"},
     {"csd", "exchange"},
@@ -23,7 +23,7 @@ LAYERS = [
 ]
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 
-MAY_IMPORT_JAX = {"program", "compress", *LAYERS[4], *LAYERS[5], *LAYERS[6]}
+MAY_IMPORT_JAX = {"compat", "program", "compress", *LAYERS[4], *LAYERS[5], *LAYERS[6]}
 JAX_USERS = {"jax", "jaxlib", "flax", "optax", "orbax"}
 
 # What a checkout has beyond an installed package: not a layer, but under its rules.

@@ -17,10 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import io_callback
-from jax.experimental.buffer_callback import buffer_callback
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxinf import compat
 from jaxinf.errors import DeviceConfigurationError
 from jaxinf.typing import Array
 
@@ -56,13 +55,12 @@ def check_device_configuration() -> None:
     num_devices = jax.local_device_count("cpu")
     if num_devices < 2:
         return
-    setting = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC") or "0"
-    threads = int(setting) if setting.isdigit() else 0
+    threads, variable = compat.cpu_client_threads(), compat.CPU_THREADS_VARIABLE
     if threads < 2 * num_devices:
         raise DeviceConfigurationError(
-            f"this process has {num_devices} CPU devices, and PJRT_NPROC is "
+            f"this process has {num_devices} CPU devices, and {variable} is "
             f"{threads or 'not set'}; host callbacks then deadlock in JAX. Start "
-            f"Python with PJRT_NPROC={max(8, 2 * num_devices)} in the environment"
+            f"Python with {variable}={max(8, 2 * num_devices)} in the environment"
         )
 
 
@@ -110,12 +108,11 @@ def call_on_shards(
         return found, lax.pmax(status, mesh.axis_names), kept
 
     whole = PartitionSpec()
-    found, status, kept = jax.shard_map(
+    found, status, kept = compat.shard_map(
         on_device,
         mesh=mesh,
         in_specs=([whole] * len(shared), [spec] * len(arrays)),
         out_specs=(spec, whole, spec),
-        check_vma=False,
     )(list(shared), list(arrays))
     return (found[0] if found else None), status, kept
 
@@ -141,12 +138,11 @@ def call_once(
         return _owner_calls(host, tuple(avals), arguments, mesh, mesh.axis_names)
 
     whole = PartitionSpec()
-    return jax.shard_map(
+    return compat.shard_map(
         on_device,
         mesh=mesh,
         in_specs=whole,
         out_specs=whole,
-        check_vma=False,
     )(*arguments)
 
 
@@ -174,7 +170,7 @@ def waits_for_updates() -> bool:
     ``JAXINF_CALLBACK=start`` overrides, as do ``buffer`` and ``io``.
     """
     by_default = "io" if jax.default_backend() == "cpu" else "start"
-    return os.environ.get("JAXINF_CALLBACK", by_default) != "start"
+    return _way(by_default) != "start"
 
 
 def shares_memory(*, is_local: bool) -> bool:
@@ -184,9 +180,26 @@ def shares_memory(*, is_local: bool) -> bool:
       is_local: whether the call is a device's own part of a computation, under
         ``shard_map``, rather than of one that XLA may partition.
     """
-    can_share = jax.default_backend() == "cpu" and (is_local or jax.device_count() == 1)
-    choice = os.environ.get("JAXINF_CALLBACK", "buffer" if can_share else "io")
-    return choice == "buffer"
+    is_alone = is_local or jax.device_count() == 1
+    can_share = jax.default_backend() == "cpu" and is_alone
+    can_share = can_share and compat.has_buffer_callback()
+    return _way("buffer" if can_share else "io") == "buffer"
+
+
+def _way(default: str) -> str:
+    """How the host is called: what JAXINF_CALLBACK says, else the default."""
+    way = os.environ.get("JAXINF_CALLBACK") or default
+    known = ("buffer", "io", "start")
+    if way not in known:
+        raise ValueError(
+            f"JAXINF_CALLBACK: expected one of {', '.join(known)}, found {way!r}"
+        )
+    if way == "buffer" and not compat.has_buffer_callback():
+        raise ValueError(
+            "JAXINF_CALLBACK: expected io or start, as this JAX "
+            f"({jax.__version__}) has no buffer_callback, found 'buffer'"
+        )
+    return way
 
 
 def _call(
@@ -204,10 +217,9 @@ def _call(
     overrides.
     """
     if shares_memory(is_local=is_local):
-        return buffer_callback(
-            partial(_with_buffers, host), avals, has_side_effect=True
-        )(*arguments)
-    return io_callback(partial(_with_copies, host, avals), avals, *arguments)
+        return compat.call_with_buffers(partial(_with_buffers, host), avals, *arguments)
+    copying = partial(_with_copies, host, avals)
+    return compat.call_with_copies(copying, avals, *arguments)
 
 
 def _with_buffers(host: Host, context: Any, outs: Any, *arguments: Any) -> None:

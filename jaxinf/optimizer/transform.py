@@ -8,7 +8,6 @@ Invariant: the store advances by exactly one committed step for each update that
 refused; the update returned is the very value that was added to the master params.
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -18,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
+from jaxinf import compat
 from jaxinf.compress import TopK
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import LeafDescription, Store, StoreDescription, open_store
@@ -386,20 +385,17 @@ def _as_transformation(
 
 def _refuse_outer_multi_steps() -> None:
     """``MultiSteps(smart_update(…))`` would run the drive on every micro-step."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if isinstance(frame.f_locals.get("self"), optax.MultiSteps):
-            raise ValueError(
-                "optax.MultiSteps(jaxinf.smart_update(tx, store), k) cannot work: "
-                "optax runs the inner update at every micro-step and throws most "
-                "results away, while the store keeps them. Nest them the other way: "
-                "jaxinf.smart_update(optax.MultiSteps(tx, k), store)"
-            )
-        frame = frame.f_back
+    if compat.is_inside_multi_steps():
+        raise ValueError(
+            "optax.MultiSteps(jaxinf.smart_update(tx, store), k) cannot work: optax "
+            "runs the inner update at every micro-step and throws most results away, "
+            "while the store keeps them. Nest them the other way: "
+            "jaxinf.smart_update(optax.MultiSteps(tx, k), store)"
+        )
 
 
 def _is_tracer(value: Any) -> bool:
-    return isinstance(value, Tracer)
+    return isinstance(value, compat.Tracer)
 
 
 def _raw(value: jax.Array) -> jax.Array:

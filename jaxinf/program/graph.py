@@ -10,9 +10,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core
 
-from jaxinf.program.primitives import CALLS, IDENTITIES
+from jaxinf import compat
 
 __all__ = ["Graph", "Node", "Value", "build_graph", "evaluate", "local_owners", "prune"]
 
@@ -44,7 +43,7 @@ class Value:
 class Node:
     """One equation of the jaxpr; `sources`: where it was traced, and its callers."""
 
-    primitive: core.Primitive
+    primitive: compat.Primitive
     inputs: tuple[Value, ...]
     params: Mapping[str, Any]
     outputs: tuple[Value, ...] = ()
@@ -61,7 +60,7 @@ class Graph:
     outputs: tuple[Value, ...]
 
 
-def build_graph(closed: core.ClosedJaxpr, stored: Sequence[bool]) -> Graph:
+def build_graph(closed: compat.ClosedJaxpr, stored: Sequence[bool]) -> Graph:
     """The graph of `closed`, of whose inputs those marked `stored` are on storage."""
     inputs = tuple(
         Value(tuple(var.aval.shape), var.aval.dtype, stored=flag)
@@ -129,14 +128,8 @@ def evaluate(
         return env[value]
 
     for node in nodes:
-        params = node.primitive.get_bind_params(dict(node.params))
         operands = [read(value) for value in node.inputs]
-        if node.context is None:
-            results = node.primitive.bind(*operands, **params)
-        else:
-            with node.context.manager:
-                results = node.primitive.bind(*operands, **params)
-        results = results if node.primitive.multiple_results else [results]
+        results = compat.bind(node.primitive, operands, node.params, node.context)
         env.update(zip(node.outputs, results, strict=True))
     return [read(value) for value in outputs]
 
@@ -154,7 +147,7 @@ class _Builder:
         env.update(zip(jaxpr.invars, args, strict=True))
 
         def read(atom: Any) -> Value:
-            return _literal(atom) if isinstance(atom, core.Literal) else env[atom]
+            return _literal(atom) if isinstance(atom, compat.Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
             outputs = self._equation(eqn, [read(atom) for atom in eqn.invars])
@@ -163,12 +156,12 @@ class _Builder:
 
     def _equation(self, eqn: Any, inputs: list[Value]) -> Sequence[Value]:
         name = eqn.primitive.name
-        if name in CALLS:
-            keys = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-            callee = next(eqn.params[key] for key in keys if key in eqn.params)
+        callee = compat.called_jaxpr(name, eqn.params)
+        if callee is not None:
             return self._call(eqn, callee, inputs)
-        if name == "cond":
-            return self._cond(eqn, inputs)
+        branches = compat.branches(name, eqn.params)
+        if branches is not None:
+            return self._cond(eqn, branches, inputs)
         avals = [var.aval for var in eqn.outvars]
         if _is_identity(name, inputs, avals):
             return inputs[: len(avals)]
@@ -197,14 +190,15 @@ class _Builder:
         self.nodes.append(node)
         return node.outputs
 
-    def _cond(self, eqn: Any, inputs: list[Value]) -> Sequence[Value]:
+    def _cond(
+        self, eqn: Any, branches: Sequence[Any], inputs: list[Value]
+    ) -> Sequence[Value]:
         """Folds, keeps or inlines a conditional.
 
         One on scalars is kept as JAX has it. Otherwise all branches are computed and
         the predicate selects: a body has no control flow.
         """
         index, *operands = inputs
-        branches = eqn.params["branches"]
         if index.is_literal:
             chosen = min(max(int(index.constant), 0), len(branches) - 1)
             return self._call(eqn, branches[chosen], operands)
@@ -223,13 +217,13 @@ class _Builder:
     ) -> Value:
         if all(case is cases[0] for case in cases):
             return cases[0]
-        primitive = jax.lax.select_n_p
+        primitive = compat.select_primitive()
         node = Node(primitive, (index, *cases), {}, sources=(eqn.source_info,))
         return self._append(node, [aval])[0]
 
 
 def _is_identity(name: str, inputs: Sequence[Value], avals: Sequence[Any]) -> bool:
-    if name not in IDENTITIES and name != "convert_element_type":
+    if name not in compat.IDENTITIES:
         return False
     return all(
         value.shape == tuple(aval.shape) and value.dtype == aval.dtype

@@ -10,7 +10,23 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-__all__ = ["Constant", "Equation", "Input", "Operand", "Result"]
+__all__ = [
+    "Constant",
+    "Equation",
+    "Input",
+    "Operand",
+    "Result",
+    "describe_body",
+    "inputs_of",
+    "is_supported_dtype",
+    "scalar_dtype",
+]
+
+_DTYPE_NAMES = frozenset(
+    """
+    float32 bfloat16 float16 int8 uint8 int16 uint16 int32 uint32 bool
+    """.split()  # noqa: SIM905
+)
 
 InputKind: TypeAlias = Literal["gradient", "params", "slot", "scalar", "array"]
 
@@ -65,7 +81,7 @@ class Equation:
     """``result = op(*inputs)``, elementwise; `inputs` that are scalars broadcast.
 
     Attributes:
-      op: A name in `jaxinf.program.primitives.ELEMENTWISE`.
+      op: A name in `jaxinf.compat.ELEMENTWISE`.
       inputs: Operands, in the jaxpr's order.
       params: Static parameters, sorted by name (e.g. ``("y", 3)``).
       dtype: Of the result; 16-bit floats are computed in float32 and rounded.
@@ -75,6 +91,11 @@ class Equation:
     inputs: tuple[Operand, ...]
     params: tuple[tuple[str, Any], ...]
     dtype: np.dtype
+
+
+def is_supported_dtype(dtype: Any) -> bool:
+    """Whether a body may hold values of `dtype` (no 64-bit, no random keys)."""
+    return isinstance(dtype, np.dtype) and dtype.name in _DTYPE_NAMES
 
 
 def scalar_dtype(dtype: np.dtype) -> np.dtype:

@@ -11,10 +11,18 @@ from typing import Any
 
 import numpy as np
 
+from jaxinf import compat
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.program.graph import Node, Value
-from jaxinf.program.ir import Constant, Equation, Input, Operand, Result, scalar_dtype
-from jaxinf.program.primitives import is_supported_dtype, static_params
+from jaxinf.program.ir import (
+    Constant,
+    Equation,
+    Input,
+    Operand,
+    Result,
+    is_supported_dtype,
+    scalar_dtype,
+)
 from jaxinf.program.tree import LeafInfo
 
 __all__ = ["BodyBuilder", "is_elementwise", "refusal", "stored_culprit"]
@@ -152,7 +160,7 @@ class BodyBuilder:
         if _is_scalar_broadcast(node):
             return operands[0]
         name = node.primitive.name
-        params = static_params(name, node.params)
+        params = compat.static_params(name, node.params)
         assert params is not None, "checked by _is_elementwise"
         if name == "integer_pow" and params["y"] == 1:
             return operands[0]
@@ -168,7 +176,7 @@ class BodyBuilder:
 def is_elementwise(node: Node) -> bool:
     """Whether a body may contain the node, as far as primitive and dtypes go."""
     values = (*node.outputs, *node.inputs)
-    return static_params(node.primitive.name, node.params) is not None and all(
+    return compat.static_params(node.primitive.name, node.params) is not None and all(
         is_supported_dtype(value.dtype) for value in values
     )
 
@@ -255,10 +263,7 @@ def _remedy(frames: Sequence[tuple[str, str]]) -> str:
 
 
 def _frames(source: Any) -> list[tuple[str, str]]:
-    try:
-        frames = [(f.file_name, f.function_name) for f in source.traceback.frames]
-    except AttributeError:  # no traceback was kept, or this JAX keeps another kind
-        return []
+    frames = compat.source_frames(source)
     paths = [(file.replace("\\", "/"), name) for file, name in frames]
     return [(file, name) for file, name in paths if not _is_internal(file)]
 

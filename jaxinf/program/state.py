@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.tree_util import GetAttrKey, keystr
 
+from jaxinf import compat
 from jaxinf.errors import UnsupportedTransformError
-from jaxinf.program.tree import LeafInfo, key_name, leaf_infos
+from jaxinf.program.tree import LeafInfo, leaf_infos
 from jaxinf.typing import FLOAT32, FLOAT_DTYPES, PyTree
 
 __all__ = ["StateLayout", "StateSlot", "state_layout"]
@@ -48,7 +48,7 @@ class StateLayout:
       treedef: Structure of the state tree.
       slots: The stored state of each params leaf.
       scalar_indices: Which flat state leaves stay in JAX.
-      scalar_paths: Their key paths, as ``jax.tree_util.keystr`` prints them.
+      scalar_paths: Their key paths, as `compat.path_text` prints them.
       avals: Shape and dtype of every flat state leaf.
     """
 
@@ -113,7 +113,7 @@ def layout_of(state: PyTree, params: PyTree) -> StateLayout:
         treedef=treedef,
         slots=tuple(map(tuple, slots)),
         scalar_indices=tuple(scalars),
-        scalar_paths=tuple(keystr(leaves[index][0]) for index in scalars),
+        scalar_paths=tuple(compat.path_text(leaves[index][0]) for index in scalars),
         avals=tuple(aval for _, aval in leaves),
     )
 
@@ -171,14 +171,14 @@ def _slot_names(
 
 
 def _base_name(prefix: tuple[Any, ...]) -> str:
-    attributes = [key.name for key in prefix if isinstance(key, GetAttrKey)]
-    name = attributes[-1] if attributes else "_".join(map(key_name, prefix))
+    attributes = [a for a in map(compat.attribute_of, prefix) if a is not None]
+    name = attributes[-1] if attributes else "_".join(map(compat.key_name, prefix))
     return re.sub(r"[^A-Za-z0-9_]+", "_", name) or "state"
 
 
 def _check_scalar_bytes(leaves: Sequence[tuple[tuple[Any, ...], Any]]) -> None:
     sizes = {
-        keystr(path): math.prod(aval.shape) * aval.dtype.itemsize
+        compat.path_text(path): math.prod(aval.shape) * aval.dtype.itemsize
         for path, aval in leaves
     }
     total_bytes = sum(sizes.values())

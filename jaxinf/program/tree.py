@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
+from jaxinf import compat
 from jaxinf.typing import FLOAT_DTYPES, PyTree
 
 __all__ = ["LeafInfo", "leaf_infos"]
@@ -63,18 +63,6 @@ def leaf_infos(params: PyTree) -> tuple[LeafInfo, ...]:
     return infos
 
 
-def key_name(key: Any) -> str:
-    """One key-path entry as a string."""
-    match key:
-        case DictKey() | FlattenedIndexKey():
-            return str(key.key)
-        case GetAttrKey():
-            return key.name
-        case SequenceKey():
-            return str(key.idx)
-    return str(key)
-
-
 def shape_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
     """Shape and dtype of an array, tracer, aval or Python number."""
     if not hasattr(leaf, "dtype"):
@@ -84,9 +72,9 @@ def shape_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
 
 
 def _leaf_info(keys: tuple[Any, ...], leaf: Any) -> LeafInfo:
-    if keys and keys[-1] == GetAttrKey("value"):
+    if keys and compat.attribute_of(keys[-1]) == "value":
         keys = keys[:-1]
-    path = tuple(key_name(key) for key in keys)
+    path = tuple(compat.key_name(key) for key in keys)
     where = "/".join(("params", *path))
     try:
         shape, dtype = shape_dtype(leaf)

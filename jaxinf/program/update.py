@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxinf import compat
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.program.arguments import ExtraArgs
 from jaxinf.program.graph import Graph, Value, build_graph, local_owners, prune
@@ -205,7 +206,7 @@ def _state_leaves(state: PyTree, layout: StateLayout) -> list[jax.Array]:
         found = (jnp.shape(leaf), jnp.result_type(leaf))
         if found != (aval.shape, aval.dtype):
             raise UnsupportedTransformError(
-                f"optimizer state{jax.tree_util.keystr(path)}: expected "
+                f"optimizer state{compat.path_text(path)}: expected "
                 f"{aval.dtype}{list(aval.shape)} as tx.init gives, found "
                 f"{found[1]}{list(found[0])} after tx.update; a transformation must "
                 "keep its state's dtypes and shapes"

@@ -7,6 +7,7 @@ endian, so that a chunk file is the array's memory.
 from collections.abc import Sequence
 from typing import Any
 
+from jaxinf.compat import ORBAX_DICT_KEY, ORBAX_HANDLER
 from jaxinf.store.manifest import dtype_of
 from jaxinf.store.names import encode_key
 
@@ -27,11 +28,6 @@ ORBAX_ITEM = "default"
 
 ORBAX_STATE = "state"
 """The name by which its newer Checkpointer does."""
-
-_ORBAX_HANDLER = (
-    "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
-)
-_DICT_KEY = 2  # orbax.checkpoint's KeyType.DICT
 
 
 def group_metadata() -> dict[str, Any]:
@@ -75,7 +71,7 @@ def orbax_tree_metadata(keys: Sequence[tuple[str, ...]]) -> dict[str, Any]:
     for raw in keys:
         path = tuple(encode_key(key) for key in raw)
         tree[str(path)] = {
-            "key_metadata": [{"key": key, "key_type": _DICT_KEY} for key in path],
+            "key_metadata": [{"key": key, "key_type": ORBAX_DICT_KEY} for key in path],
             "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
         }
     return {
@@ -98,7 +94,7 @@ def orbax_checkpoint_metadata(
         CheckpointManager expects, rather than the checkpoint itself.
     """
     return {
-        "item_handlers": {ORBAX_ITEM: _ORBAX_HANDLER} if is_item else _ORBAX_HANDLER,
+        "item_handlers": {ORBAX_ITEM: ORBAX_HANDLER} if is_item else ORBAX_HANDLER,
         "metrics": {},
         "performance_metrics": {},
         "init_timestamp_nsecs": timestamp_ns,

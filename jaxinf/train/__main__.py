@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import tyro
 
+from jaxinf import compat
 from jaxinf.errors import JaxinfError
 from jaxinf.train.config import TrainConfig, UsageError
 from jaxinf.train.loop import train
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = tyro.cli(TrainConfig, prog=_PROGRAM, args=words)
     # JAX logs a callback's exception with its traceback before it raises it; the
     # store keeps the exception, and here it becomes the message.
-    logging.getLogger("jax._src.callback").setLevel(logging.CRITICAL)
+    logging.getLogger(compat.CALLBACK_LOGGER).setLevel(logging.CRITICAL)
     try:
         train(config, command=shlex.join([*_PROGRAM.split(), *_to_resume(words)]))
     except UsageError as error:

@@ -7,10 +7,10 @@ import optax
 import pytest
 from jax import lax
 
+from jaxinf.compat import ELEMENTWISE
 from jaxinf.kernels import evaluate
 from jaxinf.kernels.operations import OPERATIONS
 from jaxinf.program import trace_update
-from jaxinf.program.primitives import ELEMENTWISE
 
 EXACT = {
     "abs": lax.abs,

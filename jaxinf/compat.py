@@ -1,0 +1,288 @@
+"""What another version of JAX, optax, XLA or Orbax may break, in one place.
+
+Invariant: whatever is experimental, not exported or not promised by them is used
+through this module alone; ``tests/test_compat.py`` looks for it elsewhere. Supported
+versions: docs/dependencies.md; ``make test-newest`` tries what comes next.
+
+==========================  ==========================================================
+used here                   where it breaks, and what then happens
+==========================  ==========================================================
+``buffer_callback``         experimental. Not there: `io_callback` brings gradients, at
+                            the cost of a copy; same bits. Takes other arguments: the
+                            first update fails while it is traced
+``io_callback``             experimental. Not there: ``import jaxinf`` fails
+``jax.shard_map``           ``check_vma`` was ``check_rep``. Renamed: sharded updates
+                            fail while they are traced
+``Tracer``                  of ``jax.core``, which shrinks. Not there: ``import jaxinf``
+                            fails
+``PJRT_NPROC``              read by XLA's CPU client. Not read any more: runs on several
+                            CPU devices may hang, which the tests of four devices show
+logger of callbacks         moves with JAX's modules. Moved: the trainer prints JAX's
+                            traceback before its own message
+``Primitive``, ``Literal``  of ``jax.extend.core``; fields of equations, which
+                            ``jaxinf/program/graph.py`` reads. Not there: ``tx.init``
+                            fails while it traces
+``get_bind_params``         of primitives, with the equation's context. Another result:
+                            the prologue fails while it is traced
+names of primitives         an unknown one: ``tx.init`` refuses the optimizer and names
+                            the primitive
+parameters of primitives    an unknown one: ``KeyError`` in ``tx.init``
+tracebacks of equations     not promised. Others: a refusal does not say which optax
+                            transformation the primitive came from
+key classes, ``keystr``     of ``jax.tree_util``. Another text: names of leaves, or of
+                            scalars, are not those of a store, which is refused
+frames of ``MultiSteps``    optax's own callers are looked at. Not a method any more:
+                            ``MultiSteps(smart_update(…))`` is not refused
+Orbax's handler, key type   written to a checkpoint's metadata. Moved: Orbax restores it
+                            only when it is told the handler
+==========================  ==========================================================
+
+Beyond names: `jaxinf.kernels.lowering` follows what XLA's CPU compiler does with an
+update. Another XLA may round otherwise; ``tests/kernels/test_bits.py`` compares.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.core import Tracer
+from jax.experimental import io_callback
+from jax.extend.core import ClosedJaxpr, Literal, Primitive
+from jax.tree_util import (
+    DictKey,
+    FlattenedIndexKey,
+    GetAttrKey,
+    SequenceKey,
+    keystr,
+)
+
+try:
+    from jax.experimental.buffer_callback import buffer_callback
+except ImportError:
+    buffer_callback = None
+
+__all__ = [
+    "CALLBACK_LOGGER",
+    "CPU_THREADS_VARIABLE",
+    "ELEMENTWISE",
+    "IDENTITIES",
+    "ORBAX_DICT_KEY",
+    "ORBAX_HANDLER",
+    "ClosedJaxpr",
+    "Literal",
+    "Primitive",
+    "Tracer",
+    "attribute_of",
+    "bind",
+    "branches",
+    "call_with_buffers",
+    "call_with_copies",
+    "called_jaxpr",
+    "cpu_client_threads",
+    "has_buffer_callback",
+    "is_inside_multi_steps",
+    "key_name",
+    "path_text",
+    "select_primitive",
+    "shard_map",
+    "source_frames",
+    "static_params",
+]
+
+# ---- how a computation calls the host
+
+CALLBACK_LOGGER = "jax._src.callback"
+"""Logs an exception of a callback, with a traceback."""
+
+CPU_THREADS_VARIABLE = "PJRT_NPROC"
+"""The environment variable that says how many threads XLA's CPU client has."""
+
+
+def has_buffer_callback() -> bool:
+    """Whether this JAX can hand over its own buffers."""
+    return buffer_callback is not None
+
+
+def call_with_buffers(
+    function: Callable[..., None],
+    avals: tuple[jax.ShapeDtypeStruct, ...],
+    *arguments: Any,
+) -> Any:
+    """Calls ``function(context, outs, *arguments)`` with XLA's buffers; traceable.
+
+    Args:
+      function: fills `outs`; runs on the host, once.
+      avals: shapes and dtypes of the results.
+      arguments: arrays.
+    """
+    assert buffer_callback is not None, "has_buffer_callback was not asked"
+    return buffer_callback(function, avals, has_side_effect=True)(*arguments)
+
+
+def call_with_copies(
+    function: Callable[..., Any],
+    avals: tuple[jax.ShapeDtypeStruct, ...],
+    *arguments: Any,
+) -> Any:
+    """Calls ``function(*arguments)``, which returns the results; traceable."""
+    return io_callback(function, avals, *arguments)
+
+
+def cpu_client_threads() -> int:
+    """How many threads XLA's CPU client was asked to have; 0 where nothing is set."""
+    setting = os.environ.get(CPU_THREADS_VARIABLE) or os.environ.get("NPROC") or "0"
+    return int(setting) if setting.isdigit() else 0
+
+
+def shard_map(
+    function: Callable[..., Any], *, mesh: Any, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """``jax.shard_map`` over all axes of `mesh`; what is replicated is not checked."""
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+
+
+# ---- jaxprs
+
+ELEMENTWISE = frozenset(
+    """
+    abs add and cbrt ceil clamp convert_element_type cos div eq exp exp2 expm1 floor
+    ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg
+    nextafter not or pow reduce_precision rem round rsqrt select_n sign sin sqrt
+    square sub tanh xor
+    """.split()  # noqa: SIM905
+)
+"""Primitives by name: every operand leaf-shaped or a scalar. They name equations of
+`jaxinf.program.ir`, too."""
+
+IDENTITIES = frozenset(
+    """
+    copy copy_p stop_gradient optimization_barrier sharding_constraint reshape
+    squeeze expand_dims broadcast_in_dim convert_element_type
+    """.split()  # noqa: SIM905
+)
+"""Primitives that pass operands through, where no shape or dtype changes."""
+
+_CALLS = frozenset(
+    """
+    jit pjit closed_call core_call core_closed_call custom_jvp_call custom_vjp_call
+    custom_vjp_call_jaxpr remat remat2 checkpoint
+    """.split()  # noqa: SIM905
+)
+_CALLEE_PARAMETERS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_REDUCED = {(8, 7): "bfloat16", (5, 10): "float16", (8, 23): "float32"}
+
+
+def called_jaxpr(name: str, params: Mapping[str, Any]) -> Any:
+    """The jaxpr that an equation does nothing but call; None for other equations."""
+    if name not in _CALLS:
+        return None
+    return next(params[key] for key in _CALLEE_PARAMETERS if key in params)
+
+
+def branches(name: str, params: Mapping[str, Any]) -> Sequence[Any] | None:
+    """The jaxprs of a conditional, chosen by its first operand; else None."""
+    return params["branches"] if name == "cond" else None
+
+
+def static_params(name: str, params: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The parameters that matter to a body; None where they are not supported."""
+    if name not in ELEMENTWISE:
+        return None
+    if name == "integer_pow":
+        return {"y": int(params["y"])}
+    if name == "round":
+        return {"to_even": int(params["rounding_method"]) == 1}
+    if name == "reduce_precision":
+        bits = (int(params["exponent_bits"]), int(params["mantissa_bits"]))
+        return {"to": _REDUCED[bits]} if bits in _REDUCED else None
+    return {}
+
+
+def select_primitive() -> Primitive:
+    """The primitive of ``jax.lax.select_n``."""
+    return jax.lax.select_n_p
+
+
+def bind(
+    primitive: Primitive,
+    operands: Sequence[Any],
+    params: Mapping[str, Any],
+    context: Any,
+) -> Sequence[Any]:
+    """Computes an equation; traceable.
+
+    Args:
+      primitive: the equation's.
+      operands: arrays or tracers.
+      params: the equation's, as its jaxpr has them.
+      context: the equation's ``ctx``; None where it has none.
+    """
+    params = primitive.get_bind_params(dict(params))
+    if context is None:
+        results = primitive.bind(*operands, **params)
+    else:
+        with context.manager:
+            results = primitive.bind(*operands, **params)
+    return results if primitive.multiple_results else [results]
+
+
+def source_frames(source: Any) -> list[tuple[str, str]]:
+    """File and function of each frame above an equation; empty where none were kept."""
+    try:
+        return [(f.file_name, f.function_name) for f in source.traceback.frames]
+    except AttributeError:
+        return []
+
+
+# ---- trees
+
+
+def key_name(key: Any) -> str:
+    """One entry of a key path as a string."""
+    match key:
+        case DictKey() | FlattenedIndexKey():
+            return str(key.key)
+        case GetAttrKey():
+            return key.name
+        case SequenceKey():
+            return str(key.idx)
+    return str(key)
+
+
+def attribute_of(key: Any) -> str | None:
+    """The attribute that an entry of a key path names; None where it is another key."""
+    return key.name if isinstance(key, GetAttrKey) else None
+
+
+def path_text(path: tuple[Any, ...]) -> str:
+    """A key path as JAX prints it, e.g. ``[0].mu['w']``."""
+    return keystr(path)
+
+
+# ---- optax
+
+
+def is_inside_multi_steps() -> bool:
+    """Whether a method of an ``optax.MultiSteps`` is among the callers."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), optax.MultiSteps):
+            return True
+        frame = frame.f_back
+    return False
+
+
+# ---- Orbax
+
+ORBAX_HANDLER = (
+    "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
+)
+"""What restores a pytree, as Orbax looks for it in a checkpoint's metadata."""
+
+ORBAX_DICT_KEY = 2
+"""``KeyType.DICT`` of Orbax's metadata of trees."""

@@ -1,0 +1,137 @@
+"""What is tied to a version of JAX, optax or Orbax stands in `jaxinf.compat` alone."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from jaxinf import compat
+
+ROOT = Path(__file__).parents[1]
+SOURCES = [
+    path
+    for path in sorted((ROOT / "jaxinf").rglob("*.py"))
+    if path != ROOT / "jaxinf" / "compat.py"
+]
+
+MODULES = re.compile(
+    r"jax\.(experimental|extend|core|interpreters|_src)\b|jaxlib\b|.*\b_src\b|"
+    r".*\bprimitive\.bind$"
+)
+NAMES = frozenset(
+    """
+    DictKey FlattenedIndexKey GetAttrKey SequenceKey Tracer _getframe buffer_callback
+    f_back get_bind_params io_callback keystr pure_callback shard_map
+    """.split()  # noqa: SIM905
+)
+TEXTS = re.compile(
+    r"\b(PJRT_NPROC|_src|branches|call_jaxpr|closed_call|custom_[jv][vj]p_call|"
+    r"exponent_bits|fun_jaxpr|pjit|remat|rounding_method)\b"
+)
+
+
+def docstrings(tree):
+    """The strings that are statements: of modules, classes, functions, constants."""
+    return {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+
+
+def findings(text):
+    """What of `text` belongs in `jaxinf.compat`, with its line."""
+    tree = ast.parse(text)
+    skipped = docstrings(tree)
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import():
+                names = [alias.name for alias in node.names]
+                found = [name for name in names if MODULES.match(name)]
+            case ast.ImportFrom():
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                found = [name for name in names if MODULES.match(name)]
+                found += [alias.name for alias in node.names if alias.name in NAMES]
+            case ast.Attribute(value=ast.Name(id="compat")):
+                continue
+            case ast.Attribute():
+                found = [node.attr] if node.attr in NAMES else []
+                found += [n for n in [ast.unparse(node)] if MODULES.match(n)]
+            case ast.Constant(value=str()) if id(node) not in skipped:
+                found = [match[0] for match in TEXTS.finditer(node.value)]
+            case _:
+                continue
+        yield from ((node.lineno, name) for name in found)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_nothing_tied_to_a_version_stands_elsewhere(path):
+    found = [f"line {line}: {name}" for line, name in findings(path.read_bytes())]
+    assert not found, f"{path}: use jaxinf.compat for {', '.join(found)}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from jax.experimental import io_callback",
+        "from jax import shard_map",
+        "import jax.extend.core",
+        "from jax._src import core",
+        "from jax.tree_util import keystr",
+        "jax.tree_util.keystr(path)",
+        "jax.experimental.io_callback(f, x)",
+        "jax.shard_map(f)",
+        "primitive.get_bind_params(params)",
+        "node.primitive.bind(x)",
+        "sys._getframe(1)",
+        "name == 'custom_jvp_call'",
+        "os.environ['PJRT_NPROC']",
+        "handler = 'orbax.checkpoint._src.handlers'",
+    ],
+)
+def test_the_search_finds(line):
+    assert list(findings(f"import jax\n{line}\n"))
+
+
+def test_every_use_is_documented():
+    text = compat.__doc__ or ""
+    for name in ("buffer_callback", "io_callback", "shard_map", "Tracer", "PJRT_NPROC",
+                 "get_bind_params", "keystr", "MultiSteps", "Orbax"):  # fmt: skip
+        assert name in text
+
+
+WITHOUT = """
+import sys
+sys.modules["jax.experimental.buffer_callback"] = None
+import jax, jax.numpy as jnp, numpy as np, optax
+import jaxinf
+from jaxinf import compat
+assert not compat.has_buffer_callback()
+params = {"w": jnp.linspace(-1.0, 1.0, 5000), "b": jnp.ones(3)}
+tx = optax.adamw(1e-2)
+with jaxinf.open_store(sys.argv[1]) as store:
+    near = jaxinf.smart_update(tx, store)
+    apply = jax.jit(optax.apply_updates)
+    mine, state = params, near.init(params)
+    theirs, expected = params, tx.init(params)
+    step, reference = jax.jit(near.update), jax.jit(tx.update)
+    for number in range(3):
+        gradients = jax.tree.map(lambda x: jnp.sin(x + number), params)
+        updates, state = step(gradients, state, mine)
+        mine = apply(mine, updates)
+        updates, expected = reference(gradients, expected, theirs)
+        theirs = apply(theirs, updates)
+    store.wait()
+    for left, right in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs)):
+        np.testing.assert_allclose(left, right, rtol=1e-6)
+print("trained")
+"""
+
+
+def test_without_buffer_callback_gradients_come_with_copies(run_python, place):
+    assert run_python(WITHOUT, place / "store").stdout == "trained\n"
+    refused = run_python(
+        WITHOUT, place / "other", check=False, JAXINF_CALLBACK="buffer"
+    )
+    assert "has no buffer_callback, found 'buffer'" in refused.stderr
