@@ -18,6 +18,7 @@ import numpy as np
 from jaxinf.csd import CsdInfo
 from jaxinf.engine.chunks import VerifyMode
 from jaxinf.engine.decoding import read_decoded
+from jaxinf.engine.dispatched import check_thread, wait_for_dispatched
 from jaxinf.engine.options import (
     Durability,
     MasterChoice,
@@ -353,22 +354,42 @@ class Store:
         self.training.wait()
 
     def close(self) -> None:
-        """Finishes the commit in flight, stops the workers, gives the lock back.
+        """Waits for the steps that are under way, commits, gives the lock back.
 
+        JAX computes behind the program: the steps that were dispatched before arrive
+        first. Ctrl-C ends that wait; the steps that have not arrived are lost then.
         Idempotent. A step that has begun but whose update did not finish is given up.
 
         Raises:
+          StoreError: it was called in a JAX callback; the store stays open.
           BaseException: what stopped the store, after everything is released, unless
             another method has raised it before.
         """
         if self.training.is_closed:
             return
+        check_thread(f"{self.path}: close")
         try:
-            self.training.close()
+            self._await_steps()
         finally:
-            _LIVE.discard(self)
+            try:
+                self.training.close()
+            finally:
+                _LIVE.discard(self)
         if self.training.is_failure_unreported:
             self.training.check()
+
+    def _await_steps(self) -> None:
+        try:
+            wait_for_dispatched()
+        except KeyboardInterrupt:
+            last = self.training.opened.finished if self.exists else None
+            _LOG.warning(
+                "%s: interrupted while steps were under way: those after step %d, the "
+                "last one that has arrived, are lost",
+                self.path,
+                last.step if last else 0,
+            )
+            raise
 
     def __enter__(self) -> "Store":
         return self
@@ -468,10 +489,6 @@ def open_store(
 @atexit.register
 def _close_all() -> None:
     """Interpreter exit: lets dispatched steps arrive, then drains and commits."""
-    if not _LIVE:
-        return
-    with contextlib.suppress(Exception):
-        jax.effects_barrier()
     for store in list(_LIVE):
         if store.training.is_closed:
             continue

@@ -1,0 +1,56 @@
+"""What JAX has been asked to compute and has not computed yet.
+
+Invariant: nothing here holds a lock of a store, since the computations that are waited
+for call into it.
+"""
+
+import contextlib
+import threading
+import time
+
+import jax
+
+from jaxinf.errors import StoreError
+
+__all__ = ["check_thread", "wait_for_dispatched"]
+
+_SHORTEST_S, _LONGEST_S = 0.0005, 0.02
+
+
+def check_thread(what: str) -> None:
+    """Refuses to wait on a thread of JAX's: that computation would wait for itself.
+
+    Args:
+      what: is asked for, with the store's path.
+
+    Raises:
+      StoreError: this is a callback.
+    """
+    if isinstance(threading.current_thread(), threading._DummyThread):  # pyright: ignore
+        raise StoreError(
+            f"{what}: expected a thread of the program's, found one that Python did "
+            "not start, as JAX's callbacks have: it would wait for the computation "
+            "that it is part of; do it after the computation"
+        )
+
+
+def wait_for_dispatched() -> None:
+    """Blocks until every computation has ended whose steps a store could miss.
+
+    Those are the computations of all arrays that live, and those that this thread has
+    dispatched. Errors are not raised: a store keeps its own. Ctrl-C ends the wait for
+    arrays.
+    """
+    pause_s = _SHORTEST_S
+    while not all(map(_is_ready, jax.live_arrays())):
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_S)
+    with contextlib.suppress(Exception):
+        jax.effects_barrier()
+
+
+def _is_ready(array: jax.Array) -> bool:
+    try:
+        return array.is_deleted() or array.is_ready()  # pyright: ignore
+    except RuntimeError:  # deleted since, by a donation
+        return True
