@@ -25,7 +25,7 @@ from jaxinf.engine import (
     LeafPart,
     StoreDescription,
 )
-from jaxinf.engine.tasks import SubgroupLayout
+from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.io import ByteMeters
 from jaxinf.layout import PAGE_BYTES
 from jaxinf.program import trace_init, trace_update

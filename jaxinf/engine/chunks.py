@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from jaxinf.engine.tasks import SubgroupLayout
+from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.errors import StoreCorruptError, StoreFormatError
 from jaxinf.io import crc32c_combine
 from jaxinf.store import Slot, StoreDirectory, file_checksum, other_slot

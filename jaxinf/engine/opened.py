@@ -10,12 +10,11 @@ from typing import Any
 
 from jaxinf.csd import Csd, CsdFleet
 from jaxinf.engine.chunks import ChunkTable
-from jaxinf.engine.cuts import longest
+from jaxinf.engine.division import longest
 from jaxinf.engine.failure import StoreHealth
-from jaxinf.engine.handler import TransferHandler
 from jaxinf.engine.options import StoreOptions
-from jaxinf.engine.tasks import SubgroupLayout
-from jaxinf.engine.timeline import Timeline
+from jaxinf.engine.pipeline import Timeline, TransferHandler
+from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.errors import StoreMismatchError
 from jaxinf.io import ByteMeters
 from jaxinf.layout import covers

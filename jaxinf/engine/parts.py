@@ -13,6 +13,7 @@ import numpy as np
 from jaxinf.compress import SparseLeaf
 from jaxinf.csd import Csd, CsdBuffer, ScalarInputs
 from jaxinf.engine.opened import OpenStore
+from jaxinf.engine.pipeline import Task
 from jaxinf.engine.state import (
     compare_chunk,
     diverged_error,
@@ -22,7 +23,7 @@ from jaxinf.engine.state import (
     rounding_of,
     same_values,
 )
-from jaxinf.engine.tasks import SubgroupLayout, Task
+from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.kernels.specialise import specialise, state_read
 from jaxinf.layout import scatter, target_view
 from jaxinf.program import Kernel

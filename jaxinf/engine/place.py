@@ -9,8 +9,8 @@ from pathlib import Path
 
 from jaxinf.csd import open_csds
 from jaxinf.engine.admission import check_format, check_place, check_roots
-from jaxinf.engine.cuts import cut_subgroups, longest, subgroup_elements
 from jaxinf.engine.description import StoreDescription, kernel_needs
+from jaxinf.engine.division import cut_subgroups, longest, subgroup_elements
 from jaxinf.engine.opened import OpenedCsds, OpenStore, StoreRun
 from jaxinf.io.failures import translated
 from jaxinf.store import (

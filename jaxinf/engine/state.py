@@ -10,7 +10,8 @@ import numpy as np
 from jaxinf.compress import SparseGradient, SparseLeaf
 from jaxinf.csd import Csd, CsdBuffer, Rounding, ScalarInputs
 from jaxinf.engine.opened import OpenStore
-from jaxinf.engine.tasks import SubgroupLayout, Task
+from jaxinf.engine.pipeline import Task
+from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.errors import DivergedParamsError, StoreMismatchError
 from jaxinf.kernels import CodedSlot
 from jaxinf.layout import covers, gather, scatter

@@ -21,8 +21,8 @@ from jaxinf.csd import Csd, CsdBuffer
 from jaxinf.engine.annotations import Annotations
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.parts import LeafPart, PartTasks
-from jaxinf.engine.tasks import SubgroupLayout, Task
-from jaxinf.engine.units import Loads
+from jaxinf.engine.pipeline import Loads, Task
+from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.errors import StaleStateError, StoreError
 from jaxinf.io import ByteCounts
 from jaxinf.layout import Subgroup

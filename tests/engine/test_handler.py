@@ -10,8 +10,8 @@ import pytest
 
 from jaxinf.engine.chunks import ChunkTable
 from jaxinf.engine.failure import Failure
-from jaxinf.engine.handler import TransferHandler
-from jaxinf.engine.tasks import SubgroupLayout, Task
+from jaxinf.engine.pipeline import Task, TransferHandler
+from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.errors import StoreClosedError, StoreIOError
 from jaxinf.layout import subgroups
 
@@ -188,7 +188,10 @@ def prefetched(item, tasks):
     handler = item.handler
     with handler._done:
         assert handler._done.wait_for(
-            lambda: not handler._ahead_due and not handler._num_loading_ahead, TIMEOUT_S
+            lambda: (
+                not any(handler._queues.due) and not handler._queues.num_prefetching
+            ),
+            TIMEOUT_S,
         )
 
 
@@ -202,7 +205,7 @@ def test_short_states_are_moved_together(rig):
 
 
 def test_long_states_are_moved_one_by_one(rig, monkeypatch):
-    monkeypatch.setattr("jaxinf.engine.held._TOGETHER_BYTES", 4 * PAGE)
+    monkeypatch.setattr("jaxinf.engine.pipeline.work._TOGETHER_BYTES", 4 * PAGE)
     item = rig()
     prefetched(item, item.tasks())
     item.handler.run(item.tasks())
@@ -245,7 +248,7 @@ def test_a_task_that_waits_for_a_processor_is_not_forgotten(rig):
     )
     assert inside.wait(TIMEOUT_S)
     second = in_thread(lambda: item.handler.run([item.task(item.layouts[1])]))
-    while not item.handler._queue:
+    while not item.handler._queues.ready:
         time.sleep(0.001)
     time.sleep(0.05)  # a worker has found that it may not compute
     go_on.set()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxinf
-from jaxinf.engine.tasks import Task
+from jaxinf.engine.pipeline import Task
 from jaxinf.errors import StoreCorruptError
 from jaxinf.store import StoreDirectory
 

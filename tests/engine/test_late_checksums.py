@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from test_integrity import LEAVES, flip
 
-from jaxinf.engine.tasks import Task
+from jaxinf.engine.pipeline import Task
 from jaxinf.errors import StoreCorruptError
 
 

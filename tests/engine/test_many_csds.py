@@ -6,7 +6,9 @@ import time
 import pytest
 
 import jaxinf.csd.cards.card as card
-from jaxinf.engine import pace
+from jaxinf.csd.rates import CsdRates
+from jaxinf.csd.throttled import Server, ThrottledCsd
+from jaxinf.engine.pipeline import drive_monitor
 from jaxinf.errors import CsdError, StoreIOError
 
 LEAVES = {"w": ((9, 4096), "float32"), "v": ((3, 4096), "float32")}
@@ -91,7 +93,8 @@ def slow_warnings(caplog):
 
 def test_a_slow_drive_is_named_once(driver, caplog):
     driver.store.wait()
-    driver.opened.csds[1]._channels.write.bytes_per_s = 1e6
+    csds = driver.opened.csds
+    csds[1] = ThrottledCsd(csds[1], CsdRates(drive_write=1e6), Server())
     driver.steps(1).steps(1)
     driver.store.wait()
     assert slow_warnings(caplog) == []
@@ -104,7 +107,7 @@ def test_a_slow_drive_is_named_once(driver, caplog):
 
 
 def test_a_request_that_does_not_come_back_is_named(driver, caplog, monkeypatch):
-    monkeypatch.setattr(pace, "OVERDUE_S", 0.1)
+    monkeypatch.setattr(drive_monitor, "OVERDUE_S", 0.1)
     driver.store.wait()
     gate = threading.Event()
     blocked = unit_of(driver, 2).submit(gate.wait)

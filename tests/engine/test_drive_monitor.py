@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxinf.engine import pace
+from jaxinf.engine.pipeline import drive_monitor
 
 
 class Clock:
@@ -16,13 +16,13 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(pace, "time", clock)
+    monkeypatch.setattr(drive_monitor, "time", clock)
     return clock
 
 
 def rounds(clock, num_rounds, requests):
     """Each of the requests, as CSD, bytes and seconds, in every round."""
-    own = pace.Pace(["/a", "/b", "/c"])
+    own = drive_monitor.DriveMonitor(["/a", "/b", "/c"])
     for _ in range(num_rounds):
         for csd, num_bytes, seconds in requests:
             with own.request(csd, "read", [num_bytes]):

@@ -11,7 +11,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-__all__ = ["OVERDUE_S", "Pace"]
+__all__ = ["OVERDUE_S", "DriveMonitor"]
 
 _LOG = logging.getLogger("jaxinf")
 
@@ -29,7 +29,7 @@ OVERDUE_S = 60.0
 _KINDS = {"read": "a read", "write": "a write", "update": "an update"}
 
 
-class Pace:
+class DriveMonitor:
     """Watches the CSDs of a store. Thread-safe.
 
     Args:
@@ -111,12 +111,14 @@ class Pace:
 
 
 class _Request:
-    """See `Pace.request`; a class, as there are thousands in a step."""
+    """See `DriveMonitor.request`; a class, as there are thousands in a step."""
 
-    __slots__ = ("_pace", "began_s", "csd", "kind", "num_bytes")
+    __slots__ = ("_monitor", "began_s", "csd", "kind", "num_bytes")
 
-    def __init__(self, pace: Pace, csd: int, kind: str, num_bytes: int) -> None:
-        self._pace = pace
+    def __init__(
+        self, monitor: DriveMonitor, csd: int, kind: str, num_bytes: int
+    ) -> None:
+        self._monitor = monitor
         self.csd = csd
         self.kind = kind
         self.num_bytes = num_bytes
@@ -124,7 +126,7 @@ class _Request:
 
     def __enter__(self) -> None:
         self.began_s = time.monotonic()
-        self._pace._begin(self)
+        self._monitor._begin(self)
 
     def __exit__(self, *error: object) -> None:
-        self._pace._end(self)
+        self._monitor._end(self)

@@ -1,10 +1,10 @@
-"""How a store's chunks are cut into subgroups, as long as the memory allows.
+"""How a store's chunks are divided into subgroups, as long as the memory allows.
 
 Invariant: every worker can hold two subgroups, and each starts on a page of its files.
 """
 
 from jaxinf.engine.options import StoreOptions
-from jaxinf.engine.tasks import SubgroupLayout
+from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.layout import (
     CHUNK_ALIGNMENT_ELEMENTS,
     SCALES_ALIGNMENT_ELEMENTS,

@@ -1,17 +1,16 @@
-"""What the transfer handler is asked to do: one task, one subgroup.
+"""Where the states of a subgroup lie: in their chunks' files and in a buffer.
 
-Invariant: a task names everything it touches; the handler decides only when.
+Invariant: each starts on a page, of its file and of the buffer.
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from jaxinf.csd import Csd, CsdBuffer, Extent
+from jaxinf.csd import Extent
 from jaxinf.layout import PAGE_BYTES, Subgroup
-from jaxinf.store import ERROR_FEEDBACK, LeafRecord, Slot, dtype_of
+from jaxinf.store import ERROR_FEEDBACK, LeafRecord, dtype_of
 
-__all__ = ["SubgroupLayout", "Task", "TaskGroup"]
+__all__ = ["SubgroupLayout"]
 
 
 @dataclass(frozen=True)
@@ -72,44 +71,3 @@ class SubgroupLayout:
             offset_bytes += pages * PAGE_BYTES
         names = tuple(s.name for s in leaf.states)
         return cls(subgroup, names, tuple(s.slot for s in leaf.states), tuple(extents))
-
-
-@dataclass(eq=False)
-class TaskGroup:
-    """Tasks that somebody waits for together.
-
-    Attributes:
-      num_waiting: how many have not computed.
-      num_running: how many are in a worker's hands and have not computed.
-    """
-
-    num_waiting: int = 0
-    num_running: int = 0
-
-
-_NOBODY = TaskGroup()
-"""Of tasks that nobody waits for."""
-
-
-@dataclass(eq=False, slots=True)
-class Task:
-    """One subgroup through the ring: load → compute → store.
-
-    Attributes:
-      layout: the subgroup and its buffer.
-      compute: what to do with the loaded buffer; runs once, on a worker or on the
-        submitter's thread. Returns the checksums of loaded states that the CSD could
-        not tell before, by state.
-      loads: what to read: indices into the layout's states, each with its slot.
-      stores: what to write, to the slot that the step builds.
-      runs_kernel: whether `compute` runs a kernel of the CSD over what is loaded, which
-        tells those checksums; else the host takes them before.
-      group: whom to tell when `compute` is done.
-    """
-
-    layout: SubgroupLayout
-    compute: Callable[[Csd, CsdBuffer], Mapping[int, int] | None]
-    loads: tuple[tuple[int, Slot], ...] = ()
-    stores: tuple[int, ...] = ()
-    runs_kernel: bool = False
-    group: TaskGroup = _NOBODY

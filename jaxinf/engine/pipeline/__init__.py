@@ -1,0 +1,16 @@
+"""Subgroups stream through a fixed memory: reads and writes beside updates.
+
+    step ──► task ──► handler: threads and waiting ──► executor ──► csd ──► file
+                        │  ▲
+                        ▼  │ the next unit of work
+                 queues, scheduling: plain data, no threads, locks or I/O
+
+Invariant: state passes only through buffers of the CSDs' budget, and its checksums are
+taken as it passes.
+"""
+
+from jaxinf.engine.pipeline.handler import TransferHandler
+from jaxinf.engine.pipeline.task import Loads, Task
+from jaxinf.engine.pipeline.timeline import Span, Timeline
+
+__all__ = ["Loads", "Span", "Task", "Timeline", "TransferHandler"]

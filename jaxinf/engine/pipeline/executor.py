@@ -1,0 +1,170 @@
+"""Units of work done: states loaded, tasks computed, states written, with checksums.
+
+Invariant: what moves is timed, and nothing is stored or returned of state whose
+checksum is wrong.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+
+from jaxinf.csd import Csd, CsdBuffer, Transfer
+from jaxinf.engine.chunks import ChunkTable
+from jaxinf.engine.pipeline.drive_monitor import DriveMonitor
+from jaxinf.engine.pipeline.task import Loads, Task
+from jaxinf.engine.pipeline.timeline import Timeline
+from jaxinf.engine.pipeline.work import Compute, Load, Resident, Work, Write
+from jaxinf.io import crc32c
+from jaxinf.store import Slot, StoreDirectory
+
+__all__ = ["Executor"]
+
+
+class Executor:
+    """Does units of work; blocks meanwhile. Thread-safe.
+
+    Args:
+      directory: where the chunk files are.
+      chunks: which slots to write, and the checksums.
+      csds: the store's CSDs, by number.
+      monitor: is told how long the CSDs take.
+      timeline: is told when.
+    """
+
+    def __init__(
+        self,
+        directory: StoreDirectory,
+        chunks: ChunkTable,
+        csds: Sequence[Csd],
+        monitor: DriveMonitor,
+        timeline: Timeline,
+    ) -> None:
+        self._directory = directory
+        self._chunks = chunks
+        self._csds = csds
+        self._monitor = monitor
+        self._timeline = timeline
+
+    def perform(self, unit: Work) -> Sequence[Loads]:
+        """Does a unit; of a load, as `load` says.
+
+        Raises:
+          BaseException: as `load`, `compute` and `write`.
+        """
+        match unit:
+            case Load():
+                return self.load(unit)
+            case Compute():
+                self.compute(unit)
+            case Write():
+                self.write(unit)
+        return ()
+
+    # --- load ----------------------------------------------------------------------
+
+    def load(self, load: Load) -> list[Loads]:
+        """Reads states; of each subgroup those that only the update can check.
+
+        Raises:
+          StoreError: the drive failed, or has not what was written.
+        """
+        transfers = [
+            self._source(resident, state, slot)
+            for resident, states in load.items
+            for state, slot in states
+        ]
+        csd = load.items[0][0].task.csd
+        with self._request(csd, "read", transfers):
+            self._csds[csd].read(transfers)
+        return [self._check_loaded(*item) for item in load.items]
+
+    def _source(self, resident: Resident, state: int, slot: Slot) -> Transfer:
+        layout = resident.task.layout
+        file = self._directory.chunk_file(slot, *layout.place(state))
+        return Transfer(resident.buffer, layout.extents[state], file)
+
+    def _check_loaded(self, resident: Resident, states: Loads) -> Loads:
+        layout, csd = resident.task.layout, self._csds[resident.task.csd]
+        unchecked: list[tuple[int, Slot]] = []
+        for state, slot in states:
+            if self._chunks.is_checked(layout, state):
+                with self._timeline.span("checksum"):
+                    checksum = csd.checksum(resident.buffer, layout.extents[state])
+                if checksum is None:
+                    unchecked.append((state, slot))
+                else:
+                    self._chunks.loaded(layout, state, slot, checksum)
+        return tuple(unchecked)
+
+    # --- compute -------------------------------------------------------------------
+
+    def compute(self, compute: Compute) -> None:
+        """Runs the task's `compute`, and checks what is not checked yet.
+
+        Raises:
+          BaseException: what `compute` raises.
+          StoreCorruptError: a state is not what was written.
+        """
+        resident = compute.resident
+        task, unchecked = resident.task, resident.unchecked
+        csd = self._csds[task.csd]
+        if not task.runs_kernel:
+            self._check_on_host(csd, task, resident.buffer, unchecked)
+            unchecked = ()
+        with self._monitor.request(task.csd, "update"), self._timeline.span("update"):
+            checksums = task.compute(csd, resident.buffer) or {}
+        self._check_told(task, unchecked, checksums)
+
+    def _check_on_host(
+        self, csd: Csd, task: Task, buffer: CsdBuffer, states: Loads
+    ) -> None:
+        """Takes checksums of what the host is about to read itself."""
+        for state, slot in states:
+            with self._timeline.span("checksum"):
+                checksum = crc32c(csd.view(buffer, task.layout.extents[state]))
+            self._chunks.loaded(task.layout, state, slot, checksum)
+
+    def _check_told(
+        self, task: Task, states: Loads, checksums: Mapping[int, int]
+    ) -> None:
+        """Compares what a kernel says that it read, before anything comes of it."""
+        for state, slot in states:
+            if state in checksums:
+                self._chunks.loaded(task.layout, state, slot, checksums[state])
+            else:  # prefetched, and not used after all
+                assert (state, slot) not in task.loads
+
+    # --- write ---------------------------------------------------------------------
+
+    def write(self, write: Write) -> None:
+        """Writes states to the slot that the step builds.
+
+        Raises:
+          StoreError: the drive failed.
+        """
+        transfers = [
+            self._target(resident, state)
+            for resident, states in write.items
+            for state in states
+        ]
+        with self._request(write.csd, "write", transfers):
+            self._csds[write.csd].write(transfers)
+
+    def _target(self, resident: Resident, state: int) -> Transfer:
+        layout, csd = resident.task.layout, self._csds[resident.task.csd]
+        extent = layout.extents[state]
+        with self._timeline.span("checksum"):
+            checksum = csd.checksum(resident.buffer, extent)
+            if checksum is None:  # no kernel has passed over it
+                checksum = crc32c(csd.view(resident.buffer, extent))
+        self._chunks.stored(layout, state, checksum)
+        file = self._chunks.prepare_write(layout, state)
+        return Transfer(resident.buffer, extent, file)
+
+    @contextlib.contextmanager
+    def _request(
+        self, csd: int, kind: Literal["read", "write"], transfers: Sequence[Transfer]
+    ) -> Iterator[None]:
+        lengths = [transfer.extent.num_bytes for transfer in transfers]
+        with self._monitor.request(csd, kind, lengths), self._timeline.span(kind):
+            yield

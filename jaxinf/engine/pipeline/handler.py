@@ -1,0 +1,274 @@
+"""The transfer handler: threads that do what is next, and those who wait for it.
+
+A worker does one unit of work at a time, whichever is next. Some move bytes and others
+compute, each up to a number: neither keeps the drive or the processors waiting.
+
+Invariant: the queues change under the lock, and work is done outside it. The first
+error stops everything: no later unit starts, and everybody who waits gets that very
+exception.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+
+from jaxinf.csd import Csd
+from jaxinf.engine.chunks import ChunkTable
+from jaxinf.engine.failure import Failure, closed_error
+from jaxinf.engine.pipeline import drive_monitor
+from jaxinf.engine.pipeline.allocation import next_work, release
+from jaxinf.engine.pipeline.executor import Executor
+from jaxinf.engine.pipeline.queues import CsdTraits, Limits, Queues
+from jaxinf.engine.pipeline.scheduling import next_own, next_unit
+from jaxinf.engine.pipeline.task import Task, TaskGroup
+from jaxinf.engine.pipeline.timeline import Timeline
+from jaxinf.engine.pipeline.work import Compute, Load, Work, Write
+from jaxinf.errors import StoreError
+from jaxinf.store import StoreDirectory
+
+__all__ = ["TransferHandler"]
+
+
+class TransferHandler:
+    """Worker threads that run tasks. Thread-safe.
+
+    Args:
+      directory: where the chunk files are.
+      chunks: which slots to read and write, and the checksums.
+      csds: the store's CSDs, by number.
+      num_workers: requests that move bytes at once.
+      num_kernels: tasks that compute at once; CSDs may let fewer.
+      failure: what a task's error is put into; once it is set, nothing more is done.
+      timeline: where the workers note what they do.
+    """
+
+    def __init__(
+        self,
+        directory: StoreDirectory,
+        chunks: ChunkTable,
+        csds: Sequence[Csd],
+        *,
+        num_workers: int,
+        num_kernels: int,
+        failure: Failure,
+        timeline: Timeline | None = None,
+    ) -> None:
+        self._path = directory.path
+        self._csds = csds
+        self._failure = failure
+        self._monitor = drive_monitor.DriveMonitor(
+            directory.manifest.csds or [str(directory.path)]
+        )
+        self._executor = Executor(
+            directory, chunks, csds, self._monitor, timeline or Timeline()
+        )
+        self._queues = Queues(_traits(csds), Limits(num_workers, num_kernels))
+        lock = threading.RLock()
+        self._to_do = threading.Condition(lock)  # workers wait for it
+        self._done = threading.Condition(lock)  # everybody else
+        self._is_closing = False
+        failure.listen(self._stop)
+        self._workers: list[threading.Thread] = []
+        self._start_workers(num_workers + num_kernels)
+
+    def _start_workers(self, num_threads: int) -> None:
+        try:
+            for number in range(num_threads):
+                name = f"jaxinf-{number}"
+                worker = threading.Thread(target=self._work, name=name, daemon=True)
+                worker.start()
+                self._workers.append(worker)
+        except RuntimeError as error:
+            self.close()
+            raise StoreError(
+                f"{self._path}: expected to start {num_threads} worker threads, "
+                f"found no room for another after {len(self._workers)} ({error}); "
+                "raise the limit (ulimit -u, the cgroup's pids.max), or give fewer "
+                "num_workers"
+            ) from error
+
+    # --- for the engine ------------------------------------------------------------
+
+    def run(self, tasks: Sequence[Task]) -> None:
+        """Submits tasks and blocks until all have computed; they are written later.
+
+        The tasks may be of several leaves. On return, by an exception too, no task's
+        `compute` is running nor will be: what it works on may go.
+
+        Raises:
+          BaseException: the first error of any task, the same object every time.
+          StoreClosedError: the handler was closed before they had.
+        """
+        self._check_done(not self._is_closing)
+        group = TaskGroup(num_waiting=len(tasks))
+        try:
+            with self._done:
+                self._queues.submit(tasks, group)
+            self._compute_own(group)
+            if group.num_waiting:
+                with self._done:
+                    self._wait_for(
+                        lambda: (
+                            not group.num_waiting
+                            or (self._is_over() and not group.num_running)
+                        )
+                    )
+        except BaseException as error:  # an interrupt of the main thread
+            self._failure.set(error)
+            self._await_running(group)
+            raise
+        self._check_done(not group.num_waiting)
+
+    def prefetch(self, tasks: Sequence[Task]) -> None:
+        """Loads what these tasks will load, in this order, as far as memory reaches.
+
+        Their `compute` is not called. A later task on the same subgroup finds there
+        what it would load. Earlier prefetches that nobody used are dropped.
+        """
+        with self._done:
+            self._queues.cancel_prefetches()
+            self._done.wait_for(lambda: not self._queues.num_prefetching)
+            release(self._queues.drop_prefetched())
+            self._queues.prefetch(tasks)
+            self._to_do.notify()
+
+    def drain(self) -> None:
+        """Blocks until every submitted task is written (not: durably).
+
+        Raises:
+          BaseException: as `run`.
+        """
+        queues = self._queues
+        with self._done:
+            queues.num_draining += 1
+            self._to_do.notify()
+            try:
+                self._wait_for(lambda: not queues.num_unfinished or self._is_over())
+            finally:
+                queues.num_draining -= 1
+            self._check_done(not queues.num_unfinished)
+        self._monitor.end_round()
+
+    def close(self) -> None:
+        """Stops the workers, each after the unit it has in hand; idempotent."""
+        with self._done:
+            self._is_closing = True
+            self._stop()
+        for worker in self._workers:
+            worker.join()
+        with self._done:
+            self._done.wait_for(lambda: not self._queues.submitting)
+            residents = self._queues.residents
+            while residents:
+                residents.pop().buffer.release()
+
+    # --- waiting -------------------------------------------------------------------
+
+    def _wait_for(self, predicate: Callable[[], bool]) -> None:
+        """Waits until it holds; says from time to time which CSD it waits for."""
+        while not self._done.wait_for(predicate, drive_monitor.OVERDUE_S):
+            self._monitor.report_overdue()
+
+    def _await_running(self, group: TaskGroup) -> None:
+        """Waits until no worker computes for a group, however often interrupted."""
+        while True:
+            with contextlib.suppress(KeyboardInterrupt), self._done:
+                self._queues.submitting.discard(group)
+                self._done.notify_all()  # `close` may wait for that
+                self._done.wait_for(lambda: not group.num_running)
+                return
+
+    def _is_over(self) -> bool:
+        return self._failure.error is not None or self._is_closing
+
+    def _check_done(self, is_done: bool) -> None:
+        self._failure.check()
+        if not is_done:
+            raise closed_error(self._path)
+
+    def _stop(self) -> None:
+        """After a failure, or at the end: what has not begun never will."""
+        with self._done:
+            self._queues.stop()
+            self._to_do.notify_all()
+            self._done.notify_all()
+
+    # --- work ----------------------------------------------------------------------
+
+    def _compute_own(self, group: TaskGroup) -> None:
+        """The submitter computes what it finds loaded on the host; workers the rest."""
+        while True:
+            with self._done:
+                unit = next_own(self._queues, group)
+                if unit is not None:
+                    self._queues.begin(unit)
+                self._wake_worker()
+            if unit is None:
+                return
+            try:
+                self._perform(unit)
+            except Exception as error:
+                self._failure.set(error)
+
+    def _work(self) -> None:
+        """A worker's thread."""
+        while True:
+            try:
+                unit = self._await_work()
+                if unit is None:
+                    return
+                self._perform(unit)
+            except BaseException as error:
+                self._failure.set(error)
+
+    def _await_work(self) -> Work | None:
+        """Blocks until there is work, and begins it; None once the handler closes."""
+        with self._to_do:
+            while not self._is_closing:
+                unit = next_work(self._queues, self._csds)
+                if unit is not None:
+                    self._queues.begin(unit)
+                    self._wake_worker()  # there may be more
+                    return unit
+                self._to_do.wait()
+        return None
+
+    def _wake_worker(self) -> None:
+        if next_unit(self._queues) is not None:
+            self._to_do.notify()
+
+    def _perform(self, unit: Work) -> None:
+        try:
+            self._failure.check()
+            unchecked = self._executor.perform(unit)
+        except BaseException as error:
+            self._failure.set(error)
+            with self._done:
+                self._queues.fail(unit)
+                self._done.notify_all()
+            raise
+        with self._done:
+            release(self._queues.end(unit, unchecked))
+            if self._is_awaited(unit):
+                self._done.notify_all()
+
+    def _is_awaited(self, unit: Work) -> bool:
+        """Whether somebody may wait for the end of a unit."""
+        queues = self._queues
+        match unit:
+            case Load():
+                return unit.is_prefetch and not queues.num_prefetching
+            case Compute(resident):
+                is_last = not resident.task.group.num_running and not unit.is_own
+                return is_last or self._is_closing or not queues.num_unfinished
+            case Write():
+                return not queues.num_unfinished
+
+
+def _traits(csds: Sequence[Csd]) -> list[CsdTraits]:
+    """Numbers the memories."""
+    numbers: dict[int, int] = {}
+    return [
+        CsdTraits(numbers.setdefault(id(csd.memory), len(numbers)), csd.is_host)
+        for csd in csds
+    ]

@@ -1,0 +1,303 @@
+"""The queues of the pipeline, and how they change when something happens.
+
+    prefetch ──► due ──┐
+                       ├─► load ──► prefetched ─┐ (when its task is submitted)
+    submit ──► waiting ┘     └────────────► ready ──► compute ──► write ──► released
+
+Invariant: every submitted task is in one place at a time, and is computed and written
+once. Plain data: it knows no threads, locks or I/O.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from jaxinf.csd import CsdBuffer
+from jaxinf.engine.pipeline.task import Loads, Task, TaskGroup
+from jaxinf.engine.pipeline.work import (
+    Allocate,
+    Compute,
+    Load,
+    Resident,
+    Work,
+    Write,
+)
+from jaxinf.engine.pipeline.write_queue import WriteQueue
+from jaxinf.layout import Subgroup
+
+__all__ = ["CsdTraits", "Limits", "Memory", "Queues"]
+
+
+class CsdTraits(NamedTuple):
+    """What scheduling has to know of a CSD.
+
+    Attributes:
+      memory: the number of the memory that its buffers are from.
+      is_host: whether submitters compute its tasks themselves.
+    """
+
+    memory: int
+    is_host: bool
+
+
+class Limits(NamedTuple):
+    """How many units of work may be under way.
+
+    Attributes:
+      moving: loads and writes.
+      computing: computations, those of submitters too.
+    """
+
+    moving: int
+    computing: int
+
+
+_Numbered: TypeAlias = tuple[int, Task]
+"""A task and its place among all that were submitted, or prefetched."""
+
+
+@dataclass(slots=True)
+class Memory:
+    """What waits for a memory, and what it holds.
+
+    Attributes:
+      waiting: submitted tasks without memory, in order.
+      prefetched: subgroups whose tasks nobody has submitted yet, in order.
+      num_in_use: subgroups that give their memory back by themselves: those of
+        submitted tasks, and those that are being prefetched.
+      refused_bytes: the length for which there was no room, nor has been since.
+    """
+
+    waiting: deque[_Numbered] = field(default_factory=deque)
+    prefetched: dict[Subgroup, Resident] = field(default_factory=dict)
+    num_in_use: int = 0
+    refused_bytes: int | None = None
+
+
+class Queues:
+    """What is to be done, what is under way, and the limits. Not thread-safe.
+
+    Args:
+      csds: by number.
+      limits: for units under way.
+
+    Attributes:
+      memories: by number.
+      due: by CSD, tasks to be prefetched, in order.
+      incomplete: subgroups in memory that lack states which their tasks load.
+      ready: loaded subgroups whose tasks may compute.
+      writes: computed subgroups.
+      submitting: groups of which the submitter computes a task.
+      residents: all subgroups that have memory.
+      num_moving, num_computing: units that workers have under way.
+      num_prefetching: how many of them are loads of prefetches.
+      num_unfinished: submitted tasks that have not computed and written.
+      num_draining: how many wait until that is none.
+      is_stopped: whether nothing may begin any more.
+    """
+
+    def __init__(self, csds: Sequence[CsdTraits], limits: Limits) -> None:
+        self.csds = csds
+        self.limits = limits
+        num_memories = max((csd.memory for csd in csds), default=-1) + 1
+        self.memories = [Memory() for _ in range(num_memories)]
+        self.due: list[dict[Subgroup, _Numbered]] = [{} for _ in csds]
+        self.incomplete: deque[Resident] = deque()
+        self.ready: dict[Resident, None] = {}
+        self.writes = WriteQueue([csd.memory for csd in csds])
+        self.submitting: set[TaskGroup] = set()
+        self.residents: set[Resident] = set()
+        self.num_moving = self.num_computing = self.num_prefetching = 0
+        self.num_unfinished = self.num_draining = 0
+        self.is_stopped = False
+        self._num_seen = 0
+
+    def memory_of(self, task: Task) -> Memory:
+        """The memory that a task's buffer is from."""
+        return self.memories[self.csds[task.csd].memory]
+
+    def is_starved(self, csd: int) -> bool:
+        """Whether the CSD's memory had no room for a subgroup, nor has had since."""
+        return self.memories[self.csds[csd].memory].refused_bytes is not None
+
+    # --- what is asked for ---------------------------------------------------------
+
+    def submit(self, tasks: Sequence[Task], group: TaskGroup) -> None:
+        """Queues tasks; those that were prefetched take over that memory."""
+        self.num_unfinished += len(tasks)
+        for task in tasks:
+            task.group = group
+            memory, subgroup = self.memory_of(task), task.layout.subgroup
+            self.due[subgroup.csd].pop(subgroup, None)
+            resident = memory.prefetched.pop(subgroup, None)
+            if resident is None:
+                memory.waiting.append(self._numbered(task))
+            else:
+                resident.task = task
+                memory.num_in_use += 1
+                if not resident.is_loading:
+                    self._route(resident)
+
+    def prefetch(self, tasks: Sequence[Task]) -> None:
+        """Queues tasks whose states are loaded while nothing else wants the memory."""
+        for task in tasks:
+            if task.loads:
+                subgroup = task.layout.subgroup
+                self.due[subgroup.csd][subgroup] = self._numbered(task)
+
+    def cancel_prefetches(self) -> None:
+        """Begins no more of them; those under way go on."""
+        for due in self.due:
+            due.clear()
+
+    def drop_prefetched(self) -> Sequence[Resident]:
+        """Forgets what was prefetched; the subgroups to be released."""
+        assert not self.num_prefetching
+        dropped = [r for memory in self.memories for r in memory.prefetched.values()]
+        for resident in dropped:
+            self.evict(resident)
+        return dropped
+
+    def stop(self) -> None:
+        """Lets nothing begin any more: after a failure, or at the end."""
+        self.is_stopped = True
+        self.cancel_prefetches()
+        for memory in self.memories:
+            memory.waiting.clear()
+        self.incomplete.clear()
+        self.ready.clear()
+        self.writes.clear()
+
+    # --- memory --------------------------------------------------------------------
+
+    def allocate(self, wanted: Allocate, buffers: Sequence[CsdBuffer]) -> Load | None:
+        """Gives memory to the first tasks; what is to be loaded into it.
+
+        Args:
+          wanted: the tasks.
+          buffers: as many as there was room for.
+        """
+        memory = self.memory_of(wanted.tasks[0])
+        if len(buffers) < len(wanted.tasks):
+            refused = wanted.tasks[len(buffers)]
+            memory.refused_bytes = refused.layout.num_bytes
+            assert memory.num_in_use or memory.prefetched or buffers, refused.layout
+        pairs = zip(wanted.tasks, buffers, strict=False)
+        residents = [Resident(task, buffer) for task, buffer in pairs]
+        memory.num_in_use += len(residents)
+        self.residents.update(residents)
+        for resident in residents:
+            subgroup = resident.task.layout.subgroup
+            if wanted.is_prefetch:
+                del self.due[subgroup.csd][subgroup]
+                memory.prefetched[subgroup] = resident
+            else:
+                _, task = memory.waiting.popleft()
+                assert task is resident.task
+                if not task.loads:
+                    self._route(resident)
+        items = tuple([(r, r.task.loads) for r in residents if r.task.loads])
+        return Load(items, wanted.is_prefetch) if items else None
+
+    def evict(self, resident: Resident) -> None:
+        """Takes a prefetched subgroup out of memory."""
+        memory = self.memory_of(resident.task)
+        del memory.prefetched[resident.task.layout.subgroup]
+        memory.refused_bytes = None
+        self.residents.remove(resident)
+
+    # --- units of work -------------------------------------------------------------
+
+    def begin(self, unit: Work) -> None:
+        """Somebody begins with a unit."""
+        match unit:
+            case Load(items):
+                self.num_moving += 1
+                self.num_prefetching += unit.is_prefetch
+                if self.incomplete and self.incomplete[0] is items[0][0]:
+                    self.incomplete.popleft()
+                for resident, _ in items:
+                    resident.is_loading = True
+            case Compute(resident):
+                del self.ready[resident]
+                if unit.is_own:
+                    self.submitting.add(resident.task.group)
+                else:
+                    self.num_computing += 1
+                    resident.task.group.num_running += 1
+            case Write():
+                self.num_moving += 1
+                self.writes.begin(unit)
+
+    def fail(self, unit: Work) -> None:
+        """A unit has ended without its effect."""
+        match unit:
+            case Load(items):
+                self.num_moving -= 1
+                self.num_prefetching -= unit.is_prefetch
+                for resident, _ in items:
+                    resident.is_loading = False
+                    if unit.is_prefetch:
+                        self.memory_of(resident.task).num_in_use -= 1
+            case Compute(resident):
+                if unit.is_own:
+                    self.submitting.discard(resident.task.group)
+                else:
+                    self.num_computing -= 1
+                    resident.task.group.num_running -= 1
+            case Write():
+                self.num_moving -= 1
+
+    def end(self, unit: Work, unchecked: Sequence[Loads] = ()) -> Sequence[Resident]:
+        """A unit is done; the subgroups to be released.
+
+        Args:
+          unit: the unit.
+          unchecked: of a load, for each subgroup the states that are not checked yet.
+        """
+        self.fail(unit)
+        match unit:
+            case Load():
+                self._loaded(unit, unchecked)
+                return ()
+            case Compute(resident):
+                released = self._computed(resident)
+            case Write():
+                released = self.writes.end(unit)
+        for resident in released:
+            memory = self.memory_of(resident.task)
+            memory.num_in_use -= 1
+            memory.refused_bytes = None
+            self.residents.remove(resident)
+            self.num_unfinished -= 1
+        return released
+
+    def _loaded(self, load: Load, unchecked: Sequence[Loads]) -> None:
+        for (resident, states), left in zip(load.items, unchecked, strict=True):
+            resident.add_loaded(states, left)
+            memory = self.memory_of(resident.task)
+            subgroup = resident.task.layout.subgroup
+            if memory.prefetched.get(subgroup) is not resident:
+                self._route(resident)
+
+    def _computed(self, resident: Resident) -> Sequence[Resident]:
+        resident.task.group.num_waiting -= 1
+        if not resident.task.stores:
+            return (resident,)
+        if not self.is_stopped:
+            self.writes.add(resident)
+        return ()
+
+    def _route(self, resident: Resident) -> None:
+        """A submitted task's subgroup goes on to what it needs next."""
+        if self.is_stopped:
+            return
+        if resident.missing:
+            self.incomplete.append(resident)
+        else:
+            self.ready[resident] = None
+
+    def _numbered(self, task: Task) -> _Numbered:
+        self._num_seen += 1
+        return self._num_seen, task

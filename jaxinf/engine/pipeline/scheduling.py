@@ -1,0 +1,110 @@
+"""What is to be done next: a pure function of the queues.
+
+    compute what is loaded  >  write what is worth a request, or stands in the way
+      >  load for submitted tasks  >  prefetch
+
+Invariant: nothing changes by asking. Submitted tasks of one memory get it in order, and
+before any prefetch does.
+"""
+
+from jaxinf.engine.pipeline.queues import Memory, Queues
+from jaxinf.engine.pipeline.task import TaskGroup
+from jaxinf.engine.pipeline.work import (
+    Allocate,
+    Batch,
+    Compute,
+    Evict,
+    Load,
+    Unit,
+    Write,
+)
+
+__all__ = ["next_own", "next_unit"]
+
+
+def next_unit(queues: Queues) -> Unit | None:
+    """The unit that is most worth beginning; None while all is under way or waits."""
+    if queues.is_stopped:
+        return None
+    if queues.ready and _may_compute(queues):
+        return Compute(next(iter(queues.ready)))
+    if queues.num_moving >= queues.limits.moving:
+        return None
+    return _next_write(queues) or _next_load(queues) or _next_prefetch(queues)
+
+
+def next_own(queues: Queues, group: TaskGroup) -> Compute | None:
+    """A task of the group's that its submitter computes itself.
+
+    To hand a small subgroup from thread to thread takes longer than to compute it.
+    """
+    if queues.ready and not queues.is_stopped and _may_compute(queues):
+        for resident in queues.ready:
+            task = resident.task
+            if task.group is group and queues.csds[task.csd].is_host:
+                return Compute(resident, is_own=True)
+    return None
+
+
+def _may_compute(queues: Queues) -> bool:
+    num_computing = queues.num_computing + len(queues.submitting)
+    return num_computing < queues.limits.computing
+
+
+def _next_write(queues: Queues) -> Write | None:
+    return queues.writes.next_write(
+        queues.is_starved, is_awaited=queues.num_draining > 0
+    )
+
+
+def _next_load(queues: Queues) -> Allocate | Evict | Load | None:
+    """For a submitted task: into memory that it has, or that has to be found."""
+    if queues.incomplete:
+        resident = queues.incomplete[0]
+        return Load(((resident, resident.missing),), is_prefetch=False)
+    first = min(
+        [memory.waiting[0] for memory in queues.memories if _may_fit_first(memory)],
+        key=lambda numbered: numbered[0],
+        default=None,
+    )
+    if first is not None:
+        return Allocate((first[1],), is_prefetch=False)
+    return _next_eviction(queues)
+
+
+def _may_fit_first(memory: Memory) -> bool:
+    """Whether there may be room for the first task that waits for it."""
+    if not memory.waiting:
+        return False
+    refused_bytes, (_, task) = memory.refused_bytes, memory.waiting[0]
+    return refused_bytes is None or task.layout.num_bytes < refused_bytes
+
+
+def _next_eviction(queues: Queues) -> Evict | None:
+    """As a last way: no memory will come back by itself."""
+    for memory in queues.memories:
+        if memory.waiting and memory.prefetched and not memory.num_in_use:
+            return Evict(next(reversed(memory.prefetched.values())))
+    return None
+
+
+def _next_prefetch(queues: Queues) -> Allocate | None:
+    """A long subgroup, or short ones of one CSD together, in order."""
+    first, first_number = None, 0
+    for csd, due in enumerate(queues.due):
+        memory = queues.memories[queues.csds[csd].memory]
+        if due and not memory.waiting and memory.refused_bytes is None:
+            number, _ = next(iter(due.values()))
+            if first is None or number < first_number:
+                first, first_number = due, number
+    if first is None:
+        return None
+    tasks, batch = [], Batch()
+    for _, task in first.values():
+        tasks.append(task)
+        extents = task.layout.extents
+        num_bytes = sum([extents[state].num_bytes for state, _ in task.loads])
+        batch.add(num_bytes, len(task.loads))
+        if batch.is_full:
+            break
+    return Allocate(tuple(tasks), is_prefetch=True)

@@ -1,0 +1,447 @@
+"""What the pipeline does next, against a simple model: no threads, no files."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from jaxinf.csd import Extent
+from jaxinf.engine.pipeline.queues import CsdTraits, Limits, Queues
+from jaxinf.engine.pipeline.scheduling import next_own, next_unit
+from jaxinf.engine.pipeline.task import Task, TaskGroup
+from jaxinf.engine.pipeline.work import Allocate, Compute, Evict, Load, Write
+from jaxinf.engine.subgroup_layout import SubgroupLayout
+from jaxinf.layout import Subgroup
+
+PAGE = 4096
+NUM_STATES = 3
+# The host's drives share its memory; cards have their own.
+TRAITS = [CsdTraits(0, True), CsdTraits(0, True), CsdTraits(1, False)]
+SHORT, LONG = PAGE, 1 << 20
+"""Elements; the states of a long subgroup are worth a request each."""
+
+
+def layout(number, num_elements):
+    """Subgroup `number`, whose CSD depends on it."""
+    subgroup = Subgroup(number, 0, number % len(TRAITS), 0, num_elements)
+    extents = tuple(
+        Extent(np.dtype(np.float32), num_elements, 0, 4 * num_elements * state)
+        for state in range(NUM_STATES)
+    )
+    names = ("params", "mu", "nu")
+    return SubgroupLayout(subgroup, names, names, extents)
+
+
+class Buffer:
+    """Memory of a model of a CSD's."""
+
+    def __init__(self, num_bytes):
+        self.num_bytes = num_bytes
+
+    def release(self):
+        raise AssertionError("the queues release nothing themselves")
+
+
+def task(where, loads=(0, 1, 2), stores=(0, 1, 2), slot="a"):
+    states = tuple((state, slot) for state in loads)
+    return Task(where, lambda csd, buffer: None, states, stores)
+
+
+class Rig:
+    """Queues over memories of a length; keeps what was done with each task."""
+
+    def __init__(self, limits=(2, 2), memory_bytes=(1 << 40, 1 << 40)):
+        self.queues = Queues(TRAITS, Limits(*limits))
+        self.free_bytes = list(memory_bytes)
+        self.under_way = []
+        self.groups = []
+        self.submitted = []
+        self.computed = Counter()
+        self.written = []
+        self.loads = Counter()
+
+    def submit(self, *tasks):
+        group = TaskGroup(len(tasks))
+        self.queues.submit(tasks, group)
+        self.groups.append(group)
+        self.submitted.extend(tasks)
+        return group
+
+    def allocate(self, unit):
+        """As a CSD does: in order, as far as there is room."""
+        memory = TRAITS[unit.tasks[0].csd].memory
+        buffers = []
+        for wanted in unit.tasks:
+            if wanted.layout.num_bytes > self.free_bytes[memory]:
+                break
+            self.free_bytes[memory] -= wanted.layout.num_bytes
+            buffers.append(Buffer(wanted.layout.num_bytes))
+        return self.queues.allocate(unit, buffers)
+
+    def release(self, residents):
+        for resident in residents:
+            memory = TRAITS[resident.task.csd].memory
+            self.free_bytes[memory] += resident.buffer.num_bytes
+
+    def begin(self):
+        """Begins what is next, and returns it."""
+        while True:
+            unit = next_unit(self.queues)
+            assert unit == next_unit(self.queues)  # asking changes nothing
+            match unit:
+                case None:
+                    return None
+                case Allocate():
+                    unit = self.allocate(unit)
+                    if unit is None:
+                        continue
+                case Evict(resident):
+                    self.queues.evict(resident)
+                    self.release([resident])
+                    continue
+            self.queues.begin(unit)
+            self.under_way.append(unit)
+            return unit
+
+    def end(self, unit):
+        self.under_way.remove(unit)
+        match unit:
+            case Load(items):
+                unchecked = [()] * len(items)
+                for resident, states in items:
+                    for state in states:
+                        self.loads[resident.task.layout.subgroup, state] += 1
+                self.release(self.queues.end(unit, unchecked))
+            case Compute(resident):
+                found = resident.task
+                assert not set(found.loads) - set(resident.loaded)
+                self.computed[found] += 1
+                self.release(self.queues.end(unit))
+            case Write(_, items):
+                for resident, states in items:
+                    assert self.computed[resident.task] == 1
+                    self.written.extend((resident.task, state) for state in states)
+                self.release(self.queues.end(unit))
+
+    def run(self):
+        """Does one unit after another until none is next."""
+        units = []
+        while (unit := self.begin()) is not None:
+            self.end(unit)
+            units.append(unit)
+        return units
+
+    def drain(self):
+        self.queues.num_draining += 1
+        units = self.run()
+        self.queues.num_draining -= 1
+        return units
+
+
+def kinds(units):
+    return [type(unit).__name__ for unit in units]
+
+
+def test_a_task_is_loaded_computed_and_written():
+    rig = Rig()
+    where = layout(0, SHORT)
+    group = rig.submit(task(where))
+    assert kinds(rig.run()) == ["Load", "Compute"]
+    assert not group.num_waiting
+    assert rig.queues.num_unfinished == 1  # short: it waits for more
+    assert kinds(rig.drain()) == ["Write"]
+    assert not rig.queues.num_unfinished
+    assert not rig.queues.residents
+
+
+def test_what_is_computed_goes_before_what_is_loaded_and_writes_before_loads():
+    rig = Rig(limits=(1, 1))
+    rig.submit(*(task(layout(n, LONG)) for n in (0, 3)))
+    found = kinds(rig.run())
+    assert (
+        found
+        == ["Load", "Compute", *["Write"] * 3, *["Load", "Compute"]] + ["Write"] * 3
+    )
+
+
+def test_master_params_are_written_first():
+    rig = Rig()
+    first = task(layout(0, LONG))
+    rig.submit(first)
+    rig.drain()
+    assert rig.written == [(first, 0), (first, 1), (first, 2)]
+
+
+def test_a_task_without_loads_or_stores_moves_nothing():
+    rig = Rig()
+    rig.submit(task(layout(0, SHORT), loads=(), stores=()))
+    assert kinds(rig.run()) == ["Compute"]
+    assert not rig.queues.num_unfinished
+
+
+def test_short_prefetches_of_a_csd_are_loaded_together():
+    rig = Rig()
+    rig.queues.prefetch([task(layout(n, SHORT)) for n in range(60)])
+    units = rig.run()
+    lengths = [len(unit.items) for unit in units if isinstance(unit, Load)]
+    assert lengths == [20, 20, 20]
+    rig.submit(*(task(layout(n, SHORT)) for n in range(60)))
+    assert kinds(rig.run()).count("Load") == 0
+    assert set(rig.loads.values()) == {1}
+
+
+def test_what_is_submitted_while_it_is_prefetched_is_not_read_again():
+    rig = Rig()
+    where = layout(0, SHORT)
+    rig.queues.prefetch([task(where)])
+    load = rig.begin()
+    rig.submit(task(where))
+    assert rig.begin() is None
+    rig.end(load)
+    assert kinds(rig.run()) == ["Compute"]
+
+
+def test_a_prefetch_of_less_is_completed_and_of_another_slot_replaced():
+    rig = Rig()
+    few, other = layout(0, SHORT), layout(3, SHORT)
+    rig.queues.prefetch([task(few, loads=(1,)), task(other, slot="b")])
+    rig.run()
+    rig.submit(task(few), task(other))
+    rig.run()
+    assert rig.loads[few.subgroup, (1, "a")] == 1
+    assert rig.loads[few.subgroup, (2, "a")] == 1
+    residents = {r.task.layout: r for r in rig.queues.residents}
+    assert set(residents[other].loaded) == {(n, "a") for n in range(NUM_STATES)}
+
+
+def test_a_prefetch_gives_its_memory_up_as_a_last_way():
+    room = layout(0, SHORT).num_bytes
+    rig = Rig(memory_bytes=(2 * room, 0))
+    rig.queues.prefetch([task(layout(n, SHORT)) for n in (0, 3)])
+    rig.run()
+    assert rig.free_bytes[0] == 0
+    group = rig.submit(task(layout(6, SHORT)), task(layout(0, SHORT)))
+    rig.run()
+    assert not group.num_waiting
+    assert rig.loads[layout(0, SHORT).subgroup, (0, "a")] == 1
+    assert [r.task.layout for r in rig.queues.memories[0].prefetched.values()] in (
+        [],
+        [layout(3, SHORT)],
+    )
+
+
+def test_submitters_compute_what_the_host_has_loaded():
+    rig = Rig()
+    rig.queues.prefetch([task(layout(n, SHORT)) for n in (0, 2)])
+    rig.run()
+    on_host, on_card = task(layout(0, SHORT)), task(layout(2, SHORT))
+    group = rig.submit(on_card, on_host)
+    assert next_own(rig.queues, TaskGroup()) is None
+    unit = next_own(rig.queues, group)
+    assert unit is not None
+    assert unit.is_own
+    assert unit.resident.task is on_host
+    rig.queues.begin(unit)
+    assert next_own(rig.queues, group) is None
+    assert rig.queues.submitting == {group}
+    rig.queues.end(unit)
+    assert not rig.queues.submitting
+    assert group.num_waiting == 1
+
+
+def test_nothing_begins_after_a_stop():
+    rig = Rig()
+    rig.submit(*(task(layout(n, LONG)) for n in range(6)))
+    rig.queues.prefetch([task(layout(n, SHORT)) for n in range(6, 9)])
+    first, second = rig.begin(), rig.begin()
+    rig.queues.stop()
+    rig.end(first)
+    rig.queues.fail(second)
+    rig.submit(task(layout(9, SHORT)))
+    assert rig.begin() is None
+    assert len(rig.queues.residents) == 2  # whose memory is left to give back
+
+
+def test_a_subgroup_that_fits_no_memory_is_no_deadlock():
+    rig = Rig(memory_bytes=(PAGE, 0))
+    rig.submit(task(layout(0, SHORT)))
+    with pytest.raises(AssertionError):
+        rig.begin()
+
+
+class Pipeline(RuleBasedStateMachine):
+    """Tasks in any order, on few threads, in little memory."""
+
+    @initialize(
+        limits=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+        rooms=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    )
+    def open(self, limits, rooms):
+        self.limits = limits
+        self.capacity = [n * layout(0, LONG).num_bytes for n in rooms]
+        self.rig = Rig(limits, self.capacity)
+        self.own = []
+        self.num_layouts = 0
+        self.step = []
+
+    def _new_layouts(self, lengths):
+        self.num_layouts += len(lengths)
+        first = self.num_layouts - len(lengths)
+        return [layout(first + n, length) for n, length in enumerate(lengths)]
+
+    @rule(lengths=st.lists(st.sampled_from([SHORT, LONG]), max_size=5))
+    def submit(self, lengths):
+        """Subgroups that nobody has prefetched."""
+        self.rig.submit(*map(task, self._new_layouts(lengths)))
+
+    @rule(
+        lengths=st.lists(st.sampled_from([SHORT, LONG]), max_size=5),
+        loads=st.sampled_from([(0, 1, 2), (1,), ()]),
+    )
+    @precondition(lambda self: not self.rig.queues.num_prefetching)
+    def prefetch(self, lengths, loads):
+        queues = self.rig.queues
+        queues.cancel_prefetches()
+        self.rig.release(queues.drop_prefetched())
+        self.step = self._new_layouts(lengths)
+        queues.prefetch([task(where, loads) for where in self.step])
+
+    @rule(count=st.integers(1, 3), stores=st.sampled_from([(), (0, 1, 2), (2,)]))
+    @precondition(lambda self: self.step)
+    def submit_prefetched(self, count, stores):
+        tasks = [task(where, stores=stores) for where in self.step[:count]]
+        self.step = self.step[count:]
+        self.rig.submit(*tasks)
+
+    @rule()
+    def begin(self):
+        unit = self.rig.begin()
+        if isinstance(unit, Load) and unit.is_prefetch:
+            # No submitted task waited for this memory.
+            memory = TRAITS[unit.items[0][0].task.csd].memory
+            assert not self.rig.queues.memories[memory].waiting
+
+    @rule(which=st.integers(0, 5))
+    @precondition(lambda self: self.rig.under_way)
+    def end(self, which):
+        under_way = self.rig.under_way
+        self.rig.end(under_way[which % len(under_way)])
+
+    @rule(which=st.integers(0, 5))
+    @precondition(lambda self: self.rig.groups)
+    def begin_own(self, which):
+        groups = self.rig.groups
+        group = groups[which % len(groups)]
+        unit = next_own(self.rig.queues, group)
+        if unit is not None and group not in self.rig.queues.submitting:
+            assert unit.resident.task.group is group
+            self.rig.queues.begin(unit)
+            self.own.append(unit)
+
+    @rule()
+    @precondition(lambda self: self.own)
+    def end_own(self):
+        unit = self.own.pop()
+        self.rig.under_way.append(unit)
+        self.rig.end(unit)
+
+    @rule()
+    def everything_computes(self):
+        """While nobody drains, whatever is submitted still computes."""
+        self._end_all()
+        self.rig.run()
+        assert not any(group.num_waiting for group in self.rig.groups)
+
+    @rule()
+    def drain(self):
+        self._end_all()
+        self.rig.drain()
+        assert not self.rig.queues.num_unfinished
+        wanted = [(t, n) for t in self.rig.submitted for n in t.stores]
+        assert Counter(self.rig.written) == Counter(wanted)
+        assert all(self.rig.computed[t] == 1 for t in self.rig.submitted)
+
+    def _end_all(self):
+        while self.own:
+            self.end_own()
+        while self.rig.under_way:
+            self.rig.end(self.rig.under_way[0])
+
+    @invariant()
+    def memory_is_not_exceeded(self):
+        if not hasattr(self, "rig"):
+            return
+        used = [0, 0]
+        for resident in self.rig.queues.residents:
+            used[TRAITS[resident.task.csd].memory] += resident.buffer.num_bytes
+        free = self.rig.free_bytes
+        assert all(n >= 0 for n in free)
+        assert [u + f for u, f in zip(used, free, strict=True)] == self.capacity
+
+    @invariant()
+    def memory_that_comes_back_is_known(self):
+        """Else what was prefetched would be given up too early, or never."""
+        if not hasattr(self, "rig"):
+            return
+        queues = self.rig.queues
+        for number, memory in enumerate(queues.memories):
+            idle = [r for r in memory.prefetched.values() if not r.is_loading]
+            others = [
+                resident
+                for resident in queues.residents.difference(idle)
+                if TRAITS[resident.task.csd].memory == number
+            ]
+            assert memory.num_in_use >= 0
+            assert bool(memory.num_in_use) == bool(others)
+
+    @invariant()
+    def limits_are_kept(self):
+        if not hasattr(self, "rig"):
+            return
+        under_way = kinds(self.rig.under_way)
+        num_computing = under_way.count("Compute") + len(self.own)
+        assert num_computing <= self.limits[1]
+        assert len(under_way) - under_way.count("Compute") <= self.limits[0]
+
+    @invariant()
+    def nothing_is_done_twice(self):
+        if not hasattr(self, "rig"):
+            return
+        assert all(count == 1 for count in self.rig.computed.values())
+        assert all(count == 1 for count in self.rig.loads.values())
+        assert len(self.rig.written) == len(set(self.rig.written))
+
+    @invariant()
+    def writes_are_in_the_order_of_their_states(self):
+        if not hasattr(self, "rig"):
+            return
+        written = {}
+        for found, state in self.rig.written:
+            written.setdefault(found, []).append(state)
+        assert all(states == sorted(states) for states in written.values())
+
+    @invariant()
+    def something_is_next_or_under_way(self):
+        """No deadlock: work that has not computed is under way, or is next."""
+        if not hasattr(self, "rig"):
+            return
+        queues = self.rig.queues
+        if self.rig.under_way or self.own:
+            return
+        if any(group.num_waiting for group in self.rig.groups):
+            assert next_unit(queues) is not None
+
+
+Pipeline.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None
+)
+TestPipeline = Pipeline.TestCase
