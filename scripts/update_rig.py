@@ -22,8 +22,8 @@ from jaxinf.csd import Rounding, ScalarInputs
 from jaxinf.csd.host import HostFleet
 from jaxinf.engine import (
     LeafDescription,
-    LeafPart,
     StoreDescription,
+    UpdateRequest,
 )
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.io import ByteMeters
@@ -130,7 +130,7 @@ class UpdateRig:
         """One update of every leaf; its commit may still be in flight."""
         new, inputs = self._prologue(self._scalar_state)
         for number, own in enumerate(inputs):
-            part = LeafPart(
+            part = UpdateRequest(
                 leaf=number,
                 kernel=self._description.leaves[number].kernel,
                 origin=(0,),

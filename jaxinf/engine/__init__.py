@@ -8,16 +8,15 @@ from jaxinf.engine.convert import convert_store
 from jaxinf.engine.decoding import decoded_pieces
 from jaxinf.engine.description import LeafDescription, StoreDescription
 from jaxinf.engine.options import Durability, MasterChoice, MasterFormat, StateFormat
-from jaxinf.engine.parts import LeafPart
 from jaxinf.engine.steps import StepMetrics
 from jaxinf.engine.store import DEFAULT_MEMORY_BYTES, Store, open_store
 from jaxinf.engine.training import Training
+from jaxinf.engine.update_request import UpdateRequest
 
 __all__ = [
     "DEFAULT_MEMORY_BYTES",
     "Durability",
     "LeafDescription",
-    "LeafPart",
     "MasterChoice",
     "MasterFormat",
     "StateFormat",
@@ -25,6 +24,7 @@ __all__ = [
     "Store",
     "StoreDescription",
     "Training",
+    "UpdateRequest",
     "VerifyMode",
     "convert_store",
     "decoded_pieces",

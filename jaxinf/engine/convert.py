@@ -14,7 +14,7 @@ import numpy as np
 from jaxinf.engine.decoding import decoded_pieces
 from jaxinf.engine.description import coded_leaf, store_codecs
 from jaxinf.engine.options import MasterFormat, StateFormat
-from jaxinf.engine.state import rounding_of_chunk
+from jaxinf.engine.subgroup_arrays import rounding_of_chunk
 from jaxinf.io import crc32c, crc32c_combine
 from jaxinf.io.failures import translated
 from jaxinf.kernels import CodedSlot

@@ -7,31 +7,24 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxinf.compress import SparseGradient, SparseLeaf
-from jaxinf.csd import Csd, CsdBuffer, Rounding, ScalarInputs
+from jaxinf.csd import Csd, CsdBuffer, ScalarInputs
+from jaxinf.engine.divergence import same_values
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.pipeline import Task
+from jaxinf.engine.subgroup_arrays import gather_inputs, gather_run, rounding_of
 from jaxinf.engine.subgroup_layout import SubgroupLayout
-from jaxinf.errors import DivergedParamsError, StoreMismatchError
+from jaxinf.errors import StoreMismatchError
 from jaxinf.kernels import CodedSlot
-from jaxinf.layout import covers, gather, scatter
+from jaxinf.layout import gather, scatter
 from jaxinf.program import InitKernel
 from jaxinf.store import CommitRecord, ScalarState
 from jaxinf.typing import Array
 
 __all__ = [
-    "compare_chunk",
     "compare_params",
-    "diverged_error",
     "finish_initialisation",
-    "gather_gradient",
-    "gather_inputs",
-    "gather_run",
     "initialise",
     "read_state",
-    "rounding_of",
-    "rounding_of_chunk",
-    "same_values",
 ]
 
 
@@ -62,8 +55,8 @@ def initialise(
         def compute(
             csd: Csd, buffer: CsdBuffer, layout: SubgroupLayout = layout
         ) -> None:
-            chunk = gather_run(opened, layout, params, origin)
-            own = gather_inputs(opened, layout, inputs, origin)
+            chunk = gather_run(opened.directory, layout, params, origin)
+            own = gather_inputs(opened.directory, layout, inputs, origin)
             extents, rounding = layout.kernel_extents, rounding_of(layout, 0)
             csd.initialise(buffer, extents, kernel, chunk, own, rounding)
             if layout.feedback is not None:
@@ -112,51 +105,6 @@ def compare_params(
         )
 
 
-def compare_chunk(
-    opened: OpenStore, layout: SubgroupLayout, params: Array, origin: Sequence[int]
-) -> None:
-    """Checks that params are what a chunk holds but for zeros and denormals.
-
-    Reads the chunk anew: for when a checksum has said that they differ in some bit.
-
-    Args:
-      opened: the store.
-      layout: a subgroup of the chunk.
-      params: the leaf or a shard of it, of the dtype in which the store has its params.
-      origin: index in the leaf of the array's first element.
-
-    Raises:
-      DivergedParamsError: they differ; says where.
-      StoreCorruptError: the chunk is not what was written.
-    """
-    opened.chunks.check_file(layout, 0)
-    slot = opened.chunks.source(layout, 0)
-    file = opened.directory.chunk_file(slot, *layout.place(0))
-    subgroup = layout.subgroup
-    chunk = opened.directory.chunks[subgroup.leaf][subgroup.chunk]
-    for start in range(0, chunk.num_elements, _PIECE_ELEMENTS):
-        count = min(_PIECE_ELEMENTS, chunk.num_elements - start)
-        offset = start * params.itemsize
-        held = np.fromfile(file, params.dtype, count, offset=offset)
-        given = gather(params, chunk, tuple(origin), start, count)
-        if not same_values(held, given):
-            name = opened.directory.manifest.leaves[subgroup.leaf].name
-            first = int(np.argmax(held != given))
-            raise diverged_error(
-                name, given[first : first + 3], held[first : first + 3]
-            )
-
-
-def diverged_error(name: str, given: Array, held: Array) -> DivergedParamsError:
-    """What is raised for params that the store's master is not of."""
-    return DivergedParamsError(
-        f"leaf {name}: the params given to update are not those the store's master is "
-        f"of (at one place they are {given}, the store's {held}); apply the returned "
-        "updates unchanged (smart_update last in the chain, then "
-        "optax.apply_updates), or take store.params(like=params)"
-    )
-
-
 def read_state(
     opened: OpenStore, leaf: int, out: Array, origin: Sequence[int], state: int = 0
 ) -> None:
@@ -179,90 +127,6 @@ def read_state(
         opened.meters.add(link_up_bytes=values.nbytes)
 
     _stream_state(opened, leaf, out.dtype, out.shape, origin, visit, state)
-
-
-def same_values(a: Array, b: Array) -> bool:
-    """Equal element by element; NaNs are equal, and so are zeros and denormals.
-
-    JAX on a CPU flushes denormals, NumPy does not: neither is a difference.
-    """
-    wide_a, wide_b = a.astype(np.float32), b.astype(np.float32)
-    same = wide_a == wide_b
-    if same.all():
-        return True
-    tiny = np.finfo(np.float32).tiny
-    same |= (np.abs(wide_a) < tiny) & (np.abs(wide_b) < tiny)
-    same |= np.isnan(wide_a) & np.isnan(wide_b)
-    return bool(same.all())
-
-
-def gather_run(
-    opened: OpenStore, layout: SubgroupLayout, array: Array, origin: Sequence[int]
-) -> Array:
-    """A subgroup's elements of a leaf's array, as a view where they lie in one run."""
-    subgroup = layout.subgroup
-    chunk = opened.directory.chunks[subgroup.leaf][subgroup.chunk]
-    return gather(
-        array, chunk, tuple(origin), subgroup.offset_elements, subgroup.num_elements
-    )
-
-
-def rounding_of(layout: SubgroupLayout, step: int) -> Rounding:
-    """The random bits of a subgroup in a step: the same wherever it is computed."""
-    subgroup = layout.subgroup
-    key = rounding_of_chunk(subgroup.leaf, subgroup.chunk, step)
-    return Rounding(key, subgroup.offset_elements)
-
-
-def rounding_of_chunk(leaf: int, chunk: int, step: int) -> int:
-    """32 bits that differ from chunk to chunk and from step to step."""
-    key = leaf
-    for part in (chunk, step):
-        key = (key * 0x9E3779B1 + part + 0x7F4A7C15) & 0xFFFFFFFF
-        key ^= key >> 15
-    return (key * 0x85EBCA6B) & 0xFFFFFFFF
-
-
-def gather_gradient(
-    opened: OpenStore,
-    layout: SubgroupLayout,
-    gradient: Array | SparseLeaf,
-    origin: Sequence[int],
-) -> Array | SparseGradient:
-    """A subgroup's part of a gradient, dense or sparse as it came.
-
-    Raises:
-      StoreMismatchError: it was compressed for other chunks.
-    """
-    if not isinstance(gradient, SparseLeaf):
-        return gather_run(opened, layout, gradient, origin)
-    subgroup = layout.subgroup
-    record = opened.directory.manifest.leaves[subgroup.leaf]
-    positions = covers(record.grid, tuple(origin), gradient.shape)
-    chunks = opened.directory.chunks[subgroup.leaf]
-    lengths = tuple(chunks[position].num_elements for position in positions)
-    if tuple(gradient.lengths) != lengths:
-        raise StoreMismatchError(
-            f"leaf {record.name}: the gradient was compressed for chunks of other "
-            f"lengths than the store's ({record.chunk_shape}): the update was traced "
-            "before the store was made; trace it again"
-        )
-    sent = gradient.chunk(positions.index(subgroup.chunk))
-    start = subgroup.offset_elements
-    return sent.part(start, start + subgroup.num_elements)
-
-
-def gather_inputs(
-    opened: OpenStore,
-    layout: SubgroupLayout,
-    inputs: ScalarInputs,
-    origin: Sequence[int],
-) -> ScalarInputs:
-    """The same of a kernel's further arrays."""
-    if not inputs.arrays:
-        return inputs
-    arrays = tuple(gather_run(opened, layout, a, origin) for a in inputs.arrays)
-    return ScalarInputs(inputs.scalars, arrays)
 
 
 def _stream_state(

@@ -20,9 +20,10 @@ from typing import NamedTuple, TypeAlias
 from jaxinf.csd import Csd, CsdBuffer
 from jaxinf.engine.annotations import Annotations
 from jaxinf.engine.opened import OpenStore
-from jaxinf.engine.parts import LeafPart, PartTasks
 from jaxinf.engine.pipeline import Loads, Task
 from jaxinf.engine.subgroup_layout import SubgroupLayout
+from jaxinf.engine.update_request import UpdateRequest
+from jaxinf.engine.update_tasks import request_tasks
 from jaxinf.errors import StaleStateError, StoreError
 from jaxinf.io import ByteCounts
 from jaxinf.layout import Subgroup
@@ -69,7 +70,6 @@ class StepEngine:
     def __init__(self, opened: OpenStore, annotations: Annotations) -> None:
         self._opened = opened
         self._annotations = annotations
-        self._parts = PartTasks(opened)
         self._guard = threading.RLock()
         self._commit_thread: threading.Thread | None = None
         self._is_open = False
@@ -81,12 +81,12 @@ class StepEngine:
 
     # --- a step --------------------------------------------------------------------
 
-    def update(self, step: int, part: LeafPart) -> bool:
-        """Updates a leaf or a shard; blocks until `part.out` holds the result.
+    def update(self, step: int, request: UpdateRequest) -> bool:
+        """Updates a leaf or a shard; blocks until `request.out` holds the result.
 
         Args:
           step: the step that the caller's state is of.
-          part: what to update with.
+          request: what to update with.
 
         Returns:
           Whether the gradient is finite.
@@ -96,17 +96,13 @@ class StepEngine:
           DivergedParamsError: the caller's params are not the store's.
           StoreError: the drive failed.
         """
-        verdicts: list[bool] = []
         with self._guard:
             self._begin(step)
-            is_exact = part.leaf not in self._inexact
-            tasks = [
-                self._parts.task(part, layout, step + 1, verdicts, is_exact=is_exact)
-                for layout in self._opened.layouts(
-                    part.leaf, part.origin, part.gradient.shape
-                )
-            ]
-            arrivals = {t.layout.subgroup: _Arrival(t.layout, t.loads) for t in tasks}
+            is_exact = request.leaf not in self._inexact
+            found = request_tasks(self._opened, request, step + 1, is_exact=is_exact)
+            arrivals = {
+                t.layout.subgroup: _Arrival(t.layout, t.loads) for t in found.tasks
+            }
             if arrivals.keys() & self._arrivals.keys():
                 # The computation failed elsewhere and is run again: what it wrote
                 # before must not come after what it writes now.
@@ -114,13 +110,11 @@ class StepEngine:
                 self._check_undoable()
             self._arrivals |= arrivals
         with self._opened.timeline.span("leaf"):
-            self._opened.handler.run(tasks)
-        given = self._parts.given(part) if is_exact else None
-        down_bytes = part.link_bytes + (0 if given is None else given.nbytes)
+            self._opened.handler.run(found.tasks)
         self._opened.meters.add(
-            link_down_bytes=down_bytes, link_up_bytes=part.out.nbytes
+            link_down_bytes=found.link_down_bytes, link_up_bytes=request.out.nbytes
         )
-        return all(verdicts)
+        return found.is_finite
 
     def finish(
         self,
@@ -139,7 +133,7 @@ class StepEngine:
           scalars: the optimizer's new scalar state.
           skipped_steps: so far.
           inexact: leaves of which the caller's 16-bit params are not to the bit what
-            `LeafPart.out` received; the next step takes none of theirs.
+            `UpdateRequest.out` received; the next step takes none of theirs.
         """
         with self._guard:
             self._begin(step)

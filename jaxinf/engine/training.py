@@ -16,7 +16,6 @@ from jaxinf.engine.annotations import Annotations
 from jaxinf.engine.description import StoreDescription, kernel_needs
 from jaxinf.engine.opened import OpenStore, StoreRun
 from jaxinf.engine.options import StoreOptions
-from jaxinf.engine.parts import LeafPart
 from jaxinf.engine.place import StorePlace
 from jaxinf.engine.state import (
     compare_params,
@@ -25,6 +24,7 @@ from jaxinf.engine.state import (
     read_state,
 )
 from jaxinf.engine.steps import StepEngine, StepMetrics
+from jaxinf.engine.update_request import UpdateRequest
 from jaxinf.errors import StaleStateError, StoreFormatError
 from jaxinf.layout import LeafGrid, choose_grid
 from jaxinf.store import CommitRecord, ScalarState
@@ -266,7 +266,7 @@ class Training:
             raise self._no_store()
         return self._steps
 
-    def update(self, step: int, part: LeafPart) -> bool:
+    def update(self, step: int, part: UpdateRequest) -> bool:
         """Updates a leaf or a shard; blocks; whether its gradient is finite."""
         return self._engine.update(step, part)
 

@@ -13,9 +13,9 @@ import numpy as np
 from jaxinf.compress import SparseLeaf, TopK
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
-    LeafPart,
     Store,
     StoreDescription,
+    UpdateRequest,
 )
 from jaxinf.errors import NonFiniteGradientError, StoreMismatchError
 from jaxinf.layout import LeafGrid
@@ -256,7 +256,7 @@ class HostSide:
             )
         leaf = description.leaves[number]
         self.store.training.bind(description)
-        part = LeafPart(
+        part = UpdateRequest(
             leaf=number,
             kernel=leaf.kernel,
             origin=_origin(coordinates, outs[0]),

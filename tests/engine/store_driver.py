@@ -16,8 +16,8 @@ import jaxinf
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
     LeafDescription,
-    LeafPart,
     StoreDescription,
+    UpdateRequest,
 )
 from jaxinf.engine.decoding import read_decoded
 from jaxinf.kernels.codecs import encode_split
@@ -125,7 +125,7 @@ class Driver:
         params, *_ = self.expected(self.at)[list(self.leaves)[number]]
         num_probed = min(8, leaf.shape[-1]) if leaf.shape else 1
         probe = self.rounded(number, params).reshape(-1)[:num_probed]
-        return LeafPart(
+        return UpdateRequest(
             leaf=number,
             kernel=leaf.kernel,
             origin=(0,) * len(leaf.shape),

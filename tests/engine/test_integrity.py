@@ -143,7 +143,7 @@ def flip_and_step(drive, driver, num_steps, verify):
     number = list(again.leaves).index("w")
     for done in range(num_steps):
         part = again.part(number)
-        part = jaxinf.engine.LeafPart(**{**vars(part), "probe": np.zeros(0)})
+        part = jaxinf.engine.UpdateRequest(**{**vars(part), "probe": np.zeros(0)})
         try:
             again.store.training.update(again.at, part)
             again.store.training.abandon()

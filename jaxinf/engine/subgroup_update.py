@@ -1,0 +1,116 @@
+"""The update of one subgroup, once its states are in memory.
+
+Invariant: nothing is returned or stored of params that are not the store's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxinf.csd import Csd, CsdBuffer, Rounding
+from jaxinf.engine.chunks import ChunkTable
+from jaxinf.engine.divergence import compare_chunk, diverged_error, same_values
+from jaxinf.engine.subgroup_arrays import gather_gradient, gather_inputs, gather_run
+from jaxinf.engine.subgroup_layout import SubgroupLayout
+from jaxinf.engine.update_request import UpdateRequest
+from jaxinf.layout import scatter, target_view
+from jaxinf.program import Kernel
+from jaxinf.store import StoreDirectory
+from jaxinf.typing import Array
+
+__all__ = ["SubgroupUpdate"]
+
+
+@dataclass(eq=False, slots=True)
+class SubgroupUpdate:
+    """What a task of a step computes.
+
+    Attributes:
+      directory: the store's files.
+      chunks: the checksums of what they hold.
+      request: what came for the leaf.
+      layout: the subgroup.
+      kernel: the update, for the request's scalars.
+      rounding: the random bits of stochastic rounding.
+      given: the caller's params, where they are taken instead of the stored ones.
+      is_probed: whether the stored params are to be compared with the request's probe.
+      is_whole: whether the chunk's file is still as the last step has left it.
+      is_finite: whether the gradient is; known when it has run.
+    """
+
+    directory: StoreDirectory
+    chunks: ChunkTable
+    request: UpdateRequest
+    layout: SubgroupLayout
+    kernel: Kernel
+    rounding: Rounding
+    given: Array | None
+    is_probed: bool
+    is_whole: bool
+    is_finite: bool = True
+
+    def run(self, csd: Csd, buffer: CsdBuffer) -> Mapping[int, int]:
+        """Updates the buffer, and writes the result to the request's `out`.
+
+        Returns:
+          The checksums of states as they were read, where the CSD took them only now.
+
+        Raises:
+          DivergedParamsError: the caller's params are not the store's.
+        """
+        directory, layout, request = self.directory, self.layout, self.request
+        origin = request.origin
+        params = None
+        if self.given is not None:
+            params = gather_run(directory, layout, self.given, origin)
+        elif self.is_probed:
+            self._check_probe(csd.view(buffer, layout.extents[0]))
+        chunk = directory.chunks[layout.subgroup.leaf][layout.subgroup.chunk]
+        offset, num = layout.subgroup.offset_elements, layout.subgroup.num_elements
+        out = target_view(request.out, chunk, origin, offset, num)
+        result = np.empty(num, request.out.dtype) if out is None else out
+        outcome = csd.update(
+            buffer,
+            layout.kernel_extents,
+            self.kernel,
+            gather_gradient(directory, layout, request.gradient, origin),
+            gather_inputs(directory, layout, request.inputs, origin),
+            result,
+            self.rounding,
+            given=params,
+            wants_params=request.wants_params,
+        )
+        read_checksums = dict(outcome.read_checksums)
+        if self.given is not None:
+            self._check_given(self.given, read_checksums.pop(0))
+        self.is_finite = outcome.is_finite
+        self._keep_feedback(csd, buffer)
+        if out is None:
+            scatter(request.out, chunk, origin, offset, result)
+        return read_checksums
+
+    def _keep_feedback(self, csd: Csd, buffer: CsdBuffer) -> None:
+        layout, request = self.layout, self.request
+        if request.feedback is not None:
+            assert layout.feedback is not None
+            left = gather_run(self.directory, layout, request.feedback, request.origin)
+            csd.view(buffer, layout.extents[layout.feedback])[...] = left
+
+    def _check_probe(self, master: Array) -> None:
+        probe = self.request.probe
+        stored = master[: probe.size].astype(probe.dtype)
+        if not same_values(stored, probe):
+            if self.is_whole:
+                self.chunks.check_file(self.layout, 0)  # or the drive is to blame
+            name = self.directory.manifest.leaves[self.request.leaf].name
+            raise diverged_error(name, probe[:3], stored[:3])
+
+    def _check_given(self, params: Array, checksum: int) -> None:
+        """The params that were given must be what the last step left in the store.
+
+        Their checksum comes of the update's own pass; nothing of that is stored yet.
+        """
+        if not self.chunks.matches(self.layout, 0, checksum):
+            origin = self.request.origin
+            compare_chunk(self.directory, self.chunks, self.layout, params, origin)

@@ -1,0 +1,119 @@
+"""A request for an update, as tasks of the pipeline.
+
+Invariant: a task reads only the newest version of a state, and writes only the slot
+that the step builds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from jaxinf.engine.opened import OpenStore
+from jaxinf.engine.pipeline import Task
+from jaxinf.engine.subgroup_arrays import rounding_of
+from jaxinf.engine.subgroup_update import SubgroupUpdate
+from jaxinf.engine.update_request import UpdateRequest
+from jaxinf.kernels.specialise import specialise, state_read
+from jaxinf.program import Kernel
+from jaxinf.store import ERROR_FEEDBACK, dtype_of
+from jaxinf.typing import Array
+
+__all__ = ["RequestTasks", "request_tasks"]
+
+
+@dataclass(frozen=True)
+class RequestTasks:
+    """What a request comes to.
+
+    Attributes:
+      tasks: one a subgroup.
+      updates: what they compute.
+      link_down_bytes: what the caller sends, params that are taken included.
+    """
+
+    tasks: Sequence[Task]
+    updates: Sequence[SubgroupUpdate]
+    link_down_bytes: int
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the gradient is; once the tasks have computed."""
+        return all(update.is_finite for update in self.updates)
+
+
+def request_tasks(
+    opened: OpenStore, request: UpdateRequest, step: int, *, is_exact: bool
+) -> RequestTasks:
+    """The tasks of an update; they raise DivergedParamsError as `SubgroupUpdate.run`.
+
+    Args:
+      opened: the store.
+      request: what came.
+      step: that the update leads to.
+      is_exact: whether the caller's 16-bit params should be the store's to the bit.
+    """
+    kernel = specialise(request.kernel, request.inputs.scalars)
+    given = _given(opened, request) if is_exact else None
+    tasks, updates = [], []
+    for layout in opened.layouts(request.leaf, request.origin, request.gradient.shape):
+        loads, stores = _moved(kernel, layout.slots, request.feedback is not None)
+        if request.out.dtype != np.float32:  # which comes of the params, moved or not
+            loads |= {0}
+        chunk = opened.directory.chunks[request.leaf][layout.subgroup.chunk]
+        is_first = (
+            layout.subgroup.offset_elements == 0 and chunk.start == request.origin
+        )
+        # Over a step that is not committed a chunk's parts are overwritten one by one:
+        # when the whole could be compared, it is not there any more.
+        is_part = layout.subgroup.num_elements < chunk.num_elements
+        is_whole = not (is_part and opened.num_uncommitted > 0)
+        is_taken = given is not None and 0 in loads and is_whole
+        if is_taken:
+            loads -= {0}
+        update = SubgroupUpdate(
+            opened.directory,
+            opened.chunks,
+            request,
+            layout,
+            kernel,
+            rounding_of(layout, step),
+            given=given if is_taken else None,
+            is_probed=is_exact and is_first and request.probe.size > 0 and 0 in loads,
+            is_whole=is_whole,
+        )
+        updates.append(update)
+        tasks.append(
+            Task(
+                layout,
+                update.run,
+                loads=opened.chunks.sources(layout, sorted(loads)),
+                stores=stores,
+                runs_kernel=True,
+            )
+        )
+    link_down_bytes = request.link_bytes + (0 if given is None else given.nbytes)
+    return RequestTasks(tasks, updates, link_down_bytes)
+
+
+def _given(opened: OpenStore, request: UpdateRequest) -> Array | None:
+    """The caller's params, where they are what the store has, and are wanted."""
+    stored = opened.directory.manifest.leaves[request.leaf].states[0]
+    if request.params is None or not opened.options.csd.takes_params:
+        return None
+    return request.params if request.params.dtype == dtype_of(stored.dtype) else None
+
+
+@lru_cache
+def _moved(
+    kernel: Kernel, slots: tuple[str, ...], has_feedback: bool
+) -> tuple[frozenset[int], tuple[int, ...]]:
+    """The states that a kernel's update reads, and those that it leaves changed."""
+    needed, unchanged = state_read(kernel), kernel.unchanged
+    if not has_feedback:
+        unchanged |= {ERROR_FEEDBACK}
+    return (
+        frozenset(n for n, slot in enumerate(slots) if slot in needed),
+        tuple(n for n, slot in enumerate(slots) if slot not in unchanged),
+    )
