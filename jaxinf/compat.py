@@ -108,7 +108,7 @@ def has_buffer_callback() -> bool:
 
 def call_with_buffers(
     function: Callable[..., None],
-    avals: tuple[jax.ShapeDtypeStruct, ...],
+    avals: Any,
     *arguments: Any,
 ) -> Any:
     """Calls ``function(context, outs, *arguments)`` with XLA's buffers; traceable.
@@ -124,7 +124,7 @@ def call_with_buffers(
 
 def call_with_copies(
     function: Callable[..., Any],
-    avals: tuple[jax.ShapeDtypeStruct, ...],
+    avals: Any,
     *arguments: Any,
 ) -> Any:
     """Calls ``function(*arguments)``, which returns the results; traceable."""

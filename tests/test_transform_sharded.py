@@ -107,6 +107,31 @@ save(sys.argv[1] + "/traced.npz", store.params(like=params, state=state))
 """
 )
 
+SECOND_INIT = (
+    COMMON
+    + """
+meshes = [(jax.make_mesh((4,), ("d",)), SPECS),
+          (jax.make_mesh((2, 2), ("x", "d")),
+           {"rows": P(("x", "d")), "columns": P(None, "d"), "both": P(), "scale": P()})]
+store = jaxinf.open_store(sys.argv[1] + "/twice")
+tx = jaxinf.smart_update(adamw(), store)
+params = make(0)
+for (mesh, specs), eager, seeds in zip(meshes, (1, 3), (range(2, 3), range(4, 7))):
+    params = on(mesh, params, specs)
+    state = tx.init(params)
+    updates, state = tx.update(on(mesh, make(eager), specs), state, params)
+    params = optax.apply_updates(params, updates)
+    params, state = steps(tx, params, state, mesh, seeds, specs)
+    assert {s.mesh for s in store.training.shardings} == {mesh}
+    params = store.params(like=params, state=state)
+    assert params["rows"].sharding.is_equivalent_to(
+        NamedSharding(mesh, specs["rows"]), 2
+    )
+    params = {name: np.asarray(value) for name, value in params.items()}
+save(sys.argv[1] + "/twice.npz", params)
+"""
+)
+
 REFUSED_MESH = (
     COMMON
     + """
@@ -146,7 +171,7 @@ DEVICES = {
 
 
 @pytest.mark.long
-def test_same_bits_on_four_devices_and_after_a_change_of_mesh(place, run_python):
+def test_same_bits_on_four_devices_and_after_changes_of_mesh(place, run_python):
     run_python(ONE_DEVICE, place)
     result = run_python(FOUR_DEVICES, place, **DEVICES)
     figures = json.loads(result.stdout.splitlines()[-1])
@@ -154,8 +179,9 @@ def test_same_bits_on_four_devices_and_after_a_change_of_mesh(place, run_python)
     assert figures["down"] == 8 * figures["num"]  # gradients and params
     run_python(OTHER_MESH, place, **DEVICES)
     run_python(TRACED_INIT, place, JAXINF_CALLBACK="start", **DEVICES)
+    run_python(SECOND_INIT, place, **DEVICES)
     expected = np.load(place / "one.npz")
-    for name in ("four", "traced"):
+    for name in ("four", "traced", "twice"):
         found = np.load(place / f"{name}.npz")
         for leaf in expected.files:
             np.testing.assert_array_equal(found[leaf], expected[leaf], err_msg=leaf)

@@ -1,4 +1,4 @@
-"""What crosses the link instead of a dense gradient, on the host: NumPy arrays.
+"""What crosses the link instead of a dense gradient.
 
     chunk 0                  chunk 1                  …
     int32 indices, rising    int32 indices, rising
@@ -7,10 +7,11 @@
 Invariant: an index counts elements of its own chunk, and none comes twice.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
+import jax
 import numpy as np
 
 from jaxinf.typing import Array
@@ -54,9 +55,16 @@ class SparseGradient:
         dense[self.indices] = self.values
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("indices", "values"),
+    meta_fields=("shape", "counts", "lengths"),
+)
 @dataclass(frozen=True)
 class SparseLeaf:
-    """A leaf's gradient, or a shard's, as a JAX device sends it.
+    """A leaf's gradient, or a shard's, as a JAX device sends it; a pytree.
+
+    Its arrays are JAX's on the JAX device and NumPy's on the host.
 
     Attributes:
       shape: of the leaf or the shard.
@@ -67,10 +75,10 @@ class SparseLeaf:
     """
 
     shape: tuple[int, ...]
-    indices: Array
-    values: Array
-    counts: Sequence[int]
-    lengths: Sequence[int]
+    indices: Any
+    values: Any
+    counts: tuple[int, ...]
+    lengths: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:

@@ -8,7 +8,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding
 
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine.admission import check_same
@@ -38,7 +38,8 @@ class Training:
 
     Attributes:
       options: how the store is opened.
-      shardings: of each leaf of the params that the last `init` saw; None before.
+      shardings: of each leaf of the params that the last `init` saw, on one mesh;
+        empty where they are not sharded.
 
     Raises:
       StoreError: as `jaxinf.open_store` documents.
@@ -46,7 +47,7 @@ class Training:
 
     def __init__(self, options: StoreOptions) -> None:
         self.options = options
-        self.shardings: Sequence[Sharding | None] | None = None
+        self.shardings: tuple[NamedSharding, ...] = ()
         self._run = StoreRun.of(options)
         self._place = StorePlace(self._run)
         self._annotations = Annotations(options.path)

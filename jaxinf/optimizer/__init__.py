@@ -3,6 +3,7 @@
 Invariant: optax and JAX meet the store here; nothing below knows of a callback.
 """
 
-from jaxinf.optimizer.transform import SmartUpdateState, Stored, smart_update
+from jaxinf.optimizer.state import SmartUpdateState, Stored
+from jaxinf.optimizer.transform import smart_update
 
 __all__ = ["SmartUpdateState", "Stored", "smart_update"]

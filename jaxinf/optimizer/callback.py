@@ -1,46 +1,48 @@
 """The one seam through which a JAX computation calls the host.
 
-   one JAX device:   callback(leaf) ─────────────────────────► result, status
+   one JAX device:   callback(arguments) ─────────────────────► results
    a mesh:           shard_map( owner of the shard: callback ─► psum of bits )
 
-Invariant: a host function called from here uses NumPy alone, runs once for each
-distinct shard, and, beside other JAX devices, never raises: an exception next to a
-waiting collective would abort the process.
+Arguments and results are pytrees. Invariant: a host function called from here uses
+NumPy alone, runs once for each distinct shard, and, beside other JAX devices, never
+raises: an exception next to a waiting collective would abort the process.
 """
 
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxinf import compat
 from jaxinf.errors import DeviceConfigurationError
-from jaxinf.typing import Array
+from jaxinf.typing import PyTree
 
 __all__ = [
+    "FAILED",
     "Host",
-    "Prepare",
-    "call_on_shards",
+    "call_host",
     "call_once",
+    "call_owner",
     "check_device_configuration",
+    "guarded",
     "shares_memory",
     "waits_for_updates",
 ]
 
-Host = Callable[..., None]
-"""``host(outs, *arguments)`` fills the NumPy arrays `outs`, and keeps none of them.
+Host: TypeAlias = Callable[[PyTree, PyTree], None]
+"""``host(outs, arguments)`` fills the NumPy arrays of `outs`, and keeps none of them.
 
 Arguments it may keep only where calls do not share memory.
 """
 
-Prepare = Callable[[Sequence[jax.Array]], tuple[Sequence[jax.Array], list[jax.Array]]]
-"""``prepare(arrays)`` → what the host is given, what is kept."""
+FAILED = 2
+"""Status and verdict of a call that raised."""
 
 
 def check_device_configuration() -> None:
@@ -62,105 +64,6 @@ def check_device_configuration() -> None:
             f"{threads or 'not set'}; host callbacks then deadlock in JAX. Start "
             f"Python with {variable}={max(8, 2 * num_devices)} in the environment"
         )
-
-
-def call_on_shards(
-    host: Host,
-    sharding: NamedSharding | None,
-    shared: Sequence[jax.Array],
-    arrays: Sequence[jax.Array],
-    out: jax.ShapeDtypeStruct | None,
-    prepare: Prepare | None = None,
-) -> tuple[jax.Array | None, jax.Array, list[jax.Array]]:
-    """Calls the host with a leaf, shard by shard.
-
-    Args:
-      host: ``host((out, status), coordinates, *shared, *arrays)``; without a result
-        ``host((status,), …)``. `coordinates` (int32, one a dimension) say which shard.
-      sharding: of the arrays; None for one JAX device.
-      shared: the same for all shards: scalars.
-      arrays: of the leaf's shape; at least one where there is no result.
-      out: the result, which has the leaf's shape; None for no result.
-      prepare: makes of a JAX device's own part of `arrays` what the host is given in
-        their place, and arrays of that part's shape to keep.
-
-    Returns:
-      The result, sharded like the arrays, the greatest status (int32), and what was
-      kept, sharded alike.
-    """
-    prepare = prepare or _as_they_are
-    ndim = (arrays[0] if out is None else out).ndim
-    avals = _leaf_avals(out, sharding)
-    if sharding is None:
-        origin = jnp.zeros(ndim, jnp.int32)
-        given, kept = prepare(arrays)
-        *found, status = _call(host, avals, (origin, *shared, *given), is_local=False)
-        return (found[0] if found else None), status, kept
-    mesh, spec = sharding.mesh, sharding.spec
-    assert isinstance(mesh, Mesh)
-
-    def on_device(shared: Any, arrays: Any) -> tuple[list[jax.Array], Any, Any]:
-        coordinates, used = _coordinates(mesh, spec, ndim)
-        others = tuple(name for name in mesh.axis_names if name not in used)
-        given, kept = prepare(arrays)
-        arguments = (coordinates, *shared, *given)
-        *found, status = _owner_calls(host, avals, arguments, mesh, others)
-        return found, lax.pmax(status, mesh.axis_names), kept
-
-    whole = PartitionSpec()
-    found, status, kept = compat.shard_map(
-        on_device,
-        mesh=mesh,
-        in_specs=([whole] * len(shared), [spec] * len(arrays)),
-        out_specs=(spec, whole, spec),
-    )(list(shared), list(arrays))
-    return (found[0] if found else None), status, kept
-
-
-def call_once(
-    host: Host,
-    mesh: Mesh | None,
-    arguments: Sequence[jax.Array],
-    avals: Sequence[jax.ShapeDtypeStruct],
-) -> tuple[jax.Array, ...]:
-    """Calls the host once a process, with replicated arguments, for replicated results.
-
-    Args:
-      host: ``host(outs, *arguments)``.
-      mesh: the run's mesh; None for one JAX device.
-      arguments: small arrays.
-      avals: shapes and dtypes of the results.
-    """
-    if mesh is None:
-        return _call(host, tuple(avals), arguments, is_local=False)
-
-    def on_device(*arguments: Any) -> tuple[jax.Array, ...]:
-        return _owner_calls(host, tuple(avals), arguments, mesh, mesh.axis_names)
-
-    whole = PartitionSpec()
-    return compat.shard_map(
-        on_device,
-        mesh=mesh,
-        in_specs=whole,
-        out_specs=whole,
-    )(*arguments)
-
-
-def _as_they_are(
-    arrays: Sequence[jax.Array],
-) -> tuple[Sequence[jax.Array], list[jax.Array]]:
-    return arrays, []
-
-
-def _leaf_avals(
-    out: jax.ShapeDtypeStruct | None, sharding: NamedSharding | None
-) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Of the results of one device's call."""
-    status = jax.ShapeDtypeStruct((), np.int32)
-    if out is None:
-        return (status,)
-    shape = out.shape if sharding is None else sharding.shard_shape(out.shape)
-    return (jax.ShapeDtypeStruct(shape, out.dtype), status)
 
 
 def waits_for_updates() -> bool:
@@ -186,6 +89,94 @@ def shares_memory(*, is_local: bool) -> bool:
     return _way("buffer" if can_share else "io") == "buffer"
 
 
+def guarded(
+    host: Host, fail: Callable[[BaseException], None], *, may_raise: bool
+) -> Host:
+    """Wraps a host function for a callback.
+
+    Args:
+      host: fills its first argument's arrays from the second's.
+      fail: is told of the exception that it raised.
+      may_raise: whether the exception may go into the computation, as one JAX device
+        allows; else the results say it: zeros, and `FAILED` for int32.
+    """
+
+    def call(outs: PyTree, arguments: PyTree) -> None:
+        try:
+            host(outs, arguments)
+        except BaseException as error:
+            fail(error)
+            if may_raise:
+                raise
+            for out in jax.tree.leaves(outs):
+                out[...] = FAILED if out.dtype == np.int32 else 0
+
+    return call
+
+
+def call_host(host: Host, avals: PyTree, arguments: PyTree, *, is_local: bool) -> Any:
+    """Calls the host with XLA's own buffers where that can be, else with copies.
+
+    ``buffer_callback`` copies nothing in either direction, but reaches the host's NumPy
+    on a CPU only and cannot sit in a computation that XLA partitions. JAXINF_CALLBACK
+    (``io``, ``start``: copies; ``buffer``) overrides.
+
+    Args:
+      host: the function.
+      avals: shapes and dtypes of the results.
+      arguments: arrays.
+      is_local: as for `shares_memory`.
+
+    Returns:
+      The results, a tree like `avals`.
+    """
+    if shares_memory(is_local=is_local):
+        return compat.call_with_buffers(partial(_with_buffers, host), avals, arguments)
+    return compat.call_with_copies(partial(_with_copies, host, avals), avals, arguments)
+
+
+def call_owner(
+    host: Host, avals: PyTree, arguments: PyTree, mesh: Mesh, axes: Sequence[str]
+) -> Any:
+    """In a ``shard_map``: along `axes` the first device calls, for all of them.
+
+    The others receive its results' bits. Arguments are as for `call_host`.
+    """
+    axes = tuple(name for name in axes if mesh.shape[name] > 1)
+    if not axes:
+        return call_host(host, avals, arguments, is_local=True)
+    is_owner = jnp.bool_(True)
+    for name in axes:
+        is_owner &= lax.axis_index(name) == 0
+    results = lax.cond(
+        is_owner,
+        lambda: call_host(host, avals, arguments, is_local=True),
+        lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), avals),
+    )
+    return jax.tree.map(lambda result: _sum_bits(result, axes), results)
+
+
+def call_once(host: Host, mesh: Mesh | None, arguments: PyTree, avals: PyTree) -> Any:
+    """Calls the host once a process, with replicated arguments, for replicated results.
+
+    Args:
+      host: the function.
+      mesh: the run's mesh; None for one JAX device.
+      arguments: small arrays.
+      avals: shapes and dtypes of the results.
+    """
+    if mesh is None:
+        return call_host(host, avals, arguments, is_local=False)
+
+    def on_device(arguments: PyTree) -> Any:
+        return call_owner(host, avals, arguments, mesh, mesh.axis_names)
+
+    whole = PartitionSpec()
+    return compat.shard_map(on_device, mesh=mesh, in_specs=(whole,), out_specs=whole)(
+        arguments
+    )
+
+
 def _way(default: str) -> str:
     """How the host is called: what JAXINF_CALLBACK says, else the default."""
     way = os.environ.get("JAXINF_CALLBACK") or default
@@ -202,76 +193,15 @@ def _way(default: str) -> str:
     return way
 
 
-def _call(
-    host: Host,
-    avals: tuple[jax.ShapeDtypeStruct, ...],
-    arguments: Sequence[Any],
-    *,
-    is_local: bool,
-) -> tuple[jax.Array, ...]:
-    """Calls the host with XLA's own buffers where that can be, else with copies.
-
-    ``buffer_callback`` copies nothing in either direction, but reaches the host's NumPy
-    on a CPU only and cannot sit in a computation that XLA partitions (`is_local`: this
-    one is a device's own part). JAXINF_CALLBACK (``io``, ``start``: copies; ``buffer``)
-    overrides.
-    """
-    if shares_memory(is_local=is_local):
-        return compat.call_with_buffers(partial(_with_buffers, host), avals, *arguments)
-    copying = partial(_with_copies, host, avals)
-    return compat.call_with_copies(copying, avals, *arguments)
-
-
-def _with_buffers(host: Host, context: Any, outs: Any, *arguments: Any) -> None:
+def _with_buffers(host: Host, context: Any, outs: PyTree, arguments: PyTree) -> None:
     del context
-    host([np.asarray(out) for out in outs], *map(np.asarray, arguments))
+    host(*jax.tree.map(np.asarray, (outs, arguments)))
 
 
-def _with_copies(
-    host: Host, avals: Sequence[jax.ShapeDtypeStruct], *arguments: Any
-) -> tuple[Array, ...]:
-    outs = tuple(np.empty(aval.shape, aval.dtype) for aval in avals)
-    host(outs, *map(np.asarray, arguments))
+def _with_copies(host: Host, avals: PyTree, arguments: PyTree) -> PyTree:
+    outs = jax.tree.map(lambda aval: np.empty(aval.shape, aval.dtype), avals)
+    host(outs, jax.tree.map(np.asarray, arguments))
     return outs
-
-
-def _coordinates(
-    mesh: Mesh, spec: PartitionSpec, ndim: int
-) -> tuple[jax.Array, set[str]]:
-    """This device's shard along each dimension, and the mesh axes it comes from."""
-    used: set[str] = set()
-    coordinates = []
-    for entry in (*spec, *[None] * (ndim - len(spec))):
-        names = entry if isinstance(entry, tuple) else (entry,)
-        position = jnp.int32(0)
-        for name in names:
-            if isinstance(name, str):
-                used.add(name)
-                position = position * mesh.shape[name] + lax.axis_index(name)
-        coordinates.append(position)
-    return jnp.array(coordinates, jnp.int32).reshape(ndim), used
-
-
-def _owner_calls(
-    host: Host,
-    avals: tuple[jax.ShapeDtypeStruct, ...],
-    arguments: Sequence[Any],
-    mesh: Mesh,
-    axes: tuple[str, ...],
-) -> Any:
-    """Along `axes` the first device calls; the others receive its results' bits."""
-    axes = tuple(name for name in axes if mesh.shape[name] > 1)
-    if not axes:
-        return _call(host, avals, arguments, is_local=True)
-    is_owner = jnp.bool_(True)
-    for name in axes:
-        is_owner &= lax.axis_index(name) == 0
-    results = lax.cond(
-        is_owner,
-        lambda: _call(host, avals, arguments, is_local=True),
-        lambda: tuple(jnp.zeros(a.shape, a.dtype) for a in avals),
-    )
-    return tuple(_sum_bits(result, axes) for result in results)
 
 
 def _sum_bits(value: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -4,17 +4,42 @@ Invariant: a run has one mesh or none; what is not sharded over it is replicated
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinf.typing import Array
 
-__all__ = ["distinct_shards", "on_one_mesh", "shard_counts"]
+__all__ = [
+    "Axis",
+    "Split",
+    "axis_indices",
+    "distinct_shards",
+    "mesh_of",
+    "on_one_mesh",
+    "shard_counts",
+    "shard_origin",
+    "split_of",
+    "unused_axes",
+]
 
 
-def on_one_mesh(shardings: Sequence[Any]) -> list[NamedSharding]:
+class Axis(NamedTuple):
+    """An axis of a mesh: its place among them, and how many devices it has."""
+
+    number: int
+    size: int
+
+
+Split = tuple[tuple[Axis, ...], ...]
+"""Of each dimension of an array, the axes that it is sharded over."""
+
+
+def on_one_mesh(shardings: Sequence[Any]) -> tuple[NamedSharding, ...]:
     """Every leaf's sharding on the run's mesh; empty where it has one JAX device.
 
     Args:
@@ -26,14 +51,67 @@ def on_one_mesh(shardings: Sequence[Any]) -> list[NamedSharding]:
     meshes = {s.mesh for s in shardings if isinstance(s, NamedSharding)}
     meshes = {mesh for mesh in meshes if mesh.size > 1}
     if not meshes:
-        return []
+        return ()
     if len(meshes) > 1:
         raise ValueError(
             f"params are sharded over {len(meshes)} meshes ({meshes}); put all of them "
             "on one"
         )
     replicated = NamedSharding(meshes.pop(), PartitionSpec())
-    return [s if isinstance(s, NamedSharding) else replicated for s in shardings]
+    return tuple(s if isinstance(s, NamedSharding) else replicated for s in shardings)
+
+
+def mesh_of(shardings: Sequence[NamedSharding]) -> Mesh | None:
+    """The mesh that leaves are on; None for one JAX device."""
+    if not shardings:
+        return None
+    mesh = shardings[0].mesh
+    assert isinstance(mesh, Mesh)
+    return mesh
+
+
+def split_of(sharding: NamedSharding, ndim: int) -> Split:
+    """Over which axes each dimension of an array is sharded."""
+    names = list(sharding.mesh.axis_names)
+    spec = (*sharding.spec, *[None] * (ndim - len(sharding.spec)))
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    return tuple(
+        tuple(
+            Axis(names.index(name), sharding.mesh.shape[name])
+            for name in entry
+            if isinstance(name, str)
+        )
+        for entry in entries
+    )
+
+
+def unused_axes(mesh: Mesh, split: Split) -> tuple[str, ...]:
+    """The axes along which devices hold the same shard."""
+    used = {axis.number for axes in split for axis in axes}
+    return tuple(n for i, n in enumerate(mesh.axis_names) if i not in used)
+
+
+def axis_indices(mesh: Mesh) -> jax.Array:
+    """In a ``shard_map``: where this device stands along each axis, int32."""
+    indices = [lax.axis_index(name) for name in mesh.axis_names]
+    return jnp.stack(indices).astype(jnp.int32)
+
+
+def shard_origin(split: Split, device: Array, shape: Sequence[int]) -> tuple[int, ...]:
+    """Index in an array of the first element of a device's shard.
+
+    Args:
+      split: of the array.
+      device: from `axis_indices`.
+      shape: of the shard.
+    """
+    origin = []
+    for axes, length in zip(split, shape, strict=True):
+        position = 0
+        for axis in axes:
+            position = position * axis.size + int(device[axis.number])
+        origin.append(position * length)
+    return tuple(origin)
 
 
 def shard_counts(

@@ -5,12 +5,11 @@ one that is longer by itself; every update that was started ends, fetched or not
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from jaxinf.engine import Store
-from jaxinf.typing import Array
 
 __all__ = ["StartedUpdates"]
 
@@ -29,19 +28,19 @@ class StartedUpdates:
         self._changed = threading.Condition()
         self._taken_bytes = 0
         self._pool: ThreadPoolExecutor | None = None
-        self._under_way: dict[_Key, tuple[Future[None], Sequence[Array]]] = {}
+        self._under_way: dict[_Key, tuple[Future[None], Any]] = {}
 
     def start(
         self,
         key: _Key,
-        results: Sequence[Array],
+        results: Any,
         update: Callable[[], None],
         num_bytes: int,
     ) -> None:
         """Begins an update; blocks while those under way hold too much memory.
 
         Args:
-          key: of the leaf or shard; one that was never fetched is forgotten.
+          key: of the call; one that was never fetched is forgotten.
           results: what `update` fills.
           update: blocks until they are filled.
           num_bytes: that it holds until then.
@@ -59,7 +58,7 @@ class StartedUpdates:
             future = self._threads().submit(self._run, update, num_bytes)
             self._under_way[key] = future, results
 
-    def finish(self, key: _Key) -> Sequence[Array]:
+    def finish(self, key: _Key) -> Any:
         """The results of an update, when it has ended.
 
         Raises:

@@ -17,7 +17,7 @@ from jaxinf.compress import sparsify
 from jaxinf.engine import Store, open_store
 from jaxinf.errors import NonFiniteGradientError
 from jaxinf.io import ByteCounts
-from jaxinf.optimizer.transform import SmartUpdateState, smart_update
+from jaxinf.optimizer import SmartUpdateState, smart_update
 from jaxinf.train.config import TrainConfig, UsageError
 from jaxinf.train.optimizers import make_clipping
 from jaxinf.typing import JsonValue, PyTree

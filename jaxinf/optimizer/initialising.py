@@ -1,0 +1,128 @@
+"""The transformation's `init`: makes a store, or resumes one that agrees.
+
+Invariant: an eager `init` writes before it returns, one in a computation when that
+runs, and one under ``eval_shape`` never.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxinf import compat
+from jaxinf.csd import ScalarInputs
+from jaxinf.engine import StoreDescription
+from jaxinf.optimizer.callback import call_once
+from jaxinf.optimizer.host_init import HostInit
+from jaxinf.optimizer.leaf_call import HostCall, leaf_call, send
+from jaxinf.optimizer.sharding import distinct_shards, mesh_of, on_one_mesh
+from jaxinf.optimizer.state import SmartUpdateState, first_state, raw
+from jaxinf.optimizer.wrapped import Wrapped
+from jaxinf.program import InitProgram
+from jaxinf.typing import PyTree
+
+__all__ = ["init_state"]
+
+
+class _Initialised(NamedTuple):
+    """What `init` makes.
+
+    Attributes:
+      initial: the optimizer's first scalar state.
+      held: what the store has: step, skipped steps, scalar state.
+      feedback: error feedback, one a leaf; empty without.
+    """
+
+    initial: Sequence[jax.Array]
+    held: Sequence[Any]
+    feedback: Sequence[jax.Array]
+
+
+def init_state(wrapped: Wrapped, params: PyTree) -> SmartUpdateState:
+    """See `smart_update`."""
+    leaves = jax.tree.leaves(params)
+    is_traced = any(
+        isinstance(x, compat.Tracer) or not hasattr(x, "__array__") for x in leaves
+    )
+    if not is_traced:
+        seen = [getattr(leaf, "sharding", None) for leaf in leaves]
+        wrapped.store.training.shardings = on_one_mesh(seen)
+    shardings = wrapped.shardings
+    program, update = wrapped.trace(params, wrapped.example_args)
+    description = wrapped.describe(program, update, shardings)
+    if is_traced:
+        made = _init_traced(wrapped, description, program, leaves, shardings)
+    else:
+        made = _init_eagerly(wrapped, description, program, leaves)
+    feedback = wrapped.structure_of_feedback(params).unflatten(made.feedback)
+    return first_state(program, made.initial, made.held, feedback)
+
+
+def _init_eagerly(
+    wrapped: Wrapped,
+    description: StoreDescription,
+    program: InitProgram,
+    leaves: Sequence[Any],
+) -> _Initialised:
+    store, host = wrapped.store, HostInit(wrapped.store, description)
+    is_new = store.training.bind(description, may_create=True)
+    store.wait()
+    initial, inputs = jax.jit(program.prologue)(leaves)
+    for number, leaf in enumerate(leaves):
+        scalars = tuple(np.asarray(s) for s in inputs[number].scalars)
+        for index, shard in distinct_shards(leaf):
+            arrays = tuple(np.asarray(a)[index] for a in inputs[number].arrays)
+            own = ScalarInputs(scalars, arrays)
+            origin = [s.start or 0 for s in index]
+            host.place(number, shard, origin, own, is_new=is_new)
+    held = host.held_state([np.asarray(raw(value)) for value in initial])
+    feedback: list[jax.Array] = []
+    if wrapped.has_feedback:
+        feedback = [jnp.zeros_like(leaf, jnp.float32) for leaf in leaves]
+    if not is_new:
+        records = store.manifest.leaves
+        feedback = [
+            store.read_leaf(number, like, len(records[number].states) - 1)
+            for number, like in enumerate(feedback)
+        ]
+    return _Initialised(initial, held, feedback)
+
+
+def _init_traced(
+    wrapped: Wrapped,
+    description: StoreDescription,
+    program: InitProgram,
+    leaves: Sequence[jax.Array],
+    shardings: tuple[NamedSharding, ...],
+) -> _Initialised:
+    host = HostInit(wrapped.store, description)
+    mesh = mesh_of(shardings)
+    initial, inputs = program.prologue(leaves)
+    statuses, feedback = [], []
+    for number, (leaf, own) in enumerate(zip(leaves, inputs, strict=True)):
+        sharding = shardings[number : number + 1]
+        result = None
+        if wrapped.has_feedback:
+            result = jax.ShapeDtypeStruct(leaf.shape, np.float32)
+        call = leaf_call(number, leaf.ndim, *sharding, params=leaf)
+        [placed] = send(
+            wrapped.host.guarded(host.leaves, may_raise=mesh is None),
+            HostCall.of([call], [own]),
+            [result],
+            sharding,
+        )
+        statuses.append(placed.status)
+        feedback += [] if placed.array is None else [placed.array]
+    scalars = [raw(value) for value in initial]
+    counter = jax.ShapeDtypeStruct((), np.int32)
+    avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in scalars]
+    held = call_once(
+        wrapped.host.guarded(host.finish, may_raise=mesh is None),
+        mesh,
+        (jnp.stack(statuses), scalars),
+        [counter, counter, *avals],
+    )
+    return _Initialised(initial, held, feedback)

@@ -1,0 +1,310 @@
+"""A leaf's call of the host: built, sent and, on the host, taken apart again.
+
+    LeafCall ─► compress ─► callback ─► LeafCall ─► UpdateRequest
+    of JAX arrays, where the gradient is │ of NumPy arrays, on the host
+
+Invariant: what the host is told of a leaf is in one pytree; what is known when a step
+is traced is part of its structure, and no operand.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxinf import compat
+from jaxinf.csd import ScalarInputs
+from jaxinf.engine import LeafDescription, UpdateRequest
+from jaxinf.optimizer.callback import Host, call_host, call_owner
+from jaxinf.optimizer.sharding import (
+    Split,
+    axis_indices,
+    mesh_of,
+    shard_origin,
+    split_of,
+    unused_axes,
+)
+from jaxinf.program import LeafInputs
+
+__all__ = [
+    "FINITE",
+    "GO",
+    "HOLD",
+    "HOLD_NON_FINITE",
+    "NON_FINITE",
+    "Compress",
+    "HostCall",
+    "HostResult",
+    "LeafCall",
+    "LeafResult",
+    "first_elements",
+    "leaf_call",
+    "send",
+]
+
+FINITE, NON_FINITE = 0, 1
+"""Status of a leaf's call; `callback.FAILED` is one too."""
+
+GO, HOLD, HOLD_NON_FINITE = 0, 1, 2
+"""Gate of a leaf's call: whether it may update, and whether the leaf is why not."""
+
+_NUM_PROBED = 8
+_REPLICATED = ("gate", "probe")
+_STATIC = ("number", "split", "scalars")
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("gradient", "params", "inputs", "feedback", "gate", "probe"),
+    meta_fields=_STATIC,
+)
+@dataclass(frozen=True)
+class LeafCall:
+    """What the host is told of a leaf; on a mesh, by each JAX device of its shard.
+
+    Attributes:
+      number: which leaf.
+      split: how the mesh cuts it; empty axes without one.
+      scalars: which of the call's scalars its kernel gets.
+      gradient: dense, or what a compression sends of it; None in `init`.
+      params: on the JAX device; None where the host does not want them.
+      inputs: further arrays that the kernel reads, of the gradient's shape.
+      feedback: float32, what compression has left out; None without error feedback.
+      gate: int32, whether it may update; None: it may.
+      probe: the first few params, where the host does not get all.
+    """
+
+    number: int
+    split: Split
+    scalars: tuple[int, ...] = ()
+    gradient: Any = None
+    params: Any = None
+    inputs: tuple[Any, ...] = ()
+    feedback: Any = None
+    gate: Any = None
+    probe: Any = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the leaf, or the shard."""
+        array = self.params if self.gradient is None else self.gradient
+        return tuple(array.shape)
+
+    @property
+    def held(self) -> int:
+        """The gate's verdict, on the host."""
+        return GO if self.gate is None else int(self.gate)
+
+    def request(
+        self, call: "HostCall", leaf: LeafDescription, origin: tuple[int, ...], out: Any
+    ) -> UpdateRequest:
+        """On the host: what the engine is asked to update.
+
+        Args:
+          call: that this leaf is of.
+          leaf: what the store knows of it.
+          origin: see `HostCall.origin`.
+          out: receives the update or the new 16-bit params.
+        """
+        probe = self.probe
+        if probe is None:
+            given = np.zeros(0, out.dtype) if self.params is None else self.params
+            probe = first_elements(given)
+        return UpdateRequest(
+            leaf=self.number,
+            kernel=leaf.kernel,
+            origin=origin,
+            gradient=self.gradient,
+            inputs=call.inputs(self),
+            out=out,
+            probe=probe,
+            params=self.params,
+            feedback=self.feedback,
+        )
+
+
+Compress: TypeAlias = Callable[[LeafCall], LeafCall]
+"""A step of a leaf's way, on the JAX device that has the gradient, or its shard."""
+
+
+class HostCall(NamedTuple):
+    """One call of the host.
+
+    Attributes:
+      leaves: what it brings.
+      scalars: the prologue's, that their kernels get.
+      step: int32, of the state; None in `init`.
+      device: int32, where the JAX device stands along each axis of the mesh; None
+        without one.
+      after: arrays that must be there before the call, for no other use.
+    """
+
+    leaves: tuple[LeafCall, ...]
+    scalars: Any = ()
+    step: Any = None
+    device: Any = None
+    after: Any = None
+
+    @classmethod
+    def of(
+        cls,
+        leaves: Sequence[LeafCall],
+        inputs: Sequence[LeafInputs],
+        step: jax.Array | None = None,
+    ) -> "HostCall":
+        """With the inputs of each leaf's kernel; equal scalars are sent once."""
+        scalars: dict[int, jax.Array] = {}
+        for scalar in (scalar for own in inputs for scalar in own.scalars):
+            scalars.setdefault(id(scalar), scalar)
+        places = {key: place for place, key in enumerate(scalars)}
+        complete = [
+            replace(
+                leaf,
+                scalars=tuple(places[id(scalar)] for scalar in own.scalars),
+                inputs=own.arrays,
+            )
+            for leaf, own in zip(leaves, inputs, strict=True)
+        ]
+        return cls(tuple(complete), tuple(scalars.values()), step)
+
+    def origin(self, leaf: LeafCall) -> tuple[int, ...]:
+        """On the host: index in the leaf of the first element that came."""
+        return shard_origin(leaf.split, self.device, leaf.shape)
+
+    def inputs(self, leaf: LeafCall) -> ScalarInputs:
+        """On the host: what the leaf's kernel gets."""
+        return ScalarInputs(
+            tuple(self.scalars[place] for place in leaf.scalars), leaf.inputs
+        )
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """On the host: tells the calls of a step apart."""
+        device = () if self.device is None else self.device.tolist()
+        return (self.leaves[0].number, *device)
+
+    @property
+    def num_bytes(self) -> int:
+        """On the host: of all that came."""
+        return sum(array.nbytes for array in jax.tree.leaves(self))
+
+
+class HostResult(NamedTuple):
+    """What a call of the host fills.
+
+    Attributes:
+      arrays: of each leaf, of its shape: the fp32 update or the new 16-bit params; in
+        `init` its error feedback. None where there is none.
+      statuses: int32, one a leaf.
+    """
+
+    arrays: tuple[Any, ...]
+    statuses: Any
+
+
+class LeafResult(NamedTuple):
+    """What a call gives of a leaf.
+
+    Attributes:
+      array: see `HostResult`.
+      status: int32, the greatest of all shards'.
+      feedback: the new error feedback; None without.
+    """
+
+    array: Any
+    status: jax.Array
+    feedback: Any
+
+
+def first_elements(array: Any) -> Any:
+    """A few elements, for a glance: the first of an array's first row."""
+    if not array.size:
+        return array.reshape(-1)
+    row = array[(0,) * (array.ndim - 1)] if array.ndim else array[None]
+    return row[:_NUM_PROBED]
+
+
+def send(
+    host: Host,
+    call: HostCall,
+    results: Sequence[jax.ShapeDtypeStruct | None],
+    shardings: Sequence[NamedSharding],
+    compress: Compress | None = None,
+) -> list[LeafResult]:
+    """Calls the host with leaves, shard by shard; traceable.
+
+    Args:
+      host: ``host(HostResult, HostCall)``.
+      call: whole leaves; they all are sharded over the same axes.
+      results: of each leaf; None for none.
+      shardings: of each leaf; empty for one JAX device.
+      compress: makes of a leaf's call the one that is sent.
+
+    Returns:
+      Of each leaf; arrays are sharded as the leaf.
+    """
+    compress = compress or _as_it_is
+    statuses = jax.ShapeDtypeStruct((len(call.leaves),), np.int32)
+    mesh = mesh_of(shardings)
+    if mesh is None:
+        call = call._replace(leaves=tuple(map(compress, call.leaves)))
+        avals = HostResult(tuple(results), statuses)
+        found = call_host(host, avals, call, is_local=False)
+        return _leaf_results(found, [leaf.feedback for leaf in call.leaves])
+    local = [
+        aval and jax.ShapeDtypeStruct(sharding.shard_shape(aval.shape), aval.dtype)
+        for aval, sharding in zip(results, shardings, strict=True)
+    ]
+    others = unused_axes(mesh, call.leaves[0].split)
+
+    def on_device(call: HostCall) -> tuple[HostResult, list[Any]]:
+        leaves = tuple(map(compress, call.leaves))
+        call = call._replace(leaves=leaves, device=axis_indices(mesh))
+        avals = HostResult(tuple(local), statuses)
+        found = call_owner(host, avals, call, mesh, others)
+        greatest = jax.lax.pmax(found.statuses, mesh.axis_names)
+        return found._replace(statuses=greatest), [leaf.feedback for leaf in leaves]
+
+    whole = PartitionSpec()
+    specs = [sharding.spec for sharding in shardings]
+    found, feedback = compat.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(_call_specs(call, specs),),
+        out_specs=(HostResult(tuple(specs), whole), specs),
+    )(call)
+    return _leaf_results(found, feedback)
+
+
+def leaf_call(
+    number: int, ndim: int, sharding: NamedSharding | None = None, **arrays: Any
+) -> LeafCall:
+    """A call with arrays of the leaf; see `LeafCall`."""
+    split = ((),) * ndim if sharding is None else split_of(sharding, ndim)
+    return LeafCall(number, split, **arrays)
+
+
+def _as_it_is(call: LeafCall) -> LeafCall:
+    return call
+
+
+def _leaf_results(found: HostResult, feedback: Sequence[Any]) -> list[LeafResult]:
+    return [
+        LeafResult(array, found.statuses[place], left)
+        for place, (array, left) in enumerate(zip(found.arrays, feedback, strict=True))
+    ]
+
+
+def _call_specs(call: HostCall, specs: Sequence[PartitionSpec]) -> HostCall:
+    """How each array of a call is sharded: a prefix of its tree."""
+    whole = PartitionSpec()
+    sharded = [f.name for f in fields(LeafCall) if f.name not in _STATIC]
+    leaves = [
+        replace(leaf, **{n: whole if n in _REPLICATED else spec for n in sharded})
+        for leaf, spec in zip(call.leaves, specs, strict=True)
+    ]
+    return HostCall(tuple(leaves), whole, whole, whole, whole)

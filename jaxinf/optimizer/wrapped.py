@@ -1,0 +1,109 @@
+"""What `smart_update` was given, for `init` and `update`.
+
+Invariant: nothing here changes; what `init` sees of a run is the store's to keep.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import NamedSharding
+
+from jaxinf.compress import TopK
+from jaxinf.engine import LeafDescription, Store, StoreDescription
+from jaxinf.optimizer.compressing import (
+    check_program,
+    gradient_forms,
+    keeps_feedback,
+)
+from jaxinf.optimizer.host_side import HostSide
+from jaxinf.optimizer.sharding import shard_counts
+from jaxinf.program import InitProgram, UpdateProgram, trace_init, trace_update
+from jaxinf.store import ERROR_FEEDBACK, MASTER_PARAMS, StateRecord
+from jaxinf.typing import PyTree
+
+__all__ = ["Wrapped"]
+
+
+@dataclass(frozen=True, eq=False)
+class Wrapped:
+    """An optimizer and the store of its state.
+
+    Attributes:
+      tx: the optimizer.
+      host: the store's side of it.
+      compression: of its gradients; None for dense ones.
+      given_shardings: of the params' leaves, as the caller said; empty if not.
+      example_args: of further arguments of the optimizer's update.
+    """
+
+    tx: optax.GradientTransformationExtraArgs
+    host: HostSide
+    compression: TopK | None
+    given_shardings: tuple[NamedSharding, ...]
+    example_args: Mapping[str, Any]
+
+    @property
+    def store(self) -> Store:
+        """Where the state lives."""
+        return self.host.store
+
+    @property
+    def has_feedback(self) -> bool:
+        """Whether there is error feedback."""
+        return keeps_feedback(self.compression)
+
+    @property
+    def shardings(self) -> tuple[NamedSharding, ...]:
+        """Of the params' leaves, on one mesh; empty for one JAX device.
+
+        The caller's, or those of the params that the last `init` on the store saw.
+        """
+        return self.given_shardings or self.store.training.shardings
+
+    def trace(
+        self, params: PyTree, extra_args: Mapping[str, Any]
+    ) -> tuple[InitProgram, UpdateProgram]:
+        """The optimizer, divided between JAX and the store.
+
+        Raises:
+          UnsupportedTransformError: it cannot be.
+        """
+        update = trace_update(self.tx, params, extra_args)
+        check_program(self.compression, update)
+        return trace_init(self.tx, params), update
+
+    def describe(
+        self,
+        init: InitProgram,
+        update: UpdateProgram,
+        shardings: tuple[NamedSharding, ...],
+    ) -> StoreDescription:
+        """What the store is to hold."""
+        leaves = []
+        for number, (leaf, first) in enumerate(
+            zip(update.leaves, init.leaves, strict=True)
+        ):
+            slots = [StateRecord(slot.name, slot.dtype.name) for slot in leaf.slots]
+            if self.has_feedback:
+                slots.append(StateRecord(ERROR_FEEDBACK, "float32"))
+            sharding = shardings[number] if shardings else None
+            leaves.append(
+                LeafDescription(
+                    path=leaf.info.path,
+                    shape=leaf.info.shape,
+                    dtype=leaf.info.dtype.name,
+                    states=(StateRecord(MASTER_PARAMS, "float32"), *slots),
+                    kernel=leaf.kernel,
+                    init_kernel=first.kernel,
+                    shard_counts=shard_counts(sharding, leaf.info.shape),
+                    gradients=gradient_forms(self.compression, leaf.info.dtype),
+                )
+            )
+        return StoreDescription(tuple(leaves), init.layout.scalar_paths)
+
+    def structure_of_feedback(self, params: PyTree) -> Any:
+        """The tree of the state's error feedback."""
+        return jax.tree.structure(params if self.has_feedback else ())
