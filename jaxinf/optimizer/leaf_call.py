@@ -256,7 +256,7 @@ def send(
         found = call_host(host, avals, call, is_local=False)
         return _leaf_results(found, [leaf.feedback for leaf in call.leaves])
     local = [
-        aval and jax.ShapeDtypeStruct(sharding.shard_shape(aval.shape), aval.dtype)
+        None if aval is None else _shard_aval(aval, sharding)
         for aval, sharding in zip(results, shardings, strict=True)
     ]
     others = unused_axes(mesh, call.leaves[0].split)
@@ -290,6 +290,12 @@ def leaf_call(
 
 def _as_it_is(call: LeafCall) -> LeafCall:
     return call
+
+
+def _shard_aval(
+    aval: jax.ShapeDtypeStruct, sharding: NamedSharding
+) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sharding.shard_shape(aval.shape), aval.dtype)
 
 
 def _leaf_results(found: HostResult, feedback: Sequence[Any]) -> list[LeafResult]:

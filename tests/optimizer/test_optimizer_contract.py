@@ -19,7 +19,7 @@ import pytest
 
 import jaxinf
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "classify_optimizers.py"))
 CASES = SCRIPT["cases"]()
 ROWS = re.findall(

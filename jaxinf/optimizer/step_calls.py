@@ -1,0 +1,251 @@
+"""The calls of the host that make a step, in one of two forms with the same bits.
+
+    at once, on CPUs:      gradient ─► update ───────────────────────────► result
+    in two, elsewhere:     gradient ─► start ─► token ┐
+                                                all tokens ─► finish ─► result
+
+A call that waits for its update would keep an accelerator's later kernels from being
+enqueued: there it only takes the gradient, and what comes of it is fetched when the
+last gradient is gone. Invariant: every leaf is updated once, and the step is committed
+after the last.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+
+from jaxinf.engine import StoreDescription
+from jaxinf.optimizer.callback import (
+    Host,
+    call_once,
+    shares_memory,
+    waits_for_updates,
+)
+from jaxinf.optimizer.compressing import compressor
+from jaxinf.optimizer.leaf_call import (
+    GO,
+    HOLD,
+    HOLD_NON_FINITE,
+    Compress,
+    HostCall,
+    LeafCall,
+    LeafResult,
+    first_elements,
+    leaf_call,
+    send,
+)
+from jaxinf.optimizer.sharding import mesh_of
+from jaxinf.optimizer.state import SmartUpdateState, raw
+from jaxinf.optimizer.wrapped import Wrapped
+
+__all__ = ["StepCalls"]
+
+
+class StepCalls:
+    """The calls of one step; traceable.
+
+    Args:
+      wrapped: the optimizer and its store.
+      description: what the store holds.
+      shardings: of the leaves; empty for one JAX device.
+      state: that the step starts from.
+    """
+
+    def __init__(
+        self,
+        wrapped: Wrapped,
+        description: StoreDescription,
+        shardings: tuple[NamedSharding, ...],
+        state: SmartUpdateState,
+    ) -> None:
+        self._wrapped = wrapped
+        self._host = wrapped.host
+        self._description = description
+        self._shardings = shardings
+        self._mesh = mesh_of(shardings)
+        self._state = state
+
+    def leaf_calls(
+        self,
+        gradients: Sequence[jax.Array],
+        params: Sequence[jax.Array],
+        feedback: Sequence[jax.Array],
+    ) -> list[LeafCall]:
+        """What the host is told of each leaf, before any compression.
+
+        Args:
+          gradients: the leaves.
+          params: likewise, or empty where they are not at hand.
+          feedback: what was left out before, or empty.
+        """
+        calls = []
+        for number, (gradient, gate) in enumerate(
+            zip(gradients, self._gates(gradients), strict=True)
+        ):
+            call = leaf_call(
+                number,
+                gradient.ndim,
+                *self._shardings[number : number + 1],
+                gradient=gradient,
+                feedback=feedback[number] if feedback else None,
+                gate=gate,
+            )
+            known = params[number] if params else None
+            if known is not None and self._gives(known):
+                call = replace(call, params=known)
+            elif known is not None and self._mesh is None:
+                call = replace(call, probe=first_elements(known))
+            calls.append(call)
+        return calls
+
+    def run(self, calls: Sequence[HostCall]) -> list[LeafResult]:
+        """Updates; results in the order of the leaves."""
+        waits = waits_for_updates()
+        host = self._host.update if waits else self._host.start
+        found = [
+            self._send(partial(host, self._description), call, has_results=waits)
+            for call in calls
+        ]
+        if not waits and calls:
+            found = self._fetch(calls, found)
+        numbered = [
+            (leaf.number, result)
+            for call, results in zip(calls, found, strict=True)
+            for leaf, result in zip(call.leaves, results, strict=True)
+        ]
+        return [result for _, result in sorted(numbered, key=lambda pair: pair[0])]
+
+    def commit(
+        self,
+        results: Sequence[LeafResult],
+        inexact: jax.Array,
+        scalars: Sequence[jax.Array],
+    ) -> jax.Array:
+        """Ends the step; int32: committed, skipped or failed."""
+        state = self._state
+        statuses = jnp.stack([result.status for result in results])
+        return call_once(
+            self._guarded(partial(self._host.commit, self._description)),
+            self._mesh,
+            (
+                state.step,
+                state.skipped_steps,
+                statuses,
+                inexact,
+                [raw(scalar) for scalar in scalars],
+            ),
+            jax.ShapeDtypeStruct((), np.int32),
+        )
+
+    # --- inside --------------------------------------------------------------------
+
+    def _send(
+        self, host: Host, call: HostCall, *, has_results: bool
+    ) -> list[LeafResult]:
+        """One call, compressed if it is to be, from some step on."""
+        compression = self._wrapped.compression
+        if compression is None:
+            return self._send_as(host, call, None, has_results=has_results)
+        # What makes a gradient is not computed together with what selects from it.
+        leaves = tuple(
+            replace(leaf, gradient=lax.optimization_barrier(leaf.gradient))
+            for leaf in call.leaves
+        )
+        call = call._replace(leaves=leaves)
+        numbers = [leaf.number for leaf in leaves]
+        chunk_shapes = {
+            n: self._host.grid(self._description, n).chunk_shape for n in numbers
+        }
+        compress = compressor(compression, chunk_shapes)
+        if not compression.warmup_steps:
+            return self._send_as(host, call, compress, has_results=has_results)
+        return lax.cond(
+            self._state.step < compression.warmup_steps,
+            lambda: self._send_as(host, call, None, has_results=has_results),
+            lambda: self._send_as(host, call, compress, has_results=has_results),
+        )
+
+    def _send_as(
+        self,
+        host: Host,
+        call: HostCall,
+        compress: Compress | None,
+        *,
+        has_results: bool,
+    ) -> list[LeafResult]:
+        leaves = call.leaves
+        avals = self._results(call) if has_results else [None] * len(leaves)
+        sent = call
+        if compress is None:  # what was left out before stays here
+            dense = tuple(replace(leaf, feedback=None) for leaf in leaves)
+            sent = call._replace(leaves=dense)
+        results = send(
+            self._guarded(host), sent, avals, self._shardings_of(call), compress
+        )
+        if compress is not None:
+            return results
+        pairs = zip(results, leaves, strict=True)
+        return [result._replace(feedback=leaf.feedback) for result, leaf in pairs]
+
+    def _fetch(
+        self, calls: Sequence[HostCall], started: Sequence[Sequence[LeafResult]]
+    ) -> list[list[LeafResult]]:
+        """The results of updates that were started, when all of them are."""
+        tokens = jnp.stack([leaf.status for results in started for leaf in results])
+        host, found = self._guarded(self._host.finish), []
+        for call, kept in zip(calls, started, strict=True):
+            names = [LeafCall(leaf.number, leaf.split) for leaf in call.leaves]
+            results = send(
+                host,
+                HostCall(tuple(names), after=tokens),
+                self._results(call),
+                self._shardings_of(call),
+            )
+            pairs = zip(results, kept, strict=True)
+            found.append([new._replace(feedback=old.feedback) for new, old in pairs])
+        return found
+
+    def _results(self, call: HostCall) -> list[jax.ShapeDtypeStruct]:
+        described = [self._description.leaves[leaf.number] for leaf in call.leaves]
+        return [jax.ShapeDtypeStruct(d.shape, d.device_dtype) for d in described]
+
+    def _shardings_of(self, call: HostCall) -> list[NamedSharding]:
+        if not self._shardings:
+            return []
+        return [self._shardings[leaf.number] for leaf in call.leaves]
+
+    def _gates(self, gradients: Sequence[jax.Array]) -> list[jax.Array | None]:
+        """For each leaf, whether its update may go on: see `HostSide.looks_ahead`.
+
+        Of a gradient that is sent in part the host could not tell if it is finite.
+        """
+        is_sparse = self._wrapped.compression is not None and self._host.checks_finite
+        if not (self._host.looks_ahead or is_sparse):
+            return [None] * len(gradients)
+        finite = [jnp.all(jnp.isfinite(g)) for g in gradients]
+        if not self._host.looks_ahead:
+            return [
+                jnp.where(ok, GO, HOLD_NON_FINITE).astype(jnp.int32) for ok in finite
+            ]
+        all_finite = jnp.all(jnp.stack(finite)) if finite else True
+        return [
+            jnp.where(all_finite, GO, jnp.where(ok, HOLD, HOLD_NON_FINITE)).astype(
+                jnp.int32
+            )
+            for ok in finite
+        ]
+
+    def _gives(self, params: jax.Array) -> bool:
+        """Whether the store may have the same bits, and it costs nothing."""
+        is_free = shares_memory(is_local=self._mesh is not None)
+        is_stored = params.dtype in (jnp.float32, jnp.bfloat16)
+        return is_free and self._host.takes_params and is_stored
+
+    def _guarded(self, host: Host) -> Host:
+        return self._host.guarded(host, may_raise=self._mesh is None)
