@@ -79,7 +79,7 @@ def compress(rig: UpdateRig, ratio: float) -> None:
         grid = rig.store.manifest.leaves[number].grid
         sent, _ = compress_leaf(jnp.asarray(gradient), grid, compression)
         indices, values = jax.device_get((sent.indices, sent.values))
-        lengths = [chunk.num_elements for chunk in grid.chunks()]
+        lengths = tuple(chunk.num_elements for chunk in grid.chunks())
         rig.gradients[number] = SparseLeaf(
             gradient.shape, indices, values, sent.counts, lengths
         )
