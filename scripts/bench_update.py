@@ -170,11 +170,16 @@ class Fio:
         return {name: s for name, s in found.items() if s is not None}
 
 
+def num_workers(rig: UpdateRig) -> int:
+    opened = rig.store.training.opened
+    return opened.options.num_workers(len(opened.csds))
+
+
 def measure_floor(
     rig: UpdateRig, transfers: list[Transfer], fio: Fio
 ) -> dict[str, float]:
     """Seconds that moving a step's bytes takes, by way."""
-    workers = rig.store.training.opened.options.num_workers
+    workers = num_workers(rig)
     return {**{n: loop(transfers, workers) for n, loop in LOOPS.items()}, **fio.run()}
 
 
@@ -182,7 +187,7 @@ def measure_beside(
     rig: UpdateRig, transfers: list[Transfer], floor_s: dict[str, float]
 ) -> dict[str, float]:
     """Seconds of the loops while the kernels of a step run over other memory."""
-    workers, found = rig.store.training.opened.options.num_workers, {}
+    workers, found = num_workers(rig), {}
     for name, loop in LOOPS.items():
         kernels = threading.Thread(target=rig.compute, args=(floor_s[name],))
         kernels.start()

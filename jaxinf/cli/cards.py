@@ -3,15 +3,14 @@
 Invariant: no card is opened, and a machine without any is no problem.
 """
 
-import importlib.util
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jaxinf.cli.machine import Problem
-from jaxinf.csd.cards.found import CardInfo, card_of, list_cards
+from jaxinf.csd.cards.runtime import has_runtime
+from jaxinf.csd.cards.sysfs import CardInfo, card_of, list_cards
 from jaxinf.errors import CsdError
 
 __all__ = ["Card", "look_at_cards"]
@@ -62,10 +61,10 @@ def _problems(card: CardInfo) -> list[Problem]:
     problems = []
     if card.p2p_remedy and card.p2p != "unknown":
         problems.append(Problem(f"P2P is {card.p2p}", card.p2p_remedy))
-    if importlib.util.find_spec("pyxrt") is None or not os.environ.get("XILINX_XRT"):
+    if not has_runtime():
         problems.append(
             Problem(
-                "this Python has no pyxrt, or XILINX_XRT is not set",
+                "XILINX_XRT is not set, or names no directory of XRT's",
                 "install XRT, and `source /opt/xilinx/xrt/setup.sh` before Python",
             )
         )

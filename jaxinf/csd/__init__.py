@@ -15,6 +15,7 @@ from jaxinf.csd.base import (
     ScalarInputs,
     Transfer,
     UpdateOutcome,
+    is_idle,
 )
 from jaxinf.csd.host import HostCsd
 from jaxinf.csd.kinds import CSD_KINDS, CsdSpec, open_csds, parse_csd
@@ -34,6 +35,7 @@ __all__ = [
     "ScalarInputs",
     "Transfer",
     "UpdateOutcome",
+    "is_idle",
     "open_csds",
     "parse_csd",
 ]

@@ -28,6 +28,7 @@ __all__ = [
     "ScalarInputs",
     "Transfer",
     "UpdateOutcome",
+    "is_idle",
 ]
 
 
@@ -128,6 +129,11 @@ class GradientForm:
     is_sparse: bool = False
 
 
+def is_idle(kernel: Kernel) -> bool:
+    """Whether an update leaves params and state as they are."""
+    return kernel.update is None and kernel.unchanged >= set(kernel.slots)
+
+
 @dataclass(frozen=True, eq=False)
 class KernelNeed:
     """What a leaf asks of a CSD.
@@ -168,11 +174,13 @@ class Transfer(NamedTuple):
       buffer: the subgroup's, of the CSD that moves it.
       extent: where in the buffer and in the file.
       file: its chunk's.
+      for_host: of a read: the host will look at it (`Csd.view`), and no kernel.
     """
 
     buffer: CsdBuffer
     extent: Extent
     file: Path
+    for_host: bool = False
 
 
 class Csd(Protocol):
@@ -266,7 +274,14 @@ class Csd(Protocol):
         ...
 
     def view(self, buffer: CsdBuffer, extent: Extent) -> Array:
-        """A state of the buffer for the host to read, valid until the release."""
+        """A state of the buffer for the host to read, valid until the release.
+
+        Fast for what was read `for_host`; a card's own memory is slow to look at.
+        """
+        ...
+
+    def put(self, buffer: CsdBuffer, extent: Extent, values: Array) -> None:
+        """Makes values of the host's a state of the buffer, to be written."""
         ...
 
 

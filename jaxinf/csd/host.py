@@ -146,8 +146,9 @@ class HostCsd:
     def read(self, transfers: Sequence[Transfer]) -> None:
         """Drive → buffers."""
         self._transfers.read([_piece(transfer) for transfer in transfers])
-        for buffer, extent, _ in transfers:
-            _own(buffer).known[extent.buffer_offset_bytes] = _UNSEEN
+        for transfer in transfers:
+            place = transfer.extent.buffer_offset_bytes
+            _own(transfer.buffer).known[place] = _UNSEEN
 
     def write(self, transfers: Sequence[Transfer]) -> None:
         """Buffers → drive."""
@@ -231,6 +232,11 @@ class HostCsd:
         memory = _own(buffer).memory.array[start : start + extent.num_bytes]
         return memory.view(extent.dtype)
 
+    def put(self, buffer: CsdBuffer, extent: Extent, values: Array) -> None:
+        """Into the buffer's own memory."""
+        self.view(buffer, extent)[...] = values
+        _own(buffer).known.pop(extent.buffer_offset_bytes, None)
+
 
 def _run_of(kernel: Kernel, gradient: Array | SparseGradient) -> Callable[..., bool]:
     """What to call with `jaxinf.kernels.evaluate`'s arguments and a passage."""
@@ -255,7 +261,7 @@ def _own(buffer: CsdBuffer) -> _HostBuffer:
 
 
 def _piece(transfer: Transfer) -> Piece:
-    buffer, extent, file = transfer
+    buffer, extent, file, _ = transfer
     return Piece(
         file,
         _own(buffer).memory,

@@ -51,6 +51,11 @@ class CsdSpec:
         return self.kind == "host"
 
     @property
+    def has_cards(self) -> bool:
+        """Whether each CSD has a memory of its own, on a card."""
+        return self.kind != "host"
+
+    @property
     def codes_params(self) -> bool:
         """Whether the master of bfloat16 params may be coded: as a remainder, say."""
         return self.kind == "host"
@@ -117,7 +122,8 @@ def open_csds(
     Args:
       spec: which kind.
       roots: existing directories, one a CSD, on the drives that the chunks will be on.
-      memory_bytes: for the buffers: of the host for all, of a card for each.
+      memory_bytes: for the buffers: of the host for all, of a card for each, with what
+        the host has beside it.
       meters: counts their bytes.
 
     Raises:

@@ -23,6 +23,7 @@ from jaxinf.csd.base import (
     ScalarInputs,
     Transfer,
     UpdateOutcome,
+    is_idle,
 )
 from jaxinf.csd.rates import CsdRates
 from jaxinf.program import InitKernel, Kernel
@@ -214,7 +215,7 @@ class ThrottledCsd:
 
         Only a card's kernel is held up: what the host's reaches, it does itself.
         """
-        is_moving = not (self.is_host or _is_idle(kernel))
+        is_moving = not (self.is_host or is_idle(kernel))
         if is_moving:
             self._wait_for_gradient(gradient)
         state_bytes = sum(extent.num_bytes for extent in extents)
@@ -270,13 +271,14 @@ class ThrottledCsd:
         """Of the CSD."""
         return self._csd.view(buffer, extent)
 
+    def put(self, buffer: CsdBuffer, extent: Extent, values: Array) -> None:
+        """Of the CSD; what the host puts on a card crosses the link."""
+        self._csd.put(buffer, extent, values)
+        if not self.is_host:
+            self._wait_for_link(extent.num_bytes)
+
 
 def _dense_bytes(gradient: Array | SparseGradient) -> int:
     if isinstance(gradient, SparseGradient):
         return gradient.num_elements * gradient.values.itemsize
     return gradient.nbytes
-
-
-def _is_idle(kernel: Kernel) -> bool:
-    """Whether an update changes nothing: no card is asked then."""
-    return kernel.update is None and kernel.unchanged >= set(kernel.slots)

@@ -1,6 +1,7 @@
 """How a store's chunks are divided into subgroups, as long as the memory allows.
 
-Invariant: every worker can hold two subgroups, and each starts on a page of its files.
+Invariant: every worker can hold two subgroups (of a card's memory: every worker that
+is its share), and each starts on a page of its files.
 """
 
 from jaxinf.engine.options import StoreOptions
@@ -14,20 +15,26 @@ from jaxinf.store import LeafRecord, Manifest
 
 __all__ = ["cut_subgroups", "longest", "subgroup_elements"]
 
+_LEAST_SHARE = 4  # workers at one of several cards
+
 
 def subgroup_elements(options: StoreOptions, manifest: Manifest) -> int:
     """Longest subgroup of which every worker can hold two in the memory budget."""
     sizes = [sum(s.itemsize for s in leaf.states) for leaf in manifest.leaves]
     element_bytes = max(sizes, default=4)
+    workers = options.num_workers(len(manifest.csds) or 1)
+    if options.csd.has_cards:
+        share = -(-workers // (len(manifest.csds) or 1))
+        workers = min(workers, max(_LEAST_SHARE, share))
     unit = max(map(_unit_elements, manifest.leaves), default=0)
     unit = max(unit, CHUNK_ALIGNMENT_ELEMENTS)
-    num_buffers = 2 * options.num_workers
+    num_buffers = 2 * workers
     fitting = options.memory_bytes // (num_buffers * element_bytes)
     fitting -= fitting % unit
     if fitting < unit:
         need = num_buffers * element_bytes * unit
         raise ValueError(
-            f"memory_bytes={options.memory_bytes}: {options.num_workers} "
+            f"memory_bytes={options.memory_bytes}: {workers} "
             f"workers need at least {need} bytes for this optimizer's state; give "
             "more memory or fewer workers"
         )

@@ -110,7 +110,7 @@ class OpenStore:
             directory,
             self.chunks,
             self.csds,
-            num_workers=self.options.num_workers,
+            num_workers=self.options.num_workers(len(self.csds)),
             num_kernels=self.fleet.num_kernels,
             failure=run.health.failure,
             timeline=self.timeline,

@@ -50,7 +50,7 @@ class StoreOptions:
         csd_roots: Sequence[Path],
         csd: str,
         memory_bytes: int,
-        num_workers: int,
+        num_workers: int | None,
         chunk_elements: int,
         durability: Durability = "step",
         verify: VerifyMode = "always",
@@ -58,7 +58,7 @@ class StoreOptions:
         master: MasterChoice = "auto",
         state: StateFormat | None = None,
     ) -> None:
-        if num_workers < 1:
+        if num_workers is not None and num_workers < 1:
             raise ValueError(f"num_workers={num_workers}: expected at least 1")
         if chunk_elements < CHUNK_ALIGNMENT_ELEMENTS:
             raise ValueError(
@@ -84,7 +84,7 @@ class StoreOptions:
         self.csd_roots = tuple(csd_roots)
         self.csd = parse_csd(csd)
         self.memory_bytes = memory_bytes
-        self.num_workers = num_workers
+        self._num_workers = num_workers
         self.chunk_elements = chunk_elements
         self.verify: VerifyMode = verify
         if master not in get_args(MasterChoice):
@@ -94,6 +94,12 @@ class StoreOptions:
         self.state: StateFormat | None = state
         self.restore = restore
         self.master: MasterChoice = master
+
+    def num_workers(self, num_csds: int) -> int:
+        """Requests at the drives at once: by default two a card, at least four."""
+        if self._num_workers is not None:
+            return self._num_workers
+        return max(4, 2 * num_csds) if self.csd.has_cards else 4
 
 
 def _steps_per_commit(durability: Durability) -> int | None:

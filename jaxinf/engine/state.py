@@ -60,7 +60,9 @@ def initialise(
             extents, rounding = layout.kernel_extents, rounding_of(layout, 0)
             csd.initialise(buffer, extents, kernel, chunk, own, rounding)
             if layout.feedback is not None:
-                csd.view(buffer, layout.extents[layout.feedback])[...] = 0
+                extent = layout.extents[layout.feedback]
+                zeros = np.zeros(extent.num_elements, extent.dtype)
+                csd.put(buffer, extent, zeros)
             opened.meters.add(link_down_bytes=chunk.nbytes)
 
         stores = tuple(range(len(layout.states)))

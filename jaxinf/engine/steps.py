@@ -55,10 +55,11 @@ class StepMetrics:
 
 
 class _Arrival(NamedTuple):
-    """A subgroup that a step has updated, and what it read for that."""
+    """A subgroup that a step has updated, what it read for that, and for whom."""
 
     layout: SubgroupLayout
     loads: Loads
+    runs_kernel: bool
 
 
 _Arrivals: TypeAlias = dict[Subgroup, _Arrival]
@@ -101,7 +102,8 @@ class StepEngine:
             is_exact = request.leaf not in self._inexact
             found = request_tasks(self._opened, request, step + 1, is_exact=is_exact)
             arrivals = {
-                t.layout.subgroup: _Arrival(t.layout, t.loads) for t in found.tasks
+                t.layout.subgroup: _Arrival(t.layout, t.loads, t.runs_kernel)
+                for t in found.tasks
             }
             if arrivals.keys() & self._arrivals.keys():
                 # The computation failed elsewhere and is run again: what it wrote
@@ -304,6 +306,7 @@ class StepEngine:
                     arrival.layout,
                     _nothing,
                     loads=sources(arrival.layout, [n for n, _ in arrival.loads]),
+                    runs_kernel=arrival.runs_kernel,
                 )
                 for arrival in arrivals.values()
             ]

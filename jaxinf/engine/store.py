@@ -415,7 +415,7 @@ def open_store(
     csds: Sequence[PathLikeStr] = (),
     csd: str = "host",
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
-    num_workers: int = 4,
+    num_workers: int | None = None,
     chunk_elements: int = DEFAULT_CHUNK_ELEMENTS,
     durability: Durability = "step",
     verify: VerifyMode = "always",
@@ -435,9 +435,10 @@ def open_store(
       csd: what updates the chunks: ``"host"``, the CPU beside the drive;
         ``"smartssd"``, the card beside it; ``"emulated"``, cards that are not there.
         Options may follow: see `jaxinf.csd.parse_csd`.
-      memory_bytes: all memory that state passes through: of the host, or of each card.
-      num_workers: requests at the drives at once; more than 4 for many drives. Kernels
-        run beside them.
+      memory_bytes: all memory that state passes through: of the host; or for each card,
+        of its own and of the host's beside it, for gradients and results.
+      num_workers: requests at the drives at once, beside the kernels; by default 4, and
+        with more than two cards two for each. More than 4 for many drives.
       chunk_elements: largest chunk of a new store, in elements.
       durability: when a finished step becomes durable: ``"step"``, each at once; a
         number k, every k steps; ``"checkpoint"``, only with a checkpoint. `wait`,

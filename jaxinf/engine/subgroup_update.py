@@ -95,7 +95,7 @@ class SubgroupUpdate:
         if request.feedback is not None:
             assert layout.feedback is not None
             left = gather_run(self.directory, layout, request.feedback, request.origin)
-            csd.view(buffer, layout.extents[layout.feedback])[...] = left
+            csd.put(buffer, layout.extents[layout.feedback], left)
 
     def _check_probe(self, master: Array) -> None:
         probe = self.request.probe

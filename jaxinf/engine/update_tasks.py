@@ -10,6 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from jaxinf.csd import is_idle
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.pipeline import Task
 from jaxinf.engine.subgroup_arrays import rounding_of
@@ -90,7 +91,7 @@ def request_tasks(
                 update.run,
                 loads=opened.chunks.sources(layout, sorted(loads)),
                 stores=stores,
-                runs_kernel=True,
+                runs_kernel=not is_idle(kernel),
             )
         )
     link_down_bytes = request.link_bytes + (0 if given is None else given.nbytes)

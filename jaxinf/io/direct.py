@@ -32,6 +32,7 @@ class _Transfer:
     writes: bool
     array: Array
     offset_bytes: int
+    buffered: bool = True
 
     def run_pages(self, end: int) -> int:
         """Move array[:end] directly, or buffered where that is refused."""
@@ -44,7 +45,7 @@ class _Transfer:
             # byte on, which only buffered I/O can, tells which.
             return self.run_rest(done, end) if self.writes and done < end else done
         except OSError as error:
-            if error.errno not in REFUSALS:
+            if error.errno not in REFUSALS or not self.buffered:
                 raise
             refusal = error
         with self._opened(0) as fd:
@@ -55,6 +56,8 @@ class _Transfer:
 
     def run_rest(self, start: int, end: int) -> int:
         """Move array[start:end], buffered; writes are flushed."""
+        if not self.buffered:
+            raise OSError(errno.EINVAL, "no whole pages")
         with self._opened(0) as fd:
             done = self._run(fd, start, end, whole_pages=False)
             if self.writes:
@@ -91,6 +94,7 @@ def read_into(
     num_bytes: int,
     *,
     meters: ByteMeters | None = None,
+    buffered: bool = True,
 ) -> None:
     """Read a part of a file into a buffer; blocks until it is there.
 
@@ -104,10 +108,12 @@ def read_into(
       offset_bytes: where in the file, a multiple of the page.
       num_bytes: how much, at most the array's length.
       meters: counts what was read.
+      buffered: whether what direct I/O refuses goes through the page cache.
 
     Raises:
       ValueError: if array, offset or length are not as said.
-      StoreIOError: if the file is missing, too short, or the drive failed.
+      StoreIOError: if the file is missing, too short, or the drive failed; or direct
+        I/O was refused.
     """
     _check_request(path, array, offset_bytes, num_bytes)
     if not array.flags.writeable:
@@ -115,7 +121,7 @@ def read_into(
     end = page_ceil(num_bytes)
     if end > array.shape[0]:
         end = page_floor(num_bytes)
-    transfer = _Transfer(path, False, array, offset_bytes)
+    transfer = _Transfer(path, False, array, offset_bytes, buffered)
     with translated("read", path, offset_bytes):
         done = transfer.run_pages(end)
         if end <= done < num_bytes:
@@ -137,6 +143,7 @@ def write_from(
     num_bytes: int,
     *,
     meters: ByteMeters | None = None,
+    buffered: bool = True,
 ) -> None:
     """Write a buffer to a part of an existing file; blocks until it is copied.
 
@@ -152,16 +159,18 @@ def write_from(
       offset_bytes: where in the file, a multiple of the page.
       num_bytes: how much, at most the array's length.
       meters: counts what was written.
+      buffered: whether what direct I/O refuses goes through the page cache.
 
     Raises:
       ValueError: if array, offset or length are not as said.
       StoreSpaceError: if there is no room.
-      StoreIOError: if the file is missing or the drive failed.
+      StoreIOError: if the file is missing or the drive failed; or direct I/O was
+        refused.
     """
     _check_request(path, array, offset_bytes, num_bytes)
     with translated("write", path, offset_bytes):
         end = _written_pages(path, array, offset_bytes, num_bytes)
-        transfer = _Transfer(path, True, array, offset_bytes)
+        transfer = _Transfer(path, True, array, offset_bytes, buffered)
         done = transfer.run_pages(end)
         if end <= done < num_bytes:
             done = transfer.run_rest(done, num_bytes)
@@ -174,6 +183,12 @@ def write_from(
 class DirectIO:
     """Reads and writes of the files under one directory. Thread-safe.
 
+    Args:
+      root_directory: relative paths start here.
+      meters: counts what is moved.
+      buffered: whether what direct I/O refuses goes through the page cache, with one
+        warning.
+
     Attributes:
       root_directory: relative paths start here.
       direct: whether its file system does direct I/O.
@@ -183,13 +198,17 @@ class DirectIO:
     """
 
     def __init__(
-        self, root_directory: PathLikeStr, meters: ByteMeters | None = None
+        self,
+        root_directory: PathLikeStr,
+        meters: ByteMeters | None = None,
+        *,
+        buffered: bool = True,
     ) -> None:
         self.root_directory = Path(root_directory)
-        self._meters = meters
+        self._options = {"meters": meters, "buffered": buffered}
         refusal = probed_refusal(self.root_directory)
         self.direct = refusal is None
-        if refusal is not None:
+        if refusal is not None and buffered:
             warn_once(self.root_directory.stat().st_dev, root_directory, refusal)
 
     def read(
@@ -197,14 +216,14 @@ class DirectIO:
     ) -> None:
         """Like `read_into`, with the path taken from the root and the meters set."""
         full_path = os.path.join(self.root_directory, path)
-        read_into(full_path, array, offset_bytes, num_bytes, meters=self._meters)
+        read_into(full_path, array, offset_bytes, num_bytes, **self._options)
 
     def write(
         self, path: PathLikeStr, array: Array, offset_bytes: int, num_bytes: int
     ) -> None:
         """Like `write_from`, with the path taken from the root and the meters set."""
         full_path = os.path.join(self.root_directory, path)
-        write_from(full_path, array, offset_bytes, num_bytes, meters=self._meters)
+        write_from(full_path, array, offset_bytes, num_bytes, **self._options)
 
 
 def _check_request(

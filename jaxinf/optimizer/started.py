@@ -81,7 +81,8 @@ class StartedUpdates:
         if self._pool is None:
             training = self._store.training
             self._pool = ThreadPoolExecutor(
-                training.options.num_workers, thread_name_prefix="jaxinf-leaf"
+                training.options.num_workers(len(training.opened.csds)),
+                thread_name_prefix="jaxinf-leaf",
             )
             training.on_close(self._pool.shutdown)
         return self._pool

@@ -16,7 +16,7 @@ def pytest_collection_modifyitems(items):
     seconds each."""
     for item in items:
         parameters = getattr(item, "callspec", None)
-        if parameters is None or parameters.params.get("spec") != "emulated":
+        if parameters is None or parameters.params.get("spec", "host") == "host":
             continue
         if parameters.params.get("case", CASES[0]) != CASES[0]:
             item.add_marker(pytest.mark.cards)

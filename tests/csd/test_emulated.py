@@ -3,14 +3,17 @@
 import gc
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxinf.csd import parse_csd
-from jaxinf.csd.cards.emulated import ANY_KERNEL, EmulatedXrt, open_emulated
+from jaxinf.csd.cards.emulated import open_emulated
 from jaxinf.csd.cards.memory import set_bytes
+from jaxinf.csd.cards.releases import RELEASES
+from jaxinf.csd.cards.standin import ANY_KERNEL, EmulatedXrt
 from jaxinf.csd.cards.xrt import XrtCard
 from jaxinf.csd.rates import CsdRates
 from jaxinf.errors import CsdError
@@ -24,18 +27,22 @@ WORDS = CARD.scalar_values(
     num_elements=SIZE, rounding_key=0, rounding_first=0, scalars=[]
 )
 STATUS = 4096
+USABLE = RELEASES[1:]
 
 
 class Rig:
     """A kernel (params -= 0.1 gradient) with its buffers, by pyxrt's names."""
 
-    def __init__(self, newer=False):
-        self.xrt = EmulatedXrt(newer=newer)
+    def __init__(self, release="2.13"):
+        newer = release not in ("2.8", "2.13")
+        self.xrt = EmulatedXrt(release)
         self.device = self.xrt.device(0)
         xclbin = self.xrt.xclbin(ANY_KERNEL)
-        uuid = self.device.load_xclbin(xclbin)
-        owner = [self.xrt.hw_context(self.device, uuid)] if newer else None
-        self.owner = owner or [self.device, uuid]
+        if newer:
+            uuid = self.device.register_xclbin(xclbin)
+            self.owner = [self.xrt.hw_context(self.device, uuid)]
+        else:
+            self.owner = [self.device, self.device.load_xclbin(xclbin)]
         self.kernel = self.xrt.kernel(*self.owner, NAME)
         self.gradient, self.out = self.bo(4 * SIZE), self.bo(4 * SIZE)
         self.params = self.bo(4 * SIZE, p2p=True)
@@ -46,7 +53,7 @@ class Rig:
     def bo(self, num_bytes, p2p=False):
         flags = self.xrt.bo.flags
         kind = flags.p2p if p2p else flags.normal
-        return self.xrt.bo(self.owner[0], num_bytes, kind, 0)
+        return self.xrt.bo(self.device, num_bytes, kind, 0)
 
     def view(self, bo, dtype=np.float32):
         return np.frombuffer(bo.map(), dtype)
@@ -66,9 +73,9 @@ class Rig:
         return int(run.state())
 
 
-@pytest.mark.parametrize("newer", [False, True], ids=["older", "newer"])
-def test_a_run(newer):
-    rig = Rig(newer)
+@pytest.mark.parametrize("release", USABLE)
+def test_a_run(release):
+    rig = Rig(release)
     rig.sync(rig.gradient, to_card=True)
     assert rig.start() == 4
     rig.sync(rig.out, to_card=False)
@@ -129,11 +136,70 @@ def test_a_mapping_dies_with_its_buffer():
     np.testing.assert_array_equal(view.view(np.uint8), 0xA5)
 
 
-@pytest.mark.parametrize("newer", [False, True], ids=["older", "newer"])
-def test_the_form_that_was_replaced_is_refused(newer):
-    rig, other = Rig(newer), Rig(not newer)
-    with pytest.raises(TypeError):
-        rig.xrt.kernel(*other.owner, NAME)
+# --- releases ----------------------------------------------------------------------
+
+
+def tried(call):
+    """The type of what a call raises."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            call()
+        except (AttributeError, TypeError) as error:
+            return type(error)
+        except RuntimeError:  # the call is there, the card is not
+            return None
+    return None
+
+
+@pytest.mark.parametrize(
+    ("call", "refused_by", "error"),
+    [
+        ("bo(context)", ("2023.2", "2024.2"), TypeError),
+        ("bo.sync(direction)", ("2.13",), TypeError),
+        ("hw_context", ("2.8", "2.13"), AttributeError),
+        ("device.register_xclbin", ("2.8", "2.13"), AttributeError),
+        ("bo.flags", ("2.8",), AttributeError),
+        ("bo.map", ("2.8",), AttributeError),
+        ("xclbin", ("2.8",), AttributeError),
+        ("device(address)", ("2.8",), TypeError),
+    ],
+)
+@pytest.mark.parametrize("release", RELEASES)
+def test_what_a_release_refused(release, call, refused_by, error):
+    xrt = EmulatedXrt(release)
+    rig = Rig(release) if release != "2.8" else None
+    calls = {
+        "bo(context)": lambda: rig and xrt.bo(rig.owner[0], 4096, xrt.bo.flags.p2p, 0),
+        "bo.sync(direction)": lambda: (
+            rig and rig.out.sync(xrt.xclBOSyncDirection.XCL_BO_SYNC_BO_TO_DEVICE)
+        ),
+        "hw_context": lambda: xrt.hw_context,
+        "device.register_xclbin": lambda: xrt.device(0).register_xclbin,
+        "bo.flags": lambda: xrt.bo.flags,
+        "bo.map": lambda: xrt.bo(xrt.device(0), 4096, 0, 0).map,
+        "xclbin": lambda: xrt.xclbin,
+        "device(address)": lambda: xrt.device("0000:01:00.1"),
+    }
+    assert tried(calls[call]) is (error if release in refused_by else None)
+
+
+@pytest.mark.parametrize("release", ["2024.2", "2026.1"])
+def test_what_contexts_replaced_is_deprecated(release):
+    xrt = EmulatedXrt(release)
+    device, xclbin = xrt.device(0), xrt.xclbin(ANY_KERNEL)
+    if release == "2024.2":
+        xrt.kernel(device, device.load_xclbin(xclbin), NAME)
+        return
+    with pytest.warns(DeprecationWarning, match="load_xclbin"):
+        uuid = device.load_xclbin(xclbin)
+    with pytest.warns(DeprecationWarning, match=r"kernel\(device, uuid, name\)"):
+        xrt.kernel(device, uuid, NAME)
+
+
+def test_a_release_that_is_too_old_is_named():
+    with pytest.raises(CsdError, match=r"what it has since 2021\.2 .* a newer release"):
+        XrtCard(EmulatedXrt("2.8"), 0, Path(ANY_KERNEL))
 
 
 def test_peer_io_takes_part_in_whole_pages(tmp_path):
@@ -156,11 +222,11 @@ def test_peer_io_takes_part_in_whole_pages(tmp_path):
 # --- the adapter over it -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("newer", [False, True], ids=["older", "newer"])
-def test_the_adapter_knows_both_forms(newer, tmp_path):
+@pytest.mark.parametrize("release", USABLE)
+def test_the_adapter_knows_every_release(release, tmp_path):
     xclbin = tmp_path / "kernels.xclbin"
     xclbin.write_text(f"{NAME}\njaxinf_adam_f32_update_f32\n")
-    card = XrtCard(EmulatedXrt(newer=newer), 0, xclbin)
+    card = XrtCard(EmulatedXrt(release), 0, xclbin)
     assert card.kernel_names == (NAME, "jaxinf_adam_f32_update_f32")
     kernel = card.kernel(NAME)
     assert card.kernel(NAME) is kernel
@@ -232,17 +298,19 @@ def test_subgroups_longer_than_the_cards_memory(tmp_path):
 
 
 def test_cards_have_memory_of_their_own(tmp_path):
-    """As many buffers on each as the budget allows, however many there are."""
+    """As many buffers on each as the budget allows, with what lies beside them."""
     roots = [tmp_path / "one", tmp_path / "two"]
     for root in roots:
         root.mkdir()
-    fleet = open_emulated(roots, 1 << 20, ByteMeters())
+    each = set_bytes(1 << 19, 1 << 15)
+    assert each == (1 << 19) + 12 * (1 << 15) + 4096  # state, three arrays, the status
+    fleet = open_emulated(roots, 3 * each - 1, ByteMeters())
     csds = fleet.attach(roots, 1 << 19, 1 << 15)
     assert csds[0].memory is not csds[1].memory
     held = [csd.acquire(1 << 19) for csd in csds for _ in range(2)]
     assert all(held)
     assert [csd.acquire(4096) for csd in csds] == [None, None]
-    assert (fleet.used_bytes, fleet.peak_bytes) == (2 << 20, 1 << 20)
+    assert (fleet.used_bytes, fleet.peak_bytes) == (4 * each, 2 * each)
     for buffer in held:
         assert buffer is not None
         buffer.release()

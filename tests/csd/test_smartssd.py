@@ -9,11 +9,12 @@ import numpy as np
 import optax
 import pytest
 
+import jaxinf.csd.cards.runtime as runtime_module
 import jaxinf.csd.cards.smartssd as smartssd
 import jaxinf.csd.cards.xrt as xrt
 from jaxinf.csd import GradientForm, KernelNeed, open_csds, parse_csd
-from jaxinf.csd.cards.emulated import EmulatedXrt
-from jaxinf.csd.cards.found import CardInfo, card_of, check_p2p, list_cards
+from jaxinf.csd.cards.standin import EmulatedXrt
+from jaxinf.csd.cards.sysfs import CardInfo, card_of, check_p2p, list_cards
 from jaxinf.errors import CsdError, UnsupportedTransformError
 from jaxinf.io import ByteMeters
 from jaxinf.program import trace_update
@@ -34,10 +35,20 @@ class Sysfs:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def card(self, *addresses, p2p="1", firmware="xilinx_u2_gen3x4_xdma_gc_base_2"):
+    def card(
+        self,
+        *addresses,
+        p2p="1",
+        config="bar:4294967296\nmax_bar:4294967296\nexp_bar:4294967296\n0:DDR:4096\n",
+        firmware="xilinx_u2_gen3x4_xdma_gc_base_2",
+    ):
         folder = self.device(*addresses)
+        own = folder / "p2p.u.2097152"  # where XRT's driver has them
+        own.mkdir()
         if p2p is not None:
-            (folder / "p2p_enable").write_text(f"{p2p}\n")
+            (own / "p2p_enable").write_text(f"{p2p}\n")
+        if config is not None:
+            (own / "config").write_text(config)
         (folder / "rom.m.0").mkdir()
         (folder / "rom.m.0/VBNV").write_text(f"{firmware}\n")
         (self.path / "bus/pci/drivers/xocl" / addresses[-1]).symlink_to(folder)
@@ -134,15 +145,17 @@ def test_roots_that_have_no_card(sysfs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("state", "named", "remedy"),
+    ("config", "named", "remedy"),
     [
-        ("0", "off", "sudo xbutil configure --device 0000:40:0b.1 --p2p enable"),
-        ("2", "needs a reboot", "reboot the machine"),
-        ("3", "has no memory", "above 4G decoding"),
+        (None, "off", "sudo xbutil configure --device 0000:40:0b.1 --p2p enable"),
+        ("bar:256\nexp_bar:4096\n", "off", "above 4G decoding"),
+        ("bar:256\nrbar:4096\nexp_bar:4096\n", "needs a reboot", "reboot the machine"),
+        ("max_bar:4096\nexp_bar:4096\n", "not supported", "xbmgmt program"),
+        ("bar:4096\nexp_bar:4096\nremap:256\n", "wrongly mapped", "off and on again"),
     ],
 )
-def test_p2p_that_is_off(sysfs, tmp_path, state, named, remedy):
-    sysfs.card(*switch(0x40)[1], p2p=state)
+def test_p2p_that_is_off(sysfs, tmp_path, config, named, remedy):
+    sysfs.card(*switch(0x40)[1], p2p="0", config=config)
     [card] = list_cards(sysfs.path)
     assert card.p2p == named
     with pytest.raises(CsdError, match=f"found it {named}; ") as error:
@@ -151,7 +164,7 @@ def test_p2p_that_is_off(sysfs, tmp_path, state, named, remedy):
 
 
 def test_a_driver_that_does_not_say(sysfs, tmp_path):
-    sysfs.card(*switch(0x40)[1], p2p=None)
+    sysfs.card(*switch(0x40)[1], p2p=None, config=None)
     [card] = list_cards(sysfs.path)
     assert card.p2p == "unknown"
     check_p2p(tmp_path, card)
@@ -165,8 +178,8 @@ KERNELS = "jaxinf_sgd_f32_update_f32\njaxinf_sgd_bf16_bf16_f32\n"
 @pytest.fixture
 def runtime(monkeypatch, tmp_path):
     """A machine with XRT and an xclbin; its path."""
-    monkeypatch.setitem(sys.modules, "pyxrt", EmulatedXrt())
-    monkeypatch.setenv("XILINX_XRT", "/opt/xilinx/xrt")
+    for user in (xrt, smartssd):
+        monkeypatch.setattr(user, "load_runtime", EmulatedXrt)
     monkeypatch.setattr(xrt, "_OPEN", {})
     xclbin = tmp_path / "kernels.xclbin"
     xclbin.write_text(KERNELS)
@@ -212,10 +225,14 @@ def test_a_card_is_opened_once_in_a_process(runtime, tmp_path):
 
 def test_no_runtime(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyxrt", None)
+    monkeypatch.setattr(runtime_module, "LIBRARY", "libxrt_that_is_not_there.so.2")
+    monkeypatch.setenv("XILINX_XRT", str(tmp_path))
     with pytest.raises(CsdError, match=r"Xilinx's runtime \(XRT\).*setup\.sh"):
         opened("smartssd:xclbin=x", [tmp_path])
-    monkeypatch.setitem(sys.modules, "pyxrt", EmulatedXrt())
-    monkeypatch.delenv("XILINX_XRT", raising=False)
+    pyxrt = EmulatedXrt()
+    monkeypatch.setitem(sys.modules, "pyxrt", pyxrt)
+    assert runtime_module.load_runtime() is pyxrt  # where there is no such library
+    monkeypatch.delenv("XILINX_XRT")
     with pytest.raises(CsdError, match="expected the variable XILINX_XRT"):
         opened("smartssd:xclbin=x", [tmp_path])
 

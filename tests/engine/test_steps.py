@@ -7,6 +7,7 @@ import optax
 import pytest
 from store_driver import LEAVES, RATE, TX
 
+from jaxinf.csd.cards.memory import set_bytes
 from jaxinf.errors import DivergedParamsError, StaleStateError, StoreMismatchError
 from jaxinf.store import required_bytes
 
@@ -39,7 +40,10 @@ def test_steps_are_exact(drive, num_csds, options):
             wanted = rounded if name == "half" else -RATE * momentum
             np.testing.assert_array_equal(out, wanted)
         driver.check(step)
-    assert driver.training.peak_memory_bytes <= driver.opened.options.memory_bytes
+    limit = driver.opened.options.memory_bytes
+    if driver.opened.options.csd.has_cards:  # which hold one subgroup at least
+        limit = max(limit, set_bytes(4 * NUM_BYTES * PAGE, 4 * PAGE))
+    assert driver.training.peak_memory_bytes <= limit
 
 
 def test_steps_by_direct_io(drive, tmp_path):

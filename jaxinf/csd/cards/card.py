@@ -4,9 +4,11 @@
                              gradient ──sync──►  ║  ──sync──► update or new params
         drive                                  card                          host
 
-Invariant: state goes between the drive and the card's memory and no further; the host
-sends gradients, and gets results and the kernel's status: whether the gradient is
-finite, and the checksums of all that was read and written.
+Invariant: state that a kernel runs over goes between the drive and the card's memory
+and no further; the host sends gradients, and gets results and the kernel's status:
+whether the gradient is finite, and the checksums of all that was read and written. What
+the host itself looks at it has from the file: the card's memory answers it at tens of
+megabytes a second.
 """
 
 import shutil
@@ -26,19 +28,20 @@ from jaxinf.csd.base import (
     ScalarInputs,
     Transfer,
     UpdateOutcome,
+    is_idle,
 )
 from jaxinf.csd.cards.memory import CardBuffer, CardMemory
 from jaxinf.csd.cards.xrt import XrtCard, XrtKernel
 from jaxinf.csd.initial import initialise_states
 from jaxinf.errors import CsdError
-from jaxinf.io import BufferPool, crc32c
+from jaxinf.io import BufferPool, ByteMeters, DirectIO, crc32c
 from jaxinf.kernels import CardKernel, card_kernel, runner
 from jaxinf.kernels.card import STATUS_BYTES
 from jaxinf.layout import PAGE_BYTES
 from jaxinf.program import InitKernel, Kernel
 from jaxinf.typing import Array, PathLikeStr
 
-__all__ = ["RESULTS", "RUN_TIMEOUT_S", "CardCsd", "FileIO", "is_idle"]
+__all__ = ["RESULTS", "RUN_TIMEOUT_S", "CardCsd", "FileIO"]
 
 RESULTS = {"bfloat16": ("bf16",), "float16": ("f16",), "float32": ("update", "params")}
 """By the dtype of the params on the JAX device, what a kernel may return."""
@@ -50,7 +53,7 @@ _NUM_BOUNCES = 4
 
 
 class FileIO(Protocol):
-    """What moves bytes between files and memory: `jaxinf.io.DirectIO`."""
+    """What moves bytes between files and a card's memory."""
 
     direct: bool
 
@@ -76,6 +79,7 @@ class CardCsd:
       memory: where buffers come from.
       root: directory of the chunk files; must exist.
       io: moves bytes between files and the card's memory.
+      meters: counts the bytes that go between files and the host's memory.
     """
 
     def __init__(
@@ -85,12 +89,14 @@ class CardCsd:
         memory: CardMemory,
         root: Path,
         io: FileIO,
+        meters: ByteMeters,
     ) -> None:
         self._kind = kind
         self._card = card
         self._memory = memory
         self._root = root
         self._io = io
+        self._host_io = DirectIO(root, meters)
         self._found: dict[tuple[int, str, str, str, bool], _Found] = {}
         self._lock = threading.Lock()
         self._bounces = BufferPool(_NUM_BOUNCES * PAGE_BYTES)
@@ -118,25 +124,29 @@ class CardCsd:
     # --- drive and card ------------------------------------------------------------
 
     def read(self, transfers: Sequence[Transfer]) -> None:
-        """Drive → card."""
+        """Drive → card; for the host: drive → host."""
         for transfer in transfers:
-            self._read(*transfer)
+            self._read(transfer)
 
     def write(self, transfers: Sequence[Transfer]) -> None:
         """Card → drive."""
-        for transfer in transfers:
-            self._write(*transfer)
+        for buffer, extent, file, _ in transfers:
+            self._write(buffer, extent, file)
 
-    def _read(self, buffer: CsdBuffer, extent: Extent, file: Path) -> None:
-        own = _own(buffer)
-        own.sums.pop(extent.buffer_offset_bytes, None)
+    def _read(self, transfer: Transfer) -> None:
+        own, extent, file = _own(transfer.buffer), transfer.extent, transfer.file
+        _forget(own, extent)
+        if transfer.for_host:
+            memory, offset = own.host_pages(extent), extent.file_offset_bytes
+            self._host_io.read(file, memory, offset, extent.num_bytes)
+            return
         pages, offset, num_bytes = _place(own, extent)
         if num_bytes >= PAGE_BYTES:
             self._io.read(file, pages, offset, num_bytes)
             return
         # Less than a page: perhaps all that the file has, which no drive sends.
         with self._bounces.acquire(PAGE_BYTES) as bounce:
-            self._io.read(file, bounce.array, offset, num_bytes)
+            self._host_io.read(file, bounce.array, offset, num_bytes)
             pages[:num_bytes] = bounce.array[:num_bytes]
 
     def _write(self, buffer: CsdBuffer, extent: Extent, file: Path) -> None:
@@ -146,11 +156,22 @@ class CardCsd:
             return
         with self._bounces.acquire(PAGE_BYTES) as bounce:
             bounce.array[:num_bytes] = pages[:num_bytes]
-            self._io.write(file, bounce.array, offset, num_bytes)
+            self._host_io.write(file, bounce.array, offset, num_bytes)
 
     def view(self, buffer: CsdBuffer, extent: Extent) -> Array:
-        """The card's memory through its window in the host's: slow to read."""
+        """What was read for the host; else the card's memory, slow to read."""
+        host = _own(buffer).host.get(extent.buffer_offset_bytes)
+        if host is not None:
+            return host[: extent.num_bytes].view(extent.dtype)
         return _window(_own(buffer), extent)
+
+    def put(self, buffer: CsdBuffer, extent: Extent, values: Array) -> None:
+        """Host → card, through the window, which is fast to write."""
+        own = _own(buffer)
+        _forget(own, extent)
+        stored = np.ascontiguousarray(values, extent.dtype)
+        _window(own, extent)[...] = stored
+        own.sums[extent.buffer_offset_bytes] = crc32c(stored)
 
     def checksum(self, buffer: CsdBuffer, extent: Extent) -> int | None:
         """What the last update or `initialise` has told."""
@@ -179,6 +200,8 @@ class CardCsd:
                 own, extents, kernel, gradient, inputs, out, wants_params=wants_params
             )
         found = self._kernel(kernel, gradient, extents, out, wants_params=wants_params)
+        for extent in extents:
+            _send_state(own, extent)
         card = found.card
         num_selected = _send(own, gradient)
         words = card.scalar_values(
@@ -259,7 +282,8 @@ class CardCsd:
         if isinstance(gradient, SparseGradient):
             sent, gradient = gradient, np.zeros(out.size, gradient.values.dtype)
             sent.put_into(gradient)
-        master = _window(own, extents[0]).copy()
+        views = [self.view(own, extent) for extent in extents]
+        master = views[0].copy()
         is_finite = runner(kernel)(
             gradient=gradient,
             params=master,
@@ -270,7 +294,7 @@ class CardCsd:
         )
         if wants_params and out.dtype == np.float32:
             out[...] = master
-        sums = {n: crc32c(_window(own, extent)) for n, extent in enumerate(extents)}
+        sums = {n: crc32c(view) for n, view in enumerate(views)}
         return UpdateOutcome(is_finite, sums)
 
     def initialise(
@@ -285,10 +309,8 @@ class CardCsd:
         """Computes on the host, and puts the result into the card's memory."""
         states = [np.empty(e.num_elements, e.dtype) for e in extents]
         initialise_states(states, extents, kernel, params, inputs, rounding)
-        own = _own(buffer)
         for extent, values in zip(extents, states, strict=True):
-            _window(own, extent)[...] = values
-            own.sums[extent.buffer_offset_bytes] = crc32c(values)
+            self.put(buffer, extent, values)
 
 
 class _Found:
@@ -300,9 +322,11 @@ class _Found:
         self.kernel = found
 
 
-def is_idle(kernel: Kernel) -> bool:
-    """Whether an update leaves params and state as they are."""
-    return kernel.update is None and kernel.unchanged >= set(kernel.slots)
+def _send_state(own: CardBuffer, extent: Extent) -> None:
+    """What was read for the host, ahead of a step whose kernel takes it after all."""
+    host = own.host.pop(extent.buffer_offset_bytes, None)
+    if host is not None:
+        own.pages(extent)[: host.size] = host
 
 
 def _send(own: CardBuffer, gradient: Array | SparseGradient) -> int:
@@ -321,6 +345,12 @@ def _send(own: CardBuffer, gradient: Array | SparseGradient) -> int:
 def _own(buffer: CsdBuffer) -> CardBuffer:
     assert isinstance(buffer, CardBuffer)
     return buffer
+
+
+def _forget(own: CardBuffer, extent: Extent) -> None:
+    """What is known of a state that others take the place of."""
+    own.sums.pop(extent.buffer_offset_bytes, None)
+    own.host.pop(extent.buffer_offset_bytes, None)
 
 
 def _place(own: CardBuffer, extent: Extent) -> tuple[Array, int, int]:

@@ -3,6 +3,8 @@
 Invariant: no more is taken of a card than it has, or than the store was allowed.
 """
 
+import logging
+import mmap
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +12,13 @@ from typing import Any
 import numpy as np
 
 from jaxinf.csd.base import Extent
-from jaxinf.csd.cards.xrt import DEVICE_BYTES, XrtBuffer, XrtCard, XrtKernel
+from jaxinf.csd.cards.xrt import (
+    DEVICE_BYTES,
+    NoCardMemory,
+    XrtBuffer,
+    XrtCard,
+    XrtKernel,
+)
 from jaxinf.errors import CsdError
 from jaxinf.kernels import CardKernel
 from jaxinf.kernels.estimates import ESTIMATES_BYTES, rsqrt_estimates
@@ -24,17 +32,22 @@ BUFFERS_BYTES = DEVICE_BYTES - _TABLE_BYTES
 """Of a card's memory: what is left beside the table of estimates."""
 
 _WIDEST_BYTES = 4  # of a gradient's or a result's element
+_NUM_DENSE = 3  # gradient, positions, result: on the card, and what the host maps
+
+_LOGGER = logging.getLogger("jaxinf.csd")
 
 
 class CardMemory:
     """A card's buffers: as many as fit, each as long as the longest subgroup needs.
 
-    They are allocated once: memory of a card is fixed, and mapping it takes long.
+    They are allocated once: memory of a card is fixed, and mapping it takes long. When
+    the card gives no more, those that there are have to do.
 
     Args:
       card: whose.
       state_bytes, num_elements: of the longest subgroup.
-      limit_bytes: for the state of all.
+      limit_bytes: for all of them, with what the host has beside them: state, or what
+        it reads of it; gradients and results.
     """
 
     def __init__(
@@ -43,9 +56,11 @@ class CardMemory:
         self._card = card
         self._state_bytes = max(PAGE_BYTES, state_bytes)
         self._dense_bytes = max(PAGE_BYTES, _page_ceil(num_elements * _WIDEST_BYTES))
-        fitting = BUFFERS_BYTES // set_bytes(state_bytes, num_elements)
-        self._num_left = min(fitting, max(1, limit_bytes // self._state_bytes))
-        self._bank = card.kernel(card.kernel_names[0]).bank(0)
+        self._set_bytes = set_bytes(state_bytes, num_elements)
+        fitting = BUFFERS_BYTES // self._set_bytes
+        self._num_left = min(fitting, max(1, limit_bytes // self._set_bytes))
+        self._num_made = 0
+        self._bank = card.default_bank
         self._estimates: XrtBuffer | None = None
         self._idle: list[CardBuffer] = []
         self._is_closed = False
@@ -55,23 +70,23 @@ class CardMemory:
     @property
     def used_bytes(self) -> int:
         """Of buffers lent now."""
-        return self._num_used * self._state_bytes
+        return self._num_used * self._set_bytes
 
     @property
     def peak_bytes(self) -> int:
         """The most that was lent at once."""
-        return self._num_peak * self._state_bytes
+        return self._num_peak * self._set_bytes
 
     def acquire(self, num_bytes: int) -> "CardBuffer | None":
-        """A buffer if one is free; never blocks for one."""
+        """A buffer if one is free; never blocks for one.
+
+        Raises:
+          CsdError: the card has not even room for one.
+        """
         assert num_bytes <= self._state_bytes
         with self._lock:
-            if self._idle:
-                buffer = self._idle.pop()
-            elif self._num_left:
-                buffer = self._allocate()
-                self._num_left -= 1
-            else:
+            buffer = self._idle.pop() if self._idle else self._another()
+            if buffer is None:
                 return None
             self._num_used += 1
             self._num_peak = max(self._num_peak, self._num_used)
@@ -84,6 +99,7 @@ class CardMemory:
         with self._lock:
             if buffer.is_lent:
                 buffer.is_lent = False
+                buffer.host.clear()
                 self._num_used -= 1
                 if not self._is_closed:
                     self._idle.append(buffer)
@@ -121,6 +137,26 @@ class CardMemory:
             self._estimates = None
             self._num_left = 0
 
+    def _another(self) -> "CardBuffer | None":
+        if not self._num_left:
+            return None
+        try:
+            buffer = self._allocate()
+        except NoCardMemory as error:
+            if not self._num_made:
+                raise
+            self._num_left = 0
+            _LOGGER.warning(
+                "card %s: has room for %d subgroups at once, not more: %s",
+                self._card.name,
+                self._num_made,
+                error,
+            )
+            return None
+        self._num_left -= 1
+        self._num_made += 1
+        return buffer
+
     def _allocate(self) -> "CardBuffer":
         allocate, bank = self._card.allocate, self._bank
         return CardBuffer(
@@ -144,6 +180,7 @@ class CardBuffer:
         with sparse gradients only.
       parts: arguments by offset and length in `state`.
       sums: checksums that are known, by offset in `state`.
+      host: what was read for the host to see, in its own memory, by offset in `state`.
       is_lent: whether somebody has it.
     """
 
@@ -155,6 +192,7 @@ class CardBuffer:
     status: XrtBuffer
     parts: dict[tuple[int, int], Any] = field(default_factory=dict)
     sums: dict[int, int] = field(default_factory=dict)
+    host: dict[int, Array] = field(default_factory=dict)
     is_lent: bool = False
 
     @property
@@ -166,8 +204,15 @@ class CardBuffer:
         """Gives it back."""
         self.memory.take_back(self)
 
+    def host_pages(self, extent: Extent) -> Array:
+        """As many pages of the host's memory."""
+        memory = mmap.mmap(-1, max(PAGE_BYTES, _page_ceil(extent.num_bytes)))
+        pages = np.frombuffer(memory, np.uint8)
+        self.host[extent.buffer_offset_bytes] = pages
+        return pages
+
     def pages(self, extent: Extent) -> Array:
-        """The whole pages that an extent lies in, as the host sees them."""
+        """The whole pages that an extent lies in, through the card's window."""
         start = extent.buffer_offset_bytes
         return self.state.array[start : start + _page_ceil(extent.num_bytes)]
 
@@ -182,7 +227,7 @@ class CardBuffer:
 def set_bytes(state_bytes: int, num_elements: int) -> int:
     """Memory of a card that a buffer takes, with gradients, result and status."""
     dense_bytes = max(PAGE_BYTES, _page_ceil(num_elements * _WIDEST_BYTES))
-    return max(PAGE_BYTES, state_bytes) + 3 * dense_bytes + PAGE_BYTES
+    return max(PAGE_BYTES, state_bytes) + _NUM_DENSE * dense_bytes + PAGE_BYTES
 
 
 def _page_ceil(num_bytes: int) -> int:

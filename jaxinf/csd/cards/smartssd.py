@@ -11,11 +11,13 @@ meanwhile into buffers of their own.
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxinf.csd.base import GradientForm, KernelNeed
-from jaxinf.csd.cards.card import RESULTS, CardCsd, FileIO, is_idle
-from jaxinf.csd.cards.found import card_of, check_p2p, list_cards
+from jaxinf.csd.base import GradientForm, KernelNeed, is_idle
+from jaxinf.csd.cards.card import RESULTS, CardCsd, FileIO
 from jaxinf.csd.cards.memory import BUFFERS_BYTES, CardMemory, set_bytes
-from jaxinf.csd.cards.xrt import XrtCard, import_pyxrt, open_card
+from jaxinf.csd.cards.peer import PeerIO, probe_peer
+from jaxinf.csd.cards.runtime import load_runtime
+from jaxinf.csd.cards.sysfs import card_of, check_p2p, list_cards
+from jaxinf.csd.cards.xrt import XrtCard, open_card
 from jaxinf.errors import CsdError, UnsupportedTransformError
 from jaxinf.io import ByteMeters, DirectIO
 from jaxinf.kernels import card_kernel
@@ -35,7 +37,7 @@ def open_smartssd(
 
     Args:
       roots: one a card.
-      memory_bytes: of each card's memory, for state.
+      memory_bytes: as `CardFleet`.
       meters: counts the drives' bytes.
       xclbin: the file with the kernels.
       num_devices: where cards cannot be listed, as in XRT's emulation: how many it has;
@@ -44,7 +46,7 @@ def open_smartssd(
     Raises:
       CsdError: no runtime, no card beside a drive, P2P off, or no such xclbin.
     """
-    import_pyxrt()
+    load_runtime()
     devices = _devices(roots, num_devices)
     if not xclbin.is_file():
         raise CsdError(
@@ -53,7 +55,10 @@ def open_smartssd(
         )
     # All cards are loaded before any has memory: loading unmaps what others mapped.
     cards = [open_card(device, xclbin) for device in devices]
-    return CardFleet("smartssd", cards, memory_bytes, meters)
+    fleet = CardFleet("smartssd", cards, memory_bytes, meters)
+    # XRT's emulation has the cards' memory in the host's: any file system will do.
+    fleet.probe(roots, must_be_direct=num_devices is None)
+    return fleet
 
 
 def _devices(roots: Sequence[Path], num_devices: int | None) -> list[str | int]:
@@ -92,7 +97,8 @@ class CardFleet:
     Args:
       kind: what users call it.
       cards: in the roots' order, the xclbin loaded.
-      memory_bytes: of each card's memory, for state.
+      memory_bytes: for each card: state in its memory, with the gradients and results
+        that the host has beside it.
       meters: counts the drives' bytes.
       num_buffers: of each card: subgroups at once; None for as many as fit.
     """
@@ -111,6 +117,23 @@ class CardFleet:
         self._memory_bytes = memory_bytes
         self._meters = meters
         self._memories: list[CardMemory] = []
+
+    def probe(self, roots: Sequence[Path], *, must_be_direct: bool) -> None:
+        """Tries whether each drive reaches its card's memory.
+
+        Raises:
+          CsdError: one does not; says why.
+        """
+        for card, root in zip(self._cards, roots, strict=True):
+            io = PeerIO(root)
+            if io.direct:
+                probe_peer(card, root, io)
+            elif must_be_direct:
+                raise CsdError(
+                    f"CSD root {root}: expected a file system with direct I/O, without "
+                    "which a drive does not reach a card's memory; make one such as "
+                    "ext4 or xfs on the drive"
+                )
 
     @property
     def peak_bytes(self) -> int:
@@ -189,20 +212,25 @@ class CardFleet:
         """One card a directory."""
         limit_bytes = self._memory_bytes
         if self._num_buffers is not None:
-            limit_bytes = min(limit_bytes, self._num_buffers * buffer_bytes)
+            sets_bytes = self._num_buffers * set_bytes(buffer_bytes, num_elements)
+            limit_bytes = min(limit_bytes, sets_bytes)
         self._memories = [
             CardMemory(card, buffer_bytes, num_elements, limit_bytes)
             for card in self._cards
         ]
         return [
-            CardCsd(self._kind, card, memory, directory, self._io(directory))
+            CardCsd(
+                self._kind, card, memory, directory, self._io(directory), self._meters
+            )
             for card, memory, directory in zip(
                 self._cards, self._memories, directories, strict=True
             )
         ]
 
     def _io(self, directory: Path) -> FileIO:
-        return DirectIO(directory, self._meters)
+        """Strict wherever the file system does direct I/O at all."""
+        strict = PeerIO(directory, self._meters)
+        return strict if strict.direct else DirectIO(directory, self._meters)
 
     def close(self) -> None:
         """Frees the cards' memory; the cards stay open for a next store."""

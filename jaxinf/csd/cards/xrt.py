@@ -1,30 +1,30 @@
-"""Cards through pyxrt, Xilinx's runtime, in its older and its newer form.
+"""Cards through Xilinx's runtime (XRT), whichever of its releases is there.
 
-Invariant: nothing outside this module knows pyxrt's traps: floats and large integers
-are passed as signed 32-bit words, what `bo.map` gives is kept alive by its buffer, and
-no call that holds the GIL lasts long.
+Invariant: nothing outside this module knows the runtime's traps: floats and large
+integers are passed as signed 32-bit words, what `bo.map` gives is kept alive by its
+buffer, and buffers come from the device, as ``bo(hw_context, …)`` is a TypeError in
+pyxrt of 2023.2 to 2025.2 (`jaxinf.csd.cards.releases`).
 """
 
-import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
+from jaxinf.csd.cards.runtime import load_runtime
 from jaxinf.errors import CsdError
 from jaxinf.typing import Array
 
 __all__ = [
     "DEVICE_BYTES",
+    "NoCardMemory",
     "XrtBuffer",
     "XrtCard",
     "XrtKernel",
-    "import_pyxrt",
     "open_card",
 ]
 
@@ -35,30 +35,18 @@ _COMPLETED = 4
 _PENDING = (1, 2, 3, 7)  # new, queued, running, submitted
 _STATES = {5: "error", 6: "abort", 8: "timeout", 9: "no response"}
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 20e-6, 500e-6
-_SYNC_BYTES = 1 << 20  # a few hundred microseconds with the GIL held
+_SYNC_BYTES = 1 << 20  # with pyxrt the GIL is held for as long
 
 
-def import_pyxrt() -> ModuleType:
-    """The module of the runtime.
+class NoCardMemory(CsdError):
+    """A card that gives no more memory."""
 
-    Raises:
-      CsdError: it is not installed, or its environment is not set up.
-    """
-    try:
-        import pyxrt  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise CsdError(
-            "csd='smartssd': expected Xilinx's runtime (XRT) and its Python module, "
-            f"found none ({error}); install XRT, run `source /opt/xilinx/xrt/setup.sh` "
-            "before Python, and use a Python of the version that pyxrt was built for. "
-            "csd='emulated' runs the same kernels with no card"
-        ) from error
-    if not os.environ.get("XILINX_XRT"):  # the runtime would end the process
-        raise CsdError(
-            "csd='smartssd': expected the variable XILINX_XRT to name XRT's directory, "
-            "found it unset; run `source /opt/xilinx/xrt/setup.sh` before Python"
-        )
-    return pyxrt
+
+def _too_old(error: Exception) -> CsdError:
+    return CsdError(
+        f"csd='smartssd': expected XRT with what it has since 2021.2 (2.12), found one "
+        f"without: {error}; install a newer release of XRT"
+    )
 
 
 @dataclass(eq=False)
@@ -150,7 +138,7 @@ class XrtCard:
     """A card with its xclbin loaded. Thread-safe.
 
     Args:
-      module: pyxrt, or what has its names.
+      module: `runtime.load_runtime`, or what has pyxrt's names.
       device: PCI address, or index where cards cannot be listed (emulation).
       xclbin: the file with the kernels.
 
@@ -170,13 +158,15 @@ class XrtCard:
         self._lock = threading.Lock()
         try:
             self._device = module.device(device)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             raise CsdError(
                 f"card {device}: cannot be opened: {error}; see `xbutil examine` for "
                 "the cards that there are, and whether this user may open them"
             ) from error
         try:
             self._load(str(xclbin))
+        except (AttributeError, TypeError) as error:
+            raise _too_old(error) from error
         except (RuntimeError, ValueError) as error:
             raise CsdError(
                 f"card {device}: refuses {xclbin}: {error}; give the xclbin that was "
@@ -193,6 +183,11 @@ class XrtCard:
             self._context = module.hw_context(self._device, uuid)
         else:
             self._uuid = self._device.load_xclbin(xclbin)
+
+    @property
+    def default_bank(self) -> int:
+        """The memory that its kernels' ports are expected in."""
+        return self.kernel(self.kernel_names[0]).bank(0)
 
     def kernel(self, name: str) -> XrtKernel:
         """The kernel of that name.
@@ -224,17 +219,18 @@ class XrtCard:
         """Memory of the card, mapped; `p2p`: so that drives can reach it.
 
         Raises:
-          CsdError: there is none left, or P2P is off.
+          NoCardMemory: there is none left, or P2P is off.
+          CsdError: the runtime has no such call.
         """
-        kinds = self._module.bo.flags
-        owner = self._device if self._context is None else self._context
         try:
-            bo = self._module.bo(
-                owner, num_bytes, kinds.p2p if p2p else kinds.normal, bank
-            )
+            kinds = self._module.bo.flags
+            kind = kinds.p2p if p2p else kinds.normal
+            bo = self._module.bo(self._device, num_bytes, kind, bank)
             array = np.frombuffer(bo.map(), np.uint8)
+        except (AttributeError, TypeError) as error:
+            raise _too_old(error) from error
         except (RuntimeError, MemoryError) as error:
-            raise CsdError(self._no_memory(num_bytes, p2p, error)) from error
+            raise NoCardMemory(self._no_memory(num_bytes, p2p, error)) from error
         return XrtBuffer(bo, array, self._module.xclBOSyncDirection)
 
     def _no_memory(self, num_bytes: int, p2p: bool, error: Exception) -> str:
@@ -281,7 +277,7 @@ def open_card(device: str | int, xclbin: Path) -> XrtCard:
     """
     with _OPEN_LOCK:
         if device not in _OPEN:
-            _OPEN[device] = XrtCard(import_pyxrt(), device, xclbin)
+            _OPEN[device] = XrtCard(load_runtime(), device, xclbin)
         card = _OPEN[device]
     if card.xclbin != xclbin:
         raise CsdError(

@@ -81,7 +81,8 @@ class Executor:
     def _source(self, resident: Resident, state: int, slot: Slot) -> Transfer:
         layout = resident.task.layout
         file = self._directory.chunk_file(slot, *layout.place(state))
-        return Transfer(resident.buffer, layout.extents[state], file)
+        for_host = not resident.task.runs_kernel
+        return Transfer(resident.buffer, layout.extents[state], file, for_host)
 
     def _check_loaded(self, resident: Resident, states: Loads) -> Loads:
         layout, csd = resident.task.layout, self._csds[resident.task.csd]

@@ -17,7 +17,12 @@ from jaxinf.errors import CsdError
 __all__ = ["CardInfo", "card_of", "check_p2p", "list_cards"]
 
 _SYSFS = Path("/sys")
-_P2P_STATES = {"0": "off", "1": "on", "2": "needs a reboot", "3": "has no memory"}
+_P2P_STATES = {"0": "off", "1": "on"}
+_P2P_REMEDIES = {
+    "needs a reboot": "reboot the machine (warm)",
+    "not supported": "program the card with a platform that has P2P (xbmgmt program)",
+    "wrongly mapped": "switch P2P off and on again (xbutil configure), and reboot",
+}
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,8 @@ class CardInfo:
     Attributes:
       address: PCI address of what users open, such as ``0000:3d:00.1``.
       firmware: the platform that it runs, or empty where the driver does not say.
-      p2p: ``"on"``, ``"off"``, or what else the driver says.
+      p2p: ``"on"``, ``"off"``, ``"needs a reboot"``, ``"not supported"``, ``"wrongly
+        mapped"``; ``"unknown"`` where the driver does not say.
       path: its PCI devices from the root down; the last is its own.
     """
 
@@ -41,8 +47,8 @@ class CardInfo:
         """What switches P2P on; empty where it is."""
         if self.p2p == "on":
             return ""
-        if self.p2p == "needs a reboot":
-            return "reboot the machine (warm)"
+        if self.p2p in _P2P_REMEDIES:
+            return _P2P_REMEDIES[self.p2p]
         return (
             f"sudo xbutil configure --device {self.address} --p2p enable, then reboot "
             "(warm); the BIOS needs large PCIe addresses (above 4G decoding)"
@@ -55,10 +61,41 @@ def list_cards(sysfs: Path = _SYSFS) -> list[CardInfo]:
     for device in sorted((sysfs / "bus/pci/drivers/xocl").glob("*:*:*.*")):
         real = device.resolve()
         firmware = next((_text(p) for p in sorted(real.glob("rom*/VBNV"))), "")
-        state = _text(real / "p2p_enable")
-        p2p = _P2P_STATES.get(state, state or "unknown")
-        found.append(CardInfo(device.name, firmware, p2p, _pci_path(real)))
+        p2p, path = _p2p_state(real), _pci_path(real)
+        found.append(CardInfo(device.name, firmware, p2p, path))
     return found
+
+
+def _p2p_state(device: Path) -> str:
+    """What XRT's driver has in its folder for P2P, as `xbutil examine` reads it."""
+    for folder in [*sorted(device.glob("p2p*/")), device]:
+        sizes = _bar_sizes(_text(folder / "config")) if folder != device else {}
+        if sizes:
+            return _state_of(sizes)
+        if enabled := _text(folder / "p2p_enable"):
+            return _P2P_STATES.get(enabled, enabled)
+    return "unknown"
+
+
+def _bar_sizes(config: str) -> dict[str, int]:
+    """The lines of the driver's ``config`` whose names are bytes of the card's window.
+
+    ``bar``: as it is; ``rbar``: as it will be after a reboot; ``exp_bar``: as P2P wants
+    it; ``remap``: what of it shows the card's memory.
+    """
+    pairs = (line.partition(":") for line in config.splitlines())
+    return {name: int(size) for name, _, size in pairs if size.strip().isdecimal()}
+
+
+def _state_of(sizes: dict[str, int]) -> str:
+    bar = sizes.get("bar")
+    if bar is None:
+        return "not supported"
+    if sizes.get("rbar", 0) > bar:
+        return "needs a reboot"
+    if sizes.get("remap", 0) not in (0, bar):
+        return "wrongly mapped"
+    return "on" if sizes.get("exp_bar") == bar else "off"
 
 
 def card_of(root: Path, cards: Sequence[CardInfo], sysfs: Path = _SYSFS) -> CardInfo:

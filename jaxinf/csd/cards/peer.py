@@ -1,0 +1,111 @@
+"""A drive's transfers to and from a card's memory, and a trial of them at open.
+
+Invariant: nothing goes to or from a card's memory through the page cache: where a drive
+refuses that memory, the transfer is refused with the reason.
+"""
+
+import os
+import secrets
+from pathlib import Path
+
+import numpy as np
+
+from jaxinf.csd.cards.xrt import XrtCard
+from jaxinf.errors import CsdError, StoreIOError
+from jaxinf.io import ByteMeters, DirectIO
+from jaxinf.io.support import REFUSALS
+from jaxinf.layout import PAGE_BYTES
+from jaxinf.typing import Array, PathLikeStr
+
+__all__ = ["PeerIO", "probe_peer"]
+
+_REMEDY = (
+    "the drive cannot reach the card's memory: P2P must be on (`xbutil examine`), the "
+    "IOMMU off or passing through (iommu=pt), and the kernel built with "
+    "CONFIG_PCI_P2PDMA where the driver needs it"
+)
+
+
+class PeerIO(DirectIO):
+    """Direct I/O between the files of a directory and a card's memory. Thread-safe.
+
+    Args:
+      root_directory: relative paths start here.
+      meters: counts what is moved.
+    """
+
+    def __init__(
+        self, root_directory: PathLikeStr, meters: ByteMeters | None = None
+    ) -> None:
+        super().__init__(root_directory, meters, buffered=False)
+
+    def read(
+        self, path: PathLikeStr, array: Array, offset_bytes: int, num_bytes: int
+    ) -> None:
+        """File → card.
+
+        Raises:
+          StoreIOError: the drive failed, or refuses the memory.
+        """
+        try:
+            super().read(path, array, offset_bytes, num_bytes)
+        except StoreIOError as error:
+            raise _with_reason(error) from error.__cause__
+
+    def write(
+        self, path: PathLikeStr, array: Array, offset_bytes: int, num_bytes: int
+    ) -> None:
+        """Card → file.
+
+        Raises:
+          StoreIOError, StoreSpaceError: the drive failed, or refuses the memory.
+        """
+        try:
+            super().write(path, array, offset_bytes, num_bytes)
+        except StoreIOError as error:
+            raise _with_reason(error) from error.__cause__
+
+
+def _with_reason(error: StoreIOError) -> StoreIOError:
+    cause = error.__cause__
+    if isinstance(cause, OSError) and cause.errno in REFUSALS:
+        return StoreIOError(f"{error}; {_REMEDY}")
+    return error
+
+
+def probe_peer(card: XrtCard, root: Path, io: DirectIO) -> None:
+    """Sends a page from a drive to its card and another one back, and compares them.
+
+    Leaves nothing behind. One page each way is also what finds a switch or an IOMMU
+    that drops what it should forward: it reads as ones.
+
+    Args:
+      card: with an xclbin loaded.
+      root: a directory of the drive.
+      io: what transfers will go through, of that directory.
+
+    Raises:
+      CsdError: the drive does not reach the card's memory, or other bytes arrive.
+    """
+    memory = card.allocate(2 * PAGE_BYTES, card.default_bank, p2p=True)
+    there, back = memory.array[:PAGE_BYTES], memory.array[PAGE_BYTES:]
+    sent = np.frombuffer(secrets.token_bytes(PAGE_BYTES), np.uint8)
+    file = root / f".jaxinf-probe-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        file.write_bytes(sent.tobytes())
+        with open(file, "rb") as written:
+            os.fsync(written)
+        io.read(file, there, 0, PAGE_BYTES)
+        back[...] = ~sent
+        arrived = np.array_equal(there, sent)
+        io.write(file, back, 0, PAGE_BYTES)
+        arrived &= file.read_bytes() == (~sent).tobytes()
+    except (OSError, StoreIOError) as error:
+        raise CsdError(f"CSD root {root}: card {card.name}: {error}") from error
+    finally:
+        file.unlink(missing_ok=True)
+    if not arrived:
+        raise CsdError(
+            f"CSD root {root}: card {card.name}: expected a page to pass between the "
+            f"drive and the card's memory, found other bytes; {_REMEDY}"
+        )

@@ -1,0 +1,64 @@
+"""Finds Xilinx's runtime (XRT): its C library, or its Python module.
+
+Invariant: nothing is loaded before a store of cards is opened, and what is missing is
+said with the line that sets it up.
+"""
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+from jaxinf.csd.cards.library import XrtLibrary
+from jaxinf.errors import CsdError
+
+__all__ = ["LIBRARY", "has_runtime", "load_runtime"]
+
+LIBRARY = "libxrt_coreutil.so.2"
+"""XRT's library, in ``lib`` below XILINX_XRT, or where the loader finds it."""
+
+
+def has_runtime() -> bool:
+    """Whether XRT seems to be set up; nothing is loaded."""
+    prefix = os.environ.get("XILINX_XRT")
+    if not prefix:
+        return False
+    own = Path(prefix) / "lib" / LIBRARY
+    return own.exists() or importlib.util.find_spec("pyxrt") is not None
+
+
+def load_runtime() -> Any:
+    """The runtime, with pyxrt's names.
+
+    The C library comes first: its calls do not hold the GIL, as pyxrt's do while bytes
+    go to a card and back, and any Python can load it. pyxrt is taken where the library
+    lacks a function.
+
+    Raises:
+      CsdError: XRT is not installed, or its environment is not set up.
+    """
+    prefix = os.environ.get("XILINX_XRT")
+    if not prefix:  # the runtime would end the process
+        raise CsdError(
+            "csd='smartssd': expected the variable XILINX_XRT to name XRT's directory, "
+            "found it unset; install XRT, and run `source /opt/xilinx/xrt/setup.sh` "
+            "before Python. csd='emulated' runs the same kernels with no card"
+        )
+    own = Path(prefix) / "lib" / LIBRARY
+    try:
+        return XrtLibrary(own if own.exists() else Path(LIBRARY))
+    except (OSError, AttributeError) as error:
+        return _import_pyxrt(error)
+
+
+def _import_pyxrt(refusal: Exception) -> Any:
+    try:
+        import pyxrt  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise CsdError(
+            f"csd='smartssd': expected Xilinx's runtime (XRT), found neither {LIBRARY} "
+            f"({refusal}) nor its Python module ({error}); install XRT, and run "
+            "`source /opt/xilinx/xrt/setup.sh` before Python. csd='emulated' runs the "
+            "same kernels with no card"
+        ) from error
+    return pyxrt

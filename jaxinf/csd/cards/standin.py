@@ -1,0 +1,298 @@
+"""A stand-in for pyxrt: its names, traps and refusals, over this machine's memory.
+
+Invariant: what works here uses pyxrt as the real one wants it. It has the calls of one
+release (`jaxinf.csd.cards.releases`); what that release lacks raises what it raised
+there: AttributeError for a name, TypeError for arguments. Of pyxrt's traps: arguments
+that are neither buffers nor integers are dropped in silence, integers from 2^31 on are
+refused, data that was not synced is stale, a mapping dies with its buffer, and the card
+has 4 GiB.
+
+The kernels are those of the cards, compiled for this machine (`make -C hls csim`).
+"""
+
+import enum
+import functools
+import mmap
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxinf.csd.cards.releases import CALLS, RELEASES, deprecates, has_call
+from jaxinf.csd.cards.xrt import DEVICE_BYTES
+from jaxinf.kernels import named_card_kernel
+from jaxinf.kernels.card_library import card_function
+from jaxinf.typing import Array
+
+__all__ = ["ANY_KERNEL", "EmulatedXrt"]
+
+ANY_KERNEL = "every kernel of the table"
+"""A path to "load" that stands for an xclbin with all kernels."""
+
+_POISON = 0xA5
+_POISONED_BYTES = 1 << 20  # at the start of a buffer: enough to be noticed
+_EXAMPLE = "jaxinf_adam_f32_update_f32"
+
+
+class EmulatedXrt:
+    """What ``import pyxrt`` gives in a release.
+
+    Args:
+      release: one of `releases.RELEASES`.
+    """
+
+    def __init__(self, release: str = "2024.2") -> None:
+        assert release in RELEASES
+        self.release = release
+        self.xclBOSyncDirection = _Direction
+        for name, kind in (
+            ("device", _Device), ("xclbin", _Xclbin), ("hw_context", _Context),
+            ("bo", _Bo), ("kernel", _Kernel), ("run", _Run),
+        ):  # fmt: skip
+            if name not in CALLS or has_call(release, name):
+                setattr(self, name, type(name, (kind,), _members(release, name)))
+
+
+def _members(release: str, name: str) -> dict[str, Any]:
+    """Of a class as a release has it: what it lacks is no attribute of it."""
+    absent = [call for call in CALLS if not has_call(release, call)]
+    members = [c.removeprefix(f"{name}.") for c in absent if c.startswith(f"{name}.")]
+    return {"release": release} | {m: _Absent() for m in members if m.isidentifier()}
+
+
+class _Absent:
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._text = f"'pyxrt.{owner.__name__}' has no attribute '{name}'"
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        raise AttributeError(self._text)
+
+
+class _Released:
+    """Of a class of pyxrt: the members that its release has."""
+
+    release: str
+
+    def _needs(self, call: str) -> None:
+        """Refuses arguments as pybind11 does where no overload takes them."""
+        if not has_call(self.release, call):
+            name = type(self).__name__
+            raise TypeError(f"{name}: incompatible constructor or function arguments")
+
+    def _warns(self, call: str) -> None:
+        if deprecates(self.release):
+            warnings.warn(f"pyxrt: {call} is deprecated", DeprecationWarning, 3)
+
+
+class _Flags(enum.Enum):
+    normal = 0
+    p2p = 1
+
+
+class _Direction(enum.Enum):
+    XCL_BO_SYNC_BO_TO_DEVICE = 0
+    XCL_BO_SYNC_BO_FROM_DEVICE = 1
+
+
+class _Device(_Released):
+    def __init__(self, device: int | str) -> None:
+        if isinstance(device, str):
+            self._needs("device(address)")
+            raise RuntimeError(f"Invalid device string '{device}'")
+        self.lock = threading.Lock()
+        self.free_bytes = DEVICE_BYTES
+        self.unit = ThreadPoolExecutor(1, thread_name_prefix=f"card-{device}")
+        self.loaded: _Xclbin | None = None
+
+    def load_xclbin(self, xclbin: "_Xclbin") -> int:
+        self._needs("device.load_xclbin(xclbin)")
+        self._warns("device.load_xclbin")
+        return self._load(xclbin)
+
+    def register_xclbin(self, xclbin: "_Xclbin") -> int:
+        return self._load(xclbin)
+
+    def _load(self, xclbin: "_Xclbin") -> int:
+        self.loaded = xclbin
+        return id(xclbin)
+
+
+class _Xclbin(_Released):
+    """A file of kernel names, one a line."""
+
+    def __init__(self, path: str) -> None:
+        self._names: list[str] | None = None
+        if path != ANY_KERNEL:
+            try:
+                self._names = Path(path).read_text().split()
+            except (OSError, UnicodeDecodeError) as error:
+                raise RuntimeError(f"cannot read xclbin: {error}") from error
+
+    def get_kernels(self) -> "list[_Name]":
+        return [_Name(n) for n in (self._names or [_EXAMPLE])]
+
+    def holds(self, name: str) -> bool:
+        return self._names is None or name in self._names
+
+
+class _Name:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def get_name(self) -> str:
+        return self._name
+
+
+class _Context(_Released):
+    def __init__(self, device: _Device, uuid: int) -> None:
+        assert uuid == id(device.loaded)
+        self.device = device
+
+
+class _Memory:
+    """Memory of a card, and what the host sees of it: the same only with P2P."""
+
+    def __init__(self, device: _Device, num_bytes: int, *, p2p: bool) -> None:
+        with device.lock:
+            if not 0 < num_bytes <= device.free_bytes:
+                raise MemoryError("std::bad_alloc")
+            device.free_bytes -= num_bytes
+        self._device = device
+        self._num_bytes = num_bytes
+        self.on_card = self.on_host = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+        if not p2p:
+            self.on_host = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+            self.on_host[:_POISONED_BYTES] = _POISON
+
+    def __del__(self) -> None:
+        if hasattr(self, "on_host"):
+            # Who maps it still sees that it is gone.
+            self.on_host[:_POISONED_BYTES] = _POISON
+            with self._device.lock:
+                self._device.free_bytes += self._num_bytes
+
+
+class _Bo(_Released):
+    """``bo(owner, size, flags, group)``, or ``bo(parent, size, offset)``."""
+
+    flags = _Flags
+
+    def __init__(self, owner: Any, num_bytes: int, *rest: Any) -> None:
+        if isinstance(owner, _Bo):
+            (self._start,) = rest
+            self.memory = owner.memory
+            if not 0 <= self._start <= self._start + num_bytes <= owner.num_bytes:
+                raise RuntimeError("sub-buffer: Invalid argument")
+            self._start += owner._start
+        else:
+            flags, bank = rest
+            if isinstance(owner, _Context):
+                self._needs("bo(hw_context, size, flags, group)")
+                owner = owner.device
+            if bank != 0:
+                raise RuntimeError(f"no memory bank {bank}")
+            self.memory = _Memory(owner, num_bytes, p2p=flags is _Flags.p2p)
+            self._start = 0
+        self.num_bytes = num_bytes
+
+    def size(self) -> int:
+        return self.num_bytes
+
+    def map(self) -> memoryview:
+        return self._part(self.memory.on_host).data
+
+    def sync(self, direction: _Direction, *rest: int) -> None:
+        if not rest:
+            self._needs("bo.sync(direction)")
+        num_bytes, offset = rest or (self.num_bytes, 0)
+        if not 0 <= offset <= offset + num_bytes <= self.num_bytes:
+            raise RuntimeError("sync: Invalid argument")
+        place = slice(offset, offset + num_bytes)
+        host = self._part(self.memory.on_host)[place]
+        card = self._part(self.memory.on_card)[place]
+        if direction is _Direction.XCL_BO_SYNC_BO_TO_DEVICE:
+            card[:] = host
+        else:
+            host[:] = card
+
+    def address(self) -> int:
+        return self._part(self.memory.on_card).ctypes.data
+
+    def _part(self, memory: Array) -> Array:
+        return memory[self._start : self._start + self.num_bytes]
+
+
+class _Kernel(_Released):
+    """``kernel(device, uuid, name)``, or ``kernel(context, name)``."""
+
+    def __init__(self, owner: Any, *rest: Any) -> None:
+        of_context = isinstance(owner, _Context)
+        if len(rest) != (1 if of_context else 2):
+            raise TypeError("kernel: incompatible constructor arguments")
+        if not of_context:
+            self._warns("kernel(device, uuid, name)")
+        self.device = owner.device if of_context else owner
+        name = rest[-1]
+        if self.device.loaded is None or not self.device.loaded.holds(name):
+            raise RuntimeError(f"No such kernel '{name}'")
+        try:
+            self.card = named_card_kernel(name)
+        except ValueError as error:
+            raise RuntimeError(f"No such kernel '{name}'") from error
+
+    def group_id(self, argument: int) -> int:
+        if not 0 <= argument < len(self.card.pointers):
+            raise RuntimeError(f"argument {argument} has no memory")
+        return 0
+
+    @functools.cached_property
+    def function(self) -> Callable[..., None]:
+        """The compiled kernel; blocks while the compiler runs."""
+        return card_function(self.card)
+
+    def __call__(self, *arguments: Any) -> "_Run":
+        run = type("run", (_Run,), {"release": self.release})(self)
+        for number, value in enumerate(arguments):
+            if isinstance(value, (_Bo, int)):
+                run.set_arg(number, value)
+        run.start()
+        return run
+
+
+class _Run(_Released):
+    """``run(kernel)``: what was not set is what a register holds, zero."""
+
+    def __init__(self, kernel: _Kernel) -> None:
+        self._kernel = kernel
+        self._arguments: list[Any] = [0] * len(kernel.card.arguments)
+        self._future: Future[None] | None = None
+
+    def set_arg(self, number: int, value: Any) -> None:
+        if not isinstance(value, _Bo):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError("set_arg(): incompatible function arguments")
+            if not -(1 << 31) <= value < 1 << 31:
+                raise TypeError("set_arg(): integer out of range")
+        self._arguments[number] = value
+
+    def start(self) -> None:
+        self._future = self._kernel.device.unit.submit(self._execute)
+
+    def _execute(self) -> None:
+        values = [a.address() if isinstance(a, _Bo) else a for a in self._arguments]
+        pointers = values[: len(self._kernel.card.pointers)]
+        if not all(pointers):
+            raise RuntimeError("a pointer was not set")
+        self._kernel.function(*values)
+
+    def state(self) -> int:
+        """As pyxrt's ``ert_cmd_state``, which lacks some names, as numbers."""
+        if self._future is None:
+            return 1
+        if not self._future.done():
+            return 3
+        return 4 if self._future.exception() is None else 5

@@ -1,0 +1,188 @@
+"""XRT's C functions under pyxrt's names: handles, errors, and threads during a sync."""
+
+import ctypes
+import gc
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxinf.csd.cards import library as library_module
+from jaxinf.csd.cards.library import XrtLibrary
+from jaxinf.csd.cards.runtime import LIBRARY, has_runtime, load_runtime
+from jaxinf.csd.cards.xclbin import kernel_names
+from jaxinf.csd.cards.xrt import NoCardMemory, XrtCard
+from jaxinf.errors import CsdError
+from jaxinf.kernels.card import CardArgument
+from jaxinf.native import toolchain
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "xrt"))
+
+from swemu.table import Kernel, units
+from swemu.xclbin import write_xclbin
+
+SOURCE = Path(__file__).parent / "stub_xrt.cpp"
+
+pytestmark = pytest.mark.skipif(
+    toolchain.find_compiler() is None, reason="no C++ compiler"
+)
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory):
+    """A directory of XRT's, with the stub in it."""
+    prefix = tmp_path_factory.mktemp("xrt")
+    (prefix / "lib").mkdir()
+    compiler = toolchain.find_compiler()
+    output = prefix / "lib" / LIBRARY
+    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-pthread"]
+    subprocess.run([compiler, *flags, SOURCE, "-o", output], check=True)
+    return prefix
+
+
+@pytest.fixture
+def stub(prefix):
+    """The stub's own functions."""
+    return ctypes.CDLL(str(prefix / "lib" / LIBRARY))
+
+
+@pytest.fixture
+def xrt(prefix, stub, monkeypatch):
+    monkeypatch.setenv("XILINX_XRT", str(prefix))
+    return load_runtime()
+
+
+def xclbin(path, *names):
+    """A file with these kernels' names in its metadata."""
+    arguments = (CardArgument("data", "pointer", "uint8", count="elements"),)
+    kernels = [Kernel(name, arguments) for name in names]
+    path.write_bytes(write_xclbin(b"", units(kernels)))
+    return path
+
+
+@pytest.fixture
+def card(xrt, tmp_path):
+    return XrtCard(xrt, 0, xclbin(tmp_path / "k.xclbin", "add", "other"))
+
+
+def test_the_library_comes_before_pyxrt(xrt):
+    assert has_runtime()
+    assert isinstance(xrt, XrtLibrary)
+
+
+def test_a_run(card):
+    assert card.kernel_names == ("add", "other")
+    kernel = card.kernel("add")
+    assert kernel.bank(0) == 0
+    buffer = card.allocate(8192, 0)
+    buffer.array[:] = 1
+    buffer.to_card(8192)
+    part = card.part(buffer, 4096, 4096)
+    kernel.run([part], [5], 60)
+    assert buffer.array.max() == 1  # not synced yet
+    buffer.from_card(8192)
+    np.testing.assert_array_equal(buffer.array[:4096], 1)
+    np.testing.assert_array_equal(buffer.array[4096:], 6)
+
+
+def test_p2p_memory_needs_no_sync(card):
+    buffer = card.allocate(4096, 0, p2p=True)
+    buffer.array[:] = 1
+    card.kernel("add").run([buffer.bo], [-1], 60)
+    assert not buffer.array.any()
+
+
+def test_every_handle_is_closed(xrt, stub, tmp_path):
+    gc.collect()
+    before = stub.stub_open_handles()
+    card = XrtCard(xrt, 1, xclbin(tmp_path / "k.xclbin", "add"))
+    buffer = card.allocate(4096, 0)
+    card.kernel("add").run([card.part(buffer, 0, 64)], [1], 60)
+    assert stub.stub_open_handles() > before + 2
+    del buffer, card
+    gc.collect()
+    assert stub.stub_open_handles() == before
+
+
+def test_a_part_keeps_its_whole(card, stub):
+    whole = card.allocate(8192, 0)
+    part = card.part(whole, 4096, 4096)
+    before = stub.stub_open_handles()
+    del whole
+    gc.collect()
+    assert stub.stub_open_handles() == before
+    del part
+    gc.collect()
+    assert stub.stub_open_handles() == before - 2
+
+
+def test_errors_have_the_systems_reason(card, xrt, tmp_path):
+    with pytest.raises(CsdError, match=r"card 7: cannot be opened: .*No such device"):
+        XrtCard(xrt, 7, tmp_path / "none")
+    with pytest.raises(CsdError, match="card 0000:09"):
+        XrtCard(xrt, "0000:09:00.1", tmp_path / "none")
+    assert XrtCard(xrt, "0000:01:00.1", card.xclbin).kernel("add")
+    with pytest.raises(CsdError, match=r"refuses .*Invalid argument"):
+        XrtCard(xrt, 0, xclbin(tmp_path / "refused", "add"))
+    with pytest.raises(CsdError, match="has no kernel other, only add, other"):
+        card.kernel("other")
+    with pytest.raises(NoCardMemory, match="Cannot allocate memory"):
+        card.allocate(5 << 30, 0)
+    with pytest.raises(CsdError, match=r"did not start: xrtRunSetArg\(2\)"):
+        card.kernel("add").run([card.allocate(64, 0).bo], [1, 2], 60)
+    for bad in (0.5, 1 << 31):
+        with pytest.raises(CsdError, match="expected a buffer or 32 bits"):
+            card.kernel("add").run([], [bad], 60)
+
+
+def sync_while_another_thread_acts(xrt, stub, path, milliseconds):
+    """A sync that lasts until another thread ends it; the error it had, if any."""
+    stub.stub_wait_in_sync(milliseconds)
+    buffer = XrtCard(xrt, 0, path).allocate(4096, 0)
+    errors = []
+
+    def sync():
+        try:
+            buffer.to_card(4096)
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=sync)
+    thread.start()
+    while thread.is_alive() and not stub.stub_waiting():
+        pass
+    stub.stub_release()  # this thread runs while the other is in the call
+    thread.join()
+    stub.stub_wait_in_sync(0)
+    return errors
+
+
+def test_other_threads_run_during_a_sync(xrt, stub, prefix, tmp_path, monkeypatch):
+    path = xclbin(tmp_path / "k.xclbin", "add")
+    assert not sync_while_another_thread_acts(xrt, stub, path, 60_000)
+    # And what the test would find if the call held the GIL, as pyxrt's does.
+    monkeypatch.setattr(library_module.ctypes, "CDLL", ctypes.PyDLL)
+    holding = XrtLibrary(prefix / "lib" / LIBRARY)
+    (error,) = sync_while_another_thread_acts(holding, stub, path, 100)
+    assert "xrtBOSync" in str(error)
+
+
+def test_files_that_are_no_xclbin(tmp_path):
+    good = xclbin(tmp_path / "good", "add").read_bytes()
+    assert kernel_names(tmp_path / "good") == ["add"]
+    cases = {
+        b"": "another kind of file",
+        b"\x7fELF" + good[4:]: "another kind of file",
+        good[:500]: "found the file's end",
+        good[:-300]: "expected a section at byte",
+        good.replace(b"</project>", b"</prOject>"): "its metadata is damaged",
+        good[:448] + bytes(4) + good[452:]: "found no metadata",
+    }
+    for number, (content, message) in enumerate(cases.items()):
+        path = tmp_path / f"bad{number}"
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            kernel_names(path)

@@ -1,0 +1,217 @@
+"""A drive and a card's memory: tried at open, strict after it; the host reads files."""
+
+import errno
+import fcntl
+import logging
+
+import numpy as np
+import optax
+import pytest
+from csd_contract import SIMPLE, Case, Chunk
+
+import jaxinf.io.direct as direct
+from jaxinf.csd import Transfer, parse_csd
+from jaxinf.csd.cards import standin
+from jaxinf.csd.cards.emulated import open_emulated
+from jaxinf.csd.cards.peer import PeerIO
+from jaxinf.engine.options import StoreOptions
+from jaxinf.errors import CsdError, StoreIOError
+from jaxinf.io import BufferPool, ByteMeters, supports_direct
+
+EMULATED = parse_csd("emulated")
+
+
+@pytest.fixture
+def drive(tmp_path):
+    if not supports_direct(tmp_path):
+        pytest.skip("no direct I/O here")
+    return tmp_path
+
+
+@pytest.fixture(params=[errno.EINVAL, errno.EOPNOTSUPP])
+def refusing(request, monkeypatch):
+    """A drive whose direct transfers are refused; the ways that were taken."""
+    taken = []
+
+    def refuse(call):
+        def instead(fd, views, offset):
+            if fcntl.fcntl(fd, fcntl.F_GETFL) & direct.os.O_DIRECT:
+                taken.append("direct")
+                raise OSError(request.param, "refused")
+            taken.append("buffered")
+            return call(fd, views, offset)
+
+        return instead
+
+    for name in ("preadv", "pwritev"):
+        monkeypatch.setattr(direct.os, name, refuse(getattr(direct.os, name)))
+    return taken
+
+
+# --- between drive and card --------------------------------------------------------
+
+
+def test_what_a_drive_refuses_is_not_buffered(drive, refusing):
+    (drive / "file").write_bytes(bytes(8192))
+    io = PeerIO(drive)
+    with BufferPool(1 << 20).acquire(8192) as buffer:
+        for move in (io.read, io.write):
+            with pytest.raises(StoreIOError, match="cannot reach the card's memory"):
+                move("file", buffer.array, 0, 8192)
+        with pytest.raises(StoreIOError, match="file: write at byte 0 failed"):
+            io.write("file", buffer.array[:4096], 0, 100)
+    assert set(refusing) == {"direct"}
+
+
+def test_a_file_that_ends_within_a_page(drive):
+    """Its last bytes would go through the page cache."""
+    (drive / "file").write_bytes(bytes(5000))
+    with (
+        BufferPool(1 << 20).acquire(8192) as buffer,
+        pytest.raises(StoreIOError, match="cannot reach the card's memory"),
+    ):
+        PeerIO(drive).write("file", buffer.array, 0, 5000)
+
+
+def test_a_page_is_tried_at_open(drive, refusing):
+    with pytest.raises(CsdError, match=r"CSD root .*card 0: .*P2P must be on"):
+        open_emulated([drive], 1 << 20, ByteMeters())
+    assert not list(drive.iterdir())
+
+
+def test_other_bytes_are_noticed_at_open(drive, monkeypatch):
+    """As of a switch that answers for the card: all ones."""
+    read = PeerIO.read
+
+    def ones(io, path, array, offset_bytes, num_bytes):
+        read(io, path, array, offset_bytes, num_bytes)
+        array[:] = 0xFF
+
+    monkeypatch.setattr(PeerIO, "read", ones)
+    with pytest.raises(CsdError, match=r"expected a page to pass .*found other bytes"):
+        open_emulated([drive], 1 << 20, ByteMeters())
+    assert not list(drive.iterdir())
+
+
+def test_a_file_system_without_direct_io(drive, monkeypatch):
+    fleet = open_emulated([drive], 1 << 20, ByteMeters())
+    refusal = OSError(errno.EINVAL, "no O_DIRECT")
+    monkeypatch.setattr(direct, "probed_refusal", lambda directory: refusal)
+    fleet.probe([drive], must_be_direct=False)
+    with pytest.raises(CsdError, match="expected a file system with direct I/O"):
+        fleet.probe([drive], must_be_direct=True)
+
+
+# --- what the host looks at --------------------------------------------------------
+
+
+def read_for_host(chunk):
+    for extent, file in zip(chunk.extents, chunk.files, strict=True):
+        chunk.csd.read([Transfer(chunk.buffer, extent, file, for_host=True)])
+
+
+@pytest.mark.parametrize("num_elements", [1, 5000])
+def test_the_host_reads_the_file_and_not_the_card(tmp_path, num_elements):
+    chunk = Chunk(EMULATED, tmp_path, num_elements=num_elements).initialise()
+    chunk.write()
+    wanted = chunk.states()
+    chunk.buffer.state.array[:] = 0xEE  # which no kernel has seen
+    read_for_host(chunk)
+    for extent, state in zip(chunk.extents, wanted, strict=True):
+        view = chunk.csd.view(chunk.buffer, extent)
+        np.testing.assert_array_equal(view, state)
+        assert not np.shares_memory(view, chunk.buffer.state.array)
+        assert chunk.csd.checksum(chunk.buffer, extent) is None
+    assert (chunk.buffer.state.array == 0xEE).all()
+    chunk.read()  # for a kernel: the card has it again
+    np.testing.assert_array_equal(chunk.states()[0], wanted[0])
+    chunk.close()
+
+
+def test_a_frozen_leaf_is_read_by_the_host(tmp_path):
+    case = Case("frozen", tx=optax.set_to_zero())
+    chunk = Chunk(EMULATED, tmp_path, case).initialise()
+    chunk.write()
+    chunk.buffer.state.array[:] = 0xEE
+    read_for_host(chunk)
+    outcome, out = chunk.update()
+    assert outcome.is_finite
+    np.testing.assert_array_equal(out, 0)
+    assert (chunk.buffer.state.array == 0xEE).all()
+    chunk.close()
+
+
+def test_a_kernel_takes_what_was_read_for_the_host(tmp_path):
+    """Read ahead for a step that changes nothing, and another step came."""
+    chunks = [Chunk(EMULATED, tmp_path / name).initialise() for name in ("a", "b")]
+    results = []
+    for chunk, read in zip(chunks, (Chunk.read, read_for_host), strict=True):
+        chunk.write()
+        read(chunk)
+        outcome, out = chunk.update()
+        assert len(outcome.read_checksums) == len(chunk.extents)
+        results.append([out, *chunk.states()])
+        chunk.close()
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_what_the_host_puts_is_written(tmp_path):
+    chunk = Chunk(EMULATED, tmp_path, num_elements=1500).initialise()
+    chunk.write()
+    read_for_host(chunk)
+    extent, file = chunk.extents[0], chunk.files[0]
+    values = np.arange(1500, dtype=np.float32)
+    chunk.csd.put(chunk.buffer, extent, values)
+    assert chunk.csd.checksum(chunk.buffer, extent) is not None
+    np.testing.assert_array_equal(chunk.csd.view(chunk.buffer, extent), values)
+    chunk.csd.write([Transfer(chunk.buffer, extent, file)])
+    np.testing.assert_array_equal(np.fromfile(file, np.float32)[:1500], values)
+    chunk.close()
+
+
+# --- memory and workers ------------------------------------------------------------
+
+
+def test_a_card_that_gives_no_more(tmp_path, monkeypatch, caplog):
+    """Less than its 4 GiB are free: others use it, too."""
+    monkeypatch.setattr(standin, "DEVICE_BYTES", 3 << 16)
+    chunk = Chunk(EMULATED, tmp_path, num_elements=3000)
+    with caplog.at_level(logging.WARNING, logger="jaxinf.csd"):
+        held = [chunk.csd.acquire(chunk.num_bytes) for _ in range(4)]
+    assert held[0] is not None
+    assert held[-1] is None
+    assert "has room for" in caplog.text
+    number = sum(buffer is not None for buffer in held)
+    for buffer in filter(None, held):
+        buffer.release()
+    again = [chunk.csd.acquire(chunk.num_bytes) for _ in range(number + 1)]
+    assert [buffer is None for buffer in again] == [False] * number + [True]
+    for buffer in filter(None, again):
+        buffer.release()
+    chunk.close()
+
+
+def test_a_card_that_gives_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(standin, "DEVICE_BYTES", 3 << 14)
+    with pytest.raises(CsdError, match="bytes of its memory"):
+        Chunk(EMULATED, tmp_path, SIMPLE, 30_000)
+
+
+@pytest.mark.parametrize(
+    ("csd", "given", "num_csds", "expected"),
+    [
+        ("host", None, 10, 4),
+        ("emulated", None, 1, 4),
+        ("emulated", None, 2, 4),
+        ("emulated", None, 10, 20),
+        ("smartssd", None, 3, 6),
+        ("smartssd", 3, 10, 3),
+    ],
+)
+def test_workers(tmp_path, csd, given, num_csds, expected):
+    options = StoreOptions(
+        tmp_path, csd_roots=(), csd=csd, memory_bytes=1 << 20, num_workers=given,
+        chunk_elements=1 << 20,
+    )  # fmt: skip
+    assert options.num_workers(num_csds) == expected
