@@ -110,7 +110,9 @@ def test_bytes_on_the_drive(drive, memory_bytes):
         traffic = metrics.traffic
         assert traffic.drive_write_bytes == wanted
         # On a card gradients and results take room, too: it holds fewer subgroups.
-        is_kept = order == orders[number - 1] and not driver.opened.options.csd.has_cards
+        is_kept = (
+            order == orders[number - 1] and not driver.opened.options.csd.has_cards
+        )
         if is_kept or memory_bytes > wanted:
             assert traffic.drive_read_bytes == wanted
         else:
