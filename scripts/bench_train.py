@@ -56,32 +56,32 @@ class Trainer:
         self.seconds: list[float] = []
         example = batch(arguments, 0)
         self._step: TrainStep = compile_train_step(
-            graphdef, tx, boundaries, self.params, self.state, *example
+            graphdef, tx, boundaries, self.params, self.state, example
         )
 
     def turn(self, arguments: argparse.Namespace, first: int) -> None:
         """Steps from batch `first` on; the first of them is not counted."""
         for number in range(first, first + arguments.steps + 1):
-            self.step(*batch(arguments, number))
+            self.step(batch(arguments, number))
         del self.seconds[-arguments.steps - 1]
 
-    def step(self, tokens: np.ndarray, targets: np.ndarray) -> None:
+    def step(self, data: dict[str, np.ndarray]) -> None:
         """One step, timed."""
         began = time.perf_counter()
         self.params, self.state, loss = jax.block_until_ready(
-            self._step(self.params, self.state, tokens, targets)
+            self._step(self.params, self.state, data)
         )
         self.seconds.append(time.perf_counter() - began)
         self.losses.append(float(loss))
 
 
-def batch(arguments: argparse.Namespace, number: int) -> tuple[np.ndarray, np.ndarray]:
+def batch(arguments: argparse.Namespace, number: int) -> dict[str, np.ndarray]:
     """Tokens and targets, the same for the same number."""
     rng = np.random.default_rng(number)
     shape = (arguments.batch_size, arguments.seq_len + 1)
     tokens = rng.integers(PRESETS[arguments.preset].vocab_size, size=shape)
     tokens = tokens.astype(np.int32)
-    return tokens[:, :-1], tokens[:, 1:]
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
 def optimizer(clip_norm: float) -> optax.GradientTransformation:
@@ -120,10 +120,10 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
 def keep_timeline(arguments: argparse.Namespace, store: Any, update: Trainer) -> None:
     """Spans of the second of two steps, in seconds from its beginning."""
     data = batch(arguments, 0)
-    update.step(*data)
+    update.step(data)
     store.training.opened.timeline.start()
     began = time.perf_counter()
-    update.step(*data)
+    update.step(data)
     ended = time.perf_counter()
     store.wait()
     time.sleep(IDLE_S)

@@ -15,6 +15,7 @@ import tyro
 from jaxinf import compat
 from jaxinf.errors import JaxinfError
 from jaxinf.train.config import TrainConfig, UsageError
+from jaxinf.train.data.errors import DataError
 from jaxinf.train.loop import train
 
 __all__ = ["main"]
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         train(config, command=shlex.join([*_PROGRAM.split(), *_to_resume(words)]))
     except UsageError as error:
         return _fail(2, error)
-    except (JaxinfError, OSError) as error:
+    except (JaxinfError, DataError, OSError) as error:
         return _fail(1, error)
     except KeyboardInterrupt:
         return 130

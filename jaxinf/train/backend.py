@@ -64,6 +64,22 @@ class Backend(Protocol):
         """
         ...
 
+    def checkpoint_steps(self) -> dict[str, int]:
+        """The checkpoints that there are, and the commits that they keep."""
+        ...
+
+    def committed_step(self, state: Any) -> int:
+        """The number of the commit that a state is of."""
+        ...
+
+    def replace_checkpoint(self, state: Any, name: str) -> bool:
+        """Keeps the step of a state by a name, instead of the one of that name.
+
+        Returns:
+          Whether it did; nothing is ever kept in memory.
+        """
+        ...
+
     def raise_failure(self) -> None:
         """Raises what stopped the store, instead of JAX's wrapping of it."""
         ...
@@ -188,6 +204,24 @@ class OnStore:
         self.store.prune_checkpoints(keep_last=keep_last, keep_every=keep_every)
         return name
 
+    def checkpoint_steps(self) -> dict[str, int]:
+        """See `Backend`."""
+        if not self.store.exists:
+            return {}
+        return {held.name: held.step for held in self.store.checkpoints()}
+
+    def committed_step(self, state: SmartUpdateState) -> int:
+        """See `Backend`."""
+        return int(state.step)
+
+    def replace_checkpoint(self, state: SmartUpdateState, name: str) -> bool:
+        """See `Backend`."""
+        self.store.wait(state)
+        if name in self.checkpoint_steps():
+            self.store.remove_checkpoint(name)
+        self.store.checkpoint(name, state=state)
+        return True
+
     def raise_failure(self) -> None:
         """See `Backend`."""
         self.store.check()
@@ -246,6 +280,18 @@ class InMemory:
 
     def checkpoint(self, state: Any, *, keep_last: int, keep_every: int) -> str | None:
         """See `Backend`: nothing is ever kept."""
+
+    def checkpoint_steps(self) -> dict[str, int]:
+        """See `Backend`: none."""
+        return {}
+
+    def committed_step(self, state: Any) -> int:
+        """See `Backend`: nothing is ever committed."""
+        return 0
+
+    def replace_checkpoint(self, state: Any, name: str) -> bool:
+        """See `Backend`: it does not."""
+        return False
 
     def raise_failure(self) -> None:
         """See `Backend`: no store, no failure."""

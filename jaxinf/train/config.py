@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 import tyro
-from jaxinf_models import MODELS, ModelConfig
+from jaxinf_models import MODELS, ModelConfig, ModelFamily, TaskName, config_for
 
 from jaxinf.compress import TopK, parse_compression
 from jaxinf.csd import parse_csd
@@ -21,11 +21,14 @@ from jaxinf.engine import (
     StateFormat,
     VerifyMode,
 )
+from jaxinf.train.data.errors import DataError
+from jaxinf.train.data.options import DataOptions, check_options
+from jaxinf.train.data.options import shown as _shown
 from jaxinf.typing import JsonValue
 
 __all__ = ["TrainConfig", "UsageError", "check", "format_bytes", "parse_bytes"]
 
-ModelName: TypeAlias = Literal["gpt2"]
+ModelName: TypeAlias = Literal["gpt2", "bert", "t5", "vit", "bloom", "llama"]
 DTypeName: TypeAlias = Literal["float32", "bfloat16"]
 ScheduleName: TypeAlias = Literal["constant", "cosine"]
 ReferenceName: TypeAlias = Literal["fused", "split"]
@@ -89,29 +92,19 @@ _DURABILITY = tyro.constructors.PrimitiveConstructorSpec(
 )
 
 
-def _shown(metavar: str, default: str) -> object:
-    """How `--help` shows a flag whose default is no plain value."""
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
-
-
 @dataclasses.dataclass(frozen=True)
-class TrainConfig:
-    """Trains a language model on bytes of text, with the optimizer's state on drives.
+class TrainConfig(DataOptions):
+    """Trains a model, with the optimizer's state on drives.
 
     Every step is committed to the store, which is the checkpoint: the same command
-    resumes a run that was stopped, at exactly the next batch. The defaults are a quick
-    start of about two minutes on two CPU cores.
+    resumes a run that was stopped, at exactly the next batch. The defaults train a
+    small GPT-2 on bytes of text, in some two minutes on two CPU cores.
     """
 
     # The comment above a field is its text in --help.
 
     # Directory of the store: a new one, or that of a run to resume.
     store: Annotated[Path | None, _shown("DIR", "none; --mode update needs it")] = None
-
-    # Text to learn: files, directories, quoted globs.
-    data: Annotated[
-        tuple[str, ...], _shown("PATH...", "Python's standard library sources")
-    ] = ()
 
     # Train until this many batches in all; a resumed run counts those it has done.
     steps: int = 1000
@@ -132,10 +125,18 @@ class TrainConfig:
     # params, small 124 M, medium 355 M, large 774 M and xl the full 1558 M.
     preset: Annotated[str, tyro.conf.arg(metavar="NAME")] = "nano"
 
-    # Sequences a step.
+    # What the model learns: the next token, hidden tokens, an answer to a text, or a
+    # class. Its usual task by default.
+    task: Annotated[
+        TaskName | None,
+        _shown("{causal-lm,masked-lm,seq2seq,classification}", "the model's"),
+    ] = None
+
+    # Sequences a step, or images.
     batch_size: int = 8
 
-    # Bytes a sequence. The cost grows with it; nano learns most of what it can at 64.
+    # Tokens a sequence, which are bytes without a --tokenizer. The cost grows with it;
+    # nano learns most of what it can at 64.
     seq_len: int = 64
 
     # An optimizer of optax or optax.contrib by name, with optax's own defaults for what
@@ -244,21 +245,41 @@ class TrainConfig:
         Path | None, _shown("DIR", "STORE-log; runs/memory in --mode memory")
     ] = None
 
-    # Take the validation loss every so many steps; 0 is at the end only.
+    # Evaluate on what is held out every so many steps; 0 is at the end only.
     eval_every: int = 0
 
-    # Length of the text generated at the end; 0 is none.
+    # With --eval-every, keep the step of the lowest validation loss as a checkpoint
+    # named best. Like any checkpoint it takes room for one more copy of the state.
+    keep_best: bool = True
+
+    # Tokens of text generated at the end; 0 is none.
     sample_bytes: Annotated[
         int | None, _shown("INT", "200, fewer where that would take long")
     ] = None
 
     @property
     def model_config(self) -> ModelConfig:
-        """Shape and precision of the model."""
-        preset = MODELS[self.model].presets[self.preset]
-        return dataclasses.replace(
+        """Shape and precision of the model, with the head of its task."""
+        preset = self.family.presets[self.preset]
+        precise = dataclasses.replace(
             preset, dtype=self.dtype, param_dtype=self.param_dtype
         )
+        return config_for(precise, self.task_name, num_labels=self.num_labels)
+
+    @property
+    def task_name(self) -> TaskName:
+        """The task given, or the model's usual one."""
+        return self.task or self.family.tasks[0]
+
+    @property
+    def family(self) -> ModelFamily:
+        """The architecture."""
+        return MODELS[self.model]
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model looks at images instead of tokens."""
+        return hasattr(self.model_config, "image_size")
 
     @property
     def compression(self) -> TopK | None:
@@ -296,6 +317,10 @@ def check(config: TrainConfig) -> None:
     """
     _check_ranges(config)
     _check_model(config)
+    try:
+        check_options(config, config.task_name, takes_images=config.takes_images)
+    except DataError as error:
+        raise UsageError(str(error)) from error
     _check_optimizer(config)
     _check_compression(config)
     try:
@@ -342,7 +367,7 @@ def _check_ranges(config: TrainConfig) -> None:
     for name, least in (
         ("steps", 1),
         ("batch_size", 1),
-        ("seq_len", 1),
+        ("seq_len", 2),
         ("memory_bytes", 1),
         ("warmup_steps", 0),
         ("clip_norm", 0),
@@ -358,6 +383,8 @@ def _check_ranges(config: TrainConfig) -> None:
         value = getattr(config, name)
         if value is not None and not value >= least:
             raise UsageError(f"{_flag(name)}: expected at least {least}, got {value}")
+    if config.seed >= 1 << 32:
+        raise UsageError(f"--seed: expected less than 2**32, got {config.seed}")
     if config.learning_rate is not None and not config.learning_rate > 0:
         raise UsageError(
             f"--learning-rate: expected more than 0, got {config.learning_rate}"
@@ -370,6 +397,13 @@ def _check_model(config: TrainConfig) -> None:
         raise UsageError(
             f"--preset: expected one of {config.model}'s, {', '.join(presets)}, got "
             f"{config.preset}"
+        )
+    tasks = config.family.tasks
+    if config.task_name not in tasks:
+        able = [name for name, m in MODELS.items() if config.task_name in m.tasks]
+        raise UsageError(
+            f"--task {config.task_name}: expected one of {config.family.name}'s, "
+            f"{', '.join(tasks)}; --model with that task: {', '.join(able)}"
         )
     limit = getattr(config.model_config, "num_positions", None)
     if limit is not None and config.seq_len > limit:
@@ -401,6 +435,7 @@ _OF_THE_STORE += (
     "checkpoint_every",
     "keep_last",
     "keep_every",
+    "keep_best",
     "restore",
 )
 

@@ -1,116 +1,134 @@
-"""How good the model is: validation loss against byte statistics, and a sample.
+"""How good the model is: on what is held out, beside byte statistics, and a sample.
 
 Invariant: the cost is bounded whatever the model's size, and the result is a pure
-function of params, text and seed.
+function of params, data and seed.
 """
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxinf_models import generate, loss, num_params
+from jaxinf_models import Scores, TaskName, generate, num_params, score
 
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.data import ByteCorpus
+from jaxinf.train.data.loader import Batch, one_epoch
+from jaxinf.train.data.parts import TrainingData
 from jaxinf.train.entropy import bigram_entropy, unigram_entropy
 from jaxinf.typing import PyTree
 
-__all__ = ["Evaluator", "Verdict", "batch"]
+__all__ = ["Evaluation", "Evaluator", "TextEntropy", "num_tokens"]
 
 # Params x tokens: nano evaluates 64 batches of 512, some 2 s on two cores.
 _LOSS_BUDGET = 3e10
 _MIN_BATCHES, _MAX_BATCHES = 4, 64
 # Params x tokens of context x tokens: nano samples its 200 in some 2 s.
 _SAMPLE_BUDGET = 1.2e11
-_SAMPLE_BYTES = 200
-_MIN_SAMPLE_BYTES = 8
-_PROMPT_BYTES = 32
+_SAMPLE_TOKENS = 200
+_MIN_SAMPLE_TOKENS = 8
+_PROMPT_TOKENS = 32
 _TEMPERATURE = 0.8  # below 1: a small model's rare bytes are mostly noise
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
-    """Validation loss and what byte statistics alone would reach, all in nats a byte.
+class Evaluation:
+    """Means over what is held out.
 
     Attributes:
-      loss: the model's.
+      loss: cross entropy in nats a token, or a label.
+      accuracy: share of tokens or labels that were the model's first guess.
+    """
+
+    loss: float
+    accuracy: float
+
+    @property
+    def perplexity(self) -> float:
+        """The number of tokens that the model wavers between: exp(loss)."""
+        return math.exp(min(self.loss, 700.0))
+
+
+@dataclasses.dataclass(frozen=True)
+class TextEntropy:
+    """What byte statistics alone would reach, in nats a byte.
+
+    Attributes:
       unigram: entropy of the text's bytes.
       bigram: entropy of a byte given the one before it.
     """
 
-    loss: float
     unigram: float
     bigram: float
 
 
 class Evaluator:
-    """Evaluates params of one model on one corpus."""
+    """Evaluates params of one model on what is held out."""
 
-    def __init__(self, config: TrainConfig, corpus: ByteCorpus, graphdef: Any) -> None:
-        self._config, self._corpus, self._graphdef = config, corpus, graphdef
+    def __init__(self, config: TrainConfig, data: TrainingData, graphdef: Any) -> None:
+        self._config, self._data, self._graphdef = config, data, graphdef
+        self._batches = one_epoch(
+            data.validation,
+            batch_size=config.batch_size,
+            seed=config.seed,
+            row_map=data.row_map,
+        )
 
-    def validation_loss(self, params: PyTree) -> float:
-        """Mean over the same validation windows at every call."""
-        config = self._config
-        tokens_a_batch = config.batch_size * config.seq_len
-        fitting = _LOSS_BUDGET / num_params(config.model_config) / tokens_a_batch
-        num_batches = int(min(max(fitting, _MIN_BATCHES), _MAX_BATCHES))
-        losses = [
-            _loss(
-                self._graphdef,
-                params,
-                *batch(config, self._corpus, number, "validation"),
-            )
-            for number in range(num_batches)
-        ]
-        return float(np.mean([float(value) for value in losses]))
+    def evaluate(self, params: PyTree) -> Evaluation:
+        """Means over the same batches at every call."""
+        task = self._config.task_name
+        total = np.zeros(3)
+        for number in range(self._num_batches()):
+            batch = self._batches[number]
+            total += np.array(_score(self._graphdef, task, params, batch), np.float64)
+        loss, weight, correct = total
+        return Evaluation(float(loss / weight), float(correct / weight))
 
-    def verdict(self, loss: float) -> Verdict:
-        """A validation loss beside the entropies of the validation text."""
-        text = self._corpus.validation
-        return Verdict(loss, unigram_entropy(text), bigram_entropy(text))
+    def _num_batches(self) -> int:
+        size = num_params(self._config.model_config) * num_tokens(self._batches[0])
+        fitting = min(max(_LOSS_BUDGET / size, _MIN_BATCHES), _MAX_BATCHES)
+        return min(int(fitting), len(self._batches))
+
+    def text_entropy(self) -> TextEntropy | None:
+        """Entropies of the bytes held out; None where tokens are no bytes."""
+        text = self._data.held_out_tokens
+        is_bytes = self._data.tokenizer and self._data.tokenizer.name == "bytes"
+        if text is None or not is_bytes or text.size < 2:
+            return None
+        return TextEntropy(unigram_entropy(text), bigram_entropy(text))
 
     def sample(self, params: PyTree) -> tuple[bytes, bytes]:
-        """A prompt from the validation text and the model's continuation."""
-        config = self._config
-        num_bytes = config.sample_bytes
-        if num_bytes is None:
-            cost = num_params(config.model_config) * config.seq_len
-            fitting = max(_SAMPLE_BUDGET / cost, _MIN_SAMPLE_BYTES)
-            num_bytes = int(min(fitting, _SAMPLE_BYTES))
-        if not num_bytes:
+        """A prompt from the text held out and the model's continuation."""
+        config, text = self._config, self._data.held_out_tokens
+        tokenizer = self._data.tokenizer
+        if text is None or tokenizer is None or config.sample_bytes == 0:
             return b"", b""
-        prompt = self._corpus.validation[: min(_PROMPT_BYTES, config.seq_len)]
+        num_new = config.sample_bytes
+        if num_new is None:
+            cost = num_params(config.model_config) * config.seq_len
+            fitting = max(_SAMPLE_BUDGET / cost, _MIN_SAMPLE_TOKENS)
+            num_new = int(min(fitting, _SAMPLE_TOKENS))
+        prompt = text[: min(_PROMPT_TOKENS, config.seq_len)]
         tokens = generate(
             nnx.merge(self._graphdef, params),
             jnp.asarray(prompt, jnp.int32)[None],
-            num_bytes,
+            num_new,
             key=jax.random.key(config.seed),
             temperature=_TEMPERATURE,
             max_context=config.seq_len,
         )
-        # A vocabulary of 50257 has tokens that are no byte; an untrained model's own.
-        text = bytes(min(int(token), 0xFF) for token in np.asarray(tokens[0]))
-        return prompt.tobytes(), text
+        return tokenizer.decode(prompt), tokenizer.decode(np.asarray(tokens[0]))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _loss(
-    graphdef: Any, params: PyTree, tokens: jax.Array, targets: jax.Array
-) -> jax.Array:
-    return loss(nnx.merge(graphdef, params), tokens, targets)
+def num_tokens(batch: Batch) -> int:
+    """Tokens of a batch, padding included; its images, where it has no tokens."""
+    names = [name for name in ("tokens", "decoder_tokens") if name in batch]
+    return sum(batch[name].size for name in names) or len(batch["labels"])
 
 
-def batch(config: TrainConfig, corpus: ByteCorpus, step: int, split: Any) -> Any:
-    """Batch number `step` of a split, in the config's shape and from its seed."""
-    return corpus.batch(
-        step,
-        config.seed,
-        batch_size=config.batch_size,
-        seq_len=config.seq_len,
-        split=split,
-    )
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _score(graphdef: Any, task: TaskName, params: PyTree, batch: Any) -> Scores:
+    return score(nnx.merge(graphdef, params), task, batch)

@@ -1,10 +1,10 @@
 """A training run from its config to its report; start reading at `train`.
 
-    corpus.batch(step, seed) ─► train_step ─► loss, params
-                                    └ tx.update: optax, or jaxinf's on the store
+    batches[n] ─► train_step ─► loss, params
+                      └ tx.update: optax, or jaxinf's on the store
 
-Invariant: batch n is a function of the seed and n alone and each commit says which n
-it was made with, so a stopped run goes on as if it had not been.
+Invariant: batch n is a function of the data, the seed and n alone and each commit says
+which n it was made with, so a stopped run goes on as if it had not been.
 """
 
 import contextlib
@@ -20,14 +20,17 @@ from jaxinf_models import ModelConfig, abstract_params, make_model, split
 from rich.console import Console
 
 from jaxinf.train.backend import Backend, open_backend
-from jaxinf.train.config import TrainConfig, UsageError, check
-from jaxinf.train.data import ByteCorpus, find_files, standard_library_files
-from jaxinf.train.evaluate import Evaluator, batch
+from jaxinf.train.best import Best, evaluation_line
+from jaxinf.train.config import TrainConfig, check
+from jaxinf.train.data.loader import Batch, Batches
+from jaxinf.train.data.parts import TrainingData
+from jaxinf.train.evaluate import Evaluation, Evaluator, num_tokens
+from jaxinf.train.loading import load, make_batches
 from jaxinf.train.metrics import JsonLines, MetricsLog, StepLine, rss_bytes
 from jaxinf.train.optimizers import check_optimizer, make_optimizer
 from jaxinf.train.progress import Progress, make_console
 from jaxinf.train.recorder import Recorder
-from jaxinf.train.report import say_config, say_results, say_stopped
+from jaxinf.train.report import describe, say_config, say_results, say_stopped
 from jaxinf.train.resume import Identity
 from jaxinf.train.signals import StopRequest
 from jaxinf.train.step import Boundaries, TrainStep, compile_train_step
@@ -53,29 +56,20 @@ def train(
     check(config)
     check_optimizer(config)
     console = console or make_console()
-    corpus = _load(config)
-    say_config(console, config, corpus)
+    with console.status("reading the data"):
+        config, data = load(config)
+    batches = make_batches(config, data)
+    say_config(console, config, data)
     with (
         contextlib.closing(open_backend(config, make_optimizer(config))) as backend,
-        contextlib.closing(_Run(config, corpus, backend, console)) as run,
+        contextlib.closing(_Run(config, data, batches, backend, console)) as run,
     ):
         run.go()
         if run.step < config.steps:
             say_stopped(console, config, run.step, command)
             return
-        verdict = run.evaluator.verdict(run.validate())
-        say_results(console, config, backend, verdict, run.evaluator, run.params)
-
-
-def _load(config: TrainConfig) -> ByteCorpus:
-    try:
-        files = find_files(config.data) if config.data else standard_library_files()
-        corpus = ByteCorpus.load(files)
-        for part in ("train", "validation"):
-            batch(config, corpus, 0, part)
-    except (ValueError, FileNotFoundError) as error:
-        raise UsageError(str(error)) from error
-    return corpus
+        found = run.evaluate()
+        say_results(console, config, backend, found, run.evaluator, run.params)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -100,15 +94,16 @@ class _Run:
     def __init__(
         self,
         config: TrainConfig,
-        corpus: ByteCorpus,
+        data: TrainingData,
+        batches: Batches,
         backend: Backend,
         console: Console,
     ) -> None:
-        self._config, self._corpus = config, corpus
+        self._config, self._batches = config, batches
         self._backend, self._console = backend, console
-        self._identity = Identity(config, corpus)
+        self._identity = Identity(config, data)
         self._graphdef, like = abstract_params(config.model_config)
-        self.evaluator = Evaluator(config, corpus, self._graphdef)
+        self.evaluator = Evaluator(config, data, self._graphdef)
         self.step = self._first_step()
         self.params, self._state = backend.init(
             lambda: _new_params(config.model_config, config.seed), like
@@ -120,7 +115,7 @@ class _Run:
         payload = self._backend.committed()
         if payload is None:
             return 0
-        step = self._identity.resume_step(payload)
+        step = self._identity.resume_step(payload, self._batches)
         self._console.print(f"resuming at step {step}")
         for change in self._identity.changes(payload):
             self._console.print(f"  changed from here on: {change}")
@@ -130,6 +125,7 @@ class _Run:
         logs = self._config.logs
         self._metrics = MetricsLog(logs, self.step)
         self._validation = JsonLines(logs / "validation.jsonl", self.step)
+        self._best = Best(self._backend, logs / "validation.jsonl")
         versions = {
             "python": platform.python_version(),
             "jax": jax.__version__,
@@ -147,39 +143,42 @@ class _Run:
             )
             return
         train_step = self._compile()
-        self._announce_next()
+        coming = self._batches.starting_at(Batches.position_of(first))
         with (
             Progress(self._console, first=first, last=last) as progress,
             Recorder(self._metrics, progress) as recorder,
             StopRequest(self._say_stopping) as stop,
         ):
             while self.step < last and not stop.is_requested:
-                self._one_step(train_step, recorder)
+                self._one_step(train_step, next(coming), recorder)
                 if self._is_checkpoint_due():
                     self._keep()
                 if self._is_eval_due():
-                    loss = self.validate()
-                    self._console.print(f"step {self.step}: validation loss {loss:.3f}")
+                    found = self.evaluate()
+                    self._console.print(f"step {self.step}: {describe(found)}")
 
     def _compile(self) -> TrainStep:
         """Ahead of the first step, whose time is then like the others'."""
         started_s = time.monotonic()
-        example = batch(self._config, self._corpus, 0, "train")
         compiled = compile_train_step(
             self._graphdef,
             self._backend.tx,
             _boundaries(self._config),
-            *(self.params, self._state, *example),
+            *(self.params, self._state, self._batches[0]),
+            task=self._config.task_name,
         )
         self._console.print(f"compiled in {time.monotonic() - started_s:.1f} s")
         return compiled
 
-    def _one_step(self, train_step: TrainStep, recorder: Recorder) -> None:
-        tokens, targets = batch(self._config, self._corpus, self.step, "train")
+    def _one_step(
+        self, train_step: TrainStep, batch: Batch, recorder: Recorder
+    ) -> None:
+        position = self._identity.position(self.step + 1, batch)
+        self._backend.announce(self._state, position)
         started_s = time.monotonic()
         try:
             self.params, self._state, loss = jax.block_until_ready(
-                train_step(self.params, self._state, tokens, targets)
+                train_step(self.params, self._state, batch)
             )
         except jax.errors.JaxRuntimeError:
             self._backend.raise_failure()
@@ -187,9 +186,8 @@ class _Run:
         step_s = time.monotonic() - started_s
         self.step += 1
         is_skipped = self._note_skipped()
-        self._announce_next()
         line = StepLine(
-            self.step, float(loss), tokens.size, step_s, rss_bytes=rss_bytes()
+            self.step, float(loss), num_tokens(batch), step_s, rss_bytes=rss_bytes()
         )
         recorder.add(line, self._backend.costs(self._state, is_skipped=is_skipped))
 
@@ -202,9 +200,6 @@ class _Run:
             return False
         self._console.print(f"step {self.step}: skipped, NaN or Inf in a gradient")
         return True
-
-    def _announce_next(self) -> None:
-        self._backend.announce(self._state, self._identity.position(self.step + 1))
 
     def _say_stopping(self, signal_name: str) -> None:
         self._console.print(
@@ -228,13 +223,17 @@ class _Run:
         every = self._config.eval_every
         return every > 0 and self.step % every == 0 and self.step < self._config.steps
 
-    def validate(self) -> float:
-        """The validation loss; also logged, once a step."""
-        loss = self.evaluator.validation_loss(self.params)
+    def evaluate(self) -> Evaluation:
+        """Evaluates the params; once a step logs it, and keeps the best so far."""
+        found = self.evaluator.evaluate(self.params)
         if self.step > self._validation.last_step:
-            line = json.dumps({"step": self.step, "loss": loss})
+            committed = self._backend.committed_step(self._state)
+            line = evaluation_line(self.step, committed, found)
             self._validation.write(self.step, line)
-        return loss
+            is_kept = self._config.eval_every and self._config.keep_best
+            if is_kept and self._best.offer(self._state, found.loss):
+                self._console.print(f"step {self.step}: checkpoint best")
+        return found
 
     def close(self) -> None:
         """Closes the logs."""

@@ -27,9 +27,9 @@ class StepLine:
 
     Attributes:
       step: batches trained on, this one included.
-      loss: mean cross entropy of the batch in nats a byte, before the update; null
-        where it is not finite.
-      tokens: bytes of text in this step's batch.
+      loss: mean cross entropy of the batch in nats a token that is learned, or a
+        label, before the update; null where it is not finite.
+      tokens: in this step's batch, padding included; its images, where it has none.
       step_s: the whole step, from the batch's being ready to the new params' being so.
       update_s: from the first gradient's arrival at the store to the last result;
         null in mode memory and for a skipped step.
@@ -141,16 +141,21 @@ class MetricsLog:
 
 def rss_bytes() -> int:
     """Resident memory of this process now."""
-    with contextlib.suppress(OSError):
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
-    return peak_rss_bytes()
+    return _now_bytes() or peak_rss_bytes()
 
 
 def peak_rss_bytes() -> int:
     """The most resident memory that this process has had."""
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return max(peak, _now_bytes())  # the kernel brings its peak up to date now and then
+
+
+def _now_bytes() -> int:
+    with contextlib.suppress(OSError):
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    return 0
 
 
 def _readable_lines(path: Path) -> Iterator[tuple[str, int]]:

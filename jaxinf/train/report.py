@@ -13,29 +13,35 @@ from rich.console import Console
 from jaxinf.engine import Store
 from jaxinf.train.backend import Backend, OnStore
 from jaxinf.train.config import TrainConfig, format_bytes
-from jaxinf.train.data import ByteCorpus
-from jaxinf.train.evaluate import Evaluator, Verdict
+from jaxinf.train.data.parts import TrainingData
+from jaxinf.train.evaluate import Evaluation, Evaluator, TextEntropy
 from jaxinf.train.metrics import peak_rss_bytes
 from jaxinf.train.optimizers import peak_learning_rate
 from jaxinf.train.progress import printable
 from jaxinf.typing import PyTree
 
-__all__ = ["say_config", "say_results", "say_stopped"]
+__all__ = ["describe", "say_config", "say_results", "say_stopped"]
 
 
-def say_config(console: Console, config: TrainConfig, corpus: ByteCorpus) -> None:
-    """The run in four lines."""
+def say_config(console: Console, config: TrainConfig, data: TrainingData) -> None:
+    """The run in a few lines."""
     model = config.model_config
-    data = "Python's standard library" if not config.data else " ".join(config.data)
+    source = "Python's standard library" if not config.data else " ".join(config.data)
+    batch = f"{config.batch_size} images"
+    if data.tokenizer is not None:
+        unit = "bytes" if data.tokenizer.name == "bytes" else "tokens"
+        batch = f"{config.batch_size} x {config.seq_len} {unit}"
     place = "memory" if config.store is None else f"store {config.store.absolute()}"
+    notes = "".join(f"        {note}\n" for note in data.notes)
     console.print(
         f"model   {config.model} {config.preset}: {num_params(model):,} params in "
         f"{config.param_dtype}, computed in {config.dtype}\n"
-        f"data    {data}: {corpus.train.size:,} bytes to train on, "
-        f"{corpus.validation.size:,} to validate\n"
-        f"steps   {config.steps} of {config.batch_size} x {config.seq_len} bytes, "
-        f"{config.optimizer}, learning rate {peak_learning_rate(config):g} "
-        f"({config.schedule}), seed {config.seed}\n"
+        f"task    {config.task_name}\n"
+        f"data    {source}: {data.description}\n"
+        f"{notes}"
+        f"steps   {config.steps} of {batch}, {config.optimizer}, "
+        f"learning rate {peak_learning_rate(config):g} ({config.schedule}), "
+        f"seed {config.seed}\n"
         f"{_compression_line(config)}"
         f"state   in {place}; logs in {config.logs}"
     )
@@ -55,12 +61,15 @@ def say_results(
     console: Console,
     config: TrainConfig,
     backend: Backend,
-    verdict: Verdict,
+    found: Evaluation,
     evaluator: Evaluator,
     params: PyTree,
 ) -> None:
     """The final report: what was learned, a sample, and where everything is."""
-    console.print(_judgement(verdict))
+    console.print(describe(found))
+    entropy = evaluator.text_entropy()
+    if entropy is not None:
+        console.print(_judgement(found, entropy))
     prompt, text = evaluator.sample(params)
     if text:
         console.print(f"\nsample, after {printable(prompt)!r}:\n{printable(text)}\n")
@@ -93,8 +102,16 @@ def say_stopped(console: Console, config: TrainConfig, step: int, command: str) 
     )
 
 
-def _judgement(verdict: Verdict) -> str:
-    margin = verdict.bigram - verdict.loss
+def describe(found: Evaluation) -> str:
+    """An evaluation on one line."""
+    return (
+        f"validation loss {found.loss:.3f}, perplexity {found.perplexity:,.2f}, "
+        f"{100 * found.accuracy:.1f} % right"
+    )
+
+
+def _judgement(found: Evaluation, entropy: TextEntropy) -> str:
+    margin = entropy.bigram - found.loss
     if margin > 0:
         outcome = (
             f"{margin:.3f} better than the bigram: the model has learned more than "
@@ -103,9 +120,9 @@ def _judgement(verdict: Verdict) -> str:
     else:
         outcome = f"{-margin:.3f} worse than the bigram: train for more steps"
     return (
-        f"validation loss {verdict.loss:.3f} nats a byte; the same text has entropy "
-        f"{verdict.unigram:.3f} by single bytes (unigram) and {verdict.bigram:.3f} "
-        f"given the byte before (bigram)\n{outcome}"
+        f"in nats a byte; the same text has entropy {entropy.unigram:.3f} by single "
+        f"bytes (unigram) and {entropy.bigram:.3f} given the byte before (bigram)\n"
+        f"{outcome}"
     )
 
 

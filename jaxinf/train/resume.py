@@ -4,22 +4,25 @@ Invariant: a resumed run continues at exactly the next batch of exactly the same
 or is refused with a list of what differs.
 """
 
+import importlib.metadata
 from collections.abc import Mapping
 from typing import Any
 
 from jaxinf.errors import StoreMismatchError
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.data import ByteCorpus
+from jaxinf.train.data.loader import Batch, Batches, batch_checksum
+from jaxinf.train.data.parts import TrainingData
 from jaxinf.train.optimizers import peak_learning_rate
 from jaxinf.typing import JsonValue
 
 __all__ = ["Identity"]
 
 _MADE_BY = "jaxinf.train"
+_LOADER = "grain"
 
 # What decides the batches, the params' shapes and the numbers: never changed in a run.
 _FIXED = ("seed", "batch_size", "seq_len", "model", "preset", "dtype", "param_dtype")
-_FIXED += ("optimizer", "compress")
+_FIXED += ("task", "num_labels", "mask_rate", "optimizer", "compress")
 # What a user may well change on the way; said, not refused.
 _FREE = ("learning_rate", "weight_decay", "momentum", "schedule", "warmup_steps")
 _FREE += ("clip_norm", "nonfinite", "optimizer_args")
@@ -28,35 +31,45 @@ _FREE += ("clip_norm", "nonfinite", "optimizer_args")
 class Identity:
     """A run's settings and data, as they are kept in each commit."""
 
-    def __init__(self, config: TrainConfig, corpus: ByteCorpus) -> None:
+    def __init__(self, config: TrainConfig, data: TrainingData) -> None:
         self._where = config.store
-        self._tokens_a_step = config.batch_size * config.seq_len
+        self._batch_size = config.batch_size
         settings = config.to_json()
         settings["learning_rate"] = peak_learning_rate(config)
+        settings["task"] = config.task_name
         self._settings = {name: settings[name] for name in (*_FIXED, *_FREE, "steps")}
-        self._data: dict[str, JsonValue] = {
-            "train_bytes": corpus.train.size,
-            "validation_bytes": corpus.validation.size,
-            "sha256": corpus.fingerprint(),
-        }
+        self._data = data.identity
+        self._version = importlib.metadata.version(_LOADER)
 
-    def position(self, step: int) -> dict[str, JsonValue]:
+    def position(self, step: int, batch: Batch) -> dict[str, JsonValue]:
         """The payload of the commit made with batch `step` (1 is the first)."""
+        loader: dict[str, JsonValue] = {
+            "name": _LOADER,
+            "version": self._version,
+            "state": Batches.position_of(step),
+            "batch_crc32c": batch_checksum(batch),
+        }
         return {
             "made_by": _MADE_BY,
             "step": step,
-            "tokens": step * self._tokens_a_step,
+            "examples": step * self._batch_size,
+            "loader": loader,
             "data": self._data,
             "settings": self._settings,
         }
 
-    def resume_step(self, payload: JsonValue) -> int:
+    def resume_step(self, payload: JsonValue, batches: Batches) -> int:
         """Batches done so far in the run of a commit.
+
+        Args:
+          payload: of the commit.
+          batches: of this command; the last one that the run saw is compared.
 
         Raises:
           StoreMismatchError: the run has other settings or data; lists them all.
         """
         held = _read(payload, self._where)
+        self._check_loader(held)
         differences = [
             f"--{name.replace('_', '-')}: the run has {held['settings'].get(name)}, "
             f"this command {self._settings[name]}"
@@ -75,7 +88,33 @@ class Identity:
                 f"cannot go on with other settings:\n  {listed}\nGive the run's own "
                 "to go on with it, or another --store to begin a new run"
             )
+        self._check_batch(held, batches)
         return held["step"]
+
+    def _check_loader(self, held: Mapping[str, Any]) -> None:
+        loader = held.get("loader")
+        if isinstance(loader, Mapping) and loader.get("name") == _LOADER:
+            return
+        found = loader.get("name") if isinstance(loader, Mapping) else None
+        raise StoreMismatchError(
+            f"{self._where}: the run in this store is at step {held['step']} of "
+            f"{found or 'ByteCorpus, the loader that jaxinf had before Grain'}, whose "
+            "batches this version cannot go on with; finish the run with the version "
+            "that began it, or give another --store"
+        )
+
+    def _check_batch(self, held: Mapping[str, Any], batches: Batches) -> None:
+        """The data is the same, and so must be what the loader makes of it."""
+        step, loader = held["step"], held["loader"]
+        if batch_checksum(batches[step - 1]) == loader["batch_crc32c"]:
+            return
+        raise StoreMismatchError(
+            f"{self._where}: expected the batch of step {step} to be the one that the "
+            f"run saw, found another, of the same data: a package that makes batches "
+            f"has changed. The run had grain {loader['version']}, here is "
+            f"{self._version}; tokenizers, pillow and numpy may differ too. Install "
+            "the run's own to go on with it"
+        )
 
     def changes(self, payload: JsonValue) -> list[str]:
         """Settings that differ from the run's and take effect from here on."""
@@ -101,5 +140,8 @@ def _read(payload: JsonValue, where: object) -> dict[str, Any]:
 
 
 def _describe(data: Mapping[str, Any]) -> str:
-    num_bytes = data["train_bytes"] + data["validation_bytes"]
-    return f"{num_bytes:,} bytes with SHA-256 {data['sha256'][:12]}…"
+    train, validation = data["rows"]
+    return (
+        f"{train:,} rows and {validation:,} held out, with SHA-256 "
+        f"{data['sha256'][:12]}… by {data.get('tokenizer') or 'images'}"
+    )

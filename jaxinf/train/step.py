@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 import optax
 from flax import nnx
-from jaxinf_models import loss
+from jaxinf_models import TaskName, task_loss
 
 from jaxinf.typing import PyTree
 
@@ -29,7 +29,7 @@ __all__ = ["Boundaries", "TrainStep", "compile_train_step"]
 Boundaries: TypeAlias = Literal["fused", "halves", "split"]
 
 TrainStep: TypeAlias = Callable[..., tuple[PyTree, Any, jax.Array]]
-"""``(params, state, tokens, targets) -> (params, state, loss)``; eats the first two."""
+"""``(params, state, batch) -> (params, state, loss)``; eats the first two."""
 
 
 def compile_train_step(
@@ -37,6 +37,7 @@ def compile_train_step(
     tx: optax.GradientTransformation,
     boundaries: Boundaries,
     *example: Any,
+    task: TaskName = "causal-lm",
 ) -> TrainStep:
     """The step as machine code.
 
@@ -44,12 +45,13 @@ def compile_train_step(
       graphdef: Of the model.
       tx: The optimizer, in memory or near storage.
       boundaries: See the module.
-      example: Params, state, tokens and targets, of which only the shapes count.
+      example: Params, state and a batch, of which only the shapes count.
+      task: What a batch asks of the model.
     """
 
-    def gradients_of(params: PyTree, tokens: Any, targets: Any) -> tuple[Any, PyTree]:
+    def gradients_of(params: PyTree, batch: Any) -> tuple[Any, PyTree]:
         def loss_of(params: PyTree) -> jax.Array:
-            return loss(nnx.merge(graphdef, params), tokens, targets)
+            return task_loss(nnx.merge(graphdef, params), task, batch)
 
         return jax.value_and_grad(loss_of)(params)
 
@@ -57,16 +59,14 @@ def compile_train_step(
         updates, state = tx.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
 
-    def step(
-        params: PyTree, state: Any, tokens: Any, targets: Any
-    ) -> tuple[PyTree, Any, jax.Array]:
-        value, gradients = gradients_of(params, tokens, targets)
+    def step(params: PyTree, state: Any, batch: Any) -> tuple[PyTree, Any, jax.Array]:
+        value, gradients = gradients_of(params, batch)
         return *update(gradients, state, params), value
 
-    params, state, tokens, targets = example
+    params, state, batch = example
     if boundaries == "fused":
         return _compile(step, example, donated=(0, 1))
-    inputs = (params, tokens, targets)
+    inputs = (params, batch)
     first = _compile(gradients_of, inputs)
     _, gradients = jax.eval_shape(gradients_of, *inputs)
     if boundaries == "halves":
@@ -74,10 +74,8 @@ def compile_train_step(
     else:
         second = _compile_apart(tx, gradients, state, params)
 
-    def run(
-        params: PyTree, state: Any, tokens: Any, targets: Any
-    ) -> tuple[PyTree, Any, jax.Array]:
-        value, gradients = first(params, tokens, targets)
+    def run(params: PyTree, state: Any, batch: Any) -> tuple[PyTree, Any, jax.Array]:
+        value, gradients = first(params, batch)
         return *second(gradients, state, params), value
 
     return run

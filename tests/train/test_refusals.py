@@ -35,7 +35,7 @@ def test_resume_with_other_data_is_refused(run, tmp_path, capsys):
     other = tmp_path / "other.txt"
     other.write_text("something else entirely\n" * 100)
     assert run("--store", tmp_path / "store", "--steps", 4, data=other) == 1
-    assert re.search(r"--data: the run has [\d,]+ bytes", capsys.readouterr().err)
+    assert re.search(r"--data: the run has [\d,]+ rows", capsys.readouterr().err)
 
 
 @pytest.mark.long

@@ -90,7 +90,7 @@ def test_report(run, tmp_path, capsys):
     assert run("--store", store, "--steps", 4, *words) == 0
     out = capsys.readouterr().out
     assert f"jaxinf inspect {shlex.quote(str(store))}" in out
-    assert re.search(r"validation loss \d\.\d+ nats a byte", out)
+    assert re.search(r"validation loss \d\.\d+, perplexity [\d,.]+, [\d.]+ % r", out)
     assert "worse than the bigram: train for more steps" in out
     assert re.search(r"store .*: step 4, [\d.]+ KiB on disk", out)
     assert "step 2: validation loss" in out
@@ -115,7 +115,9 @@ def test_commit_says_where_in_the_data(run, tmp_path):
     with jaxinf.open_store(tmp_path / "store") as store:
         payload = store.payload
     assert payload["step"] == 3
-    assert payload["tokens"] == 48
+    assert payload["examples"] == 6
+    assert payload["loader"]["name"] == "grain"
+    assert payload["loader"]["state"] == {"next_index": 3}
     assert payload["settings"]["seed"] == 0
     assert len(payload["data"]["sha256"]) == 64
 

@@ -16,13 +16,15 @@ SLOWED = """
 import sys, time
 from jaxinf_models import PRESETS, GPT2Config
 PRESETS["nano"] = GPT2Config(256, 16, num_layers=1, num_heads=2, num_features=16)
-from jaxinf.train import evaluate, loop
 from jaxinf.train.__main__ import main
+from jaxinf.train.data.loader import Batches
 pause_s = float(sys.argv.pop(1))
-def batch(config, corpus, step, split):
-    time.sleep(pause_s if step else 0)
-    return evaluate.batch(config, corpus, step, split)
-loop.batch = batch
+quickly = Batches.starting_at
+def slowly(self, position):
+    for batch in quickly(self, position):
+        yield batch
+        time.sleep(pause_s)
+Batches.starting_at = slowly
 sys.exit(main())
 """
 
@@ -50,21 +52,11 @@ def start(text, tmp_path):
         process.communicate()
 
 
-def wait_for_steps(log_dir, num_steps):
-    deadline = time.monotonic() + 60
-    metrics = log_dir / "metrics.jsonl"
-    while time.monotonic() < deadline:
-        if metrics.exists() and len(metrics.read_text().splitlines()) >= num_steps:
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"{num_steps} steps were not done in 60 s")
-
-
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
 )
 def test_signal_commits_and_resumes(
-    start, run, losses, uninterrupted, tmp_path, number
+    start, run, losses, uninterrupted, tmp_path, number, wait_for_steps
 ):
     process = start(pause_s=0.1)
     wait_for_steps(tmp_path / "store-log", 5)
@@ -84,7 +76,9 @@ def test_signal_commits_and_resumes(
 
 
 @pytest.mark.long
-def test_killed_run_has_each_line_once(start, run, losses, uninterrupted, tmp_path):
+def test_killed_run_has_each_line_once(
+    start, run, losses, uninterrupted, tmp_path, wait_for_steps
+):
     process = start(pause_s=0.1)
     wait_for_steps(tmp_path / "store-log", 5)
     process.kill()

@@ -1,0 +1,160 @@
+"""Records to examples: what is read, what is learned, in the fields people use.
+
+    {"text": …}                              all of it is learned
+    {"prompt": …, "response": …}             the response is learned
+    {"messages": [{"role", "content"}, …]}   what the assistant says is learned
+    {"text": …, "label": n}                  the label is learned
+
+Invariant: a record is one of these, wholly, or is refused by file and line.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, TypeAlias
+
+from jaxinf.train.data.errors import DataError
+from jaxinf.train.data.records import PLAIN_TEXT, Record
+
+__all__ = ["Example", "ExampleKind", "Part", "read_examples"]
+
+ExampleKind: TypeAlias = Literal["text", "dialogue", "labelled"]
+
+_ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A run of text.
+
+    Attributes:
+      text: UTF-8 where it is bytes.
+      is_learned: whether its tokens are in the loss.
+      has_end: whether the tokenizer's end comes after it.
+    """
+
+    text: str | bytes
+    is_learned: bool = True
+    has_end: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """One example, as text.
+
+    Attributes:
+      where: file and line or row.
+      kind: ``dialogue`` for prompts and messages.
+      parts: in their order.
+      label: of a ``labelled`` one.
+    """
+
+    where: str
+    kind: ExampleKind
+    parts: tuple[Part, ...]
+    label: int | None = None
+
+
+def read_examples(
+    records: Iterable[Record], *, text_field: str, unused: set[str]
+) -> Iterator[Example]:
+    """Examples of records.
+
+    Args:
+      records: of one or more files.
+      text_field: what the field of a text is called.
+      unused: takes up the names of fields that no example has a use for.
+
+    Raises:
+      DataError: a record is none, or the one before it was of another kind.
+    """
+    first: Example | None = None
+    for record in records:
+        example = _example_of(record, text_field, unused)
+        first = first or example
+        if example.kind != first.kind:
+            raise DataError(
+                f"{example.where}: expected records of one kind, found one with "
+                f"fields {sorted(record.fields)} after those of {first.where}, which "
+                f"are {first.kind}; train on them one after the other"
+            )
+        yield example
+
+
+def _example_of(record: Record, text_field: str, unused: set[str]) -> Example:
+    fields = {name: v for name, v in record.fields.items() if v is not None}
+    if PLAIN_TEXT in fields:
+        return Example(record.where, "text", (Part(fields[PLAIN_TEXT], has_end=True),))
+    known = {text_field, "label"} if text_field in fields else _dialogue_fields(fields)
+    if not known:
+        raise DataError(
+            f"{record.where}: expected a field {text_field!r} (--text-field), the "
+            "fields 'prompt' and 'response', or 'messages'; found "
+            f"{sorted(fields) or 'no fields'}"
+        )
+    unused |= set(fields) - known
+    if "messages" in known:
+        parts = tuple(_messages(record.where, fields["messages"]))
+        return Example(record.where, "dialogue", parts)
+    if "prompt" in known:
+        prompt, response = (_text(record, fields, n) for n in ("prompt", "response"))
+        parts = (Part(prompt, is_learned=False), Part(response, has_end=True))
+        return Example(record.where, "dialogue", parts)
+    parts = (Part(_text(record, fields, text_field), has_end=True),)
+    if "label" not in fields:
+        return Example(record.where, "text", parts)
+    return Example(record.where, "labelled", parts, _label(record.where, fields))
+
+
+def _dialogue_fields(fields: Mapping[str, Any]) -> set[str]:
+    if "messages" in fields:
+        return {"messages"}
+    return {"prompt", "response"} if {"prompt", "response"} <= set(fields) else set()
+
+
+def _text(record: Record, fields: Mapping[str, Any], name: str) -> str | bytes:
+    value = fields[name]
+    if not isinstance(value, str | bytes) or not value:
+        found = "an empty one" if value in ("", b"") else f"a {type(value).__name__}"
+        raise DataError(
+            f"{record.where}: expected text in field {name!r}, found {found}"
+        )
+    return value
+
+
+def _label(where: str, fields: Mapping[str, Any]) -> int:
+    label = fields["label"]
+    if not isinstance(label, int) or isinstance(label, bool) or label < 0:
+        raise DataError(
+            f"{where}: expected a label of 0 or more, found {label!r}; number the "
+            "classes from 0"
+        )
+    return label
+
+
+def _messages(where: str, messages: Any) -> Iterator[Part]:
+    """``<|role|>``, a line's end, the content, an end after each of the assistant's."""
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"{where}: expected a list of messages, found {messages!r}")
+    roles = []
+    for number, message in enumerate(messages, 1):
+        role, content = _message(f"{where}: message {number}", message)
+        roles.append(role)
+        is_learned = role == "assistant"
+        yield Part(f"<|{role}|>\n", is_learned=False)
+        yield Part(content, is_learned=is_learned, has_end=is_learned)
+        yield Part("\n", is_learned=False)
+    if "assistant" not in roles:
+        raise DataError(
+            f"{where}: expected a message of the assistant, whose words are what is "
+            f"learned; found roles {roles}"
+        )
+
+
+def _message(where: str, message: Any) -> tuple[str, str]:
+    fields = message if isinstance(message, dict) else {}
+    role, content = fields.get("role"), fields.get("content")
+    if role not in _ROLES:
+        raise DataError(f"{where}: expected a role of {_ROLES}, found {role!r}")
+    if not isinstance(content, str) or not content:
+        raise DataError(f"{where}: expected text as content, found {content!r}")
+    return role, content

@@ -1,0 +1,110 @@
+"""Batches of rows: shuffled, sharded over processes, read ahead. Grain does the work.
+
+Invariant: batch number n is a function of the rows, the seed and n alone, whatever the
+number of processes or threads, so that a position in the data is one number.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import grain
+import numpy as np
+from crc32c import crc32c
+
+from jaxinf.train.data.packing import Row, Rows
+from jaxinf.typing import Array, JsonValue
+
+__all__ = ["Batch", "Batches", "RowMap", "batch_checksum", "one_epoch"]
+
+Batch: TypeAlias = Mapping[str, Array]
+RowMap: TypeAlias = Callable[[Row, np.random.Generator], Row]
+
+_READ_AHEAD = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+
+
+class Batches:
+    """Endless shuffled batches; every epoch has an order of its own.
+
+    Args:
+      rows: what to take them from; at least one row.
+      batch_size: rows in a batch, of all processes together.
+      seed: 0 to 2**32 - 1, of the order and of `row_map`.
+      row_map: a random change of each row, anew in each epoch.
+      shard: number of this process, and how many there are; they share each batch.
+
+    Raises:
+      ValueError: the processes cannot share a batch evenly, or there are no rows.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        *,
+        batch_size: int,
+        seed: int,
+        row_map: RowMap | None = None,
+        shard: tuple[int, int] = (0, 1),
+    ) -> None:
+        number, num_shards = shard
+        if batch_size % num_shards or not len(rows):
+            raise ValueError(
+                "Batches: expected rows, and a batch size that is a multiple of the "
+                f"{num_shards} processes; got {len(rows)} rows and {batch_size}"
+            )
+        shuffled = _source(rows).seed(seed).shuffle().repeat()
+        if row_map is not None:  # before rows are shared out: the same for any sharing
+            shuffled = shuffled.random_map(row_map)
+        if num_shards > 1:
+            shuffled = shuffled[number::num_shards]
+        self._batches: Any = shuffled.batch(
+            batch_size // num_shards, drop_remainder=True
+        )
+
+    def __getitem__(self, number: int) -> Batch:
+        """Batch `number`, from 0."""
+        return self._batches[number]
+
+    def starting_at(self, position: Mapping[str, JsonValue]) -> Iterator[Batch]:
+        """Batches from a position on, read ahead by a thread of Grain's.
+
+        Args:
+          position: as `position_of` gives it.
+        """
+        iterator: Any = iter(self._batches.to_iter_dataset(_READ_AHEAD))
+        iterator.set_state(dict(position))
+        return iterator
+
+    @staticmethod
+    def position_of(num_batches: int) -> dict[str, JsonValue]:
+        """The state of Grain's iterator after so many batches."""
+        return {"next_index": num_batches}
+
+
+def one_epoch(
+    rows: Rows, *, batch_size: int, seed: int, row_map: RowMap | None = None
+) -> Sequence[Batch]:
+    """Every row once, in batches of which the last may be short; always the same."""
+    shuffled = _source(rows).seed(seed).shuffle()
+    if row_map is not None:
+        shuffled = shuffled.random_map(row_map)
+    batches: Any = shuffled.batch(batch_size, drop_remainder=False)
+    return batches
+
+
+def batch_checksum(batch: Batch) -> int:
+    """CRC-32C over names, types, shapes and bytes of a batch.
+
+    Kept with a commit, it tells a loader that gives other batches than the run saw: of
+    another version of Grain, of NumPy, of a tokenizer, of a decoder of images.
+    """
+    checksum = 0
+    for name in sorted(batch):
+        array = np.ascontiguousarray(batch[name])
+        head = json.dumps([name, str(array.dtype), list(array.shape)])
+        checksum = crc32c(array.tobytes(), crc32c(head.encode(), checksum))
+    return checksum
+
+
+def _source(rows: Rows) -> grain.MapDataset[Row]:
+    return grain.MapDataset.source(rows)  # type: ignore[arg-type]

@@ -1,0 +1,52 @@
+"""What a masked language model is asked: hide tokens, keep what they were.
+
+BERT's way (Devlin et al. 2019, section 3.1): of the tokens chosen, 15 % in BERT, eight
+in ten become the mask, one in ten a random token, one in ten stays.
+
+Invariant: a function of the row and the generator alone.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from jaxinf.train.data.packing import Row
+
+__all__ = ["Masking"]
+
+_MASKED, _RANDOM = 0.8, 0.9  # the last tenth stays
+
+
+@dataclasses.dataclass(frozen=True)
+class Masking:
+    """Chooses tokens of a row and hides them.
+
+    Attributes:
+      rate: share of a row's tokens to choose; at least one is.
+      mask: id that hides a token.
+      end: id that is never chosen.
+      vocab_size: random tokens are below it.
+    """
+
+    rate: float
+    mask: int
+    end: int | None
+    vocab_size: int
+
+    def __call__(self, row: Row, rng: np.random.Generator) -> Row:
+        """The row with tokens hidden, `targets`, and `weights` 1 where chosen."""
+        tokens = row["tokens"]
+        allowed = np.flatnonzero((tokens != self.end) & (row["segments"] > 0))
+        if not allowed.size:  # a row of ends; something has to count
+            allowed = np.arange(tokens.size)
+        num = max(1, round(self.rate * allowed.size))
+        chosen = rng.permutation(allowed)[:num]
+        fate = rng.random(num)
+        hidden = tokens.copy()
+        hidden[chosen[fate < _MASKED]] = self.mask
+        is_random = (fate >= _MASKED) & (fate < _RANDOM)
+        drawn = rng.integers(0, self.vocab_size, num, np.int32)
+        hidden[chosen[is_random]] = drawn[is_random]
+        weights = np.zeros(tokens.size, np.float32)
+        weights[chosen] = 1
+        return {**row, "tokens": hidden, "targets": tokens, "weights": weights}

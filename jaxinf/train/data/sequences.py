@@ -1,0 +1,191 @@
+"""Token sequences of many examples in flat arrays, and what tells them apart.
+
+Invariant: sequences are ordered by the SHA-256 of their content: the order depends on
+nothing else, and it mixes them, so that the tail held out is like the rest.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from jaxinf.train.data.errors import DataError
+from jaxinf.train.data.examples import Example
+from jaxinf.train.data.tokenizers import Text, Tokenizer
+from jaxinf.typing import Array
+
+__all__ = ["Encoded", "Sequences", "encode_examples", "join"]
+
+_EXAMPLES_AT_ONCE = 1024
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Encoded:
+    """One example as ids.
+
+    Attributes:
+      where: file and line or row.
+      tokens: uint8 to uint32 [n].
+      is_learned: bool [n].
+      label: of a labelled one, else -1.
+    """
+
+    where: str
+    tokens: Array
+    is_learned: Array
+    label: int
+
+    def digest(self) -> bytes:
+        """SHA-256 of all but its place."""
+        digest = hashlib.sha256(f"{self.tokens.dtype} {self.label} ".encode())
+        digest.update(np.ascontiguousarray(self.tokens).data)
+        digest.update(np.packbits(self.is_learned).data)
+        return digest.digest()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sequences:
+    """Sequences one after another. Immutable and safe to share between threads.
+
+    Attributes:
+      tokens: uint8 to uint32 [all].
+      is_learned: bool [all]; None where every token is.
+      ends: int64 [num]: where each sequence ends.
+      labels: int32 [num]; -1 where there is none.
+    """
+
+    tokens: Array
+    is_learned: Array | None
+    ends: Array
+    labels: Array
+
+    @classmethod
+    def of(cls, examples: Iterable[Encoded]) -> "Sequences":
+        """Those of examples, ordered by their content."""
+        return cls.in_order(sorted(examples, key=Encoded.digest))
+
+    @classmethod
+    def in_order(cls, ordered: Sequence[Encoded]) -> "Sequences":
+        """Those of examples, in the order given."""
+        tokens = [example.tokens for example in ordered] or [np.zeros(0, np.uint8)]
+        learned = [example.is_learned for example in ordered]
+        return cls(
+            tokens=np.concatenate(tokens),
+            is_learned=None if all(map(np.all, learned)) else np.concatenate(learned),
+            ends=np.cumsum([len(e.tokens) for e in ordered], dtype=np.int64),
+            labels=np.array([example.label for example in ordered], np.int32),
+        )
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, number: int) -> tuple[Array, Array]:
+        """Tokens of a sequence, and which are learned; views."""
+        start = int(self.ends[number - 1]) if number else 0
+        part = slice(start, int(self.ends[number]))
+        return self.tokens[part], self.learned(part)
+
+    def learned(self, part: slice) -> Array:
+        """Which of a run of tokens are learned: bool."""
+        if self.is_learned is None:
+            return np.ones(self.tokens[part].size, np.bool_)
+        return self.is_learned[part]
+
+    @property
+    def lengths(self) -> Array:
+        """int64 [num]."""
+        return np.diff(self.ends, prepend=0)
+
+    def split(self, fraction: float) -> tuple["Sequences", "Sequences"]:
+        """All but a tail, and that: whole sequences, at least one of several."""
+        num_held = int(len(self) * fraction)
+        if fraction and len(self) > 1:
+            num_held = max(1, num_held)
+        return self._cut(len(self) - num_held)
+
+    def split_tokens(self, fraction: float) -> tuple["Sequences", "Sequences"]:
+        """All but a tail, and that, by tokens: a sequence may be cut."""
+        cut = self.tokens.size - int(self.tokens.size * fraction)
+        number = int(np.searchsorted(self.ends, cut))  # the sequence that is cut
+        if number == len(self) or self.ends[number] == cut:
+            return self._cut(min(number + 1, len(self)))
+        ends = np.insert(self.ends, number, cut)
+        labels = np.insert(self.labels, number, self.labels[number])
+        whole = dataclasses.replace(self, ends=ends, labels=labels)
+        return whole._cut(number + 1)
+
+    def _cut(self, num: int) -> tuple["Sequences", "Sequences"]:
+        at = int(self.ends[num - 1]) if num else 0
+        return self._part(slice(at), slice(num), 0), self._part(
+            slice(at, None), slice(num, None), at
+        )
+
+    def _part(self, tokens: slice, numbers: slice, start: int) -> "Sequences":
+        return Sequences(
+            self.tokens[tokens],
+            None if self.is_learned is None else self.is_learned[tokens],
+            self.ends[numbers] - start,
+            self.labels[numbers],
+        )
+
+    def fingerprint(self) -> str:
+        """SHA-256 of everything, in hexadecimal."""
+        digest = hashlib.sha256()
+        for array in (self.tokens, self.is_learned, self.ends, self.labels):
+            if array is None:
+                digest.update(b"all;")
+                continue
+            digest.update(f"{array.dtype} {array.size};".encode())
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+
+def encode_examples(
+    examples: Iterable[Example], tokenizer: Tokenizer, *, learn_all: bool
+) -> Iterator[list[Encoded]]:
+    """Ids of each part of each example, many at a time for the tokenizer's sake.
+
+    Args:
+      examples: of one kind.
+      tokenizer: makes the ids.
+      learn_all: prompts too.
+
+    Yields:
+      The parts of an example, in their order.
+
+    Raises:
+      DataError: a text that the tokenizer cannot read.
+    """
+    coming = iter(examples)
+    while group := list(itertools.islice(coming, _EXAMPLES_AT_ONCE)):
+        texts: list[Text] = [(e.where, p.text) for e in group for p in e.parts]
+        ids = iter(tokenizer.encode(texts))
+        for example in group:
+            yield [
+                _encoded(example.where, part_ids, part.is_learned or learn_all, end)
+                for part, part_ids in zip(example.parts, ids, strict=False)
+                for end in [tokenizer.end if part.has_end else None]
+            ]
+
+
+def _encoded(where: str, ids: Array, is_learned: bool, end: int | None) -> Encoded:
+    if end is not None:
+        ids = np.append(ids, np.array([end], ids.dtype))
+    return Encoded(where, ids, np.broadcast_to(np.bool_(is_learned), ids.shape), -1)
+
+
+def join(parts: Sequence[Encoded], label: int | None) -> Encoded:
+    """An example of its parts.
+
+    Raises:
+      DataError: it has no tokens.
+    """
+    tokens = np.concatenate([part.tokens for part in parts])
+    if not tokens.size:
+        raise DataError(f"{parts[0].where}: expected text, found none")
+    is_learned = np.concatenate([part.is_learned for part in parts])
+    if is_learned.all():
+        is_learned = np.broadcast_to(np.True_, is_learned.shape)  # takes no memory
+    return Encoded(parts[0].where, tokens, is_learned, -1 if label is None else label)

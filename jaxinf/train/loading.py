@@ -1,0 +1,89 @@
+"""The data of a run, fitted to its model and its model to the data.
+
+Invariant: what a model cannot learn from is refused here, before a store is made.
+"""
+
+import dataclasses
+
+import jax
+
+from jaxinf.train.config import TrainConfig, UsageError
+from jaxinf.train.data.errors import DataError
+from jaxinf.train.data.images import ImageShape
+from jaxinf.train.data.load import TrainingData, load_data
+from jaxinf.train.data.loader import Batches
+
+__all__ = ["load", "make_batches"]
+
+
+def load(config: TrainConfig) -> tuple[TrainConfig, TrainingData]:
+    """Reads a run's data (blocks).
+
+    Returns:
+      The config, its number of classes being that of the data, and the data.
+
+    Raises:
+      UsageError: nothing to train on, something malformed, or not for this model.
+    """
+    try:
+        data = load_data(
+            config,
+            task=config.task_name,
+            seq_len=config.seq_len,
+            image_shape=_image_shape(config),
+        )
+        for rows in (data.train, data.validation):
+            rows[0]  # decodes an image, the first that may not suit the model
+    except DataError as error:
+        raise UsageError(str(error)) from error
+    _check_vocabulary(config, data)
+    if data.num_labels is not None:
+        config = dataclasses.replace(config, num_labels=data.num_labels)
+    return config, data
+
+
+def make_batches(config: TrainConfig, data: TrainingData) -> Batches:
+    """The run's batches, or this process's share of them.
+
+    Raises:
+      UsageError: the processes cannot share a batch evenly.
+    """
+    num_processes = jax.process_count()
+    if config.batch_size % num_processes:
+        raise UsageError(
+            f"--batch-size: expected a multiple of the {num_processes} processes, got "
+            f"{config.batch_size}"
+        )
+    return Batches(
+        data.train,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        row_map=data.row_map,
+        shard=(jax.process_index(), num_processes),
+    )
+
+
+def _image_shape(config: TrainConfig) -> ImageShape | None:
+    if not config.takes_images:
+        return None
+    model: object = config.model_config
+    size = getattr(model, "image_size")  # noqa: B009  only some models have it
+    return size, size, getattr(model, "num_channels", 3)
+
+
+def _check_vocabulary(config: TrainConfig, data: TrainingData) -> None:
+    num_rows = getattr(config.model_config, "vocab_size", None)
+    if data.tokenizer is None or num_rows is None:
+        return
+    largest = data.tokenizer.vocab_size - 1
+    if config.task_name == "masked-lm" and data.tokenizer.mask is not None:
+        largest = max(largest, data.tokenizer.mask)
+    if config.task_name == "seq2seq":
+        largest = max(largest, data.tokenizer.start)
+    if largest >= num_rows:
+        raise UsageError(
+            f"--tokenizer {data.tokenizer.name}: expected ids below {num_rows}, the "
+            f"rows of the embedding of {config.model} {config.preset}, found ids up "
+            f"to {largest}; give the tokenizer that the model was made with, or a "
+            "larger preset"
+        )

@@ -1,0 +1,39 @@
+"""Data so small that it can be written out."""
+
+import json
+
+import pytest
+
+from jaxinf.train.data.load import load_data
+from jaxinf.train.data.options import DataOptions
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a file: bytes, text, or records as JSON lines; returns its path."""
+
+    def call(name, content):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, list):
+            content = "".join(json.dumps(record) + "\n" for record in content)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return path
+
+    return call
+
+
+@pytest.fixture
+def load():
+    """Loads data: paths, and whatever else `DataOptions` and `load_data` take."""
+
+    def call(*paths, task="causal-lm", seq_len=8, image_shape=None, **options):
+        data = tuple(str(path) for path in paths)
+        return load_data(
+            DataOptions(data=data, **options),
+            task=task,
+            seq_len=seq_len,
+            image_shape=image_shape,
+        )
+
+    return call

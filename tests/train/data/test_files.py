@@ -1,0 +1,96 @@
+"""Which files a user means by a name, a directory, a glob."""
+
+import numpy as np
+import pytest
+
+from jaxinf.train.data import files as files_module
+from jaxinf.train.data.errors import DataError
+from jaxinf.train.data.files import find_files, standard_library_files
+from jaxinf.train.entropy import bigram_entropy, unigram_entropy
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A directory with text, binary, empty and hidden files."""
+    (tmp_path / "a.txt").write_text("first text\n")
+    (tmp_path / "sub" / "deep").mkdir(parents=True)
+    (tmp_path / "sub" / "b.py").write_text("print('b')\n")
+    (tmp_path / "sub" / "deep" / "c.py").write_text("print('c')\n")
+    (tmp_path / "sub" / "binary.dat").write_bytes(b"\x7fELF\0\0\0")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("hidden\n")
+    (tmp_path / ".hidden").write_text("hidden\n")
+    return tmp_path.resolve()
+
+
+def names(root, files):
+    return [str(file.relative_to(root)) for file in files]
+
+
+def test_directory_gives_text_files(tree):
+    files = find_files([str(tree)])
+    assert names(tree, files) == ["a.txt", "sub/b.py", "sub/deep/c.py"]
+
+
+def test_named_file_is_taken_as_it_is(tree):
+    files = find_files([str(tree / "sub/binary.dat"), str(tree / ".hidden")])
+    assert names(tree, files) == [".hidden", "sub/binary.dat"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("**/*.py", ["sub/b.py", "sub/deep/c.py"]),
+        ("sub/*", ["sub/b.py", "sub/binary.dat"]),
+        ("?.txt", ["a.txt"]),
+    ],
+)
+def test_globs(tree, pattern, expected):
+    assert names(tree, find_files([str(tree / pattern)])) == expected
+
+
+def test_brackets_in_a_name_are_no_glob(tmp_path):
+    file = tmp_path / "notes[1].txt"
+    file.write_text("text")
+    assert find_files([str(file)]) == [file.resolve()]
+
+
+def test_duplicates_and_links_count_once(tree):
+    (tree / "link.txt").symlink_to(tree / "a.txt")
+    (tree / "dangling.txt").symlink_to(tree / "nowhere")
+    patterns = [str(tree), str(tree / "a.txt"), str(tree / "sub/../a.txt")]
+    assert names(tree, find_files(patterns))[:2] == ["a.txt", "sub/b.py"]
+    assert len(find_files(patterns)) == 3
+
+
+def test_relative_pattern(tree, monkeypatch):
+    monkeypatch.chdir(tree)
+    assert names(tree, find_files(["sub"])) == ["sub/b.py", "sub/deep/c.py"]
+
+
+@pytest.mark.parametrize("pattern", ["nothing.txt", "**/*.rs", "void"])
+def test_pattern_without_a_match_is_named(tree, pattern):
+    (tree / "void").mkdir()
+    with pytest.raises(DataError, match="expected a file, a directory") as e:
+        find_files([str(tree), str(tree / pattern)])
+    assert pattern in str(e.value)
+
+
+def test_standard_library():
+    files = standard_library_files()
+    assert files == sorted(set(files))
+    assert {"argparse.py", "ast.py", "dataclasses.py"} <= {file.name for file in files}
+    parts = {part for file in files for part in file.parts}
+    assert not parts & {"site-packages", "idle_test", "__pycache__"}
+    text = np.frombuffer(b"".join(f.read_bytes() for f in files), np.uint8)
+    assert text.size >= 5_000_000
+    # What Python source looks like, in any version.
+    assert 2.8 < unigram_entropy(text) < 3.5
+    assert 2.1 < bigram_entropy(text) < 2.7
+
+
+def test_standard_library_that_is_missing(monkeypatch, tmp_path):
+    monkeypatch.setattr(files_module.sysconfig, "get_path", lambda _: str(tmp_path))
+    with pytest.raises(DataError, match=r"found 0; name other text with --data"):
+        standard_library_files()

@@ -1,0 +1,277 @@
+"""Files to rows, for every kind of data and task: what is learned, what is refused."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import tokenizers
+
+from jaxinf.train.data.errors import DataError
+from jaxinf.train.data.loader import Batches
+from jaxinf.train.data.options import DataOptions, check_options
+
+SAVED = Path(__file__).parents[2] / "golden" / "saved_dataset"
+PAIRS = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(40)]
+LABELLED = [{"text": f"number {n}", "label": n % 3} for n in range(40)]
+TEXTS = [{"text": f"text number {n}, all of it.", "id": n} for n in range(40)]
+
+
+def word_tokenizer(path, *special):
+    words = ["[UNK]", "text", "number", *map(str, range(40)), *special]
+    model = tokenizers.models.WordLevel(
+        {word: n for n, word in enumerate(words)}, unk_token="[UNK]"
+    )
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.save(str(path))
+    return path
+
+
+def picture_folder(root):
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    for name in ("cat", "dog"):
+        (root / name).mkdir(parents=True)
+        for n in range(8):
+            pixels = rng.integers(0, 256, (5, 7, 3), np.uint8)
+            Image.fromarray(pixels).save(root / name / f"{n}.png")
+    return root
+
+
+def picture_arrays(path):
+    rng = np.random.default_rng(1)
+    images = rng.integers(0, 256, (20, 6, 6), np.uint8)
+    np.savez(path, images=images, labels=np.arange(20) % 4)
+    return path
+
+
+@pytest.fixture
+def source(tmp_path, write):
+    """Writes one of the kinds of data; returns what `load` takes."""
+    makers = {
+        "text": lambda: ([write("a.txt", "some text\n" * 40)], {}),
+        "records": lambda: ([write("a.jsonl", TEXTS)], {}),
+        "parquet": lambda: ([parquet(tmp_path / "a.parquet", TEXTS)], {}),
+        "saved": lambda: ([SAVED], {}),
+        "tokens": lambda: (
+            [write("a.jsonl", TEXTS)],
+            {"tokenizer": word_tokenizer(tmp_path / "t.json", "</s>", "[MASK]")},
+        ),
+        "pairs": lambda: ([write("a.jsonl", PAIRS)], {}),
+        "labelled": lambda: ([write("a.jsonl", LABELLED)], {}),
+        "folder": lambda: (
+            [picture_folder(tmp_path / "pictures")],
+            {"image_shape": (8, 8, 3)},
+        ),
+        "arrays": lambda: (
+            [picture_arrays(tmp_path / "a.npz")],
+            {"image_shape": (6, 6, 1)},
+        ),
+    }
+    return lambda kind: makers[kind]()
+
+
+def parquet(path, records):
+    pyarrow.parquet.write_table(pa.Table.from_pylist(records), path, row_group_size=7)
+    return path
+
+
+TASKS_OF = {
+    "text": ("causal-lm", "masked-lm"),
+    "records": ("causal-lm", "masked-lm"),
+    "parquet": ("causal-lm", "masked-lm"),
+    "saved": ("causal-lm", "masked-lm"),
+    "tokens": ("causal-lm", "masked-lm"),
+    "pairs": ("causal-lm", "seq2seq"),
+    "labelled": ("classification",),
+    "folder": ("classification",),
+    "arrays": ("classification",),
+}
+CASES = [(kind, task) for kind, tasks in TASKS_OF.items() for task in tasks]
+
+
+@pytest.mark.parametrize(("kind", "task"), CASES, ids="-".join)
+def test_resumes_at_the_very_next_example(source, load, kind, task):
+    """As after a crash: everything is read anew, and only the position is known."""
+    paths, options = source(kind)
+
+    def batches_from(position):
+        data = load(*paths, task=task, **options)
+        batches = Batches(data.train, batch_size=3, seed=7, row_map=data.row_map)
+        return data.identity, batches.starting_at(json.loads(position))
+
+    identity, uninterrupted = batches_from('{"next_index": 0}')
+    seen = [
+        next(uninterrupted) for _ in range(9)
+    ]  # of several epochs where it is small
+    for number in (1, 4, 8):
+        same, resumed = batches_from(json.dumps(Batches.position_of(number)))
+        assert same == identity
+        for expected in seen[number:]:
+            batch = next(resumed)
+            assert set(batch) == set(expected)
+            for name in expected:
+                assert batch[name].dtype == expected[name].dtype
+                np.testing.assert_array_equal(batch[name], expected[name])
+    assert len({hashlib.sha256(repr(batch).encode()).digest() for batch in seen}) > 1
+
+
+@pytest.mark.parametrize(("kind", "task"), CASES, ids="-".join)
+def test_nothing_held_out_is_learned(source, load, kind, task):
+    paths, options = source(kind)
+    data = load(*paths, task=task, seq_len=8, **options)
+    name = "images" if "images" in data.train[0] else "tokens"
+    assert len(data.validation) >= 1
+    assert data.description
+    for rows in (data.train, data.validation):
+        shapes = {n: rows[0][n].shape for n in rows[0]}
+        for number in range(len(rows)):
+            row = rows[number]
+            assert {n: row[n].shape for n in row} == shapes
+            assert row[name].dtype in (np.int32, np.float32)
+
+
+def test_the_tail_of_a_text_is_held_out(load, write):
+    path = write("a.txt", bytes(range(1, 201)))
+    data = load(path, seq_len=4, validation_fraction=0.25)
+    train = np.concatenate([data.train[n]["tokens"] for n in range(len(data.train))])
+    held = data.held_out_tokens
+    assert not set(train) & set(held)
+    assert held.tolist() == [*range(152, 201), 0][-held.size :]
+
+
+def test_validation_of_its_own(load, write):
+    train, held = write("a.txt", "abcd" * 9), write("b.txt", "wxyz" * 5)
+    data = load(train, seq_len=4, validation=(str(held),))
+    assert len(data.train) == 9
+    assert set(data.held_out_tokens) == {*b"wxyz", 0}
+    with pytest.raises(DataError, match="--validation: expected text as in --data"):
+        load(train, seq_len=4, validation=(str(write("p.jsonl", PAIRS)),))
+
+
+def test_validation_split_of_saved_data_is_held_out(load):
+    data = load(SAVED, seq_len=4)
+    assert bytes(data.held_out_tokens).split(b"\0")[:-1] == sorted(
+        (f"text {n}".encode() for n in range(5, 8)), key=digest_of_text
+    )
+    again = load(SAVED / "train", seq_len=4, validation=(str(SAVED),))
+    assert again.identity == data.identity
+
+
+def digest_of_text(text):
+    from jaxinf.train.data.sequences import Encoded
+
+    ids = np.frombuffer(text + b"\0", np.uint8)
+    return Encoded("", ids, np.ones(ids.size, np.bool_), -1).digest()
+
+
+def test_only_answers_are_learned(load, write):
+    data = load(write("a.jsonl", PAIRS), seq_len=16)
+    targets = set()
+    for number in range(len(data.train)):
+        row = data.train[number]
+        targets |= {chr(t) for t in row["targets"][row["weights"] > 0]}
+    assert targets == {*"0123456789", "\0"}
+    everything = load(write("a.jsonl", PAIRS), seq_len=16, loss_on="all")
+    row = everything.train[0]
+    assert ord("+") in row["targets"][row["weights"] > 0]
+
+
+def test_long_examples_are_cut_and_said(load, write):
+    records = [*PAIRS, {"prompt": "x" * 50, "response": "y"}]
+    records += [{"prompt": "z", "response": "y" * 50}]
+    data = load(write("a.jsonl", records), seq_len=8)
+    assert data.notes == (
+        "2 examples are longer than --seq-len 8 and are cut there",
+        "1 of those have no answer before the cut and are left out",
+    )
+
+
+def test_fields_without_a_use_are_said(load, write):
+    data = load(write("a.jsonl", TEXTS))
+    assert data.notes == ("fields of records that are not used: id",)
+
+
+def test_order_of_files_does_not_count(load, write):
+    one, two = write("a.txt", "first text " * 29), write("b.txt", "second text " * 29)
+    moved = write("0/c.txt", "second text " * 29)
+    identity = load(one, two).identity
+    assert load(two, one).identity == identity
+    assert load(one, moved).identity == identity
+    assert load(one, two, validation_fraction=0.2).identity != identity
+    assert load(one).identity != identity
+
+
+def test_masked_lm_needs_a_mask(load, write, tmp_path):
+    path = word_tokenizer(tmp_path / "t.json", "</s>")
+    with pytest.raises(DataError, match="masked-lm needs a mask token"):
+        load(write("a.jsonl", TEXTS), task="masked-lm", tokenizer=path)
+
+
+@pytest.mark.parametrize(
+    ("records", "task", "message"),
+    [
+        (TEXTS, "seq2seq", r"a.jsonl:1: --task seq2seq expects prompts.* has text"),
+        (TEXTS, "classification", "expects a text and its label, --data has text"),
+        (PAIRS, "masked-lm", "--task masked-lm expects text, --data has prompts"),
+        (LABELLED, "causal-lm", "expects text or prompts .*has a text and its label"),
+        ([], "causal-lm", r"expected text, found 1 file\(s\) without a record"),
+        (PAIRS[:1], "causal-lm", "expected at least one validation example"),
+        (TEXTS[:1], "causal-lm", r"seq_len \+ 1 = 9 tokens of validation text, got 1"),
+        ([{"text": "a", "label": 7}] * 3, "classification", "labels of 0 to 2"),
+        (
+            [{"messages": [{"role": "assistant", "content": "a"}]}],
+            "seq2seq",
+            "a prompt and a response, found messages",
+        ),
+    ],
+)
+def test_records_that_do_not_suit_the_task(load, write, records, task, message):
+    with pytest.raises(DataError, match=message):
+        load(write("a.jsonl", records), task=task)
+
+
+def test_labels_out_of_range(load, write):
+    path = write("a.jsonl", LABELLED)
+    assert load(path, task="classification").num_labels == 3
+    assert load(path, task="classification", num_labels=5).num_labels == 5
+    with pytest.raises(DataError, match=r"labels of 0 to 1 \(2 classes\), found 2"):
+        load(path, task="classification", num_labels=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "task", "message"),
+    [
+        (
+            {"validation_fraction": 1.0},
+            "causal-lm",
+            "--validation-fraction: expected m",
+        ),
+        ({"mask_rate": 0.0}, "masked-lm", "--mask-rate: expected more than 0"),
+        ({"mask_rate": 0.3}, "causal-lm", "--mask-rate: --task causal-lm hides no"),
+        ({"loss_on": "all"}, "seq2seq", "--loss-on: --task seq2seq learns no prompts"),
+        ({"num_labels": 3}, "causal-lm", "--num-labels: --task causal-lm has no cl"),
+        ({"num_labels": 1}, "classification", "--num-labels: expected at least 2"),
+        (
+            {"validation": ("a",), "validation_fraction": 0.5},
+            "causal-lm",
+            "--validation-fraction: --validation says what to hold out",
+        ),
+    ],
+)
+def test_options_that_mean_nothing(options, task, message):
+    with pytest.raises(DataError, match=message):
+        check_options(DataOptions(**options), task)
+
+
+def test_images_have_no_tokenizer():
+    with pytest.raises(DataError, match="--tokenizer: the model takes images"):
+        check_options(
+            DataOptions(tokenizer=Path("t.json")), "classification", takes_images=True
+        )

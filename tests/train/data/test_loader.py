@@ -1,0 +1,154 @@
+"""Batches: every row once an epoch, one number for a position, shares of one batch."""
+
+import numpy as np
+import pytest
+
+from jaxinf.train.data.loader import Batches, batch_checksum, one_epoch
+from jaxinf.train.data.masking import Masking
+
+
+class Numbers:
+    """Rows that say their own number."""
+
+    def __init__(self, num):
+        self.num = num
+
+    def __len__(self):
+        return self.num
+
+    def __getitem__(self, number):
+        return {"number": np.int32(number), "row": np.full(3, number, np.int32)}
+
+
+def noisy(row, rng):
+    return {**row, "noise": rng.integers(0, 1 << 30, 4)}
+
+
+def assert_same(one, other):
+    assert set(one) == set(other)
+    for name in one:
+        assert one[name].dtype == other[name].dtype
+        np.testing.assert_array_equal(one[name], other[name])
+
+
+def test_every_row_once_an_epoch_in_an_order_of_its_own():
+    batches = Batches(Numbers(12), batch_size=3, seed=0)
+    epochs = [
+        np.concatenate([batches[4 * epoch + n]["number"] for n in range(4)])
+        for epoch in range(3)
+    ]
+    assert all(sorted(epoch) == list(range(12)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_batches_golden():
+    """Fixed for good: a resumed run must see the batches of the interrupted one.
+
+    Regenerate: `Batches(Numbers(1000), batch_size=4, seed=9)[5]["number"].tolist()`.
+    """
+    batches = Batches(Numbers(1000), batch_size=4, seed=9, row_map=noisy)
+    assert batches[5]["number"].tolist() == [204, 741, 607, 987]
+    assert batch_checksum(batches[5]) == 1395767006
+
+
+@pytest.mark.parametrize("seed", [0, 2**32 - 1])
+def test_any_position_resumes_at_the_very_next_batch(seed):
+    make = lambda: Batches(Numbers(7), batch_size=3, seed=seed, row_map=noisy)  # noqa: E731
+    iterator = make().starting_at(Batches.position_of(0))
+    seen = [next(iterator) for _ in range(9)]
+    for number in range(9):
+        resumed = make().starting_at(Batches.position_of(number))
+        for expected in seen[number:]:
+            assert_same(next(resumed), expected)
+        assert_same(make()[number], seen[number])
+
+
+def test_seeds_differ():
+    first = Batches(Numbers(100), batch_size=8, seed=0)[0]["number"]
+    assert not np.array_equal(
+        Batches(Numbers(100), batch_size=8, seed=1)[0]["number"], first
+    )
+
+
+@pytest.mark.parametrize("num_shards", [2, 4])
+def test_processes_share_the_batches_of_one(num_shards):
+    whole = Batches(Numbers(10), batch_size=8, seed=3, row_map=noisy)
+    shards = [
+        Batches(Numbers(10), batch_size=8, seed=3, row_map=noisy, shard=(n, num_shards))
+        for n in range(num_shards)
+    ]
+    for number in range(5):
+        parts = [shard[number] for shard in shards]
+        for name, expected in whole[number].items():
+            together = np.stack([part[name] for part in parts], axis=1)
+            np.testing.assert_array_equal(together.reshape(expected.shape), expected)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="multiple of the 3 processes"):
+        Batches(Numbers(10), batch_size=8, seed=0, shard=(0, 3))
+    with pytest.raises(ValueError, match="got 0 rows"):
+        Batches(Numbers(0), batch_size=8, seed=0)
+
+
+def test_one_epoch_is_always_the_same():
+    first, again = (
+        [
+            one_epoch(Numbers(10), batch_size=4, seed=2, row_map=noisy)[n]
+            for n in range(3)
+        ]
+        for _ in range(2)
+    )
+    for one, other in zip(first, again, strict=True):
+        assert_same(one, other)
+    numbers = np.concatenate([batch["number"] for batch in first])
+    assert sorted(numbers) == list(range(10))
+    assert [len(batch["number"]) for batch in first] == [4, 4, 2]
+
+
+def test_checksum_tells_batches_apart():
+    batch = {"a": np.arange(6, dtype=np.int32), "b": np.ones((2, 3), np.float32)}
+    before = batch_checksum(batch)
+    assert batch_checksum(dict(reversed(batch.items()))) == before
+    for change in (
+        {"a": batch["a"] + 1},
+        {"a": batch["a"].astype(np.int64)},
+        {"b": batch["b"].T},
+        {"c": batch["a"]},
+    ):
+        assert batch_checksum(batch | change) != before
+
+
+# --- masking --------------------------------------------------------------------------
+
+
+def test_masking_shares():
+    masking = Masking(rate=0.15, mask=255, end=0, vocab_size=100)
+    tokens = np.tile(np.arange(100, dtype=np.int32), 200)  # a hundredth are ends
+    row = {"tokens": tokens, "segments": np.ones_like(tokens)}
+    masked = masking(row, np.random.Generator(np.random.Philox(1)))
+    chosen = masked["weights"] == 1
+    hidden = masked["tokens"]
+    np.testing.assert_array_equal(masked["targets"], tokens)
+    np.testing.assert_array_equal(hidden[~chosen], tokens[~chosen])
+    assert chosen.sum() == round(0.15 * 19_800)
+    assert not chosen[tokens == 0].any()
+    assert (hidden[chosen] == 255).mean() == pytest.approx(0.8, abs=0.03)
+    assert (hidden[chosen] == tokens[chosen]).mean() == pytest.approx(0.1, abs=0.03)
+    assert hidden.dtype == np.int32
+
+
+@pytest.mark.parametrize("tokens", [[5], [0, 0], [7, 0]])
+def test_something_is_always_asked(tokens):
+    masking = Masking(rate=0.01, mask=255, end=0, vocab_size=100)
+    tokens = np.array(tokens, np.int32)
+    rng = np.random.Generator(np.random.Philox(1))
+    masked = masking({"tokens": tokens, "segments": np.ones_like(tokens)}, rng)
+    assert masked["weights"].sum() == 1
+
+
+def test_padding_is_never_asked():
+    masking = Masking(rate=0.9, mask=255, end=None, vocab_size=100)
+    row = {"tokens": np.full(8, 3, np.int32), "segments": np.array([1] * 4 + [0] * 4)}
+    masked = masking(row, np.random.Generator(np.random.Philox(1)))
+    assert not masked["weights"][4:].any()

@@ -1,0 +1,170 @@
+"""Sequences and the rows made of them: every token once, no document lost or joined."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxinf.train.data.packing import Packed, Pairs, Single, Windows, plan_rows
+from jaxinf.train.data.sequences import Encoded, Sequences
+
+documents = st.lists(
+    st.lists(st.integers(1, 200), min_size=2, max_size=12), min_size=1, max_size=12
+)
+
+
+def sequences(lists, learned=None, labels=None):
+    learned = learned or [[True] * len(ids) for ids in lists]
+    labels = labels or [-1] * len(lists)
+    return Sequences.in_order(
+        [
+            Encoded("", np.array(ids, np.uint8), np.array(mask, np.bool_), label)
+            for ids, mask, label in zip(lists, learned, labels, strict=True)
+        ]
+    )
+
+
+def rows_of(rows):
+    return [rows[number] for number in range(len(rows))]
+
+
+def document_of_tokens(lists):
+    return np.concatenate([np.full(len(ids), n) for n, ids in enumerate(lists)])
+
+
+@given(documents, st.integers(1, 9))
+def test_causal_windows(lists, seq_len):
+    rows = rows_of(Windows(sequences(lists), seq_len, is_causal=True))
+    flat, owner = np.concatenate(lists), document_of_tokens(lists)
+    assert len(rows) == (flat.size - 1) // seq_len
+    for number, row in enumerate(rows):
+        part = slice(number * seq_len, (number + 1) * seq_len)
+        after = slice(part.start + 1, part.stop + 1)
+        np.testing.assert_array_equal(row["tokens"], flat[part])
+        np.testing.assert_array_equal(row["targets"], flat[after])
+        np.testing.assert_array_equal(row["weights"], owner[part] == owner[after])
+        own = owner[part]
+        np.testing.assert_array_equal(row["segments"], own - own[0] + 1)
+        assert {row[n].dtype for n in row} == {np.dtype("int32"), np.dtype("float32")}
+
+
+@given(documents, st.integers(1, 9))
+def test_windows_without_targets(lists, seq_len):
+    rows = rows_of(Windows(sequences(lists), seq_len, is_causal=False))
+    flat = np.concatenate(lists)
+    assert len(rows) == flat.size // seq_len
+    read = [row["tokens"] for row in rows]
+    np.testing.assert_array_equal(
+        np.concatenate([*read, []]), flat[: len(rows) * seq_len]
+    )
+    assert all(set(row) == {"tokens", "segments"} for row in rows)
+
+
+def test_what_is_not_learned_has_no_weight():
+    data = sequences([[1, 2, 3, 4]], [[False, False, True, False]])
+    (row,) = rows_of(Windows(data, 3, is_causal=True))
+    assert row["weights"].tolist() == [0, 1, 0]
+
+
+@given(documents, st.integers(2, 16))
+def test_packed_rows_hold_every_document_once(lists, seq_len):
+    learned = [[i % 2 == 0 for i in ids] for ids in lists]
+    rows = rows_of(Packed(sequences(lists, learned), seq_len, pad=255))
+    found = []
+    for row in rows:
+        assert {array.shape for array in row.values()} == {(seq_len,)}
+        is_padding = row["segments"] == 0
+        assert (row["tokens"][is_padding] == 255).all()
+        assert not row["weights"][is_padding].any()
+        for segment in range(1, row["segments"].max() + 1):
+            place = np.flatnonzero(row["segments"] == segment)
+            assert place[-1] - place[0] == place.size - 1  # in one piece
+            tokens, targets = row["tokens"][place], row["targets"][place]
+            np.testing.assert_array_equal(tokens[1:], targets[:-1])
+            np.testing.assert_array_equal(row["weights"][place], targets % 2 == 0)
+            found.append([*tokens.tolist(), int(targets[-1])])
+    assert sorted(found) == sorted(ids[: seq_len + 1] for ids in lists)
+
+
+@given(st.lists(st.integers(1, 20), max_size=60))
+def test_plan_is_whole_fits_and_is_nearly_full(lengths):
+    plan = plan_rows(np.array(lengths, np.int64), 20)
+    assert sorted(n for row in plan for n in row) == list(range(len(lengths)))
+    loads = [sum(lengths[n] for n in row) for row in plan]
+    assert all(0 < load <= 20 for load in loads)
+    # No two rows could have been one.
+    assert all(a + b > 20 for i, a in enumerate(loads) for b in loads[:i])
+
+
+def test_pairs():
+    rows = Pairs(sequences([[5, 6, 7, 8]]), sequences([[9, 1]]), 3, pad=0, start=7)
+    row = rows[0]
+    assert row["tokens"].tolist() == [5, 6, 7]
+    assert row["decoder_tokens"].tolist() == [7, 9, 1]
+    assert row["targets"].tolist() == [9, 1, 0]
+    assert row["weights"].tolist() == [1, 1, 0]
+    assert row["segments"].tolist() == [1, 1, 1]
+    assert row["decoder_segments"].tolist() == [1, 1, 0]
+
+
+def test_single():
+    row = Single(sequences([[5, 6]], labels=[3]), 4, pad=9)[0]
+    assert row["tokens"].tolist() == [5, 6, 9, 9]
+    assert row["segments"].tolist() == [1, 1, 0, 0]
+    assert row["labels"] == 3
+
+
+@given(documents, st.floats(0, 0.99))
+def test_split_by_tokens_keeps_them_all(lists, fraction):
+    whole = sequences(lists)
+    first, last = whole.split_tokens(fraction)
+    assert last.tokens.size == int(whole.tokens.size * fraction)
+    for part in (first, last):
+        assert part.lengths.sum() == part.tokens.size
+        assert (part.lengths > 0).all()
+        assert len(part) == len(part.labels)
+    both = [part[n][0].tolist() for part in (first, last) for n in range(len(part))]
+    joined = [token for ids in both for token in ids]
+    assert joined == np.concatenate(lists).tolist()
+    assert len(both) - len(lists) in (0, 1)  # one may be cut
+
+
+def test_split_by_sequences_holds_at_least_one_out():
+    data = sequences([[1, 2], [3, 4], [5, 6]])
+    assert [len(part) for part in data.split(0.01)] == [2, 1]
+    assert [len(part) for part in data.split(0.7)] == [1, 2]
+    assert [len(part) for part in sequences([[1, 2]]).split(0.5)] == [1, 0]
+
+
+def test_order_and_fingerprint_depend_on_content_only():
+    lists, learned = [[1, 2], [3], [4, 5]], [[True, False], [True], [False, True]]
+
+    def made(order):
+        encoded = [
+            Encoded(str(order), np.array(lists[n], np.uint8), np.array(learned[n]), n)
+            for n in order
+        ]
+        return Sequences.of(encoded)
+
+    one = made([0, 1, 2])
+    assert one.fingerprint() == made([2, 0, 1]).fingerprint()
+    assert one.fingerprint() != made([0, 1]).fingerprint()
+
+
+@pytest.mark.parametrize("change", ["tokens", "learned", "labels", "cut"])
+def test_fingerprint_tells_apart(change):
+    lists, learned, labels = [[1, 2], [3, 4]], [[True, False]] * 2, [0, 1]
+    before = sequences(lists, learned, labels).fingerprint()
+    if change == "tokens":
+        lists = [[1, 2], [3, 5]]
+    elif change == "learned":
+        learned = [[True, True], [True, False]]
+    elif change == "labels":
+        labels = [1, 1]
+    else:
+        lists, learned, labels = (
+            [[1, 2, 3], [4]],
+            [[True, False, True], [False]],
+            [0, 1],
+        )
+    assert sequences(lists, learned, labels).fingerprint() != before

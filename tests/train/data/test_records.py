@@ -1,0 +1,140 @@
+"""Records of files in all formats, and what is refused, where."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from jaxinf.train.data import errors, records
+from jaxinf.train.data.errors import DataError
+from jaxinf.train.data.records import PLAIN_TEXT, read_records, saved_splits
+
+SAVED = Path(__file__).parents[2] / "golden" / "saved_dataset"
+"""Made by `datasets`, version 5.2; to make it again:
+
+python -c "
+from datasets import Dataset, DatasetDict
+rows = lambda a, b: Dataset.from_dict({'text': [f'text {n}' for n in range(a, b)]})
+DatasetDict(train=rows(0, 5), test=rows(5, 8)).save_to_disk(
+    'tests/golden/saved_dataset', num_shards={'train': 2, 'test': 1})"
+"""
+
+
+def texts(path):
+    return [record.fields["text"] for record in read_records(path)]
+
+
+def test_plain_text(write):
+    (record,) = read_records(write("a.txt", b"one\ntwo\xff"))
+    assert record.fields == {PLAIN_TEXT: b"one\ntwo\xff"}
+    assert list(read_records(write("empty.txt", ""))) == []
+
+
+def test_json_lines(write):
+    path = write("a.jsonl", [{"text": "one"}, {"text": "zwei\nü"}])
+    assert texts(path) == ["one", "zwei\nü"]
+    assert [r.where for r in read_records(path)] == [f"{path}:1", f"{path}:2"]
+
+
+def test_last_line_needs_no_end(write):
+    assert texts(write("a.ndjson", b'{"text": "one"}\n{"text": "two"}')) == [
+        "one",
+        "two",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        (b"", "found an empty line"),
+        (b'{"text": "cut', r"found none \(Unterminated"),
+        (b'{"text": "\xff"}', r"found none \("),
+        (b'["text"]', "found a list"),
+        (b"null", "found null"),
+        (b"3", "found a number"),
+    ],
+)
+def test_malformed_lines_are_named(write, line, found):
+    path = write("a.jsonl", b'{"text": "one"}\n' + line + b'\n{"text": "two"}\n')
+    with pytest.raises(DataError, match=f"a.jsonl:2: expected a JSON object.*{found}"):
+        list(read_records(path))
+
+
+def test_parquet(tmp_path):
+    path = tmp_path / "a.parquet"
+    table = pa.table({"text": [f"text {n}" for n in range(3000)]})
+    pyarrow.parquet.write_table(table, path, row_group_size=700)
+    assert texts(path) == [f"text {n}" for n in range(3000)]
+    assert list(read_records(path))[-1].where == f"{path}: row 3000"
+
+
+def test_parquet_that_is_none(write):
+    with pytest.raises(DataError, match=r"a.parquet: expected a Parquet file"):
+        list(read_records(write("a.parquet", b"PAR1 not really PAR1")))
+
+
+def test_saved_dataset():
+    splits = saved_splits(SAVED)
+    assert sorted(splits) == ["test", "train"]
+    assert texts(splits["train"]) == [f"text {n}" for n in range(5)]
+    assert texts(splits["test"]) == [f"text {n}" for n in range(5, 8)]
+    assert saved_splits(splits["train"]) == {}
+
+
+def saved(write, state, splits=None):
+    root = write("saved/state.json", json.dumps(state)).parent
+    write("saved/dataset_info.json", "{}")
+    if splits is not None:
+        write("saved/dataset_dict.json", json.dumps(splits))
+    return root
+
+
+@pytest.mark.parametrize(
+    ("state", "found"),
+    [
+        ({}, "found None"),
+        ({"_data_files": [{}]}, r"found \[\{\}\]"),
+        ({"_data_files": [{"filename": "../x.arrow"}]}, "a name in this folder"),
+        ({"_data_files": [{"filename": "no.arrow"}]}, "expected an arrow file"),
+        ([], "found a list"),
+    ],
+)
+def test_saved_dataset_that_is_damaged(write, state, found):
+    with pytest.raises(DataError, match=found):
+        list(read_records(saved(write, state)))
+
+
+@pytest.mark.parametrize(
+    ("splits", "found"),
+    [
+        ({"splits": ["train"]}, "'train': found no data"),
+        ({"splits": ["../saved"]}, "a name in this folder"),
+        ({}, "found None"),
+    ],
+)
+def test_splits_that_are_not_there(write, splits, found):
+    with pytest.raises(DataError, match=found):
+        saved_splits(saved(write, {}, splits))
+
+
+def test_missing_package_names_its_extra(write, monkeypatch):
+    def missing(name):
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(errors.importlib, "import_module", missing)
+    path = write("a.parquet", b"")
+    with pytest.raises(
+        DataError, match=r"a.parquet: needs pyarrow.*pip install 'jaxinf\[data\]'"
+    ):
+        list(read_records(path))
+
+
+def test_rows_of_one_batch_are_read_a_part_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "_ROWS_AT_ONCE", 2)
+    path = tmp_path / "a.parquet"
+    numbers = np.arange(5)
+    pyarrow.parquet.write_table(pa.table({"text": numbers}), path)
+    assert texts(path) == numbers.tolist()

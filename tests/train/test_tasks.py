@@ -1,0 +1,259 @@
+"""Every task from data to best checkpoint, stopped and gone on with to the bit."""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from jaxinf_models import MODELS
+from jaxinf_models.bert import BertConfig
+from jaxinf_models.t5 import T5Config
+from jaxinf_models.vit import ViTConfig
+
+import jaxinf
+from jaxinf.train.__main__ import main
+from jaxinf.train.data.loader import Batches
+
+PAIRS = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(60)]
+TEXTS = [{"text": f"number {n} of {n % 7}", "label": n % 3} for n in range(60)]
+TINY = {
+    "bert": BertConfig(1, 2, 16, 32, 257, 16),
+    "t5": T5Config(257, 1, 1, 2, 16, 8, 32),
+    "vit": ViTConfig(1, 2, 16, 32, 8, 4, num_channels=1),
+}
+
+
+@pytest.fixture
+def task(tmp_path, tiny):
+    """Runs the trainer in this process on a tiny model; returns the exit status."""
+    files = {
+        "pairs": tmp_path / "pairs.jsonl",
+        "texts": tmp_path / "texts.jsonl",
+        "images": tmp_path / "images.npz",
+    }
+    for name, records in (("pairs", PAIRS), ("texts", TEXTS)):
+        files[name].write_text("".join(json.dumps(r) + "\n" for r in records))
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (40, 8, 8), np.uint8)
+    np.savez(files["images"], images=images, labels=np.arange(40) % 4)
+
+    def call(model, data, *words):
+        place = ["--data", files.get(data, data), "--batch-size", 4]
+        if model != "vit":
+            place += ["--seq-len", 12]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(tiny())
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            for name, config in TINY.items():
+                patch.setitem(MODELS[name].presets, "nano", config)
+            words = ("--model", model, "--sample-bytes", 0, *place, *words)
+            return main([str(word) for word in words])
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "words"),
+    [
+        ("gpt2", "pairs", ()),
+        pytest.param("bert", "texts", ("--task", "masked-lm"), marks=pytest.mark.long),
+        ("vit", "images", ()),
+        pytest.param("t5", "pairs", (), marks=pytest.mark.long),
+        pytest.param(
+            *("bert", "texts", ("--task", "classification")), marks=pytest.mark.long
+        ),
+    ],
+    ids=["answers", "masked", "images", "seq2seq", "labels"],
+)
+def test_stopped_and_resumed_is_uninterrupted(
+    task, losses, tmp_path, model, data, words
+):
+    if words == ("--task", "masked-lm"):
+        data = tmp_path / "plain.jsonl"
+        lines = [json.dumps({"text": record["text"]}) + "\n" for record in TEXTS]
+        data.write_text("".join(lines))
+    assert task(model, data, "--store", tmp_path / "whole", "--steps", 6, *words) == 0
+    for steps in (2, 6):
+        where = ("--store", tmp_path / "parts")
+        assert task(model, data, *where, "--steps", steps, *words) == 0
+    assert losses(tmp_path / "parts-log") == losses(tmp_path / "whole-log")
+    assert len(losses(tmp_path / "parts-log")) == 6
+
+
+def test_best_checkpoint_is_that_of_the_lowest_loss(task, tmp_path, capsys):
+    """A learning rate far too high makes the losses go up and down."""
+    where = ("--store", tmp_path / "store", "--eval-every", 1, "--warmup-steps", 0)
+    wild = (*where, "--learning-rate", 0.3, "--steps")
+    assert task("vit", "images", *wild, 6) == 0
+    check_best(tmp_path)
+    assert task("vit", "images", *wild, 10) == 0
+    best = check_best(tmp_path)
+    assert "checkpoint best" in capsys.readouterr().out
+    assert task("vit", "images", *where, "--steps", best + 1, "--restore", "best") == 0
+    assert f"resuming at step {best}" in capsys.readouterr().out
+
+
+def check_best(place):
+    lines = (place / "store-log/validation.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in lines]
+    lowest = min(entries, key=lambda entry: entry["loss"])
+    with jaxinf.open_store(place / "store") as store:
+        (held,) = store.checkpoints()
+    assert (held.name, held.step) == ("best", lowest["step"])
+    for entry in entries:
+        assert entry["perplexity"] == pytest.approx(np.exp(entry["loss"]))
+        assert 0 <= entry["accuracy"] <= 1
+    return held.step
+
+
+def test_evaluation_without_keeping(task, tmp_path):
+    words = ("--store", tmp_path / "store", "--eval-every", 1, "--no-keep-best")
+    assert task("vit", "images", *words, "--steps", 2) == 0
+    with jaxinf.open_store(tmp_path / "store") as store:
+        assert store.checkpoints() == []
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "words", "expected"),
+    [
+        ("gpt2", "texts", (), "--task causal-lm expects text or prompts and resp"),
+        ("t5", "texts", (), "--task seq2seq expects prompts and responses"),
+        ("vit", "texts", (), "expected images: a folder for each class"),
+        ("vit", "images", ("--num-labels", 3), "labels of 0 to 2 (3 classes), found 3"),
+        ("vit", "images", ("--tokenizer", "x"), "--tokenizer: the model takes images"),
+        ("gpt2", "pairs", ("--task", "masked-lm"), "expected one of gpt2's, causal-lm"),
+        ("gpt2", "pairs", ("--tokenizer", "none"), "--tokenizer none: expected a tok"),
+        ("gpt2", "pairs", ("--seed", 2**32), "--seed: expected less than 2**32"),
+        ("gpt2", "pairs", ("--seq-len", 1), "--seq-len: expected at least 2"),
+    ],
+)
+def test_refused_before_the_store_is_made(
+    task, tmp_path, capsys, model, data, words, expected
+):
+    assert task(model, data, "--store", tmp_path / "store", *words) == 2
+    assert expected in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
+
+
+def test_tokenizer_larger_than_the_embedding(task, tmp_path, capsys):
+    import tokenizers
+
+    words = {f"w{n}": n for n in range(300)}
+    model = tokenizers.models.WordLevel(words, unk_token="w0")
+    path = tmp_path / "tokenizer.json"
+    tokenizers.Tokenizer(model).save(str(path))
+    where = ("--store", tmp_path / "store", "--tokenizer", path)
+    assert task("gpt2", "pairs", *where) == 2
+    err = capsys.readouterr().err
+    assert "expected ids below 256, the rows of the embedding of gpt2 nano" in err
+    assert "found ids up to 299" in err
+    assert not (tmp_path / "store").exists()
+
+
+def test_image_that_is_damaged_ends_the_run_by_name(task, tmp_path, capsys):
+    from PIL import Image
+
+    folder = tmp_path / "pictures" / "a"
+    folder.mkdir(parents=True)
+    (tmp_path / "pictures" / "b").mkdir()
+    for n in range(30):
+        Image.fromarray(np.full((8, 8), n, np.uint8)).save(folder / f"{n}.png")
+    for n in (3, 11, 17):
+        (folder / f"{n}.png").write_bytes(b"damaged")
+    where = ("--store", tmp_path / "store", "--steps", 50)
+    status = task("vit", tmp_path / "pictures", *where)
+    err = capsys.readouterr().err
+    assert status in (1, 2)  # 2 where it is the very first
+    assert "png: expected an image, found what cannot be read as one" in err
+    assert "Traceback" not in err
+
+
+# --- resuming -------------------------------------------------------------------------
+
+
+def test_store_of_the_loader_before_grain_is_refused_by_name(task, tmp_path, capsys):
+    where = ("--store", tmp_path / "store", "--steps")
+    assert task("gpt2", "pairs", *where, 2) == 0
+    rewrite_payload(tmp_path / "store", lambda payload: payload.pop("loader"))
+    assert task("gpt2", "pairs", *where, 4) == 1
+    err = capsys.readouterr().err
+    assert "at step 2 of ByteCorpus, the loader that jaxinf had before Grain" in err
+    assert "finish the run with the version that began it" in err
+
+
+def test_loader_that_makes_other_batches_is_refused(task, tmp_path, capsys):
+    where = ("--store", tmp_path / "store", "--steps")
+    assert task("gpt2", "pairs", *where, 2) == 0
+
+    def change(payload):
+        payload["loader"] |= {"version": "0.0.1", "batch_crc32c": 1}
+
+    rewrite_payload(tmp_path / "store", change)
+    assert task("gpt2", "pairs", *where, 4) == 1
+    err = capsys.readouterr().err
+    assert "expected the batch of step 2 to be the one that the run saw" in err
+    assert "The run had grain 0.0.1" in err
+
+
+def test_resume_with_other_masking_is_refused(task, tmp_path, capsys):
+    words = ("--task", "masked-lm", "--store", tmp_path / "store", "--steps")
+    data = tmp_path / "text.txt"
+    data.write_text("some text to learn. " * 50)
+    assert task("bert", data, *words, 1) == 0
+    assert task("bert", data, *words, 2, "--mask-rate", 0.4) == 1
+    err = capsys.readouterr().err
+    assert "--mask-rate: the run has 0.15, this command 0.4" in err
+
+
+def rewrite_payload(store, change):
+    path = (store / "current").resolve() / "commit.json"
+    record = json.loads(path.read_text())
+    change(record["payload"])
+    path.write_text(json.dumps(record))
+
+
+KILLED = """
+import sys, time
+from jaxinf_models import PRESETS, GPT2Config
+PRESETS["nano"] = GPT2Config(256, 16, num_layers=1, num_heads=2, num_features=16)
+from jaxinf.train.__main__ import main
+from jaxinf.train.data.loader import Batches
+quickly = Batches.starting_at
+def slowly(self, position):
+    for batch in quickly(self, position):
+        yield batch
+        time.sleep(0.1)
+Batches.starting_at = slowly
+sys.exit(main())
+"""
+
+
+@pytest.mark.long
+def test_killed_in_any_step_goes_on_with_the_next_example(
+    task, losses, tmp_path, monkeypatch, wait_for_steps
+):
+    """Compares the losses, and the batches bit for bit by their checksums."""
+    assert task("gpt2", "pairs", "--store", tmp_path / "whole", "--steps", 12) == 0
+    words = ["--data", tmp_path / "pairs.jsonl", "--batch-size", 4, "--seq-len", 12]
+    words += ["--sample-bytes", 0, "--store", tmp_path / "store", "--steps", 9999]
+    process = subprocess.Popen([sys.executable, "-c", KILLED, *map(str, words)])
+    wait_for_steps(tmp_path / "store-log", 4)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    with jaxinf.open_store(tmp_path / "store") as store:
+        step = store.step
+    assert 4 <= step < 12
+    seen = []
+    quickly = Batches.starting_at
+
+    def watched(self, position):
+        seen.append(position)
+        return quickly(self, position)
+
+    monkeypatch.setattr(Batches, "starting_at", watched)
+    assert task("gpt2", "pairs", "--store", tmp_path / "store", "--steps", 12) == 0
+    assert seen == [{"next_index": step}]
+    assert losses(tmp_path / "store-log") == losses(tmp_path / "whole-log")
