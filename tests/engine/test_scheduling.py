@@ -15,7 +15,8 @@ from hypothesis.stateful import (
 )
 
 from jaxinf.csd import Extent
-from jaxinf.engine.pipeline.queues import CsdTraits, Limits, Queues
+from jaxinf.engine.pipeline.queues import Queues
+from jaxinf.engine.pipeline.resources import CsdTraits, Limits
 from jaxinf.engine.pipeline.scheduling import next_own, next_unit
 from jaxinf.engine.pipeline.task import Task, TaskGroup
 from jaxinf.engine.pipeline.work import Allocate, Compute, Evict, Load, Write
@@ -107,6 +108,8 @@ class Rig:
                 case Evict(resident):
                     self.queues.evict(resident)
                     self.release([resident])
+                    for state in resident.loaded:  # which may be read again
+                        del self.loads[resident.task.layout.subgroup, state]
                     continue
             self.queues.begin(unit)
             self.under_way.append(unit)

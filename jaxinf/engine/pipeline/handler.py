@@ -18,7 +18,8 @@ from jaxinf.engine.failure import Failure, closed_error
 from jaxinf.engine.pipeline import drive_monitor
 from jaxinf.engine.pipeline.allocation import next_work, release
 from jaxinf.engine.pipeline.executor import Executor
-from jaxinf.engine.pipeline.queues import CsdTraits, Limits, Queues
+from jaxinf.engine.pipeline.queues import Queues
+from jaxinf.engine.pipeline.resources import CsdTraits, Limits
 from jaxinf.engine.pipeline.scheduling import next_own, next_unit
 from jaxinf.engine.pipeline.task import Task, TaskGroup
 from jaxinf.engine.pipeline.timeline import Timeline

@@ -10,10 +10,9 @@ once. Plain data: it knows no threads, locks or I/O.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
 
 from jaxinf.csd import CsdBuffer
+from jaxinf.engine.pipeline.resources import CsdTraits, Limits, Memory, NumberedTask
 from jaxinf.engine.pipeline.task import Loads, Task, TaskGroup
 from jaxinf.engine.pipeline.work import (
     Allocate,
@@ -26,53 +25,7 @@ from jaxinf.engine.pipeline.work import (
 from jaxinf.engine.pipeline.write_queue import WriteQueue
 from jaxinf.layout import Subgroup
 
-__all__ = ["CsdTraits", "Limits", "Memory", "Queues"]
-
-
-class CsdTraits(NamedTuple):
-    """What scheduling has to know of a CSD.
-
-    Attributes:
-      memory: the number of the memory that its buffers are from.
-      is_host: whether submitters compute its tasks themselves.
-    """
-
-    memory: int
-    is_host: bool
-
-
-class Limits(NamedTuple):
-    """How many units of work may be under way.
-
-    Attributes:
-      moving: loads and writes.
-      computing: computations, those of submitters too.
-    """
-
-    moving: int
-    computing: int
-
-
-_Numbered: TypeAlias = tuple[int, Task]
-"""A task and its place among all that were submitted, or prefetched."""
-
-
-@dataclass(slots=True)
-class Memory:
-    """What waits for a memory, and what it holds.
-
-    Attributes:
-      waiting: submitted tasks without memory, in order.
-      prefetched: subgroups whose tasks nobody has submitted yet, in order.
-      num_in_use: subgroups that give their memory back by themselves: those of
-        submitted tasks, and those that are being prefetched.
-      refused_bytes: the length for which there was no room, nor has been since.
-    """
-
-    waiting: deque[_Numbered] = field(default_factory=deque)
-    prefetched: dict[Subgroup, Resident] = field(default_factory=dict)
-    num_in_use: int = 0
-    refused_bytes: int | None = None
+__all__ = ["Queues"]
 
 
 class Queues:
@@ -102,7 +55,7 @@ class Queues:
         self.limits = limits
         num_memories = max((csd.memory for csd in csds), default=-1) + 1
         self.memories = [Memory() for _ in range(num_memories)]
-        self.due: list[dict[Subgroup, _Numbered]] = [{} for _ in csds]
+        self.due: list[dict[Subgroup, NumberedTask]] = [{} for _ in csds]
         self.incomplete: deque[Resident] = deque()
         self.ready: dict[Resident, None] = {}
         self.writes = WriteQueue([csd.memory for csd in csds])
@@ -298,6 +251,6 @@ class Queues:
         else:
             self.ready[resident] = None
 
-    def _numbered(self, task: Task) -> _Numbered:
+    def _numbered(self, task: Task) -> NumberedTask:
         self._num_seen += 1
         return self._num_seen, task

@@ -7,7 +7,8 @@ Invariant: nothing changes by asking. Submitted tasks of one memory get it in or
 before any prefetch does.
 """
 
-from jaxinf.engine.pipeline.queues import Memory, Queues
+from jaxinf.engine.pipeline.queues import Queues
+from jaxinf.engine.pipeline.resources import Memory
 from jaxinf.engine.pipeline.task import TaskGroup
 from jaxinf.engine.pipeline.work import (
     Allocate,
