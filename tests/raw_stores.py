@@ -4,7 +4,6 @@ import contextlib
 import os
 import shutil
 import tempfile
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -13,13 +12,14 @@ import numpy as np
 from jaxinf.io import crc32c
 from jaxinf.layout import choose_grid
 from jaxinf.store import (
-    LeafRecord,
+    LeafContents,
     Manifest,
     Slot,
     StateRecord,
+    StoreContents,
     StoreDirectory,
-    deal_chunks,
     dtype_of,
+    lay_out,
 )
 
 
@@ -58,28 +58,26 @@ def make_manifest(
       csd_roots, chunk_elements: as for a real store.
     """
     records = [
-        LeafRecord(
+        LeafContents(
             path=path,
             shape=shape,
             dtype="float32",
             kernel="k0",
             states=tuple(states),
-            chunk_shape=choose_grid(
-                shape, max_chunk_elements=chunk_elements, shard_counts=shards
-            ).chunk_shape,
             shard_counts=shards,
-            csds=(),
         )
         for path, (shape, shards) in leaves.items()
     ]
-    manifest = Manifest(
-        store_id=uuid.uuid4().hex,
-        csds=(),
+    contents = StoreContents(
         kernels={"k0": ("%0 = mul #, gradient", "update = %0")},
         leaves=tuple(records),
         created_by={"jaxinf": "0"},
     )
-    return deal_chunks(manifest, csd_roots)
+    grids = [
+        choose_grid(shape, max_chunk_elements=chunk_elements, shard_counts=shards)
+        for shape, shards in leaves.values()
+    ]
+    return lay_out(contents, [grid.chunk_shape for grid in grids], csd_roots)
 
 
 def fill_slot(

@@ -84,7 +84,7 @@ def check_format(options: StoreOptions, manifest: Manifest) -> None:
 
 def check_same(directory: StoreDirectory, description: StoreDescription) -> None:
     """Refuses a store of another optimizer or tree; shows the difference."""
-    held, wanted = directory.manifest, description.outline()
+    held, wanted = directory.manifest, description.contents
     lines = held.tree_difference(wanted)
     if not lines:
         lines = held.kernel_difference(wanted)

@@ -24,8 +24,8 @@ from jaxinf.store import (
     Manifest,
     StateRecord,
     StoreDirectory,
-    deal_chunks,
     dtype_of,
+    lay_out,
     making_store,
     snapshot,
 )
@@ -76,8 +76,9 @@ def convert_store(
             )
     codecs = _codecs(held, state, master)
     leaves = [coded_leaf(leaf, *codecs) for leaf in held.manifest.leaves]
+    shapes = [leaf.chunk_shape for leaf in leaves]
     converted = replace(held.manifest, leaves=tuple(leaves))
-    manifest = deal_chunks(converted, [str(root) for root in csds])
+    manifest = lay_out(converted, shapes, [str(root) for root in csds])
     with snapshot(held) as step, making_store(target, manifest) as directory:
         record = CommitRecord.read(step / "commit.json")
         sums = _fill(directory, held.manifest, step, record.step, progress)

@@ -4,11 +4,11 @@ Invariant: a description says everything about the optimizer and the tree that t
 must agree with, and nothing about where things lie.
 """
 
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,12 +20,13 @@ from jaxinf.store import (
     ERROR_FEEDBACK,
     MASTER_CODECS,
     MASTER_PARAMS,
-    LeafRecord,
+    LeafContents,
     Manifest,
     StateRecord,
+    StoreContents,
     check_leaf_paths,
-    deal_chunks,
     dtype_of,
+    lay_out,
     leaf_name,
 )
 
@@ -36,6 +37,8 @@ __all__ = [
     "kernel_needs",
     "store_codecs",
 ]
+
+_Leaf = TypeVar("_Leaf", bound=LeafContents)
 
 _MIN_CODED_ELEMENTS = 4096
 _NEVER_CODED = (
@@ -100,26 +103,23 @@ class StoreDescription:
         texts = dict.fromkeys(tuple(leaf.kernel.describe()) for leaf in self.leaves)
         return {text: f"k{number}" for number, text in enumerate(texts)}
 
-    def outline(self) -> Manifest:
-        """What is held, without grids: enough to compare with an existing store."""
-        records = [
-            LeafRecord(
+    @cached_property
+    def contents(self) -> StoreContents:
+        """What the store holds, if nothing is coded."""
+        leaves = [
+            LeafContents(
                 path=leaf.path,
                 shape=leaf.shape,
                 dtype=leaf.dtype,
                 kernel=self._kernel_ids[tuple(leaf.kernel.describe())],
                 states=leaf.states,
-                chunk_shape=(),
                 shard_counts=leaf.shard_counts,
-                csds=(),
             )
             for leaf in self.leaves
         ]
-        return Manifest(
-            store_id=uuid.uuid4().hex,
-            csds=(),
+        return StoreContents(
             kernels={key: text for text, key in self._kernel_ids.items()},
-            leaves=tuple(records),
+            leaves=tuple(leaves),
             created_by={name: version(name) for name in ("jaxinf", "jax", "optax")},
         )
 
@@ -136,23 +136,20 @@ class StoreDescription:
           master: codec of the master params of leaves that are bfloat16 on the JAX
             device; empty for none.
         """
-        outline = self.outline()
-        coded = [coded_leaf(record, codec, master) for record in outline.leaves]
-        leaves = [
-            replace(
-                record,
-                chunk_shape=choose_grid(
-                    record.shape,
-                    shard_counts=record.shard_counts or None,
-                    max_chunk_elements=chunk_elements,
-                ).chunk_shape,
-            )
-            for record in coded
+        leaves = [coded_leaf(leaf, codec, master) for leaf in self.contents.leaves]
+        chunk_shapes = [
+            choose_grid(
+                leaf.shape,
+                shard_counts=leaf.shard_counts or None,
+                max_chunk_elements=chunk_elements,
+            ).chunk_shape
+            for leaf in leaves
         ]
-        return deal_chunks(replace(outline, leaves=tuple(leaves)), csd_roots)
+        coded = replace(self.contents, leaves=tuple(leaves))
+        return lay_out(coded, chunk_shapes, csd_roots)
 
 
-def coded_leaf(leaf: LeafRecord, codec: str, master: str) -> LeafRecord:
+def coded_leaf(leaf: _Leaf, codec: str, master: str) -> _Leaf:
     """A leaf as it is stored with codecs, whatever it is stored with now.
 
     Args:

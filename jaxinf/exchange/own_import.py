@@ -18,8 +18,8 @@ from jaxinf.store import (
     CommitRecord,
     Manifest,
     StoreDirectory,
-    deal_chunks,
     dtype_of,
+    lay_out,
     making_store,
 )
 from jaxinf.typing import ProgressCallback
@@ -65,7 +65,8 @@ def import_export(
     commit = CommitRecord.read(source / "commit.json")
     found = read_source(source)
     wanted = _wanted(exported, found, source)
-    manifest = deal_chunks(exported, [str(root) for root in csds])
+    shapes = [leaf.chunk_shape for leaf in exported.leaves]
+    manifest = lay_out(exported, shapes, [str(root) for root in csds])
     with making_store(store, manifest) as directory:
         _fill(directory, wanted, memory_bytes, progress)
         _check_sums(directory, commit, source)

@@ -16,6 +16,14 @@ from jaxinf.store.checkpoint import (
     save_checkpoint,
 )
 from jaxinf.store.commit import CommitRecord, ScalarState
+from jaxinf.store.contents import (
+    CODECS,
+    MASTER_CODECS,
+    LeafContents,
+    StateRecord,
+    StoreContents,
+    dtype_of,
+)
 from jaxinf.store.creation import (
     check_never_committed,
     check_space,
@@ -31,16 +39,8 @@ from jaxinf.store.directory import (
     other_slot,
 )
 from jaxinf.store.lock import StoreLock
-from jaxinf.store.making import deal_chunks, making_store
-from jaxinf.store.manifest import (
-    CODECS,
-    FORMAT_VERSION,
-    MASTER_CODECS,
-    LeafRecord,
-    Manifest,
-    StateRecord,
-    dtype_of,
-)
+from jaxinf.store.making import lay_out, making_store
+from jaxinf.store.manifest import FORMAT_VERSION, LeafRecord, Manifest
 from jaxinf.store.migrate import migrate
 from jaxinf.store.names import (
     ERROR_FEEDBACK,
@@ -66,12 +66,14 @@ __all__ = [
     "CheckpointInfo",
     "CommitRecord",
     "Damage",
+    "LeafContents",
     "LeafRecord",
     "Manifest",
     "Rebalanced",
     "ScalarState",
     "Slot",
     "StateRecord",
+    "StoreContents",
     "StoreDirectory",
     "StoreLock",
     "Verifier",
@@ -83,13 +85,13 @@ __all__ = [
     "checkpoints_to_prune",
     "claim_csds",
     "create_store",
-    "deal_chunks",
     "discard_store",
     "dtype_of",
     "file_checksum",
     "find_checkpoint",
     "find_leaf",
     "finish_rebalance",
+    "lay_out",
     "leaf_name",
     "list_checkpoints",
     "making_store",

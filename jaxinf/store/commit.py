@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from jaxinf.errors import StoreFormatError
-from jaxinf.store.manifest import FORMAT_VERSION, dtype_of
+from jaxinf.store.contents import dtype_of
+from jaxinf.store.manifest import FORMAT_VERSION
 from jaxinf.typing import Array, JsonValue
 
 __all__ = ["CommitRecord", "ScalarState"]

@@ -16,8 +16,8 @@ from jaxinf.errors import StoreFormatError
 from jaxinf.io import fsync_directory, write_json_atomically
 from jaxinf.io.failures import translated
 from jaxinf.store.commit import CommitRecord
+from jaxinf.store.contents import StateRecord
 from jaxinf.store.directory import SLOTS, Slot, StoreDirectory
-from jaxinf.store.manifest import StateRecord
 from jaxinf.store.owners import check_owners, claim_csds
 from jaxinf.store.space import check_free_space, stored_bytes
 from jaxinf.store.zarr_metadata import (
@@ -64,11 +64,12 @@ def check_space(directory: StoreDirectory) -> None:
 def create_store(directory: StoreDirectory) -> None:
     """Makes every directory and file of a new store, preallocated, no step yet.
 
+    That there is room was asked of `check_space`, before the place was locked.
+
     Raises:
-      StoreSpaceError: before anything is written.
+      StoreSpaceError: the room has gone since.
       StoreIOError: the operating system refused something.
     """
-    check_space(directory)
     with translated("creation", directory.path):
         directory.path.mkdir(parents=True, exist_ok=True)
         write_json_atomically(

@@ -27,9 +27,10 @@ from jaxinf.io import (
 from jaxinf.io.failures import translated
 from jaxinf.layout import PAGE_BYTES, Chunk, scale_chunks
 from jaxinf.store.commit import CommitRecord
+from jaxinf.store.contents import StateRecord
 from jaxinf.store.links import copy_file, link_or_copy
 from jaxinf.store.lock import lock_exclusively
-from jaxinf.store.manifest import LeafRecord, Manifest, StateRecord
+from jaxinf.store.manifest import LeafRecord, Manifest
 
 __all__ = [
     "SLOTS",

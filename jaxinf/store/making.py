@@ -10,44 +10,72 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxinf.errors import StoreError, StoreFormatError
-from jaxinf.layout import assign_csds
+from jaxinf.layout import assign_csds, reassign_csds
+from jaxinf.store.contents import StoreContents
 from jaxinf.store.creation import check_space, create_store, discard_store
 from jaxinf.store.directory import StoreDirectory
 from jaxinf.store.lock import StoreLock
-from jaxinf.store.manifest import Manifest
+from jaxinf.store.manifest import LeafRecord, Manifest
 from jaxinf.store.space import stored_bytes
 
-__all__ = ["deal_chunks", "making_store"]
+__all__ = ["lay_out", "making_store"]
 
 _LOCKS = ("lock", "publish.lock")
 
 
-def deal_chunks(manifest: Manifest, csd_roots: Sequence[str]) -> Manifest:
-    """The same leaves in a new store, under an id of its own.
+def lay_out(
+    contents: StoreContents,
+    chunk_shapes: Sequence[tuple[int, ...]],
+    csd_roots: Sequence[str],
+    *,
+    held: Manifest | None = None,
+) -> Manifest:
+    """Where the chunks of a store lie: the one way to a new manifest.
 
     Args:
-      manifest: leaves with their grids; which CSDs it names does not matter.
+      contents: its leaves; a manifest's will do, wherever its chunks are.
+      chunk_shapes: of each leaf.
       csd_roots: where chunks go, evenly by bytes; empty for the store itself.
+      held: the store that is spread anew, with these contents: it keeps its id, and
+        its chunks their CSDs as far as the loads allow. By default the store is new,
+        under an id of its own.
     """
+    leaves = [
+        LeafRecord.of(leaf, shape, ())
+        for leaf, shape in zip(contents.leaves, chunk_shapes, strict=True)
+    ]
     chunk_bytes = [
         [
-            sum(stored_bytes(chunk, s) for s in leaf.states)
+            sum(stored_bytes(chunk, state) for state in leaf.states)
             for chunk in leaf.grid.chunks()
         ]
-        for leaf in manifest.leaves
+        for leaf in leaves
     ]
-    all_bytes = [num_bytes for own in chunk_bytes for num_bytes in own]
-    owners = iter(assign_csds(all_bytes, max(1, len(csd_roots))))
-    leaves = [
-        replace(leaf, csds=tuple(next(owners) for _ in own))
-        for leaf, own in zip(manifest.leaves, chunk_bytes, strict=True)
-    ]
-    return replace(
-        manifest,
-        store_id=uuid.uuid4().hex,
+    owners = iter(_owners([n for own in chunk_bytes for n in own], csd_roots, held))
+    return Manifest(
+        kernels=contents.kernels,
+        leaves=tuple(
+            replace(leaf, csds=tuple(next(owners) for _ in own))
+            for leaf, own in zip(leaves, chunk_bytes, strict=True)
+        ),
+        created_by=contents.created_by,
+        store_id=uuid.uuid4().hex if held is None else held.store_id,
         csds=tuple(csd_roots),
-        leaves=tuple(leaves),
     )
+
+
+def _owners(
+    chunk_bytes: Sequence[int], csd_roots: Sequence[str], held: Manifest | None
+) -> Sequence[int]:
+    """The CSD of each chunk."""
+    num_csds = max(1, len(csd_roots))
+    if held is None:
+        return assign_csds(chunk_bytes, num_csds)
+    numbers = [
+        csd_roots.index(root) if root in csd_roots else None for root in held.csds
+    ] or [None]
+    held_by = [numbers[csd] for leaf in held.leaves for csd in leaf.csds]
+    return reassign_csds(chunk_bytes, held_by, num_csds)
 
 
 @contextlib.contextmanager
@@ -56,7 +84,7 @@ def making_store(path: Path, manifest: Manifest) -> Iterator[StoreDirectory]:
 
     Args:
       path: missing or empty.
-      manifest: as of `deal_chunks`.
+      manifest: as of `lay_out`.
 
     Yields:
       The store's files, preallocated, under its lock.

@@ -28,18 +28,20 @@ from jaxinf.io import (
     write_json_atomically,
 )
 from jaxinf.io.failures import translated
-from jaxinf.layout import PAGE_BYTES, reassign_csds
+from jaxinf.layout import PAGE_BYTES
 from jaxinf.store.checkpoint import checkpoint_names
 from jaxinf.store.commit import CommitRecord
+from jaxinf.store.contents import StateRecord
 from jaxinf.store.directory import (
     SLOTS,
     StoreDirectory,
 )
 from jaxinf.store.links import link_or_copy
 from jaxinf.store.lock import StoreLock, lock_exclusively
-from jaxinf.store.manifest import Manifest, StateRecord
+from jaxinf.store.making import lay_out
+from jaxinf.store.manifest import Manifest
 from jaxinf.store.owners import claim_csds
-from jaxinf.store.space import check_free_space, stored_bytes
+from jaxinf.store.space import check_free_space
 from jaxinf.store.verify import file_checksum
 from jaxinf.typing import JsonValue, ProgressCallback
 
@@ -189,22 +191,9 @@ def _target(old: StoreDirectory, csd_roots: Sequence[Path]) -> Manifest:
                 f"{old.path}: the checkpoint {name} holds other arrays than the store "
                 "does now; export it, and remove it from the store"
             )
-    roots = tuple(map(str, csd_roots))
-    numbers = [
-        roots.index(root) if root in roots else None for root in old.manifest.csds
-    ] or [None]
-    sizes = [
-        sum(stored_bytes(chunk, state) for state in leaf.states)
-        for leaf, chunks in zip(old.manifest.leaves, old.chunks, strict=True)
-        for chunk in chunks
-    ]
-    held_by = [numbers[csd] for leaf in old.manifest.leaves for csd in leaf.csds]
-    owners = iter(reassign_csds(sizes, held_by, len(roots)))
-    leaves = [
-        replace(leaf, csds=tuple(next(owners) for _ in leaf.csds))
-        for leaf in old.manifest.leaves
-    ]
-    return replace(old.manifest, csds=roots, leaves=tuple(leaves))
+    shapes = [leaf.chunk_shape for leaf in old.manifest.leaves]
+    roots = [str(root) for root in csd_roots]
+    return lay_out(old.manifest, shapes, roots, held=old.manifest)
 
 
 def _moves(

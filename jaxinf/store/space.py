@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jaxinf.errors import StoreSpaceError
 from jaxinf.layout import PAGE_BYTES, Chunk
-from jaxinf.store.manifest import StateRecord
+from jaxinf.store.contents import StateRecord
 
 __all__ = ["check_free_space", "stored_bytes"]
 

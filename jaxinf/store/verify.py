@@ -18,8 +18,9 @@ import numpy as np
 from jaxinf.errors import StoreFormatError, StoreIOError
 from jaxinf.io import BufferPool, crc32c, crc32c_combine, read_into
 from jaxinf.store.commit import CommitRecord
+from jaxinf.store.contents import StateRecord
 from jaxinf.store.directory import StoreDirectory
-from jaxinf.store.manifest import LeafRecord, StateRecord
+from jaxinf.store.manifest import LeafRecord
 from jaxinf.store.zarr_metadata import array_metadata
 from jaxinf.typing import ProgressCallback
 

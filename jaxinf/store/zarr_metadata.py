@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxinf.compat import ORBAX_DICT_KEY, ORBAX_HANDLER
-from jaxinf.store.manifest import dtype_of
+from jaxinf.store.contents import dtype_of
 from jaxinf.store.names import encode_key
 
 __all__ = [

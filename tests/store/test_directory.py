@@ -97,7 +97,7 @@ def test_space_is_checked_before_anything_is_written(place, manifest_of):
     with pytest.raises(
         StoreSpaceError, match=r"two slots of [\d,]+ params need [\d,]+ bytes"
     ):
-        create_store(directory)
+        check_space(directory)
     assert not (place / "new").exists()
 
 

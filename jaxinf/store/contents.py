@@ -1,0 +1,201 @@
+"""What a store holds, wherever it lies: leaves, states, kernels.
+
+Invariant: two descriptions that are equal here are of the same optimizer and tree.
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from jaxinf.layout import CODE_BLOCK
+from jaxinf.store.names import leaf_name
+
+__all__ = [
+    "BESIDE",
+    "CODECS",
+    "MASTER_CODECS",
+    "LeafContents",
+    "StateRecord",
+    "StoreContents",
+    "dtype_of",
+]
+
+CODECS = ("bf16", "int8")
+"""Of the optimizer's state."""
+
+MASTER_CODECS = ("split", "bf16")
+"""Of the master params of leaves that are bfloat16 on the JAX device."""
+
+# Codecs of arrays that belong to the one before, and how their names end.
+BESIDE = {"scale": "_scale", "remainder": "_remainder"}
+
+
+@cache
+def dtype_of(name: str) -> np.dtype[Any]:
+    """The NumPy dtype of a name on disk, ``bfloat16`` included."""
+    import ml_dtypes
+
+    if name == "bfloat16":
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+@dataclass(frozen=True)
+class StateRecord:
+    """One stored array of a leaf.
+
+    Attributes:
+      name: the optax state's field name, with an end of `BESIDE` where it belongs to
+        the array before it.
+      dtype: of what is stored.
+      codec: how it stands for float32: ``"bf16"`` (rounded stochastically), ``"int8"``
+        (codes, whose scales are the array after it), ``"scale"`` (those), ``"split"``
+        (rounded to bfloat16, the remainder being the array after it), ``"remainder"``
+        (that); empty where it is what the optimizer computes with.
+    """
+
+    name: str
+    dtype: str
+    codec: str = ""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return dtype_of(self.dtype).itemsize
+
+    @property
+    def slot(self) -> str:
+        """The name of the optimizer's state that this is, or belongs to."""
+        return self.name.removesuffix(BESIDE.get(self.codec, ""))
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether it is no state of its own, but belongs to the array before it."""
+        return self.codec in BESIDE
+
+    def num_elements(self, num_leaf_elements: int) -> int:
+        """Elements that stand for so many of the leaf."""
+        if self.codec == "scale":
+            return -(-num_leaf_elements // CODE_BLOCK)
+        return num_leaf_elements
+
+    def coded(self, codec: str) -> tuple["StateRecord", ...]:
+        """What is stored of this state with a codec."""
+        if codec == "bf16":
+            return (StateRecord(self.name, "bfloat16", codec),)
+        if codec == "split":
+            rest = StateRecord(self.name + BESIDE["remainder"], "int16", "remainder")
+            return (StateRecord(self.name, "bfloat16", codec), rest)
+        assert codec == "int8"
+        scales = StateRecord(self.name + BESIDE["scale"], "float32", "scale")
+        return (StateRecord(self.name, "uint8", codec), scales)
+
+    def decoded(self) -> "StateRecord":
+        """The state that the optimizer computes with."""
+        return StateRecord(self.slot, "float32") if self.codec else self
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeafContents:
+    """One leaf of the params tree.
+
+    Attributes:
+      path: its keys.
+      shape: its natural shape.
+      dtype: the dtype of the params on the JAX device.
+      kernel: key into `StoreContents.kernels`.
+      states: what is stored, the master params first.
+      shard_counts: shards along each dimension when the store was made.
+    """
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    kernel: str
+    states: tuple[StateRecord, ...]
+    shard_counts: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The leaf's keys joined by ``/``."""
+        return leaf_name(self.path)
+
+    def state(self, name: str) -> StateRecord:
+        """The record of a stored array; it must exist."""
+        return next(state for state in self.states if state.name == name)
+
+    @property
+    def slots(self) -> tuple[StateRecord, ...]:
+        """The states that the optimizer computes with, the master params first."""
+        return tuple(s.decoded() for s in self.states if not s.is_beside)
+
+    def beside(self, state: StateRecord) -> StateRecord | None:
+        """The array that belongs to a state's: scales, remainders, or None."""
+        found = (s for s in self.states if s.is_beside and s.slot == state.name)
+        return next(found, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreContents:
+    """All leaves of a store.
+
+    Attributes:
+      kernels: the updates' equations as text, by id.
+      leaves: in the order of the flattened params tree.
+      created_by: versions of jaxinf, jax and optax.
+    """
+
+    kernels: Mapping[str, tuple[str, ...]]
+    leaves: tuple[LeafContents, ...]
+    created_by: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def num_params(self) -> int:
+        """Elements over all leaves."""
+        return sum(int(np.prod(leaf.shape, dtype=np.int64)) for leaf in self.leaves)
+
+    def tree_difference(self, other: "StoreContents") -> list[str]:
+        """How the leaves and states of `other` differ from this one's, as lines.
+
+        Grids, CSDs and versions do not count: they are this store's own business.
+        """
+        mine = {leaf.name: leaf for leaf in self.leaves}
+        theirs = {leaf.name: leaf for leaf in other.leaves}
+        lines = [f"- leaf {n}: in the store only" for n in mine if n not in theirs]
+        lines += [f"+ leaf {n}: not in the store" for n in theirs if n not in mine]
+        for name in (n for n in mine if n in theirs):
+            lines += _leaf_difference(mine[name], theirs[name])
+        if not lines and list(mine) != list(theirs):
+            lines.append("the same leaves come in another order")
+        return lines
+
+    def kernel_difference(self, other: "StoreContents") -> list[str]:
+        """How the first update that differs does so; the leaves must be the same."""
+        for mine, theirs in zip(self.leaves, other.leaves, strict=True):
+            old, new = self.kernels[mine.kernel], other.kernels[theirs.kernel]
+            if old != new:
+                diff = difflib.unified_diff(old, new, "store", "optimizer", lineterm="")
+                return [f"the update of leaf {mine.name} has other equations:", *diff]
+        return []
+
+
+def _leaf_difference(old: LeafContents, new: LeafContents) -> list[str]:
+    lines = []
+    if old.shape != new.shape:
+        lines.append(f"leaf {old.name}: shape {old.shape} in the store, {new.shape}")
+    if old.dtype != new.dtype:
+        lines.append(f"leaf {old.name}: params {old.dtype} in the store, {new.dtype}")
+    if old.slots != new.slots:
+        lines.append(
+            f"leaf {old.name}: states {_states_text(old.slots)} in the store, "
+            f"{_states_text(new.slots)}"
+        )
+    return lines
+
+
+def _states_text(states: Sequence[StateRecord]) -> str:
+    return "(" + ", ".join(f"{s.name} {s.dtype}" for s in states) + ")"

@@ -1,0 +1,44 @@
+"""How stores are made: one way, each time asked for room once."""
+
+import pytest
+
+from jaxinf.engine import convert_store
+from jaxinf.errors import StaleStateError
+from jaxinf.exchange import export_orbax, import_export
+from jaxinf.exchange.step_files import StepFiles
+from jaxinf.store import StoreDirectory, snapshot
+from jaxinf.store.space import check_free_space
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """How often free space was asked for."""
+    calls = []
+
+    def counted(needs, *texts, original=check_free_space):
+        calls.append(needs)
+        original(needs, *texts)
+
+    monkeypatch.setattr("jaxinf.store.creation.check_free_space", counted)
+    return calls
+
+
+def test_room_is_asked_for_once(drive, place, asked):
+    drive().init().steps(1).close()
+    assert len(asked) == 1
+    convert_store(place / "store", place / "converted", "bf16")
+    assert len(asked) == 2
+    held = StoreDirectory.open(place / "store")
+    with snapshot(held) as path:
+        export_orbax(StepFiles(path, held.manifest), place / "export")
+    import_export(place / "export", place / "imported")
+    assert len(asked) == 3
+
+
+def test_the_unfinished_store_cannot_be_updated(drive):
+    driver = drive()
+    assert driver.training.bind(driver.description, may_create=True)
+    with pytest.raises(StaleStateError, match=r"call tx\.init\(params\) on it first"):
+        driver.training.bind(driver.description)
+    assert driver.training.commit is None
+    assert driver.training.has_files
