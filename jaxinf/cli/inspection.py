@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from jaxinf.cli.committed import open_committed
+from jaxinf.cli.committed import CommittedStep, open_committed
 from jaxinf.cli.equations import formulas
 from jaxinf.cli.histogram import print_statistics
-from jaxinf.cli.statistics import measure_array
+from jaxinf.cli.statistics import Statistics, measure_array
 from jaxinf.cli.store_report import describe_leaf_statistics, describe_store
 from jaxinf.cli.terminal import (
     facts_table,
@@ -28,7 +28,14 @@ from jaxinf.cli.terminal import (
     printable,
 )
 from jaxinf.cli.units import format_bytes
-from jaxinf.store import MASTER_PARAMS, find_leaf
+from jaxinf.errors import StoreCorruptError
+from jaxinf.store import (
+    MASTER_PARAMS,
+    LeafRecord,
+    StateRecord,
+    StepReader,
+    find_leaf,
+)
 
 __all__ = ["run"]
 
@@ -63,7 +70,7 @@ def run(
         else:
             record = find_leaf(step.manifest, state or MASTER_PARAMS, leaf)
             chosen = [s for s in record.states if state in (None, s.name)]
-            found = {s.name: measure_array(step.path, record, s) for s in chosen}
+            found = _measured(step, record, chosen)
             document = describe_leaf_statistics(step, record, found)
     if as_json:
         print(json.dumps(document, indent=1, allow_nan=False))
@@ -71,6 +78,24 @@ def run(
         _print_store(make_console(), document)
     else:
         print_statistics(make_console(), document)
+
+
+def _measured(
+    step: CommittedStep, record: LeafRecord, states: Sequence[StateRecord]
+) -> dict[str, Statistics]:
+    """The statistics of a leaf's states by name.
+
+    Of a step that could not be pinned, a writer may have replaced what is read: what
+    differs from its checksum is damage where the step is still the committed one.
+    """
+    try:
+        with StepReader(step.path, step.commit) as reader:
+            return {s.name: measure_array(reader, record, s) for s in states}
+    except StoreCorruptError:
+        if step.is_pinned or step.directory.read_commit() == step.commit:
+            raise
+        with StepReader(step.path, step.commit, verify=False) as reader:
+            return {s.name: measure_array(reader, record, s) for s in states}
 
 
 def _print_store(console: Console, document: Mapping[str, Any]) -> None:

@@ -6,13 +6,11 @@ Invariant: memory does not grow with the array; all sums are kept in float64.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxinf.engine import decoded_pieces
-from jaxinf.store import LeafRecord, StateRecord, open_array
+from jaxinf.store import LeafRecord, StateRecord, StepReader
 from jaxinf.typing import Array
 
 __all__ = ["Histogram", "Statistics", "measure_array"]
@@ -83,37 +81,38 @@ class Statistics:
         }
 
 
-def measure_array(step: Path, record: LeafRecord, state: StateRecord) -> Statistics:
+def measure_array(
+    reader: StepReader, record: LeafRecord, state: StateRecord
+) -> Statistics:
     """Reads an array twice, for its moments and its histogram; blocks.
 
     Args:
-      step: a slot or a snapshot.
+      reader: of the step.
       record: the leaf.
       state: which of its states.
 
     Raises:
+      StoreCorruptError: a chunk is not as it was written.
       StoreIOError: a chunk is missing, too short, or the drive failed.
     """
     moments = _Moments()
-    for piece in _pieces(step, record, state):
+    for piece in _pieces(reader, record, state):
         moments.add(piece)
     histogram = None
     if moments.num_finite:
         counter = _Counter(moments)
-        for piece in _pieces(step, record, state):
+        for piece in _pieces(reader, record, state):
             counter.add(piece)
         histogram = counter.result()
     return moments.result(histogram)
 
 
-def _pieces(step: Path, record: LeafRecord, state: StateRecord) -> Iterator[Array]:
+def _pieces(
+    reader: StepReader, record: LeafRecord, state: StateRecord
+) -> Iterator[Array]:
     """The elements as float64, piece by piece; what codes stand for, of codes."""
-    if state.is_beside:
-        array = open_array(step, record, state.name).read().result()
-        yield array.astype(np.float64).reshape(-1)
-        return
-    for _, _, values in decoded_pieces(step, record, state):
-        yield values.astype(np.float64)
+    for piece in reader.pieces(record, state):
+        yield piece.values.astype(np.float64)
 
 
 class _Moments:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxinf.csd.base import Extent, Rounding, ScalarInputs
-from jaxinf.kernels import CodedSlot, initialise
+from jaxinf.kernels import initialise
+from jaxinf.layout import CodedSlot
 from jaxinf.program import InitKernel
 from jaxinf.typing import Array
 

@@ -12,8 +12,9 @@ import numpy as np
 from jaxinf.compress import SparseGradient
 from jaxinf.csd.initial import slot_part
 from jaxinf.io import crc32c_combine
-from jaxinf.kernels import CodedSlot, Passage
+from jaxinf.kernels import Passage
 from jaxinf.kernels.passage import stored_arrays
+from jaxinf.layout import CodedSlot
 from jaxinf.typing import Array
 
 __all__ = ["run_sparse"]

@@ -5,7 +5,6 @@ Invariant: host memory does not grow with the model; a step is all or nothing.
 
 from jaxinf.engine.chunks import VerifyMode
 from jaxinf.engine.convert import convert_store
-from jaxinf.engine.decoding import decoded_pieces
 from jaxinf.engine.description import LeafDescription, StoreDescription
 from jaxinf.engine.options import Durability, MasterChoice, MasterFormat, StateFormat
 from jaxinf.engine.steps import StepMetrics
@@ -27,6 +26,5 @@ __all__ = [
     "UpdateRequest",
     "VerifyMode",
     "convert_store",
-    "decoded_pieces",
     "open_store",
 ]

@@ -11,18 +11,18 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxinf.engine.decoding import decoded_pieces
 from jaxinf.engine.description import coded_leaf, store_codecs
 from jaxinf.engine.options import MasterFormat, StateFormat
 from jaxinf.engine.subgroup_arrays import rounding_of_chunk
 from jaxinf.io import crc32c, crc32c_combine
 from jaxinf.io.failures import translated
-from jaxinf.kernels import CodedSlot
+from jaxinf.layout import CodedSlot
 from jaxinf.store import (
     CommitRecord,
     LeafRecord,
     Manifest,
     StateRecord,
+    StepReader,
     StoreDirectory,
     dtype_of,
     lay_out,
@@ -65,6 +65,7 @@ def convert_store(
       ValueError: a CSD root is not there, or no leaf is bfloat16.
       StoreFormatError: no store, or something else in the target's place.
       StoreSpaceError: there is no room; nothing was written.
+      StoreCorruptError: a chunk is not as it was written; there is no new store.
       StoreError: a drive failed.
     """
     held = StoreDirectory.open(source)
@@ -81,7 +82,8 @@ def convert_store(
     manifest = lay_out(converted, shapes, [str(root) for root in csds])
     with snapshot(held) as step, making_store(target, manifest) as directory:
         record = CommitRecord.read(step / "commit.json")
-        sums = _fill(directory, held.manifest, step, record.step, progress)
+        with StepReader(step, record) as reader:
+            sums = _fill(directory, held.manifest, reader, record.step, progress)
         directory.sync()
         directory.publish("a", replace(record, checksums=sums))
     return record.step
@@ -107,8 +109,8 @@ def _codecs(
 def _fill(
     directory: StoreDirectory,
     held: Manifest,
-    step: Path,
-    number_of_step: int,
+    reader: StepReader,
+    step: int,
     progress: ProgressCallback | None,
 ) -> dict[str, Array]:
     """Writes slot a; the checksums of its chunks by array name."""
@@ -119,10 +121,10 @@ def _fill(
     for number, (old, new) in enumerate(leaves):
         stored = [s for s in old.states if not s.is_beside]
         for position, state in enumerate(stored):
-            writer = _SlotWriter(directory, number, position, number_of_step)
-            for chunk, start, values in decoded_pieces(step, old, state):
-                writer.write(chunk.index, start, values)
-                done += values.nbytes
+            writer = _SlotWriter(directory, number, position, step)
+            for piece in reader.pieces(old, state):
+                writer.write(piece.number, piece.start, piece.values)
+                done += piece.values.nbytes
                 if progress is not None:
                     progress(min(done, total), total)
             sums |= writer.checksums(new)
@@ -140,12 +142,10 @@ class _SlotWriter:
         slot = record.slots[position]
         self._states = [s for s in record.states if s.slot == slot.name]
         self._position = position
-        self._order = {chunk.index: n for n, chunk in enumerate(directory.chunks[leaf])}
         self._parts: dict[tuple[str, int], list[tuple[int, int]]] = {}
 
-    def write(self, index: tuple[int, ...], start: int, values: Array) -> None:
+    def write(self, chunk: int, start: int, values: Array) -> None:
         """A piece of a chunk; pieces of a chunk come in order, in whole blocks."""
-        chunk = self._order[index]
         for state, stored, offset in self._stored(chunk, start, values):
             file = self._directory.chunk_file("a", self._leaf, chunk, state.name)
             data = np.ascontiguousarray(stored)

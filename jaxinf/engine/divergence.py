@@ -11,12 +11,10 @@ from jaxinf.engine.chunks import ChunkTable
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.errors import DivergedParamsError
 from jaxinf.layout import gather
-from jaxinf.store import StoreDirectory
+from jaxinf.store import CommitRecord, StepReader, StoreDirectory
 from jaxinf.typing import Array
 
 __all__ = ["compare_chunk", "diverged_error", "same_values"]
-
-_PIECE_ELEMENTS = 1 << 20
 
 
 def compare_chunk(
@@ -41,22 +39,21 @@ def compare_chunk(
       DivergedParamsError: they differ; says where.
       StoreCorruptError: the chunk is not what was written.
     """
-    chunks.check_file(layout, 0)
-    slot = chunks.source(layout, 0)
-    file = directory.chunk_file(slot, *layout.place(0))
     subgroup = layout.subgroup
-    chunk = directory.chunks[subgroup.leaf][subgroup.chunk]
-    for start in range(0, chunk.num_elements, _PIECE_ELEMENTS):
-        count = min(_PIECE_ELEMENTS, chunk.num_elements - start)
-        offset = start * params.itemsize
-        held = np.fromfile(file, params.dtype, count, offset=offset)
-        given = gather(params, chunk, tuple(origin), start, count)
-        if not same_values(held, given):
-            name = directory.manifest.leaves[subgroup.leaf].name
-            first = int(np.argmax(held != given))
-            raise diverged_error(
-                name, given[first : first + 3], held[first : first + 3]
-            )
+    record = directory.manifest.leaves[subgroup.leaf]
+    slot = chunks.source(layout, 0)
+    newest = CommitRecord(step=0, scalar_state=(), checksums=chunks.checksums())
+    found = None
+    with StepReader(directory.step_path(slot), newest) as reader:
+        for piece in reader.stored(record, record.states[0], subgroup.chunk):
+            held = piece.values
+            given = gather(params, piece.chunk, tuple(origin), piece.start, held.size)
+            if found is None and not same_values(held, given):
+                first = int(np.argmax(held != given))
+                few = slice(first, first + 3)
+                found = diverged_error(record.name, given[few].copy(), held[few].copy())
+    if found is not None:  # the chunk is as it was written
+        raise found
 
 
 def same_values(a: Array, b: Array) -> bool:

@@ -175,11 +175,21 @@ class OpenStore:
             can serve.
         """
         box = leaf, tuple(origin), tuple(extent)
-        if box in self._boxes:
-            return self._boxes[box]
+        if box not in self._boxes:
+            self._boxes[box] = [
+                layout
+                for chunk in self.chunks_of(*box)
+                for layout in self._layouts[leaf][chunk]
+            ]
+        return self._boxes[box]
+
+    def chunks_of(
+        self, leaf: int, origin: Sequence[int], extent: Sequence[int]
+    ) -> Sequence[int]:
+        """The numbers of the chunks of a box of a leaf, as of `layouts`."""
         record = self.directory.manifest.leaves[leaf]
         try:
-            positions = covers(record.grid, *box[1:])
+            return covers(record.grid, tuple(origin), tuple(extent))
         except ValueError as error:
             raise StoreMismatchError(
                 f"leaf {record.name}: the store's chunks {record.chunk_shape} (made "
@@ -187,6 +197,3 @@ class OpenStore:
                 f"boundaries of this run ({error}); run on a mesh whose shards are "
                 "whole multiples, or on one JAX device"
             ) from error
-        found = [item for chunk in positions for item in self._layouts[leaf][chunk]]
-        self._boxes[box] = found
-        return found

@@ -3,7 +3,9 @@
 Invariant: never more of a leaf in memory than the caller's own array and the ring.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -13,22 +15,19 @@ from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.pipeline import Task
 from jaxinf.engine.subgroup_arrays import gather_inputs, gather_run, rounding_of
 from jaxinf.engine.subgroup_layout import SubgroupLayout
-from jaxinf.errors import StoreMismatchError
-from jaxinf.kernels import CodedSlot
+from jaxinf.errors import StoreError, StoreMismatchError
 from jaxinf.layout import gather, scatter
 from jaxinf.program import InitKernel
-from jaxinf.store import CommitRecord, ScalarState
+from jaxinf.store import CommitRecord, Piece, ScalarState, StepReader, dtype_of
 from jaxinf.typing import Array
 
 __all__ = [
+    "committed_step",
     "compare_params",
     "finish_initialisation",
     "initialise",
     "read_state",
 ]
-
-
-_PIECE_ELEMENTS = 1 << 20
 
 
 def initialise(
@@ -90,13 +89,14 @@ def compare_params(
     """
     differing: list[int] = []
 
-    def visit(chunk: int, start: int, held: Array) -> None:
-        part = opened.directory.chunks[leaf][chunk]
-        given = gather(params, part, tuple(origin), start, held.size)
-        if not same_values(held, given):
-            differing.append(chunk)
+    def visit(piece: Piece) -> None:
+        given = gather(
+            params, piece.chunk, tuple(origin), piece.start, piece.values.size
+        )
+        if not same_values(piece.values, given):
+            differing.append(piece.number)
 
-    _stream_state(opened, leaf, params.dtype, params.shape, origin, visit)
+    _each_piece(opened, leaf, params.dtype, params.shape, origin, visit)
     if differing:
         record = opened.directory.manifest.leaves[leaf]
         step = opened.commit.step
@@ -122,67 +122,59 @@ def read_state(
       origin: index in the leaf of the array's first element.
       state: another of its states, which is no coded one.
     """
-    chunks = opened.directory.chunks[leaf]
 
-    def visit(chunk: int, start: int, values: Array) -> None:
-        scatter(out, chunks[chunk], tuple(origin), start, values)
-        opened.meters.add(link_up_bytes=values.nbytes)
+    def visit(piece: Piece) -> None:
+        scatter(out, piece.chunk, tuple(origin), piece.start, piece.values)
+        opened.meters.add(link_up_bytes=piece.values.nbytes)
 
-    _stream_state(opened, leaf, out.dtype, out.shape, origin, visit, state)
+    _each_piece(opened, leaf, out.dtype, out.shape, origin, visit, state)
 
 
-def _stream_state(
+def committed_step(opened: OpenStore) -> tuple[Path, CommitRecord]:
+    """The directory and the record of the committed step, for a reader of it.
+
+    Nothing may be committed while it is read.
+    """
+    return opened.directory.step_path(opened.chunks.committed), opened.commit
+
+
+def _each_piece(
     opened: OpenStore,
     leaf: int,
     dtype: np.dtype,
     extent: Sequence[int],
     origin: Sequence[int],
-    visit: Callable[[int, int, Array], None],
+    visit: Callable[[Piece], None],
     state: int = 0,
 ) -> None:
-    """Calls `visit`, from several threads, with all of a state, a piece at a time.
+    """Calls `visit`, from several threads, with all of a committed state's pieces.
 
     Args:
-      opened: the store.
+      opened: no step is in flight.
       leaf: which.
       dtype: that the pieces have.
       extent: shape of the box of the leaf.
       origin: index in the leaf of its first element.
-      visit: gets a chunk's number, where in it the piece starts, and its elements.
+      visit: gets each piece.
       state: by its place in the leaf's record; the master params by default.
     """
-    tasks = []
-    for layout in opened.layouts(leaf, origin, extent):
-        arrays = _arrays_of(layout, state, dtype)
+    record = opened.directory.manifest.leaves[leaf]
+    chosen = record.states[state]
+    chunks = opened.chunks_of(leaf, origin, extent)
+    path, commit = committed_step(opened)
+    budget = opened.options.memory_bytes
+    with StepReader(path, commit, memory_bytes=budget, meters=opened.meters) as reader:
 
-        def compute(
-            csd: Csd,
-            buffer: CsdBuffer,
-            layout: SubgroupLayout = layout,
-            arrays: Sequence[int] = arrays,
-        ) -> None:
-            views = [csd.view(buffer, layout.extents[n]) for n in arrays]
-            subgroup, first = layout.subgroup, layout.extents[state]
-            for start in range(0, views[0].size, _PIECE_ELEMENTS):
-                pieces = [view[start : start + _PIECE_ELEMENTS] for view in views]
-                values = pieces[0]
-                if first.codec and first.dtype != dtype:
-                    beside = pieces[1] if len(pieces) > 1 else None
-                    values = CodedSlot.of(values, beside).decode()
-                place = subgroup.offset_elements + start
-                visit(subgroup.chunk, place, values.astype(dtype, copy=False))
+        def pieces(number: int) -> Iterator[Piece]:
+            if dtype_of(chosen.dtype) == dtype:
+                return reader.stored(record, chosen, number)
+            return reader.pieces(record, chosen, [number])
 
-        source = opened.chunks.source
-        tasks.append(
-            Task(layout, compute, loads=tuple((n, source(layout, n)) for n in arrays))
-        )
-    opened.handler.run(tasks)
-    opened.handler.drain()
+        def take(piece: Piece) -> None:
+            visit(replace(piece, values=piece.values.astype(dtype, copy=False)))
 
-
-def _arrays_of(layout: SubgroupLayout, state: int, dtype: np.dtype) -> Sequence[int]:
-    """What is read of a state to have it in a dtype: its array, and a remainder's."""
-    if layout.extents[state].dtype == dtype:
-        return (state,)
-    name = layout.slots[state]
-    return [n for n, slot in enumerate(layout.slots) if slot == name]
+        try:
+            reader.each(chunks, pieces, take)
+        except StoreError as error:
+            opened.fail(error)
+            raise

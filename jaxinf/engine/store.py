@@ -17,7 +17,6 @@ import numpy as np
 
 from jaxinf.csd import CsdInfo
 from jaxinf.engine.chunks import VerifyMode
-from jaxinf.engine.decoding import read_decoded
 from jaxinf.engine.dispatched import check_thread, wait_for_dispatched
 from jaxinf.engine.options import (
     Durability,
@@ -25,7 +24,7 @@ from jaxinf.engine.options import (
     StateFormat,
     StoreOptions,
 )
-from jaxinf.engine.state import read_state
+from jaxinf.engine.state import committed_step, read_state
 from jaxinf.engine.steps import StepMetrics
 from jaxinf.engine.training import Training
 from jaxinf.errors import StoreMismatchError
@@ -35,6 +34,7 @@ from jaxinf.store import (
     CheckpointInfo,
     CommitRecord,
     Manifest,
+    StepReader,
     StoreDirectory,
     checkpoints_to_prune,
     find_leaf,
@@ -250,7 +250,9 @@ class Store:
                 f"leaf {leaf}: {state} is a part of {chosen.slot}; read that"
             )
         with self.training.paused():
-            return read_decoded((self.path / "current").resolve(), record, chosen)
+            path, commit = committed_step(self.training.opened)
+            with StepReader(path, commit) as reader:
+                return reader.read(record, chosen)
 
     @contextlib.contextmanager
     def snapshot(self) -> Iterator[Path]:

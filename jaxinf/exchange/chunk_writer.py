@@ -5,49 +5,22 @@ Invariant: a file with more than one link is never written; `StoreDirectory` see
 
 import itertools
 import os
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
 from jaxinf.exchange.portions import box_runs
-from jaxinf.io import BufferPool
+from jaxinf.exchange.run_sums import RunSums
 from jaxinf.io.failures import translated
-from jaxinf.kernels import CodedSlot
-from jaxinf.layout import Chunk
-from jaxinf.store import Slot, StoreDirectory, dtype_of, file_checksum
+from jaxinf.layout import Chunk, CodedSlot
+from jaxinf.store import Slot, StoreDirectory, dtype_of
 from jaxinf.typing import Array
 
-__all__ = ["ChunkWriter", "slot_checksums"]
+__all__ = ["ChunkWriter"]
 
-_PIECE_BYTES = 4 << 20
-
-
-def slot_checksums(directory: StoreDirectory, slot: Slot) -> dict[str, Array]:
-    """The CRC-32C of every chunk of a slot, as read back from the drives; blocks.
-
-    Returns:
-      uint32 by array name, in grid order: `CommitRecord.checksums`.
-
-    Raises:
-      StoreIOError: a chunk is missing or too short, or the drive failed.
-    """
-    sums: dict[str, Array] = {}
-    with closing(BufferPool(_PIECE_BYTES)) as pool:
-        for number, leaf in enumerate(directory.manifest.leaves):
-            for state in leaf.states:
-                sums[leaf.array_name(state.name)] = np.asarray(
-                    [
-                        file_checksum(
-                            directory.chunk_file(slot, number, position, state.name),
-                            directory.state_bytes(number, position, state),
-                            pool,
-                        )
-                        for position in range(len(directory.chunks[number]))
-                    ],
-                    np.uint32,
-                )
-    return sums
+_File: TypeAlias = tuple[int, int, str]
+"""A chunk's file: leaf, chunk and state."""
 
 
 class ChunkWriter:
@@ -61,7 +34,34 @@ class ChunkWriter:
     def __init__(self, directory: StoreDirectory, slot: Slot) -> None:
         self.directory = directory
         self.slot: Slot = slot
-        self._prepared: set[tuple[int, int, str]] = set()
+        self._sums: dict[_File, RunSums] = {}
+
+    def checksums(self, kept: Mapping[str, Array] | None = None) -> dict[str, Array]:
+        """The CRC-32C of every chunk, of the bytes that were given to be written.
+
+        Args:
+          kept: those of the arrays of which nothing was written.
+
+        Returns:
+          uint32 by array name, in grid order: `CommitRecord.checksums`.
+        """
+        sums: dict[str, Array] = {}
+        for number, leaf in enumerate(self.directory.manifest.leaves):
+            for state in leaf.states:
+                name = leaf.array_name(state.name)
+                if kept is not None and (number, 0, state.name) not in self._sums:
+                    sums[name] = kept[name]
+                    continue
+                sums[name] = np.array(
+                    [
+                        self._sums[number, chunk, state.name].of(
+                            self.directory.state_bytes(number, chunk, state)
+                        )
+                        for chunk in range(len(leaf.csds))
+                    ],
+                    np.uint32,
+                )
+        return sums
 
     def write(self, leaf: int, state: str, start: Sequence[int], values: Array) -> None:
         """Writes a box of an array; blocks until it is copied.
@@ -103,18 +103,22 @@ class ChunkWriter:
             chunk = chunks[position]
             file = self._prepare(leaf, position, state)
             with translated("write", file), open(file, "r+b", buffering=0) as stream:
-                _write_part(stream.fileno(), chunk, grid.chunk_shape, start, values)
+                sums = self._sums[leaf, position, state]
+                _write_part(
+                    stream.fileno(), sums, chunk, grid.chunk_shape, start, values
+                )
 
     def _prepare(self, leaf: int, chunk: int, state: str) -> os.PathLike[str]:
         key = (leaf, chunk, state)
-        if key in self._prepared:
+        if key in self._sums:
             return self.directory.chunk_file(self.slot, leaf, chunk, state)
-        self._prepared.add(key)
+        self._sums[key] = RunSums()
         return self.directory.prepare_write(self.slot, leaf, chunk, state)
 
 
 def _write_part(
     fd: int,
+    sums: RunSums,
     chunk: Chunk,
     chunk_shape: Sequence[int],
     start: Sequence[int],
@@ -130,15 +134,16 @@ def _write_part(
     ]
     box = tuple(slice(a - s, b - s) for a, b, s in zip(first, last, start, strict=True))
     part = np.ascontiguousarray(values[(*box, ...)])
-    memory = part.reshape(-1).view(np.uint8).data
+    memory = part.reshape(-1).view(np.uint8)
     inside = [a - c for a, c in zip(first, chunk.start, strict=True)]
     extent = [b - a for a, b in zip(first, last, strict=True)]
     done = 0
     for offset, length in box_runs(chunk_shape, inside, extent):
         end = done + length * part.itemsize
         place = offset * part.itemsize
+        sums.add(place, memory[done:end])
         while done < end:
-            written = os.pwrite(fd, memory[done:end], place)
+            written = os.pwrite(fd, memory[done:end].data, place)
             done, place = done + written, place + written
 
 

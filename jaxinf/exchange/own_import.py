@@ -4,13 +4,13 @@ Invariant: the new store has the exported manifest's leaves, states and kernels,
 commit record; only its id and its CSDs are new.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from jaxinf.errors import ExchangeError
-from jaxinf.exchange.chunk_writer import ChunkWriter, slot_checksums
+from jaxinf.exchange.chunk_writer import ChunkWriter
 from jaxinf.exchange.sources import SourceArray
 from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES
 from jaxinf.exchange.store_import import ImportReport, read_source
@@ -22,7 +22,7 @@ from jaxinf.store import (
     lay_out,
     making_store,
 )
-from jaxinf.typing import ProgressCallback
+from jaxinf.typing import Array, ProgressCallback
 
 __all__ = ["import_export", "is_own_export"]
 
@@ -68,8 +68,8 @@ def import_export(
     shapes = [leaf.chunk_shape for leaf in exported.leaves]
     manifest = lay_out(exported, shapes, [str(root) for root in csds])
     with making_store(store, manifest) as directory:
-        _fill(directory, wanted, memory_bytes, progress)
-        _check_sums(directory, commit, source)
+        writer = _fill(directory, wanted, memory_bytes, progress)
+        _check_sums(writer.checksums(), commit, source)
         directory.publish("a", commit)
     return ImportReport(commit.step, len(wanted), (), ())
 
@@ -104,7 +104,7 @@ def _fill(
     wanted: dict[tuple[int, str], SourceArray],
     memory_bytes: int,
     progress: ProgressCallback | None,
-) -> None:
+) -> ChunkWriter:
     """Writes slot a; durable on return."""
     writer = ChunkWriter(directory, "a")
     total_bytes = sum(array.num_bytes for array in wanted.values())
@@ -116,11 +116,14 @@ def _fill(
             if progress is not None:
                 progress(done_bytes, total_bytes)
     directory.sync()
+    return writer
 
 
-def _check_sums(directory: StoreDirectory, commit: CommitRecord, source: Path) -> None:
+def _check_sums(
+    written: Mapping[str, Array], commit: CommitRecord, source: Path
+) -> None:
     """Holds what was written against what was exported, chunk by chunk."""
-    for name, found in slot_checksums(directory, "a").items():
+    for name, found in written.items():
         expected = commit.checksums.get(name, np.zeros(0, np.uint32))
         if not np.array_equal(expected, found):
             differing = (

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxinf.errors import ExchangeError, StoreMismatchError
-from jaxinf.exchange.chunk_writer import ChunkWriter, slot_checksums
+from jaxinf.exchange.chunk_writer import ChunkWriter
 from jaxinf.exchange.matching import Match, MatchOptions, match
 from jaxinf.exchange.orbax_source import is_orbax, read_orbax
 from jaxinf.exchange.safetensors_source import is_safetensors, read_safetensors
@@ -124,12 +124,12 @@ def import_checkpoint(
         plan = match(wanted, commit, found, options, where=str(source))
         _check_fresh(directory, slot, plan)
         claim_csds(directory)
-        _write(directory, other_slot(slot), plan, memory_bytes, progress)
         spare = other_slot(slot)
+        writer = _write(directory, spare, plan, memory_bytes, progress)
         record = CommitRecord(
             step=plan.step,
             scalar_state=plan.scalars,
-            checksums=slot_checksums(directory, spare),
+            checksums=writer.checksums(kept=commit.checksums),
         )
         directory.publish(spare, record)
     finally:
@@ -181,12 +181,13 @@ def _check_fresh(directory: StoreDirectory, slot: Slot, plan: Match) -> None:
 
 def _is_constant(files: StepFiles, array: StoredArray) -> bool:
     first: bytes | None = None
+    is_same = True
+    # To the end: that its chunks are as they were written is known then.
     for _, values in files.stream(array, _CHECKED_ELEMENTS):
         first = first or values.reshape(-1)[:1].tobytes()
         raw = values.reshape(-1).view(np.uint8).reshape(values.size, -1)
-        if not (raw == np.frombuffer(first, np.uint8)).all():
-            return False
-    return True
+        is_same &= bool((raw == np.frombuffer(first, np.uint8)).all())
+    return is_same
 
 
 def _write(
@@ -195,7 +196,7 @@ def _write(
     plan: Match,
     memory_bytes: int,
     progress: ProgressCallback | None,
-) -> None:
+) -> ChunkWriter:
     """Fills a slot; durable on return."""
     directory.unpublish(slot)
     committed = other_slot(slot)
@@ -216,3 +217,4 @@ def _write(
                 for chunk in range(len(directory.chunks[number])):
                     directory.link_chunk(committed, slot, number, chunk, state.name)
     directory.sync()
+    return writer

@@ -13,7 +13,6 @@ from jaxinf.kernels.card import (
 )
 from jaxinf.kernels.card_library import card_function, card_library
 from jaxinf.kernels.card_source import card_source
-from jaxinf.kernels.codecs import CodedSlot
 from jaxinf.kernels.compiled import CompiledKernel, compiled, runner
 from jaxinf.kernels.evaluator import evaluate, initialise
 from jaxinf.kernels.passage import Passage
@@ -22,7 +21,6 @@ __all__ = [
     "CardArgument",
     "CardKernel",
     "CardStatus",
-    "CodedSlot",
     "CompiledKernel",
     "Passage",
     "card_function",

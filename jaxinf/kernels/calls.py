@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxinf.kernels.codecs import CodedSlot
 from jaxinf.kernels.passage import Passage
+from jaxinf.layout import CodedSlot
 from jaxinf.typing import BFLOAT16, FLOAT16, FLOAT32, Array
 
 __all__ = ["invoke", "scalar_word", "with_prototype"]

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxinf.kernels.codecs import CodedSlot
-from jaxinf.layout import CODE_BLOCK
+from jaxinf.layout import CODE_BLOCK, CodedSlot
 from jaxinf.program.kernel import InitKernel, Kernel
 from jaxinf.typing import BFLOAT16, FLOAT32, FLOAT_DTYPES, Array
 

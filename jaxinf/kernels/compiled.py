@@ -17,11 +17,11 @@ import numpy as np
 
 from jaxinf.kernels.calls import invoke, with_prototype
 from jaxinf.kernels.checking import check_arguments
-from jaxinf.kernels.codecs import CodedSlot
 from jaxinf.kernels.emitter import Source, UnsupportedKernelError, emit, header
 from jaxinf.kernels.evaluator import evaluate
 from jaxinf.kernels.lowering import lower
 from jaxinf.kernels.passage import Passage, run_evaluator
+from jaxinf.layout import CodedSlot
 from jaxinf.native import libraries, toolchain
 from jaxinf.program.kernel import Kernel
 from jaxinf.typing import Array

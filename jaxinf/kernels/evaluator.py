@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from jaxinf.kernels.checking import check_arguments, check_init_arguments
-from jaxinf.kernels.codecs import CodedSlot
 from jaxinf.kernels.operations import flush_denormals
 from jaxinf.kernels.plan import (
     GRADIENT,
@@ -21,6 +20,7 @@ from jaxinf.kernels.plan import (
     make_plan,
     storage_dtype,
 )
+from jaxinf.layout import CodedSlot
 from jaxinf.program.ir import Constant, Input
 from jaxinf.program.kernel import InitKernel, Kernel
 from jaxinf.typing import FLOAT32, Array

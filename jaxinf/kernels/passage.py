@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from jaxinf.io import crc32c
-from jaxinf.kernels.codecs import CodedSlot
 from jaxinf.kernels.evaluator import evaluate
+from jaxinf.layout import CodedSlot
 from jaxinf.program.kernel import Kernel
 from jaxinf.typing import Array
 

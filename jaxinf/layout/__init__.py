@@ -11,6 +11,7 @@ from jaxinf.layout.blocks import (
     scales_length,
 )
 from jaxinf.layout.choose import choose_grid
+from jaxinf.layout.codecs import CodedSlot
 from jaxinf.layout.grid import (
     CHUNK_ALIGNMENT_ELEMENTS,
     DEFAULT_CHUNK_ELEMENTS,
@@ -29,6 +30,7 @@ __all__ = [
     "PAGE_BYTES",
     "SCALES_ALIGNMENT_ELEMENTS",
     "Chunk",
+    "CodedSlot",
     "LeafGrid",
     "Subgroup",
     "assign_csds",

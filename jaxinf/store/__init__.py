@@ -50,10 +50,11 @@ from jaxinf.store.names import (
     leaf_name,
 )
 from jaxinf.store.owners import claim_csds
+from jaxinf.store.reader import Piece, StepReader, file_checksum
 from jaxinf.store.rebalancing import Rebalanced, finish_rebalance, rebalance
 from jaxinf.store.snapshot import prune_snapshots, snapshot
 from jaxinf.store.space import stored_bytes
-from jaxinf.store.verify import Damage, Verifier, file_checksum, step_bytes
+from jaxinf.store.verify import Damage, Verifier, step_bytes
 from jaxinf.store.views import find_leaf, open_array
 
 __all__ = [
@@ -69,10 +70,12 @@ __all__ = [
     "LeafContents",
     "LeafRecord",
     "Manifest",
+    "Piece",
     "Rebalanced",
     "ScalarState",
     "Slot",
     "StateRecord",
+    "StepReader",
     "StoreContents",
     "StoreDirectory",
     "StoreLock",

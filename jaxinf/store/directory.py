@@ -28,6 +28,7 @@ from jaxinf.io.failures import translated
 from jaxinf.layout import PAGE_BYTES, Chunk, scale_chunks
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.contents import StateRecord
+from jaxinf.store.damage import corrupt_chunk
 from jaxinf.store.links import copy_file, link_or_copy
 from jaxinf.store.lock import lock_exclusively
 from jaxinf.store.manifest import LeafRecord, Manifest
@@ -170,14 +171,15 @@ class StoreDirectory:
         record = self.manifest.leaves[leaf]
         key = self.state_chunk(leaf, chunk, record.state(state)).key
         file = step_path / record.array_name(state) / key
-        csd = record.csds[chunk]
-        return StoreCorruptError(
-            f"{os.path.realpath(file)}: leaf {record.name}, {state}, chunk {chunk} of "
-            f"{len(record.csds)}, on CSD {csd} ({self.csd_directory(csd)}): expected "
-            f"CRC-32C {expected:08x} {when}, found {found:08x}; nothing was "
-            'trained on it. Check the drive (dmesg, smartctl), see "jaxinf verify '
-            f'{self.path}" for all that is damaged, and restore a checkpoint or a '
-            "backup"
+        return corrupt_chunk(
+            file,
+            record,
+            state,
+            chunk,
+            expected,
+            found,
+            when=when,
+            store=str(self.path),
         )
 
     # --- slots -------------------------------------------------------------------

@@ -15,7 +15,8 @@ from jaxinf.store.commit import CommitRecord
 from jaxinf.store.directory import StoreDirectory
 from jaxinf.store.lock import StoreLock
 from jaxinf.store.manifest import FORMAT_VERSION, Manifest
-from jaxinf.store.verify import file_checksum, step_bytes
+from jaxinf.store.reader import file_checksum
+from jaxinf.store.verify import step_bytes
 from jaxinf.typing import Array, ProgressCallback
 
 __all__ = ["migrate"]

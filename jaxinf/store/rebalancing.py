@@ -20,10 +20,7 @@ from jaxinf.errors import StoreCorruptError, StoreFormatError, StoreMismatchErro
 from jaxinf.io import (
     BufferPool,
     allocate_file,
-    crc32c,
-    crc32c_combine,
     fsync_directory,
-    read_into,
     write_from,
     write_json_atomically,
 )
@@ -41,14 +38,13 @@ from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.making import lay_out
 from jaxinf.store.manifest import Manifest
 from jaxinf.store.owners import claim_csds
+from jaxinf.store.reader import PIECE_BYTES, file_checksum, stored_pieces
 from jaxinf.store.space import check_free_space
-from jaxinf.store.verify import file_checksum
 from jaxinf.typing import JsonValue, ProgressCallback
 
 __all__ = ["Rebalanced", "finish_rebalance", "rebalance"]
 
 _JOURNAL = "rebalance.json"
-_PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -357,7 +353,7 @@ def _bring_all(
         claim_csds(new)
     made: dict[tuple[int, int], Path] = {}
     total, done = sum(move.num_bytes for move in moves), 0
-    pool = BufferPool(_PIECE_BYTES)
+    pool = BufferPool(PIECE_BYTES)
     for move in moves:
         with translated("rebalance", move.target):
             _bring(move, made, pool)
@@ -409,20 +405,20 @@ def _copy(move: _Move, target: Path, file_bytes: int, pool: BufferPool) -> None:
     allocate_file(target, file_bytes, min(pages, file_bytes))
     if move.expected is None:
         return
-    sums = []
-    with pool.acquire(min(_PIECE_BYTES, max(1, move.num_bytes))) as buffer:
-        for offset in range(0, move.num_bytes, _PIECE_BYTES):
-            length = min(_PIECE_BYTES, move.num_bytes - offset)
-            read_into(move.source, buffer.array, offset, length)
-            sums.append((crc32c(buffer.array[:length]), length))
-            write_from(target, buffer.array, offset, length)
-    found = crc32c_combine(sums)
-    if found != move.expected:
-        raise StoreCorruptError(
-            f"{move.source}: expected CRC-32C {move.expected:08x} as written, found "
-            f'{found:08x}; nothing was moved. See "jaxinf verify" for all that is '
-            "damaged, and restore a checkpoint, or remove the one that it is of"
-        )
+
+    def check(found: int) -> None:
+        if found != move.expected:
+            raise StoreCorruptError(
+                f"{move.source}: expected CRC-32C {move.expected:08x} as written, "
+                f'found {found:08x}; nothing was moved. See "jaxinf verify" for all '
+                "that is damaged, and restore a checkpoint, or remove the one that it "
+                "is of"
+            )
+
+    offset = 0
+    for piece in stored_pieces(move.source, move.num_bytes, pool, check):
+        write_from(target, piece, offset, len(piece))
+        offset += len(piece)
 
 
 def _switch(old: StoreDirectory, new: StoreDirectory) -> None:

@@ -16,17 +16,16 @@ from typing import TypeAlias
 import numpy as np
 
 from jaxinf.errors import StoreFormatError, StoreIOError
-from jaxinf.io import BufferPool, crc32c, crc32c_combine, read_into
+from jaxinf.io import BufferPool
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.contents import StateRecord
 from jaxinf.store.directory import StoreDirectory
 from jaxinf.store.manifest import LeafRecord
+from jaxinf.store.reader import PIECE_BYTES, file_checksum
 from jaxinf.store.zarr_metadata import array_metadata
 from jaxinf.typing import ProgressCallback
 
-__all__ = ["Damage", "Verifier", "file_checksum", "step_bytes"]
-
-_PIECE_BYTES = 4 << 20
+__all__ = ["Damage", "Verifier", "step_bytes"]
 
 
 @dataclass(frozen=True)
@@ -66,27 +65,6 @@ class _ChunkFile:
 
 
 _Seen: TypeAlias = dict[tuple[int, int], int]
-
-
-def file_checksum(file: Path, num_bytes: int, pool: BufferPool | None = None) -> int:
-    """The CRC-32C of a file's beginning; blocks until it is read.
-
-    Args:
-      file: a chunk file.
-      num_bytes: how much of it counts.
-      pool: gives one buffer of at most 4 MiB; by default one is made.
-
-    Raises:
-      StoreIOError: it is missing or too short, or the drive failed.
-    """
-    sums = []
-    pool = BufferPool(_PIECE_BYTES) if pool is None else pool
-    with pool.acquire(min(_PIECE_BYTES, num_bytes)) as buffer:
-        for offset in range(0, num_bytes, _PIECE_BYTES):
-            length = min(_PIECE_BYTES, num_bytes - offset)
-            read_into(file, buffer.array, offset, length)
-            sums.append((crc32c(buffer.array[:length]), length))
-    return crc32c_combine(sums)
 
 
 def step_bytes(directory: StoreDirectory) -> int:
@@ -129,7 +107,7 @@ class Verifier:
         damages = list(self._documents(step_path))
         total, done = step_bytes(self._directory), 0
         with (
-            closing(BufferPool(self._num_workers * _PIECE_BYTES)) as pool,
+            closing(BufferPool(self._num_workers * PIECE_BYTES)) as pool,
             ThreadPoolExecutor(self._num_workers) as threads,
         ):
             files = list(self._chunk_files(step_path, record, damages))

@@ -8,7 +8,8 @@ import pytest
 from jaxinf.compress import SparseGradient
 from jaxinf.csd import sparse
 from jaxinf.csd.sparse import run_sparse
-from jaxinf.kernels import CodedSlot, Passage, runner
+from jaxinf.kernels import Passage, runner
+from jaxinf.layout import CodedSlot
 from jaxinf.program import trace_update
 
 rng = np.random.default_rng(0)

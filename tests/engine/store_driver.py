@@ -19,10 +19,9 @@ from jaxinf.engine import (
     StoreDescription,
     UpdateRequest,
 )
-from jaxinf.engine.decoding import read_decoded
-from jaxinf.kernels.codecs import encode_split
+from jaxinf.layout.codecs import encode_split
 from jaxinf.program import trace_init, trace_update
-from jaxinf.store import ScalarState, StateRecord
+from jaxinf.store import ScalarState, StateRecord, StepReader
 
 LEAVES = {
     "bias": ((129,), "float32"),
@@ -178,14 +177,15 @@ class Driver:
     def found(self, path=None):
         """The same as it is in a slot, by default the committed one, decoded."""
         path = self.store.path / "current" if path is None else path
-        return {
-            record.name: tuple(
-                read_decoded(path, record, state)
-                for state in record.states
-                if not state.is_beside
-            )
-            for record in self.store.manifest.leaves
-        }
+        with StepReader(path) as reader:
+            return {
+                record.name: tuple(
+                    reader.read(record, state)
+                    for state in record.states
+                    if not state.is_beside
+                )
+                for record in self.store.manifest.leaves
+            }
 
     def check(self, step, path=None):
         """Compares what is on the drive with what it should be, bit for bit."""

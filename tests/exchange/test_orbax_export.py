@@ -125,7 +125,8 @@ def test_a_flipped_bit_is_not_exported(make_step, place, export):
     content[1000] ^= 1
     file.write_bytes(content)
     with pytest.raises(
-        StoreCorruptError, match=r"chunk \d+ of sharded/rows, params, on CSD 0: .* CRC"
+        StoreCorruptError,
+        match=r"sharded/rows, params, chunk \d+ of \d+, on CSD 0: .* CRC",
     ):
         export(step, place / "export")
     assert not list(place.glob("*export*"))

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from jaxinf.io import crc32c
-from jaxinf.kernels import CodedSlot, runner
+from jaxinf.kernels import runner
 from jaxinf.kernels.card import CardKernel, card_kernel
 from jaxinf.kernels.estimates import rsqrt_estimates
-from jaxinf.layout import CODE_BLOCK
+from jaxinf.layout import CODE_BLOCK, CodedSlot
 
 DTYPES = {
     "f32": np.dtype(np.float32),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxinf.io import crc32c
-from jaxinf.kernels.codecs import decode_int8, encode_int8
+from jaxinf.layout.codecs import decode_int8, encode_int8
 from jaxinf.native import toolchain
 
 SOURCE = """

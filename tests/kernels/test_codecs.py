@@ -5,11 +5,11 @@ import numpy as np
 import optax
 import pytest
 
-from jaxinf.kernels import CodedSlot, evaluate
+from jaxinf.kernels import evaluate
 from jaxinf.kernels.checking import check_arguments
-from jaxinf.kernels.codecs import encode_bf16, random_bits
 from jaxinf.kernels.compiled import compile_kernel
-from jaxinf.layout import CODE_BLOCK
+from jaxinf.layout import CODE_BLOCK, CodedSlot
+from jaxinf.layout.codecs import encode_bf16, random_bits
 from jaxinf.native.toolchain import levels
 from jaxinf.program import trace_update
 

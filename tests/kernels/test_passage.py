@@ -9,8 +9,9 @@ import optax
 import pytest
 
 from jaxinf.io import crc32c
-from jaxinf.kernels import CodedSlot, Passage, compiled
+from jaxinf.kernels import Passage, compiled
 from jaxinf.kernels.passage import run_evaluator, stored_arrays
+from jaxinf.layout import CodedSlot
 from jaxinf.native import toolchain
 from jaxinf.program import trace_update
 

@@ -8,9 +8,10 @@ import numpy as np
 import optax
 import pytest
 
-from jaxinf.kernels import CodedSlot, evaluate
-from jaxinf.kernels.codecs import decode_split, encode_split
+from jaxinf.kernels import evaluate
 from jaxinf.kernels.compiled import compile_kernel
+from jaxinf.layout import CodedSlot
+from jaxinf.layout.codecs import decode_split, encode_split
 from jaxinf.native import toolchain
 from jaxinf.native.toolchain import levels
 from jaxinf.program import trace_update

@@ -303,7 +303,9 @@ def test_an_export_sees_damage_in_either_half(tmp_path, capsys):
         file.write_bytes(whole[:9] + bytes([whole[9] ^ 1]) + whole[10:])
         words = ["checkpoint", str(path), "export", str(tmp_path / "out")]
         assert main(words) == 1
-        assert f"chunk 0 of a, {state}, on CSD 0: expected" in capsys.readouterr().err
+        assert (
+            f"leaf a, {state}, chunk 0 of 1, on CSD 0: exp" in capsys.readouterr().err
+        )
         assert not (tmp_path / "out").exists()
         file.write_bytes(whole)
 

@@ -1,7 +1,7 @@
 """State in fewer bits: what a code means, in NumPy, and the arrays that hold codes.
 
-Invariant: the numbers are those of ``cpp/codecs.hpp``, bit for bit; docs/format.md,
-"Codecs", defines them.
+Invariant: the numbers are those of ``native/cpp/codecs.hpp``, bit for bit;
+docs/format.md, "Codecs", defines them.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 
-from jaxinf.layout import CODE_BLOCK
+from jaxinf.layout.blocks import CODE_BLOCK
 from jaxinf.typing import BFLOAT16, Array
 
 __all__ = [

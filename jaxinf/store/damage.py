@@ -1,0 +1,42 @@
+"""What is said of a chunk that is not as it was written.
+
+Invariant: leaf, state, chunk, file and CSD are named, and what to do.
+"""
+
+import os
+from pathlib import Path
+
+from jaxinf.errors import StoreCorruptError
+from jaxinf.store.manifest import LeafRecord
+
+__all__ = ["corrupt_chunk"]
+
+
+def corrupt_chunk(
+    file: Path,
+    leaf: LeafRecord,
+    state: str,
+    chunk: int,
+    expected: int | None,
+    found: int,
+    *,
+    when: str = "as written",
+    store: str = "STORE",
+) -> StoreCorruptError:
+    """What is raised for a chunk whose checksum is not the committed one.
+
+    Args:
+      file: the chunk's name in the step.
+      leaf, state, chunk: which.
+      expected, found: CRC-32C; None where the record has none for it.
+      when: where the expected one is from.
+      store: the store's path.
+    """
+    wanted = "none" if expected is None else f"{expected:08x}"
+    return StoreCorruptError(
+        f"{os.path.realpath(file)}: leaf {leaf.name}, {state}, chunk {chunk} of "
+        f"{len(leaf.csds)}, on CSD {leaf.csds[chunk]}: expected CRC-32C {wanted} "
+        f"{when}, found {found:08x}; nothing was made of it. Check the drive (dmesg, "
+        f'smartctl), see "jaxinf verify {store}" for all that is damaged, and restore '
+        "a checkpoint or a backup"
+    )

@@ -1,0 +1,275 @@
+"""The one reader of a step's chunks: what was written, verified and decoded.
+
+      file ──► pieces ──► checksum ──► decoded ──► the caller
+                             └─ of all of a chunk, before its last piece is given out
+
+Invariant: files are only read, through a few buffers of a piece each; nobody is given
+all of a chunk that is not as it was written.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from jaxinf.io import BufferPool, ByteMeters, crc32c, crc32c_combine, read_into
+from jaxinf.layout import (
+    SCALES_ALIGNMENT_ELEMENTS,
+    Chunk,
+    CodedSlot,
+    scale_chunks,
+    scatter,
+)
+from jaxinf.store.commit import CommitRecord
+from jaxinf.store.contents import StateRecord, dtype_of
+from jaxinf.store.damage import corrupt_chunk
+from jaxinf.store.manifest import LeafRecord
+from jaxinf.typing import Array
+
+__all__ = ["PIECE_BYTES", "Piece", "StepReader", "file_checksum", "stored_pieces"]
+
+PIECE_BYTES = 4 << 20
+"""Most of a file that is in memory at a time."""
+
+_MOST_THREADS = 4
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of a chunk's elements.
+
+    Attributes:
+      number: of the chunk in its leaf's grid.
+      chunk: where it lies in the leaf.
+      start: the run's first element, counted in the chunk.
+      values: the elements, one-dimensional; valid until the next piece is asked for.
+    """
+
+    number: int
+    chunk: Chunk
+    start: int
+    values: Array
+
+
+def stored_pieces(
+    file: Path,
+    num_bytes: int,
+    pool: BufferPool,
+    check: Callable[[int], object],
+    *,
+    piece_bytes: int = PIECE_BYTES,
+    meters: ByteMeters | None = None,
+) -> Iterator[Array]:
+    """The first bytes of a file, piece by piece; blocks.
+
+    Args:
+      file: a chunk's.
+      num_bytes: how many of it count.
+      pool: gives one buffer of a piece.
+      check: called with the CRC-32C of all bytes before the last piece is given out;
+        raises where that is wrong.
+      piece_bytes: a multiple of the page.
+      meters: counts what is read.
+
+    Yields:
+      uint8, valid until the next is asked for.
+
+    Raises:
+      StoreIOError: the file is missing or too short, or the drive failed.
+    """
+    sums = []
+    with pool.acquire(min(piece_bytes, num_bytes)) as buffer:
+        for offset in range(0, num_bytes, piece_bytes):
+            length = min(piece_bytes, num_bytes - offset)
+            read_into(file, buffer.array, offset, length, meters=meters)
+            sums.append((crc32c(buffer.array[:length]), length))
+            if offset + length == num_bytes:
+                check(crc32c_combine(sums))
+            yield buffer.array[:length]
+
+
+def file_checksum(file: Path, num_bytes: int, pool: BufferPool | None = None) -> int:
+    """The CRC-32C of a file's beginning; blocks until it is read.
+
+    Args:
+      file: a chunk's.
+      num_bytes: how much of it counts.
+      pool: gives one buffer of at most 4 MiB; by default one is made.
+
+    Raises:
+      StoreIOError: it is missing or too short, or the drive failed.
+    """
+    found = [0]  # of no bytes
+    pool = BufferPool(PIECE_BYTES) if pool is None else pool
+    for _ in stored_pieces(file, num_bytes, pool, found.append):
+        pass
+    return found[-1]
+
+
+class StepReader:
+    """Reads the arrays of one committed step. Thread-safe; a context manager.
+
+    Args:
+      step: a slot, a checkpoint or a snapshot, which does not change meanwhile.
+      record: its commit record; by default it is read.
+      memory_bytes: about how much pieces may take that are read at a time.
+      meters: counts what is read.
+      verify: False where a writer may be at work on what is read, and damage cannot be
+        told from that.
+
+    Raises:
+      StoreFormatError: there is no record that can be read.
+    """
+
+    def __init__(
+        self,
+        step: Path,
+        record: CommitRecord | None = None,
+        *,
+        memory_bytes: int = 8 * PIECE_BYTES,
+        meters: ByteMeters | None = None,
+        verify: bool = True,
+    ) -> None:
+        self._step = step
+        self._sums = (record or CommitRecord.read(step / "commit.json")).checksums
+        self._meters = meters
+        self._verify = verify
+        self._threads = max(1, min(_MOST_THREADS, memory_bytes // (2 * PIECE_BYTES)))
+        fitting = memory_bytes // self._threads // 8
+        # Whole blocks of codes, and whole pages of their scales.
+        fitting -= fitting % SCALES_ALIGNMENT_ELEMENTS
+        self._piece_elements = min(
+            PIECE_BYTES // 4, max(SCALES_ALIGNMENT_ELEMENTS, fitting)
+        )
+        # Of elements of 8 bytes at most, and what may belong to them.
+        self._pool = BufferPool(16 * self._threads * self._piece_elements)
+        self._chunks: dict[tuple[tuple[str, ...], bool], Sequence[Chunk]] = {}
+
+    def __enter__(self) -> "StepReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.close()
+
+    def pieces(
+        self, leaf: LeafRecord, state: StateRecord, chunks: Iterable[int] | None = None
+    ) -> Iterator[Piece]:
+        """A state's elements as the numbers that they stand for; blocks.
+
+        Args:
+          leaf: its record.
+          state: one of its states. One that belongs to another comes as it is stored,
+            in chunks of its own array.
+          chunks: numbers of those wanted, in this order; by default all.
+
+        Raises:
+          StoreCorruptError: before the last piece of a chunk that is not as written.
+          StoreIOError: a chunk is missing, too short, or the drive failed.
+        """
+        beside = None if state.is_beside else leaf.beside(state)
+        for number in range(len(leaf.csds)) if chunks is None else chunks:
+            if beside is not None:
+                yield from self._decoded(leaf, state, beside, number)
+            elif state.codec and not state.is_beside:
+                for piece in self.stored(leaf, state, number):
+                    yield replace(piece, values=CodedSlot.of(piece.values).decode())
+            else:
+                yield from self.stored(leaf, state, number)
+
+    def _decoded(
+        self, leaf: LeafRecord, state: StateRecord, beside: StateRecord, number: int
+    ) -> Iterator[Piece]:
+        """Whoever gets the last of the codes gets the last of what belongs to them."""
+        per_piece = beside.num_elements(self._piece_elements)
+        codes = self.stored(leaf, state, number)
+        others = self.stored(leaf, beside, number, per_piece)
+        for piece, rest in zip(codes, others, strict=True):
+            values = CodedSlot.of(piece.values, rest.values).decode()
+            yield replace(piece, values=values)
+
+    def stored(
+        self, leaf: LeafRecord, state: StateRecord, number: int, per_piece: int = 0
+    ) -> Iterator[Piece]:
+        """A chunk's elements as they are stored; blocks.
+
+        Args:
+          leaf, state: of the array.
+          number: of the chunk.
+          per_piece: elements of a piece; by default as many as there is memory for.
+
+        Raises:
+          StoreCorruptError, StoreIOError: as of `pieces`.
+        """
+        chunk = self._chunks_of(leaf, state)[number]
+        name = leaf.array_name(state.name)
+        file = self._step / name / chunk.key
+        sums = self._sums.get(name, ())
+        expected = int(sums[number]) if number < len(sums) else None
+
+        def check(found: int) -> None:
+            if found != expected and self._verify:
+                raise corrupt_chunk(file, leaf, state.name, number, expected, found)
+
+        pieces = stored_pieces(
+            file,
+            chunk.num_elements * state.itemsize,
+            self._pool,
+            check,
+            piece_bytes=(per_piece or self._piece_elements) * state.itemsize,
+            meters=self._meters,
+        )
+        start = 0
+        for raw in pieces:
+            values = raw.view(dtype_of(state.dtype))
+            yield Piece(number, chunk, start, values)
+            start += values.size
+
+    def _chunks_of(self, leaf: LeafRecord, state: StateRecord) -> Sequence[Chunk]:
+        key = leaf.path, state.codec == "scale"
+        if key not in self._chunks:
+            chunks = leaf.grid.chunks()
+            self._chunks[key] = scale_chunks(leaf.grid, chunks) if key[1] else chunks
+        return self._chunks[key]
+
+    def read(self, leaf: LeafRecord, state: StateRecord) -> Array:
+        """A whole array of the leaf's shape: float32 where it is coded; blocks.
+
+        Raises:
+          StoreCorruptError, StoreIOError: as of `pieces`.
+        """
+        out = np.empty(leaf.shape, dtype_of(state.decoded().dtype))
+        origin = (0,) * len(leaf.shape)
+
+        def take(piece: Piece) -> None:
+            scatter(out, piece.chunk, origin, piece.start, piece.values)
+
+        self.each(range(len(leaf.csds)), lambda n: self.pieces(leaf, state, [n]), take)
+        return out
+
+    def each(
+        self,
+        chunks: Sequence[int],
+        pieces: Callable[[int], Iterator[Piece]],
+        take: Callable[[Piece], None],
+    ) -> None:
+        """Calls `take`, from several threads, with the pieces of some chunks; blocks.
+
+        Args:
+          chunks: numbers of the chunks.
+          pieces: the pieces of one of them, read by this reader.
+          take: gets each, and must be done with it on return.
+        """
+
+        def go_through(number: int) -> None:
+            for piece in pieces(number):
+                take(piece)
+
+        if len(chunks) < 2 or self._threads < 2:
+            for number in chunks:
+                go_through(number)
+            return
+        with ThreadPoolExecutor(self._threads) as threads:
+            for _ in threads.map(go_through, chunks):
+                pass

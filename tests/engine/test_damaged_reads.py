@@ -1,0 +1,108 @@
+"""Whatever reads a store's chunks refuses one in which a bit has changed."""
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jaxinf.cli import main
+from jaxinf.engine import convert_store
+from jaxinf.errors import StoreCorruptError
+from jaxinf.exchange import (
+    StepFiles,
+    export_orbax,
+    export_safetensors,
+    import_checkpoint,
+)
+from jaxinf.store import StepReader, StoreDirectory, Verifier, snapshot
+
+LEAVES = {"h": ((70, 257), "bfloat16"), "w": ((1100, 1025), "float32")}
+"""The second is read in more than one piece."""
+
+
+def read(driver, leaf, state):
+    driver.store.read(state, leaf)
+
+
+def params(driver, leaf, state):
+    driver.store.params(like=driver.initial)
+
+
+def init(driver, leaf, state):
+    driver.init()
+
+
+def read_raw(driver, leaf, state):
+    record = next(r for r in driver.store.manifest.leaves if r.name == leaf)
+    with StepReader(driver.store.path / "current") as reader:
+        list(reader.stored(record, record.state(state), 0))
+
+
+def inspect(driver, leaf, state):
+    driver.close()
+    assert main(["inspect", str(driver.store.path), "--leaf", leaf]) == 1
+
+
+def verify(driver, leaf, state):
+    path = driver.store.path / "current"
+    damages = Verifier(driver.opened.directory).verify(path)
+    raise StoreCorruptError("\n".join(f"{d.what}: {d.problem}" for d in damages))
+
+
+def convert(driver, leaf, state):
+    convert_store(driver.store.path, driver.store.path.with_name("new"), "int8")
+
+
+def to_orbax(driver, leaf, state, export=export_orbax):
+    files = driver.opened.directory
+    with snapshot(files) as path:
+        export(StepFiles(path, files.manifest), files.path.with_name("new"))
+
+
+def to_safetensors(driver, leaf, state):
+    to_orbax(driver, leaf, state, export_safetensors)
+
+
+def imports(driver, leaf, state):
+    """Keeps a state that the checkpoint has not, where it begins as a constant."""
+    driver.close()
+    source = driver.store.path.with_name("model.safetensors")
+    arrays = {name: p.astype(np.float32) for name, p in driver.initial.items()}
+    safetensors.numpy.save_file(arrays, source)
+    import_checkpoint(source, driver.store.path, step=1)
+
+
+ALL = [read, read_raw, inspect, verify, convert, to_orbax, to_safetensors]
+CASES = [("params", use) for use in [*ALL, params, init]]
+CASES += [("trace", use) for use in [*ALL, imports]]
+
+
+@pytest.mark.parametrize("where", ["first", "last"])
+@pytest.mark.parametrize("leaf", LEAVES)
+@pytest.mark.parametrize(("state", "use"), CASES)
+def test_a_flipped_bit_is_refused(drive, capsys, place, state, use, leaf, where):
+    drive(leaves=LEAVES).init().close()
+    flip(place / "store", leaf, state, where)
+    driver = drive(leaves=LEAVES)
+    try:
+        use(driver, leaf, state)
+        said = capsys.readouterr().err
+    except StoreCorruptError as error:
+        said = str(error)
+    assert f"leaf {leaf}, {state}, chunk 0 of" in said
+    assert "expected CRC-32C" in said
+    assert not (place / "new" / "jaxinf.json").exists()
+    assert StoreDirectory.open(place / "store").read_commit().step == 0
+
+
+def flip(path, leaf, state, where):
+    """Changes a bit of the first or the last element of a leaf's first chunk."""
+    directory = StoreDirectory.open(path)
+    number = [r.name for r in directory.manifest.leaves].index(leaf)
+    record = directory.manifest.leaves[number].state(state)
+    file = directory.chunk_file("a", number, 0, state)
+    last = directory.state_bytes(number, 0, record) - 1
+    with open(file, "r+b") as opened:
+        opened.seek(0 if where == "first" else last)
+        [value] = opened.read(1)
+        opened.seek(-1, 1)
+        opened.write(bytes([value ^ 1]))
