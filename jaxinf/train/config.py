@@ -405,6 +405,9 @@ def _check_model(config: TrainConfig) -> None:
             f"--task {config.task_name}: expected one of {config.family.name}'s, "
             f"{', '.join(tasks)}; --model with that task: {', '.join(able)}"
         )
+    seq_len_field = next(f for f in dataclasses.fields(config) if f.name == "seq_len")
+    if config.takes_images and config.seq_len != seq_len_field.default:
+        raise UsageError("--seq-len: the model takes images; leave it out")
     limit = getattr(config.model_config, "num_positions", None)
     if limit is not None and config.seq_len > limit:
         raise UsageError(

@@ -145,6 +145,7 @@ class _Run:
         train_step = self._compile()
         coming = self._batches.starting_at(Batches.position_of(first))
         with (
+            contextlib.closing(coming),
             Progress(self._console, first=first, last=last) as progress,
             Recorder(self._metrics, progress) as recorder,
             StopRequest(self._say_stopping) as stop,

@@ -60,7 +60,7 @@ def task(tmp_path, tiny):
     [
         ("gpt2", "pairs", ()),
         pytest.param("bert", "texts", ("--task", "masked-lm"), marks=pytest.mark.long),
-        ("vit", "images", ()),
+        pytest.param("vit", "images", (), marks=pytest.mark.long),
         pytest.param("t5", "pairs", (), marks=pytest.mark.long),
         pytest.param(
             *("bert", "texts", ("--task", "classification")), marks=pytest.mark.long
@@ -109,6 +109,7 @@ def check_best(place):
     return held.step
 
 
+@pytest.mark.long
 def test_evaluation_without_keeping(task, tmp_path):
     words = ("--store", tmp_path / "store", "--eval-every", 1, "--no-keep-best")
     assert task("vit", "images", *words, "--steps", 2) == 0
@@ -124,6 +125,7 @@ def test_evaluation_without_keeping(task, tmp_path):
         ("vit", "texts", (), "expected images: a folder for each class"),
         ("vit", "images", ("--num-labels", 3), "labels of 0 to 2 (3 classes), found 3"),
         ("vit", "images", ("--tokenizer", "x"), "--tokenizer: the model takes images"),
+        ("vit", "images", ("--seq-len", 12), "--seq-len: the model takes images"),
         ("gpt2", "pairs", ("--task", "masked-lm"), "expected one of gpt2's, causal-lm"),
         ("gpt2", "pairs", ("--tokenizer", "none"), "--tokenizer none: expected a tok"),
         ("gpt2", "pairs", ("--seed", 2**32), "--seed: expected less than 2**32"),
@@ -174,17 +176,7 @@ def test_image_that_is_damaged_ends_the_run_by_name(task, tmp_path, capsys):
 # --- resuming -------------------------------------------------------------------------
 
 
-def test_store_of_the_loader_before_grain_is_refused_by_name(task, tmp_path, capsys):
-    where = ("--store", tmp_path / "store", "--steps")
-    assert task("gpt2", "pairs", *where, 2) == 0
-    rewrite_payload(tmp_path / "store", lambda payload: payload.pop("loader"))
-    assert task("gpt2", "pairs", *where, 4) == 1
-    err = capsys.readouterr().err
-    assert "at step 2 of ByteCorpus, the loader that jaxinf had before Grain" in err
-    assert "finish the run with the version that began it" in err
-
-
-def test_loader_that_makes_other_batches_is_refused(task, tmp_path, capsys):
+def test_position_of_another_loader_is_refused_by_name(task, tmp_path, capsys):
     where = ("--store", tmp_path / "store", "--steps")
     assert task("gpt2", "pairs", *where, 2) == 0
 
@@ -197,7 +189,14 @@ def test_loader_that_makes_other_batches_is_refused(task, tmp_path, capsys):
     assert "expected the batch of step 2 to be the one that the run saw" in err
     assert "The run had grain 0.0.1" in err
 
+    rewrite_payload(tmp_path / "store", lambda payload: payload.pop("loader"))
+    assert task("gpt2", "pairs", *where, 4) == 1
+    err = capsys.readouterr().err
+    assert "at step 2 of ByteCorpus, the loader that jaxinf had before Grain" in err
+    assert "finish the run with the version that began it" in err
 
+
+@pytest.mark.long
 def test_resume_with_other_masking_is_refused(task, tmp_path, capsys):
     words = ("--task", "masked-lm", "--store", tmp_path / "store", "--steps")
     data = tmp_path / "text.txt"

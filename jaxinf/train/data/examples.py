@@ -46,12 +46,14 @@ class Example:
       kind: ``dialogue`` for prompts and messages.
       parts: in their order.
       label: of a ``labelled`` one.
+      has_text_field: whether the text is a record's.
     """
 
     where: str
     kind: ExampleKind
     parts: tuple[Part, ...]
     label: int | None = None
+    has_text_field: bool = False
 
 
 def read_examples(
@@ -101,8 +103,9 @@ def _example_of(record: Record, text_field: str, unused: set[str]) -> Example:
         return Example(record.where, "dialogue", parts)
     parts = (Part(_text(record, fields, text_field), has_end=True),)
     if "label" not in fields:
-        return Example(record.where, "text", parts)
-    return Example(record.where, "labelled", parts, _label(record.where, fields))
+        return Example(record.where, "text", parts, has_text_field=True)
+    label = _label(record.where, fields)
+    return Example(record.where, "labelled", parts, label, has_text_field=True)
 
 
 def _dialogue_fields(fields: Mapping[str, Any]) -> set[str]:

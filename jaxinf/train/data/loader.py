@@ -5,7 +5,7 @@ number of processes or threads, so that a position in the data is one number.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import grain
@@ -65,11 +65,16 @@ class Batches:
         """Batch `number`, from 0."""
         return self._batches[number]
 
-    def starting_at(self, position: Mapping[str, JsonValue]) -> Iterator[Batch]:
+    def starting_at(
+        self, position: Mapping[str, JsonValue]
+    ) -> grain.DatasetIterator[Batch]:
         """Batches from a position on, read ahead by a thread of Grain's.
 
         Args:
           position: as `position_of` gives it.
+
+        Returns:
+          An endless iterator; to be closed, which ends the thread.
         """
         iterator: Any = iter(self._batches.to_iter_dataset(_READ_AHEAD))
         iterator.set_state(dict(position))

@@ -43,7 +43,7 @@ class DataOptions:
 
     # The field of a text in records. Besides it there may be: prompt and response;
     # messages, a list of {role, content}; label, a class by its number from 0.
-    text_field: str = "text"
+    text_field: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
 
     # Of prompts and responses, or messages: learn the answers alone, or all of it.
     loss_on: Literal["answers", "all"] = "answers"

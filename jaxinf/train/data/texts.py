@@ -56,6 +56,7 @@ class _TextLoader:
         self._unused: set[str] = set()
         self._notes: list[str] = []
         self._kind: ExampleKind | None = None
+        self._has_field = False
 
     def load(self) -> TrainingData:
         options = self._options
@@ -74,6 +75,11 @@ class _TextLoader:
                 )
         else:
             parts, held = self._hold_out(parts)
+        if options.text_field != "text" and not self._has_field:
+            raise DataError(
+                f"--text-field {options.text_field}: the data has no records with "
+                "such a text; leave it out"
+            )
         return self._made(parts, held)
 
     def _read(self, files: Sequence[Path], flag: str) -> list[Sequences]:
@@ -109,6 +115,7 @@ class _TextLoader:
                     "found messages"
                 )
             self._kind = example.kind
+            self._has_field |= example.has_text_field
             if self._kind == "text" and self._options.loss_on == "all":
                 raise DataError(
                     "--loss-on all: texts have no prompts and are learned whole; leave "

@@ -198,6 +198,18 @@ def test_fields_without_a_use_are_said(load, write):
     assert data.notes == ("fields of records that are not used: id",)
 
 
+def test_field_of_the_text(load, write):
+    path = write("a.jsonl", [{"body": record["text"]} for record in TEXTS])
+    assert (
+        load(path, text_field="body").identity == load(write("b.jsonl", TEXTS)).identity
+    )
+    for data in (write("a.txt", "text " * 99), write("c.jsonl", PAIRS)):
+        with pytest.raises(
+            DataError, match="--text-field body: the data has no record"
+        ):
+            load(data, text_field="body")
+
+
 def test_order_of_files_does_not_count(load, write):
     one, two = write("a.txt", "first text " * 29), write("b.txt", "second text " * 29)
     moved = write("0/c.txt", "second text " * 29)
