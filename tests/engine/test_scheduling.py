@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 from jaxinf.csd import Extent
 from jaxinf.engine.pipeline.queues import Queues
 from jaxinf.engine.pipeline.resources import CsdTraits, Limits
-from jaxinf.engine.pipeline.scheduling import next_own, next_unit
+from jaxinf.engine.pipeline.scheduling import has_next, next_own, next_unit
 from jaxinf.engine.pipeline.task import Task, TaskGroup
 from jaxinf.engine.pipeline.work import Allocate, Compute, Evict, Load, Write
 from jaxinf.engine.subgroup_layout import SubgroupLayout
@@ -98,6 +98,7 @@ class Rig:
         while True:
             unit = next_unit(self.queues)
             assert unit == next_unit(self.queues)  # asking changes nothing
+            assert has_next(self.queues) == (unit is not None)
             match unit:
                 case None:
                     return None

@@ -20,7 +20,7 @@ from jaxinf.engine.pipeline.allocation import next_work, release
 from jaxinf.engine.pipeline.executor import Executor
 from jaxinf.engine.pipeline.queues import Queues
 from jaxinf.engine.pipeline.resources import CsdTraits, Limits
-from jaxinf.engine.pipeline.scheduling import next_own, next_unit
+from jaxinf.engine.pipeline.scheduling import has_next, next_own
 from jaxinf.engine.pipeline.task import Task, TaskGroup
 from jaxinf.engine.pipeline.timeline import Timeline
 from jaxinf.engine.pipeline.work import Compute, Load, Work, Write
@@ -235,7 +235,7 @@ class TransferHandler:
         return None
 
     def _wake_worker(self) -> None:
-        if next_unit(self._queues) is not None:
+        if has_next(self._queues):
             self._to_do.notify()
 
     def _perform(self, unit: Work) -> None:

@@ -7,8 +7,10 @@ Invariant: nothing changes by asking. Submitted tasks of one memory get it in or
 before any prefetch does.
 """
 
+from collections.abc import Iterable
+
 from jaxinf.engine.pipeline.queues import Queues
-from jaxinf.engine.pipeline.resources import Memory
+from jaxinf.engine.pipeline.resources import Memory, NumberedTask
 from jaxinf.engine.pipeline.task import TaskGroup
 from jaxinf.engine.pipeline.work import (
     Allocate,
@@ -20,7 +22,7 @@ from jaxinf.engine.pipeline.work import (
     Write,
 )
 
-__all__ = ["next_own", "next_unit"]
+__all__ = ["has_next", "next_own", "next_unit"]
 
 
 def next_unit(queues: Queues) -> Unit | None:
@@ -32,6 +34,21 @@ def next_unit(queues: Queues) -> Unit | None:
     if queues.num_moving >= queues.limits.moving:
         return None
     return _next_write(queues) or _next_load(queues) or _next_prefetch(queues)
+
+
+def has_next(queues: Queues) -> bool:
+    """Whether `next_unit` finds anything; short states need not be counted for it."""
+    if queues.is_stopped:
+        return False
+    if queues.ready and _may_compute(queues):
+        return True
+    if queues.num_moving >= queues.limits.moving:
+        return False
+    return (
+        _due_csd(queues) is not None
+        or _first_due(queues) is not None
+        or _next_load(queues) is not None
+    )
 
 
 def next_own(queues: Queues, group: TaskGroup) -> Compute | None:
@@ -52,10 +69,13 @@ def _may_compute(queues: Queues) -> bool:
     return num_computing < queues.limits.computing
 
 
+def _due_csd(queues: Queues) -> int | None:
+    return queues.writes.due_csd(queues.is_starved, is_awaited=queues.num_draining > 0)
+
+
 def _next_write(queues: Queues) -> Write | None:
-    return queues.writes.next_write(
-        queues.is_starved, is_awaited=queues.num_draining > 0
-    )
+    csd = _due_csd(queues)
+    return None if csd is None else queues.writes.next_write(csd)
 
 
 def _next_load(queues: Queues) -> Allocate | Evict | Load | None:
@@ -89,8 +109,8 @@ def _next_eviction(queues: Queues) -> Evict | None:
     return None
 
 
-def _next_prefetch(queues: Queues) -> Allocate | None:
-    """A long subgroup, or short ones of one CSD together, in order."""
+def _first_due(queues: Queues) -> Iterable[NumberedTask] | None:
+    """The prefetches of the CSD whose turn it is, if memory may have room."""
     first, first_number = None, 0
     for csd, due in enumerate(queues.due):
         memory = queues.memories[queues.csds[csd].memory]
@@ -98,10 +118,16 @@ def _next_prefetch(queues: Queues) -> Allocate | None:
             number, _ = next(iter(due.values()))
             if first is None or number < first_number:
                 first, first_number = due, number
-    if first is None:
+    return None if first is None else first.values()
+
+
+def _next_prefetch(queues: Queues) -> Allocate | None:
+    """A long subgroup, or short ones of one CSD together, in order."""
+    due = _first_due(queues)
+    if due is None:
         return None
     tasks, batch = [], Batch()
-    for _, task in first.values():
+    for _, task in due:
         tasks.append(task)
         extents = task.layout.extents
         num_bytes = sum([extents[state].num_bytes for state, _ in task.loads])

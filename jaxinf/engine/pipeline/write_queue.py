@@ -31,10 +31,10 @@ class WriteQueue:
         self._residents[resident.task.csd].append(resident)
         self._waiting[resident.task.csd].add(resident.num_bytes(stores), len(stores))
 
-    def next_write(
+    def due_csd(
         self, is_starved: Callable[[int], bool], *, is_awaited: bool
-    ) -> Write | None:
-        """A write for the CSD with the most bytes waiting, of those worth a request.
+    ) -> int | None:
+        """The CSD with the most bytes waiting, of those worth a request.
 
         Args:
           is_starved: whether a CSD's memory had no room for a subgroup.
@@ -46,13 +46,14 @@ class WriteQueue:
                 continue
             if waiting.is_full or is_awaited or self._frees(csd, is_starved):
                 most, most_bytes = csd, waiting.num_bytes
-        return None if most is None else Write(most, self._batch(most))
+        return most
 
     def _frees(self, csd: int, is_starved: Callable[[int], bool]) -> bool:
         """Whether memory is wanted that no write under way may give back."""
         return is_starved(csd) and not self._num_under_way[self._memories[csd]]
 
-    def _batch(self, csd: int) -> tuple[WriteItem, ...]:
+    def next_write(self, csd: int) -> Write:
+        """What to write next of a CSD: a long state, or short ones together."""
         batch = Batch()
         items: list[WriteItem] = []
         for resident in self._residents[csd]:
@@ -66,7 +67,7 @@ class WriteQueue:
                 items.append((resident, resident.to_write[:num_taken]))
             if batch.is_full:
                 break
-        return tuple(items)
+        return Write(csd, tuple(items))
 
     def begin(self, write: Write) -> None:
         """Takes from the queue what is being written now."""
