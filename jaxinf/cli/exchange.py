@@ -23,6 +23,7 @@ from jaxinf.exchange import (
     DEFAULT_MEMORY_BYTES,
     ImportReport,
     StepFiles,
+    export_huggingface,
     export_orbax,
     export_safetensors,
     import_checkpoint,
@@ -41,10 +42,11 @@ _Memory = Annotated[
 
 @dataclass(frozen=True)
 class Export:
-    """Write a step as an Orbax checkpoint (compressed OCDBT) or as safetensors.
+    """Write a step as an Orbax checkpoint (compressed OCDBT), safetensors, or a model.
 
     Works beside a running writer; every checksum is compared. What is written can
-    become a store again, to the bit, unless it is of the params alone.
+    become a store again, to the bit, unless it is of the params alone. As huggingface
+    they are a folder that transformers loads, of a model that jaxinf.train trained.
     """
 
     destination: Annotated[
@@ -55,15 +57,23 @@ class Export:
         str | None, option("Export this checkpoint, not the last step.", "NAME")
     ] = None
     format: Annotated[
-        Literal["orbax", "safetensors"], tyro.conf.arg(help="What to write.")
+        Literal["orbax", "safetensors", "huggingface"],
+        tyro.conf.arg(help="What to write."),
     ] = "orbax"
     params_only: Annotated[
         bool, option("Safetensors: leave the optimizer's state out.")
     ] = False
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        tyro.conf.arg(
+            help="Huggingface: of the tensors, rounded to nearest even.",
+            help_behavior_hint="(default: that of the params in training)",
+        ),
+    ] = None
     max_file: Annotated[
         int,
         ByteSize,
-        tyro.conf.arg(help="Safetensors: begin another file rather than go above."),
+        tyro.conf.arg(help="Begin another safetensors file rather than go above."),
     ] = DEFAULT_FILE_BYTES
     memory: _Memory = DEFAULT_MEMORY_BYTES
 
@@ -71,6 +81,8 @@ class Export:
         """Prints where the export is, and what it holds."""
         if self.params_only and self.format != "safetensors":
             raise UsageError("--params-only goes with --format safetensors")
+        if self.dtype is not None and self.format != "huggingface":
+            raise UsageError("--dtype goes with --format huggingface")
         destination = Path(self.destination).expanduser().absolute()
         with _step_of(store, self.checkpoint) as step:
             title = f"step {step.commit.step} to {destination}"
@@ -78,6 +90,15 @@ class Export:
                 if self.format == "orbax":
                     export_orbax(
                         step, destination, memory_bytes=self.memory, progress=progress
+                    )
+                elif self.format == "huggingface":
+                    export_huggingface(
+                        step,
+                        destination,
+                        dtype=self.dtype,
+                        max_file_bytes=self.max_file,
+                        memory_bytes=self.memory,
+                        progress=progress,
                     )
                 else:
                     export_safetensors(

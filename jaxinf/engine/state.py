@@ -19,7 +19,7 @@ from jaxinf.errors import StoreError, StoreMismatchError
 from jaxinf.layout import gather, scatter
 from jaxinf.program import InitKernel
 from jaxinf.store import CommitRecord, Piece, ScalarState, StepReader, dtype_of
-from jaxinf.typing import Array
+from jaxinf.typing import Array, JsonValue
 
 __all__ = [
     "committed_step",
@@ -48,12 +48,14 @@ def initialise(
       origin: index in the leaf of the array's first element.
       inputs: what the initial state is computed from beside the params.
     """
+    held = [(params, inputs)]
     tasks = []
     for layout in opened.layouts(leaf, origin, params.shape):
 
         def compute(
             csd: Csd, buffer: CsdBuffer, layout: SubgroupLayout = layout
         ) -> None:
+            [(params, inputs)] = held
             chunk = gather_run(opened.directory, layout, params, origin)
             own = gather_inputs(opened.directory, layout, inputs, origin)
             extents, rounding = layout.kernel_extents, rounding_of(layout, 0)
@@ -68,14 +70,17 @@ def initialise(
         tasks.append(Task(layout, compute, stores=stores))
     opened.handler.run(tasks)
     opened.handler.drain()
+    held.clear()  # a worker refers to its last task until the next
 
 
-def finish_initialisation(opened: OpenStore, scalars: Sequence[ScalarState]) -> None:
+def finish_initialisation(
+    opened: OpenStore, scalars: Sequence[ScalarState], payload: JsonValue = None
+) -> None:
     """Commits step 0; every leaf must have been initialised."""
     opened.check()
     opened.chunks.end_step()
     assert opened.chunks.is_all_written
-    opened.finished = CommitRecord(step=0, scalar_state=tuple(scalars))
+    opened.finished = CommitRecord(step=0, scalar_state=tuple(scalars), payload=payload)
     opened.publish()
 
 

@@ -238,7 +238,7 @@ class Training:
 
     def finish_initialisation(self, scalars: Sequence[ScalarState]) -> None:
         """Commits step 0; every leaf must have been initialised."""
-        finish_initialisation(self.opened, scalars)
+        finish_initialisation(self.opened, scalars, self._annotations.take(0))
 
     def compare_params(self, leaf: int, params: Array, origin: Sequence[int]) -> None:
         """Checks that params are what the store holds, rounded to their dtype.

@@ -5,10 +5,12 @@ tool's file has larger chunks; nothing is written before everything has been che
 """
 
 from jaxinf.exchange.huggingface_config import Architecture, write_config
+from jaxinf.exchange.huggingface_export import export_huggingface
 from jaxinf.exchange.huggingface_source import HuggingFaceFolder, TensorLeaf
 from jaxinf.exchange.orbax_export import export_orbax
 from jaxinf.exchange.own_import import import_export, is_own_export
-from jaxinf.exchange.safetensors_export import DEFAULT_FILE_BYTES, export_safetensors
+from jaxinf.exchange.safetensors_export import export_safetensors
+from jaxinf.exchange.safetensors_writer import DEFAULT_FILE_BYTES
 from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES, StepFiles
 from jaxinf.exchange.store_import import ImportReport, import_checkpoint
 
@@ -20,6 +22,7 @@ __all__ = [
     "ImportReport",
     "StepFiles",
     "TensorLeaf",
+    "export_huggingface",
     "export_orbax",
     "export_safetensors",
     "import_checkpoint",

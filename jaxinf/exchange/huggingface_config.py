@@ -13,7 +13,8 @@ from jaxinf.typing import JsonValue
 
 __all__ = ["Architecture", "read_config", "write_config"]
 
-_REQUIRED = object()
+_EXTRA = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+_LABELS = ("id2label", "label2id")
 Fields = dict[str, Any]
 
 
@@ -25,11 +26,14 @@ class Architecture:
       model: our name of it.
       fields: its config's, JSON; nested configs are objects.
       model_type: Hugging Face's name.
+      extra: settings that ours has no use for and that go back as they came: special
+        tokens, names of labels.
     """
 
     model: str
     fields: Mapping[str, Any]
     model_type: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def table(self) -> str:
@@ -365,6 +369,11 @@ def read_config(document: Any, *, where: str) -> Architecture:
         if known.get(theirs) is None
     ]
     problems += [
+        f"{theirs}: expected a number, found {document[theirs]!r}"
+        for theirs in table.names.values()
+        if not isinstance(document.get(theirs), int | float | None)
+    ]
+    problems += [
         f"{theirs}: expected {' or '.join(map(repr, allowed))}, which is what this "
         f"model computes with, found {document[theirs]!r}"
         for theirs, allowed in table.fixed.items()
@@ -373,7 +382,9 @@ def read_config(document: Any, *, where: str) -> Architecture:
     if not problems:
         try:
             fields = {ours: known[theirs] for ours, theirs in table.names.items()}
-            return Architecture(table.model, fields | table.read(known), str(kind))
+            fields |= table.read(known)
+            extra = {k: document[k] for k in (*_EXTRA, *_LABELS) if k in document}
+            return Architecture(table.model, fields, str(kind), extra)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             problems = [f"{type(error).__name__}: {error}"]
     raise ExchangeError(
@@ -383,17 +394,25 @@ def read_config(document: Any, *, where: str) -> Architecture:
 
 
 def write_config(
-    model: str, fields: Mapping[str, Any], task: str, dtype: str
+    architecture: Architecture, task: str, dtype: str
 ) -> dict[str, JsonValue]:
     """The config.json of a model of ours.
 
     Args:
-      model: our name of it.
-      fields: its config's, as in `Architecture`.
+      architecture: of the model; its `model_type` may be empty, and counts only where
+        it goes with the model.
       task: what its head is for.
       dtype: of the tensors beside it.
+
+    Raises:
+      ExchangeError: Hugging Face has no architecture of these fields.
     """
-    kind = _model_type(model, fields)
+    fields, extra = architecture.fields, dict(architecture.extra)
+    kind = _model_type(architecture.model, fields)
+    if (kind, architecture.model_type) == ("llama", "mistral"):
+        kind = "mistral"  # without a window it computes what Llama does
+    if len(extra.get("id2label") or ()) != fields.get("num_labels"):
+        extra = {k: v for k, v in extra.items() if k not in _LABELS}
     table = _CONFIGS[kind]
     return {
         "architectures": [table.classes[task]],
@@ -401,6 +420,7 @@ def write_config(
         **{theirs: fields[ours] for ours, theirs in table.names.items()},
         **{theirs: allowed[0] for theirs, allowed in table.fixed.items()},
         **table.write(fields),
+        **extra,
         "torch_dtype": dtype,
     }
 

@@ -5,6 +5,8 @@ time; no file outside the folder's own names is opened.
 """
 
 import json
+import math
+import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +17,16 @@ import numpy as np
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange.huggingface_config import Architecture, read_config
 from jaxinf.exchange.huggingface_names import TABLES, TensorName, WeightTable
-from jaxinf.exchange.safetensors_export import INDEX_NAME
 from jaxinf.exchange.safetensors_format import read_header
+from jaxinf.exchange.safetensors_source import index_places
+from jaxinf.exchange.safetensors_writer import INDEX_NAME, WEIGHTS_NAME
 from jaxinf.exchange.sources import FileArray, SourceArray
 from jaxinf.typing import FLOAT_DTYPES, Array, DeferredArray
 
 __all__ = ["HuggingFaceFolder", "TensorLeaf"]
 
-_PIECE_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 18
 _MAX_LINES = 20
-_WEIGHTS_NAME = "model.safetensors"
 
 
 class TensorLeaf(DeferredArray):
@@ -44,12 +46,12 @@ class TensorLeaf(DeferredArray):
         self.axes = axes
 
     def read(self) -> Array:
-        """See `DeferredArray`; beside the result, a piece of a MiB is held.
+        """See `DeferredArray`; beside the result, a piece of 256 KiB is held.
 
         Raises:
           ExchangeError: the file has become shorter.
         """
-        result = np.empty(self.shape, self.dtype)
+        result = _new_pages(self.shape, self.dtype)
         theirs = result.transpose(np.argsort(self.axes)) if self.axes else result
         for start, values in self.source.blocks(_PIECE_BYTES):
             box = tuple(
@@ -248,6 +250,16 @@ class _Matcher:
         ]
 
 
+def _new_pages(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """An array that goes back to the system with its last reference.
+
+    What the allocator gets back it may keep, and large leaves would then add up.
+    """
+    count = math.prod(shape)
+    pages = mmap.mmap(-1, max(1, count * dtype.itemsize))
+    return np.frombuffer(pages, dtype, count).reshape(shape)
+
+
 def _same(a: SourceArray, b: SourceArray) -> bool:
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
@@ -259,7 +271,7 @@ def _read_tensors(folder: Path) -> dict[str, SourceArray]:
     """The tensors of the index's files, or of the one file, by name."""
     places = _places(folder)
     tensors: dict[str, SourceArray] = {}
-    for file in sorted(set(places.values())) or [_WEIGHTS_NAME]:
+    for file in sorted(set(places.values())) or [WEIGHTS_NAME]:
         path = folder / file
         header = read_header(path)
         for name, info in header.tensors.items():
@@ -283,32 +295,14 @@ def _places(folder: Path) -> dict[str, str]:
     """Each tensor's file, as the index says; empty where there is one file."""
     index = folder / INDEX_NAME
     if not index.exists():
-        if not (folder / _WEIGHTS_NAME).exists():
+        if not (folder / WEIGHTS_NAME).exists():
             raise ExchangeError(
-                f"{folder}: expected {_WEIGHTS_NAME} or {INDEX_NAME}, found neither; "
+                f"{folder}: expected {WEIGHTS_NAME} or {INDEX_NAME}, found neither; "
                 "weights of other formats are not read: save them as safetensors "
                 "(save_pretrained does)"
             )
         return {}
-    document = _read_json(index)
-    places = document.get("weight_map") if isinstance(document, dict) else None
-    if not isinstance(places, dict) or not places:
-        raise ExchangeError(
-            f"{index}: expected a weight_map from tensors to files, found "
-            f"{type(places).__name__}; copy the checkpoint anew"
-        )
-    for name, file in places.items():
-        if not isinstance(file, str) or not is_own_file(file):
-            raise ExchangeError(
-                f"{index}: {name} is in {file!r}, expected the name of a safetensors "
-                "file in the same folder; nothing outside it is read"
-            )
-    return places
-
-
-def is_own_file(name: str) -> bool:
-    """Whether a name is that of a safetensors file, and no path to another place."""
-    return Path(name).name == name and name.endswith(".safetensors")
+    return index_places(index)
 
 
 def _read_json(path: Path) -> Any:

@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 
 from jaxinf.errors import ExchangeError
-from jaxinf.exchange.safetensors_export import INDEX_NAME
 from jaxinf.exchange.safetensors_format import read_header
+from jaxinf.exchange.safetensors_writer import INDEX_NAME
 from jaxinf.exchange.sources import FileArray, SourceArray
 
-__all__ = ["is_safetensors", "read_safetensors"]
+__all__ = ["index_places", "is_safetensors", "read_safetensors"]
 
 _SUFFIX = ".safetensors"
 
@@ -45,17 +45,34 @@ def read_safetensors(path: Path) -> dict[str, SourceArray]:
     return arrays
 
 
+def index_places(index: Path) -> dict[str, str]:
+    """Each tensor's file, as an index says.
+
+    Raises:
+      ExchangeError: the index cannot be read, or names a file outside its folder.
+    """
+    try:
+        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        items = dict(places).items()
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ExchangeError(
+            f"{index}: expected the index of safetensors files, found a document that "
+            f"cannot be read ({type(error).__name__}: {error}); copy it anew"
+        ) from error
+    for name, file in items:
+        is_own = isinstance(file, str) and Path(file).name == file
+        if not is_own or not file.endswith(_SUFFIX):
+            raise ExchangeError(
+                f"{index}: {name} is in {file!r}, expected the name of a safetensors "
+                "file in the same folder; nothing outside it is read"
+            )
+    return dict(items)
+
+
 def _in_directory(path: Path) -> list[Path]:
     if not path.is_dir():
         return []
     index = path / INDEX_NAME
     if not index.is_file():
         return sorted(path.glob("*" + _SUFFIX))
-    try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ExchangeError(
-            f"{index}: expected the index of safetensors files, found a document that "
-            f"cannot be read ({type(error).__name__}: {error}); copy it anew"
-        ) from error
-    return [path / str(name) for name in sorted(names)]
+    return [path / name for name in sorted(set(index_places(index).values()))]

@@ -16,6 +16,7 @@ from jaxinf import compat
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import StoreDescription
 from jaxinf.optimizer.callback import call_once
+from jaxinf.optimizer.deferred import run_prologue
 from jaxinf.optimizer.host_init import HostInit
 from jaxinf.optimizer.leaf_call import HostCall, leaf_call, send
 from jaxinf.optimizer.sharding import distinct_shards, mesh_of, on_one_mesh
@@ -70,7 +71,7 @@ def _init_eagerly(
     store, host = wrapped.store, HostInit(wrapped.store, description)
     is_new = store.training.bind(description, may_create=True)
     store.wait()
-    initial, inputs = jax.jit(program.prologue)(leaves)
+    initial, inputs = run_prologue(program, leaves)
     for number, leaf in enumerate(leaves):
         scalars = tuple(np.asarray(s) for s in inputs[number].scalars)
         for index, shard in distinct_shards(leaf):
@@ -78,10 +79,11 @@ def _init_eagerly(
             own = ScalarInputs(scalars, arrays)
             origin = [s.start or 0 for s in index]
             host.place(number, shard, origin, own, is_new=is_new)
+            del shard  # before the next leaf is read, where they are deferred
     held = host.held_state([np.asarray(raw(value)) for value in initial])
     feedback: list[jax.Array] = []
     if wrapped.has_feedback:
-        feedback = [jnp.zeros_like(leaf, jnp.float32) for leaf in leaves]
+        feedback = [jnp.zeros(leaf.shape, jnp.float32) for leaf in leaves]
     if not is_new:
         records = store.manifest.leaves
         feedback = [

@@ -59,7 +59,9 @@ def smart_update(
 
     Returns:
       The transformation. Its `init` makes the store, or resumes one that agrees with
-      the optimizer, the tree and the params. Its `update` returns fp32 updates for
+      the optimizer, the tree and the params; of leaves that are
+      `jaxinf.typing.DeferredArray` one is in memory at a time. Its `update` returns
+      fp32 updates for
       fp32 params, to be applied with ``optax.apply_updates`` unchanged; for bfloat16
       and float16 params, fp32 updates that bring them exactly to the master params
       rounded.

@@ -20,6 +20,7 @@ from jaxinf.io import ByteCounts
 from jaxinf.optimizer import SmartUpdateState, smart_update
 from jaxinf.train.config import TrainConfig, UsageError
 from jaxinf.train.optimizers import make_clipping
+from jaxinf.train.pretrained import held_params, is_deferred
 from jaxinf.typing import JsonValue, PyTree
 
 __all__ = ["Backend", "InMemory", "OnStore", "open_backend"]
@@ -40,8 +41,19 @@ class Backend(Protocol):
         """The position in the data to resume at, or None for a new run."""
         ...
 
-    def init(self, new_params: Callable[[], PyTree], like: PyTree) -> tuple[Any, Any]:
-        """Params and optimizer state: those of the run so far, or new ones."""
+    def init(
+        self,
+        new_params: Callable[[], PyTree],
+        like: PyTree,
+        first: Mapping[str, JsonValue],
+    ) -> tuple[Any, Any]:
+        """Params and optimizer state: those of the run so far, or new ones.
+
+        Args:
+          new_params: makes new params; their leaves may be deferred.
+          like: shapes and dtypes of the params.
+          first: what the commit of a new store's step 0 will carry.
+        """
         ...
 
     def announce(self, state: Any, position: Mapping[str, JsonValue]) -> None:
@@ -160,11 +172,27 @@ class OnStore:
             return None
         return self.store.payload or {}
 
-    def init(self, new_params: Callable[[], PyTree], like: PyTree) -> tuple[Any, Any]:
+    def init(
+        self,
+        new_params: Callable[[], PyTree],
+        like: PyTree,
+        first: Mapping[str, JsonValue],
+    ) -> tuple[Any, Any]:
         """See `Backend`."""
-        is_resumed = self.store.exists and self.store.step > 0
-        params = self.store.params(like=like) if is_resumed else new_params()
-        return params, self.tx.init(params)
+        if self.store.exists and self.store.step > 0:
+            params = self.store.params(like=like)
+            return params, self.tx.init(params)
+        params = new_params()
+        state = self.begin(params, first)
+        return self.store.params(like=like) if is_deferred(params) else params, state
+
+    def begin(self, params: PyTree, first: Mapping[str, JsonValue]) -> SmartUpdateState:
+        """Makes the store of new params; or holds them against those of its step 0."""
+        if not self.store.exists:
+            self.store.annotate(0, first)
+        state = self.tx.init(params)
+        assert isinstance(state, SmartUpdateState)
+        return state
 
     def announce(
         self, state: SmartUpdateState, position: Mapping[str, JsonValue]
@@ -254,9 +282,15 @@ class InMemory:
         """See `Backend`: nothing ever is."""
         return None
 
-    def init(self, new_params: Callable[[], PyTree], like: PyTree) -> tuple[Any, Any]:
+    def init(
+        self,
+        new_params: Callable[[], PyTree],
+        like: PyTree,
+        first: Mapping[str, JsonValue],
+    ) -> tuple[Any, Any]:
         """See `Backend`."""
         params = new_params()
+        params = held_params(params) if is_deferred(params) else params
         return params, jax.jit(self.tx.init)(params)
 
     def announce(self, state: Any, position: Mapping[str, JsonValue]) -> None:

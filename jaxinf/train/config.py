@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 import tyro
-from jaxinf_models import MODELS, ModelConfig, ModelFamily, TaskName, config_for
+from jaxinf_models import (
+    MODELS,
+    ModelConfig,
+    ModelFamily,
+    TaskName,
+    config_for,
+    family_of,
+)
 
 from jaxinf.compress import TopK, parse_compression
 from jaxinf.csd import parse_csd
@@ -24,6 +31,7 @@ from jaxinf.engine import (
 from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.options import DataOptions, check_options
 from jaxinf.train.data.options import shown as _shown
+from jaxinf.train.pretrained import read_model_config
 from jaxinf.typing import JsonValue
 
 __all__ = ["TrainConfig", "UsageError", "check", "format_bytes", "parse_bytes"]
@@ -124,6 +132,16 @@ class TrainConfig(DataOptions):
     # Its size, by the name of one of the architecture's presets. gpt2: nano has 0.9 M
     # params, small 124 M, medium 355 M, large 774 M and xl the full 1558 M.
     preset: Annotated[str, tyro.conf.arg(metavar="NAME")] = "nano"
+
+    # Begin with the weights of a Hugging Face checkpoint folder, whose config.json then
+    # says architecture and size; give neither --model nor --preset. With --steps 0 they
+    # are imported into the store, leaf by leaf, and nothing is trained.
+    source: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            name="from", metavar="DIR", help_behavior_hint="(default: new weights)"
+        ),
+    ] = None
 
     # What the model learns: the next token, hidden tokens, an answer to a text, or a
     # class. Its usual task by default.
@@ -260,9 +278,12 @@ class TrainConfig(DataOptions):
     @property
     def model_config(self) -> ModelConfig:
         """Shape and precision of the model, with the head of its task."""
-        preset = self.family.presets[self.preset]
+        if self.source is None:
+            base = self.family.presets[self.preset]
+        else:
+            base = read_model_config(self.source)
         precise = dataclasses.replace(
-            preset, dtype=self.dtype, param_dtype=self.param_dtype
+            base, dtype=self.dtype, param_dtype=self.param_dtype
         )
         return config_for(precise, self.task_name, num_labels=self.num_labels)
 
@@ -274,7 +295,16 @@ class TrainConfig(DataOptions):
     @property
     def family(self) -> ModelFamily:
         """The architecture."""
-        return MODELS[self.model]
+        if self.source is None:
+            return MODELS[self.model]
+        return family_of(read_model_config(self.source))
+
+    @property
+    def model_name(self) -> str:
+        """The architecture and its size, for people."""
+        if self.source is None:
+            return f"{self.model} {self.preset}"
+        return f"{self.family.name} of {self.source}"
 
     @property
     def takes_images(self) -> bool:
@@ -365,7 +395,7 @@ def _check_compression(config: TrainConfig) -> None:
 
 def _check_ranges(config: TrainConfig) -> None:
     for name, least in (
-        ("steps", 1),
+        ("steps", 1 if config.source is None else 0),
         ("batch_size", 1),
         ("seq_len", 2),
         ("memory_bytes", 1),
@@ -393,7 +423,9 @@ def _check_ranges(config: TrainConfig) -> None:
 
 def _check_model(config: TrainConfig) -> None:
     presets = MODELS[config.model].presets
-    if config.preset not in presets:
+    if config.source is not None:
+        _check_source(config)
+    elif config.preset not in presets:
         raise UsageError(
             f"--preset: expected one of {config.model}'s, {', '.join(presets)}, got "
             f"{config.preset}"
@@ -409,10 +441,27 @@ def _check_model(config: TrainConfig) -> None:
     if config.takes_images and config.seq_len != seq_len_field.default:
         raise UsageError("--seq-len: the model takes images; leave it out")
     limit = getattr(config.model_config, "num_positions", None)
-    if limit is not None and config.seq_len > limit:
+    if limit is not None and config.seq_len > limit and config.steps:
+        owner = f"preset {config.preset}" if config.source is None else config.source
         raise UsageError(
-            f"--seq-len: expected at most {limit}, the positions of preset "
-            f"{config.preset}, got {config.seq_len}"
+            f"--seq-len: expected at most {limit}, the positions of {owner}, got "
+            f"{config.seq_len}"
+        )
+
+
+def _check_source(config: TrainConfig) -> None:
+    """The checkpoint's config.json says what the model is."""
+    for field in dataclasses.fields(config):
+        is_of_model = field.name in ("model", "preset")
+        if is_of_model and getattr(config, field.name) != field.default:
+            raise UsageError(
+                f"{_flag(field.name)}: --from {config.source} says which model it is; "
+                "leave it out"
+            )
+    if config.mode == "memory" and not config.steps:
+        raise UsageError(
+            "--steps 0: --mode memory has no store to import into; leave it out, or "
+            "give a --store"
         )
 
 

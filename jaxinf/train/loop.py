@@ -8,6 +8,7 @@ which n it was made with, so a stopped run goes on as if it had not been.
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import platform
@@ -16,27 +17,31 @@ import time
 import jax
 import optax
 from flax import nnx
-from jaxinf_models import ModelConfig, abstract_params, make_model, split
+from jaxinf_models import ModelConfig, abstract_params, make_model, num_params, split
 from rich.console import Console
 
-from jaxinf.train.backend import Backend, open_backend
+from jaxinf.train.backend import Backend, OnStore, open_backend
 from jaxinf.train.best import Best, evaluation_line
-from jaxinf.train.config import TrainConfig, check
+from jaxinf.train.config import TrainConfig, UsageError, check
 from jaxinf.train.data.loader import Batch, Batches
 from jaxinf.train.data.parts import TrainingData
 from jaxinf.train.evaluate import Evaluation, Evaluator, num_tokens
 from jaxinf.train.loading import load, make_batches
 from jaxinf.train.metrics import JsonLines, MetricsLog, StepLine, rss_bytes
 from jaxinf.train.optimizers import check_optimizer, make_optimizer
+from jaxinf.train.pretrained import deferred_params
 from jaxinf.train.progress import Progress, make_console
 from jaxinf.train.recorder import Recorder
 from jaxinf.train.report import describe, say_config, say_results, say_stopped
-from jaxinf.train.resume import Identity
+from jaxinf.train.resume import Identity, first_payload
 from jaxinf.train.signals import StopRequest
 from jaxinf.train.step import Boundaries, TrainStep, compile_train_step
 from jaxinf.typing import PyTree
 
 __all__ = ["train"]
+
+# Of the budget, for what an import holds beside a leaf: pieces read, traced programs.
+_IMPORT_BYTES = 4 << 20
 
 
 def train(
@@ -56,6 +61,9 @@ def train(
     check(config)
     check_optimizer(config)
     console = console or make_console()
+    if not config.steps:
+        _import(config, console)
+        return
     with console.status("reading the data"):
         config, data = load(config)
     batches = make_batches(config, data)
@@ -70,6 +78,32 @@ def train(
             return
         found = run.evaluate()
         say_results(console, config, backend, found, run.evaluator, run.params)
+
+
+def _import(config: TrainConfig, console: Console) -> None:
+    """Makes the store of a checkpoint's weights and stops; no more than a leaf held."""
+    params = _first_params(config)
+    aside_bytes = min(_IMPORT_BYTES, config.memory_bytes // 4)
+    config = dataclasses.replace(config, memory_bytes=config.memory_bytes - aside_bytes)
+    with contextlib.closing(open_backend(config, make_optimizer(config))) as backend:
+        assert isinstance(backend, OnStore)
+        if backend.committed() is not None:
+            raise UsageError(
+                f"--steps 0: {config.store} is at step {backend.store.step} already; "
+                "give a --store that is new"
+            )
+        backend.begin(params, first_payload(config))
+        console.print(
+            f"imported {num_params(config.model_config):,} params from {config.source} "
+            f"to {config.store}, which is at step {backend.store.step}"
+        )
+
+
+def _first_params(config: TrainConfig) -> PyTree:
+    """New params, or those of a checkpoint, still to be read."""
+    if config.source is None:
+        return _new_params(config.model_config, config.seed)
+    return deferred_params(config.source, config.model_config, config.seed)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -106,7 +140,7 @@ class _Run:
         self.evaluator = Evaluator(config, data, self._graphdef)
         self.step = self._first_step()
         self.params, self._state = backend.init(
-            lambda: _new_params(config.model_config, config.seed), like
+            lambda: _first_params(config), like, first_payload(config)
         )
         self._num_skipped = backend.num_skipped(self._state)
         self._open_logs()

@@ -34,7 +34,7 @@ def say_config(console: Console, config: TrainConfig, data: TrainingData) -> Non
     place = "memory" if config.store is None else f"store {config.store.absolute()}"
     notes = "".join(f"        {note}\n" for note in data.notes)
     console.print(
-        f"model   {config.model} {config.preset}: {num_params(model):,} params in "
+        f"model   {config.model_name}: {num_params(model):,} params in "
         f"{config.param_dtype}, computed in {config.dtype}\n"
         f"task    {config.task_name}\n"
         f"data    {source}: {data.description}\n"

@@ -13,9 +13,10 @@ from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch, Batches, batch_checksum
 from jaxinf.train.data.parts import TrainingData
 from jaxinf.train.optimizers import peak_learning_rate
+from jaxinf.train.pretrained import architecture_of
 from jaxinf.typing import JsonValue
 
-__all__ = ["Identity"]
+__all__ = ["Identity", "first_payload"]
 
 _MADE_BY = "jaxinf.train"
 _LOADER = "grain"
@@ -28,11 +29,21 @@ _FREE = ("learning_rate", "weight_decay", "momentum", "schedule", "warmup_steps"
 _FREE += ("clip_norm", "nonfinite", "optimizer_args")
 
 
+def first_payload(config: TrainConfig) -> dict[str, JsonValue]:
+    """The payload of a new store's step 0: what model it is of."""
+    return {"made_by": _MADE_BY, "step": 0, "architecture": _architecture(config)}
+
+
+def _architecture(config: TrainConfig) -> dict[str, JsonValue]:
+    return architecture_of(config.model_config, config.source)
+
+
 class Identity:
     """A run's settings and data, as they are kept in each commit."""
 
     def __init__(self, config: TrainConfig, data: TrainingData) -> None:
         self._where = config.store
+        self._architecture = _architecture(config)
         self._batch_size = config.batch_size
         settings = config.to_json()
         settings["learning_rate"] = peak_learning_rate(config)
@@ -52,6 +63,7 @@ class Identity:
         return {
             "made_by": _MADE_BY,
             "step": step,
+            "architecture": self._architecture,
             "examples": step * self._batch_size,
             "loader": loader,
             "data": self._data,
@@ -76,6 +88,7 @@ class Identity:
             for name in _FIXED
             if held["settings"].get(name) != self._settings[name]
         ]
+        differences += self._other_fields(held.get("architecture"))
         if held["data"] != self._data:
             differences.append(
                 f"--data: the run has {_describe(held['data'])}, this command "
@@ -115,6 +128,22 @@ class Identity:
             f"{self._version}; tokenizers, pillow and numpy may differ too. Install "
             "the run's own to go on with it"
         )
+
+    def _other_fields(self, held: Any) -> list[str]:
+        """How the run's model differs beyond its preset's name; older runs say nothing.
+
+        Two models of the same tree may compute differently.
+        """
+        if not isinstance(held, Mapping):
+            return []
+        theirs, ours = held["fields"], self._architecture["fields"]
+        assert isinstance(ours, Mapping)
+        return [
+            f"--from: {name} of the run's model is {theirs.get(name)}, of this "
+            f"command's {ours.get(name)}"
+            for name in sorted({*theirs, *ours})
+            if theirs.get(name) != ours.get(name)
+        ]
 
     def changes(self, payload: JsonValue) -> list[str]:
         """Settings that differ from the run's and take effect from here on."""

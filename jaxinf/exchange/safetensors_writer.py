@@ -1,0 +1,196 @@
+"""Arrays of a committed step as tensors of safetensors files, and an index of them.
+
+Invariant: a file is laid out by its header, and filled array by array; memory stays
+within the budget however large a leaf is.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxinf.exchange.destination import new_directory
+from jaxinf.exchange.portions import box_runs
+from jaxinf.exchange.safetensors_format import TensorInfo, encode_header
+from jaxinf.exchange.step_files import StepFiles, StoredArray
+from jaxinf.io import write_json_atomically
+from jaxinf.io.failures import translated
+from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS
+from jaxinf.typing import JsonValue, ProgressCallback
+
+__all__ = [
+    "DEFAULT_FILE_BYTES",
+    "INDEX_NAME",
+    "WEIGHTS_NAME",
+    "Tensor",
+    "write_tensors",
+]
+
+DEFAULT_FILE_BYTES = 4 << 30
+INDEX_NAME = "model.safetensors.index.json"
+WEIGHTS_NAME = "model.safetensors"
+
+_HEADER_BYTES_AN_ARRAY = 512
+# A portion as read, cast, and with its axes in their order.
+_COPIES = 3
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A stored array under the name, dtype and order of axes that it will have.
+
+    Attributes:
+      name: in the file.
+      array: the array.
+      dtype: to which its elements are rounded, to nearest even.
+      axes: the tensor is the array with its axes in this order; empty: as they are.
+    """
+
+    name: str
+    array: StoredArray
+    dtype: np.dtype[Any]
+    axes: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor."""
+        shape = self.array.leaf.shape
+        return tuple(shape[a] for a in self.axes) if self.axes else tuple(shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return self.array.leaf.grid.num_elements * self.dtype.itemsize
+
+
+def write_tensors(
+    step: StepFiles,
+    destination: Path,
+    tensors: Sequence[Tensor],
+    metadata: Mapping[str, str],
+    documents: Callable[[], Mapping[str, JsonValue]],
+    *,
+    max_file_bytes: int,
+    memory_bytes: int,
+    progress: ProgressCallback | None = None,
+) -> None:
+    """Makes a directory of safetensors files; blocks until it is durable.
+
+    Args:
+      step: what the tensors are of.
+      destination: a directory that does not exist yet.
+      tensors: in the order of the files.
+      metadata: texts for each file's header.
+      documents: gives, when all has been read, JSON files to write beside.
+      max_file_bytes: begin another file rather than go above; a tensor is never split.
+      memory_bytes: for the data on its way.
+      progress: called with the bytes of elements done and those in all.
+
+    Raises:
+      FileExistsError: the destination exists.
+      ValueError: a limit is too small.
+      StoreSpaceError: there is no room; nothing was written.
+      StoreCorruptError: a chunk is not as it was written.
+      StoreError: the step cannot be read, or the destination not written.
+    """
+    if min(max_file_bytes, memory_bytes) < 1 << 20:
+        raise ValueError(
+            f"max_file_bytes={max_file_bytes}, memory_bytes={memory_bytes}: expected "
+            f"at least {1 << 20} each"
+        )
+    total_bytes = sum(tensor.num_bytes for tensor in tensors)
+    files = _divide(tensors, max_file_bytes)
+    room_bytes = total_bytes + _HEADER_BYTES_AN_ARRAY * (len(tensors) + 8)
+    with new_directory(destination, room_bytes) as directory:
+        done_bytes = 0
+        for name, members in files.items():
+            path = directory / name
+            for num_bytes in _write_file(step, path, members, metadata, memory_bytes):
+                done_bytes += num_bytes
+                if progress is not None:
+                    progress(done_bytes, total_bytes)
+        beside = dict(documents())
+        if len(files) > 1:
+            beside[INDEX_NAME] = _index(files, total_bytes)
+        for name, document in beside.items():
+            write_json_atomically(directory / name, document)
+
+
+def _index(files: Mapping[str, Sequence[Tensor]], total_bytes: int) -> JsonValue:
+    places = {tensor.name: name for name, held in files.items() for tensor in held}
+    return {"metadata": {"total_size": total_bytes}, "weight_map": places}
+
+
+def _divide(tensors: Sequence[Tensor], max_file_bytes: int) -> dict[str, list[Tensor]]:
+    """Deals tensors to files, in order."""
+    files: list[list[Tensor]] = [[]]
+    held_bytes = 0
+    for tensor in tensors:
+        if files[-1] and held_bytes + tensor.num_bytes > max_file_bytes:
+            files.append([])
+            held_bytes = 0
+        files[-1].append(tensor)
+        held_bytes += tensor.num_bytes
+    if len(files) == 1:
+        return {WEIGHTS_NAME: files[0]}
+    return {
+        f"model-{number:05d}-of-{len(files):05d}.safetensors": members
+        for number, members in enumerate(files, start=1)
+    }
+
+
+def _write_file(
+    step: StepFiles,
+    path: Path,
+    tensors: Sequence[Tensor],
+    metadata: Mapping[str, str],
+    memory_bytes: int,
+) -> Iterator[int]:
+    """Yields the bytes of each portion that has been written."""
+    shapes = [(tensor.name, tensor.shape, tensor.dtype) for tensor in tensors]
+    first, header = encode_header(shapes, metadata)
+    with translated("write", path), open(path, "xb") as stream:
+        stream.write(first)
+        stream.flush()
+        fd = stream.fileno()
+        os.ftruncate(fd, header.data_offset_bytes + sum(t.num_bytes for t in tensors))
+        for tensor in tensors:
+            info = header.tensors[tensor.name]
+            itemsize = tensor.array.dtype.itemsize
+            max_elements = min(
+                DEFAULT_CHUNK_ELEMENTS, memory_bytes // (_COPIES * itemsize)
+            )
+            for portion, values in step.stream(tensor.array, max_elements):
+                start = portion.start
+                values = values.astype(tensor.dtype, copy=False)
+                if tensor.axes:
+                    start = tuple(start[a] for a in tensor.axes)
+                    values = np.ascontiguousarray(values.transpose(tensor.axes))
+                _write_box(fd, header.data_offset_bytes, info, start, values)
+                yield values.nbytes
+        os.fsync(fd)
+
+
+def _write_box(
+    fd: int,
+    data_offset_bytes: int,
+    info: TensorInfo,
+    start: tuple[int, ...],
+    values: np.ndarray[Any, Any],
+) -> None:
+    memory = values.reshape(-1).view(np.uint8).data
+    done = 0
+    for offset, length in box_runs(info.shape, start, values.shape):
+        num_bytes = length * info.dtype.itemsize
+        place = data_offset_bytes + info.offset_bytes + offset * info.dtype.itemsize
+        _write_fully(fd, memory[done : done + num_bytes], place)
+        done += num_bytes
+
+
+def _write_fully(fd: int, memory: memoryview, offset_bytes: int) -> None:
+    done = 0
+    while done < len(memory):
+        done += os.pwrite(fd, memory[done:], offset_bytes + done)

@@ -1,0 +1,133 @@
+"""Weights that a run begins with: a Hugging Face checkpoint, read leaf by leaf.
+
+Invariant: config and weights are checked whole before there is a store; then one leaf
+at a time is in memory.
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxinf_models import (
+    ModelConfig,
+    abstract_params,
+    config_from_json,
+    config_to_json,
+    family_of,
+    make_model,
+    split,
+)
+
+from jaxinf.errors import ExchangeError
+from jaxinf.exchange import HuggingFaceFolder
+from jaxinf.typing import DeferredArray, JsonValue, PyTree
+
+__all__ = [
+    "architecture_of",
+    "deferred_params",
+    "held_params",
+    "is_deferred",
+    "read_model_config",
+]
+
+
+@functools.lru_cache(maxsize=4)
+def _folder(path: Path) -> HuggingFaceFolder:
+    return HuggingFaceFolder.read(path)
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """The model that a checkpoint is of, in float32.
+
+    Raises:
+      ExchangeError: the folder, its config or its headers cannot be read.
+    """
+    checkpoint = _folder(folder.expanduser().absolute())
+    checkpoint.check_size()
+    found = checkpoint.architecture
+    try:
+        return config_from_json(found.model, found.fields)
+    except (ValueError, TypeError) as error:
+        raise ExchangeError(
+            f"{folder / 'config.json'}: expected the config of a {found.model_type}, "
+            f"found one that cannot be: {error}"
+        ) from error
+
+
+def architecture_of(
+    config: ModelConfig, folder: Path | None = None
+) -> dict[str, JsonValue]:
+    """What a commit says of the model, so that an export can describe it.
+
+    Args:
+      config: of the model, with the head of its task.
+      folder: the checkpoint that it was made from.
+    """
+    family = family_of(config)
+    document: dict[str, JsonValue] = {
+        "model": family.name,
+        "task": getattr(config, "head", family.tasks[0]),
+        "fields": config_to_json(config),
+    }
+    if folder is not None:
+        found = _folder(folder.expanduser().absolute()).architecture
+        document |= {"model_type": found.model_type, "extra": dict(found.extra)}
+    return document
+
+
+def deferred_params(folder: Path, config: ModelConfig, seed: int) -> PyTree:
+    """The params of a checkpoint as leaves that are read when they are asked for.
+
+    Args:
+      folder: the checkpoint's.
+      config: of its model, with the task's head.
+      seed: for the leaves of a head that the checkpoint does not have.
+
+    Returns:
+      A tree like the model's, of `DeferredArray`s, and arrays for a new head.
+
+    Raises:
+      ExchangeError: tensors are missing, too many, or of other shapes; lists all.
+    """
+    _, like = abstract_params(config)
+    shapes = {_path(keys): leaf.shape for keys, leaf in _flat(like)}
+    checkpoint = _folder(folder.expanduser().absolute())
+    leaves = checkpoint.leaves(shapes, np.dtype(config.param_dtype))
+    new = {path for path, leaf in leaves.items() if leaf is None}
+    made = _new_leaves(config, seed, frozenset(new)) if new else {}
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, _: leaves[_path(keys)] or made[_path(keys)], like
+    )
+
+
+def held_params(params: PyTree) -> PyTree:
+    """`deferred_params`, read onto the JAX device."""
+    return jax.tree.map(lambda leaf: jax.numpy.asarray(np.asarray(leaf)), params)
+
+
+def is_deferred(params: PyTree) -> bool:
+    """Whether any leaf is still to be read."""
+    return any(isinstance(leaf, DeferredArray) for leaf in jax.tree.leaves(params))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _drawn(config: ModelConfig, seed: int, paths: frozenset[str]) -> PyTree:
+    _, params = split(make_model(config, rngs=nnx.Rngs(seed)))
+    return {_path(keys): leaf for keys, leaf in _flat(params) if _path(keys) in paths}
+
+
+def _new_leaves(
+    config: ModelConfig, seed: int, paths: frozenset[str]
+) -> dict[str, np.ndarray]:
+    return {path: np.asarray(x) for path, x in _drawn(config, seed, paths).items()}
+
+
+def _flat(tree: PyTree) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_leaves_with_path(tree)
+
+
+def _path(keys: Any) -> str:
+    return jax.tree_util.keystr(keys, simple=True, separator="/")

@@ -1,0 +1,335 @@
+"""Hugging Face checkpoints into stores and back, without PyTorch."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from jaxinf_models import (
+    BertConfig,
+    LlamaConfig,
+    T5Config,
+    ViTConfig,
+    config_to_json,
+    family_of,
+    make_model,
+    split,
+)
+from safetensors.numpy import load_file, save_file
+
+import jaxinf
+from jaxinf.cli import main as jaxinf_main
+from jaxinf.exchange import Architecture, write_config
+from jaxinf.exchange.huggingface_names import TABLES
+from jaxinf.train.__main__ import main
+from jaxinf.train.pretrained import deferred_params
+
+INDEX = "model.safetensors.index.json"
+LLAMA = LlamaConfig(256, 16, 2, 4, 2, 32, 48, window=7)
+MODELS = {
+    "llama": LLAMA,
+    "bert": BertConfig(2, 4, 32, 48, 256, 16),
+    "t5": T5Config(257, 1, 2, 2, 16, 8, 24, mlp="gated-gelu", tied_embeddings=False),
+    "vit": ViTConfig(1, 2, 16, 24, 8, 4, num_labels=3),
+}
+
+
+def write_folder(folder, config, dtype=ml_dtypes.bfloat16, num_files=2):
+    """A checkpoint as `save_pretrained` writes it; returns its tensors by name."""
+    _, params = split(make_model(config, rngs=nnx.Rngs(0)))
+    family = family_of(config)
+    found = Architecture(family.name, config_to_json(config), "")
+    task = getattr(config, "head", family.tasks[0])
+    table, tensors = TABLES[found.table], {}
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name = table.find(jax.tree_util.keystr(keys, simple=True, separator="/"))
+        values = np.asarray(leaf).astype(dtype)
+        if name.axes:
+            values = values.transpose(np.argsort(name.axes))
+        tensors[name.theirs] = np.ascontiguousarray(values)
+    folder.mkdir()
+    document = write_config(found, task, np.dtype(dtype).name) | {"eos_token_id": 3}
+    (folder / "config.json").write_text(json.dumps(document))
+    names = sorted(tensors)
+    files = {
+        f"model-{n + 1:05d}-of-{num_files:05d}.safetensors": names[n::num_files]
+        for n in range(num_files)
+    }
+    if num_files == 1:
+        files = {"model.safetensors": names}
+    for file, members in files.items():
+        save_file({name: tensors[name] for name in members}, folder / file)
+    if num_files > 1:
+        places = {name: file for file, members in files.items() for name in members}
+        (folder / INDEX).write_text(json.dumps({"weight_map": places}))
+    return tensors
+
+
+def read_folder(folder):
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: x for file in files for name, x in load_file(file).items()}
+
+
+def train(*words):
+    return main([str(word) for word in (*words, "--optimizer", "adamw")])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_round_trip_to_the_bit(place, name):
+    tensors = write_folder(place / "hf", MODELS[name])
+    assert train("--from", place / "hf", "--store", place / "s", "--steps", 0) == 0
+    export = [str(place / "s"), "export", str(place / "out"), "--format", "huggingface"]
+    words = ["checkpoint", *export, "--dtype", "bfloat16", "--max-file", "1MiB"]
+    assert jaxinf_main(words) == 0
+    found = read_folder(place / "out")
+    assert sorted(found) == sorted(tensors)
+    for key, values in tensors.items():
+        assert found[key].dtype == values.dtype
+        assert found[key].tobytes() == values.tobytes(), key
+    before, after = (
+        json.loads((place / folder / "config.json").read_text())
+        for folder in ("hf", "out")
+    )
+    assert before == after
+
+
+def test_dtypes_of_params_and_of_an_export(place):
+    tensors = write_folder(place / "hf", LLAMA, np.float16, num_files=1)
+    words = ("--from", place / "hf", "--store", place / "s", "--steps", 0)
+    assert train(*words, "--param-dtype", "bfloat16") == 0
+    with jaxinf.open_store(place / "s") as store:
+        wte = tensors["model.embed_tokens.weight"]
+        held = store.read("params", "wte")
+        np.testing.assert_array_equal(held, wte.astype(ml_dtypes.bfloat16))
+    for given, expected in ((), ml_dtypes.bfloat16), (("float32",), np.float32):
+        out = place / f"out-{len(given)}"
+        words = ["checkpoint", str(place / "s"), "export", str(out)]
+        words += ["--format", "huggingface", *(("--dtype", *given) if given else ())]
+        assert jaxinf_main(words) == 0
+        found = read_folder(out)
+        assert {x.dtype for x in found.values()} == {np.dtype(expected)}
+        norm = found["model.layers.1.input_layernorm.weight"]
+        np.testing.assert_array_equal(norm.astype(np.float32), np.ones(32))
+
+
+def test_training_begins_with_the_weights_and_resumes(place, text):
+    write_folder(place / "hf", LLAMA)
+    common = ("--from", place / "hf", "--data", text, "--batch-size", 2)
+    common += ("--seq-len", 8, "--sample-bytes", 0)
+    on_store = (*common, "--store", place / "s")
+    assert train("--from", place / "hf", "--store", place / "s", "--steps", 0) == 0
+    assert train(*on_store, "--steps", 2) == 0
+    assert train(*on_store, "--steps", 3) == 0
+    in_memory = ("--mode", "memory", "--reference", "split", "--log-dir", place / "m")
+    assert train(*common, *in_memory, "--steps", 3) == 0
+    logs = [place / "s-log", place / "m"]
+    lines = [(log / "metrics.jsonl").read_text().splitlines() for log in logs]
+    losses = [[json.loads(line)["loss"] for line in of_run] for of_run in lines]
+    assert losses[0] == losses[1]
+    out = str(place / "out")
+    words = ["checkpoint", str(place / "s"), "export", out, "--format", "huggingface"]
+    assert jaxinf_main(words) == 0
+    config = json.loads((place / "out" / "config.json").read_text())
+    assert (config["model_type"], config["sliding_window"]) == ("mistral", 7)
+
+
+def test_a_run_goes_on_with_its_own_model(place, text, capsys):
+    write_folder(place / "hf", LLAMA)
+    write_folder(place / "other", dataclasses.replace(LLAMA, window=5))
+    common = ("--data", text, "--batch-size", 2, "--seq-len", 8, "--sample-bytes", 0)
+    common += ("--store", place / "s")
+    assert train("--from", place / "hf", *common, "--steps", 1) == 0
+    assert train("--from", place / "other", *common, "--steps", 2) == 1
+    assert "window of the run's model is 7, of this command's 5" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_head_that_the_checkpoint_does_not_have_begins_anew(place):
+    masked = MODELS["bert"]
+    write_folder(place / "hf", masked)
+    classes = dataclasses.replace(masked, head="classification", num_labels=5)
+    params = deferred_params(place / "hf", classes, seed=0)
+    assert isinstance(params["wte"], jaxinf.typing.DeferredArray)
+    drawn = params["head"]["classifier"]["kernel"]
+    assert drawn.shape == (32, 5)
+    assert 0.01 < np.std(drawn) < 0.03
+
+
+def tied(place):
+    return dataclasses.replace(LLAMA, window=None, tied_embeddings=True)
+
+
+def test_tied_weights_under_either_name_and_both(place):
+    tensors = write_folder(place / "hf", tied(place), num_files=1)
+    wte = tensors.pop("model.embed_tokens.weight")
+    file = place / "hf" / "model.safetensors"
+    for number, held in enumerate(
+        ({"lm_head.weight": wte}, {"lm_head.weight": wte, "embed_tokens.weight": wte})
+    ):
+        save_file(tensors | held, file)
+        folder = place / f"hf-{number}"
+        shutil.copytree(place / "hf", folder)
+        store = place / f"s{number}"
+        assert train("--from", folder, "--store", store, "--steps", 0) == 0
+        with jaxinf.open_store(store) as opened:
+            np.testing.assert_array_equal(opened.read("params", "wte"), wte)
+
+
+def change_config(**changes):
+    def change(folder):
+        document = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(document | changes))
+
+    return change
+
+
+def change_tensors(change):
+    def changed(folder):
+        for file in folder.glob("*.safetensors"):
+            file.unlink()
+        (folder / INDEX).unlink()
+        save_file(
+            change(write_folder(folder / "t", LLAMA)), folder / "model.safetensors"
+        )
+
+    return changed
+
+
+def change_index(**places):
+    def change(folder):
+        document = json.loads((folder / INDEX).read_text())
+        document["weight_map"] |= {k.replace("_", "."): v for k, v in places.items()}
+        (folder / INDEX).write_text(json.dumps(document))
+
+    return change
+
+
+def damage(name, content):
+    def change(folder):
+        (folder / name).write_bytes(content)
+
+    return change
+
+
+def header(text):
+    return len(text).to_bytes(8, "little") + text
+
+
+FIRST = "model-00001-of-00002.safetensors"
+WTE = "model.embed_tokens.weight"
+REFUSALS = {
+    "unknown-architecture": (change_config(model_type="mamba"), "found 'mamba'"),
+    "no-architecture": (change_config(model_type=None), "found None"),
+    "not-json": (damage("config.json", b"{"), "expected a JSON document"),
+    "missing-size": (change_config(hidden_size=None), "hidden_size: expected a value"),
+    "size-of-text": (change_config(hidden_size="32"), "expected a number"),
+    "other-activation": (
+        change_config(hidden_act="relu"),
+        "hidden_act: expected 'silu'",
+    ),
+    "heads-do-not-divide": (change_config(num_key_value_heads=3), "must divide"),
+    "unknown-rope": (change_config(rope_scaling={"type": "yarn"}), "found yarn"),
+    "too-many-layers": (change_config(num_hidden_layers=10**9), "num_layers of 10000"),
+    "one-layer-less": (
+        change_config(num_hidden_layers=1),
+        "model.layers.1.mlp.up_proj.weight: not a tensor of this model",
+    ),
+    "one-layer-more": (
+        change_config(num_hidden_layers=3),
+        "model.layers.2.mlp.up_proj.weight: missing",
+    ),
+    "other-shape": (change_config(vocab_size=255), f"{WTE}: expected shape [255, 32]"),
+    "tied-with-others": (
+        change_config(tie_word_embeddings=True),
+        f"lm_head.weight: expected the values of {WTE}",
+    ),
+    "missing": (
+        change_tensors(lambda t: {k: v for k, v in t.items() if k != WTE}),
+        f"{WTE}: missing",
+    ),
+    "extra": (
+        change_tensors(lambda t: t | {"model.extra": np.zeros(3, np.float32)}),
+        "model.extra: not a tensor of this model",
+    ),
+    "integers": (
+        change_tensors(lambda t: t | {WTE: t[WTE].astype(np.int32)}),
+        f"{WTE}: expected float32, bfloat16 or float16, found int32",
+    ),
+    "no-weights": (
+        lambda folder: [file.unlink() for file in folder.glob("model*")],
+        "found neither",
+    ),
+    "outside": (
+        change_index(x="../../etc/x.safetensors"),
+        "nothing outside it is read",
+    ),
+    "absolute": (change_index(x="/etc/x.safetensors"), "nothing outside it is read"),
+    "index-of-numbers": (change_index(x=3), "nothing outside it is read"),
+    "index-is-a-list": (damage(INDEX, b"[]"), "index of safetensors"),
+    "listed-but-not-there": (change_index(x=FIRST), "found no x"),
+    "file-missing": (lambda folder: (folder / FIRST).unlink(), "No such file"),
+    "truncated": (damage(FIRST, b"\x08"), FIRST),
+    "header-too-long": (damage(FIRST, b"\xff" * 7 + b"\x7f{}"), "does not fit"),
+    "header-is-a-list": (damage(FIRST, header(b"[1, 2]")), FIRST),
+    "header-nested": (damage(FIRST, header(b"[" * 200_000)), "RecursionError"),
+    "metadata-is-a-number": (damage(FIRST, header(b'{"__metadata__":3}')), FIRST),
+    "names-twice": (damage(FIRST, header(b'{"a":1,"a":1}')), "comes twice"),
+    "offsets-of-text": (
+        damage(
+            FIRST,
+            header(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":["0","4"]}}')
+            + b"1234",
+        ),
+        "expected whole numbers",
+    ),
+    "shape-below-zero": (
+        damage(
+            FIRST,
+            header(b'{"a":{"dtype":"F32","shape":[-1,-1],"data_offsets":[0,4]}}')
+            + b"1234",
+        ),
+        "4 bytes for shape",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_bad_checkpoints_are_refused_before_there_is_a_store(place, capsys, name):
+    change, expected = REFUSALS[name]
+    write_folder(place / "hf", dataclasses.replace(LLAMA, window=None))
+    change(place / "hf")
+    assert train("--from", place / "hf", "--store", place / "s", "--steps", 0) in (1, 2)
+    error = capsys.readouterr().err
+    assert expected in error
+    assert "Traceback" not in error
+    assert not (place / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--from", "nowhere"), "expected a Hugging Face checkpoint folder"),
+        (("--from", "nowhere", "--preset", "small"), "says which model it is"),
+        (("--steps", 0), "--steps: expected at least 1"),
+    ],
+)
+def test_usage(place, capsys, words, expected):
+    assert train("--store", place / "s", *words) in (1, 2)
+    assert expected in capsys.readouterr().err
+    assert not (place / "s").exists()
+
+
+def test_only_a_step_that_says_its_model_is_exported(place, capsys):
+    import optax
+
+    tx = jaxinf.smart_update(optax.sgd(0.1), place / "s")
+    tx.init({"w": np.ones(3, np.float32)})
+    words = ["checkpoint", str(place / "s"), "export", str(place / "out")]
+    assert jaxinf_main([*words, "--format", "huggingface"]) == 1
+    assert "which model it is of" in capsys.readouterr().err
+    assert not (place / "out").exists()
