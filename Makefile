@@ -4,11 +4,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+NEWEST_PYTHON ?= $(firstword $(foreach v,3.14 3.13 3.12 3.11,$(shell command -v python$(v))) $(PYTHON))
 XRT_PACKAGES := libxrt1 libxrt-dev uuid-dev binutils g++
 SOURCES := pyproject.toml setup.py $(shell find jaxinf hls models -name '*.py' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-long test-models test-compilers test-hls test-cards test-xrt test-faults faults lint clean
+.PHONY: help train test test-long test-models test-compilers test-newest test-hls test-cards test-xrt test-faults faults lint clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -47,6 +48,9 @@ test-models: $(VENV)/installed  ## the models, and their PyTorch originals (inst
 test-compilers: $(VENV)/installed  ## kernels: same bits from g++ and clang++ (installs clang)
 	command -v clang++ >/dev/null || { $(SUDO) apt-get update -qq && $(SUDO) apt-get install -qq -y --no-install-recommends clang; }
 	JAXINF_TEST_COMPILERS='g++ clang++' $(BIN)/pytest tests/kernels/test_compilers.py
+
+test-newest:  ## what newer JAX, Flax, optax, Orbax, tensorstore break; reports only
+	$(NEWEST_PYTHON) scripts/try_newest.py .venv-newest
 
 test-hls: $(VENV)/installed  ## card kernels: testbenches, and every variant against the host
 	$(MAKE) -C hls csim PYTHON=$(abspath $(BIN)/python)

@@ -1,0 +1,155 @@
+"""Tries jaxinf on the newest releases and pre-releases of what it builds on.
+
+Installs past the upper bounds of pyproject.toml into an environment of its own, runs
+the tests that touch JAX, optax, Flax, Orbax and tensorstore most, and prints a table.
+It reports and does not gate: the exit status is 0, whatever the tests say. Uses the
+standard library alone, so that any Python runs it: ``try_newest.py ENVIRONMENT``.
+"""
+
+import re
+import subprocess
+import sys
+import tomllib
+import xml.etree.ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+WATCHED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore")
+GROUPS = {
+    "contract": "tests/test_optimizer_contract.py tests/csd/test_contract.py",
+    "transform": "tests/test_transform.py tests/test_transform_refusals.py "
+    "tests/test_transform_sharded.py tests/test_compat.py",
+    "programs": "tests/program tests/kernels/test_operations.py",
+    "bits": "tests/kernels/test_bits.py",
+    "stock readers": "tests/store/test_stock_readers.py "
+    "tests/layout/test_zarr_readers.py tests/exchange/test_orbax_export.py",
+}
+LIMIT_S = 1800
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a group of tests said: counts, and the first line of each failure."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    failures: tuple[str, ...] = ()
+
+
+def main() -> None:
+    environment = Path(sys.argv[1])
+    python = environment / "bin" / "python"
+    if not python.exists():
+        run([sys.executable, "-m", "venv", str(environment)])
+    tried: list[dict[str, str]] = []
+    for kind in ("releases", "pre-releases"):
+        failure = install(python, with_pre_releases=kind == "pre-releases")
+        if failure:
+            print(f"\n{kind}: cannot be installed\n{failure}")
+            continue
+        found = versions(python)
+        if found in tried:
+            print(f"\n{kind}: no newer versions than these")
+            continue
+        tried.append(found)
+        report(kind, found, {name: run_group(python, name) for name in GROUPS})
+
+
+def requirements(*, with_pre_releases: bool) -> list[str]:
+    """Those of the package and its tests, without upper bounds."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    listed = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    result = []
+    for requirement in listed:
+        bound = re.match(r"([\w.-]+)>=([\w.]+)", requirement)
+        assert bound, f"pyproject.toml: expected NAME>=VERSION, found {requirement}"
+        name, lower = bound.groups()
+        is_watched = with_pre_releases and name in WATCHED
+        # A bound that is a pre-release lets pip take others of that package alone.
+        result.append(f"{name}>={lower}{'.dev0' if is_watched else ''}")
+    return result
+
+
+def install(python: Path, *, with_pre_releases: bool) -> str:
+    """Installs; returns the end of pip's words where it cannot."""
+    pip = [str(python), "-m", "pip", "install", "--quiet"]
+    wanted = requirements(with_pre_releases=with_pre_releases)
+    steps = (
+        [*pip, "--upgrade", "--upgrade-strategy", "eager", *wanted],
+        [*pip, "--no-deps", "--force-reinstall", str(ROOT)],
+    )
+    for command in steps:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode:
+            return result.stderr.strip()[-1000:]
+    return ""
+
+
+def versions(python: Path) -> dict[str, str]:
+    """Of the packages that are watched."""
+    program = (
+        "import sys; from importlib.metadata import version; "
+        "print(*map(version, sys.argv[1:]))"
+    )
+    text = run([str(python), "-c", program, *WATCHED])
+    return dict(zip(WATCHED, text.split(), strict=True))
+
+
+def run_group(python: Path, name: str) -> Outcome:
+    """Runs a group's tests, where a warning is no error."""
+    results = python.parents[1] / f"{name.replace(' ', '-')}.xml"
+    results.unlink(missing_ok=True)
+    command = [str(python.with_name("pytest")), "-q", "-n", "auto", "-W", "default"]
+    command += ["-m", "not long", f"--junitxml={results}", *GROUPS[name].split()]
+    print(f"{name}: {' '.join(command)}", file=sys.stderr)
+    try:
+        subprocess.run(command, cwd=ROOT, timeout=LIMIT_S, capture_output=True)
+    except subprocess.TimeoutExpired:
+        return Outcome(failed=1, failures=(f"did not end within {LIMIT_S} s",))
+    if not results.exists():
+        return Outcome(failed=1, failures=("pytest could not run them",))
+    return outcome(xml.etree.ElementTree.parse(results).getroot())
+
+
+def outcome(root: xml.etree.ElementTree.Element) -> Outcome:
+    """What pytest's report says."""
+    passed = skipped = 0
+    failures = []
+    for case in root.iter("testcase"):
+        problem = next((c for c in case if c.tag in ("failure", "error")), None)
+        if problem is not None:
+            where = f"{case.get('classname')}.{case.get('name')}"
+            first = (problem.get("message") or "").strip().splitlines()
+            failures.append(f"{where}: {first[0][:200] if first else '?'}")
+        elif case.find("skipped") is not None:
+            skipped += 1
+        else:
+            passed += 1
+    return Outcome(passed, len(failures), skipped, tuple(failures))
+
+
+def report(kind: str, found: dict[str, str], outcomes: dict[str, Outcome]) -> None:
+    """Prints the versions, a line a group, and the failures."""
+    number = ".".join(map(str, sys.version_info[:3]))
+    print(
+        f"\n{kind}, Python {number}: " + ", ".join(f"{n} {v}" for n, v in found.items())
+    )
+    print(f"{'':14}{'passed':>8}{'failed':>8}{'skipped':>9}")
+    for name, told in outcomes.items():
+        print(f"{name:14}{told.passed:8}{told.failed:8}{told.skipped:9}")
+    for name, told in outcomes.items():
+        for failure in told.failures[:10]:
+            print(f"{name}: {failure}")
+        if len(told.failures) > 10:
+            print(f"{name}: {len(told.failures) - 10} more")
+
+
+def run(command: list[str]) -> str:
+    """Runs a command that has to succeed; returns what it prints."""
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+if __name__ == "__main__":
+    main()
