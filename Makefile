@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-NEWEST_PYTHON ?= $(firstword $(foreach v,3.14 3.13 3.12 3.11,$(shell command -v python$(v))) $(PYTHON))
+NEWEST_PYTHON ?= $(firstword $(foreach v,3.14 3.13 3.12 3.11,$(shell python$(v) -c 'import sys; print(sys.executable)' 2>/dev/null)) $(PYTHON))
 XRT_PACKAGES := libxrt1 libxrt-dev uuid-dev binutils g++
 SOURCES := pyproject.toml setup.py $(shell find jaxinf hls models -name '*.py' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 

@@ -9,12 +9,9 @@ from typing import Any
 
 import hypothesis
 import pytest
+from raw_stores import memory_directory
 
 import jaxinf
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from raw_stores import memory_directory
 
 # How long an example takes depends on what else the machine does.
 hypothesis.settings.register_profile("jaxinf", deadline=None)
@@ -23,6 +20,11 @@ hypothesis.settings.load_profile("jaxinf")
 # Programs that tests start import the package that is installed, not the checkout
 # that they are started in.
 os.environ["PYTHONSAFEPATH"] = "1"
+
+# They find what tests share where tests do: `pythonpath` of pyproject.toml.
+ROOT = Path(__file__).parents[1]
+SHARED = [str(ROOT / place) for place in ("tests/support", "tests/xrt", "scripts")]
+os.environ["PYTHONPATH"] = os.pathsep.join(SHARED)
 
 
 @pytest.fixture

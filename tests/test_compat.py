@@ -40,9 +40,9 @@ def docstrings(tree):
     }
 
 
-def findings(text):
-    """What of `text` belongs in `jaxinf.compat`, with its line."""
-    tree = ast.parse(text)
+def findings(source):
+    """What of `source` belongs in `jaxinf.compat`, with its line."""
+    tree = ast.parse(source)
     skipped = docstrings(tree)
     for node in ast.walk(tree):
         match node:
@@ -58,8 +58,8 @@ def findings(text):
             case ast.Attribute():
                 found = [node.attr] if node.attr in NAMES else []
                 found += [n for n in [ast.unparse(node)] if MODULES.match(n)]
-            case ast.Constant(value=str()) if id(node) not in skipped:
-                found = [match[0] for match in TEXTS.finditer(node.value)]
+            case ast.Constant(value=str(text)) if id(node) not in skipped:
+                found = [match[0] for match in TEXTS.finditer(text)]
             case _:
                 continue
         yield from ((node.lineno, name) for name in found)

@@ -132,6 +132,7 @@ def as_version_1(path: Path):
     """The store as a jaxinf without checksums wrote it."""
     directory = StoreDirectory.open(path)
     slot = directory.committed_slot()
+    assert slot
     for file in (path / "jaxinf.json", path / "slots" / slot / "commit.json"):
         document = json.loads(file.read_text())
         document["format_version"] = 1

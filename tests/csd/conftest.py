@@ -1,12 +1,6 @@
-"""Lets any test import the contract of CSDs: ``from csd_contract import *``."""
-
-import os
-import sys
+"""Which cases of the contract of CSDs `make test` leaves to `make test-cards`."""
 
 import pytest
-
-sys.path.insert(0, os.path.dirname(__file__))
-
 from csd_contract import CASES
 
 

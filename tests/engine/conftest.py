@@ -1,14 +1,9 @@
 """Stores in memory, and drivers of them that are closed at the end of a test."""
 
-import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, os.path.dirname(__file__))
-
 from store_driver import Driver
 
 

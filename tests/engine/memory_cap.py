@@ -8,8 +8,6 @@ import sys
 import threading
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
 from update_rig import UpdateRig
 
 BUDGET_BYTES = 16 << 20

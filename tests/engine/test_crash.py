@@ -8,9 +8,10 @@ import subprocess
 import sys
 
 import pytest
+import store_driver
 from store_driver import Driver
 
-PROGRAM = os.path.join(os.path.dirname(__file__), "store_driver.py")
+PROGRAM = store_driver.__file__
 NUM_KILLS = 12
 
 

@@ -229,7 +229,6 @@ def test_closing_beside_a_running_step(drive):
 
 FILE_LIMIT = """
 import resource, sys
-sys.path.insert(0, sys.argv[2])
 from store_driver import Driver
 import signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -247,9 +246,7 @@ driver.training.close()
 
 
 def test_a_limit_on_files(drive, place, run_python):
-    import os
-
-    result = run_python(FILE_LIMIT, place / "store", os.path.dirname(__file__))
+    result = run_python(FILE_LIMIT, place / "store")
     assert result.stdout.startswith("StoreSpaceError")
     assert "raise the file-size limit (ulimit -f)" in result.stdout
     assert issubclass(StoreSpaceError, Exception)

@@ -10,10 +10,8 @@ import pytest
 import jaxinf
 from jaxinf.errors import StoreError
 
-HERE = os.path.dirname(__file__)
 START = """
 import os, sys
-sys.path.insert(0, sys.argv[2])
 from store_driver import Driver
 import jaxinf
 driver = Driver(sys.argv[1])
@@ -99,7 +97,8 @@ def test_workers_that_cannot_be_started(drive):
 
 def test_two_stores_in_one_process(drive):
     one, two = drive("one", num_csds=2), drive("two", num_csds=2)
-    one.init(), two.init()
+    one.init()
+    two.init()
     for step in range(1, 4):
         one.step()
         two.step()
@@ -112,19 +111,19 @@ def test_two_stores_in_one_process(drive):
 
 def test_exit_without_close(drive, place, run_python):
     program = START + "driver.steps(3)\n"
-    run_python(program, place / "store", HERE)
+    run_python(program, place / "store")
     drive().init().check(3)
 
 
 def test_exit_with_a_store_that_was_lost_sight_of(drive, place, run_python):
     program = START + "driver.steps(3)\ndel driver\nimport gc\ngc.collect()\n"
-    run_python(program, place / "store", HERE)
+    run_python(program, place / "store")
     drive().init().check(3)
 
 
 def test_exit_by_an_exception_in_the_middle_of_a_step(drive, place, run_python):
     program = START + "driver.steps(2)\ndriver.update([0])\nraise SystemExit(7)\n"
-    assert run_python(program, place / "store", HERE, check=False).returncode == 7
+    assert run_python(program, place / "store", check=False).returncode == 7
     drive().init().check(2)
 
 
@@ -135,7 +134,7 @@ def test_exit_after_a_failure_says_it(drive, place, run_python):
         "lock.unlink(), lock.mkdir()\n"
         "driver.step()\n"
     )
-    result = run_python(program, place / "store", HERE)
+    result = run_python(program, place / "store")
     assert "closing at exit failed" in result.stderr
     assert "current: commit failed: Is a directory" in result.stderr
     (place / "store" / "publish.lock").rmdir()
@@ -170,7 +169,7 @@ print("parent", status, flush=True)
 
 
 def test_a_fork_leaves_its_parents_store_alone(drive, place, run_python):
-    result = run_python(FORK, place / "store", HERE)
+    result = run_python(FORK, place / "store")
     assert result.stdout.split("\n")[:2] == ["child 0", "parent 0"]
     drive().init().check(4)
 
@@ -194,7 +193,7 @@ def test_a_fork_does_not_keep_the_lock(drive, place, run_python):
     program = ORPHAN.replace("os.fork()", "(child := os.fork())").replace(
         'print("forked"', "print(child"
     )
-    result = run_python(program, place / "store", HERE, check=False)
+    result = run_python(program, place / "store", check=False)
     child = int(result.stdout)
     try:
         os.kill(child, 0)

@@ -5,6 +5,7 @@ The reference of the bits is three separate jits: gradients, `tx.update`,
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -282,7 +283,7 @@ def saved(tmp_path):
 
 def test_everything_wrong_is_in_one_error(tmp_path):
     tx, params = optax.adamw(1e-2), make_params()
-    state = tx.init(params)
+    state: Any = tx.init(params)
     nu = {**state[0].nu, "out": jnp.zeros(17)}
     half = jax.tree.map(lambda x: x.astype(jnp.float16), state[0].mu)
     state = (state[0]._replace(nu=nu, mu=half), *state[1:])

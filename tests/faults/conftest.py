@@ -1,14 +1,9 @@
 """Places for stores, in memory where there is such a file system, and their drivers."""
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-sys.path.insert(0, str(Path(__file__).parent))
-
 from mounts import (
     can_mount_ext4,  # noqa: F401
     can_mount_tmpfs,  # noqa: F401

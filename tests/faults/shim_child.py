@@ -6,11 +6,8 @@ Answers with what became of it: the error of a step, and the step that is commit
 
 import ctypes
 import json
-import os
 import sys
 from pathlib import Path
-
-sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "engine"))
 
 from store_driver import Driver
 

@@ -1,7 +1,6 @@
 """Processes that open a store at the same instant: one gets it, the others are told."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +13,10 @@ NUM_PROCESSES = 6
 
 PROGRAM = """
 import json, os, sys
-sys.path.insert(0, sys.argv[2])
 import jaxinf
 from store_driver import Driver
 
-path, num_processes = sys.argv[1], int(sys.argv[3])
+path, num_processes = sys.argv[1], int(sys.argv[2])
 driver = Driver(path + "-none")
 start, go = os.pipe()
 end, stop = os.pipe()
@@ -91,8 +89,7 @@ def run_program():
     """Runs a program of several processes that answer a line of JSON each."""
 
     def run(program, path):
-        engine = os.path.join(os.path.dirname(__file__), "..", "engine")
-        command = [sys.executable, "-c", program, path, engine, NUM_PROCESSES]
+        command = [sys.executable, "-c", program, path, NUM_PROCESSES]
         process = subprocess.Popen(
             [str(word) for word in command],
             stdin=subprocess.PIPE,

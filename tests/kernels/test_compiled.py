@@ -3,6 +3,7 @@
 import os
 import threading
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -212,7 +213,7 @@ def test_slots_that_trade_places():
 def test_strided_views():
     kernel = kernel_of(optax.adam(1e-2))
     plain, wide = chunk(kernel, 1000), chunk(kernel, 2000)
-    strided = {
+    strided: Any = {
         name: [a[::2] for a in value] if name == "slots"
         else value if name in ("scalars", "arrays") else value[::2]
         for name, value in wide.items()
@@ -277,6 +278,17 @@ def test_levels_give_the_same_bits(name):
 # ---- the cache
 
 
+class Compiling:
+    def __init__(self, compiler, log):
+        self._compiler, self._log = str(compiler), log
+
+    def __call__(self, kernel):
+        return compile_kernel(kernel, level=LEVELS[0], compiler=self._compiler)
+
+    def runs(self):
+        return len(self._log.read_text().split()) if self._log.exists() else 0
+
+
 @pytest.fixture
 def counted(tmp_path, monkeypatch):
     """A compiler that counts its runs, and a cache of its own."""
@@ -284,13 +296,7 @@ def counted(tmp_path, monkeypatch):
     script.write_text(f'#!/bin/sh\necho run >> {log}\nexec {COMPILER} "$@"\n')
     script.chmod(0o755)
     monkeypatch.setenv("JAXINF_CACHE_DIR", str(tmp_path / "cache"))
-
-    def compile_with(kernel):
-        return compile_kernel(kernel, level=LEVELS[0], compiler=str(script))
-
-    compile_with.runs = lambda: len(log.read_text().split()) if log.exists() else 0
-    compile_with.script = script
-    return compile_with
+    return Compiling(script, log)
 
 
 @needs_compiler

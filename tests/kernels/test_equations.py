@@ -123,10 +123,10 @@ def ordered(array):
 
 def reference(equation, operands):
     params = dict(equation.params)
-    operation = BEYOND_OPTAX.get(equation.op) or OPERATIONS.get(equation.op)
     if equation.op == "reduce_precision":
         narrow = operands[0].astype(params["to"])
         return narrow.astype(np.float32)
+    operation = BEYOND_OPTAX.get(equation.op) or OPERATIONS[equation.op]
     wide = [x.astype(np.float64) if x.dtype == np.float32 else x for x in operands]
     floating = equation.dtype == np.float32
     out = np.empty(NUM, np.float64 if floating else equation.dtype)

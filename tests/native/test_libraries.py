@@ -30,6 +30,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+class Loading:
+    def __init__(self, compiler, log):
+        self.arguments = (SOURCE, toolchain.levels()[0], str(compiler))
+        self._log = log
+
+    def __call__(self):
+        return libraries.load_cached(*self.arguments)
+
+    def runs(self):
+        return len(self._log.read_text().split()) if self._log.exists() else 0
+
+
 @pytest.fixture
 def load(tmp_path, monkeypatch):
     """Loads `SOURCE` by a compiler that counts its runs, with a cache of its own."""
@@ -38,12 +50,7 @@ def load(tmp_path, monkeypatch):
     script.chmod(0o755)
     monkeypatch.setenv("JAXINF_CACHE_DIR", str(tmp_path / "cache"))
 
-    def load_one():
-        return libraries.load_cached(*load_one.arguments)
-
-    load_one.arguments = (SOURCE, toolchain.levels()[0], str(script))
-    load_one.runs = lambda: len(log.read_text().split()) if log.exists() else 0
-    return load_one
+    return Loading(script, log)
 
 
 def cached(tmp_path):

@@ -79,8 +79,8 @@ def read_changed(tmp_path, manifest_of):
 
     def read(change):
         document = manifest_of(csds=("/mnt/a", "/mnt/b")).to_json()
-        text = change if isinstance(change, str) else None
-        if text is None:
+        text = change
+        if callable(change):
             change(document)
             text = json.dumps(document)
         path = tmp_path / "jaxinf.json"

@@ -2,11 +2,11 @@
 
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from store_driver import Driver
 
 import jaxinf
 import jaxinf.store.rebalancing as rebalancing
@@ -17,10 +17,6 @@ from jaxinf.errors import (
     StoreSpaceError,
 )
 from jaxinf.store import StoreDirectory, Verifier, rebalance, stored_bytes
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-
-from store_driver import Driver
 
 LEAVES = {
     "bias": ((129,), "float32"),

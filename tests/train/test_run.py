@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from typing import Any
 
 import numpy as np
 import pytest
@@ -113,7 +114,7 @@ def test_plain_output_has_no_control_characters(run, tmp_path, capsys):
 def test_commit_says_where_in_the_data(run, tmp_path):
     assert run("--store", tmp_path / "store", "--steps", 3) == 0
     with jaxinf.open_store(tmp_path / "store") as store:
-        payload = store.payload
+        payload: Any = store.payload
     assert payload["step"] == 3
     assert payload["examples"] == 6
     assert payload["loader"]["name"] == "grain"

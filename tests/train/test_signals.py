@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 
@@ -70,7 +71,8 @@ def test_signal_commits_and_resumes(
     assert command[command.index("--store") + 1] == str(tmp_path / "store")
 
     with jaxinf.open_store(tmp_path / "store") as store:
-        assert store.step == store.payload["step"] == step
+        payload: Any = store.payload
+        assert store.step == payload["step"] == step
     assert run("--store", tmp_path / "store", "--steps", step + 3) == 0
     assert losses(tmp_path / "store-log") == uninterrupted[: step + 3]
 

@@ -11,8 +11,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from swemu.build import build_xclbin
 from swemu.table import units
 

@@ -12,10 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "csd"))
-
 from swemu.build import (
     NUM_DEVICES,
     Runtime,

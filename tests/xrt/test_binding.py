@@ -9,7 +9,7 @@ F32 = np.float32
 
 @pytest.fixture
 def pyxrt():
-    import pyxrt
+    import pyxrt  # pyright: ignore[reportMissingImports]
 
     return pyxrt
 

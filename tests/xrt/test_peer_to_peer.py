@@ -48,7 +48,7 @@ def test_drive_to_card_to_drive(open_card, drive, num_bytes):
 
 
 def test_parts_of_a_buffer(open_card, drive):
-    import pyxrt
+    import pyxrt  # pyright: ignore[reportMissingImports]
 
     file = drive / "file"
     values = np.arange(4 * PAGE // 4, dtype=F32)
@@ -66,7 +66,7 @@ def test_parts_of_a_buffer(open_card, drive):
 
 
 def test_unaligned_addresses_are_refused(open_card, drive):
-    import pyxrt
+    import pyxrt  # pyright: ignore[reportMissingImports]
 
     file = drive / "file"
     file.write_bytes(bytes(2 * PAGE))

@@ -117,7 +117,7 @@ def test_threads_share_a_device(open_card):
 
 
 def test_sub_buffers(open_card):
-    import pyxrt
+    import pyxrt  # pyright: ignore[reportMissingImports]
 
     card = open_card()
     whole = card.put(np.arange(4096, dtype=F32))

@@ -22,18 +22,18 @@ class Card:
     """An opened device with an xclbin; all its buffers are in its one bank."""
 
     def __init__(self, index: int, xclbin: Path):
-        import pyxrt
+        import pyxrt  # pyright: ignore[reportMissingImports]
 
         self.device = pyxrt.device(index)
         self.uuid = self.device.load_xclbin(str(xclbin))
 
     def kernel(self, name: str) -> Any:
-        import pyxrt
+        import pyxrt  # pyright: ignore[reportMissingImports]
 
         return pyxrt.kernel(self.device, self.uuid, name)
 
     def buffer(self, num_bytes: int, kind: str = "normal") -> Any:
-        import pyxrt
+        import pyxrt  # pyright: ignore[reportMissingImports]
 
         return pyxrt.bo(self.device, num_bytes, getattr(pyxrt.bo, kind), 0)
 
@@ -46,7 +46,7 @@ class Card:
 
 def put_back(buffer: Any, values: np.ndarray) -> None:
     """An array into a buffer of its length, on the device."""
-    import pyxrt
+    import pyxrt  # pyright: ignore[reportMissingImports]
 
     view(buffer, values.dtype)[:] = values
     direction = pyxrt.xclBOSyncDirection.XCL_BO_SYNC_BO_TO_DEVICE
@@ -55,7 +55,7 @@ def put_back(buffer: Any, values: np.ndarray) -> None:
 
 def fetch(buffer: Any, dtype: Any = np.float32) -> np.ndarray:
     """A copy of what a buffer holds on the device."""
-    import pyxrt
+    import pyxrt  # pyright: ignore[reportMissingImports]
 
     direction = pyxrt.xclBOSyncDirection.XCL_BO_SYNC_BO_FROM_DEVICE
     buffer.sync(direction, buffer.size(), 0)
@@ -69,7 +69,7 @@ def view(buffer: Any, dtype: Any = np.float32) -> np.ndarray:
 
 def start(kernel: Any, *arguments: Any) -> Any:
     """Starts a run; unlike a call of the kernel it refuses what it cannot pass."""
-    import pyxrt
+    import pyxrt  # pyright: ignore[reportMissingImports]
 
     run = pyxrt.run(kernel)
     for number, argument in enumerate(arguments):
@@ -80,6 +80,6 @@ def start(kernel: Any, *arguments: Any) -> Any:
 
 def finish(run: Any) -> None:
     """Waits, and checks that the kernel completed."""
-    import pyxrt
+    import pyxrt  # pyright: ignore[reportMissingImports]
 
     assert run.wait() == pyxrt.ert_cmd_state.ERT_CMD_STATE_COMPLETED
