@@ -3,12 +3,13 @@
 import ctypes
 import gc
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+from swemu.table import Kernel, units
+from swemu.xclbin import write_xclbin
 
 from jaxinf.csd.cards import library as library_module
 from jaxinf.csd.cards.library import XrtLibrary
@@ -18,11 +19,6 @@ from jaxinf.csd.cards.xrt import NoCardMemory, XrtCard
 from jaxinf.errors import CsdError
 from jaxinf.kernels.card import CardArgument
 from jaxinf.native import toolchain
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "xrt"))
-
-from swemu.table import Kernel, units
-from swemu.xclbin import write_xclbin
 
 SOURCE = Path(__file__).parent / "stub_xrt.cpp"
 
@@ -37,6 +33,7 @@ def prefix(tmp_path_factory):
     prefix = tmp_path_factory.mktemp("xrt")
     (prefix / "lib").mkdir()
     compiler = toolchain.find_compiler()
+    assert compiler
     output = prefix / "lib" / LIBRARY
     flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-pthread"]
     subprocess.run([compiler, *flags, SOURCE, "-o", output], check=True)

@@ -1,6 +1,7 @@
 """Closing a store while JAX still computes: every step that was dispatched arrives."""
 
 import threading
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -38,10 +39,10 @@ def gate():
         np.asarray(out)[...] = np.asarray(value)
 
     held = jax.jit(buffer_callback(hold, jax.ShapeDtypeStruct((), np.float32)))
-    hold.event, hold.value = event, lambda x: held(slowly(jnp.float32(x)))
-    hold.value(0.0).block_until_ready()  # compiles
+    gate = SimpleNamespace(event=event, value=lambda x: held(slowly(jnp.float32(x))))
+    gate.value(0.0).block_until_ready()  # compiles
     event.clear()
-    yield hold
+    yield gate
     event.set()
 
 
