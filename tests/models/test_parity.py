@@ -20,7 +20,9 @@ from jaxinf_models import (
     task_loss,
 )
 
+from jaxinf.cli import main as jaxinf_main
 from jaxinf.exchange import HuggingFaceFolder
+from jaxinf.train.__main__ import main as train
 
 EXTRA = "needs the extra 'test-models': pip install 'jaxinf[test-models]'"
 torch = pytest.importorskip("torch", reason=EXTRA)
@@ -241,7 +243,7 @@ def compare_gradients(gradients, model, task, folder):
     }
 
 
-@pytest.mark.parametrize("case", ["bert", "t5", "bloom", "mistral"])
+@pytest.mark.parametrize("case", ["bert", "t5", "mistral"])
 def test_packed_documents_are_as_if_alone(case, tmp_path):
     """In one row, each with its own segment: the scores of rows of their own."""
     model, task = original(case), CASES[case][2]
@@ -264,7 +266,29 @@ def test_packed_documents_are_as_if_alone(case, tmp_path):
     np.testing.assert_allclose(packed_scores, apart, rtol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["gpt2", "bert", "t5-gated", "vit", "bloom", "qwen3"])
+@pytest.mark.parametrize("case", ["bert-classes", "t5-gated", "vit", "llama-3"])
+def test_transformers_loads_an_export_with_the_same_bits(case, place):
+    """In bfloat16, through sharded files, a store, and back."""
+    model = original(case).to(torch.bfloat16)
+    model.save_pretrained(place / "hf", max_shard_size="20KB")
+    task = ("--task", CASES[case][2])
+    words = ("--from", place / "hf", *task, "--store", place / "s", "--steps", 0)
+    assert train([str(word) for word in words]) == 0
+    words = ("checkpoint", place / "s", "export", place / "out")
+    words += ("--format", "huggingface", "--dtype", "bfloat16")
+    assert jaxinf_main([str(word) for word in words]) == 0
+    again, report = type(model).from_pretrained(
+        place / "out", dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    theirs, ours = model.state_dict(), again.state_dict()
+    assert theirs.keys() == ours.keys()
+    for name, values in theirs.items():
+        assert torch.equal(values.view(torch.int16), ours[name].view(torch.int16)), name
+
+
+@pytest.mark.parametrize("case", ["bert", "t5-gated", "vit", "qwen3"])
 def test_bfloat16_and_dropout_and_remat(case, tmp_path):
     model, task = original(case), CASES[case][2]
     model.save_pretrained(tmp_path)
@@ -299,7 +323,7 @@ def test_bfloat16_and_dropout_and_remat(case, tmp_path):
     assert names == {"float32"}
 
 
-@pytest.mark.parametrize("case", ["gpt2", "bert-classes", "t5", "vit", "llama"])
+@pytest.mark.parametrize("case", ["bert-classes", "t5", "llama"])
 def test_new_params_are_small_enough_to_learn(case, tmp_path):
     """The initial loss is that of a guess: no term of the init is out of scale."""
     model, task = original(case), CASES[case][2]
