@@ -177,10 +177,11 @@ class _Run:
             )
             return
         train_step = self._compile()
+        unit = "images" if self._config.takes_images else "tokens"
         coming = self._batches.starting_at(Batches.position_of(first))
         with (
             contextlib.closing(coming),
-            Progress(self._console, first=first, last=last) as progress,
+            Progress(self._console, first=first, last=last, unit=unit) as progress,
             Recorder(self._metrics, progress) as recorder,
             StopRequest(self._say_stopping) as stop,
         ):

@@ -40,10 +40,13 @@ class Progress:
       console: where to.
       first: steps that were done before.
       last: the step to end at.
+      unit: what a line's `tokens` are.
     """
 
-    def __init__(self, console: Console, *, first: int, last: int) -> None:
-        self._console = console
+    def __init__(
+        self, console: Console, *, first: int, last: int, unit: str = "tokens"
+    ) -> None:
+        self._console, self._unit = console, unit
         self._first, self._last = first, last
         self._started_s = self._shown_s = time.monotonic()
         self._tokens_per_s = self._loss = 0.0
@@ -102,7 +105,7 @@ class Progress:
     def _text(self, line: StepLine) -> str:
         return (
             f"step {line.step}/{self._last}  loss {self._loss:.3f}  "
-            f"{self._tokens_per_s:,.0f} tokens/s{self._drive}  "
+            f"{self._tokens_per_s:,.0f} {self._unit}/s{self._drive}  "
             f"memory {format_bytes(line.rss_bytes or 0)}{self._left(line.step)}"
         )
 
