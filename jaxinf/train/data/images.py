@@ -197,13 +197,18 @@ def _digest(image: Array, label: int) -> bytes:
 
 def _decoded(picture: Picture, num_channels: int) -> Array:
     module = optional_import("PIL.Image", what=picture.where)
-    modes = {1: "L", 3: "RGB", 4: "RGBA"}
+    mode = {1: "L", 3: "RGB", 4: "RGBA"}.get(num_channels)
+    if mode is None:
+        raise DataError(
+            f"{picture.where}: expected a model of 1, 3 or 4 channels, which image "
+            f"files have, found {num_channels}; give it arrays"
+        )
     source = picture.content
     try:
         with module.open(
             io.BytesIO(source) if isinstance(source, bytes) else source
         ) as i:
-            return np.asarray(i.convert(modes[num_channels]))
+            return np.asarray(i.convert(mode))
     except (OSError, SyntaxError, ValueError) as error:
         raise DataError(
             f"{picture.where}: expected an image, found what cannot be read as one: "
