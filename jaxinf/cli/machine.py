@@ -6,22 +6,18 @@ Invariant: looking changes nothing; what is missing comes with its remedy.
 import contextlib
 import os
 import platform
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from jaxinf.native import toolchain
+
 __all__ = ["Machine", "Problem", "isa_level", "look_at_machine"]
 
-_LEVELS = {
-    "x86-64-v2": {"cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3"},
-    "x86-64-v3": {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"},
-    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
-}
+_V2 = {"cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3"}
 _PACKAGES = ("jaxinf", "jax", "jaxlib", "optax", "flax", "tensorstore", "numpy")
-_COMPILERS = ("g++", "c++", "clang++", "gcc", "cc", "clang")
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,7 @@ class Machine:
       isa: the x86-64 level, else the architecture.
       memory_bytes: in all.
       available_bytes: that programs can have now.
-      compiler: path of a C or C++ compiler, None without one.
+      compiler: path of the C++ compiler that kernels are compiled by; or None.
       packages: versions of what jaxinf uses; None where it is not installed.
       devices: of JAX, as it prints them.
       problems: what is missing.
@@ -93,15 +89,9 @@ def look_at_machine(*, proc: Path = Path("/proc")) -> Machine:
     isa = isa_level(cpu.get("flags", "").split())
     problems += _cpu_problems(isa)
     memory = _memory(proc / "meminfo")
-    compiler = _find_compiler()
+    compiler = toolchain.find_compiler()
     if compiler is None:
-        problems.append(
-            Problem(
-                "no C++ compiler was found in PATH: optimizers other than the common "
-                "ones run in NumPy",
-                "install one (apt install g++), or set CXX",
-            )
-        )
+        problems.append(_no_compiler(is_for_kernels=isa in toolchain.LEVELS))
     packages = {name: _version(name) for name in _PACKAGES}
     return Machine(
         cpu_model=cpu.get("model name", platform.processor() or "unknown"),
@@ -116,23 +106,37 @@ def look_at_machine(*, proc: Path = Path("/proc")) -> Machine:
     )
 
 
+def _no_compiler(*, is_for_kernels: bool) -> Problem:
+    chosen = os.environ.get("CXX", "").strip()
+    where = f"CXX={chosen}" if chosen else f"{', '.join(toolchain.COMPILERS)} in PATH"
+    without = (
+        "optimizers other than the common ones run on NumPy"
+        if is_for_kernels
+        else 'csd="emulated" cannot run'
+    )
+    remedy = (
+        "set CXX to one, or unset it" if chosen else "install one (apt install g++)"
+    )
+    return Problem(f"no C++ compiler was found (looked for {where}): {without}", remedy)
+
+
 def _cpu_problems(isa: str) -> list[Problem]:
-    if not isa.startswith("x86-64"):
-        return [
-            Problem(
-                f"the processor is {isa}: that updates have the bits of jitted optax "
-                "is tested on x86-64 only",
-                "compare a short run with plain optax before relying on equal bits",
-            )
-        ]
-    if isa in ("x86-64-v1", "x86-64-v2"):
-        return [
-            Problem(
-                f"the processor is {isa}: it has no AVX2 and no fused multiply-add",
-                "expect slow updates, or use an x86-64-v3 processor (2013 or later)",
-            )
-        ]
-    return []
+    if isa in toolchain.LEVELS:
+        return []
+    lacks = (
+        "it has no AVX2 and no fused multiply-add"
+        if isa.startswith("x86-64")
+        else "jaxinf's C++ is for x86-64"
+    )
+    return [
+        Problem(
+            f"the processor is {isa}: {lacks}. Kernels run on NumPy, at about a third "
+            "of the speed and with other roundings than jitted optax, and short state "
+            "is moved one request at a time",
+            "expect slow updates and compare a short run with plain optax, or use an "
+            "x86-64-v3 processor (2013 or later)",
+        )
+    ]
 
 
 def isa_level(flags: list[str]) -> str:
@@ -140,12 +144,9 @@ def isa_level(flags: list[str]) -> str:
     machine = platform.machine()
     if machine != "x86_64":
         return machine
-    level = "x86-64-v1"
-    for name, needed in _LEVELS.items():
-        if not needed <= set(flags):
-            break
-        level = name
-    return level
+    if levels := toolchain.levels_of(flags):
+        return levels[0]
+    return "x86-64-v2" if set(flags) >= _V2 else "x86-64-v1"
 
 
 def _cpu_entry(cpuinfo: Path) -> dict[str, str]:
@@ -164,14 +165,6 @@ def _memory(meminfo: Path) -> dict[str, int]:
         return {}
     words = [line.replace(":", " ").split() for line in lines]
     return {w[0]: int(w[1]) * 1024 for w in words if len(w) == 3}
-
-
-def _find_compiler() -> str | None:
-    chosen = [os.environ[name] for name in ("CXX", "CC") if os.environ.get(name)]
-    for name in [*(words.split()[0] for words in chosen), *_COMPILERS]:
-        if found := shutil.which(name):
-            return found
-    return None
 
 
 def _version(package: str) -> str | None:

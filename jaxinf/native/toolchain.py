@@ -10,10 +10,11 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 __all__ = [
+    "COMPILERS",
     "GENERATED",
     "HELPERS",
     "LEVELS",
@@ -29,9 +30,13 @@ __all__ = [
     "find_compiler",
     "key_of_library",
     "levels",
+    "levels_of",
     "prebuilt_library",
     "run_compiler",
 ]
+
+COMPILERS = ("c++", "g++", "clang++")
+"""What is looked for where ``CXX`` names none."""
 
 LEVELS = ("x86-64-v4", "x86-64-v3")
 """What C++ is compiled for, best first; all give the same bits."""
@@ -63,25 +68,29 @@ class CompilerError(Exception):
 @functools.cache
 def levels() -> tuple[str, ...]:
     """The levels of `LEVELS` that this processor has, best first."""
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        return ()
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return ()
-    flags: set[str] = set()
     for line in text.splitlines():
         name, _, value = line.partition(":")
         if name.strip() == "flags":
-            flags = set(value.split())
-            break
+            return levels_of(value.split())
+    return ()
+
+
+def levels_of(cpu_flags: Iterable[str]) -> tuple[str, ...]:
+    """The levels of a processor with the flags that ``/proc/cpuinfo`` names."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return ()
+    flags = set(cpu_flags)
     return tuple(level for level in LEVELS if _CPU_FLAGS[level] <= flags)
 
 
 def find_compiler() -> str | None:
-    """The C++ compiler: ``$CXX``, else the first of c++, g++ and clang++; or None."""
+    """The C++ compiler: ``$CXX``, else the first of `COMPILERS`; or None."""
     wanted = os.environ.get("CXX", "").strip()
-    names = [wanted] if wanted else ["c++", "g++", "clang++"]
+    names = [wanted] if wanted else COMPILERS
     return next((path for name in names if (path := shutil.which(name))), None)
 
 

@@ -240,14 +240,14 @@ def test_block_device_of_a_partition(tmp_path):
 
 
 V2 = ["cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3"]
-V3 = ["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"]
+V3 = ["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"]
 V4 = ["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"]
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="levels of x86-64")
 @pytest.mark.parametrize(
     ("flags", "level"),
-    [([], 1), (V2, 2), (V2 + V3, 3), (V2 + V3 + V4, 4), (V2 + V4, 2), (V3, 1)],
+    [([], 1), (V2, 2), (V2 + V3, 3), (V2 + V3 + V4, 4), (V2 + V4, 2)],
 )
 def test_isa_level(flags, level):
     assert machine.isa_level(flags) == f"x86-64-v{level}"
@@ -258,17 +258,35 @@ def test_what_the_machine_lacks(monkeypatch):
         raise DeviceConfigurationError("8 CPU devices hang. Start with PJRT_NPROC=16")
 
     monkeypatch.setattr(jaxinf.optimizer.callback, "check_device_configuration", refuse)
-    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(machine, "isa_level", lambda flags: "x86-64-v2")
     found = machine.look_at_machine()
     whats = [problem.what for problem in found.problems]
     assert len(whats) == 3
     assert "no fused multiply-add" in whats[0]
-    assert "no C++ compiler" in whats[1]
+    assert "looked for c++, g++, clang++ in PATH" in whats[1]
     assert whats[2] == "8 CPU devices hang"
     assert found.problems[2].remedy == "Start with PJRT_NPROC=16"
     assert not any(problem.is_fatal for problem in found.problems)
     assert "XLA_PYTHON_CLIENT_PREALLOCATE" not in os.environ
+
+
+def test_another_processor_is_told_what_it_gets(monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    found = machine.look_at_machine()
+    assert found.isa == "aarch64"
+    assert found.compiler is None
+    cpu, compiler = found.problems
+    assert "aarch64: jaxinf's C++ is for x86-64. Kernels run on NumPy" in cpu.what
+    assert "CXX=no-such-compiler" in compiler.what
+    assert 'csd="emulated" cannot run' in compiler.what
+
+
+def test_the_compiler_is_the_librarys(monkeypatch):
+    monkeypatch.setattr(machine.toolchain, "find_compiler", lambda: "/opt/c++")
+    assert machine.look_at_machine().compiler == "/opt/c++"
 
 
 @pytest.mark.parametrize(
