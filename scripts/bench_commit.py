@@ -17,7 +17,6 @@ from update_rig import UpdateRig
 
 CONFIGURATIONS = {
     "step": {"durability": "step"},
-    "step, verify sampled": {"durability": "step", "verify": "sampled"},
     "step, verify never": {"durability": "step", "verify": "never"},
     "8": {"durability": 8},
     "checkpoint": {"durability": "checkpoint"},

@@ -24,10 +24,8 @@ from jaxinf.typing import Array
 
 __all__ = ["VERIFY_MODES", "ChunkTable", "VerifyMode"]
 
-VerifyMode = Literal["always", "sampled", "never"]
-VERIFY_MODES: tuple[VerifyMode, ...] = ("always", "sampled", "never")
-
-_SAMPLED_ONE_IN = 16
+VerifyMode = Literal["always", "never"]
+VERIFY_MODES: tuple[VerifyMode, ...] = ("always", "never")
 
 
 _Parts: TypeAlias = dict[int, tuple[int, int]]
@@ -89,7 +87,6 @@ class ChunkTable:
         self._storing: dict[int, _Parts] = {}
         self._prepare_lock = threading.Lock()
         self._prepared: set[int] = set()
-        self._num_steps = 0
 
     # --- where ---------------------------------------------------------------------
 
@@ -127,11 +124,9 @@ class ChunkTable:
 
     # --- checksums -----------------------------------------------------------------
 
-    def is_checked(self, layout: SubgroupLayout, state: int) -> bool:
-        """Whether what is read is to be given to `loaded`."""
-        if self._verify == "sampled":
-            entry = self._entry(layout, state)
-            return (entry + self._num_steps) % _SAMPLED_ONE_IN == 0
+    @property
+    def checks_reads(self) -> bool:
+        """Whether checksums of what is read are to be given to `loaded`."""
         return self._verify == "always"
 
     def loaded(
@@ -239,7 +234,6 @@ class ChunkTable:
             for entry, checksum in self._pending.items():
                 self._sums[entry] = checksum
                 self._is_working[entry] = True
-            self._num_steps += 1
             self._loaded.clear()
         self.forget_step()
 

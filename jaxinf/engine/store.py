@@ -446,8 +446,8 @@ def open_store(
         number k, every k steps; ``"checkpoint"``, only with a checkpoint. `wait`,
         `close`, `checkpoint` and all that reads the store's state commit too. A crash
         or an error costs the steps since the last commit.
-      verify: which chunks that are read are held against their checksums:
-        ``"always"``, ``"sampled"`` (each every 16th step) or ``"never"``.
+      verify: whether chunks that are read are compared with their checksums:
+        ``"always"`` or ``"never"``.
       restore: a checkpoint to go on from: it becomes the committed step again, and
         stays as it is. What was committed after it is given up, unless a checkpoint
         keeps that.

@@ -223,8 +223,7 @@ class TrainConfig(DataOptions):
     # those that are kept (checkpoint). A crash costs the steps since.
     durability: Annotated[Durability, _DURABILITY] = "step"
 
-    # Which chunks that are read are held against their checksums: always, sampled (each
-    # every 16th step) or never.
+    # Whether chunks that are read are compared with their checksums: always or never.
     verify: VerifyMode = "always"
 
     # How a new store holds the optimizer's float32 state: as it is, rounded

@@ -88,7 +88,7 @@ class Executor:
         layout, csd = resident.task.layout, self._csds[resident.task.csd]
         unchecked: list[tuple[int, Slot]] = []
         for state, slot in states:
-            if self._chunks.is_checked(layout, state):
+            if self._chunks.checks_reads:
                 with self._timeline.span("checksum"):
                     checksum = csd.checksum(resident.buffer, layout.extents[state])
                 if checksum is None:

@@ -35,7 +35,7 @@ def test_only_what_the_assistant_says_is_learned():
         {"role": "assistant", "content": "yes"},
     ]
     (example,) = read({"messages": messages, "text": None})
-    assert "".join(part.text or "" for part in example.parts) == (
+    assert "".join(str(part.text) for part in example.parts) == (
         "<|user|>\n1+1?\n<|assistant|>\n2\n<|user|>\nsure?\n<|assistant|>\nyes\n"
     )
     assert [p.text for p in example.parts if p.is_learned] == ["2", "yes"]
