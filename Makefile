@@ -53,7 +53,7 @@ test-newest:  ## what newer JAX, Flax, optax, Orbax, tensorstore break; reports 
 	$(NEWEST_PYTHON) scripts/try_newest.py .venv-newest
 
 test-hls: $(VENV)/installed  ## card kernels: testbenches, and every variant against the host
-	$(MAKE) -C hls csim PYTHON=$(abspath $(BIN)/python)
+	$(MAKE) -C hls lint csim PYTHON=$(abspath $(BIN)/python)
 	$(BIN)/pytest -n auto -m hls tests/hls
 
 test-cards: $(VENV)/installed  ## emulated cards: every kind of update, crashes, damage

@@ -13,6 +13,7 @@ from pathlib import Path
 from generate_kernels import HLS, listed_card_kernels
 
 from jaxinf.kernels.card import CardKernel, named_card_kernel
+from jaxinf.kernels.card_source import card_ports
 from jaxinf.kernels.lowering import lower, uniform_results
 from jaxinf.kernels.standard import standard_kernels
 
@@ -20,7 +21,7 @@ QOR = HLS / "qor" / "README.md"
 BEGIN, END = "<!-- card_estimate.py -->\n", "<!-- end -->\n"
 
 KU15P = {"LUT": 522_000, "BRAM": 984, "DSP": 1_968}
-LANES = 16
+LANES = 4
 FREQUENCY_HZ = 250e6
 MEMORY_BYTES_S = 0.8 * 19.2e9
 TOP_K = 0.01
@@ -43,8 +44,8 @@ class Cost:
 
 ADD, MUL = Cost(220, 0, 2), Cost(100, 0, 3)
 FMA, DIV, SQRT = Cost(1200, 0, 2), Cost(800), Cost(460)
-# Two Newton steps, the place in the table, half of a copy; and 1 / sqrt(x) without it.
-RSQRT = (FMA + MUL) * 4 + Cost(150, 2) + DIV + SQRT
+# Two Newton steps, the place in the table, a copy of it; and 1 / sqrt(x) without it.
+RSQRT = (FMA + MUL) * 4 + Cost(150, 4) + DIV + SQRT
 OPERATORS = {
     "add": ADD,
     "sub": ADD,
@@ -61,23 +62,26 @@ OPERATORS = {
     "select_n": Cost(16),
     "sign": Cost(70),
 }
-PORT = Cost(1500, 15)
+READER, WRITER = Cost(1100, 8), Cost(1000, 7)  # of a port, and its bursts
 CHECKSUM = Cost(1800)
-STREAM = Cost(570)
+WIDE_STREAM, BEAT_STREAM = Cost(570), Cost(36 * LANES)
+WAITING_STREAM = Cost(60, 0.5 * LANES)
 RANDOM = Cost(150, 0, 6)
 NARROW = {"f32": Cost(), "bf16": Cost(40), "f16": Cost(120)}
 WIDEN = {"f32": Cost(), "bf16": Cost(), "f16": Cost(90)}
 DECOMPRESS = Cost(1500)
-DECODE_INT8 = Cost(0, 0.5) + MUL
-QUANTISE = RANDOM + MUL * 3 + ADD * 2 + Cost(700)
+DECODE_INT8 = Cost(40, 1) + MUL  # a table for each sign
+CODER = MUL * 4 + ADD * 2 + Cost(350)  # of one sign
+QUANTISE = RANDOM + MUL + CODER * 2
 MEASURE = Cost(2500) + DIV
 
 
 def cost_of(card: CardKernel) -> Cost:
     """All of a kernel."""
-    dense_beats = 2 + 2 * len(card.slots) + 2
-    streams = len(card.pointers) - 1 + dense_beats
-    total = PORT * len(card.pointers) + STREAM * streams
+    writes = sum(pointer.is_output for pointer in card.pointers)
+    total = WRITER * writes + READER * (len(card.pointers) - writes)
+    total += WIDE_STREAM * (len(card.pointers) - 1)
+    total += BEAT_STREAM * (2 + 2 * len(card.slots) + 2)
     total += CHECKSUM * (2 * len(card.extents))
     total += body_cost(card) + ADD * LANES
     total += WIDEN[card.gradient] * LANES
@@ -87,13 +91,13 @@ def cost_of(card: CardKernel) -> Cost:
     if card.state == "bf16":
         total += (RANDOM + NARROW["bf16"]) * (LANES * len(card.slots))
     if card.state == "int8":
-        each = (DECODE_INT8 + QUANTISE) * LANES + MEASURE + STREAM * 2
+        each = (DECODE_INT8 + QUANTISE) * LANES + MEASURE + WAITING_STREAM
         total += each * len(card.slots)
     return total
 
 
 def body_cost(card: CardKernel) -> Cost:
-    """Of 16 lanes; what is the same for all elements is computed once."""
+    """Of all lanes; what is the same for all elements is computed once."""
     equations = lower(standard_kernels()[card.body]).equations
     total = Cost()
     for equation, once in zip(equations, uniform_results(equations), strict=True):
@@ -102,10 +106,14 @@ def body_cost(card: CardKernel) -> Cost:
 
 
 def bytes_an_element(card: CardKernel, top_k: float) -> float:
-    """Through the memory's ports, read and written."""
+    """Of the card's memory, twice: what a kernel reads was written, and so on.
+
+    State comes from the drive and goes back to it by P2P, gradients come from the host
+    and results go there: all of it through the same bank.
+    """
     count = 1 << 20
     pairs = round(count * top_k)
-    return sum(p.num_bytes(count, pairs) for p in card.pointers) / count
+    return 2 * sum(p.num_bytes(count, pairs) for p in card.pointers) / count
 
 
 def elements_a_second(card: CardKernel) -> tuple[float, str]:
@@ -130,9 +138,9 @@ def operations(card: CardKernel) -> str:
 def table() -> str:
     """Markdown."""
     lines = [
-        "| kernel | operations | LUT | BRAM | DSP | bytes an element | G elements/s "
-        "| bound by |",
-        "|---|---|---|---|---|---|---|---|",
+        "| kernel | operations | ports | LUT | BRAM | DSP | bytes an element "
+        "| G elements/s | bound by |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name in listed_card_kernels():
         card = named_card_kernel(name)
@@ -141,7 +149,8 @@ def table() -> str:
         shares = [f"{need:,.0f} ({need / has:.1%})" for need, has in needs]
         rate, bound = elements_a_second(card)
         size = bytes_an_element(card, TOP_K)
-        cells = [name.removeprefix("jaxinf_"), operations(card), *shares]
+        ports = str(len(card_ports(card)))
+        cells = [name.removeprefix("jaxinf_"), operations(card), ports, *shares]
         cells += [f"{size:.1f}", f"{rate / 1e9:.2f}", bound]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

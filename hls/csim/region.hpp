@@ -6,10 +6,13 @@
 // here: when no stage can go on, the process stops and says which ones are left.
 #pragma once
 
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <deque>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include <ucontext.h>
@@ -71,18 +74,44 @@ class Region {
     swapcontext(&region->active_->context, &region->scheduler_);
   }
 
+  // An iteration of the active stage's pipelined loop begins: what was to be written by
+  // now is. In a loop that stalls nothing is: its pipeline stands still, as on a card.
+  static void iteration() {
+    Region* const region = current();
+    if (!region) return;
+    Stage& stage = *region->active_;
+    ++stage.iterations;
+    while (!stage.late.empty() && stage.late.front().first <= stage.iterations) {
+      const std::function<void()> write = std::move(stage.late.front().second);
+      stage.late.pop_front();
+      write();
+    }
+  }
+
+  // Writes when the loop has gone on for so many iterations, or has ended.
+  template <class Stream, class Value>
+  static void write_late(Stream& stream, const Value& value, std::uint64_t cycles) {
+    Region* const region = current();
+    if (!region) return stream.write(value);
+    Stage& stage = *region->active_;
+    stage.late.emplace_back(stage.iterations + cycles,
+                            [&stream, value] { stream.write(value); });
+  }
+
   static void moved() {
     if (Region* const region = current()) region->moved_ = true;
   }
 
  private:
-  static constexpr std::size_t stack_bytes = 256 << 10;
+  static constexpr std::size_t stack_bytes = 512 << 10;
 
   struct Stage {
     const char* name;
     std::function<void()> function;
     const char* waits_for = "";
     bool done = false;
+    std::uint64_t iterations = 0;
+    std::deque<std::pair<std::uint64_t, std::function<void()>>> late{};
     std::unique_ptr<char[]> stack{};
     ucontext_t context{};
   };
@@ -96,6 +125,8 @@ class Region {
     Region* const region = current();
     Stage* const stage = region->active_;
     stage->function();
+    for (auto& [due, write] : stage->late) write();
+    stage->late.clear();
     stage->done = true;
     swapcontext(&stage->context, &region->scheduler_);
   }

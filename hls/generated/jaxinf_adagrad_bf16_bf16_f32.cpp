@@ -20,14 +20,14 @@ JAXINF_CARD_KERNEL void jaxinf_adagrad_bf16_bf16_f32(
     jaxinf::Word c1,
     jaxinf::Word c2,
     jaxinf::Word c3) {
-#pragma HLS INTERFACE m_axi port=gradient bundle=gradient offset=slave num_read_outstanding=16 max_read_burst_length=64
-#pragma HLS INTERFACE m_axi port=params_in bundle=params_in offset=slave num_read_outstanding=16 max_read_burst_length=64
-#pragma HLS INTERFACE m_axi port=params_out bundle=params_out offset=slave num_write_outstanding=16 max_write_burst_length=64
-#pragma HLS INTERFACE m_axi port=sum_of_squares_in bundle=sum_of_squares_in offset=slave num_read_outstanding=16 max_read_burst_length=64
-#pragma HLS INTERFACE m_axi port=sum_of_squares_out bundle=sum_of_squares_out offset=slave num_write_outstanding=16 max_write_burst_length=64
-#pragma HLS INTERFACE m_axi port=rsqrt_estimates bundle=rsqrt_estimates offset=slave num_read_outstanding=16 max_read_burst_length=64
-#pragma HLS INTERFACE m_axi port=out bundle=out offset=slave num_write_outstanding=16 max_write_burst_length=64
-#pragma HLS INTERFACE m_axi port=status bundle=status offset=slave num_write_outstanding=16 max_write_burst_length=64
+#pragma HLS INTERFACE m_axi port=gradient bundle=gradient offset=slave depth=128 num_read_outstanding=16 max_read_burst_length=64
+#pragma HLS INTERFACE m_axi port=params_in bundle=params offset=slave depth=256 num_read_outstanding=16 max_read_burst_length=64
+#pragma HLS INTERFACE m_axi port=params_out bundle=params offset=slave depth=256 num_write_outstanding=16 max_write_burst_length=64
+#pragma HLS INTERFACE m_axi port=sum_of_squares_in bundle=sum_of_squares offset=slave depth=256 num_read_outstanding=16 max_read_burst_length=64
+#pragma HLS INTERFACE m_axi port=sum_of_squares_out bundle=sum_of_squares offset=slave depth=256 num_write_outstanding=16 max_write_burst_length=64
+#pragma HLS INTERFACE m_axi port=rsqrt_estimates bundle=status offset=slave depth=257 num_read_outstanding=16 max_read_burst_length=64
+#pragma HLS INTERFACE m_axi port=out bundle=gradient offset=slave depth=128 num_write_outstanding=16 max_write_burst_length=64
+#pragma HLS INTERFACE m_axi port=status bundle=status offset=slave depth=1 num_write_outstanding=16 max_write_burst_length=64
   using namespace jaxinf;
   Beats gradient_beats, params_beats, slots[1], new_params_beats, out_beats, new_slots[1];
   Wides gradient_words, params_words, sum_of_squares_words, estimates_words, new_params_words, new_sum_of_squares_words, out_words;

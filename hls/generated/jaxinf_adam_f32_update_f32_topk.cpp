@@ -28,16 +28,16 @@ JAXINF_CARD_KERNEL void jaxinf_adam_f32_update_f32_topk(
     jaxinf::Word c6,
     jaxinf::Word s0,
     jaxinf::Word s1) {
-#pragma HLS INTERFACE m_axi port=gradient bundle=gradient offset=slave num_read_outstanding=16 max_read_burst_length=64
-#pragma HLS INTERFACE m_axi port=indices bundle=indices offset=slave num_read_outstanding=16 max_read_burst_length=64
-#pragma HLS INTERFACE m_axi port=params_in bundle=params_in offset=slave num_read_outstanding=16 max_read_burst_length=64
-#pragma HLS INTERFACE m_axi port=params_out bundle=params_out offset=slave num_write_outstanding=16 max_write_burst_length=64
-#pragma HLS INTERFACE m_axi port=mu_in bundle=mu_in offset=slave num_read_outstanding=16 max_read_burst_length=64
-#pragma HLS INTERFACE m_axi port=mu_out bundle=mu_out offset=slave num_write_outstanding=16 max_write_burst_length=64
-#pragma HLS INTERFACE m_axi port=nu_in bundle=nu_in offset=slave num_read_outstanding=16 max_read_burst_length=64
-#pragma HLS INTERFACE m_axi port=nu_out bundle=nu_out offset=slave num_write_outstanding=16 max_write_burst_length=64
-#pragma HLS INTERFACE m_axi port=out bundle=out offset=slave num_write_outstanding=16 max_write_burst_length=64
-#pragma HLS INTERFACE m_axi port=status bundle=status offset=slave num_write_outstanding=16 max_write_burst_length=64
+#pragma HLS INTERFACE m_axi port=gradient bundle=gradient offset=slave depth=256 num_read_outstanding=16 max_read_burst_length=64
+#pragma HLS INTERFACE m_axi port=indices bundle=status offset=slave depth=256 num_read_outstanding=16 max_read_burst_length=64
+#pragma HLS INTERFACE m_axi port=params_in bundle=params offset=slave depth=256 num_read_outstanding=16 max_read_burst_length=64
+#pragma HLS INTERFACE m_axi port=params_out bundle=params offset=slave depth=256 num_write_outstanding=16 max_write_burst_length=64
+#pragma HLS INTERFACE m_axi port=mu_in bundle=mu offset=slave depth=256 num_read_outstanding=16 max_read_burst_length=64
+#pragma HLS INTERFACE m_axi port=mu_out bundle=mu offset=slave depth=256 num_write_outstanding=16 max_write_burst_length=64
+#pragma HLS INTERFACE m_axi port=nu_in bundle=nu offset=slave depth=256 num_read_outstanding=16 max_read_burst_length=64
+#pragma HLS INTERFACE m_axi port=nu_out bundle=nu offset=slave depth=256 num_write_outstanding=16 max_write_burst_length=64
+#pragma HLS INTERFACE m_axi port=out bundle=gradient offset=slave depth=256 num_write_outstanding=16 max_write_burst_length=64
+#pragma HLS INTERFACE m_axi port=status bundle=status offset=slave depth=1 num_write_outstanding=16 max_write_burst_length=64
   using namespace jaxinf;
   Beats gradient_beats, params_beats, slots[2], new_params_beats, out_beats, new_slots[2];
   Wides gradient_words, indices_words, params_words, mu_words, nu_words, new_params_words, new_mu_words, new_nu_words, out_words;

@@ -21,13 +21,13 @@ JAXINF_CARD_KERNEL void jaxinf_lion_bf16_bf16_f32(
     jaxinf::Word c3,
     jaxinf::Word c4,
     jaxinf::Word c5) {
-#pragma HLS INTERFACE m_axi port=gradient bundle=gradient offset=slave num_read_outstanding=16 max_read_burst_length=64
-#pragma HLS INTERFACE m_axi port=params_in bundle=params_in offset=slave num_read_outstanding=16 max_read_burst_length=64
-#pragma HLS INTERFACE m_axi port=params_out bundle=params_out offset=slave num_write_outstanding=16 max_write_burst_length=64
-#pragma HLS INTERFACE m_axi port=mu_in bundle=mu_in offset=slave num_read_outstanding=16 max_read_burst_length=64
-#pragma HLS INTERFACE m_axi port=mu_out bundle=mu_out offset=slave num_write_outstanding=16 max_write_burst_length=64
-#pragma HLS INTERFACE m_axi port=out bundle=out offset=slave num_write_outstanding=16 max_write_burst_length=64
-#pragma HLS INTERFACE m_axi port=status bundle=status offset=slave num_write_outstanding=16 max_write_burst_length=64
+#pragma HLS INTERFACE m_axi port=gradient bundle=gradient offset=slave depth=128 num_read_outstanding=16 max_read_burst_length=64
+#pragma HLS INTERFACE m_axi port=params_in bundle=params offset=slave depth=256 num_read_outstanding=16 max_read_burst_length=64
+#pragma HLS INTERFACE m_axi port=params_out bundle=params offset=slave depth=256 num_write_outstanding=16 max_write_burst_length=64
+#pragma HLS INTERFACE m_axi port=mu_in bundle=mu offset=slave depth=256 num_read_outstanding=16 max_read_burst_length=64
+#pragma HLS INTERFACE m_axi port=mu_out bundle=mu offset=slave depth=256 num_write_outstanding=16 max_write_burst_length=64
+#pragma HLS INTERFACE m_axi port=out bundle=gradient offset=slave depth=128 num_write_outstanding=16 max_write_burst_length=64
+#pragma HLS INTERFACE m_axi port=status bundle=status offset=slave depth=1 num_write_outstanding=16 max_write_burst_length=64
   using namespace jaxinf;
   Beats gradient_beats, params_beats, slots[1], new_params_beats, out_beats, new_slots[1];
   Wides gradient_words, params_words, mu_words, new_params_words, new_mu_words, out_words;

@@ -19,14 +19,14 @@ JAXINF_CARD_KERNEL void jaxinf_sgd_momentum_f32_update_f32_topk(
     jaxinf::Word rounding_first,
     jaxinf::Word c0,
     jaxinf::Word c1) {
-#pragma HLS INTERFACE m_axi port=gradient bundle=gradient offset=slave num_read_outstanding=16 max_read_burst_length=64
-#pragma HLS INTERFACE m_axi port=indices bundle=indices offset=slave num_read_outstanding=16 max_read_burst_length=64
-#pragma HLS INTERFACE m_axi port=params_in bundle=params_in offset=slave num_read_outstanding=16 max_read_burst_length=64
-#pragma HLS INTERFACE m_axi port=params_out bundle=params_out offset=slave num_write_outstanding=16 max_write_burst_length=64
-#pragma HLS INTERFACE m_axi port=trace_in bundle=trace_in offset=slave num_read_outstanding=16 max_read_burst_length=64
-#pragma HLS INTERFACE m_axi port=trace_out bundle=trace_out offset=slave num_write_outstanding=16 max_write_burst_length=64
-#pragma HLS INTERFACE m_axi port=out bundle=out offset=slave num_write_outstanding=16 max_write_burst_length=64
-#pragma HLS INTERFACE m_axi port=status bundle=status offset=slave num_write_outstanding=16 max_write_burst_length=64
+#pragma HLS INTERFACE m_axi port=gradient bundle=gradient offset=slave depth=256 num_read_outstanding=16 max_read_burst_length=64
+#pragma HLS INTERFACE m_axi port=indices bundle=status offset=slave depth=256 num_read_outstanding=16 max_read_burst_length=64
+#pragma HLS INTERFACE m_axi port=params_in bundle=params offset=slave depth=256 num_read_outstanding=16 max_read_burst_length=64
+#pragma HLS INTERFACE m_axi port=params_out bundle=params offset=slave depth=256 num_write_outstanding=16 max_write_burst_length=64
+#pragma HLS INTERFACE m_axi port=trace_in bundle=trace offset=slave depth=256 num_read_outstanding=16 max_read_burst_length=64
+#pragma HLS INTERFACE m_axi port=trace_out bundle=trace offset=slave depth=256 num_write_outstanding=16 max_write_burst_length=64
+#pragma HLS INTERFACE m_axi port=out bundle=gradient offset=slave depth=256 num_write_outstanding=16 max_write_burst_length=64
+#pragma HLS INTERFACE m_axi port=status bundle=status offset=slave depth=1 num_write_outstanding=16 max_write_burst_length=64
   using namespace jaxinf;
   Beats gradient_beats, params_beats, slots[1], new_params_beats, out_beats, new_slots[1];
   Wides gradient_words, indices_words, params_words, trace_words, new_params_words, new_trace_words, out_words;

@@ -45,6 +45,7 @@ inline Word parity(Word x) {
 
 // The checksum (not yet inverted) after 64 more bytes.
 inline Word crc_of_wide_by_rows(Word crc, const Wide& wide) {
+#pragma HLS ARRAY_PARTITION variable=crc_rows.of complete dim=0
   Word next = 0;
 crc_bits:
   for (int j = 0; j < 32; ++j) {

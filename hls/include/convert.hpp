@@ -1,4 +1,4 @@
-// Between what memory holds and float32: 16 lanes a cycle.
+// Between what memory holds and float32: a beat a cycle.
 #pragma once
 
 #include "codecs.hpp"
@@ -41,42 +41,45 @@ inline Word narrow_item(F16, float x) {
 
 // ---- stages
 
-template <class Format>
-void widen(Wides& from, Word num_elements, Beats& to) {
-  constexpr Word beats_a_wide = 4 / Format::bytes;
+template <class Format, Word lanes>
+void widen(Wides& from, Word num_elements, BeatsOf<lanes>& to) {
+  constexpr Word beats_a_wide = 64 / Format::bytes / lanes;
+  const Word beats = num_beats<lanes>(num_elements);
   Wide wide = zero_wide();
+#pragma HLS ARRAY_PARTITION variable=wide.word complete
 widen_beats:
-  for (Word i = 0; i < num_beats(num_elements); ++i) {
+  for (Word i = 0; i < beats; ++i) {
 #pragma HLS PIPELINE II=1
     const Word part = i % beats_a_wide;
     if (part == 0) wide = from.read();
-    Beat beat;
+    BeatOf<lanes> beat;
   widen_lanes:
-    for (Word lane = 0; lane < num_lanes; ++lane) {
+    for (Word lane = 0; lane < lanes; ++lane) {
 #pragma HLS UNROLL
-      const Word bits = item<Format::bytes>(wide, part * num_lanes + lane);
+      const Word bits = item<Format::bytes>(wide, part * lanes + lane);
       beat.lane[lane] = widen_item(Format(), bits);
     }
     to.write(beat);
   }
 }
 
-template <class Format>
-void narrow(Beats& from, Word num_elements, Wides& to) {
-  constexpr Word beats_a_wide = 4 / Format::bytes;
-  const Word beats = num_beats(num_elements);
+template <class Format, Word lanes>
+void narrow(BeatsOf<lanes>& from, Word num_elements, Wides& to) {
+  constexpr Word beats_a_wide = 64 / Format::bytes / lanes;
+  const Word beats = num_beats<lanes>(num_elements);
   Wide wide = zero_wide();
+#pragma HLS ARRAY_PARTITION variable=wide.word complete
 narrow_beats:
   for (Word i = 0; i < beats; ++i) {
 #pragma HLS PIPELINE II=1
     const Word part = i % beats_a_wide;
-    const Beat beat = from.read();
+    const BeatOf<lanes> beat = from.read();
     if (part == 0) wide = zero_wide();
   narrow_lanes:
-    for (Word lane = 0; lane < num_lanes; ++lane) {
+    for (Word lane = 0; lane < lanes; ++lane) {
 #pragma HLS UNROLL
       const Word bits = narrow_item(Format(), beat.lane[lane]);
-      add_item<Format::bytes>(wide, part * num_lanes + lane, bits);
+      add_item<Format::bytes>(wide, part * lanes + lane, bits);
     }
     if (part == beats_a_wide - 1 || i == beats - 1) to.write(wide);
   }

@@ -3,7 +3,7 @@
 //   values, indices ─► one pair a cycle ─► the beat it lies in ─► beats
 //
 // Positions ascend, so one beat is open at a time and no memory is needed: n elements
-// with k pairs take n / 16 + k cycles. A pair that does not ascend, or lies beyond the
+// with k pairs take n / lanes + k cycles. A pair that does not ascend, or lies beyond the
 // subgroup, is left out, and `valid` becomes 0. Of equal positions the last one counts.
 #pragma once
 
@@ -12,15 +12,18 @@
 
 namespace jaxinf {
 
-template <class Format>
+template <class Format, Word lanes>
 void decompress(Wides& values, Wides& indices, Word num_elements, Word num_selected,
-                Beats& to, Words& valid) {
+                BeatsOf<lanes>& to, Words& valid) {
   constexpr Word values_a_wide = 64 / Format::bytes;
-  const Word beats = num_beats(num_elements);
+  const Word beats = num_beats<lanes>(num_elements);
   Wide values_wide = zero_wide(), indices_wide = zero_wide();
-  Beat open;
+  BeatOf<lanes> open;
+#pragma HLS ARRAY_PARTITION variable=values_wide.word complete
+#pragma HLS ARRAY_PARTITION variable=indices_wide.word complete
+#pragma HLS ARRAY_PARTITION variable=open.lane complete
 clear_lanes:
-  for (Word lane = 0; lane < num_lanes; ++lane) {
+  for (Word lane = 0; lane < lanes; ++lane) {
 #pragma HLS UNROLL
     open.lane[lane] = 0.0f;
   }
@@ -41,12 +44,12 @@ decompress_steps:
       have_pair = true;
       ++taken;
     }
-    const Word beat_of_pair = index / num_lanes;
+    const Word beat_of_pair = index / lanes;
     if (have_pair && (beat_of_pair <= written || written == beats)) {
     place_lanes:
-      for (Word lane = 0; lane < num_lanes; ++lane) {
+      for (Word lane = 0; lane < lanes; ++lane) {
 #pragma HLS UNROLL
-        const bool is_here = beat_of_pair == written && index % num_lanes == lane;
+        const bool is_here = beat_of_pair == written && index % lanes == lane;
         open.lane[lane] = is_here ? value : open.lane[lane];
       }
       have_pair = false;
@@ -54,7 +57,7 @@ decompress_steps:
       to.write(open);
       ++written;
     empty_lanes:
-      for (Word lane = 0; lane < num_lanes; ++lane) {
+      for (Word lane = 0; lane < lanes; ++lane) {
 #pragma HLS UNROLL
         open.lane[lane] = 0.0f;
       }

@@ -55,7 +55,8 @@ inline float fused_multiply_add(float a, float b, float c) {
   if (sum == 0) return 0.0f;
   const Word sign = product_larger ? sign_p : sign_c;
 
-  const int zeros = __builtin_clzll(sum);
+  const Word upper = static_cast<Word>(sum >> 32), lower = static_cast<Word>(sum);
+  const int zeros = upper ? __builtin_clz(upper) : 32 + __builtin_clz(lower);
   const std::uint64_t normal = sum << zeros;
   exponent += 63 + 127 - zeros;
   Word significand = static_cast<Word>(normal >> 40);

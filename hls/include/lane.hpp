@@ -1,4 +1,4 @@
-// One element: what a body computes with on a card. `update` has 16 of them side by side.
+// One element: what a body computes with on a card. `update` has some side by side.
 //
 // Masks are I32, all bits set for true, as in the host's lanes.
 #pragma once

@@ -1,4 +1,4 @@
-// Memory to stream and back: one port each, bursts of 64 bytes a cycle, and the CRC-32C
+// Memory to stream and back: a reader and a writer a port, bursts of 64 bytes a cycle, and the CRC-32C
 // of what passes. Checksums end with the last item; the bytes after it, up to a whole
 // `Wide`, are read as they are and written as zeros.
 #pragma once
@@ -37,6 +37,7 @@ void load_checked(const Wide* from, Word num_elements, Wides& to, Words& checksu
   const Extent<Format> extent(num_elements);
   Word crc = ~0u;
   Wide last = zero_wide();
+#pragma HLS ARRAY_PARTITION variable=last.word complete
 load_checked_wides:
   for (Word i = 0; i < extent.wides; ++i) {
 #pragma HLS PIPELINE II=1
@@ -65,6 +66,7 @@ void store_checked(Wide* to, Word num_elements, Wides& from, Words& checksum) {
   const Extent<Format> extent(num_elements);
   Word crc = ~0u;
   Wide last = zero_wide();
+#pragma HLS ARRAY_PARTITION variable=last.word complete
 store_checked_wides:
   for (Word i = 0; i < extent.wides; ++i) {
 #pragma HLS PIPELINE II=1

@@ -1,6 +1,6 @@
 // 1 / sqrt(x) with the bits of the host: from its processor's table of estimates.
 //
-//   port ─► load ─► copies of the table, each in memory with two ports ─► two lanes each
+//   port ─► load ─► a copy of the table for each lane
 #pragma once
 
 #include "lane.hpp"
@@ -14,8 +14,9 @@ namespace jaxinf {
 constexpr Word estimate_words = num_estimates / 2;
 constexpr Word table_words = 16 + estimate_words;
 
+// A lane with a copy of the table of its own: no pointer to a shared one.
 struct RootLane : CardLane {
-  const Word* estimates;
+  Word estimates[estimate_words];
   Word num_steps;
 
   // Without steps, two roundings: the host has no estimate.
@@ -27,34 +28,32 @@ struct RootLane : CardLane {
   }
 };
 
+template <Word lanes>
 struct Roots {
   using Lanes = RootLane;
-  Word num_steps;
-  Word copies[num_lanes / 2][estimate_words];
+  RootLane each[lanes];
 
   explicit Roots(Wides& from) {
 #pragma HLS INLINE
-#pragma HLS ARRAY_PARTITION variable=copies dim=1 complete
-    num_steps = from.read().word[0];
+#pragma HLS DISAGGREGATE variable=each
+#pragma HLS ARRAY_PARTITION variable=each complete
+    const Word num_steps = from.read().word[0];
     Wide wide = zero_wide();
+#pragma HLS ARRAY_PARTITION variable=wide.word complete
   fill_words:
     for (Word i = 0; i < estimate_words; ++i) {
 #pragma HLS PIPELINE II=1
       if (i % 16 == 0) wide = from.read();
     fill_copies:
-      for (Word copy = 0; copy < num_lanes / 2; ++copy) {
+      for (Word lane = 0; lane < lanes; ++lane) {
 #pragma HLS UNROLL
-        copies[copy][i] = wide.word[i % 16];
+        each[lane].num_steps = num_steps;
+        each[lane].estimates[i] = wide.word[i % 16];
       }
     }
   }
 
-  RootLane lane(Word number) const {
-    RootLane lane;
-    lane.estimates = copies[number / 2];
-    lane.num_steps = num_steps;
-    return lane;
-  }
+  const RootLane& lane(Word number) const { return each[number]; }
 };
 
 // Of a body that takes no such root.

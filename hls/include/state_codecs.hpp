@@ -12,10 +12,28 @@
 
 namespace jaxinf {
 
-constexpr Word beats_a_block = code_block / num_lanes;
 constexpr Word blocks_a_wide = 16;  // whose scales are one wide
 
-using WaitingBeats = hls::stream<Beat, 4 * beats_a_block>;
+template <Word lanes>
+constexpr Word beats_a_block() {
+  return code_block / lanes;
+}
+
+// Cycles from a block's last beat to its header, at most: the vendor's divider takes
+// some 30, and the comparisons before it a few.
+constexpr Word header_latency = 64;
+
+// A block waits for its header, and while the divider works the next one arrives. With
+// less room `measure` would stall, its divider with it, and the header never come: csim
+// has that latency, too, and stops there (hls/tb/latency_tb.cpp).
+template <Word lanes>
+constexpr Word waiting_depth() {
+  return beats_a_block<lanes>() + header_latency + 16;
+}
+
+template <Word lanes>
+using WaitingBeatsOf = hls::stream<BeatOf<lanes>, waiting_depth<lanes>()>;
+using WaitingBeats = WaitingBeatsOf<JAXINF_LANES>;
 
 struct BlockHeader {
   float inverse;  // of the largest magnitude; of no meaning where is_zero
@@ -24,43 +42,53 @@ struct BlockHeader {
 using BlockHeaders = hls::stream<BlockHeader, 4>;
 
 // Slot `slot` of a kernel draws its own random bits.
-template <Word slot>
-void narrow_bf16_stochastic(Beats& from, Word num_elements, Word rounding_key,
+template <Word slot, Word lanes>
+void narrow_bf16_stochastic(BeatsOf<lanes>& from, Word num_elements, Word rounding_key,
                             Word rounding_first, Wides& to) {
-  const Word beats = num_beats(num_elements), key = rounding_key + 1 + slot;
+  constexpr Word beats_a_wide = 32 / lanes;
+  const Word beats = num_beats<lanes>(num_elements), key = rounding_key + 1 + slot;
   Wide wide = zero_wide();
+#pragma HLS ARRAY_PARTITION variable=wide.word complete
 stochastic_beats:
   for (Word i = 0; i < beats; ++i) {
 #pragma HLS PIPELINE II=1
-    const Word part = i % 2;
-    const Beat beat = from.read();
+    const Word part = i % beats_a_wide;
+    const BeatOf<lanes> beat = from.read();
     if (part == 0) wide = zero_wide();
   stochastic_lanes:
-    for (Word lane = 0; lane < num_lanes; ++lane) {
+    for (Word lane = 0; lane < lanes; ++lane) {
 #pragma HLS UNROLL
-      const Word number = i * num_lanes + lane;
+      const Word number = i * lanes + lane;
       const Word random = random_bits(rounding_first + number, key);
       const Word code = stochastic_bf16(bits_of(beat.lane[lane]), random);
-      add_item<2>(wide, part * num_lanes + lane, number < num_elements ? code : 0);
+      add_item<2>(wide, part * lanes + lane, number < num_elements ? code : 0);
     }
-    if (part == 1 || i == beats - 1) to.write(wide);
+    if (part == beats_a_wide - 1 || i == beats - 1) to.write(wide);
   }
 }
 
-inline void decode_int8(Wides& codes, Wides& scales, Word num_elements, Beats& to) {
+template <Word lanes>
+void decode_int8(Wides& codes, Wides& scales, Word num_elements, BeatsOf<lanes>& to) {
+#pragma HLS DISAGGREGATE variable=code_tables
+#pragma HLS BIND_STORAGE variable=code_tables.of_signed type=rom_np impl=bram
+#pragma HLS BIND_STORAGE variable=code_tables.of_unsigned type=rom_np impl=bram
+  constexpr Word beats_a_wide = 64 / lanes, block_beats = beats_a_block<lanes>();
+  const Word beats = num_beats<lanes>(num_elements);
   Wide codes_wide = zero_wide(), scales_wide = zero_wide();
+#pragma HLS ARRAY_PARTITION variable=codes_wide.word complete
+#pragma HLS ARRAY_PARTITION variable=scales_wide.word complete
 decode_beats:
-  for (Word i = 0; i < num_beats(num_elements); ++i) {
+  for (Word i = 0; i < beats; ++i) {
 #pragma HLS PIPELINE II=1
-    const Word block = i / beats_a_block;
-    if (i % 4 == 0) codes_wide = codes.read();
-    if (i % (blocks_a_wide * beats_a_block) == 0) scales_wide = scales.read();
+    const Word block = i / block_beats;
+    if (i % beats_a_wide == 0) codes_wide = codes.read();
+    if (i % (blocks_a_wide * block_beats) == 0) scales_wide = scales.read();
     const float scale = float_of(scales_wide.word[block % blocks_a_wide]);
-    Beat beat;
+    BeatOf<lanes> beat;
   decode_lanes:
-    for (Word lane = 0; lane < num_lanes; ++lane) {
+    for (Word lane = 0; lane < lanes; ++lane) {
 #pragma HLS UNROLL
-      const Word code = item<1>(codes_wide, i % 4 * num_lanes + lane);
+      const Word code = item<1>(codes_wide, i % beats_a_wide * lanes + lane);
       beat.lane[lane] = decode_code(static_cast<std::uint8_t>(code), scale);
     }
     to.write(beat);
@@ -69,23 +97,27 @@ decode_beats:
 
 // The largest magnitude of each block. Bits of magnitudes compare as the numbers do;
 // denormals are zero.
-inline void measure(Beats& from, Word num_elements, WaitingBeats& to,
-                    BlockHeaders& headers, Wides& scales) {
-  const Word beats = num_beats(num_elements);
+template <Word lanes, class Waiting>
+void measure(BeatsOf<lanes>& from, Word num_elements, Waiting& to, BlockHeaders& headers,
+             Wides& scales) {
+  constexpr Word block_beats = beats_a_block<lanes>();
+  const Word beats = num_beats<lanes>(num_elements);
   Word largest = 0;
   bool is_signed = false;
   Wide scales_wide = zero_wide();
+#pragma HLS ARRAY_PARTITION variable=scales_wide.word complete
 measure_beats:
   for (Word i = 0; i < beats; ++i) {
 #pragma HLS PIPELINE II=1
-    const Word place = i / beats_a_block % blocks_a_wide;
-    if (i % beats_a_block == 0) largest = 0, is_signed = false;
-    if (i % (beats_a_block * blocks_a_wide) == 0) scales_wide = zero_wide();
-    const Beat beat = from.read();
+    JAXINF_ITERATION;
+    const Word place = i / block_beats % blocks_a_wide;
+    if (i % block_beats == 0) largest = 0, is_signed = false;
+    if (i % (block_beats * blocks_a_wide) == 0) scales_wide = zero_wide();
+    const BeatOf<lanes> beat = from.read();
     to.write(beat);
     Word largest_here = 0;
   measure_lanes:
-    for (Word lane = 0; lane < num_lanes; ++lane) {
+    for (Word lane = 0; lane < lanes; ++lane) {
 #pragma HLS UNROLL
       const Word bits = bits_of(beat.lane[lane]), magnitude = bits & 0x7fffffffu;
       if (magnitude >= 0x800000u) {
@@ -95,40 +127,44 @@ measure_beats:
     }
     largest = largest_here > largest ? largest_here : largest;
     const bool is_last = i == beats - 1;
-    if (i % beats_a_block == beats_a_block - 1 || is_last) {
+    if (i % block_beats == block_beats - 1 || is_last) {
       const bool is_bad = largest > largest_coded_bits;
       const Word sign = is_signed ? 0x80000000u : 0u;
       scales_wide.word[place] = is_bad ? 0x7fc00000u : largest ? largest | sign : 0u;
       const bool is_zero = is_bad || largest == 0;
-      headers.write({1.0f / float_of(is_zero ? 0x3f800000u : largest), is_zero, is_signed});
+      const float inverse = 1.0f / float_of(is_zero ? 0x3f800000u : largest);
+      const BlockHeader header = {inverse, is_zero, is_signed};
+      JAXINF_WRITE_LATE(headers, header, header_latency);
       if (place == blocks_a_wide - 1 || is_last) scales.write(scales_wide);
     }
   }
 }
 
-template <Word slot>
-void quantise(WaitingBeats& from, BlockHeaders& headers, Word num_elements,
+template <Word slot, Word lanes, int depth>
+void quantise(hls::stream<BeatOf<lanes>, depth>& from, BlockHeaders& headers, Word num_elements,
               Word rounding_key, Word rounding_first, Wides& to) {
-  const Word beats = num_beats(num_elements), key = rounding_key + 1 + slot;
+  constexpr Word beats_a_wide = 64 / lanes, block_beats = beats_a_block<lanes>();
+  const Word beats = num_beats<lanes>(num_elements), key = rounding_key + 1 + slot;
   BlockHeader block = {1.0f, true, false};
   Wide wide = zero_wide();
+#pragma HLS ARRAY_PARTITION variable=wide.word complete
 quantise_beats:
   for (Word i = 0; i < beats; ++i) {
 #pragma HLS PIPELINE II=1
-    if (i % beats_a_block == 0) block = headers.read();
-    const Word part = i % 4;
-    const Beat beat = from.read();
+    if (i % block_beats == 0) block = headers.read();
+    const Word part = i % beats_a_wide;
+    const BeatOf<lanes> beat = from.read();
     if (part == 0) wide = zero_wide();
   quantise_lanes:
-    for (Word lane = 0; lane < num_lanes; ++lane) {
+    for (Word lane = 0; lane < lanes; ++lane) {
 #pragma HLS UNROLL
       const float x = beat.lane[lane];
-      const float up = uniform_of(rounding_first + i * num_lanes + lane, key);
+      const float up = uniform_of(rounding_first + i * lanes + lane, key);
       const Word code = block.is_signed ? signed_code(x, block.inverse, up)
                                         : unsigned_code(x, block.inverse, up);
-      add_item<1>(wide, part * num_lanes + lane, block.is_zero ? 0 : code);
+      add_item<1>(wide, part * lanes + lane, block.is_zero ? 0 : code);
     }
-    if (part == 3 || i == beats - 1) to.write(wide);
+    if (part == beats_a_wide - 1 || i == beats - 1) to.write(wide);
   }
 }
 

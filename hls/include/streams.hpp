@@ -1,8 +1,9 @@
 // What flows between the stages of a kernel.
 //
-// A `Wide` is what a memory port moves in one cycle, a `Beat` the 16 elements that the
-// update works on in one cycle. A subgroup of n elements is ceil(n / 16) beats; the
-// lanes beyond n of the last one hold anything, until `update` has made them zero.
+// A `Wide` is what a memory port moves in one cycle, a `Beat` the elements that the
+// update works on in one cycle: 4 by default, which at 250 MHz is 1 G elements/s, where
+// a drive feeds 0.13. A subgroup of n elements is ceil(n / lanes) beats; the lanes beyond
+// n of the last one hold anything, until `update` has made them zero.
 #pragma once
 
 #include <cstdint>
@@ -14,33 +15,49 @@
 #define JAXINF_REGION jaxinf::csim::Region region
 #define JAXINF_STAGE(...) region.stage(#__VA_ARGS__, [&] { __VA_ARGS__; })
 #define JAXINF_RUN region.run()
+#define JAXINF_ITERATION jaxinf::csim::Region::iteration()
+#define JAXINF_WRITE_LATE(stream, value, cycles) \
+  jaxinf::csim::Region::write_late(stream, value, cycles)
 #else  // plain calls, as a dataflow region wants them
 #define JAXINF_CARD_KERNEL extern "C"
 #define JAXINF_REGION
 #define JAXINF_STAGE(...) __VA_ARGS__
 #define JAXINF_RUN
+#define JAXINF_ITERATION
+#define JAXINF_WRITE_LATE(stream, value, cycles) (stream).write(value)
+#endif
+
+#ifndef JAXINF_LANES  // of the kernels that are built: 4, 8 or 16
+#define JAXINF_LANES 4
 #endif
 
 namespace jaxinf {
 
 using Word = std::uint32_t;
 
-constexpr Word num_lanes = 16;
-
 struct alignas(64) Wide {
   Word word[16];
 };
 
-struct Beat {
-  float lane[num_lanes];
+template <Word lanes>
+struct BeatOf {
+  static_assert(lanes == 4 || lanes == 8 || lanes == 16, "a block is whole beats");
+  float lane[lanes];
 };
 
+template <Word lanes>
+using BeatsOf = hls::stream<BeatOf<lanes>, 32>;
+
 using Wides = hls::stream<Wide, 32>;
-using Beats = hls::stream<Beat, 32>;
+using Beats = BeatsOf<JAXINF_LANES>;
 using Words = hls::stream<Word, 2>;
 
 inline Word ceil_div(Word n, Word by) { return n / by + (n % by != 0); }
-inline Word num_beats(Word num_elements) { return ceil_div(num_elements, num_lanes); }
+
+template <Word lanes>
+inline Word num_beats(Word num_elements) {
+  return ceil_div(num_elements, lanes);
+}
 
 // ---- what a port's memory holds: bytes of an item, and elements that it is for
 
@@ -104,6 +121,7 @@ inline void add_item(Wide& wide, Word i, Word bits) {
 
 inline Wide zero_wide() {
   Wide wide;
+#pragma HLS ARRAY_PARTITION variable=wide.word complete
   for (int i = 0; i < 16; ++i) {
 #pragma HLS UNROLL
     wide.word[i] = 0;

@@ -1,4 +1,4 @@
-// The update: an emitted body, 16 elements a cycle, and what the host needs to know.
+// The update: an emitted body, a beat a cycle, and what the host needs to know.
 #pragma once
 
 #include "roots.hpp"
@@ -8,15 +8,16 @@ namespace jaxinf {
 
 // One beat. Lanes that hold no element become zeros; returns whether all others of the
 // gradient are finite. `out`: the update, or the new params.
-template <bool out_is_update, class Body, class AnyRoots>
+template <bool out_is_update, class Body, class AnyRoots, Word lanes>
 bool update_beat(const Body& body, const AnyRoots& roots, Word num_valid,
-                 const Beat& gradient, const Beat& params, const Beat* slots,
-                 Beat& new_params, Beat* new_slots, Beat& out) {
+                 const BeatOf<lanes>& gradient, const BeatOf<lanes>& params,
+                 const BeatOf<lanes>* slots, BeatOf<lanes>& new_params,
+                 BeatOf<lanes>* new_slots, BeatOf<lanes>& out) {
   using F32 = CardLane::F32;
   constexpr int num_slots = Body::num_slots;
   bool finite = true;
 update_lanes:
-  for (Word lane = 0; lane < num_lanes; ++lane) {
+  for (Word lane = 0; lane < lanes; ++lane) {
 #pragma HLS UNROLL
     F32 old_values[num_slots + 1], new_values[num_slots + 1], update;
     for (int k = 0; k < num_slots; ++k) old_values[k] = slots[k].lane[lane];
@@ -35,12 +36,13 @@ update_lanes:
   return finite;
 }
 
-// All beats; `roots`: `Roots` or `NoRoots`. `arguments`: the body's constants, then its scalars.
+// All beats; `roots`: `Roots` or `NoRoots`. `arguments`: the body's constants, then its
+// scalars.
 template <bool out_is_update, template <class> class Kernel, int num_constants,
-          class AnyRoots, int num_streams, class... Arguments>
-void update_all(const AnyRoots& roots, Beats& gradient, Beats& params,
-                Beats (&slots)[num_streams], Word num_elements, Beats& new_params,
-                Beats (&new_slots)[num_streams], Beats& out, Words& finite,
+          class AnyRoots, Word lanes, int num_streams, class... Arguments>
+void update_all(const AnyRoots& roots, BeatsOf<lanes>& gradient, BeatsOf<lanes>& params,
+                BeatsOf<lanes> (&slots)[num_streams], Word num_elements, BeatsOf<lanes>& new_params,
+                BeatsOf<lanes> (&new_slots)[num_streams], BeatsOf<lanes>& out, Words& finite,
                 Arguments... arguments) {
 #pragma HLS INLINE
   using Body = Kernel<typename AnyRoots::Lanes>;
@@ -49,14 +51,14 @@ void update_all(const AnyRoots& roots, Beats& gradient, Beats& params,
   const Body body(roots.lane(0), words, words + num_constants);
   bool all_finite = true;
 update_beats:
-  for (Word i = 0; i < num_beats(num_elements); ++i) {
+  for (Word i = 0; i < num_beats<lanes>(num_elements); ++i) {
 #pragma HLS PIPELINE II=1
-    const Beat gradient_beat = gradient.read(), params_beat = params.read();
-    Beat slot_beats[num_streams], new_slot_beats[num_streams];
-    Beat new_params_beat, out_beat;
+    const BeatOf<lanes> gradient_beat = gradient.read(), params_beat = params.read();
+    BeatOf<lanes> slot_beats[num_streams], new_slot_beats[num_streams];
+    BeatOf<lanes> new_params_beat, out_beat;
     for (int k = 0; k < num_streams; ++k) slot_beats[k] = slots[k].read();
     all_finite &= update_beat<out_is_update>(
-        body, roots, num_elements - i * num_lanes, gradient_beat, params_beat,
+        body, roots, num_elements - i * lanes, gradient_beat, params_beat,
         slot_beats, new_params_beat, new_slot_beats, out_beat);
     for (int k = 0; k < num_streams; ++k) new_slots[k].write(new_slot_beats[k]);
     new_params.write(new_params_beat);
@@ -67,43 +69,44 @@ update_beats:
 
 // The stage of a body; of one with reciprocal square roots; of one without state.
 template <bool out_is_update, template <class> class Kernel, int num_constants,
-          int num_streams, class... Arguments>
-void update(Beats& gradient, Beats& params, Beats (&slots)[num_streams],
-            Word num_elements, Beats& new_params, Beats (&new_slots)[num_streams],
-            Beats& out, Words& finite, Arguments... arguments) {
+          Word lanes, int num_streams, class... Arguments>
+void update(BeatsOf<lanes>& gradient, BeatsOf<lanes>& params, BeatsOf<lanes> (&slots)[num_streams],
+            Word num_elements, BeatsOf<lanes>& new_params, BeatsOf<lanes> (&new_slots)[num_streams],
+            BeatsOf<lanes>& out, Words& finite, Arguments... arguments) {
   update_all<out_is_update, Kernel, num_constants>(
       NoRoots(), gradient, params, slots, num_elements, new_params, new_slots, out,
       finite, arguments...);
 }
 
 template <bool out_is_update, template <class> class Kernel, int num_constants,
-          int num_streams, class... Arguments>
-void update(Wides& estimates, Beats& gradient, Beats& params,
-            Beats (&slots)[num_streams], Word num_elements, Beats& new_params,
-            Beats (&new_slots)[num_streams], Beats& out, Words& finite,
+          Word lanes, int num_streams, class... Arguments>
+void update(Wides& estimates, BeatsOf<lanes>& gradient, BeatsOf<lanes>& params,
+            BeatsOf<lanes> (&slots)[num_streams], Word num_elements, BeatsOf<lanes>& new_params,
+            BeatsOf<lanes> (&new_slots)[num_streams], BeatsOf<lanes>& out, Words& finite,
             Arguments... arguments) {
-  const Roots roots(estimates);
+  const Roots<lanes> roots(estimates);
   update_all<out_is_update, Kernel, num_constants>(
       roots, gradient, params, slots, num_elements, new_params, new_slots, out, finite,
       arguments...);
 }
 
 template <bool out_is_update, template <class> class Kernel, int num_constants,
-          class... Arguments>
-void update(Beats& gradient, Beats& params, Word num_elements, Beats& new_params,
-            Beats& out, Words& finite, Arguments... arguments) {
+          Word lanes, class... Arguments>
+void update(BeatsOf<lanes>& gradient, BeatsOf<lanes>& params, Word num_elements, BeatsOf<lanes>& new_params,
+            BeatsOf<lanes>& out, Words& finite, Arguments... arguments) {
   const Word words[] = {arguments..., 0};
   const NoRoots roots{};
   const Kernel<CardLane> body(CardLane(), words, words + num_constants);
   bool all_finite = true;
 stateless_beats:
-  for (Word i = 0; i < num_beats(num_elements); ++i) {
+  for (Word i = 0; i < num_beats<lanes>(num_elements); ++i) {
 #pragma HLS PIPELINE II=1
-    const Beat gradient_beat = gradient.read(), params_beat = params.read();
-    Beat new_params_beat, out_beat;
+    const BeatOf<lanes> gradient_beat = gradient.read(), params_beat = params.read();
+    BeatOf<lanes> new_params_beat, out_beat;
     all_finite &= update_beat<out_is_update>(
-        body, roots, num_elements - i * num_lanes, gradient_beat, params_beat, nullptr,
-        new_params_beat, nullptr, out_beat);
+        body, roots, num_elements - i * lanes, gradient_beat, params_beat,
+        static_cast<const BeatOf<lanes>*>(nullptr), new_params_beat,
+        static_cast<BeatOf<lanes>*>(nullptr), out_beat);
     new_params.write(new_params_beat);
     out.write(out_beat);
   }

@@ -156,7 +156,7 @@ def _open_smartssd(
     if spec.xclbin is None:
         raise CsdError(
             "csd='smartssd': expected the xclbin with the cards' kernels, found none "
-            "named; build one (make -C hls hw), and name it: "
+            "named; build one (make -C hls hw KERNELS=…), and name it: "
             "csd='smartssd:xclbin=FILE', or the variable JAXINF_XCLBIN"
         )
     return open_smartssd(

@@ -67,7 +67,7 @@ class CardArgument:
 
     Attributes:
       name: For example ``mu_in``.
-      kind: A pointer is a port of its own (``m_axi``); a scalar is 32 bits.
+      kind: A pointer is memory that a port (``m_axi``) reaches; a scalar is 32 bits.
       type: Of what it points to, or of the scalar, whose bits are passed.
       is_output: Whether the kernel writes through it, and never reads.
       count: How much it points to: the subgroup's elements, those selected by top-k,
@@ -142,7 +142,7 @@ class CardKernel:
 
     @property
     def pointers(self) -> tuple[CardArgument, ...]:
-        """The arguments that are ports; they come first."""
+        """The arguments that are memory; they come first."""
         return tuple(a for a in self.arguments if a.kind == "pointer")
 
     @property

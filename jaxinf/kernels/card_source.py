@@ -7,9 +7,11 @@ arithmetic: that is in the body, which hosts and cards include alike.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxinf.kernels.card import CardArgument, CardKernel
+from jaxinf.kernels.card import CARD_ALIGNMENT_BYTES, CardArgument, CardKernel
 
-__all__ = ["card_source"]
+__all__ = ["card_ports", "card_source"]
+
+_COSIM_ELEMENTS = 4096  # of a subgroup that cosimulation may have; depth= is for it
 
 _FORMATS = {"float32": "F32", "bfloat16": "Bf16", "float16": "F16", "uint8": "Codes"}
 
@@ -38,7 +40,7 @@ def _kernel(card: CardKernel) -> Iterator[str]:
     yield f"JAXINF_CARD_KERNEL void {card.name}("
     yield ",\n".join(f"    {argument}" for argument in arguments) + ") {"
     for pointer in card.pointers:
-        yield f"#pragma HLS INTERFACE m_axi port={pointer.name} " + _port(pointer)
+        yield f"#pragma HLS INTERFACE m_axi port={pointer.name} " + _port(card, pointer)
     yield "  using namespace jaxinf;"
     wiring = _Wiring(card)
     stages = list(wiring.stages())
@@ -59,10 +61,29 @@ def _parameter(argument: CardArgument) -> str:
     return f"{const}jaxinf::Wide* {argument.name}"
 
 
-def _port(pointer: CardArgument) -> str:
+def card_ports(card: CardKernel) -> tuple[str, ...]:
+    """Its ports (``m_axi`` bundles), of which a memory bank takes 15 or so in all."""
+    return tuple(dict.fromkeys(_bundle(card, p) for p in card.pointers))
+
+
+def _bundle(card: CardKernel, pointer: CardArgument) -> str:
+    """The port of a pointer. Each has one process that reads and one that writes."""
+    for end in ("_in", "_out"):
+        if pointer.name.endswith(end):
+            return pointer.name.removesuffix(end)
+    if pointer.name == "out":
+        return "gradient"
+    # What is short rides with the status; of two that are read, the table has its own.
+    if pointer.name == "rsqrt_estimates" and card.compressed:
+        return pointer.name
+    return "gradient" if pointer.name == "gradient" else "status"
+
+
+def _port(card: CardKernel, pointer: CardArgument) -> str:
     way = "write" if pointer.is_output else "read"
-    depth = f"num_{way}_outstanding=16 max_{way}_burst_length=64"
-    return f"bundle={pointer.name} offset=slave {depth}"
+    bursts = f"num_{way}_outstanding=16 max_{way}_burst_length=64"
+    depth = pointer.num_bytes(_COSIM_ELEMENTS, _COSIM_ELEMENTS) // CARD_ALIGNMENT_BYTES
+    return f"bundle={_bundle(card, pointer)} offset=slave depth={depth} {bursts}"
 
 
 @dataclass

@@ -51,7 +51,8 @@ def open_smartssd(
     if not xclbin.is_file():
         raise CsdError(
             f"csd='smartssd': expected the cards' kernels in {xclbin}, found no such "
-            "file; build it (make -C hls hw), or name another (JAXINF_XCLBIN)"
+            "file; build it (make -C hls hw KERNELS=…), or name another "
+            "(JAXINF_XCLBIN)"
         )
     # All cards are loaded before any has memory: loading unmaps what others mapped.
     cards = [open_card(device, xclbin) for device in devices]
