@@ -12,7 +12,7 @@ from swemu.table import Kernel, units
 from swemu.xclbin import write_xclbin
 
 from jaxinf.csd.cards import library as library_module
-from jaxinf.csd.cards.library import XrtLibrary
+from jaxinf.csd.cards.library import XrtLibrary, close_all
 from jaxinf.csd.cards.runtime import LIBRARY, has_runtime, load_runtime
 from jaxinf.csd.cards.xclbin import kernel_names
 from jaxinf.csd.cards.xrt import NoCardMemory, XrtCard
@@ -102,6 +102,17 @@ def test_every_handle_is_closed(xrt, stub, tmp_path):
     del buffer, card
     gc.collect()
     assert stub.stub_open_handles() == before
+
+
+def test_all_are_closed_at_once(xrt, stub, tmp_path):
+    """Also what somebody still refers to, and once only."""
+    card = XrtCard(xrt, 1, xclbin(tmp_path / "k.xclbin", "add"))
+    buffer = card.allocate(4096, 0)
+    close_all()
+    assert stub.stub_open_handles() == 0
+    del buffer, card
+    gc.collect()
+    assert stub.stub_open_handles() == 0
 
 
 def test_a_part_keeps_its_whole(card, stub):

@@ -9,6 +9,7 @@ bytes go to a card and back. The functions are the same from 2021.1 (2.11) to 20
 
 import ctypes
 import enum
+import itertools
 import os
 import weakref
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from typing import Any
 
 from jaxinf.csd.cards.xclbin import kernel_names
 
-__all__ = ["XrtLibrary"]
+__all__ = ["XrtLibrary", "close_all"]
 
 _HANDLE, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 _UUID_BYTES = 16
@@ -79,6 +80,19 @@ class _Flags(enum.IntEnum):
     p2p = 1 << 30
 
 
+_LIVE: "weakref.WeakSet[_Owned]" = weakref.WeakSet()
+_NUMBERS = itertools.count()
+
+
+def close_all() -> None:
+    """Closes every handle, the newest first, as the interpreter does at its exit.
+
+    For programs that end another way. Nothing made of them may be used afterwards.
+    """
+    for owned in sorted(_LIVE, key=lambda owned: owned.number, reverse=True):
+        owned.close()
+
+
 class _Owned:
     """A handle with its end. What it was made of lives as long (`_of`)."""
 
@@ -90,8 +104,14 @@ class _Owned:
         if not handle:
             raise _failure(what)
         self.handle = handle
+        self.number = next(_NUMBERS)
         self._of = of  # a device is closed after its buffers
         self._end = weakref.finalize(self, getattr(self.library, close), handle)
+        _LIVE.add(self)
+
+    def close(self) -> None:
+        """Ends it; a second time does nothing."""
+        self._end()
 
 
 def _failure(what: str) -> RuntimeError:
