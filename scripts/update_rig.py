@@ -28,12 +28,14 @@ from jaxinf.engine import (
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.io import ByteMeters
 from jaxinf.layout import PAGE_BYTES
+from jaxinf.optimizer.grouping import Member, grouped
 from jaxinf.program import trace_init, trace_update
 from jaxinf.store import MASTER_PARAMS, ScalarState, Slot, StateRecord, dtype_of
 from jaxinf.typing import Array
 
 LEAF_ELEMENTS = 1 << 24
 FLOAT32 = np.dtype(np.float32)
+_NO_PROBE = np.zeros(0, np.float32)
 
 
 class UpdateRig:
@@ -80,6 +82,9 @@ class UpdateRig:
         is_wanted = self.store.training.opened.options.master != "stored"
         self._takes_params = is_wanted and dtype_of(stored.dtype) == dtype
         self.step_number = 0
+        members = [Member(n, 4 * size, None) for n, size in enumerate(shapes)]
+        self._groups = grouped(members)
+        self._scalar_places: list[list[int]] = []
         self._prologue = jax.jit(self._run_prologue)
 
     @property
@@ -123,25 +128,21 @@ class UpdateRig:
         return named
 
     def _run_prologue(self, scalars: list[jax.Array]) -> Any:
+        """The new scalar state and the kernels' scalars; equal ones once."""
         zeros = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.params]
-        return self._program.prologue(zeros, zeros, scalars, {})
+        new, inputs = self._program.prologue(zeros, zeros, scalars, {})
+        unique = {id(scalar): scalar for own in inputs for scalar in own.scalars}
+        places = {key: place for place, key in enumerate(unique)}
+        self._scalar_places = [[places[id(s)] for s in own.scalars] for own in inputs]
+        return new, list(unique.values())
 
     def step(self) -> None:
         """One update of every leaf; its commit may still be in flight."""
-        new, inputs = self._prologue(self._scalar_state)
-        for number, own in enumerate(inputs):
-            part = UpdateRequest(
-                leaf=number,
-                kernel=self._description.leaves[number].kernel,
-                origin=(0,),
-                gradient=self.gradients[number],
-                inputs=ScalarInputs(tuple(np.asarray(s) for s in own.scalars)),
-                out=self._next_params[number],
-                probe=np.zeros(0, np.float32),
-                params=self.params[number] if self._takes_params else None,
-                wants_params=True,
-            )
-            self.store.training.update(self.step_number, part)
+        new, scalars = self._prologue(self._scalar_state)
+        inputs = self._inputs(scalars)
+        for group in self._groups:
+            requests = [self._request(number, inputs[number]) for number in group]
+            self.store.training.update(self.step_number, *requests)
         self.params, self._next_params = self._next_params, self.params
         self._scalar_state = [np.asarray(value) for value in new]
         named = [
@@ -152,6 +153,27 @@ class UpdateRig:
         ]
         self.store.training.finish(self.step_number, named, 0)
         self.step_number += 1
+
+    def _request(self, number: int, inputs: ScalarInputs) -> UpdateRequest:
+        return UpdateRequest(
+            leaf=number,
+            kernel=self._description.leaves[number].kernel,
+            origin=(0,),
+            gradient=self.gradients[number],
+            inputs=inputs,
+            out=self._next_params[number],
+            probe=_NO_PROBE,
+            params=self.params[number] if self._takes_params else None,
+            wants_params=True,
+        )
+
+    def _inputs(self, scalars: list[jax.Array]) -> list[ScalarInputs]:
+        """Of each leaf's kernel."""
+        values = [np.asarray(scalar) for scalar in scalars]
+        return [
+            ScalarInputs(tuple([values[place] for place in places]))
+            for places in self._scalar_places
+        ]
 
     def transfers(self) -> list[Transfer]:
         """What the next step will read and write, in order; nothing may be running."""
@@ -193,7 +215,7 @@ class UpdateRig:
         Nothing is read or written: this is what a step asks of the machine beside its
         drive.
         """
-        _, inputs = self._prologue(self._scalar_state)
+        inputs = self._inputs(self._prologue(self._scalar_state)[1])
         layouts = self._layouts()
         longest_bytes = max(layout.num_bytes for _, layout in layouts)
         fleet = HostFleet(num_buffers * longest_bytes, ByteMeters())
@@ -216,7 +238,7 @@ class UpdateRig:
                 layout.kernel_extents,
                 self._description.leaves[leaf].kernel,
                 gradient[part],
-                ScalarInputs(tuple(np.asarray(s) for s in inputs[leaf].scalars)),
+                inputs[leaf],
                 self._next_params[leaf][part],
                 Rounding(0, layout.subgroup.offset_elements),
                 given=self.params[leaf][part] if self._takes_params else None,

@@ -82,15 +82,15 @@ class StepEngine:
 
     # --- a step --------------------------------------------------------------------
 
-    def update(self, step: int, request: UpdateRequest) -> bool:
-        """Updates a leaf or a shard; blocks until `request.out` holds the result.
+    def update(self, step: int, *requests: UpdateRequest) -> list[bool]:
+        """Updates leaves or shards; blocks until every `out` holds its result.
 
         Args:
           step: the step that the caller's state is of.
-          request: what to update with.
+          requests: what to update with; short ones take less time together.
 
         Returns:
-          Whether the gradient is finite.
+          Of each whether the gradient is finite.
 
         Raises:
           StaleStateError: the caller's state is not of the store's step.
@@ -99,11 +99,19 @@ class StepEngine:
         """
         with self._guard:
             self._begin(step)
-            is_exact = request.leaf not in self._inexact
-            found = request_tasks(self._opened, request, step + 1, is_exact=is_exact)
+            found = [
+                request_tasks(
+                    self._opened,
+                    request,
+                    step + 1,
+                    is_exact=request.leaf not in self._inexact,
+                )
+                for request in requests
+            ]
+            tasks = [task for one in found for task in one.tasks]
             arrivals = {
                 t.layout.subgroup: _Arrival(t.layout, t.loads, t.runs_kernel)
-                for t in found.tasks
+                for t in tasks
             }
             if arrivals.keys() & self._arrivals.keys():
                 # The computation failed elsewhere and is run again: what it wrote
@@ -112,11 +120,12 @@ class StepEngine:
                 self._check_undoable()
             self._arrivals |= arrivals
         with self._opened.timeline.span("leaf"):
-            self._opened.handler.run(found.tasks)
+            self._opened.handler.run(tasks)
         self._opened.meters.add(
-            link_down_bytes=found.link_down_bytes, link_up_bytes=request.out.nbytes
+            link_down_bytes=sum([one.link_down_bytes for one in found]),
+            link_up_bytes=sum([request.out.nbytes for request in requests]),
         )
-        return found.is_finite
+        return [one.is_finite for one in found]
 
     def finish(
         self,

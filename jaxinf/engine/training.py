@@ -267,9 +267,9 @@ class Training:
             raise self._no_store()
         return self._steps
 
-    def update(self, step: int, part: UpdateRequest) -> bool:
-        """Updates a leaf or a shard; blocks; whether its gradient is finite."""
-        return self._engine.update(step, part)
+    def update(self, step: int, *requests: UpdateRequest) -> list[bool]:
+        """Updates leaves or shards; blocks; of each whether its gradient is finite."""
+        return self._engine.update(step, *requests)
 
     def finish(
         self,

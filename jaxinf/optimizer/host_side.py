@@ -81,15 +81,19 @@ class HostSide:
     ) -> None:
         """Gradients, as they become ready: updates their leaves or shards."""
         self.store.training.bind(description)
+        places, requests = [], []
         for place, (leaf, out) in enumerate(zip(call.leaves, outs.arrays, strict=True)):
-            if leaf.held != GO:
-                out[...] = 0
-                is_finite = leaf.held != HOLD_NON_FINITE
-            else:
+            if leaf.held == GO:
+                places.append(place)
                 described = description.leaves[leaf.number]
-                request = leaf.request(call, described, call.origin(leaf), out)
-                is_finite = self.store.training.update(int(call.step), request)
-            outs.statuses[place] = FINITE if is_finite else NON_FINITE
+                requests.append(leaf.request(call, described, call.origin(leaf), out))
+            else:
+                out[...] = 0
+                is_bad = leaf.held == HOLD_NON_FINITE
+                outs.statuses[place] = NON_FINITE if is_bad else FINITE
+        if requests:
+            is_finite = self.store.training.update(int(call.step), *requests)
+            outs.statuses[places] = np.where(is_finite, FINITE, NON_FINITE)
 
     def start(
         self, description: StoreDescription, outs: HostResult, call: HostCall

@@ -10,7 +10,8 @@ last gradient is gone. Invariant: every leaf is updated once, and the step is co
 after the last.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -28,6 +29,7 @@ from jaxinf.optimizer.callback import (
     waits_for_updates,
 )
 from jaxinf.optimizer.compressing import compressor
+from jaxinf.optimizer.grouping import Member, grouped
 from jaxinf.optimizer.leaf_call import (
     GO,
     HOLD,
@@ -40,7 +42,7 @@ from jaxinf.optimizer.leaf_call import (
     leaf_call,
     send,
 )
-from jaxinf.optimizer.sharding import mesh_of
+from jaxinf.optimizer.sharding import Axis, mesh_of
 from jaxinf.optimizer.state import SmartUpdateState, raw
 from jaxinf.optimizer.wrapped import Wrapped
 
@@ -104,8 +106,20 @@ class StepCalls:
             calls.append(call)
         return calls
 
-    def run(self, calls: Sequence[HostCall]) -> list[LeafResult]:
+    def groups(self, leaves: Sequence[LeafCall]) -> list[list[int]]:
+        """Which leaves go in a call: see `grouping`."""
+        members = []
+        for leaf in leaves:
+            shape, used = leaf.shape, frozenset[Axis]()
+            if self._shardings:
+                shape = self._shardings[leaf.number].shard_shape(shape)
+                used = frozenset(axis for axes in leaf.split for axis in axes)
+            members.append(Member(leaf.number, 4 * math.prod(shape), used))
+        return grouped(members)
+
+    def run(self, calls: Iterable[HostCall]) -> list[LeafResult]:
         """Updates; results in the order of the leaves."""
+        calls = list(calls)
         waits = waits_for_updates()
         host = self._host.update if waits else self._host.start
         found = [

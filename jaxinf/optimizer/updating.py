@@ -48,13 +48,11 @@ def run_update(
     stand_ins = [jnp.zeros(g.shape, g.dtype) for g in gradients]
     new, inputs = program.prologue(gradients, on_device or stand_ins, old, extra_args)
     step = StepCalls(wrapped, description, shardings, state)
-    calls = [
-        HostCall.of([leaf], [own], state.step)
-        for leaf, own in zip(
-            step.leaf_calls(gradients, on_device, feedback), inputs, strict=True
-        )
-    ]
-    results = step.run(calls)
+    leaves = step.leaf_calls(gradients, on_device, feedback)
+    results = step.run(
+        HostCall.of([leaves[n] for n in group], [inputs[n] for n in group], state.step)
+        for group in step.groups(leaves)
+    )
     changes = [
         _change(one.array, p)
         for one, p in zip(results, on_device or [None] * len(results), strict=True)

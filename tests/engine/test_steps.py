@@ -181,10 +181,10 @@ def test_abandoned_steps_leave_no_trace(drive, num_csds):
 
 def test_an_update_says_whether_the_gradient_is_finite(drive):
     driver = drive(leaves=LARGE, memory_bytes=1 << 20).init()
-    assert driver.store.training.update(0, driver.part(0))
+    assert driver.store.training.update(0, driver.part(0)) == [True]
     part = driver.part(0)
     part.gradient[4, 99_999] = np.inf
-    assert not driver.store.training.update(0, part)
+    assert driver.store.training.update(0, part) == [False]
 
 
 def test_a_computation_that_failed_elsewhere_may_run_again(drive):

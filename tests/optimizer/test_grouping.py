@@ -1,0 +1,150 @@
+"""Small leaves in one call of the host: which share it; the same bits and files."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jaxinf
+from jaxinf.optimizer import grouping
+from jaxinf.optimizer.grouping import Member, grouped
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def members(*sizes, kinds=None):
+    kinds = kinds or [None] * len(sizes)
+    return [
+        Member(n, size, kind)
+        for n, (size, kind) in enumerate(zip(sizes, kinds, strict=True))
+    ]
+
+
+def test_small_neighbours_share_a_call_and_long_leaves_have_their_own():
+    sizes = (4 * KIB, MIB, 4 * KIB, 0, MIB - 4)
+    assert grouped(members(*sizes)) == [[4, 3, 2, 0], [1]]
+
+
+def test_leaves_of_different_kinds_never_share_a_call():
+    assert grouped(members(4, 4, 4, 4, kinds="abab")) == [[3, 1], [2, 0]]
+
+
+def test_a_call_is_bounded_and_so_is_the_wait_for_its_last_gradient():
+    half = [MIB // 2] * 40
+    assert [len(group) for group in grouped(members(*half))] == [16, 16, 8]
+    # Four small leaves, each behind a long one: the last comes after too much.
+    found = grouped(members(*[4 * KIB, 25 * MIB] * 4))
+    assert found == [[7], [6, 4, 2], [5], [3], [1], [0]]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40 * MIB), st.sampled_from("ab")), max_size=60)
+)
+def test_every_leaf_is_in_one_call_within_its_bounds(leaves):
+    sizes, kinds = [n for n, _ in leaves], [kind for _, kind in leaves]
+    groups = grouped(members(*sizes, kinds=kinds))
+    assert sorted(n for group in groups for n in group) == list(range(len(leaves)))
+    for group in groups:
+        assert group == sorted(group, reverse=True)
+        assert len({kinds[n] for n in group}) == 1
+        if len(group) > 1:
+            assert max(sizes[n] for n in group) < grouping.SMALL_BYTES
+            assert sum(sizes[n] for n in group) <= grouping.GROUP_BYTES
+            span = sum(sizes[group[-1] : group[0] + 1])
+            assert span <= grouping.SPAN_BYTES
+
+
+def make(seed):
+    """Small and long leaves, one that is frozen, one without elements."""
+    keys = jax.random.split(jax.random.key(seed), 6)
+    return {
+        "bias": jax.random.normal(keys[0], (7,)),
+        "empty": jnp.zeros((0, 3)),
+        "frozen": jax.random.normal(keys[1], (33, 5)),
+        "half": jax.random.normal(keys[2], (40, 41)).astype(jnp.bfloat16),
+        "long": jax.random.normal(keys[3], (600, 500)),
+        "scale": jax.random.normal(keys[4], ()),
+        "table": jax.random.normal(keys[5], (128, 64)),
+    }
+
+
+def optimizer(*, freezes):
+    if not freezes:
+        return optax.adamw(1e-2)
+    labels = dict.fromkeys(make(0), "on") | {"frozen": "off"}
+    return optax.multi_transform(
+        {"on": optax.adamw(1e-2), "off": optax.set_to_zero()}, labels
+    )
+
+
+def train(path, compress, *, freezes):
+    """Three steps; the final params and state, and what is on disk."""
+    with jaxinf.open_store(path) as store:
+        tx = jaxinf.smart_update(optimizer(freezes=freezes), store, compress=compress)
+        params = make(0)
+        state = tx.init(params)
+        step = jax.jit(tx.update)
+        for seed in range(1, 4):
+            updates, state = step(make(seed), state, params)
+            params = optax.apply_updates(params, updates)
+        final = jax.tree.leaves((store.params(like=params, state=state), params, state))
+        store.wait()
+        slot = (path / "current").resolve()
+        files = {
+            str(file.relative_to(slot)): file.read_bytes()
+            for file in sorted(slot.rglob("*"))
+            if file.is_file() and "commit" not in file.name
+        }
+        return [np.asarray(leaf) for leaf in final], files
+
+
+@pytest.mark.parametrize(
+    ("callback", "compress", "freezes"),
+    [
+        ("buffer", None, True),
+        ("io", None, False),
+        ("start", None, True),
+        ("buffer", jaxinf.top_k(0.1, error_feedback=True, warmup_steps=1), False),
+        ("start", jaxinf.top_k(0.1), False),
+    ],
+)
+def test_bits_and_files_are_those_of_single_calls(
+    place, monkeypatch, callback, compress, freezes
+):
+    monkeypatch.setenv("JAXINF_CALLBACK", callback)
+    together = train(place / "together", compress, freezes=freezes)
+    monkeypatch.setattr(grouping, "SMALL_BYTES", 0)
+    single = train(place / "single", compress, freezes=freezes)
+    for found, expected in zip(together[0], single[0], strict=True):
+        np.testing.assert_array_equal(found, expected)
+    assert together[1] == single[1]
+    assert together[1]
+
+
+def test_small_leaves_come_in_one_call(place, monkeypatch):
+    calls = []
+    update = jaxinf.engine.training.Training.update
+    monkeypatch.setattr(
+        jaxinf.engine.training.Training,
+        "update",
+        lambda self, step, *requests: (
+            calls.append([request.leaf for request in requests])
+            or update(self, step, *requests)
+        ),
+    )
+    train(place / "store", None, freezes=False)
+    assert sorted(map(sorted, calls)) == [[0, 1, 2, 3, 5, 6]] * 3 + [[4]] * 3
+
+
+def test_a_bad_gradient_among_small_leaves_is_named(place):
+    with jaxinf.open_store(place / "store", durability=4) as store:
+        tx = jaxinf.smart_update(optax.adamw(1e-2), store)
+        params = make(0)
+        state = tx.init(params)
+        bad = make(1)
+        bad["bias"] = bad["bias"].at[3].set(jnp.inf)
+        with pytest.raises(jaxinf.NonFiniteGradientError, match="gradient of bias;"):
+            tx.update(bad, state, params)
