@@ -10,6 +10,9 @@ read ahead after it as before it. Medians.
                            repetitions' own ratios
     ratio_beside_kernels   with --beside, the same to loops beside which the step's
                            kernels run over other memory: they slow each other down
+    step_ms, commit_ms     of a step, and from its last result to its commit; the
+                           commit's share; a step of which what its commit takes above
+                           2 ms is left out
     rss_over_caller_bytes  peak RSS during steps, less gradients, params, new params
     rss_over_base_bytes    the same, less what the process held after a store of as many
                            leaves with hardly any params: Python, JAX and its compiler
@@ -52,6 +55,8 @@ NUM_WARM_UP = 4
 NUM_SMALL_PARAMS = 100_000
 DTYPES = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
 NUM_FIO_KEPT = 2
+USUAL_COMMIT_S = 2e-3
+"""What a commit may take before it counts for itself and not for the step."""
 
 
 @dataclass
@@ -222,6 +227,7 @@ def summary(rig: UpdateRig, reps: list[Rep], base_rss_bytes: int) -> dict[str, A
     return {
         "mparam_per_s": round(num_params / statistics.median(step_s) / 1e6, 2),
         "step_s": round(statistics.median(step_s), 4),
+        **_step_ms(reps),
         "step_s_spread": spread(step_s),
         "floor_mparam_per_s": round(
             num_params / statistics.median(by_way[best]) / 1e6, 2
@@ -238,6 +244,22 @@ def summary(rig: UpdateRig, reps: list[Rep], base_rss_bytes: int) -> dict[str, A
         **_beside(reps),
         **_memory(rig, reps, base_rss_bytes),
         **_peer(num_params, reps),
+    }
+
+
+def _step_ms(reps: list[Rep]) -> dict[str, float]:
+    """A step's time, its commit's part of it, and a step whose commit takes 2 ms."""
+    commits = [statistics.mean(rep.commit_s) for rep in reps]
+    beside = [
+        rep.step_s - max(0.0, commit_s - USUAL_COMMIT_S)
+        for rep, commit_s in zip(reps, commits, strict=True)
+    ]
+    share = [commit_s / rep.step_s for rep, commit_s in zip(reps, commits, strict=True)]
+    return {
+        "step_ms": round(1e3 * statistics.median(rep.step_s for rep in reps), 2),
+        "commit_ms": round(1e3 * statistics.median(commits), 2),
+        "commit_share": round(statistics.median(share), 3),
+        "step_ms_with_usual_commit": round(1e3 * statistics.median(beside), 2),
     }
 
 

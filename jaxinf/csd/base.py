@@ -7,6 +7,7 @@ may run at once from different threads, and release the GIL while they work.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -69,7 +70,7 @@ class Extent:
     buffer_offset_bytes: int
     codec: str = ""
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes of the elements, without padding."""
         return self.num_elements * self.dtype.itemsize

@@ -62,15 +62,18 @@ class ChunkTable:
         self._num_chunks = array("q")
         self._lengths = array("q")  # in bytes, padding left out
         self._sums = array("I")
+        self._names: list[tuple[str, int]] = []  # of each array, and how many chunks
         for number, leaf in enumerate(directory.manifest.leaves):
             self._first.append(len(self._sums))
             self._num_chunks.append(len(leaf.csds))
             for state in leaf.states:
-                held = checksums.get(leaf.array_name(state.name))
+                name = leaf.array_name(state.name)
+                self._names.append((name, len(leaf.csds)))
+                held = checksums.get(name)
                 if held is not None and len(held) != len(leaf.csds):
                     raise StoreFormatError(
                         f"{directory.path}: the commit of slot {self.committed} has "
-                        f"{len(held)} checksums of {leaf.array_name(state.name)}, "
+                        f"{len(held)} checksums of {name}, "
                         f"expected {len(leaf.csds)}, one a chunk; restore a "
                         "checkpoint or a backup"
                     )
@@ -216,13 +219,10 @@ class ChunkTable:
     def checksums(self) -> dict[str, Array]:
         """Of the newest version of every chunk, by array name."""
         result, first = {}, 0
-        for leaf in self._directory.manifest.leaves:
-            for state in leaf.states:
-                last = first + len(leaf.csds)
-                result[leaf.array_name(state.name)] = np.array(
-                    self._sums[first:last], np.uint32
-                )
-                first = last
+        for name, num_chunks in self._names:
+            last = first + num_chunks
+            result[name] = np.array(self._sums[first:last], np.uint32)
+            first = last
         return result
 
     # --- steps and commits ---------------------------------------------------------

@@ -57,6 +57,10 @@ def test_every_leaf_is_in_one_call_within_its_bounds(leaves):
             assert span <= grouping.SPAN_BYTES
 
 
+TIMED = ("commit.json", "_CHECKPOINT_METADATA")
+"""Files that say when they were written."""
+
+
 def make(seed):
     """Small and long leaves, one that is frozen, one without elements."""
     keys = jax.random.split(jax.random.key(seed), 6)
@@ -96,7 +100,7 @@ def train(path, compress, *, freezes):
         files = {
             str(file.relative_to(slot)): file.read_bytes()
             for file in sorted(slot.rglob("*"))
-            if file.is_file() and "commit" not in file.name
+            if file.is_file() and file.name not in TIMED
         }
         return [np.asarray(leaf) for leaf in final], files
 
