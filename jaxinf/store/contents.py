@@ -4,9 +4,10 @@ Invariant: two descriptions that are equal here are of the same optimizer and tr
 """
 
 import difflib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -153,10 +154,10 @@ class StoreContents:
     leaves: tuple[LeafContents, ...]
     created_by: Mapping[str, str] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def num_params(self) -> int:
         """Elements over all leaves."""
-        return sum(int(np.prod(leaf.shape, dtype=np.int64)) for leaf in self.leaves)
+        return sum(math.prod(leaf.shape) for leaf in self.leaves)
 
     def tree_difference(self, other: "StoreContents") -> list[str]:
         """How the leaves and states of `other` differ from this one's, as lines.
