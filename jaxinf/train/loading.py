@@ -84,6 +84,6 @@ def _check_vocabulary(config: TrainConfig, data: TrainingData) -> None:
         raise UsageError(
             f"--tokenizer {data.tokenizer.name}: expected ids below {num_rows}, the "
             f"rows of the embedding of {config.model_name}, found ids up to "
-            f" {largest}; give the tokenizer that the model was made with, or a "
+            f"{largest}; give the tokenizer that the model was made with, or a "
             "larger preset"
         )
