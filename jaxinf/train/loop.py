@@ -41,7 +41,7 @@ from jaxinf.typing import PyTree
 __all__ = ["train"]
 
 # Of the budget, for what an import holds beside a leaf: pieces read, traced programs.
-_IMPORT_BYTES = 4 << 20
+_IMPORT_BYTES, _IMPORT_LEAF_BYTES = 4 << 20, 64 << 10
 
 
 def train(
@@ -83,7 +83,8 @@ def train(
 def _import(config: TrainConfig, console: Console) -> None:
     """Makes the store of a checkpoint's weights and stops; no more than a leaf held."""
     params = _first_params(config)
-    aside_bytes = min(_IMPORT_BYTES, config.memory_bytes // 4)
+    aside_bytes = _IMPORT_BYTES + _IMPORT_LEAF_BYTES * len(jax.tree.leaves(params))
+    aside_bytes = min(aside_bytes, config.memory_bytes // 4)
     config = dataclasses.replace(config, memory_bytes=config.memory_bytes - aside_bytes)
     with contextlib.closing(open_backend(config, make_optimizer(config))) as backend:
         assert isinstance(backend, OnStore)
