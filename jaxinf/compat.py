@@ -29,8 +29,9 @@ names of primitives         an unknown one: ``tx.init`` refuses the optimizer an
 parameters of primitives    an unknown one: ``KeyError`` in ``tx.init``
 tracebacks of equations     not promised. Others: a refusal does not say which optax
                             transformation the primitive came from
-key classes, ``keystr``     of ``jax.tree_util``. Another text: names of leaves, or of
-                            scalars, are not those of a store, which is refused
+key classes, ``keystr``     of ``jax.tree_util``. Other classes: names of leaves, or of
+                            scalars, are not those of a store, which is refused.
+                            Another text: error messages have it; no file does
 frames of ``MultiSteps``    optax's own callers are looked at. Not a method any more:
                             ``MultiSteps(smart_update(…))`` is not refused
 Orbax's handler, key type   written to a checkpoint's metadata. Moved: Orbax restores it
@@ -64,6 +65,8 @@ try:
 except ImportError:
     buffer_callback = None
 
+from jaxinf.typing import KeyPath
+
 __all__ = [
     "CALLBACK_LOGGER",
     "CPU_THREADS_VARIABLE",
@@ -85,6 +88,7 @@ __all__ = [
     "has_buffer_callback",
     "is_inside_multi_steps",
     "key_name",
+    "path_keys",
     "path_text",
     "select_primitive",
     "shard_map",
@@ -252,6 +256,22 @@ def key_name(key: Any) -> str:
         case SequenceKey():
             return str(key.idx)
     return str(key)
+
+
+def path_keys(path: tuple[Any, ...]) -> KeyPath:
+    """A key path as keys with their kinds, none of them a class of JAX's."""
+    return tuple(map(_kind_and_value, path))
+
+
+def _kind_and_value(key: Any) -> tuple[str, Any]:
+    match key:
+        case DictKey() | FlattenedIndexKey():
+            return "key", key.key
+        case SequenceKey():
+            return "key", key.idx
+        case GetAttrKey():
+            return "field", key.name
+    return "other", str(key)
 
 
 def attribute_of(key: Any) -> str | None:

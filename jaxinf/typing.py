@@ -19,6 +19,7 @@ __all__ = [
     "Array",
     "DeferredArray",
     "JsonValue",
+    "KeyPath",
     "PathLikeStr",
     "ProgressCallback",
     "PyTree",
@@ -70,6 +71,10 @@ class DeferredArray(abc.ABC):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         return self.read().astype(dtype or self.dtype, copy=False)
 
+
+KeyPath: TypeAlias = tuple[tuple[str, Any], ...]
+"""Keys of a tree with their kinds: ``"field"`` of a named tuple or a class; ``"key"``
+of a dict or, a number, of a sequence; ``"other"``."""
 
 ProgressCallback: TypeAlias = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""

@@ -30,7 +30,14 @@ from jaxinf.io import ByteMeters
 from jaxinf.layout import PAGE_BYTES
 from jaxinf.optimizer.grouping import Member, grouped
 from jaxinf.program import trace_init, trace_update
-from jaxinf.store import MASTER_PARAMS, ScalarState, Slot, StateRecord, dtype_of
+from jaxinf.store import (
+    MASTER_PARAMS,
+    ScalarState,
+    Slot,
+    StateRecord,
+    dtype_of,
+    encode_path,
+)
 from jaxinf.typing import Array
 
 LEAF_ELEMENTS = 1 << 24
@@ -111,7 +118,8 @@ class UpdateRig:
                 self._program.leaves, self._init.leaves, strict=True
             )
         ]
-        return StoreDescription(tuple(leaves), self._init.layout.scalar_paths)
+        paths = tuple(map(encode_path, self._init.layout.scalar_keys))
+        return StoreDescription(tuple(leaves), paths)
 
     def _create(self) -> list[ScalarState]:
         training = self.store.training

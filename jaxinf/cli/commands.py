@@ -211,8 +211,7 @@ class _Migrate:
 
     def run(self) -> None:
         path = Path(self.store).expanduser().absolute()
-        with show_progress(f"checksums of {path}") as progress:
-            is_changed = migrate(path, progress)
+        is_changed = migrate(path)
         print(f"{path}: {'migrated' if is_changed else 'up to date already'}")
 
 

@@ -28,6 +28,7 @@ from jaxinf.store import (
     lay_out,
     making_store,
     snapshot,
+    stock_documents,
 )
 from jaxinf.typing import Array, ProgressCallback
 
@@ -85,7 +86,9 @@ def convert_store(
         with StepReader(step, record) as reader:
             sums = _fill(directory, held.manifest, reader, record.step, progress)
         directory.sync()
-        directory.publish("a", replace(record, checksums=sums))
+        documents = stock_documents(directory.step_path("a"), manifest)
+        complete = replace(record, checksums=sums, documents=documents)
+        directory.publish("a", complete)
     return record.step
 
 

@@ -18,7 +18,7 @@ from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.errors import StoreMismatchError
 from jaxinf.io import ByteMeters
 from jaxinf.layout import covers
-from jaxinf.store import CommitRecord, StoreDirectory, next_slot
+from jaxinf.store import CommitRecord, StoreDirectory, next_slot, stock_documents
 
 __all__ = ["OpenStore", "OpenedCsds", "StoreRun"]
 
@@ -95,6 +95,10 @@ class OpenStore:
         self.is_new = commit is None
         self.commit = commit or CommitRecord(step=0, scalar_state=())
         self.finished = self.commit
+        self._documents = self.commit.documents
+        if self.is_new:
+            first = directory.step_path(next_slot(None))
+            self._documents = stock_documents(first, directory.manifest)
         self.fleet = csds.fleet
         self._layouts = csds.layouts
         self._boxes: dict[tuple[Any, ...], list[SubgroupLayout]] = {}
@@ -154,7 +158,11 @@ class OpenStore:
     def publish(self) -> None:
         """Commits the last finished step; everything of it is written."""
         self.chunks.share_unwritten()
-        record = replace(self.finished, checksums=self.chunks.checksums())
+        record = replace(
+            self.finished,
+            checksums=self.chunks.checksums(),
+            documents=self._documents,
+        )
         with self.timeline.span("sync"):
             self.directory.sync()
         with self.timeline.span("publish"):

@@ -21,7 +21,6 @@ from jaxinf.exchange.step_files import (
     StepFiles,
     StoredArray,
 )
-from jaxinf.io import write_json_atomically
 from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS
 from jaxinf.store.zarr_metadata import (
     COMMIT_SUCCESS_TEXT,
@@ -86,8 +85,8 @@ def export_orbax(
             directory / "_CHECKPOINT_METADATA", orbax_checkpoint_metadata(started_ns)
         )
         manifest, commit = step.exported()
-        write_json_atomically(directory / "jaxinf.json", manifest.to_json())
-        write_json_atomically(directory / "commit.json", commit.to_json())
+        manifest.write(directory / "jaxinf.json")
+        commit.write(directory / "commit.json")
         (directory / "commit_success.txt").write_text(COMMIT_SUCCESS_TEXT)
 
 

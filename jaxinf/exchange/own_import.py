@@ -5,6 +5,7 @@ commit record; only its id and its CSDs are new.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from jaxinf.store import (
     dtype_of,
     lay_out,
     making_store,
+    stock_documents,
 )
 from jaxinf.typing import Array, ProgressCallback
 
@@ -61,8 +63,8 @@ def import_export(
       StoreSpaceError: there is no room; nothing was written.
       StoreError: a drive failed.
     """
-    exported = Manifest.read(source / "jaxinf.json")
-    commit = CommitRecord.read(source / "commit.json")
+    exported = Manifest.read(source / "jaxinf.json", any_version=True)
+    commit = CommitRecord.read(source / "commit.json", any_version=True)
     found = read_source(source)
     wanted = _wanted(exported, found, source)
     shapes = [leaf.chunk_shape for leaf in exported.leaves]
@@ -70,7 +72,8 @@ def import_export(
     with making_store(store, manifest) as directory:
         writer = _fill(directory, wanted, memory_bytes, progress)
         _check_sums(writer.checksums(), commit, source)
-        directory.publish("a", commit)
+        documents = stock_documents(directory.step_path("a"), manifest)
+        directory.publish("a", replace(commit, documents=documents))
     return ImportReport(commit.step, len(wanted), (), ())
 
 

@@ -6,7 +6,7 @@ Invariant: a name is keys joined by ``.``, and whole keys are compared.
 import re
 from collections.abc import Iterable, Sequence
 
-from jaxinf.store.names import encode_key
+from jaxinf.store import path_keys
 
 __all__ = [
     "is_below",
@@ -18,9 +18,6 @@ __all__ = [
     "state_prefixes",
 ]
 
-_KEY = re.compile(
-    r"\.(\w+)|\['([^']*)'\]|\[\"([^\"]*)\"\]|\[<flat index (\d+)>\]|\[([^\]]*)\]"
-)
 _OPTIMIZER_KEYS = {"opt_state", "opt_states", "optimizer_state"}
 _PARAMS_KEYS = ("params", "model")
 
@@ -45,12 +42,9 @@ def prefix_of(name: str, tail: str) -> str | None:
 
 
 def scalar_keys(path: str) -> str:
-    """A path as ``jax.tree_util.keystr`` prints it, as keys joined by ``.``."""
-    found = [
-        next((g for g in m.groups() if g is not None), "") for m in _KEY.finditer(path)
-    ]
-    keys = [encode_key(key) for key in found]
-    return join(keys[:-1] if keys[-1:] == ["value"] and len(keys) > 1 else keys)
+    """The path of a scalar in a store, as keys joined by ``.``."""
+    keys = path_keys(path)
+    return join(keys[:-1] if keys[-1:] == ("value",) and len(keys) > 1 else keys)
 
 
 def prefixes_of_leaf(leaf: str, names: Sequence[str]) -> list[str]:

@@ -16,8 +16,8 @@ from jaxinf.exchange.step_files import (
     StepFiles,
     StoredArray,
 )
-from jaxinf.store import MASTER_PARAMS
-from jaxinf.typing import JsonValue, ProgressCallback
+from jaxinf.store import MASTER_PARAMS, seal
+from jaxinf.typing import ProgressCallback
 
 __all__ = ["export_safetensors"]
 
@@ -59,11 +59,14 @@ def export_safetensors(
         if not params_only or array.state.name == MASTER_PARAMS
     ]
 
-    def documents() -> dict[str, JsonValue]:
+    def documents() -> dict[str, bytes]:
         if params_only:
             return {}
         manifest, commit = step.exported()
-        return {"jaxinf.json": manifest.to_json(), "commit.json": commit.to_json()}
+        return {
+            "jaxinf.json": seal(manifest.to_json()),
+            "commit.json": seal(commit.to_json()),
+        }
 
     write_tensors(
         step,

@@ -16,7 +16,7 @@ from jaxinf.exchange.destination import new_directory
 from jaxinf.exchange.portions import box_runs
 from jaxinf.exchange.safetensors_format import TensorInfo, encode_header
 from jaxinf.exchange.step_files import StepFiles, StoredArray
-from jaxinf.io import write_json_atomically
+from jaxinf.io import write_bytes_atomically, write_json_atomically
 from jaxinf.io.failures import translated
 from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS
 from jaxinf.typing import JsonValue, ProgressCallback
@@ -71,7 +71,7 @@ def write_tensors(
     destination: Path,
     tensors: Sequence[Tensor],
     metadata: Mapping[str, str],
-    documents: Callable[[], Mapping[str, JsonValue]],
+    documents: Callable[[], Mapping[str, JsonValue | bytes]],
     *,
     max_file_bytes: int,
     memory_bytes: int,
@@ -84,7 +84,8 @@ def write_tensors(
       destination: a directory that does not exist yet.
       tensors: in the order of the files.
       metadata: texts for each file's header.
-      documents: gives, when all has been read, JSON files to write beside.
+      documents: gives, when all has been read, files to write beside: JSON, or as
+        they are.
       max_file_bytes: begin another file rather than go above; a tensor is never split.
       memory_bytes: for the data on its way.
       progress: called with the bytes of elements done and those in all.
@@ -116,7 +117,10 @@ def write_tensors(
         if len(files) > 1:
             beside[INDEX_NAME] = _index(files, total_bytes)
         for name, document in beside.items():
-            write_json_atomically(directory / name, document)
+            if isinstance(document, bytes):
+                write_bytes_atomically(directory / name, document)
+            else:
+                write_json_atomically(directory / name, document)
 
 
 def _index(files: Mapping[str, Sequence[Tensor]], total_bytes: int) -> JsonValue:

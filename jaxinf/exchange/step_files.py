@@ -94,7 +94,7 @@ class StepFiles:
             )
             for a in self.arrays()
         }
-        return self.manifest.decoded, replace(self.commit, checksums=sums)
+        return self.manifest.decoded, replace(self.commit, checksums=sums, documents={})
 
     @property
     def num_bytes(self) -> int:

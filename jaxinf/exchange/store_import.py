@@ -130,6 +130,7 @@ def import_checkpoint(
             step=plan.step,
             scalar_state=plan.scalars,
             checksums=writer.checksums(kept=commit.checksums),
+            documents=commit.documents,
         )
         directory.publish(spare, record)
     finally:

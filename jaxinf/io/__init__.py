@@ -12,6 +12,7 @@ from jaxinf.io.files import (
     fsync_directory,
     fsync_file,
     sync_filesystem,
+    write_bytes_atomically,
     write_json_atomically,
 )
 from jaxinf.io.meters import ByteCounts, ByteMeters
@@ -31,6 +32,7 @@ __all__ = [
     "read_into",
     "supports_direct",
     "sync_filesystem",
+    "write_bytes_atomically",
     "write_from",
     "write_json_atomically",
 ]

@@ -21,6 +21,7 @@ __all__ = [
     "fsync_directory",
     "fsync_file",
     "sync_filesystem",
+    "write_bytes_atomically",
     "write_json_atomically",
 ]
 
@@ -74,11 +75,20 @@ def write_json_atomically(path: PathLikeStr, obj: JsonValue) -> None:
       StoreIOError: if the file cannot be written.
     """
     text = json.dumps(obj, indent=1, allow_nan=False) + "\n"
+    write_bytes_atomically(path, text.encode())
+
+
+def write_bytes_atomically(path: PathLikeStr, content: bytes) -> None:
+    """The same of a file of any content.
+
+    Raises:
+      StoreSpaceError, StoreIOError: as of `write_json_atomically`.
+    """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     with translated("write", path), _new_file(temporary) as fd:
         with open(fd, "wb", closefd=False) as file:
-            file.write(text.encode())
+            file.write(content)
         os.fsync(fd)
         os.replace(temporary, path)
     fsync_directory(path.parent)

@@ -21,7 +21,7 @@ from jaxinf.optimizer.compressing import (
 from jaxinf.optimizer.host_side import HostSide
 from jaxinf.optimizer.sharding import shard_counts
 from jaxinf.program import InitProgram, UpdateProgram, trace_init, trace_update
-from jaxinf.store import ERROR_FEEDBACK, MASTER_PARAMS, StateRecord
+from jaxinf.store import ERROR_FEEDBACK, MASTER_PARAMS, StateRecord, encode_path
 from jaxinf.typing import PyTree
 
 __all__ = ["Wrapped"]
@@ -102,7 +102,8 @@ class Wrapped:
                     gradients=gradient_forms(self.compression, leaf.info.dtype),
                 )
             )
-        return StoreDescription(tuple(leaves), init.layout.scalar_paths)
+        paths = tuple(map(encode_path, init.layout.scalar_keys))
+        return StoreDescription(tuple(leaves), paths)
 
     def structure_of_feedback(self, params: PyTree) -> Any:
         """The tree of the state's error feedback."""

@@ -17,7 +17,7 @@ import optax
 from jaxinf import compat
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.program.tree import LeafInfo, leaf_infos
-from jaxinf.typing import FLOAT32, FLOAT_DTYPES, PyTree
+from jaxinf.typing import FLOAT32, FLOAT_DTYPES, KeyPath, PyTree
 
 __all__ = ["StateLayout", "StateSlot", "state_layout"]
 
@@ -48,7 +48,8 @@ class StateLayout:
       treedef: Structure of the state tree.
       slots: The stored state of each params leaf.
       scalar_indices: Which flat state leaves stay in JAX.
-      scalar_paths: Their key paths, as `compat.path_text` prints them.
+      scalar_paths: Their key paths, as `compat.path_text` prints them: for errors.
+      scalar_keys: The same, for a store to keep.
       avals: Shape and dtype of every flat state leaf.
     """
 
@@ -56,6 +57,7 @@ class StateLayout:
     slots: tuple[tuple[StateSlot, ...], ...]
     scalar_indices: tuple[int, ...]
     scalar_paths: tuple[str, ...]
+    scalar_keys: tuple[KeyPath, ...]
     avals: tuple[jax.ShapeDtypeStruct, ...] = field(repr=False)
 
 
@@ -114,6 +116,7 @@ def layout_of(state: PyTree, params: PyTree) -> StateLayout:
         slots=tuple(map(tuple, slots)),
         scalar_indices=tuple(scalars),
         scalar_paths=tuple(compat.path_text(leaves[index][0]) for index in scalars),
+        scalar_keys=tuple(compat.path_keys(leaves[index][0]) for index in scalars),
         avals=tuple(aval for _, aval in leaves),
     )
 

@@ -38,6 +38,8 @@ from jaxinf.store.directory import (
     next_slot,
     other_slot,
 )
+from jaxinf.store.documents import seal
+from jaxinf.store.key_paths import encode_path, path_keys
 from jaxinf.store.lock import StoreLock
 from jaxinf.store.making import lay_out, making_store
 from jaxinf.store.manifest import FORMAT_VERSION, LeafRecord, Manifest
@@ -54,6 +56,7 @@ from jaxinf.store.reader import Piece, StepReader, file_checksum
 from jaxinf.store.rebalancing import Rebalanced, finish_rebalance, rebalance
 from jaxinf.store.snapshot import prune_snapshots, snapshot
 from jaxinf.store.space import stored_bytes
+from jaxinf.store.stock_documents import stock_documents
 from jaxinf.store.verify import Damage, Verifier, step_bytes
 from jaxinf.store.views import find_leaf, open_array
 
@@ -90,6 +93,7 @@ __all__ = [
     "create_store",
     "discard_store",
     "dtype_of",
+    "encode_path",
     "file_checksum",
     "find_checkpoint",
     "find_leaf",
@@ -102,6 +106,7 @@ __all__ = [
     "next_slot",
     "open_array",
     "other_slot",
+    "path_keys",
     "prune_leftovers",
     "prune_snapshots",
     "rebalance",
@@ -109,7 +114,9 @@ __all__ = [
     "required_bytes",
     "restore_checkpoint",
     "save_checkpoint",
+    "seal",
     "snapshot",
     "step_bytes",
+    "stock_documents",
     "stored_bytes",
 ]

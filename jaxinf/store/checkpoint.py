@@ -14,7 +14,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxinf.errors import StoreFormatError, StoreMismatchError
@@ -32,6 +32,7 @@ from jaxinf.store.lock import lock_exclusively
 from jaxinf.store.manifest import Manifest
 from jaxinf.store.pins import link_arrays
 from jaxinf.store.space import check_free_space, stored_bytes
+from jaxinf.store.stock_documents import stock_documents
 from jaxinf.store.zarr_metadata import (
     ORBAX_ITEM,
     ORBAX_STATE,
@@ -50,7 +51,7 @@ __all__ = [
     "save_checkpoint",
 ]
 
-_DOCUMENTS = ("zarr.json", "_METADATA", "commit_success.txt", "commit.json")
+_DOCUMENTS = ("zarr.json", "_METADATA", "commit_success.txt")
 _MAX_NAME_BYTES = 200
 
 
@@ -110,7 +111,7 @@ def save_checkpoint(directory: StoreDirectory, name: str | None = None) -> str:
                         source = directory.step_path(slot) / document
                         link_or_copy(source, temporary / document)
             with translated("checkpoint", directory.step_path(place)):
-                _add_documents(directory, temporary)
+                _add_documents(directory, temporary, record)
                 directory.sync()
                 temporary.rename(directory.step_path(place))
             fsync_directory(directory.path / "checkpoints")
@@ -187,7 +188,8 @@ def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
             f"{directory.step_path(place)}: the checkpoint holds other arrays than "
             "the store does now; export it, and import it into a store of its own"
         )
-    committed, _ = _committed(directory)
+    committed, present = _committed(directory)
+    record = replace(record, documents=present.documents)
     spare = other_slot(committed)
     _check_space(directory, None)
     directory.unpublish(spare)
@@ -305,13 +307,15 @@ def _checked_name(directory: StoreDirectory, name: str | None, step: int) -> str
     return name
 
 
-def _add_documents(directory: StoreDirectory, root: Path) -> None:
+def _add_documents(directory: StoreDirectory, root: Path, record: CommitRecord) -> None:
     """What a slot has not: the manifest, and what Orbax's managers look for."""
-    write_json_atomically(root / "jaxinf.json", directory.manifest.to_json())
+    directory.manifest.write(root / "jaxinf.json")
     write_json_atomically(
         root / "_CHECKPOINT_METADATA",
         orbax_checkpoint_metadata(time.time_ns(), is_item=True),
     )
+    documents = stock_documents(root, directory.manifest)
+    replace(record, documents=documents).write(root / "commit.json")
     (root / "orbax.checkpoint").touch()
     item = root / ORBAX_ITEM
     item.mkdir()

@@ -3,9 +3,8 @@
 Invariant: a record read back is bit for bit the record written; floats travel as bytes.
 """
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,15 @@ import numpy as np
 
 from jaxinf.errors import StoreFormatError
 from jaxinf.store.contents import dtype_of
-from jaxinf.store.manifest import FORMAT_VERSION
+from jaxinf.store.documents import check_seal, parse_document, write_document
+from jaxinf.store.key_paths import from_version_2
+from jaxinf.store.manifest import FORMAT_VERSION, is_older
 from jaxinf.typing import Array, JsonValue
 
 __all__ = ["CommitRecord", "ScalarState"]
+
+_WHAT = "the record of a committed step"
+_REMEDY = "restore the store from a checkpoint or a backup"
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class ScalarState:
     """One leaf of the optax state that is no leaf's own: a count, a hyperparameter.
 
     Attributes:
-      path: where it stands in the optax state, as ``jax.tree_util.keystr`` prints it.
+      path: where it stands in the optax state; see `jaxinf.store.key_paths`.
       value: the array; small.
     """
 
@@ -64,6 +68,7 @@ class CommitRecord:
       skipped_steps: for a non-finite gradient, up to this step.
       payload: the caller's.
       checksums: CRC-32C of each chunk, uint32, by array name in grid order.
+      documents: of `stock_documents`; empty in an export, which has others.
       committed_at: UTC, for people.
     """
 
@@ -72,6 +77,7 @@ class CommitRecord:
     skipped_steps: int = 0
     payload: JsonValue = None
     checksums: Mapping[str, Array] = field(default_factory=dict)
+    documents: Mapping[str, str] = field(default_factory=dict)
     committed_at: str = field(
         default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds")
     )
@@ -85,11 +91,16 @@ class CommitRecord:
             "scalar_state": [scalar.to_json() for scalar in self.scalar_state],
             "payload": self.payload,
             "committed_at": self.committed_at,
+            "documents": dict(self.documents),
             "checksums": {
                 name: sums.astype(">u4").tobytes().hex(" ", 4)
                 for name, sums in self.checksums.items()
             },
         }
+
+    def write(self, path: Path) -> None:
+        """Puts the record in its place; blocks until it is durable."""
+        write_document(path, self.to_json())
 
     @classmethod
     def read(cls, path: Path, *, any_version: bool = False) -> "CommitRecord":
@@ -97,36 +108,41 @@ class CommitRecord:
 
         Args:
           path: of the file.
-          any_version: take one of an older format, which may lack checksums.
+          any_version: take one of an older format, in the words of the present one.
 
         Raises:
-          StoreFormatError: when it is missing or damaged.
+          StoreFormatError: when it is missing, damaged, edited, or of another format.
         """
+        raw, document = parse_document(path, _WHAT, _REMEDY)
         try:
-            document = json.loads(path.read_text())
-            checksums = (
-                document.get("checksums", {})
-                if any_version
-                else (document["checksums"])
-            )
-            return cls(
-                step=int(document["step"]),
-                scalar_state=tuple(
-                    ScalarState.from_json(s) for s in document["scalar_state"]
-                ),
-                skipped_steps=int(document["skipped_steps"]),
-                payload=document["payload"],
-                committed_at=str(document["committed_at"]),
-                checksums={
-                    str(name): np.frombuffer(bytes.fromhex(text), ">u4").astype(
-                        np.uint32
-                    )
-                    for name, text in checksums.items()
-                },
-            )
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            version = document["format_version"]
+            if version == FORMAT_VERSION:
+                check_seal(path, raw, _WHAT, _REMEDY)
+            elif not (any_version and is_older(version)):
+                raise ValueError(
+                    f"format version {version!r}, expected {FORMAT_VERSION}"
+                )
+            return cls._from_json(document, version)
+        except (ValueError, KeyError, TypeError, AttributeError, SyntaxError) as error:
             raise StoreFormatError(
-                f"{path}: expected the record of a committed step, found none that can "
-                f"be read ({type(error).__name__}: {error}); restore the store from a "
-                "checkpoint or a backup"
+                f"{path}: expected {_WHAT}, found none that can be read "
+                f"({type(error).__name__}: {error}); {_REMEDY}"
             ) from error
+
+    @classmethod
+    def _from_json(cls, document: Mapping[str, Any], version: int) -> "CommitRecord":
+        scalars = tuple(map(ScalarState.from_json, document["scalar_state"]))
+        if version == 2:
+            scalars = tuple(replace(s, path=from_version_2(s.path)) for s in scalars)
+        return cls(
+            step=int(document["step"]),
+            scalar_state=scalars,
+            skipped_steps=int(document["skipped_steps"]),
+            payload=document["payload"],
+            committed_at=str(document["committed_at"]),
+            documents={} if version == 2 else dict(document["documents"]),
+            checksums={
+                str(name): np.frombuffer(bytes.fromhex(text), ">u4").astype(np.uint32)
+                for name, text in document["checksums"].items()
+            },
+        )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinf.errors import StoreFormatError
-from jaxinf.io import fsync_directory, write_json_atomically
+from jaxinf.io import fsync_directory
 from jaxinf.io.failures import translated
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.contents import StateRecord
@@ -72,9 +72,7 @@ def create_store(directory: StoreDirectory) -> None:
     """
     with translated("creation", directory.path):
         directory.path.mkdir(parents=True, exist_ok=True)
-        write_json_atomically(
-            directory.path / "jaxinf.json", directory.manifest.to_json()
-        )
+        directory.manifest.write(directory.path / "jaxinf.json")
         timestamp_ns = time.time_ns()
         for slot in SLOTS:
             _create_metadata(directory, slot, timestamp_ns)

@@ -22,7 +22,6 @@ from jaxinf.io import (
     allocate_file,
     fsync_directory,
     sync_filesystem,
-    write_json_atomically,
 )
 from jaxinf.io.failures import translated
 from jaxinf.layout import PAGE_BYTES, Chunk, scale_chunks
@@ -228,7 +227,7 @@ class StoreDirectory:
 
     def publish(self, slot: Slot, record: CommitRecord) -> None:
         """Commits a slot whose chunks are durable; see docs/format.md."""
-        write_json_atomically(self.step_path(slot) / "commit.json", record.to_json())
+        record.write(self.step_path(slot) / "commit.json")
         temporary = self.path / "current.tmp"
         with (
             translated("commit", self.path / "current"),

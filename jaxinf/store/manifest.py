@@ -4,7 +4,6 @@ Invariant: a manifest is immutable and round-trips through JSON unchanged. What 
 be understood is a `StoreFormatError`; nothing is guessed.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -23,6 +22,7 @@ from jaxinf.store.contents import (
     StoreContents,
     dtype_of,
 )
+from jaxinf.store.documents import check_seal, parse_document, write_document
 from jaxinf.store.names import (
     MASTER_PARAMS,
     array_name,
@@ -30,11 +30,16 @@ from jaxinf.store.names import (
     encode_key,
 )
 
-__all__ = ["FORMAT_VERSION", "LeafRecord", "Manifest"]
+__all__ = ["FORMAT_VERSION", "LeafRecord", "Manifest", "is_older"]
 
-FORMAT_VERSION = 2
-_OLDEST_VERSION = 1
+FORMAT_VERSION = 3
+_OLDEST_VERSION = 2
 
+_WHAT = "the manifest of a jaxinf store"
+_REMEDY = (
+    "restore the file from a checkpoint of the store (checkpoints/NAME/jaxinf.json) or "
+    "a backup, or remove the store and start again"
+)
 _STORE_ID = re.compile("[0-9a-f]{32}")
 
 
@@ -108,6 +113,10 @@ class Manifest(StoreContents):
             "leaves": [_leaf_to_json(leaf) for leaf in self.leaves],
         }
 
+    def write(self, path: Path) -> None:
+        """Puts it in its place; blocks until it is durable."""
+        write_document(path, self.to_json())
+
     @classmethod
     def read(cls, path: Path, *, any_version: bool = False) -> "Manifest":
         """Reads ``jaxinf.json``.
@@ -119,15 +128,10 @@ class Manifest(StoreContents):
         Raises:
           StoreFormatError: when it is corrupt, or of another format.
         """
-        try:
-            document = json.loads(path.read_text())
-        except (ValueError, UnicodeDecodeError) as error:
-            raise StoreFormatError(
-                f"{path}: expected the JSON manifest of a jaxinf store, found text "
-                f"that does not parse ({error}); restore the file from a backup or "
-                "remove the store and start again"
-            ) from error
+        raw, document = parse_document(path, _WHAT, _REMEDY)
         _check_header(path, document, any_version=any_version)
+        if document["format_version"] == FORMAT_VERSION:
+            check_seal(path, raw, _WHAT, _REMEDY)
         try:
             return cls._from_json(document)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -231,6 +235,11 @@ def _leaf_from_json(document: Mapping[str, Any]) -> LeafRecord:
     )
 
 
+def is_older(version: object) -> bool:
+    """Whether a format version is one that a migration takes."""
+    return type(version) is int and _OLDEST_VERSION <= version < FORMAT_VERSION
+
+
 def _check_header(path: Path, document: Any, *, any_version: bool) -> None:
     if not isinstance(document, Mapping) or document.get("format") != "jaxinf":
         raise StoreFormatError(
@@ -238,13 +247,12 @@ def _check_header(path: Path, document: Any, *, any_version: bool) -> None:
             "not the manifest of a jaxinf store"
         )
     version = document.get("format_version")
-    is_number = isinstance(version, int)
-    is_older = is_number and _OLDEST_VERSION <= version < FORMAT_VERSION
-    if version != FORMAT_VERSION and not (any_version and is_older):
+    is_known = type(version) is int and version == FORMAT_VERSION
+    if not is_known and not (any_version and is_older(version)):
         remedy = "the manifest is damaged; restore it from a backup"
-        if is_older:
+        if is_older(version):
             remedy = f'bring it up to date with "jaxinf store migrate {path.parent}"'
-        elif is_number and version > FORMAT_VERSION:
+        elif type(version) is int and version > FORMAT_VERSION:
             remedy = "open it with a newer jaxinf (pip install -U jaxinf)"
         raise StoreFormatError(
             f"{path}: this jaxinf reads format version {FORMAT_VERSION}, the store has "

@@ -1,81 +1,90 @@
 """Stores of an older format version brought to the present one.
 
-Invariant: chunk files are only read; the manifest, which says the version, is replaced
-last, so that a migration that was interrupted is simply made again.
+      checkpoints ──► slots' records ──► journal ──► jaxinf.json
+        each document is replaced whole; the store is of the old version until the last
+
+Invariant: chunk files are not touched; the manifest, which says the version, is
+replaced last: a migration that was interrupted is gone on with by another call.
 """
 
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from jaxinf.errors import StoreFormatError
-from jaxinf.io import write_json_atomically
+from jaxinf.store.checkpoint import checkpoint_names
 from jaxinf.store.commit import CommitRecord
-from jaxinf.store.directory import StoreDirectory
-from jaxinf.store.lock import StoreLock
+from jaxinf.store.directory import SLOTS, StoreDirectory
+from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.manifest import FORMAT_VERSION, Manifest
-from jaxinf.store.reader import file_checksum
-from jaxinf.store.verify import step_bytes
-from jaxinf.typing import Array, ProgressCallback
+from jaxinf.store.owners import check_owners
+from jaxinf.store.rebalancing import finish_rebalance, reseal_journal
+from jaxinf.store.stock_documents import stock_documents
 
 __all__ = ["migrate"]
 
 
-def migrate(path: Path, progress: ProgressCallback | None = None) -> bool:
-    """Brings a store to the present format; blocks.
+def migrate(path: Path) -> bool:
+    """Brings a store and its checkpoints to the present format; blocks.
 
-    From version 1: takes the checksums of the committed step, which it had none of.
+    From version 2: scalars get paths in this format's own words, and every document a
+    checksum; those of other tools' formats get theirs in the commit record.
 
     Args:
       path: the store.
-      progress: called with the bytes read and in all.
 
     Returns:
       False if it was of the present format already.
 
     Raises:
-      StoreFormatError: no store, or one that no version of jaxinf wrote.
+      StoreFormatError: no store, one that no version of jaxinf wrote, or a copy whose
+        chunks on CSDs are another's.
       StoreLockedError: a run has it open.
+      StoreIOError: a document is missing, or a drive failed.
     """
-    manifest = Manifest.read(path / "jaxinf.json", any_version=True)
-    if manifest.format_version == FORMAT_VERSION:
-        return False
+    manifest_path = path / "jaxinf.json"
+    if not manifest_path.is_file():
+        raise StoreFormatError(
+            f"{path}: expected a jaxinf store, found no jaxinf.json in it; give the "
+            "directory that a run was told to store its state in"
+        )
     lock = StoreLock(path)
     try:
-        directory = StoreDirectory(path, manifest)
-        slot = directory.committed_slot()
-        if slot is None:
-            raise StoreFormatError(
-                f"{path}: expected a committed step to migrate, found none: the store "
-                "was never finished; remove it and start again"
-            )
-        record_path = directory.step_path(slot) / "commit.json"
-        record = CommitRecord.read(record_path, any_version=True)
-        checksums = _checksums(directory, slot, progress)
-        complete = replace(record, checksums=checksums)
-        write_json_atomically(record_path, complete.to_json())
-        present = replace(manifest, format_version=FORMAT_VERSION)
-        write_json_atomically(path / "jaxinf.json", present.to_json())
+        with lock_exclusively(path / "checkpoints.lock"):
+            manifest = Manifest.read(manifest_path, any_version=True)
+            if manifest.format_version == FORMAT_VERSION:
+                return False
+            _migrate(StoreDirectory(path, manifest))
     finally:
         lock.release()
     return True
 
 
-def _checksums(
-    directory: StoreDirectory, slot: str, progress: ProgressCallback | None
-) -> dict[str, Array]:
-    total, done = step_bytes(directory), 0
-    result: dict[str, Array] = {}
-    for leaf, record in enumerate(directory.manifest.leaves):
-        for state in record.states:
-            sums = np.zeros(len(record.csds), np.uint32)
-            for number in range(len(record.csds)):
-                num_bytes = directory.state_bytes(leaf, number, state)
-                file = directory.chunk_file(slot, leaf, number, state.name)
-                sums[number] = file_checksum(file, num_bytes)
-                done += num_bytes
-                if progress is not None:
-                    progress(done, total)
-            result[record.array_name(state.name)] = sums
-    return result
+def _migrate(directory: StoreDirectory) -> None:
+    path, manifest = directory.path, directory.manifest
+    committed = directory.committed_slot()
+    if committed is None:
+        raise StoreFormatError(
+            f"{path}: expected a committed step to migrate, found none: the store "
+            "was never finished; remove it and start again"
+        )
+    check_owners(directory)
+    finish_rebalance(directory)
+    for name in checkpoint_names(directory):
+        step = directory.step_path(f"checkpoints/{name}")
+        held = Manifest.read(step / "jaxinf.json", any_version=True)
+        _migrate_record(step, held)
+        replace(held, format_version=FORMAT_VERSION).write(step / "jaxinf.json")
+    _migrate_record(directory.step_path(committed), manifest)
+    for slot in SLOTS:
+        step = directory.step_path(slot)
+        if slot != committed and (step / "commit.json").exists():
+            _migrate_record(step, manifest)
+    reseal_journal(directory)
+    replace(manifest, format_version=FORMAT_VERSION).write(path / "jaxinf.json")
+
+
+def _migrate_record(step: Path, manifest: Manifest) -> None:
+    """A record in the words of the present format, whichever it is of."""
+    record = CommitRecord.read(step / "commit.json", any_version=True)
+    documents = stock_documents(step, manifest)
+    replace(record, documents=documents).write(step / "commit.json")

@@ -8,7 +8,6 @@ then on nothing of the old places is used. Whatever is interrupted is gone on wi
 the journal: before that moment by the next call, after it also by the next opening.
 """
 
-import json
 import os
 import shutil
 from collections import defaultdict
@@ -22,7 +21,6 @@ from jaxinf.io import (
     allocate_file,
     fsync_directory,
     write_from,
-    write_json_atomically,
 )
 from jaxinf.io.failures import translated
 from jaxinf.layout import PAGE_BYTES
@@ -33,18 +31,21 @@ from jaxinf.store.directory import (
     SLOTS,
     StoreDirectory,
 )
+from jaxinf.store.documents import check_seal, parse_document, write_document
 from jaxinf.store.links import link_or_copy
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.making import lay_out
-from jaxinf.store.manifest import Manifest
+from jaxinf.store.manifest import FORMAT_VERSION, Manifest
 from jaxinf.store.owners import claim_csds
 from jaxinf.store.reader import PIECE_BYTES, file_checksum, stored_pieces
 from jaxinf.store.space import check_free_space
 from jaxinf.typing import JsonValue, ProgressCallback
 
-__all__ = ["Rebalanced", "finish_rebalance", "rebalance"]
+__all__ = ["Rebalanced", "finish_rebalance", "rebalance", "reseal_journal"]
 
 _JOURNAL = "rebalance.json"
+_WHAT = "the journal of a rebalance of this store"
+_REMEDY = "restore it, or remove it if jaxinf verify finds no damage"
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,13 @@ def rebalance(
         lock.release()
 
 
+def reseal_journal(directory: StoreDirectory) -> None:
+    """Writes the journal of a rebalance, if one is under way, in the present format."""
+    journal = _read_journal(directory)
+    if journal is not None:
+        _journal(*(StoreDirectory(directory.path, manifest) for manifest in journal))
+
+
 def finish_rebalance(directory: StoreDirectory) -> None:
     """Goes on where a rebalance was interrupted after it had replaced the manifest.
 
@@ -147,7 +155,7 @@ def finish_rebalance(directory: StoreDirectory) -> None:
                     manifest, csds=new.manifest.csds, leaves=new.manifest.leaves
                 )
                 file = new.step_path(f"checkpoints/{name}/jaxinf.json")
-                write_json_atomically(file, moved.to_json())
+                moved.write(file)
         new.sync()
         if old.manifest.csds:  # else the links have taken the files' places
             for move in moves:
@@ -270,7 +278,7 @@ def _check_space(moves: Sequence[_Move], new: StoreDirectory) -> None:
 
 def _journal(old: StoreDirectory, new: StoreDirectory) -> None:
     document = {"from": _places(old.manifest), "to": _places(new.manifest)}
-    write_json_atomically(old.path / _JOURNAL, document)
+    write_document(old.path / _JOURNAL, document)
 
 
 def _places(manifest: Manifest) -> dict[str, JsonValue]:
@@ -284,8 +292,10 @@ def _read_journal(directory: StoreDirectory) -> tuple[Manifest, Manifest] | None
     if not file.exists():
         return None
     held = directory.manifest
+    raw, document = parse_document(file, _WHAT, _REMEDY)
+    if held.format_version == FORMAT_VERSION:
+        check_seal(file, raw, _WHAT, _REMEDY)
     try:
-        document = json.loads(file.read_text())
         old, new = (
             replace(
                 held,
@@ -301,9 +311,7 @@ def _read_journal(directory: StoreDirectory) -> tuple[Manifest, Manifest] | None
         )
     except (ValueError, KeyError, TypeError) as error:
         raise StoreFormatError(
-            f"{file}: expected the journal of a rebalance of this store, found another "
-            f"document ({error}); restore it, or remove it if jaxinf verify finds no "
-            "damage"
+            f"{file}: expected {_WHAT}, found another document ({error}); {_REMEDY}"
         ) from error
     return old, new
 
@@ -424,7 +432,7 @@ def _copy(move: _Move, target: Path, file_bytes: int, pool: BufferPool) -> None:
 def _switch(old: StoreDirectory, new: StoreDirectory) -> None:
     """From here on the store is the new one."""
     with lock_exclusively(old.publish_lock):
-        write_json_atomically(old.path / "jaxinf.json", new.manifest.to_json())
+        new.manifest.write(old.path / "jaxinf.json")
 
 
 def _point(link: Path, target: Path) -> None:

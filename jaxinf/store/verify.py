@@ -22,6 +22,7 @@ from jaxinf.store.contents import StateRecord
 from jaxinf.store.directory import StoreDirectory
 from jaxinf.store.manifest import LeafRecord
 from jaxinf.store.reader import PIECE_BYTES, file_checksum
+from jaxinf.store.stock_documents import ARRAYS, document_checksum
 from jaxinf.store.zarr_metadata import array_metadata
 from jaxinf.typing import ProgressCallback
 
@@ -105,6 +106,9 @@ class Verifier:
         except StoreFormatError as error:
             return [Damage(step_path, record_path, "commit record", str(error))]
         damages = list(self._documents(step_path))
+        for damage in self._sealed(step_path, record):
+            if damage.what != ARRAYS or not damages:  # else it is named already
+                damages.append(damage)
         total, done = step_bytes(self._directory), 0
         with (
             closing(BufferPool(self._num_workers * PIECE_BYTES)) as pool,
@@ -168,6 +172,18 @@ class Verifier:
                         chunk.stored_elements * state.itemsize,
                         int(expected),
                     )
+
+    def _sealed(self, step_path: Path, record: CommitRecord) -> Iterator[Damage]:
+        """The documents of which the record has checksums."""
+        for name, expected in record.documents.items():
+            try:
+                found = document_checksum(step_path, self._directory.manifest, name)
+            except StoreIOError as error:
+                yield Damage(step_path, step_path / name, name, str(error))
+                continue
+            if found != expected:
+                problem = f"expected CRC-32C {expected}, found {found}"
+                yield Damage(step_path, step_path / name, name, problem)
 
     def _documents(self, step_path: Path) -> Iterator[Damage]:
         """The zarr metadata by which other tools read the arrays."""

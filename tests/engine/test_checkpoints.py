@@ -10,7 +10,7 @@ from store_driver import Driver
 
 import jaxinf
 from jaxinf.errors import StoreFormatError, StoreMismatchError, StoreSpaceError
-from jaxinf.store import CheckpointInfo, Verifier, checkpoints_to_prune
+from jaxinf.store import CheckpointInfo, Verifier, checkpoints_to_prune, seal
 
 
 def path_of(driver, name):
@@ -295,7 +295,7 @@ def test_a_checkpoint_of_another_tree_is_not_restored(drive):
     manifest = path_of(driver, "one") / "jaxinf.json"
     document = json.loads(manifest.read_text())
     document["leaves"][1]["states"][1][1] = "bfloat16"
-    manifest.write_text(json.dumps(document))
+    manifest.write_bytes(seal(document))
     with pytest.raises(StoreMismatchError, match="holds other arrays than"):
         drive(driver.store.path, restore="one")
     again = drive(driver.store.path).init()

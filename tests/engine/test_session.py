@@ -21,7 +21,7 @@ from jaxinf.errors import (
     StoreMismatchError,
     StoreSpaceError,
 )
-from jaxinf.store import StoreDirectory, StoreLock
+from jaxinf.store import StoreDirectory, StoreLock, seal
 
 
 @contextlib.contextmanager
@@ -209,9 +209,8 @@ def test_creation_cut_short(drive, place, num_csds, files):
         manifest = driver.description.manifest(
             [str(place / f"csd{i}") for i in range(num_csds)], 4096, "", ""
         )
-        import json
 
-        (place / "store" / "jaxinf.json").write_text(json.dumps(manifest.to_json()))
+        manifest.write(place / "store" / "jaxinf.json")
         driver.close()
     elif files == "all":
         driver.training.bind(driver.description, may_create=True)
@@ -308,7 +307,9 @@ def test_other_optimizers_and_trees(drive):
 def test_equations_of_other_versions_go_on_with_a_warning(drive, place, caplog):
     drive().init().close()
     path = place / "store" / "jaxinf.json"
-    path.write_text(path.read_text().replace('"optax": "', '"optax": "0.'))
+    document = json.loads(path.read_text())
+    document["created_by"]["optax"] = "0.1"
+    path.write_bytes(seal(document))
     driver = drive(tx=optax.sgd(0.5, momentum=0.5, nesterov=True))
     assert not driver.training.bind(driver.description)
     assert "so do the versions of jax or optax" in caplog.text
@@ -393,7 +394,7 @@ def test_a_damaged_store_gives_its_lock_back(drive, place):
     damaged = json.loads(text)
     name, sums = next(iter(damaged["checksums"].items()))
     damaged["checksums"][name] = sums + " 00000000"
-    record.write_text(json.dumps(damaged))
+    record.write_bytes(seal(damaged))
     with pytest.raises(StoreFormatError, match=rf"2 checksums of {name}, expected 1"):
         jaxinf.open_store(place / "store")
     record.write_text(text)

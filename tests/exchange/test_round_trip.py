@@ -1,6 +1,7 @@
 """What is exported makes the same store again, to the bit."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from jaxinf.exchange import (
     import_export,
     is_own_export,
 )
-from jaxinf.store import StoreDirectory, save_checkpoint
+from jaxinf.store import StoreDirectory, save_checkpoint, seal
 
 EXPORTS = {"orbax": export_orbax, "safetensors": export_safetensors}
 
@@ -117,8 +118,8 @@ def test_a_missing_array_is_named_before_anything_is_written(make_step, place):
     leaves = {("a",): ((5,), (1,)), ("b",): ((1 << 16,), (1,))}
     step, _ = make_step(leaves=leaves)
     export_safetensors(step, place / "export", max_file_bytes=1 << 20)
-    manifest = (place / "export" / "jaxinf.json").read_text()
-    (place / "export" / "jaxinf.json").write_text(manifest.replace('"b"', '"c"'))
+    manifest = (place / "export" / "jaxinf.json").read_text().replace('"b"', '"c"')
+    (place / "export" / "jaxinf.json").write_bytes(seal(json.loads(manifest)))
     with pytest.raises(ExchangeError, match=r"params.c: missing; mu.c: missing"):
         import_export(place / "export", place / "again")
     assert not (place / "again").exists()

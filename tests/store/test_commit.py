@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from jaxinf.errors import StoreFormatError
-from jaxinf.io import write_json_atomically
 from jaxinf.store import CommitRecord, ScalarState
 
 DTYPES = [
@@ -37,7 +36,7 @@ def same_bits(a, b):
 
 def round_trip(tmp_path, **fields):
     path = tmp_path / "commit.json"
-    write_json_atomically(path, CommitRecord(**fields).to_json())
+    CommitRecord(**fields).write(path)
     return CommitRecord.read(path)
 
 
@@ -50,9 +49,9 @@ def test_scalars_keep_their_bits(data):
     if dtype.kind == "b":
         raw = bytes(byte & 1 for byte in raw)
     value = np.frombuffer(raw, dtype).reshape(shape)
-    document = json.loads(json.dumps(ScalarState("[0].x", value).to_json()))
+    document = json.loads(json.dumps(ScalarState("#0/.x", value).to_json()))
     back = ScalarState.from_json(document)
-    assert back.path == "[0].x"
+    assert back.path == "#0/.x"
     assert same_bits(back.value, value)
 
 

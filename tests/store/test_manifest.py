@@ -1,7 +1,6 @@
 """The manifest: round trip, refusals, and how two of them differ."""
 
 import dataclasses
-import json
 
 import pytest
 from hypothesis import given
@@ -15,8 +14,10 @@ from jaxinf.store import (
     Manifest,
     StateRecord,
     dtype_of,
+    seal,
 )
 
+HEADER = {"format": "jaxinf", "format_version": FORMAT_VERSION}
 KEYS = st.text(st.characters(blacklist_categories=("Cs",)), min_size=1, max_size=8)
 DTYPES = st.sampled_from(["float32", "bfloat16", "float16", "int8", "uint32", "bool"])
 
@@ -64,11 +65,10 @@ def manifests(draw):
 @given(manifests())
 def test_round_trip(tmp_path_factory, manifest):
     path = tmp_path_factory.getbasetemp() / "jaxinf.json"
-    text = json.dumps(manifest.to_json())
-    path.write_text(text, encoding="utf-8")
+    path.write_bytes(seal(manifest.to_json()))
     read = Manifest.read(path)
     assert read == manifest
-    assert json.dumps(read.to_json()) == text
+    assert seal(read.to_json()) == path.read_bytes()
     assert not manifest.tree_difference(read)
     assert not manifest.kernel_difference(read)
 
@@ -79,12 +79,12 @@ def read_changed(tmp_path, manifest_of):
 
     def read(change):
         document = manifest_of(csds=("/mnt/a", "/mnt/b")).to_json()
-        text = change
+        path = tmp_path / "jaxinf.json"
         if callable(change):
             change(document)
-            text = json.dumps(document)
-        path = tmp_path / "jaxinf.json"
-        path.write_text(text)
+            path.write_bytes(seal(document))
+        else:
+            path.write_text(change)
         return Manifest.read(path)
 
     return read
@@ -93,15 +93,25 @@ def read_changed(tmp_path, manifest_of):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "does not parse"),
-        ('{"format": "jax', "does not parse"),
+        ("", "found none that can be read"),
+        ('{"format": "jax', "found none that can be read"),
+        ("[" * 100_000, "found none that can be read"),
         ("[1]", 'expected "format": "jaxinf", found another document'),
         ('{"zarr_format": 3}', 'expected "format": "jaxinf"'),
         ('{"format": "jaxinf"}', "has None; the manifest is damaged"),
         (
             '{"format": "jaxinf", "format_version": 2}',
-            "incomplete or damaged.*store_id",
+            'bring it up to date with "jaxinf store migrate /',
         ),
+        (
+            '{"format": "jaxinf", "format_version": 1}',
+            "has 1; the manifest is damaged",
+        ),
+        (
+            f'{{"format": "jaxinf", "format_version": {FORMAT_VERSION}}}',
+            "with its checksum last, found none; the file was edited",
+        ),
+        (seal(HEADER).decode(), "incomplete or damaged.*store_id"),
         (
             f'{{"format": "jaxinf", "format_version": {FORMAT_VERSION + 1}}}',
             rf"reads format version {FORMAT_VERSION}, the store has "
@@ -117,7 +127,7 @@ def test_refuses_what_it_cannot_read(read_changed, text, message):
 def test_refuses_bytes_that_are_no_text(tmp_path):
     path = tmp_path / "jaxinf.json"
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(StoreFormatError, match="does not parse"):
+    with pytest.raises(StoreFormatError, match="found none that can be read"):
         Manifest.read(path)
 
 

@@ -1,5 +1,6 @@
 """Drives added to a store and taken out of it: every bit stays, crash or not."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -16,7 +17,7 @@ from jaxinf.errors import (
     StoreMismatchError,
     StoreSpaceError,
 )
-from jaxinf.store import StoreDirectory, Verifier, rebalance, stored_bytes
+from jaxinf.store import StoreDirectory, Verifier, rebalance, seal, stored_bytes
 
 LEAVES = {
     "bias": ((129,), "float32"),
@@ -254,6 +255,6 @@ def test_roots_that_are_none(make):
 def test_a_checkpoint_of_other_arrays(make):
     store = make(2)
     file = store.path / "checkpoints/two/jaxinf.json"
-    file.write_text(file.read_text().replace('"half"', '"other"'))
+    file.write_bytes(seal(json.loads(file.read_text().replace('"half"', '"other"'))))
     with pytest.raises(StoreMismatchError, match="the checkpoint two holds other"):
         rebalance(store.path, store.roots[:3])

@@ -51,7 +51,7 @@ def describe(params, tx=TX):
                 shard_counts=(1,) * len(leaf.info.shape),
             )
         )
-    return StoreDescription(tuple(leaves), ("[0].n",))
+    return StoreDescription(tuple(leaves), ("#0/.n",))
 
 
 class Driver:
@@ -116,7 +116,7 @@ class Driver:
         return rounded
 
     def scalars(self, step):
-        return [ScalarState("[0].n", np.array(step, np.int32))]
+        return [ScalarState("#0/.n", np.array(step, np.int32))]
 
     def part(self, number, gradient=1.0):
         """What a callback brings for a leaf at the present step."""

@@ -6,7 +6,7 @@ import re
 import pytest
 
 import jaxinf
-from jaxinf.store import StoreDirectory
+from jaxinf.store import StoreDirectory, seal
 from jaxinf.train.__main__ import main
 
 
@@ -52,7 +52,7 @@ def test_resume_of_another_programs_store_is_refused(run, tmp_path, capsys):
     assert run("--store", tmp_path / "store", "--steps", 2) == 0
     slot = (tmp_path / "store/current").resolve()
     record = json.loads((slot / "commit.json").read_text())
-    (slot / "commit.json").write_text(json.dumps(record | {"payload": None}))
+    (slot / "commit.json").write_bytes(seal(record | {"payload": None}))
     assert run("--store", tmp_path / "store", "--steps", 3) == 1
     assert "another program made it" in capsys.readouterr().err
 

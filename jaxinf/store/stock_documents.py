@@ -1,0 +1,55 @@
+"""Checksums of what other tools read beside the chunks of a step.
+
+Invariant: they are of the files' bytes; what differs from them was not written here.
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from jaxinf.io import crc32c
+from jaxinf.io.failures import translated
+from jaxinf.store.manifest import Manifest
+
+__all__ = ["ARRAYS", "document_checksum", "stock_documents"]
+
+ARRAYS = "*/zarr.json"
+"""The name of all arrays' metadata together."""
+
+_NAMES = ("zarr.json", "_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt")
+
+
+def stock_documents(step: Path, manifest: Manifest) -> dict[str, str]:
+    """The CRC-32C of a step's documents in other formats, 8 hex digits, by name.
+
+    Args:
+      step: a slot or a checkpoint.
+      manifest: of the store. The arrays' ``zarr.json`` are one entry, as if they were
+        one file, in its order of leaves and states.
+
+    Raises:
+      StoreIOError: one is missing, or the drive failed.
+    """
+    names = (*_NAMES, ARRAYS)
+    return {name: document_checksum(step, manifest, name) for name in names}
+
+
+def document_checksum(step: Path, manifest: Manifest, name: str) -> str:
+    """One of `stock_documents`."""
+    files = _arrays(step, manifest) if name == ARRAYS else [step / name]
+    return _checksum(files)
+
+
+def _arrays(step: Path, manifest: Manifest) -> Iterator[Path]:
+    for leaf in manifest.leaves:
+        for state in leaf.states:
+            yield step / leaf.array_name(state.name) / "zarr.json"
+
+
+def _checksum(files: Iterable[Path]) -> str:
+    parts = []
+    for file in files:
+        with translated("read", file):
+            parts.append(file.read_bytes())
+    return f"{crc32c(np.frombuffer(b''.join(parts), np.uint8)):08x}"

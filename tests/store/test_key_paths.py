@@ -1,0 +1,93 @@
+"""Places in the optimizer's state have paths that are nobody else's text."""
+
+from typing import NamedTuple
+
+import jax
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxinf import compat
+from jaxinf.errors import StoreFormatError
+from jaxinf.store import encode_path, path_keys
+from jaxinf.store.key_paths import from_version_2
+
+NAMES = st.text(st.characters(blacklist_categories=("Cs",)), max_size=6)
+
+
+class Pair(NamedTuple):
+    mu: object
+    value: object
+
+
+def trees(names):
+    return st.recursive(
+        st.just(0),
+        lambda inner: (
+            st.dictionaries(names, inner, min_size=1, max_size=3)
+            | st.lists(inner, min_size=1, max_size=3)
+            | st.builds(Pair, inner, inner)
+        ),
+        max_leaves=8,
+    )
+
+
+def paths_of(tree):
+    return [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def encoded(path):
+    return encode_path(compat.path_keys(path))
+
+
+@given(trees(NAMES | st.integers()))
+def test_places_are_told_apart(tree):
+    try:
+        found = [encoded(path) for path in paths_of(tree)]
+    except ValueError:  # JAX cannot sort the keys of a dict
+        return
+    assert len(set(found)) == len(found)
+    assert all(path.isprintable() or not path.isascii() for path in found)
+
+
+@given(trees(NAMES))
+def test_paths_of_version_2_become_the_present_ones(tree):
+    for path in paths_of(tree):
+        assert from_version_2(compat.path_text(path)) == encoded(path)
+
+
+def test_what_optimizers_have():
+    adam = optax.inject_hyperparams(optax.adam)(0.1)
+    state = adam.init({"w": jax.numpy.zeros(3)})
+    found = {encoded(path) for path in paths_of(state)}
+    assert "#0/.inner_state" not in found
+    assert ".hyperparams/learning_rate" in found
+    assert ".inner_state/#0/.mu/w" in found
+
+
+@pytest.mark.parametrize(
+    ("keys", "path"),
+    [
+        ((), ""),
+        ((("field", "count"),), ".count"),
+        ((("key", 3), ("key", "a/b")), "#3/a%2Fb"),
+        ((("key", ".count"),), "%2Ecount"),
+        ((("key", "#3"), ("key", "=x")), "%233/%3Dx"),
+        ((("key", ""), ("key", True), ("key", None)), "=/=True/=None"),
+        ((("key", -1), ("other", "x[0]")), "#-1/=x[0]"),
+    ],
+)
+def test_spelling(keys, path):
+    assert encode_path(keys) == path
+
+
+def test_keys_without_their_kinds():
+    assert path_keys("#0/.hyperparams/a%2Fb") == ("0", "hyperparams", "a%2Fb")
+    assert path_keys("") == ()
+
+
+@pytest.mark.parametrize("path", ["count", "[0]count", "[0", "[0].mu[", " "])
+def test_what_no_jax_has_printed(path):
+    with pytest.raises(StoreFormatError, match="expected one of format version 2"):
+        from_version_2(path)

@@ -1,0 +1,103 @@
+"""Stores whose bytes are kept: made by this file run as a program.
+
+Below ``tests/golden`` are stores of two CSD-less slots at step 3 with a checkpoint at
+step 2: ``store`` with float32 masters, ``split`` with the master of its bfloat16 leaf
+in two halves, ``scalars`` with much scalar state. Those of versions before the present
+one were written by the code of their time; they are migrated, never written anew.
+"""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import optax
+
+import jaxinf
+from jaxinf.store import FORMAT_VERSION
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+MASTERS = {"store": "stored", "split": "auto", "scalars": "stored"}
+REMEDY = (
+    "if the format was meant to change, raise FORMAT_VERSION, say what changed in "
+    "docs/format.md, teach jaxinf.store.migrate the old one, and write the golden "
+    f"store anew: python tests/support/{Path(__file__).name}"
+)
+VOLATILE = {"store_id", "created_by", "committed_at", "crc32c"}
+
+
+def optimizer(name):
+    if name != "scalars":
+        return optax.sgd(0.5, momentum=0.5)
+    adam = optax.inject_hyperparams(optax.adam)(learning_rate=0.5, b1=0.5)
+    return optax.chain(adam, optax.scale_by_schedule(lambda count: 1.0))
+
+
+def golden(name, version=FORMAT_VERSION):
+    return GOLDEN / f"v{version}_{name}"
+
+
+def make(path, name):
+    """The same store every time, but for its id, versions and dates."""
+    params = {
+        "a": jnp.arange(6, dtype=jnp.float32).reshape(2, 3),
+        "b": {"half": jnp.arange(5, dtype=jnp.bfloat16)},
+        "scalar": jnp.float32(2),
+    }
+    with jaxinf.open_store(path, master=MASTERS[name]) as store:
+        tx = jaxinf.smart_update(optimizer(name), store)
+        state = tx.init(params)
+        for number in range(3):
+            store.annotate(number + 1, {"at": number + 1})
+            grads = {
+                "a": jnp.ones((2, 3)),
+                "b": {"half": jnp.ones(5, jnp.bfloat16)},
+                "scalar": jnp.float32(1),
+            }
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+            if number == 1:
+                store.checkpoint(state=state)
+
+
+def files_of(root):
+    """Each file's bytes, or where its symlink points; what varies is blanked."""
+    found = {}
+    for folder, folders, files in os.walk(root):
+        for name in [*files, *(d for d in folders if os.path.islink(f"{folder}/{d}"))]:
+            path = Path(folder) / name
+            key = str(path.relative_to(root))
+            if path.is_symlink():
+                found[key] = os.readlink(path)
+            elif name.endswith("lock"):
+                continue
+            elif name in ("_CHECKPOINT_METADATA", "jaxinf.json", "commit.json"):
+                document = json.loads(path.read_text())
+                for field in (*VOLATILE, "init_timestamp_nsecs"):
+                    document.pop(field, None)
+                document.pop("commit_timestamp_nsecs", None)
+                # Of documents with a date in them.
+                document.get("documents", {}).pop("_CHECKPOINT_METADATA", None)
+                found[key] = document
+            else:
+                data = path.read_bytes()
+                found[key] = data.rstrip(b"\0"), len(data)
+    return found
+
+
+def same_files(path, expected):
+    written, held = files_of(path), files_of(expected)
+    assert sorted(written) == sorted(held), REMEDY
+    for file, content in held.items():
+        assert written[file] == content, f"{file}: {REMEDY}"
+
+
+if __name__ == "__main__":
+    for name in MASTERS:
+        shutil.rmtree(golden(name), ignore_errors=True)
+        make(golden(name), name)
+        for lock in golden(name).glob("*lock"):  # they name a process
+            lock.unlink()
+        print(f"written: {golden(name)}", file=sys.stderr)
