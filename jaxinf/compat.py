@@ -65,7 +65,6 @@ try:
 except ImportError:
     buffer_callback = None
 
-from jaxinf.typing import KeyPath
 
 __all__ = [
     "CALLBACK_LOGGER",
@@ -258,8 +257,8 @@ def key_name(key: Any) -> str:
     return str(key)
 
 
-def path_keys(path: tuple[Any, ...]) -> KeyPath:
-    """A key path as keys with their kinds, none of them a class of JAX's."""
+def path_keys(path: tuple[Any, ...]) -> tuple[tuple[str, Any], ...]:
+    """A key path as a `jaxinf.typing.KeyPath`, none of it a class of JAX's."""
     return tuple(map(_kind_and_value, path))
 
 

@@ -5,7 +5,7 @@ order, overlap, memory budget and commits are the engine's. Calls on different b
 may run at once from different threads, and release the GIL while they work.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -109,8 +109,8 @@ class UpdateOutcome:
     Attributes:
       is_finite: whether every element of the gradient is finite.
       read_checksums: by position in the extents, the CRC-32C of each state as it was
-        read from the drive, where `Csd.checksum` had to leave that open; of the params
-        that were given in place of the first, too.
+        read from the drive, where `update` was asked to tell it; of the params that
+        were given in place of the first, always.
     """
 
     is_finite: bool
@@ -225,7 +225,7 @@ class Csd(Protocol):
         """The CRC-32C of a state's elements in the buffer, padding left out.
 
         None between `read` and the next `update`, where the processor beside the drive
-        takes it in the update's own pass, and tells it then.
+        takes it in the update's own pass: ask that for it.
         """
         ...
 
@@ -241,6 +241,7 @@ class Csd(Protocol):
         *,
         given: Array | None = None,
         wants_params: bool = False,
+        tells: Collection[int] = (),
     ) -> UpdateOutcome:
         """Runs an optimizer's kernel over a subgroup in the buffer, in place.
 
@@ -259,6 +260,7 @@ class Csd(Protocol):
           given: params to take instead of the buffer's, of their dtype. Only of a kind
             that takes params (`CsdSpec.takes_params`).
           wants_params: float32 `out` receives the new params instead of the update.
+          tells: positions in the extents whose checksum, as they were read, is wanted.
         """
         ...
 

@@ -6,7 +6,7 @@ and are updated there in place.
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
@@ -79,25 +79,18 @@ class HostFleet:
         self._pool.close()
 
 
-_UNSEEN = -1
-"""For a checksum: read, and no update has passed over it yet."""
-
-_ASKED = -2
-"""The same, and the next update is to tell its checksum."""
-
-
 @dataclass(eq=False, slots=True)
 class _HostBuffer:
     """Memory, and what is known of the extents in it.
 
     Attributes:
       memory: from the pool.
-      known: by offset, the checksum of what the last update has left there; `_UNSEEN`
-        or `_ASKED` for what was read since.
+      known: by offset, the checksum of what the last update has left there; None for
+        what was read since.
     """
 
     memory: Buffer
-    known: dict[int, int] = field(default_factory=dict)
+    known: dict[int, int | None] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -148,25 +141,21 @@ class HostCsd:
         self._transfers.read([_piece(transfer) for transfer in transfers])
         for transfer in transfers:
             place = transfer.extent.buffer_offset_bytes
-            _own(transfer.buffer).known[place] = _UNSEEN
+            _own(transfer.buffer).known[place] = None
 
     def write(self, transfers: Sequence[Transfer]) -> None:
         """Buffers → drive."""
         self._transfers.write([_piece(transfer) for transfer in transfers])
 
     def checksum(self, buffer: CsdBuffer, extent: Extent) -> int | None:
-        """Of what was read, in the update's pass; else by this thread, where not known.
+        """What the last update left, else taken by this thread; of what was read, None.
 
         A pass of its own costs more than the kernel: each is bound by the memory.
         """
         known, place = _own(buffer).known, extent.buffer_offset_bytes
-        checksum = known.get(place)
-        if checksum is None:
+        if place not in known:
             return crc32c(self.view(buffer, extent))
-        if checksum >= 0:
-            return checksum
-        known[place] = _ASKED
-        return None
+        return known[place]
 
     def update(
         self,
@@ -180,6 +169,7 @@ class HostCsd:
         *,
         given: Array | None = None,
         wants_params: bool = False,
+        tells: Collection[int] = (),
     ) -> UpdateOutcome:
         """Runs the kernel on this thread; checksums, too, in the same pass."""
         views = [self.view(buffer, extent) for extent in extents]
@@ -190,8 +180,8 @@ class HostCsd:
             given=given,
             wants_params=wants_params,
             reads=[
-                known.get(place) == _ASKED or (number == 0 and given is not None)
-                for number, place in enumerate(places)
+                number in tells or (number == 0 and given is not None)
+                for number in range(len(places))
             ],
             writes=_written(extents, kernel),
         )

@@ -6,7 +6,7 @@ is that of the CSD that it wraps.
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -210,6 +210,7 @@ class ThrottledCsd:
         *,
         given: Array | None = None,
         wants_params: bool = False,
+        tells: Collection[int] = (),
     ) -> UpdateOutcome:
         """Runs the kernel; on a card the gradient comes before, the result goes after.
 
@@ -232,6 +233,7 @@ class ThrottledCsd:
                 rounding,
                 given=given,
                 wants_params=wants_params,
+                tells=tells,
             )
         if is_moving:
             self._wait_for_link(out.nbytes)

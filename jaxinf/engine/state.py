@@ -3,7 +3,7 @@
 Invariant: never more of a leaf in memory than the caller's own array and the ring.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,7 +53,10 @@ def initialise(
     for layout in opened.layouts(leaf, origin, params.shape):
 
         def compute(
-            csd: Csd, buffer: CsdBuffer, layout: SubgroupLayout = layout
+            csd: Csd,
+            buffer: CsdBuffer,
+            _: Collection[int],
+            layout: SubgroupLayout = layout,
         ) -> None:
             [(params, inputs)] = held
             chunk = gather_run(opened.directory, layout, params, origin)

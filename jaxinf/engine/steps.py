@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -373,6 +373,6 @@ class StepEngine:
             self._commit_thread = None
 
 
-def _nothing(csd: Csd, buffer: CsdBuffer) -> None:
+def _nothing(csd: Csd, buffer: CsdBuffer, tells: Collection[int]) -> None:
     """A prefetch computes nothing."""
-    del csd, buffer
+    del csd, buffer, tells

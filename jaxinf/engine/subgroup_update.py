@@ -3,7 +3,7 @@
 Invariant: nothing is returned or stored of params that are not the store's.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,11 +50,17 @@ class SubgroupUpdate:
     is_whole: bool
     is_finite: bool = True
 
-    def run(self, csd: Csd, buffer: CsdBuffer) -> Mapping[int, int]:
+    def run(
+        self, csd: Csd, buffer: CsdBuffer, tells: Collection[int]
+    ) -> Mapping[int, int]:
         """Updates the buffer, and writes the result to the request's `out`.
 
+        Args:
+          csd, buffer: the subgroup's.
+          tells: states whose checksum, as they were read, is wanted.
+
         Returns:
-          The checksums of states as they were read, where the CSD took them only now.
+          Those checksums.
 
         Raises:
           DivergedParamsError: the caller's params are not the store's.
@@ -80,6 +86,7 @@ class SubgroupUpdate:
             self.rounding,
             given=params,
             wants_params=request.wants_params,
+            tells=tells,
         )
         read_checksums = dict(outcome.read_checksums)
         if self.given is not None:

@@ -7,6 +7,7 @@ Invariant: files are only read, through a few buffers of a piece each; nobody is
 all of a chunk that is not as it was written.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -204,7 +205,7 @@ class StepReader:
         """
         chunk = self._chunks_of(leaf, state)[number]
         name = leaf.array_name(state.name)
-        file = self._step / name / chunk.key
+        file = Path(os.path.realpath(self._step / name / chunk.key))
         sums = self._sums.get(name, ())
         expected = int(sums[number]) if number < len(sums) else None
 

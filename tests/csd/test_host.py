@@ -145,8 +145,10 @@ def test_checksums_in_the_updates_own_pass(tmp_path):
     chunk.move("read")
     assert chunk.csd.checksum(chunk.buffer, chunk.extents[1]) is None
 
+    assert chunk.csd.checksum(chunk.buffer, chunk.extents[0]) is None
     arguments = (chunk.buffer, chunk.extents, update, gradient, ScalarInputs())
-    outcome = chunk.csd.update(*arguments, np.empty(5000, np.float32), ROUNDING)
+    out = np.empty(5000, np.float32)
+    outcome = chunk.csd.update(*arguments, out, ROUNDING, tells=[1])
     assert outcome.read_checksums == {1: before[1]}  # what was asked for
     after = [crc32c(view) for view in chunk.views()]
     assert after != before

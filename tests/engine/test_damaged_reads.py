@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import safetensors.numpy
+from flipped_bits import flip
 
 from jaxinf.cli import main
 from jaxinf.engine import convert_store
@@ -80,8 +81,12 @@ CASES += [("trace", use) for use in [*ALL, imports]]
 @pytest.mark.parametrize("leaf", LEAVES)
 @pytest.mark.parametrize(("state", "use"), CASES)
 def test_a_flipped_bit_is_refused(drive, capsys, place, state, use, leaf, where):
-    drive(leaves=LEAVES).init().close()
-    flip(place / "store", leaf, state, where)
+    driver = drive(leaves=LEAVES).init()
+    number = list(LEAVES).index(leaf)
+    record = driver.store.manifest.leaves[number].state(state)
+    last = driver.opened.directory.state_bytes(number, 0, record) - 1
+    driver.close()
+    flip(driver, leaf, state, 0 if where == "first" else last)
     driver = drive(leaves=LEAVES)
     try:
         use(driver, leaf, state)
@@ -92,17 +97,3 @@ def test_a_flipped_bit_is_refused(drive, capsys, place, state, use, leaf, where)
     assert "expected CRC-32C" in said
     assert not (place / "new" / "jaxinf.json").exists()
     assert StoreDirectory.open(place / "store").read_commit().step == 0
-
-
-def flip(path, leaf, state, where):
-    """Changes a bit of the first or the last element of a leaf's first chunk."""
-    directory = StoreDirectory.open(path)
-    number = [r.name for r in directory.manifest.leaves].index(leaf)
-    record = directory.manifest.leaves[number].state(state)
-    file = directory.chunk_file("a", number, 0, state)
-    last = directory.state_bytes(number, 0, record) - 1
-    with open(file, "r+b") as opened:
-        opened.seek(0 if where == "first" else last)
-        [value] = opened.read(1)
-        opened.seek(-1, 1)
-        opened.write(bytes([value ^ 1]))

@@ -85,7 +85,7 @@ class Rig:
         self.seen = []
 
     def task(self, layout, source="a", **changes):
-        def compute(csd, buffer):
+        def compute(csd, buffer, tells):
             first, *_ = (csd.view(buffer, extent) for extent in layout.extents)
             self.seen.append((layout.subgroup.chunk, float(first[0])))
             first += 1
@@ -228,7 +228,7 @@ def test_the_submitter_computes_what_is_loaded(rig):
     item, threads = rig(), []
     prefetched(item, item.tasks())
 
-    def compute(csd, buffer):
+    def compute(csd, buffer, tells):
         threads.append(threading.current_thread())
 
     item.handler.run([item.task(item.layouts[3], compute=compute)])
@@ -239,7 +239,7 @@ def test_a_task_that_waits_for_a_processor_is_not_forgotten(rig):
     item, inside, go_on = rig(num_workers=1), threading.Event(), threading.Event()
     prefetched(item, [item.task(item.layouts[n]) for n in (0, 1)])
 
-    def slow(csd, buffer):
+    def slow(csd, buffer, tells):
         inside.set()
         assert go_on.wait(TIMEOUT_S)
 
@@ -322,7 +322,7 @@ def test_the_first_error_wins(rig):
     barrier = threading.Barrier(2)
 
     def fail(number):
-        def compute(csd, buffer):
+        def compute(csd, buffer, tells):
             barrier.wait(TIMEOUT_S)
             raise errors[number]
 
@@ -365,13 +365,13 @@ def test_no_compute_runs_after_run_has_raised(rig):
     item = rig(num_workers=2)
     inside, go_on, returned = (threading.Event() for _ in range(3))
 
-    def slow(csd, buffer):
+    def slow(csd, buffer, tells):
         inside.set()
         assert go_on.wait(TIMEOUT_S)
         assert not returned.is_set()
         item.seen.append("slow")
 
-    def failing(csd, buffer):
+    def failing(csd, buffer, tells):
         assert inside.wait(TIMEOUT_S)
         raise KeyError("failing")
 
@@ -416,7 +416,7 @@ def test_closing_waits_for_the_submitter(rig):
     item, inside, go_on = rig(), threading.Event(), threading.Event()
     prefetched(item, [item.task(item.layouts[0])])
 
-    def slow(csd, buffer):
+    def slow(csd, buffer, tells):
         inside.set()
         assert go_on.wait(TIMEOUT_S)
         assert item.pool.used_bytes > 0
@@ -452,7 +452,7 @@ def test_no_compute_runs_after_an_interrupt(rig, interruptible):
     item = rig(num_workers=1)
     inside, sent, ended = (threading.Event() for _ in range(3))
 
-    def slow(csd, buffer):
+    def slow(csd, buffer, tells):
         inside.set()
         assert sent.wait(TIMEOUT_S)
         time.sleep(0.2)
@@ -478,7 +478,7 @@ def test_an_interrupt_where_the_submitter_computes(rig, interruptible):
     both, ended = threading.Barrier(2), threading.Event()
     prefetched(item, [item.task(item.layouts[n]) for n in (0, 1)])
 
-    def compute(csd, buffer):
+    def compute(csd, buffer, tells):
         both.wait(TIMEOUT_S)
         if threading.current_thread() is threading.main_thread():
             signal.raise_signal(signal.SIGINT)

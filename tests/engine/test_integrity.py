@@ -5,27 +5,11 @@ import itertools
 
 import numpy as np
 import pytest
+from flipped_bits import LEAVES, flip
 
 import jaxinf
 from jaxinf.engine.pipeline import Task
 from jaxinf.errors import StoreCorruptError
-from jaxinf.store import StoreDirectory
-
-LEAVES = {"w": ((300, 1025), "float32"), "s": ((), "float32"), "h": ((77,), "bfloat16")}
-
-
-def flip(driver, leaf, state, byte=0, chunk=0):
-    """Turns one bit of a committed chunk over; returns its file."""
-    number = list(driver.leaves).index(leaf)
-    directory = StoreDirectory.open(driver.store.path)
-    file = directory.chunk_file(directory.committed_slot(), number, chunk, state)
-    with open(file, "r+b") as opened:
-        opened.seek(byte)
-        value = opened.read(1)[0]
-        opened.seek(byte)
-        opened.write(bytes([value ^ 4]))
-    return file
-
 
 CASES = [("w", 0), ("w", 300 * 1025 * 4 - 1), ("w", 700_001), ("s", 3), ("h", 153)]
 

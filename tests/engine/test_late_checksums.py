@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_integrity import LEAVES, flip
+from flipped_bits import LEAVES, flip
 
 from jaxinf.engine.pipeline import Task
 from jaxinf.errors import StoreCorruptError
@@ -29,7 +29,7 @@ def test_a_flipped_bit_is_found_by_the_update(drive, state, memory_bytes, ahead)
             [
                 Task(
                     layout,
-                    lambda csd, buffer: None,
+                    lambda csd, buffer, tells: None,
                     loads=tuple((n, chunks.source(layout, n)) for n in (0, 1)),
                 )
                 for layout in layouts

@@ -54,7 +54,7 @@ class Buffer:
 
 def task(where, loads=(0, 1, 2), stores=(0, 1, 2), slot="a"):
     states = tuple((state, slot) for state in loads)
-    return Task(where, lambda csd, buffer: None, states, stores)
+    return Task(where, lambda csd, buffer, tells: None, states, stores)
 
 
 class Rig:

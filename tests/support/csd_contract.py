@@ -181,6 +181,7 @@ class Chunk:
             self.buffer if buffer is None else buffer, self.extents, self.kernel,
             gradient, ScalarInputs(tuple(scalars)), out,
             Rounding(0x9ABCDEF0 + step, 0), wants_params=self.case.wants_params,
+            tells=range(len(self.extents)),
         )  # fmt: skip
         return outcome, out
 

@@ -13,7 +13,7 @@ megabytes a second.
 
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -191,6 +191,7 @@ class CardCsd:
         *,
         given: Array | None = None,
         wants_params: bool = False,
+        tells: Collection[int] = (),
     ) -> UpdateOutcome:
         """Runs the card's kernel; this thread sleeps meanwhile."""
         assert given is None  # a card reads its own
@@ -227,7 +228,9 @@ class CardCsd:
             )
         for extent, checksum in zip(extents, status.checksums_written, strict=True):
             own.sums[extent.buffer_offset_bytes] = checksum
-        return UpdateOutcome(status.finite, dict(enumerate(status.checksums_read)))
+        read = dict(enumerate(status.checksums_read))
+        told = {number: read[number] for number in tells if number in read}
+        return UpdateOutcome(status.finite, told)
 
     def _arguments(
         self, card: CardKernel, own: CardBuffer, extents: Sequence[Extent]

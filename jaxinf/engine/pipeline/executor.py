@@ -113,7 +113,8 @@ class Executor:
             self._check_on_host(csd, task, resident.buffer, unchecked)
             unchecked = ()
         with self._monitor.request(task.csd, "update"), self._timeline.span("update"):
-            checksums = task.compute(csd, resident.buffer) or {}
+            wanted = [state for state, _ in unchecked]
+            checksums = task.compute(csd, resident.buffer, wanted) or {}
         self._check_told(task, unchecked, checksums)
 
     def _check_on_host(

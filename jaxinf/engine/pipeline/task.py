@@ -3,7 +3,7 @@
 Invariant: a task names everything it touches; the handler decides only when.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -41,8 +41,8 @@ class Task:
     Attributes:
       layout: the subgroup and its buffer.
       compute: what to do with the loaded buffer; runs once, on a worker or on the
-        submitter's thread. Returns the checksums of loaded states that the CSD could
-        not tell before, by state.
+        submitter's thread. Gets the states whose checksum, as they were loaded, nobody
+        knows yet, and returns those checksums, by state.
       loads: what to read: indices into the layout's states, each with its slot.
       stores: what to write, to the slot that the step builds.
       runs_kernel: whether `compute` runs a kernel of the CSD over what is loaded, which
@@ -51,7 +51,7 @@ class Task:
     """
 
     layout: SubgroupLayout
-    compute: Callable[[Csd, CsdBuffer], Mapping[int, int] | None]
+    compute: Callable[[Csd, CsdBuffer, Collection[int]], Mapping[int, int] | None]
     loads: Loads = ()
     stores: tuple[int, ...] = ()
     runs_kernel: bool = False
