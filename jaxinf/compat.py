@@ -19,9 +19,9 @@ used here                   where it breaks, and what then happens
                             CPU devices may hang, which the tests of four devices show
 logger of callbacks         moves with JAX's modules. Moved: the trainer prints JAX's
                             traceback before its own message
-``Primitive``, ``Literal``  of ``jax.extend.core``; fields of equations, which
-                            ``jaxinf/program/graph.py`` reads. Not there: ``tx.init``
-                            fails while it traces
+``Primitive``, ``Literal``  of ``jax.extend.core``, and jaxprs; fields of equations,
+                            which ``jaxinf/program/graph.py`` and ``jaxinf/stream``
+                            read. Not there: ``tx.init`` fails while it traces
 ``get_bind_params``         of primitives, with the equation's context. Another result:
                             the prologue fails while it is traced
 names of primitives         an unknown one: ``tx.init`` refuses the optimizer and names
@@ -51,7 +51,7 @@ import jax
 import optax
 from jax.core import Tracer
 from jax.experimental import io_callback
-from jax.extend.core import ClosedJaxpr, Literal, Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 from jax.tree_util import (
     DictKey,
     FlattenedIndexKey,
@@ -74,6 +74,7 @@ __all__ = [
     "ORBAX_DICT_KEY",
     "ORBAX_HANDLER",
     "ClosedJaxpr",
+    "Jaxpr",
     "Literal",
     "Primitive",
     "Tracer",
@@ -176,13 +177,23 @@ _CALLS = frozenset(
     custom_vjp_call_jaxpr remat remat2 checkpoint
     """.split()  # noqa: SIM905
 )
+_CHECKPOINTS = frozenset({"remat", "remat2", "checkpoint"})
 _CALLEE_PARAMETERS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _REDUCED = {(8, 7): "bfloat16", (5, 10): "float16", (8, 23): "float32"}
 
 
-def called_jaxpr(name: str, params: Mapping[str, Any]) -> Any:
-    """The jaxpr that an equation does nothing but call; None for other equations."""
-    if name not in _CALLS:
+def called_jaxpr(
+    name: str, params: Mapping[str, Any], *, checkpoints: bool = True
+) -> Any:
+    """The jaxpr that an equation does nothing but call; None for other equations.
+
+    Args:
+      name: of the equation's primitive.
+      params: the equation's.
+      checkpoints: whether `jax.checkpoint` counts as a call: what it recomputes need
+        not stay together.
+    """
+    if name not in _CALLS or (name in _CHECKPOINTS and not checkpoints):
         return None
     return next(params[key] for key in _CALLEE_PARAMETERS if key in params)
 

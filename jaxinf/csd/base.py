@@ -301,6 +301,10 @@ class CsdFleet(Protocol):
         """What buffers that are lent now take."""
         ...
 
+    def limit_memory(self, num_bytes: int) -> None:
+        """Lets buffers that take host memory take no more than this from now on."""
+        ...
+
     @property
     def num_kernels(self) -> int:
         """How many updates are worth running at once; a CSD may let fewer."""

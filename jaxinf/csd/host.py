@@ -56,6 +56,10 @@ class HostFleet:
         """What buffers that are lent now take."""
         return self._pool.used_bytes
 
+    def limit_memory(self, num_bytes: int) -> None:
+        """Of all buffers together; those that are lent stay."""
+        self._pool.resize(num_bytes)
+
     @property
     def num_kernels(self) -> int:
         """One a core."""

@@ -101,6 +101,10 @@ class ThrottledFleet:
         """Of the fleet."""
         return self._fleet.used_bytes
 
+    def limit_memory(self, num_bytes: int) -> None:
+        """Of the fleet."""
+        self._fleet.limit_memory(num_bytes)
+
     @property
     def num_kernels(self) -> int:
         """Of the fleet."""

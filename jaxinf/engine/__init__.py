@@ -5,7 +5,7 @@ Invariant: host memory does not grow with the model; a step is all or nothing.
 
 from jaxinf.engine.chunks import VerifyMode
 from jaxinf.engine.convert import convert_store
-from jaxinf.engine.description import LeafDescription, StoreDescription
+from jaxinf.engine.description import LeafDescription, StoreDescription, describe
 from jaxinf.engine.options import Durability, MasterChoice, MasterFormat, StateFormat
 from jaxinf.engine.steps import StepMetrics
 from jaxinf.engine.store import DEFAULT_MEMORY_BYTES, Store, open_store
@@ -26,5 +26,6 @@ __all__ = [
     "UpdateRequest",
     "VerifyMode",
     "convert_store",
+    "describe",
     "open_store",
 ]

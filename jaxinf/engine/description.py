@@ -4,7 +4,7 @@ Invariant: a description says everything about the optimizer and the tree that t
 must agree with, and nothing about where things lie.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxinf.csd import GradientForm, KernelNeed
 from jaxinf.layout import choose_grid
-from jaxinf.program import InitKernel, Kernel
+from jaxinf.program import InitKernel, InitProgram, Kernel, UpdateProgram
 from jaxinf.store import (
     CODECS,
     ERROR_FEEDBACK,
@@ -26,6 +26,7 @@ from jaxinf.store import (
     StoreContents,
     check_leaf_paths,
     dtype_of,
+    encode_path,
     lay_out,
     leaf_name,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "LeafDescription",
     "StoreDescription",
     "coded_leaf",
+    "describe",
     "kernel_needs",
     "store_codecs",
 ]
@@ -147,6 +149,45 @@ class StoreDescription:
         ]
         coded = replace(self.contents, leaves=tuple(leaves))
         return lay_out(coded, chunk_shapes, csd_roots)
+
+
+def describe(
+    update: UpdateProgram,
+    init: InitProgram,
+    shard_counts: Sequence[tuple[int, ...]],
+    *,
+    has_feedback: bool = False,
+    forms: Callable[[np.dtype], tuple[GradientForm, ...]] | None = None,
+) -> StoreDescription:
+    """What an optimizer on a tree asks of its store.
+
+    Args:
+      update, init: The optimizer, traced on the params.
+      shard_counts: Of each leaf, parts along each dimension that are updated alone.
+      has_feedback: Whether the store keeps error feedback.
+      forms: The forms in which gradients of params of a dtype come; dense without.
+    """
+    leaves = []
+    for leaf, first, counts in zip(
+        update.leaves, init.leaves, shard_counts, strict=True
+    ):
+        slots = [StateRecord(slot.name, slot.dtype.name) for slot in leaf.slots]
+        if has_feedback:
+            slots.append(StateRecord(ERROR_FEEDBACK, "float32"))
+        leaves.append(
+            LeafDescription(
+                path=leaf.info.path,
+                shape=leaf.info.shape,
+                dtype=leaf.info.dtype.name,
+                states=(StateRecord(MASTER_PARAMS, "float32"), *slots),
+                kernel=leaf.kernel,
+                init_kernel=first.kernel,
+                shard_counts=counts,
+                gradients=() if forms is None else forms(leaf.info.dtype),
+            )
+        )
+    paths = tuple(map(encode_path, init.layout.scalar_keys))
+    return StoreDescription(tuple(leaves), paths)
 
 
 def coded_leaf(leaf: _Leaf, codec: str, master: str) -> _Leaf:

@@ -125,6 +125,18 @@ class OpenStore:
         self.handler.close()
         self.fleet.close()
 
+    def limit_memory(self, num_bytes: int) -> int:
+        """Sets what the buffers may take on the host, from now on; what that is.
+
+        Args:
+          num_bytes: what is wished for; never less than three of the longest buffers:
+            one is read into, one computed in, one written from.
+        """
+        needed = 3 * longest(self._layouts)[0]
+        granted = max(num_bytes, needed)
+        self.fleet.limit_memory(granted)
+        return granted
+
     # --- failure -------------------------------------------------------------------
 
     def check(self) -> None:

@@ -22,10 +22,12 @@ from jaxinf.store import CommitRecord, Piece, ScalarState, StepReader, dtype_of
 from jaxinf.typing import Array, JsonValue
 
 __all__ = [
+    "committed_reader",
     "committed_step",
     "compare_params",
     "finish_initialisation",
     "initialise",
+    "read_box",
     "read_state",
 ]
 
@@ -104,7 +106,8 @@ def compare_params(
         if not same_values(piece.values, given):
             differing.append(piece.number)
 
-    _each_piece(opened, leaf, params.dtype, params.shape, origin, visit)
+    with committed_reader(opened, opened.options.memory_bytes) as reader:
+        _each_piece(opened, reader, leaf, params.dtype, params.shape, origin, visit)
     if differing:
         record = opened.directory.manifest.leaves[leaf]
         step = opened.commit.step
@@ -131,11 +134,39 @@ def read_state(
       state: another of its states, which is no coded one.
     """
 
+    with committed_reader(opened, opened.options.memory_bytes) as reader:
+        read_box(opened, reader, leaf, out, origin, state)
+
+
+def read_box(
+    opened: OpenStore,
+    reader: StepReader,
+    leaf: int,
+    out: Array,
+    origin: Sequence[int],
+    state: int = 0,
+) -> None:
+    """Reads by a reader that is at hand; otherwise as `read_state`.
+
+    A step may be under way, if it is to be committed: it writes to the other slot.
+
+    Args:
+      opened: the store.
+      reader: from `committed_reader`, with no commit since.
+      leaf, out, origin, state: as for `read_state`.
+    """
+
     def visit(piece: Piece) -> None:
         scatter(out, piece.chunk, tuple(origin), piece.start, piece.values)
         opened.meters.add(link_up_bytes=piece.values.nbytes)
 
-    _each_piece(opened, leaf, out.dtype, out.shape, origin, visit, state)
+    _each_piece(opened, reader, leaf, out.dtype, out.shape, origin, visit, state)
+
+
+def committed_reader(opened: OpenStore, memory_bytes: int) -> StepReader:
+    """Reads the committed step, through about so much memory."""
+    path, commit = committed_step(opened)
+    return StepReader(path, commit, memory_bytes=memory_bytes, meters=opened.meters)
 
 
 def committed_step(opened: OpenStore) -> tuple[Path, CommitRecord]:
@@ -148,6 +179,7 @@ def committed_step(opened: OpenStore) -> tuple[Path, CommitRecord]:
 
 def _each_piece(
     opened: OpenStore,
+    reader: StepReader,
     leaf: int,
     dtype: np.dtype,
     extent: Sequence[int],
@@ -158,7 +190,8 @@ def _each_piece(
     """Calls `visit`, from several threads, with all of a committed state's pieces.
 
     Args:
-      opened: no step is in flight.
+      opened: the store.
+      reader: of its committed step.
       leaf: which.
       dtype: that the pieces have.
       extent: shape of the box of the leaf.
@@ -169,20 +202,17 @@ def _each_piece(
     record = opened.directory.manifest.leaves[leaf]
     chosen = record.states[state]
     chunks = opened.chunks_of(leaf, origin, extent)
-    path, commit = committed_step(opened)
-    budget = opened.options.memory_bytes
-    with StepReader(path, commit, memory_bytes=budget, meters=opened.meters) as reader:
 
-        def pieces(number: int) -> Iterator[Piece]:
-            if dtype_of(chosen.dtype) == dtype:
-                return reader.stored(record, chosen, number)
-            return reader.pieces(record, chosen, [number])
+    def pieces(number: int) -> Iterator[Piece]:
+        if dtype_of(chosen.dtype) == dtype:
+            return reader.stored(record, chosen, number)
+        return reader.pieces(record, chosen, [number])
 
-        def take(piece: Piece) -> None:
-            visit(replace(piece, values=piece.values.astype(dtype, copy=False)))
+    def take(piece: Piece) -> None:
+        visit(replace(piece, values=piece.values.astype(dtype, copy=False)))
 
-        try:
-            reader.each(chunks, pieces, take)
-        except StoreError as error:
-            opened.fail(error)
-            raise
+    try:
+        reader.each(chunks, pieces, take)
+    except StoreError as error:
+        opened.fail(error)
+        raise

@@ -123,7 +123,7 @@ class StepEngine:
             self._opened.handler.run(tasks)
         self._opened.meters.add(
             link_down_bytes=sum([one.link_down_bytes for one in found]),
-            link_up_bytes=sum([request.out.nbytes for request in requests]),
+            link_up_bytes=sum([request.link_up_bytes for request in requests]),
         )
         return [one.is_finite for one in found]
 

@@ -74,8 +74,10 @@ class SubgroupUpdate:
             self._check_probe(csd.view(buffer, layout.extents[0]))
         chunk = directory.chunks[layout.subgroup.leaf][layout.subgroup.chunk]
         offset, num = layout.subgroup.offset_elements, layout.subgroup.num_elements
-        out = target_view(request.out, chunk, origin, offset, num)
-        result = np.empty(num, request.out.dtype) if out is None else out
+        out = None
+        if request.out is not None:
+            out = target_view(request.out, chunk, origin, offset, num)
+        result = np.empty(num, request.out_dtype) if out is None else out
         outcome = csd.update(
             buffer,
             layout.kernel_extents,
@@ -93,7 +95,7 @@ class SubgroupUpdate:
             self._check_given(self.given, read_checksums.pop(0))
         self.is_finite = outcome.is_finite
         self._keep_feedback(csd, buffer)
-        if out is None:
+        if out is None and request.out is not None:
             scatter(request.out, chunk, origin, offset, result)
         return read_checksums
 

@@ -18,16 +18,18 @@ from jaxinf.engine.opened import OpenStore, StoreRun
 from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.place import StorePlace
 from jaxinf.engine.state import (
+    committed_reader,
     compare_params,
     finish_initialisation,
     initialise,
+    read_box,
     read_state,
 )
 from jaxinf.engine.steps import StepEngine, StepMetrics
 from jaxinf.engine.update_request import UpdateRequest
-from jaxinf.errors import StaleStateError, StoreFormatError
+from jaxinf.errors import StaleStateError, StoreFormatError, StoreMismatchError
 from jaxinf.layout import LeafGrid, choose_grid
-from jaxinf.store import CommitRecord, ScalarState
+from jaxinf.store import CommitRecord, ScalarState, StepReader
 from jaxinf.typing import Array, JsonValue
 
 __all__ = ["Training"]
@@ -247,6 +249,41 @@ class Training:
           StoreMismatchError: they are not; says where and what to do.
         """
         compare_params(self.opened, leaf, params, origin)
+
+    def params_reader(self, memory_bytes: int) -> StepReader:
+        """Reads the committed step for `read_params`, until the next commit.
+
+        Args:
+          memory_bytes: for what is being read.
+        """
+        return committed_reader(self.opened, memory_bytes)
+
+    def read_params(
+        self, reader: StepReader, leaf: int, out: Array, origin: Sequence[int]
+    ) -> None:
+        """Reads a box of a leaf's master params, as of the committed step; blocks.
+
+        A step may be under way that is to be committed: what it writes is not seen.
+
+        Args:
+          reader: from `params_reader`.
+          leaf: which.
+          out: of the dtype wanted; whole chunks, as `can_move` says.
+          origin: index in the leaf of its first element.
+        """
+        read_box(self.opened, reader, leaf, out, origin)
+
+    def limit_memory(self, num_bytes: int) -> int:
+        """Sets what the store's buffers may take from now on; what that is."""
+        return self.opened.limit_memory(num_bytes)
+
+    def can_move(self, leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
+        """Whether a box of a leaf is whole chunks, to be read and updated alone."""
+        try:
+            self.opened.layouts(leaf, origin, extent)
+        except StoreMismatchError:
+            return False
+        return True
 
     def read_feedback(self, leaf: int, out: Array, origin: Sequence[int]) -> None:
         """Reads a leaf's or a shard's error feedback, the last of its states."""

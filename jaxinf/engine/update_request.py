@@ -6,6 +6,8 @@ returns, and not after.
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from jaxinf.compress import SparseLeaf
 from jaxinf.csd import ScalarInputs
 from jaxinf.program import Kernel
@@ -26,6 +28,7 @@ class UpdateRequest:
       inputs: scalars, and arrays of the gradient's shape.
       out: of the gradient's shape; float32 receives the update, 16 bits the new params,
         rounded to nearest even, or as the store rounds them (docs/format.md, "Codecs").
+        None where nobody wants either.
       probe: the first few params on the JAX device, or empty: compared with the master.
       params: params on the JAX device, of the gradient's shape. Where they are what
         the store has as `params` to the bit, they are taken instead of reading those.
@@ -40,11 +43,21 @@ class UpdateRequest:
     origin: tuple[int, ...]
     gradient: Array | SparseLeaf
     inputs: ScalarInputs
-    out: Array
+    out: Array | None
     probe: Array
     params: Array | None = None
     wants_params: bool = False
     feedback: Array | None = None
+
+    @property
+    def out_dtype(self) -> np.dtype:
+        """Of what the kernel gives, wanted or not."""
+        return np.dtype(np.float32) if self.out is None else self.out.dtype
+
+    @property
+    def link_up_bytes(self) -> int:
+        """Bytes that go back on the link."""
+        return 0 if self.out is None else self.out.nbytes
 
     @property
     def link_bytes(self) -> int:

@@ -188,6 +188,13 @@ class BufferPool:
                 )
             return self._lend(rounded)
 
+    def resize(self, capacity_bytes: int) -> None:
+        """Sets another budget; what is lent beyond it stays until its release."""
+        with self._changed:
+            self.capacity_bytes = page_ceil(max(capacity_bytes, 1))
+            self._shrink_idle(max(0, self.capacity_bytes - self._used_bytes))
+            self._changed.notify_all()
+
     def close(self) -> None:
         """Free what is idle and fail all waiters, present and future.
 
@@ -221,8 +228,8 @@ class BufferPool:
             self._used_bytes -= buffer.num_bytes
             self._idle.setdefault(buffer.num_bytes, []).append(mapping)
             self._idle_bytes += buffer.num_bytes
-            if self._closed:
-                self._shrink_idle(0)
+            room = max(0, self.capacity_bytes - self._used_bytes)
+            self._shrink_idle(0 if self._closed else room)
             self._changed.notify_all()
 
     def _shrink_idle(self, limit_bytes: int) -> None:

@@ -5,6 +5,7 @@ Invariant: nothing here changes; what `init` sees of a run is the store's to kee
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from jaxinf.compress import TopK
-from jaxinf.engine import LeafDescription, Store, StoreDescription
+from jaxinf.engine import Store, StoreDescription, describe
 from jaxinf.optimizer.compressing import (
     check_program,
     gradient_forms,
@@ -21,7 +22,6 @@ from jaxinf.optimizer.compressing import (
 from jaxinf.optimizer.host_side import HostSide
 from jaxinf.optimizer.sharding import shard_counts
 from jaxinf.program import InitProgram, UpdateProgram, trace_init, trace_update
-from jaxinf.store import ERROR_FEEDBACK, MASTER_PARAMS, StateRecord, encode_path
 from jaxinf.typing import PyTree
 
 __all__ = ["Wrapped"]
@@ -82,28 +82,17 @@ class Wrapped:
         shardings: tuple[NamedSharding, ...],
     ) -> StoreDescription:
         """What the store is to hold."""
-        leaves = []
-        for number, (leaf, first) in enumerate(
-            zip(update.leaves, init.leaves, strict=True)
-        ):
-            slots = [StateRecord(slot.name, slot.dtype.name) for slot in leaf.slots]
-            if self.has_feedback:
-                slots.append(StateRecord(ERROR_FEEDBACK, "float32"))
-            sharding = shardings[number] if shardings else None
-            leaves.append(
-                LeafDescription(
-                    path=leaf.info.path,
-                    shape=leaf.info.shape,
-                    dtype=leaf.info.dtype.name,
-                    states=(StateRecord(MASTER_PARAMS, "float32"), *slots),
-                    kernel=leaf.kernel,
-                    init_kernel=first.kernel,
-                    shard_counts=shard_counts(sharding, leaf.info.shape),
-                    gradients=gradient_forms(self.compression, leaf.info.dtype),
-                )
-            )
-        paths = tuple(map(encode_path, init.layout.scalar_keys))
-        return StoreDescription(tuple(leaves), paths)
+        counts = [
+            shard_counts(shardings[number] if shardings else None, leaf.info.shape)
+            for number, leaf in enumerate(update.leaves)
+        ]
+        return describe(
+            update,
+            init,
+            counts,
+            has_feedback=self.has_feedback,
+            forms=partial(gradient_forms, self.compression),
+        )
 
     def structure_of_feedback(self, params: PyTree) -> Any:
         """The tree of the state's error feedback."""

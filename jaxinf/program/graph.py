@@ -13,25 +13,45 @@ import numpy as np
 
 from jaxinf import compat
 
-__all__ = ["Graph", "Node", "Value", "build_graph", "evaluate", "local_owners", "prune"]
+__all__ = [
+    "Graph",
+    "Node",
+    "Value",
+    "bind",
+    "build_graph",
+    "evaluate",
+    "local_owners",
+    "prune",
+]
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)
 class Value:
-    """One value of the graph; identity is what tells two apart.
+    """One value of a graph; identity is what tells two apart.
 
     Attributes:
-      shape, dtype: Of the value; `dtype` may be an extended one (random keys).
+      aval: Its abstract value: shape, dtype, weak type.
       stored: Whether it depends on state that lives on storage.
       node: What computes it; None for inputs and constants.
       constant: Its array, where it is one; a NumPy scalar where it is a literal.
+      origin: Which input it is, where the maker of the graph says so.
     """
 
-    shape: tuple[int, ...]
-    dtype: Any
+    aval: Any
     stored: bool = False
     node: "Node | None" = None
     constant: Any = None
+    origin: Any = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape; empty where it has none (tokens)."""
+        return tuple(getattr(self.aval, "shape", ()))
+
+    @property
+    def dtype(self) -> Any:
+        """Its dtype, which may be an extended one (random keys); None for tokens."""
+        return getattr(self.aval, "dtype", None)
 
     @property
     def is_literal(self) -> bool:
@@ -39,7 +59,7 @@ class Value:
         return isinstance(self.constant, np.generic)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)
 class Node:
     """One equation of the jaxpr; `sources`: where it was traced, and its callers."""
 
@@ -49,6 +69,11 @@ class Node:
     outputs: tuple[Value, ...] = ()
     context: Any = None
     sources: tuple[Any, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The primitive's name."""
+        return self.primitive.name
 
 
 @dataclass(frozen=True)
@@ -63,7 +88,7 @@ class Graph:
 def build_graph(closed: compat.ClosedJaxpr, stored: Sequence[bool]) -> Graph:
     """The graph of `closed`, of whose inputs those marked `stored` are on storage."""
     inputs = tuple(
-        Value(tuple(var.aval.shape), var.aval.dtype, stored=flag)
+        Value(var.aval, stored=flag)
         for var, flag in zip(closed.jaxpr.invars, stored, strict=True)
     )
     builder = _Builder()
@@ -128,10 +153,14 @@ def evaluate(
         return env[value]
 
     for node in nodes:
-        operands = [read(value) for value in node.inputs]
-        results = compat.bind(node.primitive, operands, node.params, node.context)
+        results = bind(node, [read(value) for value in node.inputs])
         env.update(zip(node.outputs, results, strict=True))
     return [read(value) for value in outputs]
+
+
+def bind(node: Node, operands: Sequence[Any]) -> Sequence[jax.Array]:
+    """Computes a node with JAX, in the context it was traced in; traceable."""
+    return compat.bind(node.primitive, operands, node.params, node.context)
 
 
 class _Builder:
@@ -181,12 +210,7 @@ class _Builder:
 
     def _append(self, node: Node, avals: Sequence[Any]) -> Sequence[Value]:
         stored = any(value.stored for value in node.inputs)
-        node.outputs = tuple(
-            Value(
-                getattr(aval, "shape", ()), getattr(aval, "dtype", None), stored, node
-            )
-            for aval in avals
-        )
+        node.outputs = tuple(Value(aval, stored, node) for aval in avals)
         self.nodes.append(node)
         return node.outputs
 
@@ -232,12 +256,13 @@ def _is_identity(name: str, inputs: Sequence[Value], avals: Sequence[Any]) -> bo
 
 
 def _constant(array: Any) -> Value:
-    return Value(tuple(np.shape(array)), array.dtype, constant=array)
+    aval = jax.ShapeDtypeStruct(np.shape(array), array.dtype)
+    return Value(aval, constant=array)
 
 
 def _literal(literal: Any) -> Value:
     aval = literal.aval
     if aval.shape:
-        return Value(tuple(aval.shape), aval.dtype, constant=literal.val)
+        return Value(aval, constant=literal.val)
     number = np.asarray(literal.val).astype(aval.dtype)[()]
-    return Value((), aval.dtype, constant=number)
+    return Value(aval, constant=number)

@@ -50,6 +50,11 @@ class InitProgram:
     _prologue: Prologue = field(repr=False)
     _scalar_prologue: Prologue = field(repr=False)
 
+    @property
+    def reads_params(self) -> bool:
+        """Whether the prologue needs the params themselves, not only their shapes."""
+        return self._prologue.reads(self._prologue.inputs)
+
     def prologue(
         self, params: Sequence[jax.Array]
     ) -> tuple[list[jax.Array], list[LeafInputs]]:

@@ -3,7 +3,7 @@
 Invariant: only what the outputs need is computed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,13 @@ class Prologue:
         return cls(
             prune(nodes, wanted), tuple(inputs), tuple(scalar_state), tuple(leaves)
         )
+
+    def reads(self, inputs: Iterable[Value]) -> bool:
+        """Whether any of these inputs has to be given: something depends on it."""
+        wanted = {value for node in self.nodes for value in node.inputs}
+        wanted.update(self.scalar_state)
+        wanted.update(value for leaf in self.leaves for value in _wanted(leaf))
+        return not wanted.isdisjoint(inputs)
 
     def __call__(
         self, inputs: Sequence[jax.Array]

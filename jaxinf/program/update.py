@@ -97,9 +97,13 @@ class UpdateProgram:
     @property
     def reads_gradients(self) -> bool:
         """Whether what the prologue computes depends on gradients, such as a norm."""
-        gradients = set(self._prologue.inputs[: len(self.leaves)])
-        wanted = (value for node in self._prologue.nodes for value in node.inputs)
-        return not gradients.isdisjoint(wanted)
+        return self._prologue.reads(self._prologue.inputs[: len(self.leaves)])
+
+    @property
+    def reads_params(self) -> bool:
+        """Whether what the prologue computes depends on params, such as their norm."""
+        num = len(self.leaves)
+        return self._prologue.reads(self._prologue.inputs[num : 2 * num])
 
     def fingerprint(self) -> str:
         """SHA-256 over the kernels and slots; the same for other literal values."""

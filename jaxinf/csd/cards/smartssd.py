@@ -146,6 +146,9 @@ class CardFleet:
         """What state takes now, of all cards."""
         return sum(memory.used_bytes for memory in self._memories)
 
+    def limit_memory(self, num_bytes: int) -> None:
+        """Buffers are in the cards' own memory, none on the host."""
+
     @property
     def num_kernels(self) -> int:
         """Two a card: one computes while another's gradient or result is sent."""
