@@ -21,9 +21,11 @@ from jaxinf.errors import (
     StoreLockedError,
     StoreMismatchError,
     StoreSpaceError,
+    StreamError,
     UnsupportedTransformError,
 )
 from jaxinf.optimizer import SmartUpdateState, smart_update
+from jaxinf.stream import StreamedStep, stream
 
 __version__ = _version("jaxinf")
 
@@ -43,9 +45,12 @@ __all__ = [
     "StoreLockedError",
     "StoreMismatchError",
     "StoreSpaceError",
+    "StreamError",
+    "StreamedStep",
     "TopK",
     "UnsupportedTransformError",
     "open_store",
     "smart_update",
+    "stream",
     "top_k",
 ]

@@ -21,6 +21,7 @@ __all__ = [
     "StoreLockedError",
     "StoreMismatchError",
     "StoreSpaceError",
+    "StreamError",
     "UnsupportedTransformError",
 ]
 
@@ -83,6 +84,10 @@ class NonFiniteGradientError(JaxinfError):
 
 class DeviceConfigurationError(JaxinfError):
     """The JAX devices of this process are set up in a way known to deadlock."""
+
+
+class StreamError(JaxinfError):
+    """A loss function, its params or its batch cannot be streamed as asked."""
 
 
 class UnsupportedTransformError(JaxinfError):

@@ -18,7 +18,7 @@ LAYERS = [
     {"store", "kernels", "compress", "plan"},
     {"csd", "exchange"},
     {"engine"},
-    {"optimizer"},
+    {"optimizer", "stream"},
     {"train", "cli"},
 ]
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}

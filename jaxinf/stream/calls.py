@@ -1,0 +1,195 @@
+"""The calls of one step, in order: what each reads, gives, drops and hands out.
+
+Invariant: a slot is written once a step, and dropped after the last call that reads
+it. Recomputing is calling the same program again, so its values have the same bits.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from jaxinf.program.graph import Value
+from jaxinf.stream.graph import Graph, Origin, Piece, aval_bytes, num_bytes
+from jaxinf.stream.programs import Program, Programs
+
+__all__ = ["Call", "Calls", "Policy", "Slot", "make_calls"]
+
+Policy: TypeAlias = Literal["recompute", "keep"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a value waits between the call that makes it and the last that reads it."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a program.
+
+    Attributes:
+      program: What is called.
+      inputs: For each of its inputs, an input of the whole or a slot.
+      outputs: For each of its outputs a slot; None where nothing reads it.
+      drops: Slots that no later call reads.
+      gradients: Outputs that are complete gradients, by their position.
+      is_repeat: Whether it only recomputes.
+    """
+
+    program: Program
+    inputs: tuple[Origin | Slot, ...]
+    outputs: tuple[Slot | None, ...]
+    drops: tuple[Slot, ...]
+    gradients: tuple[tuple[Piece, int], ...]
+    is_repeat: bool
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Parts of params that it reads, in the order of its inputs."""
+        return tuple(origin for origin in self.inputs if isinstance(origin, Piece))
+
+    @property
+    def num_fetched_bytes(self) -> int:
+        """Bytes of params that it reads."""
+        return sum(size for _, size in self._sized())
+
+    @property
+    def num_made_bytes(self) -> int:
+        """Bytes of its outputs."""
+        return num_bytes(self.program.outputs)
+
+    def num_new_bytes(self, before: "Call") -> int:
+        """Bytes of params that it reads and the call before it does not."""
+        held = set(before.pieces)
+        return sum(size for piece, size in self._sized() if piece not in held)
+
+    def _sized(self) -> Iterator[tuple[Piece, int]]:
+        for origin, value in zip(self.inputs, self.program.inputs, strict=True):
+            if isinstance(origin, Piece):
+                yield origin, aval_bytes(value.aval)
+
+
+@dataclass(frozen=True)
+class Calls:
+    """All calls of one step; `results`: slots of the loss and of aux's leaves."""
+
+    calls: tuple[Call, ...]
+    results: tuple[Slot, ...]
+
+    def peak_bytes(self, temp_bytes: dict[str, int] | None = None) -> int:
+        """The most memory that slots, params, outputs and temporaries take at once.
+
+        One call runs, and the next waits with its params and room for its outputs.
+
+        Args:
+          temp_bytes: Temporaries by a program's key, as compiled; estimates without.
+        """
+        held: dict[Slot, int] = {}
+        peak = 0
+        for number, call in enumerate(self.calls):
+            program = call.program
+            temp = (
+                temp_bytes[program.key]
+                if temp_bytes is not None
+                else program.temp_bytes()
+            )
+            after = self.calls[number + 1 : number + 2]
+            waiting = sum(
+                other.num_made_bytes + other.num_new_bytes(call) for other in after
+            )
+            own = call.num_fetched_bytes + call.num_made_bytes + temp
+            peak = max(peak, sum(held.values()) + own + waiting)
+            for slot, value in zip(call.outputs, program.outputs, strict=True):
+                if slot is not None:
+                    held[slot] = aval_bytes(value.aval)
+            for slot in call.drops:
+                held.pop(slot, None)
+        return peak
+
+
+def make_calls(graph: Graph, programs: Programs, policy: Policy) -> Calls:
+    """The calls of one step under a policy."""
+    builder = _Builder(graph)
+    last = len(programs.forward) - 1
+    for k, program in enumerate(programs.forward):
+        builder.call(k, program)
+    for k in range(last, -1, -1):
+        program = programs.backward[k]
+        if program is None:
+            continue
+        if policy == "recompute" and k != last:
+            builder.repeat(k, programs.forward[k], program)
+        builder.call(k, program)
+    for program in programs.free:
+        builder.call(-1, program)
+    return builder.finish()
+
+
+class _Builder:
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.targets: dict[Value, list[Piece]] = {}
+        for piece, value in graph.gradients.items():
+            self.targets.setdefault(value, []).append(piece)
+        self.drafts: list[tuple[Program, list[Origin | Slot], list[Slot], bool]] = []
+        self.slots: dict[Value, Slot] = {}
+        self.repeated: dict[Value, Slot] = {}
+        self.num_slots = 0
+
+    def call(self, segment: int, program: Program) -> None:
+        if program.nodes:
+            inputs = [self._read(value) for value in program.inputs]
+            outputs = [self._slot() for _ in program.outputs]
+            self.slots.update(zip(program.outputs, outputs, strict=True))
+            self.drafts.append((program, inputs, outputs, False))
+        self.repeated = {}
+
+    def repeat(self, segment: int, forward: Program, reader: Program) -> None:
+        if not set(forward.outputs) & set(reader.inputs):
+            return
+        inputs = [self._read(value) for value in forward.inputs]
+        outputs = [self._slot() for _ in forward.outputs]
+        self.repeated = dict(zip(forward.outputs, outputs, strict=True))
+        self.drafts.append((forward, inputs, outputs, True))
+
+    def finish(self) -> Calls:
+        results = tuple(self.slots[value] for value in self.graph.results)
+        last: dict[Slot, int] = {}
+        for i, (_, inputs, _, _) in enumerate(self.drafts):
+            last.update({ref: i for ref in inputs if isinstance(ref, Slot)})
+        last.update(dict.fromkeys(results, len(self.drafts)))
+        calls = []
+        for i, (program, inputs, outputs, is_repeat) in enumerate(self.drafts):
+            drops = {
+                slot: None
+                for slot in inputs
+                if isinstance(slot, Slot) and last[slot] == i
+            }
+            calls.append(
+                Call(
+                    program,
+                    tuple(inputs),
+                    tuple(slot if slot in last else None for slot in outputs),
+                    tuple(drops),
+                    () if is_repeat else self._gradients(program),
+                    is_repeat,
+                )
+            )
+        return Calls(tuple(calls), results)
+
+    def _gradients(self, program: Program) -> tuple[tuple[Piece, int], ...]:
+        return tuple(
+            (piece, i)
+            for i, value in enumerate(program.outputs)
+            for piece in self.targets.get(value, ())
+        )
+
+    def _read(self, value: Value) -> Origin | Slot:
+        if value.origin is not None:
+            return value.origin
+        return self.repeated.get(value) or self.slots[value]
+
+    def _slot(self) -> Slot:
+        self.num_slots += 1
+        return Slot(self.num_slots - 1)

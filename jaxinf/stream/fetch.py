@@ -1,0 +1,223 @@
+"""Params read ahead of the programs that need them, in memory of a fixed size.
+
+    thread: read unit ► put on the JAX device          runner: get ► call ► done
+              waits for room in the window  ◄───── memory of what no later call needs
+
+Invariant: a buffer is read into only when no program in flight can still read it.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from jaxinf.io import BufferPool
+from jaxinf.io.buffers import Buffer
+from jaxinf.stream.calls import Call
+from jaxinf.stream.places import Places, Unit
+from jaxinf.typing import Array
+
+__all__ = ["Fetch", "FetchCounts", "Fetcher", "fetches_of", "window_bytes"]
+
+
+class Source(Protocol):
+    """Where units are read from."""
+
+    def begin(self) -> None:
+        """A step begins."""
+        ...
+
+    def read(self, unit: Unit, out: Array) -> None:
+        """Fills an array of the unit's shape and dtype; blocks."""
+        ...
+
+    def close(self) -> None:
+        """Nothing is read until the next step."""
+        ...
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """One reading of a unit, and the calls that it serves.
+
+    Attributes:
+      unit: What is read.
+      first, last: Numbers of the first and the last call that use it.
+    """
+
+    unit: Unit
+    first: int
+    last: int
+
+
+@dataclass
+class FetchCounts:
+    """What fetching has cost since it was last asked.
+
+    Attributes:
+      num_bytes: Bytes of params read.
+      num_fetches, num_ready: Units that calls have asked for, and those of them that
+        were there by then.
+      waited_s: Time that calls have waited.
+    """
+
+    num_bytes: int = 0
+    num_fetches: int = 0
+    num_ready: int = 0
+    waited_s: float = 0.0
+
+
+def fetches_of(calls: Sequence[Call], places: Places) -> tuple[Fetch, ...]:
+    """What one step reads, in order.
+
+    A unit that the next call needs as well stays; one needed later is read again.
+    """
+    open_ones: dict[Unit, list[int]] = {}
+    found: list[tuple[Unit, list[int]]] = []
+    for number, call in enumerate(calls):
+        for piece in call.pieces:
+            unit = places.unit(piece)
+            uses = open_ones.get(unit)
+            if uses is None or uses[1] < number - 1:
+                uses = open_ones[unit] = [number, number]
+                found.append((unit, uses))
+            uses[1] = number
+    return tuple(Fetch(unit, first, last) for unit, (first, last) in found)
+
+
+def window_bytes(fetches: Sequence[Fetch], num_calls: int) -> int:
+    """Memory without which a step would wait for itself: two calls in flight."""
+    held = np.zeros(num_calls + 2, np.int64)
+    for fetch in fetches:
+        num_bytes = _page_bytes(fetch.unit)
+        held[fetch.first] += num_bytes
+        held[fetch.last + 2] -= num_bytes
+    return int(np.cumsum(held).max(initial=0))
+
+
+class Fetcher:
+    """Reads a step's units ahead, on a thread of its own.
+
+    Args:
+      source: Where units are read from.
+      fetches: What each step reads, in order.
+      capacity_bytes: Memory for it; at least `window_bytes`.
+    """
+
+    def __init__(
+        self, source: Source, fetches: Sequence[Fetch], capacity_bytes: int
+    ) -> None:
+        self._source = source
+        self._fetches = fetches
+        self._pool = BufferPool(max(capacity_bytes, 1))
+        self._changed = threading.Condition()
+        self._ready: dict[tuple[Unit, int], tuple[Buffer, jax.Array]] = {}
+        self._serving = _serving(fetches)
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._is_stopped = False
+        self.counts = FetchCounts()
+
+    def begin(self) -> None:
+        """Starts reading for a step; what the step before left must be done."""
+        self.stop()
+        self._is_stopped, self._error = False, None
+        self._source.begin()
+        self._thread = threading.Thread(
+            target=self._run, name="jaxinf-fetch", daemon=True
+        )
+        self._thread.start()
+
+    def get(self, number: int, unit: Unit) -> jax.Array:
+        """The unit for the call of that number; blocks until it has been read.
+
+        Raises:
+          BaseException: What stopped the reading.
+        """
+        key = (unit, self._serving[unit, number])
+        counts = self.counts
+        with self._changed:
+            counts.num_fetches += 1
+            counts.num_ready += key in self._ready
+            began_s = time.perf_counter()
+            self._changed.wait_for(lambda: key in self._ready or self._error)
+            counts.waited_s += time.perf_counter() - began_s
+            if self._error is not None:
+                raise self._error
+            return self._ready[key][1]
+
+    def done(self, number: int) -> None:
+        """The call of that number has run: what no later call needs may go."""
+        with self._changed:
+            gone = [key for key in self._ready if key[1] <= number]
+            buffers = [self._ready.pop(key)[0] for key in gone]
+        for buffer in buffers:
+            buffer.release()
+
+    def stop(self) -> None:
+        """Ends the reading, and frees what was read; no program may be in flight."""
+        self._is_stopped = True
+        if self._thread is not None:
+            while self._thread.is_alive():
+                self._free_all()  # it may wait for room
+                self._thread.join(0.05)
+            self._thread = None
+        self._free_all()
+        self._source.close()
+
+    def close(self) -> None:
+        """Stops, and gives the memory back."""
+        self.stop()
+        self._pool.close()
+
+    def _free_all(self) -> None:
+        with self._changed:
+            held, self._ready = self._ready, {}
+        for buffer, _ in held.values():
+            buffer.release()
+
+    def _run(self) -> None:
+        try:
+            for fetch in self._fetches:
+                if self._is_stopped:
+                    return
+                self._bring(fetch)
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _bring(self, fetch: Fetch) -> None:
+        unit = fetch.unit
+        buffer = self._pool.acquire(max(unit.num_bytes, 1))
+        try:
+            array = buffer.array[: unit.num_bytes].view(unit.dtype)
+            array = array.reshape(unit.shape)
+            self._source.read(unit, array)
+            on_device = jax.device_put(array)
+        except BaseException:
+            buffer.release()
+            raise
+        with self._changed:
+            self.counts.num_bytes += unit.num_bytes
+            self._ready[unit, fetch.last] = (buffer, on_device)
+            self._changed.notify_all()
+
+
+def _serving(fetches: Sequence[Fetch]) -> Mapping[tuple[Unit, int], int]:
+    """For each unit and call, the last call of the fetch that serves it."""
+    return dict(_served(fetches))
+
+
+def _served(fetches: Sequence[Fetch]) -> Iterator[tuple[tuple[Unit, int], int]]:
+    for fetch in fetches:
+        for number in range(fetch.first, fetch.last + 1):
+            yield (fetch.unit, number), fetch.last
+
+
+def _page_bytes(unit: Unit) -> int:
+    return -(-max(unit.num_bytes, 1) // 4096) * 4096

@@ -1,0 +1,114 @@
+"""A traced loss and gradient as one graph, and the inputs that it reads.
+
+Invariant: a value's `origin` says which input it is; a value with neither an origin
+nor a node is a literal.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from jaxinf.program.graph import Node, Value
+
+__all__ = [
+    "Batch",
+    "Const",
+    "Graph",
+    "Number",
+    "Origin",
+    "Piece",
+    "Seed",
+    "aval_bytes",
+    "is_literal",
+    "num_bytes",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a param leaf that is fetched alone, or whose gradient is complete.
+
+    Attributes:
+      leaf: The leaf's number.
+      index: Position on its leading axes; empty for the whole.
+      rows: First and last (exclusive) position on the next axis; None for all.
+    """
+
+    leaf: int
+    index: tuple[int, ...] = ()
+    rows: tuple[int, int] | None = None
+
+    def of(self, array: Any) -> Any:
+        """The piece of the whole leaf's `array`."""
+        part = array[self.index] if self.index else array
+        return part if self.rows is None else part[slice(*self.rows)]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A leaf of the batch."""
+
+    leaf: int
+
+
+@dataclass(frozen=True, slots=True)
+class Const:
+    """An array that the loss function closed over."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seed:
+    """The cotangent of the loss: what depends on it is backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """An index that is an argument, so that it is no part of a program's text."""
+
+    number: int
+
+
+Origin: TypeAlias = Piece | Batch | Const | Seed | Number
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One traced program.
+
+    Attributes:
+      nodes: In an order in which they can be computed; all of them are needed.
+      results: The loss and the leaves of aux.
+      gradients: Complete gradients, by the piece of a leaf that they are of.
+    """
+
+    nodes: tuple[Node, ...]
+    results: tuple[Value, ...]
+    gradients: Mapping[Piece, Value]
+
+    @property
+    def outputs(self) -> tuple[Value, ...]:
+        """Results and gradients."""
+        return (*self.results, *self.gradients.values())
+
+
+def aval_bytes(aval: Any) -> int:
+    """Bytes of an array of that abstract value; random keys count as 16 an element."""
+    shape = getattr(aval, "shape", None)
+    if shape is None:
+        return 0
+    itemsize = getattr(aval.dtype, "itemsize", 16)
+    return int(np.prod(shape, dtype=np.int64)) * itemsize
+
+
+def num_bytes(values: Iterable[Value]) -> int:
+    """Bytes of all `values` together."""
+    return sum(aval_bytes(value.aval) for value in values)
+
+
+def is_literal(value: Value) -> bool:
+    """Whether a value's number is part of the program."""
+    return value.node is None and value.origin is None

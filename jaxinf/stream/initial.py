@@ -1,0 +1,214 @@
+"""A model's first params, made leaf by leaf by the user's own init function.
+
+Invariant: each leaf has the bits that jitted `init_fn` gives it; never more than one
+leaf is in memory.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinf import compat
+from jaxinf.errors import StreamError
+from jaxinf.program.graph import Node, Value, bind
+from jaxinf.stream.graph import Batch, Const, Number, Origin, is_literal
+from jaxinf.stream.keys import Keys
+from jaxinf.stream.primitives import LIGHT
+from jaxinf.stream.trace import abstract
+from jaxinf.typing import Array, PyTree
+
+__all__ = ["LeafMaker", "trace_params"]
+
+
+def trace_params(init_fn: Callable[..., PyTree], *args: Any) -> "LeafMaker":
+    """Traces ``init_fn(*args)``; nothing is computed."""
+    flat, tree = jax.tree.flatten(args)
+    out_tree: list[Any] = []
+
+    def flat_init(*leaves: Any) -> list[Any]:
+        out, structure = jax.tree.flatten(init_fn(*tree.unflatten(leaves)))
+        out_tree.append(structure)
+        return out
+
+    closed = jax.make_jaxpr(flat_init)(*(abstract(leaf) for leaf in flat))
+    if closed.effects:
+        raise StreamError(
+            "init_fn: expected a function without side effects, found "
+            f"{', '.join(map(str, closed.effects))}; leave out what it prints or stores"
+        )
+    builder = _Builder(closed.consts)
+    inputs: list[Value] = [
+        Value(var.aval, origin=Batch(i)) for i, var in enumerate(closed.jaxpr.invars)
+    ]
+    outputs = builder.inline(closed, inputs)
+    return LeafMaker(flat, closed.consts, out_tree[0], outputs)
+
+
+@dataclass(frozen=True)
+class LeafMaker:
+    """Makes the leaves of a traced init function, one at a time.
+
+    Attributes:
+      arguments, consts: What it is computed from.
+      tree: Structure of the params.
+      outputs: The leaves as values of its graph.
+    """
+
+    arguments: list[Any]
+    consts: list[Any]
+    tree: Any
+    outputs: list[Value]
+
+    @property
+    def avals(self) -> PyTree:
+        """The params' shapes and dtypes."""
+        return self.tree.unflatten(
+            [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self.outputs]
+        )
+
+    def leaves(self, memory_bytes: int) -> Iterator[Array]:
+        """Computes the leaves in order; each may go before the next is asked for.
+
+        Args:
+          memory_bytes: What one leaf and its temporaries may take.
+
+        Raises:
+          StreamError: A leaf takes more; says which, and how much.
+        """
+        keys = Keys()
+        compiled: dict[str, Any] = {}
+        for number, output in enumerate(self.outputs):
+            nodes, inputs = _needed(output)
+            key = keys.program(inputs, nodes, [output])
+            if key not in compiled:
+                compiled[key] = _compile(nodes, inputs, output)
+            self._check(number, compiled[key], memory_bytes)
+            arguments = [self._argument(value.origin, value.dtype) for value in inputs]
+            yield np.asarray(compiled[key](*arguments))
+
+    def _argument(self, origin: Origin, dtype: Any) -> Any:
+        match origin:
+            case Batch():
+                return jnp.asarray(self.arguments[origin.leaf])
+            case Const():
+                return jnp.asarray(self.consts[origin.number])
+            case Number():
+                return jnp.asarray(origin.number, dtype)
+        raise AssertionError(origin)
+
+    def _check(self, number: int, executable: Any, memory_bytes: int) -> None:
+        memory = executable.memory_analysis()
+        needed = memory.temp_size_in_bytes + memory.output_size_in_bytes
+        if needed > memory_bytes:
+            path = jax.tree_util.tree_flatten_with_path(self.avals)[0][number][0]
+            name = "/".join(map(compat.key_name, path))
+            raise StreamError(
+                f"init_fn: leaf {name} takes {needed} bytes to make, memory_bytes "
+                f"leaves {memory_bytes}; raise memory_bytes, divide the leaf in the "
+                "model, or load params made elsewhere (step.load)"
+            )
+
+
+class _Builder:
+    """Inlines calls; folds counts of the calls of a random key into numbers.
+
+    What tells one leaf's key from another's is a number that a key is folded with: as
+    an argument, leaves of one shape have one program.
+    """
+
+    def __init__(self, consts: list[Any]) -> None:
+        self._consts = {id(c): i for i, c in enumerate(consts)}
+        self._inputs: dict[tuple[Origin, Any], Value] = {}
+
+    def inline(self, jaxpr: Any, args: list[Value]) -> list[Value]:
+        consts = [self._const(const) for const in getattr(jaxpr, "consts", ())]
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        env: dict[Any, Value] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom: Any) -> Value:
+            if isinstance(atom, compat.Literal):
+                return Value(atom.aval, constant=atom.val)
+            return env[atom]
+
+        for eqn in jaxpr.eqns:
+            outputs = self._equation(eqn, [read(atom) for atom in eqn.invars])
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, inputs: list[Value]) -> list[Value]:
+        callee = compat.called_jaxpr(eqn.primitive.name, eqn.params)
+        if callee is not None:
+            return self.inline(callee, inputs)
+        if eqn.primitive.name == "random_fold_in":
+            inputs = [inputs[0], self._as_argument(inputs[1])]
+        node = Node(eqn.primitive, tuple(inputs), eqn.params, context=eqn.ctx)
+        if _is_count(node, eqn):
+            (number,) = bind(node, [value.constant for value in inputs])
+            return [Value(eqn.outvars[0].aval, constant=np.asarray(number)[()])]
+        node.outputs = tuple(Value(var.aval, node=node) for var in eqn.outvars)
+        return list(node.outputs)
+
+    def _as_argument(self, value: Value) -> Value:
+        if not is_literal(value) or value.dtype not in (np.uint32, np.int32):
+            return value
+        return self._input(Number(int(value.constant)), value.aval)
+
+    def _const(self, array: Any) -> Value:
+        number = self._consts.setdefault(id(array), len(self._consts))
+        return self._input(Const(number), jax.typeof(array))
+
+    def _input(self, origin: Origin, aval: Any) -> Value:
+        key = (origin, aval.dtype)
+        return self._inputs.setdefault(key, Value(aval, origin=origin))
+
+
+def _is_count(node: Node, eqn: Any) -> bool:
+    """Whether a node makes an integer of integers that are part of the program."""
+    avals = [var.aval for var in eqn.outvars]
+    return (
+        node.name in LIGHT
+        and len(avals) == 1
+        and bool(node.inputs)
+        and not avals[0].shape
+        and jnp.issubdtype(avals[0].dtype, jnp.integer)
+        and all(is_literal(value) for value in node.inputs)
+    )
+
+
+def _needed(output: Value) -> tuple[list[Node], list[Value]]:
+    """The nodes that make a value, in an order of its own, and their inputs."""
+    order: dict[Node, None] = {}
+    inputs: dict[Value, None] = {}
+    if output.origin is not None:
+        inputs[output] = None
+    stack = [] if output.node is None else [output.node]
+    while stack:
+        node = stack[-1]
+        pending = [v.node for v in node.inputs if v.node and v.node not in order]
+        if node not in order and pending:
+            stack += reversed(pending)
+            continue
+        stack.pop()
+        if node not in order:
+            order[node] = None
+            inputs.update((v, None) for v in node.inputs if v.origin is not None)
+    return list(order), list(inputs)
+
+
+def _compile(nodes: list[Node], inputs: list[Value], output: Value) -> Any:
+    def make(*args: Any) -> Any:
+        env: dict[Value, Any] = dict(zip(inputs, args, strict=True))
+        for node in nodes:
+            operands = [v.constant if is_literal(v) else env[v] for v in node.inputs]
+            env.update(zip(node.outputs, bind(node, operands), strict=True))
+        if is_literal(output):
+            return jnp.asarray(output.constant, output.dtype)
+        return env[output]
+
+    avals = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in inputs]
+    return jax.jit(make).lower(*avals).compile()

@@ -1,0 +1,102 @@
+"""Plans kept in a store: bits depend on where a program is cut.
+
+    STORE/stream/<digest of leaves and batch>.json    version, fingerprint, cuts
+
+Invariant: a plan that is kept is used, or refused by name; it is never replaced without
+being asked for.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxinf.errors import StoreFormatError, StreamError
+from jaxinf.io import write_json_atomically
+from jaxinf.stream.calls import Policy
+from jaxinf.stream.plan import PLAN_VERSION, Plan, Prepared
+
+__all__ = ["keep_plan", "kept_plan"]
+
+
+def kept_plan(
+    folder: Path, ready: Prepared, budget_bytes: int, policy: Policy
+) -> Plan | None:
+    """The plan that the store keeps for these leaves and this batch; None if none.
+
+    Args:
+      folder: The store's.
+      ready: The traced loss function.
+      budget_bytes: What a step's programs may take.
+      policy: As for `Prepared.plan`; no part of what is kept.
+
+    Raises:
+      StreamError: It is of another function or version, or takes more memory.
+      StoreFormatError: It is damaged.
+    """
+    path = _path(folder, ready)
+    if not path.exists():
+        return None
+    kept = _read(path)
+    if kept["version"] != PLAN_VERSION or kept["fingerprint"] != ready.fingerprint:
+        raise StreamError(
+            f"{path}: the store was trained with another loss function for params and "
+            "batches of these shapes, or by another version of jaxinf or JAX; pass "
+            "replan=True to go on with this one (what is kept is then replaced)"
+        )
+    plan = ready.plan_of(kept["cuts"], policy)
+    if plan.peak_bytes > budget_bytes:
+        raise StreamError(
+            f"{path}: the plan that the store was trained with takes "
+            f"{plan.peak_bytes} bytes, memory_bytes leaves {budget_bytes} for it; "
+            "raise memory_bytes, or pass replan=True for another plan (bits then "
+            "differ from here on)"
+        )
+    return plan
+
+
+def keep_plan(folder: Path, ready: Prepared, plan: Plan) -> None:
+    """Keeps a plan for later runs."""
+    path = _path(folder, ready)
+    path.parent.mkdir(exist_ok=True)
+    content = {
+        "version": PLAN_VERSION,
+        "fingerprint": ready.fingerprint,
+        "cuts": list(plan.cuts),
+    }
+    write_json_atomically(path, content)
+
+
+def _path(folder: Path, ready: Prepared) -> Path:
+    traced = ready.traced
+    leaves = [
+        f"{name}:{aval.dtype}{aval.shape}"
+        for name, aval in zip(traced.names, traced.params, strict=True)
+    ]
+    batch = [f"{aval.dtype}{aval.shape}" for aval in traced.batch]
+    text = "\n".join([*leaves, "", *batch])
+    return folder / "stream" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        kept = json.loads(path.read_text())
+        is_valid = (
+            isinstance(kept["version"], int)
+            and isinstance(kept["fingerprint"], str)
+            and isinstance(kept["cuts"], list)
+            and all(type(cut) is int for cut in kept["cuts"])
+            and kept["cuts"] == sorted(set(kept["cuts"]))
+        )
+    except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+        raise _damaged(path) from error
+    if not is_valid:
+        raise _damaged(path)
+    return kept
+
+
+def _damaged(path: Path) -> StoreFormatError:
+    return StoreFormatError(
+        f"{path}: expected a plan of a streamed program, found something else; remove "
+        "the file, and the program is planned anew"
+    )

@@ -1,0 +1,69 @@
+"""How `memory_bytes` is divided, and how freed memory goes back to the system.
+
+Invariant: what the parts may take together is never more than the whole.
+"""
+
+import contextlib
+import ctypes
+from dataclasses import dataclass
+
+from jaxinf.errors import StreamError
+
+__all__ = ["READER_BYTES", "Division", "divide", "return_freed_memory"]
+
+READER_BYTES = 16 << 20
+"""What reading params takes beside the params themselves."""
+
+_M_MMAP_THRESHOLD = -3
+_MMAP_THRESHOLD_BYTES = 256 << 10
+_RING_SHARE = 8
+_MAX_RING_BYTES = 512 << 20
+
+
+@dataclass(frozen=True)
+class Division:
+    """Bytes of memory.
+
+    Attributes:
+      ring: The store's own buffers.
+      gradients: Gradients that wait for their update.
+      programs: Params, values and temporaries of a step's programs.
+    """
+
+    ring: int
+    gradients: int
+    programs: int
+
+
+def divide(memory_bytes: int, ring_bytes: int, gradient_bytes: int) -> Division:
+    """Divides the memory.
+
+    Args:
+      memory_bytes: The whole.
+      ring_bytes: The least that the store's buffers take.
+      gradient_bytes: The largest gradient that is handed out.
+
+    Raises:
+      StreamError: There is nothing left for the programs.
+    """
+    ring = max(ring_bytes, min(memory_bytes // _RING_SHARE, _MAX_RING_BYTES))
+    gradients = max(gradient_bytes, memory_bytes // _RING_SHARE)
+    reader = min(READER_BYTES, memory_bytes // _RING_SHARE)
+    programs = memory_bytes - ring - gradients - reader
+    if programs <= 0:
+        raise StreamError(
+            f"memory_bytes={memory_bytes}: expected room for the store's buffers "
+            f"({ring_bytes} bytes), for the largest gradient ({gradient_bytes} bytes) "
+            "and for the program's params; raise memory_bytes"
+        )
+    return Division(ring, gradients, programs)
+
+
+def return_freed_memory() -> None:
+    """Lets glibc give freed arrays back to the system, for the rest of the process.
+
+    What XLA's CPU client frees would stay with the process otherwise, up to the most
+    that was ever in use. Other C libraries do so by themselves.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)

@@ -1,0 +1,162 @@
+"""A streamed step planned: from a loss function to the calls of its programs.
+
+Invariant: the same jaxpr and the same cuts give the same programs, in every process.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jaxinf.errors import StreamError
+from jaxinf.stream.calls import Calls, Policy, make_calls
+from jaxinf.stream.classify import classify
+from jaxinf.stream.cut import choose_cuts
+from jaxinf.stream.graph import Piece
+from jaxinf.stream.keys import Keys, stable
+from jaxinf.stream.lifetimes import Lifetimes
+from jaxinf.stream.peel import build_graph
+from jaxinf.stream.programs import Program, Programs, make_programs
+from jaxinf.stream.schedule import schedule
+from jaxinf.stream.trace import Traced, trace
+from jaxinf.typing import PyTree
+
+__all__ = ["PLAN_VERSION", "Plan", "Prepared", "prepare"]
+
+PLAN_VERSION = 1
+"""Changed whenever equal cuts would give other programs, and so other bits."""
+
+# What part of the budget a segment may take at most.
+_SHARE = 3
+_MAX_HALVINGS = 14
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a step is run.
+
+    Attributes:
+      traced: The loss function and its gradient.
+      cuts: Where segments start in the forward order.
+      programs: The segments' programs.
+      calls: Their calls.
+      policy: What happens to values that backward needs.
+      peak_bytes: The most memory a step takes, as estimated before compilation.
+    """
+
+    traced: Traced
+    cuts: tuple[int, ...]
+    programs: Programs
+    calls: Calls
+    policy: Policy
+    peak_bytes: int
+
+    @property
+    def distinct(self) -> tuple[Program, ...]:
+        """Programs to compile: one a key, in the order of their first call."""
+        found: dict[str, Program] = {}
+        for call in self.calls.calls:
+            found.setdefault(call.program.key, call.program)
+        return tuple(found.values())
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A traced loss function, ready to be cut."""
+
+    traced: Traced
+    lifetimes: Lifetimes
+    keys: Keys
+
+    @cached_property
+    def tokens(self) -> list[str]:
+        """What tells forward nodes from others."""
+        return [self.keys.node(node) for node in self.lifetimes.order.forward]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the whole computation, the same in every process."""
+        graph = self.lifetimes.graph
+        inputs = {
+            value: None
+            for node in graph.nodes
+            for value in node.inputs
+            if value.origin is not None
+        }
+        origins = "\n".join(str(value.origin) for value in inputs)
+        targets = "\n".join(map(str, graph.gradients))
+        text = self.keys.program(tuple(inputs), graph.nodes, graph.outputs)
+        return stable("\n".join([text, origins, targets, *self.traced.names]))
+
+    @property
+    def gradient_pieces(self) -> tuple[Piece, ...]:
+        """The parts of params whose gradients are handed out."""
+        return tuple(self.lifetimes.graph.gradients)
+
+    def plan(self, budget_bytes: int, policy: Policy = "recompute") -> Plan:
+        """Cuts the program so that a step's memory fits.
+
+        Raises:
+          StreamError: No cut does; names the params that are too large.
+        """
+        best: Plan | None = None
+        for plan in self._plans(budget_bytes, policy):
+            if plan.peak_bytes <= budget_bytes:
+                return plan
+            if best is None or plan.peak_bytes < best.peak_bytes:
+                best = plan
+        assert best is not None, "there is a plan for every limit"
+        raise StreamError(self._refusal(best, budget_bytes))
+
+    def smallest_bytes(self, policy: Policy = "recompute") -> int:
+        """The smallest budget that `plan` accepts."""
+        return min(plan.peak_bytes for plan in self._plans(0, policy))
+
+    def _plans(self, budget_bytes: int, policy: Policy) -> Iterator[Plan]:
+        """Plans to try, each once: of ever smaller segments, then of larger ones.
+
+        A segment may take a third of the budget: one runs, one waits, one is fetched.
+        """
+        largest = self.lifetimes.piece_bytes(self.lifetimes.sizes).bit_length()
+        limits = [1 << n for n in range(largest, max(0, largest - _MAX_HALVINGS), -1)]
+        first = [limit for limit in limits if _SHARE * limit <= budget_bytes]
+        seen: set[tuple[int, ...]] = set()
+        for limit in (*first, *(limit for limit in limits if limit not in first)):
+            cuts = choose_cuts(self.lifetimes, self.tokens, limit)
+            if cuts not in seen:
+                seen.add(cuts)
+                yield self.plan_of(cuts, policy)
+
+    def plan_of(self, cuts: Sequence[int], policy: Policy = "recompute") -> Plan:
+        """The plan with given cuts."""
+        programs = make_programs(self.lifetimes, cuts, self.keys)
+        calls = make_calls(self.lifetimes.graph, programs, policy)
+        peak = calls.peak_bytes()
+        return Plan(self.traced, tuple(cuts), programs, calls, policy, peak)
+
+    def _refusal(self, best: Plan, budget_bytes: int) -> str:
+        worst = max(best.calls.calls, key=lambda call: call.num_fetched_bytes)
+        sizes = self.lifetimes.sizes
+        pieces = sorted(set(worst.pieces), key=lambda p: -sizes[p])[:4]
+        named = ", ".join(f"{self._name(p)} ({sizes[p]} bytes)" for p in pieces)
+        return (
+            f"memory_bytes={budget_bytes}: expected room for the largest part of the "
+            f"program, found that its smallest cut takes {best.peak_bytes} bytes, with "
+            f"{named}; set memory_bytes to at least {best.peak_bytes}, or a smaller "
+            "batch"
+        )
+
+    def _name(self, piece: Piece) -> str:
+        index = "".join(f"[{i}]" for i in piece.index)
+        rows = f"[{piece.rows[0]}:{piece.rows[1]}]" if piece.rows else ""
+        return f"{self.traced.names[piece.leaf]}{index}{rows}"
+
+
+def prepare(
+    loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, *, has_aux: bool = False
+) -> Prepared:
+    """Traces `loss_fn` and orders its nodes; see `trace` for what it refuses."""
+    traced = trace(loss_fn, params, batch, has_aux=has_aux)
+    graph = build_graph(traced)
+    classes = classify(graph)
+    return Prepared(traced, Lifetimes(graph, classes, schedule(graph, classes)), Keys())

@@ -1,0 +1,206 @@
+"""Segments as programs: which nodes each runs, what it reads and what it gives.
+
+Invariant: a program holds its own segment's nodes, the free ones that those need, and,
+backward, the cheap forward ones of its segment; all else comes in as an input.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxinf.program.graph import Node, Value, bind
+from jaxinf.stream.graph import aval_bytes, is_literal, num_bytes
+from jaxinf.stream.keys import Keys
+from jaxinf.stream.lifetimes import Lifetimes
+from jaxinf.stream.primitives import LIGHT
+
+__all__ = ["Program", "Programs", "compile_program", "make_programs"]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """One function that is compiled and called.
+
+    Attributes:
+      name: Direction and number of its segment.
+      inputs: Values that it reads: params, batch, other programs' outputs.
+      nodes: What it runs, in order.
+      outputs: What it gives.
+      key: Equal for programs that can share an executable.
+    """
+
+    name: str
+    inputs: tuple[Value, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Value, ...]
+    key: str
+
+    def temp_bytes(self) -> int:
+        """An estimate of the memory that it needs beside inputs and outputs."""
+        last = {v: i for i, node in enumerate(self.nodes) for v in node.inputs}
+        last.update(dict.fromkeys(self.outputs, -1))
+        live = peak = largest = 0
+        ends: dict[int, int] = {}
+        for i, node in enumerate(self.nodes):
+            own = num_bytes(v for v in node.outputs if last.get(v, -1) >= 0)
+            if node.name in LIGHT:
+                largest = max(largest, own)
+            else:
+                live += own
+                for value in node.outputs:
+                    end = last.get(value, -1)
+                    if end >= 0:
+                        ends[end] = ends.get(end, 0) + aval_bytes(value.aval)
+            peak = max(peak, live)
+            live -= ends.pop(i, 0)
+        return peak + 2 * largest
+
+
+@dataclass(frozen=True)
+class Programs:
+    """All programs of a plan.
+
+    Attributes:
+      forward: One a segment.
+      backward: One a segment; None where a segment has nothing to do backward.
+      free: Those of results and gradients that no segment makes.
+    """
+
+    forward: tuple[Program, ...]
+    backward: tuple[Program | None, ...]
+    free: tuple[Program, ...]
+
+
+def make_programs(lifetimes: Lifetimes, cuts: Sequence[int], keys: Keys) -> Programs:
+    """The programs of the segments between `cuts`."""
+    graph, order = lifetimes.graph, lifetimes.order
+    back = [int(lifetimes.backward_cuts[cut]) for cut in cuts]
+    maker = _Maker(lifetimes, keys)
+    free = [
+        maker.make_of("free", [value])
+        for value in dict.fromkeys(graph.outputs)
+        if value.node in lifetimes.classes.free
+    ]
+    wanted = {*graph.outputs, *(v for program in free for v in program.inputs)}
+    backward: list[Program | None] = []
+    for k in range(len(cuts) - 1):
+        own = order.forward[cuts[k] : cuts[k + 1]]
+        light = {node for node in own if node in lifetimes.classes.light}
+        nodes = order.backward[back[k + 1] : back[k]]
+        program = maker.make(f"backward {k}", nodes, wanted, light)
+        backward.append(program)
+        wanted.update(program.inputs if program else ())
+    forward: list[Program] = []
+    for k in reversed(range(len(cuts) - 1)):
+        nodes = order.forward[cuts[k] : cuts[k + 1]]
+        program = maker.make(f"forward {k}", nodes, wanted)
+        if program is not None:
+            forward.append(program)
+            wanted.update(program.inputs)
+        else:
+            forward.append(Program(f"forward {k}", (), (), (), ""))
+    return Programs(tuple(forward[::-1]), tuple(backward), tuple(free))
+
+
+def compile_program(program: Program, donated: Sequence[int] = ()) -> Any:
+    """Compiles `program`; blocks."""
+    avals = [_struct(value.aval) for value in program.inputs]
+    function = jax.jit(_function(program), donate_argnums=tuple(donated))
+    return function.lower(*avals).compile()
+
+
+class _Maker:
+    def __init__(self, lifetimes: Lifetimes, keys: Keys) -> None:
+        self.free = lifetimes.classes.free
+        self.keys = keys
+
+    def make(
+        self,
+        name: str,
+        nodes: Sequence[Node],
+        wanted: Iterable[Value],
+        light: Iterable[Node] = (),
+    ) -> Program | None:
+        """The program of `nodes` for those of their results that are `wanted`."""
+        wanted = set(wanted)
+        outputs = [v for node in nodes for v in node.outputs if v in wanted]
+        return self.make_of(name, outputs, nodes, light) if outputs else None
+
+    def make_of(
+        self,
+        name: str,
+        outputs: Sequence[Value],
+        nodes: Sequence[Node] = (),
+        light: Iterable[Node] = (),
+    ) -> Program:
+        """The program that makes `outputs` by `nodes`, `light` and free ones."""
+        inside = {*nodes, *light}
+        needed = self._closure(outputs, inside)
+        roots = [node for node in nodes if node in needed]
+        roots += [v.node for v in outputs if v.node is not None]
+        inputs: dict[Value, None] = {}
+        order: dict[Node, None] = {}
+        for root in roots:
+            self._emit(root, inside, inputs, order)
+        key = self.keys.program(tuple(inputs), tuple(order), outputs)
+        return Program(name, tuple(inputs), tuple(order), tuple(outputs), key)
+
+    def _closure(self, outputs: Iterable[Value], inside: set[Node]) -> set[Node]:
+        found: set[Node] = set()
+        stack = [value.node for value in outputs]
+        while stack:
+            node = stack.pop()
+            if node is None or node in found or not self._is_own(node, inside):
+                continue
+            found.add(node)
+            stack += [value.node for value in node.inputs]
+        return found
+
+    def _is_own(self, node: Node, inside: set[Node]) -> bool:
+        return node in inside or node in self.free
+
+    def _emit(
+        self,
+        root: Node,
+        inside: set[Node],
+        inputs: dict[Value, None],
+        order: dict[Node, None],
+    ) -> None:
+        """Appends `root` after what it needs, in the order of its operands."""
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            if node in order:
+                stack.pop()
+                continue
+            pending = []
+            for value in node.inputs:
+                if is_literal(value):
+                    continue
+                if value.node is None or not self._is_own(value.node, inside):
+                    inputs.setdefault(value)
+                elif value.node not in order:
+                    pending.append(value.node)
+            if pending:
+                stack += reversed(pending)
+            else:
+                order[node] = None
+                stack.pop()
+
+
+def _function(program: Program) -> Callable[..., list[jax.Array]]:
+    def run(*args: jax.Array) -> list[jax.Array]:
+        env: dict[Value, Any] = dict(zip(program.inputs, args, strict=True))
+        for node in program.nodes:
+            operands = [v.constant if is_literal(v) else env[v] for v in node.inputs]
+            env.update(zip(node.outputs, bind(node, operands), strict=True))
+        return [env[value] for value in program.outputs]
+
+    run.__name__ = program.name.replace(" ", "_")
+    return run
+
+
+def _struct(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)

@@ -1,0 +1,126 @@
+"""One step run: programs called in order, params fetched, gradients handed out.
+
+Invariant: at most two programs are in flight, so memory stays at what was planned;
+asynchronous dispatch alone would hold every param at once.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxinf.stream.calls import Call, Slot
+from jaxinf.stream.graph import Batch, Const, Number, Origin, Piece, Seed, aval_bytes
+from jaxinf.stream.plan import Plan
+from jaxinf.stream.programs import compile_program
+from jaxinf.typing import PyTree
+
+__all__ = ["Runner"]
+
+MAX_IN_FLIGHT = 2
+
+
+class Runner:
+    """Runs the steps of a plan; compiles its programs when made.
+
+    Args:
+      plan: What to run.
+      executables: Programs compiled before, by their keys; new ones are added.
+    """
+
+    def __init__(self, plan: Plan, executables: dict[str, Any] | None = None) -> None:
+        self.plan = plan
+        self.executables = {} if executables is None else executables
+        for program in plan.distinct:
+            if program.key not in self.executables:
+                self.executables[program.key] = compile_program(program)
+        self._numbers: dict[int, jax.Array] = {}
+        self._consts = [jax.numpy.asarray(c) for c in plan.traced.consts]
+        self._seed = jax.numpy.ones((), plan.traced.seed_dtype)
+
+    def temp_bytes(self) -> dict[str, int]:
+        """Temporaries of each program as compiled, by its key."""
+        return {
+            program.key: self.executables[program.key]
+            .memory_analysis()
+            .temp_size_in_bytes
+            for program in self.plan.distinct
+        }
+
+    def __call__(
+        self,
+        batch: PyTree,
+        fetch: Callable[[int, Piece], Any],
+        hand_out: Callable[[Piece, jax.Array], None],
+        done: Callable[[int], None] = lambda number: None,
+    ) -> tuple[jax.Array, PyTree]:
+        """Runs one step.
+
+        Args:
+          batch: As traced.
+          fetch: Gives a part of the params for the call of that number.
+          hand_out: Takes a complete gradient; called in the order of completion.
+          done: Told the number of each call that has run, and reads nothing more.
+
+        Returns:
+          The loss and aux.
+        """
+        leaves = [jax.numpy.asarray(leaf) for leaf in jax.tree.leaves(batch)]
+        slots: dict[Slot, jax.Array] = {}
+        in_flight: deque[tuple[int, jax.Array]] = deque()
+
+        def await_first() -> None:
+            number, output = in_flight.popleft()
+            output.block_until_ready()
+            done(number)
+
+        for number, call in enumerate(self.plan.calls.calls):
+            if len(in_flight) == MAX_IN_FLIGHT:
+                await_first()
+            outputs = self._call(number, call, leaves, slots, fetch)
+            smallest = min(outputs, key=lambda x: aval_bytes(x.aval))
+            in_flight.append((number, smallest))
+            for slot, output in zip(call.outputs, outputs, strict=True):
+                if slot is not None:
+                    slots[slot] = output
+            for slot in call.drops:
+                del slots[slot]
+            for piece, i in call.gradients:
+                hand_out(piece, outputs[i])
+            del outputs
+        while in_flight:
+            await_first()
+        loss, *aux = (slots[slot] for slot in self.plan.calls.results)
+        return loss, self.plan.traced.aux_tree.unflatten(aux)
+
+    def _call(
+        self,
+        number: int,
+        call: Call,
+        batch: Sequence[jax.Array],
+        slots: Mapping[Slot, jax.Array],
+        fetch: Callable[[int, Piece], Any],
+    ) -> Sequence[jax.Array]:
+        def read(ref: Origin | Slot) -> Any:
+            match ref:
+                case Slot():
+                    return slots[ref]
+                case Piece():
+                    return fetch(number, ref)
+                case Batch():
+                    return batch[ref.leaf]
+                case Const():
+                    return self._consts[ref.number]
+                case Seed():
+                    return self._seed
+                case Number():
+                    return self._number(ref.number)
+
+        return self.executables[call.program.key](*map(read, call.inputs))
+
+    def _number(self, number: int) -> jax.Array:
+        if number not in self._numbers:
+            self._numbers[number] = jax.numpy.asarray(np.int32(number))
+        return self._numbers[number]

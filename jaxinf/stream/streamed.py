@@ -1,0 +1,406 @@
+"""`jaxinf.stream`: a training step whose params never exist as a whole.
+
+    batch ─► programs, one after another ─► loss
+              ▲ params read ahead   │ gradients, each as soon as it is complete
+              └──────── store ◄─────┘ updated near storage; one commit a step
+
+Invariant: params of a step are read from the slot that the step began with, updates go
+to the other: a crash at any point leaves the last committed step.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import optax
+
+from jaxinf.compress import TopK
+from jaxinf.engine import Store, Training, describe, open_store
+from jaxinf.errors import StreamError
+from jaxinf.program import trace_init, trace_update
+from jaxinf.store import StepReader
+from jaxinf.stream.calls import Policy
+from jaxinf.stream.fetch import FetchCounts, Fetcher, fetches_of, window_bytes
+from jaxinf.stream.initial import trace_params
+from jaxinf.stream.kept import keep_plan, kept_plan
+from jaxinf.stream.memory import (
+    READER_BYTES,
+    Division,
+    divide,
+    return_freed_memory,
+)
+from jaxinf.stream.places import Places, Unit, shard_counts
+from jaxinf.stream.plan import Plan, Prepared, prepare
+from jaxinf.stream.run import Runner
+from jaxinf.stream.trace import abstract
+from jaxinf.stream.updates import (
+    NonFinitePolicy,
+    Updates,
+    check_local,
+    initial_inputs,
+)
+from jaxinf.typing import Array, JsonValue, PathLikeStr, PyTree
+
+__all__ = ["StreamedStep", "stream"]
+
+
+def stream(
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation | None = None,
+    store: Store | PathLikeStr | None = None,
+    *,
+    memory_bytes: int,
+    device_memory_bytes: int | None = None,
+    has_aux: bool = False,
+    policy: Policy = "recompute",
+    keep: Literal["params"] | int | None = None,
+    micro_batches: int = 1,
+    replan: bool = False,
+    nonfinite: NonFinitePolicy = "error",
+    compress: TopK | None = None,
+    extra_args: Mapping[str, Any] | None = None,
+) -> "StreamedStep":
+    """A training step of a model that need not fit in memory.
+
+    The loss function is used as it is: it is traced together with its gradient, and
+    that program is cut into parts, each of which reads the params it needs from the
+    store and hands its gradients back to it.
+
+    Args:
+      loss_fn: ``loss_fn(params, batch)`` gives a scalar, with `has_aux` a pair of it
+        and any pytree. Traced by JAX: no side effects.
+      tx: An optimizer that updates each leaf from its own gradient.
+      store: From `jaxinf.open_store`, or a path. Its own memory budget is not used.
+      memory_bytes: All host memory that a step takes beyond what the process has
+        anyway, the store's buffers included.
+      has_aux: Whether the loss comes with a second result.
+      policy: ``"recompute"``: what the backward pass needs is computed again, segment
+        by segment; ``"keep"``: it stays in memory. The bits are the same.
+      replan: Makes a new plan where the store keeps one that does not fit.
+      nonfinite: What a gradient with NaN or Inf does: ``"error"``, ``"skip"`` or
+        ``"allow"``, as for `jaxinf.smart_update`.
+      device_memory_bytes, keep, micro_batches, compress, extra_args: Not there yet:
+        anything but the default is refused.
+
+    Returns:
+      The step: `StreamedStep.init` or `StreamedStep.load` first, then call it.
+
+    Raises:
+      ValueError: An argument is out of range, or not there yet.
+    """
+    missing = {
+        "device_memory_bytes": device_memory_bytes is not None,
+        "keep": keep is not None,
+        "micro_batches": micro_batches != 1,
+        "compress": compress is not None,
+        "extra_args": bool(extra_args),
+        "tx=None": tx is None,
+        "store=None": store is None,
+    }
+    for name, is_given in missing.items():
+        if is_given:
+            raise ValueError(
+                f"jaxinf.stream: {name} is not supported yet; leave it at its default, "
+                "or give an optimizer and a store"
+            )
+    assert tx is not None
+    assert store is not None
+    if policy not in ("recompute", "keep"):
+        raise ValueError(f"policy={policy!r}: expected 'recompute' or 'keep'")
+    if nonfinite not in ("error", "skip", "allow"):
+        raise ValueError(
+            f'nonfinite={nonfinite!r}: expected "error", "skip" or "allow"'
+        )
+    if memory_bytes < 1:
+        raise ValueError(f"memory_bytes={memory_bytes}: expected at least 1")
+    if isinstance(store, Store):
+        owned = store
+    else:
+        owned = open_store(store, memory_bytes=max(64 << 20, memory_bytes // 8))
+    if owned.training.rewrites_steps:
+        raise ValueError(
+            f"{owned.path}: jaxinf.stream expects a store with durability='step', "
+            f"found another; open it with the default"
+        )
+    options = _Options(memory_bytes, has_aux, policy, replan, nonfinite)
+    return StreamedStep(loss_fn, tx, owned, options)
+
+
+@dataclass(frozen=True)
+class _Options:
+    memory_bytes: int
+    has_aux: bool
+    policy: Policy
+    replan: bool
+    nonfinite: NonFinitePolicy
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """What a batch of one shape is run by."""
+
+    runner: Runner
+    fetcher: Fetcher
+    updates: Updates
+    places: Places
+
+
+@dataclass(frozen=True)
+class StreamMetrics:
+    """What the last step moved and waited for.
+
+    Attributes:
+      fetched: Params read.
+      hand_out_waited_s: Time that gradients waited for room.
+    """
+
+    fetched: FetchCounts
+    hand_out_waited_s: float
+
+
+class _Source:
+    """Reads units of the step that the store is at."""
+
+    def __init__(self, training: Training, memory_bytes: int) -> None:
+        self._training = training
+        self._memory_bytes = memory_bytes
+        self._reader: StepReader | None = None
+
+    def begin(self) -> None:
+        """A step begins: nothing is committed before it ends."""
+        self.close()
+        self._reader = self._training.params_reader(self._memory_bytes)
+
+    def read(self, unit: Unit, out: Array) -> None:
+        """Fills `out` with a unit; blocks."""
+        assert self._reader is not None
+        box = out.reshape(unit.extent)
+        self._training.read_params(self._reader, unit.leaf, box, unit.origin)
+
+    def close(self) -> None:
+        """Frees its memory."""
+        if self._reader is not None:
+            self._reader.__exit__(None, None, None)
+            self._reader = None
+
+
+class StreamedStep:
+    """Made by `jaxinf.stream`; also a context manager. Not thread-safe.
+
+    ``loss, aux = step(batch)`` runs one step and starts its commit; aux is None without
+    `has_aux`.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        tx: optax.GradientTransformation,
+        store: Store,
+        options: _Options,
+    ) -> None:
+        self.store = store
+        self._loss_fn = loss_fn
+        self._tx = optax.with_extra_args_support(tx)
+        self._options = options
+        self._params: PyTree | None = None
+        self._bound: dict[Any, _Bound] = {}
+        self._last: _Bound | None = None
+        return_freed_memory()
+
+    # --- params --------------------------------------------------------------------
+
+    def init(
+        self, init_fn: Callable[..., PyTree], *args: Any, batch: PyTree = None
+    ) -> None:
+        """Makes the store's first step leaf by leaf, or resumes one that is there.
+
+        Args:
+          init_fn: ``init_fn(*args)`` gives the params; traced, and computed only for a
+            new store, one leaf at a time, in the bits of its jitted self.
+          args: Its arguments, such as a random key.
+          batch: Arrays, or shapes and dtypes, of a batch. With it a new store's chunks
+            are laid out for the program: slices of stacked layers move alone.
+
+        Raises:
+          StoreMismatchError: The store holds another tree or optimizer.
+          StreamError: A leaf is too large to be made.
+        """
+        maker = trace_params(init_fn, *args)
+        self._bind(maker.avals, lambda room: maker.leaves(room), batch)
+
+    def load(self, params: PyTree, *, batch: PyTree = None) -> None:
+        """Makes the store's first step of params that are there, or resumes one.
+
+        Args:
+          params: Tree of arrays; memory-mapped ones are read leaf by leaf.
+          batch: As for `init`.
+
+        Raises:
+          StoreMismatchError: The store holds another tree or optimizer.
+        """
+        leaves = jax.tree.leaves(params)
+        self._bind(abstract(params), lambda _: map(np.asarray, leaves), batch)
+
+    def _bind(
+        self,
+        avals: PyTree,
+        leaves: Callable[[int], Any],
+        batch: PyTree,
+    ) -> None:
+        training = self.store.training
+        pieces = () if batch is None else self._prepare(avals, batch).gradient_pieces
+        shapes = [leaf.shape for leaf in jax.tree.leaves(avals)]
+        counts = shard_counts(shapes, pieces)
+        update, first = trace_update(self._tx, avals), trace_init(self._tx, avals)
+        check_local(update)
+        scalars, inputs = initial_inputs(first, jax.tree.leaves(avals))
+        description = describe(update, first, [counts[i] for i in range(len(shapes))])
+        self._params = avals
+        if training.bind(description, may_create=True):
+            whole = self._options.memory_bytes
+            room = whole - training.limit_memory(whole // 4)
+            for number, leaf in enumerate(leaves(room)):
+                training.initialise(
+                    description, number, leaf, [0] * leaf.ndim, inputs[number]
+                )
+            training.finish_initialisation(scalars)
+
+    def _prepare(self, avals: PyTree, batch: PyTree) -> Prepared:
+        return prepare(self._loss_fn, avals, batch, has_aux=self._options.has_aux)
+
+    # --- steps ---------------------------------------------------------------------
+
+    def __call__(self, batch: PyTree) -> tuple[jax.Array, PyTree]:
+        """Runs one step; blocks until its gradients are on their way to the drives.
+
+        Returns:
+          The loss, and aux; None without `has_aux`.
+
+        Raises:
+          NonFiniteGradientError: The step was refused; the store stays where it was.
+          BaseException: What stopped the store.
+        """
+        training = self.store.training
+        training.check()
+        bound = self._bound_for(batch)
+        self._last = bound
+        training.join()
+        bound.fetcher.counts = FetchCounts()
+        bound.updates.waited_s = 0.0
+        bound.updates.begin()
+        try:
+            bound.fetcher.begin()
+            loss, aux = bound.runner(
+                batch,
+                lambda number, piece: self._fetched(bound, number, piece),
+                bound.updates.hand_out,
+                bound.fetcher.done,
+            )
+        except BaseException:
+            bound.updates.abandon()
+            raise
+        finally:
+            bound.fetcher.stop()
+        bound.updates.finish()
+        return loss, aux if self._options.has_aux else None
+
+    @staticmethod
+    def _fetched(bound: _Bound, number: int, piece: Any) -> jax.Array:
+        unit = bound.places.unit(piece)
+        array = bound.fetcher.get(number, unit)
+        part = bound.places.part(unit, piece)
+        return part.of(array) if part.index or part.rows else array
+
+    def _bound_for(self, batch: PyTree) -> _Bound:
+        if self._params is None:
+            raise StreamError(
+                "jaxinf.stream: call step.init or step.load first; with a store that "
+                "has a step they resume it"
+            )
+        leaves, tree = jax.tree.flatten(abstract(batch))
+        key = (tree, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        if key not in self._bound:
+            self._bound[key] = self._make_bound(self._params, batch)
+        return self._bound[key]
+
+    def _make_bound(self, params: PyTree, batch: PyTree) -> _Bound:
+        training, options = self.store.training, self._options
+        ready = self._prepare(params, batch)
+        traced = ready.traced
+        shapes = [leaf.shape for leaf in traced.params]
+        dtypes = [leaf.dtype for leaf in traced.params]
+        places = Places(shapes, dtypes, training.can_move)
+        largest = max(
+            (places.unit(piece).num_bytes for piece in ready.gradient_pieces), default=0
+        )
+        division = divide(options.memory_bytes, training.limit_memory(0), largest)
+        plan = self._plan(ready, division)
+        training.limit_memory(division.ring)
+        calls = plan.calls.calls
+        fetches = fetches_of(calls, places)
+        window = window_bytes(fetches, len(calls))
+        spare = max(0, division.programs - plan.peak_bytes)
+        return _Bound(
+            Runner(plan),
+            Fetcher(_Source(training, READER_BYTES), fetches, window + spare),
+            Updates(
+                training,
+                trace_update(self._tx, params),
+                places,
+                division.gradients,
+                options.nonfinite,
+            ),
+            places,
+        )
+
+    def _plan(self, ready: Prepared, division: Division) -> Plan:
+        budget, policy = division.programs, self._options.policy
+        folder = self.store.path
+        if not self._options.replan:
+            plan = kept_plan(folder, ready, budget, policy)
+            if plan is not None:
+                return plan
+        plan = ready.plan(budget, policy)
+        keep_plan(folder, ready, plan)
+        return plan
+
+    # --- control -------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan | None:
+        """What the last step was run by; None before the first."""
+        return None if self._last is None else self._last.runner.plan
+
+    @property
+    def metrics(self) -> StreamMetrics | None:
+        """What the last step moved and waited for; None before the first."""
+        if self._last is None:
+            return None
+        return StreamMetrics(self._last.fetcher.counts, self._last.updates.waited_s)
+
+    def annotate(self, payload: JsonValue) -> None:
+        """Gives the commit of the next step something of the caller's to keep."""
+        training = self.store.training
+        training.annotate(training.finished.step + 1, payload)
+
+    def close(self) -> None:
+        """Finishes the commit in flight and closes the store; idempotent."""
+        for bound in self._bound.values():
+            bound.fetcher.close()
+        self.store.close()
+
+    def __enter__(self) -> "StreamedStep":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for bound in self._bound.values():
+            bound.fetcher.close()
+        self.store.__exit__(kind, error, trace)

@@ -1,0 +1,215 @@
+"""A loss function traced together with its gradient.
+
+Invariant: what the user's function may not do is refused here by name, before
+anything is planned or stored.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinf.compat import key_name
+from jaxinf.errors import StreamError
+from jaxinf.stream.graph import aval_bytes
+from jaxinf.typing import PyTree
+
+__all__ = ["Traced", "abstract", "trace"]
+
+_LARGE_CONSTS_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A traced `value_and_grad`.
+
+    Attributes:
+      closed: Its jaxpr: of params, batch and seed; to loss, aux and gradients.
+      names: Paths of the params' leaves.
+      params: Their abstract values.
+      params_tree, batch_tree, aux_tree: Tree structures.
+      batch: Abstract values of the batch's leaves.
+      num_aux: Number of aux's leaves.
+      seed_dtype: The loss's dtype, in which the cotangent is given.
+    """
+
+    closed: Any
+    names: tuple[str, ...]
+    params: tuple[Any, ...]
+    params_tree: Any
+    batch: tuple[Any, ...]
+    batch_tree: Any
+    num_aux: int
+    aux_tree: Any
+    seed_dtype: Any
+
+    @property
+    def consts(self) -> Sequence[Any]:
+        """Arrays that the loss function closed over."""
+        return self.closed.consts
+
+
+def abstract(tree: PyTree) -> PyTree:
+    """`tree` with each array replaced by its shape and dtype."""
+    return jax.tree.map(_abstract_leaf, tree)
+
+
+def trace(
+    loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, *, has_aux: bool = False
+) -> Traced:
+    """Traces `loss_fn(params, batch)` and its gradient by params.
+
+    Args:
+      loss_fn: Returns a scalar loss; with `has_aux` a pair of it and any pytree.
+      params: Tree of arrays or abstract values, all floating.
+      batch: Tree of arrays or abstract values.
+      has_aux: Whether the loss comes with a second result.
+
+    Raises:
+      StreamError: A leaf of params is no floating array, the loss is no scalar, or
+        the function has side effects.
+    """
+    paths, params_tree = jax.tree_util.tree_flatten_with_path(params)
+    names = tuple(_path_name(path) for path, _ in paths)
+    leaves = [
+        _param_leaf(name, leaf) for name, (_, leaf) in zip(names, paths, strict=True)
+    ]
+    batch_leaves, batch_tree = jax.tree.flatten(abstract(batch))
+    out = jax.eval_shape(
+        loss_fn,
+        params_tree.unflatten(leaves),
+        batch_tree.unflatten(batch_leaves),
+    )
+    loss, aux = _check_result(out, has_aux)
+    aux_leaves, aux_tree = jax.tree.flatten(aux)
+
+    def flat(flat_params: Sequence[Any], flat_batch: Sequence[Any]) -> Any:
+        out = loss_fn(
+            params_tree.unflatten(flat_params), batch_tree.unflatten(flat_batch)
+        )
+        return out if has_aux else (out, ())
+
+    def loss_and_gradients(
+        flat_params: Sequence[Any], flat_batch: Sequence[Any], seed: jax.Array
+    ) -> list[jax.Array]:
+        value, pull_back, rest = jax.vjp(
+            lambda p: flat(p, flat_batch), list(flat_params), has_aux=True
+        )
+        return [value, *jax.tree.leaves(rest), *pull_back(seed)[0]]
+
+    seed = jax.ShapeDtypeStruct((), loss.dtype)
+    closed = jax.make_jaxpr(loss_and_gradients)(leaves, batch_leaves, seed)
+    _check_effects(closed)
+    _warn_of_consts(closed.consts)
+    return Traced(
+        closed,
+        names,
+        tuple(leaves),
+        params_tree,
+        tuple(batch_leaves),
+        batch_tree,
+        len(aux_leaves),
+        aux_tree,
+        loss.dtype,
+    )
+
+
+def _abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        leaf = jnp.asarray(leaf)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _path_name(path: tuple[Any, ...]) -> str:
+    return "/".join(map(key_name, path)) or "params"
+
+
+def _param_leaf(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        raise StreamError(
+            f"params leaf {name}: expected an array, found {type(leaf).__name__}; "
+            "put what is no array into the batch, or close over it "
+            "(Equinox: equinox.partition(model, equinox.is_inexact_array))"
+        )
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        raise StreamError(
+            f"params leaf {name}: expected floating-point numbers, which have a "
+            f"gradient, found {leaf.dtype}; pass it as part of the batch, and return "
+            "its new value as aux (NNX: nnx.split(model, nnx.Param, ...))"
+        )
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _check_result(out: Any, has_aux: bool) -> tuple[Any, PyTree]:
+    is_pair = isinstance(out, tuple) and len(out) == 2
+    if has_aux and not is_pair:
+        raise StreamError(
+            "the loss function: expected a pair (loss, aux) because of has_aux=True, "
+            f"found {_described(out)}; return the pair, or leave has_aux out"
+        )
+    result: tuple[Any, PyTree] = out if has_aux else (out, ())
+    loss = result[0]
+    if not hasattr(loss, "shape"):
+        hint = "; pass has_aux=True if it returns (loss, aux)" if is_pair else ""
+        raise StreamError(
+            f"the loss function: expected a scalar, found {_described(loss)}{hint}"
+        )
+    if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise StreamError(
+            "the loss function: expected a floating-point scalar, found an array of "
+            f"{loss.dtype} of shape {loss.shape}; take its mean or sum"
+        )
+    return result
+
+
+def _described(out: Any) -> str:
+    if hasattr(out, "shape"):
+        return f"an array of shape {out.shape}"
+    return f"a {type(out).__name__}"
+
+
+def _check_effects(closed: Any) -> None:
+    if not closed.effects:
+        return
+    names = sorted(_effectful(closed.jaxpr))
+    raise StreamError(
+        "the loss function: expected no side effects, because parts of it run twice "
+        f"a step, found {', '.join(names) or 'effects'}; return what it prints or "
+        "stores as aux (has_aux=True)"
+    )
+
+
+def _effectful(jaxpr: Any) -> set[str]:
+    """Names of the primitives that have effects, anywhere in `jaxpr`."""
+    found: set[str] = set()
+    for eqn in jaxpr.eqns:
+        if not eqn.effects:
+            continue
+        inner = [
+            getattr(param, "jaxpr", param)
+            for value in eqn.params.values()
+            for param in (value if isinstance(value, (tuple, list)) else [value])
+            if hasattr(getattr(param, "jaxpr", param), "eqns")
+        ]
+        found |= set().union(*map(_effectful, inner)) or {eqn.primitive.name}
+    return found
+
+
+def _warn_of_consts(consts: Sequence[Any]) -> None:
+    large = [const for const in consts if hasattr(const, "shape")]
+    total_bytes = sum(aval_bytes(const) for const in large)
+    if total_bytes <= _LARGE_CONSTS_BYTES:
+        return
+    largest = max(large, key=aval_bytes)
+    warnings.warn(
+        f"the loss function closes over {len(large)} arrays of {total_bytes} bytes "
+        f"(the largest: {np.dtype(largest.dtype).name}{list(largest.shape)}), which "
+        "stay in memory and are not trained; pass them in params, or in the batch",
+        stacklevel=4,
+    )

@@ -1,0 +1,331 @@
+"""Gradients on their way to the drives: each updates its leaf as soon as it is there.
+
+    runner ─ hand_out ─► queue, bounded in bytes ─► thread: kernel near storage
+                                                      all done ─► finish: one commit
+
+Invariant: the store advances by one step when every gradient was there and finite; else
+by none.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinf.csd import ScalarInputs
+from jaxinf.engine import Training, UpdateRequest
+from jaxinf.errors import NonFiniteGradientError, UnsupportedTransformError
+from jaxinf.program import InitProgram, UpdateProgram
+from jaxinf.store import ScalarState, encode_path
+from jaxinf.stream.graph import Piece
+from jaxinf.stream.places import Places, Unit
+from jaxinf.typing import Array
+
+__all__ = ["NonFinitePolicy", "Updates", "check_local"]
+
+NonFinitePolicy: TypeAlias = Literal["error", "skip", "allow"]
+
+_Handed: TypeAlias = tuple[Unit, Piece, jax.Array]
+# Gradients up to this long share a call of the engine.
+_SHORT_BYTES = 1 << 20
+_NO_PARAMS = np.empty(0, np.float32)
+
+
+def check_local(program: UpdateProgram) -> None:
+    """Refuses an optimizer whose update of one leaf waits for something of all.
+
+    Raises:
+      UnsupportedTransformError: Says what it waits for, and what to do.
+    """
+    waits = [
+        name
+        for name, is_read in (
+            ("gradients", program.reads_gradients),
+            ("params", program.reads_params),
+        )
+        if is_read
+    ]
+    if waits:
+        raise UnsupportedTransformError(
+            "jaxinf.stream: expected an optimizer that updates each leaf from its own "
+            f"gradient, found one that computes something of all {' and '.join(waits)} "
+            "first, such as their norm; leave that out, or use jaxinf.smart_update"
+        )
+    arrays = [leaf.info.name for leaf in program.leaves if leaf.kernel.array_dtypes]
+    if arrays:
+        raise UnsupportedTransformError(
+            "jaxinf.stream: expected an optimizer whose updates read scalars beside "
+            f"their state, found one that reads whole arrays (leaf {arrays[0]}); use "
+            "jaxinf.smart_update"
+        )
+
+
+class Updates:
+    """The optimizer's side of a streamed step.
+
+    Args:
+      training: The store.
+      program: The optimizer, traced; `check_local` has passed.
+      places: The store's units.
+      capacity_bytes: Gradients that may wait; one is always taken.
+      nonfinite: What a gradient that is not finite does.
+
+    Attributes:
+      waited_s: Time that gradients have waited for room since it was last reset.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        program: UpdateProgram,
+        places: Places,
+        capacity_bytes: int,
+        nonfinite: NonFinitePolicy,
+    ) -> None:
+        self._training = training
+        self._program = program
+        self._places = places
+        self._capacity_bytes = capacity_bytes
+        self._nonfinite: NonFinitePolicy = nonfinite
+        self._prologue = jax.jit(self._compute_prologue)
+        self._changed = threading.Condition()
+        self._queue: deque[_Handed] = deque()
+        self._waiting_bytes = 0
+        self._gathering: dict[Unit, _Gathered] = {}
+        self._error: BaseException | None = None
+        self._bad: list[str] = []
+        self._scalars: list[jax.Array] = []
+        self._inputs: Sequence[ScalarInputs] = ()
+        self._step = 0
+        self._thread: threading.Thread | None = None
+        self._is_ending = False
+        self._num_skipped = 0
+        self.waited_s = 0.0
+
+    # --- a step --------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Computes what the kernels get beside gradients, and waits for those."""
+        record = self._training.finished
+        self._step = record.step
+        state = [jnp.asarray(scalar.value) for scalar in record.scalar_state]
+        self._scalars, inputs = self._prologue(state)
+        self._inputs = [
+            ScalarInputs(tuple(np.asarray(scalar) for scalar in scalars))
+            for scalars in inputs
+        ]
+        self._queue.clear()
+        self._gathering, self._bad, self._error = {}, [], None
+        self._waiting_bytes, self._is_ending = 0, False
+        self._thread = threading.Thread(
+            target=self._run, name="jaxinf-updates", daemon=True
+        )
+        self._thread.start()
+
+    def hand_out(self, piece: Piece, gradient: jax.Array) -> None:
+        """Takes a complete gradient; blocks while too many wait.
+
+        Raises:
+          BaseException: What stopped the updates.
+        """
+        unit = self._places.unit(piece)
+        with self._changed:
+            began_s = time.perf_counter()
+            self._changed.wait_for(
+                lambda: (
+                    self._error is not None
+                    or not self._waiting_bytes
+                    or self._waiting_bytes + gradient.nbytes <= self._capacity_bytes
+                )
+            )
+            self.waited_s += time.perf_counter() - began_s
+            if self._error is not None:
+                raise self._error
+            self._waiting_bytes += gradient.nbytes
+            self._queue.append((unit, piece, gradient))
+            self._changed.notify_all()
+
+    def finish(self) -> bool:
+        """Waits for all updates and ends the step; whether the store advanced.
+
+        Raises:
+          NonFiniteGradientError: The step was refused.
+          BaseException: What stopped the updates.
+        """
+        self._end_thread()
+        if self._error is not None:
+            raise self._error
+        assert not self._gathering, "every part of a unit has its gradient"
+        record = self._training.finished
+        if self._bad and self._nonfinite != "allow":
+            self._training.abandon()
+            if self._nonfinite == "skip":
+                self._num_skipped += 1
+                return False
+            raise self._non_finite()
+        scalars = [
+            ScalarState(old.path, np.array(new))
+            for old, new in zip(record.scalar_state, self._scalars, strict=True)
+        ]
+        num_skipped = record.skipped_steps + self._num_skipped
+        self._training.finish(self._step, scalars, num_skipped)
+        self._num_skipped = 0
+        return True
+
+    def abandon(self) -> None:
+        """Gives the step up: nothing of it is committed."""
+        with self._changed:
+            self._queue.clear()
+        self._end_thread()
+        self._training.abandon()
+
+    # --- inside --------------------------------------------------------------------
+
+    def _compute_prologue(
+        self, scalar_state: Sequence[jax.Array]
+    ) -> tuple[list[jax.Array], list[tuple[jax.Array, ...]]]:
+        # None of these is computed: nothing reads them.
+        stand_ins = [
+            jnp.zeros(leaf.info.shape, leaf.info.dtype) for leaf in self._program.leaves
+        ]
+        new, inputs = self._program.prologue(stand_ins, stand_ins, scalar_state)
+        return new, [one.scalars for one in inputs]
+
+    def _run(self) -> None:
+        try:
+            while True:
+                taken = self._next()
+                if not taken:
+                    return
+                num_bytes = sum(gradient.nbytes for _, _, gradient in taken)
+                self._update(taken)
+                del taken
+                with self._changed:
+                    self._waiting_bytes -= num_bytes
+                    self._changed.notify_all()
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._queue.clear()
+                self._changed.notify_all()
+
+    def _next(self) -> list[_Handed]:
+        """What is updated next: one gradient, or several short ones; none at the end.
+
+        Blocks until there is one.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._is_ending)
+            taken: list[_Handed] = []
+            while self._queue and (
+                not taken or self._queue[0][2].nbytes <= _SHORT_BYTES
+            ):
+                taken.append(self._queue.popleft())
+                if taken[-1][2].nbytes > _SHORT_BYTES:
+                    break
+            return taken
+
+    def _update(self, taken: Sequence[_Handed]) -> None:
+        requests = []
+        for unit, piece, gradient in taken:
+            whole = self._gathered(unit, piece, np.asarray(gradient))
+            if whole is not None:
+                requests.append(self._request(unit, whole))
+        if not requests:
+            return
+        finite = self._training.update(self._step, *requests)
+        self._bad += [
+            self._program.leaves[request.leaf].info.name
+            for request, is_finite in zip(requests, finite, strict=True)
+            if not is_finite
+        ]
+
+    def _gathered(self, unit: Unit, piece: Piece, gradient: Array) -> Array | None:
+        """The gradient of the whole unit; None as long as parts are missing."""
+        part = self._places.part(unit, piece)
+        if not part.index:
+            return gradient
+        gathered = self._gathering.setdefault(unit, _Gathered(unit))
+        if not gathered.add(part, gradient):
+            return None
+        return self._gathering.pop(unit).array
+
+    def _request(self, unit: Unit, gradient: Array) -> UpdateRequest:
+        return UpdateRequest(
+            leaf=unit.leaf,
+            kernel=self._program.leaves[unit.leaf].kernel,
+            origin=unit.origin,
+            gradient=gradient.reshape(unit.extent),
+            inputs=self._inputs[unit.leaf],
+            out=None,
+            probe=_NO_PARAMS,
+        )
+
+    def _end_thread(self) -> None:
+        with self._changed:
+            self._is_ending = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _non_finite(self) -> NonFiniteGradientError:
+        names = list(dict.fromkeys(self._bad))
+        more = f" and {len(names) - 5} more leaves" if len(names) > 5 else ""
+        return NonFiniteGradientError(
+            f"step {self._step + 1}: NaN or Inf in the gradient of "
+            f"{', '.join(names[:5])}{more}; the step was refused, the store stays at "
+            f"step {self._step}. Lower the learning rate or clip the gradients, or "
+            'pass nonfinite="skip" to go on without such steps'
+        )
+
+
+class _Gathered:
+    """Gradients of the parts of a unit that is not stored apart."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.array = np.empty(unit.shape, unit.dtype)
+        self._num_missing = self.array.size
+
+    def add(self, part: Piece, gradient: Array) -> bool:
+        """Keeps a part's gradient; whether it was the last."""
+        self.array[part.index] = gradient
+        self._num_missing -= gradient.size
+        return not self._num_missing
+
+
+def initial_inputs(
+    program: InitProgram, leaves: Sequence[jax.ShapeDtypeStruct]
+) -> tuple[list[ScalarState], Mapping[int, ScalarInputs]]:
+    """The first scalar state, and what the initial state of each leaf is made of.
+
+    Raises:
+      UnsupportedTransformError: It depends on params.
+    """
+    if program.reads_params or any(one.kernel.array_dtypes for one in program.leaves):
+        raise UnsupportedTransformError(
+            "jaxinf.stream: expected an optimizer whose first state is made leaf by "
+            "leaf, found one that computes something of all params first; use "
+            "jaxinf.smart_update"
+        )
+
+    def compute() -> Any:
+        stand_ins = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
+        scalars, inputs = program.prologue(stand_ins)
+        return scalars, [one.scalars for one in inputs]
+
+    scalars, inputs = jax.jit(compute)()
+    paths = map(encode_path, program.layout.scalar_keys)
+    state = [
+        ScalarState(path, np.array(value))
+        for path, value in zip(paths, scalars, strict=True)
+    ]
+    return state, {
+        leaf: ScalarInputs(tuple(np.asarray(scalar) for scalar in own))
+        for leaf, own in enumerate(inputs)
+    }

@@ -1,0 +1,6 @@
+"""The zoo of programs, importable by the tests of streaming."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,455 @@
+"""Training by `jaxinf.stream`: against optax in memory, resumed, killed, refused."""
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from zoo import ZOO, normal
+
+import jaxinf
+from jaxinf.errors import StoreFormatError, StoreMismatchError, StreamError
+
+MEMORY_BYTES = 256 << 20
+CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
+
+
+@pytest.fixture
+def streamed(open_store):
+    """Opens streamed steps on stores of small chunks."""
+
+    def make(program, tx, name="store", store=None, **options):
+        store = store or open_store(name, **CHUNKS)
+        return jaxinf.stream(
+            program.loss,
+            tx,
+            store,
+            memory_bytes=MEMORY_BYTES,
+            has_aux=program.has_aux,
+            **options,
+        )
+
+    return make
+
+
+def in_memory(program, tx, batches):
+    """Losses and params by plain optax, gradients, update and sum each a jit."""
+    vg = jax.jit(jax.value_and_grad(program.loss, has_aux=program.has_aux))
+    update, apply = jax.jit(tx.update), jax.jit(optax.apply_updates)
+    params, losses = program.params, []
+    state = jax.jit(tx.init)(params)
+    for batch in batches:
+        value, gradients = vg(params, batch)
+        updates, state = update(gradients, state, params)
+        params = apply(params, updates)
+        losses.append(float(value[0] if program.has_aux else value))
+    return losses, params
+
+
+def assert_equal(found, expected):
+    for one, other in zip(
+        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def assert_near(found, expected):
+    for one, other in zip(
+        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["tied_and_unused", "l2_penalty", "scan_twice_cast", "scan_remat_reverse"]
+)
+def test_training_is_that_of_optax(name, streamed):
+    program = ZOO[name]()
+    tx = optax.adamw(1e-3)
+    step = streamed(program, tx)
+    step.load(program.params, batch=program.batch)
+    losses = [float(step(program.batch)[0]) for _ in range(3)]
+    expected, params = in_memory(program, tx, [program.batch] * 3)
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    assert_near(step.store.params(like=program.params), params)
+    assert step.store.step == 3
+
+
+def test_aux_comes_with_the_loss(streamed):
+    program = ZOO["scan_nested"]()
+    step = streamed(program, optax.sgd(0.1))
+    step.load(program.params, batch=program.batch)
+    loss, aux = step(program.batch)
+    expected, means = jax.jit(program.loss)(program.params, program.batch)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    np.testing.assert_allclose(aux, means, rtol=1e-5)
+
+
+def test_without_aux_there_is_none(streamed):
+    program = ZOO["l2_penalty"](depth=2)
+    step = streamed(program, optax.sgd(0.1))
+    step.load(program.params)
+    assert step(program.batch)[1] is None
+
+
+def run(step, program, num_steps):
+    return [float(step(program.batch)[0]) for _ in range(num_steps)]
+
+
+@pytest.mark.parametrize("policy", ["recompute", "keep"])
+def test_resumed_is_uninterrupted(policy, streamed, open_store):
+    program, tx = ZOO["stack_by_index"](depth=3), optax.adam(1e-2)
+    whole = streamed(program, tx, "whole")
+    whole.load(program.params, batch=program.batch)
+    expected = run(whole, program, 4)
+
+    first = streamed(program, tx, "parts", policy=policy)
+    first.load(program.params, batch=program.batch)
+    found = run(first, program, 2)
+    first.close()
+    second = streamed(program, tx, "parts")
+    second.init(lambda: jax.tree.map(jnp.zeros_like, program.params))
+    found += run(second, program, 2)
+    assert found == expected
+    states = [step.store for step in (whole, second)]
+    for name in ("params", "mu", "nu"):
+        for leaf in states[0].manifest.leaves:
+            held = [store.read(name, "/".join(leaf.path)) for store in states]
+            np.testing.assert_array_equal(*held)
+
+
+def test_a_store_goes_to_smart_update_and_back(streamed, open_store):
+    program, tx = ZOO["stack_by_index"](), optax.adam(1e-2)
+    step = streamed(program, tx)
+    step.load(program.params, batch=program.batch)
+    run(step, program, 1)
+    step.close()
+    store = open_store("store", **CHUNKS)
+    params = store.params(like=program.params)
+    smart = jaxinf.smart_update(tx, store)
+    state = smart.init(params)
+    gradients = jax.jit(jax.grad(program.loss))(params, program.batch)
+    updates, state = smart.update(gradients, state, params)
+    params = optax.apply_updates(params, updates)
+    store.wait(state)
+    store.close()
+    again = streamed(program, tx)
+    again.load(params, batch=program.batch)
+    run(again, program, 1)
+    _, expected = in_memory(program, tx, [program.batch] * 3)
+    assert_near(again.store.params(like=params), expected)
+
+
+def test_slices_of_a_store_made_for_whole_leaves(streamed, open_store):
+    """Chunks that no slice is whole in: leaves are read, and gradients gathered."""
+    program, tx = ZOO["scan_remat_reverse"](), optax.sgd(0.1)
+    store = open_store("whole", memory_bytes=16 << 20)
+    smart = jaxinf.smart_update(tx, store)
+    smart.init(jax.tree.map(jnp.asarray, program.params))
+    step = streamed(program, tx, store=store)
+    step.load(program.params, batch=program.batch)
+    run(step, program, 2)
+    _, expected = in_memory(program, tx, [program.batch] * 2)
+    assert_near(store.params(like=program.params), expected)
+
+
+INITS = {
+    "linen": lambda key: jax.tree.map(lambda p: p * 1.0, _linen_init(key)),
+    "haiku": lambda key: _haiku_init(key),
+    "stack": lambda key: {
+        "w": jax.random.normal(key, (3, 64, 64)),
+        "b": jnp.zeros(64),
+        "c": jax.random.normal(jax.random.fold_in(key, 7), (64, 64)),
+        "d": jax.random.normal(jax.random.fold_in(key, 8), (64, 64)),
+    },
+}
+
+
+def _linen_init(key):
+    import flax.linen as nn
+
+    model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(64), nn.LayerNorm()])
+    return model.init(key, jnp.ones((2, 64)))["params"]
+
+
+def _haiku_init(key):
+    import haiku as hk
+
+    model = hk.transform(lambda x: hk.Linear(64)(hk.Linear(64)(x)))
+    return model.init(key, jnp.ones((2, 64)))
+
+
+@pytest.mark.parametrize("name", INITS)
+def test_leaves_are_made_as_jitted_init_makes_them(name, streamed):
+    init, key = INITS[name], jax.random.key(5)
+    program = replace(ZOO["l2_penalty"](), loss=lambda p, b: jnp.sum(b))
+    step = streamed(program, optax.sgd(0.1), name)
+    step.init(init, key)
+    expected = jax.jit(init)(key)
+    assert_equal(step.store.params(like=expected), expected)
+    assert step.store.step == 0
+
+
+def test_a_leaf_too_large_to_be_made_is_named(open_store):
+    step = jaxinf.stream(
+        lambda p, b: jnp.sum(p["small"]),
+        optax.sgd(0.1),
+        open_store(**CHUNKS),
+        memory_bytes=2 << 20,
+    )
+
+    def init(key):
+        return {"small": jnp.zeros(8), "vast": jax.random.normal(key, (1 << 20,))}
+
+    with pytest.raises(StreamError, match=r"leaf vast takes \d+ bytes .*step\.load"):
+        step.init(init, jax.random.key(0))
+    assert not step.store.exists
+
+
+def test_a_gradient_that_is_not_finite_refuses_the_step(streamed):
+    program = ZOO["l2_penalty"](depth=3)
+    step = streamed(program, optax.sgd(0.1))
+    step.load(program.params)
+    run(step, program, 1)
+    bad = jax.tree.map(
+        lambda x: x.at[0].set(jnp.nan), jax.tree.map(jnp.asarray, program.batch)
+    )
+    before = step.store.params(like=program.params)
+    with pytest.raises(jaxinf.NonFiniteGradientError, match=r"step 2: NaN or Inf"):
+        step(bad)
+    assert_equal(step.store.params(like=program.params), before)
+    assert step.store.step == 1
+
+
+def test_a_skipped_step_changes_nothing_and_is_counted(streamed):
+    program = ZOO["l2_penalty"](depth=3)
+    step = streamed(program, optax.adam(0.1), nonfinite="skip")
+    step.load(program.params)
+    bad = jax.tree.map(lambda x: x * np.float32(np.nan), program.batch)
+    step(bad)
+    run(step, program, 2)
+    _, expected = in_memory(program, optax.adam(0.1), [program.batch] * 2)
+    assert_near(step.store.params(like=program.params), expected)
+    assert (step.store.step, step.store.skipped_steps) == (2, 1)
+
+
+def test_batches_of_two_shapes_have_a_plan_each(streamed):
+    program, tx = ZOO["l2_penalty"](depth=3), optax.sgd(0.1)
+    half = jax.tree.map(lambda x: x[:4], program.batch)
+    step = streamed(program, tx)
+    step.load(program.params)
+    for batch in (program.batch, half, program.batch):
+        step(batch)
+    _, expected = in_memory(program, tx, [program.batch, half, program.batch])
+    assert_near(step.store.params(like=program.params), expected)
+    assert len(list((step.store.path / "stream").iterdir())) == 2
+
+
+def test_another_loss_function_is_refused_until_replanned(streamed):
+    program, tx = ZOO["l2_penalty"](depth=3), optax.sgd(0.1)
+    step = streamed(program, tx)
+    step.load(program.params)
+    run(step, program, 1)
+    step.close()
+    other = replace(program, loss=lambda p, b: 2 * program.loss(p, b))
+    again = streamed(other, tx)
+    again.load(program.params)
+    with pytest.raises(StreamError, match=r"another loss function .* replan=True"):
+        again(program.batch)
+    assert again.store.step == 1
+    again.close()
+    replanned = streamed(other, tx, replan=True)
+    replanned.load(program.params)
+    run(replanned, program, 1)
+    assert replanned.store.step == 2
+
+
+def test_a_damaged_plan_is_named(streamed):
+    program = ZOO["l2_penalty"](depth=2)
+    step = streamed(program, optax.sgd(0.1))
+    step.load(program.params)
+    run(step, program, 1)
+    (kept,) = (step.store.path / "stream").iterdir()
+    kept.write_text('{"version": 1, "cuts": [3, 1]}')
+    step.close()
+    again = streamed(program, optax.sgd(0.1))
+    again.load(program.params)
+    with pytest.raises(StoreFormatError, match=kept.name):
+        again(program.batch)
+
+
+def test_a_plan_that_does_not_fit_is_refused(streamed, open_store):
+    program = ZOO["l2_penalty"](depth=2)
+    step = streamed(program, optax.sgd(0.1))
+    step.load(program.params)
+    run(step, program, 1)
+    # Half of what the plan takes, beside what the store's buffers do.
+    too_little = step.store.training.limit_memory(0) + step.plan.peak_bytes // 2
+    step.close()
+    less = jaxinf.stream(
+        program.loss, optax.sgd(0.1), open_store(**CHUNKS), memory_bytes=too_little
+    )
+    less.load(program.params)
+    with pytest.raises(StreamError, match="raise memory_bytes, or pass replan=True"):
+        less(program.batch)
+    assert less.store.step == 1
+
+
+def test_a_step_before_params_is_refused(streamed):
+    program = ZOO["l2_penalty"](depth=2)
+    with pytest.raises(StreamError, match=r"call step.init or step.load first"):
+        streamed(program, optax.sgd(0.1))(program.batch)
+
+
+def test_another_tree_is_refused(streamed):
+    program, tx = ZOO["l2_penalty"](depth=2), optax.sgd(0.1)
+    first = streamed(program, tx)
+    first.load(program.params)
+    first.close()
+    other = streamed(program, tx)
+    with pytest.raises(StoreMismatchError, match="not in the store"):
+        other.load([*program.params, {"w": normal(1, 4, 4), "b": normal(2, 4)}])
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("device_memory_bytes", 1 << 30),
+        ("keep", "params"),
+        ("micro_batches", 2),
+        ("compress", jaxinf.top_k(0.1)),
+        ("extra_args", {"value": 1.0}),
+    ],
+)
+def test_what_is_not_there_yet_is_refused_by_name(option, value, open_store):
+    with pytest.raises(ValueError, match=rf"{option} is not supported yet"):
+        jaxinf.stream(
+            lambda p, b: 0.0,
+            optax.sgd(0.1),
+            open_store(),
+            memory_bytes=1 << 30,
+            **{option: value},
+        )
+
+
+@pytest.mark.parametrize(
+    ("tx", "message"),
+    [
+        (
+            optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+            "all gradients first, such as their norm",
+        ),
+        (optax.apply_if_finite(optax.sgd(0.1), 3), "all gradients"),
+    ],
+)
+def test_optimizers_that_wait_for_all_gradients_are_refused(tx, message, streamed):
+    program = ZOO["l2_penalty"](depth=2)
+    step = streamed(program, tx)
+    with pytest.raises(jaxinf.UnsupportedTransformError, match=message):
+        step.load(program.params)
+    assert not step.store.exists
+
+
+def test_drives_move_what_the_plan_says(streamed):
+    """With Adam 8 bytes of moments and the master are read and written a param."""
+    program = ZOO["stack_by_index"]()
+    step = streamed(program, optax.adam(1e-2))
+    step.load(program.params, batch=program.batch)
+    run(step, program, 3)
+    fetched = step.metrics.fetched.num_bytes
+    leaves = jax.tree.leaves(program.params)
+    state_bytes = sum(3 * 4 * leaf.size for leaf in leaves)
+    traffic = step.store.metrics.traffic
+    page = 4096 * 40
+    assert 0 <= traffic.drive_write_bytes - state_bytes < page
+    calls = step.plan.calls.calls
+    expected = sum(
+        call.num_new_bytes(before)
+        for before, call in zip([calls[0], *calls], calls, strict=False)
+    )
+    assert fetched >= expected - sum(leaf.nbytes for leaf in leaves)
+    assert 0 <= traffic.drive_read_bytes - fetched - state_bytes < page
+
+
+PROGRAM = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+import jax, optax, jaxinf
+from zoo import ZOO
+from jaxinf.stream.updates import Updates
+
+path, name, kill_at = sys.argv[2], sys.argv[3], int(sys.argv[4])
+program = ZOO[name]()
+handed = 0
+update = Updates._update
+
+def killing(self, taken):
+    global handed
+    for one in taken:
+        update(self, [one])
+        handed += 1
+        if handed == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+Updates._update = killing
+store = jaxinf.open_store(path, chunk_elements=4096, memory_bytes=16 << 20)
+step = jaxinf.stream(program.loss, optax.adam(1e-2), store, memory_bytes=256 << 20)
+step.load(program.params, batch=program.batch)
+while step.store.step < 3:
+    step(program.batch)
+    step.store.wait()
+print(handed)
+"""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tied_and_unused",
+        pytest.param("l2_penalty", marks=pytest.mark.long),
+        pytest.param("scan_twice_cast", marks=pytest.mark.long),
+    ],
+)
+def test_killed_between_hand_outs_the_committed_step_is_whole(
+    name, streamed, run_python, place
+):
+    """The step in flight is lost and nothing else, and what follows has the bits."""
+    folder = str(Path(__file__).parent)
+    program = ZOO[name]()
+    whole = streamed(program, optax.adam(1e-2), "whole")
+    whole.load(program.params, batch=program.batch)
+    run(whole, program, 3)
+    leaves = len(jax.tree.leaves(program.params))
+    killed = run_python(
+        PROGRAM, folder, place / "killed", name, 2 * leaves - 1, check=False
+    )
+    assert killed.returncode == -signal.SIGKILL
+    run_python(PROGRAM, folder, place / "killed", name, -1)
+    resumed = streamed(program, optax.adam(1e-2), "killed")
+    assert resumed.store.step == 3
+    assert_equal(
+        resumed.store.params(like=program.params),
+        whole.store.params(like=program.params),
+    )
+
+
+def test_a_failing_drive_stops_the_step(streamed, monkeypatch):
+    program = ZOO["l2_penalty"](depth=3)
+    step = streamed(program, optax.sgd(0.1))
+    step.load(program.params)
+    run(step, program, 1)
+    training = step.store.training
+
+    def fail(*args):
+        raise OSError("the drive is gone")
+
+    monkeypatch.setattr(training, "read_params", fail)
+    with pytest.raises(OSError, match="the drive is gone"):
+        step(program.batch)
+    monkeypatch.undo()
+    run(step, program, 1)
+    assert step.store.step == 2
