@@ -155,7 +155,7 @@ class StepEngine:
                 skipped_steps=skipped_steps,
                 payload=self._annotations.take(step),
             )
-            self._check_complete()
+            _check_complete(self._opened, self._arrivals)
             self._inexact = frozenset(inexact)
             self._commit_thread = threading.Thread(
                 target=self._end_step,
@@ -321,15 +321,6 @@ class StepEngine:
             ]
         )
 
-    def _check_complete(self) -> None:
-        opened = self._opened
-        done = sum(subgroup.num_elements for subgroup in self._arrivals)
-        expected = opened.directory.manifest.num_params
-        if done != expected:
-            raise AssertionError(
-                f"{opened.options.path}: the step updated {done} of {expected} params"
-            )
-
     def _end_step(
         self, record: CommitRecord, arrivals: _Arrivals, updated_s: float
     ) -> None:
@@ -376,3 +367,12 @@ class StepEngine:
 def _nothing(csd: Csd, buffer: CsdBuffer, tells: Collection[int]) -> None:
     """A prefetch computes nothing."""
     del csd, buffer, tells
+
+
+def _check_complete(opened: OpenStore, arrivals: _Arrivals) -> None:
+    done = sum(subgroup.num_elements for subgroup in arrivals)
+    expected = opened.directory.manifest.num_params
+    if done != expected:
+        raise AssertionError(
+            f"{opened.options.path}: the step updated {done} of {expected} params"
+        )

@@ -12,11 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import jax
-import numpy as np
-
-from jaxinf.csd import CsdInfo
 from jaxinf.engine.chunks import VerifyMode
+from jaxinf.engine.committed_state import CommittedState
 from jaxinf.engine.dispatched import check_thread, wait_for_dispatched
 from jaxinf.engine.options import (
     Durability,
@@ -24,28 +21,17 @@ from jaxinf.engine.options import (
     StateFormat,
     StoreOptions,
 )
-from jaxinf.engine.state import committed_step, read_state
-from jaxinf.engine.steps import StepMetrics
 from jaxinf.engine.training import Training
-from jaxinf.errors import StoreMismatchError
 from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS
-from jaxinf.program import leaf_infos
 from jaxinf.store import (
     CheckpointInfo,
-    CommitRecord,
-    Manifest,
-    StepReader,
-    StoreDirectory,
     checkpoints_to_prune,
-    find_leaf,
-    leaf_name,
     list_checkpoints,
-    open_array,
     remove_checkpoint,
     save_checkpoint,
     snapshot,
 )
-from jaxinf.typing import Array, JsonValue, PathLikeStr, PyTree
+from jaxinf.typing import JsonValue, PathLikeStr
 
 __all__ = ["DEFAULT_MEMORY_BYTES", "Store", "open_store"]
 
@@ -56,7 +42,7 @@ _LOG = logging.getLogger("jaxinf")
 _LIVE: "set[Store]" = set()
 
 
-class Store:
+class Store(CommittedState):
     """An open store: made by `open_store`, used by `jaxinf.smart_update`.
 
     It is a context manager. A program that ends without `close` loses nothing: the
@@ -66,193 +52,13 @@ class Store:
     """
 
     def __init__(self, options: StoreOptions) -> None:
-        self.training = Training(options)
+        super().__init__(Training(options))
         _LIVE.add(self)
 
     def __repr__(self) -> str:
         commit = self.training.commit
         step = "new" if commit is None else f"step {commit.step}"
         return f"Store({str(self.path)!r}, {step})"
-
-    # --- what it holds -------------------------------------------------------------
-
-    @property
-    def path(self) -> Path:
-        """Where it is."""
-        return self.training.options.path
-
-    @property
-    def exists(self) -> bool:
-        """Whether a step is committed: True when opened to resume."""
-        return self.training.commit is not None
-
-    @property
-    def step(self) -> int:
-        """The last committed step; 0 for a new store.
-
-        With a durability other than ``"step"`` the transform may be some steps ahead.
-        """
-        commit = self._last_commit()
-        return commit.step if commit else 0
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps skipped for a non-finite gradient, up to the last commit."""
-        commit = self._last_commit()
-        return commit.skipped_steps if commit else 0
-
-    @property
-    def committed_at(self) -> str | None:
-        """When the last committed step was committed, UTC; None for a new store."""
-        commit = self._last_commit()
-        return commit.committed_at if commit else None
-
-    @property
-    def payload(self) -> JsonValue:
-        """What `annotate` gave to the last committed step."""
-        commit = self._last_commit()
-        return commit.payload if commit else None
-
-    @property
-    def manifest(self) -> Manifest:
-        """What is stored: leaves, states, grids.
-
-        Raises:
-          StoreFormatError: nothing is stored yet.
-        """
-        return self._directory.manifest
-
-    @property
-    def _directory(self) -> StoreDirectory:
-        self.training.check()
-        return self.training.opened.directory
-
-    def _last_commit(self) -> CommitRecord | None:
-        self.training.join()
-        return self.training.commit
-
-    @property
-    def metrics(self) -> StepMetrics | None:
-        """Time and traffic of the last step committed by this process."""
-        return self.training.metrics
-
-    def metrics_of(self, step: int) -> StepMetrics | None:
-        """Time and traffic of a step; None if not one of this process's last eight.
-
-        Waits for the step's commit, and for no later one.
-        """
-        return self.training.metrics_of(step)
-
-    @property
-    def peak_memory_bytes(self) -> int:
-        """The most that state has taken of the memory budget so far."""
-        return self.training.peak_memory_bytes
-
-    def csds(self) -> list[CsdInfo]:
-        """Kind, place and free space of each CSD; empty until there is a store."""
-        self.training.check()
-        if not self.training.has_files:
-            return []
-        return [csd.info() for csd in self.training.opened.csds]
-
-    def params(self, like: PyTree, *, state: Any = None) -> PyTree:
-        """The committed master params, as the run's params.
-
-        Args:
-          like: a tree of arrays or ``jax.ShapeDtypeStruct`` of the store's leaves;
-            gives the dtype, and the sharding where it has one.
-          state: the transform state to wait for, JAX dispatch being asynchronous.
-
-        Returns:
-          A tree like `like`, of ``jax.Array``.
-
-        Raises:
-          StoreMismatchError: `like` has other leaves or shapes than the store.
-        """
-        self.wait(state)
-        leaves, treedef = jax.tree.flatten(like)
-        self._check_like(like)
-        with self.training.paused():
-            read = [self.read_leaf(i, leaf) for i, leaf in enumerate(leaves)]
-        return jax.tree.unflatten(treedef, read)
-
-    def _check_like(self, like: PyTree) -> None:
-        held = [(leaf.name, leaf.shape) for leaf in self.manifest.leaves]
-        asked = [(leaf_name(i.path), i.shape) for i in leaf_infos(like)]
-        if held != asked:
-            difference = [pair for pair in asked if pair not in held][:3]
-            raise StoreMismatchError(
-                f"{self.path}: `like` has other leaves than the store; not in the "
-                f"store: {difference or 'none'}, the store has {len(held)} leaves, "
-                f"`like` {len(asked)}"
-            )
-
-    def read_leaf(self, number: int, like: Any, state: int = 0) -> jax.Array:
-        """A leaf's committed master, or other state, onto the JAX devices; blocks.
-
-        Args:
-          number: of the leaf.
-          like: its shape, the dtype wanted and, where it has one, a sharding.
-          state: the number of the state in the manifest, no coded one.
-        """
-        shape, dtype = tuple(like.shape), np.dtype(like.dtype)
-
-        def read(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None
-            bounds = [s.indices(n) for s, n in zip(index, shape, strict=True)]
-            out = np.empty([stop - start for start, stop, _ in bounds], dtype)
-            origin = [start for start, _, _ in bounds]
-            read_state(self.training.opened, number, out, origin, state)
-            return out
-
-        sharding = getattr(like, "sharding", None)
-        # As free to move as `like` is: else a jitted step would compile anew.
-        if sharding is None or not getattr(like, "committed", True):
-            return jax.device_put(read(tuple(slice(None) for _ in shape)))
-        return jax.make_array_from_callback(shape, sharding, read)
-
-    def tensorstore(self, state: str, leaf: str) -> Any:
-        """A leaf's state as a read-only ``tensorstore.TensorStore``.
-
-        Args:
-          state: ``"params"`` (the master), ``"mu"``, ``"nu"``, …, as it is stored:
-            `read` gives what codes stand for.
-          leaf: its keys joined by ``/``, as `jaxinf inspect` prints them.
-
-        During a run the chunks read may be of two neighbouring steps; use `snapshot`
-        for one consistent step.
-
-        Raises:
-          ValueError: no such leaf or state; lists what there is.
-        """
-        record = find_leaf(self.manifest, state, leaf)
-        self.training.wait()
-        return open_array((self.path / "current").resolve(), record, state)
-
-    def read(self, state: str, leaf: str) -> Array:
-        """A leaf's committed state as the numbers that it stands for; blocks.
-
-        Args:
-          state: ``"params"``, ``"mu"``, …: as for `tensorstore`, but none that belongs
-            to another, as a codec's scales do.
-          leaf: its keys joined by ``/``.
-
-        Returns:
-          An array of the leaf's shape: float32 where the store has it in fewer bits.
-
-        Raises:
-          ValueError: no such leaf or state; lists what there is.
-        """
-        record = find_leaf(self.manifest, state, leaf)
-        chosen = record.state(state)
-        if chosen.is_beside:
-            raise ValueError(
-                f"leaf {leaf}: {state} is a part of {chosen.slot}; read that"
-            )
-        with self.training.paused():
-            path, commit = committed_step(self.training.opened)
-            with StepReader(path, commit) as reader:
-                return reader.read(record, chosen)
 
     @contextlib.contextmanager
     def snapshot(self) -> Iterator[Path]:
@@ -340,20 +146,6 @@ class Store:
     def check(self) -> None:
         """Raises what stopped the store: the original exception, with its type."""
         self.training.check()
-
-    def wait(self, state: Any = None) -> None:
-        """Blocks until everything asked of the store is durable, whatever `durability`.
-
-        Args:
-          state: the transform state to wait for first.
-        """
-        if state is not None:
-            try:
-                jax.block_until_ready(state)
-            except Exception:
-                self.training.check()  # the original of what JAX raises
-                raise
-        self.training.wait()
 
     def close(self) -> None:
         """Waits for the steps that are under way, commits, gives the lock back.
