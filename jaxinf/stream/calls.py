@@ -4,8 +4,11 @@ Invariant: a slot is written once a step, and dropped after the last call that r
 it. Recomputing is calling the same program again, so its values have the same bits.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
 from typing import Literal, TypeAlias
 
 from jaxinf.program.graph import Value
@@ -54,11 +57,6 @@ class Call:
         """Bytes of params that it reads."""
         return sum(size for _, size in self._sized())
 
-    @property
-    def num_made_bytes(self) -> int:
-        """Bytes of its outputs."""
-        return num_bytes(self.program.outputs)
-
     def num_new_bytes(self, before: "Call") -> int:
         """Bytes of params that it reads and the call before it does not."""
         held = set(before.pieces)
@@ -77,7 +75,41 @@ class Calls:
     calls: tuple[Call, ...]
     results: tuple[Slot, ...]
 
-    def peak_bytes(self, temp_bytes: dict[str, int] | None = None) -> int:
+    @cached_property
+    def donated(self) -> Mapping[str, tuple[int, ...]]:
+        """By a program's key, inputs whose memory an output may take.
+
+        No call of the program reads such an input later, and nobody else holds it.
+        """
+        handed = {
+            call.outputs[i] for call in self.calls for _, i in call.gradients
+        } | set(self.results)
+        found: dict[str, set[int]] = {}
+        for call in self.calls:
+            own = {
+                i
+                for i, ref in enumerate(call.inputs)
+                if isinstance(ref, Slot) and ref in call.drops and ref not in handed
+            }
+            key = call.program.key
+            found[key] = found.get(key, own) & own
+        programs = {call.program.key: call.program for call in self.calls}
+        return {key: _paired(programs[key], own) for key, own in found.items()}
+
+    @cached_property
+    def fences(self) -> tuple[int | None, ...]:
+        """Of each call the smallest output that no later call may take the memory of.
+
+        None where there is no such output.
+        """
+        given_up = {
+            call.inputs[i]
+            for call in self.calls
+            for i in self.donated[call.program.key]
+        }
+        return tuple(_smallest(call, given_up) for call in self.calls)
+
+    def peak_bytes(self, temp_bytes: Mapping[str, int] | None = None) -> int:
         """The most memory that slots, params, outputs and temporaries take at once.
 
         One call runs, and the next waits with its params and room for its outputs.
@@ -85,27 +117,51 @@ class Calls:
         Args:
           temp_bytes: Temporaries by a program's key, as compiled; estimates without.
         """
+        if temp_bytes is None:
+            programs = {call.program.key: call.program for call in self.calls}
+            temp_bytes = {key: one.temp_bytes() for key, one in programs.items()}
         held: dict[Slot, int] = {}
         peak = 0
-        for number, call in enumerate(self.calls):
-            program = call.program
-            temp = (
-                temp_bytes[program.key]
-                if temp_bytes is not None
-                else program.temp_bytes()
-            )
-            after = self.calls[number + 1 : number + 2]
-            waiting = sum(
-                other.num_made_bytes + other.num_new_bytes(call) for other in after
-            )
-            own = call.num_fetched_bytes + call.num_made_bytes + temp
-            peak = max(peak, sum(held.values()) + own + waiting)
-            for slot, value in zip(call.outputs, program.outputs, strict=True):
+        for call, after in zip_longest(self.calls, self.calls[1:]):
+            own = call.num_fetched_bytes + temp_bytes[call.program.key]
+            made = self._new_bytes(call)
+            waiting = 0
+            if after is not None:
+                waiting = self._new_bytes(after) + after.num_new_bytes(call)
+            peak = max(peak, sum(held.values()) + own + made + waiting)
+            for slot, value in zip(call.outputs, call.program.outputs, strict=True):
                 if slot is not None:
                     held[slot] = aval_bytes(value.aval)
             for slot in call.drops:
                 held.pop(slot, None)
         return peak
+
+    def _new_bytes(self, call: Call) -> int:
+        """Bytes of a call's outputs that take no input's memory."""
+        program = call.program
+        taken = (program.inputs[i] for i in self.donated[program.key])
+        return num_bytes(program.outputs) - num_bytes(taken)
+
+
+def _paired(program: Program, inputs: set[int]) -> tuple[int, ...]:
+    """Those of the inputs that are of an output's type, one an output."""
+    types = Counter((v.shape, v.dtype) for v in program.outputs)
+    chosen = []
+    for i in sorted(inputs):
+        value = program.inputs[i]
+        if types[value.shape, value.dtype]:
+            types[value.shape, value.dtype] -= 1
+            chosen.append(i)
+    return tuple(chosen)
+
+
+def _smallest(call: Call, given_up: Container[Origin | Slot | None]) -> int | None:
+    sizes = {
+        i: aval_bytes(value.aval)
+        for i, value in enumerate(call.program.outputs)
+        if call.outputs[i] is None or call.outputs[i] not in given_up
+    }
+    return min(sizes, key=sizes.__getitem__, default=None)
 
 
 def make_calls(graph: Graph, programs: Programs, policy: Policy) -> Calls:

@@ -8,6 +8,8 @@ being asked for.
 
 import hashlib
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,11 @@ __all__ = ["keep_plan", "kept_plan"]
 
 
 def kept_plan(
-    folder: Path, ready: Prepared, budget_bytes: int, policy: Policy
+    folder: Path,
+    ready: Prepared,
+    budget_bytes: int,
+    policy: Policy,
+    measure: Callable[[Plan], int],
 ) -> Plan | None:
     """The plan that the store keeps for these leaves and this batch; None if none.
 
@@ -29,6 +35,7 @@ def kept_plan(
       ready: The traced loss function.
       budget_bytes: What a step's programs may take.
       policy: As for `Prepared.plan`; no part of what is kept.
+      measure: Tells what a plan takes.
 
     Raises:
       StreamError: It is of another function or version, or takes more memory.
@@ -45,14 +52,15 @@ def kept_plan(
             "replan=True to go on with this one (what is kept is then replaced)"
         )
     plan = ready.plan_of(kept["cuts"], policy)
-    if plan.peak_bytes > budget_bytes:
+    peak = measure(plan)
+    if peak > budget_bytes:
         raise StreamError(
             f"{path}: the plan that the store was trained with takes "
-            f"{plan.peak_bytes} bytes, memory_bytes leaves {budget_bytes} for it; "
+            f"{peak} bytes, memory_bytes leaves {budget_bytes} for it; "
             "raise memory_bytes, or pass replan=True for another plan (bits then "
             "differ from here on)"
         )
-    return plan
+    return replace(plan, peak_bytes=peak)
 
 
 def keep_plan(folder: Path, ready: Prepared, plan: Plan) -> None:

@@ -3,8 +3,9 @@
 Invariant: the same jaxpr and the same cuts give the same programs, in every process.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -93,23 +94,39 @@ class Prepared:
         """The parts of params whose gradients are handed out."""
         return tuple(self.lifetimes.graph.gradients)
 
-    def plan(self, budget_bytes: int, policy: Policy = "recompute") -> Plan:
+    def plan(
+        self,
+        budget_bytes: int,
+        policy: Policy = "recompute",
+        measure: Callable[[Plan], int] | None = None,
+    ) -> Plan:
         """Cuts the program so that a step's memory fits.
+
+        Args:
+          budget_bytes: What it may take.
+          policy: What happens to values that backward needs.
+          measure: Tells what a plan takes; estimates where not given. It is asked of
+            plans that would fit if there were no temporaries.
 
         Raises:
           StreamError: No cut does; names the params that are too large.
         """
-        best: Plan | None = None
+        best: tuple[int, Plan] | None = None
         for plan in self._plans(budget_bytes, policy):
-            if plan.peak_bytes <= budget_bytes:
-                return plan
-            if best is None or plan.peak_bytes < best.peak_bytes:
-                best = plan
+            peak = plan.calls.peak_bytes(defaultdict(int))
+            if measure is None:
+                peak = plan.peak_bytes
+            elif peak <= budget_bytes:
+                peak = measure(plan)
+            if peak <= budget_bytes:
+                return replace(plan, peak_bytes=peak)
+            if best is None or peak < best[0]:
+                best = (peak, plan)
         assert best is not None, "there is a plan for every limit"
-        raise StreamError(self._refusal(best, budget_bytes))
+        raise StreamError(self._refusal(*best, budget_bytes))
 
     def smallest_bytes(self, policy: Policy = "recompute") -> int:
-        """The smallest budget that `plan` accepts."""
+        """The smallest budget that `plan` accepts by estimates."""
         return min(plan.peak_bytes for plan in self._plans(0, policy))
 
     def _plans(self, budget_bytes: int, policy: Policy) -> Iterator[Plan]:
@@ -134,16 +151,16 @@ class Prepared:
         peak = calls.peak_bytes()
         return Plan(self.traced, tuple(cuts), programs, calls, policy, peak)
 
-    def _refusal(self, best: Plan, budget_bytes: int) -> str:
+    def _refusal(self, needed_bytes: int, best: Plan, budget_bytes: int) -> str:
         worst = max(best.calls.calls, key=lambda call: call.num_fetched_bytes)
         sizes = self.lifetimes.sizes
         pieces = sorted(set(worst.pieces), key=lambda p: -sizes[p])[:4]
         named = ", ".join(f"{self._name(p)} ({sizes[p]} bytes)" for p in pieces)
         return (
-            f"memory_bytes={budget_bytes}: expected room for the largest part of the "
-            f"program, found that its smallest cut takes {best.peak_bytes} bytes, with "
-            f"{named}; set memory_bytes to at least {best.peak_bytes}, or a smaller "
-            "batch"
+            f"memory_bytes: it leaves {budget_bytes} bytes for params, values and "
+            f"temporaries of the program, whose smallest cut takes {needed_bytes}, "
+            f"with {named}; raise memory_bytes by {needed_bytes - budget_bytes}, or "
+            "give a smaller batch"
         )
 
     def _name(self, piece: Piece) -> str:

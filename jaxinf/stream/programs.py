@@ -55,7 +55,7 @@ class Program:
                         ends[end] = ends.get(end, 0) + aval_bytes(value.aval)
             peak = max(peak, live)
             live -= ends.pop(i, 0)
-        return peak + 2 * largest
+        return peak + largest
 
 
 @dataclass(frozen=True)

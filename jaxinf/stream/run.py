@@ -6,20 +6,50 @@ asynchronous dispatch alone would hold every param at once.
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
 from jaxinf.stream.calls import Call, Slot
-from jaxinf.stream.graph import Batch, Const, Number, Origin, Piece, Seed, aval_bytes
+from jaxinf.stream.graph import Batch, Const, Number, Origin, Piece, Seed
 from jaxinf.stream.plan import Plan
 from jaxinf.stream.programs import compile_program
 from jaxinf.typing import PyTree
 
-__all__ = ["Runner"]
+__all__ = ["Executables", "Runner", "compile_plan", "compiled_bytes"]
 
 MAX_IN_FLIGHT = 2
+
+
+Executables: TypeAlias = dict[tuple[str, tuple[int, ...]], Any]
+"""Compiled programs by key and donated inputs."""
+
+
+def compile_plan(plan: Plan, executables: Executables) -> Mapping[str, Any]:
+    """A plan's programs, compiled unless they are known; by key. Blocks.
+
+    Args:
+      plan: What is to be run.
+      executables: What was compiled before; what is new is added.
+    """
+    found = {}
+    for program in plan.distinct:
+        donated = plan.calls.donated[program.key]
+        known = (program.key, donated)
+        if known not in executables:
+            executables[known] = compile_program(program, donated)
+        found[program.key] = executables[known]
+    return found
+
+
+def compiled_bytes(plan: Plan, executables: Executables) -> int:
+    """The memory that a step takes, with temporaries as XLA has them; blocks."""
+    temps = {
+        key: executable.memory_analysis().temp_size_in_bytes
+        for key, executable in compile_plan(plan, executables).items()
+    }
+    return plan.calls.peak_bytes(temps)
 
 
 class Runner:
@@ -27,27 +57,17 @@ class Runner:
 
     Args:
       plan: What to run.
-      executables: Programs compiled before, by their keys; new ones are added.
+      executables: As for `compile_plan`.
     """
 
-    def __init__(self, plan: Plan, executables: dict[str, Any] | None = None) -> None:
+    def __init__(self, plan: Plan, executables: Executables | None = None) -> None:
         self.plan = plan
-        self.executables = {} if executables is None else executables
-        for program in plan.distinct:
-            if program.key not in self.executables:
-                self.executables[program.key] = compile_program(program)
+        self._executables = compile_plan(
+            plan, {} if executables is None else executables
+        )
         self._numbers: dict[int, jax.Array] = {}
         self._consts = [jax.numpy.asarray(c) for c in plan.traced.consts]
         self._seed = jax.numpy.ones((), plan.traced.seed_dtype)
-
-    def temp_bytes(self) -> dict[str, int]:
-        """Temporaries of each program as compiled, by its key."""
-        return {
-            program.key: self.executables[program.key]
-            .memory_analysis()
-            .temp_size_in_bytes
-            for program in self.plan.distinct
-        }
 
     def __call__(
         self,
@@ -69,19 +89,22 @@ class Runner:
         """
         leaves = [jax.numpy.asarray(leaf) for leaf in jax.tree.leaves(batch)]
         slots: dict[Slot, jax.Array] = {}
-        in_flight: deque[tuple[int, jax.Array]] = deque()
+        in_flight: deque[tuple[int, jax.Array | None]] = deque()
 
         def await_first() -> None:
             number, output = in_flight.popleft()
-            output.block_until_ready()
+            if output is not None:
+                output.block_until_ready()
             done(number)
 
         for number, call in enumerate(self.plan.calls.calls):
             if len(in_flight) == MAX_IN_FLIGHT:
                 await_first()
             outputs = self._call(number, call, leaves, slots, fetch)
-            smallest = min(outputs, key=lambda x: aval_bytes(x.aval))
-            in_flight.append((number, smallest))
+            fence = self.plan.calls.fences[number]
+            if fence is None:  # the next call takes all of it
+                jax.block_until_ready(outputs)
+            in_flight.append((number, None if fence is None else outputs[fence]))
             for slot, output in zip(call.outputs, outputs, strict=True):
                 if slot is not None:
                     slots[slot] = output
@@ -118,7 +141,7 @@ class Runner:
                 case Number():
                     return self._number(ref.number)
 
-        return self.executables[call.program.key](*map(read, call.inputs))
+        return self._executables[call.program.key](*map(read, call.inputs))
 
     def _number(self, number: int) -> jax.Array:
         if number not in self._numbers:

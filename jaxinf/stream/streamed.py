@@ -10,6 +10,7 @@ to the other: a crash at any point leaves the last committed step.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
@@ -34,7 +35,7 @@ from jaxinf.stream.memory import (
 )
 from jaxinf.stream.places import Places, Unit, shard_counts
 from jaxinf.stream.plan import Plan, Prepared, prepare
-from jaxinf.stream.run import Runner
+from jaxinf.stream.run import Executables, Runner, compiled_bytes
 from jaxinf.stream.trace import abstract
 from jaxinf.stream.updates import (
     NonFinitePolicy,
@@ -208,6 +209,7 @@ class StreamedStep:
         self._params: PyTree | None = None
         self._bound: dict[Any, _Bound] = {}
         self._last: _Bound | None = None
+        self._executables: Executables = {}
         return_freed_memory()
 
     # --- params --------------------------------------------------------------------
@@ -344,7 +346,7 @@ class StreamedStep:
         window = window_bytes(fetches, len(calls))
         spare = max(0, division.programs - plan.peak_bytes)
         return _Bound(
-            Runner(plan),
+            Runner(plan, self._executables),
             Fetcher(_Source(training, READER_BYTES), fetches, window + spare),
             Updates(
                 training,
@@ -359,11 +361,12 @@ class StreamedStep:
     def _plan(self, ready: Prepared, division: Division) -> Plan:
         budget, policy = division.programs, self._options.policy
         folder = self.store.path
+        measure = partial(compiled_bytes, executables=self._executables)
         if not self._options.replan:
-            plan = kept_plan(folder, ready, budget, policy)
+            plan = kept_plan(folder, ready, budget, policy, measure)
             if plan is not None:
                 return plan
-        plan = ready.plan(budget, policy)
+        plan = ready.plan(budget, policy, measure)
         keep_plan(folder, ready, plan)
         return plan
 
