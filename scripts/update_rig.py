@@ -150,7 +150,7 @@ class UpdateRig:
         inputs = self._inputs(scalars)
         for group in self._groups:
             requests = [self._request(number, inputs[number]) for number in group]
-            self.store.training.update(self.step_number, *requests)
+            self.store.training.steps.update(self.step_number, *requests)
         self.params, self._next_params = self._next_params, self.params
         self._scalar_state = [np.asarray(value) for value in new]
         named = [
@@ -159,7 +159,7 @@ class UpdateRig:
                 self._description.scalar_paths, self._scalar_state, strict=True
             )
         ]
-        self.store.training.finish(self.step_number, named, 0)
+        self.store.training.steps.finish(self.step_number, named, 0)
         self.step_number += 1
 
     def _request(self, number: int, inputs: ScalarInputs) -> UpdateRequest:

@@ -101,6 +101,16 @@ class StoreOptions:
             return self._num_workers
         return max(4, 2 * num_csds) if self.csd.has_cards else 4
 
+    @property
+    def takes_params(self) -> bool:
+        """Whether params on the JAX device may be taken instead of the master."""
+        return self.master != "stored" and self.csd.takes_params
+
+    @property
+    def rewrites_steps(self) -> bool:
+        """Whether a step may overwrite one that is not committed."""
+        return self.steps_per_commit != 1
+
 
 def _steps_per_commit(durability: Durability) -> int | None:
     """None where only a checkpoint, `wait` or `close` commits."""

@@ -6,7 +6,7 @@ store is, and of nothing that may be missing.
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from jax.sharding import NamedSharding
 
@@ -26,7 +26,6 @@ from jaxinf.engine.state import (
     read_state,
 )
 from jaxinf.engine.steps import StepEngine, StepMetrics
-from jaxinf.engine.update_request import UpdateRequest
 from jaxinf.errors import StaleStateError, StoreFormatError, StoreMismatchError
 from jaxinf.layout import LeafGrid, choose_grid
 from jaxinf.store import CommitRecord, ScalarState, StepReader
@@ -93,16 +92,6 @@ class Training:
         if self._opened is None or self._opened.is_new:
             return None
         return self._opened.commit
-
-    @property
-    def takes_params(self) -> bool:
-        """Whether params on the JAX device may be taken instead of the master."""
-        return self.options.master != "stored" and self.options.csd.takes_params
-
-    @property
-    def rewrites_steps(self) -> bool:
-        """Whether a step may overwrite one that is not committed."""
-        return self.options.steps_per_commit != 1
 
     @property
     def peak_memory_bytes(self) -> int:
@@ -296,36 +285,18 @@ class Training:
         """The last finished step's record; a commit may be still to come."""
         return self.opened.finished
 
-    # --- steps: see StepEngine -------------------------------------------------------
+    # --- steps -----------------------------------------------------------------------
 
     @property
-    def _engine(self) -> StepEngine:
+    def steps(self) -> StepEngine:
+        """The steps of the open store.
+
+        Raises:
+          StaleStateError: there is none yet.
+        """
         if self._steps is None:
             raise self._no_store()
         return self._steps
-
-    def update(self, step: int, *requests: UpdateRequest) -> list[bool]:
-        """Updates leaves or shards; blocks; of each whether its gradient is finite."""
-        return self._engine.update(step, *requests)
-
-    def finish(
-        self,
-        step: int,
-        scalars: Sequence[ScalarState],
-        skipped_steps: int,
-        inexact: Iterable[int] = (),
-    ) -> None:
-        """Ends the step after `step`, in the background; all leaves are updated."""
-        self._engine.finish(step, scalars, skipped_steps, inexact)
-
-    def abandon(self) -> None:
-        """Gives the step up: nothing of it is committed; it may start over."""
-        self._engine.abandon()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a step has begun and not finished."""
-        return self._steps is not None and self._steps.is_open
 
     def wait(self) -> None:
         """Blocks until every finished step is durable, and makes it so."""
@@ -342,7 +313,7 @@ class Training:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """No step begins and none commits while the context lasts."""
-        with self._engine.paused() if self._steps else contextlib.nullcontext():
+        with self.steps.paused() if self._steps else contextlib.nullcontext():
             yield
 
     def annotate(self, step: int, payload: JsonValue) -> None:

@@ -50,7 +50,7 @@ class HostSide:
     @property
     def takes_params(self) -> bool:
         """Whether params on the JAX device may be taken instead of the master."""
-        return self.store.training.takes_params
+        return self.store.training.options.takes_params
 
     @property
     def checks_finite(self) -> bool:
@@ -64,7 +64,7 @@ class HostSide:
         So it is where a step may overwrite one that is not committed: it could not be
         refused half way.
         """
-        return self.store.training.rewrites_steps and self.checks_finite
+        return self.store.training.options.rewrites_steps and self.checks_finite
 
     def grid(self, description: StoreDescription, number: int) -> LeafGrid:
         """A leaf's chunks: the store's, or those that it will be made with."""
@@ -92,7 +92,7 @@ class HostSide:
                 is_bad = leaf.held == HOLD_NON_FINITE
                 outs.statuses[place] = NON_FINITE if is_bad else FINITE
         if requests:
-            is_finite = self.store.training.update(int(call.step), *requests)
+            is_finite = self.store.training.steps.update(int(call.step), *requests)
             outs.statuses[places] = np.where(is_finite, FINITE, NON_FINITE)
 
     def start(
@@ -139,7 +139,7 @@ class HostSide:
         self.store.check()
         training = self.store.training
         if np.any(statuses == NON_FINITE) and self.checks_finite:
-            training.abandon()
+            training.steps.abandon()
             if self._nonfinite != "skip":
                 training.wait()  # commits what came before
                 raise self._non_finite(description, int(step), statuses)
@@ -147,7 +147,7 @@ class HostSide:
         else:
             named = named_scalars(description, scalars)
             leaves = np.flatnonzero(inexact).tolist()
-            training.finish(int(step), named, int(skipped), leaves)
+            training.steps.finish(int(step), named, int(skipped), leaves)
             verdict[...] = COMMITTED
 
     def _non_finite(

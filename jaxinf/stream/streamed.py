@@ -121,7 +121,7 @@ def stream(
         owned = store
     else:
         owned = open_store(store, memory_bytes=max(64 << 20, memory_bytes // 8))
-    if owned.training.rewrites_steps:
+    if owned.training.options.rewrites_steps:
         raise ValueError(
             f"{owned.path}: jaxinf.stream expects a store with durability='step', "
             f"found another; open it with the default"

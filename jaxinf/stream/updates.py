@@ -163,7 +163,7 @@ class Updates:
         assert not self._gathering, "every part of a unit has its gradient"
         record = self._training.finished
         if self._bad and self._nonfinite != "allow":
-            self._training.abandon()
+            self._training.steps.abandon()
             if self._nonfinite == "skip":
                 self._num_skipped += 1
                 return False
@@ -173,7 +173,7 @@ class Updates:
             for old, new in zip(record.scalar_state, self._scalars, strict=True)
         ]
         num_skipped = record.skipped_steps + self._num_skipped
-        self._training.finish(self._step, scalars, num_skipped)
+        self._training.steps.finish(self._step, scalars, num_skipped)
         self._num_skipped = 0
         return True
 
@@ -182,7 +182,7 @@ class Updates:
         with self._changed:
             self._queue.clear()
         self._end_thread()
-        self._training.abandon()
+        self._training.steps.abandon()
 
     # --- inside --------------------------------------------------------------------
 
@@ -238,7 +238,7 @@ class Updates:
                 requests.append(self._request(unit, whole))
         if not requests:
             return
-        finite = self._training.update(self._step, *requests)
+        finite = self._training.steps.update(self._step, *requests)
         self._bad += [
             self._program.leaves[request.leaf].info.name
             for request, is_finite in zip(requests, finite, strict=True)

@@ -21,6 +21,7 @@ from jaxinf_models import (
     split,
 )
 
+from jaxinf import compat
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange import HuggingFaceFolder
 from jaxinf.typing import DeferredArray, JsonValue, PyTree
@@ -130,4 +131,4 @@ def _flat(tree: PyTree) -> list[tuple[Any, Any]]:
 
 
 def _path(keys: Any) -> str:
-    return jax.tree_util.keystr(keys, simple=True, separator="/")
+    return "/".join(map(compat.key_name, keys))

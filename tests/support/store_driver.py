@@ -140,12 +140,14 @@ class Driver:
         results = {}
         for number in range(len(names)) if order is None else order:
             part = self.part(number, gradient)
-            self.store.training.update(self.at, part)
+            self.store.training.steps.update(self.at, part)
             results[names[number]] = part.out
         return results
 
     def finish(self, skipped_steps=0):
-        self.store.training.finish(self.at, self.scalars(self.at + 1), skipped_steps)
+        self.store.training.steps.finish(
+            self.at, self.scalars(self.at + 1), skipped_steps
+        )
         self.at += 1
 
     def step(self, order=None):
