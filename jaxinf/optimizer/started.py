@@ -80,8 +80,9 @@ class StartedUpdates:
     def _threads(self) -> ThreadPoolExecutor:
         if self._pool is None:
             training = self._store.training
+            num_csds = len(training.opened.csds) if training.has_files else 1
             self._pool = ThreadPoolExecutor(
-                training.options.num_workers(len(training.opened.csds)),
+                training.options.num_workers(num_csds),
                 thread_name_prefix="jaxinf-leaf",
             )
             training.on_close(self._pool.shutdown)
