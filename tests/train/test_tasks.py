@@ -14,6 +14,7 @@ from jaxinf_models.t5 import T5Config
 from jaxinf_models.vit import ViTConfig
 
 import jaxinf
+from jaxinf.store.documents import seal
 from jaxinf.train.__main__ import main
 from jaxinf.train.data.loader import Batches
 
@@ -211,7 +212,7 @@ def rewrite_payload(store, change):
     path = (store / "current").resolve() / "commit.json"
     record = json.loads(path.read_text())
     change(record["payload"])
-    path.write_text(json.dumps(record))
+    path.write_bytes(seal(record))
 
 
 KILLED = """
