@@ -7,12 +7,14 @@ run in JAX) and one elementwise `Kernel` per leaf, run on chunks near the storag
 
 from jaxinf.program.init import InitProgram, LeafInit, trace_init
 from jaxinf.program.kernel import InitKernel, Kernel
+from jaxinf.program.partials import DividedPrologue
 from jaxinf.program.prologue import LeafInputs
 from jaxinf.program.state import StateLayout, StateSlot, state_layout
 from jaxinf.program.tree import LeafInfo, leaf_infos
 from jaxinf.program.update import LeafUpdate, UpdateProgram, trace_update
 
 __all__ = [
+    "DividedPrologue",
     "InitKernel",
     "InitProgram",
     "Kernel",

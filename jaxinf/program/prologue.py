@@ -57,8 +57,7 @@ class Prologue:
     def reads(self, inputs: Iterable[Value]) -> bool:
         """Whether any of these inputs has to be given: something depends on it."""
         wanted = {value for node in self.nodes for value in node.inputs}
-        wanted.update(self.scalar_state)
-        wanted.update(value for leaf in self.leaves for value in _wanted(leaf))
+        wanted.update(self.wanted())
         return not wanted.isdisjoint(inputs)
 
     def __call__(
@@ -66,9 +65,18 @@ class Prologue:
     ) -> tuple[list[jax.Array], list[LeafInputs]]:
         """New scalar state and the kernels' inputs; traceable."""
         env: dict[Value, Any] = dict(zip(self.inputs, inputs, strict=True))
-        outputs = [*self.scalar_state]
-        outputs += [value for leaf in self.leaves for value in _wanted(leaf)]
-        results = iter(evaluate(self.nodes, outputs, env))
+        return self.outputs_from(self.nodes, env)
+
+    def wanted(self) -> list[Value]:
+        """All that it computes: new scalar state, then what each body needs."""
+        own = (value for leaf in self.leaves for value in _wanted(leaf))
+        return [*self.scalar_state, *own]
+
+    def outputs_from(
+        self, nodes: Sequence[Node], env: dict[Value, Any]
+    ) -> tuple[list[jax.Array], list[LeafInputs]]:
+        """The results, by some of its nodes from values at hand; traceable."""
+        results = iter(evaluate(nodes, self.wanted(), env))
         scalar_state = [_as_array(next(results)) for _ in self.scalar_state]
         return scalar_state, [_leaf_inputs(leaf, results) for leaf in self.leaves]
 

@@ -22,6 +22,7 @@ from jaxinf.program.arguments import ExtraArgs
 from jaxinf.program.graph import Graph, Value, build_graph, local_owners, prune
 from jaxinf.program.ir import Constant, Input, Operand
 from jaxinf.program.kernel import Kernel
+from jaxinf.program.partials import DividedPrologue, divide_prologue
 from jaxinf.program.prologue import LeafInputs, Prologue
 from jaxinf.program.split import BodyBuilder, is_elementwise, refusal, stored_culprit
 from jaxinf.program.state import (
@@ -104,6 +105,14 @@ class UpdateProgram:
         """Whether what the prologue computes depends on params, such as their norm."""
         num = len(self.leaves)
         return self._prologue.reads(self._prologue.inputs[num : 2 * num])
+
+    def divided(self) -> DividedPrologue:
+        """The prologue, for gradients that come one by one.
+
+        Raises:
+          UnsupportedTransformError: It needs more of them than scalars.
+        """
+        return divide_prologue(self._prologue, len(self.leaves), self.num_scalar_state)
 
     def fingerprint(self) -> str:
         """SHA-256 over the kernels and slots; the same for other literal values."""

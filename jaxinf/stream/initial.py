@@ -4,7 +4,7 @@ Invariant: each leaf has the bits that jitted `init_fn` gives it; never more tha
 leaf is in memory.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinf import compat
-from jaxinf.errors import StreamError
+from jaxinf.csd import ScalarInputs
+from jaxinf.errors import StreamError, UnsupportedTransformError
+from jaxinf.program import InitProgram
 from jaxinf.program.graph import Node, Value, bind
+from jaxinf.store import ScalarState, encode_path
 from jaxinf.stream.graph import Batch, Const, Number, Origin, is_literal
 from jaxinf.stream.keys import Keys
 from jaxinf.stream.primitives import LIGHT
 from jaxinf.stream.trace import abstract
 from jaxinf.typing import Array, PyTree
 
-__all__ = ["LeafMaker", "trace_params"]
+__all__ = ["LeafMaker", "initial_inputs", "trace_params"]
 
 
 def trace_params(init_fn: Callable[..., PyTree], *args: Any) -> "LeafMaker":
@@ -212,3 +215,35 @@ def _compile(nodes: list[Node], inputs: list[Value], output: Value) -> Any:
 
     avals = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in inputs]
     return jax.jit(make).lower(*avals).compile()
+
+
+def initial_inputs(
+    program: InitProgram, leaves: Sequence[jax.ShapeDtypeStruct]
+) -> tuple[list[ScalarState], Mapping[int, ScalarInputs]]:
+    """The first scalar state, and what the initial state of each leaf is made of.
+
+    Raises:
+      UnsupportedTransformError: It depends on params.
+    """
+    if program.reads_params or any(one.kernel.array_dtypes for one in program.leaves):
+        raise UnsupportedTransformError(
+            "jaxinf.stream: expected an optimizer whose first state is made leaf by "
+            "leaf, found one that computes something of all params first; use "
+            "jaxinf.smart_update"
+        )
+
+    def compute() -> Any:
+        stand_ins = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
+        scalars, inputs = program.prologue(stand_ins)
+        return scalars, [one.scalars for one in inputs]
+
+    scalars, inputs = jax.jit(compute)()
+    paths = map(encode_path, program.layout.scalar_keys)
+    state = [
+        ScalarState(path, np.array(value))
+        for path, value in zip(paths, scalars, strict=True)
+    ]
+    return state, {
+        leaf: ScalarInputs(tuple(np.asarray(scalar) for scalar in own))
+        for leaf, own in enumerate(inputs)
+    }

@@ -11,6 +11,7 @@ to the other: a crash at any point leaves the last committed step.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ from jaxinf.program import trace_init, trace_update
 from jaxinf.store import StepReader
 from jaxinf.stream.calls import Policy
 from jaxinf.stream.fetch import FetchCounts, Fetcher, fetches_of, window_bytes
-from jaxinf.stream.initial import trace_params
+from jaxinf.stream.initial import initial_inputs, trace_params
 from jaxinf.stream.kept import keep_plan, kept_plan
 from jaxinf.stream.memory import (
     READER_BYTES,
@@ -36,12 +37,12 @@ from jaxinf.stream.memory import (
 from jaxinf.stream.places import Places, Unit, shard_counts
 from jaxinf.stream.plan import Plan, Prepared, prepare
 from jaxinf.stream.run import Executables, Runner, compiled_bytes
+from jaxinf.stream.spill import Spill
 from jaxinf.stream.trace import abstract
 from jaxinf.stream.updates import (
     NonFinitePolicy,
     Updates,
-    check_local,
-    initial_inputs,
+    check_program,
 )
 from jaxinf.typing import Array, JsonValue, PathLikeStr, PyTree
 
@@ -73,7 +74,9 @@ def stream(
     Args:
       loss_fn: ``loss_fn(params, batch)`` gives a scalar, with `has_aux` a pair of it
         and any pytree. Traced by JAX: no side effects.
-      tx: An optimizer that updates each leaf from its own gradient.
+      tx: Any optimizer that `jaxinf.smart_update` takes, if what it computes of all
+        leaves is scalars of their gradients, such as their norm. Gradients are spilled
+        then, to memory and to the store's drive, and updates follow the last of them.
       store: From `jaxinf.open_store`, or a path. Its own memory budget is not used.
       memory_bytes: All host memory that a step takes beyond what the process has
         anyway, the store's buffers included.
@@ -257,7 +260,7 @@ class StreamedStep:
         shapes = [leaf.shape for leaf in jax.tree.leaves(avals)]
         counts = shard_counts(shapes, pieces)
         update, first = trace_update(self._tx, avals), trace_init(self._tx, avals)
-        check_local(update)
+        check_program(update)
         scalars, inputs = initial_inputs(first, jax.tree.leaves(avals))
         description = describe(update, first, [counts[i] for i in range(len(shapes))])
         self._params = avals
@@ -345,18 +348,28 @@ class StreamedStep:
         fetches = fetches_of(calls, places)
         window = window_bytes(fetches, len(calls))
         spare = max(0, division.programs - plan.peak_bytes)
+        program = trace_update(self._tx, params)
+        spilled = division.gradients // 2 if program.reads_gradients else 0
+        updates = Updates(
+            training,
+            program,
+            places,
+            division.gradients - spilled,
+            Spill(self._folder(), spilled),
+            options.nonfinite,
+        )
+        updates.check(ready.gradient_pieces)
         return _Bound(
             Runner(plan, self._executables),
             Fetcher(_Source(training, READER_BYTES), fetches, window + spare),
-            Updates(
-                training,
-                trace_update(self._tx, params),
-                places,
-                division.gradients,
-                options.nonfinite,
-            ),
+            updates,
             places,
         )
+
+    def _folder(self) -> Path:
+        folder = self.store.path / "stream"
+        folder.mkdir(exist_ok=True)
+        return folder
 
     def _plan(self, ready: Prepared, division: Division) -> Plan:
         budget, policy = division.programs, self._options.policy
@@ -391,9 +404,13 @@ class StreamedStep:
 
     def close(self) -> None:
         """Finishes the commit in flight and closes the store; idempotent."""
+        self._close_bound()
+        self.store.close()
+
+    def _close_bound(self) -> None:
         for bound in self._bound.values():
             bound.fetcher.close()
-        self.store.close()
+            bound.updates.close()
 
     def __enter__(self) -> "StreamedStep":
         return self
@@ -404,6 +421,5 @@ class StreamedStep:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for bound in self._bound.values():
-            bound.fetcher.close()
+        self._close_bound()
         self.store.__exit__(kind, error, trace)

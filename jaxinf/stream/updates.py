@@ -10,8 +10,8 @@ by none.
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,41 +20,35 @@ import numpy as np
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import Training, UpdateRequest
 from jaxinf.errors import NonFiniteGradientError, UnsupportedTransformError
-from jaxinf.program import InitProgram, UpdateProgram
-from jaxinf.store import ScalarState, encode_path
+from jaxinf.program import UpdateProgram
+from jaxinf.store import ScalarState
 from jaxinf.stream.graph import Piece
+from jaxinf.stream.norms import GradientScalars
 from jaxinf.stream.places import Places, Unit
+from jaxinf.stream.spill import Spill
 from jaxinf.typing import Array
 
-__all__ = ["NonFinitePolicy", "Updates", "check_local"]
+__all__ = ["NonFinitePolicy", "Updates", "check_program"]
 
 NonFinitePolicy: TypeAlias = Literal["error", "skip", "allow"]
 
-_Handed: TypeAlias = tuple[Unit, Piece, jax.Array]
+_Handed: TypeAlias = tuple[Unit, Piece, jax.Array | Array]
 # Gradients up to this long share a call of the engine.
 _SHORT_BYTES = 1 << 20
 _NO_PARAMS = np.empty(0, np.float32)
 
 
-def check_local(program: UpdateProgram) -> None:
-    """Refuses an optimizer whose update of one leaf waits for something of all.
+def check_program(program: UpdateProgram) -> None:
+    """Refuses an optimizer that needs more of all leaves than scalars of gradients.
 
     Raises:
-      UnsupportedTransformError: Says what it waits for, and what to do.
+      UnsupportedTransformError: Says what it needs, and what to do.
     """
-    waits = [
-        name
-        for name, is_read in (
-            ("gradients", program.reads_gradients),
-            ("params", program.reads_params),
-        )
-        if is_read
-    ]
-    if waits:
+    if program.reads_params:
         raise UnsupportedTransformError(
             "jaxinf.stream: expected an optimizer that updates each leaf from its own "
-            f"gradient, found one that computes something of all {' and '.join(waits)} "
-            "first, such as their norm; leave that out, or use jaxinf.smart_update"
+            "params, found one that computes something of all params first, such as "
+            "their norm; leave that out, or use jaxinf.smart_update"
         )
     arrays = [leaf.info.name for leaf in program.leaves if leaf.kernel.array_dtypes]
     if arrays:
@@ -63,16 +57,22 @@ def check_local(program: UpdateProgram) -> None:
             f"their state, found one that reads whole arrays (leaf {arrays[0]}); use "
             "jaxinf.smart_update"
         )
+    if program.reads_gradients:
+        program.divided()
 
 
 class Updates:
     """The optimizer's side of a streamed step.
 
+    Where the optimizer computes something of all gradients, such as their norm, they
+    are spilled as they come, and a second pass updates.
+
     Args:
       training: The store.
-      program: The optimizer, traced; `check_local` has passed.
+      program: The optimizer, traced; `check_program` has passed.
       places: The store's units.
       capacity_bytes: Gradients that may wait; one is always taken.
+      spill: Where gradients wait for the last of them.
       nonfinite: What a gradient that is not finite does.
 
     Attributes:
@@ -85,6 +85,7 @@ class Updates:
         program: UpdateProgram,
         places: Places,
         capacity_bytes: int,
+        spill: Spill,
         nonfinite: NonFinitePolicy,
     ) -> None:
         self._training = training
@@ -92,6 +93,8 @@ class Updates:
         self._places = places
         self._capacity_bytes = capacity_bytes
         self._nonfinite: NonFinitePolicy = nonfinite
+        self._spill = spill
+        self._norms = GradientScalars(program) if program.reads_gradients else None
         self._prologue = jax.jit(self._compute_prologue)
         self._changed = threading.Condition()
         self._queue: deque[_Handed] = deque()
@@ -107,18 +110,22 @@ class Updates:
         self._num_skipped = 0
         self.waited_s = 0.0
 
+    def check(self, pieces: Sequence[Piece]) -> None:
+        """Refuses gradients that come in parts where they are needed whole."""
+        if self._norms is not None:
+            self._norms.check(pieces)
+
     # --- a step --------------------------------------------------------------------
 
     def begin(self) -> None:
         """Computes what the kernels get beside gradients, and waits for those."""
         record = self._training.finished
         self._step = record.step
-        state = [jnp.asarray(scalar.value) for scalar in record.scalar_state]
-        self._scalars, inputs = self._prologue(state)
-        self._inputs = [
-            ScalarInputs(tuple(np.asarray(scalar) for scalar in scalars))
-            for scalars in inputs
-        ]
+        if self._norms is None:
+            self._set_inputs(*self._prologue(self._scalar_state()))
+        else:
+            self._norms.begin()
+            self._spill.reset()
         self._queue.clear()
         self._gathering, self._bad, self._error = {}, [], None
         self._waiting_bytes, self._is_ending = 0, False
@@ -160,6 +167,11 @@ class Updates:
         self._end_thread()
         if self._error is not None:
             raise self._error
+        if self._norms is not None:
+            self._set_inputs(*self._norms.combine(self._scalar_state()))
+            for piece in self._spill.pieces():
+                gradient = self._spill.take(piece)
+                self._update([(self._places.unit(piece), piece, gradient)])
         assert not self._gathering, "every part of a unit has its gradient"
         record = self._training.finished
         if self._bad and self._nonfinite != "allow":
@@ -182,7 +194,12 @@ class Updates:
         with self._changed:
             self._queue.clear()
         self._end_thread()
+        self._spill.reset()
         self._training.steps.abandon()
+
+    def close(self) -> None:
+        """Gives the spill's file back."""
+        self._spill.close()
 
     # --- inside --------------------------------------------------------------------
 
@@ -196,6 +213,18 @@ class Updates:
         new, inputs = self._program.prologue(stand_ins, stand_ins, scalar_state)
         return new, [one.scalars for one in inputs]
 
+    def _scalar_state(self) -> list[jax.Array]:
+        record = self._training.finished
+        return [jnp.asarray(scalar.value) for scalar in record.scalar_state]
+
+    def _set_inputs(
+        self, scalars: list[jax.Array], inputs: Sequence[Sequence[jax.Array]]
+    ) -> None:
+        self._scalars = scalars
+        self._inputs = [
+            ScalarInputs(tuple(np.asarray(scalar) for scalar in own)) for own in inputs
+        ]
+
     def _run(self) -> None:
         try:
             while True:
@@ -203,7 +232,7 @@ class Updates:
                 if not taken:
                     return
                 num_bytes = sum(gradient.nbytes for _, _, gradient in taken)
-                self._update(taken)
+                self._take(taken)
                 del taken
                 with self._changed:
                     self._waiting_bytes -= num_bytes
@@ -229,6 +258,15 @@ class Updates:
                 if taken[-1][2].nbytes > _SHORT_BYTES:
                     break
             return taken
+
+    def _take(self, taken: Sequence[_Handed]) -> None:
+        if self._norms is None:
+            self._update(taken)
+            return
+        for unit, piece, gradient in taken:
+            del unit
+            self._norms.add(piece, jnp.asarray(gradient))
+            self._spill.put(piece, gradient)
 
     def _update(self, taken: Sequence[_Handed]) -> None:
         requests = []
@@ -297,35 +335,3 @@ class _Gathered:
         self.array[part.index] = gradient
         self._num_missing -= gradient.size
         return not self._num_missing
-
-
-def initial_inputs(
-    program: InitProgram, leaves: Sequence[jax.ShapeDtypeStruct]
-) -> tuple[list[ScalarState], Mapping[int, ScalarInputs]]:
-    """The first scalar state, and what the initial state of each leaf is made of.
-
-    Raises:
-      UnsupportedTransformError: It depends on params.
-    """
-    if program.reads_params or any(one.kernel.array_dtypes for one in program.leaves):
-        raise UnsupportedTransformError(
-            "jaxinf.stream: expected an optimizer whose first state is made leaf by "
-            "leaf, found one that computes something of all params first; use "
-            "jaxinf.smart_update"
-        )
-
-    def compute() -> Any:
-        stand_ins = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
-        scalars, inputs = program.prologue(stand_ins)
-        return scalars, [one.scalars for one in inputs]
-
-    scalars, inputs = jax.jit(compute)()
-    paths = map(encode_path, program.layout.scalar_keys)
-    state = [
-        ScalarState(path, np.array(value))
-        for path, value in zip(paths, scalars, strict=True)
-    ]
-    return state, {
-        leaf: ScalarInputs(tuple(np.asarray(scalar) for scalar in own))
-        for leaf, own in enumerate(inputs)
-    }

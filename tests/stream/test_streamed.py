@@ -1,6 +1,9 @@
 """Training by `jaxinf.stream`: against optax in memory, resumed, killed, refused."""
 
+import errno
+import os
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +16,14 @@ from zoo import ZOO, normal
 
 import jaxinf
 from jaxinf.errors import StoreFormatError, StoreMismatchError, StreamError
+from jaxinf.program import trace_update
+from jaxinf.stream.graph import Piece
+from jaxinf.stream.norms import GradientScalars
+from jaxinf.stream.spill import Spill
 
+STREAMED = sys.modules[jaxinf.StreamedStep.__module__]
+CLIP = optax.clip_by_global_norm(0.1)
+CLIPPED = optax.chain(CLIP, optax.adamw(1e-3))
 MEMORY_BYTES = 256 << 20
 CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
 
@@ -340,18 +350,89 @@ def test_what_is_not_there_yet_is_refused_by_name(option, value, open_store):
     ("tx", "message"),
     [
         (
-            optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
-            "all gradients first, such as their norm",
+            optax.chain(
+                optax.clip_by_global_norm(1.0), optax.normalize_by_update_norm()
+            ),
+            "scalars of each gradient, .* found its gradient of shape",
         ),
-        (optax.apply_if_finite(optax.sgd(0.1), 3), "all gradients"),
+        (optax.adaptive_grad_clip(0.1), "something of all params first"),
     ],
 )
-def test_optimizers_that_wait_for_all_gradients_are_refused(tx, message, streamed):
+def test_optimizers_that_need_more_than_a_norm_are_refused(tx, message, streamed):
     program = ZOO["l2_penalty"](depth=2)
-    step = streamed(program, tx)
+    step = streamed(program, optax.chain(tx, optax.sgd(0.1)))
     with pytest.raises(jaxinf.UnsupportedTransformError, match=message):
         step.load(program.params)
     assert not step.store.exists
+
+
+@pytest.mark.parametrize("name", ["tied_and_unused", "stack_by_index"])
+def test_clipping_is_that_of_optax(name, streamed):
+    program = ZOO[name]()
+    step = streamed(program, CLIPPED)
+    step.load(program.params, batch=program.batch)
+    run(step, program, 3)
+    _, expected = in_memory(program, CLIPPED, [program.batch] * 3)
+    assert_near(step.store.params(like=program.params), expected)
+
+
+def test_spilled_to_the_drive_has_the_bits_of_memory(streamed, monkeypatch):
+    program = ZOO["tied_and_unused"]()
+    held = streamed(program, CLIPPED, "held")
+    held.load(program.params)
+    run(held, program, 2)
+    assert not held._last.updates._spill.written_bytes
+
+    monkeypatch.setattr(STREAMED, "Spill", lambda folder, _: Spill(folder, 0))
+    spilled = streamed(program, CLIPPED, "spilled")
+    spilled.load(program.params)
+    run(spilled, program, 2)
+    assert spilled._last.updates._spill.written_bytes == sum(
+        leaf.nbytes for leaf in jax.tree.leaves(program.params)
+    )
+    assert_equal(*(step.store.params(like=program.params) for step in (held, spilled)))
+    plans = {path.suffix for path in (spilled.store.path / "stream").iterdir()}
+    assert plans == {".json"}
+
+
+def test_a_norm_of_leaves_has_the_bits_of_optax():
+    shapes = [(50, 7), (333,), (), (8, 16, 3), (1000, 40)]
+    gradients = [normal(i, *shape) for i, shape in enumerate(shapes)]
+    gradients = [jnp.asarray(g, jnp.float32) for g in gradients]
+    program = trace_update(CLIPPED, gradients)
+    scalars = GradientScalars(program)
+    for leaf in (3, 0, 4, 2, 1):
+        scalars.add(Piece(leaf), gradients[leaf])
+    state = [jnp.asarray(x) for x in [0] * program.num_scalar_state]
+    _, found = scalars.combine([x.astype(jnp.int32) for x in state])
+    zeros = [jnp.zeros_like(g) for g in gradients]
+    _, expected = jax.jit(program.prologue)(
+        gradients, zeros, [x.astype(jnp.int32) for x in state]
+    )
+    for own, other in zip(found, expected, strict=True):
+        assert_equal(own, other.scalars)
+    assert_equal(found[0][0].size, 1)
+
+
+def test_a_full_drive_refuses_the_step_while_gradients_are_spilled(
+    streamed, monkeypatch
+):
+    program = ZOO["tied_and_unused"]()
+    monkeypatch.setattr(STREAMED, "Spill", lambda folder, _: Spill(folder, 0))
+    step = streamed(program, CLIPPED)
+    step.load(program.params)
+    run(step, program, 1)
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(jaxinf.StoreSpaceError, match="spilling a gradient"):
+        step(program.batch)
+    monkeypatch.undo()
+    assert step.store.step == 1
+    run(step, program, 1)
+    assert step.store.step == 2
 
 
 def test_drives_move_what_the_plan_says(streamed):
