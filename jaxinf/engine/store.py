@@ -163,27 +163,26 @@ class Store(CommittedState):
             return
         check_thread(f"{self.path}: close")
         try:
-            self._await_steps()
-        finally:
-            try:
-                self.training.close()
-            finally:
-                _LIVE.discard(self)
-        if self.training.is_failure_unreported:
-            self.training.check()
-
-    def _await_steps(self) -> None:
-        try:
             wait_for_dispatched()
         except KeyboardInterrupt:
-            last = self.training.opened.finished if self.exists else None
+            self._release()
             _LOG.warning(
                 "%s: interrupted while steps were under way: those after step %d, the "
                 "last one that has arrived, are lost",
                 self.path,
-                last.step if last else 0,
+                self.training.opened.finished.step if self.training.has_files else 0,
             )
             raise
+        finally:
+            self._release()
+        if self.training.is_failure_unreported:
+            self.training.check()
+
+    def _release(self) -> None:
+        try:
+            self.training.close()
+        finally:
+            _LIVE.discard(self)
 
     def __enter__(self) -> "Store":
         return self

@@ -130,9 +130,9 @@ def test_bits_and_files_are_those_of_single_calls(
 
 def test_small_leaves_come_in_one_call(place, monkeypatch):
     calls = []
-    update = jaxinf.engine.training.Training.update
+    update = jaxinf.engine.steps.StepEngine.update
     monkeypatch.setattr(
-        jaxinf.engine.training.Training,
+        jaxinf.engine.steps.StepEngine,
         "update",
         lambda self, step, *requests: (
             calls.append([request.leaf for request in requests])
