@@ -13,7 +13,7 @@ import jaxinf
 ROOT = Path(__file__).parents[1]
 
 LAYERS = [
-    {"compat", "errors", "typing"},
+    {"compat", "errors", "terminal", "typing"},
     {"program", "native", "io", "layout"},
     {"store", "kernels", "compress", "plan"},
     {"csd", "exchange"},

@@ -10,8 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from jaxinf.cli.committed import open_directory
-from jaxinf.cli.terminal import make_console, make_table
-from jaxinf.cli.units import format_bytes
+from jaxinf.cli.terminal import make_table
 from jaxinf.errors import StoreMismatchError
 from jaxinf.store import (
     StoreDirectory,
@@ -22,6 +21,7 @@ from jaxinf.store import (
     restore_checkpoint,
     save_checkpoint,
 )
+from jaxinf.terminal import format_bytes, make_console
 
 __all__ = ["list_all", "remove", "restore", "save"]
 

@@ -19,10 +19,10 @@ from jaxinf.cli import checkpoints, doctor, inspection, verification
 from jaxinf.cli.exchange import Export, Import
 from jaxinf.cli.options import ByteSize, UsageError, option
 from jaxinf.cli.terminal import show_progress
-from jaxinf.cli.units import format_bytes
 from jaxinf.engine import MasterFormat, StateFormat, convert_store
 from jaxinf.errors import JaxinfError
 from jaxinf.store import migrate, rebalance
+from jaxinf.terminal import format_bytes
 
 __all__ = ["Checkpoint", "Doctor", "Inspect", "Store", "Verify", "main"]
 

@@ -35,8 +35,14 @@ from jaxinf.cli.cards import Card, look_at_cards
 from jaxinf.cli.filesystem import Mount
 from jaxinf.cli.machine import Machine, Problem, look_at_machine
 from jaxinf.cli.place import ADAM_STEP_BYTES, Place, look_at_place
-from jaxinf.cli.terminal import facts_table, heading, make_console, printable
-from jaxinf.cli.units import format_bytes, format_count, format_rate
+from jaxinf.cli.terminal import facts_table, heading
+from jaxinf.terminal import (
+    format_bytes,
+    format_count,
+    format_rate,
+    make_console,
+    printable,
+)
 from jaxinf.typing import ProgressCallback
 
 __all__ = ["run"]

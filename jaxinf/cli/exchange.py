@@ -15,8 +15,7 @@ import tyro
 
 from jaxinf.cli.committed import open_committed, open_directory
 from jaxinf.cli.options import ByteSize, UsageError, option
-from jaxinf.cli.terminal import make_console, show_progress
-from jaxinf.cli.units import format_bytes
+from jaxinf.cli.terminal import show_progress
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange import (
     DEFAULT_FILE_BYTES,
@@ -31,6 +30,7 @@ from jaxinf.exchange import (
     is_own_export,
 )
 from jaxinf.store import Manifest, find_checkpoint
+from jaxinf.terminal import format_bytes, make_console
 
 __all__ = ["Export", "Import"]
 

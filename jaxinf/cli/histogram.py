@@ -10,14 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from jaxinf.cli.terminal import (
-    bar,
-    facts_table,
-    heading,
-    make_table,
-    printable,
-)
-from jaxinf.cli.units import format_bytes
+from jaxinf.cli.terminal import bar, facts_table, heading, make_table
+from jaxinf.terminal import format_bytes, printable
 
 __all__ = ["print_statistics"]
 

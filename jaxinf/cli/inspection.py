@@ -20,14 +20,7 @@ from jaxinf.cli.equations import formulas
 from jaxinf.cli.histogram import print_statistics
 from jaxinf.cli.statistics import Statistics, measure_array
 from jaxinf.cli.store_report import describe_leaf_statistics, describe_store
-from jaxinf.cli.terminal import (
-    facts_table,
-    heading,
-    make_console,
-    make_table,
-    printable,
-)
-from jaxinf.cli.units import format_bytes
+from jaxinf.cli.terminal import facts_table, heading, make_table
 from jaxinf.errors import StoreCorruptError
 from jaxinf.store import (
     MASTER_PARAMS,
@@ -36,6 +29,7 @@ from jaxinf.store import (
     StepReader,
     find_leaf,
 )
+from jaxinf.terminal import format_bytes, make_console, printable
 
 __all__ = ["run"]
 

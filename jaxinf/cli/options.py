@@ -7,7 +7,7 @@ from typing import Any
 
 import tyro
 
-from jaxinf.cli.units import format_bytes, parse_bytes
+from jaxinf.terminal import format_bytes, parse_bytes
 
 __all__ = ["ByteSize", "UsageError", "option"]
 

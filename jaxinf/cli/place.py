@@ -25,9 +25,9 @@ from jaxinf.cli.filesystem import (
     scratch_directory,
 )
 from jaxinf.cli.machine import Problem
-from jaxinf.cli.units import format_bytes
 from jaxinf.errors import StoreError
 from jaxinf.layout import PAGE_BYTES
+from jaxinf.terminal import format_bytes
 from jaxinf.typing import ProgressCallback
 
 __all__ = ["ADAM_STEP_BYTES", "ADAM_STORED_BYTES", "Place", "look_at_place"]

@@ -1,4 +1,4 @@
-"""Consoles and the few shapes that the commands print.
+"""Headings, tables, bars and progress displays of the commands.
 
 Invariant: what is printed is data, never markup; on a terminal it fits the width, in a
 pipe no line is cut or wrapped.
@@ -7,9 +7,7 @@ pipe no line is cut or wrapped.
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from typing import IO
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -21,32 +19,18 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from jaxinf.terminal import make_console
 from jaxinf.typing import ProgressCallback
 
 __all__ = [
     "bar",
     "facts_table",
     "heading",
-    "make_console",
     "make_table",
-    "printable",
     "show_progress",
 ]
 
-_PIPE_WIDTH = 4096
 _EIGHTHS = "▏▎▍▌▋▊▉"
-
-
-def make_console(file: IO[str] | None = None) -> Console:
-    """A console on standard output, or on `file`."""
-    stream = sys.stdout if file is None else file
-    return Console(
-        file=stream,
-        width=None if stream.isatty() else _PIPE_WIDTH,
-        highlight=False,
-        markup=False,
-        emoji=False,
-    )
 
 
 def heading(text: str) -> Text:
@@ -110,10 +94,3 @@ def show_progress(title: str) -> Iterator[ProgressCallback]:
     with progress:
         task = progress.add_task(title, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
-
-
-def printable(text: str) -> str:
-    """The text with control characters escaped: it may come from anywhere."""
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode() for c in text
-    )

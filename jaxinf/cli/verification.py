@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from jaxinf.cli.committed import CommittedStep, open_committed
-from jaxinf.cli.terminal import make_console, printable, show_progress
-from jaxinf.cli.units import format_bytes
+from jaxinf.cli.terminal import show_progress
 from jaxinf.errors import StoreIOError
 from jaxinf.store import (
     Damage,
@@ -22,6 +21,7 @@ from jaxinf.store import (
     find_checkpoint,
     step_bytes,
 )
+from jaxinf.terminal import format_bytes, make_console, printable
 
 __all__ = ["run"]
 

@@ -5,7 +5,6 @@ silence: `check` refuses what cannot mean anything.
 """
 
 import dataclasses
-import re
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
@@ -28,50 +27,23 @@ from jaxinf.engine import (
     StateFormat,
     VerifyMode,
 )
+from jaxinf.terminal import format_bytes, parse_bytes
 from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.options import DataOptions, check_options
 from jaxinf.train.data.options import shown as _shown
 from jaxinf.train.pretrained import read_model_config
 from jaxinf.typing import JsonValue
 
-__all__ = ["TrainConfig", "UsageError", "check", "format_bytes", "parse_bytes"]
+__all__ = ["TrainConfig", "UsageError", "check"]
 
 ModelName: TypeAlias = Literal["gpt2", "bert", "t5", "vit", "bloom", "llama"]
 DTypeName: TypeAlias = Literal["float32", "bfloat16"]
 ScheduleName: TypeAlias = Literal["constant", "cosine"]
 ReferenceName: TypeAlias = Literal["fused", "split"]
 
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-
 
 class UsageError(Exception):
     """The command line asks for something that cannot be done; exit status 2."""
-
-
-def parse_bytes(text: str) -> int:
-    """Reads ``512MiB``, ``1.5G`` (binary both), ``2GB`` (decimal) or ``4096``.
-
-    Raises:
-      ValueError: it is none of these.
-    """
-    number, unit = r"([0-9]+(?:\.[0-9]+)?)", r"([kmgt]?)(ib|b|)"
-    match = re.fullmatch(rf"{number}\s*{unit}", text.strip().lower())
-    if match is None:
-        raise ValueError(
-            f"expected bytes such as 512MiB, 1GiB or 536870912, got {text!r}"
-        )
-    factor = _UNITS[match[2] + ("b" if match[2] and match[3] == "b" else "")]
-    return int(float(match[1]) * factor)
-
-
-def format_bytes(num_bytes: float) -> str:
-    """``"512 MiB"``: three digits or so, for people."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(num_bytes) < 1024:
-            return f"{num_bytes:.{0 if num_bytes >= 100 or unit == 'B' else 1}f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.2f} TiB"
 
 
 _BYTES = tyro.constructors.PrimitiveConstructorSpec[int](

@@ -20,6 +20,7 @@ from flax import nnx
 from jaxinf_models import ModelConfig, abstract_params, make_model, num_params, split
 from rich.console import Console
 
+from jaxinf.terminal import make_console
 from jaxinf.train.backend import Backend, OnStore, open_backend
 from jaxinf.train.best import Best, evaluation_line
 from jaxinf.train.config import TrainConfig, UsageError, check
@@ -30,7 +31,7 @@ from jaxinf.train.loading import load, make_batches
 from jaxinf.train.metrics import JsonLines, MetricsLog, StepLine, rss_bytes
 from jaxinf.train.optimizers import check_optimizer, make_optimizer
 from jaxinf.train.pretrained import deferred_params
-from jaxinf.train.progress import Progress, make_console
+from jaxinf.train.progress import Progress
 from jaxinf.train.recorder import Recorder
 from jaxinf.train.report import describe, say_config, say_results, say_stopped
 from jaxinf.train.resume import Identity, first_payload
@@ -60,7 +61,7 @@ def train(
     """
     check(config)
     check_optimizer(config)
-    console = console or make_console()
+    console = console or make_console(soft_wrap=True)
     if not config.steps:
         _import(config, console)
         return

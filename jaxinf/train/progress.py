@@ -12,25 +12,14 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from jaxinf.train.config import format_bytes
+from jaxinf.terminal import format_bytes
 from jaxinf.train.metrics import StepLine
 
-__all__ = ["Progress", "make_console", "printable"]
+__all__ = ["Progress"]
 
 _PLAIN_INTERVAL_S = 5.0
 _NUM_SETTLING = 5  # steps before a guess of the time left is worth showing
 _SMOOTHING = 0.9  # of tokens/s and loss: about the last 10 steps
-
-
-def make_console() -> Console:
-    """A console on standard output that prints text as it is."""
-    return Console(markup=False, highlight=False, emoji=False, soft_wrap=True)
-
-
-def printable(text: bytes) -> str:
-    """Bytes as UTF-8; control characters but newlines and tabs become ``·``."""
-    decoded = text.decode("utf-8", errors="replace")
-    return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in decoded)
 
 
 class Progress:

@@ -11,13 +11,13 @@ from jaxinf_models import num_params
 from rich.console import Console
 
 from jaxinf.engine import Store
+from jaxinf.terminal import format_bytes, printable
 from jaxinf.train.backend import Backend, OnStore
-from jaxinf.train.config import TrainConfig, format_bytes
+from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.parts import TrainingData
 from jaxinf.train.evaluate import Evaluation, Evaluator, TextEntropy
 from jaxinf.train.metrics import peak_rss_bytes
 from jaxinf.train.optimizers import peak_learning_rate
-from jaxinf.train.progress import printable
 from jaxinf.typing import PyTree
 
 __all__ = ["describe", "say_config", "say_results", "say_stopped"]
@@ -70,9 +70,9 @@ def say_results(
     entropy = evaluator.text_entropy()
     if entropy is not None:
         console.print(_judgement(found, entropy))
-    prompt, text = evaluator.sample(params)
+    prompt, text = map(_shown, evaluator.sample(params))
     if text:
-        console.print(f"\nsample, after {printable(prompt)!r}:\n{printable(text)}\n")
+        console.print(f"\nsample, after {prompt!r}:\n{text}\n")
     if isinstance(backend, OnStore):
         path = backend.store.path
         console.print(
@@ -108,6 +108,10 @@ def describe(found: Evaluation) -> str:
         f"validation loss {found.loss:.3f}, perplexity {found.perplexity:,.2f}, "
         f"{100 * found.accuracy:.1f} % right"
     )
+
+
+def _shown(text: bytes) -> str:
+    return printable(text.decode("utf-8", errors="replace"), keep="\n\t")
 
 
 def _judgement(found: Evaluation, entropy: TextEntropy) -> str:

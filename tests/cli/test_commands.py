@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxinf.cli import main
-from jaxinf.cli.units import format_bytes, format_count, parse_bytes
+from jaxinf.terminal import format_bytes, format_count, parse_bytes
 
 
 def test_help_is_readable(run):

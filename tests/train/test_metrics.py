@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from jaxinf.train.config import format_bytes, parse_bytes
+from jaxinf.terminal import format_bytes, parse_bytes
 from jaxinf.train.metrics import MetricsLog, StepLine, peak_rss_bytes, rss_bytes
 
 
@@ -103,7 +103,7 @@ def test_bytes_are_read(text, expected):
 
 @pytest.mark.parametrize("text", ["", "much", "-1", "1XB", "1 GiB more", "1e9", "٣"])
 def test_other_bytes_are_refused(text):
-    with pytest.raises(ValueError, match="expected bytes such as 512MiB"):
+    with pytest.raises(ValueError, match="expected a number of bytes such as 1GiB"):
         parse_bytes(text)
 
 

@@ -1,0 +1,101 @@
+"""Numbers, text and consoles, as the trainer and the commands show them.
+
+Invariant: sizes are binary (MiB) and bandwidths decimal (MB/s), as drives are sold;
+printed text is never taken for markup.
+"""
+
+import re
+import sys
+from typing import IO
+
+from rich.console import Console
+
+__all__ = [
+    "format_bytes",
+    "format_count",
+    "format_rate",
+    "make_console",
+    "parse_bytes",
+    "printable",
+]
+
+_PIPE_WIDTH = 4096
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_FACTORS = {
+    "": 1,
+    "b": 1,
+    **{unit[0].lower(): 1024**i for i, unit in enumerate(_BINARY) if i},
+    **{unit.lower(): 1024**i for i, unit in enumerate(_BINARY) if i},
+    **{f"{unit[0].lower()}b": 1000**i for i, unit in enumerate(_BINARY) if i},
+}
+
+
+def format_bytes(num_bytes: int) -> str:
+    """A size of about three digits with a binary unit: ``1.39 GiB``."""
+    value, unit = float(num_bytes), 0
+    while value >= 1000 and unit < len(_BINARY) - 1:
+        value, unit = value / 1024, unit + 1
+    if unit == 0:
+        return f"{num_bytes} B"
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {_BINARY[unit]}"
+
+
+def format_count(count: float) -> str:
+    """A number of params as papers write it: ``124 M``."""
+    for factor, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if count >= factor:
+            value = count / factor
+            return f"{value:.{0 if value >= 100 else 1}f}{unit}"
+    return f"{count:.0f}"
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """A bandwidth: ``1,830 MB/s``."""
+    return f"{bytes_per_s / 1e6:,.0f} MB/s"
+
+
+def parse_bytes(text: str) -> int:
+    """Reads ``1GiB``, ``512 MiB``, ``2G`` (binary), ``1GB`` (decimal), ``4096``.
+
+    Raises:
+      ValueError: `text` is no size; the message gives examples.
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)", text.strip())
+    factor = _FACTORS.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise ValueError(
+            f"{text!r}: expected a number of bytes such as 1GiB, 512MiB or 1048576"
+        )
+    return int(float(match[1]) * factor)
+
+
+def make_console(file: IO[str] | None = None, *, soft_wrap: bool = False) -> Console:
+    """A console that prints text as it is, on standard output or on `file`.
+
+    Args:
+      file: the stream to print to.
+      soft_wrap: leave long lines to the terminal. In a pipe no line is wrapped in any
+        case.
+    """
+    stream = sys.stdout if file is None else file
+    return Console(
+        file=stream,
+        width=None if stream.isatty() else _PIPE_WIDTH,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        soft_wrap=soft_wrap,
+    )
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    """Escapes the control characters of a text from an untrusted source.
+
+    Args:
+      text: the text.
+      keep: control characters to leave as they are.
+    """
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode()
+        for c in text
+    )
