@@ -27,7 +27,15 @@ __all__ = [
 
 
 class JaxinfError(Exception):
-    """Root of the tree."""
+    """Root of the tree. As text it holds nothing that a terminal would obey."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if text.isprintable():
+            return text
+        return "".join(
+            c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text
+        )
 
 
 class StoreError(JaxinfError):

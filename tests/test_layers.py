@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS = [
     {"compat", "errors", "terminal", "typing"},
-    {"program", "native", "io", "layout"},
+    {"program", "native", "io", "layout", "schema"},
     {"store", "kernels", "compress", "plan"},
     {"csd", "exchange"},
     {"engine"},

@@ -21,7 +21,7 @@ from jaxinf.store import (
     restore_checkpoint,
     save_checkpoint,
 )
-from jaxinf.terminal import format_bytes, make_console
+from jaxinf.terminal import format_bytes, make_console, printable
 
 __all__ = ["list_all", "remove", "restore", "save"]
 
@@ -50,7 +50,8 @@ def list_all(store: Path, *, as_json: bool) -> None:
     table = make_table("name", "step", "committed", "own bytes", right=("step",))
     for info in found:
         own = format_bytes(info.own_bytes)
-        table.add_row(info.name, str(info.step), info.committed_at, own)
+        at = printable(info.committed_at)
+        table.add_row(printable(info.name), str(info.step), at, own)
     console.print(table)
 
 
@@ -61,7 +62,7 @@ def remove(store: Path, names: tuple[str, ...]) -> None:
         find_checkpoint(directory, name)
     for name in names:
         remove_checkpoint(directory, name)
-        print(f"removed {name}", file=sys.stderr)
+        print(f"removed {printable(name)}", file=sys.stderr)
 
 
 def restore(store: Path, name: str, *, discard_current: bool) -> None:

@@ -22,7 +22,7 @@ from jaxinf.cli.terminal import show_progress
 from jaxinf.engine import MasterFormat, StateFormat, convert_store
 from jaxinf.errors import JaxinfError
 from jaxinf.store import migrate, rebalance
-from jaxinf.terminal import format_bytes
+from jaxinf.terminal import format_bytes, printable
 
 __all__ = ["Checkpoint", "Doctor", "Inspect", "Store", "Verify", "main"]
 
@@ -354,7 +354,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(error: object, status: int) -> int:
-    text = " ".join(str(error).split())
+    text = printable(" ".join(str(error).split()))
     print(f"jaxinf: {text}", file=sys.stderr)
     return status
 

@@ -122,7 +122,7 @@ def _facts(document: Mapping[str, Any]) -> list[tuple[str, str | Text]]:
         ),
         ("checkpoints", _checkpoints_text(document["checkpoints"])),
         ("writer", _writer_text(document["writer"])),
-        ("made by", ", ".join(f"{k} {v}" for k, v in document["created_by"].items())),
+        ("made by", _made_by(document["created_by"])),
         ("store id", document["store_id"]),
     ]
     return [(name, value) for name, value in rows if value]
@@ -134,11 +134,15 @@ def _checkpoints_text(checkpoints: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(names[-_MAX_NAMES:]) + more if names else "none"
 
 
+def _made_by(versions: Mapping[str, str]) -> str:
+    return printable(", ".join(f"{name} {v}" for name, v in versions.items()))
+
+
 def _when(committed_at: str) -> str:
     """When, in UTC, and how long ago."""
     try:
         moment = datetime.fromisoformat(committed_at).astimezone(UTC)
-    except ValueError:
+    except (ValueError, OverflowError):
         return ", committed " + printable(committed_at)
     age = _duration((datetime.now(UTC) - moment).total_seconds())
     return f", committed {moment:%Y-%m-%d %H:%M:%S} UTC ({age} ago)"

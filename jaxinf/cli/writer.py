@@ -4,14 +4,21 @@ Invariant: looking never takes the lock, not even for an instant: a run that sta
 that moment must not be refused.
 """
 
-import json
 import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxinf.errors import StoreError
+from jaxinf.io import read_bounded
+from jaxinf.schema import SchemaError, check_json
+from jaxinf.store import LOCK
+
 __all__ = ["Writer", "find_writer"]
+
+
+_MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -42,11 +49,11 @@ def find_writer(store: Path, *, locks: Path = Path("/proc/locks")) -> Writer | N
     path = store / "lock"
     try:
         found = os.stat(path)
-        who = json.loads(path.read_text())
-        writer = Writer(
-            int(who["pid"]), str(who["host"]), tuple(map(str, who["command"]))
-        )
-    except (OSError, ValueError, KeyError, TypeError):
+        who = check_json(read_bounded(path, _MOST_BYTES, follows_links=False), LOCK)
+        command = who["command"]
+        words = (command,) if isinstance(command, str) else tuple(command)
+        writer = Writer(who["pid"], who["host"], words)
+    except (OSError, StoreError, SchemaError):
         return None
     if writer.host != socket.gethostname():
         return None

@@ -14,6 +14,7 @@ from jaxinf.typing import JsonValue
 __all__ = ["Architecture", "read_config", "write_config"]
 
 _EXTRA = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+_UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
 _LABELS = ("id2label", "label2id")
 Fields = dict[str, Any]
 
@@ -385,7 +386,7 @@ def read_config(document: Any, *, where: str) -> Architecture:
             fields |= table.read(known)
             extra = {k: document[k] for k in (*_EXTRA, *_LABELS) if k in document}
             return Architecture(table.model, fields, str(kind), extra)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except _UNREADABLE as error:
             problems = [f"{type(error).__name__}: {error}"]
     raise ExchangeError(
         f"{where}: a {kind} that cannot be read here: {'; '.join(problems)}. Nothing "

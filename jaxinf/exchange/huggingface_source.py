@@ -4,7 +4,6 @@ Invariant: only headers are read until a leaf is asked for, and then a piece of 
 time; no file outside the folder's own names is opened.
 """
 
-import json
 import math
 import mmap
 from collections.abc import Mapping
@@ -20,7 +19,9 @@ from jaxinf.exchange.huggingface_names import TABLES, TensorName, WeightTable
 from jaxinf.exchange.safetensors_format import read_header
 from jaxinf.exchange.safetensors_source import index_places
 from jaxinf.exchange.safetensors_writer import INDEX_NAME, WEIGHTS_NAME
+from jaxinf.exchange.schemas import ANY_OBJECT
 from jaxinf.exchange.sources import FileArray, SourceArray
+from jaxinf.store import read_foreign
 from jaxinf.typing import FLOAT_DTYPES, Array, DeferredArray
 
 __all__ = ["HuggingFaceFolder", "TensorLeaf"]
@@ -306,10 +307,4 @@ def _places(folder: Path) -> dict[str, str]:
 
 
 def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ExchangeError(
-            f"{path}: expected a JSON document, found none that can be read "
-            f"({type(error).__name__}: {error}); copy the checkpoint anew"
-        ) from error
+    return read_foreign(path, ANY_OBJECT, "a JSON document", "copy the checkpoint anew")

@@ -7,7 +7,6 @@ Invariant: an array's name has all keys of its path but a last ``value`` without
 siblings, which is what Flax makes of a variable.
 """
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,12 +15,17 @@ from typing import Any
 import tensorstore
 
 from jaxinf.errors import ExchangeError
+from jaxinf.exchange.schemas import ORBAX_TREE
 from jaxinf.exchange.sources import SourceArray, TensorstoreArray
+from jaxinf.store import read_foreign
 from jaxinf.store.names import encode_key
 
 __all__ = ["METADATA_NAME", "is_orbax", "read_orbax"]
 
 METADATA_NAME = "_METADATA"
+
+_WHAT = "the tree of an Orbax checkpoint"
+_REMEDY = "copy the checkpoint anew, or save it with a newer Orbax"
 
 _VARIABLE_KEYS = (("value",), ("raw_value",))
 _NO_ARRAYS = ("None", "string", "Dict", "List", "Tuple", "NamedTuple")
@@ -46,17 +50,17 @@ def read_orbax(path: Path) -> dict[str, SourceArray]:
       ExchangeError: it is no Orbax checkpoint, holds several items, or is damaged.
     """
     directory = _find_item(path)
-    try:
-        document = json.loads((directory / METADATA_NAME).read_text())
-        # jaxinf's own trees have their keys encoded already.
-        is_ours = (directory / "commit.json").is_file()
-        entries = _entries(document["tree_metadata"], str if is_ours else encode_key)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ExchangeError(
-            f"{directory / METADATA_NAME}: expected the tree of an Orbax checkpoint, "
-            f"found a document that cannot be read ({type(error).__name__}: {error}); "
-            "copy the checkpoint anew, or save it with a newer Orbax"
-        ) from error
+    file = directory / METADATA_NAME
+    document = read_foreign(file, ORBAX_TREE, _WHAT, _REMEDY)
+    # jaxinf's own trees have their keys encoded already.
+    is_ours = (directory / "commit.json").is_file()
+    entries = _entries(document["tree_metadata"], str if is_ours else encode_key)
+    for name, folder in entries.items():
+        if "/" in folder or folder in ("", ".", ".."):
+            raise ExchangeError(
+                f"{file}: expected {_WHAT}, found the array {name!r} in {folder!r}, "
+                f"which is no folder of its own; {_REMEDY}"
+            )
     is_ocdbt = (directory / "manifest.ocdbt").is_file()
     driver = "zarr3" if document.get("use_zarr3") else "zarr"
     futures = {

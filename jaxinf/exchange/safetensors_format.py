@@ -14,20 +14,20 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import ml_dtypes
 import numpy as np
 
-from jaxinf.errors import ExchangeError
+from jaxinf.errors import ExchangeError, StoreError
+from jaxinf.exchange.schemas import tensors_header
+from jaxinf.io import check_regular
+from jaxinf.io.failures import translated
+from jaxinf.schema import SchemaError, parse_json, shown
 
 __all__ = ["TensorInfo", "TensorsHeader", "encode_header", "read_header"]
 
 _MAX_HEADER_BYTES = 100_000_000
-_UNREADABLE = (
-    *(OSError, struct.error, ValueError, KeyError, TypeError, AttributeError),
-    RecursionError,
-)
 _DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F16": np.dtype(np.float16),
@@ -43,6 +43,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "U64": np.dtype(np.uint64),
     "BOOL": np.dtype(np.bool_),
 }
+_HEADER = tensors_header(tuple(_DTYPES))
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -117,42 +118,41 @@ def read_header(path: Path) -> TensorsHeader:
       ExchangeError: it is no safetensors file, or damaged.
     """
     try:
-        with open(path, "rb") as stream:
-            num_bytes = path.stat().st_size
-            length_bytes = struct.unpack("<Q", stream.read(8))[0]
-            if length_bytes > min(_MAX_HEADER_BYTES, num_bytes - 8):
-                raise ValueError(f"a header of {length_bytes} bytes does not fit")
-            text = stream.read(length_bytes)
-        document = json.loads(text, object_pairs_hook=_without_repetition)
-        metadata = dict(document.pop("__metadata__", {}))
+        with translated("read", path):
+            check_regular(path, path.stat())
+            with open(path, "rb") as stream:
+                num_bytes = path.stat().st_size
+                text = _header_text(stream, num_bytes)
+        document = parse_json(text, most_bytes=_MAX_HEADER_BYTES)
+        _HEADER.check(document)
+        metadata = document.pop("__metadata__", {})
         tensors = {name: _read_info(entry) for name, entry in document.items()}
-        data_offset_bytes = 8 + length_bytes
+        data_offset_bytes = 8 + len(text)
         _check_offsets(tensors, num_bytes - data_offset_bytes)
-    except _UNREADABLE as error:
+    except (ValueError, StoreError) as error:
         raise ExchangeError(
             f"{path}: expected a safetensors file, found none that can be read "
-            f"({type(error).__name__}: {error}); check the path, or copy the file anew"
+            f"({error}); check the path, or copy the file anew"
         ) from error
     return TensorsHeader(tensors, data_offset_bytes, metadata)
 
 
-def _without_repetition(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    document = dict(pairs)
-    if len(document) < len(pairs):
-        raise ValueError("a name comes twice in the header")
-    return document
+def _header_text(stream: IO[bytes], num_bytes: int) -> bytes:
+    if num_bytes < 8:
+        raise SchemaError(f"expected at least 8 bytes, found {num_bytes}")
+    length_bytes = struct.unpack("<Q", stream.read(8))[0]
+    if length_bytes > min(_MAX_HEADER_BYTES, num_bytes - 8):
+        raise SchemaError(f"a header of {length_bytes} bytes does not fit")
+    return stream.read(length_bytes)
 
 
 def _read_info(entry: Mapping[str, Any]) -> TensorInfo:
-    shape = tuple(entry["shape"])
     begin, end = entry["data_offsets"]
-    if not all(type(n) is int for n in (*shape, begin, end)):
-        raise ValueError(f"expected whole numbers, found {entry}")
-    if entry["dtype"] not in _DTYPES:
-        raise ValueError(f"dtype {entry['dtype']} is not known here")
-    info = TensorInfo(shape, _DTYPES[entry["dtype"]], begin)
-    if min(shape, default=0) < 0 or end - begin != info.num_bytes:
-        raise ValueError(f"{end - begin} bytes for shape {shape}, {entry['dtype']}")
+    info = TensorInfo(tuple(entry["shape"]), _DTYPES[entry["dtype"]], begin)
+    if end - begin != info.num_bytes:
+        raise SchemaError(
+            f"{end - begin} bytes for shape {list(info.shape)}, {entry['dtype']}"
+        )
     return info
 
 
@@ -162,9 +162,10 @@ def _check_offsets(tensors: Mapping[str, TensorInfo], data_bytes: int) -> None:
         tensors.items(), key=lambda item: (item[1].offset_bytes, item[1].num_bytes)
     ):
         if info.offset_bytes != end:
-            raise ValueError(
-                f"{name} is at byte {info.offset_bytes} of the data, expected {end}"
+            raise SchemaError(
+                f"{shown(name)} is at byte {info.offset_bytes} of the data, expected "
+                f"{end}"
             )
         end += info.num_bytes
     if end != data_bytes:
-        raise ValueError(f"{data_bytes} bytes of data, the header describes {end}")
+        raise SchemaError(f"{data_bytes} bytes of data, the header describes {end}")

@@ -3,13 +3,14 @@
 Invariant: a name is in one file only, and every file is whole.
 """
 
-import json
 from pathlib import Path
 
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange.safetensors_format import read_header
 from jaxinf.exchange.safetensors_writer import INDEX_NAME
+from jaxinf.exchange.schemas import INDEX
 from jaxinf.exchange.sources import FileArray, SourceArray
+from jaxinf.store import read_foreign
 
 __all__ = ["index_places", "is_safetensors", "read_safetensors"]
 
@@ -51,22 +52,8 @@ def index_places(index: Path) -> dict[str, str]:
     Raises:
       ExchangeError: the index cannot be read, or names a file outside its folder.
     """
-    try:
-        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        items = dict(places).items()
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ExchangeError(
-            f"{index}: expected the index of safetensors files, found a document that "
-            f"cannot be read ({type(error).__name__}: {error}); copy it anew"
-        ) from error
-    for name, file in items:
-        is_own = isinstance(file, str) and Path(file).name == file
-        if not is_own or not file.endswith(_SUFFIX):
-            raise ExchangeError(
-                f"{index}: {name} is in {file!r}, expected the name of a safetensors "
-                "file in the same folder; nothing outside it is read"
-            )
-    return dict(items)
+    what = "the index of safetensors files"
+    return read_foreign(index, INDEX, what, "copy it anew")["weight_map"]
 
 
 def _in_directory(path: Path) -> list[Path]:

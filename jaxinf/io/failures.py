@@ -51,14 +51,15 @@ def store_error(
     """
     code = error.errno or 0
     where = "" if offset_bytes is None else f" at byte {offset_bytes}"
-    what = f"{os.fspath(path)}: {action}{where} failed: {os.strerror(code)}"
+    why = os.strerror(code) if code else str(error) or type(error).__name__
+    what = f"{os.fspath(path)}: {action}{where} failed: {why}"
     if code == errno.ENOSPC and _lacks_inodes(path):
         return StoreSpaceError(f"{what}; {_INODES_REMEDY}")
     if code in _SPACE_REMEDIES:
         return StoreSpaceError(f"{what}; {_SPACE_REMEDIES[code]}")
-    name = errno.errorcode.get(code, str(code))
+    name = f" ({errno.errorcode.get(code, code)})" if code else ""
     remedy = _REMEDIES.get(code, "check the path and the drive")
-    return StoreIOError(f"{what} ({name}); {remedy}")
+    return StoreIOError(f"{what}{name}; {remedy}")
 
 
 def _lacks_inodes(path: PathLikeStr) -> bool:

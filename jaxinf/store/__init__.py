@@ -38,7 +38,7 @@ from jaxinf.store.directory import (
     next_slot,
     other_slot,
 )
-from jaxinf.store.documents import seal
+from jaxinf.store.documents import read_foreign, seal
 from jaxinf.store.key_paths import encode_path, path_keys
 from jaxinf.store.lock import StoreLock
 from jaxinf.store.making import lay_out, making_store
@@ -54,6 +54,7 @@ from jaxinf.store.names import (
 from jaxinf.store.owners import claim_csds
 from jaxinf.store.reader import Piece, StepReader, file_checksum
 from jaxinf.store.rebalancing import Rebalanced, finish_rebalance, rebalance
+from jaxinf.store.schemas import LOCK, PLAN
 from jaxinf.store.snapshot import prune_snapshots, snapshot
 from jaxinf.store.space import stored_bytes
 from jaxinf.store.stock_documents import stock_documents
@@ -64,8 +65,10 @@ __all__ = [
     "CODECS",
     "ERROR_FEEDBACK",
     "FORMAT_VERSION",
+    "LOCK",
     "MASTER_CODECS",
     "MASTER_PARAMS",
+    "PLAN",
     "SLOTS",
     "CheckpointInfo",
     "CommitRecord",
@@ -109,6 +112,7 @@ __all__ = [
     "path_keys",
     "prune_leftovers",
     "prune_snapshots",
+    "read_foreign",
     "rebalance",
     "remove_checkpoint",
     "required_bytes",

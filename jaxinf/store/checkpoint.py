@@ -147,7 +147,7 @@ def find_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
         raise ValueError(
             f"{directory.path}: expected a checkpoint {name!r}; there are: {held}"
         )
-    return CommitRecord.read(directory.path / "checkpoints" / name / "commit.json")
+    return directory.read_record(f"checkpoints/{name}")
 
 
 def remove_checkpoint(directory: StoreDirectory, name: str) -> None:
@@ -280,7 +280,7 @@ def _committed(directory: StoreDirectory) -> tuple[Slot, CommitRecord]:
             f"{directory.path}: expected a committed step to keep, found a store that "
             "is just being created; try again later"
         )
-    return slot, CommitRecord.read(directory.step_path(slot) / "commit.json")
+    return slot, directory.read_record(slot)
 
 
 def _check_name(name: str) -> None:

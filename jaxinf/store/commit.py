@@ -3,6 +3,7 @@
 Invariant: a record read back is bit for bit the record written; floats travel as bytes.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -12,16 +13,26 @@ from typing import Any
 import numpy as np
 
 from jaxinf.errors import StoreFormatError
+from jaxinf.schema import SchemaError, shown
 from jaxinf.store.contents import dtype_of
-from jaxinf.store.documents import check_seal, parse_document, write_document
+from jaxinf.store.documents import (
+    check_seal,
+    no_document,
+    read_document,
+    write_document,
+)
 from jaxinf.store.key_paths import from_version_2
-from jaxinf.store.manifest import FORMAT_VERSION, is_older
+from jaxinf.store.manifest import FORMAT_VERSION, Manifest, is_older, version_of
+from jaxinf.store.schemas import RECORD
 from jaxinf.typing import Array, JsonValue
 
 __all__ = ["CommitRecord", "ScalarState"]
 
 _WHAT = "the record of a committed step"
-_REMEDY = "restore the store from a checkpoint or a backup"
+_REMEDY = (
+    "undo the edit, restore the file from a backup, or go back to a checkpoint (jaxinf "
+    "checkpoint STORE restore NAME)"
+)
 
 
 @dataclass(frozen=True)
@@ -51,11 +62,25 @@ class ScalarState:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> "ScalarState":
-        """The reverse of `to_json`."""
-        dtype = dtype_of(document["dtype"])
-        flat = np.frombuffer(bytes.fromhex(document["data"]), dtype=dtype)
-        shape = tuple(int(n) for n in document["shape"])
-        return cls(str(document["path"]), flat.reshape(shape).copy())
+        """The reverse of `to_json`, of a document that fits its schema.
+
+        Raises:
+          SchemaError: it contradicts itself.
+        """
+        path, dtype = document["path"], dtype_of(document["dtype"])
+        shape, data = tuple(document["shape"]), bytes.fromhex(document["data"])
+        if len(data) != math.prod(shape) * dtype.itemsize:
+            raise SchemaError(
+                f"scalar {path}: expected {dtype} of shape {shape}, found "
+                f"{len(data)} bytes"
+            )
+        value = np.frombuffer(data, dtype).reshape(shape).copy()
+        spelled = document.get("value")
+        if spelled is not None and not _says(spelled, value):
+            raise SchemaError(
+                f"scalar {path}: its data says {value}, its value says {shown(spelled)}"
+            )
+        return cls(path, value)
 
 
 @dataclass(frozen=True)
@@ -113,36 +138,74 @@ class CommitRecord:
         Raises:
           StoreFormatError: when it is missing, damaged, edited, or of another format.
         """
-        raw, document = parse_document(path, _WHAT, _REMEDY)
+        raw, document = read_document(path, _WHAT, _REMEDY)
         try:
-            version = document["format_version"]
+            version = version_of(document)
             if version == FORMAT_VERSION:
                 check_seal(path, raw, _WHAT, _REMEDY)
             elif not (any_version and is_older(version)):
-                raise ValueError(
-                    f"format version {version!r}, expected {FORMAT_VERSION}"
+                raise SchemaError(
+                    f"format version {shown(version)}, expected {FORMAT_VERSION}"
                 )
+            RECORD[version].check(document)
             return cls._from_json(document, version)
-        except (ValueError, KeyError, TypeError, AttributeError, SyntaxError) as error:
-            raise StoreFormatError(
-                f"{path}: expected {_WHAT}, found none that can be read "
-                f"({type(error).__name__}: {error}); {_REMEDY}"
-            ) from error
+        except ValueError as error:
+            raise no_document(path, _WHAT, _REMEDY, error) from error
+
+    def check_fits(self, path: Path, manifest: Manifest) -> None:
+        """Refuses a record of other arrays or chunks than a store's.
+
+        Args:
+          path: of the record, for the error.
+          manifest: of the store.
+
+        Raises:
+          StoreFormatError: says which.
+        """
+        for leaf in manifest.leaves:
+            for state in leaf.states:
+                name, expected = leaf.array_name(state.name), len(leaf.csds)
+                found = len(self.checksums.get(name, ()))
+                if found != expected:
+                    raise StoreFormatError(
+                        f"{path}: leaf {leaf.name}, {state.name}: expected {expected} "
+                        f"checksums, as jaxinf.json has chunks, found {found}; the two "
+                        f"are not of one store: {_REMEDY}"
+                    )
 
     @classmethod
     def _from_json(cls, document: Mapping[str, Any], version: int) -> "CommitRecord":
         scalars = tuple(map(ScalarState.from_json, document["scalar_state"]))
         if version == 2:
             scalars = tuple(replace(s, path=from_version_2(s.path)) for s in scalars)
+        if len({scalar.path for scalar in scalars}) != len(scalars):
+            raise SchemaError("two scalars of one path")
         return cls(
-            step=int(document["step"]),
+            step=document["step"],
             scalar_state=scalars,
-            skipped_steps=int(document["skipped_steps"]),
+            skipped_steps=document["skipped_steps"],
             payload=document["payload"],
-            committed_at=str(document["committed_at"]),
+            committed_at=document["committed_at"],
             documents={} if version == 2 else dict(document["documents"]),
             checksums={
-                str(name): np.frombuffer(bytes.fromhex(text), ">u4").astype(np.uint32)
+                name: np.frombuffer(bytes.fromhex(text), ">u4").astype(np.uint32)
                 for name, text in document["checksums"].items()
             },
         )
+
+
+def _says(text: str, value: Array) -> bool:
+    """Whether the spelling for people is of this value; NumPy's own may change."""
+    if text == str(value) or value.shape:
+        return not value.shape
+    try:
+        number = {"b": _TRUTH.get, "c": complex, "f": float, "V": float}.get(
+            value.dtype.kind, int
+        )(text)
+        read = np.asarray(number, value.dtype)
+    except (ValueError, TypeError, OverflowError):
+        return False
+    return read.tobytes() == value.tobytes() or bool(read != read and value != value)
+
+
+_TRUTH = {"True": True, "False": False}

@@ -210,7 +210,21 @@ class StoreDirectory:
     def read_commit(self) -> CommitRecord | None:
         """The committed step's record; None before the first commit."""
         slot = self.committed_slot()
-        return CommitRecord.read(self.step_path(slot) / "commit.json") if slot else None
+        return self.read_record(slot) if slot else None
+
+    def read_record(self, place: str) -> CommitRecord:
+        """The record of a step, which has a checksum of every chunk.
+
+        Args:
+          place: as of `step_path`.
+
+        Raises:
+          StoreFormatError: it is missing, damaged, or of another store's arrays.
+        """
+        path = self.step_path(place) / "commit.json"
+        record = CommitRecord.read(path)
+        record.check_fits(path, self.manifest)
+        return record
 
     def unpublish(self, slot: Slot) -> None:
         """Takes the record from a slot that is about to be rewritten."""

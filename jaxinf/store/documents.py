@@ -12,11 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from jaxinf.errors import StoreFormatError
-from jaxinf.io import crc32c, write_bytes_atomically
+from jaxinf.errors import ExchangeError, StoreFormatError, StoreIOError
+from jaxinf.io import crc32c, read_bounded, write_bytes_atomically
+from jaxinf.schema import MOST_BYTES, Kind, SchemaError, check_json, parse_json
 from jaxinf.typing import JsonValue
 
-__all__ = ["check_seal", "parse_document", "seal", "write_document"]
+__all__ = [
+    "check_seal",
+    "no_document",
+    "read_document",
+    "read_foreign",
+    "seal",
+    "write_document",
+]
 
 _BLANK = "00000000"
 _END = re.compile(rb'"crc32c": "([0-9a-f]{8})"\n}\n\Z')
@@ -49,24 +57,45 @@ def write_document(path: Path, document: Mapping[str, JsonValue]) -> None:
     write_bytes_atomically(path, seal(document))
 
 
-def parse_document(path: Path, what: str, remedy: str) -> tuple[bytes, Any]:
-    """A document's bytes and what they say; its seal is not looked at.
+def read_document(path: Path, what: str, remedy: str) -> tuple[bytes, Any]:
+    """A document's bytes and what they say; neither seal nor schema is looked at.
 
     Args:
-      path: of the file.
+      path: of the file; a link is not followed.
       what: it should be, for the error.
       remedy: what to do where it is not.
 
     Raises:
-      StoreFormatError: it is missing, or no JSON.
+      StoreFormatError: it is missing, no file, too large, or no JSON.
     """
     try:
-        raw = path.read_bytes()
-        return raw, json.loads(raw)
-    except (OSError, ValueError, RecursionError) as error:
-        raise StoreFormatError(
-            f"{path}: expected {what}, found none that can be read "
-            f"({type(error).__name__}: {error}); {remedy}"
+        raw = read_bounded(path, MOST_BYTES, follows_links=False)
+        return raw, parse_json(raw)
+    except (StoreIOError, SchemaError) as error:
+        raise no_document(path, what, remedy, error) from (error.__cause__ or error)
+
+
+def no_document(
+    path: Path, what: str, remedy: str, problem: object
+) -> StoreFormatError:
+    """What is raised for a document that cannot be understood."""
+    return StoreFormatError(
+        f"{path}: expected {what}, found none that can be read ({problem}); {remedy}"
+    )
+
+
+def read_foreign(path: Path, kind: Kind, what: str, remedy: str) -> Any:
+    """A JSON document of another tool's, of a known schema; links are followed.
+
+    Raises:
+      ExchangeError: it is missing, no file, too large, or says something else.
+    """
+    try:
+        return check_json(read_bounded(path, MOST_BYTES), kind)
+    except (StoreIOError, SchemaError) as error:
+        raise ExchangeError(
+            f"{path}: expected {what}, found a document that cannot be read "
+            f"({error}); {remedy}"
         ) from error
 
 

@@ -69,13 +69,23 @@ def from_version_2(path: str) -> str:
         elif number is not None:
             keys.append(("key", int(number)))
         elif found["text"] is not None:
-            keys.append(("key", ast.literal_eval(found["text"])))
+            keys.append(("key", _literal(found["text"])))
         else:
             keys.append(("other", found["other"]))
     if end != len(path):
-        raise StoreFormatError(
-            f"scalar path {path!r}: expected one of format version 2, such as "
-            f"[0].count, found other text from position {end}; restore the store from "
-            "a backup"
-        )
+        raise _no_path(path, f"other text from position {end}")
     return encode_path(tuple(keys))
+
+
+def _literal(text: str) -> str:
+    try:
+        return str(ast.literal_eval(text))
+    except (SyntaxError, ValueError):  # of escapes that Python has not
+        raise _no_path(text, "no text of Python's") from None
+
+
+def _no_path(path: str, found: str) -> StoreFormatError:
+    return StoreFormatError(
+        f"scalar path {path!r}: expected one of format version 2, such as [0].count, "
+        f"found {found}; restore the store from a backup"
+    )

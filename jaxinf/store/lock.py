@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxinf.errors import StoreLockedError
+from jaxinf.schema import SchemaError, check_json
+from jaxinf.store.schemas import LOCK
 
 __all__ = ["StoreLock", "lock_exclusively"]
 
@@ -58,13 +60,13 @@ class StoreLock:
 
 def _describe(holder: bytes) -> str:
     try:
-        who = json.loads(holder)
-        pid, host, command = int(who["pid"]), str(who["host"]), who["command"]
-    except (ValueError, KeyError, TypeError):
+        who = check_json(holder, LOCK)
+    except SchemaError:
         return "a process that is just starting; try again"
+    pid, host, command = who["pid"], who["host"], who["command"]
     if pid == os.getpid() and host == socket.gethostname():
         return "this very process; close the store that is already open first"
-    line = " ".join(str(word) for word in command)
+    line = command if isinstance(command, str) else " ".join(command)
     return (
         f"process {pid} on {host} ({line[:200]}); wait for it or stop it "
         f"(kill {pid}), or use another store"

@@ -4,7 +4,7 @@ Invariant: a manifest is immutable and round-trips through JSON unchanged. What 
 be understood is a `StoreFormatError`; nothing is guessed.
 """
 
-import re
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxinf.errors import StoreFormatError
 from jaxinf.layout import LeafGrid, scales_length
+from jaxinf.schema import SchemaError, shown
 from jaxinf.store.contents import (
     BESIDE,
     CODECS,
@@ -20,17 +21,22 @@ from jaxinf.store.contents import (
     LeafContents,
     StateRecord,
     StoreContents,
-    dtype_of,
 )
-from jaxinf.store.documents import check_seal, parse_document, write_document
+from jaxinf.store.documents import (
+    check_seal,
+    no_document,
+    read_document,
+    write_document,
+)
 from jaxinf.store.names import (
     MASTER_PARAMS,
     array_name,
     check_leaf_paths,
     encode_key,
 )
+from jaxinf.store.schemas import MANIFEST
 
-__all__ = ["FORMAT_VERSION", "LeafRecord", "Manifest", "is_older"]
+__all__ = ["FORMAT_VERSION", "LeafRecord", "Manifest", "is_older", "version_of"]
 
 FORMAT_VERSION = 3
 _OLDEST_VERSION = 2
@@ -40,7 +46,7 @@ _REMEDY = (
     "restore the file from a checkpoint of the store (checkpoints/NAME/jaxinf.json) or "
     "a backup, or remove the store and start again"
 )
-_STORE_ID = re.compile("[0-9a-f]{32}")
+_MOST_ELEMENTS = 1 << 58  # of 16 bytes each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,41 +134,34 @@ class Manifest(StoreContents):
         Raises:
           StoreFormatError: when it is corrupt, or of another format.
         """
-        raw, document = parse_document(path, _WHAT, _REMEDY)
+        raw, document = read_document(path, _WHAT, _REMEDY)
         _check_header(path, document, any_version=any_version)
-        if document["format_version"] == FORMAT_VERSION:
+        version = document["format_version"]
+        if version == FORMAT_VERSION:
             check_seal(path, raw, _WHAT, _REMEDY)
         try:
+            MANIFEST[version].check(document)
             return cls._from_json(document)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise StoreFormatError(
-                f"{path}: the manifest is incomplete or damaged "
-                f"({type(error).__name__}: {error}); restore the file from a backup "
-                "or remove the store and start again"
-            ) from error
+        except ValueError as error:
+            raise no_document(path, _WHAT, _REMEDY, error) from error
 
     @classmethod
     def _from_json(cls, document: Mapping[str, Any]) -> "Manifest":
         manifest = cls(
-            store_id=str(document["store_id"]),
+            store_id=document["store_id"],
             csds=tuple(document["csds"]),
             kernels={k: tuple(v) for k, v in document["kernels"].items()},
             leaves=tuple(_leaf_from_json(leaf) for leaf in document["leaves"]),
             created_by=dict(document["created_by"]),
-            format_version=int(document["format_version"]),
+            format_version=document["format_version"],
         )
         manifest._check()
         return manifest
 
     def _check(self) -> None:
         """Raises ValueError where the parts do not fit each other."""
-        if not _STORE_ID.fullmatch(self.store_id):
-            raise ValueError(f"store_id {self.store_id!r} is not 32 hex digits")
-        if not all(
-            isinstance(root, str) and root.startswith("/") for root in self.csds
-        ):
-            raise ValueError(f"csds {list(self.csds)} are not absolute paths")
         for leaf in self.leaves:
+            _check_size(leaf)
             if leaf.kernel not in self.kernels:
                 raise ValueError(f"leaf {leaf.name}: no kernel {leaf.kernel!r}")
             _check_master(leaf)
@@ -178,6 +177,18 @@ class Manifest(StoreContents):
         if not all(name == encode_key(name) for name in states):
             raise ValueError(f"states {sorted(states)} are no file names")
         check_leaf_paths([leaf.path for leaf in self.leaves], states)
+
+
+def _check_size(leaf: LeafRecord) -> None:
+    """Raises SchemaError where arrays are larger than any file, or files share one."""
+    if len(leaf.shard_counts) != len(leaf.shape):
+        raise SchemaError(f"leaf {leaf.name}: {len(leaf.shard_counts)} shard counts")
+    lengths = [math.prod(leaf.shape), math.prod(leaf.chunk_shape)]
+    if max(lengths) >= _MOST_ELEMENTS:
+        raise SchemaError(f"leaf {leaf.name}: more elements than a file can have")
+    names = [state.name for state in leaf.states]
+    if len(set(names)) != len(names):
+        raise SchemaError(f"leaf {leaf.name}: two states of one name")
 
 
 def _check_master(leaf: LeafRecord) -> None:
@@ -221,18 +232,21 @@ def _leaf_to_json(leaf: LeafRecord) -> dict[str, Any]:
 
 def _leaf_from_json(document: Mapping[str, Any]) -> LeafRecord:
     states = tuple(StateRecord(*fields) for fields in document["states"])
-    for state in states:
-        dtype_of(state.dtype)
     return LeafRecord(
-        path=tuple(str(key) for key in document["path"]),
-        shape=tuple(int(n) for n in document["shape"]),
-        dtype=str(document["dtype"]),
-        kernel=str(document["kernel"]),
+        path=tuple(document["path"]),
+        shape=tuple(document["shape"]),
+        dtype=document["dtype"],
+        kernel=document["kernel"],
         states=states,
-        chunk_shape=tuple(int(n) for n in document["chunk_shape"]),
-        shard_counts=tuple(int(n) for n in document["shard_counts"]),
-        csds=tuple(int(n) for n in document["csds"]),
+        chunk_shape=tuple(document["chunk_shape"]),
+        shard_counts=tuple(document["shard_counts"]),
+        csds=tuple(document["csds"]),
     )
+
+
+def version_of(document: object) -> object:
+    """What a document says of its format version; None where it says nothing."""
+    return document.get("format_version") if isinstance(document, dict) else None
 
 
 def is_older(version: object) -> bool:
@@ -256,5 +270,5 @@ def _check_header(path: Path, document: Any, *, any_version: bool) -> None:
             remedy = "open it with a newer jaxinf (pip install -U jaxinf)"
         raise StoreFormatError(
             f"{path}: this jaxinf reads format version {FORMAT_VERSION}, the store has "
-            f"{version!r}; {remedy}"
+            f"{shown(version)}; {remedy}"
         )

@@ -11,9 +11,10 @@ the journal: before that moment by the next call, after it also by the next open
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from jaxinf.errors import StoreCorruptError, StoreFormatError, StoreMismatchError
 from jaxinf.io import (
@@ -24,20 +25,26 @@ from jaxinf.io import (
 )
 from jaxinf.io.failures import translated
 from jaxinf.layout import PAGE_BYTES
+from jaxinf.schema import SchemaError
 from jaxinf.store.checkpoint import checkpoint_names
-from jaxinf.store.commit import CommitRecord
 from jaxinf.store.contents import StateRecord
 from jaxinf.store.directory import (
     SLOTS,
     StoreDirectory,
 )
-from jaxinf.store.documents import check_seal, parse_document, write_document
+from jaxinf.store.documents import (
+    check_seal,
+    no_document,
+    read_document,
+    write_document,
+)
 from jaxinf.store.links import link_or_copy
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.making import lay_out
 from jaxinf.store.manifest import FORMAT_VERSION, Manifest
 from jaxinf.store.owners import claim_csds
 from jaxinf.store.reader import PIECE_BYTES, file_checksum, stored_pieces
+from jaxinf.store.schemas import JOURNAL
 from jaxinf.store.space import check_free_space
 from jaxinf.typing import JsonValue, ProgressCallback
 
@@ -214,7 +221,7 @@ def _moves(
     for place in [*filter(None, steps), *(s for s in SLOTS if s != committed)]:
         sums = None
         if place in steps and not is_done:
-            sums = CommitRecord.read(old.step_path(place) / "commit.json").checksums
+            sums = old.read_record(place).checksums
         for leaf, record in enumerate(old.manifest.leaves):
             for state in record.states:
                 name = record.array_name(state.name)
@@ -292,28 +299,30 @@ def _read_journal(directory: StoreDirectory) -> tuple[Manifest, Manifest] | None
     if not file.exists():
         return None
     held = directory.manifest
-    raw, document = parse_document(file, _WHAT, _REMEDY)
+    raw, document = read_document(file, _WHAT, _REMEDY)
     if held.format_version == FORMAT_VERSION:
         check_seal(file, raw, _WHAT, _REMEDY)
     try:
-        old, new = (
-            replace(
-                held,
-                csds=tuple(document[side]["csds"]),
-                leaves=tuple(
-                    replace(leaf, csds=tuple(csds))
-                    for leaf, csds in zip(
-                        held.leaves, document[side]["chunks"], strict=True
-                    )
-                ),
-            )
-            for side in ("from", "to")
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        raise StoreFormatError(
-            f"{file}: expected {_WHAT}, found another document ({error}); {_REMEDY}"
-        ) from error
-    return old, new
+        JOURNAL[held.format_version].check(document)
+        return _placed(held, document["from"]), _placed(held, document["to"])
+    except SchemaError as error:
+        raise no_document(file, _WHAT, _REMEDY, error) from error
+
+
+def _placed(held: Manifest, side: Mapping[str, Any]) -> Manifest:
+    """The store with its chunks where one side of a journal has them."""
+    counts = [len(leaf.csds) for leaf in held.leaves]
+    if [len(csds) for csds in side["chunks"]] != counts:
+        raise SchemaError("expected as many chunks as the store has, found others")
+    num_csds = max(1, len(side["csds"]))
+    if any(csd >= num_csds for csds in side["chunks"] for csd in csds):
+        raise SchemaError(f"expected CSDs below {num_csds}, found others")
+    leaves = zip(held.leaves, side["chunks"], strict=True)
+    return replace(
+        held,
+        csds=tuple(side["csds"]),
+        leaves=tuple(replace(leaf, csds=tuple(csds)) for leaf, csds in leaves),
+    )
 
 
 def _abandon(old: StoreDirectory, new: StoreDirectory) -> None:

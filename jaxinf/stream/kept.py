@@ -7,14 +7,15 @@ being asked for.
 """
 
 import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxinf.errors import StoreFormatError, StreamError
-from jaxinf.io import write_json_atomically
+from jaxinf.errors import StoreError, StoreFormatError, StreamError
+from jaxinf.io import read_bounded, write_json_atomically
+from jaxinf.schema import MOST_BYTES, SchemaError, check_json
+from jaxinf.store import PLAN
 from jaxinf.stream.calls import Policy
 from jaxinf.stream.plan import PLAN_VERSION, Plan, Prepared
 
@@ -88,17 +89,10 @@ def _path(folder: Path, ready: Prepared) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        kept = json.loads(path.read_text())
-        is_valid = (
-            isinstance(kept["version"], int)
-            and isinstance(kept["fingerprint"], str)
-            and isinstance(kept["cuts"], list)
-            and all(type(cut) is int for cut in kept["cuts"])
-            and kept["cuts"] == sorted(set(kept["cuts"]))
-        )
-    except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+        kept = check_json(read_bounded(path, MOST_BYTES, follows_links=False), PLAN)
+    except (StoreError, SchemaError) as error:
         raise _damaged(path) from error
-    if not is_valid:
+    if kept["cuts"] != sorted(set(kept["cuts"])):
         raise _damaged(path)
     return kept
 

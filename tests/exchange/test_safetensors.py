@@ -103,17 +103,23 @@ TENSOR = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", "unpack requires"),
+        (b"", "at least 8 bytes, found 0"),
         (damaged({}, length=1 << 62), "does not fit"),
-        (damaged(b"{"), "JSONDecodeError"),
+        (damaged(b"{"), "no JSON"),
         (damaged({"t": TENSOR}), "0 bytes of data, the header describes 8"),
         (damaged({"t": TENSOR}, bytes(12)), "12 bytes of data"),
-        (damaged({"t": {**TENSOR, "dtype": "F3"}}, bytes(8)), "dtype F3"),
+        (
+            damaged({"t": {**TENSOR, "dtype": "F3"}}, bytes(8)),
+            "dtype: expected one of .* found 'F3'",
+        ),
         (damaged({"t": {**TENSOR, "shape": [3]}}, bytes(8)), r"8 bytes for shape"),
         (damaged({"t": TENSOR, "u": TENSOR}, bytes(8)), "is at byte 0"),
-        (damaged({"t": {**TENSOR, "shape": [-2]}}, bytes(8)), "bytes for shape"),
-        (damaged([1]), "TypeError|AttributeError"),
-        (damaged({"t": 3}), "TypeError"),
+        (
+            damaged({"t": {**TENSOR, "shape": [-2]}}, bytes(8)),
+            "expected a whole number from 0",
+        ),
+        (damaged([1]), "expected an object, found a list of 1"),
+        (damaged({"t": 3}), "t: expected an object, found 3"),
     ],
 )
 def test_damage_is_refused(tmp_path, content, reason):

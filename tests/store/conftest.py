@@ -71,12 +71,12 @@ def write_step() -> Callable[..., dict[str, np.ndarray]]:
         rng = np.random.default_rng(step)
         if directory.committed_slot() is not None:
             directory.unpublish(slot)
-        arrays, _ = raw_stores.fill_slot(
+        arrays, sums = raw_stores.fill_slot(
             directory,
             slot,
             lambda shape, dtype: rng.integers(-99, 99, shape).astype(dtype),
         )
-        directory.publish(slot, CommitRecord(step=step, scalar_state=()))
+        directory.publish(slot, CommitRecord(step, (), checksums=sums))
         return arrays
 
     return write

@@ -82,7 +82,7 @@ def test_values_need_not_be_contiguous(tmp_path):
 
 def test_record(tmp_path):
     fields = {
-        "step": 12345678901,
+        "step": 2**31 - 1,
         "scalar_state": (),
         "skipped_steps": 3,
         "payload": {"position": [1, 2], "text": "ü", "none": None},

@@ -161,9 +161,7 @@ def test_publish_in_the_order_of_the_format(make_directory, write_step):
     ]
     assert [event for event in EVENTS if event in wanted] == wanted
     assert directory.committed_slot() == "a"
-    record = directory.read_commit()
-    assert record is not None
-    assert record.step == 2
+    assert CommitRecord.read(directory.path / "current/commit.json").step == 2
 
 
 def test_publishing_after_a_crash_in_the_flip(make_directory, write_step):

@@ -29,7 +29,8 @@ def test_an_edited_document_says_how_to_restore_it(tmp_path):
     record = (golden("scalars") / "slots/b/commit.json").read_text()
     file.write_text(record.replace('"skipped_steps": 0', '"skipped_steps": 1'))
     with pytest.raises(
-        StoreFormatError, match=r"the file was edited or damaged: restore .* checkpoint"
+        StoreFormatError,
+        match=r"edited or damaged: undo the edit, restore .* checkpoint STORE restore NAME",
     ):
         CommitRecord.read(file)
 

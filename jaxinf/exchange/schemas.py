@@ -1,0 +1,79 @@
+"""What documents of other tools may say, as data: as much of it as is read.
+
+Invariant: keys that are not read may say anything; a name that becomes part of a path
+is one component of it.
+"""
+
+from collections.abc import Sequence
+
+from jaxinf.schema import (
+    ANYTHING,
+    Either,
+    Flag,
+    Listed,
+    Mapped,
+    OneOf,
+    Record,
+    Text,
+    Whole,
+)
+
+__all__ = ["ANY_OBJECT", "INDEX", "ORBAX_TREE", "tensors_header"]
+
+_WHOLE = Whole(0, 2**62)
+
+INDEX = Record(
+    {
+        "weight_map": Mapped(
+            Text(
+                r"[^./\0][^/\0]*\.safetensors",
+                "the name of a safetensors file in the same folder; nothing outside it "
+                "is read",
+                most_bytes=255,
+            )
+        )
+    },
+    others=ANYTHING,
+)
+"""``model.safetensors.index.json``."""
+
+_KEY = Either(Text(r"[^\0]*", "a key"), _WHOLE)
+
+ORBAX_TREE = Record(
+    {
+        "tree_metadata": Mapped(
+            Record(
+                {
+                    "key_metadata": Listed(
+                        Record({"key": _KEY}, others=ANYTHING), most=255
+                    ),
+                    "value_metadata": Record(
+                        {"value_type": Text()},
+                        {"skip_deserialize": Flag()},
+                        others=ANYTHING,
+                    ),
+                },
+                others=ANYTHING,
+            )
+        )
+    },
+    {"use_zarr3": Flag(), "use_ocdbt": Flag()},
+    others=ANYTHING,
+)
+"""Orbax's ``_METADATA``."""
+
+ANY_OBJECT = Mapped(ANYTHING)
+"""A document whose keys are looked up one by one."""
+
+
+def tensors_header(dtypes: Sequence[str]) -> Record:
+    """The header of a safetensors file, of tensors of these dtypes."""
+    tensor = Record(
+        {
+            "dtype": OneOf(dtypes),
+            "shape": Listed(_WHOLE, most=64),
+            "data_offsets": Listed(_WHOLE, least=2, most=2),
+        },
+        others=ANYTHING,
+    )
+    return Record({}, {"__metadata__": Mapped(Text())}, others=tensor)

@@ -1,0 +1,46 @@
+"""What documents may say, as data, and the one check of what they do say.
+
+Invariant: nothing here reads a file or knows what a document is for; whatever bytes are
+given, the outcome is a checked value or a `SchemaError`.
+"""
+
+from jaxinf.schema.kinds import (
+    ANYTHING,
+    Const,
+    Either,
+    Flag,
+    Json,
+    Kind,
+    Listed,
+    Mapped,
+    OneOf,
+    Record,
+    Row,
+    SchemaError,
+    Text,
+    Whole,
+    shown,
+)
+from jaxinf.schema.parsing import MOST_BYTES, MOST_NESTING, check_json, parse_json
+
+__all__ = [
+    "ANYTHING",
+    "MOST_BYTES",
+    "MOST_NESTING",
+    "Const",
+    "Either",
+    "Flag",
+    "Json",
+    "Kind",
+    "Listed",
+    "Mapped",
+    "OneOf",
+    "Record",
+    "Row",
+    "SchemaError",
+    "Text",
+    "Whole",
+    "check_json",
+    "parse_json",
+    "shown",
+]

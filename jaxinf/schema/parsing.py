@@ -1,0 +1,86 @@
+"""JSON from bytes that anybody may have written.
+
+Invariant: memory and time are bounded by the limits here, whatever the bytes are.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from jaxinf.schema.kinds import Kind, SchemaError
+
+__all__ = ["MOST_BYTES", "MOST_NESTING", "check_json", "parse_json"]
+
+MOST_BYTES = 64 << 20
+"""Of a document: a record of 2 million chunks takes a third of it."""
+
+MOST_NESTING = 100
+"""Lists and objects within each other; Python's own parser recurses."""
+
+_MOST_VALUES = 4 << 20
+"""Values of a document: each takes tens of bytes of memory."""
+
+
+def parse_json(raw: bytes, *, most_bytes: int = MOST_BYTES) -> Any:
+    """The value of a JSON document.
+
+    Args:
+      raw: UTF-8.
+      most_bytes: how many of them.
+
+    Raises:
+      SchemaError: it is no JSON, says a key twice, or is larger than the limits.
+    """
+    if len(raw) > most_bytes:
+        raise SchemaError(f"expected at most {most_bytes} bytes, found {len(raw)}")
+    if sum(raw.count(mark) for mark in (b",", b"[", b"{")) > _MOST_VALUES:
+        raise SchemaError(f"expected at most {_MOST_VALUES} values, found more")
+    _check_nesting(raw)
+    try:
+        return json.loads(
+            raw.decode(), object_pairs_hook=_object, parse_constant=_no_number
+        )
+    except SchemaError:
+        raise
+    except RecursionError:
+        raise SchemaError("the document is nested too deep") from None
+    except ValueError as error:  # of JSON, UTF-8, or numbers of too many digits
+        raise SchemaError(f"no JSON: {error}") from None
+
+
+def check_json(raw: bytes, kind: Kind, *, most_bytes: int = MOST_BYTES) -> Any:
+    """The same of a document whose schema is known.
+
+    Raises:
+      SchemaError: as of `parse_json`, or it is of another kind.
+    """
+    value = parse_json(raw, most_bytes=most_bytes)
+    kind.check(value)
+    return value
+
+
+def _check_nesting(raw: bytes) -> None:
+    if raw.count(b"[") + raw.count(b"{") <= MOST_NESTING:
+        return
+    depth = 0
+    for bracket in _STRING.sub(b"", raw).translate(None, _NO_BRACKETS):
+        depth += _STEPS[bracket]
+        if depth > MOST_NESTING:
+            raise SchemaError(f"expected nesting of at most {MOST_NESTING}, found more")
+
+
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+_NO_BRACKETS = bytes(set(range(256)) - set(_STEPS))
+
+
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    document = dict(pairs)
+    if len(document) < len(pairs):
+        raise SchemaError("a key comes twice in one object")
+    return document
+
+
+def _no_number(text: str) -> NoReturn:
+    raise SchemaError(f"expected finite numbers, found {text}")

@@ -1,0 +1,131 @@
+"""What the documents of a store may say, as data.
+
+Invariant: of a document that fits its schema no key is missing and no value is of
+another type or out of range; how values fit each other is its reader's to check.
+"""
+
+from jaxinf.schema import (
+    ANYTHING,
+    Const,
+    Either,
+    Kind,
+    Listed,
+    Mapped,
+    OneOf,
+    Record,
+    Row,
+    Text,
+    Whole,
+)
+
+__all__ = ["JOURNAL", "LOCK", "MANIFEST", "MOST_STEP", "PLAN", "RECORD"]
+
+MOST_STEP = 2**31 - 1
+"""The step of a state is an int32."""
+
+_DTYPES = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"),
+    *("uint64", "float16", "bfloat16", "float32", "float64"),
+    *("complex64", "complex128"),
+)
+
+_SEAL = Text("[0-9a-f]{8}", "8 hex digits")
+_ROOT = Text(r"/[^\0]*", "an absolute path", most_bytes=4096)
+_NAME = Text(r"[^./\0-\x1f\x7f][^/\0-\x1f\x7f]*", "the name of a file", most_bytes=255)
+_KEY = Text(most_bytes=255)
+_CODEC = OneOf(("", "bf16", "int8", "scale", "split", "remainder"))
+_LENGTHS = Listed(Whole(0), most=64)
+_PARTS = Listed(Whole(1), most=64)
+_CSDS = Listed(Whole(0, 65535))
+_DTYPE = OneOf(_DTYPES)
+
+_LEAF = Record(
+    {
+        "path": Listed(_KEY, most=255),
+        "shape": _LENGTHS,
+        "dtype": _DTYPE,
+        "kernel": Text(),
+        "states": Listed(Row((_NAME, _DTYPE, _CODEC), num_needed=2), least=1),
+        "chunk_shape": _PARTS,
+        "shard_counts": _PARTS,
+        "csds": _CSDS,
+    }
+)
+
+_MANIFEST: dict[str, Kind] = {
+    "format": Const("jaxinf"),
+    "store_id": Text("[0-9a-f]{32}", "32 hex digits"),
+    "created_by": Mapped(Text()),
+    "csds": Listed(_ROOT, most=65536),
+    "kernels": Mapped(Listed(Text())),
+    "leaves": Listed(_LEAF),
+}
+
+_SCALAR = Record(
+    {
+        "path": Text(),
+        "dtype": _DTYPE,
+        "shape": _LENGTHS,
+        "data": Text("(?:[0-9a-f]{2})*+", "bytes in hex digits"),
+    },
+    {"value": Text()},
+)
+
+_RECORD: dict[str, Kind] = {
+    "step": Whole(0, MOST_STEP),
+    "skipped_steps": Whole(0, MOST_STEP),
+    "scalar_state": Listed(_SCALAR),
+    "payload": ANYTHING,
+    "committed_at": Text(most_bytes=64),
+    "checksums": Mapped(
+        Text("(?:[0-9a-f]{8}(?: [0-9a-f]{8})*+)?", "checksums of 8 hex digits"), _NAME
+    ),
+}
+
+_DOCUMENTS = ("zarr.json", "_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt")
+
+_PLACES = Record({"csds": Listed(_ROOT, most=65536), "chunks": Listed(_CSDS)})
+_NEW_PLACES = Record({**_PLACES.needed, "csds": Listed(_ROOT, least=1, most=65536)})
+_MOVES: dict[str, Kind] = {"from": _PLACES, "to": _NEW_PLACES}
+
+MANIFEST: dict[int, Record] = {
+    2: Record({"format_version": Const(2), **_MANIFEST}),
+    3: Record({"format_version": Const(3), **_MANIFEST, "crc32c": _SEAL}),
+}
+"""``jaxinf.json``, by format version."""
+
+RECORD: dict[int, Record] = {
+    2: Record({"format_version": Const(2), **_RECORD}),
+    3: Record(
+        {
+            "format_version": Const(3),
+            **_RECORD,
+            "documents": Mapped(_SEAL, OneOf((*_DOCUMENTS, "*/zarr.json"))),
+            "crc32c": _SEAL,
+        }
+    ),
+}
+"""``commit.json``, by format version."""
+
+JOURNAL: dict[int, Record] = {2: Record(_MOVES), 3: Record({**_MOVES, "crc32c": _SEAL})}
+"""``rebalance.json``, by the store's format version."""
+
+LOCK = Record(
+    {
+        "pid": Whole(1, 2**32),
+        "host": Text(most_bytes=256),
+        "command": Either(Listed(Text()), Text()),
+    },
+    others=ANYTHING,
+)
+"""``lock``, for messages alone."""
+
+PLAN = Record(
+    {
+        "version": Whole(0),
+        "fingerprint": Text(most_bytes=256),
+        "cuts": Listed(Whole(0)),
+    },
+    others=ANYTHING,
+)
+"""``stream/<digest>.json``."""

@@ -1,0 +1,287 @@
+"""Documents as a stranger may write them, and what reads them.
+
+`hostile` draws a change of one document of a step, an export or a checkpoint of another
+tool; `Victim.survives` makes it and reads everything that could be reached from there.
+"""
+
+import contextlib
+import copy
+import hashlib
+import io
+import json
+import os
+import shutil
+import struct
+import tracemalloc
+
+import numpy as np
+import safetensors.numpy
+from golden_stores import golden
+from hypothesis import strategies as st
+
+from jaxinf.cli import main
+from jaxinf.errors import JaxinfError
+from jaxinf.exchange import StepFiles, export_orbax
+from jaxinf.exchange.store_import import read_source
+from jaxinf.store import (
+    StepReader,
+    StoreDirectory,
+    Verifier,
+    finish_rebalance,
+    list_checkpoints,
+    migrate,
+    seal,
+)
+
+MEMORY_BYTES = 96 << 20
+"""More than any of these documents, chunks and buffers may take."""
+
+DOCUMENTS = [
+    "store/jaxinf.json",
+    "store/slots/b/commit.json",
+    "store/checkpoints/2/jaxinf.json",
+    "store/checkpoints/2/commit.json",
+    "store/rebalance.json",
+    "store/lock",
+    "store/slots/b/_METADATA",
+    "store/slots/b/params.a/zarr.json",
+    "old/jaxinf.json",
+    "old/slots/b/commit.json",
+    "export/_METADATA",
+    "export/commit.json",
+    "export/jaxinf.json",
+    "tensors/model.safetensors.index.json",
+    "tensors/model-1.safetensors",
+]
+
+_TEXTS = [
+    *("", ".", "..", "../../outside", "/", "/proc/self/mem", "a/b", "\0", "\x1b[2J"),
+    *("\ud800", "\u202e", "NaN", "-1", "9" * 5000, "float128", "object", "V16", "U4"),
+    *("params", "scale", "split", "int8", "a" * 300, "00" * 9, "[0].x", "['\\N{}']"),
+]
+_NUMBERS = [
+    *(-1, 0, 1, 2, 3, 7, 4096, 2**31 - 1, 2**31, 2**32, 2**62, 2**63, 2**64, 10**40),
+    *(-(2**63), 1.5, -0.0, 1e308, True, False),
+]
+_OTHERS = [None, [], {}, [[]], [{}], {"": {}}, [1] * 3000]
+
+
+def _nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+VALUES = st.one_of(
+    st.sampled_from(_TEXTS),
+    st.sampled_from(_NUMBERS),
+    st.sampled_from(_OTHERS),
+    st.sampled_from([_nested(90), _nested(200)]),
+    st.text(max_size=8),
+    st.integers(),
+    st.floats(),
+)
+
+EDITS = st.lists(
+    st.tuples(
+        st.sampled_from(["put", "put", "put", "drop", "twice", "swap", "add"]),
+        st.lists(st.integers(0, 10**6), min_size=1, max_size=6),
+        VALUES,
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+RAW = st.lists(
+    st.tuples(
+        st.sampled_from(["flip", "cut", "insert", "repeat"]),
+        st.integers(0, 10**6),
+        st.sampled_from([b"[" * 5000, b"\xff\xfe", b"\0", b'"', b"1e999", b"NaN"]),
+    ),
+    min_size=1,
+    max_size=2,
+)
+
+
+@st.composite
+def hostile(draw):
+    """A document, how it is changed, and whether its seal is made anew."""
+    return (
+        draw(st.sampled_from(DOCUMENTS)),
+        draw(st.one_of(EDITS, EDITS, RAW)),
+        draw(st.booleans()) or draw(st.booleans()),
+    )
+
+
+class Victim:
+    """Stores, exports and checkpoints below a folder, and what may not change."""
+
+    def __init__(self, place):
+        self.place = place
+        self.outside = place / "outside"
+        self.outside.mkdir()
+        (self.outside / "precious").write_bytes(b"precious")
+        shutil.copytree(golden("store"), place / "store", symlinks=True)
+        shutil.copytree(golden("scalars", 2), place / "old", symlinks=True)
+        directory = StoreDirectory.open(place / "store")
+        self._add_journal(directory)
+        (place / "store/lock").write_text('{"pid": 1, "host": "h", "command": ["c"]}')
+        files = StepFiles(place / "store/slots/b", directory.manifest)
+        export_orbax(files, place / "export")
+        self._add_tensors(place / "tensors")
+        self.whole = {name: (place / name).read_bytes() for name in DOCUMENTS}
+        self.kept = self._contents()
+
+    def survives(self, name, edits, sealed):
+        """Reads everything there is after a change; returns what refused it."""
+        file, refusals = self.place / name, []
+        file.write_bytes(changed(self.whole[name], edits, sealed))
+        tracemalloc.start()
+        try:
+            for use in self.uses(name):
+                before = tracemalloc.get_traced_memory()[0]
+                tracemalloc.reset_peak()
+                said = io.StringIO()
+                try:
+                    with (
+                        contextlib.redirect_stdout(said),
+                        contextlib.redirect_stderr(said),
+                    ):
+                        use()
+                except JaxinfError as error:
+                    refusals.append(error)
+                    said.write(str(error))
+                assert not set(said.getvalue()) & set("\x1b\x9b\u202e\0")
+                taken = tracemalloc.get_traced_memory()[1] - before
+                assert taken < MEMORY_BYTES, f"{use}: {taken} bytes"
+        finally:
+            tracemalloc.stop()
+            file.write_bytes(self.whole[name])
+        assert self._contents() == self.kept
+        return refusals
+
+    def uses(self, name):
+        """What reads a document; none of it writes where the document is refused."""
+        if name.startswith("store"):
+            store = self.place / "store"
+            yield lambda: read_everything(store)
+            yield lambda: [list_checkpoints(StoreDirectory.open(store))]
+            yield lambda: command("inspect", str(store))
+            yield lambda: command("verify", str(store))
+        elif name.startswith("old"):
+            yield lambda: self.migrate()
+        else:
+            yield lambda: read_source(self.place / name.split("/")[0])
+
+    def migrate(self):
+        copied = self.place / "copied"
+        try:
+            migrate(shutil.copytree(self.place / "old", copied, symlinks=True))
+        finally:
+            shutil.rmtree(copied)
+
+    def _add_journal(self, directory):
+        places = {
+            "csds": [],
+            "chunks": [list(x.csds) for x in directory.manifest.leaves],
+        }
+        moved = {**places, "csds": [str(self.outside)]}
+        journal = seal({"from": places, "to": moved})
+        (directory.path / "rebalance.json").write_bytes(journal)
+
+    def _add_tensors(self, folder):
+        folder.mkdir()
+        arrays = {"w": np.arange(6, dtype=np.float32), "s": np.ones((), np.float32)}
+        safetensors.numpy.save_file(arrays, folder / "model-1.safetensors")
+        index = {"weight_map": dict.fromkeys(arrays, "model-1.safetensors")}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    def _contents(self):
+        found = {}
+        for root, folders, files in os.walk(self.place):
+            for entry in files + folders:
+                path = os.path.join(root, entry)
+                if os.path.islink(path):
+                    found[path] = os.readlink(path)
+                elif os.path.isfile(path) and not entry.endswith("lock"):
+                    with open(path, "rb") as opened:
+                        found[path] = hashlib.file_digest(opened, "sha256").digest()
+        return found
+
+
+def command(*words):
+    """One of jaxinf's; raises where it fails, which the fuzzed documents may cause."""
+    if main(words):
+        raise JaxinfError(f"jaxinf {words[0]} failed")
+
+
+def read_everything(path):
+    """What a run and its tools read of a store."""
+    directory = StoreDirectory.open(path)
+    finish_rebalance(directory)
+    record = directory.read_commit()
+    with StepReader(path / "current", record) as reader:
+        for leaf in directory.manifest.leaves:
+            for state in leaf.states:
+                if not state.is_beside:
+                    reader.read(leaf, state)
+    for step in (path / "slots/b", path / "checkpoints/2"):
+        Verifier(directory).verify(step)
+
+
+def changed(raw, edits, sealed):
+    """A document after some edits: of its values, or of its bytes."""
+    if isinstance(edits[0][1], int):
+        return _with_bytes(raw, edits)
+    header = b""
+    if raw[:1] != b"{":  # a safetensors file
+        length = struct.unpack("<Q", raw[:8])[0]
+        header, rest, raw = raw[:8], raw[8 + length :], raw[8 : 8 + length]
+    document = json.loads(raw)
+    for kind, path, value in edits:
+        document = _edited(document, kind, path, copy.deepcopy(value))
+    if header:
+        text = json.dumps(document).encode()
+        return struct.pack("<Q", len(text)) + text + rest
+    if sealed and isinstance(document, dict) and "crc32c" in document:
+        with contextlib.suppress(ValueError):  # NaN, which has no seal
+            return seal(document)
+    return json.dumps(document, indent=1).encode()
+
+
+def _edited(document, kind, path, value):
+    parent, key, node = None, None, document
+    for number in path:
+        if not isinstance(node, dict | list) or not node:
+            break
+        parent, keys = node, list(node) if isinstance(node, dict) else range(len(node))
+        key = keys[number % len(keys)]
+        node = parent[key]
+    if parent is None:
+        return value
+    if kind == "drop":
+        del parent[key]
+    elif kind == "twice" and isinstance(parent, list):
+        parent.insert(key, copy.deepcopy(node))
+    elif kind == "swap" and isinstance(parent, list):
+        parent.reverse()
+    elif kind == "add" and isinstance(parent, dict):
+        parent[str(value)[:40]] = copy.deepcopy(node)
+    else:
+        parent[key] = value
+    return document
+
+
+def _with_bytes(raw, edits):
+    for kind, place, extra in edits:
+        place %= max(1, len(raw))
+        if kind == "flip" and raw:
+            raw = raw[:place] + bytes([raw[place] ^ 1 << place % 8]) + raw[place + 1 :]
+        elif kind == "cut":
+            raw = raw[:place]
+        elif kind == "repeat":
+            raw = raw[:place] + raw
+        else:
+            raw = raw[:place] + extra + raw[place:]
+    return raw
