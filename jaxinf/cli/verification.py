@@ -15,11 +15,13 @@ from jaxinf.cli.committed import CommittedStep, open_committed
 from jaxinf.cli.terminal import show_progress
 from jaxinf.errors import StoreIOError
 from jaxinf.store import (
+    SLOTS,
     Damage,
     Verifier,
     checkpoint_names,
     find_checkpoint,
     step_bytes,
+    stray_checkpoints,
 )
 from jaxinf.terminal import format_bytes, make_console, printable
 
@@ -53,6 +55,9 @@ def run(store: str, *, name: str | None, as_json: bool) -> bool:
         for title, place in _steps(step, name):
             with show_progress(title) as progress:
                 reports.append((title, verifier.verify(place, progress)))
+        if name is None:
+            add = [*_slot_links(step, verifier), *stray_checkpoints(step.directory)]
+            reports[0][1].extend(d for d in add if d not in reports[0][1])
         num_bytes = step_bytes(step.directory)
     if as_json:
         print(json.dumps(_document(path, reports, num_bytes), indent=1))
@@ -82,6 +87,11 @@ def _steps(step: CommittedStep, name: str | None) -> Sequence[tuple[str, Path]]:
     names = checkpoint_names(step.directory)
     kept = [(f"checkpoint {kept}", root / kept) for kept in names]
     return [(f"step {step.commit.step}, committed", step.path), *kept]
+
+
+def _slot_links(step: CommittedStep, verifier: Verifier) -> Sequence[Damage]:
+    """What is wrong with the slots' own links, which a snapshot of them has anew."""
+    return [damage for slot in SLOTS for damage in verifier.links(slot)]
 
 
 def _document(path: Path, reports: _Reports, num_bytes: int) -> dict[str, Any]:

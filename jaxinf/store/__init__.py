@@ -14,6 +14,7 @@ from jaxinf.store.checkpoint import (
     remove_checkpoint,
     restore_checkpoint,
     save_checkpoint,
+    stray_checkpoints,
 )
 from jaxinf.store.commit import CommitRecord, ScalarState
 from jaxinf.store.contents import (
@@ -31,6 +32,7 @@ from jaxinf.store.creation import (
     discard_store,
     required_bytes,
 )
+from jaxinf.store.damage import Damage
 from jaxinf.store.directory import (
     SLOTS,
     Slot,
@@ -58,7 +60,7 @@ from jaxinf.store.schemas import LOCK, PLAN
 from jaxinf.store.snapshot import prune_snapshots, snapshot
 from jaxinf.store.space import stored_bytes
 from jaxinf.store.stock_documents import stock_documents
-from jaxinf.store.verify import Damage, Verifier, step_bytes
+from jaxinf.store.verify import Verifier, step_bytes
 from jaxinf.store.views import find_leaf, open_array
 
 __all__ = [
@@ -123,4 +125,5 @@ __all__ = [
     "step_bytes",
     "stock_documents",
     "stored_bytes",
+    "stray_checkpoints",
 ]

@@ -8,6 +8,7 @@ files: the writer replaces every file that has a second link.
 """
 
 import contextlib
+import logging
 import os
 import shutil
 import time
@@ -21,6 +22,7 @@ from jaxinf.errors import StoreFormatError, StoreMismatchError
 from jaxinf.io import fsync_directory, write_json_atomically
 from jaxinf.io.failures import translated
 from jaxinf.store.commit import CommitRecord
+from jaxinf.store.damage import Damage
 from jaxinf.store.directory import (
     SLOTS,
     Slot,
@@ -53,6 +55,11 @@ __all__ = [
 
 _DOCUMENTS = ("zarr.json", "_METADATA", "commit_success.txt")
 _MAX_NAME_BYTES = 200
+_STRAY = (
+    "expected checkpoints alone, found something else, which jaxinf did not put there; "
+    "remove it"
+)
+_LOG = logging.getLogger("jaxinf")
 
 
 @dataclass(frozen=True)
@@ -120,19 +127,35 @@ def save_checkpoint(directory: StoreDirectory, name: str | None = None) -> str:
 
 
 def list_checkpoints(directory: StoreDirectory) -> list[CheckpointInfo]:
-    """All checkpoints, by step and then by name; reads their records alone."""
+    """All checkpoints, by step and then by name; reads their records alone.
+
+    One whose record cannot be read is left out, with a warning.
+    """
     found = []
     for name in checkpoint_names(directory):
         path = directory.path / "checkpoints" / name
         try:
             record = CommitRecord.read(path / "commit.json")
-        except StoreFormatError:
-            if path.exists():
-                raise
-            continue  # another process has just removed it
+        except StoreFormatError as error:
+            if path.exists():  # else another process has just removed it
+                _LOG.warning("%s: no checkpoint that can be read: %s", path, error)
+            continue
         own_bytes = _own_bytes(directory, f"checkpoints/{name}")
         found.append(CheckpointInfo(name, record.step, record.committed_at, own_bytes))
     return sorted(found, key=lambda info: (info.step, info.name))
+
+
+def stray_checkpoints(directory: StoreDirectory) -> list[Damage]:
+    """What lies among the checkpoints and is none."""
+    root = directory.path / "checkpoints"
+    if not root.is_dir():
+        return []
+    names = set(checkpoint_names(directory))
+    return [
+        Damage(root, entry, f"checkpoints/{entry.name}", _STRAY)
+        for entry in sorted(root.iterdir())
+        if entry.name not in names and not entry.name.startswith((".new-", ".gone-"))
+    ]
 
 
 def find_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
@@ -269,7 +292,9 @@ def checkpoint_names(directory: StoreDirectory) -> list[str]:
     if not root.is_dir():
         return []
     return sorted(
-        e.name for e in root.iterdir() if not e.name.startswith(".") and e.is_dir()
+        entry.name
+        for entry in root.iterdir()
+        if not entry.name.startswith(".") and entry.is_dir() and not entry.is_symlink()
     )
 
 

@@ -4,12 +4,30 @@ Invariant: leaf, state, chunk, file and CSD are named, and what to do.
 """
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from jaxinf.errors import StoreCorruptError
 from jaxinf.store.manifest import LeafRecord
 
-__all__ = ["corrupt_chunk"]
+__all__ = ["Damage", "corrupt_chunk"]
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Something of a step that is not as it was written.
+
+    Attributes:
+      step_path: the slot or the checkpoint.
+      file: the real file, or the one that is missing.
+      what: leaf, state, chunk and CSD, or which document.
+      problem: expected and found.
+    """
+
+    step_path: Path
+    file: Path
+    what: str
+    problem: str
 
 
 def corrupt_chunk(

@@ -244,7 +244,7 @@ def _leaf_from_json(document: Mapping[str, Any]) -> LeafRecord:
     )
 
 
-def version_of(document: object) -> object:
+def version_of(document: Any) -> Any:
     """What a document says of its format version; None where it says nothing."""
     return document.get("format_version") if isinstance(document, dict) else None
 

@@ -8,16 +8,19 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxinf.io import crc32c
-from jaxinf.io.failures import translated
+from jaxinf.io import crc32c, read_bounded
+from jaxinf.schema import MOST_BYTES
 from jaxinf.store.manifest import Manifest
 
-__all__ = ["ARRAYS", "document_checksum", "stock_documents"]
+__all__ = ["ARRAYS", "STOCK_DOCUMENTS", "document_checksum", "stock_documents"]
 
 ARRAYS = "*/zarr.json"
 """The name of all arrays' metadata together."""
 
 _NAMES = ("zarr.json", "_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt")
+
+STOCK_DOCUMENTS = (*_NAMES, ARRAYS)
+"""All names of `stock_documents`."""
 
 
 def stock_documents(step: Path, manifest: Manifest) -> dict[str, str]:
@@ -31,8 +34,7 @@ def stock_documents(step: Path, manifest: Manifest) -> dict[str, str]:
     Raises:
       StoreIOError: one is missing, or the drive failed.
     """
-    names = (*_NAMES, ARRAYS)
-    return {name: document_checksum(step, manifest, name) for name in names}
+    return {name: document_checksum(step, manifest, name) for name in STOCK_DOCUMENTS}
 
 
 def document_checksum(step: Path, manifest: Manifest, name: str) -> str:
@@ -50,6 +52,5 @@ def _arrays(step: Path, manifest: Manifest) -> Iterator[Path]:
 def _checksum(files: Iterable[Path]) -> str:
     parts = []
     for file in files:
-        with translated("read", file):
-            parts.append(file.read_bytes())
+        parts.append(read_bounded(file, MOST_BYTES, follows_links=False))
     return f"{crc32c(np.frombuffer(b''.join(parts), np.uint8)):08x}"

@@ -4,7 +4,6 @@ Invariant: only reads, through one small buffer a thread; every damage is found,
 first alone, and none is reported twice for a file that two steps share.
 """
 
-import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,34 +15,24 @@ from typing import TypeAlias
 import numpy as np
 
 from jaxinf.errors import StoreFormatError, StoreIOError
-from jaxinf.io import BufferPool
+from jaxinf.io import BufferPool, check_regular, read_bounded
+from jaxinf.schema import MOST_BYTES, SchemaError, parse_json
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.contents import StateRecord
+from jaxinf.store.damage import Damage
 from jaxinf.store.directory import StoreDirectory
-from jaxinf.store.manifest import LeafRecord
+from jaxinf.store.manifest import LeafRecord, Manifest
 from jaxinf.store.reader import PIECE_BYTES, file_checksum
-from jaxinf.store.stock_documents import ARRAYS, document_checksum
+from jaxinf.store.step_links import link_problem, step_links
+from jaxinf.store.stock_documents import (
+    ARRAYS,
+    STOCK_DOCUMENTS,
+    document_checksum,
+)
 from jaxinf.store.zarr_metadata import array_metadata
 from jaxinf.typing import ProgressCallback
 
-__all__ = ["Damage", "Verifier", "step_bytes"]
-
-
-@dataclass(frozen=True)
-class Damage:
-    """Something of a step that is not as it was written.
-
-    Attributes:
-      step_path: the slot or the checkpoint.
-      file: the real file, or the one that is missing.
-      what: leaf, state, chunk and CSD, or which document.
-      problem: expected and found.
-    """
-
-    step_path: Path
-    file: Path
-    what: str
-    problem: str
+__all__ = ["Verifier", "step_bytes"]
 
 
 @dataclass(frozen=True)
@@ -105,7 +94,10 @@ class Verifier:
             record = CommitRecord.read(record_path)
         except StoreFormatError as error:
             return [Damage(step_path, record_path, "commit record", str(error))]
-        damages = list(self._documents(step_path))
+        place = self._place(step_path)
+        damages = self.links(place) if place else []
+        damages += self._documents(step_path)
+        damages += self._checkpoint_documents(step_path, place or "")
         for damage in self._sealed(step_path, record):
             if damage.what != ARRAYS or not damages:  # else it is named already
                 damages.append(damage)
@@ -125,9 +117,53 @@ class Verifier:
                     progress(done, total)
         return damages
 
+    def links(self, place: str) -> list[Damage]:
+        """Links of a step that are missing, or lead elsewhere than the format's.
+
+        Args:
+          place: as of `StoreDirectory.step_path`.
+        """
+        step_path = self._directory.step_path(place)
+        return [
+            Damage(step_path, link, f"link {link.relative_to(step_path)}", problem)
+            for link, expected in step_links(self._directory, place)
+            if (problem := link_problem(link, expected))
+        ]
+
+    def _place(self, step_path: Path) -> str | None:
+        """What `step_path` is called in the store; None for a copy elsewhere."""
+        if not step_path.is_relative_to(self._directory.path):
+            return None
+        parts = step_path.relative_to(self._directory.path).parts
+        if parts == ("current",):
+            return self._directory.committed_slot()
+        return parts[1] if parts[:1] == ("slots",) else "/".join(parts)
+
+    def _checkpoint_documents(self, step_path: Path, place: str) -> Iterator[Damage]:
+        """The manifest of a checkpoint, and what Orbax knows it by."""
+        if not place.startswith("checkpoints/"):
+            return
+        file, manifest = step_path / "jaxinf.json", self._directory.manifest
+        try:
+            held = Manifest.read(file)
+        except StoreFormatError as error:
+            yield Damage(step_path, file, "manifest", str(error))
+        else:
+            if (held.store_id, held.leaves) != (manifest.store_id, manifest.leaves):
+                problem = "expected the arrays of this store, found another manifest"
+                yield Damage(step_path, file, "manifest", problem)
+        marker = step_path / "orbax.checkpoint"
+        if not marker.is_file():
+            problem = "expected the file by which Orbax knows a checkpoint, found none"
+            yield Damage(step_path, marker, "orbax.checkpoint", problem)
+
     def _problem(self, item: _ChunkFile, pool: BufferPool) -> str | None:
         try:
             status = os.stat(item.file)
+            check_regular(item.file, status)
+            if status.st_size < item.num_bytes:
+                found_bytes = f"{item.num_bytes} bytes, found {status.st_size}"
+                return f"truncated: expected {found_bytes}"
             inode = (status.st_dev, status.st_ino)
             found = self._seen.get(inode)
             if found is None:
@@ -175,7 +211,12 @@ class Verifier:
 
     def _sealed(self, step_path: Path, record: CommitRecord) -> Iterator[Damage]:
         """The documents of which the record has checksums."""
-        for name, expected in record.documents.items():
+        for name in STOCK_DOCUMENTS:
+            expected = record.documents.get(name)
+            if expected is None:
+                problem = "expected its CRC-32C in commit.json, found none"
+                yield Damage(step_path, step_path / name, name, problem)
+                continue
             try:
                 found = document_checksum(step_path, self._directory.manifest, name)
             except StoreIOError as error:
@@ -198,9 +239,9 @@ class Verifier:
 
 def _document_problem(file: Path, leaf: LeafRecord, state: StateRecord) -> str | None:
     try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        return f"cannot be read ({type(error).__name__}: {error})"
+        found = parse_json(read_bounded(file, MOST_BYTES, follows_links=False))
+    except (StoreIOError, SchemaError) as error:
+        return f"cannot be read ({error})"
     if found != array_metadata(*leaf.array_grid(state), state.dtype):
         return "expected the manifest's shape, chunks and dtype, found another document"
     return None

@@ -110,13 +110,13 @@ TENSOR = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (damaged({"t": TENSOR}, bytes(12)), "12 bytes of data"),
         (
             damaged({"t": {**TENSOR, "dtype": "F3"}}, bytes(8)),
-            "dtype: expected one of .* found 'F3'",
+            "found 'F3'",
         ),
         (damaged({"t": {**TENSOR, "shape": [3]}}, bytes(8)), r"8 bytes for shape"),
         (damaged({"t": TENSOR, "u": TENSOR}, bytes(8)), "is at byte 0"),
         (
             damaged({"t": {**TENSOR, "shape": [-2]}}, bytes(8)),
-            "expected a whole number from 0",
+            "whole number from 0",
         ),
         (damaged([1]), "expected an object, found a list of 1"),
         (damaged({"t": 3}), "t: expected an object, found 3"),

@@ -163,7 +163,7 @@ def test_refuses_a_damaged_document(read_changed, key, value, message):
         ("chunk_shape", [0, 129], "a whole number from 1"),
         ("csds", [], "chunks, 0 CSDs"),
         ("kernel", "k9", "no kernel 'k9'"),
-        ("states", [["params", "floaty"]], r"states\[0\]\[1\]: expected one of"),
+        ("states", [["params", "floaty"]], r"\[0\]\[1\]: expected one of"),
         ("states", [["mu", "float32"]], "no float32 params first"),
         (
             "states",

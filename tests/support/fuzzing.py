@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import struct
-import tracemalloc
+from typing import Any
 
 import numpy as np
 import safetensors.numpy
@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from jaxinf.cli import main
 from jaxinf.errors import JaxinfError
 from jaxinf.exchange import StepFiles, export_orbax
+from jaxinf.exchange.own_import import import_export
 from jaxinf.exchange.store_import import read_source
 from jaxinf.store import (
     StepReader,
@@ -137,11 +138,9 @@ class Victim:
         """Reads everything there is after a change; returns what refused it."""
         file, refusals = self.place / name, []
         file.write_bytes(changed(self.whole[name], edits, sealed))
-        tracemalloc.start()
         try:
             for use in self.uses(name):
-                before = tracemalloc.get_traced_memory()[0]
-                tracemalloc.reset_peak()
+                before = _reset_peak_bytes()
                 said = io.StringIO()
                 try:
                     with (
@@ -153,10 +152,9 @@ class Victim:
                     refusals.append(error)
                     said.write(str(error))
                 assert not set(said.getvalue()) & set("\x1b\x9b\u202e\0")
-                taken = tracemalloc.get_traced_memory()[1] - before
+                taken = _status_bytes("VmHWM") - before
                 assert taken < MEMORY_BYTES, f"{use}: {taken} bytes"
         finally:
-            tracemalloc.stop()
             file.write_bytes(self.whole[name])
         assert self._contents() == self.kept
         return refusals
@@ -171,6 +169,8 @@ class Victim:
             yield lambda: command("verify", str(store))
         elif name.startswith("old"):
             yield lambda: self.migrate()
+        elif name.startswith("export"):
+            yield lambda: self.imports()
         else:
             yield lambda: read_source(self.place / name.split("/")[0])
 
@@ -180,6 +180,12 @@ class Victim:
             migrate(shutil.copytree(self.place / "old", copied, symlinks=True))
         finally:
             shutil.rmtree(copied)
+
+    def imports(self):
+        try:
+            import_export(self.place / "export", self.place / "new")
+        finally:
+            shutil.rmtree(self.place / "new", ignore_errors=True)
 
     def _add_journal(self, directory):
         places = {
@@ -214,6 +220,19 @@ def command(*words):
     """One of jaxinf's; raises where it fails, which the fuzzed documents may cause."""
     if main(words):
         raise JaxinfError(f"jaxinf {words[0]} failed")
+
+
+def _reset_peak_bytes():
+    """Forgets what the process has held at most; returns what it holds."""
+    with open("/proc/self/clear_refs", "w") as control:
+        control.write("5")
+    return _status_bytes("VmRSS")
+
+
+def _status_bytes(name):
+    with open("/proc/self/status") as status:
+        line = next(line for line in status if line.startswith(name))
+    return 1024 * int(line.split()[1])
 
 
 def read_everything(path):
@@ -251,7 +270,8 @@ def changed(raw, edits, sealed):
 
 
 def _edited(document, kind, path, value):
-    parent, key, node = None, None, document
+    parent: Any = None
+    key, node = None, document
     for number in path:
         if not isinstance(node, dict | list) or not node:
             break

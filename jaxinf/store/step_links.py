@@ -1,0 +1,51 @@
+"""The symbolic links of a store, each as the format makes it.
+
+Invariant: what a link should say is computed from the manifest; no link is followed.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxinf.store.directory import StoreDirectory
+from jaxinf.store.zarr_metadata import ORBAX_ITEM, ORBAX_STATE
+
+__all__ = ["link_problem", "step_links"]
+
+
+def step_links(directory: StoreDirectory, place: str) -> Iterator[tuple[Path, Path]]:
+    """The links of a step, and what each should say.
+
+    Args:
+      directory: the store.
+      place: a slot, ``checkpoints/NAME`` or ``snapshots/ID``.
+    """
+    root = directory.step_path(place)
+    if directory.manifest.csds:
+        for number, leaf, chunks in directory.leaves():
+            for state in leaf.states:
+                for chunk in range(len(chunks)):
+                    key = directory.state_chunk(number, chunk, state).key
+                    real = directory.chunk_file(place, number, chunk, state.name)
+                    yield root / leaf.array_name(state.name) / key, real
+    if place.startswith("checkpoints/"):
+        item = root / ORBAX_ITEM
+        yield root / ORBAX_STATE, Path(ORBAX_ITEM)
+        yield item / "_METADATA", Path("../_METADATA")
+        for leaf in directory.manifest.leaves:
+            for state in leaf.states:
+                name = leaf.array_name(state.name)
+                yield item / name, Path("..", name)
+
+
+def link_problem(link: Path, expected: Path) -> str | None:
+    """What is wrong with a link; None where nothing is."""
+    try:
+        found = os.readlink(link)
+    except FileNotFoundError:
+        return f"expected a symbolic link to {expected}, found nothing"
+    except OSError:
+        return f"expected a symbolic link to {expected}, found another file"
+    if found != str(expected):
+        return f"expected a symbolic link to {expected}, found one to {found}"
+    return None
