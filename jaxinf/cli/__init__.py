@@ -1,6 +1,6 @@
-"""The console script ``jaxinf``: what a store holds and keeps, what a machine can do.
+"""The console script ``jaxinf``: shows and manages stores, and examines machines.
 
-Invariant: only the commands whose names say so change a store; results go to standard
+Invariant: only commands whose names say so change a store; results go to standard
 output, everything else to standard error.
 """
 

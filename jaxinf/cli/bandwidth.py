@@ -2,8 +2,8 @@
 
     write  ─►  fsync  ─►  read  ─►  mixed: each thread reads a block, then writes one
 
-Invariant: the file has no name while it is measured, so that it is gone whatever ends
-the process; memory is one block a thread.
+Invariant: the file has no name during the measurement, so it disappears however the
+  process ends; memory is one block a thread.
 """
 
 import contextlib
@@ -35,10 +35,9 @@ class Bandwidth:
     """Bytes per second.
 
     Attributes:
-      file_bytes: length of the file that was measured with.
-      read: reading alone.
-      write: writing alone, until durable.
-      mixed: bytes read plus bytes written, half and half, until durable.
+      file_bytes: length of the temporary file. read: bandwidth of reading alone. write:
+        bandwidth of writing alone, until durable. mixed: bandwidth of reads and writes
+        in equal parts, until durable.
     """
 
     file_bytes: int
@@ -50,7 +49,7 @@ class Bandwidth:
 def measure_bandwidth(
     scratch: Path, file_bytes: int, progress: ProgressCallback
 ) -> Bandwidth:
-    """Measures; blocks for three times the file's length.
+    """Measures by moving three times the file's length; blocks until done.
 
     Args:
       scratch: a directory on the file system.
@@ -59,7 +58,7 @@ def measure_bandwidth(
       progress: called from this thread.
 
     Raises:
-      ValueError: a file too short for that.
+      ValueError: the file is too short to measure with.
       StoreError: no room, or the drive failed.
     """
     block_bytes = min(BLOCK_BYTES, file_bytes // (2 * NUM_THREADS))
@@ -92,7 +91,7 @@ def measure_bandwidth(
 
 @contextlib.contextmanager
 def _nameless_file(scratch: Path, num_bytes: int) -> Iterator[str]:
-    """A path by which this process opens a file that has no name any more."""
+    """Yields a path by which this process opens an unlinked file."""
     path = scratch / "data"
     allocate_file(path, num_bytes, num_bytes)
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -104,7 +103,7 @@ def _nameless_file(scratch: Path, num_bytes: int) -> Iterator[str]:
 
 
 class _Run:
-    """Phases over the blocks of one file, with the progress of them all."""
+    """Phases over the blocks of one file, with a common progress."""
 
     def __init__(
         self, block_bytes: int, *, total_bytes: int, progress: ProgressCallback

@@ -1,6 +1,6 @@
-"""What `jaxinf doctor` finds out about cards: which there are, and what is off.
+"""The cards of a machine and their problems, for `jaxinf doctor`.
 
-Invariant: no card is opened, and a machine without any is no problem.
+Invariant: no card is opened; a machine without cards has no problem.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ class Card:
     """A card.
 
     Attributes:
-      info: what its driver says.
-      paths: the directories asked about that are on the drive beside it.
-      problems: what is missing or off.
+      info: the driver's data about the card.
+      paths: those of the given directories that are on the drive beside it.
+      problems: missing parts and features that are off.
     """
 
     info: CardInfo
@@ -44,14 +44,14 @@ class Card:
 def look_at_cards(
     paths: Sequence[Path], *, sysfs: Path = Path("/sys")
 ) -> tuple[Card, ...]:
-    """The cards of this machine, and which of the directories are beside which."""
+    """Finds the cards of this machine, each with the directories beside it."""
     cards = list_cards(sysfs)
     beside: dict[str, list[str]] = {card.address: [] for card in cards}
     for path in paths:
         try:
             beside[card_of(path, cards, sysfs).address].append(str(path))
         except (CsdError, OSError):
-            continue  # on another drive, or nowhere: the directory's own rows say so
+            continue  # on another drive, or missing: the directory's own rows say so
     return tuple(
         Card(card, tuple(beside[card.address]), _problems(card)) for card in cards
     )

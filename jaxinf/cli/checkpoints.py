@@ -1,7 +1,6 @@
-"""``jaxinf checkpoint``: steps that are kept.
+"""``jaxinf checkpoint``: keeps, lists, removes and restores committed steps.
 
-Invariant: beside a running writer only what leaves its step alone is done: to restore,
-the store must be closed.
+Invariant: no command disturbs a running writer; to restore, the store must be closed.
 """
 
 import json
@@ -27,7 +26,7 @@ __all__ = ["list_all", "remove", "restore", "save"]
 
 
 def save(store: Path, name: str | None) -> None:
-    """Keeps the committed step; prints where.
+    """Keeps the committed step and prints its path.
 
     Raises:
       JaxinfError, ValueError: as `jaxinf.store.save_checkpoint`.
@@ -38,7 +37,7 @@ def save(store: Path, name: str | None) -> None:
 
 
 def list_all(store: Path, *, as_json: bool) -> None:
-    """Prints the checkpoints that there are."""
+    """Prints the checkpoints of a store."""
     found = list_checkpoints(open_directory(store))
     if as_json:
         print(json.dumps([asdict(info) for info in found], indent=1))
@@ -56,7 +55,7 @@ def list_all(store: Path, *, as_json: bool) -> None:
 
 
 def remove(store: Path, names: tuple[str, ...]) -> None:
-    """Removes checkpoints, all or, where one does not exist, none."""
+    """Removes checkpoints, or none of them if one does not exist."""
     directory = open_directory(store)
     for name in names:
         find_checkpoint(directory, name)
@@ -69,7 +68,7 @@ def restore(store: Path, name: str, *, discard_current: bool) -> None:
     """Makes a checkpoint the store's committed step.
 
     Raises:
-      StoreMismatchError: the committed step would be lost and that was not asked for.
+      StoreMismatchError: the committed step would be lost, without `discard_current`.
       StoreLockedError: a run has the store open.
     """
     directory = open_directory(store)

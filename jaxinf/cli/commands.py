@@ -1,7 +1,7 @@
-"""The command line: what can be asked for, and how failures end.
+"""The commands of ``jaxinf``, and how their failures are reported.
 
-Invariant: exit status 0 is success, 1 a failure told in one line on standard error, 2 a
-command line that was not understood; a user never sees a traceback for either.
+Invariant: exit status 0 is success, 1 a failure with one line on standard error, 2 a
+command line with an error; neither failure shows a traceback.
 """
 
 import contextlib
@@ -31,10 +31,10 @@ _SUCCESS, _FAILURE, _USAGE, _INTERRUPTED = 0, 1, 2, 130
 
 @dataclass(frozen=True)
 class Inspect:
-    """Show what a store holds: its committed step, leaves, states, bytes and drives.
+    """Show a store's contents: its committed step, leaves, states, bytes and drives.
 
-    Works beside a running writer: the committed step is pinned with hard links while it
-    is read, so that everything shown is of one step; no data is copied.
+    This works during a run. The committed step is pinned with hard links while it is
+    read, so the output is of a single step; no data is copied.
     """
 
     store: Annotated[
@@ -57,8 +57,7 @@ class Inspect:
         bool,
         option(
             "Read the current step without pinning it: nothing is written to the "
-            "store, but beside a running writer what is read may be of two "
-            "neighbouring steps."
+            "store, but during a run the output may mix two neighbouring steps."
         ),
     ] = False
 
@@ -78,10 +77,11 @@ class Inspect:
 
 @dataclass(frozen=True)
 class Doctor:
-    """Find out what this machine and its drives can do, and the remedy for what not.
+    """Test this machine and its drives, and give a remedy for each problem.
 
     Measures the read, write and mixed bandwidth of each directory's file system with
-    direct I/O in a temporary file. Exit status 1 if one cannot be used for a store.
+    direct I/O in a temporary file. The exit status is 1 if a directory cannot hold a
+    store.
     """
 
     paths: Annotated[
@@ -95,8 +95,8 @@ class Doctor:
         int,
         ByteSize,
         tyro.conf.arg(
-            help="Length of the temporary file; less is used where space is short, 0 "
-            "measures nothing."
+            help="Length of the temporary file; shorter if space is short. 0 measures "
+            "nothing."
         ),
     ] = 1 << 30
     json: Annotated[bool, option("Print one JSON document instead.")] = False
@@ -109,10 +109,10 @@ class Doctor:
 
 @dataclass(frozen=True)
 class Verify:
-    """Read everything that a store holds and compare it with its checksums.
+    """Read the whole store and compare it with its checksums.
 
-    The committed step and every checkpoint; works beside a running writer. Names each
-    damaged leaf, state, chunk, file and CSD. Exit status 1 if there is any.
+    Includes the committed step and every checkpoint, and works during a run. Names each
+    damaged leaf, state, chunk, file and CSD. The exit status is 1 if there is damage.
     """
 
     store: Annotated[
@@ -131,11 +131,11 @@ class Verify:
 
 @dataclass(frozen=True)
 class _Save:
-    """Keep the committed step: hard links, no data is copied. Prints where it is."""
+    """Keep the committed step by hard links, without copying data; print its path."""
 
     name: Annotated[
         tyro.conf.Positional[str | None],
-        option("Its name; by default the step's number.", "[NAME]"),
+        option("The checkpoint's name; by default the step's number.", "[NAME]"),
     ] = None
 
     def run(self, store: Path) -> None:
@@ -144,7 +144,7 @@ class _Save:
 
 @dataclass(frozen=True)
 class _List:
-    """Show the checkpoints: step, time, and what removing each would free."""
+    """Show the checkpoints: step, time, and the bytes that removing each would free."""
 
     json: Annotated[bool, option("Print one JSON document instead.")] = False
 
@@ -154,10 +154,10 @@ class _List:
 
 @dataclass(frozen=True)
 class _Remove:
-    """Remove checkpoints and give their space back."""
+    """Remove checkpoints and free their space."""
 
     names: Annotated[
-        tyro.conf.Positional[tuple[str, ...]], option("Which.", "NAME [NAME ...]")
+        tyro.conf.Positional[tuple[str, ...]], option("Their names.", "NAME [NAME ...]")
     ]
 
     def run(self, store: Path) -> None:
@@ -168,11 +168,11 @@ class _Remove:
 
 @dataclass(frozen=True)
 class _Restore:
-    """Make a checkpoint the step that the next run goes on from; it stays as it is."""
+    """Make the next run continue from a checkpoint, which stays as it is."""
 
-    name: Annotated[tyro.conf.Positional[str], option("Which.", "NAME")]
+    name: Annotated[tyro.conf.Positional[str], option("Its name.", "NAME")]
     discard_current: Annotated[
-        bool, option("Give up the step that is committed now, if nothing keeps it.")
+        bool, option("Discard the committed step, even if no checkpoint keeps it.")
     ] = False
 
     def run(self, store: Path) -> None:
@@ -181,7 +181,7 @@ class _Restore:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Keep, list, remove and restore committed steps; to and from other tools."""
+    """Keep, list, remove and restore committed steps; export and import them."""
 
     store: Annotated[
         tyro.conf.Positional[str], option("The store's directory.", "STORE")
@@ -203,7 +203,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class _Migrate:
-    """Bring a store of an older format version up to date; chunks are only read."""
+    """Update a store of an older format version; its chunks do not change."""
 
     store: Annotated[
         tyro.conf.Positional[str], option("The store's directory.", "STORE")
@@ -217,34 +217,34 @@ class _Migrate:
 
 @dataclass(frozen=True)
 class _Convert:
-    """Make a new store of a store's committed step, its state in more or fewer bits.
+    """Make a new store from a committed step, with its state in more or fewer bits.
 
-    The old store is only read, and stays; so do its checkpoints. To fp32, and between
-    --master fp32 and split, no number changes; to fewer bits it is rounded as a step
-    would.
+    The old store and its checkpoints do not change. No number changes in a conversion
+    to fp32, or between --master fp32 and split. To fewer bits, numbers are rounded as
+    in a training step.
     """
 
     store: Annotated[
         tyro.conf.Positional[str], option("The store's directory.", "STORE")
     ]
     new: Annotated[
-        tyro.conf.Positional[str], option("Where the new store will be.", "NEW")
+        tyro.conf.Positional[str], option("The directory of the new store.", "NEW")
     ]
     state: Annotated[
         StateFormat | None,
-        option("How the new one holds the state.", "{fp32,bf16,int8}"),
+        option("Format of the state in the new store.", "{fp32,bf16,int8}"),
     ] = None
     master: Annotated[
         MasterFormat | None,
         option(
-            "How it holds the master of bfloat16 params: in float32, as the params and "
-            "16-bit remainders, or not at all.",
+            "Format of the master of bfloat16 params: float32, the params with 16-bit "
+            "remainders, or no separate master.",
             "{fp32,split,none}",
         ),
     ] = None
     csd: Annotated[
         tyro.conf.UseAppendAction[tuple[Path, ...]],
-        option("A CSD root of the new one; repeat it for more.", "DIR"),
+        option("A CSD root of the new store; repeat it for more.", "DIR"),
     ] = ()
 
     def run(self) -> None:
@@ -252,7 +252,7 @@ class _Convert:
             Path(p).expanduser().absolute() for p in (self.store, self.new)
         )
         if self.state is None and self.master is None:
-            raise UsageError("convert: say what is to change, by --state or --master")
+            raise UsageError("convert: give --state or --master, or both")
         roots = [root.expanduser().absolute() for root in self.csd]
         with show_progress(f"converting {source}") as progress:
             step = convert_store(
@@ -272,8 +272,9 @@ class _Convert:
 class _Rebalance:
     """Spread a store over other CSD roots: add drives, or take some out.
 
-    Every bit stays, checkpoints' too, and most chunks where they are. The store must
-    not be open. Interrupted, it is as it was or as it will be: run it again.
+    No bit changes, also in checkpoints, and most chunks stay where they are. The store
+    must not be open. If the command is interrupted, run it again; until then the store
+    is valid, with the old or the new roots.
     """
 
     store: Annotated[
@@ -281,7 +282,7 @@ class _Rebalance:
     ]
     csd_root: Annotated[
         tyro.conf.UseAppendAction[tuple[Path, ...]],
-        option("A CSD root that the store shall have; repeat it for all.", "DIR"),
+        option("A CSD root of the store from now on; repeat it for all.", "DIR"),
     ] = ()
 
     def run(self) -> None:
@@ -297,7 +298,7 @@ class _Rebalance:
 
 @dataclass(frozen=True)
 class Store:
-    """Change how a store is kept."""
+    """Change a store's format or drives."""
 
     action: (
         Annotated[_Migrate, tyro.conf.subcommand("migrate")]
@@ -321,7 +322,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       The exit status: 0, 1 for a failure, 2 for a wrong command line.
 
     Raises:
-      SystemExit: after ``--help`` (0), and for words that do not parse (2).
+      SystemExit: after ``--help`` (0), and if the arguments do not parse (2).
     """
     words = list(sys.argv[1:] if argv is None else argv)
     command: Any = tyro.cli(
@@ -343,8 +344,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         return _report(error, _USAGE)
     except BrokenPipeError:
-        # The reader of a pipe (head, less) has what it wanted. Nothing more may be
-        # written, not even by the interpreter's exit.
+        # The reader of the pipe (head, less) has closed it. Nothing more may be
+        # written, not even at the interpreter's exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _FAILURE
     except (JaxinfError, OSError, ValueError) as error:
@@ -361,7 +362,7 @@ def _report(error: object, status: int) -> int:
 
 @contextlib.contextmanager
 def _without_stray_warnings() -> Iterator[None]:
-    """Keeps what the library logs out of the output where logging is not set up."""
+    """Hides the library's log messages while logging is not set up."""
     handler = logging.NullHandler()
     logger = logging.getLogger("jaxinf")
     logger.addHandler(handler)

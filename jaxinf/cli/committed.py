@@ -1,7 +1,7 @@
 """The committed step of a store, for a reader in any process.
 
-Invariant: a pinned step is one step whatever a writer does; a step that could not be
-pinned says so in `CommittedStep.warnings`.
+Invariant: a pinned step does not change, whatever a writer does. If a step could not be
+pinned, `CommittedStep.warnings` says so.
 """
 
 import contextlib
@@ -36,14 +36,14 @@ _LIVE_PAUSE_S = 0.05
 
 @dataclass(frozen=True)
 class CommittedStep:
-    """A committed step that can be read now.
+    """A committed step, ready to be read.
 
     Attributes:
       directory: the store.
-      path: laid out like a slot: a snapshot, or the slot that `current` named.
+      path: a directory laid out like a slot: a snapshot, or the slot of `current`.
       commit: the step's record.
-      is_pinned: whether what is read is sure to be of this step.
-      warnings: what a user should know about it, a line each.
+      is_pinned: whether all data is certain to be of this step.
+      warnings: lines for the user about this step.
     """
 
     directory: StoreDirectory
@@ -54,7 +54,7 @@ class CommittedStep:
 
     @property
     def manifest(self) -> Manifest:
-        """What the store holds."""
+        """The store's manifest."""
         return self.directory.manifest
 
 
@@ -62,14 +62,14 @@ class CommittedStep:
 def open_committed(path: Path, *, is_live: bool = False) -> Iterator[CommittedStep]:
     """Pins a store's committed step while the context lasts.
 
-    Where the store cannot be written to, it is read as it lies, with a warning.
+    A store that cannot be written to is read without a pin, with a warning.
 
     Args:
       path: the store's directory.
-      is_live: do not pin; write nothing.
+      is_live: do not pin the step, and write nothing.
 
     Raises:
-      StoreFormatError: no store, or a damaged one, or no step is committed yet.
+      StoreFormatError: there is no store, it is damaged, or no step is committed yet.
       StoreIOError: a CSD's directory is missing, or a drive failed.
     """
     directory = open_directory(path)
@@ -92,7 +92,7 @@ def open_directory(path: Path) -> StoreDirectory:
     """Opens a store's files without locking it.
 
     Raises:
-      StoreFormatError: no store there.
+      StoreFormatError: there is no store.
       StoreIOError: a CSD's directory is missing.
     """
     if not path.is_dir():
@@ -112,7 +112,7 @@ def open_directory(path: Path) -> StoreDirectory:
 
 
 def _fallback_warning(error: StoreError) -> str:
-    """Why the step is read unpinned; raises the error where that would not help."""
+    """Explains an unpinned step; raises errors that an unpinned read would meet."""
     cause = error.__cause__
     if not isinstance(cause, OSError) or cause.errno not in _CANNOT_PIN:
         raise error
@@ -123,7 +123,7 @@ def _fallback_warning(error: StoreError) -> str:
 
 
 def _read_live(directory: StoreDirectory) -> tuple[Path, CommitRecord]:
-    """The committed slot and its record, as they are at one moment."""
+    """Reads the committed slot's path and its record, both of one step."""
     for attempt in range(_LIVE_ATTEMPTS):
         slot = directory.committed_slot()
         if slot is None:
@@ -132,7 +132,7 @@ def _read_live(directory: StoreDirectory) -> tuple[Path, CommitRecord]:
         try:
             return slot_path, CommitRecord.read(slot_path / "commit.json")
         except StoreFormatError as error:
-            # A writer that went on has taken the record: `current` is elsewhere now.
+            # A writer has removed the record for its next step: `current` has changed.
             taken = isinstance(error.__cause__, FileNotFoundError)
             if not taken or attempt == _LIVE_ATTEMPTS - 1:
                 raise

@@ -1,6 +1,6 @@
-"""``jaxinf doctor``: what this machine and its drives can do.
+"""``jaxinf doctor``: examines this machine and its drives.
 
-Invariant: nothing that was made for measuring is left behind.
+Invariant: no file made for a measurement is left behind.
 
 ``--json`` prints one document: ``usable``; ``paths``, for each directory ``path``,
 ``usable``, ``filesystem``, ``mount_point``, ``source``, ``block_device``,
@@ -51,7 +51,7 @@ _GPT2_PARAMS = 124_439_808
 
 
 def run(paths: Sequence[str], file_bytes: int, *, as_json: bool) -> bool:
-    """Prints what was found.
+    """Examines the machine and the directories, and prints the findings.
 
     Args:
       paths: directories to look at.
@@ -92,7 +92,7 @@ def run(paths: Sequence[str], file_bytes: int, *, as_json: bool) -> bool:
 
 @contextlib.contextmanager
 def _progress(name: str) -> Iterator[ProgressCallback]:
-    """A bar on standard error while it is a terminal; gone at the end."""
+    """Shows a transient bar on standard error if that is a terminal."""
     console = make_console(sys.stderr)
     columns = (
         TextColumn("measuring {task.description}", markup=False),

@@ -1,7 +1,7 @@
-"""A kernel's lines, as the manifest holds them, written as formulas.
+"""Writes the lines of a kernel in the manifest as formulas.
 
-Invariant: a formula has every operation of the lines, in the order of evaluation; what
-is not understood is shown as it stands.
+Invariant: a formula has every operation of the lines, in the order of evaluation; lines
+that do not parse are shown unchanged.
 """
 
 import re
@@ -24,10 +24,10 @@ class _Equation:
 
 
 def formulas(lines: Sequence[str], slots: Sequence[str]) -> list[str]:
-    """Formulas such as ``mu' = # * gradient + # * mu``.
+    """Writes formulas such as ``mu' = # * gradient + # * mu``.
 
     Args:
-      lines: of one kernel in the manifest; `#` stands for a literal.
+      lines: the lines of one kernel in the manifest; `#` stands for a literal.
       slots: names of the stored states without the master params.
 
     Returns:
@@ -52,7 +52,7 @@ def formulas(lines: Sequence[str], slots: Sequence[str]) -> list[str]:
 
 
 class _Writer:
-    """Writes each value in the place where it is used, or under a name of its own."""
+    """Writes each value where it is used, or on a line of its own with a name."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class _Writer:
         return written
 
     def _operand(self, word: str) -> tuple[str, int]:
-        """The text of an operand, and how strongly it binds."""
+        """Returns the text of an operand and the precedence of its operator."""
         if word.startswith("%"):
             number = int(word[1:])
             if number in self._names:

@@ -1,7 +1,7 @@
 """``jaxinf checkpoint STORE export`` and ``import``: steps to and from other tools.
 
-Invariant: a store that exists keeps its committed step unless an import was checked and
-is complete; an export is there whole or not at all.
+Invariant: a store keeps its committed step until an import is checked and complete; an
+export appears only when it is complete.
 """
 
 import contextlib
@@ -35,18 +35,16 @@ from jaxinf.terminal import format_bytes, make_console
 __all__ = ["Export", "Import"]
 
 _MAX_SHOWN = 8
-_Memory = Annotated[
-    int, ByteSize, tyro.conf.arg(help="Memory for the data on its way.")
-]
+_Memory = Annotated[int, ByteSize, tyro.conf.arg(help="Memory for data in transit.")]
 
 
 @dataclass(frozen=True)
 class Export:
     """Write a step as an Orbax checkpoint (compressed OCDBT), safetensors, or a model.
 
-    Works beside a running writer; every checksum is compared. What is written can
-    become a store again, to the bit, unless it is of the params alone. As huggingface
-    they are a folder that transformers loads, of a model that jaxinf.train trained.
+    This works during a run; every checksum is verified. Except for an export of the
+    params alone, an import makes the same store again, to the bit. The format
+    huggingface is a folder that transformers loads, for models trained by jaxinf.train.
     """
 
     destination: Annotated[
@@ -54,7 +52,7 @@ class Export:
         option("A directory that does not exist yet.", "DEST"),
     ]
     checkpoint: Annotated[
-        str | None, option("Export this checkpoint, not the last step.", "NAME")
+        str | None, option("Export this checkpoint instead of the last step.", "NAME")
     ] = None
     format: Annotated[
         Literal["orbax", "safetensors", "huggingface"],
@@ -73,12 +71,12 @@ class Export:
     max_file: Annotated[
         int,
         ByteSize,
-        tyro.conf.arg(help="Begin another safetensors file rather than go above."),
+        tyro.conf.arg(help="Start another safetensors file at this size."),
     ] = DEFAULT_FILE_BYTES
     memory: _Memory = DEFAULT_MEMORY_BYTES
 
     def run(self, store: Path) -> None:
-        """Prints where the export is, and what it holds."""
+        """Exports, and prints the path and content of the export."""
         if self.params_only and self.format != "safetensors":
             raise UsageError("--params-only goes with --format safetensors")
         if self.dtype is not None and self.format != "huggingface":
@@ -117,11 +115,11 @@ class Export:
 
 @dataclass(frozen=True)
 class Import:
-    """Bring another tool's checkpoint into STORE, or make STORE of an export.
+    """Import another tool's checkpoint into STORE, or make STORE from an export.
 
-    An Orbax checkpoint of params and optax state, or safetensors, goes into a store
-    that tx.init(params) has made and that is at step 0. STORE is made if it does not
-    exist and the source is what jaxinf exported. See docs/checkpoints.md.
+    An Orbax checkpoint of params and optax state, or safetensors, needs a store at step
+    0 that tx.init(params) has made. An export of jaxinf makes STORE if it does not
+    exist. See docs/checkpoints.md.
     """
 
     source: Annotated[
@@ -130,7 +128,7 @@ class Import:
     ]
     csd: Annotated[
         tyro.conf.UseAppendAction[tuple[str, ...]],
-        option("A CSD root of a store that is made; may be repeated.", "DIR"),
+        option("A CSD root of a new store; may be repeated.", "DIR"),
     ] = ()
     name: Annotated[
         tyro.conf.UseAppendAction[tuple[str, ...]],
@@ -141,15 +139,15 @@ class Import:
     ] = ()
     ignore: Annotated[
         tyro.conf.UseAppendAction[tuple[str, ...]],
-        option("Arrays below this are not wanted; may be repeated.", "PLACE"),
+        option("Ignore the arrays below this name; may be repeated.", "PLACE"),
     ] = ()
     step: Annotated[
-        int | None, option("The step to commit, where the source does not say.", "N")
+        int | None, option("The step to commit, if the source has none.", "N")
     ] = None
     memory: _Memory = DEFAULT_MEMORY_BYTES
 
     def run(self, store: Path) -> None:
-        """Prints the step that the store is at."""
+        """Imports, and prints the store's new step."""
         source = Path(self.source).expanduser().absolute()
         with show_progress(f"{source} to {store}") as progress:
             if (store / "jaxinf.json").exists():
@@ -192,7 +190,7 @@ class Import:
 
 @contextlib.contextmanager
 def _step_of(store: Path, checkpoint: str | None) -> Iterator[StepFiles]:
-    """A checkpoint's files, or those of the committed step, pinned."""
+    """Yields a checkpoint's files, or those of the committed step, pinned."""
     if checkpoint is not None:
         directory = open_directory(store)
         find_checkpoint(directory, checkpoint)

@@ -1,6 +1,6 @@
-"""What a directory's file system is and can do, by looking and by trying.
+"""Finds the file system of a directory, and tests its features.
 
-Invariant: what is tried is tried in a temporary directory that is gone at the end.
+Invariant: tests run in a temporary directory that is removed at the end.
 """
 
 import contextlib
@@ -35,10 +35,10 @@ class Mount:
     """A line of ``/proc/self/mountinfo``.
 
     Attributes:
-      mount_point: where it is mounted.
-      fs_type: ``ext4``, ….
-      source: the device, or whatever stands for one.
-      is_read_only: of the mount or the file system.
+      mount_point: the directory where it is mounted.
+      fs_type: the file system's type: ``ext4``, ….
+      source: the device, or the text in its place.
+      is_read_only: whether the mount or the file system is read-only.
     """
 
     mount_point: str
@@ -53,7 +53,7 @@ class BlockDevice:
 
     Attributes:
       name: as in ``/sys/block``.
-      is_rotational: what the kernel believes; virtual drives often say they are.
+      is_rotational: the kernel's information; often true for virtual drives.
     """
 
     name: str
@@ -62,7 +62,7 @@ class BlockDevice:
 
 @dataclass(frozen=True)
 class Abilities:
-    """What a file system can do; the first failure's text is in `refusals`."""
+    """Features of a file system; `refusals` has the error of each missing one."""
 
     direct_io: bool
     hard_links: bool
@@ -75,7 +75,7 @@ class Abilities:
 def find_mount(
     path: Path, *, mountinfo: Path = Path("/proc/self/mountinfo")
 ) -> Mount | None:
-    """The mount that a path lies on; None where the kernel does not tell."""
+    """Finds the mount of a path; None if the kernel does not list it."""
     real = os.path.realpath(path)
     best: Mount | None = None
     try:
@@ -114,7 +114,7 @@ def _unescape(text: str) -> str:
 def find_block_device(
     path: Path, mount: Mount | None, *, sysfs: Path = Path("/sys")
 ) -> BlockDevice | None:
-    """The drive under a path; None for a file system without one."""
+    """Finds the drive of a path; None for a file system without one."""
     numbers = [path.stat().st_dev]
     if mount is not None and mount.source.startswith("/dev/"):
         with contextlib.suppress(OSError):
@@ -134,10 +134,10 @@ def find_block_device(
 
 @contextlib.contextmanager
 def scratch_directory(path: Path) -> Iterator[Path]:
-    """A temporary directory below `path`, removed with all that is in it.
+    """Makes a temporary directory below `path`, and removes it with its content.
 
     Raises:
-      OSError: nothing can be made there.
+      OSError: no directory can be made there.
     """
     scratch = Path(tempfile.mkdtemp(prefix=".jaxinf-doctor-", dir=path))
     try:
@@ -147,13 +147,13 @@ def scratch_directory(path: Path) -> Iterator[Path]:
 
 
 def probe_abilities(scratch: Path) -> Abilities:
-    """Tries everything that a store does with files.
+    """Tries each kind of file operation that a store needs.
 
     Args:
       scratch: an empty directory on the file system.
 
     Raises:
-      OSError: not even an ordinary file can be written.
+      OSError: an ordinary file cannot be written.
     """
     (scratch / "file").write_bytes(b"x")
     refusals: dict[str, str] = {}
@@ -191,7 +191,7 @@ def _try_symlink(scratch: Path) -> None:
 
 
 def _try_fallocate(scratch: Path) -> None:
-    """The system call itself: the C library's function would write instead."""
+    """Makes the system call itself; the C library would write zeros as a fallback."""
     libc = ctypes.CDLL(None, use_errno=True)
     fd = os.open(scratch / "file", os.O_RDWR | os.O_CLOEXEC)
     try:

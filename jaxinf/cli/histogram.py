@@ -1,7 +1,7 @@
 """Statistics and histograms drawn in text.
 
-Invariant: every element is in exactly one line of a histogram, those that a bin does
-not show (zeros on a log scale, values out of range, NaN) included.
+Invariant: every element counts in exactly one line of a histogram, including elements
+without a bin (zeros on a log scale, values out of range, NaN).
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """``jaxinf inspect``: a store on the terminal.
 
-Invariant: a store is only read; the snapshot that pins its step is gone at the end.
+Invariant: a store is only read; the snapshot that pins its step is removed at the end.
 """
 
 import json
@@ -41,18 +41,18 @@ _MAX_NAMES = 8
 def run(
     store: str, *, leaf: str | None, state: str | None, as_json: bool, is_live: bool
 ) -> None:
-    """Prints what a store holds, or the statistics of one leaf.
+    """Prints the contents of a store, or the statistics of one leaf.
 
     Args:
-      store: its directory.
-      leaf: whose arrays to read; None for the whole store's description.
+      store: the store's directory.
+      leaf: the leaf to read; None for a description of the whole store.
       state: the only state to read; None for all.
       as_json: print the document of `jaxinf.cli.store_report`.
       is_live: do not pin the committed step.
 
     Raises:
-      JaxinfError: no store, a damaged one, or a drive failed.
-      ValueError: no such leaf or state.
+      JaxinfError: there is no store, it is damaged, or a drive failed.
+      ValueError: the store has no such leaf or state.
     """
     path = Path(store).expanduser().absolute()
     errors = make_console(sys.stderr)
@@ -79,8 +79,9 @@ def _measured(
 ) -> dict[str, Statistics]:
     """The statistics of a leaf's states by name.
 
-    Of a step that could not be pinned, a writer may have replaced what is read: what
-    differs from its checksum is damage where the step is still the committed one.
+    A writer may replace the chunks of an unpinned step while they are read. So a chunk
+    that differs from its checksum is damaged only if the step is still the committed
+    one.
     """
     try:
         with StepReader(step.path, step.commit) as reader:
@@ -139,7 +140,7 @@ def _made_by(versions: Mapping[str, str]) -> str:
 
 
 def _when(committed_at: str) -> str:
-    """When, in UTC, and how long ago."""
+    """Formats a time in UTC, with its age."""
     try:
         moment = datetime.fromisoformat(committed_at).astimezone(UTC)
     except (ValueError, OverflowError):
@@ -149,7 +150,7 @@ def _when(committed_at: str) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """The largest unit of which there are two, and no fractions."""
+    """Formats whole units, the largest of which there are at least two."""
     for length, unit in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * length:
             return f"{seconds // length:.0f} {unit}"
@@ -168,7 +169,7 @@ def _writer_text(writer: Mapping[str, Any] | None) -> str:
 def _print_leaves(console: Console, leaves: Sequence[Mapping[str, Any]]) -> None:
     console.print(heading("leaves"))
     table = make_table("leaf", "shape", "dtype", "states", "size", right=("size",))
-    # Names are for copying: the other columns give way first.
+    # Users copy names, so the other columns are shortened first.
     longest = max((len(printable(leaf["name"])) for leaf in leaves), default=0)
     table.columns[0].min_width = min(longest, max(20, console.width - 50))
     for leaf in leaves:
@@ -183,7 +184,7 @@ def _print_leaves(console: Console, leaves: Sequence[Mapping[str, Any]]) -> None
 
 
 def _states_text(states: Sequence[Mapping[str, Any]]) -> str:
-    """``params mu nu float32``: names before the dtype that they share."""
+    """Groups names by dtype: ``params mu nu float32``."""
     words: list[str] = []
     for position, state in enumerate(states):
         words.append(state["name"])

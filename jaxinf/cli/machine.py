@@ -1,6 +1,6 @@
-"""What the machine is: processor, memory, compiler, JAX.
+"""Describes the machine: processor, memory, compiler, JAX.
 
-Invariant: looking changes nothing; what is missing comes with its remedy.
+Invariant: nothing is changed; each problem has a remedy.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ _PACKAGES = ("jaxinf", "jax", "jaxlib", "optax", "flax", "tensorstore", "numpy")
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is missing.
+    """A missing part or feature.
 
     Attributes:
-      what: what was expected and what was found.
-      remedy: what to do.
-      is_fatal: whether nothing works without it.
+      what: the problem, with expected and found.
+      remedy: instructions for the user.
+      is_fatal: whether jaxinf cannot be used without it.
     """
 
     what: str
@@ -41,18 +41,18 @@ class Problem:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine.
+    """The hardware and software of this machine.
 
     Attributes:
-      cpu_model: as the processor calls itself.
-      num_cores: that this process may use.
-      isa: the x86-64 level, else the architecture.
-      memory_bytes: in all.
-      available_bytes: that programs can have now.
-      compiler: path of the C++ compiler that kernels are compiled by; or None.
-      packages: versions of what jaxinf uses; None where it is not installed.
-      devices: of JAX, as it prints them.
-      problems: what is missing.
+      cpu_model: the processor's own name.
+      num_cores: number of cores that this process may use.
+      isa: the x86-64 level, or the architecture of other processors.
+      memory_bytes: total memory.
+      available_bytes: memory available to programs now.
+      compiler: path of the C++ compiler for kernels, or None.
+      packages: versions of the packages that jaxinf uses; None if not installed.
+      devices: JAX's devices, as it prints them.
+      problems: missing parts and features.
     """
 
     cpu_model: str
@@ -83,7 +83,7 @@ class Machine:
 
 
 def look_at_machine(*, proc: Path = Path("/proc")) -> Machine:
-    """Looks; starts JAX's clients, which may take seconds."""
+    """Examines the machine; starts JAX's clients, which may take seconds."""
     problems: list[Problem] = []
     cpu = _cpu_entry(proc / "cpuinfo")
     isa = isa_level(cpu.get("flags", "").split())
@@ -140,7 +140,7 @@ def _cpu_problems(isa: str) -> list[Problem]:
 
 
 def isa_level(flags: list[str]) -> str:
-    """The highest x86-64 level that a processor's flags amount to."""
+    """Returns the highest x86-64 level whose flags the processor has."""
     machine = platform.machine()
     if machine != "x86_64":
         return machine
@@ -204,7 +204,7 @@ def _jax_devices(problems: list[Problem]) -> list[str]:
 
 @contextlib.contextmanager
 def _without_preallocation() -> Iterator[None]:
-    """Lets JAX's client take no more of an accelerator's memory than it must."""
+    """Keeps JAX's client from reserving an accelerator's memory in advance."""
     name = "XLA_PYTHON_CLIENT_PREALLOCATE"
     if name in os.environ:
         yield

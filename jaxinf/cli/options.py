@@ -1,6 +1,6 @@
-"""How arguments of the commands show in ``--help``, and how sizes are read.
+"""Helpers for declaring the commands' arguments.
 
-Invariant: nothing here knows a command.
+Invariant: no code here depends on a particular command.
 """
 
 from typing import Any
@@ -22,9 +22,9 @@ ByteSize = tyro.constructors.PrimitiveConstructorSpec(
 
 
 class UsageError(Exception):
-    """A command line that parses but makes no sense."""
+    """The command line parses, but its arguments do not fit together."""
 
 
 def option(text: str, metavar: str | None = None) -> Any:
-    """How an argument shows in ``--help``, where None and False are no defaults."""
+    """Describes an argument in ``--help``, without showing its default."""
     return tyro.conf.arg(help=text, metavar=metavar, help_behavior_hint="")

@@ -1,7 +1,6 @@
-"""What `jaxinf doctor` finds out about one directory.
+"""Examines one directory for `jaxinf doctor`.
 
-Invariant: whatever fails becomes a `Problem` of that directory; the others are still
-looked at.
+Invariant: a failure becomes a `Problem` of that directory and does not affect others.
 """
 
 import os
@@ -33,10 +32,10 @@ from jaxinf.typing import ProgressCallback
 __all__ = ["ADAM_STEP_BYTES", "ADAM_STORED_BYTES", "Place", "look_at_place"]
 
 ADAM_STORED_BYTES = 24
-"""A param with Adam in fp32: three states of 4 bytes in two slots."""
+"""Bytes of a param with Adam in fp32: three states of 4 bytes in two slots."""
 
 ADAM_STEP_BYTES = 24
-"""Moved by a step for each param: 12 bytes read, 12 written."""
+"""Bytes that a step moves for each param: 12 read, 12 written."""
 
 _SHARE_OF_FREE = 4  # the temporary file takes at most a quarter of what is free
 
@@ -46,12 +45,12 @@ class Place:
     """A directory that could hold a store.
 
     Attributes:
-      path: absolute.
-      mount, block_device: what it lies on, where that is known.
-      free_bytes, total_bytes: of its file system.
-      abilities: what its file system can do; None where nothing could be tried.
-      bandwidth: None where nothing was measured.
-      problems: what is missing.
+      path: the directory's absolute path.
+      mount, block_device: its mount and drive, if known.
+      free_bytes, total_bytes: free and total space of its file system.
+      abilities: features of its file system; None if they could not be tested.
+      bandwidth: the measured bandwidth; None if there was no measurement.
+      problems: missing features and failures.
     """
 
     path: Path
@@ -70,7 +69,7 @@ class Place:
 
     @property
     def adam_params(self) -> int:
-        """Params with Adam in fp32 that the free space holds."""
+        """Number of params with Adam in fp32 that fit into the free space."""
         return self.free_bytes // ADAM_STORED_BYTES
 
     @property
@@ -110,12 +109,12 @@ class Place:
 
 
 def look_at_place(path: Path, file_bytes: int, progress: ProgressCallback) -> Place:
-    """Looks, tries and measures; blocks as long as the measuring takes.
+    """Examines, tests and measures a directory; blocks until done.
 
     Args:
       path: the directory.
-      file_bytes: length of the temporary file to measure with; 0 for no measuring.
-      progress: of the measuring.
+      file_bytes: length of the temporary file; 0 for no measurement.
+      progress: called during the measurement.
     """
     place = Place(path)
     if not path.is_dir():
@@ -192,7 +191,7 @@ def _ability_problems(can: Abilities) -> list[Problem]:
         (
             can.hard_links,
             "hard_links",
-            "hard links: no snapshots, and no params that some steps leave unchanged",
+            "hard links: snapshots and frozen params are not possible",
             False,
         ),
         (
@@ -233,9 +232,9 @@ def _drive_problems(place: Place) -> list[Problem]:
     if place.block_device is not None and place.block_device.is_rotational:
         problems.append(
             Problem(
-                f"{place.block_device.name} says that it is a rotating disk",
-                "use an NVMe drive; a virtual drive may say so of an SSD: what was "
-                "measured counts",
+                f"{place.block_device.name} reports that it is a rotating disk",
+                "use an NVMe drive; a virtual drive may report this for an SSD, so "
+                "trust the measurement",
             )
         )
     return problems

@@ -27,7 +27,7 @@ class Histogram:
     Attributes:
       scale: ``"linear"``, or ``"log10"`` for an array without negative elements; zeros
         are then in no bin, but in `Statistics.num_zeros`.
-      edges: of the bins, one more than `counts`, ascending.
+      edges: the bins' edges, one more than `counts`, ascending.
       counts: elements in each bin; the last bin includes its upper edge.
       num_below: elements under the first edge, without the zeros of a log scale.
       num_above: elements over the last edge.
@@ -52,10 +52,10 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Statistics:
-    """What the elements of one array look like.
+    """Statistics of the elements of one array.
 
-    `mean`, `std` (of the population), `minimum` and `maximum` are of the finite
-    elements, and None where there is none; so is `histogram`.
+    `mean`, `std` (of the population), `minimum`, `maximum` and `histogram` are of the
+    finite elements, and None if there are none.
     """
 
     num_elements: int
@@ -87,12 +87,12 @@ def measure_array(
     """Reads an array twice, for its moments and its histogram; blocks.
 
     Args:
-      reader: of the step.
+      reader: the step's reader.
       record: the leaf.
-      state: which of its states.
+      state: the name of one of its states.
 
     Raises:
-      StoreCorruptError: a chunk is not as it was written.
+      StoreCorruptError: a chunk is damaged.
       StoreIOError: a chunk is missing, too short, or the drive failed.
     """
     moments = _Moments()
@@ -110,7 +110,7 @@ def measure_array(
 def _pieces(
     reader: StepReader, record: LeafRecord, state: StateRecord
 ) -> Iterator[Array]:
-    """The elements as float64, piece by piece; what codes stand for, of codes."""
+    """Yields the decoded elements as float64, piece by piece."""
     for piece in reader.pieces(record, state):
         yield piece.values.astype(np.float64)
 
@@ -123,7 +123,7 @@ class _Moments:
         self.num_zeros = 0
         self.num_finite = 0
         self.mean = 0.0
-        self.squares = 0.0  # of the distances to the mean
+        self.squares = 0.0  # sum of squared distances to the mean
         self.minimum = math.inf
         self.maximum = -math.inf
         self.min_positive = math.inf
@@ -166,7 +166,7 @@ class _Moments:
 
 
 class _Counter:
-    """Counts elements into bins that the moments decide on."""
+    """Counts elements in bins that depend on the moments."""
 
     def __init__(self, moments: _Moments) -> None:
         self._is_log = moments.minimum >= 0 and moments.maximum > 0
@@ -193,7 +193,7 @@ class _Counter:
 
 
 def _linear_edges(moments: _Moments) -> Array:
-    """Up to four standard deviations each way: outliers shall not flatten the rest."""
+    """Spans at most four standard deviations each way, so outliers flatten nothing."""
     low = max(moments.minimum, moments.mean - _SIGMAS * moments.std)
     high = min(moments.maximum, moments.mean + _SIGMAS * moments.std)
     return _spaced(low, high)
@@ -210,7 +210,7 @@ def _log_edges(moments: _Moments) -> Array:
 
 
 def _spaced(low: float, high: float) -> Array:
-    """Edges of equal bins; of one bin where there is but one value."""
+    """Returns edges of equal bins; of a single bin if all values are equal."""
     edges = np.linspace(low, high, _NUM_BINS + 1)
     if not np.all(np.diff(edges) > 0):
         return np.array([low, np.nextafter(high, math.inf)])

@@ -1,6 +1,6 @@
-"""What ``jaxinf inspect --json`` prints: one JSON document about a store.
+"""The JSON document about a store that ``jaxinf inspect --json`` prints.
 
-Invariant: keys are stable; a new one may be added, none changes its meaning.
+Invariant: keys are stable; new ones may be added, but none changes its meaning.
 
 The document of a store:
 
@@ -8,7 +8,7 @@ The document of a store:
 ``store``           the directory, absolute
 ``store_id``        32 hex digits
 ``created_by``      versions of jaxinf, jax and optax
-``pinned``          whether all of it is sure to be of one step
+``pinned``          whether all of it is certain to be of one step
 ``warnings``        lines for people
 ``step``            the committed step
 ``committed_at``    UTC
@@ -21,14 +21,14 @@ The document of a store:
                     tensorstore open)
 ``states``          ``name``, ``num_bytes``, over all leaves
 ``logical_bytes``   of all states of one slot
-``disk_bytes``      what both slots take on the drives
-``checkpoints``     ``name``, ``step``, ``committed_at``, ``own_bytes``: what removing
-                    it would free
+``disk_bytes``      space of both slots on the drives
+``checkpoints``     ``name``, ``step``, ``committed_at``, ``own_bytes``: bytes that
+                    removing it would free
 ``csds``            ``root``, ``num_chunks`` and ``chunk_bytes`` (of one slot),
                     ``free_bytes``, ``total_bytes`` (of its file system)
 ``kernels``         id → the update's equations
 ``scalar_state``    ``path``, ``dtype``, ``shape``, ``value``
-``payload``         the caller's
+``payload``         the caller's data
 ``writer``          null, or the process of this machine that has the store open:
                     ``pid``, ``host``, ``command``
 ``current``         the directory of the committed step
@@ -175,7 +175,7 @@ def _stored(states: Sequence[StateRecord], chunk: Any) -> int:
 
 
 def _disk_bytes(directory: StoreDirectory) -> int:
-    """Bytes of the blocks of both slots; a file that both link to counts once."""
+    """Counts the blocks of both slots in bytes; a file in both counts once."""
     roots = {directory.step_path(slot) for slot in SLOTS}
     for csd in range(directory.num_csds):
         roots |= {directory.data_path(slot, csd) for slot in SLOTS}
@@ -186,13 +186,13 @@ def _disk_bytes(directory: StoreDirectory) -> int:
                 try:
                     found = os.lstat(Path(folder, file))
                 except FileNotFoundError:
-                    continue  # a writer renames files as it goes on
+                    continue  # a writer may have renamed the file
                 seen[found.st_dev, found.st_ino] = found.st_blocks * 512
     return sum(seen.values())
 
 
 def _json_value(value: Array) -> Any:
-    """Numbers as JSON has them; NaN and infinities, which it has not, as text."""
+    """Converts NaN and infinities, which JSON lacks, to text."""
 
     def plain(item: Any) -> Any:
         if isinstance(item, list):

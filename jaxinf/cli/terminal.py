@@ -1,6 +1,6 @@
 """Headings, tables, bars and progress displays of the commands.
 
-Invariant: what is printed is data, never markup; on a terminal it fits the width, in a
+Invariant: printed text is never taken for markup; on a terminal it fits the width, in a
 pipe no line is cut or wrapped.
 """
 
@@ -34,16 +34,16 @@ _EIGHTHS = "▏▎▍▌▋▊▉"
 
 
 def heading(text: str) -> Text:
-    """A section's heading, after an empty line."""
+    """Makes a section's heading, after an empty line."""
     return Text(f"\n{text}", style="bold")
 
 
 def make_table(*columns: str, right: Sequence[str] = ()) -> Table:
-    """An empty table; long cells fold, so that names can be copied whole.
+    """Makes an empty table; long cells fold, so that names can be copied whole.
 
     Args:
       *columns: headers.
-      right: those of the columns that are numbers.
+      right: headers of the columns with numbers.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column in columns:
@@ -54,7 +54,7 @@ def make_table(*columns: str, right: Sequence[str] = ()) -> Table:
 
 
 def facts_table(rows: Sequence[tuple[str, str | Text]]) -> Table:
-    """Names and values, two columns."""
+    """Makes a table of two columns, names and values."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -64,7 +64,7 @@ def facts_table(rows: Sequence[tuple[str, str | Text]]) -> Table:
 
 
 def bar(share: float, width: int, *, is_unicode: bool) -> str:
-    """A bar of `share` of `width` cells; anything above zero shows."""
+    """Draws a bar of `share` of `width` cells; any share above zero is visible."""
     if share <= 0:
         return ""
     if not is_unicode:
@@ -76,10 +76,10 @@ def bar(share: float, width: int, *, is_unicode: bool) -> str:
 
 @contextlib.contextmanager
 def show_progress(title: str) -> Iterator[ProgressCallback]:
-    """A bar on standard error while bytes are worked on; nothing in a pipe.
+    """Shows a bar on standard error if that is a terminal.
 
     Yields:
-      What to call with the bytes done and in all.
+      A function to call with the number of bytes done and in all.
     """
     progress = Progress(
         TextColumn("{task.description}"),

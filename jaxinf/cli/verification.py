@@ -1,7 +1,7 @@
-"""``jaxinf verify``: everything a store holds, read and held against its checksums.
+"""``jaxinf verify``: reads a whole store and compares it with its checksums.
 
-Invariant: reads only; what is damaged is listed whole, and the exit status says whether
-anything is.
+Invariant: the store is only read; all damage is listed, and the exit status tells
+whether there is any.
 """
 
 import contextlib
@@ -34,16 +34,16 @@ def run(store: str, *, name: str | None, as_json: bool) -> bool:
     """Verifies the committed step and all checkpoints; blocks.
 
     Args:
-      store: its directory.
-      name: a checkpoint to verify alone; None for everything.
+      store: the store's directory.
+      name: the only checkpoint to verify; None for the whole store.
       as_json: print one JSON document.
 
     Returns:
-      Whether everything is as it was written.
+      Whether there is no damage.
 
     Raises:
-      JaxinfError: no store, or one that cannot be read at all.
-      ValueError: no such checkpoint.
+      JaxinfError: there is no store, or it cannot be read at all.
+      ValueError: there is no such checkpoint.
     """
     path = Path(store).expanduser().absolute()
     console = make_console(sys.stderr)
@@ -68,7 +68,7 @@ def run(store: str, *, name: str | None, as_json: bool) -> bool:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[CommittedStep]:
-    """The committed step; unpinned where a chunk that is gone cannot be linked to."""
+    """Opens the committed step; unpinned if a missing chunk prevents a snapshot."""
     with contextlib.ExitStack() as stack:
         try:
             step = stack.enter_context(open_committed(path))
@@ -121,6 +121,6 @@ def _print(path: Path, reports: _Reports, num_bytes: int) -> None:
             console.print(printable(f"    {damage.file}"))
     if any(damages for _, damages in reports):
         console.print(
-            "Nothing damaged is trained on. Check the drives (dmesg, smartctl), then "
+            "A run never uses damaged chunks. Check the drives (dmesg, smartctl), then "
             f"go back to a clean checkpoint: jaxinf checkpoint {path} restore NAME"
         )

@@ -1,7 +1,7 @@
-"""Who writes to a store now.
+"""Finds the process that has a store open.
 
-Invariant: looking never takes the lock, not even for an instant: a run that starts at
-that moment must not be refused.
+Invariant: this never takes the lock, not even for an instant, since a run that starts
+at that moment would be refused.
 """
 
 import os
@@ -27,7 +27,7 @@ class Writer:
 
     Attributes:
       pid: its process id.
-      host: the machine it runs on.
+      host: the name of its machine.
       command: its command line.
     """
 
@@ -41,10 +41,10 @@ class Writer:
 
 
 def find_writer(store: Path, *, locks: Path = Path("/proc/locks")) -> Writer | None:
-    """The holder of ``STORE/lock``; None where no process of this machine does.
+    """Finds the holder of ``STORE/lock``; None if no process of this machine holds it.
 
-    A lock's file keeps the name of its last holder, so the kernel's list of locks
-    decides. Of a holder on another machine the kernel may know nothing.
+    The lock's file still names its last holder after it has ended, so the kernel's list
+    of locks decides. The kernel may not know of a holder on another machine.
     """
     path = store / "lock"
     try:
@@ -73,7 +73,7 @@ def _is_held(locks: str, file: os.stat_result, pid: int) -> bool:
         lock_device, _, inode = words[5].rpartition(":")
         if inode != str(file.st_ino):
             continue
-        # Some file systems (btrfs) show another device here than to stat.
+        # On some file systems (btrfs) this device differs from that of stat.
         if lock_device == device or words[4] == str(pid):
             return True
     return False

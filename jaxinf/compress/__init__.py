@@ -1,7 +1,7 @@
-"""Sparse gradients: what of a gradient crosses the link, and how it is written.
+"""Sparse gradients: the selection of the elements to send, and their form on the link.
 
-Invariant: which elements are sent depends on the gradient, the store's chunks and the
-compression alone, not on a run's memory, workers, CSDs or mesh.
+Invariant: the selection depends on the gradient, the store's chunks and the compression
+alone, not on a run's memory, workers, CSDs or mesh.
 """
 
 from jaxinf.compress.blocks import Compressed, compress_leaf, dense_leaf

@@ -1,4 +1,4 @@
-"""A leaf's gradient, chunk by chunk, as what is sent of it and what stays behind.
+"""Divides a leaf's gradient, chunk by chunk, into elements to send and the rest.
 
 Invariant: the chunks are the store's, in its order; one chunk's result depends on no
 other chunk.
@@ -21,12 +21,12 @@ __all__ = ["Compressed", "compress_leaf", "dense_leaf"]
 
 
 class Compressed(NamedTuple):
-    """What is sent of a leaf, the chunks one after another; a pytree.
+    """The elements to send of a leaf, chunk after chunk; a pytree.
 
     Attributes:
-      indices: int32, each in its chunk, rising within a chunk.
-      values: of the wire's dtype.
-      counts: of each chunk, how many it sends.
+      indices: int32 positions within the chunk, ascending in each chunk.
+      values: their values in the link's dtype.
+      counts: number of elements of each chunk.
     """
 
     indices: jax.Array
@@ -40,16 +40,16 @@ def compress_leaf(
     top_k: TopK,
     feedback: jax.Array | None = None,
 ) -> tuple[Compressed, jax.Array | None]:
-    """Selects what is sent; traceable.
+    """Selects the elements to send; traceable.
 
     Args:
       gradient: the leaf, or a JAX device's shard of it.
       grid: its chunks.
-      top_k: how much, and how.
-      feedback: float32 of the leaf's shape: what was left out before.
+      top_k: the compression.
+      feedback: float32 of the leaf's shape, the sum of elements not sent before.
 
     Returns:
-      What is sent, and what is left out now, None without `feedback`.
+      The elements to send, and the new feedback; None without `feedback`.
     """
     dtype = np.dtype(gradient.dtype)
     total = gradient.astype(jnp.float32)
@@ -89,10 +89,10 @@ def compress_leaf(
 
 
 def dense_leaf(sent: Compressed, like: jax.Array, grid: LeafGrid) -> jax.Array:
-    """What the CSDs make of it: zero where nothing was sent.
+    """Returns the dense gradient that the CSDs use, with zeros between sent elements.
 
     Args:
-      sent: of one leaf.
+      sent: the elements sent of one leaf.
       like: the leaf, for its shape and dtype.
       grid: its chunks.
     """
@@ -114,7 +114,7 @@ def dense_leaf(sent: Compressed, like: jax.Array, grid: LeafGrid) -> jax.Array:
 def _runs(
     leaf: jax.Array, chunks: Sequence[Chunk], counts: Sequence[int]
 ) -> list[tuple[int, jax.Array]]:
-    """Neighbouring chunks of one length, ``(chunks, elements)``, and what they keep."""
+    """Groups neighbouring chunks of one length, with the number of elements to send."""
     pairs = list(zip(chunks, counts, strict=True))
     runs = []
     for (_, k), group in groupby(pairs, key=lambda p: (p[0].num_elements, p[1])):
@@ -130,7 +130,7 @@ def _block(leaf: jax.Array, chunk: Chunk) -> jax.Array:
 def _assembled(
     leaf: jax.Array, chunks: Sequence[Chunk], blocks: Sequence[jax.Array]
 ) -> jax.Array:
-    """The leaf with every chunk replaced."""
+    """Returns the leaf with every chunk replaced."""
     if len(chunks) == 1:
         return blocks[0].reshape(leaf.shape)
     for chunk, block in zip(chunks, blocks, strict=True):
@@ -143,7 +143,7 @@ def _joined(parts: Sequence[jax.Array], dtype: Any) -> jax.Array:
 
 
 def _rounded(values: jax.Array, dtype: np.dtype) -> jax.Array:
-    """To the wire's dtype; a finite number stays finite."""
+    """Rounds to the link's dtype; a finite number stays finite."""
     if dtype != np.float16:
         return values.astype(dtype)
     largest = float(np.finfo(np.float16).max)

@@ -1,8 +1,8 @@
 """The same compression with all state in memory: an optax transformation.
 
-Invariant: ``optax.chain(sparsify(c), tx)`` gives the optimizer the gradients that it
-gets near storage with ``smart_update(tx, store, compress=c)``: bit for bit where they
-are float32, else rounded to their own dtype.
+Invariant: ``optax.chain(sparsify(c), tx)`` gives the optimizer the same gradients as
+  ``smart_update(tx, store, compress=c)``: bit for bit if they are float32, otherwise
+  rounded to their own dtype.
 """
 
 from typing import Any, NamedTuple
@@ -25,7 +25,8 @@ class SparsifyState(NamedTuple):
 
     Attributes:
       step: int32, updates so far.
-      error_feedback: float32 of the leaves' shapes, what was left out; empty without.
+      error_feedback: float32 of the leaves' shapes, the sum of elements not sent; empty
+        without error feedback.
     """
 
     step: jax.Array
@@ -35,11 +36,11 @@ class SparsifyState(NamedTuple):
 def sparsify(
     compression: TopK, *, chunk_elements: int = DEFAULT_CHUNK_ELEMENTS
 ) -> optax.GradientTransformation:
-    """Zeroes what a compression does not send; for runs without a store.
+    """Zeroes the elements that a compression does not send; for runs without a store.
 
     Args:
-      compression: from `jaxinf.top_k`.
-      chunk_elements: largest chunk, as `jaxinf.open_store` takes it.
+      compression: a result of `jaxinf.top_k`.
+      chunk_elements: largest chunk, as for `jaxinf.open_store`.
     """
 
     def init(params: PyTree) -> SparsifyState:
@@ -68,7 +69,7 @@ def sparsify(
             results = lax.cond(is_dense, _as_they_are, sent, gradients, held)
         else:
             results = sent(gradients, held)
-        # As a link does: nothing of the optimizer's is computed together with this.
+        # Like a link, this keeps XLA from fusing the optimizer with the selection.
         new, left = lax.optimization_barrier(results)
         feedback = jax.tree.structure(state.error_feedback).unflatten(
             left if compression.error_feedback else []

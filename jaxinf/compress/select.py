@@ -2,12 +2,12 @@
 
     magnitudes ─► threshold (counted, not sorted) ─► a bit an element ─► indices
 
-Invariant: `select` gives exactly `k` different indices in rising order; NaN counts as
-larger than Inf, and Inf than all else.
+Invariant: `select` returns exactly `k` different indices in ascending order; NaN counts
+  as larger than Inf, and Inf as larger than all other values.
 
-A non-negative float's bits, as an integer, are ordered as the floats are; so a
-threshold can be searched by halving an interval of integers, each step being a count.
-That is a few passes over memory instead of a sort.
+The bits of non-negative floats, as integers, have the same order as the floats. So a
+threshold can be found by bisecting an interval of integers, with one count in each
+step. That takes a few passes over memory instead of a sort.
 """
 
 import jax
@@ -18,9 +18,9 @@ from jaxinf.compress.topk import Selection
 
 __all__ = ["select"]
 
-# Bits of a float32 that are left undecided: 2**15 of 2**23 is 0.4 % of a magnitude.
+# Low bits of the threshold that stay undecided: 2**15 of 2**23 is 0.4 %.
 _TOLERANCE = 1 << 15
-# Blocks shorter than this are sorted: there is nothing to win.
+# Shorter blocks are sorted, because a threshold would be no faster.
 _MIN_SEARCHED = 1 << 14
 _NUM_SAMPLED = 1 << 13
 _WORD = 32
@@ -28,7 +28,7 @@ _LARGEST = 0x7FFFFFFF
 
 
 def select(block: jax.Array, k: int, selection: Selection) -> jax.Array:
-    """Indices of the `k` largest magnitudes, to the precision that is asked for.
+    """Returns indices of the `k` largest magnitudes, to the chosen precision.
 
     Args:
       block: ``(n,)`` float32.
@@ -52,10 +52,10 @@ def select(block: jax.Array, k: int, selection: Selection) -> jax.Array:
 
 
 def _threshold(magnitudes: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Bounds with fewer than `k` elements from `high` on, and at least `k` from `low`.
+    """Finds bounds: fewer than `k` elements from `high` on, at least `k` from `low`.
 
-    They are closer than the tolerance. A sample tells where to begin; it decides
-    nothing but how many counts it takes.
+    They are closer than the tolerance. A sample gives the starting point; it affects
+    only the number of counts.
     """
     stride = magnitudes.size // _NUM_SAMPLED
     sample = jnp.sort(magnitudes[:: max(1, stride)])
@@ -79,7 +79,7 @@ def _threshold(magnitudes: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _packed(flags: jax.Array) -> jax.Array:
-    """32 flags a word, the first in the lowest bit."""
+    """Packs 32 flags into a word, the first in the lowest bit."""
     bits = flags.reshape(-1, _WORD).astype(jnp.uint32)
     return jnp.sum(bits << jnp.arange(_WORD, dtype=jnp.uint32), 1, dtype=jnp.uint32)
 
@@ -89,7 +89,7 @@ def _num_bits(words: jax.Array) -> jax.Array:
 
 
 def _first_bits(words: jax.Array, number: jax.Array) -> jax.Array:
-    """The words with all set bits after so many cleared; `number` is at least 1."""
+    """Clears all set bits after the first `number`, which is at least 1."""
     last = _positions(words, (number - 1)[None])[0]
     starts = jnp.arange(words.size, dtype=jnp.int32) * _WORD
     kept = jnp.clip(last + 1 - starts, 0, _WORD).astype(jnp.uint32)
@@ -99,19 +99,19 @@ def _first_bits(words: jax.Array, number: jax.Array) -> jax.Array:
 
 
 def _set_bits(words: jax.Array, k: int) -> jax.Array:
-    """Positions of the `k` bits that are set."""
+    """Returns the positions of the `k` set bits."""
     return _positions(words, jnp.arange(k, dtype=jnp.int32))
 
 
 def _positions(words: jax.Array, ranks: jax.Array) -> jax.Array:
-    """Of the set bits with these numbers, counted from 0, the positions."""
+    """Returns the positions of the set bits with these numbers, counted from 0."""
     counts = lax.population_count(words).astype(jnp.int32)
     ends = jnp.cumsum(counts)
     chosen = jnp.searchsorted(ends, ranks, side="right").astype(jnp.int32)
     chosen = jnp.minimum(chosen, words.size - 1)
     left = ranks - (ends[chosen] - counts[chosen])
     word, position = words[chosen], jnp.zeros_like(ranks)
-    for width in (16, 8, 4, 2, 1):  # which half of what is left has the bit
+    for width in (16, 8, 4, 2, 1):  # choose the half that has the bit
         lower = word & jnp.uint32((1 << width) - 1)
         in_lower = lax.population_count(lower).astype(jnp.int32)
         is_upper = left >= in_lower

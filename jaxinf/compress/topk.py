@@ -1,7 +1,7 @@
-"""What a user asks for: `top_k`, and its form on a command line.
+"""The user's choice of a compression: `top_k`, and its form on a command line.
 
-Invariant: a compression that exists can be carried out; what cannot mean anything is
-refused where it is made.
+Invariant: every compression that exists can be carried out; invalid ones are refused
+when they are made.
 """
 
 from dataclasses import dataclass, fields
@@ -15,21 +15,21 @@ __all__ = ["INDEX_BYTES", "Selection", "TopK", "ValueDType", "parse_compression"
            "top_k"]  # fmt: skip
 
 Selection: TypeAlias = Literal["threshold", "exact"]
-"""How the largest are found; see `top_k`."""
+"""The method to find the largest elements; see `top_k`."""
 
 ValueDType: TypeAlias = Literal["float32", "bfloat16", "float16"]
-"""Of the values on the link."""
+"""Dtype of the values on the link."""
 
 INDEX_BYTES = 4
-"""An index on the link is an int32."""
+"""Bytes of an index on the link, an int32."""
 
 
 @dataclass(frozen=True)
 class TopK:
-    """The largest of each chunk of a gradient; made by `top_k`, which says more.
+    """Compression to the largest elements of each chunk; made by `top_k`.
 
     Raises:
-      ValueError: naming the argument.
+      ValueError: an argument is out of range; names it.
     """
 
     ratio: float
@@ -58,19 +58,19 @@ class TopK:
                 )
 
     def value_dtype(self, gradient: Any) -> np.dtype:
-        """Of the values on the link, for a gradient of a dtype."""
+        """Returns the dtype of values on the link, for a gradient's dtype."""
         return jnp.dtype(self.values or gradient)
 
     def entry_bytes(self, gradient: Any) -> int:
-        """Bytes of an index and its value."""
+        """Returns the bytes of an index and its value."""
         return INDEX_BYTES + self.value_dtype(gradient).itemsize
 
     def num_kept(self, num_elements: int, gradient: Any) -> int:
-        """How many elements of a chunk are sent.
+        """Returns the number of elements of a chunk to send.
 
         Args:
-          num_elements: of the chunk.
-          gradient: its dtype.
+          num_elements: length of the chunk.
+          gradient: dtype of the gradient.
 
         Returns:
           As many as fit into ``ratio`` times the dense bytes, but at least one.
@@ -81,7 +81,7 @@ class TopK:
         return min(num_elements, max(1, fitting))
 
     def describe(self) -> str:
-        """As `parse_compression` reads it."""
+        """Returns the text that `parse_compression` reads."""
         words = [f"top_k:{self.ratio:g}"]
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
@@ -105,19 +105,19 @@ def top_k(
     section IV-C).
 
     Args:
-      ratio: bytes sent, as a part of the dense gradient's: above 0, at most 1. For fp32
-        gradients an element costs twice its dense bytes, so that 0.02, which is that
-        paper's "2 %", keeps 1 % of the elements.
-      warmup_steps: the first steps of the store, in which gradients are sent dense.
-      error_feedback: whether what was not sent is added to the next gradient. It takes
-        4 bytes a param on the JAX device, and as many on the link in each commit.
+      ratio: bytes sent, as a share of the dense gradient's: above 0, at most 1. For
+        fp32 gradients an element costs twice its dense bytes, so 0.02, the paper's "2
+        %", keeps 1 % of the elements. warmup_steps: number of first steps of the store
+        that send dense gradients. error_feedback: whether elements that were not sent
+        are added to the next gradient. This takes 4 bytes a param on the JAX device,
+        and as many on the link in each commit.
       values: dtype of the values sent; by default the gradient's own.
-      selection: ``"threshold"``: a magnitude is searched that the wanted number of
-        elements reach, to within 0.4 %, and the places left go to elements as close
-        below it; ``"exact"``: the largest themselves. Both keep the same number.
+      selection: ``"threshold"`` finds the magnitude that the wanted number of elements
+        reach, to within 0.4 %; remaining places go to elements just below it.
+        ``"exact"`` finds the largest elements. Both keep the same number.
 
     Returns:
-      What `jaxinf.smart_update` takes as `compress`.
+      A value for the argument `compress` of `jaxinf.smart_update`.
 
     Raises:
       ValueError: an argument is out of range.
@@ -129,7 +129,7 @@ def parse_compression(text: str) -> TopK:
     """Reads ``top_k:RATIO[,NAME=VALUE…]``, the names being `top_k`'s.
 
     Raises:
-      ValueError: it is none; says what was expected.
+      ValueError: the text does not parse; gives the expected form.
     """
     name, colon, rest = text.strip().partition(":")
     if name != "top_k" or not colon:

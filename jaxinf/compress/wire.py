@@ -1,10 +1,10 @@
-"""What crosses the link instead of a dense gradient.
+"""The form of a sparse gradient on the link.
 
-    chunk 0                  chunk 1                  …
-    int32 indices, rising    int32 indices, rising
-    values                   values
+    chunk 0                     chunk 1                     …
+    int32 indices, ascending    int32 indices, ascending
+    values                      values
 
-Invariant: an index counts elements of its own chunk, and none comes twice.
+Invariant: an index is relative to its own chunk, and no index occurs twice.
 """
 
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ __all__ = ["SparseGradient", "SparseLeaf"]
 
 @dataclass(frozen=True)
 class SparseGradient:
-    """A run of a gradient of which few elements are not zero.
+    """A run of a gradient with few elements that are not zero.
 
     Attributes:
-      indices: ``(k,)`` int32, rising, below `num_elements`.
+      indices: ``(k,)`` int32, ascending, below `num_elements`.
       values: ``(k,)`` float32, bfloat16 or float16.
-      num_elements: of the run.
+      num_elements: length of the run.
     """
 
     indices: Array
@@ -39,7 +39,7 @@ class SparseGradient:
         return self.indices.nbytes + self.values.nbytes
 
     def part(self, start: int, stop: int) -> "SparseGradient":
-        """The elements from `start` to `stop`, counted from there."""
+        """Returns the elements from `start` to `stop`, with indices from `start` on."""
         if (start, stop) == (0, self.num_elements):
             return self
         first, last = np.searchsorted(self.indices, (start, stop))
@@ -47,7 +47,7 @@ class SparseGradient:
         return SparseGradient(indices, self.values[first:last], stop - start)
 
     def put_into(self, dense: Array) -> None:
-        """Writes the values where they belong; the rest stays as it is.
+        """Writes the values at their indices; other elements do not change.
 
         Args:
           dense: ``(num_elements,)`` of the values' dtype.
@@ -67,11 +67,11 @@ class SparseLeaf:
     Its arrays are JAX's on the JAX device and NumPy's on the host.
 
     Attributes:
-      shape: of the leaf or the shard.
+      shape: shape of the leaf or the shard.
       indices: ``(k,)`` int32: those of the first chunk, then of the second, ….
-      values: ``(k,)``, likewise.
-      counts: how many of each chunk.
-      lengths: elements of each chunk, as they were when it was compressed.
+      values: ``(k,)``, in the same order.
+      counts: number of elements sent of each chunk.
+      lengths: length of each chunk at the time of the compression.
     """
 
     shape: tuple[int, ...]
@@ -90,7 +90,7 @@ class SparseLeaf:
         return np.cumsum(self.counts)
 
     def chunk(self, number: int) -> SparseGradient:
-        """What was sent of the chunk of that number within the leaf or shard."""
+        """Returns the elements sent of a chunk, by its number in the leaf or shard."""
         last = int(self._ends[number])
         own = slice(last - self.counts[number], last)
         return SparseGradient(self.indices[own], self.values[own], self.lengths[number])

@@ -1,8 +1,8 @@
-"""What the engine asks of a CSD: a drive and the processor that updates what is on it.
+"""The interface of a CSD: a drive and the processor that updates the chunks on it.
 
-Invariant: a CSD is a set of blocking primitives over buffers it hands out itself;
-order, overlap, memory budget and commits are the engine's. Calls on different buffers
-may run at once from different threads, and release the GIL while they work.
+Invariant: a CSD has blocking primitives over buffers that it hands out itself. The
+engine decides order, overlap, memory budget and commits. Calls on different buffers may
+run at once in different threads, and release the GIL while they work.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -35,13 +35,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class CsdInfo:
-    """What a CSD is.
+    """Description of a CSD.
 
     Attributes:
       kind: ``"host"``, ….
-      root: the directory its chunks are in.
+      root: the directory of its chunks.
       total_bytes: capacity of its file system.
-      free_bytes: what of that is free.
+      free_bytes: free space of its file system.
       direct_io: whether chunks bypass the page cache.
     """
 
@@ -57,11 +57,11 @@ class Extent:
     """One state's part of a subgroup, in its chunk file and in the CSD's buffer.
 
     Attributes:
-      dtype: of the elements.
-      num_elements: how many.
-      file_offset_bytes: in the chunk file, a multiple of the page.
-      buffer_offset_bytes: in the buffer, a multiple of the page.
-      codec: how they stand for float32, as in the store's manifest; empty: they are.
+      dtype: dtype of the elements.
+      num_elements: number of elements.
+      file_offset_bytes: offset in the chunk file, a multiple of the page.
+      buffer_offset_bytes: offset in the buffer, a multiple of the page.
+      codec: their codec for float32, as in the store's manifest; empty for none.
     """
 
     dtype: np.dtype
@@ -78,7 +78,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class ScalarInputs:
-    """What a kernel gets beside state and gradient.
+    """A kernel's inputs beside state and gradient.
 
     Attributes:
       scalars: 0-d arrays of 32-bit dtypes or bool, from the prologue.
@@ -91,10 +91,10 @@ class ScalarInputs:
 
 @dataclass(frozen=True)
 class Rounding:
-    """What the random bits of a subgroup's stochastic rounding depend on.
+    """The seed of a subgroup's stochastic rounding.
 
     Attributes:
-      key: 32 bits, of leaf, chunk and step.
+      key: 32 bits, from leaf, chunk and step.
       first: number of the subgroup's first element in its chunk.
     """
 
@@ -104,13 +104,12 @@ class Rounding:
 
 @dataclass(frozen=True)
 class UpdateOutcome:
-    """What a CSD says of an update.
+    """A CSD's report of an update.
 
     Attributes:
       is_finite: whether every element of the gradient is finite.
-      read_checksums: by position in the extents, the CRC-32C of each state as it was
-        read from the drive, where `update` was asked to tell it; of the params that
-        were given in place of the first, always.
+      read_checksums: by position in the extents, the CRC-32C of each requested state as
+        read from the drive; always that of given params.
     """
 
     is_finite: bool
@@ -119,10 +118,10 @@ class UpdateOutcome:
 
 @dataclass(frozen=True)
 class GradientForm:
-    """How gradients of a leaf come.
+    """The form of a leaf's gradients.
 
     Attributes:
-      dtype: of the elements, or of the values that are sent of them.
+      dtype: dtype of the elements, or of the values sent.
       is_sparse: whether only some elements are sent, with their positions.
     """
 
@@ -131,21 +130,21 @@ class GradientForm:
 
 
 def is_idle(kernel: Kernel) -> bool:
-    """Whether an update leaves params and state as they are."""
+    """Whether an update changes neither params nor state."""
     return kernel.update is None and kernel.unchanged >= set(kernel.slots)
 
 
 @dataclass(frozen=True, eq=False)
 class KernelNeed:
-    """What a leaf asks of a CSD.
+    """A leaf's requirements for a CSD.
 
     Attributes:
-      leaf: its name.
-      kernel: its update.
-      codecs: of the master params, then of the slots in the kernel's order, as in
-        `Extent`.
-      dtype: of its params on the JAX device.
-      gradients: all forms in which its gradients come.
+      leaf: the leaf's name.
+      kernel: the leaf's update.
+      codecs: codecs of the master params, then of the slots in the kernel's order, as
+        in `Extent`.
+      dtype: dtype of the params on the JAX device.
+      gradients: all forms of the leaf's gradients.
     """
 
     leaf: str
@@ -164,7 +163,7 @@ class CsdBuffer(Protocol):
         ...
 
     def release(self) -> None:
-        """Gives the memory back; no view of it may be used any more."""
+        """Returns the memory; its views must no longer be used."""
         ...
 
 
@@ -172,10 +171,10 @@ class Transfer(NamedTuple):
     """A state's part of a subgroup to be moved.
 
     Attributes:
-      buffer: the subgroup's, of the CSD that moves it.
-      extent: where in the buffer and in the file.
-      file: its chunk's.
-      for_host: of a read: the host will look at it (`Csd.view`), and no kernel.
+      buffer: the subgroup's buffer, of the CSD that moves it.
+      extent: the place in the buffer and in the file.
+      file: the chunk's file.
+      for_host: for a read: whether the host uses it (`Csd.view`) instead of a kernel.
     """
 
     buffer: CsdBuffer
@@ -189,20 +188,20 @@ class Csd(Protocol):
 
     @property
     def memory(self) -> object:
-        """What its buffers are taken from; CSDs of the same one compete for it."""
+        """The memory of its buffers; CSDs with the same memory compete for it."""
         ...
 
     @property
     def is_host(self) -> bool:
-        """Whether an `update` runs on its caller's thread: no interrupt can end it."""
+        """Whether `update` runs on the caller's thread, where no interrupt ends it."""
         ...
 
     def info(self) -> CsdInfo:
-        """What it is, now."""
+        """Its present description."""
         ...
 
     def acquire(self, num_bytes: int) -> CsdBuffer | None:
-        """A buffer, or None where the budget has no room for it now; never blocks."""
+        """Returns a buffer, or None if the budget has no room now; never blocks."""
         ...
 
     def read(self, transfers: Sequence[Transfer]) -> None:
@@ -222,10 +221,10 @@ class Csd(Protocol):
         ...
 
     def checksum(self, buffer: CsdBuffer, extent: Extent) -> int | None:
-        """The CRC-32C of a state's elements in the buffer, padding left out.
+        """Returns the CRC-32C of a state's elements in the buffer, without padding.
 
-        None between `read` and the next `update`, where the processor beside the drive
-        takes it in the update's own pass: ask that for it.
+        None between `read` and the next `update` if the CSD computes it in the pass of
+        the update; then request it from `update`.
         """
         ...
 
@@ -247,20 +246,17 @@ class Csd(Protocol):
 
         Args:
           buffer: holds the states of `extents`.
-          extents: master params, then the kernel's slots in its order, each as it is
-            stored; the scales of int8 codes follow them, as the remainders follow split
-            params.
-          kernel: what to run.
-          gradient: 1-D, 16 or 32 bits, as long as the subgroup; only read. Of a
-            sparse one the elements that were not sent are zero.
-          inputs: scalars and further arrays.
-          out: 1-D; float32 receives the update, a 16-bit dtype the new params, which
-            are those stored where they are coded.
-          rounding: the random bits of stochastic rounding.
-          given: params to take instead of the buffer's, of their dtype. Only of a kind
-            that takes params (`CsdSpec.takes_params`).
-          wants_params: float32 `out` receives the new params instead of the update.
-          tells: positions in the extents whose checksum, as they were read, is wanted.
+          extents: master params, then the kernel's slots in its order, as they are
+            stored; scales follow their int8 codes, and remainders their split params.
+            kernel: the kernel. gradient: 1-D, 16 or 32 bits, as long as the subgroup;
+            only read. In a sparse one, elements that were not sent are zero. inputs:
+            scalars and further arrays. out: 1-D; float32 receives the update, a 16-bit
+            dtype the new params; these are the stored ones if params are coded.
+            rounding: the seed of stochastic rounding. given: params to use instead of
+            the buffer's, of the same dtype. Only for a kind with
+            `CsdSpec.takes_params`. wants_params: whether float32 `out` receives the new
+            params instead of the update. tells: positions in the extents whose checksum
+            as read is requested.
         """
         ...
 
@@ -277,44 +273,44 @@ class Csd(Protocol):
         ...
 
     def view(self, buffer: CsdBuffer, extent: Extent) -> Array:
-        """A state of the buffer for the host to read, valid until the release.
+        """Returns a state of the buffer for the host to read, until the release.
 
-        Fast for what was read `for_host`; a card's own memory is slow to look at.
+        This is fast for a state that was read `for_host`; a card's own memory is slow.
         """
         ...
 
     def put(self, buffer: CsdBuffer, extent: Extent, values: Array) -> None:
-        """Makes values of the host's a state of the buffer, to be written."""
+        """Copies values of the host to a state of the buffer, to be written."""
         ...
 
 
 class CsdFleet(Protocol):
-    """The CSDs of one store: what they share, and how they begin and end."""
+    """The CSDs of one store, with shared resources, opening and closing."""
 
     @property
     def peak_bytes(self) -> int:
-        """The most that buffers have taken of a memory so far."""
+        """Peak bytes of buffers in one memory so far."""
         ...
 
     @property
     def used_bytes(self) -> int:
-        """What buffers that are lent now take."""
+        """Bytes of the buffers that are lent now."""
         ...
 
     def limit_memory(self, num_bytes: int) -> None:
-        """Lets buffers that take host memory take no more than this from now on."""
+        """Limits the host memory of buffers from now on."""
         ...
 
     @property
     def num_kernels(self) -> int:
-        """How many updates are worth running at once; a CSD may let fewer."""
+        """Number of updates to run at once; a CSD may run fewer."""
         ...
 
     def check(self, needs: Sequence[KernelNeed]) -> None:
-        """Refuses what a CSD of this kind cannot do, before anything is written.
+        """Refuses needs that this kind of CSD cannot meet, before anything is written.
 
         Raises:
-          CsdError: names the leaf, what is missing, and the remedy.
+          CsdError: names the leaf, the missing feature and the remedy.
         """
         ...
 
@@ -322,21 +318,21 @@ class CsdFleet(Protocol):
         """Refuses subgroups that are too long for the CSDs' memory.
 
         Raises:
-          CsdError: says how long, what there is, and the remedy.
+          CsdError: gives the length, the memory and the remedy.
         """
         ...
 
     def attach(
         self, directories: Sequence[Path], buffer_bytes: int, num_elements: int
     ) -> Sequence[Csd]:
-        """The CSDs, for chunk files below these directories, in the roots' order.
+        """Returns the CSDs for chunk files below these directories, in their order.
 
         Args:
-          directories: one a CSD; they exist.
-          buffer_bytes, num_elements: of the longest subgroup that will come.
+          directories: one existing directory for each CSD.
+          buffer_bytes, num_elements: size of the longest subgroup.
         """
         ...
 
     def close(self) -> None:
-        """Gives everything back; buffers still lent stay valid until their release."""
+        """Releases all resources; buffers still lent stay valid until their release."""
         ...

@@ -1,6 +1,6 @@
-"""The first state of a subgroup, by the host's kernel, for every kind of CSD.
+"""Computes the first state of a subgroup by the host's kernel, for every kind of CSD.
 
-Invariant: one code, and so the same bits whatever memory the state ends up in.
+Invariant: all kinds share this code, and so have the same bits.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ def initialise_states(
 def states_as_slots(
     views: Sequence[Array], extents: Sequence[Extent], rounding: Rounding
 ) -> list[Array | CodedSlot]:
-    """Params and slots as the host's kernels take them."""
+    """Returns params and slots in the form of the host's kernels."""
     slots: list[Array | CodedSlot] = []
     coming = iter(zip(views, extents, strict=True))
     for values, extent in coming:
@@ -73,7 +73,7 @@ def states_as_slots(
 
 
 def slot_part(slot: Array | CodedSlot, part: slice) -> Array | CodedSlot:
-    """Some of a slot's elements; coded ones from the start of a block on."""
+    """Returns a part of a slot; coded ones start at a block."""
     if isinstance(slot, CodedSlot):
         return slot.part(part.start, part.stop)
     return slot[part]

@@ -1,7 +1,7 @@
-"""CSDs by name: what `csd=` of `jaxinf.open_store` may say, and what it opens.
+"""CSDs by name: parses `csd=` of `jaxinf.open_store`, and opens the CSDs.
 
-Invariant: a kind's own module is imported when a store of that kind is opened, not
-before: nobody needs a card's software who has no card.
+Invariant: a kind's own module is imported only when a store of that kind is opened, so
+that users without cards need no software for them.
 """
 
 import os
@@ -26,14 +26,14 @@ _CARD_OPTIONS = {"xclbin": "JAXINF_XCLBIN", "devices": "JAXINF_XRT_DEVICES"}
 
 @dataclass(frozen=True)
 class CsdSpec:
-    """What `csd=` asks for.
+    """The parsed value of `csd=`.
 
     Attributes:
       kind: one of `CSD_KINDS`.
-      rates: what the CSDs are held up to.
+      rates: bandwidth limits of the CSDs.
       num_buffers: subgroups that an emulated card holds; None for as many as fit.
       xclbin: the file with the kernels of real cards.
-      num_devices: where cards cannot be listed: how many XRT has, by index.
+      num_devices: number of XRT's devices, if they cannot be listed.
     """
 
     kind: str
@@ -44,9 +44,9 @@ class CsdSpec:
 
     @property
     def takes_params(self) -> bool:
-        """Whether params that the caller has cost less than reading the master.
+        """Whether it is cheaper to use the caller's params than to read the master.
 
-        So it is where they are in the same memory, not across a link.
+        It is if they are in the same memory, not across a link.
         """
         return self.kind == "host"
 
@@ -57,17 +57,17 @@ class CsdSpec:
 
     @property
     def codes_params(self) -> bool:
-        """Whether the master of bfloat16 params may be coded: as a remainder, say."""
+        """Whether the master of bfloat16 params may be coded, for example split."""
         return self.kind == "host"
 
 
 def parse_csd(text: str, environ: Mapping[str, str] = os.environ) -> CsdSpec:
-    """Reads what a user gave: ``kind`` or ``kind:name=value,name=value``.
+    """Parses ``kind`` or ``kind:name=value,name=value``.
 
     Options of ``host`` and ``emulated`` are bandwidths, see `CsdRates`: for example
-    ``emulated:drive=1.5GB/s,link=3GB/s``. ``emulated`` has ``buffers``, too: how many
-    subgroups a card holds at once. Options of ``smartssd`` are ``xclbin`` and
-    ``devices``, for which the environment has JAXINF_XCLBIN and JAXINF_XRT_DEVICES.
+    ``emulated:drive=1.5GB/s,link=3GB/s``. ``emulated`` also has ``buffers``, the number
+    of subgroups that a card holds at once. Options of ``smartssd`` are ``xclbin`` and
+    ``devices``; the environment variables are JAXINF_XCLBIN and JAXINF_XRT_DEVICES.
 
     Raises:
       ValueError: there is no such kind or option.
@@ -120,14 +120,14 @@ def open_csds(
     """Opens the CSDs of a store; nothing is written.
 
     Args:
-      spec: which kind.
-      roots: existing directories, one a CSD, on the drives that the chunks will be on.
-      memory_bytes: for the buffers: of the host for all, of a card for each, with what
-        the host has beside it.
+      spec: the kind and its options.
+      roots: existing directories, one for each CSD, on the drives for the chunks.
+      memory_bytes: memory for buffers: on the host for all CSDs together, on cards for
+        each, including the host memory for that card.
       meters: counts their bytes.
 
     Raises:
-      CsdError: one is missing or not set up; says which, and the remedy.
+      CsdError: a CSD is missing or not set up; names it and the remedy.
     """
     fleet = _OPENERS[spec.kind](spec, roots, memory_bytes, meters)
     return ThrottledFleet(fleet, spec.rates) if spec.rates.is_set else fleet

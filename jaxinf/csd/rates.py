@@ -1,4 +1,4 @@
-"""Bandwidths as users write them, of drives, their cards and a shared host link.
+"""Bandwidth limits of drives, cards and a shared host link, as users write them.
 
 Invariant: a rate is a number of bytes a second above 0, or none.
 """
@@ -18,15 +18,15 @@ _FLAGS = {"gradients=drive": "has_stored_gradients", "writes=joined": "is_joined
 
 @dataclass(frozen=True)
 class CsdRates:
-    """Bytes a second; None where nothing is held up.
+    """Limits in bytes per second; None for no limit.
 
     Attributes:
-      drive_read, drive_write: of each drive, which does one request after another.
-      internal: between a drive and the card beside it, each way together.
-      kernel: of each card's kernel: state and dense gradient that it takes in.
-      decompress: of each card: dense gradient that it makes of a compressed one.
-      allocate: of the host, for all CSDs in turn: state that it makes buffers for.
-      link: of the host link, which all CSDs share.
+      drive_read, drive_write: limits of each drive, which serves one request at a time.
+      internal: limit between a drive and its card, for both directions together.
+      kernel: limit of each card's kernel, by its input of state and dense gradient.
+      decompress: limit of each card's decompressor, by its output of dense gradient.
+      allocate: limit of the host's allocation of buffers, for all CSDs in turn.
+      link: limit of the host link, which all CSDs share.
       has_stored_gradients: whether an update reads its gradient from the drive first.
       is_joined: whether no CSD writes while results of another cross the link.
     """
@@ -43,18 +43,18 @@ class CsdRates:
 
     @property
     def is_set(self) -> bool:
-        """Whether anything is held up."""
+        """Whether there is any limit."""
         return self != CsdRates()
 
 
 def parse_rates(options: Mapping[str, str]) -> CsdRates:
-    """Rates as users write them: ``drive=1.5GB/s``, ``link=800MB/s``, ….
+    """Parses rates as users write them: ``drive=1.5GB/s``, ``link=800MB/s``, ….
 
-    `drive` sets both ways. ``gradients=drive`` and ``writes=joined`` are no rates: see
-    `CsdRates.has_stored_gradients` and `CsdRates.is_joined`.
+    `drive` sets both directions. ``gradients=drive`` and ``writes=joined`` are not
+    rates: see `CsdRates.has_stored_gradients` and `CsdRates.is_joined`.
 
     Raises:
-      ValueError: there is no such rate, or it is no number of bytes a second above 0.
+      ValueError: the name is unknown, or the rate is not above 0 bytes per second.
     """
     rates = CsdRates()
     names = {f.name for f in fields(rates) if f.name not in _FLAGS.values()}

@@ -1,7 +1,7 @@
 """A kernel over a sparse gradient, for CSDs whose processor is the host's CPU.
 
-Invariant: the same bits and checksums as with the dense gradient that has zeros where
-nothing was sent; temporary memory does not grow with the subgroup.
+Invariant: bits and checksums are those of the dense gradient with zeros between the
+  sent elements; temporary memory does not grow with the subgroup.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +19,8 @@ from jaxinf.typing import Array
 
 __all__ = ["run_sparse"]
 
-# Of the dense scratch: 1 MiB in float32 stays in a core's cache, and clearing it costs
-# no more than what was written.
+# Size of the dense scratch: 1 MiB in float32 stays in a core's cache. Only written
+# elements are cleared.
 _PIECE_ELEMENTS = 1 << 18
 
 
@@ -38,8 +38,8 @@ def run_sparse(
     """Runs a kernel piece by piece, each piece's gradient scattered into a scratch.
 
     Args:
-      run: what `jaxinf.kernels.runner` gives; for the rest see `evaluate` there.
-      gradient: of as many elements as `params`.
+      run: a result of `jaxinf.kernels.runner`; for the others see `evaluate` there.
+      gradient: a gradient as long as `params`.
 
     Returns:
       Whether every value is finite.
@@ -74,10 +74,10 @@ def run_sparse(
 
 
 def _combined(parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[int, ...]:
-    """Of each stored array, the checksum of the whole; 0 stays 0 where none is wanted.
+    """Combines the checksums of each stored array; 0 for one that is not requested.
 
     Args:
-      parts: of each piece, checksums and lengths in bytes, by stored array.
+      parts: checksums and lengths in bytes of each piece, by stored array.
     """
     arrays = zip(*(zip(*part, strict=True) for part in parts), strict=True)
     return tuple(crc32c_combine(array) for array in arrays)

@@ -1,7 +1,7 @@
-"""Any kind of CSD, held up to the bandwidths of a system that is not there.
+"""Slows any kind of CSD down to given bandwidths, to emulate another system.
 
-Invariant: a throttled CSD only delays. What is moved and computed, and what is raised,
-is that of the CSD that it wraps.
+Invariant: a throttled CSD only adds delays. Data, results and errors are those of the
+wrapped CSD.
 """
 
 import threading
@@ -33,18 +33,18 @@ __all__ = ["Server", "ThrottledCsd", "ThrottledFleet"]
 
 
 class Server:
-    """Something that serves one request after another: a drive, a link. Thread-safe."""
+    """A resource that serves one request at a time: a drive, a link. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free_at_s = 0.0
 
     def reserve(self, num_bytes: int, bytes_per_s: float | None) -> float:
-        """When a request will have been served, by `time.monotonic`.
+        """Returns the time (`time.monotonic`) at which a request will be done.
 
         Args:
-          num_bytes: that it moves.
-          bytes_per_s: how fast it is served; None for at once, whoever waits.
+          num_bytes: bytes that it moves.
+          bytes_per_s: its rate; None for at once, without waiting for others.
         """
         now_s = time.monotonic()
         if bytes_per_s is None:
@@ -56,13 +56,13 @@ class Server:
 
     @property
     def free_at_s(self) -> float:
-        """When every request so far will have been served."""
+        """The time at which all requests so far will be done."""
         with self._lock:
             return self._free_at_s
 
 
 class _Passage(NamedTuple):
-    """Bytes that pass a server at a rate; None for one that holds nobody up."""
+    """Bytes that pass a server at a rate; None for no limit."""
 
     server: Server
     num_bytes: int
@@ -71,7 +71,7 @@ class _Passage(NamedTuple):
 
 @contextmanager
 def _held_up(*passages: _Passage) -> Iterator[None]:
-    """Lasts as long as its body, and as each of the servers, side by side."""
+    """Lasts as long as its body and as each server needs, all at the same time."""
     ends_s = [server.reserve(num, rate) for server, num, rate in passages]
     yield
     delay_s = max(ends_s) - time.monotonic()
@@ -80,11 +80,11 @@ def _held_up(*passages: _Passage) -> Iterator[None]:
 
 
 class ThrottledFleet:
-    """See `jaxinf.csd.CsdFleet`: a fleet whose CSDs are held up.
+    """See `jaxinf.csd.CsdFleet`: a fleet with throttled CSDs.
 
     Args:
-      fleet: of any kind.
-      rates: of each of its CSDs, and of the link that they share.
+      fleet: a fleet of any kind.
+      rates: limits of each CSD and of the shared link.
     """
 
     def __init__(self, fleet: CsdFleet, rates: CsdRates) -> None:
@@ -134,15 +134,15 @@ class ThrottledFleet:
 class ThrottledCsd:
     """See `jaxinf.csd.Csd`. Thread-safe.
 
-    A drive is one server: its reads and writes wait for each other. On the host all
-    state crosses the link. On a card it passes between the drive and the card, and
+    A drive is one server, so its reads and writes wait for each other. On a host all
+    state crosses the link. With cards state passes between drive and card, and only
     gradients and results cross the link.
 
     Args:
       csd: the CSD that does the work.
-      rates: what it is held up to.
+      rates: its limits.
       link: the host's link, which the CSDs of a store share.
-      host: the host's processor, which they share as well.
+      host: the host's processor, which they also share.
     """
 
     def __init__(self, csd: Csd, rates: CsdRates, link: Server, host: Server) -> None:
@@ -170,7 +170,7 @@ class ThrottledCsd:
         return self._csd.acquire(num_bytes)
 
     def read(self, transfers: Sequence[Transfer]) -> None:
-        """Drive → buffers, no faster than drive and way; buffers may take time."""
+        """Drive → buffers, limited by drive and path; buffers may take time."""
         num_bytes = sum(transfer.extent.num_bytes for transfer in transfers)
         with _held_up(_Passage(self._host, num_bytes, self._rates.allocate)):
             pass
@@ -178,7 +178,7 @@ class ThrottledCsd:
             self._csd.read(transfers)
 
     def write(self, transfers: Sequence[Transfer]) -> None:
-        """Buffers → drive, no faster than drive and way; joined, when the link is."""
+        """Buffers → drive, limited by drive and path; if joined, also by the link."""
         if self._rates.is_joined:
             time.sleep(max(0.0, self._link.free_at_s - time.monotonic()))
         with self._moving(transfers, self._rates.drive_write):
@@ -216,9 +216,9 @@ class ThrottledCsd:
         wants_params: bool = False,
         tells: Collection[int] = (),
     ) -> UpdateOutcome:
-        """Runs the kernel; on a card the gradient comes before, the result goes after.
+        """Runs the kernel; on a card, between the transfers of gradient and result.
 
-        Only a card's kernel is held up: what the host's reaches, it does itself.
+        Only a card's kernel is slowed down; the host's has its own speed.
         """
         is_moving = not (self.is_host or is_idle(kernel))
         if is_moving:
@@ -268,7 +268,7 @@ class ThrottledCsd:
         inputs: ScalarInputs,
         rounding: Rounding,
     ) -> None:
-        """Fills the buffer; what the host computes for a card crosses the link."""
+        """Fills the buffer; for a card, the host's result crosses the link."""
         self._csd.initialise(buffer, extents, kernel, params, inputs, rounding)
         if not self.is_host:
             self._wait_for_link(sum(extent.num_bytes for extent in extents))
@@ -278,7 +278,7 @@ class ThrottledCsd:
         return self._csd.view(buffer, extent)
 
     def put(self, buffer: CsdBuffer, extent: Extent, values: Array) -> None:
-        """Of the CSD; what the host puts on a card crosses the link."""
+        """Puts it into the CSD; for a card, the values cross the link."""
         self._csd.put(buffer, extent, values)
         if not self.is_host:
             self._wait_for_link(extent.num_bytes)

@@ -1,7 +1,7 @@
-"""Many short transfers in one native call: Python has the GIL once for all of them.
+"""Many short transfers in one native call, which releases the GIL once for all.
 
-Invariant: the effect, the errors and the bytes counted are those of `DirectIO`, which
-moves whatever the native call leaves, and everything where there is no compiler.
+Invariant: effects, errors and counted bytes are those of `DirectIO`. It moves the
+transfers that the native call leaves, and all of them without a compiler.
 """
 
 from array import array
@@ -23,7 +23,7 @@ class Piece(NamedTuple):
       file: absolute path.
       buffer: page-aligned.
       buffer_offset_bytes, file_offset_bytes: multiples of the page.
-      num_bytes: how much; in the buffer the pages that it ends in are its own.
+      num_bytes: length; its last page in the buffer belongs to it alone.
     """
 
     file: Path
@@ -38,7 +38,7 @@ class Transfers:
 
     Args:
       root: the directory.
-      meters: counts what is moved.
+      meters: counts the bytes moved.
     """
 
     def __init__(self, root: Path, meters: ByteMeters) -> None:
@@ -48,7 +48,7 @@ class Transfers:
 
     @property
     def direct(self) -> bool:
-        """Whether the file system does direct I/O."""
+        """Whether the file system supports direct I/O."""
         return self._io.direct
 
     def read(self, pieces: Sequence[Piece]) -> None:
@@ -70,7 +70,7 @@ class Transfers:
             self._io.write(*_request(piece))
 
     def _left(self, pieces: Sequence[Piece], *, writes: bool) -> Sequence[Piece]:
-        """Moves what the native call can; the others."""
+        """Moves pieces by the native call; returns the others."""
         if not self._io.direct:
             return pieces
         places = array("q")
@@ -88,7 +88,7 @@ class Transfers:
 
 
 def _request(piece: Piece) -> tuple[Any, ...]:
-    """What `DirectIO` is asked for."""
+    """Makes the request for `DirectIO`."""
     first = piece.buffer_offset_bytes
     num_pages = -(-piece.num_bytes // PAGE_BYTES)
     memory = piece.buffer.array[first : first + num_pages * PAGE_BYTES]

@@ -1,10 +1,10 @@
 """Page-aligned buffers under a hard budget: the only memory that state passes through.
 
-Long ones lie in huge pages where the system has them. Direct I/O then describes a
-request in a few runs of physical memory rather than one a page, which the kernel and
-the drive take several times less work for.
+Long buffers lie in huge pages if the system has them. Direct I/O then describes a
+request by a few runs of physical memory instead of one for each page. This takes the
+kernel and the drive several times less work.
 
-Invariant: what is handed out plus what is kept for reuse is never above the capacity.
+Invariant: memory that is lent or kept for reuse never exceeds the capacity.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ __all__ = ["Buffer", "BufferPool"]
 
 
 _HUGE_BYTES = 2 << 20
-"""A huge page, on x86-64 and most of AArch64; elsewhere a hint that is not taken."""
+"""A huge page, on x86-64 and most of AArch64; elsewhere the hint has no effect."""
 
 
 class Buffer:
     """Page-aligned memory lent by a `BufferPool`; also a context manager.
 
-    Its contents are whatever its last user left. After `release` the memory belongs to
-    the next user: views of `array` must not be used any more.
+    Its contents are arbitrary. After `release` the memory belongs to the next user, and
+    views of `array` must no longer be used.
     """
 
     __slots__ = ("_mapping", "_num_bytes", "_pool")
@@ -42,7 +42,7 @@ class Buffer:
 
     @property
     def address(self) -> int:
-        """Where it lies in the process's memory.
+        """Its address in the process's memory.
 
         Raises:
           ValueError: if the buffer was released.
@@ -51,7 +51,7 @@ class Buffer:
 
     @property
     def num_bytes(self) -> int:
-        """Length in bytes: what was asked for, rounded up to whole pages."""
+        """Length in bytes: the requested one, rounded up to whole pages."""
         return self._num_bytes
 
     @property
@@ -96,9 +96,9 @@ class Buffer:
 class BufferPool:
     """Buffers of any length under one byte budget. Thread-safe.
 
-    A request that fits goes ahead of an older one that does not: a worker that already
-    holds buffers is never stuck behind one that waits for them. The pool cannot see
-    workers wait for each other: take what a unit of work needs as one large buffer.
+    A request that fits is served before an older one that does not. So a worker that
+    holds buffers is never stuck behind one that waits for them. The pool cannot detect
+    workers that wait for each other, so take one large buffer for a unit of work.
 
     Attributes:
       capacity_bytes: the budget, rounded down to whole pages.
@@ -152,11 +152,11 @@ class BufferPool:
 
         Args:
           num_bytes: length wanted; rounded up to whole pages, at least one.
-          timeout_s: longest wait; None waits for as long as it takes.
-          block: False returns None where it would have to wait.
+          timeout_s: longest wait; None for no limit.
+          block: False returns None instead of waiting.
 
         Returns:
-          A buffer whose contents are arbitrary, or None as said above.
+          A buffer with arbitrary contents, or None if `block` is False.
 
         Raises:
           ValueError: if the request is negative or above the capacity.
@@ -189,14 +189,14 @@ class BufferPool:
             return self._lend(rounded)
 
     def resize(self, capacity_bytes: int) -> None:
-        """Sets another budget; what is lent beyond it stays until its release."""
+        """Sets another budget; buffers lent beyond it stay until their release."""
         with self._changed:
             self.capacity_bytes = page_ceil(max(capacity_bytes, 1))
             self._shrink_idle(max(0, self.capacity_bytes - self._used_bytes))
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Free what is idle and fail all waiters, present and future.
+        """Frees idle memory and fails all waiters, present and future.
 
         Buffers still lent stay valid; their memory is freed at their release. A second
         call does nothing.
@@ -241,11 +241,11 @@ class BufferPool:
 
 
 class _Mapping:
-    """Memory of its own, lent again and again.
+    """A memory mapping that is lent repeatedly.
 
     Attributes:
       array: `uint8[num_bytes]`, page-aligned.
-      address: where it lies in the process's memory.
+      address: its address in the process's memory.
     """
 
     __slots__ = ("_memory", "address", "array")
@@ -258,32 +258,32 @@ class _Mapping:
         self.address: int = self.array.ctypes.data
 
     def free(self) -> None:
-        """Gives the pages back to the system; nobody has it on loan."""
+        """Returns the pages to the system; the mapping must not be lent."""
         del self.array
         try:
             self._memory.close()
         except BufferError:
-            # A released buffer's view is still alive. The mapping has to outlive it,
-            # its pages need not: they are freed now, and the view reads zeros.
+            # A view of a released buffer is still alive. The mapping must outlive it,
+            # but # its pages need not. They are freed now, and the view reads zeros.
             self._memory.madvise(mmap.MADV_DONTNEED)
 
 
 def _map(num_bytes: int) -> mmap.mmap:
-    """New memory; of a long one, room to start on a huge page, which is not touched."""
+    """Maps new memory; a long one gets untouched room to start on a huge page."""
     is_long = num_bytes >= _HUGE_BYTES
-    # Private: MADV_DONTNEED gives back no pages of a shared mapping.
+    # Private, since MADV_DONTNEED frees no pages of a shared mapping.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, num_bytes + is_long * _HUGE_BYTES, flags=flags)
     if is_long and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
-            # Whole ones only: what is not asked for stays out of memory.
+            # Whole huge pages only, so that no memory beyond the request is used.
             whole_bytes = num_bytes - num_bytes % _HUGE_BYTES
             memory.madvise(mmap.MADV_HUGEPAGE, _aligned_start(memory), whole_bytes)
     return memory
 
 
 def _aligned_start(memory: mmap.mmap) -> int:
-    """Where a long buffer begins in its mapping; a short one at its start."""
+    """Returns the start of a buffer in its mapping; 0 for a short one."""
     if len(memory) < 2 * _HUGE_BYTES:
         return 0
     return -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE_BYTES

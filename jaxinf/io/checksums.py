@@ -1,6 +1,6 @@
-"""CRC-32C of buffers, and of their concatenation from the parts' own.
+"""CRC-32C of buffers, and of a concatenation from the checksums of its parts.
 
-Invariant: `crc32c_combine` of parts is `crc32c` of the whole, whatever the cut.
+Invariant: `crc32c_combine` of any division into parts is `crc32c` of the whole.
 """
 
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ def crc32c(array: Array) -> int:
 
 
 def crc32c_combine(parts: Iterable[tuple[int, int]]) -> int:
-    """The CRC-32C of a whole.
+    """Returns the CRC-32C of a whole from those of its parts.
 
     Args:
       parts: the CRC-32C and the length in bytes of each part, in order.
@@ -37,7 +37,7 @@ def crc32c_combine(parts: Iterable[tuple[int, int]]) -> int:
 
 
 _Operator = tuple[int, ...]
-"""A linear map of 32 bits: what it makes of each single bit."""
+"""A linear map of 32 bits, as the images of the single bits."""
 
 
 def _apply(operator: _Operator, bits: int) -> int:
@@ -51,7 +51,7 @@ def _apply(operator: _Operator, bits: int) -> int:
 
 @lru_cache(maxsize=256)
 def _zeros(num_bytes: int) -> _Operator:
-    """What appending so many zero bytes does to a checksum."""
+    """Returns the effect on a checksum of appending a number of zero bytes."""
     result: _Operator = tuple(1 << bit for bit in _BITS)
     doubling = _one_zero_bit()
     for _ in range(3):

@@ -1,8 +1,8 @@
 """Reads and writes that bypass the page cache, with a buffered fallback.
 
-Invariant: a call returns when all its bytes moved, else it raises; a file system that
-refuses direct I/O is used buffered. All functions block, release the GIL
-and are thread-safe; a file is opened and closed in each call.
+Invariant: a call moves all its bytes or raises; a file system that refuses direct I/O
+  is used buffered. All functions block, release the GIL and are thread-safe; each call
+  opens and closes its file.
 """
 
 import errno
@@ -35,14 +35,14 @@ class _Transfer:
     buffered: bool = True
 
     def run_pages(self, end: int) -> int:
-        """Move array[:end] directly, or buffered where that is refused."""
+        """Moves array[:end] directly, or buffered if that is refused."""
         if end == 0:
             return 0
         try:
             with self._opened(os.O_DIRECT) as fd:
                 done = self._run(fd, 0, end, whole_pages=True)
-            # A write that stopped within a page has met a limit. Going on from that
-            # byte on, which only buffered I/O can, tells which.
+            # A write that stopped within a page met a limit. Buffered I/O can continue
+            # # from that byte, and its error names the limit.
             return self.run_rest(done, end) if self.writes and done < end else done
         except OSError as error:
             if error.errno not in REFUSALS or not self.buffered:
@@ -96,19 +96,18 @@ def read_into(
     meters: ByteMeters | None = None,
     buffered: bool = True,
 ) -> None:
-    """Read a part of a file into a buffer; blocks until it is there.
+    """Reads a part of a file into a buffer; blocks until done.
 
-    Where the buffer has room, the length is rounded up to whole pages, and what the
-    file holds there goes to the buffer too. Otherwise the odd end is read buffered.
+    If the buffer has room, the length is rounded up to whole pages, so the buffer
+    receives more of the file. Otherwise the odd end is read buffered.
 
     Args:
       path: the file.
       array: uint8, 1-D, contiguous, page-aligned and writable: `Buffer.array` or a part
         of it that starts on a page.
-      offset_bytes: where in the file, a multiple of the page.
-      num_bytes: how much, at most the array's length.
-      meters: counts what was read.
-      buffered: whether what direct I/O refuses goes through the page cache.
+      offset_bytes: position in the file, a multiple of the page. num_bytes: number of
+        bytes, at most the array's length. meters: counts the bytes read. buffered:
+        whether to use the page cache when direct I/O is refused.
 
     Raises:
       ValueError: if array, offset or length are not as said.
@@ -147,11 +146,11 @@ def write_from(
 ) -> None:
     """Write a buffer to a part of an existing file; blocks until it is copied.
 
-    The buffer may be reused on return; the data is durable after `sync_filesystem`.
-    Where the file's length and a writable buffer have room, the length is rounded up to
-    whole pages, and zeros are put behind the data in the buffer and in the file: what
-    follows the data in its last page must be padding. Otherwise the odd end is written
-    buffered and made durable at once.
+    The buffer may be reused on return; the data is durable after `sync_filesystem`. The
+    rest of the data's last page must be padding. If the file's length and a writable
+    buffer have room, the length is rounded up to whole pages, and zeros follow the data
+    in the buffer and in the file. Otherwise the odd end is written buffered and made
+    durable at once.
 
     Args:
       path: the file, which exists.

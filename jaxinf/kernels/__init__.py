@@ -1,7 +1,7 @@
-"""Kernels as code: evaluated with NumPy, lowered, emitted as C++, compiled, for cards.
+"""Runs kernels: evaluates with NumPy, lowers, emits C++, compiles, also for cards.
 
-Invariant: nothing here imports JAX or optax; what a kernel computes is the data that
-`jaxinf.program` cut out of an optimizer.
+Invariant: nothing here imports JAX or optax; a kernel is data that `jaxinf.program` has
+extracted from an optimizer.
 """
 
 from jaxinf.kernels.card import (

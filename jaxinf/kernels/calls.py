@@ -41,15 +41,16 @@ _PASSAGE = "PPPi4x"
 class _Block:
     """All arguments of one call in one piece of memory: packed at once.
 
-    Arrays, passage, then words (scalars, constants, sums), then what is wanted.
+    It has arrays, passage, words (scalars, constants, sums), and the wanted flags.
 
     Attributes:
-      packer: of all of it.
-      num_bytes: as long as that.
-      offsets: of gradient, params, out, slots, arrays, scalars, constants, passage.
-      sums: where those are.
-      sums_unpacker: of them.
-      wanted: where that is.
+      packer: packs the whole block.
+      num_bytes: length of the block.
+      offsets: offsets of gradient, params, out, slots, arrays, scalars, constants,
+        passage.
+      sums: offset of the sums.
+      sums_unpacker: unpacks the sums.
+      wanted: offset of the wanted flags.
     """
 
     packer: struct.Struct
@@ -69,7 +70,7 @@ class _Block:
         num_words: int,
         num_sums: int,
     ) -> "_Block":
-        """For so many of each; the words are scalars and constants."""
+        """Makes the block for these numbers; the words are scalars and constants."""
         length = struct.calcsize(_ARRAY)
         arrays = 3 + num_slots
         passage = (arrays + num_arrays) * length
@@ -159,12 +160,12 @@ def _array(array: Array | CodedSlot) -> tuple[int, int, int, int, int]:
 
 
 def _num_stored(state: Array | CodedSlot) -> int:
-    """Of how many arrays it is stored."""
+    """Number of arrays in which it is stored."""
     return 2 if isinstance(state, CodedSlot) and state.beside is not None else 1
 
 
 def scalar_word(number: np.generic | Array) -> int:
-    """The 32 bits in which a kernel takes a scalar; all set for true."""
+    """Converts a scalar to a kernel's 32 bits; all set for true."""
     if number.dtype == np.bool_:
         return _WORD if number else 0
     return int(np.asarray(number).view(np.uint32))

@@ -1,7 +1,7 @@
 """The kernels of FPGA cards: one table of their names and arguments.
 
-Invariant: what calls a card kernel, what describes it to a runtime and what builds it
-(`jaxinf.kernels.card_source`) read this table, and nothing else.
+Invariant: this table is the only description of card kernels, for callers, runtimes and
+the builder (`jaxinf.kernels.card_source`).
 
 A card kernel is one emitted body for one dtype of gradient, of result and of state:
 
@@ -39,12 +39,13 @@ __all__ = [
 ]
 
 CARD_ALIGNMENT_BYTES = 64
-"""Of every pointer, and of the memory behind it: what a port moves in one cycle."""
+"""Alignment of pointers and their memory: the bytes a port moves in one cycle."""
 
 STATUS_BYTES = 64
-"""Of the block that a kernel writes last, 16 words of uint32: [0] 1 where every
-gradient is finite, else 0; from [1] the checksums of `CardStatus`; [15] not 0 where
-top-k's positions are not valid; the rest 0."""
+"""Bytes of the block that a kernel writes last, 16 words of uint32: [0] 1 if every
+gradient is finite, otherwise 0; from [1] the checksums of `CardStatus`; [15] not 0 if
+top-k's positions are not valid; the others 0.
+"""
 
 GRADIENTS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 RESULTS = {
@@ -68,10 +69,10 @@ class CardArgument:
     Attributes:
       name: For example ``mu_in``.
       kind: A pointer is memory that a port (``m_axi``) reaches; a scalar is 32 bits.
-      type: Of what it points to, or of the scalar, whose bits are passed.
-      is_output: Whether the kernel writes through it, and never reads.
-      count: How much it points to: the subgroup's elements, those selected by top-k,
-        the scales of its blocks, the table of estimates, or the status.
+      type: Type of the memory, or of the scalar, whose bits are passed. is_output:
+        Whether the kernel only writes through it. count: Length of the memory: the
+        subgroup's elements, those selected by top-k, the scales of its blocks, the
+        table of estimates, or the status.
     """
 
     name: str
@@ -96,10 +97,10 @@ class CardArgument:
 
 @dataclass(frozen=True)
 class CardStatus:
-    """What a kernel reports.
+    """A kernel's report.
 
     Attributes:
-      finite: Whether every gradient is.
+      finite: Whether every gradient is finite.
       indices_valid: Whether top-k's positions ascend and lie in the subgroup; True
         without top-k.
       checksums_read: CRC-32C of each extent as it was read: master params, then the
@@ -118,7 +119,7 @@ class CardKernel:
     """A kernel of a card, and this optimizer's literals for it.
 
     Attributes:
-      name: In the xclbin, and of the C function.
+      name: Name in the xclbin and of the C function.
       body: The source in ``generated/`` without its suffix.
       gradient: ``f32``, ``bf16`` or ``f16``.
       out: ``update`` (optax's u) or ``params`` (the new master), float32; ``bf16`` or
@@ -174,9 +175,9 @@ class CardKernel:
         """The scalar arguments as signed 32-bit integers, which pyxrt wants.
 
         Args:
-          num_elements: of the subgroup.
-          rounding_key: of the random bits; slot i rounds with ``rounding_key + 1 + i``,
-            as on the host.
+          num_elements: length of the subgroup.
+          rounding_key: key of the random bits; slot i rounds with
+            ``rounding_key + 1 + i``, as on the host.
           rounding_first: number of the subgroup's first element in its chunk.
           scalars: 0-d, the prologue's, in order.
           num_selected: pairs of top-k; 0 without.
@@ -205,7 +206,7 @@ class CardKernel:
         return tuple((word & 0xFFFFFFFF ^ 1 << 31) - (1 << 31) for word in words)
 
     def read_status(self, words: Array) -> CardStatus:
-        """What a status block says; `words`: ``(16,)`` uint32."""
+        """Decodes a status block; `words`: ``(16,)`` uint32."""
         numbers = [int(word) for word in words]
         count = len(self.extents)
         return CardStatus(
@@ -223,7 +224,7 @@ def card_kernel(
     codec: str = "",
     compressed: bool = False,
 ) -> CardKernel:
-    """The card kernel that computes `kernel`.
+    """Returns the card kernel that computes `kernel`.
 
     Args:
       kernel: a leaf's update.
@@ -258,7 +259,7 @@ def card_kernel(
 
 @functools.cache
 def named_card_kernel(name: str) -> CardKernel:
-    """The card kernel of a name, with some optimizer's literals.
+    """Returns the card kernel of a name, with the literals of some optimizer.
 
     Raises:
       ValueError: there is no such kernel.
@@ -360,7 +361,7 @@ def _check_choice(what: str, value: str, choices: dict[str, str]) -> None:
 
 @functools.cache
 def _bodies() -> dict[str, Kernel]:
-    """The package's kernels that change something."""
+    """Returns the package's kernels, except those that change nothing."""
     return {n: k for n, k in standard_kernels().items() if k.update is not None}
 
 

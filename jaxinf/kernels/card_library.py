@@ -1,7 +1,7 @@
 """Card kernels on a machine without a card: the same C++, compiled for its CPU.
 
-Invariant: a library is built from the sources that a synthesiser gets, and from the
-header files in ``hls/csim`` in the place of the vendor's.
+Invariant: a library is built from the same sources as for synthesis, with the header
+  files in ``hls/csim`` in place of the vendor's.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ _FLAGS = (
 
 
 def card_library(*cards: CardKernel) -> Path:
-    """A shared library with these kernels, compiled at the first use; blocks.
+    """Returns a shared library with these kernels, compiled at first use; blocks.
 
     Each is an ``extern "C"`` function of the card kernel's name that returns nothing
     and takes `CardKernel.arguments`: pointers, aligned to and with memory in multiples
@@ -40,7 +40,7 @@ def card_library(*cards: CardKernel) -> Path:
 
     Raises:
       CompilerError: there is no compiler, or it failed.
-      OSError: there is no room for it, not even among temporary files.
+      OSError: no directory has room for it, not even that for temporary files.
     """
     compiler = toolchain.find_compiler()
     if compiler is None:
@@ -79,7 +79,7 @@ def hls_directory() -> Path:
 
 
 def _command(compiler: str) -> list[str]:
-    """With the processor's fused multiply-add, which would be a slow call without."""
+    """Returns a command with the processor's fused multiply-add; calls are slow."""
     levels = toolchain.levels()
     march = [f"-march={levels[-1]}"] if levels else []
     return [compiler, *march, *_FLAGS, *(f"-I{path}" for path in _include_paths())]

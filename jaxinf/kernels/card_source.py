@@ -1,7 +1,7 @@
 """Card kernels as C++ for HLS: the stages of ``hls/include`` wired around a body.
 
-Invariant: the text follows from the table of `jaxinf.kernels.card` alone, and holds no
-arithmetic: that is in the body, which hosts and cards include alike.
+Invariant: the text depends only on the table of `jaxinf.kernels.card`, and contains no
+  arithmetic. That is in the body, which hosts and cards share.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,10 +17,10 @@ _FORMATS = {"float32": "F32", "bfloat16": "Bf16", "float16": "F16", "uint8": "Co
 
 
 def card_source(cards: Sequence[CardKernel]) -> str:
-    """The translation unit of kernels that share one body.
+    """Returns the translation unit of kernels that share one body.
 
     Args:
-      cards: what it holds; one for a synthesiser.
+      cards: its kernels; a single one for synthesis.
     """
     (body,) = {card.body for card in cards}
     lines = [f"// {card.name}." for card in cards]
@@ -62,18 +62,18 @@ def _parameter(argument: CardArgument) -> str:
 
 
 def card_ports(card: CardKernel) -> tuple[str, ...]:
-    """Its ports (``m_axi`` bundles), of which a memory bank takes 15 or so in all."""
+    """Returns its ports (``m_axi`` bundles); a memory bank has room for about 15."""
     return tuple(dict.fromkeys(_bundle(card, p) for p in card.pointers))
 
 
 def _bundle(card: CardKernel, pointer: CardArgument) -> str:
-    """The port of a pointer. Each has one process that reads and one that writes."""
+    """Returns the port of a pointer. Each port has one reader and one writer."""
     for end in ("_in", "_out"):
         if pointer.name.endswith(end):
             return pointer.name.removesuffix(end)
     if pointer.name == "out":
         return "gradient"
-    # What is short rides with the status; of two that are read, the table has its own.
+    # Short pointers share the port of the status; of two inputs, the table has its own.
     if pointer.name == "rsqrt_estimates" and card.compressed:
         return pointer.name
     return "gradient" if pointer.name == "gradient" else "status"
@@ -94,7 +94,7 @@ class _Wiring:
         self.streams: list[tuple[str, str]] = []
 
     def stages(self) -> Iterator[str]:
-        """The calls, in the order of the data; fills `streams`."""
+        """Returns the calls in the order of the data; fills `streams`."""
         card = self.card
         self._stream("Words", f"read[{len(card.extents)}]")
         self._stream("Words", f"written[{len(card.extents)}]")

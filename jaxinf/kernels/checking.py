@@ -1,7 +1,7 @@
-"""What a kernel is run on, held against what it expects.
+"""Checks the arguments of a kernel.
 
-Invariant: arguments that pass have the counts, lengths and dtypes of the kernel, so
-that machine code can be given their addresses.
+Invariant: checked arguments have the counts, lengths and dtypes of the kernel, so that
+machine code can use their addresses.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def check_arguments(
     arrays: Sequence[Array],
     out: Array,
 ) -> list[np.generic]:
-    """Checks what `evaluate` takes and returns the scalars as NumPy's.
+    """Checks the arguments of `evaluate`, and returns the scalars as NumPy's.
 
     Raises:
       TypeError, ValueError: A dtype, shape or count is not the kernel's.
@@ -52,7 +52,7 @@ def check_init_arguments(
     scalars: Sequence[np.generic | Array],
     arrays: Sequence[Array],
 ) -> list[np.generic]:
-    """Checks what `initialise` takes and returns the scalars as NumPy's.
+    """Checks the arguments of `initialise`, and returns the scalars as NumPy's.
 
     Raises:
       TypeError, ValueError: A dtype, shape or count is not the kernel's.
@@ -102,7 +102,7 @@ def _numbers(kernel: Kernel | InitKernel, scalars: Sequence[Any]) -> list[np.gen
 
 
 def _require_coded(what: str, slot: CodedSlot, num: int, dtype: np.dtype) -> None:
-    """Codes stand for a float32 slot, and end on a block's end."""
+    """Checks that codes are for a float32 slot and end at the end of a block."""
     if dtype != FLOAT32:
         raise TypeError(f"{what}: the kernel expects {dtype}, found codes of float32")
     if slot.scales is not None:

@@ -1,8 +1,8 @@
-"""Kernels as machine code: the compiled form of a `Kernel`, and how it is found.
+"""Kernels as machine code: finds or compiles the code of a `Kernel`.
 
-Invariant: a compiled kernel takes the arguments of `evaluate` and has its
-effect, with the roundings of jitted optax on XLA's CPU backend; where no compiled form
-can be had, the NumPy evaluator runs, and a warning was logged once.
+Invariant: a compiled kernel has the arguments and the effect of `evaluate`, with the
+roundings of jitted optax on XLA's CPU backend. Without a compiled form the NumPy
+evaluator runs, after one warning.
 """
 
 import functools
@@ -42,8 +42,8 @@ class CompiledKernel:
     """A kernel in machine code. Thread-safe; releases the GIL while it runs.
 
     Attributes:
-      kernel: What it computes.
-      level: What it was compiled for, e.g. ``"x86-64-v3"``.
+      kernel: The kernel.
+      level: Its processor level, e.g. ``"x86-64-v3"``.
       origin: ``"package"`` or ``"cache"``.
     """
 
@@ -124,9 +124,9 @@ class CompiledKernel:
 
 
 def runner(kernel: Kernel) -> Callable[..., bool]:
-    """What to call with `evaluate`'s arguments: compiled code if possible.
+    """Returns a function with `evaluate`'s arguments: compiled code if possible.
 
-    It takes a `Passage`, too.
+    It also takes a `Passage`.
     """
     found = compiled(kernel)
     return functools.partial(_evaluate, kernel) if found is None else found.run
@@ -141,11 +141,11 @@ def _evaluate(
 
 
 def compiled(kernel: Kernel) -> CompiledKernel | None:
-    """The kernel as machine code; None where it cannot be had, after one warning.
+    """Returns the kernel as machine code, or None after one warning.
 
-    The package brings the common optimizers; others are compiled once and kept in
-    `libraries.cache_directory`. Blocks while the compiler runs. Thread-safe; a
-    process asks once for each kernel. ``JAXINF_KERNELS=numpy`` turns it off.
+    The package contains the common optimizers; others are compiled once and kept in
+    `libraries.cache_directory`. Blocks while the compiler runs. Thread-safe; a process
+    tries each kernel once. ``JAXINF_KERNELS=numpy`` turns it off.
     """
     with _LOCK:
         if kernel not in _FOUND:
@@ -156,7 +156,7 @@ def compiled(kernel: Kernel) -> CompiledKernel | None:
 def compile_kernel(
     kernel: Kernel, *, level: str, compiler: str | None = None
 ) -> CompiledKernel:
-    """The kernel for one level: the package's, or by `compiler` if that is given.
+    """Returns the kernel for one level, from the package or compiled by `compiler`.
 
     Raises:
       UnsupportedKernelError: It has no C++ form.
@@ -186,12 +186,12 @@ def source_of(
     title: str = "An optimizer's kernel.",
     versions: Mapping[str, str] | None = None,
 ) -> str:
-    """The C++ of a kernel with its header comment.
+    """Returns the C++ of a kernel with its header comment.
 
     Args:
-      kernel: any.
+      kernel: the kernel.
       title: the comment's first line.
-      versions: of the libraries that the equations came from, by name.
+      versions: versions of the libraries behind the equations, by name.
 
     Raises:
       UnsupportedKernelError: It has no C++ form.

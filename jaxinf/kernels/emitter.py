@@ -1,7 +1,7 @@
-"""Lowered bodies as C++: one element's arithmetic, apart from any loop.
+"""Emits lowered bodies as C++: the arithmetic of one element, without a loop.
 
 Invariant: the text depends on the equations alone. Literals are numbered arguments (the
-*constants*), and storage dtypes are the shell's affair, so that kernels that differ in
+*constants*), and the shell handles storage dtypes. So kernels that differ only in
 hyperparameters or in the precision of their state share one compiled function.
 """
 

@@ -1,7 +1,7 @@
-"""The chunk grid of one leaf: which block of the leaf each zarr chunk file holds.
+"""The chunk grid of one leaf: the block of the leaf in each zarr chunk file.
 
 Invariant: the real elements of a chunk are the first `Chunk.num_elements` of its file
-in C order. A `LeafGrid` for which that does not hold cannot be made.
+in C order. A `LeafGrid` that violates this cannot be made.
 """
 
 import itertools
@@ -30,7 +30,7 @@ DEFAULT_CHUNK_ELEMENTS = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Chunk:
-    """One zarr chunk, which is one file, and the block of the leaf that it holds.
+    """One zarr chunk, which is one file, and its block of the leaf.
 
     Attributes:
       index: position in the chunk grid, one number a dimension.

@@ -1,7 +1,7 @@
-"""Chunks cut into subgroups and dealt to CSDs.
+"""Divides chunks into subgroups and assigns them to CSDs.
 
-Invariant: the subgroups of a leaf partition its elements, each lies in one chunk and so
-on one CSD, and each starts on a page of its file in every dtype.
+Invariant: the subgroups of a leaf partition its elements. Each lies in one chunk, and
+so on one CSD, and starts on a page of its file in every dtype.
 """
 
 import heapq
@@ -51,8 +51,8 @@ def subgroups(
       unit_elements: subgroups of a chunk start at multiples of this.
 
     Returns:
-      The subgroups in the order of the chunks: one a chunk where it fits, else as few
-      as possible, whose lengths differ by less than two units.
+      The subgroups in the order of the chunks: one for each chunk if it fits, otherwise
+      as few as possible, with lengths that differ by less than two units.
 
     Raises:
       ValueError: if there is not one CSD a chunk, or if the limit is below 4,096.
@@ -86,11 +86,12 @@ def _cut(num_elements: int, max_units: int, unit: int) -> list[tuple[int, int]]:
 
 
 def assign_csds(chunk_bytes: Sequence[int], num_csds: int) -> list[int]:
-    """Deal chunks to CSDs so that each moves about the same number of bytes.
+    """Assigns chunks to CSDs so that each CSD moves about the same number of bytes.
 
-    Largest first, each to the least loaded CSD, ties to the lowest index. Chunks of
-    equal size are then dealt so that neighbours lie on different CSDs as far as the
-    balance allows: a leaf is read in order, and so from all drives at once.
+    Chunks are assigned in order of size, the largest first, each to the least loaded
+    CSD, and of several such to the one with the lowest index. Then chunks of equal size
+    are exchanged so that neighbours lie on different CSDs, as far as the balance
+    allows. A leaf is read in order, and so from all drives at once.
 
     Args:
       chunk_bytes: bytes of each chunk.
@@ -125,14 +126,15 @@ def assign_csds(chunk_bytes: Sequence[int], num_csds: int) -> list[int]:
 def reassign_csds(
     chunk_bytes: Sequence[int], held: Sequence[int | None], num_csds: int
 ) -> list[int]:
-    """Deal chunks that lie somewhere to other CSDs, moving few of them.
+    """Reassigns chunks to other CSDs and moves few of them.
 
-    What is even already stays. Else a chunk stays where it is as long as that CSD has
-    no more than its share; the rest goes, largest first, to the least loaded CSD.
+    If the loads are balanced already, all chunks stay. Otherwise a chunk stays as long
+    as its CSD has no more than its share; the others go, the largest first, to the
+    least loaded CSD.
 
     Args:
       chunk_bytes: bytes of each chunk.
-      held: the CSD that each is on, by the new numbers; None where that one goes.
+      held: each chunk's present CSD, by the new numbers; None if that CSD is removed.
       num_csds: number of CSDs, at least 1.
 
     Returns:
@@ -165,10 +167,10 @@ def reassign_csds(
 
 
 def _spread(shares: Counter[int]) -> list[int]:
-    """Order CSDs so that equal ones are far apart: in turn, as long as that works out.
+    """Orders CSDs in turn, so that equal ones are far apart, as long as possible.
 
-    Neighbours can differ while no CSD has more than half of what is left; one that is
-    about to goes first.
+    Neighbours can differ while no CSD has more than half of the remaining chunks; a CSD
+    near that limit goes first.
     """
     turns = deque(sorted(shares))
     order: list[int] = []

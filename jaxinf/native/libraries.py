@@ -1,8 +1,8 @@
-"""Compiled C++ on disk: what came with the package, and a cache of the rest.
+"""Compiled C++ on disk: libraries of the package, and a cache of others.
 
-Invariant: what is loaded is complete, and this user's alone to write. A cached library
-ends with a checksum of itself, is written under another name and renamed. One that is
-damaged, or that another user could have put there, is compiled again.
+Invariant: a loaded library is complete, and only this user can write it. A cached
+library ends with a checksum of itself, is written under another name and renamed. If it
+is damaged, or another user could have written it, it is compiled again.
 """
 
 import ctypes
@@ -41,9 +41,9 @@ def cache_directory() -> Path:
 
 
 def load_prebuilt(source: str, level: str) -> Any:
-    """The entry point of `source` where the installed package has it, else None.
+    """Returns the entry point of `source` from the installed package, or None.
 
-    It has no prototype yet, here and below: who calls it knows its arguments.
+    Here and below it has no prototype yet; the caller sets its arguments.
     """
     library = _prebuilt_library(level)
     if library is None:
@@ -52,14 +52,13 @@ def load_prebuilt(source: str, level: str) -> Any:
 
 
 def load_cached(source: str, level: str, compiler: str) -> Any:
-    """The entry point of `source`, compiled unless the cache has it; blocks.
+    """Returns the entry point of `source`, compiled unless the cache has it; blocks.
 
-    Processes that need the same library at once may each compile it; the last one's
-    file stays.
+    Several processes may compile the same library at once; the last file stays.
 
     Raises:
       CompilerError: The compiler failed.
-      OSError: There is no room for it, not even among temporary files.
+      OSError: No directory has room for it, not even that for temporary files.
     """
     key = toolchain.key_of_library(source, compiler, level)
     path = cached_library(key, functools.partial(_compile, source, level, compiler))
@@ -67,10 +66,9 @@ def load_cached(source: str, level: str, compiler: str) -> Any:
 
 
 def load_helper(path: Path) -> Any:
-    """The entry point of one of `toolchain.HELPERS`.
+    """Returns the entry point of one of `toolchain.HELPERS`; None except on x86-64.
 
-    Blocks while it is compiled, where the installed package has none. None on other
-    processors than x86-64.
+    If the installed package lacks it, this blocks while it is compiled.
 
     Raises:
       CompilerError: There is no compiler, or it failed.
@@ -89,14 +87,14 @@ def load_helper(path: Path) -> Any:
 
 
 def cached_library(key: str, compile_: Callable[[Path], None]) -> Path:
-    """The library of a key in the cache; `compile_` writes it where it is not there.
+    """Returns a library of the cache by its key; `compile_` makes a missing one.
 
-    Where the cache cannot be written, or is not this user's alone, the library is in a
-    directory that lives as long as the process, and a warning was logged once.
+    If the cache cannot be written, or others can write to it, the library is in a
+    temporary directory of this process, and a warning is logged once.
 
     Raises:
       CompilerError: The compiler failed.
-      OSError: There is no room for it, not even among temporary files.
+      OSError: No directory has room for it, not even that for temporary files.
     """
     try:
         directory = cache_directory() / "kernels"
@@ -115,10 +113,10 @@ def cached_library(key: str, compile_: Callable[[Path], None]) -> Path:
 
 
 def load_library(path: Path) -> ctypes.CDLL:
-    """Loads what `cached_library` has found, if it is still that.
+    """Loads a library found by `cached_library`, and checks that it is unchanged.
 
     Raises:
-      OSError: It is damaged, or another user's to write.
+      OSError: It is damaged, or another user could write it.
     """
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -127,8 +125,9 @@ def load_library(path: Path) -> ctypes.CDLL:
         with open(os.open(path.name, flags, dir_fd=directory), "rb") as file:
             _check_own(path, os.fstat(file.fileno()), stat.S_ISREG)
             _check_digest(path, file.read())
-        # In the directory that was checked, whatever its name leads to by now. Its
-        # descriptor alone would not do: the loader tells libraries apart by name.
+        # The path goes through the descriptor of the checked directory, whose name may
+        # now # lead elsewhere. The file's name is still needed, as the loader compares
+        # names.
         return ctypes.CDLL(f"/proc/self/fd/{directory}/{path.name}")
     finally:
         os.close(directory)
@@ -154,15 +153,15 @@ def _write(path: Path, compile_: Callable[[Path], None]) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="new-") as directory:
         new = Path(directory) / path.name
         compile_(new)
-        # ELF ignores what follows it: the digest travels with the library.
+        # ELF ignores bytes at the end, so the digest is part of the file.
         with new.open("ab") as file:
             file.write(hashlib.sha256(new.read_bytes()).digest())
-        new.chmod(0o700)  # also where the user's umask lets a group write
+        new.chmod(0o700)  # also if the user's umask lets a group write
         new.replace(path)
 
 
 def _is_sound(path: Path) -> bool:
-    """Whether there is a library that may be loaded."""
+    """Whether the path is a library that may be loaded."""
     try:
         _check_own(path, os.lstat(path), stat.S_ISREG)
         _check_digest(path, path.read_bytes())

@@ -1,7 +1,7 @@
-"""Compilers and processors: how C++ becomes a library for this machine.
+"""Compiles C++ into a library for this machine.
 
-Invariant: the standard library alone is used, so that a wheel's build can run this file
-without jaxinf's dependencies.
+Invariant: only the standard library is used, so that the build of a wheel can run this
+file without jaxinf's dependencies.
 """
 
 import functools
@@ -36,24 +36,24 @@ __all__ = [
 ]
 
 COMPILERS = ("c++", "g++", "clang++")
-"""What is looked for where ``CXX`` names none."""
+"""Compilers to look for if ``CXX`` names none."""
 
 LEVELS = ("x86-64-v4", "x86-64-v3")
-"""What C++ is compiled for, best first; all give the same bits."""
+"""Processor levels to compile for, best first; all give the same bits."""
 
 INCLUDE = Path(__file__).parent / "cpp"
 GENERATED = Path(__file__).parent / "generated"
 RSQRT_ESTIMATES = INCLUDE / "rsqrt_estimates.cpp"
 TRANSFERS = INCLUDE / "transfers.cpp"
 HELPERS = (RSQRT_ESTIMATES, TRANSFERS)
-"""What is compiled beside kernels."""
+"""Sources that are compiled beside kernels."""
 PREBUILT = Path(__file__).parent / "prebuilt"
 
 _V3 = "avx avx2 bmi1 bmi2 f16c fma abm movbe xsave"
 _V4 = f"{_V3} avx512f avx512bw avx512cd avx512dq avx512vl"
 _CPU_FLAGS = {"x86-64-v4": frozenset(_V4.split()), "x86-64-v3": frozenset(_V3.split())}
 
-# Contraction is in the source, as explicit fused multiply-adds, and nowhere else.
+# Only explicit fused multiply-adds in the source; the compiler adds none.
 _FLAGS = (
     "-std=c++17", "-O2", "-ftree-vectorize", "-fPIC", "-shared",
     "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno",
@@ -62,7 +62,7 @@ _FLAGS = (
 
 
 class CompilerError(Exception):
-    """The compiler failed; its message is the text."""
+    """The compiler failed; the text is its message."""
 
 
 @functools.cache
@@ -88,14 +88,14 @@ def levels_of(cpu_flags: Iterable[str]) -> tuple[str, ...]:
 
 
 def find_compiler() -> str | None:
-    """The C++ compiler: ``$CXX``, else the first of `COMPILERS`; or None."""
+    """Finds the C++ compiler: ``$CXX``, or the first of `COMPILERS`, or None."""
     wanted = os.environ.get("CXX", "").strip()
     names = [wanted] if wanted else COMPILERS
     return next((path for name in names if (path := shutil.which(name))), None)
 
 
 def content_hash(source: str) -> str:
-    """What identifies a source: all but the comment on top, and the headers."""
+    """Hashes a source, without its first comment, and the headers."""
     digest = hashlib.sha256(_headers())
     lines = source.splitlines(keepends=True)
     while lines and (lines[0].startswith("//") or not lines[0].strip()):
@@ -105,17 +105,17 @@ def content_hash(source: str) -> str:
 
 
 def entry_point(source: str) -> str:
-    """The name of its function in a library of several."""
+    """Returns the name of its function in a library of several."""
     return f"jaxinf_{content_hash(source)[:32]}"
 
 
 def prebuilt_library(level: str) -> Path:
-    """The package's library for a level; absent where the build had no compiler."""
+    """Returns the package's library for a level; it may be missing."""
     return PREBUILT / f"jaxinf-{level}.so"
 
 
 def key_of_library(source: str, compiler: str, level: str) -> str:
-    """What identifies a compiled source: content, compiler and flags."""
+    """Hashes content, compiler and flags of a compiled source."""
     path = os.path.realpath(compiler)
     status = os.stat(path)
     identity = (path, status.st_size, status.st_mtime_ns, *command(compiler, level))
@@ -125,7 +125,7 @@ def key_of_library(source: str, compiler: str, level: str) -> str:
 
 
 def command(compiler: str, level: str) -> list[str]:
-    """The compiler's command line, less files and entry point."""
+    """Returns the compiler's command line, without files and entry point."""
     return [compiler, f"-march={level}", *_FLAGS, f"-I{INCLUDE}"]
 
 

@@ -1,7 +1,7 @@
 """Many short transfers between files and memory in one native call.
 
-Invariant: a transfer that is not as most are (a file that is missing, short or not on
-a drive) is left to the caller, who moves it in Python and finds out.
+Invariant: an unusual transfer (the file is missing, short or not on a drive) is left to
+  the caller, who repeats it in Python and gets the error.
 """
 
 import ctypes
@@ -27,13 +27,13 @@ def move(
 
     Args:
       files: one for each transfer.
-      places: of each transfer the address in memory, the offset in the file and the
+      places: for each transfer the address in memory, the offset in the file and the
         number of bytes; the first two are multiples of the page.
-      writes: to the files, with zeros behind the bytes in their last page.
+      writes: whether to write to the files, with zeros up to the end of the last page.
 
     Returns:
-      The bytes moved by each transfer, -1 where it is left to the caller; None where
-      there is no native code.
+      The bytes moved by each transfer, -1 if it is left to the caller; None without
+      native code.
     """
     native = function()
     if native is None:
@@ -52,9 +52,9 @@ def move(
 
 @functools.cache
 def function() -> Any:
-    """The native code, or None where there is none; says so once in the log.
+    """Returns the native code, or None after one log message.
 
-    Blocks while it is compiled, where the installed package has none.
+    If the installed package lacks it, this blocks while it is compiled.
     """
     try:
         found: Any = libraries.load_helper(toolchain.TRANSFERS)

@@ -1,7 +1,7 @@
-"""Machines and workloads as data, and what they predict.
+"""Models of machines and workloads, and their predicted times.
 
-Invariant: every rate says where it comes from, and whether it was measured by its
-authors or fitted to their figures.
+Invariant: every rate has a source, and is marked as measured by the authors or fitted
+to their figures.
 """
 
 from jaxinf.plan.published import (

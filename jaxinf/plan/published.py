@@ -32,14 +32,14 @@ class Comparison(NamedTuple):
     """One published number and the model's.
 
     Attributes:
-      figure: of the paper, such as ``"9"``.
-      model: what is trained.
-      num_csds: in use.
-      method: of the update.
+      figure: a figure of the paper, such as ``"9"``.
+      model: the trained model.
+      num_csds: number of CSDs.
+      method: method of the update.
       quantity: ``"speedup"``, ``"update_s"``, ``"iteration_s"`` or
         ``"gflops_per_$"``.
       published: the paper's number.
-      modelled: ours.
+      modelled: our model's number.
     """
 
     figure: str
@@ -52,15 +52,15 @@ class Comparison(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Relative to the published number, signed."""
+        """Signed error relative to the published number."""
         return self.modelled / self.published - 1
 
 
 def compare_with_paper() -> list[Comparison]:
-    """All numbers of figures 9, 10, 11a and 12; of 11b, 17 and the cost, those known.
+    """Compares the numbers of figures 9 to 12 and 17, and of the cost.
 
-    Figure 14 has the rates that go into the model. Of figures 13, 15 and 16 no numbers
-    are at hand but the cost at ten CSDs.
+    Of figures 11b and 17 and of the cost only some are known. Figure 14 has the rates
+    in the model. For figures 13, 15 and 16 only the cost at ten CSDs is available.
     """
     return [
         *_figure_9(),
@@ -74,9 +74,9 @@ def compare_with_paper() -> list[Comparison]:
 
 
 def gflops_per_dollar(method: Method, num_csds: int) -> float:
-    """Of GPT-2 4.0B on an A5000: work done a second, by the price of the system.
+    """Returns the work per second and dollar of a system, for GPT-2 4.0B on an A5000.
 
-    The paper does not say for which model its figure is: this one is assumed.
+    The paper does not name the model of its figure; this one is assumed.
     """
     prices = published()["cost"]["dollars"]
     workload = Workload(4e9)
@@ -125,7 +125,7 @@ def _figure_12() -> Iterator[Comparison]:
 def _bars(
     figure: str, model: str, workload: Workload, cells: Mapping[str, Any]
 ) -> Iterator[Comparison]:
-    """Update seconds, and speedups of whole iterations over BASE."""
+    """Returns update seconds, and speedups of whole iterations over BASE."""
     totals = {(n, method): sum(seconds) for n, method, seconds in _cells(cells)}
     for num, method, (_, _, seconds) in _cells(cells):
         modelled = update_s(TESTBED, workload, method, num)

@@ -1,4 +1,4 @@
-"""A model of Smart-Infinity's testbed (HPCA 2024): what an iteration should take.
+"""A model of Smart-Infinity's testbed (HPCA 2024): the time of an iteration.
 
     forward ─► backward ─► gradients to the drives ─► update ─► forward
 
@@ -8,9 +8,9 @@
     SU+O+C     the same with compressed gradients, which a decompressor expands
 
 Each resource is one server: a drive either reads or writes, and the CSDs share a link.
-The phases of an update follow one another, because the published times say so: were all
-but the busiest server hidden (`overlap`), SU+O would take 0.56 to 0.71 of the seconds
-that figures 9 and 10 show.
+The phases of an update follow one another, because the published times require it: if
+only the busiest server counted (`overlap`), SU+O would take 0.56 to 0.71 of the seconds
+in figures 9 and 10.
 
 Invariant: seconds are linear in the number of params; no rate depends on a method.
 """
@@ -44,12 +44,12 @@ Server = Literal["gpu", "cpu", "link", "drive", "kernel"]
 
 
 class Rate(NamedTuple):
-    """A number of a machine.
+    """A rate of a machine.
 
     Attributes:
-      value: in the unit that the field of the machine says.
-      source: where it is from.
-      is_fitted: whether it was chosen so that published times come out.
+      value: the number, in the unit of the machine's field.
+      source: its source.
+      is_fitted: whether it was fitted to published times.
     """
 
     value: float
@@ -67,10 +67,10 @@ class Machine:
       host_drive_read: bytes/s of a drive, read by the host.
       host_drive_write: bytes/s, written likewise.
       link: bytes/s between the host and all CSDs together, each way.
-      updater: bytes/s of state and gradient that a CSD's kernel takes in.
-      decompressor: bytes/s of dense gradient that a CSD makes of a compressed one.
-      cpu_update_s: seconds a param of Adam on the host.
-      buffers_s: seconds a param that SU spends on making its buffers.
+      updater: bytes/s of a CSD's kernel: its input of state and gradient.
+      decompressor: bytes/s of a CSD's decompressor: its output of dense gradient.
+      cpu_update_s: seconds of Adam on the host, per param.
+      buffers_s: seconds of SU for allocating its buffers, per param.
     """
 
     drive_read: Rate
@@ -89,9 +89,9 @@ class Gpu:
     """An accelerator, for the paper's batch of 4 sequences.
 
     Attributes:
-      forward_s: seconds a param.
-      backward_s: seconds a param, recomputation included.
-      select_s: seconds a param of choosing the largest gradients.
+      forward_s: seconds of the forward pass, per param.
+      backward_s: seconds of the backward pass with recomputation, per param.
+      select_s: seconds for choosing the largest gradients, per param.
     """
 
     forward_s: Rate
@@ -104,11 +104,12 @@ class Workload:
     """A model and its optimizer.
 
     Attributes:
-      num_params: of the model.
-      state_bytes: a param, master included: 12 for Adam, 8 for SGD with momentum.
-      gradient_bytes: a param, on the drives.
-      param_bytes: a param, back to the host.
-      sent_ratio: of the gradients' bytes that compression sends, indices included.
+      num_params: number of params of the model.
+      state_bytes: bytes of state per param, with the master: 12 for Adam, 8 for SGD
+        with momentum.
+      gradient_bytes: bytes of gradient per param, on the drives.
+      param_bytes: bytes per param that return to the host.
+      sent_ratio: share of the gradients' bytes that compression sends, with indices.
     """
 
     num_params: float
@@ -122,9 +123,9 @@ class Phase(NamedTuple):
     """A part of an iteration.
 
     Attributes:
-      name: what happens.
-      server: what it occupies; of a drive or kernel, that of every CSD at once.
-      seconds: for how long.
+      name: its name.
+      server: the resource in use; a drive or kernel stands for that of every CSD.
+      seconds: its duration.
     """
 
     name: str
@@ -162,10 +163,10 @@ A100 = Gpu(
 
 
 def gpus_of_figure_17(base_s: float, workload: Workload, num_csds: int) -> Gpu:
-    """The GPUs of figure 17, by what BASE leaves of its iteration to them.
+    """Returns the GPUs of figure 17, with the rest of BASE's iteration as their time.
 
-    Tensor parallelism shares the expansion's link with the CSDs there. How much of it
-    the GPUs take is not published, so it is part of their time.
+    There tensor parallelism shares the expansion's link with the CSDs. The GPUs' part
+    of the link is not published, so it counts as their time.
     """
     none = Rate(0.0, "counted in backward_s")
     idle = Gpu(none, none, none)
@@ -177,17 +178,17 @@ def gpus_of_figure_17(base_s: float, workload: Workload, num_csds: int) -> Gpu:
 def phases(
     machine: Machine, gpu: Gpu, workload: Workload, method: Method, num_csds: int
 ) -> tuple[Phase, ...]:
-    """The parts of an iteration, in order.
+    """Returns the phases of an iteration, in order.
 
     Args:
       machine: storage and host.
       gpu: the accelerator.
-      workload: what is trained.
-      method: how it is updated.
-      num_csds: drives of BASE, CSDs of the others.
+      workload: the model and its optimizer.
+      method: the method of the update.
+      num_csds: number of drives for BASE, of CSDs for the others.
 
     Raises:
-      ValueError: there is no such method, or less than one CSD.
+      ValueError: the method is unknown, or there is less than one CSD.
     """
     if method not in METHODS:
         raise ValueError(f"method={method!r}: expected one of {', '.join(METHODS)}")
@@ -221,14 +222,14 @@ def update_s(
     *,
     overlap: bool = False,
 ) -> float:
-    """Seconds of the update alone: from the last gradient's write to the last param.
+    """Returns seconds of the update alone, from the last gradient's write on.
 
     Args:
       machine: storage and host.
-      workload: what is trained.
-      method: how it is updated.
-      num_csds: drives of BASE, CSDs of the others.
-      overlap: whether servers work beside each other; the busiest counts then.
+      workload: the model and its optimizer.
+      method: the method of the update.
+      num_csds: number of drives for BASE, of CSDs for the others.
+      overlap: whether servers work at the same time, so that the busiest counts.
 
     Raises:
       ValueError: as `phases`.
@@ -245,7 +246,7 @@ def update_s(
 def iteration_s(
     machine: Machine, gpu: Gpu, workload: Workload, method: Method, num_csds: int
 ) -> float:
-    """Seconds of an iteration; see `phases` for the arguments and errors."""
+    """Returns seconds of an iteration; see `phases` for the arguments and errors."""
     parts = phases(machine, gpu, workload, method, num_csds)
     return sum(part.seconds for part in parts)
 

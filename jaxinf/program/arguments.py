@@ -1,6 +1,6 @@
-"""Keyword arguments of ``tx.update``: which are inputs of a program, which are fixed.
+"""Keyword arguments of ``tx.update``, divided into program inputs and fixed values.
 
-Invariant: a program is only run with arguments of the kind it was traced with.
+Invariant: a program runs only with the kind of arguments with which it was traced.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,9 +18,9 @@ class ExtraArgs:
     """The structure of the extra args.
 
     Attributes:
-      treedef: Of the whole mapping.
-      avals: Of the leaves that are inputs.
-      static: Per leaf, the fixed value in a 1-tuple; None where it is an input.
+      treedef: Structure of the whole mapping.
+      avals: Avals of the leaves that are inputs.
+      static: Per leaf, the fixed value in a 1-tuple; None for an input.
     """
 
     treedef: Any
@@ -29,14 +29,14 @@ class ExtraArgs:
 
     @classmethod
     def of(cls, extra_args: Mapping[str, Any]) -> "ExtraArgs":
-        """The structure of `extra_args`."""
+        """Returns the structure of `extra_args`."""
         leaves, treedef = jax.tree.flatten(dict(extra_args))
         avals = tuple(_aval(leaf) for leaf in leaves if _is_dynamic(leaf))
         static = tuple(None if _is_dynamic(leaf) else (leaf,) for leaf in leaves)
         return cls(treedef, avals, static)
 
     def rebuild(self, dynamic: Sequence[jax.Array]) -> dict[str, Any]:
-        """The mapping with `dynamic` for its inputs."""
+        """Returns the mapping with `dynamic` as its inputs."""
         values = iter(dynamic)
         leaves = [next(values) if s is None else s[0] for s in self.static]
         return self.treedef.unflatten(leaves)

@@ -1,7 +1,7 @@
 """A jaxpr as a graph: calls inlined, conditionals on arrays turned into selects.
 
-Invariant: nodes are in an order in which they can be computed, and every value knows
-the node that makes it and whether it depends on stored state.
+Invariant: nodes are in an order in which they can be computed. Every value has the node
+  that computes it, and a mark whether it depends on stored state.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,14 +27,14 @@ __all__ = [
 
 @dataclass(eq=False, slots=True, repr=False)
 class Value:
-    """One value of a graph; identity is what tells two apart.
+    """One value of a graph; values are compared by identity.
 
     Attributes:
       aval: Its abstract value: shape, dtype, weak type.
-      stored: Whether it depends on state that lives on storage.
-      node: What computes it; None for inputs and constants.
-      constant: Its array, where it is one; a NumPy scalar where it is a literal.
-      origin: Which input it is, where the maker of the graph says so.
+      stored: Whether it depends on state on storage.
+      node: The node that computes it; None for inputs and constants.
+      constant: The array of a constant, or the NumPy scalar of a literal.
+      origin: The identity of an input, if the maker of the graph sets it.
     """
 
     aval: Any
@@ -45,7 +45,7 @@ class Value:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape; empty where it has none (tokens)."""
+        """Its shape; empty for tokens, which have none."""
         return tuple(getattr(self.aval, "shape", ()))
 
     @property
@@ -86,7 +86,7 @@ class Graph:
 
 
 def build_graph(closed: compat.ClosedJaxpr, stored: Sequence[bool]) -> Graph:
-    """The graph of `closed`, of whose inputs those marked `stored` are on storage."""
+    """Builds the graph of `closed`; inputs marked in `stored` are on storage."""
     inputs = tuple(
         Value(var.aval, stored=flag)
         for var, flag in zip(closed.jaxpr.invars, stored, strict=True)
@@ -99,14 +99,14 @@ def build_graph(closed: compat.ClosedJaxpr, stored: Sequence[bool]) -> Graph:
 def local_owners(
     graph: Graph, owners: Mapping[Value, int], is_elementwise: Callable[[Node], bool]
 ) -> dict[Value, int]:
-    """Values that one owner's inputs reach through elementwise nodes.
+    """Returns values that one owner's inputs reach through elementwise nodes.
 
-    What else goes into them is of no owner, or reduced over several.
+    Their other operands have no owner, or are reduced over several.
 
     Args:
       graph: The graph.
-      owners: Some of its inputs and whose they are.
-      is_elementwise: Which nodes keep a value local.
+      owners: Some of its inputs, with their owners.
+      is_elementwise: Whether a node keeps a value local.
     """
     mixed = -1
     found = dict(owners)
@@ -120,7 +120,7 @@ def local_owners(
 
 
 def prune(nodes: Iterable[Node], outputs: Iterable[Value]) -> tuple[Node, ...]:
-    """Those of `nodes`, in order, that `outputs` depend on."""
+    """Returns the `nodes` that `outputs` depend on, in order."""
     needed = {value.node for value in outputs}
     kept: list[Node] = []
     for node in reversed(list(nodes)):
@@ -136,8 +136,8 @@ def evaluate(
     """Computes `outputs` with JAX; traceable.
 
     Args:
-      nodes: What `prune` gave for `outputs`.
-      outputs: The values wanted.
+      nodes: The result of `prune` for `outputs`.
+      outputs: The values to compute.
       env: Arrays of the graph's inputs; inputs of another floating dtype than the
         graph's are converted at their first use, so that unused ones cost nothing.
     """
@@ -219,8 +219,8 @@ class _Builder:
     ) -> Sequence[Value]:
         """Folds, keeps or inlines a conditional.
 
-        One on scalars is kept as JAX has it. Otherwise all branches are computed and
-        the predicate selects: a body has no control flow.
+        A conditional on scalars is kept. Otherwise all branches are computed and the
+        predicate selects, because a body has no control flow.
         """
         index, *operands = inputs
         if index.is_literal:

@@ -41,7 +41,7 @@ class InitProgram:
     """``tx.init``, divided between JAX and the storage.
 
     Attributes:
-      layout: What the state is made of.
+      layout: The layout of the state.
       leaves: One per params leaf.
     """
 
@@ -61,7 +61,7 @@ class InitProgram:
         """The first scalar state and, per leaf, its kernel's inputs; traceable.
 
         Args:
-          params: Flat leaves, each in its own dtype; widened where they are needed.
+          params: Flat leaves, each in its own dtype; widened if they are needed.
         """
         return self._prologue(params)
 

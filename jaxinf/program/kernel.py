@@ -1,4 +1,4 @@
-"""What runs on chunks: the update of a leaf, and the making of its first state.
+"""The kernels that run on chunks: a leaf's update, and its first state.
 
 Invariant: a kernel is data: equal programs compare and hash equal, and leaves with
 equal programs share one kernel. `jaxinf.kernels` runs it.
@@ -26,9 +26,9 @@ class Kernel:
       equations: The body.
       update: optax's update `u` (float32); None where it is the literal zero.
       new_slots: The slots' new values.
-      reciprocals: Of each scalar, whether XLA multiplies by its reciprocal where the
-        equations divide by it: it is broadcast, and used nowhere else in the update of
-        all leaves. Empty: none.
+      reciprocals: For each scalar, whether XLA multiplies by its reciprocal instead of
+        dividing by it. It does if the scalar is broadcast and has no other use in the
+        update of all leaves. Empty for none.
     """
 
     slots: tuple[str, ...]
@@ -45,17 +45,17 @@ class Kernel:
 
     @cached_property
     def _hash(self) -> int:
-        """Of all fields; a step looks kernels up for every subgroup."""
+        """Hash of all fields, cached: a step looks kernels up for every subgroup."""
         return hash(tuple(getattr(self, f.name) for f in fields(self)))
 
     @property
     def num_scalars(self) -> int:
-        """How many prologue scalars it reads."""
+        """Number of prologue scalars that it reads."""
         return len(self.scalar_dtypes)
 
     @property
     def num_arrays(self) -> int:
-        """How many prologue arrays it reads."""
+        """Number of prologue arrays that it reads."""
         return len(self.array_dtypes)
 
     @property
@@ -70,7 +70,7 @@ class Kernel:
 
     @cached_property
     def unchanged(self) -> frozenset[str]:
-        """Slots (and ``"params"``) that the update provably leaves as they are."""
+        """Slots (and ``"params"``) that the update provably does not change."""
         names = {
             name
             for index, (name, value) in enumerate(

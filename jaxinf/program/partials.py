@@ -1,10 +1,10 @@
-"""A prologue divided by leaf: what of all gradients is needed is gathered one by one.
+"""A prologue divided by leaf: it gathers scalars of the gradients one by one.
 
     gradient of a leaf ─► a few scalars ─┐
     gradient of a leaf ─► a few scalars ─┴─► combine ─► scalars of the kernels
 
-Invariant: a gradient is read once, by its own leaf's part; its parts along leading axes
-may come one after another where the part only sums, or takes the largest or smallest.
+Invariant: a gradient is read once, by its own leaf's part. Its pieces along leading
+  axes may arrive one after another if the part only takes sums, maxima or minima.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ _COMBINE: Mapping[str, Callable[..., jax.Array]] = {
 
 @dataclass(frozen=True)
 class _Part:
-    """What is computed of one gradient: nodes, and the scalars among their values."""
+    """The computation on one gradient: nodes, and the scalars among their values."""
 
     nodes: tuple[Node, ...]
     scalars: tuple[Value, ...]
@@ -42,7 +42,7 @@ class _Part:
 
 @dataclass(frozen=True, eq=False)
 class DividedPrologue:
-    """A prologue whose gradients come one by one.
+    """A prologue whose gradients arrive one by one.
 
     Attributes:
       num_leaves: Leaves of the params.
@@ -55,11 +55,11 @@ class DividedPrologue:
     _scalar_inputs: tuple[Value, ...]
 
     def reads(self, leaf: int) -> bool:
-        """Whether anything is computed of a leaf's gradient."""
+        """Whether the prologue uses a leaf's gradient."""
         return leaf in self._parts
 
     def can_gather(self, leaf: int) -> bool:
-        """Whether a gradient may come in parts, with its leading axes kept."""
+        """Whether a gradient may arrive in parts, with its leading axes kept."""
         nodes = self._parts[leaf].nodes
         made = {value: node for node in nodes for value in node.outputs}
         inner = {made.get(value) for node in nodes for value in node.inputs}
@@ -72,12 +72,12 @@ class DividedPrologue:
         )
 
     def program(self, leaf: int) -> tuple[Value, tuple[Node, ...], tuple[Value, ...]]:
-        """A leaf's gradient, the nodes of `part`, and its scalars."""
+        """Returns a leaf's gradient, the nodes of `part`, and its scalars."""
         own = self._parts[leaf]
         return self._prologue.inputs[leaf], own.nodes, own.scalars
 
     def part(self, leaf: int, gradient: jax.Array) -> list[jax.Array]:
-        """A leaf's scalars; traceable. Of part of a gradient where `can_gather`."""
+        """Computes a leaf's scalars, also of a part if `can_gather`; traceable."""
         own, source = self._parts[leaf], self._prologue.inputs[leaf]
         env: dict[Value, Any] = {source: gradient.astype(source.dtype)}
         for node in own.nodes:
@@ -85,7 +85,7 @@ class DividedPrologue:
                 env[value] if value.constant is None else value.constant
                 for value in node.inputs
             ]
-            if _is_spread(node):  # as long as the part that came
+            if _is_spread(node):  # as long as the part that arrived
                 env[node.outputs[0]] = lax.broadcast(operands[0], gradient.shape)
             else:
                 env.update(zip(node.outputs, bind(node, operands), strict=True))
@@ -94,7 +94,7 @@ class DividedPrologue:
     def gather(
         self, leaf: int, some: Sequence[jax.Array], more: Sequence[jax.Array]
     ) -> list[jax.Array]:
-        """The scalars of two parts of a gradient, of those of each; traceable."""
+        """Combines the scalars of two parts of a gradient; traceable."""
         own = self._parts[leaf]
         made = {value: node for node in own.nodes for value in node.outputs}
         return [
@@ -107,11 +107,11 @@ class DividedPrologue:
         parts: Mapping[int, Sequence[jax.Array]],
         scalar_state: Sequence[jax.Array],
     ) -> tuple[list[jax.Array], list[LeafInputs]]:
-        """What the prologue gives; traceable.
+        """Computes the prologue's results; traceable.
 
         Args:
-          parts: Each leaf's scalars, of those that `reads` says.
-          scalar_state: The flat state leaves that are no slots.
+          parts: The scalars of each leaf for which `reads` is true.
+          scalar_state: The flat state leaves that are not slots.
         """
         env: dict[Value, Any] = dict(
             zip(self._scalar_inputs, scalar_state, strict=True)
@@ -132,8 +132,8 @@ def divide_prologue(
       num_scalars: Scalars of the state.
 
     Raises:
-      UnsupportedTransformError: More than scalars of a gradient is needed beside
-        others, or it depends on something that is not there yet.
+      UnsupportedTransformError: More than scalars of a gradient is needed together with
+        others, or it depends on a value that is not known yet.
     """
     gradients = prologue.inputs[:num_leaves]
     scalars = prologue.inputs[2 * num_leaves : 2 * num_leaves + num_scalars]
@@ -161,7 +161,7 @@ def divide_prologue(
 
 
 def _owners(nodes: Sequence[Node], gradients: Sequence[Value]) -> Mapping[Value, int]:
-    """The leaf whose gradient alone a value is made of, beside numbers."""
+    """Maps a value to the one leaf on whose gradient it depends."""
     owners = {value: leaf for leaf, value in enumerate(gradients)}
     numbers: set[Value] = set()
     for node in nodes:
@@ -170,7 +170,7 @@ def _owners(nodes: Sequence[Node], gradients: Sequence[Value]) -> Mapping[Value,
             numbers.update(node.outputs)
             continue
         found = {owners.get(value, _MIXED) for value in read}
-        # What is computed of scalars alone is computed when all are there.
+        # Nodes on scalars alone are computed when all scalars are known.
         is_leafs = any(value.shape for value in read)
         if is_leafs and len(found) == 1 and found != {_MIXED}:
             owners.update(dict.fromkeys(node.outputs, found.pop()))

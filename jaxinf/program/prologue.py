@@ -1,6 +1,6 @@
 """The part of a program that stays in JAX.
 
-Invariant: only what the outputs need is computed.
+Invariant: only nodes that the outputs need are computed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,11 +20,11 @@ __all__ = ["LeafInputs", "Prologue"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LeafInputs:
-    """What one leaf's kernel gets from the prologue; a pytree.
+    """The prologue's inputs for one leaf's kernel; a pytree.
 
     Attributes:
       scalars: 0-d: float32, int32, uint32 or bool, as ``Kernel.scalar_dtypes``.
-      arrays: Of the leaf's shape.
+      arrays: Arrays of the leaf's shape.
     """
 
     scalars: tuple[jax.Array, ...]
@@ -48,14 +48,14 @@ class Prologue:
         scalar_state: Sequence[Value],
         leaves: Sequence[BodyBuilder],
     ) -> "Prologue":
-        """Prunes `nodes` to what the new scalar state and the bodies need."""
+        """Prunes `nodes` to those that the new scalar state and the bodies need."""
         wanted = [*scalar_state, *(v for leaf in leaves for v in _wanted(leaf))]
         return cls(
             prune(nodes, wanted), tuple(inputs), tuple(scalar_state), tuple(leaves)
         )
 
     def reads(self, inputs: Iterable[Value]) -> bool:
-        """Whether any of these inputs has to be given: something depends on it."""
+        """Whether any output depends on one of these inputs."""
         wanted = {value for node in self.nodes for value in node.inputs}
         wanted.update(self.wanted())
         return not wanted.isdisjoint(inputs)
@@ -63,19 +63,19 @@ class Prologue:
     def __call__(
         self, inputs: Sequence[jax.Array]
     ) -> tuple[list[jax.Array], list[LeafInputs]]:
-        """New scalar state and the kernels' inputs; traceable."""
+        """Computes the new scalar state and the kernels' inputs; traceable."""
         env: dict[Value, Any] = dict(zip(self.inputs, inputs, strict=True))
         return self.outputs_from(self.nodes, env)
 
     def wanted(self) -> list[Value]:
-        """All that it computes: new scalar state, then what each body needs."""
+        """All results: the new scalar state, then the inputs of each body."""
         own = (value for leaf in self.leaves for value in _wanted(leaf))
         return [*self.scalar_state, *own]
 
     def outputs_from(
         self, nodes: Sequence[Node], env: dict[Value, Any]
     ) -> tuple[list[jax.Array], list[LeafInputs]]:
-        """The results, by some of its nodes from values at hand; traceable."""
+        """Computes the results with some of the nodes from known values; traceable."""
         results = iter(evaluate(nodes, self.wanted(), env))
         scalar_state = [_as_array(next(results)) for _ in self.scalar_state]
         return scalar_state, [_leaf_inputs(leaf, results) for leaf in self.leaves]

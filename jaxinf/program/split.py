@@ -1,7 +1,7 @@
 """Cuts one leaf's elementwise body out of the graph of a whole update.
 
-Invariant: a body reads only its own leaf's gradient, master params and slots; all
-else it needs becomes a scalar or an array that the prologue computes.
+Invariant: a body reads only its own leaf's gradient, master params and slots; the
+  prologue computes all its other inputs, as scalars or arrays.
 """
 
 import re
@@ -31,7 +31,7 @@ _REMEDY = (
     "near storage an update is elementwise in what is stored; use an optimizer without "
     "it (docs/optimizers.md lists them), or keep this one's state in memory"
 )
-# What means the same before an optimizer as after it, or nearly so.
+# Transformations with nearly the same meaning before an optimizer as after it.
 _ON_GRADIENTS = (
     "adaptive_grad_clip", "centralize", "clip_by_global_norm",
     "normalize_by_update_norm",
@@ -45,7 +45,7 @@ class BodyBuilder:
     Attributes:
       info: The leaf.
       inputs: Graph inputs that the body itself reads (gradient, params, slots).
-      local: The values of a 0-d leaf that belong in its body although they are scalars.
+      local: Scalars that belong in the body of a 0-d leaf.
       equations: The body so far.
       scalars, arrays: Values that the prologue has to compute, in order of use.
     """
@@ -98,7 +98,7 @@ class BodyBuilder:
         return self._known[root]
 
     def _terminal(self, value: Value) -> Operand | None:
-        """The operand where no equation is needed; None where one is."""
+        """Returns the operand if no equation is needed, otherwise None."""
         if value in self.inputs:
             return self.inputs[value]
         if value.is_literal:
@@ -174,7 +174,7 @@ class BodyBuilder:
 
 
 def is_elementwise(node: Node) -> bool:
-    """Whether a body may contain the node, as far as primitive and dtypes go."""
+    """Whether a body may contain the node, by its primitive and dtypes."""
     values = (*node.outputs, *node.inputs)
     return compat.static_params(node.primitive.name, node.params) is not None and all(
         is_supported_dtype(value.dtype) for value in values
@@ -182,7 +182,7 @@ def is_elementwise(node: Node) -> bool:
 
 
 def stored_culprit(values: Sequence[Value]) -> Node | None:
-    """A node, nearest to the storage, that is not elementwise in stored state."""
+    """Finds the first node on stored state that is not elementwise."""
     seen: set[Node] = set()
     stack = [value.node for value in values]
     while stack:
@@ -199,7 +199,7 @@ def stored_culprit(values: Sequence[Value]) -> Node | None:
 
 
 def refusal(where: str, node: Node) -> UnsupportedTransformError:
-    """The error for stored state that enters `node`."""
+    """Makes the error for stored state that enters `node`."""
     names = [(f, n) for source in node.sources for f, n in _frames(source)]
     found = f"the primitive {node.primitive.name}{_origin(names)}"
     return UnsupportedTransformError(
@@ -227,7 +227,7 @@ def _num_elements(shape: tuple[int, ...]) -> int:
 
 
 def _origin(frames: Sequence[tuple[str, str]]) -> str:
-    """Where the primitive was called, as far as it was outside JAX, and for what."""
+    """Finds the caller of the primitive outside JAX, and its purpose."""
     file, name = next(iter(frames), ("", ""))
     if not file:
         return ""
@@ -239,7 +239,7 @@ def _origin(frames: Sequence[tuple[str, str]]) -> str:
 
 
 def _transform(frames: Sequence[tuple[str, str]]) -> str:
-    """The transformation whose update called the primitive; empty if none is known."""
+    """Finds the transformation whose update called the primitive; empty if unknown."""
     matches = (re.match(r"(\w+)\.<locals>\.update(_fn)?\b", name) for _, name in frames)
     return next((match[1] for match in matches if match), "")
 

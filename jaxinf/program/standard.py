@@ -1,8 +1,8 @@
 """The optimizers whose kernels come compiled with the package.
 
-Invariant: hyperparameters are arguments of a kernel, so one of each structure is
-enough; what changes the structure is listed here: a schedule (the rate is a scalar, not
-a literal), one leaf or several (see `Kernel.reciprocals`), clipping, Nesterov.
+Invariant: hyperparameters are arguments of a kernel, so one kernel for each structure
+  is enough. These options change the structure: a schedule (the rate is a scalar, not a
+  literal), one leaf or several (see `Kernel.reciprocals`), clipping, Nesterov.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ __all__ = ["traced_kernels"]
 
 
 def traced_kernels() -> Mapping[str, Kernel]:
-    """Kernels by name, of several leaves and of one; some share their C++."""
+    """Traces kernels by name, for several leaves and for one; some share their C++."""
     one, several = jnp.zeros(8), [jnp.zeros(8), jnp.zeros(9)]
     return {
         name + suffix: trace_update(tx, params).leaves[0].kernel

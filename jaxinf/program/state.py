@@ -1,4 +1,4 @@
-"""Which leaves of an optax state are stored per params leaf, and under which names.
+"""Divides the leaves of an optax state into stored slots and scalar state.
 
 Invariant: a state leaf is either the slot of exactly one params leaf (its key path
 ends with that leaf's, and the shapes agree) or scalar state, which stays in JAX.
@@ -42,14 +42,14 @@ class StateSlot:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """What an optax state tree is made of.
+    """The layout of an optax state tree.
 
     Attributes:
       treedef: Structure of the state tree.
       slots: The stored state of each params leaf.
-      scalar_indices: Which flat state leaves stay in JAX.
-      scalar_paths: Their key paths, as `compat.path_text` prints them: for errors.
-      scalar_keys: The same, for a store to keep.
+      scalar_indices: Indices of the flat state leaves that stay in JAX.
+      scalar_paths: Their key paths as `compat.path_text` prints them, for errors.
+      scalar_keys: Their key paths in the form that a store keeps.
       avals: Shape and dtype of every flat state leaf.
     """
 
@@ -141,7 +141,7 @@ def _owners(
 def _fits(aval: Any, info: LeafInfo) -> bool:
     if tuple(aval.shape) != info.shape:
         return False
-    # A count looks just like the slot of a 0-d or bare leaf, except for its dtype.
+    # A count differs from the slot of a 0-d or bare leaf only in its dtype.
     anonymous = not info.shape or not info.path
     return aval.dtype in (FLOAT_DTYPES if anonymous else _SLOT_DTYPES)
 

@@ -1,7 +1,7 @@
 """Names, shapes and dtypes of the leaves of a params tree.
 
-Invariant: every leaf has a path of its own, a string per level, the same whether the
-tree holds arrays, tracers or avals.
+Invariant: every leaf has a unique path, one string per level, which is the same for
+arrays, tracers and avals.
 """
 
 from dataclasses import dataclass

@@ -40,7 +40,7 @@ __all__ = ["LeafUpdate", "UpdateProgram", "trace_update"]
 
 @dataclass(frozen=True)
 class LeafUpdate:
-    """The update of one leaf: what it is, what it stores, what runs on its chunks."""
+    """The update of one leaf: its description, its slots and its kernel."""
 
     info: LeafInfo
     slots: tuple[StateSlot, ...]
@@ -53,7 +53,7 @@ class UpdateProgram:
 
     Attributes:
       leaves: One per params leaf, in flattening order.
-      num_scalar_state: How many state leaves stay in JAX.
+      num_scalar_state: Number of state leaves that stay in JAX.
     """
 
     leaves: tuple[LeafUpdate, ...]
@@ -68,15 +68,15 @@ class UpdateProgram:
         scalar_state: Sequence[jax.Array],
         extra_args: Mapping[str, Any] | None = None,
     ) -> tuple[list[jax.Array], list[LeafInputs]]:
-        """Computes in JAX what the kernels do not; traceable; run it jitted.
+        """Computes the update's part outside the kernels; traceable; for jit.
 
-        Reductions over params use these params (those on the JAX device, widened to
-        float32), not the master params; likewise for gradients. What no output needs
-        is not computed, and no float32 copy is made of what is not reduced.
+        Reductions over params use the params on the JAX device, widened to float32, not
+        the master params; likewise for gradients. Values that no output needs are not
+        computed, and only arrays that are reduced are copied to float32.
 
         Args:
           gradients, params: Flat leaves, each in its own dtype.
-          scalar_state: The flat state leaves that are no slots.
+          scalar_state: The flat state leaves that are not slots.
           extra_args: As given to `trace_update`, with this step's values.
 
         Returns:
@@ -97,20 +97,20 @@ class UpdateProgram:
 
     @property
     def reads_gradients(self) -> bool:
-        """Whether what the prologue computes depends on gradients, such as a norm."""
+        """Whether the prologue depends on gradients, such as their norm."""
         return self._prologue.reads(self._prologue.inputs[: len(self.leaves)])
 
     @property
     def reads_params(self) -> bool:
-        """Whether what the prologue computes depends on params, such as their norm."""
+        """Whether the prologue depends on params, such as their norm."""
         num = len(self.leaves)
         return self._prologue.reads(self._prologue.inputs[num : 2 * num])
 
     def divided(self) -> DividedPrologue:
-        """The prologue, for gradients that come one by one.
+        """Returns the prologue for gradients that arrive one by one.
 
         Raises:
-          UnsupportedTransformError: It needs more of them than scalars.
+          UnsupportedTransformError: It needs more than scalars of them.
         """
         return divide_prologue(self._prologue, len(self.leaves), self.num_scalar_state)
 
@@ -133,9 +133,9 @@ def trace_update(
     Args:
       tx: Any transformation of optax's protocol, or an ``optax.MultiSteps``.
       params: Arrays, tracers or avals: float32, bfloat16 or float16. The trace has
-        float32 params and gradients whatever these are: the master is float32.
-      extra_args: What ``tx.update`` takes by keyword. Arrays, avals, int and float
-        are inputs of the program; anything else (bool, str, callables) is fixed here.
+        float32 params and gradients in every case, because the master is float32.
+        extra_args: Keyword arguments of ``tx.update``. Arrays, avals, int and float are
+        inputs of the program; other values (bool, str, callables) are fixed here.
 
     Raises:
       TypeError, ValueError: See `leaf_infos`.
@@ -197,7 +197,7 @@ def _update_graph(
 
 
 def _update_leaves(updates: PyTree, treedef: Any, avals: Sequence[Any]) -> list[Any]:
-    """The updates as float32 of the leaves' shapes; zero where there is none."""
+    """Returns the updates as float32 in the leaves' shapes; zero if there is none."""
     flat = treedef.flatten_up_to(updates)
     return [
         jnp.zeros(aval.shape, FLOAT32)
@@ -264,7 +264,7 @@ class _Parts:
 
 
 def _local_values(graph: Graph, infos: Sequence[LeafInfo]) -> dict[int, set[Value]]:
-    """For 0-d leaves, what is computed elementwise from their own inputs.
+    """Returns values of 0-d leaves that are elementwise in their own inputs.
 
     Shapes cannot tell these values from the prologue's scalars; in the body they
     read the master params, and the body is that of other leaves.
@@ -283,7 +283,7 @@ def _local_values(graph: Graph, infos: Sequence[LeafInfo]) -> dict[int, set[Valu
 
 
 def _uses(graph: Graph) -> Mapping[Value, int]:
-    """How often each value is an operand or an output, of what is computed at all."""
+    """Counts the uses of each value as an operand or an output of needed nodes."""
     uses = Counter(graph.outputs)
     for node in prune(graph.nodes, graph.outputs):
         uses.update(node.inputs)

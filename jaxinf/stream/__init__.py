@@ -1,7 +1,7 @@
-"""Training of models larger than memory: a loss function's own program, cut.
+"""Training of models larger than memory, by cutting a loss function's program.
 
-Invariant: a user's loss function is traced with its gradient and never changed; what
-runs is that one jaxpr, in parts.
+Invariant: a user's loss function is traced with its gradient and never changed; the
+parts of that one jaxpr run.
 """
 
 from jaxinf.stream.plan import Plan, prepare

@@ -1,7 +1,7 @@
-"""The calls of one step, in order: what each reads, gives, drops and hands out.
+"""The calls of one step, in order, with the values that each reads, makes and drops.
 
 Invariant: a slot is written once a step, and dropped after the last call that reads
-it. Recomputing is calling the same program again, so its values have the same bits.
+it. To recompute, the same program is called again, so its values have the same bits.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ Policy: TypeAlias = Literal["recompute", "keep"]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a value waits between the call that makes it and the last that reads it."""
+    """A place for a value, from the call that makes it to the last that reads it."""
 
     number: int
 
@@ -32,9 +32,9 @@ class Call:
     """One call of a program.
 
     Attributes:
-      program: What is called.
+      program: The program.
       inputs: For each of its inputs, an input of the whole or a slot.
-      outputs: For each of its outputs a slot; None where nothing reads it.
+      outputs: For each of its outputs a slot; None if no call reads it.
       drops: Slots that no later call reads.
       gradients: Outputs that are complete gradients, by their position.
       is_repeat: Whether it only recomputes.
@@ -58,7 +58,7 @@ class Call:
         return sum(size for _, size in self._sized())
 
     def num_new_bytes(self, before: "Call") -> int:
-        """Bytes of params that it reads and the call before it does not."""
+        """Bytes of params that it reads, without those of the previous call."""
         held = set(before.pieces)
         return sum(size for piece, size in self._sized() if piece not in held)
 
@@ -77,7 +77,7 @@ class Calls:
 
     @cached_property
     def donated(self) -> Mapping[str, tuple[int, ...]]:
-        """By a program's key, inputs whose memory an output may take.
+        """By a program's key, inputs whose memory an output may reuse.
 
         No call of the program reads such an input later, and nobody else holds it.
         """
@@ -98,9 +98,9 @@ class Calls:
 
     @cached_property
     def fences(self) -> tuple[int | None, ...]:
-        """Of each call the smallest output that no later call may take the memory of.
+        """For each call, the smallest output whose memory no later call may reuse.
 
-        None where there is no such output.
+        None if there is no such output.
         """
         given_up = {
             call.inputs[i]
@@ -110,12 +110,12 @@ class Calls:
         return tuple(_smallest(call, given_up) for call in self.calls)
 
     def peak_bytes(self, temp_bytes: Mapping[str, int] | None = None) -> int:
-        """The most memory that slots, params, outputs and temporaries take at once.
+        """The peak memory of slots, params, outputs and temporaries.
 
         One call runs, and the next waits with its params and room for its outputs.
 
         Args:
-          temp_bytes: Temporaries by a program's key, as compiled; estimates without.
+          temp_bytes: Temporaries of compiled programs by key; by default estimates.
         """
         if temp_bytes is None:
             programs = {call.program.key: call.program for call in self.calls}
@@ -137,14 +137,14 @@ class Calls:
         return peak
 
     def _new_bytes(self, call: Call) -> int:
-        """Bytes of a call's outputs that take no input's memory."""
+        """Bytes of a call's outputs that do not reuse an input's memory."""
         program = call.program
         taken = (program.inputs[i] for i in self.donated[program.key])
         return num_bytes(program.outputs) - num_bytes(taken)
 
 
 def _paired(program: Program, inputs: set[int]) -> tuple[int, ...]:
-    """Those of the inputs that are of an output's type, one an output."""
+    """Selects one input of the same type for each output, if there is one."""
     types = Counter((v.shape, v.dtype) for v in program.outputs)
     chosen = []
     for i in sorted(inputs):
@@ -165,7 +165,7 @@ def _smallest(call: Call, given_up: Container[Origin | Slot | None]) -> int | No
 
 
 def make_calls(graph: Graph, programs: Programs, policy: Policy) -> Calls:
-    """The calls of one step under a policy."""
+    """Makes the calls of one step under a policy."""
     builder = _Builder(graph)
     last = len(programs.forward) - 1
     for k, program in enumerate(programs.forward):

@@ -1,7 +1,7 @@
-"""What every value of a program is: forward or backward, free or not, made of what.
+"""Classifies a program's nodes: forward or backward, free or not, and their inputs.
 
-Invariant: a free node is cheap and made of inputs (or of a few bytes besides), so that
-every program that needs it computes it again, and it is in no segment's order.
+Invariant: a free node is cheap and needs only inputs (and a few bytes besides). Every
+program that needs it computes it again, and it is not part of a segment's order.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,16 +15,16 @@ __all__ = ["Classes", "classify"]
 
 TINY_BYTES = 1024
 _SCALAR_BYTES = 64
-# A result this much smaller than the params it is made of is kept, not made again.
+# A result smaller than its params by this factor is kept, not computed again.
 _PARAMS_RATIO = 4
 
 
 @dataclass(frozen=True)
 class Classes:
-    """What is known of a graph's nodes.
+    """The classes of a graph's nodes.
 
     Attributes:
-      ordered: Nodes that are not free: those that segments are made of.
+      ordered: Nodes that are not free; segments consist of these.
       free: The others.
       backward: Nodes that depend on the cotangent.
       light: Nodes cheap enough to be computed again from kept values.
@@ -99,8 +99,8 @@ class _Builder:
         if num_bytes(params) > _PARAMS_RATIO * out_bytes:
             return
         self.light.add(node)
-        # A count or a key made of that of the layer before would be made anew from
-        # the first on, in longer and longer programs.
+        # A count or a key that depends on that of the previous layer would be computed
+        # again from the first layer on, in longer and longer programs.
         is_made_of = any(not is_literal(value) for value in node.inputs)
         is_count = is_made_of and not params and out_bytes <= _SCALAR_BYTES
         is_spread = any(

@@ -1,4 +1,4 @@
-"""Where a program is cut into segments: by its period first, else by bytes.
+"""Cuts a program into segments: at its period, otherwise by bytes.
 
 Invariant: cuts depend on the graph and the limit alone; equal blocks are cut alike.
 """
@@ -16,25 +16,25 @@ __all__ = ["choose_cuts", "segment_bytes"]
 
 # Smaller blocks share a segment: each program costs a dispatch.
 _SMALL_BYTES = 4 << 20
-# What one more segment costs, as bytes that live at a cut.
+# The cost of one more segment, in bytes that are live at a cut.
 _SEGMENT_COST = 1 << 16
-# How a byte above the limit counts where no cut can avoid it.
+# The cost of a byte above the limit, if no cut can avoid it.
 _EXCESS_COST = 64
 _MAX_CANDIDATES = 400
-# What a cut between blocks may cost, over the cheapest, for one block more.
+# Factor by which a cut may exceed the cheapest one, to save a block.
 _PHASE_TOLERANCE = 1.5
 
 
 def choose_cuts(
     lifetimes: Lifetimes, tokens: Sequence[Hashable], limit_bytes: int
 ) -> tuple[int, ...]:
-    """Positions in the forward order at which segments start; 0 and the end included.
+    """Chooses the positions in the forward order of segments, with 0 and the end.
 
     Args:
-      lifetimes: What cuts cost.
-      tokens: For each forward node, what tells it from others.
-      limit_bytes: What one segment should need at most: params, kept and working
-        values. Where one node alone needs more, the segment is that node.
+      lifetimes: The costs of cuts.
+      tokens: For each forward node, a token that identifies its computation.
+      limit_bytes: The most that a segment should need for params, kept and working
+        values. If a single node needs more, it becomes a segment.
     """
     chooser = _Chooser(lifetimes, limit_bytes)
     num_nodes = len(lifetimes.order.forward)
@@ -50,7 +50,7 @@ def choose_cuts(
 
 
 def segment_bytes(lifetimes: Lifetimes, start: int, end: int) -> int:
-    """An estimate of what the segment between two cuts needs in memory."""
+    """Estimates the memory of the segment between two cuts."""
     return _Chooser(lifetimes, 0).bytes_of(start, end)
 
 
@@ -62,7 +62,7 @@ class _Chooser:
         self.cost = lifetimes.live_bytes + backward_live
 
     def blocks(self, run: Run) -> list[int] | None:
-        """Starts of the run's blocks, and its end; None where they have no params."""
+        """Starts of the run's blocks, and its end; None if they have no params."""
         period = run.period
         pieces = self.lifetimes.classes.pieces
         nodes = self.lifetimes.order.forward[run.start : run.start + period]
@@ -79,7 +79,7 @@ class _Chooser:
         return min(cheap, key=lambda item: (item[1], item[0], item[2]))[3]
 
     def units(self, blocks: list[int]) -> list[int]:
-        """Cuts after the first of `blocks`: several small ones share a segment."""
+        """Cuts after the first of `blocks`, with several small blocks in a segment."""
         num_blocks = len(blocks) - 1
         middle = num_blocks // 2
         block_bytes = self.bytes_of(blocks[middle], blocks[middle + 1])
@@ -92,7 +92,7 @@ class _Chooser:
         return blocks[num_blocks % group or group :: group]
 
     def divide(self, start: int, end: int) -> list[int]:
-        """Cuts after `start` up to and with `end`, at the least cost."""
+        """Cuts after `start` up to and including `end`, at the least cost."""
         if start == end:
             return []
         candidates = self._candidates(start, end)
@@ -116,11 +116,11 @@ class _Chooser:
         return cuts[::-1]
 
     def bytes_of(self, start: int, end: int) -> int:
-        """What the segment between two cuts needs."""
+        """Bytes that the segment between two cuts needs."""
         return next(need for _, need in self._ends([start, end], 0))
 
     def _candidates(self, start: int, end: int) -> list[int]:
-        """Local minima of the cost; every position where those are too far apart."""
+        """Local minima of the cost, or every position if they are too far apart."""
         minima = [c for c in range(start + 1, end) if self._is_minimum(c)]
         coarse = [start, *minima, end]
         fine = [start]
@@ -142,7 +142,7 @@ class _Chooser:
         return not len(different) or after[different[0]] > here
 
     def _ends(self, candidates: list[int], i: int) -> list[tuple[int, int]]:
-        """Where a segment from candidate `i` may end, and what it then needs."""
+        """Possible ends of a segment from candidate `i`, with the bytes it needs."""
         times = self.lifetimes
         start = candidates[i]
         backward_end = int(times.backward_cuts[start])
@@ -168,8 +168,8 @@ class _Chooser:
 
 
 def _group(num_blocks: int, most: int) -> int:
-    """How many blocks share a segment, of at most `most`: a power of two.
+    """Number of blocks in a segment, at most `most`: a power of two.
 
-    Of models of 12, 24 and 48 blocks, the same: they have the same programs then.
+    It is the same for models of 12, 24 and 48 blocks, so they have the same programs.
     """
     return 1 << (min(most, num_blocks).bit_length() - 1)

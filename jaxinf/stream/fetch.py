@@ -1,7 +1,7 @@
-"""Params read ahead of the programs that need them, in memory of a fixed size.
+"""Reads params before the programs need them, into memory of a fixed size.
 
     thread: read unit ► put on the JAX device          runner: get ► call ► done
-              waits for room in the window  ◄───── memory of what no later call needs
+              waits for room in the window  ◄───── memory of units no longer needed
 
 Invariant: a buffer is read into only when no program in flight can still read it.
 """
@@ -25,10 +25,10 @@ __all__ = ["Fetch", "FetchCounts", "Fetcher", "fetches_of", "window_bytes"]
 
 
 class Source(Protocol):
-    """Where units are read from."""
+    """The source of units."""
 
     def begin(self) -> None:
-        """A step begins."""
+        """Notes the beginning of a step."""
         ...
 
     def read(self, unit: Unit, out: Array) -> None:
@@ -36,16 +36,16 @@ class Source(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing is read until the next step."""
+        """Notes that no unit is read until the next step."""
         ...
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """One reading of a unit, and the calls that it serves.
+    """One read of a unit, and the calls that it serves.
 
     Attributes:
-      unit: What is read.
+      unit: The unit to read.
       first, last: Numbers of the first and the last call that use it.
     """
 
@@ -56,13 +56,13 @@ class Fetch:
 
 @dataclass
 class FetchCounts:
-    """What fetching has cost since it was last asked.
+    """Traffic and waiting time since the previous counts.
 
     Attributes:
       num_bytes: Bytes of params read.
-      num_fetches, num_ready: Units that calls have asked for, and those of them that
-        were there by then.
-      waited_s: Time that calls have waited.
+      num_fetches, num_ready: Number of units that calls requested, and of those that
+        were already there.
+      waited_s: Time that calls waited.
     """
 
     num_bytes: int = 0
@@ -72,9 +72,9 @@ class FetchCounts:
 
 
 def fetches_of(calls: Sequence[Call], places: Places) -> tuple[Fetch, ...]:
-    """What one step reads, in order.
+    """Returns the reads of one step, in order.
 
-    A unit that the next call needs as well stays; one needed later is read again.
+    A unit stays if the next call needs it, too; one needed later is read again.
     """
     open_ones: dict[Unit, list[int]] = {}
     found: list[tuple[Unit, list[int]]] = []
@@ -90,7 +90,7 @@ def fetches_of(calls: Sequence[Call], places: Places) -> tuple[Fetch, ...]:
 
 
 def window_bytes(fetches: Sequence[Fetch], num_calls: int) -> int:
-    """Memory without which a step would wait for itself: two calls in flight."""
+    """The least memory for two calls in flight; with less a step would deadlock."""
     held = np.zeros(num_calls + 2, np.int64)
     for fetch in fetches:
         num_bytes = _page_bytes(fetch.unit)
@@ -103,9 +103,9 @@ class Fetcher:
     """Reads a step's units ahead, on a thread of its own.
 
     Args:
-      source: Where units are read from.
-      fetches: What each step reads, in order.
-      capacity_bytes: Memory for it; at least `window_bytes`.
+      source: The source of units.
+      fetches: The reads of each step, in order.
+      capacity_bytes: Memory for units; at least `window_bytes`.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Fetcher:
         self.counts = FetchCounts()
 
     def begin(self) -> None:
-        """Starts reading for a step; what the step before left must be done."""
+        """Starts reading for a step; the previous step must have ended."""
         self.stop()
         self._is_stopped, self._error = False, None
         self._source.begin()
@@ -133,10 +133,10 @@ class Fetcher:
         self._thread.start()
 
     def get(self, number: int, unit: Unit) -> jax.Array:
-        """The unit for the call of that number; blocks until it has been read.
+        """Returns the unit for the call of that number; blocks until it has been read.
 
         Raises:
-          BaseException: What stopped the reading.
+          BaseException: The exception that stopped the reads.
         """
         key = (unit, self._serving[unit, number])
         counts = self.counts
@@ -151,7 +151,7 @@ class Fetcher:
             return self._ready[key][1]
 
     def done(self, number: int) -> None:
-        """The call of that number has run: what no later call needs may go."""
+        """Notes that a call has run; frees units that no later call needs."""
         with self._changed:
             gone = [key for key in self._ready if key[1] <= number]
             buffers = [self._ready.pop(key)[0] for key in gone]
@@ -159,7 +159,7 @@ class Fetcher:
             buffer.release()
 
     def stop(self) -> None:
-        """Ends the reading, and frees what was read; no program may be in flight."""
+        """Ends the reads, and frees the units; no program may be in flight."""
         self._is_stopped = True
         if self._thread is not None:
             while self._thread.is_alive():
@@ -170,7 +170,7 @@ class Fetcher:
         self._source.close()
 
     def close(self) -> None:
-        """Stops, and gives the memory back."""
+        """Stops, and frees the memory."""
         self.stop()
         self._pool.close()
 

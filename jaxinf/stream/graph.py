@@ -1,7 +1,7 @@
-"""A traced loss and gradient as one graph, and the inputs that it reads.
+"""A traced loss and gradient as one graph, and its inputs.
 
-Invariant: a value's `origin` says which input it is; a value with neither an origin
-nor a node is a literal.
+Invariant: a value with an `origin` is that input; a value with neither an origin nor a
+node is a literal.
 """
 
 from collections.abc import Iterable, Mapping
@@ -62,12 +62,12 @@ class Const:
 
 @dataclass(frozen=True, slots=True)
 class Seed:
-    """The cotangent of the loss: what depends on it is backward."""
+    """The cotangent of the loss; nodes that depend on it are backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """An index that is an argument, so that it is no part of a program's text."""
+    """An index that is passed as an argument, so programs do not depend on it."""
 
     number: int
 
@@ -80,9 +80,9 @@ class Graph:
     """One traced program.
 
     Attributes:
-      nodes: In an order in which they can be computed; all of them are needed.
+      nodes: The needed nodes, in an order in which they can be computed.
       results: The loss and the leaves of aux.
-      gradients: Complete gradients, by the piece of a leaf that they are of.
+      gradients: Complete gradients, by their piece of a leaf.
     """
 
     nodes: tuple[Node, ...]

@@ -1,7 +1,7 @@
-"""A model's first params, made leaf by leaf by the user's own init function.
+"""Makes a model's first params leaf by leaf, with the user's own init function.
 
-Invariant: each leaf has the bits that jitted `init_fn` gives it; never more than one
-leaf is in memory.
+Invariant: each leaf has the bits of jitted `init_fn`; only one leaf at a time is in
+memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,7 +56,7 @@ class LeafMaker:
     """Makes the leaves of a traced init function, one at a time.
 
     Attributes:
-      arguments, consts: What it is computed from.
+      arguments, consts: The function's inputs.
       tree: Structure of the params.
       outputs: The leaves as values of its graph.
     """
@@ -74,13 +74,13 @@ class LeafMaker:
         )
 
     def leaves(self, memory_bytes: int) -> Iterator[Array]:
-        """Computes the leaves in order; each may go before the next is asked for.
+        """Computes the leaves in order; the caller may drop each before the next.
 
         Args:
-          memory_bytes: What one leaf and its temporaries may take.
+          memory_bytes: Memory for one leaf and its temporaries.
 
         Raises:
-          StreamError: A leaf takes more; says which, and how much.
+          StreamError: A leaf needs more; names it and the bytes.
         """
         keys = Keys()
         compiled: dict[str, Any] = {}
@@ -119,8 +119,8 @@ class LeafMaker:
 class _Builder:
     """Inlines calls; folds counts of the calls of a random key into numbers.
 
-    What tells one leaf's key from another's is a number that a key is folded with: as
-    an argument, leaves of one shape have one program.
+    The keys of leaves differ only in a number that a key is folded with. This becomes
+    an argument, so leaves of one shape share one program.
     """
 
     def __init__(self, consts: list[Any]) -> None:
@@ -171,7 +171,7 @@ class _Builder:
 
 
 def _is_count(node: Node, eqn: Any) -> bool:
-    """Whether a node makes an integer of integers that are part of the program."""
+    """Whether a node computes an integer from integers within the program."""
     avals = [var.aval for var in eqn.outvars]
     return (
         node.name in LIGHT
@@ -184,7 +184,7 @@ def _is_count(node: Node, eqn: Any) -> bool:
 
 
 def _needed(output: Value) -> tuple[list[Node], list[Value]]:
-    """The nodes that make a value, in an order of its own, and their inputs."""
+    """The nodes that compute a value, in their own order, and their inputs."""
     order: dict[Node, None] = {}
     inputs: dict[Value, None] = {}
     if output.origin is not None:
@@ -220,10 +220,10 @@ def _compile(nodes: list[Node], inputs: list[Value], output: Value) -> Any:
 def initial_inputs(
     program: InitProgram, leaves: Sequence[jax.ShapeDtypeStruct]
 ) -> tuple[list[ScalarState], Mapping[int, ScalarInputs]]:
-    """The first scalar state, and what the initial state of each leaf is made of.
+    """Returns the first scalar state, and the inputs of each leaf's initial state.
 
     Raises:
-      UnsupportedTransformError: It depends on params.
+      UnsupportedTransformError: The state depends on params.
     """
     if program.reads_params or any(one.kernel.array_dtypes for one in program.leaves):
         raise UnsupportedTransformError(

@@ -1,9 +1,9 @@
-"""Plans kept in a store: bits depend on where a program is cut.
+"""Plans kept in a store, because bits depend on the cuts of a program.
 
     STORE/stream/<digest of leaves and batch>.json    version, fingerprint, cuts
 
-Invariant: a plan that is kept is used, or refused by name; it is never replaced without
-being asked for.
+Invariant: a kept plan is used, or refused by name; it is never replaced unless the user
+  asks.
 """
 
 import hashlib
@@ -29,18 +29,18 @@ def kept_plan(
     policy: Policy,
     measure: Callable[[Plan], int],
 ) -> Plan | None:
-    """The plan that the store keeps for these leaves and this batch; None if none.
+    """Reads the store's plan for these leaves and this batch; None if there is none.
 
     Args:
-      folder: The store's.
+      folder: The store's folder.
       ready: The traced loss function.
-      budget_bytes: What a step's programs may take.
-      policy: As for `Prepared.plan`; no part of what is kept.
-      measure: Tells what a plan takes.
+      budget_bytes: Memory for a step's programs.
+      policy: As for `Prepared.plan`; it is not kept.
+      measure: Returns the memory that a plan needs.
 
     Raises:
-      StreamError: It is of another function or version, or takes more memory.
-      StoreFormatError: It is damaged.
+      StreamError: The plan is for another function or version, or needs more memory.
+      StoreFormatError: The plan is damaged.
     """
     path = _path(folder, ready)
     if not path.exists():

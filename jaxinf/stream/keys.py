@@ -1,7 +1,7 @@
 """Canonical text of nodes and programs: equal texts are equal computations.
 
-Invariant: two programs have the same key only if one's executable is the other's.
-What has no value to compare (a function, a mesh) is compared as an object.
+Invariant: two programs have the same key only if they can share an executable. Things
+  without a value to compare (a function, a mesh) are compared as objects.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _OBJECT = re.compile(r"#\d+")
 
 
 def stable(text: str) -> str:
-    """A digest of `text` that another process has too: objects by their names."""
+    """Returns a digest of `text` that is the same in every process."""
     return hashlib.sha256(_OBJECT.sub("", text).encode()).hexdigest()
 
 
@@ -39,7 +39,7 @@ class Keys:
         self._nodes: dict[Node, str] = {}
 
     def node(self, node: Node) -> str:
-        """What a node computes, and from values of which types."""
+        """Text of a node's computation and the types of its operands."""
         if node not in self._nodes:
             inputs = ",".join(map(self._input, node.inputs))
             outputs = ",".join(_aval(value.aval) for value in node.outputs)
@@ -50,7 +50,7 @@ class Keys:
     def program(
         self, inputs: Sequence[Value], nodes: Sequence[Node], outputs: Sequence[Value]
     ) -> str:
-        """What a program computes: its nodes with their values numbered."""
+        """Text of a program's computation: its nodes with numbered values."""
         numbers = {value: i for i, value in enumerate(inputs)}
         lines = [",".join(_aval(value.aval) for value in inputs)]
         for node in nodes:
@@ -100,7 +100,7 @@ class Keys:
         return self._object(item)
 
     def _object(self, item: Any) -> str:
-        """An object by equality where it has one, and by name for `stable`."""
+        """Text of an object, by equality if it has one, and by name for `stable`."""
         try:
             number = self._objects.setdefault(item, len(self._objects))
         except TypeError:  # not hashable: itself only
@@ -131,7 +131,7 @@ class Keys:
 
 
 def _is_plain_array(item: Any) -> bool:
-    """Whether it has numbers to compare: arrays, and what JAX keeps literals in."""
+    """Whether it has numbers to compare: an array, or a literal of JAX."""
     if isinstance(item, type) or not hasattr(item, "__array__"):
         return False
     return not jnp.issubdtype(item.dtype, jax.dtypes.extended)

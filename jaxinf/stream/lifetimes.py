@@ -1,4 +1,4 @@
-"""Where the values of an ordered program are made and last used, in bytes.
+"""The lifetimes of the values of an ordered program, in bytes.
 
 Invariant: positions count the nodes of one direction; cut `c` lies before node `c`.
 """
@@ -19,7 +19,7 @@ __all__ = ["Lifetimes"]
 
 @dataclass(frozen=True)
 class Lifetimes:
-    """What cuts of a program cost and imply."""
+    """The costs and consequences of cuts in a program."""
 
     graph: Graph
     classes: Classes
@@ -53,8 +53,8 @@ class Lifetimes:
     def backward_cuts(self) -> np.ndarray:
         """For each forward cut, the backward cut that belongs to it.
 
-        What follows the forward cut is done with its params and values, and has its
-        gradients, before the backward cut.
+        The part after the forward cut no longer needs its params and values, and has
+        its gradients, at the backward cut.
         """
         num_forward = len(self.order.forward)
         last = np.zeros(num_forward + 2, np.int64)
@@ -86,7 +86,7 @@ class Lifetimes:
 
     @cached_property
     def working_bytes(self) -> np.ndarray:
-        """For each forward node, bytes of what it reads and makes."""
+        """For each forward node, bytes of its operands and results."""
         return np.array(
             [
                 num_bytes(self.classes.needs[node]) + num_bytes(node.outputs)
@@ -105,7 +105,7 @@ class Lifetimes:
         return np.concatenate([[0], np.cumsum(heavy, dtype=np.int64)])
 
     def _finished_pieces(self) -> Mapping[Node, list[Piece]]:
-        """Pieces, as they are read, whose gradients a node completes."""
+        """Pieces whose gradients a node completes, as they are read."""
         by_leaf: dict[int, list[Piece]] = {}
         for piece in self.first_use:
             by_leaf.setdefault(piece.leaf, []).append(piece)
@@ -135,7 +135,7 @@ def _made(nodes: tuple[Node, ...]) -> dict[Value, int]:
 
 
 def _overlaps(piece: Piece, target: Piece) -> bool:
-    """Whether a piece that is read lies in, or around, one that has a gradient."""
+    """Whether a piece contains, or is part of, one with a gradient."""
     index, own = target.index, piece.index
     if index[: len(own)] != own and own[: len(index)] != index:
         return False

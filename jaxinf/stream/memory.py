@@ -1,6 +1,6 @@
-"""How `memory_bytes` is divided, and how freed memory goes back to the system.
+"""Divides `memory_bytes`, and returns freed memory to the system.
 
-Invariant: what the parts may take together is never more than the whole.
+Invariant: the sum of the parts never exceeds the whole.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from jaxinf.errors import StreamError
 __all__ = ["READER_BYTES", "Division", "divide", "return_freed_memory"]
 
 READER_BYTES = 16 << 20
-"""What reading params takes beside the params themselves."""
+"""Memory for reading params beside the params themselves."""
 
 _M_MMAP_THRESHOLD = -3
 _MMAP_THRESHOLD_BYTES = 256 << 10
@@ -26,7 +26,7 @@ class Division:
 
     Attributes:
       ring: The store's own buffers.
-      gradients: Gradients that wait for their update.
+      gradients: Gradients waiting for their update.
       programs: Params, values and temporaries of a step's programs.
     """
 
@@ -40,11 +40,11 @@ def divide(memory_bytes: int, ring_bytes: int, gradient_bytes: int) -> Division:
 
     Args:
       memory_bytes: The whole.
-      ring_bytes: The least that the store's buffers take.
-      gradient_bytes: The largest gradient that is handed out.
+      ring_bytes: The least size of the store's buffers.
+      gradient_bytes: Size of the largest gradient that is handed out.
 
     Raises:
-      StreamError: There is nothing left for the programs.
+      StreamError: No memory is left for the programs.
     """
     ring = max(ring_bytes, min(memory_bytes // _RING_SHARE, _MAX_RING_BYTES))
     gradients = max(gradient_bytes, memory_bytes // _RING_SHARE)

@@ -1,7 +1,7 @@
-"""One step run: programs called in order, params fetched, gradients handed out.
+"""Runs one step: calls programs in order, fetches params, hands out gradients.
 
-Invariant: at most two programs are in flight, so memory stays at what was planned;
-asynchronous dispatch alone would hold every param at once.
+Invariant: at most two programs are in flight, so memory stays within the plan; with
+asynchronous dispatch alone every param would be in memory at once.
 """
 
 from collections import deque
@@ -27,11 +27,11 @@ Executables: TypeAlias = dict[tuple[str, tuple[int, ...]], Any]
 
 
 def compile_plan(plan: Plan, executables: Executables) -> Mapping[str, Any]:
-    """A plan's programs, compiled unless they are known; by key. Blocks.
+    """Compiles a plan's programs unless they are known; returns them by key. Blocks.
 
     Args:
-      plan: What is to be run.
-      executables: What was compiled before; what is new is added.
+      plan: The plan.
+      executables: Programs compiled before; new ones are added.
     """
     found = {}
     for program in plan.distinct:
@@ -44,7 +44,7 @@ def compile_plan(plan: Plan, executables: Executables) -> Mapping[str, Any]:
 
 
 def compiled_bytes(plan: Plan, executables: Executables) -> int:
-    """The memory that a step takes, with temporaries as XLA has them; blocks."""
+    """Returns the memory of a step, with temporaries as reported by XLA; blocks."""
     temps = {
         key: executable.memory_analysis().temp_size_in_bytes
         for key, executable in compile_plan(plan, executables).items()
@@ -56,7 +56,7 @@ class Runner:
     """Runs the steps of a plan; compiles its programs when made.
 
     Args:
-      plan: What to run.
+      plan: The plan.
       executables: As for `compile_plan`.
     """
 
@@ -79,10 +79,10 @@ class Runner:
         """Runs one step.
 
         Args:
-          batch: As traced.
-          fetch: Gives a part of the params for the call of that number.
+          batch: A batch of the traced shapes.
+          fetch: Returns a part of the params for the call of that number.
           hand_out: Takes a complete gradient; called in the order of completion.
-          done: Told the number of each call that has run, and reads nothing more.
+          done: Takes the number of each call that has run and reads nothing more.
 
         Returns:
           The loss and aux.

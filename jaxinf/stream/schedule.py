@@ -1,7 +1,6 @@
-"""The order of a program's nodes: forward as traced, gradients as soon as possible.
+"""Orders a program's nodes: forward as traced, gradients as soon as possible.
 
-Invariant: the order is one in which the nodes can be computed, and depends on nothing
-but the graph.
+Invariant: nodes can be computed in this order, and it depends on the graph alone.
 """
 
 from collections import deque
@@ -34,19 +33,19 @@ def schedule(graph: Graph, classes: Classes) -> Order:
 
 
 def _penalties_early(forward: list[Node], classes: Classes) -> list[Node]:
-    """Moves what reduces params alone next to their other use: one fetch, not two."""
+    """Moves reductions of params next to another use, so that one fetch serves both."""
     hosts = _hosts(forward, classes)
     while True:
         order = _with_hosts(forward, hosts, classes)
         if len(order) == len(forward):
             return order
-        # Their hosts need them, as where weights are normalised: they stay in place.
+        # Their hosts need them (normalised weights, say), so they stay in place.
         for node in set(forward) - set(order):
             hosts.pop(node, None)
 
 
 def _hosts(forward: list[Node], classes: Classes) -> dict[Node, Node]:
-    """For nodes of params alone, with a small result, the other reader of those."""
+    """Maps nodes on params alone, with a small result, to the params' other reader."""
     penalties = {
         node
         for node in forward
@@ -70,7 +69,7 @@ def _hosts(forward: list[Node], classes: Classes) -> dict[Node, Node]:
 def _with_hosts(
     forward: list[Node], hosts: dict[Node, Node], classes: Classes
 ) -> list[Node]:
-    """The order in which each node follows its host; less those that cannot."""
+    """Returns the order in which each node follows its host, if it can."""
     graph = _Waiting(forward, classes)
     for node, host in hosts.items():
         graph.wait(node, host)
@@ -96,12 +95,12 @@ def _gradients_early(
 
 
 class _Waiting:
-    """An order in the making: a node that is asked for too early comes when it can.
+    """Builds an order; a node requested too early is appended when it can be.
 
     Args:
       nodes: All nodes.
-      classes: What they need.
-      eager: Those that come as soon as they can, asked for or not.
+      classes: The nodes' classes and needs.
+      eager: Nodes that are appended as soon as possible, without a request.
     """
 
     def __init__(
@@ -120,13 +119,13 @@ class _Waiting:
                     self.wait(node, value.node)
 
     def wait(self, node: Node, other: Node) -> None:
-        """Lets `node` come after `other`."""
+        """Makes `node` wait for `other`."""
         if other not in self._missing[node]:
             self._missing[node].add(other)
             self._readers.setdefault(other, []).append(node)
 
     def emit(self, node: Node) -> None:
-        """Appends a node, and what waited for it; once, when nothing is missing."""
+        """Appends a node, once its needs are met, and the nodes that waited for it."""
         self._asked.add(node)
         ready = deque([] if self._missing[node] else [node])
         while ready:
@@ -144,7 +143,7 @@ class _Waiting:
 def _only_gradients(
     backward: list[Node], graph: Graph, classes: Classes
 ) -> dict[Node, None]:
-    """Cheap backward nodes whose results reach nothing but gradients, in order."""
+    """Returns cheap backward nodes whose results reach only gradients, in order."""
     read_by_others = {value.node for value in graph.results}
     found: list[Node] = []
     for node in reversed(backward):

@@ -1,7 +1,7 @@
-"""Values that leave the device and come back: in memory, and what is over in a file.
+"""Spills values from the device to memory, and beyond its capacity to a file.
 
-Invariant: a value comes back with the bits that it left with. The file has no name: it
-is gone when the process is, however that ends.
+Invariant: a value comes back with the same bits. The file has no name, so it disappears
+with the process, however that ends.
 """
 
 import os
@@ -23,7 +23,7 @@ _PIECE_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class _OnFile:
-    """Where a value lies in the file."""
+    """The place of a value in the file."""
 
     offset_bytes: int
     shape: tuple[int, ...]
@@ -31,14 +31,14 @@ class _OnFile:
 
 
 class Spill:
-    """Holds values by key, each until it is taken. Used from one thread.
+    """Holds values by key until they are taken. Used from one thread.
 
     Args:
-      folder: On a drive with room for what memory does not hold.
-      capacity_bytes: Of memory.
+      folder: A folder on a drive with room for values that do not fit into memory.
+      capacity_bytes: Capacity in memory.
 
     Attributes:
-      written_bytes: What has gone to the file since `reset`.
+      written_bytes: Bytes written to the file since `reset`.
     """
 
     def __init__(self, folder: Path, capacity_bytes: int) -> None:
@@ -63,7 +63,7 @@ class Spill:
         self._held[key] = self._write(np.ascontiguousarray(value))
 
     def take(self, key: Piece) -> Array:
-        """Gives a value back, and holds it no longer; blocks while it is read."""
+        """Returns and removes a value; blocks while it is read."""
         held = self._held.pop(key)
         if isinstance(held, _OnFile):
             return self._read(held)
@@ -71,11 +71,11 @@ class Spill:
         return np.asarray(held)
 
     def pieces(self) -> list[Piece]:
-        """What is held, in the order in which it came."""
+        """Keys of the values, in the order of `put`."""
         return list(self._held)
 
     def reset(self) -> None:
-        """Drops what is held; the file's room is used again."""
+        """Drops all values and reuses the file's space."""
         self._held.clear()
         self._held_bytes = self.written_bytes = 0
 

@@ -1,11 +1,11 @@
-"""`jaxinf.stream`: a training step whose params never exist as a whole.
+"""`jaxinf.stream`: a training step that never has all params in memory.
 
     batch ─► programs, one after another ─► loss
               ▲ params read ahead   │ gradients, each as soon as it is complete
               └──────── store ◄─────┘ updated near storage; one commit a step
 
-Invariant: params of a step are read from the slot that the step began with, updates go
-to the other: a crash at any point leaves the last committed step.
+Invariant: a step reads params from the slot with which it began, and writes updates to
+  the other one. So a crash at any point leaves the last committed step.
 """
 
 from collections.abc import Callable, Mapping
@@ -65,35 +65,34 @@ def stream(
     compress: TopK | None = None,
     extra_args: Mapping[str, Any] | None = None,
 ) -> "StreamedStep":
-    """A training step of a model that need not fit in memory.
+    """Makes a training step for a model that need not fit in memory.
 
-    The loss function is used as it is: it is traced together with its gradient, and
-    that program is cut into parts, each of which reads the params it needs from the
-    store and hands its gradients back to it.
+    The loss function is used as it is. It is traced together with its gradient, and
+    that program is cut into parts. Each part reads the params it needs from the store
+    and hands its gradients back to it.
 
     Args:
       loss_fn: ``loss_fn(params, batch)`` gives a scalar, with `has_aux` a pair of it
         and any pytree. Traced by JAX: no side effects.
-      tx: Any optimizer that `jaxinf.smart_update` takes, if what it computes of all
-        leaves is scalars of their gradients, such as their norm. Gradients are spilled
-        then, to memory and to the store's drive, and updates follow the last of them.
+      tx: Any optimizer that `jaxinf.smart_update` takes, if it needs no more from other
+        leaves than scalars of their gradients, such as the norm. Gradients are then
+        spilled, to memory and to the store's drive, and updates follow the last one.
       store: From `jaxinf.open_store`, or a path. Its own memory budget is not used.
-      memory_bytes: All host memory that a step takes beyond what the process has
-        anyway, the store's buffers included.
+      memory_bytes: All host memory of a step, the store's buffers included, in addition
+        to the memory of the process before.
       has_aux: Whether the loss comes with a second result.
-      policy: ``"recompute"``: what the backward pass needs is computed again, segment
-        by segment; ``"keep"``: it stays in memory. The bits are the same.
-      replan: Makes a new plan where the store keeps one that does not fit.
-      nonfinite: What a gradient with NaN or Inf does: ``"error"``, ``"skip"`` or
-        ``"allow"``, as for `jaxinf.smart_update`.
-      device_memory_bytes, keep, micro_batches, compress, extra_args: Not there yet:
-        anything but the default is refused.
+      policy: ``"recompute"`` computes activations again for the backward pass, segment
+        by segment; ``"keep"`` keeps them in memory. The bits are the same. replan:
+        Whether to replace a kept plan that does not fit. nonfinite: The effect of a
+        gradient with NaN or Inf: ``"error"``, ``"skip"`` or ``"allow"``, as for
+        `jaxinf.smart_update`. device_memory_bytes, keep, micro_batches, compress,
+        extra_args: Not implemented yet; any value but the default is refused.
 
     Returns:
       The step: `StreamedStep.init` or `StreamedStep.load` first, then call it.
 
     Raises:
-      ValueError: An argument is out of range, or not there yet.
+      ValueError: An argument is out of range, or not implemented yet.
     """
     missing = {
         "device_memory_bytes": device_memory_bytes is not None,
@@ -144,7 +143,7 @@ class _Options:
 
 @dataclass(frozen=True)
 class _Bound:
-    """What a batch of one shape is run by."""
+    """The plan and runner for batches of one shape."""
 
     runner: Runner
     fetcher: Fetcher
@@ -154,7 +153,7 @@ class _Bound:
 
 @dataclass(frozen=True)
 class StreamMetrics:
-    """What the last step moved and waited for.
+    """Traffic and waiting times of the last step.
 
     Attributes:
       fetched: Params read.
@@ -166,7 +165,7 @@ class StreamMetrics:
 
 
 class _Source:
-    """Reads units of the step that the store is at."""
+    """Reads units of the store's current step."""
 
     def __init__(self, training: Training, memory_bytes: int) -> None:
         self._training = training
@@ -174,7 +173,7 @@ class _Source:
         self._reader: StepReader | None = None
 
     def begin(self) -> None:
-        """A step begins: nothing is committed before it ends."""
+        """Begins a step; there is no commit before it ends."""
         self.close()
         self._reader = self._training.params_reader(self._memory_bytes)
 
@@ -220,14 +219,14 @@ class StreamedStep:
     def init(
         self, init_fn: Callable[..., PyTree], *args: Any, batch: PyTree = None
     ) -> None:
-        """Makes the store's first step leaf by leaf, or resumes one that is there.
+        """Makes the store's first step leaf by leaf, or resumes an existing store.
 
         Args:
-          init_fn: ``init_fn(*args)`` gives the params; traced, and computed only for a
-            new store, one leaf at a time, in the bits of its jitted self.
+          init_fn: ``init_fn(*args)`` returns the params. It is traced, and computed
+            only for a new store, one leaf at a time, with the bits of jitted `init_fn`.
           args: Its arguments, such as a random key.
           batch: Arrays, or shapes and dtypes, of a batch. With it a new store's chunks
-            are laid out for the program: slices of stacked layers move alone.
+            suit the program: each slice of stacked layers has its own.
 
         Raises:
           StoreMismatchError: The store holds another tree or optimizer.
@@ -237,7 +236,7 @@ class StreamedStep:
         self._bind(maker.avals, lambda room: maker.leaves(room), batch)
 
     def load(self, params: PyTree, *, batch: PyTree = None) -> None:
-        """Makes the store's first step of params that are there, or resumes one.
+        """Makes the store's first step from given params, or resumes a store.
 
         Args:
           params: Tree of arrays; memory-mapped ones are read leaf by leaf.
@@ -279,14 +278,14 @@ class StreamedStep:
     # --- steps ---------------------------------------------------------------------
 
     def __call__(self, batch: PyTree) -> tuple[jax.Array, PyTree]:
-        """Runs one step; blocks until its gradients are on their way to the drives.
+        """Runs one step; blocks until all its gradients are handed out.
 
         Returns:
           The loss, and aux; None without `has_aux`.
 
         Raises:
           NonFiniteGradientError: The step was refused; the store stays where it was.
-          BaseException: What stopped the store.
+          BaseException: The exception that stopped the store.
         """
         training = self.store.training
         training.check()
@@ -387,18 +386,18 @@ class StreamedStep:
 
     @property
     def plan(self) -> Plan | None:
-        """What the last step was run by; None before the first."""
+        """The plan of the last step; None before the first."""
         return None if self._last is None else self._last.runner.plan
 
     @property
     def metrics(self) -> StreamMetrics | None:
-        """What the last step moved and waited for; None before the first."""
+        """Metrics of the last step; None before the first."""
         if self._last is None:
             return None
         return StreamMetrics(self._last.fetcher.counts, self._last.updates.waited_s)
 
     def annotate(self, payload: JsonValue) -> None:
-        """Gives the commit of the next step something of the caller's to keep."""
+        """Sets the caller's payload for the commit of the next step."""
         training = self.store.training
         training.annotate(training.finished.step + 1, payload)
 

@@ -1,7 +1,7 @@
-"""A loss function traced together with its gradient.
+"""Traces a loss function together with its gradient.
 
-Invariant: what the user's function may not do is refused here by name, before
-anything is planned or stored.
+Invariant: unsupported functions are refused here by name, before anything is planned or
+stored.
 """
 
 import warnings
@@ -28,7 +28,7 @@ class Traced:
     """A traced `value_and_grad`.
 
     Attributes:
-      closed: Its jaxpr: of params, batch and seed; to loss, aux and gradients.
+      closed: Its jaxpr, from params, batch and seed to loss, aux and gradients.
       names: Paths of the params' leaves.
       params: Their abstract values.
       params_tree, batch_tree, aux_tree: Tree structures.
@@ -70,8 +70,8 @@ def trace(
       has_aux: Whether the loss comes with a second result.
 
     Raises:
-      StreamError: A leaf of params is no floating array, the loss is no scalar, or
-        the function has side effects.
+      StreamError: A leaf of params is not a floating array, the loss is not a scalar,
+        or the function has side effects.
     """
     paths, params_tree = jax.tree_util.tree_flatten_with_path(params)
     names = tuple(_path_name(path) for path, _ in paths)
@@ -134,7 +134,7 @@ def _param_leaf(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         raise StreamError(
             f"params leaf {name}: expected an array, found {type(leaf).__name__}; "
-            "put what is no array into the batch, or close over it "
+            "put other values into the batch, or close over it "
             "(Equinox: equinox.partition(model, equinox.is_inexact_array))"
         )
     if not jnp.issubdtype(leaf.dtype, jnp.floating):

@@ -1,10 +1,10 @@
-"""Gradients on their way to the drives: each updates its leaf as soon as it is there.
+"""Applies gradients near storage: each updates its leaf as soon as it arrives.
 
     runner ─ hand_out ─► queue, bounded in bytes ─► thread: kernel near storage
                                                       all done ─► finish: one commit
 
-Invariant: the store advances by one step when every gradient was there and finite; else
-by none.
+Invariant: the store advances by one step if every gradient arrived and was finite;
+  otherwise it does not advance.
 """
 
 import threading
@@ -39,10 +39,10 @@ _NO_PARAMS = np.empty(0, np.float32)
 
 
 def check_program(program: UpdateProgram) -> None:
-    """Refuses an optimizer that needs more of all leaves than scalars of gradients.
+    """Refuses an optimizer that needs more from all leaves than scalars of gradients.
 
     Raises:
-      UnsupportedTransformError: Says what it needs, and what to do.
+      UnsupportedTransformError: Names the need and the remedy.
     """
     if program.reads_params:
         raise UnsupportedTransformError(
@@ -64,19 +64,19 @@ def check_program(program: UpdateProgram) -> None:
 class Updates:
     """The optimizer's side of a streamed step.
 
-    Where the optimizer computes something of all gradients, such as their norm, they
-    are spilled as they come, and a second pass updates.
+    If the optimizer needs a scalar of all gradients, such as their norm, they are
+    spilled on arrival, and a second pass updates.
 
     Args:
       training: The store.
       program: The optimizer, traced; `check_program` has passed.
       places: The store's units.
-      capacity_bytes: Gradients that may wait; one is always taken.
-      spill: Where gradients wait for the last of them.
-      nonfinite: What a gradient that is not finite does.
+      capacity_bytes: Bytes of gradients that may wait; one is always accepted.
+      spill: Storage for gradients until the last one arrives.
+      nonfinite: The effect of a non-finite gradient.
 
     Attributes:
-      waited_s: Time that gradients have waited for room since it was last reset.
+      waited_s: Time that gradients waited for room since the last reset.
     """
 
     def __init__(
@@ -111,14 +111,14 @@ class Updates:
         self.waited_s = 0.0
 
     def check(self, pieces: Sequence[Piece]) -> None:
-        """Refuses gradients that come in parts where they are needed whole."""
+        """Refuses gradients that arrive in parts if they are needed whole."""
         if self._norms is not None:
             self._norms.check(pieces)
 
     # --- a step --------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Computes what the kernels get beside gradients, and waits for those."""
+        """Computes the kernels' scalars, and gets ready for gradients."""
         record = self._training.finished
         self._step = record.step
         if self._norms is None:
@@ -138,7 +138,7 @@ class Updates:
         """Takes a complete gradient; blocks while too many wait.
 
         Raises:
-          BaseException: What stopped the updates.
+          BaseException: The exception that stopped the updates.
         """
         unit = self._places.unit(piece)
         with self._changed:
@@ -162,7 +162,7 @@ class Updates:
 
         Raises:
           NonFiniteGradientError: The step was refused.
-          BaseException: What stopped the updates.
+          BaseException: The exception that stopped the updates.
         """
         self._end_thread()
         if self._error is not None:
@@ -190,7 +190,7 @@ class Updates:
         return True
 
     def abandon(self) -> None:
-        """Gives the step up: nothing of it is committed."""
+        """Abandons the step without a commit."""
         with self._changed:
             self._queue.clear()
         self._end_thread()
@@ -198,7 +198,7 @@ class Updates:
         self._training.steps.abandon()
 
     def close(self) -> None:
-        """Gives the spill's file back."""
+        """Frees the spill's file."""
         self._spill.close()
 
     # --- inside --------------------------------------------------------------------
@@ -206,7 +206,7 @@ class Updates:
     def _compute_prologue(
         self, scalar_state: Sequence[jax.Array]
     ) -> tuple[list[jax.Array], list[tuple[jax.Array, ...]]]:
-        # None of these is computed: nothing reads them.
+        # None of these is computed, because nothing reads them.
         stand_ins = [
             jnp.zeros(leaf.info.shape, leaf.info.dtype) for leaf in self._program.leaves
         ]
@@ -244,7 +244,7 @@ class Updates:
                 self._changed.notify_all()
 
     def _next(self) -> list[_Handed]:
-        """What is updated next: one gradient, or several short ones; none at the end.
+        """Returns the next gradient to apply, or several short ones; none at the end.
 
         Blocks until there is one.
         """
@@ -284,7 +284,7 @@ class Updates:
         ]
 
     def _gathered(self, unit: Unit, piece: Piece, gradient: Array) -> Array | None:
-        """The gradient of the whole unit; None as long as parts are missing."""
+        """The gradient of the whole unit; None while parts are missing."""
         part = self._places.part(unit, piece)
         if not part.index:
             return gradient
@@ -324,14 +324,14 @@ class Updates:
 
 
 class _Gathered:
-    """Gradients of the parts of a unit that is not stored apart."""
+    """Gradients of the parts of a unit that is stored as a whole."""
 
     def __init__(self, unit: Unit) -> None:
         self.array = np.empty(unit.shape, unit.dtype)
         self._num_missing = self.array.size
 
     def add(self, part: Piece, gradient: Array) -> bool:
-        """Keeps a part's gradient; whether it was the last."""
+        """Keeps a part's gradient; returns whether it was the last."""
         self.array[part.index] = gradient
         self._num_missing -= gradient.size
         return not self._num_missing

@@ -1,5 +1,5 @@
 """The trainer: ``python -m jaxinf.train``.
 
-Invariant: nothing below this package knows of it; what it does, a user's own loop can.
+Invariant: no package below imports this one; a user's own loop can do all that it does.
 Files to read first: `config`, `loop`, `backend`.
 """

@@ -1,8 +1,8 @@
 """``python -m jaxinf.train``: the command line of the trainer.
 
-Invariant: what goes wrong for a reason that jaxinf knows is one message on standard
-error, not a traceback: exit status 2 for a command that cannot mean anything, 1 for
-what the store, the drives or the numbers refuse.
+Invariant: a known error is one message on standard error, without a traceback. The exit
+  status is 2 for an error in the command line, and 1 for one of the store, the drives
+  or the numbers.
 """
 
 import logging
@@ -27,12 +27,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the trainer; returns the exit status.
 
     Args:
-      arguments: of the command line; by default the process's own.
+      arguments: the command line; by default that of the process.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     config = tyro.cli(TrainConfig, prog=_PROGRAM, args=words)
-    # JAX logs a callback's exception with its traceback before it raises it; the
-    # store keeps the exception, and here it becomes the message.
+    # JAX logs a callback's exception with a traceback before it raises it. The store #
+    # keeps the exception, which becomes the message here.
     logging.getLogger(compat.CALLBACK_LOGGER).setLevel(logging.CRITICAL)
     try:
         train(config, command=shlex.join([*_PROGRAM.split(), *_to_resume(words)]))
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _to_resume(words: Sequence[str]) -> list[str]:
-    """The command line that goes on: what was gone back to is not again."""
+    """Returns the command line that resumes, without --restore."""
     kept: list[str] = []
     coming = iter(words)
     for word in coming:

@@ -1,7 +1,7 @@
 """Where the optimizer's state is: on drives (`OnStore`) or in memory (`InMemory`).
 
-Invariant: both give the loop the same few operations, so that there is one training
-step and one loop; `InMemory` is plain optax and nothing else.
+Invariant: both have the same few operations, so one training step and one loop serve
+  both; `InMemory` is plain optax and nothing else.
 """
 
 import dataclasses
@@ -26,14 +26,14 @@ from jaxinf.typing import JsonValue, PyTree
 __all__ = ["Backend", "InMemory", "OnStore", "open_backend"]
 
 Costs = Callable[[], dict[str, Any]]
-"""Blocks until a step is durable, then gives the fields of its `StepLine` that only
+"""Blocks until a step is durable, then returns the fields of its `StepLine` that only
 the store knows."""
 
 _NO_TRAFFIC: dict[str, Any] = {f.name: 0 for f in dataclasses.fields(ByteCounts)}
 
 
 class Backend(Protocol):
-    """What the loop asks for. Used from one thread."""
+    """The operations that the loop needs. Used from one thread."""
 
     tx: optax.GradientTransformation
 
@@ -47,17 +47,17 @@ class Backend(Protocol):
         like: PyTree,
         first: Mapping[str, JsonValue],
     ) -> tuple[Any, Any]:
-        """Params and optimizer state: those of the run so far, or new ones.
+        """Returns params and optimizer state, of the resumed run or new ones.
 
         Args:
           new_params: makes new params; their leaves may be deferred.
           like: shapes and dtypes of the params.
-          first: what the commit of a new store's step 0 will carry.
+          first: the payload for the commit of a new store's step 0.
         """
         ...
 
     def announce(self, state: Any, position: Mapping[str, JsonValue]) -> None:
-        """Gives the next commit the position in the data that it will stand for."""
+        """Sets the payload of the next commit: its position in the data."""
         ...
 
     def costs(self, state: Any, *, is_skipped: bool) -> Costs:
@@ -65,46 +65,46 @@ class Backend(Protocol):
         ...
 
     def num_skipped(self, state: Any) -> int:
-        """Batches skipped for a non-finite gradient; raises where that is an error."""
+        """Number of batches skipped for a non-finite gradient; may raise instead."""
         ...
 
     def checkpoint(self, state: Any, *, keep_last: int, keep_every: int) -> str | None:
-        """Keeps the step of a state, and removes what the policy keeps no longer.
+        """Keeps the step of a state, and removes checkpoints according to the policy.
 
         Returns:
-          The checkpoint's name; None where that step is kept already.
+          The checkpoint's name; None if that step is kept already.
         """
         ...
 
     def checkpoint_steps(self) -> dict[str, int]:
-        """The checkpoints that there are, and the commits that they keep."""
+        """The names of all checkpoints, with the commit that each keeps."""
         ...
 
     def committed_step(self, state: Any) -> int:
-        """The number of the commit that a state is of."""
+        """The number of a state's commit."""
         ...
 
     def replace_checkpoint(self, state: Any, name: str) -> bool:
-        """Keeps the step of a state by a name, instead of the one of that name.
+        """Keeps the step of a state under a name, in place of the old checkpoint.
 
         Returns:
-          Whether it did; nothing is ever kept in memory.
+          Whether the step was kept; a backend in memory keeps none.
         """
         ...
 
     def raise_failure(self) -> None:
-        """Raises what stopped the store, instead of JAX's wrapping of it."""
+        """Raises the exception that stopped the store, without JAX's wrapping."""
         ...
 
     def close(self) -> None:
-        """Finishes what is in flight and gives everything back."""
+        """Finishes work in flight and releases all resources."""
         ...
 
 
 def open_backend(
     config: TrainConfig, optimizer: optax.GradientTransformation
 ) -> "OnStore | InMemory":
-    """The backend of the config's mode; opens the store, which writes nothing yet.
+    """Makes the backend of the config's mode; opens the store without writing to it.
 
     Raises:
       UsageError: an argument of the store is out of range.
@@ -133,10 +133,10 @@ def open_backend(
 def _smart(
     config: TrainConfig, optimizer: optax.GradientTransformation, store: Store
 ) -> optax.GradientTransformationExtraArgs:
-    """`smart_update`, behind the clipping where gradients are compressed.
+    """Makes `smart_update`, behind clipping if gradients are compressed.
 
     Raises:
-      UsageError: the store cannot take them so.
+      UsageError: the store does not support this compression.
     """
     compression = config.compression
     try:
@@ -187,7 +187,7 @@ class OnStore:
         return self.store.params(like=like) if is_deferred(params) else params, state
 
     def begin(self, params: PyTree, first: Mapping[str, JsonValue]) -> SmartUpdateState:
-        """Makes the store of new params; or holds them against those of its step 0."""
+        """Makes the store of new params, or compares them with those of its step 0."""
         if not self.store.exists:
             self.store.annotate(0, first)
         state = self.tx.init(params)
@@ -227,7 +227,7 @@ class OnStore:
         if held is not None:
             if held.committed_at == self.store.committed_at:
                 return None
-            self.store.remove_checkpoint(name)  # of what was given up by a restore
+            self.store.remove_checkpoint(name)  # of steps given up by a restore
         self.store.checkpoint(name, state=state)
         self.store.prune_checkpoints(keep_last=keep_last, keep_every=keep_every)
         return name
@@ -267,7 +267,7 @@ class _WatchState(NamedTuple):
 
 
 class InMemory:
-    """Plain optax, with the same say on non-finite gradients as `smart_update`."""
+    """Plain optax, which treats non-finite gradients like `smart_update`."""
 
     def __init__(
         self, config: TrainConfig, optimizer: optax.GradientTransformation
@@ -279,7 +279,7 @@ class InMemory:
         self.tx = _watch(optimizer) if self._is_error else _skip(optimizer)
 
     def committed(self) -> JsonValue:
-        """See `Backend`: nothing ever is."""
+        """See `Backend`: always None."""
         return None
 
     def init(
@@ -294,7 +294,7 @@ class InMemory:
         return params, jax.jit(self.tx.init)(params)
 
     def announce(self, state: Any, position: Mapping[str, JsonValue]) -> None:
-        """See `Backend`: nothing to tell."""
+        """See `Backend`: does nothing."""
 
     def costs(self, state: Any, *, is_skipped: bool) -> Costs:
         """See `Backend`: no traffic."""
@@ -306,36 +306,36 @@ class InMemory:
             return int(state.total_notfinite)
         if int(state.num_nonfinite):
             raise NonFiniteGradientError(
-                "NaN or Inf in a gradient: the run ends before it spreads. Lower the "
-                "learning rate or clip the gradients, or give --nonfinite skip to go "
-                "on without such batches"
+                "NaN or Inf in a gradient: the run ends before it reaches the params. "
+                "Lower the learning rate or clip the gradients, or give --nonfinite "
+                "skip to go on without such batches"
             )
         return 0
 
     def checkpoint(self, state: Any, *, keep_last: int, keep_every: int) -> str | None:
-        """See `Backend`: nothing is ever kept."""
+        """See `Backend`: keeps none."""
 
     def checkpoint_steps(self) -> dict[str, int]:
         """See `Backend`: none."""
         return {}
 
     def committed_step(self, state: Any) -> int:
-        """See `Backend`: nothing is ever committed."""
+        """See `Backend`: there are no commits."""
         return 0
 
     def replace_checkpoint(self, state: Any, name: str) -> bool:
-        """See `Backend`: it does not."""
+        """See `Backend`: keeps none."""
         return False
 
     def raise_failure(self) -> None:
-        """See `Backend`: no store, no failure."""
+        """See `Backend`: does nothing."""
 
     def close(self) -> None:
         """See `Backend`."""
 
 
 def _watch(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`tx`, counting non-finite gradients; the update is `tx`'s own."""
+    """Wraps `tx` to count non-finite gradients; the update stays that of `tx`."""
 
     def init(params: PyTree) -> _WatchState:
         return _WatchState(jnp.int32(0), tx.init(params))

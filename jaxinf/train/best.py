@@ -1,7 +1,7 @@
 """The checkpoint named best: the step of the lowest validation loss so far.
 
-Invariant: what counts as the best so far is the loss of the checkpoint that is there,
-so that a crash can make it miss a step but never keep a worse one.
+Invariant: a new loss is compared with the loss of the existing checkpoint. So a crash
+  can miss a better step, but it never leads to keeping a worse one.
 """
 
 import json
@@ -18,11 +18,11 @@ BEST = "best"
 
 
 class Best:
-    """Keeps the checkpoint.
+    """Keeps the checkpoint named best.
 
     Args:
-      backend: whose checkpoints they are.
-      log: `validation.jsonl`, which says what loss each step had.
+      backend: the owner of the checkpoints.
+      log: `validation.jsonl`, with the loss of each evaluated step.
     """
 
     def __init__(self, backend: Backend, log: Path) -> None:
@@ -31,7 +31,7 @@ class Best:
         self.loss = _logged_loss(log, committed)
 
     def offer(self, state: Any, loss: float) -> bool:
-        """Keeps the step of a state if it is the best so far; says whether it is."""
+        """Keeps the step of a state if it is the best so far; returns whether it is."""
         if not loss < self.loss:
             return False
         if not self._backend.replace_checkpoint(state, BEST):
@@ -41,12 +41,12 @@ class Best:
 
 
 def evaluation_line(step: int, committed: int, found: Evaluation) -> str:
-    """A line of `validation.jsonl`.
+    """Makes a line of `validation.jsonl`.
 
     Args:
-      step: batches trained on.
-      committed: number of the commit, which is less where batches were skipped.
-      found: what the evaluation found.
+      step: number of batches trained on.
+      committed: number of the commit; less than `step` if batches were skipped.
+      found: the evaluation.
     """
     return json.dumps(
         {
@@ -60,7 +60,7 @@ def evaluation_line(step: int, committed: int, found: Evaluation) -> str:
 
 
 def _logged_loss(log: Path, committed: int | None) -> float:
-    """The loss of a committed step; infinite where it is not known."""
+    """Returns the loss of a committed step, or infinity if it is not known."""
     if committed is None or not log.exists():
         return math.inf
     for line in log.read_text().splitlines():

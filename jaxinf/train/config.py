@@ -1,7 +1,7 @@
-"""What a training run is: one frozen dataclass, which is also the command line.
+"""The configuration of a training run, which is also its command line.
 
 Invariant: a field exists only if it works, and no combination of fields is ignored in
-silence: `check` refuses what cannot mean anything.
+silence: `check` refuses combinations without a meaning.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ ReferenceName: TypeAlias = Literal["fused", "split"]
 
 
 class UsageError(Exception):
-    """The command line asks for something that cannot be done; exit status 2."""
+    """The command line asks for something impossible; exit status 2."""
 
 
 _BYTES = tyro.constructors.PrimitiveConstructorSpec[int](
@@ -83,31 +83,31 @@ class TrainConfig(DataOptions):
 
     # The comment above a field is its text in --help.
 
-    # Directory of the store: a new one, or that of a run to resume.
+    # Directory of the store: a new one, or the store of a run to resume.
     store: Annotated[Path | None, _shown("DIR", "none; --mode update needs it")] = None
 
-    # Train until this many batches in all; a resumed run counts those it has done.
+    # Train up to this number of batches in all, including those of earlier runs.
     steps: int = 1000
 
-    # update: the optimizer's state is in the store, updated beside the drive. memory:
-    # plain optax with all state in memory, nothing kept; the baseline to compare with.
+    # update: the optimizer's state is in the store and is updated beside the drive. #
+    # memory: plain optax with all state in memory, and nothing is kept; the baseline.
     mode: Literal["update", "memory"] = "update"
 
-    # For --mode memory. fused: one jit for the whole step, the fastest. split: loss and
-    # gradients, the optimizer's update and the addition are three jits, whose losses
-    # --mode update has to the bit (adamw, adam, sgd, lion and adagrad, on CPU).
+    # For --mode memory. fused: one jit for the whole step, the fastest. split: three #
+    # jits, for loss and gradients, the optimizer's update, and the addition; its losses
+    # # are those of --mode update to the bit (adamw, adam, sgd, lion, adagrad, on CPU).
     reference: ReferenceName = "fused"
 
     # The architecture.
     model: ModelName = "gpt2"
 
-    # Its size, by the name of one of the architecture's presets. gpt2: nano has 0.9 M
-    # params, small 124 M, medium 355 M, large 774 M and xl the full 1558 M.
+    # The model's size, by the name of a preset of the architecture. For gpt2: nano has
+    # # 0.9 M params, small 124 M, medium 355 M, large 774 M and xl 1558 M.
     preset: Annotated[str, tyro.conf.arg(metavar="NAME")] = "nano"
 
-    # Begin with the weights of a Hugging Face checkpoint folder, whose config.json then
-    # says architecture and size; give neither --model nor --preset. With --steps 0 they
-    # are imported into the store, leaf by leaf, and nothing is trained.
+    # Start from the weights in a Hugging Face checkpoint folder. Its config.json sets #
+    # architecture and size, so give neither --model nor --preset. With --steps 0 the #
+    # weights are imported into the store, leaf by leaf, and nothing is trained.
     source: Annotated[
         Path | None,
         tyro.conf.arg(
@@ -115,29 +115,29 @@ class TrainConfig(DataOptions):
         ),
     ] = None
 
-    # What the model learns: the next token, hidden tokens, an answer to a text, or a
-    # class. Its usual task by default.
+    # The task: predict the next token, masked tokens, an answer to a text, or a class.
+    # # By default the usual task of the model.
     task: Annotated[
         TaskName | None,
         _shown("{causal-lm,masked-lm,seq2seq,classification}", "the model's"),
     ] = None
 
-    # Sequences a step, or images.
+    # Sequences or images in a step.
     batch_size: int = 8
 
-    # Tokens a sequence, which are bytes without a --tokenizer. The cost grows with it;
-    # nano learns most of what it can at 64.
+    # Tokens in a sequence; without a --tokenizer a token is a byte. Longer sequences #
+    # cost more; for nano, 64 is nearly as good as more.
     seq_len: int = 64
 
-    # An optimizer of optax or optax.contrib by name, with optax's own defaults for what
-    # has no flag here. docs/optimizers.md lists which can run near storage; --mode
-    # memory takes the others too.
+    # The name of an optimizer of optax or optax.contrib. Arguments without a flag here
+    # # have optax's defaults. docs/optimizers.md lists the optimizers that can run near
+    # # storage; --mode memory takes the others, too.
     optimizer: Annotated[str, tyro.conf.arg(metavar="NAME")] = "adamw"
 
     # More arguments of that optimizer, such as: b2=0.95 nesterov=true mu_dtype=bfloat16
     optimizer_args: Annotated[tuple[str, ...], _shown("KEY=VALUE...", "optax's")] = ()
 
-    # Peak learning rate. Optimizers other than adam and adamw must name it.
+    # Peak learning rate. Required for optimizers other than adam and adamw.
     learning_rate: Annotated[
         float | None,
         _shown("RATE", "by size: 2e-3 nano, 6e-4 at 124 M, 2e-4 at 1.5 B params"),
@@ -146,35 +146,35 @@ class TrainConfig(DataOptions):
     # Decoupled weight decay, for adamw and lion.
     weight_decay: Annotated[float | None, _shown("FACTOR", "0.1")] = None
 
-    # For sgd; 0 stores no momentum.
+    # Momentum of sgd; with 0 none is stored.
     momentum: Annotated[float | None, _shown("FACTOR", "0.9")] = None
 
-    # The learning rate after the warm-up: constant, or falling in a cosine to a tenth
-    # at --steps. A run that may be extended later wants constant.
+    # The learning rate after the warm-up: constant, or falling as a cosine to a tenth #
+    # at --steps. Use constant if you may extend the run later.
     schedule: ScheduleName = "constant"
 
-    # Steps in which the learning rate rises in a line to its peak.
+    # Steps in which the learning rate rises linearly to its peak.
     warmup_steps: int = 50
 
-    # Clip gradients to this global norm; 0 is off. With clipping no update starts
-    # before all gradients are there.
+    # Clip gradients to this global norm; 0 is off. With clipping, updates start only #
+    # when all gradients are known.
     clip_norm: float = 1.0
 
-    # Send only a part of each gradient to the drives: top_k:0.02 sends its largest
-    # elements, in 2 % of the dense bytes. After the ratio may follow, with commas:
+    # Send only a part of each gradient to the drives: top_k:0.02 sends its largest #
+    # elements, in 2 % of the dense bytes. Options may follow, separated by commas: #
     # warmup_steps=N, error_feedback=true, values=bfloat16 or float16, selection=exact.
-    # Gradients are clipped first. In --mode memory the rest is zeroed. See
-    # docs/compression.md for what it costs.
+    # # Gradients are clipped first. In --mode memory the other elements are set to
+    # zero. # docs/compression.md shows the cost in quality.
     compress: Annotated[str | None, _shown("top_k:RATIO", "none")] = None
 
-    # Decides the initial params, the batches and the sample.
+    # Seed of the initial params, the batches and the sample.
     seed: int = 0
 
-    # Of activations and matrix products.
+    # Dtype of activations and matrix products.
     dtype: DTypeName = "float32"
 
-    # Of the params in the JAX device's memory. The store keeps fp32 masters either way,
-    # unless --master none; in --mode memory bfloat16 params are all there is.
+    # Dtype of the params on the JAX device. The store keeps fp32 masters in both cases,
+    # # except with --master none; in --mode memory bfloat16 params have no master.
     param_dtype: DTypeName = "float32"
 
     # A mounted drive to spread a new store's chunks over; repeat it for more drives.
@@ -182,46 +182,46 @@ class TrainConfig(DataOptions):
         tyro.conf.UseAppendAction[tuple[Path, ...]], _shown("DIR", "the store itself")
     ] = ()
 
-    # What updates the chunks: host, the CPU beside the drive; smartssd, the card beside
-    # it; emulated, cards that are not there. Options may follow, such as
+    # The processor that updates the chunks: host, the CPU; smartssd, the card beside #
+    # the drive; emulated, an emulated card. Options may follow, such as #
     # emulated:drive=1.5GB/s,link=3GB/s. See docs/cards.md.
     csd: Annotated[str, _shown("host|smartssd|emulated", "host")] = "host"
 
-    # All memory that the store's state may pass through, such as 512MiB or 2G: of the
-    # host, or of each card.
+    # Memory for the buffers through which the store's state passes, such as 512MiB or #
+    # 2G: of the host, or of each card.
     memory_bytes: Annotated[int, _BYTES] = DEFAULT_MEMORY_BYTES
 
-    # When a step is durable: each one at once (step), every so many (a number), or only
-    # those that are kept (checkpoint). A crash costs the steps since.
+    # Steps to commit: every step (step), every n-th one (a number), or checkpoints #
+    # alone (checkpoint). A crash loses the steps since the last commit.
     durability: Annotated[Durability, _DURABILITY] = "step"
 
-    # Whether chunks that are read are compared with their checksums: always or never.
+    # Whether the checksums of chunks are verified at each read: always or never.
     verify: VerifyMode = "always"
 
-    # How a new store holds the optimizer's float32 state: as it is, rounded
-    # stochastically to bfloat16, or in 8 bits with a scale for each 256. The update
+    # Format of the optimizer's float32 state in a new store: fp32, bfloat16 with #
+    # stochastic rounding, or 8 bits with a scale for each 256 elements. The update #
     # computes in float32 in any case.
     state: Annotated[
         StateFormat | None, _shown("{fp32,bf16,int8}", "fp32, or what the store has")
     ] = None
 
-    # The master of bfloat16 params in a new store. auto: the params and, beside them,
-    # 16-bit remainders, so that nothing is lost. stored: float32, read at every step.
-    # none: the params alone, rounded stochastically. float32 params are their own
-    # master, which stored reads nevertheless.
+    # The master of bfloat16 params in a new store. auto: the params and 16-bit #
+    # remainders, so that no bit is lost. stored: float32, read at every step. none: the
+    # # params alone, rounded stochastically. float32 params are their own master; with
+    # # stored they are still read from the drive.
     master: MasterChoice = "auto"
 
-    # Keep a checkpoint in STORE/checkpoints every so many steps, and at the end; 0 is
-    # none. It costs links, and the drives' room for one more copy of the state.
+    # Steps between checkpoints in STORE/checkpoints, and one at the end; 0 is none. #
+    # Each takes the space of one more copy of the state on the drives.
     checkpoint_every: int = 0
 
-    # Of those, keep the latest so many; 0 keeps all.
+    # The number of latest checkpoints to keep; 0 keeps all.
     keep_last: int = 3
 
-    # And keep those whose step is a multiple of this for good; 0 is none.
+    # Also keep checkpoints whose step is a multiple of this; 0 is none.
     keep_every: int = 0
 
-    # Go back to this checkpoint of the store, by name, before going on.
+    # Continue from this checkpoint of the store, given by name.
     restore: Annotated[str | None, _shown("NAME", "none: go on where the run is")] = (
         None
     )
@@ -229,26 +229,26 @@ class TrainConfig(DataOptions):
     # A gradient with NaN or Inf: end the run before that step, or skip the batch.
     nonfinite: Literal["error", "skip"] = "error"
 
-    # Where metrics.jsonl (a line a step), validation.jsonl and config.json go.
+    # Directory for metrics.jsonl (a line for each step), validation.jsonl, config.json.
     log_dir: Annotated[
         Path | None, _shown("DIR", "STORE-log; runs/memory in --mode memory")
     ] = None
 
-    # Evaluate on what is held out every so many steps; 0 is at the end only.
+    # Steps between evaluations on the held-out data; 0 is at the end only.
     eval_every: int = 0
 
-    # With --eval-every, keep the step of the lowest validation loss as a checkpoint
-    # named best. Like any checkpoint it takes room for one more copy of the state.
+    # With --eval-every, keep the step of the lowest validation loss as a checkpoint #
+    # named best. Like any checkpoint it takes the space of one more copy of the state.
     keep_best: bool = True
 
-    # Tokens of text generated at the end; 0 is none.
+    # Number of tokens to generate at the end; 0 is none.
     sample_bytes: Annotated[
         int | None, _shown("INT", "200, fewer where that would take long")
     ] = None
 
     @property
     def model_config(self) -> ModelConfig:
-        """Shape and precision of the model, with the head of its task."""
+        """The model's configuration, with the head for the task."""
         if self.source is None:
             base = self.family.presets[self.preset]
         else:
@@ -260,7 +260,7 @@ class TrainConfig(DataOptions):
 
     @property
     def task_name(self) -> TaskName:
-        """The task given, or the model's usual one."""
+        """The given task, or the model's usual one."""
         return self.task or self.family.tasks[0]
 
     @property
@@ -284,10 +284,10 @@ class TrainConfig(DataOptions):
 
     @property
     def compression(self) -> TopK | None:
-        """What `compress` says.
+        """The compression that `compress` names.
 
         Raises:
-          UsageError: it says nothing that is known.
+          UsageError: `compress` does not parse.
         """
         try:
             return None if self.compress is None else parse_compression(self.compress)
@@ -311,10 +311,10 @@ class TrainConfig(DataOptions):
 
 
 def check(config: TrainConfig) -> None:
-    """Refuses a config that cannot mean anything.
+    """Refuses a config with invalid or contradictory fields.
 
     Raises:
-      UsageError: names the flag, what it found and what to do.
+      UsageError: names the flag, the value found and the remedy.
     """
     _check_ranges(config)
     _check_model(config)
@@ -421,7 +421,7 @@ def _check_model(config: TrainConfig) -> None:
 
 
 def _check_source(config: TrainConfig) -> None:
-    """The checkpoint's config.json says what the model is."""
+    """Refuses flags that contradict the checkpoint's config.json."""
     for field in dataclasses.fields(config):
         is_of_model = field.name in ("model", "preset")
         if is_of_model and getattr(config, field.name) != field.default:
@@ -464,7 +464,7 @@ _OF_THE_STORE += (
 
 
 def _check_memory_mode(config: TrainConfig) -> None:
-    """The flags of a store say nothing where there is none."""
+    """Refuses the flags of a store, which --mode memory does not have."""
     for field in dataclasses.fields(config):
         is_of_store = field.name in _OF_THE_STORE
         if is_of_store and getattr(config, field.name) != field.default:

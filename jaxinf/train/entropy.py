@@ -1,7 +1,7 @@
-"""Entropy of byte text: what a model that knows only byte frequencies can reach.
+"""Entropy of byte text: the best loss that byte frequencies alone can give.
 
-Invariant: NumPy only, nats per byte, the same unit as the trainer's loss; memory stays
-bounded however long the text is.
+Invariant: NumPy only; nats per byte, the unit of the trainer's loss; memory does not
+grow with the text.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
-"""How good the model is: on what is held out, beside byte statistics, and a sample.
+"""Evaluation on held-out data, entropies of its bytes, and a sample.
 
-Invariant: the cost is bounded whatever the model's size, and the result is a pure
-function of params, data and seed.
+Invariant: the cost is bounded for any model size, and the result is a pure function of
+params, data and seed.
 """
 
 import dataclasses
@@ -31,16 +31,16 @@ _SAMPLE_BUDGET = 1.2e11
 _SAMPLE_TOKENS = 200
 _MIN_SAMPLE_TOKENS = 8
 _PROMPT_TOKENS = 32
-_TEMPERATURE = 0.8  # below 1: a small model's rare bytes are mostly noise
+_TEMPERATURE = 0.8  # below 1, because a small model's rare bytes are mostly noise
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Means over what is held out.
+    """Means over the held-out data.
 
     Attributes:
-      loss: cross entropy in nats a token, or a label.
-      accuracy: share of tokens or labels that were the model's first guess.
+      loss: cross entropy in nats per token or label.
+      accuracy: share of tokens or labels that the model ranked first.
     """
 
     loss: float
@@ -48,13 +48,13 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """The number of tokens that the model wavers between: exp(loss)."""
+        """The exponential of the loss."""
         return math.exp(min(self.loss, 700.0))
 
 
 @dataclasses.dataclass(frozen=True)
 class TextEntropy:
-    """What byte statistics alone would reach, in nats a byte.
+    """The losses that byte statistics alone can reach, in nats per byte.
 
     Attributes:
       unigram: entropy of the text's bytes.
@@ -66,7 +66,7 @@ class TextEntropy:
 
 
 class Evaluator:
-    """Evaluates params of one model on what is held out."""
+    """Evaluates params of one model on the held-out data."""
 
     def __init__(self, config: TrainConfig, data: TrainingData, graphdef: Any) -> None:
         self._config, self._data, self._graphdef = config, data, graphdef
@@ -78,7 +78,7 @@ class Evaluator:
         )
 
     def evaluate(self, params: PyTree) -> Evaluation:
-        """Means over the same batches at every call."""
+        """Returns means over the same batches in every call."""
         task = self._config.task_name
         total = np.zeros(3)
         for number in range(self._num_batches()):
@@ -93,7 +93,7 @@ class Evaluator:
         return min(int(fitting), len(self._batches))
 
     def text_entropy(self) -> TextEntropy | None:
-        """Entropies of the bytes held out; None where tokens are no bytes."""
+        """Returns entropies of the held-out bytes; None if tokens are not bytes."""
         text = self._data.held_out_tokens
         is_bytes = self._data.tokenizer and self._data.tokenizer.name == "bytes"
         if text is None or not is_bytes or text.size < 2:
@@ -101,7 +101,7 @@ class Evaluator:
         return TextEntropy(unigram_entropy(text), bigram_entropy(text))
 
     def sample(self, params: PyTree) -> tuple[bytes, bytes]:
-        """A prompt from the text held out and the model's continuation."""
+        """Returns a prompt from the held-out text and the model's continuation."""
         config, text = self._config, self._data.held_out_tokens
         tokenizer = self._data.tokenizer
         if text is None or tokenizer is None or config.sample_bytes == 0:
@@ -124,7 +124,7 @@ class Evaluator:
 
 
 def num_tokens(batch: Batch) -> int:
-    """Tokens of a batch, padding included; its images, where it has no tokens."""
+    """Counts the tokens of a batch with padding, or its images."""
     names = [name for name in ("tokens", "decoder_tokens") if name in batch]
     return sum(batch[name].size for name in names) or len(batch["labels"])
 

@@ -1,6 +1,6 @@
-"""The data of a run, fitted to its model and its model to the data.
+"""Loads the data of a run and fits data and model to each other.
 
-Invariant: what a model cannot learn from is refused here, before a store is made.
+Invariant: data that the model cannot learn from is refused before a store is made.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ def load(config: TrainConfig) -> tuple[TrainConfig, TrainingData]:
     """Reads a run's data (blocks).
 
     Returns:
-      The config, its number of classes being that of the data, and the data.
+      The config, with the data's number of classes, and the data.
 
     Raises:
-      UsageError: nothing to train on, something malformed, or not for this model.
+      UsageError: the data is empty, malformed, or unsuitable for this model.
     """
     try:
         data = load_data(
@@ -33,7 +33,7 @@ def load(config: TrainConfig) -> tuple[TrainConfig, TrainingData]:
             image_shape=_image_shape(config),
         )
         for rows in (data.train, data.validation):
-            rows[0]  # decodes an image, the first that may not suit the model
+            rows[0]  # decodes the first image, which may not suit the model
     except DataError as error:
         raise UsageError(str(error)) from error
     _check_vocabulary(config, data)
@@ -43,7 +43,7 @@ def load(config: TrainConfig) -> tuple[TrainConfig, TrainingData]:
 
 
 def make_batches(config: TrainConfig, data: TrainingData) -> Batches:
-    """The run's batches, or this process's share of them.
+    """Makes the run's batches, or this process's share of them.
 
     Raises:
       UsageError: the processes cannot share a batch evenly.

@@ -3,8 +3,8 @@
     batches[n] ─► train_step ─► loss, params
                       └ tx.update: optax, or jaxinf's on the store
 
-Invariant: batch n is a function of the data, the seed and n alone and each commit says
-which n it was made with, so a stopped run goes on as if it had not been.
+Invariant: batch n is a function of the data, the seed and n alone, and each commit
+  keeps its n. So a stopped run goes on as if it had not been stopped.
 """
 
 import contextlib
@@ -41,22 +41,22 @@ from jaxinf.typing import PyTree
 
 __all__ = ["train"]
 
-# Of the budget, for what an import holds beside a leaf: pieces read, traced programs.
+# Share of the budget for pieces read and traced programs during an import.
 _IMPORT_BYTES, _IMPORT_LEAF_BYTES = 4 << 20, 64 << 10
 
 
 def train(
     config: TrainConfig, *, command: str = "", console: Console | None = None
 ) -> None:
-    """Trains, or goes on training, until `config.steps`; blocks.
+    """Trains, or resumes training, until `config.steps`; blocks.
 
     Args:
-      config: the run.
-      command: shown to the user as what resumes the run.
-      console: where to print; by default standard output.
+      config: the run's configuration.
+      command: the command to show the user for resuming the run.
+      console: the console to print to; by default standard output.
 
     Raises:
-      UsageError: the config asks for something that cannot be done.
+      UsageError: the config asks for something impossible.
       JaxinfError: the store, a drive, or a gradient that is not finite.
     """
     check(config)
@@ -82,7 +82,7 @@ def train(
 
 
 def _import(config: TrainConfig, console: Console) -> None:
-    """Makes the store of a checkpoint's weights and stops; no more than a leaf held."""
+    """Makes the store from a checkpoint's weights, one leaf at a time, and stops."""
     params = _first_params(config)
     aside_bytes = _IMPORT_BYTES + _IMPORT_LEAF_BYTES * len(jax.tree.leaves(params))
     aside_bytes = min(aside_bytes, config.memory_bytes // 4)
@@ -102,7 +102,7 @@ def _import(config: TrainConfig, console: Console) -> None:
 
 
 def _first_params(config: TrainConfig) -> PyTree:
-    """New params, or those of a checkpoint, still to be read."""
+    """Returns new params, or those of a checkpoint as deferred leaves."""
     if config.source is None:
         return _new_params(config.model_config, config.seed)
     return deferred_params(config.source, config.model_config, config.seed)
@@ -114,10 +114,10 @@ def _new_params(model: ModelConfig, seed: int) -> PyTree:
 
 
 def _boundaries(config: TrainConfig) -> Boundaries:
-    """Near storage with the reference's bits; no other split than that takes.
+    """Returns the fewest jits that have the reference's bits near storage.
 
-    With clipping no update starts before all gradients are there anyway, so that a jit
-    of their own costs next to nothing; what is compressed is a finished gradient.
+    With clipping, updates wait for all gradients in any case, so a separate jit for the
+    gradients costs almost nothing. Compression needs finished gradients, too.
     """
     if config.mode == "memory":
         return config.reference
@@ -125,7 +125,7 @@ def _boundaries(config: TrainConfig) -> Boundaries:
 
 
 class _Run:
-    """One run and where it is: data, params, optimizer state, logs."""
+    """The state of a run: data, params, optimizer state, logs."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class _Run:
                     self._console.print(f"step {self.step}: {describe(found)}")
 
     def _compile(self) -> TrainStep:
-        """Ahead of the first step, whose time is then like the others'."""
+        """Compiles before the first step, so that its time is like the others'."""
         started_s = time.monotonic()
         compiled = compile_train_step(
             self._graphdef,
@@ -262,7 +262,7 @@ class _Run:
         return every > 0 and self.step % every == 0 and self.step < self._config.steps
 
     def evaluate(self) -> Evaluation:
-        """Evaluates the params; once a step logs it, and keeps the best so far."""
+        """Evaluates the params; once a step it logs that, and keeps the best so far."""
         found = self.evaluator.evaluate(self.params)
         if self.step > self._validation.last_step:
             committed = self._backend.committed_step(self._state)

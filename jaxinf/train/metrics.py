@@ -1,11 +1,11 @@
-"""`metrics.jsonl`: what every step cost, one JSON line a step.
+"""`metrics.jsonl`: the cost of every step, one JSON line for each.
 
 Invariant: each step up to the last committed one has exactly one line, however the run
 was interrupted; a line is written once and never changed.
 
-A step's commit runs on while the next step computes, so its line is complete, and
-written, one step later. Until then it waits in `metrics.last.json`, so that a killed
-run loses nothing.
+A step's commit goes on while the next step computes. So its line is complete one step
+later, and is written then. Until then it is kept in `metrics.last.json`, so that a
+killed run loses no line.
 """
 
 import contextlib
@@ -26,22 +26,24 @@ class StepLine:
     """One line.
 
     Attributes:
-      step: batches trained on, this one included.
-      loss: mean cross entropy of the batch in nats a token that is learned, or a
-        label, before the update; null where it is not finite.
-      tokens: in this step's batch, padding included; its images, where it has none.
-      step_s: the whole step, from the batch's being ready to the new params' being so.
-      update_s: from the first gradient's arrival at the store to the last result;
+      step: number of batches trained on, including this one.
+      loss: mean cross entropy of the batch before the update, in nats per learned token
+        or label; null if it is not finite.
+      tokens: number of tokens in the batch, with padding; number of images if it has no
+        tokens.
+      step_s: time from the batch being ready to the new params being ready.
+      update_s: time from the first gradient's arrival at the store to the last result;
         null in mode memory and for a skipped step.
-      drive_read_bytes: read from drives since the step before, and so on; 0 in mode
-        memory. The traffic of a skipped step is counted with the next commit.
-      drive_write_bytes: written to drives.
-      link_down_bytes: over the host link toward the CSDs: gradients.
-      link_up_bytes: over the host link from the CSDs: updates or new params.
+      drive_read_bytes: bytes read from drives since the previous step. This and the
+        next three are 0 in mode memory; a skipped step's traffic counts for the next
+        commit.
+      drive_write_bytes: bytes written to drives.
+      link_down_bytes: bytes over the host link to the CSDs: gradients.
+      link_up_bytes: bytes over the host link from the CSDs: updates or new params.
       rss_bytes: resident memory of the process after the step.
 
-    All but `step` are null in the line of a step that was committed by a process which
-    was killed before it could write what it had cost.
+    If a process was killed after a commit and before it wrote the line, all fields but
+    `step` are null.
     """
 
     step: int
@@ -56,7 +58,7 @@ class StepLine:
     rss_bytes: int | None = None
 
     def to_json(self) -> str:
-        """The line, without its newline; JSON has no NaN."""
+        """Returns the line without its newline; NaN, which JSON lacks, becomes null."""
         fields = dataclasses.asdict(self)
         if self.loss is not None and not math.isfinite(self.loss):
             fields["loss"] = None
@@ -64,12 +66,12 @@ class StepLine:
 
 
 class JsonLines:
-    """A file of JSON lines with a rising ``step``, to be continued at a step.
+    """A file of JSON lines with a rising ``step``, continued from a given step.
 
     Args:
       path: the file. With `step` 0 an existing one is from another run and is moved
         aside, to ``<stem>.previous.jsonl``.
-      step: lines after it are of steps that were never committed: dropped.
+      step: the last committed step; later lines are dropped.
     """
 
     def __init__(self, path: Path, step: int) -> None:
@@ -98,10 +100,10 @@ class JsonLines:
 
 
 class MetricsLog:
-    """Writes `metrics.jsonl`, each line once it is complete.
+    """Writes `metrics.jsonl`, each line when it is complete.
 
     Args:
-      log_dir: made if it is not there.
+      log_dir: the log directory; made if it does not exist.
       step: the last committed step; the file is continued after it.
     """
 
@@ -116,7 +118,7 @@ class MetricsLog:
         self._last.unlink(missing_ok=True)
 
     def _fill(self, step: int) -> None:
-        """Writes the lines that a killed run could not."""
+        """Writes the missing lines of a killed run."""
         waiting = _waiting_line(self._last)
         for number in range(self._lines.last_step + 1, step + 1):
             is_waiting = waiting is not None and waiting.step == number
@@ -131,11 +133,11 @@ class MetricsLog:
         self._lines.write(line.step, line.to_json())
 
     def settle(self) -> None:
-        """No line is held any more: all are written."""
+        """Forgets the held line, which has been written."""
         self._last.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Closes the file; a line that is still held waits for the run's resumption."""
+        """Closes the file; a line still held is written when the run is resumed."""
         self._lines.close()
 
 
@@ -145,10 +147,10 @@ def rss_bytes() -> int:
 
 
 def peak_rss_bytes() -> int:
-    """The most resident memory that this process has had."""
+    """Returns the peak resident memory of this process."""
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return max(peak, _now_bytes())  # the kernel brings its peak up to date now and then
+    return max(peak, _now_bytes())  # the kernel updates its peak only now and then
 
 
 def _now_bytes() -> int:
@@ -159,7 +161,7 @@ def _now_bytes() -> int:
 
 
 def _readable_lines(path: Path) -> Iterator[tuple[str, int]]:
-    """Lines and their steps; a line cut off by a kill is left out."""
+    """Yields lines and their steps, without a line cut off by a kill."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             with contextlib.suppress(ValueError, KeyError, TypeError):

@@ -1,7 +1,7 @@
-"""From a config to an optax optimizer.
+"""Makes the optax optimizer of a config.
 
-Invariant: optax is the only definition of an optimizer; this module chooses and
-configures, and the result serves both modes unchanged.
+Invariant: optax is the only definition of an optimizer. This module chooses and
+configures one, and both modes use the same result.
 """
 
 import difflib
@@ -46,10 +46,10 @@ _NUMBERS = {"none": None, "true": True, "false": False}
 
 @functools.cache
 def optax_optimizers() -> Mapping[str, Callable[..., optax.GradientTransformation]]:
-    """The optimizers of optax, then of ``optax.contrib``, by name.
+    """Returns the optimizers of optax, then of ``optax.contrib``, by name.
 
-    An optimizer is a function that begins with a learning rate; what scales by one is
-    a part of an optimizer.
+    An optimizer is a function whose first argument is a learning rate; functions that
+    only scale by one are parts of optimizers.
     """
     found = {}
     for namespace in (optax.contrib, optax):
@@ -62,10 +62,10 @@ def optax_optimizers() -> Mapping[str, Callable[..., optax.GradientTransformatio
 
 
 def check_optimizer(config: TrainConfig) -> None:
-    """Refuses an optimizer that is none, or that cannot train here.
+    """Refuses an unknown optimizer, or one that cannot train here.
 
     Raises:
-      UsageError: names the flag, what it found and what to do.
+      UsageError: names the flag, the value found and the remedy.
     """
     _find(config.optimizer)
     if config.learning_rate is None and config.optimizer not in ("adam", "adamw"):
@@ -89,7 +89,7 @@ def check_optimizer(config: TrainConfig) -> None:
             f"--optimizer {config.optimizer}: it cannot run near storage (--mode "
             f"memory trains with it). {error}"
         ) from error
-    except Exception as error:  # whatever optax makes of arguments it cannot use
+    except Exception as error:  # optax may raise anything for bad arguments
         raise UsageError(
             f"--optimizer {' '.join((config.optimizer, *config.optimizer_args))}: "
             f"expected one that trains on gradients and params alone, optax says: "
@@ -98,9 +98,9 @@ def check_optimizer(config: TrainConfig) -> None:
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Clipping, then the optimizer under its schedule.
+    """Makes the optimizer with its schedule, behind clipping.
 
-    Where gradients are compressed the clipping is left out: it comes before that.
+    If gradients are compressed, the clipping is left out, because it must come first.
 
     Raises:
       UsageError: there is no such optimizer, or it has no such arguments.
@@ -128,14 +128,14 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 
 def make_clipping(config: TrainConfig) -> optax.GradientTransformation:
-    """By the global norm; nothing where it is off."""
+    """Makes the clipping by the global norm, or an identity if it is off."""
     if not config.clip_norm:
         return optax.identity()
     return optax.clip_by_global_norm(config.clip_norm)
 
 
 def peak_learning_rate(config: TrainConfig) -> float:
-    """The one given, or that of a model of this size."""
+    """Returns the given rate, or the default for a model of this size."""
     if config.learning_rate is not None:
         return config.learning_rate
     size = num_params(config.model_config)
@@ -164,7 +164,7 @@ def _find(name: str) -> Callable[..., optax.GradientTransformation]:
 
 
 def _flags(config: TrainConfig) -> dict[str, Any]:
-    """The options that have a flag or a default of ours; `check` knows for whom."""
+    """Returns options with a flag or default of ours; `check` restricts the flags."""
     if config.optimizer in ("adamw", "lion"):
         given = config.weight_decay
         return {"weight_decay": _WEIGHT_DECAY if given is None else given}
@@ -175,7 +175,7 @@ def _flags(config: TrainConfig) -> dict[str, Any]:
 
 
 def _rate(config: TrainConfig, parameter: inspect.Parameter) -> Any:
-    """The schedule; a number for the few optimizers that take nothing else."""
+    """Returns the schedule, or a number for optimizers that take only a number."""
     if "Callable" in str(parameter.annotation):
         return _schedule(config)
     if config.schedule != "constant" or config.warmup_steps:
@@ -194,7 +194,7 @@ def _schedule(config: TrainConfig) -> optax.ScalarOrSchedule:
     else:
         num_left = max(1, config.steps - num_warmup)
         after = optax.cosine_decay_schedule(peak, num_left, alpha=_COSINE_FLOOR)
-    # From peak / (n + 1): a first step at rate 0 would be a wasted batch.
+    # Starts at peak / (n + 1), because a first step at rate 0 would waste a batch.
     warmup = optax.linear_schedule(peak / (num_warmup + 1), peak, num_warmup)
     return optax.join_schedules([warmup, after], [num_warmup]) if num_warmup else after
 
@@ -225,7 +225,7 @@ def _parse_all(config: TrainConfig, chosen: Callable[..., Any]) -> dict[str, Any
 
 
 def _parse(word: str, text: str, parameter: inspect.Parameter) -> Any:
-    """A value of the kind that the argument's default and annotation show."""
+    """Parses a value of the type that the argument's default and annotation show."""
     default = parameter.default
     number = _number(text)
     if isinstance(default, bool):

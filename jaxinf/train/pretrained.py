@@ -1,7 +1,7 @@
-"""Weights that a run begins with: a Hugging Face checkpoint, read leaf by leaf.
+"""Initial weights from a Hugging Face checkpoint, read leaf by leaf.
 
-Invariant: config and weights are checked whole before there is a store; then one leaf
-at a time is in memory.
+Invariant: the whole config and all weights are checked before a store is made; after
+that only one leaf at a time is in memory.
 """
 
 import functools
@@ -41,7 +41,7 @@ def _folder(path: Path) -> HuggingFaceFolder:
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """The model that a checkpoint is of, in float32.
+    """Returns the configuration of a checkpoint's model, in float32.
 
     Raises:
       ExchangeError: the folder, its config or its headers cannot be read.
@@ -61,11 +61,11 @@ def read_model_config(folder: Path) -> ModelConfig:
 def architecture_of(
     config: ModelConfig, folder: Path | None = None
 ) -> dict[str, JsonValue]:
-    """What a commit says of the model, so that an export can describe it.
+    """Returns the description of the model that each commit keeps for exports.
 
     Args:
-      config: of the model, with the head of its task.
-      folder: the checkpoint that it was made from.
+      config: the model's configuration, with the head for its task.
+      folder: the folder of the checkpoint that it came from.
     """
     family = family_of(config)
     document: dict[str, JsonValue] = {
@@ -80,12 +80,12 @@ def architecture_of(
 
 
 def deferred_params(folder: Path, config: ModelConfig, seed: int) -> PyTree:
-    """The params of a checkpoint as leaves that are read when they are asked for.
+    """Returns the params of a checkpoint as leaves that are read on demand.
 
     Args:
-      folder: the checkpoint's.
-      config: of its model, with the task's head.
-      seed: for the leaves of a head that the checkpoint does not have.
+      folder: the checkpoint's folder.
+      config: the model's configuration, with the head for the task.
+      seed: seed of a head that the checkpoint lacks.
 
     Returns:
       A tree like the model's, of `DeferredArray`s, and arrays for a new head.
@@ -105,12 +105,12 @@ def deferred_params(folder: Path, config: ModelConfig, seed: int) -> PyTree:
 
 
 def held_params(params: PyTree) -> PyTree:
-    """`deferred_params`, read onto the JAX device."""
+    """Reads `deferred_params` onto the JAX device."""
     return jax.tree.map(lambda leaf: jax.numpy.asarray(np.asarray(leaf)), params)
 
 
 def is_deferred(params: PyTree) -> bool:
-    """Whether any leaf is still to be read."""
+    """Whether any leaf has not been read yet."""
     return any(isinstance(leaf, DeferredArray) for leaf in jax.tree.leaves(params))
 
 

@@ -1,7 +1,7 @@
-"""What a person sees of a running training: a live line, or plain lines in a pipe.
+"""Shows the progress of a run: a live line on a terminal, or plain lines in a pipe.
 
-Invariant: without a terminal nothing but plain text lines is written, no control
-characters; nothing printed is ever read as markup.
+Invariant: without a terminal only plain lines are written, without control characters;
+printed text is never taken for markup.
 """
 
 import math
@@ -18,18 +18,18 @@ from jaxinf.train.metrics import StepLine
 __all__ = ["Progress"]
 
 _PLAIN_INTERVAL_S = 5.0
-_NUM_SETTLING = 5  # steps before a guess of the time left is worth showing
-_SMOOTHING = 0.9  # of tokens/s and loss: about the last 10 steps
+_NUM_SETTLING = 5  # steps before the estimate of the time left is shown
+_SMOOTHING = 0.9  # for tokens/s and loss: an average of about 10 steps
 
 
 class Progress:
-    """Shows steps as they are done.
+    """Shows each step when it is done.
 
     Args:
-      console: where to.
-      first: steps that were done before.
-      last: the step to end at.
-      unit: what a line's `tokens` are.
+      console: the console to print to.
+      first: number of steps done before.
+      last: the last step.
+      unit: the unit of a line's `tokens`.
     """
 
     def __init__(
@@ -62,17 +62,17 @@ class Progress:
         self._console.print(text)
 
     def costs(self, line: StepLine) -> None:
-        """Takes up the traffic of a committed step."""
+        """Adds the traffic of a committed step."""
         if line.step_s and line.drive_read_bytes and line.drive_write_bytes:
             read = line.drive_read_bytes / line.step_s / 1e9
             written = line.drive_write_bytes / line.step_s / 1e9
             self._drive = f"  drive {read:.2f} GB/s read {written:.2f} written"
 
     def step(self, line: StepLine) -> None:
-        """Takes up a step; shows it at once on a terminal, every few seconds else."""
+        """Adds a step; shows it at once on a terminal, otherwise every few seconds."""
         assert line.loss is not None
         assert line.tokens and line.step_s  # noqa: PT018
-        # A plain mean until there are enough steps for a moving one.
+        # A plain mean until there are enough steps for a moving average.
         weight = min(_SMOOTHING, 1 - 1 / (line.step - self._first))
         rate = line.tokens / line.step_s
         self._tokens_per_s += (1 - weight) * (rate - self._tokens_per_s)

@@ -1,6 +1,6 @@
-"""Steps into the metrics and onto the screen, each once its commit is durable.
+"""Writes steps to the metrics and the screen, each after its commit is durable.
 
-Invariant: nothing waits here for a commit in flight, except at the end of a run.
+Invariant: only the end of a run waits for a commit in flight.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ __all__ = ["Recorder"]
 
 
 class Recorder:
-    """Takes each step as it ends and completes its line one step later."""
+    """Takes each step at its end and completes its line one step later."""
 
     def __init__(self, log: MetricsLog, progress: Progress) -> None:
         self._log, self._progress = log, progress
@@ -33,17 +33,17 @@ class Recorder:
             self._complete()
             self._log.settle()
         except Exception:
-            # That step's commit failed, and its line goes; after an exception, that
-            # one says why.
+            # That step's commit failed, so its line is dropped. After an exception,
+            # that # exception gives the reason.
             if kind is None:
                 raise
 
     def add(self, line: StepLine, costs: Costs) -> None:
-        """Takes a step whose results are there and whose commit may be in flight.
+        """Takes a step with its results; its commit may still be in flight.
 
         Args:
-          line: all but its traffic.
-          costs: what will say its traffic; blocks at most until the next step's end.
+          line: the step's line without its traffic.
+          costs: returns the traffic; blocks at most until the next step's end.
         """
         self._complete()
         self._held = line, costs

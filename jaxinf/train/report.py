@@ -1,6 +1,6 @@
-"""What a run says at its start and at its end.
+"""The messages at the start and the end of a run.
 
-Invariant: it names things the user can act on: places, sizes, commands.
+Invariant: they name things the user can act on: paths, sizes, commands.
 """
 
 import os
@@ -24,7 +24,7 @@ __all__ = ["describe", "say_config", "say_results", "say_stopped"]
 
 
 def say_config(console: Console, config: TrainConfig, data: TrainingData) -> None:
-    """The run in a few lines."""
+    """Describes the run in a few lines."""
     model = config.model_config
     source = "Python's standard library" if not config.data else " ".join(config.data)
     batch = f"{config.batch_size} images"
@@ -65,7 +65,7 @@ def say_results(
     evaluator: Evaluator,
     params: PyTree,
 ) -> None:
-    """The final report: what was learned, a sample, and where everything is."""
+    """Prints the final report: losses, a sample, and the paths of the results."""
     console.print(describe(found))
     entropy = evaluator.text_entropy()
     if entropy is not None:
@@ -89,7 +89,7 @@ def say_results(
 
 
 def say_stopped(console: Console, config: TrainConfig, step: int, command: str) -> None:
-    """Where a run was stopped by a signal, and how to go on."""
+    """Says at which step a signal stopped the run, and how to resume it."""
     if config.store is None:
         console.print(
             f"stopped after step {step} of {config.steps}; --mode memory keeps nothing "
@@ -103,7 +103,7 @@ def say_stopped(console: Console, config: TrainConfig, step: int, command: str) 
 
 
 def describe(found: Evaluation) -> str:
-    """An evaluation on one line."""
+    """Formats an evaluation as one line."""
     return (
         f"validation loss {found.loss:.3f}, perplexity {found.perplexity:,.2f}, "
         f"{100 * found.accuracy:.1f} % right"
@@ -131,7 +131,7 @@ def _judgement(found: Evaluation, entropy: TextEntropy) -> str:
 
 
 def _store_bytes(store: Store) -> int:
-    """What the store takes on its drives; holes take nothing."""
+    """Returns the space of the store on its drives, without holes."""
     roots = {store.path, *(csd.root for csd in store.csds())}
     outermost = [r for r in roots if not any(p in roots for p in r.parents)]
     files = (

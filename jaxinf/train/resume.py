@@ -1,4 +1,4 @@
-"""What a commit says about the run it belongs to, and whether a run may go on from it.
+"""The identity of a run in each commit, and the check before it is resumed.
 
 Invariant: a resumed run continues at exactly the next batch of exactly the same data,
 or is refused with a list of what differs.
@@ -21,16 +21,16 @@ __all__ = ["Identity", "first_payload"]
 _MADE_BY = "jaxinf.train"
 _LOADER = "grain"
 
-# What decides the batches, the params' shapes and the numbers: never changed in a run.
+# Settings that decide batches, shapes or numbers: a run may not change them.
 _FIXED = ("seed", "batch_size", "seq_len", "model", "preset", "dtype", "param_dtype")
 _FIXED += ("task", "num_labels", "mask_rate", "optimizer", "compress")
-# What a user may well change on the way; said, not refused.
+# Settings that a user may change in a run; a change is reported.
 _FREE = ("learning_rate", "weight_decay", "momentum", "schedule", "warmup_steps")
 _FREE += ("clip_norm", "nonfinite", "optimizer_args")
 
 
 def first_payload(config: TrainConfig) -> dict[str, JsonValue]:
-    """The payload of a new store's step 0: what model it is of."""
+    """Returns the payload of a new store's step 0: its model."""
     return {"made_by": _MADE_BY, "step": 0, "architecture": _architecture(config)}
 
 
@@ -39,7 +39,7 @@ def _architecture(config: TrainConfig) -> dict[str, JsonValue]:
 
 
 class Identity:
-    """A run's settings and data, as they are kept in each commit."""
+    """A run's settings and data, as each commit keeps them."""
 
     def __init__(self, config: TrainConfig, data: TrainingData) -> None:
         self._where = config.store
@@ -53,7 +53,7 @@ class Identity:
         self._version = importlib.metadata.version(_LOADER)
 
     def position(self, step: int, batch: Batch) -> dict[str, JsonValue]:
-        """The payload of the commit made with batch `step` (1 is the first)."""
+        """Returns the payload of the commit of batch `step` (1 is the first)."""
         loader: dict[str, JsonValue] = {
             "name": _LOADER,
             "version": self._version,
@@ -71,14 +71,14 @@ class Identity:
         }
 
     def resume_step(self, payload: JsonValue, batches: Batches) -> int:
-        """Batches done so far in the run of a commit.
+        """Returns the number of batches that the run of a commit has done.
 
         Args:
-          payload: of the commit.
-          batches: of this command; the last one that the run saw is compared.
+          payload: the commit's payload.
+          batches: this command's batches; the last one of the run is compared.
 
         Raises:
-          StoreMismatchError: the run has other settings or data; lists them all.
+          StoreMismatchError: settings or data differ; lists all differences.
         """
         held = _read(payload, self._where)
         self._check_loader(held)
@@ -117,7 +117,7 @@ class Identity:
         )
 
     def _check_batch(self, held: Mapping[str, Any], batches: Batches) -> None:
-        """The data is the same, and so must be what the loader makes of it."""
+        """Checks that the loader makes the same batch from the same data."""
         step, loader = held["step"], held["loader"]
         if batch_checksum(batches[step - 1]) == loader["batch_crc32c"]:
             return
@@ -130,9 +130,9 @@ class Identity:
         )
 
     def _other_fields(self, held: Any) -> list[str]:
-        """How the run's model differs beyond its preset's name; older runs say nothing.
+        """Lists fields of the model that differ; older runs have none to compare.
 
-        Two models of the same tree may compute differently.
+        Two models with the same tree may compute differently.
         """
         if not isinstance(held, Mapping):
             return []
@@ -146,7 +146,7 @@ class Identity:
         ]
 
     def changes(self, payload: JsonValue) -> list[str]:
-        """Settings that differ from the run's and take effect from here on."""
+        """Lists settings that differ from the run's and apply from here on."""
         held = _read(payload, self._where)["settings"]
         names: list[str] = list(_FREE)
         if self._settings["schedule"] == "cosine":

@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM: the first asks for a clean stop, the second ends at once.
 
 Invariant: both work while the main thread is inside a long computation, where Python
-cannot run signal handlers: a thread of our own reads the interpreter's wake-up pipe.
+  cannot run signal handlers. A thread of our own reads the interpreter's wake-up pipe.
 """
 
 import os
@@ -19,9 +19,9 @@ _SHOW_CURSOR = "\x1b[?25h"
 
 
 class StopRequest:
-    """While its context lasts, signals ask for a stop instead of ending the process.
+    """Within its context, signals request a stop instead of ending the process.
 
-    Outside the main thread, where Python allows no signal handlers, it does nothing.
+    It does nothing outside the main thread, where Python allows no signal handlers.
 
     Args:
       on_request: called once, from another thread, with the first signal's name.
@@ -34,7 +34,7 @@ class StopRequest:
 
     @property
     def is_requested(self) -> bool:
-        """Whether a signal has come."""
+        """Whether a signal has arrived."""
         return self._requested.is_set()
 
     def __enter__(self) -> "StopRequest":
@@ -78,4 +78,4 @@ class StopRequest:
 
 
 def _ignore(number: int, frame: object) -> None:
-    """The watching thread has the signal already."""
+    """Does nothing; the watching thread handles the signal."""

@@ -1,17 +1,17 @@
-"""The training step, and which parts of it share a jit.
+"""The training step, divided into one, two or three jits.
 
     fused    [loss, gradients, update, params + update]
     halves   [loss, gradients] [update, params + update]
     split    [loss, gradients] [update] [params + update]
 
-XLA contracts and reorders across everything in one jit: a norm that is computed beside
-the backward pass sums in another order than one of finished gradients, and in memory
-``params + rate * u`` becomes one fused multiply-add. ``split`` is the reference of
-every claim about bits. Near storage `u` comes out of a callback, which nothing is fused
-across: ``halves`` has the reference's bits there, and so has ``fused`` where nothing
-reduces the gradients.
+XLA contracts and reorders operations within a jit. A norm that is computed beside the
+backward pass sums in another order than a norm of finished gradients, and in memory
+``params + rate * u`` becomes one fused multiply-add. Every claim about bits refers to
+``split``. Near storage `u` comes from a callback, and XLA fuses nothing across it. So
+``halves`` has the bits of ``split`` there, and so has ``fused`` if the optimizer does
+not reduce the gradients.
 
-Invariant: the parts compute the same whichever way they are cut, up to rounding.
+Invariant: all divisions compute the same, up to rounding.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ __all__ = ["Boundaries", "TrainStep", "compile_train_step"]
 Boundaries: TypeAlias = Literal["fused", "halves", "split"]
 
 TrainStep: TypeAlias = Callable[..., tuple[PyTree, Any, jax.Array]]
-"""``(params, state, batch) -> (params, state, loss)``; eats the first two."""
+"""``(params, state, batch) -> (params, state, loss)``; donates the first two."""
 
 
 def compile_train_step(
@@ -39,14 +39,14 @@ def compile_train_step(
     *example: Any,
     task: TaskName = "causal-lm",
 ) -> TrainStep:
-    """The step as machine code.
+    """Compiles the step.
 
     Args:
-      graphdef: Of the model.
+      graphdef: The model's graph.
       tx: The optimizer, in memory or near storage.
-      boundaries: See the module.
-      example: Params, state and a batch, of which only the shapes count.
-      task: What a batch asks of the model.
+      boundaries: The division into jits; see the module.
+      example: Params, state and a batch; only their shapes count.
+      task: The task, which decides the loss.
     """
 
     def gradients_of(params: PyTree, batch: Any) -> tuple[Any, PyTree]:
@@ -84,7 +84,7 @@ def compile_train_step(
 def _compile_apart(
     tx: optax.GradientTransformation, gradients: PyTree, state: Any, params: PyTree
 ) -> Callable[..., tuple[PyTree, Any]]:
-    """`tx.update` and the addition, each alone."""
+    """Compiles `tx.update` and the addition separately."""
     update = _compile(tx.update, (gradients, state, params), donated=(0, 1))
     updates, _ = jax.eval_shape(tx.update, gradients, state, params)
     add = _compile(optax.apply_updates, (params, updates), donated=(0,))

@@ -170,7 +170,7 @@ def test_image_that_is_damaged_ends_the_run_by_name(task, tmp_path, capsys):
     status = task("vit", tmp_path / "pictures", *where)
     err = capsys.readouterr().err
     assert status in (1, 2)  # 2 where it is the very first
-    assert "png: expected an image, found what cannot be read as one" in err
+    assert "png: expected an image, but it cannot be read" in err
     assert "Traceback" not in err
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with data, and the packages that some kinds of data need."""
+"""Errors of data, and optional packages for some kinds of data."""
 
 import importlib
 from typing import Any
@@ -7,19 +7,19 @@ __all__ = ["DataError", "optional_import"]
 
 
 class DataError(Exception):
-    """Data that cannot be trained on: says where, what was expected, what to do."""
+    """Unsuitable data: the message gives place, expectation and remedy."""
 
 
 def optional_import(module: str, *, what: str, extra: str = "data") -> Any:
-    """A module of an extra.
+    """Imports a module of an extra.
 
     Args:
       module: its dotted name.
-      what: what needs it, to begin the error with.
-      extra: of jaxinf, which installs it.
+      what: the feature that needs it, for the beginning of the error.
+      extra: the extra of jaxinf that installs it.
 
     Raises:
-      DataError: it is not installed; names the line that installs it.
+      DataError: it is not installed; gives the command that installs it.
     """
     try:
         return importlib.import_module(module)

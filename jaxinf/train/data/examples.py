@@ -1,11 +1,11 @@
-"""Records to examples: what is read, what is learned, in the fields people use.
+"""Turns records into examples, and marks the parts that the model learns.
 
-    {"text": …}                              all of it is learned
+    {"text": …}                              the text is learned
     {"prompt": …, "response": …}             the response is learned
-    {"messages": [{"role", "content"}, …]}   what the assistant says is learned
+    {"messages": [{"role", "content"}, …]}   the assistant's messages are learned
     {"text": …, "label": n}                  the label is learned
 
-Invariant: a record is one of these, wholly, or is refused by file and line.
+Invariant: a record has exactly one of these forms, or is refused with file and line.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ class Part:
     """A run of text.
 
     Attributes:
-      text: UTF-8 where it is bytes.
+      text: the text; UTF-8 if it is bytes.
       is_learned: whether its tokens are in the loss.
-      has_end: whether the tokenizer's end comes after it.
+      has_end: whether the tokenizer's end follows.
     """
 
     text: str | bytes
@@ -45,8 +45,8 @@ class Example:
       where: file and line or row.
       kind: ``dialogue`` for prompts and messages.
       parts: in their order.
-      label: of a ``labelled`` one.
-      has_text_field: whether the text is a record's.
+      label: the label of a ``labelled`` example.
+      has_text_field: whether the text is from a record's field.
     """
 
     where: str
@@ -59,15 +59,15 @@ class Example:
 def read_examples(
     records: Iterable[Record], *, text_field: str, unused: set[str]
 ) -> Iterator[Example]:
-    """Examples of records.
+    """Yields the examples of records.
 
     Args:
-      records: of one or more files.
-      text_field: what the field of a text is called.
-      unused: takes up the names of fields that no example has a use for.
+      records: records of one or more files.
+      text_field: name of the field with the text.
+      unused: receives the names of unused fields.
 
     Raises:
-      DataError: a record is none, or the one before it was of another kind.
+      DataError: a record has no known form, or another one than the record before.
     """
     first: Example | None = None
     for record in records:
@@ -135,7 +135,7 @@ def _label(where: str, fields: Mapping[str, Any]) -> int:
 
 
 def _messages(where: str, messages: Any) -> Iterator[Part]:
-    """``<|role|>``, a line's end, the content, an end after each of the assistant's."""
+    """Joins ``<|role|>``, newline, content; an end follows the assistant's messages."""
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where}: expected a list of messages, found {messages!r}")
     roles = []

@@ -1,6 +1,7 @@
-"""Which files a user means: names, directories, globs, and the default text.
+"""Resolves names, directories and globs to data files; finds the default text.
 
-Invariant: what is returned depends on the file system alone, sorted, each file once.
+Invariant: the result depends on the file system alone; it is sorted, and each file
+occurs once.
 """
 
 import glob
@@ -15,19 +16,19 @@ __all__ = ["find_files", "is_saved_dataset", "standard_library_files"]
 
 _SNIFF_BYTES = 8192
 _MIN_LIBRARY_BYTES = 5_000_000
-# Not prose or program: tests, and generated tables.
+# Tests and generated tables, which are neither prose nor programs.
 _SKIPPED_LIBRARY_DIRS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     | {"encodings", "pydoc_data"}
 )
-# Not text, and data all the same.
+# Data files that are not text.
 _BINARY_SUFFIXES = (".parquet",)
-# What `datasets` leaves in a folder of its own.
+# Files that `datasets` leaves in its folders.
 _SAVED_MARKS = ("dataset_dict.json", "dataset_info.json")
 
 
 def find_files(patterns: Sequence[str]) -> list[Path]:
-    """Resolve what a user names as data to files.
+    """Resolves the names that a user gives for data.
 
     Args:
         patterns: each a file (taken as it is), a directory (every Parquet and text file
@@ -97,7 +98,7 @@ def _looks_like_data(path: Path) -> bool:
 
 
 def standard_library_files() -> list[Path]:
-    """Python's own standard library: some 10 MB of source code on every machine.
+    """Finds the sources of Python's standard library, some 10 MB on every machine.
 
     Returns:
         Its `*.py` files, sorted, without installed packages, tests, and the tables in

@@ -1,13 +1,13 @@
 """Images with labels: folders by class, arrays, rows of tables.
 
     DIR/CLASS/*.png                      the classes are the folders' names, sorted
-    DIR/train/CLASS/*, DIR/validation/…  the same, with what to hold out
+    DIR/train/CLASS/*, DIR/validation/…  the same, with a validation split
     FILE.npz                             arrays `images` and `labels`
     DIR/images.npy, DIR/labels.npy       the same, mapped into memory
     FILE.parquet, saved datasets         fields `image` and `label`
 
-Invariant: images come out as float32 [height, width, channels] of the model's shape,
-scaled to -1 to 1; a file is decoded when its row is read.
+Invariant: images are returned as float32 [height, width, channels] of the model's
+  shape, scaled to -1 to 1; a file is decoded when its row is read.
 """
 
 import dataclasses
@@ -38,11 +38,11 @@ class Picture(NamedTuple):
     """One labelled image, not yet decoded.
 
     Attributes:
-      where: what to call it in an error.
+      where: its name in an error.
       content: an array [h, w] or [h, w, c], a file, or a file's bytes.
       label: its class.
-      identity: SHA-256 of what tells it from others: content in memory; a file by its
-        name in its class and its length, so that a start reads no files.
+      identity: SHA-256 of the content in memory; for a file, of class, name and length,
+        so that no files are read at the start.
     """
 
     where: str
@@ -56,8 +56,8 @@ class Images:
     """Rows of ``images`` float32 [height, width, channels] and ``labels`` int32 [].
 
     Attributes:
-      pictures: one a row.
-      shape: what each is brought to.
+      pictures: one for each row.
+      shape: the shape of every returned image.
     """
 
     pictures: Sequence[Picture]
@@ -70,7 +70,7 @@ class Images:
         """Decodes, resizes and scales one image.
 
         Raises:
-          DataError: it is damaged.
+          DataError: the image is damaged.
         """
         picture = self.pictures[number]
         image = picture.content
@@ -88,15 +88,15 @@ class Images:
 
 
 def order_by_content(pictures: Sequence[Picture]) -> list[Picture]:
-    """In the order of their identities, which mixes the classes."""
+    """Sorts images by their identities, which mixes the classes."""
     return sorted(pictures, key=lambda picture: picture.identity)
 
 
 def folder_images(root: Path) -> tuple[list[Picture], list[str]]:
-    """The images below the folders of a folder, and the names of those: the classes.
+    """Returns the images in the subfolders of a folder, and their names: the classes.
 
     Raises:
-      DataError: there are none; a file that is no image.
+      DataError: there are no images, or a file is not one.
     """
     optional_import("PIL.Image", what=str(root))
     folders = sorted(p for p in root.iterdir() if p.is_dir() and p.name[0] != ".")
@@ -126,7 +126,7 @@ def _picture_file(path: Path, label: int) -> Picture:
 
 
 def array_images(path: Path) -> list[Picture]:
-    """The images of an `.npz`, or of a folder with images.npy and labels.npy.
+    """Returns the images of an `.npz`, or of a folder with images.npy and labels.npy.
 
     Raises:
       DataError: arrays are missing, or do not fit together.
@@ -163,15 +163,15 @@ def _arrays(path: Path) -> tuple[Array, Array]:
             raise DataError(
                 f"{path}: expected arrays images and labels, found {archive.files}"
             )
-    except (OSError, ValueError, EOFError) as error:  # pickled, cut off, none at all
+    except (OSError, ValueError, EOFError) as error:  # pickled, cut, no array
         raise DataError(f"{path}: expected arrays of NumPy: {error}") from error
 
 
 def record_images(records: Iterator[Record]) -> list[Picture]:
-    """The images of rows with ``image`` (bytes, or a struct with them) and ``label``.
+    """Returns images of rows with ``image`` (bytes or a struct of them) and ``label``.
 
     Raises:
-      DataError: a row has none.
+      DataError: a row lacks the image or the label.
     """
     return [_picture_record(record) for record in records]
 
@@ -211,13 +211,12 @@ def _decoded(picture: Picture, num_channels: int) -> Array:
             return np.asarray(i.convert(mode))
     except (OSError, SyntaxError, ValueError) as error:
         raise DataError(
-            f"{picture.where}: expected an image, found what cannot be read as one: "
-            f"{error}"
+            f"{picture.where}: expected an image, but it cannot be read: {error}"
         ) from error
 
 
 def _resized(image: Array, shape: ImageShape, where: str) -> Array:
-    """An image in a model's shape: gray is repeated, and resizing is bilinear."""
+    """Converts an image to a model's shape: repeats gray, and resizes bilinearly."""
     height, width, channels = shape
     image = image[..., None] if image.ndim == 2 else image
     if image.shape[2] == 1:
@@ -240,6 +239,6 @@ def _resized(image: Array, shape: ImageShape, where: str) -> Array:
 
 
 def _scaled(image: Array) -> Array:
-    """From 0 to 255, or 0 to 1 of floats, to -1 to 1."""
+    """Scales 0 to 255 (or 0 to 1 for floats) to -1 to 1."""
     scale = np.float32(1 if image.dtype.kind == "f" else 255)
     return image.astype(np.float32) / scale * np.float32(2) - np.float32(1)

@@ -1,4 +1,4 @@
-"""What is classified: where images are, which are held out, how many classes.
+"""Loads labelled images, holds a part out, and counts the classes.
 
 Invariant: the parts have the same classes, and every label is one of them.
 """
@@ -26,10 +26,10 @@ __all__ = ["labels_of", "load_images"]
 
 
 def load_images(options: DataOptions, shape: ImageShape) -> TrainingData:
-    """The images to learn and those held out.
+    """Returns the images for training and those for validation.
 
     Raises:
-      DataError: there are none, or labels are out of range.
+      DataError: there are no images, or labels are out of range.
     """
     train, held, num_labels = _parts(options, shape)
     return TrainingData(
@@ -84,7 +84,7 @@ def _paths(names: Sequence[str]) -> list[Path]:
 
 
 def labels_of(labels: Sequence[int], num_labels: int | None, where: str) -> int:
-    """The number of classes: as given, or one more than the largest label.
+    """Returns the number of classes: as given, or one more than the largest label.
 
     Raises:
       DataError: a label is negative or too large.

@@ -1,7 +1,7 @@
-"""From options to what a run learns from.
+"""Loads the training and validation data that the options name.
 
-Invariant: it is a function of the files' content and of the options; nothing is
-written, and what cannot be trained on is refused here.
+Invariant: the result is a function of the files' content and the options; nothing is
+written, and unsuitable data is refused here.
 """
 
 from jaxinf_models import TaskName
@@ -22,16 +22,16 @@ def load_data(
     seq_len: int,
     image_shape: ImageShape | None = None,
 ) -> TrainingData:
-    """Reads everything that a run learns from (blocks); images are decoded later.
+    """Reads all data of a run (blocks); images are decoded later.
 
     Args:
-      options: what the user says.
-      task: what the rows are for.
+      options: the user's options.
+      task: the task of the rows.
       seq_len: tokens in a row.
-      image_shape: of a model that takes images.
+      image_shape: the image shape of a model that takes images.
 
     Raises:
-      DataError: there is nothing to train on, or something malformed.
+      DataError: the data is empty or malformed.
       OSError: a file cannot be read.
     """
     if image_shape is not None:

@@ -1,7 +1,7 @@
-"""Batches of rows: shuffled, sharded over processes, read ahead. Grain does the work.
+"""Batches of rows, which Grain shuffles, divides over processes and prefetches.
 
-Invariant: batch number n is a function of the rows, the seed and n alone, whatever the
-number of processes or threads, so that a position in the data is one number.
+Invariant: batch n is a function of the rows, the seed and n alone, for any number of
+  processes or threads. So a position in the data is one number.
 """
 
 import json
@@ -27,11 +27,11 @@ class Batches:
     """Endless shuffled batches; every epoch has an order of its own.
 
     Args:
-      rows: what to take them from; at least one row.
-      batch_size: rows in a batch, of all processes together.
-      seed: 0 to 2**32 - 1, of the order and of `row_map`.
-      row_map: a random change of each row, anew in each epoch.
-      shard: number of this process, and how many there are; they share each batch.
+      rows: the source; at least one row.
+      batch_size: rows in a batch, over all processes.
+      seed: seed of the order and of `row_map`, 0 to 2**32 - 1.
+      row_map: a random change of each row, different in each epoch.
+      shard: number of this process, and the number of processes; they share each batch.
 
     Raises:
       ValueError: the processes cannot share a batch evenly, or there are no rows.
@@ -53,7 +53,7 @@ class Batches:
                 f"{num_shards} processes; got {len(rows)} rows and {batch_size}"
             )
         shuffled = _source(rows).seed(seed).shuffle().repeat()
-        if row_map is not None:  # before rows are shared out: the same for any sharing
+        if row_map is not None:  # before rows are divided: the same for any division
             shuffled = shuffled.random_map(row_map)
         if num_shards > 1:
             shuffled = shuffled[number::num_shards]
@@ -68,13 +68,13 @@ class Batches:
     def starting_at(
         self, position: Mapping[str, JsonValue]
     ) -> grain.DatasetIterator[Batch]:
-        """Batches from a position on, read ahead by a thread of Grain's.
+        """Iterates over batches from a position on; a thread of Grain prefetches them.
 
         Args:
-          position: as `position_of` gives it.
+          position: a result of `position_of`.
 
         Returns:
-          An endless iterator; to be closed, which ends the thread.
+          An endless iterator. Close it to end the thread.
         """
         iterator: Any = iter(self._batches.to_iter_dataset(_READ_AHEAD))
         iterator.set_state(dict(position))
@@ -82,14 +82,14 @@ class Batches:
 
     @staticmethod
     def position_of(num_batches: int) -> dict[str, JsonValue]:
-        """The state of Grain's iterator after so many batches."""
+        """Returns the state of Grain's iterator after a number of batches."""
         return {"next_index": num_batches}
 
 
 def one_epoch(
     rows: Rows, *, batch_size: int, seed: int, row_map: RowMap | None = None
 ) -> Sequence[Batch]:
-    """Every row once, in batches of which the last may be short; always the same."""
+    """Yields every row once, always in the same batches; the last may be short."""
     shuffled = _source(rows).seed(seed).shuffle()
     if row_map is not None:
         shuffled = shuffled.random_map(row_map)
@@ -100,8 +100,8 @@ def one_epoch(
 def batch_checksum(batch: Batch) -> int:
     """CRC-32C over names, types, shapes and bytes of a batch.
 
-    Kept with a commit, it tells a loader that gives other batches than the run saw: of
-    another version of Grain, of NumPy, of a tokenizer, of a decoder of images.
+    A commit keeps it. It reveals a loader that makes other batches than the run had:
+    with another version of Grain, NumPy, a tokenizer, or a decoder of images.
     """
     checksum = 0
     for name in sorted(batch):

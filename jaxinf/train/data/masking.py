@@ -1,9 +1,9 @@
-"""What a masked language model is asked: hide tokens, keep what they were.
+"""Masks tokens for a masked language model and keeps them as targets.
 
-BERT's way (Devlin et al. 2019, section 3.1): of the tokens chosen, 15 % in BERT, eight
-in ten become the mask, one in ten a random token, one in ten stays.
+As in BERT (Devlin et al. 2019, section 3.1), 15 % of the tokens are chosen. Of these,
+80 % become the mask, 10 % a random token, and 10 % stay.
 
-Invariant: a function of the row and the generator alone.
+Invariant: the result is a function of the row and the generator alone.
 """
 
 import dataclasses
@@ -19,11 +19,11 @@ _MASKED, _RANDOM = 0.8, 0.9  # the last tenth stays
 
 @dataclasses.dataclass(frozen=True)
 class Masking:
-    """Chooses tokens of a row and hides them.
+    """Chooses tokens of a row and masks them.
 
     Attributes:
-      rate: share of a row's tokens to choose; at least one is.
-      mask: id that hides a token.
+      rate: share of a row's tokens to choose, at least one.
+      mask: id of the mask.
       end: id that is never chosen.
       vocab_size: random tokens are below it.
     """
@@ -34,10 +34,10 @@ class Masking:
     vocab_size: int
 
     def __call__(self, row: Row, rng: np.random.Generator) -> Row:
-        """The row with tokens hidden, `targets`, and `weights` 1 where chosen."""
+        """Masks a row; adds `targets`, and `weights` of 1 for chosen tokens."""
         tokens = row["tokens"]
         allowed = np.flatnonzero((tokens != self.end) & (row["segments"] > 0))
-        if not allowed.size:  # a row of ends; something has to count
+        if not allowed.size:  # a row of ends alone; at least one token must count
             allowed = np.arange(tokens.size)
         num = max(1, round(self.rate * allowed.size))
         chosen = rng.permutation(allowed)[:num]

@@ -1,4 +1,4 @@
-"""What the command line says about data.
+"""The options about data on the command line.
 
 Invariant: a field exists only if it works.
 """
@@ -16,57 +16,57 @@ __all__ = ["DataOptions", "check_options", "shown"]
 
 
 def shown(metavar: str, default: str) -> Any:
-    """How `--help` shows a flag whose default is no plain value."""
+    """Sets the text that `--help` shows in place of a default."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
 
 
 @dataclasses.dataclass(frozen=True)
 class DataOptions:
-    """Data, what is held out of it, and how text becomes tokens."""
+    """The data, its held-out part, and the tokenizer."""
 
-    # What to learn: text files, JSON lines, Parquet, folders of either, quoted globs;
-    # folders that Hugging Face datasets saved; images in a folder for each class, or
-    # an .npz with images and labels. docs/training.md shows each.
+    # The training data: text files, JSON lines, Parquet, folders of these, quoted #
+    # globs; folders saved by Hugging Face datasets; images in a folder for each class,
+    # # or an .npz with images and labels. docs/training.md describes each.
     data: Annotated[
         tuple[str, ...], shown("PATH...", "Python's standard library sources")
     ] = ()
 
-    # What to evaluate on; by default a part of --data is held out, or the validation
-    # split that it has.
+    # The validation data; by default the validation split of --data, or a part of it #
+    # that is held out.
     validation: Annotated[tuple[str, ...], shown("PATH...", "a part of --data")] = ()
 
-    # The part that is held out.
+    # The share of the data that is held out.
     validation_fraction: float = 0.05
 
     # A tokenizer.json, or a folder with one; without it every byte is a token.
     tokenizer: Annotated[Path | None, shown("FILE", "bytes")] = None
 
-    # The field of a text in records. Besides it there may be: prompt and response;
-    # messages, a list of {role, content}; label, a class by its number from 0.
+    # The field with the text of a record. Other known fields are prompt and response; #
+    # messages, a list of {role, content}; and label, the number of a class from 0.
     text_field: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
 
-    # Of prompts and responses, or messages: learn the answers alone, or all of it.
+    # With prompts and responses, or messages: learn the answers alone, or all text.
     loss_on: Literal["answers", "all"] = "answers"
 
-    # Share of the tokens that --task masked-lm hides.
+    # Share of the tokens that --task masked-lm masks.
     mask_rate: float = 0.15
 
-    # Classes of --task classification.
+    # Number of classes of --task classification.
     num_labels: Annotated[int | None, shown("INT", "those of the data")] = None
 
 
 def check_options(
     options: DataOptions, task: TaskName, *, takes_images: bool = False
 ) -> None:
-    """Refuses options that cannot mean anything.
+    """Refuses invalid or contradictory options.
 
     Args:
-      options: what the user says.
-      task: what the rows are for.
-      takes_images: the model does, instead of text.
+      options: the user's options.
+      task: the task of the rows.
+      takes_images: whether the model takes images instead of text.
 
     Raises:
-      DataError: names the flag, what it found and what to do.
+      DataError: names the flag, the value found and the remedy.
     """
     for name, value in (
         ("validation-fraction", options.validation_fraction),

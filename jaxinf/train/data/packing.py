@@ -1,12 +1,12 @@
 """Rows of a fixed length out of sequences of any length.
 
-    Windows    all sequences end to end, cut every so many tokens
-    Packed     whole sequences side by side, as many as fit
+    Windows    all sequences one after another, cut at equal lengths
+    Packed     as many whole sequences as fit
     Pairs      a source and its answer, each padded
     Single     one sequence and its label, padded
 
-Each is read at random by row number. `segments` numbers the documents of a row from 1,
-with 0 for padding: a model lets no document see another.
+Rows are read by number in any order. `segments` numbers the documents of a row from 1,
+with 0 for padding; a model masks attention between documents.
 
 Invariant: row number n is a function of the sequences and the length alone.
 """
@@ -26,14 +26,14 @@ Row: TypeAlias = Mapping[str, Array]
 
 
 class Rows(Protocol):
-    """What can be read by number; immutable, safe to share between threads."""
+    """Rows that are read by number; immutable, safe to share between threads."""
 
     def __len__(self) -> int:
         """Number of rows."""
         ...
 
     def __getitem__(self, number: int) -> Row:
-        """Arrays by name, all rows' of the same shapes."""
+        """Returns arrays by name, of the same shapes for all rows."""
         ...
 
 
@@ -41,10 +41,10 @@ class Windows:
     """Runs of the concatenated sequences, without overlap.
 
     Args:
-      sequences: what to cut.
+      sequences: the sequences to cut.
       seq_len: tokens in a row.
-      is_causal: rows have `targets`, each the token after, and `weights`, 0 where that
-        is of another document or not to be learned.
+      is_causal: whether rows have `targets`, the next token of each, and `weights`, 0
+        for a target in another document or one not to be learned.
     """
 
     def __init__(self, sequences: Sequences, seq_len: int, *, is_causal: bool) -> None:
@@ -72,22 +72,22 @@ class Windows:
         first = np.searchsorted(ends, part.start, side="right")
         last = np.searchsorted(ends, part.stop, side="left")
         begins = np.zeros(part.stop - part.start, np.int32)
-        begins[ends[first:last] - part.start] = 1  # those within: each begins the next
+        begins[ends[first:last] - part.start] = 1  # the next document begins
         return np.cumsum(begins, dtype=np.int32) + 1
 
 
 class Packed:
-    """Whole sequences side by side; those too long are cut at the row's end.
+    """Packs whole sequences into rows; longer ones are cut at the row's end.
 
     Args:
-      sequences: what to pack; each of at least two tokens.
+      sequences: the sequences to pack, each of at least two tokens.
       seq_len: tokens in a row.
-      pad: id that fills up.
+      pad: id for padding.
     """
 
     def __init__(self, sequences: Sequences, seq_len: int, pad: int) -> None:
         self._sequences, self._seq_len, self._pad = sequences, seq_len, pad
-        # A token is an input or a target; the last is no input, the first no target.
+        # Every token but the last is an input, and every one but the first a target.
         self._plan = plan_rows(np.minimum(sequences.lengths - 1, seq_len), seq_len)
 
     def __len__(self) -> int:
@@ -118,10 +118,10 @@ class Pairs:
     """A source for the encoder, and its answer for the decoder.
 
     Args:
-      sources: what is read.
-      answers: what is learned, in the same order.
-      seq_len: tokens of each; what is longer is cut.
-      pad: id that fills up.
+      sources: the encoder's sequences.
+      answers: the sequences to learn, in the same order.
+      seq_len: tokens of each; longer ones are cut.
+      pad: id for padding.
       start: id that the decoder begins with.
     """
 
@@ -161,9 +161,9 @@ class Single:
     """One sequence a row, with its label.
 
     Args:
-      sequences: labelled ones.
-      seq_len: tokens in a row; what is longer is cut.
-      pad: id that fills up.
+      sequences: labelled sequences.
+      seq_len: tokens in a row; longer sequences are cut.
+      pad: id for padding.
     """
 
     def __init__(self, sequences: Sequences, seq_len: int, pad: int) -> None:
@@ -181,17 +181,17 @@ class Single:
 
 
 def plan_rows(lengths: Array, seq_len: int) -> Sequence[Sequence[int]]:
-    """Which sequences share a row: the longest first, each where it fits tightest.
+    """Assigns sequences to rows, the longest first, each to the row with the best fit.
 
     Args:
       lengths: int [num], each of 1 to `seq_len`.
-      seq_len: what a row holds.
+      seq_len: tokens in a row.
 
     Returns:
-      For each row the numbers of its sequences.
+      The numbers of the sequences of each row.
     """
     rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # what is left and the row, sorted
+    room: list[tuple[int, int]] = []  # (free tokens, row), sorted
     for number in np.argsort(-np.asarray(lengths), kind="stable"):
         length = int(lengths[number])
         at = bisect.bisect_left(room, (length, -1))

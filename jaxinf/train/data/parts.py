@@ -1,6 +1,6 @@
-"""What a run learns from, once it is read.
+"""The loaded data of a run.
 
-Invariant: immutable; rows are read by number, so that nothing has a position.
+Invariant: immutable; rows are read by number, so there is no position to keep.
 """
 
 import dataclasses
@@ -17,19 +17,19 @@ __all__ = ["TrainingData", "digest_of"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainingData:
-    """Everything that a run learns from. Immutable, safe to share between threads.
+    """The data of a run. Immutable, safe to share between threads.
 
     Attributes:
-      train: rows to learn.
-      validation: rows held out.
+      train: rows for training.
+      validation: held-out rows.
       row_map: a random change of each row, such as masking.
-      tokenizer: of the texts; None for images.
+      tokenizer: the texts' tokenizer; None for images.
       num_labels: classes, for classification.
       description: sizes, for people.
-      identity: what a resumed run must have the same.
-      notes: what the user should know of the data.
-      held_out_tokens: the text held out as ids, for statistics and prompts; empty
-        where the task is not to go on with text.
+      identity: data that must be the same in a resumed run.
+      notes: remarks about the data for the user.
+      held_out_tokens: ids of the held-out text, for statistics and prompts; empty if
+        the task is not to continue text.
     """
 
     train: Rows

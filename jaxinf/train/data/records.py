@@ -1,7 +1,7 @@
-"""Records out of files: text, JSON lines, Parquet, folders that `datasets` saved.
+"""Reads records from files: text, JSON lines, Parquet, folders saved by `datasets`.
 
-Invariant: a record says where it stands, so that what is wrong with it can be found;
-files are read a part at a time, never whole where their format allows.
+Invariant: a record knows its file and line, so that errors can name them. Files are
+read in parts if their format allows it.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jaxinf.train.data.files import is_saved_dataset
 __all__ = ["PLAIN_TEXT", "Record", "read_records", "saved_splits"]
 
 _JSON_SUFFIXES = (".jsonl", ".ndjson")
-PLAIN_TEXT = ""  # the field of a file of plain text: no name a user could give
+PLAIN_TEXT = ""  # the field of a plain text file; users cannot give this name
 _ROWS_AT_ONCE = 1024
 
 
@@ -25,8 +25,8 @@ class Record:
     """One record.
 
     Attributes:
-      where: file and line, or file and row: what an error begins with.
-      fields: by name. A file of plain text is one record with one field of bytes.
+      where: file and line, or file and row, for the beginning of an error.
+      fields: fields by name. A plain text file is one record with one field of bytes.
     """
 
     where: str
@@ -34,13 +34,13 @@ class Record:
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """The records of a file, or of a folder that `datasets` saved, in their order.
+    """Yields the records of a file, or of a folder saved by `datasets`, in order.
 
-    A text file is one record, or none where it is empty.
+    A text file is one record, or none if it is empty.
 
     Raises:
-      DataError: it is malformed; names the line or row.
-      OSError: it cannot be read.
+      DataError: the file is malformed; names the line or row.
+      OSError: the file cannot be read.
     """
     if is_saved_dataset(path):
         return _saved_rows(path)
@@ -53,10 +53,10 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def saved_splits(path: Path) -> dict[str, Path]:
-    """The splits of a saved `DatasetDict`, by name; none for a single `Dataset`.
+    """Returns the splits of a saved `DatasetDict` by name; none for a `Dataset`.
 
     Raises:
-      DataError: it lists splits that are not there.
+      DataError: it lists splits that do not exist.
     """
     listing = path / "dataset_dict.json"
     if not listing.is_file():
@@ -77,7 +77,7 @@ def _json_lines(path: Path) -> Iterator[Record]:
             where = f"{path}:{number}"
             try:
                 fields = json.loads(line.rstrip(b"\r\n"))
-            except ValueError as error:  # also of bytes that are no UTF-8
+            except ValueError as error:  # also for bytes that are not UTF-8
                 found = "an empty line" if not line.strip() else f"none ({error})"
                 raise DataError(
                     f"{where}: expected a JSON object, found {found}; mend or remove "
@@ -144,7 +144,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _plain_name(name: Any, where: Path) -> str:
-    """A name in the listing's own folder: what it says is not to be trusted."""
+    """Checks that an untrusted name stays within the listing's own folder."""
     if not isinstance(name, str) or Path(name).name != name:
         raise DataError(f"{where}: expected a name in this folder, found {name!r}")
     return name

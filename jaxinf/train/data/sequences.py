@@ -1,7 +1,7 @@
-"""Token sequences of many examples in flat arrays, and what tells them apart.
+"""Token sequences of many examples in flat arrays, with their fingerprint.
 
-Invariant: sequences are ordered by the SHA-256 of their content: the order depends on
-nothing else, and it mixes them, so that the tail held out is like the rest.
+Invariant: sequences are ordered by the SHA-256 of their content alone. This mixes them,
+so that the held-out tail is like the rest.
 """
 
 import dataclasses
@@ -26,10 +26,10 @@ class Encoded:
     """One example as ids.
 
     Attributes:
-      where: file and line or row.
+      where: its file and line or row.
       tokens: uint8 to uint32 [n].
       is_learned: bool [n].
-      label: of a labelled one, else -1.
+      label: its label, or -1.
     """
 
     where: str
@@ -38,7 +38,7 @@ class Encoded:
     label: int
 
     def digest(self) -> bytes:
-        """SHA-256 of all but its place."""
+        """SHA-256 of its content, without `where`."""
         digest = hashlib.sha256(f"{self.tokens.dtype} {self.label} ".encode())
         digest.update(np.ascontiguousarray(self.tokens).data)
         digest.update(np.packbits(self.is_learned).data)
@@ -47,13 +47,13 @@ class Encoded:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sequences:
-    """Sequences one after another. Immutable and safe to share between threads.
+    """Concatenated sequences. Immutable and safe to share between threads.
 
     Attributes:
       tokens: uint8 to uint32 [all].
-      is_learned: bool [all]; None where every token is.
-      ends: int64 [num]: where each sequence ends.
-      labels: int32 [num]; -1 where there is none.
+      is_learned: bool [all]; None if every token is learned.
+      ends: int64 [num], the end of each sequence.
+      labels: int32 [num]; -1 for none.
     """
 
     tokens: Array
@@ -63,12 +63,12 @@ class Sequences:
 
     @classmethod
     def of(cls, examples: Iterable[Encoded]) -> "Sequences":
-        """Those of examples, ordered by their content."""
+        """Concatenates examples, ordered by their content."""
         return cls.in_order(sorted(examples, key=Encoded.digest))
 
     @classmethod
     def in_order(cls, ordered: Sequence[Encoded]) -> "Sequences":
-        """Those of examples, in the order given."""
+        """Concatenates examples in the given order."""
         tokens = [example.tokens for example in ordered] or [np.zeros(0, np.uint8)]
         learned = [example.is_learned for example in ordered]
         return cls(
@@ -82,13 +82,13 @@ class Sequences:
         return len(self.ends)
 
     def __getitem__(self, number: int) -> tuple[Array, Array]:
-        """Tokens of a sequence, and which are learned; views."""
+        """Returns views of a sequence's tokens and of its `is_learned`."""
         start = int(self.ends[number - 1]) if number else 0
         part = slice(start, int(self.ends[number]))
         return self.tokens[part], self.learned(part)
 
     def learned(self, part: slice) -> Array:
-        """Which of a run of tokens are learned: bool."""
+        """Returns whether each token of a range is learned: bool."""
         if self.is_learned is None:
             return np.ones(self.tokens[part].size, np.bool_)
         return self.is_learned[part]
@@ -99,16 +99,16 @@ class Sequences:
         return np.diff(self.ends, prepend=0)
 
     def split(self, fraction: float) -> tuple["Sequences", "Sequences"]:
-        """All but a tail, and that: whole sequences, at least one of several."""
+        """Splits off a tail of whole sequences, at least one of several."""
         num_held = int(len(self) * fraction)
         if fraction and len(self) > 1:
             num_held = max(1, num_held)
         return self._cut(len(self) - num_held)
 
     def split_tokens(self, fraction: float) -> tuple["Sequences", "Sequences"]:
-        """All but a tail, and that, by tokens: a sequence may be cut."""
+        """Splits off a tail by tokens; this may cut a sequence."""
         cut = self.tokens.size - int(self.tokens.size * fraction)
-        number = int(np.searchsorted(self.ends, cut))  # the sequence that is cut
+        number = int(np.searchsorted(self.ends, cut))  # the sequence to cut
         if number == len(self) or self.ends[number] == cut:
             return self._cut(min(number + 1, len(self)))
         ends = np.insert(self.ends, number, cut)
@@ -145,18 +145,18 @@ class Sequences:
 def encode_examples(
     examples: Iterable[Example], tokenizer: Tokenizer, *, learn_all: bool
 ) -> Iterator[list[Encoded]]:
-    """Ids of each part of each example, many at a time for the tokenizer's sake.
+    """Encodes the parts of examples, many in each call of the tokenizer.
 
     Args:
-      examples: of one kind.
-      tokenizer: makes the ids.
-      learn_all: prompts too.
+      examples: examples of one kind.
+      tokenizer: the tokenizer.
+      learn_all: whether prompts are learned, too.
 
     Yields:
       The parts of an example, in their order.
 
     Raises:
-      DataError: a text that the tokenizer cannot read.
+      DataError: the tokenizer cannot read a text.
     """
     coming = iter(examples)
     while group := list(itertools.islice(coming, _EXAMPLES_AT_ONCE)):
@@ -177,7 +177,7 @@ def _encoded(where: str, ids: Array, is_learned: bool, end: int | None) -> Encod
 
 
 def join(parts: Sequence[Encoded], label: int | None) -> Encoded:
-    """An example of its parts.
+    """Joins the parts of an example.
 
     Raises:
       DataError: it has no tokens.

@@ -1,7 +1,7 @@
-"""Parts that data brings along: splits of saved datasets, folders named for them.
+"""Splits within the data: splits of saved datasets, or folders with their names.
 
-Invariant: what is called train is trained on, and of what is called validation, dev or
-test the first that there is is held out.
+Invariant: the split named train is for training; the first existing one of validation,
+dev and test is held out.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ _HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test")
 
 
 def by_split(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """What of these to train on, and what they bring to hold out.
+    """Returns the paths for training, and those for validation if there are splits.
 
     Raises:
-      DataError: there are splits, and none of them is for training.
+      DataError: there are splits, but none for training.
     """
     train: list[Path] = []
     held: list[Path] = []
@@ -37,10 +37,10 @@ def by_split(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
 
 
 def held_out_split(paths: Sequence[Path]) -> list[Path]:
-    """What of these to evaluate on: of those with splits one, the others as they are.
+    """Returns the paths for evaluation: one split of each, or the path itself.
 
     Raises:
-      DataError: there are splits, and none of them is to be held out.
+      DataError: there are splits, but none for validation.
     """
     found: list[Path] = []
     for path in paths:
@@ -56,10 +56,10 @@ def held_out_split(paths: Sequence[Path]) -> list[Path]:
 
 
 def split_folders(path: Path) -> dict[str, Path]:
-    """The splits of a saved `DatasetDict`, or of a folder with one named train.
+    """Returns the splits of a saved `DatasetDict`, or of a folder with one named train.
 
     Raises:
-      DataError: a saved one lists splits that are not there.
+      DataError: a `DatasetDict` lists splits that do not exist.
     """
     if not path.is_dir() or is_saved_dataset(path):
         return saved_splits(path)

@@ -1,4 +1,4 @@
-"""Texts to rows: read, encode, hold a part out, pack.
+"""Turns texts into rows: reads, encodes, holds a part out, packs.
 
 Invariant: all texts of a run are of one kind, which suits its task.
 """
@@ -37,10 +37,10 @@ _MEANT = {
 
 
 def load_texts(options: DataOptions, *, task: TaskName, seq_len: int) -> TrainingData:
-    """Reads texts (blocks), in the few steps that all tasks share.
+    """Reads texts (blocks), in the steps that all tasks share.
 
     Raises:
-      DataError: there is nothing to train on, or something malformed.
+      DataError: the data is empty or malformed.
       OSError: a file cannot be read.
     """
     return _TextLoader(options, task, seq_len).load()
@@ -83,7 +83,7 @@ class _TextLoader:
         return self._made(parts, held)
 
     def _read(self, files: Sequence[Path], flag: str) -> list[Sequences]:
-        """Sequences: one list of them, or sources and answers in the same order."""
+        """Returns one list of sequences, or sources and answers in the same order."""
         options = self._options
         records = (record for path in files for record in read_records(path))
         examples = read_examples(

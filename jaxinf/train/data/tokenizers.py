@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, or a `tokenizer.json`.
+"""Converts text to token ids and back, by bytes or by a `tokenizer.json`.
 
 Invariant: a tokenizer is immutable, and its fingerprint decides its ids.
 """
@@ -17,25 +17,25 @@ from jaxinf.typing import Array
 __all__ = ["ByteTokenizer", "FileTokenizer", "Text", "Tokenizer", "open_tokenizer"]
 
 Text: TypeAlias = tuple[str, str | bytes]
-"""Where a text comes from, and the text."""
+"""The place of a text, for errors, and the text."""
 
-# In the order of preference, where no tokenizer_config.json names one.
+# In the order of preference, without a tokenizer_config.json that names one.
 _ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
 _MASKS = ("[MASK]", "<mask>")
 _PADS = ("[PAD]", "<pad>", "<|finetune_right_pad_id|>")
 
 
 class Tokenizer(Protocol):
-    """What the data needs of a tokenizer; immutable, safe to share between threads.
+    """The interface of a tokenizer; immutable, safe to share between threads.
 
     Attributes:
-      name: for messages.
+      name: name for messages.
       vocab_size: one more than the largest id of a text.
-      end: id that ends a document, None where there is none.
-      mask: id that hides a token, None where there is none.
-      start: id that an answer begins with, for a decoder.
-      pad: id that fills up; never looked at.
-      fingerprint: what its ids depend on, as text.
+      end: id of the end of a document, or None.
+      mask: id of the mask, or None.
+      start: id at the beginning of an answer, for a decoder.
+      pad: id for padding, which has no effect.
+      fingerprint: text that changes whenever ids may change.
     """
 
     name: str
@@ -47,21 +47,21 @@ class Tokenizer(Protocol):
     fingerprint: str
 
     def encode(self, texts: Sequence[Text]) -> list[Array]:
-        """Ids of each text, uint8 to uint32 [n], without an end.
+        """Returns the ids of each text, uint8 to uint32 [n], without an end.
 
         Raises:
-          DataError: a text that it cannot read; says where it stands.
+          DataError: a text cannot be read; names its place.
         """
         ...
 
     def decode(self, ids: Array) -> bytes:
-        """Text of ids, as UTF-8; ids that are none are left out."""
+        """Returns the text of ids as UTF-8; unknown ids are left out."""
         ...
 
 
 class ByteTokenizer:
-    """Every byte is its own id; NUL ends a document. 256 is no byte: it hides one
-    from a masked language model, and begins a decoder's answer."""
+    """Every byte is its own id; NUL ends a document. Id 256 is no byte: it masks a byte
+    for a masked language model, and begins a decoder's answer."""
 
     name = "bytes"
     vocab_size = 256
@@ -76,7 +76,7 @@ class ByteTokenizer:
         return [np.frombuffer(_as_bytes(*text), np.uint8) for text in texts]
 
     def decode(self, ids: Array) -> bytes:
-        """See `Tokenizer`. Ids above 255, an untrained model's own, become 0xFF."""
+        """See `Tokenizer`. Ids above 255, from an untrained model, become 0xFF."""
         return bytes(min(int(i), 0xFF) for i in np.asarray(ids))
 
 
@@ -84,11 +84,11 @@ class FileTokenizer:
     """A `tokenizer.json`, run by the `tokenizers` package.
 
     Args:
-      path: the file, or the folder that it is in. What a `tokenizer_config.json`
-        beside it says of special tokens counts.
+      path: the file, or its folder. A `tokenizer_config.json` beside it defines the
+        special tokens.
 
     Raises:
-      DataError: there is none, it is malformed, or `tokenizers` is not installed.
+      DataError: the file is missing or malformed, or `tokenizers` is not installed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -102,7 +102,7 @@ class FileTokenizer:
         content = path.read_bytes()
         try:
             self._tokenizer = package.Tokenizer.from_buffer(content)
-        except Exception as error:  # the package raises no narrower one
+        except Exception as error:  # the package raises no narrower exception
             raise DataError(
                 f"--tokenizer {path}: expected a tokenizer.json of the tokenizers "
                 f"package: {error}"
@@ -139,7 +139,7 @@ class FileTokenizer:
 
 
 def open_tokenizer(path: Path | None) -> Tokenizer:
-    """The tokenizer of a file or folder; of bytes where there is none.
+    """Opens the tokenizer of a file or folder, or that of bytes if there is none.
 
     Raises:
       DataError: as `FileTokenizer`.

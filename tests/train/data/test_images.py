@@ -138,9 +138,7 @@ def test_damaged_image_is_named(classify, folder):
     for path in folder.glob("*/*.png"):
         path.write_bytes(b"no image")
     data = classify(folder)
-    with pytest.raises(
-        DataError, match=r"\d.png: expected an image, found what cannot"
-    ):
+    with pytest.raises(DataError, match=r"\d.png: expected an image, but it cannot"):
         data.train[0]
 
 
