@@ -1,4 +1,4 @@
-"""What a store must be to be opened, or its place to have one made.
+"""Checks whether a store can be opened, or its place can get one.
 
 Invariant: nothing is written here.
 """
@@ -16,12 +16,12 @@ __all__ = ["check_format", "check_place", "check_roots", "check_same"]
 
 _LOG = logging.getLogger("jaxinf")
 
-# Files that may stand in a directory that a new store is made in.
+# Files that may be in the directory of a new store.
 _HARMLESS = ("lost+found", "lock", "publish.lock", "current.tmp", ".jaxinf*")
 
 
 def check_place(path: Path) -> None:
-    """Refuses what can neither be a store nor become one."""
+    """Refuses a path that neither is a store nor can become one."""
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(
             f"store {path}: expected a directory or nothing there yet, found a file; "
@@ -35,7 +35,7 @@ def check_place(path: Path) -> None:
         for entry in path.iterdir()
         if not any(fnmatch.fnmatchcase(entry.name, known) for known in _HARMLESS)
     )
-    # Looked for again: another process may have begun to make it since.
+    # A second look, since another process may have begun to make the store.
     if foreign and not (path / "jaxinf.json").exists():
         raise StoreFormatError(
             f"store {path}: expected a jaxinf store or an empty directory, found "
@@ -45,7 +45,7 @@ def check_place(path: Path) -> None:
 
 
 def check_roots(options: StoreOptions, manifest: Manifest) -> None:
-    """Refuses other CSD roots than the store's, and a drive that is not there."""
+    """Refuses CSD roots that differ from the store's, and a missing drive."""
     given = tuple(str(root) for root in options.csd_roots)
     if given and given != manifest.csds:
         raise StoreMismatchError(
@@ -63,7 +63,7 @@ def check_roots(options: StoreOptions, manifest: Manifest) -> None:
 
 
 def check_format(options: StoreOptions, manifest: Manifest) -> None:
-    """Refuses a store whose state is in another format than is asked for."""
+    """Refuses a store with its state in another format than requested."""
     path, wanted = options.path, options.state
     found, master = store_codecs(manifest)
     codec = wanted if wanted in CODECS else ""

@@ -1,6 +1,6 @@
-"""What a caller gives the commits of steps to come, to keep.
+"""Payloads of the caller for the commits of future steps.
 
-Invariant: what was given for a step that is over is refused, or gone.
+Invariant: a payload for a finished step is refused; older payloads are dropped.
 """
 
 import json
@@ -16,7 +16,7 @@ class Annotations:
     """Payloads by step. Thread-safe.
 
     Args:
-      path: of the store, for errors.
+      path: the store's path, for errors.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,9 +29,9 @@ class Annotations:
         """Keeps a payload for the commit of a step.
 
         Args:
-          step: still to be finished.
+          step: a step that has not finished.
           payload: JSON.
-          finished: the last finished step; -1 where there is none.
+          finished: the last finished step; -1 if there is none.
 
         Raises:
           ValueError: the step is finished already, or the payload holds NaN or Inf.
@@ -49,7 +49,7 @@ class Annotations:
             self._payloads[step] = payload
 
     def take(self, step: int) -> JsonValue:
-        """The payload of a step that ends now; those before it are dropped."""
+        """Returns the payload of the step that ends now, and drops earlier ones."""
         with self._guard:
             self._last_taken = step
             payload = self._payloads.pop(step, None)

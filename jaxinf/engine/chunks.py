@@ -1,9 +1,9 @@
-"""What the newest version of every chunk is: in which slot, with which checksum.
+"""The newest version of every chunk: its slot and its checksum.
 
       stored ──► pending ──end_step──► working slot ──end_commit──► committed slot
 
-Invariant: what a reader is told to load is what the last finished step wrote, and
-nothing that differs from its checksum passes `loaded` unnoticed.
+Invariant: readers load the version of the last finished step, and `loaded` detects
+  every chunk that differs from its checksum.
 """
 
 import operator
@@ -29,7 +29,7 @@ VERIFY_MODES: tuple[VerifyMode, ...] = ("always", "never")
 
 
 _Parts: TypeAlias = dict[int, tuple[int, int]]
-"""Of one chunk: by offset in elements, the checksum and the length in bytes."""
+"""Parts of a chunk: offset in elements to checksum and length in bytes."""
 
 
 class ChunkTable:
@@ -37,12 +37,12 @@ class ChunkTable:
 
     Args:
       directory: the store's files.
-      target: the slot that the first commit will be in.
-      checksums: of the committed step, by array name; empty in a store being made.
-      verify: which of the chunks that are read `loaded` is to be asked about.
+      target: the slot of the first commit. checksums: checksums of the committed step,
+        by array name; empty for a new store. verify: which chunks `loaded` must verify
+        when they are read.
 
     Raises:
-      StoreFormatError: the checksums are not one a chunk.
+      StoreFormatError: there is not one checksum for each chunk.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class ChunkTable:
         self._target: Slot = target
         self._verify = verify
         self._lock = threading.Lock()
-        # Plain arrays: NumPy's take several times as long to index, and thousands of
-        # leaves ask for theirs in every step.
+        # Plain arrays, since NumPy's take several times as long to index, and every
+        # step # indexes them for thousands of leaves.
         self._first = array("q")  # a leaf's first entry
         self._num_chunks = array("q")
         self._lengths = array("q")  # in bytes, padding left out
@@ -95,7 +95,7 @@ class ChunkTable:
 
     @property
     def committed(self) -> Slot:
-        """The slot of the last committed step; a new store has nothing there."""
+        """The slot of the last committed step; empty in a new store."""
         return other_slot(self._target)
 
     @property
@@ -111,7 +111,7 @@ class ChunkTable:
     def sources(
         self, layout: SubgroupLayout, states: Sequence[int]
     ) -> tuple[tuple[int, Slot], ...]:
-        """The same of several states: each with its slot."""
+        """Returns several states, each with its slot, as `source`."""
         found = tuple([self.source(layout, state) for state in states])
         return _paired(tuple(states), found)
 
@@ -129,19 +129,19 @@ class ChunkTable:
 
     @property
     def checks_reads(self) -> bool:
-        """Whether checksums of what is read are to be given to `loaded`."""
+        """Whether `loaded` needs the checksums of chunks that are read."""
         return self._verify == "always"
 
     def loaded(
         self, layout: SubgroupLayout, state: int, slot: Slot, checksum: int
     ) -> None:
-        """Notes what was read; compares as soon as all of a chunk has been.
+        """Notes a part that was read; verifies a chunk when all its parts are.
 
         A subgroup that is read again before the step ends is compared with the first
-        time: parts of two readings never make up a chunk.
+        read, so that parts of two reads never count as one chunk.
 
         Raises:
-          StoreCorruptError: the chunk is not what was written.
+          StoreCorruptError: the chunk is damaged.
         """
         entry = self._entry(layout, state)
         found = checksum
@@ -161,7 +161,7 @@ class ChunkTable:
             raise self._corrupt(layout, state, slot, expected, found)
 
     def matches(self, layout: SubgroupLayout, state: int, checksum: int) -> bool:
-        """Whether a copy of the newest version is one, once all of a chunk has come."""
+        """Whether a copy equals the newest version, when the whole chunk is known."""
         entry = self._entry(layout, state)
         found = checksum
         if layout.extents[state].num_bytes < self._lengths[entry]:
@@ -173,7 +173,7 @@ class ChunkTable:
         return found in (None, self._sums[entry])
 
     def stored(self, layout: SubgroupLayout, state: int, checksum: int) -> None:
-        """Notes what is being written to the target slot."""
+        """Notes a part that is being written to the target slot."""
         entry = self._entry(layout, state)
         with self._lock:
             self._is_shared[entry] = False
@@ -187,10 +187,10 @@ class ChunkTable:
                 self._pending[entry] = whole
 
     def prepare_write(self, layout: SubgroupLayout, state: int) -> Path:
-        """The file of the target slot to write a part of a chunk to.
+        """Returns the file of the target slot for a part of a chunk.
 
-        Where something has linked to it since, a new file takes its place: with the
-        parts that this step has written, or is still to read from there.
+        If the file has been linked elsewhere since, a new file takes its place. It gets
+        the parts that this step has written or still has to read from there.
         """
         entry = self._entry(layout, state)
         with self._prepare_lock:
@@ -203,10 +203,10 @@ class ChunkTable:
         return file
 
     def check_file(self, layout: SubgroupLayout, state: int) -> None:
-        """Reads all of a chunk that `loaded` may have seen in part only; blocks.
+        """Reads and verifies a whole chunk that may have been read in part; blocks.
 
         Raises:
-          StoreCorruptError: the chunk is not what was written.
+          StoreCorruptError: the chunk is damaged.
         """
         slot = self.source(layout, state)
         entry = self._entry(layout, state)
@@ -217,7 +217,7 @@ class ChunkTable:
             raise self._corrupt(layout, state, slot, expected, found)
 
     def checksums(self) -> dict[str, Array]:
-        """Of the newest version of every chunk, by array name."""
+        """Checksums of the newest version of every chunk, by array name."""
         result, first = {}, 0
         for name, num_chunks in self._names:
             last = first + num_chunks
@@ -228,7 +228,7 @@ class ChunkTable:
     # --- steps and commits ---------------------------------------------------------
 
     def end_step(self) -> None:
-        """What was stored is the newest from here on."""
+        """Makes the stored parts the newest version."""
         with self._lock:
             assert not self._storing
             for entry, checksum in self._pending.items():
@@ -238,7 +238,7 @@ class ChunkTable:
         self.forget_step()
 
     def forget_step(self) -> None:
-        """Drops what is noted of a step that has not ended; what it read stays."""
+        """Forgets the writes of a step that has not ended; its reads stay."""
         with self._lock:
             self._pending.clear()
             self._storing.clear()
@@ -254,7 +254,7 @@ class ChunkTable:
             self._is_shared[entry] = True
 
     def end_commit(self) -> None:
-        """The target slot is published."""
+        """Notes that the target slot is published."""
         self._target = self.committed
         self._is_working = bytearray(len(self._sums))
 
@@ -279,7 +279,7 @@ class ChunkTable:
     def _whole(
         self, parts: _Parts, layout: SubgroupLayout, state: int, checksum: int
     ) -> int | None:
-        """The chunk's checksum once all its subgroups are among the parts."""
+        """Returns the chunk's checksum if all its subgroups are among the parts."""
         subgroup, extent = layout.subgroup, layout.extents[state]
         parts[subgroup.offset_elements] = (checksum, extent.num_bytes)
         num_bytes = self._lengths[self._entry(layout, state)]
@@ -312,5 +312,5 @@ class ChunkTable:
 def _paired(
     states: tuple[int, ...], slots: tuple[Slot, ...]
 ) -> tuple[tuple[int, Slot], ...]:
-    """One object for all leaves: fewer for the garbage collector to go through."""
+    """Returns one shared object, which saves work for the garbage collector."""
     return tuple(zip(states, slots, strict=True))

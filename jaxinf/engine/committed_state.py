@@ -1,6 +1,6 @@
-"""What a `Store` shows: the last committed step, and what it cost.
+"""The part of `Store` that shows the last committed step and its cost.
 
-Invariant: nothing here changes a store, but that `wait` commits what has finished.
+Invariant: nothing here changes a store, except that `wait` commits finished steps.
 """
 
 from pathlib import Path
@@ -30,7 +30,7 @@ __all__ = ["CommittedState"]
 
 
 class CommittedState:
-    """The part of `Store` that shows what is committed. Thread-safe.
+    """The part of `Store` that shows committed state. Thread-safe.
 
     Args:
       training: the store's run.
@@ -41,7 +41,7 @@ class CommittedState:
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """The store's directory."""
         return self.training.options.path
 
     @property
@@ -66,22 +66,22 @@ class CommittedState:
 
     @property
     def committed_at(self) -> str | None:
-        """When the last committed step was committed, UTC; None for a new store."""
+        """The time of the last commit, UTC; None for a new store."""
         commit = self._last_commit()
         return commit.committed_at if commit else None
 
     @property
     def payload(self) -> JsonValue:
-        """What `annotate` gave to the last committed step."""
+        """The payload of the last committed step; see `annotate`."""
         commit = self._last_commit()
         return commit.payload if commit else None
 
     @property
     def manifest(self) -> Manifest:
-        """What is stored: leaves, states, grids.
+        """The store's manifest: leaves, states, grids.
 
         Raises:
-          StoreFormatError: nothing is stored yet.
+          StoreFormatError: the store is still empty.
         """
         return self._directory.manifest
 
@@ -108,7 +108,7 @@ class CommittedState:
 
     @property
     def peak_memory_bytes(self) -> int:
-        """The most that state has taken of the memory budget so far."""
+        """The peak use of the memory budget so far."""
         return self.training.peak_memory_bytes
 
     def csds(self) -> list[CsdInfo]:
@@ -119,12 +119,12 @@ class CommittedState:
         return [csd.info() for csd in self.training.opened.csds]
 
     def params(self, like: PyTree, *, state: Any = None) -> PyTree:
-        """The committed master params, as the run's params.
+        """Returns the committed master params in the form of the run's params.
 
         Args:
-          like: a tree of arrays or ``jax.ShapeDtypeStruct`` of the store's leaves;
-            gives the dtype, and the sharding where it has one.
-          state: the transform state to wait for, JAX dispatch being asynchronous.
+          like: a tree of arrays or ``jax.ShapeDtypeStruct`` of the store's leaves; it
+            gives the dtype, and the sharding if it has one.
+          state: the transform state to wait for, as JAX's dispatch is asynchronous.
 
         Returns:
           A tree like `like`, of ``jax.Array``.
@@ -151,12 +151,12 @@ class CommittedState:
             )
 
     def read_leaf(self, number: int, like: Any, state: int = 0) -> jax.Array:
-        """A leaf's committed master, or other state, onto the JAX devices; blocks.
+        """Reads a leaf's committed master, or other state, onto JAX devices; blocks.
 
         Args:
-          number: of the leaf.
-          like: its shape, the dtype wanted and, where it has one, a sharding.
-          state: the number of the state in the manifest, no coded one.
+          number: number of the leaf.
+          like: the leaf's shape, the wanted dtype and, optionally, a sharding.
+          state: number of the state in the manifest; not a coded one.
         """
         shape, dtype = tuple(like.shape), np.dtype(like.dtype)
 
@@ -169,17 +169,17 @@ class CommittedState:
             return out
 
         sharding = getattr(like, "sharding", None)
-        # As free to move as `like` is: else a jitted step would compile anew.
+        # As uncommitted as `like`; otherwise a jitted step would be compiled again.
         if sharding is None or not getattr(like, "committed", True):
             return jax.device_put(read(tuple(slice(None) for _ in shape)))
         return jax.make_array_from_callback(shape, sharding, read)
 
     def tensorstore(self, state: str, leaf: str) -> Any:
-        """A leaf's state as a read-only ``tensorstore.TensorStore``.
+        """Opens a leaf's state as a read-only ``tensorstore.TensorStore``.
 
         Args:
-          state: ``"params"`` (the master), ``"mu"``, ``"nu"``, …, as it is stored:
-            `read` gives what codes stand for.
+          state: ``"params"`` (the master), ``"mu"``, ``"nu"``, …, as it is stored;
+            `read` decodes it.
           leaf: its keys joined by ``/``, as `jaxinf inspect` prints them.
 
         During a run the chunks read may be of two neighbouring steps; use `snapshot`
@@ -193,15 +193,15 @@ class CommittedState:
         return open_array((self.path / "current").resolve(), record, state)
 
     def read(self, state: str, leaf: str) -> Array:
-        """A leaf's committed state as the numbers that it stands for; blocks.
+        """Reads a leaf's committed state, decoded; blocks.
 
         Args:
-          state: ``"params"``, ``"mu"``, …: as for `tensorstore`, but none that belongs
-            to another, as a codec's scales do.
+          state: ``"params"``, ``"mu"``, …: as for `tensorstore`, except arrays that
+            belong to another state, such as a codec's scales.
           leaf: its keys joined by ``/``.
 
         Returns:
-          An array of the leaf's shape: float32 where the store has it in fewer bits.
+          An array of the leaf's shape: float32 if the store has it in fewer bits.
 
         Raises:
           ValueError: no such leaf or state; lists what there is.
@@ -218,7 +218,7 @@ class CommittedState:
                 return reader.read(record, chosen)
 
     def wait(self, state: Any = None) -> None:
-        """Blocks until everything asked of the store is durable, whatever `durability`.
+        """Blocks until all finished steps are durable, with any `durability`.
 
         Args:
           state: the transform state to wait for first.
@@ -227,6 +227,6 @@ class CommittedState:
             try:
                 jax.block_until_ready(state)
             except Exception:
-                self.training.check()  # the original of what JAX raises
+                self.training.check()  # the exception behind that of JAX
                 raise
         self.training.wait()

@@ -1,7 +1,7 @@
-"""A store made anew with its state in another format.
+"""Makes a new store from an old one, with its state in another format.
 
-Invariant: the store that is converted is only read, and the new one appears under its
-name with its first commit or not at all; memory is a few pieces of 1 Mi elements.
+Invariant: the old store is only read, and the new one appears under its name with its
+first commit or not at all; memory is a few pieces of 1 Mi elements.
 """
 
 import os
@@ -44,29 +44,29 @@ def convert_store(
     csds: Sequence[Path] = (),
     progress: ProgressCallback | None = None,
 ) -> int:
-    """Makes a store of a store's committed step, with its state in a format; blocks.
+    """Makes a store from a committed step, with its state in another format; blocks.
 
-    To fp32 nothing changes but the form; to fewer bits it is rounded as a step would.
+    A conversion to fp32 changes no number; one to fewer bits rounds as a step would.
     The source may be in use, and keeps its checkpoints, which are not converted.
 
     Args:
-      source: the store.
-      target: where the new one will be; missing or empty.
-      state: ``"fp32"``, ``"bf16"`` or ``"int8"``; None as it is.
-      master: how it holds the master of params that are bfloat16 on the JAX device:
-        ``"fp32"``; ``"split"``, the same bits in two halves; ``"none"``, no master but
-        the params, rounded stochastically; None as it is.
-      csds: CSD roots of the new one; by default its own directory.
+      source: the old store.
+      target: the directory of the new store; missing or empty.
+      state: ``"fp32"``, ``"bf16"`` or ``"int8"``; None for no change.
+      master: format of the master of params that are bfloat16 on the JAX device:
+        ``"fp32"``; ``"split"``, the same bits in two halves; ``"none"``, the params
+        alone, rounded stochastically; None for no change.
+      csds: CSD roots of the new store; by default its own directory.
       progress: called with the bytes of float32 state done and in all.
 
     Returns:
       The step.
 
     Raises:
-      ValueError: a CSD root is not there, or no leaf is bfloat16.
-      StoreFormatError: no store, or something else in the target's place.
+      ValueError: a CSD root does not exist, or no leaf is bfloat16.
+      StoreFormatError: there is no store, or the target is something else.
       StoreSpaceError: there is no room; nothing was written.
-      StoreCorruptError: a chunk is not as it was written; there is no new store.
+      StoreCorruptError: a chunk is damaged; there is no new store.
       StoreError: a drive failed.
     """
     held = StoreDirectory.open(source)
@@ -95,7 +95,7 @@ def convert_store(
 def _codecs(
     held: StoreDirectory, state: StateFormat | None, master: MasterFormat | None
 ) -> tuple[str, str]:
-    """Of the new store's state and master params."""
+    """Returns the codecs of the new store's state and master params."""
     codec, master_codec = store_codecs(held.manifest)
     if state is not None:
         codec = "" if state == "fp32" else state
@@ -116,7 +116,7 @@ def _fill(
     step: int,
     progress: ProgressCallback | None,
 ) -> dict[str, Array]:
-    """Writes slot a; the checksums of its chunks by array name."""
+    """Writes slot a; returns the checksums of its chunks by array name."""
     total = 4 * held.num_params * len(held.state_names)
     done = 0
     sums: dict[str, Array] = {}
@@ -135,7 +135,7 @@ def _fill(
 
 
 class _SlotWriter:
-    """Writes one of the optimizer's states of a leaf, coded as the store wants it."""
+    """Writes one state of a leaf in the codec of the new store."""
 
     def __init__(
         self, directory: StoreDirectory, leaf: int, position: int, step: int
@@ -148,7 +148,7 @@ class _SlotWriter:
         self._parts: dict[tuple[str, int], list[tuple[int, int]]] = {}
 
     def write(self, chunk: int, start: int, values: Array) -> None:
-        """A piece of a chunk; pieces of a chunk come in order, in whole blocks."""
+        """Writes a piece of a chunk; pieces must come in order, in whole blocks."""
         for state, stored, offset in self._stored(chunk, start, values):
             file = self._directory.chunk_file("a", self._leaf, chunk, state.name)
             data = np.ascontiguousarray(stored)
@@ -177,7 +177,7 @@ class _SlotWriter:
             yield others[0], beside, others[0].num_elements(start)
 
     def checksums(self, record: LeafRecord) -> dict[str, Array]:
-        """Of all that was written, by array name."""
+        """Checksums of all chunks written, by array name."""
         return {
             record.array_name(state.name): np.array(
                 [

@@ -1,7 +1,7 @@
-"""What a transform asks a store to hold.
+"""The description of a store that a transform needs.
 
-Invariant: a description says everything about the optimizer and the tree that the store
-must agree with, and nothing about where things lie.
+Invariant: a description has everything about the optimizer and the tree that the store
+must agree with, and nothing about the places of files.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +47,7 @@ _NEVER_CODED = (
     MASTER_PARAMS,
     ERROR_FEEDBACK,
     "acc_grads",
-)  # sums of gradients: every bit counts
+)  # sums of gradients, in which every bit counts
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ class LeafDescription:
       kernel: the update.
       init_kernel: the initial state.
       shard_counts: shards of the leaf along each dimension, 1 where not sharded.
-      gradients: the forms in which its gradients come; empty: dense, of its dtype.
+      gradients: the forms of its gradients; empty for dense ones of its dtype.
     """
 
     path: tuple[str, ...]
@@ -75,7 +75,7 @@ class LeafDescription:
 
     @property
     def device_dtype(self) -> np.dtype:
-        """Of the params on the JAX device."""
+        """Dtype of the params on the JAX device."""
         return dtype_of(self.dtype)
 
     @property
@@ -89,8 +89,8 @@ class StoreDescription:
     """All leaves in the order of the flattened params tree.
 
     Attributes:
-      leaves: one a leaf.
-      scalar_paths: where the scalar state stands in the optax state.
+      leaves: one for each leaf.
+      scalar_paths: paths of the scalar state in the optax state.
     """
 
     leaves: tuple[LeafDescription, ...]
@@ -107,7 +107,7 @@ class StoreDescription:
 
     @cached_property
     def contents(self) -> StoreContents:
-        """What the store holds, if nothing is coded."""
+        """The contents of the store without any codec."""
         leaves = [
             LeafContents(
                 path=leaf.path,
@@ -128,13 +128,12 @@ class StoreDescription:
     def manifest(
         self, csd_roots: Sequence[str], chunk_elements: int, codec: str, master: str
     ) -> Manifest:
-        """A manifest for a new store: chooses grids and deals chunks to the CSDs.
+        """Makes a manifest for a new store: chooses grids and assigns chunks to CSDs.
 
         Args:
-          csd_roots: where chunks go; empty for the store itself.
+          csd_roots: CSD roots for the chunks; empty for the store itself.
           chunk_elements: largest chunk.
-          codec: in which the float32 state of leaves that are no small ones is stored;
-            empty for none.
+          codec: codec of the float32 state of all but small leaves; empty for none.
           master: codec of the master params of leaves that are bfloat16 on the JAX
             device; empty for none.
         """
@@ -159,13 +158,13 @@ def describe(
     has_feedback: bool = False,
     forms: Callable[[np.dtype], tuple[GradientForm, ...]] | None = None,
 ) -> StoreDescription:
-    """What an optimizer on a tree asks of its store.
+    """Describes the store that an optimizer on a tree needs.
 
     Args:
       update, init: The optimizer, traced on the params.
       shard_counts: Of each leaf, parts along each dimension that are updated alone.
       has_feedback: Whether the store keeps error feedback.
-      forms: The forms in which gradients of params of a dtype come; dense without.
+      forms: The forms of gradients of params of a dtype; by default dense.
     """
     leaves = []
     for leaf, first, counts in zip(
@@ -191,7 +190,7 @@ def describe(
 
 
 def coded_leaf(leaf: _Leaf, codec: str, master: str) -> _Leaf:
-    """A leaf as it is stored with codecs, whatever it is stored with now.
+    """Returns a leaf with these codecs in place of its present ones.
 
     Args:
       leaf: the leaf.
@@ -217,7 +216,7 @@ def _may_be_coded(state: StateRecord) -> bool:
 
 
 def store_codecs(held: Manifest) -> tuple[str, str]:
-    """What `coded_leaf` was given for a store: of its state and its master params."""
+    """Returns the codecs of a store's state and master params; see `coded_leaf`."""
     masters = {leaf.states[0].codec for leaf in held.leaves}
     states = {state.codec for leaf in held.leaves for state in leaf.states[1:]}
     return (
@@ -227,7 +226,7 @@ def store_codecs(held: Manifest) -> tuple[str, str]:
 
 
 def kernel_needs(description: StoreDescription, held: Manifest) -> list[KernelNeed]:
-    """What the leaves of a store ask of its CSDs."""
+    """Returns the requirements of a store's leaves for its CSDs."""
     return [
         KernelNeed(
             leaf=leaf.name,

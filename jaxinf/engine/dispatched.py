@@ -1,7 +1,6 @@
-"""What JAX has been asked to compute and has not computed yet.
+"""Waits for computations that JAX has dispatched.
 
-Invariant: nothing here holds a lock of a store, since the computations that are waited
-for call into it.
+Invariant: nothing here holds a lock of a store, since the computations call into it.
 """
 
 import contextlib
@@ -18,13 +17,13 @@ _SHORTEST_S, _LONGEST_S = 0.0005, 0.02
 
 
 def check_thread(what: str) -> None:
-    """Refuses to wait on a thread of JAX's: that computation would wait for itself.
+    """Refuses to wait on a thread of JAX's, whose computation would wait for itself.
 
     Args:
-      what: is asked for, with the store's path.
+      what: the requested operation, with the store's path.
 
     Raises:
-      StoreError: this is a callback.
+      StoreError: the caller is a callback.
     """
     if isinstance(threading.current_thread(), threading._DummyThread):  # pyright: ignore
         raise StoreError(
@@ -35,11 +34,10 @@ def check_thread(what: str) -> None:
 
 
 def wait_for_dispatched() -> None:
-    """Blocks until every computation has ended whose steps a store could miss.
+    """Blocks until every computation that may still call a store has ended.
 
-    Those are the computations of all arrays that live, and those that this thread has
-    dispatched. Errors are not raised: a store keeps its own. Ctrl-C ends the wait for
-    arrays.
+    These are the computations of all live arrays, and those dispatched by this thread.
+    Errors are not raised, since a store keeps its own. Ctrl-C ends the wait for arrays.
     """
     pause_s = _SHORTEST_S
     while not all(map(_is_ready, jax.live_arrays())):

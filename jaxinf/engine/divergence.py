@@ -1,6 +1,6 @@
-"""Whether params that a caller gives are those that the store's master is of.
+"""Checks that the caller's params agree with the store's master.
 
-Invariant: zeros and denormals are no difference, as JAX on a CPU flushes denormals.
+Invariant: zeros and denormals count as equal, as JAX on a CPU flushes denormals.
 """
 
 from collections.abc import Sequence
@@ -24,20 +24,20 @@ def compare_chunk(
     params: Array,
     origin: Sequence[int],
 ) -> None:
-    """Checks that params are what a chunk holds but for zeros and denormals.
+    """Checks that params equal a chunk, except for zeros and denormals.
 
-    Reads the chunk anew: for when a checksum has said that they differ in some bit.
+    Reads the chunk again. It is called when a checksum has shown a difference.
 
     Args:
       directory: the store's files.
-      chunks: which of them are the newest.
+      chunks: the newest version of each chunk.
       layout: a subgroup of the chunk.
-      params: the leaf or a shard of it, of the dtype in which the store has its params.
+      params: the leaf or a shard of it, in the dtype of the store's params.
       origin: index in the leaf of the array's first element.
 
     Raises:
-      DivergedParamsError: they differ; says where.
-      StoreCorruptError: the chunk is not what was written.
+      DivergedParamsError: they differ; names the place.
+      StoreCorruptError: the chunk is damaged.
     """
     subgroup = layout.subgroup
     record = directory.manifest.leaves[subgroup.leaf]
@@ -57,9 +57,9 @@ def compare_chunk(
 
 
 def same_values(a: Array, b: Array) -> bool:
-    """Equal element by element; NaNs are equal, and so are zeros and denormals.
+    """Compares element by element; NaNs are equal, and so are zeros and denormals.
 
-    JAX on a CPU flushes denormals, NumPy does not: neither is a difference.
+    JAX on a CPU flushes denormals and NumPy does not, so that is no difference.
     """
     wide_a, wide_b = a.astype(np.float32), b.astype(np.float32)
     same = wide_a == wide_b
@@ -72,7 +72,7 @@ def same_values(a: Array, b: Array) -> bool:
 
 
 def diverged_error(name: str, given: Array, held: Array) -> DivergedParamsError:
-    """What is raised for params that the store's master is not of."""
+    """Makes the error for params that differ from the store's master."""
     return DivergedParamsError(
         f"leaf {name}: the params given to update are not those the store's master is "
         f"of (at one place they are {given}, the store's {held}); apply the returned "

@@ -1,7 +1,7 @@
-"""How a store's chunks are divided into subgroups, as long as the memory allows.
+"""Divides a store's chunks into subgroups, as long as the memory allows.
 
-Invariant: every worker can hold two subgroups (of a card's memory: every worker that
-is its share), and each starts on a page of its files.
+Invariant: every worker (on a card, every worker of its share) can hold two subgroups,
+and each subgroup starts on a page of its files.
 """
 
 from jaxinf.engine.options import StoreOptions
@@ -19,7 +19,7 @@ _LEAST_SHARE = 4  # workers at one of several cards
 
 
 def subgroup_elements(options: StoreOptions, manifest: Manifest) -> int:
-    """Longest subgroup of which every worker can hold two in the memory budget."""
+    """Returns the longest subgroup of which every worker can hold two in the budget."""
     sizes = [sum(s.itemsize for s in leaf.states) for leaf in manifest.leaves]
     element_bytes = max(sizes, default=4)
     workers = options.num_workers(len(manifest.csds) or 1)
@@ -44,7 +44,7 @@ def subgroup_elements(options: StoreOptions, manifest: Manifest) -> int:
 def cut_subgroups(
     manifest: Manifest, max_elements: int
 ) -> list[list[list[SubgroupLayout]]]:
-    """By leaf and chunk, the subgroups."""
+    """Returns the subgroups by leaf and chunk."""
     result = []
     for leaf, record in enumerate(manifest.leaves):
         per_chunk: list[list[SubgroupLayout]] = [[] for _ in record.csds]
@@ -56,7 +56,7 @@ def cut_subgroups(
 
 
 def longest(layouts: list[list[list[SubgroupLayout]]]) -> tuple[int, int]:
-    """Bytes of a buffer and elements of a subgroup, the most that there are."""
+    """Returns the bytes and elements of the longest subgroup."""
     items = [item for leaf in layouts for chunk in leaf for item in chunk]
     return (
         max((item.num_bytes for item in items), default=0),
@@ -65,6 +65,6 @@ def longest(layouts: list[list[list[SubgroupLayout]]]) -> tuple[int, int]:
 
 
 def _unit_elements(leaf: LeafRecord) -> int:
-    """Where subgroups may start: on a page of every array's file."""
+    """Returns the unit of subgroup starts: a page of every array's file."""
     has_scales = any(state.codec == "scale" for state in leaf.states)
     return SCALES_ALIGNMENT_ELEMENTS if has_scales else CHUNK_ALIGNMENT_ELEMENTS

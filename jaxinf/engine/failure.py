@@ -1,7 +1,6 @@
-"""The one failure of a store: what stopped it, shared by all that must stop.
+"""The one failure of a store, shared by all threads that must stop.
 
-Invariant: the first error wins and is kept as the object it is; whoever is told of a
-failure is told of that one.
+Invariant: the first error is kept as it is, and every listener gets that object.
 """
 
 import os
@@ -24,7 +23,7 @@ class Failure:
 
     @property
     def error(self) -> BaseException | None:
-        """The first error, the same object every time; None while all is well."""
+        """The first error, the same object every time; None if there is none."""
         return self._error
 
     def set(self, error: BaseException) -> None:
@@ -43,16 +42,16 @@ class Failure:
             raise self._error
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Calls the listener, on the thread that fails, after the error is kept."""
+        """Registers a listener; the failing thread calls it with the error kept."""
         with self._lock:
             self._listeners.append(listener)
 
 
 class StoreHealth:
-    """Whether a store can be used: it is not closed, and nothing has stopped it.
+    """Whether a store can be used: it is open and has not failed.
 
     Attributes:
-      failure: what stopped the store; workers listen to it.
+      failure: the failure that stopped the store; workers listen to it.
       is_closed: whether `close` was called.
     """
 
@@ -71,12 +70,12 @@ class StoreHealth:
             raise closed_error(self._path)
 
     def is_for(self, error: BaseException) -> bool:
-        """Whether an error is a failure: not the end of what `close` gave up."""
+        """Whether an error is a failure, and not a consequence of `close`."""
         return not (self.is_closed and isinstance(error, StoreClosedError))
 
     @property
     def is_unreported(self) -> bool:
-        """Whether something stopped the store that `check` has not raised yet."""
+        """Whether there is a failure that `check` has not raised yet."""
         return self.failure.error is not None and not self._is_reported
 
     def disown(self) -> None:
@@ -93,7 +92,7 @@ class StoreHealth:
 
 
 def closed_error(path: Path) -> StoreClosedError:
-    """What is raised to those who ask something of a closed store."""
+    """Makes the error for calls on a closed store."""
     return StoreClosedError(
         f"{path}: the store is closed; open it again with jaxinf.open_store to go on "
         "at its last committed step"

@@ -1,7 +1,7 @@
-"""A store whose files are there, with all that moves their bytes.
+"""An open store: its files, CSDs and workers.
 
-Invariant: nothing of it is optional: files, CSDs, workers and a record are there from
-construction to `close`. After the first failure nothing is written any more.
+Invariant: files, CSDs, workers and a record exist from construction to `close`. After
+the first failure nothing more is written.
 """
 
 from collections.abc import Sequence
@@ -25,13 +25,13 @@ __all__ = ["OpenStore", "OpenedCsds", "StoreRun"]
 
 @dataclass(frozen=True)
 class StoreRun:
-    """What lasts as long as the user's `Store`, with or without files behind it.
+    """Data that lives as long as the user's `Store`, with or without files.
 
     Attributes:
-      options: how the store is opened.
-      health: whether it can be used.
-      meters: bytes on drives and link.
-      timeline: what its threads do.
+      options: the options of `open_store`.
+      health: whether the store can be used.
+      meters: counters of bytes on drives and link.
+      timeline: times of its threads' work.
     """
 
     options: StoreOptions
@@ -41,16 +41,16 @@ class StoreRun:
 
     @classmethod
     def of(cls, options: StoreOptions) -> "StoreRun":
-        """That of a store about to be opened."""
+        """Makes the run of a store about to be opened."""
         return cls(options, StoreHealth(options.path), ByteMeters(), Timeline())
 
 
 @dataclass(frozen=True)
 class OpenedCsds:
-    """The CSDs of a store that is there or will be made; nothing is written yet.
+    """The CSDs of an existing or future store; nothing is written yet.
 
     Attributes:
-      fleet: they.
+      fleet: the CSDs.
       layouts: the store's subgroups by leaf and chunk, of a length they can hold.
     """
 
@@ -61,11 +61,11 @@ class OpenedCsds:
 class OpenStore:
     """The files of a store, its CSDs, and the workers between them. Thread-safe.
 
-    Everything that touches the drive is in `jaxinf.engine.steps` and
-    `jaxinf.engine.state`; this class holds what they share.
+    Code that touches the drive is in `jaxinf.engine.steps` and `jaxinf.engine.state`;
+    this class has their shared data.
 
     Args:
-      run: what the `Store` has.
+      run: the run of the `Store`.
       directory: the store; its files exist.
       csds: opened for its manifest; closed with this.
       commit: the committed step's record; None for a store that was just made.
@@ -73,13 +73,11 @@ class OpenStore:
     Attributes:
       options, health, meters, timeline: of the run.
       directory: the files.
-      chunks: where the newest version of each chunk is.
-      fleet, csds: what updates the chunks.
-      handler: the workers.
-      is_new: no step is committed yet: the store waits for `initialise` of every leaf.
-      commit: the last committed step's record. A new store's says step 0, and what
-        `finish_initialisation` commits takes its place.
-      finished: that of the last finished step, which may not be committed yet.
+      chunks: the newest version of each chunk. fleet, csds: the CSDs that update the
+        chunks. handler: the workers. is_new: whether no step is committed yet; then
+        every leaf must be initialised. commit: the last committed step's record. For a
+        new store it says step 0, until `finish_initialisation` commits. finished: the
+        record of the last finished step, which may not be committed yet.
     """
 
     def __init__(
@@ -126,11 +124,11 @@ class OpenStore:
         self.fleet.close()
 
     def limit_memory(self, num_bytes: int) -> int:
-        """Sets what the buffers may take on the host, from now on; what that is.
+        """Sets the limit of buffers on the host from now on, and returns it.
 
         Args:
-          num_bytes: what is wished for; never less than three of the longest buffers:
-            one is read into, one computed in, one written from.
+          num_bytes: the wanted limit. It is raised to three of the longest buffers: one
+            to read into, one to compute in, one to write from.
         """
         needed = 3 * longest(self._layouts)[0]
         granted = max(num_bytes, needed)
@@ -153,7 +151,7 @@ class OpenStore:
         self.health.failure.set(error)
 
     def loss_note(self) -> str:
-        """What it means that the steps since the last commit are lost."""
+        """A sentence about the loss of the steps since the last commit."""
         return (
             f"{self.options.path}: {self.num_uncommitted} finished steps since the "
             f"commit of step {self.commit.step} are lost, as the store's durability "
@@ -164,11 +162,11 @@ class OpenStore:
 
     @property
     def num_uncommitted(self) -> int:
-        """Finished steps that no commit holds yet."""
+        """Number of finished steps without a commit."""
         return self.finished.step - self.commit.step
 
     def publish(self) -> None:
-        """Commits the last finished step; everything of it is written."""
+        """Commits the last finished step, which must be written."""
         self.chunks.share_unwritten()
         record = replace(
             self.finished,
@@ -191,8 +189,7 @@ class OpenStore:
         """The subgroups of a box of a leaf: a JAX device's shard, or all of it.
 
         Raises:
-          StoreMismatchError: the box cuts a chunk: the mesh is not one that the store
-            can serve.
+          StoreMismatchError: the box cuts a chunk, so the store does not fit the mesh.
         """
         box = leaf, tuple(origin), tuple(extent)
         if box not in self._boxes:

@@ -1,4 +1,4 @@
-"""How to open a store, checked before anything is touched.
+"""The options of a store, checked before anything is touched.
 
 Invariant: no option is ignored, and a bad one is refused by its name.
 """
@@ -23,24 +23,23 @@ __all__ = [
 ]
 
 Durability: TypeAlias = Literal["step", "checkpoint"] | int
-"""After which steps a commit is made; see `jaxinf.open_store`."""
+"""The steps after which to commit; see `jaxinf.open_store`."""
 
 StateFormat: TypeAlias = Literal["fp32", "bf16", "int8"]
-"""How the optimizer's float32 state is stored; see `jaxinf.open_store`."""
+"""Format of the optimizer's float32 state; see `jaxinf.open_store`."""
 
 MasterChoice: TypeAlias = Literal["auto", "stored", "none"]
-"""How the master params are kept, and from where a step takes them; see
-`jaxinf.open_store`."""
+"""Format and source of the master params; see `jaxinf.open_store`."""
 
 MasterFormat: TypeAlias = Literal["fp32", "split", "none"]
-"""How the master of bfloat16 params is stored; see `jaxinf.engine.convert_store`."""
+"""Format of the master of bfloat16 params; see `jaxinf.engine.convert_store`."""
 
 
 class StoreOptions:
-    """How to open a store; see `jaxinf.open_store`. Checked on construction.
+    """The options of `jaxinf.open_store`. Checked on construction.
 
     Raises:
-      ValueError: naming the argument.
+      ValueError: an option is invalid; names it.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class StoreOptions:
 
 
 def _steps_per_commit(durability: Durability) -> int | None:
-    """None where only a checkpoint, `wait` or `close` commits."""
+    """Steps per commit; None if only a checkpoint, `wait` or `close` commits."""
     if durability == "checkpoint":
         return None
     if durability == "step":
@@ -129,11 +128,11 @@ def _steps_per_commit(durability: Durability) -> int | None:
 
 
 def check_writable(path: Path) -> None:
-    """Refuses a path that is no directory of this user's and can become none.
+    """Refuses a path that is not a writable directory and cannot become one.
 
     Raises:
       NotADirectoryError: it is a file, or below one.
-      PermissionError: it may not be written to.
+      PermissionError: this user may not write to it.
     """
     existing = path
     while not existing.exists():

@@ -1,6 +1,6 @@
-"""The place of a store: whether one is there, how it is opened, how one is made.
+"""The place of a store: finds, opens and makes stores.
 
-Invariant: all that is on disk was checked before anything is written, and nothing is
+Invariant: everything on disk is checked before anything is written, and nothing is
 written without the store's lock.
 """
 
@@ -36,7 +36,7 @@ _LOG = logging.getLogger("jaxinf")
 
 
 class StorePlace:
-    """Where a store is, or will be made. Not thread-safe.
+    """The place of an existing or future store. Not thread-safe.
 
     Args:
       run: of the `Store`; its options say where and how.
@@ -45,8 +45,8 @@ class StorePlace:
       path: the store's directory.
 
     Raises:
-      NotADirectoryError, PermissionError: it cannot be a store.
-      StoreFormatError: something else is there.
+      NotADirectoryError, PermissionError: the path cannot be a store.
+      StoreFormatError: the path is something else.
     """
 
     def __init__(self, run: StoreRun) -> None:
@@ -57,11 +57,11 @@ class StorePlace:
         check_place(self.path)
 
     def is_there(self) -> bool:
-        """Whether there is a store, or what an interrupted creation has left of one."""
+        """Whether there is a store, or the remains of an interrupted creation."""
         return (self.path / "jaxinf.json").exists()
 
     def check_restorable(self) -> None:
-        """Refuses a place without a committed step that a checkpoint should be of."""
+        """Refuses to restore where there is no store with a committed step."""
         if self._options.restore is not None:
             raise ValueError(
                 f"{self.path}: expected a store with a checkpoint "
@@ -69,7 +69,7 @@ class StorePlace:
             )
 
     def release(self) -> None:
-        """Gives the lock back; idempotent. In a forked child the parent keeps it."""
+        """Releases the lock; idempotent. In a forked child the parent keeps it."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -80,7 +80,8 @@ class StorePlace:
         """Locks and opens the store.
 
         Returns:
-          None where its creation was interrupted: it is locked, and to be made anew.
+          The open store; None if its creation was interrupted. It is then locked, and
+          must be made again.
 
         Raises:
           StoreError: as `jaxinf.open_store` documents; the lock is given back.
@@ -113,7 +114,7 @@ class StorePlace:
             raise
 
     def _open_csds(self, manifest: Manifest) -> OpenedCsds:
-        """Opens the CSDs of a store that is there or will be made; writes nothing."""
+        """Opens the CSDs of an existing or future store; writes nothing."""
         here = next(p for p in (self.path, *self.path.parents) if p.exists())
         layouts = cut_subgroups(manifest, subgroup_elements(self._options, manifest))
         fleet = open_csds(
@@ -141,13 +142,13 @@ class StorePlace:
     # --- a store to be made --------------------------------------------------------
 
     def create(self, description: StoreDescription) -> OpenStore:
-        """Makes a store, in place of one that was never finished.
+        """Makes a store, also in place of an unfinished one.
 
-        If another process has made and closed one since, that one is opened.
+        If another process has made and closed a store in the meantime, that is opened.
 
         Raises:
           StoreError: nothing was written; as `jaxinf.smart_update` documents.
-          CsdError: a CSD cannot do what the optimizer asks.
+          CsdError: a CSD cannot run the optimizer.
         """
         if self._lock is None and self.is_there():
             found = self.open()
@@ -164,7 +165,7 @@ class StorePlace:
                 with translated("creation", self.path):
                     self.path.mkdir(parents=True, exist_ok=True)
                     self._lock = StoreLock(self.path)
-                if self.is_there():  # another process was faster by a hair
+                if self.is_there():  # another process was faster
                     csds.fleet.close()
                     self.release()
                     return self.create(description)
@@ -175,7 +176,7 @@ class StorePlace:
         return self._attach(directory, csds, None)
 
     def _new_manifest(self, description: StoreDescription) -> Manifest:
-        """What the store will hold; removes what an unfinished one has left."""
+        """Makes the manifest of the new store; removes an unfinished one."""
         master = self._master_codec(description)
         roots = [str(root) for root in self._options.csd_roots]
         if self.is_there():
@@ -186,7 +187,7 @@ class StorePlace:
         return description.manifest(roots, self._options.chunk_elements, codec, master)
 
     def _master_codec(self, description: StoreDescription) -> str:
-        """How a new store holds the master of bfloat16 params."""
+        """Returns the codec of the master of bfloat16 params in a new store."""
         if self._options.master != "none":
             is_split = self._options.master == "auto" and self._options.csd.codes_params
             return "split" if is_split else ""

@@ -1,6 +1,6 @@
-"""Whole leaves in and out of a store, streamed: initial state, comparison, reading.
+"""Streams whole leaves in and out of a store: initial state, comparison, reading.
 
-Invariant: never more of a leaf in memory than the caller's own array and the ring.
+Invariant: memory holds no more of a leaf than the caller's own array and the ring.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -75,7 +75,7 @@ def initialise(
         tasks.append(Task(layout, compute, stores=stores))
     opened.handler.run(tasks)
     opened.handler.drain()
-    held.clear()  # a worker refers to its last task until the next
+    held.clear()  # a worker keeps a reference to its last task
 
 
 def finish_initialisation(
@@ -92,10 +92,10 @@ def finish_initialisation(
 def compare_params(
     opened: OpenStore, leaf: int, params: Array, origin: Sequence[int]
 ) -> None:
-    """Checks that params are what the store holds, rounded to their dtype.
+    """Checks that params equal the store's, rounded to their dtype.
 
     Raises:
-      StoreMismatchError: they are not; says where and what to do.
+      StoreMismatchError: they differ; names the place and the remedy.
     """
     differing: list[int] = []
 
@@ -123,8 +123,8 @@ def read_state(
 ) -> None:
     """Reads a leaf's committed master params, or other state, in the dtype of `out`.
 
-    To the dtype of the store's `params` they are rounded as these are, to any other to
-    nearest even.
+    In the dtype of the store's `params` they are rounded in the same way as these, in
+    any other to nearest even.
 
     Args:
       opened: the store, no step in flight.
@@ -146,9 +146,9 @@ def read_box(
     origin: Sequence[int],
     state: int = 0,
 ) -> None:
-    """Reads by a reader that is at hand; otherwise as `read_state`.
+    """Reads with an existing reader; otherwise as `read_state`.
 
-    A step may be under way, if it is to be committed: it writes to the other slot.
+    A step with a commit may be under way, since it writes to the other slot.
 
     Args:
       opened: the store.
@@ -164,7 +164,7 @@ def read_box(
 
 
 def committed_reader(opened: OpenStore, memory_bytes: int) -> StepReader:
-    """Reads the committed step, through about so much memory."""
+    """Makes a reader of the committed step that uses about this much memory."""
     path, commit = committed_step(opened)
     return StepReader(path, commit, memory_bytes=memory_bytes, meters=opened.meters)
 

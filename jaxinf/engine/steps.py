@@ -39,13 +39,13 @@ _NUM_METRICS_KEPT = 8
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What a committed step cost.
+    """The cost of a committed step.
 
     Attributes:
       step: its number.
-      update_s: from the first gradient's arrival to the last result.
-      commit_s: from then until the step was durable.
-      traffic: bytes on drives and host link since the step before.
+      update_s: time from the first gradient's arrival to the last result.
+      commit_s: time from then until the step was durable.
+      traffic: bytes on drives and host link since the previous step.
     """
 
     step: int
@@ -83,14 +83,14 @@ class StepEngine:
     # --- a step --------------------------------------------------------------------
 
     def update(self, step: int, *requests: UpdateRequest) -> list[bool]:
-        """Updates leaves or shards; blocks until every `out` holds its result.
+        """Updates leaves or shards; blocks until every `out` has its result.
 
         Args:
-          step: the step that the caller's state is of.
-          requests: what to update with; short ones take less time together.
+          step: the step of the caller's state.
+          requests: the updates; short ones take less time together.
 
         Returns:
-          Of each whether the gradient is finite.
+          For each request, whether the gradient is finite.
 
         Raises:
           StaleStateError: the caller's state is not of the store's step.
@@ -114,8 +114,8 @@ class StepEngine:
                 for t in tasks
             }
             if arrivals.keys() & self._arrivals.keys():
-                # The computation failed elsewhere and is run again: what it wrote
-                # before must not come after what it writes now.
+                # The computation failed elsewhere and is run again. Its earlier writes
+                # # must not come after the new ones.
                 self._opened.handler.drain()
                 self._check_undoable()
             self._arrivals |= arrivals
@@ -134,17 +134,17 @@ class StepEngine:
         skipped_steps: int,
         inexact: Iterable[int] = (),
     ) -> None:
-        """Ends the step after `step`, in the background; all leaves are updated.
+        """Ends the step after `step` in the background, when all leaves are updated.
 
-        It is committed where the store's durability says so, else kept for the next
+        It is committed if the store's durability requires it, otherwise by the next
         commit.
 
         Args:
-          step: the step that the caller's state is of.
+          step: the step of the caller's state.
           scalars: the optimizer's new scalar state.
-          skipped_steps: so far.
-          inexact: leaves of which the caller's 16-bit params are not to the bit what
-            `UpdateRequest.out` received; the next step takes none of theirs.
+          skipped_steps: number of steps skipped so far.
+          inexact: leaves whose 16-bit params at the caller differ in bits from
+            `UpdateRequest.out`; the next step does not use the caller's.
         """
         with self._guard:
             self._begin(step)
@@ -166,7 +166,7 @@ class StepEngine:
             self._arrivals, self._is_open = {}, False
             try:
                 self._commit_thread.start()
-            except RuntimeError as error:  # the process has all it may have
+            except RuntimeError as error:  # the process has reached its limit
                 _LOG.warning(
                     "%s: no thread to commit step %s in the background (%s); it is "
                     "committed at once, and JAX waits. Raise the limit (ulimit -u)",
@@ -178,7 +178,7 @@ class StepEngine:
                 thread.run()
 
     def abandon(self) -> None:
-        """Gives the step up: nothing of it is committed; it may start over."""
+        """Abandons the step without a commit; it may start over."""
         with self._guard:
             if self._is_open:
                 self._opened.handler.drain()
@@ -188,11 +188,11 @@ class StepEngine:
                 self._arrivals, self._is_open = {}, False
 
     def wait(self) -> None:
-        """Blocks until every finished step is durable, and makes it so.
+        """Commits every finished step; blocks until all are durable.
 
         Raises:
-          StoreError: a step is under way that overwrites one that is not committed.
-          BaseException: what stopped the store.
+          StoreError: a step that overwrites an uncommitted one is under way.
+          BaseException: the exception that stopped the store.
         """
         with self._guard:
             self.join()
@@ -211,7 +211,7 @@ class StepEngine:
         """Blocks until the last step has ended, and its commit if it has one.
 
         Raises:
-          BaseException: what stopped the store.
+          BaseException: the exception that stopped the store.
         """
         self._opened.check()
         with self._guard:
@@ -225,19 +225,19 @@ class StepEngine:
 
     @property
     def metrics(self) -> StepMetrics | None:
-        """The last committed step's."""
+        """Metrics of the last committed step."""
         return self._metrics[-1] if self._metrics else None
 
     def metrics_of(self, step: int) -> StepMetrics | None:
-        """A step's, after its commit; None if not one of the last few of this process.
+        """Metrics of one of the last few steps of this process, or None.
 
-        Blocks for a commit in flight only where that is the step's.
+        Blocks only for the commit of that step.
         """
         with self._guard:
             last = self.metrics
             if self._commit_thread is not None and (last is None or last.step < step):
                 self.join()
-            # A copy: a later step's commit may append beside this.
+            # A copy, since a later step's commit may append at the same time.
             return next((m for m in tuple(self._metrics) if m.step == step), None)
 
     @contextlib.contextmanager
@@ -248,7 +248,7 @@ class StepEngine:
             yield
 
     def close(self) -> None:
-        """Commits what has finished, after the commit in flight; errors are kept."""
+        """Commits finished steps, after the commit in flight; keeps errors."""
         opened = self._opened
         with self._guard:
             self._join_commit()
@@ -287,10 +287,10 @@ class StepEngine:
                 self._is_open, self._started_s = True, time.monotonic()
 
     def _check_undoable(self) -> None:
-        """Stops the store where chunks were overwritten that no commit holds.
+        """Stops the store if chunks of uncommitted steps were overwritten.
 
         Raises:
-          StoreError: says how many steps are lost.
+          StoreError: gives the number of lost steps.
         """
         opened = self._opened
         if opened.num_uncommitted and self._arrivals:
@@ -307,7 +307,7 @@ class StepEngine:
         return self._opened.finished.step + 1
 
     def _prefetch(self, arrivals: _Arrivals) -> None:
-        """Loads what the next step will load, in the order in which gradients came."""
+        """Prefetches the next step's states, in the order in which gradients came."""
         sources = self._opened.chunks.sources
         self._opened.handler.prefetch(
             [
@@ -358,7 +358,7 @@ class StepEngine:
             raise
 
     def _join_commit(self) -> None:
-        """Forgets the thread only when it has ended: an interrupt may end the wait."""
+        """Forgets the thread only after its end, as an interrupt may end the wait."""
         if self._commit_thread is not None:
             self._commit_thread.join()
             self._commit_thread = None

@@ -1,6 +1,6 @@
-"""`open_store` and `Store`: what a user holds of a store.
+"""`open_store` and `Store`: a user's interface to a store.
 
-Invariant: whatever a `Store` shows is of the last committed step.
+Invariant: a `Store` shows only the last committed step.
 """
 
 import atexit
@@ -38,17 +38,17 @@ __all__ = ["DEFAULT_MEMORY_BYTES", "Store", "open_store"]
 DEFAULT_MEMORY_BYTES = 512 << 20
 
 _LOG = logging.getLogger("jaxinf")
-# Not weakly: one that a program has lost sight of may still have a commit in flight.
+# Strong references: a store without other references may have a commit in flight.
 _LIVE: "set[Store]" = set()
 
 
 class Store(CommittedState):
     """An open store: made by `open_store`, used by `jaxinf.smart_update`.
 
-    It is a context manager. A program that ends without `close` loses nothing: the
-    interpreter's exit drains and commits. All methods may be called from any thread;
-    those that show committed state wait for a commit in flight. After a failure each of
-    them raises the original exception.
+    It is a context manager. A program that ends without `close` loses nothing, because
+    the interpreter's exit drains and commits. All methods may be called from any
+    thread. Methods that show committed state wait for a commit in flight. After a
+    failure each method raises the original exception.
     """
 
     def __init__(self, options: StoreOptions) -> None:
@@ -62,11 +62,11 @@ class Store(CommittedState):
 
     @contextlib.contextmanager
     def snapshot(self) -> Iterator[Path]:
-        """Pins the last committed step for reading, beside a running one.
+        """Pins the last committed step for reading, also during a step.
 
         Yields:
           A directory laid out like a slot: a zarr group, an Orbax checkpoint,
-          ``commit.json``. It is gone after the context. No data is copied.
+          ``commit.json``. It is removed after the context. No data is copied.
         """
         self.training.wait()
         with snapshot(self._directory) as path:
@@ -78,21 +78,21 @@ class Store(CommittedState):
         """Keeps the last finished step under a name; blocks until it is durable.
 
         No data is copied: the step's files are hard-linked, and the run goes on in
-        others. From then on the drives hold that step beside the run's own two, for
-        which there must be room.
+        other files. From then on the drives hold that step in addition to the run's own
+        two, and need room for it.
 
         Args:
-          name: by default the step's number, which is what Orbax's CheckpointManager
-            lists.
-          state: the transform state to wait for, JAX dispatch being asynchronous.
+          name: by default the step's number, since Orbax's CheckpointManager lists
+            numbers.
+          state: the transform state to wait for, as JAX's dispatch is asynchronous.
 
         Returns:
           The name. The checkpoint is ``STORE/checkpoints/NAME``, an Orbax checkpoint
           and a zarr group; ``open_store(path, restore=name)`` goes on from it.
 
         Raises:
-          ValueError: the name is no name, or another step's number.
-          StoreMismatchError: there is a checkpoint of that name.
+          ValueError: the name is invalid, or another step's number.
+          StoreMismatchError: a checkpoint of that name exists.
           StoreSpaceError: the drives have too little room; nothing was made.
         """
         self.wait(state)
@@ -100,26 +100,27 @@ class Store(CommittedState):
             return save_checkpoint(self._directory, name)
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """The checkpoints that there are, by step."""
+        """All checkpoints, by step."""
         return list_checkpoints(self._directory)
 
     def remove_checkpoint(self, name: str) -> None:
-        """Removes a checkpoint and gives its space back.
+        """Removes a checkpoint and frees its space.
 
         Raises:
-          ValueError: there is none of that name.
+          ValueError: there is no checkpoint of that name.
         """
         remove_checkpoint(self._directory, name)
 
     def prune_checkpoints(self, *, keep_last: int, keep_every: int = 0) -> list[str]:
-        """Removes the checkpoints that a policy does not keep; those it removed.
+        """Removes checkpoints that a policy does not keep, and returns their names.
 
         Args:
-          keep_last: how many of the latest stay; 0 keeps all.
-          keep_every: steps that are a multiple of this stay too; 0 for none.
+          keep_last: number of latest checkpoints to keep; 0 keeps all.
+          keep_every: checkpoints of steps that are a multiple of this are also kept; 0
+            for none.
 
-        Only checkpoints named by their step are removed, never one with another name,
-        nor one of a later step than the store's.
+        Only checkpoints named by their step are removed, and none of a later step than
+        the store's.
         """
         found = self.checkpoints()
         names = checkpoints_to_prune(
@@ -132,32 +133,32 @@ class Store(CommittedState):
     # --- control -------------------------------------------------------------------
 
     def annotate(self, step: int, payload: JsonValue) -> None:
-        """Gives the commit of `step`, still to come, something of the caller's to keep.
+        """Sets the caller's payload for the commit of a future step.
 
         Args:
-          step: of the commit that will carry it.
+          step: the step.
           payload: JSON: position in the data, random seeds, ….
 
         Raises:
-          ValueError, TypeError: it is no JSON, or the step is committed already.
+          ValueError, TypeError: it is not JSON, or the step is committed already.
         """
         self.training.annotate(step, payload)
 
     def check(self) -> None:
-        """Raises what stopped the store: the original exception, with its type."""
+        """Raises the exception that stopped the store, if any, with its type."""
         self.training.check()
 
     def close(self) -> None:
-        """Waits for the steps that are under way, commits, gives the lock back.
+        """Waits for steps under way, commits, and releases the lock. Idempotent.
 
-        JAX computes behind the program: the steps that were dispatched before arrive
-        first. Ctrl-C ends that wait; the steps that have not arrived are lost then.
-        Idempotent. A step that has begun but whose update did not finish is given up.
+        JAX computes asynchronously, so this waits until all dispatched steps have
+        arrived. Ctrl-C ends that wait, and steps that have not arrived are lost. A step
+        that has begun without finishing its update is abandoned.
 
         Raises:
           StoreError: it was called in a JAX callback; the store stays open.
-          BaseException: what stopped the store, after everything is released, unless
-            another method has raised it before.
+          BaseException: the exception that stopped the store, after everything is
+            released, unless another method has raised it before.
         """
         if self.training.is_closed:
             return
@@ -198,7 +199,7 @@ class Store(CommittedState):
         except Exception as failure:
             if error is None:
                 raise
-            # The body's own error is the one to see; this one is often its cause.
+            # Raise the body's own error; this one is often its cause.
             _LOG.debug("%s: closed after a failure: %s", self.path, failure)
 
 
@@ -216,53 +217,51 @@ def open_store(
     master: MasterChoice = "auto",
     state: StateFormat | None = None,
 ) -> Store:
-    """Opens a store, or names the place where `tx.init` will make one.
+    """Opens a store, or sets the place where `tx.init` will make one.
 
-    Nothing is written here, `restore` excepted. An existing store resumes at its last
-    committed step.
+    Nothing is written here, except with `restore`. An existing store resumes at its
+    last committed step.
 
     Args:
       path: the store's directory; missing or empty for a new one.
-      csds: CSD roots, each a mounted drive, to spread a new store's chunks over; by
-        default they lie in the store itself. An existing store knows its roots.
-      csd: what updates the chunks: ``"host"``, the CPU beside the drive;
-        ``"smartssd"``, the card beside it; ``"emulated"``, cards that are not there.
-        Options may follow: see `jaxinf.csd.parse_csd`.
-      memory_bytes: all memory that state passes through: of the host; or for each card,
-        of its own and of the host's beside it, for gradients and results.
-      num_workers: requests at the drives at once, beside the kernels; by default 4, and
-        with more than two cards two for each. More than 4 for many drives.
+      csds: CSD roots, each on a mounted drive, for a new store's chunks; by default
+        they lie in the store itself. An existing store has its roots on record. csd:
+        the processor that updates the chunks: ``"host"``, the CPU; ``"smartssd"``, the
+        card beside the drive; ``"emulated"``, an emulated card. Options may follow: see
+        `jaxinf.csd.parse_csd`. memory_bytes: all memory through which state passes: on
+        the host, or for each card its own memory and the host's for its gradients and
+        results. num_workers: requests at the drives at once, beside the kernels; by
+        default 4, or two for each of more than two cards. Use more than 4 for many
+        drives.
       chunk_elements: largest chunk of a new store, in elements.
-      durability: when a finished step becomes durable: ``"step"``, each at once; a
-        number k, every k steps; ``"checkpoint"``, only with a checkpoint. `wait`,
-        `close`, `checkpoint` and all that reads the store's state commit too. A crash
-        or an error costs the steps since the last commit.
-      verify: whether chunks that are read are compared with their checksums:
-        ``"always"`` or ``"never"``.
-      restore: a checkpoint to go on from: it becomes the committed step again, and
-        stays as it is. What was committed after it is given up, unless a checkpoint
-        keeps that.
-      master: how the fp32 master params are kept, and from where a step takes them.
-        ``"auto"``: the params on the JAX device are, or are half of, the master: where
-        handing them over costs no copy (CPU), the drive only writes that part, and its
-        checksum is compared with theirs. A new store holds the master of bfloat16
-        params as those params, rounded to nearest with ties away from zero, and 16-bit
-        remainders: no bit is lost, and only the remainders are read. ``"stored"``: the
-        master is read from the drive at every step, and a new store holds it in
-        float32. ``"none"``, for bfloat16 params: a new store has no master but them,
-        rounded stochastically; what an update adds below their precision is kept on
-        average alone. float16 params have a float32 master. An existing store knows.
-      state: how a new store holds the optimizer's float32 state: ``"fp32"``, as it is
-        (the default); ``"bf16"``, rounded stochastically; ``"int8"``, in blocks of 256
-        with a scale each. The update computes in float32 whatever is stored. Leaves
-        of fewer than 4,096 elements stay as they are. An existing store knows.
+      durability: the steps to commit: ``"step"`` for each; a number k for every k-th;
+        ``"checkpoint"`` for checkpoints alone. `wait`, `close`, `checkpoint` and all
+        methods that read the store's state commit, too. A crash or an error loses the
+        steps since the last commit. verify: whether the checksums of chunks are
+        verified at each read: ``"always"`` or ``"never"``. restore: a checkpoint to
+        continue from: it becomes the committed step again, and stays as it is. Later
+        commits are lost, unless a checkpoint keeps them. master: format and source of
+        the fp32 master params. ``"auto"``: the params on the JAX device are the master
+        or half of it. If they can be handed over without a copy (on a CPU), the drive
+        only writes that part, and their checksum is compared with the stored one. A new
+        store splits the master of bfloat16 params into those params, rounded to nearest
+        with ties away from zero, and 16-bit remainders. No bit is lost, and only the
+        remainders are read. ``"stored"``: the master is read from the drive at every
+        step, and a new store has it in float32. ``"none"``: for bfloat16 params, which
+        become the master themselves, rounded stochastically; changes below their
+        precision survive only on average. float16 params have a float32 master. An
+        existing store has its format on record. state: format of the optimizer's
+        float32 state in a new store: ``"fp32"`` (the default); ``"bf16"``, rounded
+        stochastically; ``"int8"``, in blocks of 256 with a scale each. The update
+        computes in float32 in every case. Leaves of fewer than 4,096 elements stay in
+        float32. An existing store has its format on record.
 
     Raises:
       ValueError: an argument is out of range, or there is no such checkpoint.
       CsdError: a card is missing or not set up.
       NotADirectoryError, PermissionError: `path` cannot be a store.
       StoreLockedError: a live process has it open; names it.
-      StoreFormatError: not a store, damaged, or of a newer format.
+      StoreFormatError: it is not a store, is damaged, or has a newer format.
     """
     options = StoreOptions(
         Path(os.path.abspath(os.path.expanduser(path))),

@@ -1,6 +1,6 @@
-"""What of a leaf's arrays belongs to one of its subgroups.
+"""Takes a subgroup's part from the arrays of a leaf.
 
-Invariant: arrays are only read, and copied only where a subgroup is no one run of them.
+Invariant: arrays are only read, and copied only if the part is not contiguous.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def gather_run(
     array: Array,
     origin: Sequence[int],
 ) -> Array:
-    """A subgroup's elements of a leaf's array, as a view where they lie in one run."""
+    """Returns a subgroup's elements of a leaf's array, as a view if contiguous."""
     subgroup = layout.subgroup
     chunk = directory.chunks[subgroup.leaf][subgroup.chunk]
     return gather(
@@ -42,10 +42,10 @@ def gather_gradient(
     gradient: Array | SparseLeaf,
     origin: Sequence[int],
 ) -> Array | SparseGradient:
-    """A subgroup's part of a gradient, dense or sparse as it came.
+    """Returns a subgroup's part of a dense or sparse gradient.
 
     Raises:
-      StoreMismatchError: it was compressed for other chunks.
+      StoreMismatchError: the gradient was compressed for other chunks.
     """
     if not isinstance(gradient, SparseLeaf):
         return gather_run(directory, layout, gradient, origin)
@@ -71,7 +71,7 @@ def gather_inputs(
     inputs: ScalarInputs,
     origin: Sequence[int],
 ) -> ScalarInputs:
-    """The same of a kernel's further arrays."""
+    """Returns a subgroup's part of a kernel's other arrays."""
     if not inputs.arrays:
         return inputs
     arrays = tuple(gather_run(directory, layout, a, origin) for a in inputs.arrays)
@@ -79,14 +79,14 @@ def gather_inputs(
 
 
 def rounding_of(layout: SubgroupLayout, step: int) -> Rounding:
-    """The random bits of a subgroup in a step: the same wherever it is computed."""
+    """Returns the seed of a subgroup's rounding in a step, the same on every CSD."""
     subgroup = layout.subgroup
     key = rounding_of_chunk(subgroup.leaf, subgroup.chunk, step)
     return Rounding(key, subgroup.offset_elements)
 
 
 def rounding_of_chunk(leaf: int, chunk: int, step: int) -> int:
-    """32 bits that differ from chunk to chunk and from step to step."""
+    """Returns 32 bits that differ between chunks and between steps."""
     key = leaf
     for part in (chunk, step):
         key = (key * 0x9E3779B1 + part + 0x7F4A7C15) & 0xFFFFFFFF

@@ -1,6 +1,6 @@
-"""Where the states of a subgroup lie: in their chunks' files and in a buffer.
+"""The places of a subgroup's states in their chunks' files and in a buffer.
 
-Invariant: each starts on a page, of its file and of the buffer.
+Invariant: each state starts on a page of its file and of the buffer.
 """
 
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ __all__ = ["SubgroupLayout"]
 
 @dataclass(frozen=True)
 class SubgroupLayout:
-    """Where the states of a subgroup lie in its buffer.
+    """The places of a subgroup's states in its buffer.
 
     Attributes:
-      subgroup: which run of which chunk.
+      subgroup: the subgroup.
       states: names of the stored arrays, master params first.
-      slots: of each, the optimizer's state that it is, or belongs to.
-      extents: one an array.
+      slots: for each array, the state of the optimizer to which it belongs.
+      extents: one for each array.
     """
 
     subgroup: Subgroup
@@ -31,13 +31,13 @@ class SubgroupLayout:
 
     @cached_property
     def feedback(self) -> int | None:
-        """Which of the states is the error feedback; it comes last."""
+        """Number of the error feedback, the last state, if there is one."""
         last = len(self.states) - 1
         return last if self.states[last] == ERROR_FEEDBACK else None
 
     @cached_property
     def kernel_extents(self) -> tuple[Extent, ...]:
-        """Of the states that a kernel updates."""
+        """Extents of the states that a kernel updates."""
         return self.extents[: self.feedback]
 
     @cached_property
@@ -48,12 +48,12 @@ class SubgroupLayout:
         return last.buffer_offset_bytes + pages * PAGE_BYTES
 
     def place(self, state: int) -> tuple[int, int, str]:
-        """Leaf, chunk and name of a state: what `StoreDirectory` finds its file by."""
+        """Leaf, chunk and name of a state, by which `StoreDirectory` finds a file."""
         return self.subgroup.leaf, self.subgroup.chunk, self.states[state]
 
     @classmethod
     def of(cls, subgroup: Subgroup, leaf: LeafRecord) -> "SubgroupLayout":
-        """Lays the states out one after another, each from a page on."""
+        """Places the states one after another, each on a new page."""
         extents, offset_bytes = [], 0
         for state in leaf.states:
             dtype = dtype_of(state.dtype)

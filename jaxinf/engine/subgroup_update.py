@@ -1,6 +1,6 @@
-"""The update of one subgroup, once its states are in memory.
+"""The update of one subgroup with its states in memory.
 
-Invariant: nothing is returned or stored of params that are not the store's.
+Invariant: no result is returned or stored for params that differ from the store's.
 """
 
 from collections.abc import Collection, Mapping
@@ -24,19 +24,19 @@ __all__ = ["SubgroupUpdate"]
 
 @dataclass(eq=False, slots=True)
 class SubgroupUpdate:
-    """What a task of a step computes.
+    """The computation of one task of a step.
 
     Attributes:
       directory: the store's files.
-      chunks: the checksums of what they hold.
-      request: what came for the leaf.
+      chunks: the checksums of the files.
+      request: the request for the leaf.
       layout: the subgroup.
       kernel: the update, for the request's scalars.
-      rounding: the random bits of stochastic rounding.
-      given: the caller's params, where they are taken instead of the stored ones.
-      is_probed: whether the stored params are to be compared with the request's probe.
-      is_whole: whether the chunk's file is still as the last step has left it.
-      is_finite: whether the gradient is; known when it has run.
+      rounding: the seed of stochastic rounding.
+      given: the caller's params, if they are used instead of the stored ones.
+      is_probed: whether to compare the stored params with the request's probe.
+      is_whole: whether the chunk's file is unchanged since the last step.
+      is_finite: whether the gradient is finite; known after `run`.
     """
 
     directory: StoreDirectory
@@ -56,14 +56,14 @@ class SubgroupUpdate:
         """Updates the buffer, and writes the result to the request's `out`.
 
         Args:
-          csd, buffer: the subgroup's.
-          tells: states whose checksum, as they were read, is wanted.
+          csd, buffer: the subgroup's CSD and buffer.
+          tells: states whose checksum as read is requested.
 
         Returns:
-          Those checksums.
+          These checksums.
 
         Raises:
-          DivergedParamsError: the caller's params are not the store's.
+          DivergedParamsError: the caller's params differ from the store's.
         """
         directory, layout, request = self.directory, self.layout, self.request
         origin = request.origin
@@ -116,9 +116,9 @@ class SubgroupUpdate:
             raise diverged_error(name, probe[:3], stored[:3])
 
     def _check_given(self, params: Array, checksum: int) -> None:
-        """The params that were given must be what the last step left in the store.
+        """Checks that the given params equal those that the last step stored.
 
-        Their checksum comes of the update's own pass; nothing of that is stored yet.
+        Their checksum is from the pass of the update, whose results are not stored yet.
         """
         if not self.chunks.matches(self.layout, 0, checksum):
             origin = self.request.origin

@@ -1,7 +1,7 @@
-"""A store as an optimizer uses it: bound to a tree, placed, updated, committed.
+"""The interface of a store to an optimizer: bind, place, update, commit.
 
-Invariant: what is asked of the files is asked of an `OpenStore`, which is there once a
-store is, and of nothing that may be missing.
+Invariant: all access to files goes through an `OpenStore`, which exists as soon as
+there is a store and has no optional part.
 """
 
 import contextlib
@@ -35,12 +35,12 @@ __all__ = ["Training"]
 
 
 class Training:
-    """What `jaxinf.smart_update` asks of a store. Thread-safe.
+    """The operations of a store for `jaxinf.smart_update`. Thread-safe.
 
     Attributes:
-      options: how the store is opened.
-      shardings: of each leaf of the params that the last `init` saw, on one mesh;
-        empty where they are not sharded.
+      options: the options of the store.
+      shardings: for each leaf, the sharding of the params in the last `init`, on one
+        mesh; empty if they are not sharded.
 
     Raises:
       StoreError: as `jaxinf.open_store` documents.
@@ -70,10 +70,10 @@ class Training:
 
     @property
     def opened(self) -> OpenStore:
-        """The open store, a new one that waits for its initial state included.
+        """The open store, which may still lack its initial state.
 
         Raises:
-          StoreFormatError: there is none yet.
+          StoreFormatError: there is no store yet.
         """
         if self._opened is None:
             raise StoreFormatError(
@@ -83,7 +83,7 @@ class Training:
 
     @property
     def has_files(self) -> bool:
-        """Whether there is a store, be it a new one."""
+        """Whether there is a store, even a new one."""
         return self._opened is not None
 
     @property
@@ -95,11 +95,11 @@ class Training:
 
     @property
     def peak_memory_bytes(self) -> int:
-        """The most that buffers have taken of the budget so far."""
+        """The peak use of the budget by buffers so far."""
         return 0 if self._opened is None else self._opened.fleet.peak_bytes
 
     def grid(self, description: StoreDescription, number: int) -> LeafGrid:
-        """A leaf's chunks: the store's, or those that it will be made with."""
+        """The chunk grid of a leaf, in the existing or future store."""
         if self._opened is not None:
             return self._opened.directory.manifest.leaves[number].grid
         leaf = description.leaves[number]
@@ -124,12 +124,12 @@ class Training:
 
     @property
     def failure(self) -> BaseException | None:
-        """What stopped the store."""
+        """The exception that stopped the store."""
         return self._run.health.failure.error
 
     @property
     def is_failure_unreported(self) -> bool:
-        """Whether something stopped the store that `check` has not raised yet."""
+        """Whether there is a failure that `check` has not raised yet."""
         return self._run.health.is_unreported
 
     @property
@@ -138,13 +138,13 @@ class Training:
         return self._run.health.is_closed
 
     def on_close(self, action: Callable[[], None]) -> None:
-        """Registers what `close` does before the workers stop."""
+        """Registers a function that `close` calls before the workers stop."""
         self._on_close.append(action)
 
     def close(self) -> None:
-        """Ends the step in flight, stops the workers, gives the lock back; idempotent.
+        """Ends the step in flight, stops the workers, releases the lock; idempotent.
 
-        What stopped the store is not raised.
+        A failure of the store is not raised here.
         """
         with self._guard:
             if self.is_closed:
@@ -168,15 +168,15 @@ class Training:
     # --- init ------------------------------------------------------------------------
 
     def bind(self, description: StoreDescription, *, may_create: bool = False) -> bool:
-        """Ties the store to an optimizer and a tree; can make the store if it is new.
+        """Binds the store to an optimizer and a tree; may make the store.
 
         Returns:
-          Whether the store is new, that is, waits for `initialise` of every leaf.
+          Whether the store is new, so that every leaf must be initialised.
 
         Raises:
-          StoreMismatchError: the store holds something else; shows the difference.
+          StoreMismatchError: the store has another content; shows the difference.
           StoreSpaceError: there is no room; nothing was written.
-          StaleStateError: there is no store, and it may not be made here.
+          StaleStateError: there is no store, and none may be made here.
         """
         with self._guard:
             self.check()
@@ -195,7 +195,7 @@ class Training:
             return opened.is_new
 
     def _create(self, description: StoreDescription) -> None:
-        self._bound.clear()  # an init on this store that did not come to its end
+        self._bound.clear()  # an earlier init on this store did not finish
         unfinished, self._opened, self._steps = self._opened, None, None
         if unfinished is not None:
             unfinished.close()
@@ -218,11 +218,10 @@ class Training:
         """Writes a leaf's or a shard's master params and initial state; blocks.
 
         Args:
-          description: what the new store is bound to.
-          leaf: which.
-          params: the leaf or one shard of it, its own dtype; only read.
-          origin: index in the leaf of the array's first element.
-          inputs: what the initial state is computed from beside the params.
+          description: the description of the new store. leaf: number of the leaf.
+            params: the leaf or one shard of it, in its own dtype; only read. origin:
+            index in the leaf of the array's first element. inputs: inputs of the
+            initial state beside the params.
         """
         kernel = description.leaves[leaf].init_kernel
         initialise(self.opened, leaf, kernel, params, origin, inputs)
@@ -232,42 +231,42 @@ class Training:
         finish_initialisation(self.opened, scalars, self._annotations.take(0))
 
     def compare_params(self, leaf: int, params: Array, origin: Sequence[int]) -> None:
-        """Checks that params are what the store holds, rounded to their dtype.
+        """Checks that params equal the store's, rounded to their dtype.
 
         Raises:
-          StoreMismatchError: they are not; says where and what to do.
+          StoreMismatchError: they differ; names the place and the remedy.
         """
         compare_params(self.opened, leaf, params, origin)
 
     def params_reader(self, memory_bytes: int) -> StepReader:
-        """Reads the committed step for `read_params`, until the next commit.
+        """Makes a reader of the committed step for `read_params`; a commit ends it.
 
         Args:
-          memory_bytes: for what is being read.
+          memory_bytes: memory for its reads.
         """
         return committed_reader(self.opened, memory_bytes)
 
     def read_params(
         self, reader: StepReader, leaf: int, out: Array, origin: Sequence[int]
     ) -> None:
-        """Reads a box of a leaf's master params, as of the committed step; blocks.
+        """Reads a box of a leaf's master params from the committed step; blocks.
 
-        A step may be under way that is to be committed: what it writes is not seen.
+        A step with a commit may be under way; its writes are not visible.
 
         Args:
-          reader: from `params_reader`.
-          leaf: which.
-          out: of the dtype wanted; whole chunks, as `can_move` says.
+          reader: a result of `params_reader`.
+          leaf: number of the leaf.
+          out: an array of the wanted dtype; it must cover whole chunks (`can_move`).
           origin: index in the leaf of its first element.
         """
         read_box(self.opened, reader, leaf, out, origin)
 
     def limit_memory(self, num_bytes: int) -> int:
-        """Sets what the store's buffers may take from now on; what that is."""
+        """Sets the memory limit of the store's buffers from now on, and returns it."""
         return self.opened.limit_memory(num_bytes)
 
     def can_move(self, leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
-        """Whether a box of a leaf is whole chunks, to be read and updated alone."""
+        """Whether a box of a leaf consists of whole chunks, so it can move alone."""
         try:
             self.opened.layouts(leaf, origin, extent)
         except StoreMismatchError:
@@ -282,7 +281,7 @@ class Training:
 
     @property
     def finished(self) -> CommitRecord:
-        """The last finished step's record; a commit may be still to come."""
+        """The record of the last finished step, which may not be committed yet."""
         return self.opened.finished
 
     # --- steps -----------------------------------------------------------------------
@@ -292,14 +291,14 @@ class Training:
         """The steps of the open store.
 
         Raises:
-          StaleStateError: there is none yet.
+          StaleStateError: there is no store yet.
         """
         if self._steps is None:
             raise self._no_store()
         return self._steps
 
     def wait(self) -> None:
-        """Blocks until every finished step is durable, and makes it so."""
+        """Commits every finished step; blocks until all are durable."""
         self.check()
         if self._steps is not None:
             self._steps.wait()
@@ -317,7 +316,7 @@ class Training:
             yield
 
     def annotate(self, step: int, payload: JsonValue) -> None:
-        """Sets what the commit of a step to come will carry."""
+        """Sets the payload for the commit of a future step."""
         self.check()
         commit = self.commit
         finished = -1 if commit is None else self.opened.finished.step
@@ -325,9 +324,9 @@ class Training:
 
     @property
     def metrics(self) -> StepMetrics | None:
-        """The last committed step's."""
+        """Metrics of the last committed step."""
         return None if self._steps is None else self._steps.metrics
 
     def metrics_of(self, step: int) -> StepMetrics | None:
-        """A step's, after its commit; None if not one of the last few."""
+        """Metrics of one of the last few steps, after its commit, or None."""
         return None if self._steps is None else self._steps.metrics_of(step)

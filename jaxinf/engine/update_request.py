@@ -1,7 +1,7 @@
-"""What one call brings for an update.
+"""The content of one call for an update.
 
-Invariant: its arrays belong to the caller; they are used until `StepEngine.update`
-returns, and not after.
+Invariant: the arrays belong to the caller, and are used only until `StepEngine.update`
+returns.
 """
 
 from dataclasses import dataclass
@@ -18,24 +18,22 @@ __all__ = ["UpdateRequest"]
 
 @dataclass(frozen=True)
 class UpdateRequest:
-    """What one call brings for an update: a leaf, or a JAX device's shard of it.
+    """The arrays of an update of a leaf, or of a JAX device's shard of it.
 
     Attributes:
       leaf: its number.
       kernel: the update.
       origin: index in the leaf of the arrays' first element.
-      gradient: 16 or 32 bits, or what a compression sends of it; only read.
+      gradient: 16 or 32 bits, or its compressed form; only read.
       inputs: scalars, and arrays of the gradient's shape.
       out: of the gradient's shape; float32 receives the update, 16 bits the new params,
         rounded to nearest even, or as the store rounds them (docs/format.md, "Codecs").
-        None where nobody wants either.
-      probe: the first few params on the JAX device, or empty: compared with the master.
-      params: params on the JAX device, of the gradient's shape. Where they are what
-        the store has as `params` to the bit, they are taken instead of reading those.
-        None where they are not at hand.
-      wants_params: float32 `out` receives the new params, not the update.
-      feedback: float32 of the gradient's shape, the error feedback after this step;
-        None where it stays as it is.
+        None if no result is needed. probe: the first few params on the JAX device, to
+        compare with the master; or empty. params: params on the JAX device, of the
+        gradient's shape. If they equal the store's `params` to the bit, those are not
+        read. None if they are not available. wants_params: whether float32 `out`
+        receives the new params, not the update. feedback: float32 of the gradient's
+        shape, the error feedback after this step; None if it does not change.
     """
 
     leaf: int
@@ -51,16 +49,16 @@ class UpdateRequest:
 
     @property
     def out_dtype(self) -> np.dtype:
-        """Of what the kernel gives, wanted or not."""
+        """Dtype of the kernel's result, even if it is not needed."""
         return np.dtype(np.float32) if self.out is None else self.out.dtype
 
     @property
     def link_up_bytes(self) -> int:
-        """Bytes that go back on the link."""
+        """Bytes that return over the link."""
         return 0 if self.out is None else self.out.nbytes
 
     @property
     def link_bytes(self) -> int:
-        """Bytes that the gradient takes on the link, error feedback included."""
+        """Bytes of the gradient on the link, with error feedback."""
         feedback = 0 if self.feedback is None else self.feedback.nbytes
         return self.gradient.nbytes + feedback

@@ -1,6 +1,6 @@
-"""A request for an update, as tasks of the pipeline.
+"""Turns a request for an update into tasks of the pipeline.
 
-Invariant: a task reads only the newest version of a state, and writes only the slot
+Invariant: a task reads only the newest version of a state, and writes only to the slot
 that the step builds.
 """
 
@@ -26,12 +26,12 @@ __all__ = ["RequestTasks", "request_tasks"]
 
 @dataclass(frozen=True)
 class RequestTasks:
-    """What a request comes to.
+    """The tasks of a request.
 
     Attributes:
-      tasks: one a subgroup.
-      updates: what they compute.
-      link_down_bytes: what the caller sends, params that are taken included.
+      tasks: one for each subgroup.
+      updates: their computations.
+      link_down_bytes: bytes from the caller, including params that are used.
     """
 
     tasks: Sequence[Task]
@@ -40,20 +40,20 @@ class RequestTasks:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the gradient is; once the tasks have computed."""
+        """Whether the gradient is finite; known when the tasks have computed."""
         return all(update.is_finite for update in self.updates)
 
 
 def request_tasks(
     opened: OpenStore, request: UpdateRequest, step: int, *, is_exact: bool
 ) -> RequestTasks:
-    """The tasks of an update; they raise DivergedParamsError as `SubgroupUpdate.run`.
+    """Makes the tasks of an update; they raise the errors of `SubgroupUpdate.run`.
 
     Args:
       opened: the store.
-      request: what came.
-      step: that the update leads to.
-      is_exact: whether the caller's 16-bit params should be the store's to the bit.
+      request: the request.
+      step: the step after the update.
+      is_exact: whether the caller's 16-bit params must equal the store's to the bit.
     """
     kernel = specialise(request.kernel, request.inputs.scalars)
     given = _given(opened, request) if is_exact else None
@@ -66,8 +66,8 @@ def request_tasks(
         is_first = (
             layout.subgroup.offset_elements == 0 and chunk.start == request.origin
         )
-        # Over a step that is not committed a chunk's parts are overwritten one by one:
-        # when the whole could be compared, it is not there any more.
+        # In an uncommitted step the parts of a chunk are overwritten one by one, so the
+        # whole # can no longer be compared later.
         is_part = layout.subgroup.num_elements < chunk.num_elements
         is_whole = not (is_part and opened.num_uncommitted > 0)
         is_taken = given is not None and 0 in loads and is_whole
@@ -99,7 +99,7 @@ def request_tasks(
 
 
 def _given(opened: OpenStore, request: UpdateRequest) -> Array | None:
-    """The caller's params, where they are what the store has, and are wanted."""
+    """Returns the caller's params if they equal the store's and are needed."""
     stored = opened.directory.manifest.leaves[request.leaf].states[0]
     if request.params is None or not opened.options.csd.takes_params:
         return None
@@ -110,7 +110,7 @@ def _given(opened: OpenStore, request: UpdateRequest) -> Array | None:
 def _moved(
     kernel: Kernel, slots: tuple[str, ...], has_feedback: bool
 ) -> tuple[frozenset[int], tuple[int, ...]]:
-    """The states that a kernel's update reads, and those that it leaves changed."""
+    """Returns the states that a kernel's update reads, and those that it changes."""
     needed, unchanged = state_read(kernel), kernel.unchanged
     if not has_feedback:
         unchanged |= {ERROR_FEEDBACK}

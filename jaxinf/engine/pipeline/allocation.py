@@ -1,6 +1,6 @@
-"""Memory for what is next: taken from the CSDs, or given up for it.
+"""Finds memory for the next unit of work, from the CSDs or by evicting prefetches.
 
-Invariant: no call blocks. Every buffer that was taken is in the queues or given back.
+Invariant: no call blocks. Every acquired buffer is in the queues or released.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ __all__ = ["next_work", "release"]
 
 
 def next_work(queues: Queues, csds: Sequence[Csd]) -> Work | None:
-    """The next unit of work, in memory that is found for it.
+    """Returns the next unit of work, with memory for it.
 
     Raises:
       CsdError: a CSD lends no memory.
@@ -35,13 +35,13 @@ def next_work(queues: Queues, csds: Sequence[Csd]) -> Work | None:
 
 
 def release(residents: Iterable[Resident]) -> None:
-    """Gives their memory back; they are in no queue."""
+    """Releases the memory of subgroups that are in no queue."""
     for resident in residents:
         resident.buffer.release()
 
 
 def _acquire(tasks: Sequence[Task], csds: Sequence[Csd]) -> list[CsdBuffer]:
-    """Buffers for the first of the tasks: as many as there is room for."""
+    """Acquires buffers for the first of the tasks, as many as fit."""
     buffers: list[CsdBuffer] = []
     try:
         for task in tasks:

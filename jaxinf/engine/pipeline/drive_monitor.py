@@ -1,6 +1,6 @@
-"""Which CSD the others wait for: its requests, timed beside theirs.
+"""Finds a slow CSD by timing the requests of all.
 
-Invariant: it watches and warns; nothing that it finds stops a step.
+Invariant: it only warns, and never stops a step.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ _LOG = logging.getLogger("jaxinf")
 _TIMES_SLOWER = 3.0
 _NUM_ROUNDS = 3
 _MIN_SECONDS = 0.1
-"""Rounds in which a CSD was busy for less say nothing."""
+"""Rounds in which a CSD was busy for less are ignored."""
 
 _MIN_BYTES = 256 << 10
-"""What a shorter transfer counts for: its time does not depend on its length."""
+"""Shorter transfers count as this long, since their time hardly depends on length."""
 
 OVERDUE_S = 60.0
-"""How long a request may take before it is spoken of."""
+"""Duration of a request after which a warning names it."""
 
 _KINDS = {"read": "a read", "write": "a write", "update": "an update"}
 
@@ -33,7 +33,7 @@ class DriveMonitor:
     """Watches the CSDs of a store. Thread-safe.
 
     Args:
-      names: of the CSDs, by number, as users know them: their roots.
+      names: the CSDs' roots, by number, as names for users.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -48,12 +48,12 @@ class DriveMonitor:
     def request(
         self, csd: int, kind: str, lengths: Sequence[int] = ()
     ) -> contextlib.AbstractContextManager[None]:
-        """The time in which a CSD does something.
+        """Times a request to a CSD.
 
         Args:
           csd: its number.
-          kind: what it does: ``"read"``, ``"write"`` or ``"update"``.
-          lengths: bytes of each transfer; none where its drive has no part in it.
+          kind: ``"read"``, ``"write"`` or ``"update"``.
+          lengths: bytes of each transfer; none if its drive is not involved.
         """
         num_bytes = sum(max(length, _MIN_BYTES) for length in lengths)
         return _Request(self, csd, kind, num_bytes)
@@ -70,7 +70,7 @@ class DriveMonitor:
                 self._bytes[request.csd] += request.num_bytes
 
     def end_round(self) -> None:
-        """Compares the drives since the last round; names one that is always slow."""
+        """Compares the drives since the last round; warns of one always slow."""
         with self._guard:
             seconds, moved = dict(self._seconds), dict(self._bytes)
             self._seconds.clear()

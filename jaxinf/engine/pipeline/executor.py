@@ -1,7 +1,7 @@
-"""Units of work done: states loaded, tasks computed, states written, with checksums.
+"""Executes units of work: loads states, computes tasks, writes states, with checksums.
 
-Invariant: what moves is timed, and nothing is stored or returned of state whose
-checksum is wrong.
+Invariant: transfers are timed, and no result of state with a wrong checksum is stored
+or returned.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ __all__ = ["Executor"]
 
 
 class Executor:
-    """Does units of work; blocks meanwhile. Thread-safe.
+    """Executes units of work, and blocks meanwhile. Thread-safe.
 
     Args:
-      directory: where the chunk files are.
-      chunks: which slots to write, and the checksums.
+      directory: the store's files.
+      chunks: the slots to write, and the checksums.
       csds: the store's CSDs, by number.
-      monitor: is told how long the CSDs take.
-      timeline: is told when.
+      monitor: times the CSDs' requests.
+      timeline: records the times of units.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Executor:
         self._timeline = timeline
 
     def perform(self, unit: Work) -> Sequence[Loads]:
-        """Does a unit; of a load, as `load` says.
+        """Executes a unit; for a load, returns the result of `load`.
 
         Raises:
           BaseException: as `load`, `compute` and `write`.
@@ -63,10 +63,10 @@ class Executor:
     # --- load ----------------------------------------------------------------------
 
     def load(self, load: Load) -> list[Loads]:
-        """Reads states; of each subgroup those that only the update can check.
+        """Reads states; returns, by subgroup, those that only the update can verify.
 
         Raises:
-          StoreError: the drive failed, or has not what was written.
+          StoreError: the drive failed, or a chunk is damaged.
         """
         transfers = [
             self._source(resident, state, slot)
@@ -100,11 +100,11 @@ class Executor:
     # --- compute -------------------------------------------------------------------
 
     def compute(self, compute: Compute) -> None:
-        """Runs the task's `compute`, and checks what is not checked yet.
+        """Runs the task's `compute`, and verifies the remaining states.
 
         Raises:
-          BaseException: what `compute` raises.
-          StoreCorruptError: a state is not what was written.
+          BaseException: any exception of `compute`.
+          StoreCorruptError: a state is damaged.
         """
         resident = compute.resident
         task, unchecked = resident.task, resident.unchecked
@@ -120,7 +120,7 @@ class Executor:
     def _check_on_host(
         self, csd: Csd, task: Task, buffer: CsdBuffer, states: Loads
     ) -> None:
-        """Takes checksums of what the host is about to read itself."""
+        """Verifies states that the host is about to read itself."""
         for state, slot in states:
             with self._timeline.span("checksum"):
                 checksum = crc32c(csd.view(buffer, task.layout.extents[state]))
@@ -129,11 +129,11 @@ class Executor:
     def _check_told(
         self, task: Task, states: Loads, checksums: Mapping[int, int]
     ) -> None:
-        """Compares what a kernel says that it read, before anything comes of it."""
+        """Verifies the checksums from a kernel, before its results are used."""
         for state, slot in states:
             if state in checksums:
                 self._chunks.loaded(task.layout, state, slot, checksums[state])
-            else:  # prefetched, and not used after all
+            else:  # prefetched, but not used
                 assert (state, slot) not in task.loads
 
     # --- write ---------------------------------------------------------------------
@@ -157,7 +157,7 @@ class Executor:
         extent = layout.extents[state]
         with self._timeline.span("checksum"):
             checksum = csd.checksum(resident.buffer, extent)
-            if checksum is None:  # no kernel has passed over it
+            if checksum is None:  # no kernel has computed it
                 checksum = crc32c(csd.view(resident.buffer, extent))
         self._chunks.stored(layout, state, checksum)
         file = self._chunks.prepare_write(layout, state)

@@ -1,10 +1,11 @@
-"""The transfer handler: threads that do what is next, and those who wait for it.
+"""The transfer handler: worker threads, and callers that wait for them.
 
-A worker does one unit of work at a time, whichever is next. Some move bytes and others
-compute, each up to a number: neither keeps the drive or the processors waiting.
+A worker executes one unit of work at a time, always the next one. There are limits for
+workers that move bytes and for those that compute, so that neither drives nor
+processors have to wait.
 
 Invariant: the queues change under the lock, and work is done outside it. The first
-error stops everything: no later unit starts, and everybody who waits gets that very
+error stops everything: no later unit starts, and all waiting callers get that very
 exception.
 """
 
@@ -34,13 +35,11 @@ class TransferHandler:
     """Worker threads that run tasks. Thread-safe.
 
     Args:
-      directory: where the chunk files are.
-      chunks: which slots to read and write, and the checksums.
-      csds: the store's CSDs, by number.
-      num_workers: requests that move bytes at once.
-      num_kernels: tasks that compute at once; CSDs may let fewer.
-      failure: what a task's error is put into; once it is set, nothing more is done.
-      timeline: where the workers note what they do.
+      directory: the store's files. chunks: the slots to read and write, and the
+        checksums. csds: the store's CSDs, by number. num_workers: number of requests
+        that move bytes at once. num_kernels: number of tasks that compute at once; CSDs
+        may allow fewer. failure: receives a task's error; once it is set, no more work
+        is done. timeline: records the workers' times.
     """
 
     def __init__(
@@ -65,8 +64,8 @@ class TransferHandler:
         )
         self._queues = Queues(_traits(csds), Limits(num_workers, num_kernels))
         lock = threading.RLock()
-        self._to_do = threading.Condition(lock)  # workers wait for it
-        self._done = threading.Condition(lock)  # everybody else
+        self._to_do = threading.Condition(lock)  # for workers
+        self._done = threading.Condition(lock)  # for callers
         self._is_closing = False
         failure.listen(self._stop)
         self._workers: list[threading.Thread] = []
@@ -93,8 +92,8 @@ class TransferHandler:
     def run(self, tasks: Sequence[Task]) -> None:
         """Submits tasks and blocks until all have computed; they are written later.
 
-        The tasks may be of several leaves. On return, by an exception too, no task's
-        `compute` is running nor will be: what it works on may go.
+        The tasks may be of several leaves. After the return, or an exception, no
+        `compute` of these tasks runs any more, so the caller may free their arrays.
 
         Raises:
           BaseException: the first error of any task, the same object every time.
@@ -121,10 +120,10 @@ class TransferHandler:
         self._check_done(not group.num_waiting)
 
     def prefetch(self, tasks: Sequence[Task]) -> None:
-        """Loads what these tasks will load, in this order, as far as memory reaches.
+        """Loads the states of these tasks, in this order, as far as memory allows.
 
-        Their `compute` is not called. A later task on the same subgroup finds there
-        what it would load. Earlier prefetches that nobody used are dropped.
+        Their `compute` is not called. A later task on the same subgroup uses the loaded
+        states. Earlier unused prefetches are dropped.
         """
         with self._done:
             self._queues.cancel_prefetches()
@@ -151,7 +150,7 @@ class TransferHandler:
         self._monitor.end_round()
 
     def close(self) -> None:
-        """Stops the workers, each after the unit it has in hand; idempotent."""
+        """Stops the workers, each after its present unit; idempotent."""
         with self._done:
             self._is_closing = True
             self._stop()
@@ -166,12 +165,12 @@ class TransferHandler:
     # --- waiting -------------------------------------------------------------------
 
     def _wait_for(self, predicate: Callable[[], bool]) -> None:
-        """Waits until it holds; says from time to time which CSD it waits for."""
+        """Waits for a condition; from time to time, reports an overdue CSD."""
         while not self._done.wait_for(predicate, drive_monitor.OVERDUE_S):
             self._monitor.report_overdue()
 
     def _await_running(self, group: TaskGroup) -> None:
-        """Waits until no worker computes for a group, however often interrupted."""
+        """Waits until no worker computes for a group, despite interrupts."""
         while True:
             with contextlib.suppress(KeyboardInterrupt), self._done:
                 self._queues.submitting.discard(group)
@@ -188,7 +187,7 @@ class TransferHandler:
             raise closed_error(self._path)
 
     def _stop(self) -> None:
-        """After a failure, or at the end: what has not begun never will."""
+        """Prevents the start of any more units, after a failure or at the end."""
         with self._done:
             self._queues.stop()
             self._to_do.notify_all()
@@ -197,7 +196,7 @@ class TransferHandler:
     # --- work ----------------------------------------------------------------------
 
     def _compute_own(self, group: TaskGroup) -> None:
-        """The submitter computes what it finds loaded on the host; workers the rest."""
+        """Computes loaded tasks of host CSDs on the caller's thread."""
         while True:
             with self._done:
                 unit = next_own(self._queues, group)
@@ -212,7 +211,7 @@ class TransferHandler:
                 self._failure.set(error)
 
     def _work(self) -> None:
-        """A worker's thread."""
+        """The main function of a worker thread."""
         while True:
             try:
                 unit = self._await_work()
@@ -223,13 +222,13 @@ class TransferHandler:
                 self._failure.set(error)
 
     def _await_work(self) -> Work | None:
-        """Blocks until there is work, and begins it; None once the handler closes."""
+        """Blocks until there is work, and begins it; returns None when closed."""
         with self._to_do:
             while not self._is_closing:
                 unit = next_work(self._queues, self._csds)
                 if unit is not None:
                     self._queues.begin(unit)
-                    self._wake_worker()  # there may be more
+                    self._wake_worker()  # there may be more work
                     return unit
                 self._to_do.wait()
         return None
@@ -254,7 +253,7 @@ class TransferHandler:
                 self._done.notify_all()
 
     def _is_awaited(self, unit: Work) -> bool:
-        """Whether somebody may wait for the end of a unit."""
+        """Whether a thread may be waiting for the end of a unit."""
         queues = self._queues
         match unit:
             case Load():

@@ -1,11 +1,11 @@
-"""The queues of the pipeline, and how they change when something happens.
+"""The queues of the pipeline, and their transitions.
 
     prefetch ──► due ──┐
                        ├─► load ──► prefetched ─┐ (when its task is submitted)
     submit ──► waiting ┘     └────────────► ready ──► compute ──► write ──► released
 
 Invariant: every submitted task is in one place at a time, and is computed and written
-once. Plain data: it knows no threads, locks or I/O.
+  once. Plain data, without threads, locks or I/O.
 """
 
 from collections import deque
@@ -29,25 +29,24 @@ __all__ = ["Queues"]
 
 
 class Queues:
-    """What is to be done, what is under way, and the limits. Not thread-safe.
+    """Pending work, work under way, and limits. Not thread-safe.
 
     Args:
-      csds: by number.
-      limits: for units under way.
+      csds: traits of the CSDs, by number.
+      limits: limits for units under way.
 
     Attributes:
-      memories: by number.
-      due: by CSD, tasks to be prefetched, in order.
-      incomplete: subgroups in memory that lack states which their tasks load.
+      memories: the memories, by number.
+      due: tasks to prefetch, by CSD, in order.
+      incomplete: subgroups in memory that lack states to be loaded.
       ready: loaded subgroups whose tasks may compute.
       writes: computed subgroups.
-      submitting: groups of which the submitter computes a task.
-      residents: all subgroups that have memory.
-      num_moving, num_computing: units that workers have under way.
-      num_prefetching: how many of them are loads of prefetches.
-      num_unfinished: submitted tasks that have not computed and written.
-      num_draining: how many wait until that is none.
-      is_stopped: whether nothing may begin any more.
+      submitting: groups whose submitter computes a task. residents: all subgroups in
+        memory. num_moving, num_computing: numbers of units under way at workers.
+        num_prefetching: number of these that are loads of prefetches. num_unfinished:
+        number of submitted tasks that are not computed and written. num_draining:
+        number of threads that wait until that is 0. is_stopped: whether no more units
+        may begin.
     """
 
     def __init__(self, csds: Sequence[CsdTraits], limits: Limits) -> None:
@@ -67,17 +66,17 @@ class Queues:
         self._num_seen = 0
 
     def memory_of(self, task: Task) -> Memory:
-        """The memory that a task's buffer is from."""
+        """The memory of a task's buffer."""
         return self.memories[self.csds[task.csd].memory]
 
     def is_starved(self, csd: int) -> bool:
-        """Whether the CSD's memory had no room for a subgroup, nor has had since."""
+        """Whether the CSD's memory refused a subgroup and has had no room since."""
         return self.memories[self.csds[csd].memory].refused_bytes is not None
 
     # --- what is asked for ---------------------------------------------------------
 
     def submit(self, tasks: Sequence[Task], group: TaskGroup) -> None:
-        """Queues tasks; those that were prefetched take over that memory."""
+        """Queues tasks; prefetched ones take over the memory of their prefetch."""
         self.num_unfinished += len(tasks)
         for task in tasks:
             task.group = group
@@ -93,19 +92,19 @@ class Queues:
                     self._route(resident)
 
     def prefetch(self, tasks: Sequence[Task]) -> None:
-        """Queues tasks whose states are loaded while nothing else wants the memory."""
+        """Queues tasks to prefetch while no other task needs the memory."""
         for task in tasks:
             if task.loads:
                 subgroup = task.layout.subgroup
                 self.due[subgroup.csd][subgroup] = self._numbered(task)
 
     def cancel_prefetches(self) -> None:
-        """Begins no more of them; those under way go on."""
+        """Cancels prefetches that have not begun; others go on."""
         for due in self.due:
             due.clear()
 
     def drop_prefetched(self) -> Sequence[Resident]:
-        """Forgets what was prefetched; the subgroups to be released."""
+        """Forgets prefetched subgroups; returns those to release."""
         assert not self.num_prefetching
         dropped = [r for memory in self.memories for r in memory.prefetched.values()]
         for resident in dropped:
@@ -113,7 +112,7 @@ class Queues:
         return dropped
 
     def stop(self) -> None:
-        """Lets nothing begin any more: after a failure, or at the end."""
+        """Prevents the start of any more units, after a failure or at the end."""
         self.is_stopped = True
         self.cancel_prefetches()
         for memory in self.memories:
@@ -125,11 +124,11 @@ class Queues:
     # --- memory --------------------------------------------------------------------
 
     def allocate(self, wanted: Allocate, buffers: Sequence[CsdBuffer]) -> Load | None:
-        """Gives memory to the first tasks; what is to be loaded into it.
+        """Gives buffers to the first tasks; returns the load into them.
 
         Args:
           wanted: the tasks.
-          buffers: as many as there was room for.
+          buffers: buffers for the first of them.
         """
         memory = self.memory_of(wanted.tasks[0])
         if len(buffers) < len(wanted.tasks):
@@ -163,7 +162,7 @@ class Queues:
     # --- units of work -------------------------------------------------------------
 
     def begin(self, unit: Work) -> None:
-        """Somebody begins with a unit."""
+        """Notes the beginning of a unit."""
         match unit:
             case Load(items):
                 self.num_moving += 1
@@ -184,7 +183,7 @@ class Queues:
                 self.writes.begin(unit)
 
     def fail(self, unit: Work) -> None:
-        """A unit has ended without its effect."""
+        """Notes the failure of a unit."""
         match unit:
             case Load(items):
                 self.num_moving -= 1
@@ -203,11 +202,11 @@ class Queues:
                 self.num_moving -= 1
 
     def end(self, unit: Work, unchecked: Sequence[Loads] = ()) -> Sequence[Resident]:
-        """A unit is done; the subgroups to be released.
+        """Notes the end of a unit; returns the subgroups to release.
 
         Args:
           unit: the unit.
-          unchecked: of a load, for each subgroup the states that are not checked yet.
+          unchecked: for a load, the states of each subgroup without verification.
         """
         self.fail(unit)
         match unit:
@@ -243,7 +242,7 @@ class Queues:
         return ()
 
     def _route(self, resident: Resident) -> None:
-        """A submitted task's subgroup goes on to what it needs next."""
+        """Moves a submitted task's subgroup to its next queue."""
         if self.is_stopped:
             return
         if resident.missing:

@@ -1,4 +1,4 @@
-"""What units of work compete for: memory, and a number of threads.
+"""The resources of units of work: memory, and a number of threads.
 
 Invariant: plain data.
 """
@@ -15,10 +15,10 @@ __all__ = ["CsdTraits", "Limits", "Memory", "NumberedTask"]
 
 
 class CsdTraits(NamedTuple):
-    """What scheduling has to know of a CSD.
+    """The traits of a CSD that matter for scheduling.
 
     Attributes:
-      memory: the number of the memory that its buffers are from.
+      memory: the number of the memory of its buffers.
       is_host: whether submitters compute its tasks themselves.
     """
 
@@ -27,11 +27,11 @@ class CsdTraits(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """How many units of work may be under way.
+    """Limits for the number of units under way.
 
     Attributes:
-      moving: loads and writes.
-      computing: computations, those of submitters too.
+      moving: limit for loads and writes.
+      computing: limit for computations, including those of submitters.
     """
 
     moving: int
@@ -39,19 +39,20 @@ class Limits(NamedTuple):
 
 
 NumberedTask: TypeAlias = tuple[int, Task]
-"""A task and its place among all that were submitted, or prefetched."""
+"""A task with its number in the order of submission, or of prefetches."""
 
 
 @dataclass(slots=True)
 class Memory:
-    """What waits for a memory, and what it holds.
+    """A memory: the tasks that wait for it, and the subgroups in it.
 
     Attributes:
       waiting: submitted tasks without memory, in order.
-      prefetched: subgroups whose tasks nobody has submitted yet, in order.
-      num_in_use: subgroups that give their memory back by themselves: those of
-        submitted tasks, and those that are being prefetched.
-      refused_bytes: the length for which there was no room, nor has been since.
+      prefetched: subgroups whose tasks have not been submitted yet, in order.
+      num_in_use: number of subgroups that will free their memory without an eviction:
+        those of submitted tasks, and those being prefetched.
+      refused_bytes: the length of the last refused request; None if memory was freed
+        since, or none was refused.
     """
 
     waiting: deque[NumberedTask] = field(default_factory=deque)

@@ -1,10 +1,10 @@
-"""What is to be done next: a pure function of the queues.
+"""Chooses the next unit of work: a pure function of the queues.
 
-    compute what is loaded  >  write what is worth a request, or stands in the way
+    compute a loaded task  >  write a state that is long enough or blocks memory
       >  load for submitted tasks  >  prefetch
 
-Invariant: nothing changes by asking. Submitted tasks of one memory get it in order, and
-before any prefetch does.
+Invariant: the queues do not change. Submitted tasks get a memory in order, and before
+prefetches.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ __all__ = ["has_next", "next_own", "next_unit"]
 
 
 def next_unit(queues: Queues) -> Unit | None:
-    """The unit that is most worth beginning; None while all is under way or waits."""
+    """Returns the best unit to begin; None if there is none now."""
     if queues.is_stopped:
         return None
     if queues.ready and _may_compute(queues):
@@ -37,7 +37,7 @@ def next_unit(queues: Queues) -> Unit | None:
 
 
 def has_next(queues: Queues) -> bool:
-    """Whether `next_unit` finds anything; short states need not be counted for it."""
+    """Whether `next_unit` finds a unit; faster, as short states are not counted."""
     if queues.is_stopped:
         return False
     if queues.ready and _may_compute(queues):
@@ -52,9 +52,9 @@ def has_next(queues: Queues) -> bool:
 
 
 def next_own(queues: Queues, group: TaskGroup) -> Compute | None:
-    """A task of the group's that its submitter computes itself.
+    """Returns a task of the group for its submitter to compute.
 
-    To hand a small subgroup from thread to thread takes longer than to compute it.
+    Handing a small subgroup to another thread takes longer than computing it.
     """
     if queues.ready and not queues.is_stopped and _may_compute(queues):
         for resident in queues.ready:
@@ -79,7 +79,7 @@ def _next_write(queues: Queues) -> Write | None:
 
 
 def _next_load(queues: Queues) -> Allocate | Evict | Load | None:
-    """For a submitted task: into memory that it has, or that has to be found."""
+    """Returns a load for a submitted task, with or without memory."""
     if queues.incomplete:
         resident = queues.incomplete[0]
         return Load(((resident, resident.missing),), is_prefetch=False)
@@ -94,7 +94,7 @@ def _next_load(queues: Queues) -> Allocate | Evict | Load | None:
 
 
 def _may_fit_first(memory: Memory) -> bool:
-    """Whether there may be room for the first task that waits for it."""
+    """Whether there may be room for the first waiting task."""
     if not memory.waiting:
         return False
     refused_bytes, (_, task) = memory.refused_bytes, memory.waiting[0]
@@ -102,7 +102,7 @@ def _may_fit_first(memory: Memory) -> bool:
 
 
 def _next_eviction(queues: Queues) -> Evict | None:
-    """As a last way: no memory will come back by itself."""
+    """Returns an eviction if no memory will be freed otherwise."""
     for memory in queues.memories:
         if memory.waiting and memory.prefetched and not memory.num_in_use:
             return Evict(next(reversed(memory.prefetched.values())))
@@ -110,7 +110,7 @@ def _next_eviction(queues: Queues) -> Evict | None:
 
 
 def _first_due(queues: Queues) -> Iterable[NumberedTask] | None:
-    """The prefetches of the CSD whose turn it is, if memory may have room."""
+    """Returns the prefetches of the next CSD in turn, if memory may have room."""
     first, first_number = None, 0
     for csd, due in enumerate(queues.due):
         memory = queues.memories[queues.csds[csd].memory]
@@ -122,7 +122,7 @@ def _first_due(queues: Queues) -> Iterable[NumberedTask] | None:
 
 
 def _next_prefetch(queues: Queues) -> Allocate | None:
-    """A long subgroup, or short ones of one CSD together, in order."""
+    """Returns a prefetch of one long subgroup, or of short ones of a CSD, in order."""
     due = _first_due(queues)
     if due is None:
         return None

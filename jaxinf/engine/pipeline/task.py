@@ -1,6 +1,6 @@
-"""What the transfer handler is asked to do: one task, one subgroup.
+"""The tasks of the transfer handler, one for each subgroup.
 
-Invariant: a task names everything it touches; the handler decides only when.
+Invariant: a task names everything it touches; the handler decides only the time.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -14,7 +14,7 @@ from jaxinf.store import Slot
 __all__ = ["Loads", "Task", "TaskGroup"]
 
 Loads: TypeAlias = tuple[tuple[int, Slot], ...]
-"""States of a subgroup by number, each with the slot that it is read from."""
+"""States of a subgroup by number, each with the slot to read from."""
 
 
 @dataclass(eq=False)
@@ -22,8 +22,8 @@ class TaskGroup:
     """Tasks that one caller has submitted together and waits for.
 
     Attributes:
-      num_waiting: how many have not computed.
-      num_running: how many a worker is computing.
+      num_waiting: number of tasks that have not computed.
+      num_running: number of tasks that workers are computing.
     """
 
     num_waiting: int = 0
@@ -31,23 +31,23 @@ class TaskGroup:
 
 
 _NOBODY = TaskGroup()
-"""Of tasks that nobody waits for."""
+"""The group of tasks without a waiting caller."""
 
 
 @dataclass(eq=False, slots=True)
 class Task:
-    """The way of one subgroup: load → compute → write.
+    """The work on one subgroup: load → compute → write.
 
     Attributes:
       layout: the subgroup and its buffer.
-      compute: what to do with the loaded buffer; runs once, on a worker or on the
-        submitter's thread. Gets the states whose checksum, as they were loaded, nobody
-        knows yet, and returns those checksums, by state.
-      loads: what to read: indices into the layout's states, each with its slot.
-      stores: what to write, to the slot that the step builds.
-      runs_kernel: whether `compute` runs a kernel of the CSD over what is loaded, which
-        tells those checksums; else the host takes them before.
-      group: whom to tell when `compute` is done.
+      compute: the computation on the loaded buffer. It runs once, on a worker or on the
+        submitter's thread. Its argument are the states without a known checksum as
+        loaded; it returns these checksums by state.
+      loads: states to read, as indices into the layout's states, each with its slot.
+      stores: states to write, to the slot that the step builds.
+      runs_kernel: whether `compute` runs a kernel of the CSD over the loaded states,
+        which computes these checksums; otherwise the host computes them before.
+      group: the group to notify when `compute` is done.
     """
 
     layout: SubgroupLayout
@@ -59,5 +59,5 @@ class Task:
 
     @property
     def csd(self) -> int:
-        """The number of the CSD that the subgroup is on."""
+        """The number of the subgroup's CSD."""
         return self.layout.subgroup.csd

@@ -1,6 +1,6 @@
-"""What each thread of a store did when, for a picture of a step; off by default.
+"""Times of the work of a store's threads, for a picture of a step; off by default.
 
-Invariant: nothing is kept, and no lock taken, unless somebody has called `start`.
+Invariant: before `start` nothing is recorded, and no lock is taken.
 """
 
 import contextlib
@@ -14,13 +14,13 @@ __all__ = ["Span", "Timeline"]
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time.
+    """A piece of work with its times.
 
     Attributes:
       kind: ``"read"``, ``"checksum"``, ``"update"``, ``"write"``, ``"leaf"``,
         ``"drain"``, ``"sync"``, ``"publish"``.
       thread: name of the thread.
-      began_s, ended_s: by `time.perf_counter`.
+      began_s, ended_s: beginning and end by `time.perf_counter`.
     """
 
     kind: str
@@ -36,16 +36,16 @@ class Timeline:
         self._spans: list[Span] | None = None
 
     def start(self) -> None:
-        """Keeps spans from here on."""
+        """Records spans from here on."""
         self._spans = []
 
     def stop(self) -> list[Span]:
-        """Keeps no more; those kept."""
+        """Stops recording, and returns the recorded spans."""
         spans, self._spans = self._spans or [], None
         return spans
 
     def span(self, kind: str) -> contextlib.AbstractContextManager[None]:
-        """Keeps the time that the body takes."""
+        """Records the time of the body."""
         return _OFF if self._spans is None else self._kept(self._spans, kind)
 
     @contextlib.contextmanager

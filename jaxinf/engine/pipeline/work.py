@@ -1,6 +1,6 @@
-"""Subgroups in memory, and the units of work that they go through.
+"""Subgroups in memory, and the units of work on them.
 
-Invariant: plain data. A unit says what is to be done and has no part in doing it.
+Invariant: plain data. A unit describes work and does none of it.
 """
 
 from collections.abc import Collection, Iterable
@@ -30,34 +30,34 @@ _MOST_TOGETHER = 64
 
 @dataclass
 class Batch:
-    """The length of short states that move together, in one request."""
+    """The total length of short states that move in one request."""
 
     num_bytes: int = 0
     num_states: int = 0
 
     def add(self, num_bytes: int, num_states: int = 1) -> None:
-        """Counts states."""
+        """Adds states."""
         self.num_bytes += num_bytes
         self.num_states += num_states
 
     @property
     def is_full(self) -> bool:
-        """Whether it is worth a request of its own, or takes as long as one may."""
+        """Whether it is large enough for a request."""
         return self.num_bytes >= _TOGETHER_BYTES or self.num_states >= _MOST_TOGETHER
 
 
 @dataclass(eq=False, slots=True)
 class Resident:
-    """A subgroup that has memory.
+    """A subgroup in memory.
 
     Attributes:
-      task: the task that it is in memory for: submitted, or only prefetched.
+      task: its task, submitted or only prefetched.
       buffer: its memory.
       is_loading: whether a load of it is under way.
-      loaded: the states that are there as the drive has them.
-      unchecked: those of them whose checksum is not known yet.
-      to_write: the states whose write has not begun.
-      num_writing: how many states are being written.
+      loaded: the loaded states.
+      unchecked: loaded states without a known checksum.
+      to_write: states whose write has not begun.
+      num_writing: number of states being written.
     """
 
     task: Task
@@ -70,11 +70,11 @@ class Resident:
 
     @property
     def missing(self) -> Loads:
-        """The states that the task loads and that are not there."""
+        """The task's states that are not loaded."""
         return tuple([load for load in self.task.loads if load not in self.loaded])
 
     def add_loaded(self, states: Loads, unchecked: Loads) -> None:
-        """Notes states that have been read, in place of others of the same number."""
+        """Adds states that have been read, in place of those of the same number."""
         if self.loaded:
             replaced = {state for state, _ in states}
             self.loaded = _without(self.loaded, replaced)
@@ -93,11 +93,11 @@ def _without(loads: Loads, states: Collection[int]) -> Loads:
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """Memory is to be found for tasks of one CSD, for the first of them first.
+    """Find memory for tasks of one CSD, in their order.
 
     Attributes:
-      tasks: at least one.
-      is_prefetch: whether nobody has submitted them yet.
+      tasks: at least one task.
+      is_prefetch: whether they have not been submitted yet.
     """
 
     tasks: tuple[Task, ...]
@@ -106,22 +106,22 @@ class Allocate:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """A prefetched subgroup is to give up its memory for a submitted task."""
+    """Evict a prefetched subgroup, to free memory for a submitted task."""
 
     resident: Resident
 
 
 LoadItem: TypeAlias = tuple[Resident, Loads]
-"""A subgroup, and which of its states are read."""
+"""A subgroup, and its states to read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """States of one CSD are to be read.
+    """Read states of one CSD.
 
     Attributes:
-      items: what; of a prefetch, short subgroups together.
-      is_prefetch: whether nobody had submitted them when this began.
+      items: subgroups and states; a prefetch may have several short subgroups.
+      is_prefetch: whether they had not been submitted when this began.
     """
 
     items: tuple[LoadItem, ...]
@@ -130,11 +130,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """A task whose states are loaded is to compute.
+    """Compute a task with loaded states.
 
     Attributes:
       resident: its subgroup.
-      is_own: whether its submitter computes it, not a worker.
+      is_own: whether its submitter computes it instead of a worker.
     """
 
     resident: Resident
@@ -142,12 +142,12 @@ class Compute:
 
 
 WriteItem: TypeAlias = tuple[Resident, tuple[int, ...]]
-"""A subgroup, and which of its states are written."""
+"""A subgroup, and its states to write."""
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """States of one CSD are to be written.
+    """Write states of one CSD.
 
     Attributes:
       csd: its number.
@@ -162,4 +162,4 @@ Work: TypeAlias = Load | Compute | Write
 """A unit of work for a thread."""
 
 Unit: TypeAlias = Allocate | Evict | Work
-"""What is next: memory to be found or taken away, or work."""
+"""The next action: find or free memory, or work."""

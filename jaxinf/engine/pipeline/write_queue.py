@@ -1,6 +1,6 @@
-"""Computed subgroups that are to be written; short states wait for more of their CSD.
+"""The queue of computed subgroups; short states of a CSD are written together.
 
-Invariant: states are written in the order in which their subgroups computed, each once.
+Invariant: each state is written once, in the order of the subgroups' computations.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ class WriteQueue:
     """Plain data: not thread-safe.
 
     Args:
-      memories: of each CSD, the number of the memory that its buffers are from.
+      memories: for each CSD, the number of the memory of its buffers.
     """
 
     def __init__(self, memories: Sequence[int]) -> None:
@@ -25,7 +25,7 @@ class WriteQueue:
         self._num_under_way = [0] * (max(memories, default=-1) + 1)
 
     def add(self, resident: Resident) -> None:
-        """Queues all that the subgroup's task stores."""
+        """Queues the states that the subgroup's task stores."""
         stores = resident.task.stores
         resident.to_write = stores
         self._residents[resident.task.csd].append(resident)
@@ -34,11 +34,11 @@ class WriteQueue:
     def due_csd(
         self, is_starved: Callable[[int], bool], *, is_awaited: bool
     ) -> int | None:
-        """The CSD with the most bytes waiting, of those worth a request.
+        """Returns the CSD with the most bytes to write, of those with enough.
 
         Args:
-          is_starved: whether a CSD's memory had no room for a subgroup.
-          is_awaited: whether somebody waits until all is written.
+          is_starved: whether a CSD's memory refused a subgroup for lack of room.
+          is_awaited: whether a thread waits until all states are written.
         """
         most, most_bytes = None, -1
         for csd, waiting in enumerate(self._waiting):
@@ -49,11 +49,11 @@ class WriteQueue:
         return most
 
     def _frees(self, csd: int, is_starved: Callable[[int], bool]) -> bool:
-        """Whether memory is wanted that no write under way may give back."""
+        """Whether memory is needed that no write under way may free."""
         return is_starved(csd) and not self._num_under_way[self._memories[csd]]
 
     def next_write(self, csd: int) -> Write:
-        """What to write next of a CSD: a long state, or short ones together."""
+        """Returns the next write of a CSD: a long state, or several short ones."""
         batch = Batch()
         items: list[WriteItem] = []
         for resident in self._residents[csd]:
@@ -70,7 +70,7 @@ class WriteQueue:
         return Write(csd, tuple(items))
 
     def begin(self, write: Write) -> None:
-        """Takes from the queue what is being written now."""
+        """Removes the states of a write that begins."""
         residents = self._residents[write.csd]
         for resident, states in write.items:
             assert residents[0] is resident
@@ -83,14 +83,14 @@ class WriteQueue:
         self._num_under_way[self._memories[write.csd]] += 1
 
     def end(self, write: Write) -> list[Resident]:
-        """Notes that states are written; the subgroups of which that is all."""
+        """Notes that states are written; returns the subgroups with none left."""
         self._num_under_way[self._memories[write.csd]] -= 1
         for resident, states in write.items:
             resident.num_writing -= len(states)
         return [r for r, _ in write.items if not r.num_writing and not r.to_write]
 
     def clear(self) -> None:
-        """Nothing more of it will be written."""
+        """Drops all states that wait to be written."""
         for residents in self._residents:
             residents.clear()
         self._waiting = [Batch() for _ in self._memories]
