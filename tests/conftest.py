@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
+import jax
 import pytest
 from raw_stores import memory_directory
 
@@ -25,6 +26,18 @@ os.environ["PYTHONSAFEPATH"] = "1"
 ROOT = Path(__file__).parents[1]
 SHARED = [str(ROOT / place) for place in ("tests/support", "tests/xrt", "scripts")]
 os.environ["PYTHONPATH"] = os.pathsep.join(SHARED)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def keeps_what_is_compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A program that several tests of this process run is compiled once.
+
+    Programs that tests start have no such cache: some are killed while they write.
+    """
+    cache = tmp_path_factory.mktemp("compiled")
+    jax.config.update("jax_compilation_cache_dir", str(cache))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 @pytest.fixture

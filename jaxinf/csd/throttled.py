@@ -122,9 +122,9 @@ class ThrottledFleet:
         self, directories: Sequence[Path], buffer_bytes: int, num_elements: int
     ) -> "Sequence[ThrottledCsd]":
         """The fleet's CSDs behind one link."""
-        link, host = Server(), Server()
         csds = self._fleet.attach(directories, buffer_bytes, num_elements)
-        return [ThrottledCsd(csd, self._rates, link, host) for csd in csds]
+        link, num_csds = Server(), len(csds)
+        return [ThrottledCsd(csd, self._rates, link, num_csds) for csd in csds]
 
     def close(self) -> None:
         """Closes the fleet."""
@@ -142,13 +142,14 @@ class ThrottledCsd:
       csd: the CSD that does the work.
       rates: its limits.
       link: the host's link, which the CSDs of a store share.
-      host: the host's processor, which they also share.
+      num_csds: of the store. The host makes buffers for all of them in turn before
+        any of them reads.
     """
 
-    def __init__(self, csd: Csd, rates: CsdRates, link: Server, host: Server) -> None:
+    def __init__(self, csd: Csd, rates: CsdRates, link: Server, num_csds: int) -> None:
         self._csd = csd
         self._rates = rates
-        self._link, self._host = link, host
+        self._link, self._host, self._num_csds = link, Server(), num_csds
         self._drive, self._internal, self._kernel = Server(), Server(), Server()
 
     @property
@@ -172,7 +173,8 @@ class ThrottledCsd:
     def read(self, transfers: Sequence[Transfer]) -> None:
         """Drive → buffers, limited by drive and path; buffers may take time."""
         num_bytes = sum(transfer.extent.num_bytes for transfer in transfers)
-        with _held_up(_Passage(self._host, num_bytes, self._rates.allocate)):
+        everywhere = num_bytes * self._num_csds
+        with _held_up(_Passage(self._host, everywhere, self._rates.allocate)):
             pass
         with self._moving(transfers, self._rates.drive_read):
             self._csd.read(transfers)
@@ -180,7 +182,9 @@ class ThrottledCsd:
     def write(self, transfers: Sequence[Transfer]) -> None:
         """Buffers → drive, limited by drive and path; if joined, also by the link."""
         if self._rates.is_joined:
-            time.sleep(max(0.0, self._link.free_at_s - time.monotonic()))
+            # Others' results may come to the link meanwhile.
+            while (delay_s := self._link.free_at_s - time.monotonic()) > 0:
+                time.sleep(delay_s)
         with self._moving(transfers, self._rates.drive_write):
             self._csd.write(transfers)
 

@@ -54,7 +54,7 @@ class Inner:
 
 def throttled(clock, *, is_host, **rates):
     inner = Inner(is_host)
-    csd = ThrottledCsd(inner, CsdRates(**rates), Server(), Server())
+    csd = ThrottledCsd(inner, CsdRates(**rates), Server(), 1)
 
     def seconds(action):
         began_s = clock.now_s

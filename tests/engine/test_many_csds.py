@@ -94,7 +94,7 @@ def slow_warnings(caplog):
 def test_a_slow_drive_is_named_once(driver, caplog):
     driver.store.wait()
     csds = driver.opened.csds
-    csds[1] = ThrottledCsd(csds[1], CsdRates(drive_write=1e6), Server(), Server())
+    csds[1] = ThrottledCsd(csds[1], CsdRates(drive_write=1e6), Server(), 1)
     driver.steps(1).steps(1)
     driver.store.wait()
     assert slow_warnings(caplog) == []

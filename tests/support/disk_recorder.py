@@ -15,7 +15,7 @@ from pathlib import Path
 
 from disk_model import PAGE_BYTES, ROOT, Barrier, Log, Piece, tree
 
-from jaxinf.csd import transfers
+from jaxinf.native import transfers as native_transfers
 
 _FAKE_DEVICE = 1 << 40
 
@@ -50,9 +50,8 @@ class Recorder:
         self._replace(os, "open", self._open_descriptor, "open_descriptor")
         self._replace(builtins, "open", self._open)
         self._replace(io, "open", self._open)
-        self._replace(
-            transfers, "native", lambda: None
-        )  # which calls the system itself
+        # Native code would call the system behind the recorder's back.
+        self._replace(native_transfers, "function", lambda: None)
         for name, module in list(sys.modules.items()):
             if name.startswith("jaxinf") and hasattr(module, "sync_filesystem"):
                 self._replace(module, "sync_filesystem", self._sync_filesystem)
