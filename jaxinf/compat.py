@@ -1,11 +1,11 @@
-"""What another version of JAX, optax, XLA or Orbax may break, in one place.
+"""All uses of JAX, optax, XLA and Orbax that another version may break.
 
-Invariant: whatever is experimental, not exported or not promised by them is used
-through this module alone; ``tests/test_compat.py`` looks for it elsewhere. Supported
-versions: docs/dependencies.md; ``make test-newest`` tries what comes next.
+Invariant: uses that are experimental, not exported or not promised go through this
+module alone; ``tests/test_compat.py`` fails on others. Supported versions:
+docs/dependencies.md; ``make test-newest`` tries newer ones.
 
 ==========================  ==========================================================
-used here                   where it breaks, and what then happens
+used here                   where it may break, and the effect
 ==========================  ==========================================================
 ``buffer_callback``         experimental. Not there: `io_callback` brings gradients, at
                             the cost of a copy; same bits. Takes other arguments: the

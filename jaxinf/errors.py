@@ -27,7 +27,7 @@ __all__ = [
 
 
 class JaxinfError(Exception):
-    """Root of the tree. As text it holds nothing that a terminal would obey."""
+    """Root of the tree. Its text has no control characters."""
 
     def __str__(self) -> str:
         text = super().__str__()

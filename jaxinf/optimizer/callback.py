@@ -1,4 +1,4 @@
-"""The one seam through which a JAX computation calls the host.
+"""Calls of the host from a JAX computation; no other module makes them.
 
    one JAX device:   callback(arguments) ─────────────────────► results
    a mesh:           shard_map( owner of the shard: callback ─► psum of bits )
@@ -38,7 +38,7 @@ __all__ = [
 Host: TypeAlias = Callable[[PyTree, PyTree], None]
 """``host(outs, arguments)`` fills the NumPy arrays of `outs`, and keeps none of them.
 
-Arguments it may keep only where calls do not share memory.
+It may keep its arguments only if calls do not share memory.
 """
 
 FAILED = 2
@@ -48,11 +48,11 @@ FAILED = 2
 def check_device_configuration() -> None:
     """Refuses a process whose CPU client is known to deadlock with callbacks.
 
-    With several CPU devices the callback's own argument copy needs a thread of the
-    client's pool; when all of them wait in callbacks, it hangs (jax 0.10, 0.12).
+    With several CPU devices a callback needs a thread of the client's pool to copy its
+    arguments. When all threads wait in callbacks, it hangs (jax 0.10, 0.12).
 
     Raises:
-      DeviceConfigurationError: with the line to set.
+      DeviceConfigurationError: gives the variable to set.
     """
     num_devices = jax.local_device_count("cpu")
     if num_devices < 2:
@@ -67,10 +67,10 @@ def check_device_configuration() -> None:
 
 
 def waits_for_updates() -> bool:
-    """Whether the call that brings a gradient also returns what comes of it.
+    """Whether the call that brings a gradient also returns its result.
 
-    On accelerators it would hold up the thread that enqueues their work.
-    ``JAXINF_CALLBACK=start`` overrides, as do ``buffer`` and ``io``.
+    On accelerators this would block the thread that enqueues their work.
+    ``JAXINF_CALLBACK`` (``start``, ``buffer``, ``io``) overrides the choice.
     """
     by_default = "io" if jax.default_backend() == "cpu" else "start"
     return _way(by_default) != "start"
@@ -80,8 +80,8 @@ def shares_memory(*, is_local: bool) -> bool:
     """Whether a call hands over XLA's own buffers, so that arguments cost no copy.
 
     Args:
-      is_local: whether the call is a device's own part of a computation, under
-        ``shard_map``, rather than of one that XLA may partition.
+      is_local: whether the call is under ``shard_map``, so that XLA does not partition
+        its computation.
     """
     is_alone = is_local or jax.device_count() == 1
     can_share = jax.default_backend() == "cpu" and is_alone
@@ -95,10 +95,10 @@ def guarded(
     """Wraps a host function for a callback.
 
     Args:
-      host: fills its first argument's arrays from the second's.
-      fail: is told of the exception that it raised.
-      may_raise: whether the exception may go into the computation, as one JAX device
-        allows; else the results say it: zeros, and `FAILED` for int32.
+      host: fills its first argument's arrays from the second's. fail: gets the
+        exception that it raised. may_raise: whether the exception may fail the
+        computation, which one JAX device allows. Otherwise the results are zeros, and
+        `FAILED` for int32.
     """
 
     def call(outs: PyTree, arguments: PyTree) -> None:
@@ -115,11 +115,11 @@ def guarded(
 
 
 def call_host(host: Host, avals: PyTree, arguments: PyTree, *, is_local: bool) -> Any:
-    """Calls the host with XLA's own buffers where that can be, else with copies.
+    """Calls the host with XLA's own buffers if possible, otherwise with copies.
 
-    ``buffer_callback`` copies nothing in either direction, but reaches the host's NumPy
-    on a CPU only and cannot sit in a computation that XLA partitions. JAXINF_CALLBACK
-    (``io``, ``start``: copies; ``buffer``) overrides.
+    ``buffer_callback`` copies nothing, but works only on a CPU, and not in a
+    computation that XLA partitions. JAXINF_CALLBACK (``io``, ``start``: copies;
+    ``buffer``) overrides the choice.
 
     Args:
       host: the function.
@@ -138,7 +138,7 @@ def call_host(host: Host, avals: PyTree, arguments: PyTree, *, is_local: bool) -
 def call_owner(
     host: Host, avals: PyTree, arguments: PyTree, mesh: Mesh, axes: Sequence[str]
 ) -> Any:
-    """In a ``shard_map``: along `axes` the first device calls, for all of them.
+    """Calls the host from the first device along `axes`, in a ``shard_map``.
 
     The others receive its results' bits. Arguments are as for `call_host`.
     """
@@ -178,7 +178,7 @@ def call_once(host: Host, mesh: Mesh | None, arguments: PyTree, avals: PyTree) -
 
 
 def _way(default: str) -> str:
-    """How the host is called: what JAXINF_CALLBACK says, else the default."""
+    """Returns the kind of call: the value of JAXINF_CALLBACK, or the default."""
     way = os.environ.get("JAXINF_CALLBACK") or default
     known = ("buffer", "io", "start")
     if way not in known:
@@ -205,7 +205,7 @@ def _with_copies(host: Host, avals: PyTree, arguments: PyTree) -> PyTree:
 
 
 def _sum_bits(value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Sum over devices of which all but one hold zero bits: exact, -0.0 and NaN too."""
+    """Sums bits over devices, all but one zero, so that -0.0 and NaN stay exact."""
     bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
     if value.dtype == jnp.bool_:
         return lax.psum(value.astype(jnp.uint8), axes) > 0

@@ -1,10 +1,9 @@
-"""A compression's step on a gradient's way to the host.
+"""Compresses gradients before they are sent to the host.
 
     gradient (+ error feedback) ─► select, chunk by chunk ─► indices, values ─► host
-                                        └► what is left out ─► next step, commit
+                                        └► the rest ─► next step, commit
 
-Invariant: everything that decides what is sent happens on the JAX device that holds the
-gradient, before it crosses the link.
+Invariant: the selection is made on the JAX device with the gradient, before the link.
 """
 
 from collections.abc import Mapping
@@ -30,14 +29,14 @@ __all__ = [
 
 
 def keeps_feedback(compression: TopK | None) -> bool:
-    """Whether what is not sent is added to the next gradient."""
+    """Whether elements that are not sent are added to the next gradient."""
     return compression is not None and compression.error_feedback
 
 
 def gradient_forms(
     compression: TopK | None, dtype: np.dtype
 ) -> tuple[GradientForm, ...]:
-    """How gradients of a dtype come to the CSDs."""
+    """Returns the forms in which the CSDs get gradients of a dtype."""
     if compression is None:
         return (GradientForm(dtype),)
     sparse = GradientForm(compression.value_dtype(dtype), is_sparse=True)
@@ -47,11 +46,11 @@ def gradient_forms(
 def compressor(
     compression: TopK, chunk_shapes: Mapping[int, tuple[int, ...]]
 ) -> Compress:
-    """What makes of a leaf's call the one that is sent.
+    """Returns a function that compresses a leaf's call.
 
     Args:
-      compression: how much is sent, and how.
-      chunk_shapes: of the leaves, by number.
+      compression: the compression.
+      chunk_shapes: chunk shapes of the leaves, by number.
     """
 
     def compress(call: LeafCall) -> LeafCall:
@@ -71,10 +70,10 @@ def compressor(
 
 
 def check_compression(compression: TopK | None, store: Store) -> None:
-    """Refuses what is no compression, or one that the store cannot keep.
+    """Refuses an invalid compression, or one that the store cannot keep.
 
     Raises:
-      TypeError: it is no compression.
+      TypeError: it is not a compression.
       ValueError: the store cannot keep its error feedback.
     """
     if compression is not None and not isinstance(compression, TopK):
@@ -94,7 +93,7 @@ def check_program(compression: TopK | None, program: UpdateProgram) -> None:
     """Refuses an optimizer whose gradients cannot be sent compressed.
 
     Raises:
-      UnsupportedTransformError: says why and what to do.
+      UnsupportedTransformError: gives the reason and the remedy.
     """
     if compression is None:
         return

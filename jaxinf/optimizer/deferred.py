@@ -1,7 +1,7 @@
 """`init` on leaves that are read one at a time.
 
 Invariant: a deferred leaf is in memory only while its own state is made, unless the
-optimizer's init computes something of all its elements.
+  optimizer's init needs all its elements in the prologue.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def run_prologue(
     given = {n: np.asarray(leaves[n]) for n in needed}
 
     def run(given: dict[int, Any]) -> Any:
-        # What is not needed is no more than a shape, which XLA drops.
+        # Leaves that are not needed are only shapes, which XLA drops.
         stand_ins = [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
         return program.prologue(
             [given.get(n, other) for n, other in enumerate(stand_ins)]
@@ -43,7 +43,7 @@ def run_prologue(
 
 
 def _needed(program: InitProgram, avals: Sequence[Any]) -> list[int]:
-    """Numbers of the leaves whose elements the prologue looks at."""
+    """Returns numbers of the leaves whose elements the prologue needs."""
     jaxpr = jax.make_jaxpr(program.prologue)(avals).jaxpr
     read = {id(var) for equation in jaxpr.eqns for var in equation.invars}
     read |= {id(var) for var in jaxpr.outvars}

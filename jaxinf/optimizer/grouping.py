@@ -1,10 +1,10 @@
-"""Which leaves share a call of the host: small ones, whose gradients come together.
+"""Groups small leaves whose gradients arrive together into one call of the host.
 
     arrival:   … [small small] LONG [small small …] LONG …     (the tree backwards)
     calls:       └─────────── one ────────┘  and each long leaf by itself
 
 A call costs as much for a few elements as for a million. Invariant: the leaves of a
-call are sharded over the same axes; the first of its gradients waits for few others.
+call are sharded over the same axes; its first gradient waits for few others.
 """
 
 from collections.abc import Hashable, Sequence
@@ -24,11 +24,11 @@ SPAN_BYTES = 64 << 20
 
 
 class Member(NamedTuple):
-    """A leaf, as far as grouping goes.
+    """A leaf with the data for grouping.
 
     Attributes:
-      number: which.
-      num_bytes: of its gradient on each JAX device, at 4 bytes an element.
+      number: number of the leaf.
+      num_bytes: bytes of its gradient on each JAX device, at 4 bytes an element.
       kind: leaves of different kinds never share a call.
     """
 
@@ -39,12 +39,12 @@ class Member(NamedTuple):
 
 @dataclass
 class _Group:
-    """A call that may get further leaves.
+    """A call that may still get more leaves.
 
     Attributes:
-      began: bytes that had arrived before its first leaf.
-      num_bytes: of its leaves.
-      numbers: which.
+      began: bytes that arrived before its first leaf.
+      num_bytes: bytes of its leaves.
+      numbers: numbers of its leaves.
     """
 
     began: int
@@ -53,7 +53,7 @@ class _Group:
 
 
 def grouped(members: Sequence[Member]) -> list[list[int]]:
-    """The leaves of each call, calls in the order of their first gradients.
+    """Returns the leaves of each call, in the order of the first gradients.
 
     Args:
       members: in the order of the tree; gradients arrive in the reverse order.

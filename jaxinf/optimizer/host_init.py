@@ -1,7 +1,7 @@
-"""The host functions of `init`: params into a new store, or held against one.
+"""The host functions of `init`: they store params, or compare them with a store.
 
-Invariant: as of `jaxinf.optimizer.host_side`; a store is new until every leaf of it is
-placed, and step 0 is committed.
+Invariant: as in `jaxinf.optimizer.host_side`; a store is new until all its leaves are
+placed and step 0 is committed.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ class HostInit:
     """Host functions over one store.
 
     Args:
-      store: that `init` makes or resumes.
-      description: what it holds.
+      store: the store that `init` makes or resumes.
+      description: its description.
     """
 
     def __init__(self, store: Store, description: StoreDescription) -> None:
@@ -59,7 +59,7 @@ class HostInit:
         *,
         is_new: bool,
     ) -> None:
-        """Stores a shard's initial state, or holds it against what is stored."""
+        """Stores a shard's initial state, or compares it with the stored one."""
         training = self._store.training
         if is_new:
             training.initialise(self._description, number, shard, origin, inputs)
@@ -69,7 +69,7 @@ class HostInit:
     def finish(
         self, outs: Sequence[Array], arguments: tuple[Array, Sequence[Array]]
     ) -> None:
-        """Callback: every leaf is placed, as their statuses say.
+        """Callback: ends `init`, when all leaves are placed according to the statuses.
 
         Results: see `held_state`.
         """
@@ -80,7 +80,7 @@ class HostInit:
             out[...] = value
 
     def held_state(self, scalars: Sequence[Array]) -> list[Array]:
-        """Commits step 0 if the store is new; step, skipped steps, scalar state.
+        """Commits step 0 of a new store; returns step, skipped steps, scalar state.
 
         Args:
           scalars: the initial scalar state.

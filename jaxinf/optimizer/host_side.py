@@ -1,6 +1,6 @@
-"""The host functions of an update: what runs when a callback fires.
+"""The host functions of an update, which callbacks run.
 
-Invariant: NumPy alone in here, no JAX computation: a callback that starts one can
+Invariant: only NumPy is used here, because a callback that starts a JAX computation can
 deadlock. The first exception stops the store and is kept as it is.
 """
 
@@ -38,8 +38,8 @@ class HostSide:
     """Host functions over one store.
 
     Args:
-      store: that is updated.
-      nonfinite: what a gradient that is not finite does.
+      store: the store.
+      nonfinite: the effect of a non-finite gradient.
     """
 
     def __init__(self, store: Store, nonfinite: NonFinitePolicy) -> None:
@@ -49,25 +49,25 @@ class HostSide:
 
     @property
     def takes_params(self) -> bool:
-        """Whether params on the JAX device may be taken instead of the master."""
+        """Whether params on the JAX device may be used instead of the master."""
         return self.store.training.options.takes_params
 
     @property
     def checks_finite(self) -> bool:
-        """Whether a gradient that is not finite refuses or skips the step."""
+        """Whether a non-finite gradient refuses or skips the step."""
         return self._nonfinite != "allow"
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether no leaf may be updated before all gradients are known to be finite.
+        """Whether updates wait until all gradients are known to be finite.
 
-        So it is where a step may overwrite one that is not committed: it could not be
+        They do if a step may overwrite an uncommitted one, since it could not be
         refused half way.
         """
         return self.store.training.options.rewrites_steps and self.checks_finite
 
     def grid(self, description: StoreDescription, number: int) -> LeafGrid:
-        """A leaf's chunks: the store's, or those that it will be made with."""
+        """The chunk grid of a leaf, in the existing or future store."""
         return self.store.training.grid(description, number)
 
     def guarded(self, host: Host, *, may_raise: bool) -> Host:
@@ -79,7 +79,7 @@ class HostSide:
     def update(
         self, description: StoreDescription, outs: HostResult, call: HostCall
     ) -> None:
-        """Gradients, as they become ready: updates their leaves or shards."""
+        """Callback: takes gradients when ready, and updates leaves or shards."""
         self.store.training.bind(description)
         places, requests = [], []
         for place, (leaf, out) in enumerate(zip(call.leaves, outs.arrays, strict=True)):
@@ -98,7 +98,7 @@ class HostSide:
     def start(
         self, description: StoreDescription, outs: HostResult, call: HostCall
     ) -> None:
-        """Begins what `update` does, and returns when the gradients are taken.
+        """Callback: begins an update, and returns when the gradients are taken.
 
         Results: statuses, always `FINITE`.
         """
@@ -113,7 +113,7 @@ class HostSide:
         outs.statuses[...] = FINITE
 
     def finish(self, outs: HostResult, call: HostCall) -> None:
-        """What `start` has started, after every other. Results: as of `update`."""
+        """Callback: fetches a started update, after the last `start`; see `update`."""
         self.store.check()
         own = self._started.finish(call.key)
         for out, found in zip(outs.arrays, own.arrays, strict=True):
@@ -126,14 +126,14 @@ class HostSide:
         verdict: Array,
         arguments: tuple[Array, Array, Array, Array, Sequence[Array]],
     ) -> None:
-        """Every leaf has been updated: ends the step.
+        """Callback: ends the step when every leaf has been updated.
 
         Args:
-          description: of what was updated.
+          description: the description of the store.
           verdict: the result.
-          arguments: step and skipped steps of the state; of each leaf the status, and
-            whether what the update makes of its 16-bit params differs in some bit from
-            what the store has; the new scalar state.
+          arguments: step and skipped steps of the state; for each leaf the status, and
+            whether its updated 16-bit params differ from the store's in any bit; the
+            new scalar state.
         """
         step, skipped, statuses, inexact, scalars = arguments
         self.store.check()
@@ -141,7 +141,7 @@ class HostSide:
         if np.any(statuses == NON_FINITE) and self.checks_finite:
             training.steps.abandon()
             if self._nonfinite != "skip":
-                training.wait()  # commits what came before
+                training.wait()  # commits the earlier steps
                 raise self._non_finite(description, int(step), statuses)
             verdict[...] = SKIPPED
         else:
@@ -170,6 +170,6 @@ class HostSide:
 def named_scalars(
     description: StoreDescription, scalars: Sequence[Array]
 ) -> list[ScalarState]:
-    """The optimizer's scalar state as a commit holds it."""
+    """Returns the optimizer's scalar state in the form of a commit."""
     pairs = zip(description.scalar_paths, scalars, strict=True)
     return [ScalarState(path, value.copy()) for path, value in pairs]

@@ -29,12 +29,12 @@ __all__ = ["init_state"]
 
 
 class _Initialised(NamedTuple):
-    """What `init` makes.
+    """The results of `init`.
 
     Attributes:
       initial: the optimizer's first scalar state.
-      held: what the store has: step, skipped steps, scalar state.
-      feedback: error feedback, one a leaf; empty without.
+      held: the store's step, skipped steps and scalar state.
+      feedback: error feedback of each leaf; empty without.
     """
 
     initial: Sequence[jax.Array]
@@ -79,7 +79,7 @@ def _init_eagerly(
             own = ScalarInputs(scalars, arrays)
             origin = [s.start or 0 for s in index]
             host.place(number, shard, origin, own, is_new=is_new)
-            del shard  # before the next leaf is read, where they are deferred
+            del shard  # before the next deferred leaf is read
     held = host.held_state([np.asarray(raw(value)) for value in initial])
     feedback: list[jax.Array] = []
     if wrapped.has_feedback:

@@ -1,10 +1,10 @@
-"""A leaf's call of the host: built, sent and, on the host, taken apart again.
+"""Builds and sends a leaf's call of the host, and decodes it there.
 
     LeafCall ─► compress ─► callback ─► LeafCall ─► UpdateRequest
     of JAX arrays, where the gradient is │ of NumPy arrays, on the host
 
-Invariant: what the host is told of a leaf is in one pytree; what is known when a step
-is traced is part of its structure, and no operand.
+Invariant: all data of a leaf for the host is in one pytree. Values that are known when
+  a step is traced are part of its structure, not operands.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,18 +64,18 @@ _STATIC = ("number", "split", "scalars")
 )
 @dataclass(frozen=True)
 class LeafCall:
-    """What the host is told of a leaf; on a mesh, by each JAX device of its shard.
+    """The data of a leaf for the host; on a mesh, each JAX device sends its shard's.
 
     Attributes:
-      number: which leaf.
-      split: how the mesh cuts it; empty axes without one.
-      scalars: which of the call's scalars its kernel gets.
-      gradient: dense, or what a compression sends of it; None in `init`.
-      params: on the JAX device; None where the host does not want them.
-      inputs: further arrays that the kernel reads, of the gradient's shape.
-      feedback: float32, what compression has left out; None without error feedback.
-      gate: int32, whether it may update; None: it may.
-      probe: the first few params, where the host does not get all.
+      number: number of the leaf.
+      split: its division by the mesh; empty axes without a mesh.
+      scalars: indices of the call's scalars for its kernel.
+      gradient: dense or compressed; None in `init`.
+      params: params on the JAX device; None if the host does not need them.
+      inputs: other inputs of the kernel, of the gradient's shape.
+      feedback: float32, the sum of elements not sent; None without error feedback.
+      gate: int32, whether it may update; None if it always may.
+      probe: the first few params, if the host does not get all.
     """
 
     number: int
@@ -90,7 +90,7 @@ class LeafCall:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the leaf, or the shard."""
+        """Shape of the leaf, or of the shard."""
         array = self.params if self.gradient is None else self.gradient
         return tuple(array.shape)
 
@@ -102,11 +102,11 @@ class LeafCall:
     def request(
         self, call: "HostCall", leaf: LeafDescription, origin: tuple[int, ...], out: Any
     ) -> UpdateRequest:
-        """On the host: what the engine is asked to update.
+        """On the host: makes the request for the engine.
 
         Args:
-          call: that this leaf is of.
-          leaf: what the store knows of it.
+          call: the call with this leaf.
+          leaf: the leaf's description in the store.
           origin: see `HostCall.origin`.
           out: receives the update or the new 16-bit params.
         """
@@ -135,12 +135,12 @@ class HostCall(NamedTuple):
     """One call of the host.
 
     Attributes:
-      leaves: what it brings.
-      scalars: the prologue's, that their kernels get.
-      step: int32, of the state; None in `init`.
-      device: int32, where the JAX device stands along each axis of the mesh; None
-        without one.
-      after: arrays that must be there before the call, for no other use.
+      leaves: the leaves' data.
+      scalars: the prologue's scalars for the kernels.
+      step: int32, the state's step; None in `init`.
+      device: int32, position of the JAX device along each axis of the mesh; None
+        without a mesh.
+      after: arrays that must be ready before the call; they are not used.
     """
 
     leaves: tuple[LeafCall, ...]
@@ -156,7 +156,7 @@ class HostCall(NamedTuple):
         inputs: Sequence[LeafInputs],
         step: jax.Array | None = None,
     ) -> "HostCall":
-        """With the inputs of each leaf's kernel; equal scalars are sent once."""
+        """Makes a call with the kernels' inputs; equal scalars are sent once."""
         scalars: dict[int, jax.Array] = {}
         for scalar in (scalar for own in inputs for scalar in own.scalars):
             scalars.setdefault(id(scalar), scalar)
@@ -172,34 +172,34 @@ class HostCall(NamedTuple):
         return cls(tuple(complete), tuple(scalars.values()), step)
 
     def origin(self, leaf: LeafCall) -> tuple[int, ...]:
-        """On the host: index in the leaf of the first element that came."""
+        """On the host: index in the leaf of the call's first element."""
         return shard_origin(leaf.split, self.device, leaf.shape)
 
     def inputs(self, leaf: LeafCall) -> ScalarInputs:
-        """On the host: what the leaf's kernel gets."""
+        """On the host: the inputs of the leaf's kernel."""
         return ScalarInputs(
             tuple(self.scalars[place] for place in leaf.scalars), leaf.inputs
         )
 
     @property
     def key(self) -> tuple[int, ...]:
-        """On the host: tells the calls of a step apart."""
+        """On the host: identifies the call within a step."""
         device = () if self.device is None else self.device.tolist()
         return (self.leaves[0].number, *device)
 
     @property
     def num_bytes(self) -> int:
-        """On the host: of all that came."""
+        """On the host: bytes of all arrays."""
         return sum(array.nbytes for array in jax.tree.leaves(self))
 
 
 class HostResult(NamedTuple):
-    """What a call of the host fills.
+    """The results that a call of the host fills.
 
     Attributes:
-      arrays: of each leaf, of its shape: the fp32 update or the new 16-bit params; in
-        `init` its error feedback. None where there is none.
-      statuses: int32, one a leaf.
+      arrays: for each leaf an array of its shape, or None: the fp32 update or the new
+        16-bit params; in `init` its error feedback.
+      statuses: int32, one for each leaf.
     """
 
     arrays: tuple[Any, ...]
@@ -207,11 +207,11 @@ class HostResult(NamedTuple):
 
 
 class LeafResult(NamedTuple):
-    """What a call gives of a leaf.
+    """The results of a call for one leaf.
 
     Attributes:
       array: see `HostResult`.
-      status: int32, the greatest of all shards'.
+      status: int32, the maximum over all shards.
       feedback: the new error feedback; None without.
     """
 
@@ -221,7 +221,7 @@ class LeafResult(NamedTuple):
 
 
 def first_elements(array: Any) -> Any:
-    """A few elements, for a glance: the first of an array's first row."""
+    """Returns the first few elements of an array's first row, as a probe."""
     if not array.size:
         return array.reshape(-1)
     row = array[(0,) * (array.ndim - 1)] if array.ndim else array[None]
@@ -239,13 +239,13 @@ def send(
 
     Args:
       host: ``host(HostResult, HostCall)``.
-      call: whole leaves; they all are sharded over the same axes.
-      results: of each leaf; None for none.
-      shardings: of each leaf; empty for one JAX device.
-      compress: makes of a leaf's call the one that is sent.
+      call: whole leaves, all sharded over the same axes.
+      results: shape and dtype of each leaf's result; None for no result.
+      shardings: the leaves' shardings; empty for one JAX device.
+      compress: compresses a leaf's call.
 
     Returns:
-      Of each leaf; arrays are sharded as the leaf.
+      The result of each leaf; arrays are sharded like the leaf.
     """
     compress = compress or _as_it_is
     statuses = jax.ShapeDtypeStruct((len(call.leaves),), np.int32)
@@ -283,7 +283,7 @@ def send(
 def leaf_call(
     number: int, ndim: int, sharding: NamedSharding | None = None, **arrays: Any
 ) -> LeafCall:
-    """A call with arrays of the leaf; see `LeafCall`."""
+    """Makes a call with arrays of the leaf; see `LeafCall`."""
     split = ((),) * ndim if sharding is None else split_of(sharding, ndim)
     return LeafCall(number, split, **arrays)
 
@@ -306,7 +306,7 @@ def _leaf_results(found: HostResult, feedback: Sequence[Any]) -> list[LeafResult
 
 
 def _call_specs(call: HostCall, specs: Sequence[PartitionSpec]) -> HostCall:
-    """How each array of a call is sharded: a prefix of its tree."""
+    """Returns the sharding of each array of a call, as a prefix of its tree."""
     whole = PartitionSpec()
     sharded = [f.name for f in fields(LeafCall) if f.name not in _STATIC]
     leaves = [

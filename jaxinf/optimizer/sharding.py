@@ -1,6 +1,6 @@
-"""How a run's arrays are spread over its JAX devices.
+"""The sharding of a run's arrays over its JAX devices.
 
-Invariant: a run has one mesh or none; what is not sharded over it is replicated.
+Invariant: a run has one mesh or none; arrays that are not sharded are replicated.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ __all__ = [
 
 
 class Axis(NamedTuple):
-    """An axis of a mesh: its place among them, and how many devices it has."""
+    """An axis of a mesh: its position, and its number of devices."""
 
     number: int
     size: int
@@ -40,10 +40,11 @@ Split = tuple[tuple[Axis, ...], ...]
 
 
 def on_one_mesh(shardings: Sequence[Any]) -> tuple[NamedSharding, ...]:
-    """Every leaf's sharding on the run's mesh; empty where it has one JAX device.
+    """Returns every leaf's sharding on the run's mesh; empty for one JAX device.
 
     Args:
-      shardings: of each leaf; what is no ``NamedSharding`` counts as replicated.
+      shardings: the leaves' shardings; others than ``NamedSharding`` count as
+        replicated.
 
     Raises:
       ValueError: the leaves are on several meshes.
@@ -62,7 +63,7 @@ def on_one_mesh(shardings: Sequence[Any]) -> tuple[NamedSharding, ...]:
 
 
 def mesh_of(shardings: Sequence[NamedSharding]) -> Mesh | None:
-    """The mesh that leaves are on; None for one JAX device."""
+    """Returns the mesh of the leaves; None for one JAX device."""
     if not shardings:
         return None
     mesh = shardings[0].mesh
@@ -71,7 +72,7 @@ def mesh_of(shardings: Sequence[NamedSharding]) -> Mesh | None:
 
 
 def split_of(sharding: NamedSharding, ndim: int) -> Split:
-    """Over which axes each dimension of an array is sharded."""
+    """Returns the axes over which each dimension of an array is sharded."""
     names = list(sharding.mesh.axis_names)
     spec = (*sharding.spec, *[None] * (ndim - len(sharding.spec)))
     entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
@@ -92,7 +93,7 @@ def unused_axes(mesh: Mesh, split: Split) -> tuple[str, ...]:
 
 
 def axis_indices(mesh: Mesh) -> jax.Array:
-    """In a ``shard_map``: where this device stands along each axis, int32."""
+    """In a ``shard_map``: the position of this device along each axis, int32."""
     indices = [lax.axis_index(name) for name in mesh.axis_names]
     return jnp.stack(indices).astype(jnp.int32)
 
@@ -126,9 +127,9 @@ def shard_counts(
 
 
 def distinct_shards(leaf: Any) -> list[tuple[tuple[slice, ...], Array]]:
-    """Index and data of each part of an array that this process holds, replicas once.
+    """Yields index and data of each part of an array in this process, replicas once.
 
-    The data are views where the platform gives them (a CPU does).
+    The data are views if the platform supports them, as a CPU does.
     """
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:

@@ -1,7 +1,7 @@
 """Updates that run while JAX goes on: started with a gradient, fetched later.
 
-Invariant: gradients that wait take no more memory than the store's state may, but for
-one that is longer by itself; every update that was started ends, fetched or not.
+Invariant: waiting gradients take no more memory than the store's budget, except for a
+single longer one; every started update ends, fetched or not.
 """
 
 import threading
@@ -20,7 +20,7 @@ class StartedUpdates:
     """The updates of one store that are under way. Thread-safe.
 
     Args:
-      store: its workers and memory are the limits; when it is closed, all have ended.
+      store: the store, whose workers and memory are the limits; its `close` waits.
     """
 
     def __init__(self, store: Store) -> None:
@@ -40,13 +40,13 @@ class StartedUpdates:
         """Begins an update; blocks while those under way hold too much memory.
 
         Args:
-          key: of the call; one that was never fetched is forgotten.
-          results: what `update` fills.
-          update: blocks until they are filled.
-          num_bytes: that it holds until then.
+          key: key of the call; an unfetched update of the same key is forgotten.
+          results: the arrays that `update` fills.
+          update: fills the results; blocks until done.
+          num_bytes: bytes that it holds until then.
 
         Raises:
-          BaseException: what stopped the store.
+          BaseException: the exception that stopped the store.
         """
         self._store.check()
         limit = self._store.training.options.memory_bytes
@@ -59,7 +59,7 @@ class StartedUpdates:
             self._under_way[key] = future, results
 
     def finish(self, key: _Key) -> Any:
-        """The results of an update, when it has ended.
+        """Waits for an update and returns its results.
 
         Raises:
           BaseException: the update's own.

@@ -1,6 +1,6 @@
-"""The transformation's state: what is not on storage.
+"""The transformation's state, without the arrays on storage.
 
-Invariant: a state is of one step of the store, and moves to the next only with it.
+Invariant: a state belongs to one step of the store, and advances only with it.
 """
 
 from collections.abc import Sequence
@@ -26,19 +26,19 @@ __all__ = [
 
 
 class Stored(NamedTuple):
-    """Stands in the transform's state where optax has an array that is on storage."""
+    """A placeholder in the transform's state for an array that is on storage."""
 
 
 class SmartUpdateState(NamedTuple):
-    """State of `smart_update`: what is not on storage.
+    """State of `smart_update`, without the arrays on storage.
 
     Attributes:
       step: int32, the store's committed step that this state belongs to.
       skipped_steps: int32, steps skipped for a non-finite gradient.
       optimizer: optax's own state, with `Stored` in the place of each stored array;
         counts and hyperparameters are there to read (and hyperparameters to set).
-      error_feedback: float32, a tree like the params: what compression has left out of
-        the gradients so far; empty without error feedback.
+      error_feedback: float32, a tree like the params: the sum of gradient elements that
+        compression has not sent; empty without error feedback.
     """
 
     step: jax.Array
@@ -48,7 +48,7 @@ class SmartUpdateState(NamedTuple):
 
 
 def raw(value: jax.Array) -> jax.Array:
-    """Typed PRNG keys as the numbers that they are."""
+    """Returns typed PRNG keys as plain numbers."""
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(value)
     return value
@@ -60,12 +60,12 @@ def first_state(
     held: Sequence[Any],
     feedback: PyTree,
 ) -> SmartUpdateState:
-    """The state that `init` gives.
+    """Makes the state that `init` returns.
 
     Args:
-      program: of the optimizer.
+      program: the optimizer's program.
       initial: its scalar state, for the types.
-      held: what the store has: step, skipped steps, scalar state.
+      held: the store's step, skipped steps and scalar state.
       feedback: error feedback, or empty.
     """
     step, skipped, *scalars = held
@@ -87,13 +87,13 @@ def next_state(
     old: Sequence[jax.Array],
     new: Sequence[jax.Array],
 ) -> SmartUpdateState:
-    """The state after a step.
+    """Makes the state after a step.
 
     Args:
-      state: before it.
-      verdict: on the step.
+      state: the state before the step.
+      verdict: the verdict on the step.
       old: leaves of the optimizer's state, then of the error feedback.
-      new: likewise, if the step is committed.
+      new: the same leaves for a committed step.
     """
     is_committed = verdict == COMMITTED
     kept = [jnp.where(is_committed, n, o) for n, o in zip(new, old, strict=True)]
@@ -113,12 +113,12 @@ def check_state(
     """Refuses the state of another optimizer.
 
     Args:
-      state: given to `update`.
-      description: of the optimizer.
-      num_feedback: leaves of error feedback that it should have.
+      state: the state given to `update`.
+      description: the optimizer's description.
+      num_feedback: expected number of leaves of error feedback.
 
     Raises:
-      StaleStateError: says what differs.
+      StaleStateError: names the difference.
     """
     num_scalars = len(jax.tree.leaves(state.optimizer))
     if num_scalars != len(description.scalar_paths):

@@ -5,9 +5,9 @@
                                                 all tokens ─► finish ─► result
 
 A call that waits for its update would keep an accelerator's later kernels from being
-enqueued: there it only takes the gradient, and what comes of it is fetched when the
-last gradient is gone. Invariant: every leaf is updated once, and the step is committed
-after the last.
+enqueued. There it only takes the gradient, and the result is fetched after the last
+gradient. Invariant: every leaf is updated once, and the step is committed after the
+last.
 """
 
 import math
@@ -54,9 +54,9 @@ class StepCalls:
 
     Args:
       wrapped: the optimizer and its store.
-      description: what the store holds.
-      shardings: of the leaves; empty for one JAX device.
-      state: that the step starts from.
+      description: the store's description.
+      shardings: the leaves' shardings; empty for one JAX device.
+      state: the state at the beginning of the step.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class StepCalls:
         params: Sequence[jax.Array],
         feedback: Sequence[jax.Array],
     ) -> list[LeafCall]:
-        """What the host is told of each leaf, before any compression.
+        """Makes the call of each leaf, before any compression.
 
         Args:
-          gradients: the leaves.
-          params: likewise, or empty where they are not at hand.
-          feedback: what was left out before, or empty.
+          gradients: the leaves' gradients.
+          params: the leaves' params, or empty if they are not available.
+          feedback: the leaves' error feedback, or empty.
         """
         calls = []
         for number, (gradient, gate) in enumerate(
@@ -107,7 +107,7 @@ class StepCalls:
         return calls
 
     def groups(self, leaves: Sequence[LeafCall]) -> list[list[int]]:
-        """Which leaves go in a call: see `grouping`."""
+        """Returns the leaves of each call; see `grouping`."""
         members = []
         for leaf in leaves:
             shape, used = leaf.shape, frozenset[Axis]()
@@ -118,7 +118,7 @@ class StepCalls:
         return grouped(members)
 
     def run(self, calls: Iterable[HostCall]) -> list[LeafResult]:
-        """Updates; results in the order of the leaves."""
+        """Updates all leaves; returns results in the order of the leaves."""
         calls = list(calls)
         waits = waits_for_updates()
         host = self._host.update if waits else self._host.start
@@ -141,7 +141,7 @@ class StepCalls:
         inexact: jax.Array,
         scalars: Sequence[jax.Array],
     ) -> jax.Array:
-        """Ends the step; int32: committed, skipped or failed."""
+        """Ends the step; returns an int32: committed, skipped or failed."""
         state = self._state
         statuses = jnp.stack([result.status for result in results])
         return call_once(
@@ -162,11 +162,11 @@ class StepCalls:
     def _send(
         self, host: Host, call: HostCall, *, has_results: bool
     ) -> list[LeafResult]:
-        """One call, compressed if it is to be, from some step on."""
+        """Sends one call; compressed, if that is on, after the warm-up steps."""
         compression = self._wrapped.compression
         if compression is None:
             return self._send_as(host, call, None, has_results=has_results)
-        # What makes a gradient is not computed together with what selects from it.
+        # Keeps XLA from fusing the gradient's computation with the selection.
         leaves = tuple(
             replace(leaf, gradient=lax.optimization_barrier(leaf.gradient))
             for leaf in call.leaves
@@ -196,7 +196,7 @@ class StepCalls:
         leaves = call.leaves
         avals = self._results(call) if has_results else [None] * len(leaves)
         sent = call
-        if compress is None:  # what was left out before stays here
+        if compress is None:  # the old error feedback stays here
             dense = tuple(replace(leaf, feedback=None) for leaf in leaves)
             sent = call._replace(leaves=dense)
         results = send(
@@ -210,7 +210,7 @@ class StepCalls:
     def _fetch(
         self, calls: Sequence[HostCall], started: Sequence[Sequence[LeafResult]]
     ) -> list[list[LeafResult]]:
-        """The results of updates that were started, when all of them are."""
+        """Fetches the results of started updates, after all have been started."""
         tokens = jnp.stack([leaf.status for results in started for leaf in results])
         host, found = self._guarded(self._host.finish), []
         for call, kept in zip(calls, started, strict=True):
@@ -235,9 +235,9 @@ class StepCalls:
         return [self._shardings[leaf.number] for leaf in call.leaves]
 
     def _gates(self, gradients: Sequence[jax.Array]) -> list[jax.Array | None]:
-        """For each leaf, whether its update may go on: see `HostSide.looks_ahead`.
+        """Returns whether each leaf may update; see `HostSide.looks_ahead`.
 
-        Of a gradient that is sent in part the host could not tell if it is finite.
+        The host cannot tell whether a compressed gradient is finite.
         """
         is_sparse = self._wrapped.compression is not None and self._host.checks_finite
         if not (self._host.looks_ahead or is_sparse):
@@ -256,7 +256,7 @@ class StepCalls:
         ]
 
     def _gives(self, params: jax.Array) -> bool:
-        """Whether the store may have the same bits, and it costs nothing."""
+        """Whether the params may equal the store's, and can be handed over for free."""
         is_free = shares_memory(is_local=self._mesh is not None)
         is_stored = params.dtype in (jnp.float32, jnp.bfloat16)
         return is_free and self._host.takes_params and is_stored

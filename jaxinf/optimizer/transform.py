@@ -1,6 +1,6 @@
-"""`smart_update`: an optax transformation whose state and update live on storage.
+"""`smart_update`: an optax transformation with state and update on storage.
 
-Invariant: the pair of functions holds nothing of a run; the store does.
+Invariant: the pair of functions has no state of a run; the store has it.
 """
 
 from collections.abc import Mapping
@@ -46,30 +46,29 @@ def smart_update(
     Args:
       tx: any transformation that is elementwise over its stored state.
       store: from `jaxinf.open_store`, or a path to open with its defaults.
-      compress: `jaxinf.top_k`: only the largest elements of each gradient are sent, the
-        rest counts as zero. What `tx` computes from all gradients, such as their norm,
-        it computes from the dense ones.
-      nonfinite: what a gradient with NaN or Inf does. ``"error"``: the step is refused
-        and the store stops. ``"skip"``: zero updates, counted in `skipped_steps`.
-        ``"allow"``: nothing is checked (for chains that treat NaN themselves).
-      shardings: tree of ``NamedSharding`` like the params, for when `init` runs under
-        ``jit`` or ``eval_shape``; by default those of the params that `init` is given.
+      compress: a result of `jaxinf.top_k`: only the largest elements of each gradient
+        are sent, and the others count as zero. Quantities of all gradients, such as
+        their norm, are computed from the dense ones. nonfinite: the effect of a
+        gradient with NaN or Inf. ``"error"``: the step is refused and the store stops.
+        ``"skip"``: the updates are zero, and the step counts in `skipped_steps`.
+        ``"allow"``: there is no check (for chains that handle NaN themselves).
+        shardings: tree of ``NamedSharding`` like the params, for an `init` under
+        ``jit`` or ``eval_shape``; by default the shardings of the params given to
+        `init`.
       extra_args: example values for a transformation whose `update` needs extra
         arguments; only shapes and dtypes count.
 
     Returns:
       The transformation. Its `init` makes the store, or resumes one that agrees with
-      the optimizer, the tree and the params; of leaves that are
-      `jaxinf.typing.DeferredArray` one is in memory at a time. Its `update` returns
-      fp32 updates for
-      fp32 params, to be applied with ``optax.apply_updates`` unchanged; for bfloat16
-      and float16 params, fp32 updates that bring them exactly to the master params
-      rounded.
+      the optimizer, the tree and the params; only one leaf of type
+      `jaxinf.typing.DeferredArray` at a time is in memory. Its `update` returns fp32
+      updates, to be applied unchanged with ``optax.apply_updates``; they bring bfloat16
+      and float16 params exactly to the rounded master params.
 
     Raises:
-      UnsupportedTransformError: from `init` and `update`, when `tx` is not elementwise.
-      ValueError: an argument is out of range, or the store cannot keep the error
-        feedback that is asked for.
+      UnsupportedTransformError: from `init` and `update`, if `tx` is not elementwise.
+        ValueError: an argument is out of range, or the store cannot keep the requested
+        error feedback.
     """
     if nonfinite not in ("error", "skip", "allow"):
         raise ValueError(
@@ -147,7 +146,7 @@ def _as_transformation(
 
 
 def _refuse_outer_multi_steps() -> None:
-    """``MultiSteps(smart_update(…))`` would run the drive on every micro-step."""
+    """Refuses ``MultiSteps(smart_update(…))``, with a store step per micro-step."""
     if compat.is_inside_multi_steps():
         raise ValueError(
             "optax.MultiSteps(jaxinf.smart_update(tx, store), k) cannot work: optax "

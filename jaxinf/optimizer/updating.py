@@ -5,7 +5,7 @@
     update u, or new 16-bit params ◄┘          all leaves ─► one commit
 
 Invariant: the store advances by exactly one step for each update that is not refused;
-the update returned is the very value that was added to the master params.
+  the returned update is the value that was added to the master params.
 """
 
 from collections.abc import Mapping
@@ -72,10 +72,10 @@ def _device_params(
     params: PyTree | None,
     extra_args: Mapping[str, Any],
 ) -> list[jax.Array]:
-    """The params' leaves; none, where the optimizer can do without.
+    """Returns the params' leaves; none if the optimizer does not need them.
 
     Raises:
-      ValueError: optax's own, where it cannot; ours for 16-bit params.
+      ValueError: params are missing but needed by optax or for 16-bit params.
     """
     if params is not None:
         return jax.tree.leaves(params)
@@ -90,12 +90,12 @@ def _device_params(
 
 
 def _change(result: jax.Array, params: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """The fp32 update that a host's result means, and whether it is inexact.
+    """Returns the fp32 update for a host's result, and whether it is inexact.
 
     For 16-bit params it is the difference to the new ones. In rare cases no float32
     number leads from the old to the new (from a power of two to far below its last bit,
-    or between denormals): then the params that the update makes are one rounding away
-    from those of the store, whose next step must not take them for its own.
+    or between denormals). Then the updated params are one rounding away from the
+    store's, and the next step must not use them in place of those.
     """
     if result.dtype == jnp.float32:
         return result, jnp.bool_(False)
@@ -107,6 +107,6 @@ def _change(result: jax.Array, params: jax.Array | None) -> tuple[jax.Array, jax
 
 
 def _applied(verdict: jax.Array, update: jax.Array) -> jax.Array:
-    """The update of a committed step, zero for a skipped one, NaN after a failure."""
+    """Returns the update: zero for a skipped step, NaN after a failure."""
     filler = jnp.where(verdict == FAILED, jnp.nan, 0.0).astype(update.dtype)
     return jnp.where(verdict == COMMITTED, update, filler)

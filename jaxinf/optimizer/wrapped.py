@@ -1,6 +1,6 @@
-"""What `smart_update` was given, for `init` and `update`.
+"""The arguments of `smart_update`, for `init` and `update`.
 
-Invariant: nothing here changes; what `init` sees of a run is the store's to keep.
+Invariant: nothing here changes; the store keeps the data that `init` gets from a run.
 """
 
 from collections.abc import Mapping
@@ -33,10 +33,10 @@ class Wrapped:
 
     Attributes:
       tx: the optimizer.
-      host: the store's side of it.
-      compression: of its gradients; None for dense ones.
-      given_shardings: of the params' leaves, as the caller said; empty if not.
-      example_args: of further arguments of the optimizer's update.
+      host: the store's host functions.
+      compression: compression of its gradients; None for dense ones.
+      given_shardings: shardings of the params' leaves from the caller; may be empty.
+      example_args: examples of other arguments of the optimizer's update.
     """
 
     tx: optax.GradientTransformationExtraArgs
@@ -47,7 +47,7 @@ class Wrapped:
 
     @property
     def store(self) -> Store:
-        """Where the state lives."""
+        """The store of the state."""
         return self.host.store
 
     @property
@@ -57,19 +57,19 @@ class Wrapped:
 
     @property
     def shardings(self) -> tuple[NamedSharding, ...]:
-        """Of the params' leaves, on one mesh; empty for one JAX device.
+        """Shardings of the params' leaves, on one mesh; empty for one JAX device.
 
-        The caller's, or those of the params that the last `init` on the store saw.
+        They are the caller's, or those of the params in the last `init` on the store.
         """
         return self.given_shardings or self.store.training.shardings
 
     def trace(
         self, params: PyTree, extra_args: Mapping[str, Any]
     ) -> tuple[InitProgram, UpdateProgram]:
-        """The optimizer, divided between JAX and the store.
+        """Traces the optimizer and divides it between JAX and the store.
 
         Raises:
-          UnsupportedTransformError: it cannot be.
+          UnsupportedTransformError: it cannot be divided.
         """
         update = trace_update(self.tx, params, extra_args)
         check_program(self.compression, update)
@@ -81,7 +81,7 @@ class Wrapped:
         update: UpdateProgram,
         shardings: tuple[NamedSharding, ...],
     ) -> StoreDescription:
-        """What the store is to hold."""
+        """Describes the store that the optimizer needs."""
         counts = [
             shard_counts(shardings[number] if shardings else None, leaf.info.shape)
             for number, leaf in enumerate(update.leaves)

@@ -146,7 +146,7 @@ def list_checkpoints(directory: StoreDirectory) -> list[CheckpointInfo]:
 
 
 def stray_checkpoints(directory: StoreDirectory) -> list[Damage]:
-    """What lies among the checkpoints and is none."""
+    """Returns other entries among the checkpoints."""
     root = directory.path / "checkpoints"
     if not root.is_dir():
         return []
@@ -228,10 +228,10 @@ def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
 def checkpoints_to_prune(
     found: Iterable[CheckpointInfo], step: int, *, keep_last: int, keep_every: int
 ) -> list[str]:
-    """Names of the checkpoints that a policy does not keep.
+    """Returns the names of checkpoints that a policy does not keep.
 
-    Only those named by their step's number are a policy's to remove, and none of a step
-    that is still to come: after a restore they are of another run.
+    A policy removes only checkpoints named by their step's number, and none of a later
+    step than the run's: after a restore these belong to another run.
 
     Args:
       found: what there is.
@@ -257,7 +257,7 @@ def checkpoints_to_prune(
 
 
 def prune_leftovers(directory: StoreDirectory) -> None:
-    """Removes what a crash left of checkpoints that were being made or removed."""
+    """Removes the remains of checkpoints whose making or removal was interrupted."""
     root = directory.path / "checkpoints"
     if root.is_dir():
         with _managed(directory):
@@ -333,7 +333,7 @@ def _checked_name(directory: StoreDirectory, name: str | None, step: int) -> str
 
 
 def _add_documents(directory: StoreDirectory, root: Path, record: CommitRecord) -> None:
-    """What a slot has not: the manifest, and what Orbax's managers look for."""
+    """Adds documents that a slot lacks: the manifest, and Orbax's."""
     directory.manifest.write(root / "jaxinf.json")
     write_json_atomically(
         root / "_CHECKPOINT_METADATA",
@@ -394,7 +394,7 @@ def _check_space(directory: StoreDirectory, pinned: Slot | None) -> None:
 
 
 def _files_to_make(files: list[Path], pinned: Slot | None) -> int:
-    """How many of the two slots' files of a chunk the writer will have to replace."""
+    """Counts the files of a chunk in both slots that the writer must replace."""
     found = [os.stat(file) for file in files]
     first, second = found
     links = [status.st_nlink for status in found]

@@ -1,4 +1,4 @@
-"""What is said of a chunk that is not as it was written.
+"""The error for a damaged chunk.
 
 Invariant: leaf, state, chunk, file and CSD are named, and what to do.
 """
@@ -41,7 +41,7 @@ def corrupt_chunk(
     when: str = "as written",
     store: str = "STORE",
 ) -> StoreCorruptError:
-    """What is raised for a chunk whose checksum is not the committed one.
+    """Makes the error for a chunk whose checksum differs from the committed one.
 
     Args:
       file: the chunk's name in the step.

@@ -1,6 +1,6 @@
-"""A second name for a file, without its bytes being copied where that can be.
+"""Gives a file a second name, without a copy of its bytes if possible.
 
-Invariant: a file system that has no hard links gets copies, and the log says so once.
+Invariant: on a file system without hard links, files are copied with one log message.
 """
 
 import errno

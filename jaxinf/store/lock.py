@@ -51,7 +51,7 @@ class StoreLock:
         """Gives the lock back; idempotent. In a forked child the parent keeps it."""
         if self._fd >= 0:
             if self._pid == os.getpid():
-                # Whom the next holder shuts out must not be told of this process.
+                # Else an error could name this process instead of the next holder.
                 with contextlib.suppress(OSError):  # of a drive that is gone
                     os.ftruncate(self._fd, 0)
             os.close(self._fd)

@@ -30,15 +30,15 @@ def lay_out(
     *,
     held: Manifest | None = None,
 ) -> Manifest:
-    """Where the chunks of a store lie: the one way to a new manifest.
+    """Places the chunks of a store; every new manifest is made here.
 
     Args:
-      contents: its leaves; a manifest's will do, wherever its chunks are.
-      chunk_shapes: of each leaf.
-      csd_roots: where chunks go, evenly by bytes; empty for the store itself.
-      held: the store that is spread anew, with these contents: it keeps its id, and
-        its chunks their CSDs as far as the loads allow. By default the store is new,
-        under an id of its own.
+      contents: the leaves; those of a manifest are possible, without its places.
+      chunk_shapes: chunk shape of each leaf.
+      csd_roots: CSD roots for the chunks, evenly by bytes; empty for the store itself.
+      held: an existing store with these contents, to be rebalanced: it keeps its id,
+        and chunks keep their CSDs as far as the loads allow. By default the store is
+        new and gets an id of its own.
     """
     leaves = [
         LeafRecord.of(leaf, shape, ())
@@ -101,7 +101,7 @@ def making_store(path: Path, manifest: Manifest) -> Iterator[StoreDirectory]:
     path.mkdir(parents=True, exist_ok=True)
     lock = StoreLock(path)
     try:
-        _check_unused(path)  # another process may have been faster
+        _check_unused(path)  # another process may have made one since
         try:
             create_store(directory)
             yield directory
@@ -114,7 +114,7 @@ def making_store(path: Path, manifest: Manifest) -> Iterator[StoreDirectory]:
 
 
 def _check_unused(path: Path) -> None:
-    """Refuses where something is; the locks of a making that failed are nothing."""
+    """Refuses a place in use; the locks of a failed attempt do not count."""
     if not path.exists():
         return
     found = ["a file"]

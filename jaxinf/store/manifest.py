@@ -1,7 +1,7 @@
-"""``jaxinf.json``: what a store holds, and where its chunks lie.
+"""``jaxinf.json``: the contents of a store, and the places of its chunks.
 
-Invariant: a manifest is immutable and round-trips through JSON unchanged. What cannot
-be understood is a `StoreFormatError`; nothing is guessed.
+Invariant: a manifest is immutable and round-trips through JSON unchanged. Anything that
+does not parse is a `StoreFormatError`; nothing is guessed.
 """
 
 import math
@@ -51,7 +51,7 @@ _MOST_ELEMENTS = 1 << 58  # of 16 bytes each
 
 @dataclass(frozen=True, kw_only=True)
 class LeafRecord(LeafContents):
-    """One leaf, and where its chunks lie.
+    """One leaf, with the places of its chunks.
 
     Attributes:
       chunk_shape: of every state's array.
@@ -65,7 +65,7 @@ class LeafRecord(LeafContents):
     def of(
         cls, leaf: LeafContents, chunk_shape: tuple[int, ...], csds: tuple[int, ...]
     ) -> "LeafRecord":
-        """A leaf in a place, whatever its place was."""
+        """Makes a leaf with a new place."""
         own = {item.name: getattr(leaf, item.name) for item in fields(LeafContents)}
         return cls(**own, chunk_shape=chunk_shape, csds=csds)
 
@@ -103,7 +103,7 @@ class Manifest(StoreContents):
 
     @property
     def decoded(self) -> "Manifest":
-        """The same store with everything as the optimizer computes with it."""
+        """The same store without codecs."""
         leaves = [replace(leaf, states=leaf.slots) for leaf in self.leaves]
         return replace(self, leaves=tuple(leaves))
 
@@ -159,7 +159,7 @@ class Manifest(StoreContents):
         return manifest
 
     def _check(self) -> None:
-        """Raises ValueError where the parts do not fit each other."""
+        """Raises ValueError if the parts do not fit each other."""
         for leaf in self.leaves:
             _check_size(leaf)
             if leaf.kernel not in self.kernels:

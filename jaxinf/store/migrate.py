@@ -3,8 +3,8 @@
       checkpoints ──► slots' records ──► journal ──► jaxinf.json
         each document is replaced whole; the store is of the old version until the last
 
-Invariant: chunk files are not touched; the manifest, which says the version, is
-replaced last: a migration that was interrupted is gone on with by another call.
+Invariant: chunk files are not touched. The manifest, which has the version, is replaced
+  last, so another call can continue an interrupted migration.
 """
 
 from dataclasses import replace
@@ -84,7 +84,7 @@ def _migrate(directory: StoreDirectory) -> None:
 
 
 def _migrate_record(step: Path, manifest: Manifest) -> None:
-    """A record in the words of the present format, whichever it is of."""
+    """Returns a record of any supported format in the present one."""
     record = CommitRecord.read(step / "commit.json", any_version=True)
     documents = stock_documents(step, manifest)
     replace(record, documents=documents).write(step / "commit.json")

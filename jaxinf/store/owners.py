@@ -1,6 +1,6 @@
-"""Whose the chunks on a CSD are: a note beside them names the store.
+"""The owner of the chunks on a CSD: a note beside them names the store.
 
-Invariant: of a store and a copy of it without its CSDs, one writes to them.
+Invariant: of a store and its copy without the CSDs, only one writes to them.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""A committed step under another name: what snapshots and checkpoints are made of.
+"""Links a committed step under another name, for snapshots and checkpoints.
 
-Invariant: what is linked is the real file, inside the CSD root that holds it: a link to
-a symlink would pin nothing, and links do not cross file systems.
+Invariant: links are to real files, inside the same CSD root: a link to a symlink would
+pin nothing, and links do not cross file systems.
 """
 
 import contextlib

@@ -1,10 +1,10 @@
-"""The one reader of a step's chunks: what was written, verified and decoded.
+"""The one reader of a step's chunks: it verifies and decodes them.
 
       file ──► pieces ──► checksum ──► decoded ──► the caller
-                             └─ of all of a chunk, before its last piece is given out
+                             └─ of the whole chunk, before its last piece is returned
 
-Invariant: files are only read, through a few buffers of a piece each; nobody is given
-all of a chunk that is not as it was written.
+Invariant: files are only read, through a few buffers of a piece each; no caller gets
+the whole of a damaged chunk.
 """
 
 import os
@@ -182,7 +182,7 @@ class StepReader:
     def _decoded(
         self, leaf: LeafRecord, state: StateRecord, beside: StateRecord, number: int
     ) -> Iterator[Piece]:
-        """Whoever gets the last of the codes gets the last of what belongs to them."""
+        """Decodes codes with their scales or remainders, both to the last piece."""
         per_piece = beside.num_elements(self._piece_elements)
         codes = self.stored(leaf, state, number)
         others = self.stored(leaf, beside, number, per_piece)

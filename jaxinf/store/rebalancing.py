@@ -3,9 +3,9 @@
       journal ─► link or copy, checked ─► sync ─► jaxinf.json ─► links, old files ─► end
                the store is as it was          │   the store is the new one
 
-Invariant: until the manifest is replaced, nothing that the store uses is changed; from
-then on nothing of the old places is used. Whatever is interrupted is gone on with, from
-the journal: before that moment by the next call, after it also by the next opening.
+Invariant: until the manifest is replaced, no file in use changes; after that the old
+  places are not used. An interrupted rebalance is continued from the journal: before
+  that moment by the next call, afterwards also by the next opening.
 """
 
 import os
@@ -57,11 +57,11 @@ _REMEDY = "restore it, or remove it if jaxinf verify finds no damage"
 
 @dataclass(frozen=True)
 class Rebalanced:
-    """What was done.
+    """The result of a rebalance.
 
     Attributes:
-      num_chunks: how many of the leaves' chunks have another place now.
-      num_bytes: of their state, in one step.
+      num_chunks: number of the leaves' chunks with a new place.
+      num_bytes: bytes of their state, in one step.
     """
 
     num_chunks: int
@@ -93,10 +93,10 @@ def rebalance(
 ) -> Rebalanced:
     """Spreads a store over these CSD roots instead of those it has; blocks.
 
-    No bit of a committed step or a checkpoint changes; what is copied to another file
-    system is held against its checksum. Chunks stay where they are as far as the loads
-    allow. Files that stay on their file system are not copied. If it is interrupted the
-    store is as it was, or as it will be: give the same command again.
+    No bit of a committed step or a checkpoint changes; copies to other file systems are
+    verified by their checksums. Chunks stay where they are as far as the loads allow.
+    Files that stay on their file system are not copied. After an interrupt the store is
+    valid, with the old or the new roots; give the same command again.
 
     Args:
       path: the store.
@@ -142,10 +142,10 @@ def reseal_journal(directory: StoreDirectory) -> None:
 
 
 def finish_rebalance(directory: StoreDirectory) -> None:
-    """Goes on where a rebalance was interrupted after it had replaced the manifest.
+    """Completes a rebalance that was interrupted after it had replaced the manifest.
 
-    Removes what it has left at the chunks' old places. The caller holds the store's
-    lock. Does nothing where none was interrupted there.
+    Removes its remains at the chunks' old places. The caller holds the store's lock.
+    Does nothing if there is no such rebalance.
     """
     journal = _read_journal(directory)
     if journal is None or journal[1] != directory.manifest:
@@ -402,7 +402,7 @@ def _bring(move: _Move, made: dict[tuple[int, int], Path], pool: BufferPool) -> 
 def _is_there(
     move: _Move, inode: tuple[int, int], made: dict[tuple[int, int], Path]
 ) -> bool:
-    """Whether an earlier call has brought it, and it is still what it should be."""
+    """Whether an earlier call has made this file, and it is still valid."""
     target = move.target
     if not target.exists():
         return False
@@ -439,7 +439,7 @@ def _copy(move: _Move, target: Path, file_bytes: int, pool: BufferPool) -> None:
 
 
 def _switch(old: StoreDirectory, new: StoreDirectory) -> None:
-    """From here on the store is the new one."""
+    """Replaces the manifest, which makes the new places valid."""
     with lock_exclusively(old.publish_lock):
         new.manifest.write(old.path / "jaxinf.json")
 

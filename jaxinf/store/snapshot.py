@@ -1,7 +1,7 @@
-"""A committed step pinned for a reader while the run goes on.
+"""Pins a committed step for a reader while the run goes on.
 
-Invariant: what a snapshot shows is one step, bit for bit, until it is released; making
-one moves no data. See docs/format.md, "Hard links".
+Invariant: a snapshot shows one step, bit for bit, until it is released; making one
+moves no data. See docs/format.md, "Hard links".
 """
 
 import contextlib
