@@ -13,8 +13,9 @@ from jaxinf.cli.terminal import make_table
 from jaxinf.errors import StoreMismatchError
 from jaxinf.store import (
     StoreDirectory,
-    StoreLock,
     find_checkpoint,
+    finish_rebalance,
+    hold_store,
     list_checkpoints,
     remove_checkpoint,
     restore_checkpoint,
@@ -71,15 +72,12 @@ def restore(store: Path, name: str, *, discard_current: bool) -> None:
       StoreMismatchError: the committed step would be lost, without `discard_current`.
       StoreLockedError: a run has the store open.
     """
-    directory = open_directory(store)
-    lock = StoreLock(directory.path)
-    try:
+    with hold_store(store) as directory:
+        finish_rebalance(directory)
         find_checkpoint(directory, name)
         if not discard_current:
             _check_kept(directory, name)
         record = restore_checkpoint(directory, name)
-    finally:
-        lock.release()
     print(f"{store}: at step {record.step} again; the next run goes on from there")
 
 

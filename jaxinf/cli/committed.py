@@ -17,7 +17,13 @@ from jaxinf.errors import (
     StoreIOError,
     StoreSpaceError,
 )
-from jaxinf.store import CommitRecord, Manifest, StoreDirectory, snapshot
+from jaxinf.store import (
+    CommitRecord,
+    Manifest,
+    StoreDirectory,
+    look_at_store,
+    pinned_step,
+)
 
 __all__ = ["CommittedStep", "open_committed", "open_directory"]
 
@@ -77,12 +83,12 @@ def open_committed(path: Path, *, is_live: bool = False) -> Iterator[CommittedSt
         warnings: tuple[str, ...] = ()
         if not is_live:
             try:
-                pinned = stack.enter_context(snapshot(directory))
+                pinned = stack.enter_context(pinned_step(directory))
             except (StoreIOError, StoreSpaceError) as error:
                 warnings = (_fallback_warning(error),)
             else:
-                commit = CommitRecord.read(pinned / "commit.json")
-                yield CommittedStep(directory, pinned, commit, True)
+                commit = CommitRecord.read(pinned.path / "commit.json")
+                yield CommittedStep(pinned.directory, pinned.path, commit, True)
                 return
         slot_path, commit = _read_live(directory)
         yield CommittedStep(directory, slot_path, commit, False, warnings)
@@ -92,8 +98,8 @@ def open_directory(path: Path) -> StoreDirectory:
     """Opens a store's files without locking it.
 
     Raises:
-      StoreFormatError: there is no store.
-      StoreIOError: a CSD's directory is missing.
+      StoreFormatError: there is no store, it has links that lead out of it, or a CSD's
+        directory is missing.
     """
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing"
@@ -101,14 +107,7 @@ def open_directory(path: Path) -> StoreDirectory:
             f"{path}: expected the directory of a jaxinf store, found {found}; check "
             "the path, or mount the drive it is on"
         )
-    directory = StoreDirectory.open(path)
-    for csd in range(directory.num_csds):
-        if not directory.csd_directory(csd).is_dir():
-            raise StoreIOError(
-                f"{directory.csd_directory(csd)}: expected the chunks of the store "
-                f"{path} on its CSD {csd}, found no such directory; mount the drive"
-            )
-    return directory
+    return look_at_store(path)
 
 
 def _fallback_warning(error: StoreError) -> str:

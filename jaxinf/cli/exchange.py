@@ -7,7 +7,7 @@ export appears only when it is complete.
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -195,7 +195,9 @@ def _step_of(store: Path, checkpoint: str | None) -> Iterator[StepFiles]:
         directory = open_directory(store)
         find_checkpoint(directory, checkpoint)
         path = directory.step_path(f"checkpoints/{checkpoint}")
-        yield StepFiles(path, Manifest.read(path / "jaxinf.json"))
+        held = Manifest.read(path / "jaxinf.json")
+        # A checkpoint's chunks lie on the store's CSDs, whatever it says itself.
+        yield StepFiles(path, replace(held, csds=directory.manifest.csds))
         return
     with open_committed(store) as committed:
         for warning in committed.warnings:

@@ -84,12 +84,14 @@ def _measured(
     one.
     """
     try:
-        with StepReader(step.path, step.commit) as reader:
+        with StepReader(step.path, step.commit, directory=step.directory) as reader:
             return {s.name: measure_array(reader, record, s) for s in states}
     except StoreCorruptError:
         if step.is_pinned or step.directory.read_commit() == step.commit:
             raise
-        with StepReader(step.path, step.commit, verify=False) as reader:
+        with StepReader(
+            step.path, step.commit, directory=step.directory, verify=False
+        ) as reader:
             return {s.name: measure_array(reader, record, s) for s in states}
 
 

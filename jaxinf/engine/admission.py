@@ -45,7 +45,7 @@ def check_place(path: Path) -> None:
 
 
 def check_roots(options: StoreOptions, manifest: Manifest) -> None:
-    """Refuses CSD roots that differ from the store's, and a missing drive."""
+    """Refuses CSD roots that differ from the store's."""
     given = tuple(str(root) for root in options.csd_roots)
     if given and given != manifest.csds:
         raise StoreMismatchError(
@@ -53,13 +53,6 @@ def check_roots(options: StoreOptions, manifest: Manifest) -> None:
             f"{list(manifest.csds) or 'the store itself'}, given were "
             f"{list(given)}; leave csds out when opening an existing store"
         )
-    for csd, root in enumerate(manifest.csds):
-        if not (Path(root) / f"jaxinf-{manifest.store_id}").is_dir():
-            raise StoreFormatError(
-                f"{options.path}: CSD {csd} of the store should be at {root} "
-                f"(directory jaxinf-{manifest.store_id}), which is not there; "
-                "mount the drive, or restore the directory"
-            )
 
 
 def check_format(options: StoreOptions, manifest: Manifest) -> None:

@@ -214,7 +214,7 @@ class CommittedState:
             )
         with self.training.paused():
             path, commit = committed_step(self.training.opened)
-            with StepReader(path, commit) as reader:
+            with StepReader(path, commit, directory=self._directory) as reader:
                 return reader.read(record, chosen)
 
     def wait(self, state: Any = None) -> None:

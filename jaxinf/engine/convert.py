@@ -14,7 +14,7 @@ import numpy as np
 from jaxinf.engine.description import coded_leaf, store_codecs
 from jaxinf.engine.options import MasterFormat, StateFormat
 from jaxinf.engine.subgroup_arrays import rounding_of_chunk
-from jaxinf.io import crc32c, crc32c_combine
+from jaxinf.io import crc32c, crc32c_combine, opened_to_write
 from jaxinf.io.failures import translated
 from jaxinf.layout import CodedSlot
 from jaxinf.store import (
@@ -26,8 +26,9 @@ from jaxinf.store import (
     StoreDirectory,
     dtype_of,
     lay_out,
+    look_at_store,
     making_store,
-    snapshot,
+    pinned_step,
     stock_documents,
 )
 from jaxinf.typing import Array, ProgressCallback
@@ -69,27 +70,34 @@ def convert_store(
       StoreCorruptError: a chunk is damaged; there is no new store.
       StoreError: a drive failed.
     """
-    held = StoreDirectory.open(source)
     for root in csds:
         if not root.is_dir():
             raise ValueError(
                 f"CSD root {root}: expected a directory on a mounted drive, found "
                 "nothing; create or mount it"
             )
-    codecs = _codecs(held, state, master)
+    with pinned_step(look_at_store(source)) as step:
+        held = step.directory
+        manifest = _laid_out(held, _codecs(held, state, master), csds)
+        record = CommitRecord.read(step.path / "commit.json")
+        with making_store(target, manifest) as directory:
+            with StepReader(step.path, record, directory=held) as reader:
+                sums = _fill(directory, held.manifest, reader, record.step, progress)
+            directory.sync()
+            documents = stock_documents(directory.step_path("a"), manifest)
+            complete = replace(record, checksums=sums, documents=documents)
+            directory.publish("a", complete)
+    return record.step
+
+
+def _laid_out(
+    held: StoreDirectory, codecs: tuple[str, str], csds: Sequence[Path]
+) -> Manifest:
+    """The new store."""
     leaves = [coded_leaf(leaf, *codecs) for leaf in held.manifest.leaves]
     shapes = [leaf.chunk_shape for leaf in leaves]
     converted = replace(held.manifest, leaves=tuple(leaves))
-    manifest = lay_out(converted, shapes, [str(root) for root in csds])
-    with snapshot(held) as step, making_store(target, manifest) as directory:
-        record = CommitRecord.read(step / "commit.json")
-        with StepReader(step, record) as reader:
-            sums = _fill(directory, held.manifest, reader, record.step, progress)
-        directory.sync()
-        documents = stock_documents(directory.step_path("a"), manifest)
-        complete = replace(record, checksums=sums, documents=documents)
-        directory.publish("a", complete)
-    return record.step
+    return lay_out(converted, shapes, [str(root) for root in csds])
 
 
 def _codecs(
@@ -152,8 +160,8 @@ class _SlotWriter:
         for state, stored, offset in self._stored(chunk, start, values):
             file = self._directory.chunk_file("a", self._leaf, chunk, state.name)
             data = np.ascontiguousarray(stored)
-            with translated("write", file), open(file, "r+b", buffering=0) as stream:
-                _write_all(stream.fileno(), data, offset * state.itemsize)
+            with translated("write", file), opened_to_write(file) as fd:
+                _write_all(fd, data, offset * state.itemsize)
             part = (crc32c(data), data.nbytes)
             self._parts.setdefault((state.name, chunk), []).append(part)
 

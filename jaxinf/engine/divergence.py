@@ -44,7 +44,8 @@ def compare_chunk(
     slot = chunks.source(layout, 0)
     newest = CommitRecord(step=0, scalar_state=(), checksums=chunks.checksums())
     found = None
-    with StepReader(directory.step_path(slot), newest) as reader:
+    step = directory.step_path(slot)
+    with StepReader(step, newest, directory=directory) as reader:
         for piece in reader.stored(record, record.states[0], subgroup.chunk):
             held = piece.values
             given = gather(params, piece.chunk, tuple(origin), piece.start, held.size)

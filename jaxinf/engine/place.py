@@ -25,8 +25,11 @@ from jaxinf.store import (
     create_store,
     discard_store,
     finish_rebalance,
+    is_unfinished,
+    lock_exclusively,
     prune_leftovers,
     prune_snapshots,
+    read_owned,
     restore_checkpoint,
 )
 
@@ -88,30 +91,46 @@ class StorePlace:
         """
         self._lock = StoreLock(self.path)
         try:
-            directory = StoreDirectory.open(self.path)
-            commit = directory.read_commit()
-            if commit is None:
-                self.check_restorable()
-                check_never_committed(directory)
-                _LOG.info(
-                    "%s: its creation was interrupted before a first step was "
-                    "committed; it will be made anew",
-                    self.path,
-                )
+            with lock_exclusively(self.path / "checkpoints.lock"):
+                found = self._committed(self._lock)
+            if found is None:
                 return None
-            check_roots(self._options, directory.manifest)
-            check_format(self._options, directory.manifest)
-            claim_csds(directory)
-            finish_rebalance(directory)
-            prune_snapshots(directory)
-            prune_leftovers(directory)
-            directory.prune_replacements()
-            if self._options.restore is not None:
-                commit = restore_checkpoint(directory, self._options.restore)
+            directory, commit = found
             return self._attach(directory, self._open_csds(directory.manifest), commit)
         except BaseException:
             self.release()
             raise
+
+    def _committed(self, lock: StoreLock) -> tuple[StoreDirectory, CommitRecord] | None:
+        """The store at the step to go on from; without what a crash left."""
+        options = self._options
+        if is_unfinished(self.path):
+            self.check_restorable()
+            check_never_committed(self._leftover())
+            _LOG.info(
+                "%s: its creation was interrupted before a first step was committed; "
+                "it will be made anew",
+                self.path,
+            )
+            return None
+        directory = read_owned(self.path, options.csd_roots)
+        directory.lock = lock
+        check_roots(options, directory.manifest)
+        check_format(options, directory.manifest)
+        commit = directory.read_commit()
+        assert commit is not None
+        claim_csds(directory, options.csd_roots)
+        finish_rebalance(directory)
+        prune_snapshots(directory)
+        prune_leftovers(directory)
+        directory.prune_replacements()
+        if options.restore is not None:
+            commit = restore_checkpoint(directory, options.restore)
+        return directory, commit
+
+    def _leftover(self) -> StoreDirectory:
+        """What an interrupted creation has left."""
+        return read_owned(self.path, self._options.csd_roots, unmade=True)
 
     def _open_csds(self, manifest: Manifest) -> OpenedCsds:
         """Opens the CSDs of an existing or future store; writes nothing."""
@@ -169,6 +188,7 @@ class StorePlace:
                     csds.fleet.close()
                     self.release()
                     return self.create(description)
+            directory.lock = self._lock
             create_store(directory)
         except BaseException:
             csds.fleet.close()
@@ -179,10 +199,10 @@ class StorePlace:
         """Makes the manifest of the new store; removes an unfinished one."""
         master = self._master_codec(description)
         roots = [str(root) for root in self._options.csd_roots]
-        if self.is_there():
-            leftover = StoreDirectory.open(self.path)
+        if self._lock is not None and self.is_there():
+            leftover = self._leftover()
             roots = roots or list(leftover.manifest.csds)
-            discard_store(leftover)
+            discard_store(leftover, self._options.csd_roots)
         codec = self._options.state if self._options.state in CODECS else ""
         return description.manifest(roots, self._options.chunk_elements, codec, master)
 

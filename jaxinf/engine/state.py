@@ -166,7 +166,13 @@ def read_box(
 def committed_reader(opened: OpenStore, memory_bytes: int) -> StepReader:
     """Makes a reader of the committed step that uses about this much memory."""
     path, commit = committed_step(opened)
-    return StepReader(path, commit, memory_bytes=memory_bytes, meters=opened.meters)
+    return StepReader(
+        path,
+        commit,
+        directory=opened.directory,
+        memory_bytes=memory_bytes,
+        meters=opened.meters,
+    )
 
 
 def committed_step(opened: OpenStore) -> tuple[Path, CommitRecord]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxinf.exchange.portions import box_runs
 from jaxinf.exchange.run_sums import RunSums
+from jaxinf.io import opened_to_write
 from jaxinf.io.failures import translated
 from jaxinf.layout import Chunk, CodedSlot
 from jaxinf.store import Slot, StoreDirectory, dtype_of
@@ -102,11 +103,9 @@ class ChunkWriter:
             position = sum(i * s for i, s in zip(index, strides, strict=True))
             chunk = chunks[position]
             file = self._prepare(leaf, position, state)
-            with translated("write", file), open(file, "r+b", buffering=0) as stream:
+            with translated("write", file), opened_to_write(file) as fd:
                 sums = self._sums[leaf, position, state]
-                _write_part(
-                    stream.fileno(), sums, chunk, grid.chunk_shape, start, values
-                )
+                _write_part(fd, sums, chunk, grid.chunk_shape, start, values)
 
     def _prepare(self, leaf: int, chunk: int, state: str) -> os.PathLike[str]:
         key = (leaf, chunk, state)

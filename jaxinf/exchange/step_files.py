@@ -21,6 +21,7 @@ from jaxinf.store import (
     Piece,
     StateRecord,
     StepReader,
+    StoreDirectory,
     dtype_of,
 )
 from jaxinf.typing import Array
@@ -83,6 +84,13 @@ class StepFiles:
         """
         return CommitRecord.read(self.path / "commit.json")
 
+    @cached_property
+    def _directory(self) -> StoreDirectory | None:
+        """Where chunks lie that are not here."""
+        if not self.manifest.csds:
+            return None
+        return StoreDirectory.of_step(self.path, self.manifest)
+
     def exported(self) -> tuple[Manifest, CommitRecord]:
         """Manifest and commit record of what `stream` has given, all of it."""
         sums = {
@@ -121,7 +129,7 @@ class StepFiles:
           StoreIOError: a chunk is missing or too short, or the drive failed.
         """
         every = portions(array.leaf.grid, max_elements)
-        with StepReader(self.path, self.commit) as reader:
+        with StepReader(self.path, self.commit, directory=self._directory) as reader:
             for chunk, members in groupby(every, key=lambda portion: portion.chunk):
                 pieces = reader.pieces(array.leaf, array.state, [chunk])
                 runs = _Runs(pieces, array.dtype)

@@ -26,9 +26,9 @@ from jaxinf.store import (
     Manifest,
     Slot,
     StoreDirectory,
-    StoreLock,
-    claim_csds,
     dtype_of,
+    finish_rebalance,
+    hold_store,
     other_slot,
 )
 from jaxinf.typing import ProgressCallback
@@ -113,17 +113,15 @@ def import_checkpoint(
     """
     if step is not None and step < 0:
         raise ValueError(f"step={step}: expected a step of at least 0")
-    directory = StoreDirectory.open(store)
-    _check_codecs(store, directory.manifest)
-    lock = StoreLock(store)
-    try:
+    with hold_store(store) as directory:
+        finish_rebalance(directory)
+        _check_codecs(store, directory.manifest)
         slot, commit = _untrained(directory)
         found = read_source(source)
         options = MatchOptions(names or {}, ignored, step)
         wanted = directory.manifest.decoded
         plan = match(wanted, commit, found, options, where=str(source))
         _check_fresh(directory, slot, plan)
-        claim_csds(directory)
         spare = other_slot(slot)
         writer = _write(directory, spare, plan, memory_bytes, progress)
         record = CommitRecord(
@@ -133,8 +131,6 @@ def import_checkpoint(
             documents=commit.documents,
         )
         directory.publish(spare, record)
-    finally:
-        lock.release()
     return ImportReport(plan.step, len(plan.arrays), plan.fresh_states, plan.unused)
 
 

@@ -1,8 +1,8 @@
 """Reads and writes that bypass the page cache, with a buffered fallback.
 
 Invariant: a call moves all its bytes or raises; a file system that refuses direct I/O
-  is used buffered. All functions block, release the GIL and are thread-safe; each call
-  opens and closes its file.
+  is used buffered, and a symlink is not followed. All functions block, release the GIL
+  and are thread-safe; each call opens and closes its file.
 """
 
 import errno
@@ -22,6 +22,10 @@ from jaxinf.io.support import REFUSALS, probed_refusal, warn_once
 from jaxinf.typing import Array, PathLikeStr
 
 __all__ = ["DirectIO", "read_into", "write_from"]
+
+
+# Files of this process that have no other name.
+_OWN_DESCRIPTORS = "/proc/self/fd/"
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,8 @@ class _Transfer:
     @contextmanager
     def _opened(self, extra_flags: int) -> Iterator[int]:
         flags = os.O_WRONLY if self.writes else os.O_RDONLY
+        if not os.fspath(self.path).startswith(_OWN_DESCRIPTORS):
+            flags |= os.O_NOFOLLOW
         fd = os.open(self.path, flags | os.O_CLOEXEC | extra_flags)
         try:
             yield fd

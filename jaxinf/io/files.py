@@ -20,6 +20,7 @@ __all__ = [
     "allocate_file",
     "fsync_directory",
     "fsync_file",
+    "opened_to_write",
     "sync_filesystem",
     "write_bytes_atomically",
     "write_json_atomically",
@@ -133,6 +134,17 @@ def sync_filesystem(directory: PathLikeStr) -> None:
 def _fsync(path: PathLikeStr, flags: int) -> None:
     with translated("sync", path), _opened(path, flags) as fd:
         os.fsync(fd)
+
+
+@contextlib.contextmanager
+def opened_to_write(path: PathLikeStr) -> Iterator[int]:
+    """A descriptor of a file that is there, and no link, to write parts of it.
+
+    Raises:
+      OSError: as the operating system says.
+    """
+    with _opened(path, os.O_WRONLY | os.O_NOFOLLOW) as fd:
+        yield fd
 
 
 @contextlib.contextmanager

@@ -42,8 +42,8 @@ from jaxinf.store.directory import (
 )
 from jaxinf.store.documents import read_foreign, seal
 from jaxinf.store.key_paths import encode_path, path_keys
-from jaxinf.store.lock import StoreLock
-from jaxinf.store.making import lay_out, making_store
+from jaxinf.store.lock import StoreLock, lock_exclusively
+from jaxinf.store.making import is_unfinished, lay_out, making_store
 from jaxinf.store.manifest import FORMAT_VERSION, LeafRecord, Manifest
 from jaxinf.store.migrate import migrate
 from jaxinf.store.names import (
@@ -53,11 +53,12 @@ from jaxinf.store.names import (
     check_leaf_paths,
     leaf_name,
 )
+from jaxinf.store.owned import hold_store, look_at_store, read_owned
 from jaxinf.store.owners import claim_csds
 from jaxinf.store.reader import Piece, StepReader, file_checksum
 from jaxinf.store.rebalancing import Rebalanced, finish_rebalance, rebalance
 from jaxinf.store.schemas import LOCK, PLAN
-from jaxinf.store.snapshot import prune_snapshots, snapshot
+from jaxinf.store.snapshot import pinned_step, prune_snapshots, snapshot
 from jaxinf.store.space import stored_bytes
 from jaxinf.store.stock_documents import stock_documents
 from jaxinf.store.verify import Verifier, step_bytes
@@ -103,18 +104,24 @@ __all__ = [
     "find_checkpoint",
     "find_leaf",
     "finish_rebalance",
+    "hold_store",
+    "is_unfinished",
     "lay_out",
     "leaf_name",
     "list_checkpoints",
+    "lock_exclusively",
+    "look_at_store",
     "making_store",
     "migrate",
     "next_slot",
     "open_array",
     "other_slot",
     "path_keys",
+    "pinned_step",
     "prune_leftovers",
     "prune_snapshots",
     "read_foreign",
+    "read_owned",
     "rebalance",
     "remove_checkpoint",
     "required_bytes",

@@ -14,7 +14,7 @@ import shutil
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from jaxinf.store.directory import (
 from jaxinf.store.links import can_link, link_or_copy
 from jaxinf.store.lock import lock_exclusively
 from jaxinf.store.manifest import Manifest
+from jaxinf.store.owned import current_store
 from jaxinf.store.pins import link_arrays
 from jaxinf.store.space import check_free_space, stored_bytes
 from jaxinf.store.stock_documents import stock_documents
@@ -96,12 +97,12 @@ def save_checkpoint(directory: StoreDirectory, name: str | None = None) -> str:
       ValueError: the name is no name, or another step's number.
       StoreMismatchError: there is a checkpoint of that name.
       StoreSpaceError: the drives have too little room; nothing was made.
-      StoreFormatError: no step is committed yet.
+      StoreFormatError: no step is committed yet; or as `jaxinf.store.read_owned`.
       StoreIOError: the store cannot be written to.
     """
     if name is not None:
         _check_name(name)
-    with _managed(directory):
+    with _managed(directory) as directory:
         temporary = directory.path / "checkpoints" / f".new-{uuid.uuid4().hex}"
         with contextlib.ExitStack() as undo:
             undo.callback(shutil.rmtree, temporary, ignore_errors=True)
@@ -178,9 +179,10 @@ def remove_checkpoint(directory: StoreDirectory, name: str) -> None:
 
     Raises:
       ValueError: there is none of that name.
+      StoreFormatError: as `jaxinf.store.read_owned`; nothing was removed.
     """
-    find_checkpoint(directory, name)
-    with _managed(directory):
+    with _managed(directory) as directory:
+        find_checkpoint(directory, name)
         path = directory.path / "checkpoints" / name
         gone = path.with_name(f".gone-{uuid.uuid4().hex}")
         with translated("removal", path):
@@ -191,7 +193,9 @@ def remove_checkpoint(directory: StoreDirectory, name: str) -> None:
 
 
 def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
-    """Makes a checkpoint the committed step; the caller holds the store's lock.
+    """Makes a checkpoint the committed step; the caller is the store's one writer.
+
+    It holds the lock of the checkpoints, too, as `jaxinf.store.hold_store` does.
 
     The step committed until now stays in the spare slot until the next step is written.
 
@@ -257,33 +261,43 @@ def checkpoints_to_prune(
 
 
 def prune_leftovers(directory: StoreDirectory) -> None:
-    """Removes the remains of checkpoints whose making or removal was interrupted."""
+    """Removes what a crash left of checkpoints that were being made or removed.
+
+    The caller is the store's one writer, and holds the lock of the checkpoints.
+    """
     root = directory.path / "checkpoints"
     if root.is_dir():
-        with _managed(directory):
-            pass
+        _prune(directory)
 
 
 # --- inside ------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _managed(directory: StoreDirectory):
-    """One process at a time; no leftovers when the body starts."""
+def _managed(directory: StoreDirectory) -> Iterator[StoreDirectory]:
+    """One process at a time: yields the store as it is then, without leftovers."""
     root = directory.path / "checkpoints"
-    with translated("checkpoint", root):
+    with (
+        translated("checkpoint", root),
+        lock_exclusively(directory.path / "checkpoints.lock"),
+    ):
+        directory = current_store(directory)
         root.mkdir(exist_ok=True)
-        with lock_exclusively(directory.path / "checkpoints.lock"):
-            for entry in root.iterdir():
-                if entry.name.startswith((".new-", ".gone-")):
-                    shutil.rmtree(entry)
-            names = set(checkpoint_names(directory))
-            for csd in range(len(directory.manifest.csds)):
-                data = directory.csd_directory(csd) / "checkpoints"
-                for entry in data.iterdir() if data.is_dir() else ():
-                    if entry.name not in names:
-                        shutil.rmtree(entry)
-            yield
+        _prune(directory)
+        yield directory
+
+
+def _prune(directory: StoreDirectory) -> None:
+    root = directory.path / "checkpoints"
+    for entry in root.iterdir():
+        if entry.name.startswith((".new-", ".gone-")):
+            shutil.rmtree(entry)
+    names = set(checkpoint_names(directory))
+    for csd in range(len(directory.manifest.csds)):
+        data = directory.csd_directory(csd) / "checkpoints"
+        for entry in data.iterdir() if data.is_dir() else ():
+            if entry.name not in names:
+                shutil.rmtree(entry)
 
 
 def checkpoint_names(directory: StoreDirectory) -> list[str]:

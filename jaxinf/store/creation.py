@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from jaxinf.io.failures import translated
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.contents import StateRecord
 from jaxinf.store.directory import SLOTS, Slot, StoreDirectory
-from jaxinf.store.owners import check_owners, claim_csds
+from jaxinf.store.owners import check_owners, check_places, make_csds
 from jaxinf.store.space import check_free_space, stored_bytes
 from jaxinf.store.zarr_metadata import (
     COMMIT_SUCCESS_TEXT,
@@ -67,34 +67,38 @@ def create_store(directory: StoreDirectory) -> None:
     That there is room was asked of `check_space`, before the place was locked.
 
     Raises:
+      StoreFormatError: a CSD root is inside the store, or below ``/proc``.
       StoreSpaceError: the room has gone since.
       StoreIOError: the operating system refused something.
     """
+    check_places(directory)
     with translated("creation", directory.path):
         directory.path.mkdir(parents=True, exist_ok=True)
         directory.manifest.write(directory.path / "jaxinf.json")
+        make_csds(directory)
         timestamp_ns = time.time_ns()
         for slot in SLOTS:
             _create_metadata(directory, slot, timestamp_ns)
             for leaf, record, _ in directory.leaves():
                 for state in record.states:
                     _create_chunks(directory, slot, leaf, state)
-        for csd in range(len(directory.manifest.csds)):
-            directory.csd_directory(csd).mkdir(parents=True, exist_ok=True)
-        claim_csds(directory)
     directory.sync()
     fsync_directory(directory.path)
 
 
-def discard_store(directory: StoreDirectory) -> None:
+def discard_store(directory: StoreDirectory, named: Sequence[Path] = ()) -> None:
     """Removes a store that never committed a step: its creation was interrupted.
+
+    Args:
+      directory: the store, whose lock the caller holds.
+      named: CSD roots that the caller vouches for.
 
     Raises:
       StoreFormatError: it has committed one, or its chunks are another store's;
         nothing is removed.
     """
     check_never_committed(directory)
-    check_owners(directory)
+    check_owners(directory, named, unmade=True)
     for csd, root in enumerate(directory.manifest.csds):
         shutil.rmtree(directory.csd_directory(csd), ignore_errors=True)
         if os.path.isdir(root):

@@ -29,7 +29,7 @@ from jaxinf.store.commit import CommitRecord
 from jaxinf.store.contents import StateRecord
 from jaxinf.store.damage import corrupt_chunk
 from jaxinf.store.links import copy_file, link_or_copy
-from jaxinf.store.lock import lock_exclusively
+from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.manifest import LeafRecord, Manifest
 
 __all__ = [
@@ -60,11 +60,16 @@ class StoreDirectory:
     Attributes:
       path: the store, absolute.
       manifest: what it holds.
+      lock: that of the one writer, where this process is it: until the lock is
+        released, nobody else changes the manifest or what the store is made of.
     """
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(
+        self, path: Path, manifest: Manifest, lock: StoreLock | None = None
+    ) -> None:
         self.path = path
         self.manifest = manifest
+        self.lock = lock
         self._replace_lock = threading.Lock()
         self._chunk_files: dict[tuple[str, int, int, str], Path] = {}
 
@@ -109,6 +114,24 @@ class StoreDirectory:
         if not self.manifest.csds:
             return self.step_path(place)
         return self.csd_directory(csd) / place
+
+    @classmethod
+    def of_step(cls, step: Path, manifest: Manifest) -> "StoreDirectory":
+        """The store that a slot, a checkpoint or a snapshot lies in, by their paths."""
+        return cls(step.parents[0 if step.name == "current" else 1], manifest)
+
+    def data_paths(self, step: Path) -> list[Path]:
+        """The directories that hold a step's chunk files, one a CSD.
+
+        Args:
+          step: of `step_path`, or the symlink to the committed slot.
+        """
+        place = step.relative_to(self.path)
+        if place == Path("current"):
+            place = Path("slots") / (self.committed_slot() or SLOTS[0])
+        if place.parts[0] == "slots":
+            place = place.relative_to("slots")
+        return [self.data_path(str(place), csd) for csd in range(self.num_csds)]
 
     @cached_property
     def chunks(self) -> tuple[tuple[Chunk, ...], ...]:
@@ -227,7 +250,12 @@ class StoreDirectory:
         return record
 
     def unpublish(self, slot: Slot) -> None:
-        """Takes the record from a slot that is about to be rewritten."""
+        """Takes the record from a slot that is about to be rewritten.
+
+        Raises:
+          StoreLockedError: another process may hold the store's lock, too.
+        """
+        self._check_lock()
         assert slot != self.committed_slot()
         record = self.step_path(slot) / "commit.json"
         with translated("removal", record):
@@ -240,17 +268,27 @@ class StoreDirectory:
             sync_filesystem(place)
 
     def publish(self, slot: Slot, record: CommitRecord) -> None:
-        """Commits a slot whose chunks are durable; see docs/format.md."""
+        """Commits a slot whose chunks are durable; see docs/format.md.
+
+        Raises:
+          StoreLockedError: another process may hold the store's lock, too.
+        """
+        self._check_lock()
         record.write(self.step_path(slot) / "commit.json")
         temporary = self.path / "current.tmp"
         with (
             translated("commit", self.path / "current"),
             lock_exclusively(self.publish_lock),
         ):
+            self._check_lock()
             temporary.unlink(missing_ok=True)
             temporary.symlink_to(f"slots/{slot}")
             temporary.rename(self.path / "current")
             fsync_directory(self.path)
+
+    def _check_lock(self) -> None:
+        if self.lock is not None:
+            self.lock.check()
 
     # --- chunk files under a running step ------------------------------------------
 
@@ -280,7 +318,7 @@ class StoreDirectory:
                         copy_file(file, temporary)
                     else:
                         self.allocate(temporary, layout, record)
-            elif stat.S_ISREG(status.st_mode) and status.st_size != num_bytes:
+            elif status.st_size != num_bytes:
                 with translated("allocation", file):
                     os.truncate(file, num_bytes)
         return file
@@ -335,10 +373,18 @@ def _temporary(file: Path) -> Path:
 
 
 def _status(file: Path) -> os.stat_result:
+    """Of a chunk's file, which is no link."""
     try:
-        return file.stat()
+        status = file.lstat()
     except FileNotFoundError as error:
         raise StoreIOError(
             f"{file}: expected a chunk of the store, found no file; something other "
             "than jaxinf removed it. Restore it from a checkpoint or a backup"
         ) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise StoreIOError(
+            f"{file}: expected a chunk of the store, a file, found something else; "
+            "jaxinf made no such thing: find out who did, and restore the chunk from a "
+            "checkpoint or a backup"
+        )
+    return status

@@ -34,7 +34,7 @@ def link_or_copy(source: Path, target: Path) -> None:
     """
     with translated("hard link", target):
         try:
-            os.link(source, target)
+            os.link(source, target, follow_symlinks=False)
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
@@ -67,7 +67,7 @@ def copy_file(source: Path, target: Path) -> bool:
       target: does not exist; nor does it after an error.
     """
     try:
-        with source.open("rb") as old, target.open("xb") as new:
+        with open(source, "rb", opener=_no_link) as old, target.open("xb") as new:
             try:
                 fcntl.ioctl(new, _FICLONE, old.fileno())
             except OSError:
@@ -77,6 +77,10 @@ def copy_file(source: Path, target: Path) -> bool:
     except BaseException:
         target.unlink(missing_ok=True)
         raise
+
+
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 def _say(source: Path, how: str) -> None:

@@ -1,7 +1,8 @@
-"""The lock that gives a store its one writer.
+"""The locks of a store: of its one writer, of a flip, of its checkpoints.
 
-Invariant: the lock is the kernel's (flock), so it dies with its holder; the text in the
-file only names the holder for the message.
+Invariant: a lock is the kernel's (flock) and dies with its holder. No forked child has
+a lock's descriptor, so none outlives its parent's hold of it. It is of the file that
+has its name.
 """
 
 import contextlib
@@ -9,15 +10,74 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxinf.errors import StoreLockedError
+from jaxinf.errors import StoreFormatError, StoreLockedError
 from jaxinf.schema import SchemaError, check_json
 from jaxinf.store.schemas import LOCK
 
-__all__ = ["StoreLock", "lock_exclusively"]
+__all__ = ["LockFile", "StoreLock", "lock_exclusively"]
+
+# No fork happens while a descriptor is opened and noted, or given up.
+_GUARD = threading.RLock()
+_OPEN: "set[LockFile]" = set()
+
+
+class LockFile:
+    """A lock's file, open; made if it is missing. Not locked yet.
+
+    A child that is forked has it closed: a lock is of all descriptors of one opening,
+    and one that a child kept would outlive its parent.
+
+    Args:
+      path: of the file; no link, and a file like any other.
+
+    Raises:
+      StoreFormatError: something else has the name; nothing was written to it.
+      OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        _check_regular(path)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        with _GUARD:
+            self.fd = os.open(path, flags, 0o644)
+            _OPEN.add(self)
+        self._status = os.fstat(self.fd)
+
+    def hold(self, *, waits: bool = True) -> bool:
+        """Locks it; whether that was possible and the file still has its name.
+
+        Raises:
+          BlockingIOError: somebody else holds it, and `waits` is False.
+        """
+        fcntl.flock(self.fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        return self.is_in_place()
+
+    def is_in_place(self) -> bool:
+        """Whether who opens the lock now gets this file; one system call."""
+        try:
+            found = os.stat(self.path, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(found, self._status)
+
+    def close(self) -> None:
+        """Unlocks and closes it; idempotent. In a forked child nothing is left."""
+        with _GUARD:
+            if self.fd >= 0:
+                _OPEN.discard(self)
+                # Closing alone would leave it locked while a copy is open somewhere,
+                # such as in a child that was started and has not yet executed.
+                with contextlib.suppress(OSError):  # of a drive that is gone
+                    fcntl.flock(self.fd, fcntl.LOCK_UN)
+                os.close(self.fd)
+                self.fd = -1
 
 
 class StoreLock:
@@ -25,37 +85,73 @@ class StoreLock:
 
     Raises:
       StoreLockedError: at once when another open store holds it, naming the holder.
+      StoreFormatError: something else than a lock has its name.
     """
 
     def __init__(self, store_path: Path) -> None:
-        path = store_path / "lock"
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.pread(self._fd, 4096, 0)
-            os.close(self._fd)
-            self._fd = -1
-            raise StoreLockedError(
-                f"{store_path}: expected to be the store's only writer, found it "
-                f"locked by {_describe(holder)}"
-            ) from error
+        self._store_path = store_path
+        while True:
+            self._file = LockFile(store_path / "lock")
+            try:
+                is_held = self._file.hold(waits=False)
+            except OSError as error:
+                holder = os.pread(self._file.fd, 4096, 0)
+                self._file.close()
+                raise StoreLockedError(
+                    f"{store_path}: expected to be the store's only writer, found it "
+                    f"locked by {_describe(holder)}"
+                ) from error
+            if is_held:
+                break
+            self._file.close()
         text = json.dumps(
             {"pid": os.getpid(), "host": socket.gethostname(), "command": sys.argv}
         )
-        self._pid = os.getpid()
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, text.encode(), 0)
+        self._write(text)
+
+    def check(self) -> None:
+        """Refuses to go on where another process could hold the lock, too.
+
+        Raises:
+          StoreLockedError: its file was removed or replaced.
+        """
+        if not self._file.is_in_place():
+            raise StoreLockedError(
+                f"{self._store_path}: expected the file `lock` that this process "
+                "holds, found it removed or replaced; another run may write to the "
+                "store now, so this one commits nothing more. Make sure that one run "
+                "is left, and open the store again; nothing needs that file removed"
+            )
 
     def release(self) -> None:
         """Gives the lock back; idempotent. In a forked child the parent keeps it."""
-        if self._fd >= 0:
-            if self._pid == os.getpid():
-                # Else an error could name this process instead of the next holder.
-                with contextlib.suppress(OSError):  # of a drive that is gone
-                    os.ftruncate(self._fd, 0)
-            os.close(self._fd)
-            self._fd = -1
+        if self._file.fd >= 0:
+            # Whom the next holder shuts out must not be told of this process.
+            with contextlib.suppress(OSError):  # of a drive that is gone
+                self._write("")
+            self._file.close()
+
+    def _write(self, text: str) -> None:
+        """Says who holds it, unless the file is somebody's under two names."""
+        held = os.pread(self._file.fd, 16, 0)
+        is_ours = not held or held.startswith(b'{"pid": ')
+        if is_ours or os.fstat(self._file.fd).st_nlink == 1:
+            os.ftruncate(self._file.fd, 0)
+            os.pwrite(self._file.fd, text.encode(), 0)
+
+
+def _check_regular(path: Path) -> None:
+    """Before it is opened: to open a device, say, can do something."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # which cannot be opened
+        raise StoreFormatError(
+            f"{path}: expected a store's lock, a file, found "
+            f"{'a symlink' if stat.S_ISLNK(mode) else 'something else'}; jaxinf made "
+            "no such thing: find out who did, and remove it"
+        )
 
 
 def _describe(holder: bytes) -> str:
@@ -75,10 +171,32 @@ def _describe(holder: bytes) -> str:
 
 @contextlib.contextmanager
 def lock_exclusively(path: Path) -> Iterator[None]:
-    """Waits for and holds an flock on a file, which is made if missing."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
+    """Waits for and holds an flock on a file, which is made if missing.
+
+    Raises:
+      StoreFormatError: something else than a lock has its name.
+    """
+    while True:
+        file = LockFile(path)
+        try:
+            if file.hold():
+                yield
+                return
+        finally:
+            file.close()
+
+
+def _forget_all() -> None:
+    """In a forked child: closes them, and leaves them locked for the parent."""
+    for file in _OPEN:
+        os.close(file.fd)
+        file.fd = -1
+    _OPEN.clear()
+    _GUARD.release()
+
+
+os.register_at_fork(
+    before=_GUARD.acquire,
+    after_in_parent=_GUARD.release,
+    after_in_child=_forget_all,
+)

@@ -4,6 +4,7 @@ Invariant: the store appears with its first commit, or nothing of it is left.
 """
 
 import contextlib
+import os
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -16,9 +17,10 @@ from jaxinf.store.creation import check_space, create_store, discard_store
 from jaxinf.store.directory import StoreDirectory
 from jaxinf.store.lock import StoreLock
 from jaxinf.store.manifest import LeafRecord, Manifest
+from jaxinf.store.owned import read_owned
 from jaxinf.store.space import stored_bytes
 
-__all__ = ["lay_out", "making_store"]
+__all__ = ["is_unfinished", "lay_out", "making_store"]
 
 _LOCKS = ("lock", "publish.lock")
 
@@ -82,8 +84,11 @@ def _owners(
 def making_store(path: Path, manifest: Manifest) -> Iterator[StoreDirectory]:
     """Makes a store that the body fills and publishes; removes it if that fails.
 
+    What a process that was killed has left of a store that it made there is removed
+    first, on its CSDs too.
+
     Args:
-      path: missing or empty.
+      path: missing, empty, or a store whose making was interrupted.
       manifest: as of `lay_out`.
 
     Yields:
@@ -97,11 +102,15 @@ def making_store(path: Path, manifest: Manifest) -> Iterator[StoreDirectory]:
     """
     directory = StoreDirectory(path, manifest)
     _check_unused(path)
-    check_space(directory)
+    if not is_unfinished(path):  # else there will be more room
+        check_space(directory)
     path.mkdir(parents=True, exist_ok=True)
-    lock = StoreLock(path)
+    lock = directory.lock = StoreLock(path)
     try:
-        _check_unused(path)  # another process may have made one since
+        _check_unused(path)  # another process may have been faster
+        if is_unfinished(path):
+            _discard_leftover(path, manifest)
+            check_space(directory)
         try:
             create_store(directory)
             yield directory
@@ -113,9 +122,21 @@ def making_store(path: Path, manifest: Manifest) -> Iterator[StoreDirectory]:
         lock.release()
 
 
+def _discard_leftover(path: Path, manifest: Manifest) -> None:
+    """Removes a store that was never finished, and whose lock is held."""
+    named = [Path(root) for root in manifest.csds]
+    discard_store(read_owned(path, named, unmade=True), named)
+
+
+def is_unfinished(path: Path) -> bool:
+    """Whether there is a store whose making was interrupted; reads nothing of it."""
+    is_made = os.path.lexists(path / "current")
+    return not is_made and os.path.lexists(path / "jaxinf.json")
+
+
 def _check_unused(path: Path) -> None:
-    """Refuses a place in use; the locks of a failed attempt do not count."""
-    if not path.exists():
+    """Refuses where something is; what a making that failed left is nothing."""
+    if not path.exists() or is_unfinished(path):
         return
     found = ["a file"]
     if path.is_dir():

@@ -14,10 +14,10 @@ from jaxinf.errors import StoreFormatError
 from jaxinf.store.checkpoint import checkpoint_names
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.directory import SLOTS, StoreDirectory
-from jaxinf.store.lock import StoreLock, lock_exclusively
+from jaxinf.store.journal import reseal_journal
 from jaxinf.store.manifest import FORMAT_VERSION, Manifest
-from jaxinf.store.owners import check_owners
-from jaxinf.store.rebalancing import finish_rebalance, reseal_journal
+from jaxinf.store.owned import hold_store
+from jaxinf.store.rebalancing import finish_rebalance
 from jaxinf.store.stock_documents import stock_documents
 
 __all__ = ["migrate"]
@@ -41,21 +41,10 @@ def migrate(path: Path) -> bool:
       StoreLockedError: a run has it open.
       StoreIOError: a document is missing, or a drive failed.
     """
-    manifest_path = path / "jaxinf.json"
-    if not manifest_path.is_file():
-        raise StoreFormatError(
-            f"{path}: expected a jaxinf store, found no jaxinf.json in it; give the "
-            "directory that a run was told to store its state in"
-        )
-    lock = StoreLock(path)
-    try:
-        with lock_exclusively(path / "checkpoints.lock"):
-            manifest = Manifest.read(manifest_path, any_version=True)
-            if manifest.format_version == FORMAT_VERSION:
-                return False
-            _migrate(StoreDirectory(path, manifest))
-    finally:
-        lock.release()
+    with hold_store(path, any_version=True) as directory:
+        if directory.manifest.format_version == FORMAT_VERSION:
+            return False
+        _migrate(directory)
     return True
 
 
@@ -67,7 +56,6 @@ def _migrate(directory: StoreDirectory) -> None:
             f"{path}: expected a committed step to migrate, found none: the store "
             "was never finished; remove it and start again"
         )
-    check_owners(directory)
     finish_rebalance(directory)
     for name in checkpoint_names(directory):
         step = directory.step_path(f"checkpoints/{name}")

@@ -1,69 +1,280 @@
 """The owner of the chunks on a CSD: a note beside them names the store.
 
-Invariant: of a store and its copy without the CSDs, only one writes to them.
+Invariant: of a store and a copy of it without its CSDs, one writes to them. What a
+manifest says of CSDs is believed where this user's note there says so, too, or where
+the caller has named the root.
 """
 
 import json
+import os
+import shlex
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from jaxinf.errors import StoreFormatError
 from jaxinf.io import write_json_atomically
-from jaxinf.store.directory import StoreDirectory
+from jaxinf.io.failures import translated
+from jaxinf.store.directory import SLOTS, StoreDirectory
 
-__all__ = ["check_owners", "claim_csds"]
+__all__ = [
+    "check_owners",
+    "check_places",
+    "check_present",
+    "claim_csds",
+    "make_csds",
+]
+
+_NOTE = "store.json"
+_NOTE_BYTES = 1 << 16
+_MANIFEST_BYTES = 1 << 28
+_MOST_STEPS = 4096
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-def claim_csds(directory: StoreDirectory) -> None:
-    """Notes on every CSD whose chunks these are.
+@dataclass(frozen=True)
+class _Note:
+    """What is known of a CSD's directory.
+
+    Attributes:
+      owner: the store that it names; None where nothing does.
+      problem: why it cannot be believed; empty where it can be.
+      is_unmade: nothing of a store's is there, nor a note.
+    """
+
+    owner: str | None
+    problem: str = ""
+    is_unmade: bool = False
+
+
+def check_owners(
+    directory: StoreDirectory, named: Sequence[Path] = (), *, unmade: bool = False
+) -> None:
+    """Refuses CSDs that are not known to be this store's.
+
+    A note that names a path where the store is no longer will do: it was moved.
+
+    Args:
+      directory: the store.
+      named: CSD roots that the caller has named, and so vouches for.
+      unmade: whether a directory may be missing or empty, as that of a store whose
+        making was interrupted, or of a CSD that is being taken out.
 
     Raises:
-      StoreFormatError: they are those of another store that is still there, of
-        which this one is a copy without its CSDs.
+      StoreFormatError: a CSD is missing, is another store's that is still there, of
+        which this one is a copy without its CSDs, or nothing says whose it is.
     """
-    own = str(directory.path.resolve())
     for csd in range(len(directory.manifest.csds)):
-        note = directory.csd_directory(csd) / "store.json"
-        owner = _read_owner(note)
-        if owner == own:
-            continue
-        _check_owner(directory, owner, note)
-        write_json_atomically(note, {"store": own})
+        _check(directory, csd, named, unmade=unmade)
 
 
-def check_owners(directory: StoreDirectory) -> None:
-    """Refuses CSDs whose chunks are another store's.
+def claim_csds(directory: StoreDirectory, named: Sequence[Path] = ()) -> None:
+    """Notes on every CSD whose chunks these are; the caller holds the store's lock.
 
     Raises:
-      StoreFormatError: as `claim_csds`.
+      StoreFormatError: as of `check_owners`; nothing is written.
+    """
+    num_csds = len(directory.manifest.csds)
+    notes = [_check(directory, csd, named) for csd in range(num_csds)]
+    for csd, note in enumerate(notes):
+        _claim(directory, csd, note)
+
+
+def make_csds(directory: StoreDirectory) -> None:
+    """Makes the store's directory on every CSD that has none, with its note first.
+
+    What is made after a kill at any instant still says whose it is.
+
+    Raises:
+      StoreFormatError: a root is in the store, or what is there is another store's.
+      StoreIOError: a directory cannot be made.
+    """
+    named = [Path(root) for root in directory.manifest.csds]
+    check_owners(directory, named, unmade=True)
+    for csd in range(len(named)):
+        folder = directory.csd_directory(csd)
+        with translated("creation", folder):
+            folder.mkdir(exist_ok=True)
+        _claim(directory, csd, _check(directory, csd, named))
+
+
+def check_places(directory: StoreDirectory) -> None:
+    """Refuses CSD roots that no store may have, whoever names them.
+
+    Raises:
+      StoreFormatError: one is below ``/proc``, inside the store, or relative.
     """
     for csd in range(len(directory.manifest.csds)):
-        note = directory.csd_directory(csd) / "store.json"
-        _check_owner(directory, _read_owner(note), note)
+        _check_place(directory, csd)
 
 
-def _check_owner(directory: StoreDirectory, owner: str | None, note: Path) -> None:
-    """Refuses a CSD's directory that belongs to another store that is there."""
-    if owner is None or owner == str(directory.path.resolve()):
-        return
-    if _store_id_at(Path(owner)) == directory.manifest.store_id:
+def check_present(directory: StoreDirectory) -> None:
+    """Refuses a store with a CSD that is not there.
+
+    Raises:
+      StoreFormatError: its directory is missing: the drive may not be mounted.
+    """
+    for csd in range(len(directory.manifest.csds)):
+        _check_present(directory, csd)
+
+
+# --- inside --------------------------------------------------------------------------
+
+
+def _check(
+    directory: StoreDirectory,
+    csd: int,
+    named: Sequence[Path],
+    *,
+    unmade: bool = False,
+) -> _Note:
+    _check_place(directory, csd)
+    folder = directory.csd_directory(csd)
+    if unmade and not os.path.lexists(folder):
+        return _Note(None)
+    note = _read(directory, csd)
+    if note.owner is not None and _is_elsewhere(directory, note.owner):
         raise StoreFormatError(
-            f"{directory.path}: expected a store of its own, found a copy of {owner}, "
-            f"whose chunks on a CSD ({note.parent}) it would overwrite; open that "
-            "one, or make a store that shares nothing with it "
+            f"{directory.path}: expected a store of its own, found a copy of "
+            f"{note.owner}, whose chunks on a CSD ({folder}) it would overwrite; open "
+            "that one, or make a store that shares nothing with it "
             '("jaxinf checkpoint STORE export", then "import")'
+        )
+    is_vouched = Path(directory.manifest.csds[csd]) in named
+    if note.problem and not is_vouched and not (unmade and note.is_unmade):
+        raise _unknown(directory, csd, note.problem)
+    return note
+
+
+def _check_place(directory: StoreDirectory, csd: int) -> None:
+    """Refuses a root that means another directory to each process, or is circular."""
+    root = directory.manifest.csds[csd]
+    why = ""
+    if not os.path.isabs(root) or "\0" in root:
+        why = "which is no absolute path"
+    elif any(_is_below(step, "/proc") for step in _steps_to(root)):
+        why = "below /proc"
+    elif _is_below(os.path.realpath(root), os.path.realpath(directory.path)):
+        why = "inside the store"
+    if why:
+        raise StoreFormatError(
+            f"{directory.path}: expected CSD {csd} on a drive of its own, found it at "
+            f"{root}, {why}; give another root"
         )
 
 
-def _read_owner(note: Path) -> str | None:
-    """The store that a CSD's directory belongs to; None where that is not noted."""
-    try:
-        return str(json.loads(note.read_text())["store"])
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return None
+def _is_below(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
-def _store_id_at(path: Path) -> str | None:
+def _steps_to(path: str) -> Iterator[str]:
+    """Every name on the way to a path, those that its links lead by, too."""
+    here, ahead = "/", [word for word in reversed(path.split("/")) if word]
+    for _ in range(_MOST_STEPS):
+        if not ahead:
+            return
+        here = os.path.normpath(os.path.join(here, ahead.pop()))
+        yield here
+        if os.path.islink(here):
+            target = os.readlink(here)
+            ahead += [word for word in reversed(target.split("/")) if word]
+            here = "/" if target.startswith("/") else os.path.dirname(here)
+    yield "/proc"  # more links than the operating system follows
+
+
+def _unknown(directory: StoreDirectory, csd: int, problem: str) -> StoreFormatError:
+    roots = [word for root in directory.manifest.csds for word in ("--csd-root", root)]
+    line = shlex.join(["jaxinf", "store", "rebalance", str(directory.path), *roots])
+    return StoreFormatError(
+        f"{directory.path}: expected the chunks of this store on its CSD {csd}, "
+        f"{directory.csd_directory(csd)}, found no note of this user's ({_NOTE}) that "
+        f"says so: {problem}. If the roots are this store's, name them: {line}"
+    )
+
+
+def _read(directory: StoreDirectory, csd: int) -> _Note:
+    """The note on a CSD; opens files alone, and follows no link."""
+    _check_present(directory, csd)
+    folder = os.open(
+        directory.csd_directory(csd),
+        os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC,
+    )
     try:
-        return str(json.loads((path / "jaxinf.json").read_text())["store_id"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        try:
+            file = os.open(_NOTE, _FILE, dir_fd=folder)
+        except FileNotFoundError:
+            places = {*SLOTS, "checkpoints"}
+            is_unmade = places.isdisjoint(os.listdir(folder))
+            return _Note(None, "it is missing", is_unmade)
+        except OSError as error:
+            return _Note(None, f"it cannot be opened ({error.strerror})")
+        try:
+            return _parse(file)
+        finally:
+            os.close(file)
+    finally:
+        os.close(folder)
+
+
+def _check_present(directory: StoreDirectory, csd: int) -> None:
+    root, folder = directory.manifest.csds[csd], directory.csd_directory(csd)
+    if folder.is_symlink() or not folder.is_dir():
+        raise StoreFormatError(
+            f"{directory.path}: CSD {csd} of the store should be at {root} "
+            f"(directory {folder.name}), which is not there; mount the drive, or "
+            "restore the directory"
+        )
+
+
+def _parse(file: int) -> _Note:
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode):
+        return _Note(None, "it is no file")
+    try:
+        owner = json.loads(os.read(file, _NOTE_BYTES))["store"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return _Note(None, "it is damaged")
+    if not isinstance(owner, str):
+        return _Note(None, "it is damaged")
+    if status.st_uid != os.geteuid():
+        return _Note(owner, f"it belongs to the user of id {status.st_uid}")
+    return _Note(owner)
+
+
+def _is_here(directory: StoreDirectory, owner: str) -> bool:
+    """Whether a path is the store's own, by whichever name."""
+    try:
+        found, own = os.stat(owner), os.stat(directory.path)
+    except (OSError, ValueError):
+        return False
+    return os.path.samestat(found, own)
+
+
+def _is_elsewhere(directory: StoreDirectory, owner: str) -> bool:
+    """Whether the store that a note names is another directory, and still there."""
+    if _is_here(directory, owner):
+        return False
+    try:
+        file = os.open(Path(owner) / "jaxinf.json", _FILE)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError):
+        return True  # as far as can be told
+    try:
+        is_file = stat.S_ISREG(os.fstat(file).st_mode)
+        if not is_file or os.fstat(file).st_size > _MANIFEST_BYTES:
+            return True
+        with open(file, "rb", closefd=False) as stream:
+            return json.load(stream)["store_id"] == directory.manifest.store_id
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return True
+    finally:
+        os.close(file)
+
+
+def _claim(directory: StoreDirectory, csd: int, note: _Note) -> None:
+    """Writes the note of a CSD, if that says anything else."""
+    if note.owner is None or note.problem or not _is_here(directory, note.owner):
+        file = directory.csd_directory(csd) / _NOTE
+        write_json_atomically(file, {"store": str(directory.path.resolve())})

@@ -7,7 +7,6 @@ Invariant: files are only read, through a few buffers of a piece each; no caller
 the whole of a damaged chunk.
 """
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from jaxinf.layout import (
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.contents import StateRecord, dtype_of
 from jaxinf.store.damage import corrupt_chunk
+from jaxinf.store.directory import StoreDirectory
 from jaxinf.store.manifest import LeafRecord
 from jaxinf.typing import Array
 
@@ -115,6 +115,8 @@ class StepReader:
     Args:
       step: a slot, a checkpoint or a snapshot, which does not change meanwhile.
       record: its commit record; by default it is read.
+      directory: the store that it is of, which says where chunks lie: links are not
+        followed. Needed where the store has CSDs.
       memory_bytes: about how much pieces may take that are read at a time.
       meters: counts what is read.
       verify: False where a writer may be at work on what is read, and damage cannot be
@@ -129,11 +131,12 @@ class StepReader:
         step: Path,
         record: CommitRecord | None = None,
         *,
+        directory: StoreDirectory | None = None,
         memory_bytes: int = 8 * PIECE_BYTES,
         meters: ByteMeters | None = None,
         verify: bool = True,
     ) -> None:
-        self._step = step
+        self._places = [step] if directory is None else directory.data_paths(step)
         self._sums = (record or CommitRecord.read(step / "commit.json")).checksums
         self._meters = meters
         self._verify = verify
@@ -205,7 +208,8 @@ class StepReader:
         """
         chunk = self._chunks_of(leaf, state)[number]
         name = leaf.array_name(state.name)
-        file = Path(os.path.realpath(self._step / name / chunk.key))
+        place = self._places[leaf.csds[number] if len(self._places) > 1 else 0]
+        file = place / name / chunk.key
         sums = self._sums.get(name, ())
         expected = int(sums[number]) if number < len(sums) else None
 

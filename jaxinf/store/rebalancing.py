@@ -11,10 +11,9 @@ Invariant: until the manifest is replaced, no file in use changes; after that th
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from jaxinf.errors import StoreCorruptError, StoreFormatError, StoreMismatchError
 from jaxinf.io import (
@@ -25,34 +24,24 @@ from jaxinf.io import (
 )
 from jaxinf.io.failures import translated
 from jaxinf.layout import PAGE_BYTES
-from jaxinf.schema import SchemaError
 from jaxinf.store.checkpoint import checkpoint_names
 from jaxinf.store.contents import StateRecord
 from jaxinf.store.directory import (
     SLOTS,
     StoreDirectory,
 )
-from jaxinf.store.documents import (
-    check_seal,
-    no_document,
-    read_document,
-    write_document,
-)
+from jaxinf.store.journal import JOURNAL, read_journal, write_journal
 from jaxinf.store.links import link_or_copy
-from jaxinf.store.lock import StoreLock, lock_exclusively
+from jaxinf.store.lock import lock_exclusively
 from jaxinf.store.making import lay_out
-from jaxinf.store.manifest import FORMAT_VERSION, Manifest
-from jaxinf.store.owners import claim_csds
+from jaxinf.store.manifest import Manifest
+from jaxinf.store.owned import hold_store
+from jaxinf.store.owners import check_owners, make_csds
 from jaxinf.store.reader import PIECE_BYTES, file_checksum, stored_pieces
-from jaxinf.store.schemas import JOURNAL
 from jaxinf.store.space import check_free_space
-from jaxinf.typing import JsonValue, ProgressCallback
+from jaxinf.typing import ProgressCallback
 
-__all__ = ["Rebalanced", "finish_rebalance", "rebalance", "reseal_journal"]
-
-_JOURNAL = "rebalance.json"
-_WHAT = "the journal of a rebalance of this store"
-_REMEDY = "restore it, or remove it if jaxinf verify finds no damage"
+__all__ = ["Rebalanced", "finish_rebalance", "rebalance"]
 
 
 @dataclass(frozen=True)
@@ -100,7 +89,9 @@ def rebalance(
 
     Args:
       path: the store.
-      csd_roots: existing directories, absolute, each on a drive of its own.
+      csd_roots: existing directories, absolute, each on a drive of its own. The
+        caller vouches for them: those of them that the store has already are believed
+        to be its own where nothing there says so.
       progress: called with the bytes of files done and in all.
 
     Raises:
@@ -113,41 +104,30 @@ def rebalance(
       StoreIOError: a drive failed.
     """
     _check_roots(csd_roots)
-    StoreDirectory.open(path)
-    lock = StoreLock(path)
-    try:
-        with lock_exclusively(path / "checkpoints.lock"):
-            finish_rebalance(StoreDirectory.open(path))
-            old = StoreDirectory.open(path)
-            new = StoreDirectory(path, _target(old, csd_roots))
-            _abandon(old, new)
-            if new.manifest == old.manifest:
-                return Rebalanced(0, 0)
-            moves = list(_moves(old, new))
-            _check_space(moves, new)
-            _journal(old, new)
-            _bring_all(moves, new, progress)
-            _switch(old, new)
-            finish_rebalance(new)
-            return _report(old, new)
-    finally:
-        lock.release()
-
-
-def reseal_journal(directory: StoreDirectory) -> None:
-    """Writes the journal of a rebalance, if one is under way, in the present format."""
-    journal = _read_journal(directory)
-    if journal is not None:
-        _journal(*(StoreDirectory(directory.path, manifest) for manifest in journal))
+    with hold_store(path, csd_roots) as old:
+        finish_rebalance(old)
+        new = StoreDirectory(path, _target(old, csd_roots), old.lock)
+        _abandon(old, new)
+        if new.manifest == old.manifest:
+            return Rebalanced(0, 0)
+        check_owners(new, csd_roots, unmade=True)
+        moves = list(_moves(old, new))
+        _check_space(moves, new)
+        write_journal(old, new)
+        _bring_all(moves, new, progress)
+        _switch(old, new)
+        finish_rebalance(new)
+        return _report(old, new)
 
 
 def finish_rebalance(directory: StoreDirectory) -> None:
     """Completes a rebalance that was interrupted after it had replaced the manifest.
 
-    Removes its remains at the chunks' old places. The caller holds the store's lock.
-    Does nothing if there is no such rebalance.
+    Removes what it has left at the chunks' old places. The caller is the store's one
+    writer, and holds the lock of the checkpoints. Does nothing where none was
+    interrupted there.
     """
-    journal = _read_journal(directory)
+    journal = read_journal(directory)
     if journal is None or journal[1] != directory.manifest:
         return
     old, new = (StoreDirectory(directory.path, manifest) for manifest in journal)
@@ -168,7 +148,7 @@ def finish_rebalance(directory: StoreDirectory) -> None:
             for move in moves:
                 move.source.unlink(missing_ok=True)
         _remove_csds(old, keep=new.manifest)
-        (directory.path / _JOURNAL).unlink()
+        (directory.path / JOURNAL).unlink()
         fsync_directory(directory.path)
 
 
@@ -280,54 +260,9 @@ def _check_space(moves: Sequence[_Move], new: StoreDirectory) -> None:
     )
 
 
-# --- journal -------------------------------------------------------------------------
-
-
-def _journal(old: StoreDirectory, new: StoreDirectory) -> None:
-    document = {"from": _places(old.manifest), "to": _places(new.manifest)}
-    write_document(old.path / _JOURNAL, document)
-
-
-def _places(manifest: Manifest) -> dict[str, JsonValue]:
-    chunks: list[JsonValue] = [list(leaf.csds) for leaf in manifest.leaves]
-    return {"csds": list(manifest.csds), "chunks": chunks}
-
-
-def _read_journal(directory: StoreDirectory) -> tuple[Manifest, Manifest] | None:
-    """The store before and after; None where no rebalance is under way."""
-    file = directory.path / _JOURNAL
-    if not file.exists():
-        return None
-    held = directory.manifest
-    raw, document = read_document(file, _WHAT, _REMEDY)
-    if held.format_version == FORMAT_VERSION:
-        check_seal(file, raw, _WHAT, _REMEDY)
-    try:
-        JOURNAL[held.format_version].check(document)
-        return _placed(held, document["from"]), _placed(held, document["to"])
-    except SchemaError as error:
-        raise no_document(file, _WHAT, _REMEDY, error) from error
-
-
-def _placed(held: Manifest, side: Mapping[str, Any]) -> Manifest:
-    """The store with its chunks where one side of a journal has them."""
-    counts = [len(leaf.csds) for leaf in held.leaves]
-    if [len(csds) for csds in side["chunks"]] != counts:
-        raise SchemaError("expected as many chunks as the store has, found others")
-    num_csds = max(1, len(side["csds"]))
-    if any(csd >= num_csds for csds in side["chunks"] for csd in csds):
-        raise SchemaError(f"expected CSDs below {num_csds}, found others")
-    leaves = zip(held.leaves, side["chunks"], strict=True)
-    return replace(
-        held,
-        csds=tuple(side["csds"]),
-        leaves=tuple(replace(leaf, csds=tuple(csds)) for leaf, csds in leaves),
-    )
-
-
 def _abandon(old: StoreDirectory, new: StoreDirectory) -> None:
     """Removes what an earlier, interrupted call has brought to other places."""
-    journal = _read_journal(old)
+    journal = read_journal(old)
     if journal is None:
         return
     former = StoreDirectory(old.path, journal[1])
@@ -340,7 +275,7 @@ def _abandon(old: StoreDirectory, new: StoreDirectory) -> None:
                 move.target.unlink(missing_ok=True)
         kept = replace(new.manifest, csds=(*new.manifest.csds, *old.manifest.csds))
         _remove_csds(former, keep=kept)
-        (old.path / _JOURNAL).unlink()
+        (old.path / JOURNAL).unlink()
         fsync_directory(old.path)
 
 
@@ -364,10 +299,7 @@ def _bring_all(
     moves: Sequence[_Move], new: StoreDirectory, progress: ProgressCallback | None
 ) -> None:
     """Makes every target, beside what the store uses; durable on return."""
-    with translated("rebalance", new.path):
-        for csd in range(new.num_csds):
-            new.csd_directory(csd).mkdir(parents=True, exist_ok=True)
-        claim_csds(new)
+    make_csds(new)
     made: dict[tuple[int, int], Path] = {}
     total, done = sum(move.num_bytes for move in moves), 0
     pool = BufferPool(PIECE_BYTES)
@@ -441,6 +373,8 @@ def _copy(move: _Move, target: Path, file_bytes: int, pool: BufferPool) -> None:
 def _switch(old: StoreDirectory, new: StoreDirectory) -> None:
     """Replaces the manifest, which makes the new places valid."""
     with lock_exclusively(old.publish_lock):
+        if old.lock is not None:
+            old.lock.check()
         new.manifest.write(old.path / "jaxinf.json")
 
 

@@ -5,20 +5,20 @@ moves no data. See docs/format.md, "Hard links".
 """
 
 import contextlib
-import fcntl
-import os
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from jaxinf.errors import StoreFormatError
 from jaxinf.io.failures import translated
 from jaxinf.store.directory import Slot, StoreDirectory
 from jaxinf.store.links import link_or_copy
-from jaxinf.store.lock import lock_exclusively
+from jaxinf.store.lock import LockFile, lock_exclusively
+from jaxinf.store.owned import current_store
 from jaxinf.store.pins import link_arrays, remove_step
 
-__all__ = ["prune_snapshots", "snapshot"]
+__all__ = ["PinnedStep", "pinned_step", "prune_snapshots", "snapshot"]
 
 _OWNER_LOCK = "owner.lock"
 
@@ -31,44 +31,65 @@ _DOCUMENTS = (
 )
 
 
+@dataclass(frozen=True)
+class PinnedStep:
+    """A committed step that stays while it is pinned.
+
+    Attributes:
+      directory: the store as it was when the step was pinned; since then its chunks may
+        have moved to other CSDs.
+      path: laid out like a slot: a zarr group, an Orbax checkpoint, ``commit.json``.
+    """
+
+    directory: StoreDirectory
+    path: Path
+
+
 @contextlib.contextmanager
 def snapshot(directory: StoreDirectory) -> Iterator[Path]:
-    """Pins the committed step; yields a directory laid out like a slot.
+    """As `pinned_step`; yields its path alone."""
+    with pinned_step(directory) as step:
+        yield step.path
 
-    Any process may do this, beside a running writer. The directory is a zarr group and
-    an Orbax checkpoint, with `commit.json`; it goes when the context ends.
+
+@contextlib.contextmanager
+def pinned_step(directory: StoreDirectory) -> Iterator[PinnedStep]:
+    """Pins the committed step until the context ends.
+
+    Any process may do this, beside a running writer.
 
     Raises:
-      StoreFormatError: no step is committed yet.
+      StoreFormatError: no step is committed yet; or as `jaxinf.store.read_owned`.
       StoreIOError: the store cannot be written to.
     """
     place = f"snapshots/{uuid.uuid4().hex}"
-    owner = _pin(directory, place)
+    directory, owner = _pin(directory, place)
     try:
-        yield directory.step_path(place)
+        yield PinnedStep(directory, directory.step_path(place))
     finally:
         remove_step(directory, place)
-        os.close(owner)
+        owner.close()
 
 
-def _pin(directory: StoreDirectory, place: str) -> int:
-    """Makes the links; returns the descriptor that marks the snapshot as in use."""
+def _pin(directory: StoreDirectory, place: str) -> tuple[StoreDirectory, LockFile]:
+    """Makes the links; the store then, and the lock that says it is in use."""
     root = directory.step_path(place)
     with contextlib.ExitStack() as undo:
-        undo.callback(remove_step, directory, place)
         with (
             translated("snapshot of the committed step", root),
             lock_exclusively(directory.publish_lock),
         ):
+            directory = current_store(directory)
+            undo.callback(remove_step, directory, place)
             slot = _committed(directory)
             root.mkdir(parents=True)
             owner = _own(root)
-            undo.callback(os.close, owner)
+            undo.callback(owner.close)
             link_arrays(directory, slot, place, root)
             for name in _DOCUMENTS:
                 link_or_copy(directory.step_path(slot) / name, root / name)
         undo.pop_all()
-    return owner
+    return directory, owner
 
 
 def _committed(directory: StoreDirectory) -> Slot:
@@ -81,14 +102,14 @@ def _committed(directory: StoreDirectory) -> Slot:
     return slot
 
 
-def _own(root: Path) -> int:
-    fd = os.open(root / _OWNER_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    return fd
+def _own(root: Path) -> LockFile:
+    owner = LockFile(root / _OWNER_LOCK)
+    owner.hold()
+    return owner
 
 
 def prune_snapshots(directory: StoreDirectory) -> None:
-    """Removes snapshots whose process is gone."""
+    """Removes snapshots whose process is gone; the caller is the store's writer."""
     root = directory.path / "snapshots"
     if not root.is_dir():
         return
@@ -100,12 +121,12 @@ def prune_snapshots(directory: StoreDirectory) -> None:
 
 
 def _remove_if_stale(directory: StoreDirectory, entry: Path) -> None:
-    fd = os.open(entry / _OWNER_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    owner = LockFile(entry / _OWNER_LOCK)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        owner.hold(waits=False)
     except BlockingIOError:
         return
     else:
         remove_step(directory, f"snapshots/{entry.name}")
     finally:
-        os.close(fd)
+        owner.close()

@@ -167,7 +167,8 @@ class Verifier:
             inode = (status.st_dev, status.st_ino)
             found = self._seen.get(inode)
             if found is None:
-                found = file_checksum(item.file, item.num_bytes, pool)
+                real = Path(os.path.realpath(item.file))
+                found = file_checksum(real, item.num_bytes, pool)
                 self._seen[inode] = found
         except FileNotFoundError:
             return "expected a chunk file, found none"

@@ -225,7 +225,7 @@ def test_a_store_that_cannot_be_written_is_read(trained, code, run, monkeypatch)
     def refuse(directory):
         raise StoreIOError("no") from OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(committed, "snapshot", refuse)
+    monkeypatch.setattr(committed, "pinned_step", refuse)
     result = run("inspect", trained.path, "--leaf", "scale", "--json")
     assert result.status == 0
     assert result.err.startswith("warning: ")
@@ -239,7 +239,7 @@ def test_a_failing_drive_is_no_reason_to_go_on(trained, run, monkeypatch):
     def fail(directory):
         raise StoreIOError("the drive failed") from OSError(errno.EIO, "I/O error")
 
-    monkeypatch.setattr(committed, "snapshot", fail)
+    monkeypatch.setattr(committed, "pinned_step", fail)
     result = run("inspect", trained.path)
     assert (result.status, result.out) == (1, "")
     assert result.err == "jaxinf: the drive failed\n"

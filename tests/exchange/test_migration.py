@@ -290,6 +290,7 @@ def test_everything_wrong_is_in_one_error(tmp_path):
     del params["out"]
     save_standard(tmp_path / "saved", params, state)
     make_store(tmp_path / "store", tx, make_params())
+    (tmp_path / "store/checkpoints.lock").touch()
     before = sorted((tmp_path / "store").rglob("*"))
     with pytest.raises(ExchangeError) as caught:
         import_checkpoint(tmp_path / "saved", tmp_path / "store")

@@ -1,5 +1,6 @@
 """The lock: one writer, named, and free as soon as it is gone."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -7,8 +8,9 @@ import sys
 
 import pytest
 
-from jaxinf.errors import StoreLockedError
+from jaxinf.errors import StoreFormatError, StoreLockedError
 from jaxinf.store import StoreLock
+from jaxinf.store.lock import LockFile, lock_exclusively
 
 HOLDER = """
 import sys, time
@@ -96,3 +98,115 @@ def test_no_descriptor_stays(tmp_path):
         StoreLock(tmp_path)
     lock.release()
     assert os.listdir("/proc/self/fd") == before
+
+
+# --- forks ---------------------------------------------------------------------------
+
+
+def forked(path):
+    """Forks a child that stays; its process id, and what it has open below a place."""
+    told, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+        found = [os.readlink(link) for link in links if os.path.lexists(link)]
+        os.write(tell, "\n".join(f for f in found if f.startswith(str(path))).encode())
+        os.close(tell)
+        signal.pause()
+    os.close(tell)
+    with open(told, "rb") as stream:
+        return child, stream.read().decode()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_child_forked_within_a_lock_has_no_part_in_it(tmp_path):
+    path = tmp_path / "publish.lock"
+    with lock_exclusively(path):
+        child, found = forked(tmp_path)
+    try:
+        assert found == ""
+        with open(path, "rb") as again:
+            fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+FORKING_HOLDER = """
+import os, signal, sys
+from pathlib import Path
+from jaxinf.store.lock import StoreLock
+lock = StoreLock(Path(sys.argv[1]))
+child = os.fork()
+if not child:
+    signal.pause()
+print(child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_child_that_outlives_its_parent_does_not_keep_the_store(tmp_path):
+    command = [sys.executable, "-c", FORKING_HOLDER, tmp_path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        process.wait()
+        try:
+            StoreLock(tmp_path).release()
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+# --- the file ------------------------------------------------------------------------
+
+
+def test_a_lock_whose_file_was_removed_is_no_lock(tmp_path):
+    lock = StoreLock(tmp_path)
+    lock.check()
+    (tmp_path / "lock").unlink()
+    with pytest.raises(StoreLockedError, match="found it removed or replaced"):
+        lock.check()
+    other = StoreLock(tmp_path)
+    with pytest.raises(StoreLockedError, match="found it removed or replaced"):
+        lock.check()
+    other.check()
+    lock.release()
+    other.check()
+    other.release()
+
+
+def test_who_waited_for_a_lock_that_is_gone_takes_the_one_that_is_there(tmp_path):
+    path = tmp_path / "publish.lock"
+    first = LockFile(path)
+    assert first.hold()
+    path.unlink()
+    assert not first.is_in_place()
+    with lock_exclusively(path):
+        second = path.stat().st_ino
+        assert os.fstat(first.fd).st_ino != second
+    first.close()
+
+
+@pytest.mark.parametrize("name", ["lock", "publish.lock"])
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path, name):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / name).symlink_to(victim)
+    take = StoreLock if name == "lock" else lambda place: LockFile(place / name)
+    with pytest.raises(StoreFormatError, match="expected a store's lock, a file, foun"):
+        take(tmp_path)
+    assert victim.read_text() == "mine"
+
+
+def test_a_lock_that_is_a_pipe_is_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "lock")
+    with pytest.raises(StoreFormatError, match="found something else"):
+        StoreLock(tmp_path)
+
+
+def test_a_lock_that_is_somebodys_file_is_not_written(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    os.link(victim, tmp_path / "lock")
+    StoreLock(tmp_path).release()
+    assert victim.read_text() == "mine"

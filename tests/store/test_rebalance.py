@@ -146,7 +146,7 @@ def test_files_on_the_same_file_system_are_not_copied(make, monkeypatch):
 # --- interruptions -------------------------------------------------------------------
 
 POINTS = [
-    ("_journal", 0),
+    ("write_journal", 0),
     ("_bring", 0),
     ("_bring", 9),
     ("_copy", 3),

@@ -179,7 +179,10 @@ class Driver:
     def found(self, path=None):
         """The same as it is in a slot, by default the committed one, decoded."""
         path = self.store.path / "current" if path is None else path
-        with StepReader(path) as reader:
+        directory = None
+        if path.is_relative_to(self.store.path):
+            directory = self.opened.directory
+        with StepReader(path, directory=directory) as reader:
             return {
                 record.name: tuple(
                     reader.read(record, state)

@@ -55,7 +55,7 @@ inline std::int64_t moved(int file, const Piece& piece, bool writes) {
 extern "C" __attribute__((visibility("default"))) int JAXINF_ENTRY(
     std::int64_t num, int writes, const char* paths,
     const jaxinf_transfers::Piece* pieces, std::int64_t* done) {
-  const int flags = (writes ? O_WRONLY : O_RDONLY) | O_DIRECT | O_CLOEXEC;
+  const int flags = (writes ? O_WRONLY : O_RDONLY) | O_DIRECT | O_CLOEXEC | O_NOFOLLOW;
   for (std::int64_t i = 0; i < num; ++i, paths += std::strlen(paths) + 1) {
     const int file = open(paths, flags);
     if (file < 0) {

@@ -1,0 +1,147 @@
+"""A store that may be written to: the one way to one, for every command.
+
+      lock ──► every entry below STORE ──► manifest, journal ──► owners of CSDs ──►
+               no link leaves it           read under the lock   every entry there
+
+Invariant: what a `StoreDirectory` from here says was read under the lock that protects
+it, and no name below the store or its directories on CSDs leads out of them.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from jaxinf.errors import StoreFormatError
+from jaxinf.store.directory import StoreDirectory
+from jaxinf.store.journal import read_journal
+from jaxinf.store.lock import StoreLock, lock_exclusively
+from jaxinf.store.manifest import Manifest
+from jaxinf.store.owners import check_owners, check_present, claim_csds
+from jaxinf.store.tree import chunk_link_roots, scan_csd
+
+__all__ = ["current_store", "hold_store", "look_at_store", "read_owned"]
+
+
+def look_at_store(path: Path) -> StoreDirectory:
+    """A store that is only read: links are checked, and that CSDs are there; blocks.
+
+    Raises:
+      StoreFormatError: no store; a link in it that the format does not make; a CSD is
+        missing.
+      StoreIOError: something cannot be read.
+    """
+    directory = _scanned(path, any_version=False)
+    check_present(directory)
+    for csd in range(len(directory.manifest.csds)):
+        scan_csd(directory.csd_directory(csd))
+    return directory
+
+
+def read_owned(
+    path: Path,
+    named: Sequence[Path] = (),
+    *,
+    any_version: bool = False,
+    unmade: bool = False,
+) -> StoreDirectory:
+    """A store that may be written to, as it is now; blocks.
+
+    The caller holds a lock under which its manifest does not change: that of the one
+    writer, of the checkpoints, or of flips.
+
+    Args:
+      path: the store.
+      named: CSD roots that the caller vouches for.
+      any_version: take older formats too, which only a migration can.
+      unmade: whether its making may have been interrupted: CSDs may be missing.
+
+    Raises:
+      StoreFormatError: as `look_at_store`; or a CSD is not known to be this store's.
+      StoreIOError: something cannot be read.
+    """
+    directory = _scanned(path, any_version=any_version)
+    check_owners(directory, named, unmade=unmade)
+    journal = read_journal(directory)
+    sides = [StoreDirectory(path, side) for side in journal or ()]
+    for side in sides:
+        check_owners(side, named, unmade=True)
+    for one in (directory, *sides):
+        for csd in range(len(one.manifest.csds)):
+            if os.path.lexists(one.csd_directory(csd)):
+                scan_csd(one.csd_directory(csd))
+    return directory
+
+
+@contextlib.contextmanager
+def hold_store(
+    path: Path, named: Sequence[Path] = (), *, any_version: bool = False
+) -> Iterator[StoreDirectory]:
+    """Makes this process the store's only writer while the context lasts.
+
+    Yields:
+      The store, read under its locks; its CSDs are noted as its own.
+
+    Raises:
+      StoreLockedError: another process has it open.
+      StoreError: as `read_owned`.
+    """
+    _check_there(path)
+    lock = StoreLock(path)
+    try:
+        with lock_exclusively(path / "checkpoints.lock"):
+            directory = read_owned(path, named, any_version=any_version)
+            directory.lock = lock
+            claim_csds(directory, named)
+            yield directory
+    finally:
+        lock.release()
+
+
+def current_store(directory: StoreDirectory) -> StoreDirectory:
+    """The same store as it is now: as it is where this process is its writer.
+
+    The caller holds a lock as of `read_owned`.
+
+    Raises:
+      StoreError: as `read_owned`.
+    """
+    return read_owned(directory.path) if directory.lock is None else directory
+
+
+def _check_there(path: Path) -> None:
+    if not os.path.lexists(path / "jaxinf.json"):
+        raise StoreFormatError(
+            f"{path}: expected a jaxinf store, found no jaxinf.json in it; give "
+            "the directory that a run was told to store its state in"
+        )
+    if os.path.lexists(path / "commit.json"):
+        raise StoreFormatError(
+            f"{path}: expected a store, found a checkpoint or an export of one; open "
+            "the store and restore the checkpoint (jaxinf checkpoint STORE restore), "
+            "or make a store of the export (jaxinf checkpoint STORE import)"
+        )
+
+
+def _scanned(path: Path, *, any_version: bool) -> StoreDirectory:
+    """Opens a store after a look at every name in it."""
+    _check_there(path)
+    leads_to = chunk_link_roots(path)
+    manifest = Manifest.read(path / "jaxinf.json", any_version=any_version)
+    directory = StoreDirectory(path, manifest)
+    if leads_to:
+        journal = read_journal(directory)
+        sides = [directory, *(StoreDirectory(path, side) for side in journal or ())]
+        known = {
+            str(side.csd_directory(csd))
+            for side in sides
+            for csd in range(len(side.manifest.csds))
+        }
+        if not leads_to <= known:
+            raise StoreFormatError(
+                f"{path}: expected symlinks to its chunks on the CSDs of its manifest, "
+                f"{', '.join(manifest.csds) or 'which has none'}, found some to "
+                f"{min(leads_to - known)}; restore the manifest or the store from a "
+                "backup"
+            )
+    return directory

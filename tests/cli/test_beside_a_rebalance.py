@@ -1,0 +1,129 @@
+"""Commands that wait for a lock while chunks move: they act on what is there then."""
+
+from types import SimpleNamespace
+
+import pytest
+from store_driver import Driver
+
+import jaxinf
+from jaxinf.engine import convert_store
+from jaxinf.store import (
+    StoreDirectory,
+    Verifier,
+    rebalance,
+    remove_checkpoint,
+    save_checkpoint,
+    snapshot,
+)
+from jaxinf.store.lock import LockFile
+
+LEAVES = {"half": ((33, 257), "bfloat16"), "w": ((3, 4096), "float32")}
+
+
+@pytest.fixture(params=[(0, 2), (2, 1), (1, 3)], ids=lambda p: f"{p[0]} to {p[1]} CSDs")
+def moving(request, tmp_path, monkeypatch):
+    """A store at step 3, whose chunks move before the next lock is had."""
+    before, after = request.param
+    roots = [tmp_path / f"csd{n}" for n in range(4)]
+    for root in roots:
+        root.mkdir()
+    options = {"leaves": LEAVES, "chunk_elements": 4096, "csds": roots[:before]}
+    driver = Driver(tmp_path / "store", **options).init().steps(2)
+    driver.store.checkpoint("kept")
+    driver.steps(1).close()
+    hold, calls = LockFile.hold, []
+
+    def after_a_rebalance(lock, **options):
+        if not calls:
+            calls.append(lock.path.name)
+            lock.close()
+            rebalance(driver.store.path, roots[-after:])
+            lock.__init__(lock.path)
+        return hold(lock, **options)
+
+    def start():
+        monkeypatch.setattr(LockFile, "hold", after_a_rebalance)
+
+    return SimpleNamespace(
+        path=driver.store.path, start=start, calls=calls, place=tmp_path
+    )
+
+
+def check_whole(path, names):
+    directory = StoreDirectory.open(path)
+    verifier = Verifier(directory)
+    assert verifier.verify(path / "current") == []
+    for name in names:
+        assert verifier.verify(path / "checkpoints" / name) == []
+    found = sorted(p.name for p in (path / "checkpoints").iterdir())
+    assert found == sorted(names)
+    for csd in range(len(directory.manifest.csds)):
+        kept = directory.csd_directory(csd) / "checkpoints"
+        assert {p.name for p in kept.glob("*")} <= set(names)
+
+
+def check_goes_on(path, name, step):
+    driver = Driver(path, leaves=LEAVES, restore=name).init()
+    driver.check(step)
+    driver.steps(2).check(step + 2)
+    driver.close()
+
+
+def test_a_checkpoint_is_saved(moving, run):
+    moving.start()
+    assert run("checkpoint", moving.path, "save", "more").status == 0
+    assert moving.calls == ["checkpoints.lock"]
+    check_whole(moving.path, ["kept", "more"])
+    check_goes_on(moving.path, "more", 3)
+    check_goes_on(moving.path, "kept", 2)
+
+
+def test_a_checkpoint_is_saved_by_a_program(moving):
+    directory = StoreDirectory.open(moving.path)
+    moving.start()
+    save_checkpoint(directory, "more")
+    check_whole(moving.path, ["kept", "more"])
+
+
+def test_a_checkpoint_is_removed(moving):
+    directory = StoreDirectory.open(moving.path)
+    moving.start()
+    remove_checkpoint(directory, "kept")
+    check_whole(moving.path, [])
+
+
+def test_a_checkpoint_is_restored(moving, run):
+    moving.start()
+    words = ["restore", "kept", "--discard-current"]
+    assert run("checkpoint", moving.path, *words).status == 0
+    assert moving.calls == ["lock"]
+    check_whole(moving.path, ["kept"])
+    with jaxinf.open_store(moving.path) as store:
+        assert store.step == 2
+
+
+def test_a_snapshot(moving):
+    directory = StoreDirectory.open(moving.path)
+    moving.start()
+    with snapshot(directory) as path:
+        assert moving.calls == ["publish.lock"]
+        assert Verifier(StoreDirectory.open(moving.path)).verify(path) == []
+    check_whole(moving.path, ["kept"])
+    assert not list((moving.path / "snapshots").iterdir())
+
+
+def test_a_conversion(moving):
+    moving.start()
+    assert convert_store(moving.path, moving.place / "new", "bf16") == 3
+    assert moving.calls == ["publish.lock"]
+    with jaxinf.open_store(moving.place / "new") as store:
+        assert store.step == 3
+
+
+@pytest.mark.parametrize("words", [["inspect"], ["verify"], ["inspect", "--leaf", "w"]])
+def test_a_look(moving, run, words):
+    moving.start()
+    command, *options = words
+    result = run(command, moving.path, *options)
+    assert result.status == 0, result.err
+    assert moving.calls == ["publish.lock"]

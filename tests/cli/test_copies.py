@@ -1,0 +1,261 @@
+"""Commands on a copy of a store without its CSDs: the original keeps every byte."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import raw_stores
+from store_driver import Driver
+
+import jaxinf
+from jaxinf.engine import convert_store
+from jaxinf.errors import StoreFormatError
+from jaxinf.store import StoreDirectory, snapshot
+
+
+def bytes_below(*roots):
+    """Every file's bytes, but for locks, and where symlinks point."""
+    found = {}
+    for root in roots:
+        for folder, folders, files in os.walk(root):
+            for name in (*folders, *files):
+                path = os.path.join(folder, name)
+                if os.path.islink(path):
+                    found[path] = os.readlink(path)
+                elif os.path.isfile(path) and not name.endswith("lock"):
+                    found[path] = Path(path).read_bytes()
+    return found
+
+
+LEAVES = {"half": ((33, 257), "bfloat16"), "w": ((3, 4096), "float32")}
+
+
+@pytest.fixture
+def original(tmp_path):
+    """A store on two CSDs at step 3, with a checkpoint."""
+    roots = [tmp_path / name for name in ("one", "two")]
+    for root in roots:
+        root.mkdir()
+    options = {"leaves": LEAVES, "chunk_elements": 4096, "csds": roots}
+    driver = Driver(tmp_path / "store", **options).init().steps(3)
+    driver.store.checkpoint("kept")
+    driver.close()
+    return SimpleNamespace(path=tmp_path / "store", csds=roots)
+
+
+@pytest.fixture(params=["-a", "-al"])
+def copy(request, original, tmp_path):
+    path = tmp_path / "copy"
+    subprocess.run(["cp", request.param, original.path, path], check=True)
+    return path
+
+
+COMMANDS = {
+    "save": ["checkpoint", "COPY", "save", "mine"],
+    "remove": ["checkpoint", "COPY", "remove", "kept"],
+    "restore": ["checkpoint", "COPY", "restore", "kept", "--discard-current"],
+    "rebalance": ["store", "rebalance", "COPY", "--csd-root", "ROOT"],
+    "rebalance to the same": [
+        *("store", "rebalance", "COPY", "--csd-root", "ONE", "--csd-root", "TWO"),
+    ],
+    "convert": ["store", "convert", "COPY", "NEW", "--state", "bf16"],
+    "inspect": ["inspect", "COPY"],
+    "verify": ["verify", "COPY"],
+    "export": ["checkpoint", "COPY", "export", "OUT"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_on_a_copy_leaves_the_original_alone(
+    original, copy, tmp_path, run, command
+):
+    (tmp_path / "other").mkdir()
+    words = {
+        "COPY": copy,
+        "ROOT": tmp_path / "other",
+        "NEW": tmp_path / "new",
+        "OUT": tmp_path / "out",
+        "ONE": original.csds[0],
+        "TWO": original.csds[1],
+    }
+    before = bytes_below(original.path, *original.csds)
+    result = run(*(words.get(word, word) for word in COMMANDS[command]))
+    assert bytes_below(original.path, *original.csds) == before
+    assert result.status == 1
+    assert f"found a copy of {original.path}" in result.err
+    assert not list((tmp_path / "other").iterdir())
+    assert run("verify", original.path).status == 0
+
+
+def test_an_import_into_a_copy(original, copy, tmp_path, run):
+    """It refuses a copy by its owner, before it looks at the step."""
+    source = tmp_path / "export"
+    arguments = ["checkpoint", original.path, "export", source]
+    assert run(*arguments, "--format", "safetensors").status == 0
+    (source / "jaxinf.json").unlink(missing_ok=True)
+    before = bytes_below(original.path, *original.csds)
+    assert run("checkpoint", copy, "import", source).status == 1
+    assert bytes_below(original.path, *original.csds) == before
+
+
+def test_migrating_a_copy(original, copy):
+    manifest = copy / "jaxinf.json"
+    document = json.loads(manifest.read_text())
+    document["format_version"] = 2
+    del document["crc32c"]
+    manifest.unlink()  # cp -al: the original's is the same file
+    manifest.write_text(json.dumps(document))
+    before = bytes_below(original.path, *original.csds)
+    with pytest.raises(StoreFormatError, match="found a copy of"):
+        jaxinf.store.migrate(copy)
+    assert bytes_below(original.path, *original.csds) == before
+
+
+def test_the_original_goes_on_beside_a_copy(original, copy, run):
+    del copy
+    for words in (
+        ["checkpoint", original.path, "save", "more"],
+        ["checkpoint", original.path, "remove", "more"],
+        ["checkpoint", original.path, "restore", "kept", "--discard-current"],
+        ["verify", original.path],
+    ):
+        result = run(*words)
+        assert result.status == 0, result.err
+
+
+# --- moves, and mounts ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["save", "inspect", "verify", "restore"])
+def test_a_store_that_was_moved(original, tmp_path, run, command):
+    moved = original.path.rename(tmp_path / "moved")
+    words = [moved if word == "COPY" else word for word in COMMANDS[command]]
+    result = run(*words)
+    assert result.status == 0, result.err
+    with jaxinf.open_store(moved) as store:
+        assert store.step == 3
+    noted = json.loads(next(original.csds[0].glob("jaxinf-*/store.json")).read_text())
+    assert noted == {"store": str(moved)}
+
+
+def test_a_store_behind_a_link(original, tmp_path, run):
+    """The path that the caller gives, and a CSD root, may be links."""
+    (tmp_path / "link").symlink_to(original.path)
+    _, two = original.csds
+    two.rename(tmp_path / "drive")
+    two.symlink_to(tmp_path / "drive")
+    for words in (["save", "more"], ["remove", "more"]):
+        assert run("checkpoint", tmp_path / "link", *words).status == 0
+    with jaxinf.open_store(tmp_path / "link") as store:
+        assert store.step == 3
+
+
+# --- whose a root is -----------------------------------------------------------------
+
+
+def note_of(root):
+    return next(root.glob("jaxinf-*/store.json"))
+
+
+def damaged_notes():
+    def missing(note):
+        note.unlink()
+
+    def link(note):
+        note.rename(note.with_name("other"))
+        note.symlink_to("other")
+
+    def pipe(note):
+        note.unlink()
+        os.mkfifo(note)
+
+    def damaged(note):
+        note.write_text("{")
+
+    def elsewhere(note):
+        note.write_text(json.dumps({"store": ["x"]}))
+
+    return [missing, damaged, elsewhere, link, pipe]
+
+
+@pytest.mark.parametrize("damage", damaged_notes(), ids=lambda f: f.__name__)
+def test_a_root_that_nothing_says_is_this_stores(original, run, damage):
+    damage(note_of(original.csds[1]))
+    before = bytes_below(original.path, original.csds[0])
+    with pytest.raises(StoreFormatError) as error:
+        jaxinf.open_store(original.path)
+    result = run("checkpoint", original.path, "save", "more")
+    assert result.status == 1
+    assert bytes_below(original.path, original.csds[0]) == before
+    if damage.__name__ in ("missing", "damaged", "elsewhere"):
+        line = f"jaxinf store rebalance {original.path} --csd-root {original.csds[0]} "
+        line += f"--csd-root {original.csds[1]}"
+        assert str(error.value).endswith(line)
+        assert run(*line.split()[1:]).status == 0
+        assert run("checkpoint", original.path, "save", "more").status == 0
+
+
+def test_roots_that_are_named_when_the_store_is_opened(original):
+    note_of(original.csds[0]).unlink()
+    with jaxinf.open_store(original.path, csds=original.csds) as store:
+        assert store.step == 3
+    with jaxinf.open_store(original.path) as store:
+        assert store.step == 3
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes root to give a file away")
+def test_a_root_of_another_users(original, run):
+    os.chown(note_of(original.csds[0]), 12345, 12345)
+    with pytest.raises(StoreFormatError, match="belongs to the user of id 12345"):
+        jaxinf.open_store(original.path)
+    with (
+        pytest.raises(StoreFormatError, match="--csd-root"),
+        snapshot(StoreDirectory.open(original.path)),
+    ):
+        pass
+    assert run("checkpoint", original.path, "remove", "kept").status == 1
+
+
+@pytest.mark.parametrize("place", ["/proc/self/cwd", "link", "inside", "relative"])
+def test_roots_that_are_never_believed(tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "store"
+    (path / "inside").mkdir(parents=True)
+    (tmp_path / "to-proc").symlink_to("/proc/self")
+    (tmp_path / "relative").mkdir()
+    roots = {"inside": path / "inside", "link": tmp_path / "to-proc/cwd"}
+    directory = make_raw(path, [str(roots.get(place, place))])
+    with pytest.raises(StoreFormatError, match="on a drive of its own, found it at"):
+        jaxinf.store.create_store(directory)
+    assert not (path / "jaxinf.json").exists()
+
+
+def make_raw(path, roots):
+    states = (jaxinf.store.StateRecord("params", "float32"),)
+    leaves = {("w",): ((4096,), (1,))}
+    return StoreDirectory(path, raw_stores.make_manifest(states, leaves, roots))
+
+
+# --- drives that are not mounted -----------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["convert", "save", "inspect", "python convert"])
+def test_nothing_is_made_on_a_bare_mount_point(original, tmp_path, run, command):
+    drive = original.csds[1]
+    drive.rename(tmp_path / "unmounted")
+    drive.mkdir()
+    words = {"COPY": original.path, "NEW": tmp_path / "new"}
+    if command == "python convert":
+        with pytest.raises(StoreFormatError, match="mount the drive"):
+            convert_store(original.path, tmp_path / "new", "bf16")
+    else:
+        result = run(*(words.get(word, word) for word in COMMANDS[command]))
+        assert result.status == 1
+        assert "mount the drive" in result.err
+    assert not list(drive.iterdir())
+    drive.rmdir()
+    (tmp_path / "unmounted").rename(drive)
+    assert run("verify", original.path).status == 0

@@ -1,0 +1,258 @@
+"""A store from a stranger: no name in it leads out of it, whatever it says.
+
+Each test puts something into a store, or on its CSD, that leads to a victim's file or
+directory beside it. Whatever the command, the victim stays as it is, and is not read.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from store_driver import Driver
+
+import jaxinf
+from jaxinf.cli import main
+from jaxinf.engine import convert_store
+from jaxinf.errors import StoreError, StoreFormatError, StoreIOError
+from jaxinf.io import read_into
+from jaxinf.io.buffers import BufferPool
+from jaxinf.store import (
+    Manifest,
+    StoreDirectory,
+    migrate,
+    rebalance,
+    save_checkpoint,
+    seal,
+    snapshot,
+)
+
+LEAVES = {"scale": ((), "float32"), "w": ((2, 4096), "float32")}
+
+
+@pytest.fixture(params=[0, 2], ids=["no CSDs", "2 CSDs"])
+def store(request, place):
+    """A store at step 2, with a checkpoint and leftovers of a crash."""
+    roots = [place / f"csd{n}" for n in range(request.param)]
+    for root in roots:
+        root.mkdir()
+    options = {"leaves": LEAVES, "chunk_elements": 4096, "csds": roots}
+    driver = Driver(place / "store", **options).init().steps(1)
+    driver.store.checkpoint("kept")
+    driver.steps(1).close()
+    (driver.store.path / "snapshots").mkdir(exist_ok=True)
+    return StoreDirectory.open(driver.store.path)
+
+
+@pytest.fixture
+def victim(place):
+    """A directory with a file of everything, that nothing may touch."""
+    path = place / "victim"
+    for name in ("file", "a/file", "c/file", "c/0", "kept/file", "x/y/z"):
+        file = path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if not file.exists():
+            file.write_bytes(b"mine" * 8192)
+    yield path
+    for folder, _, files in os.walk(path):
+        for name in files:
+            assert Path(folder, name).read_bytes() == b"mine" * 8192
+    names = sorted(str(p.relative_to(path)) for p in path.rglob("*"))
+    assert names == sorted(
+        [
+            "a",
+            "a/file",
+            "c",
+            "c/0",
+            "c/file",
+            "file",
+            "kept",
+            "kept/file",
+            "x",
+            "x/y",
+            "x/y/z",
+        ]
+    )
+
+
+def replaced(path, target):
+    """Puts a link in the place of something."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.is_dir():
+        shutil.rmtree(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(target)
+
+
+FILES = (
+    *("lock", "publish.lock", "checkpoints.lock", "jaxinf.json", "rebalance.json"),
+    *("slots/a/params.w/c/0/0", "slots/b/params.w/c/0/0", "slots/b/params.w/c/0/0.new"),
+    *("slots/a/commit.json", "slots/b/commit.json", "slots/b/zarr.json"),
+    *("checkpoints/kept/params.w/c/0/0", "checkpoints/kept/jaxinf.json"),
+    *("checkpoints/kept/default/params.w", "snapshots/old/owner.lock", "stream/plan"),
+)
+FOLDERS = (
+    *("slots", "slots/a", "slots/b", "slots/b/params.w", "slots/b/params.w/c"),
+    *("current", "current.tmp", "checkpoints", "checkpoints/kept", "snapshots"),
+    *("checkpoints/.new-1", "checkpoints/.gone-1", "snapshots/old", "stream"),
+    *("checkpoints/kept/default", "checkpoints/kept/state"),
+)
+
+
+def use(path):
+    """Everything that a user may do with a store; how many of it were refused."""
+    new = path.with_name("new")
+    root = path.with_name("another")
+    root.mkdir(exist_ok=True)
+    words = {
+        "save": ["checkpoint", path, "save", "more"],
+        "remove": ["checkpoint", path, "remove", "kept"],
+        "restore": ["checkpoint", path, "restore", "kept", "--discard-current"],
+        "list": ["checkpoint", path, "list"],
+        "inspect": ["inspect", path],
+        "verify": ["verify", path],
+        "export": ["checkpoint", path, "export", new],
+    }
+    refused = [name for name, line in words.items() if main(list(map(str, line)))]
+    for name, action in {
+        "open": lambda: jaxinf.open_store(path).close(),
+        "open to restore": lambda: jaxinf.open_store(path, restore="kept").close(),
+        "rebalance": lambda: rebalance(path, [root]),
+        "convert": lambda: convert_store(path, new, "bf16"),
+        "migrate": lambda: migrate(path),
+        "snapshot": lambda: snapshot(StoreDirectory.open(path)).__enter__(),
+        "save": lambda: save_checkpoint(StoreDirectory.open(path), "even more"),
+    }.items():
+        try:
+            action()
+        except StoreError:
+            refused.append(name)
+    assert not new.exists()
+    assert not list(root.iterdir())
+    return len(refused), len(words) + 7
+
+
+@pytest.mark.parametrize("name", [*FILES, *FOLDERS])
+def test_a_link_that_leads_out(store, victim, name):
+    target = victim / "file" if name in FILES else victim
+    replaced(store.path / name, target)
+    refused, tried = use(store.path)
+    assert refused == tried
+
+
+@pytest.mark.parametrize("name", ["a/params.w/c/0/0", "b/params.w", "a", "checkpoints"])
+def test_a_link_on_a_csd(store, victim, name):
+    if not store.manifest.csds:
+        pytest.skip("there is none")
+    for csd in range(2):
+        path = store.csd_directory(csd) / name
+        if path.exists():
+            replaced(path, victim / "file" if path.is_file() else victim)
+    refused, tried = use(store.path)
+    assert refused == tried
+
+
+def test_the_directory_on_a_csd_is_no_link(store, victim, place):
+    if not store.manifest.csds:
+        pytest.skip("there is none")
+    own = store.csd_directory(0)
+    own.rename(place / "aside")
+    for name in ("a", "b", "checkpoints"):
+        assert (place / "aside" / name).is_dir()
+    own.symlink_to(victim)
+    refused, tried = use(store.path)
+    assert refused == tried
+
+
+@pytest.mark.parametrize(
+    "name", ["slots/b/params.w/c/0/0", "stream/x", "checkpoints/x", "snapshots/y/c"]
+)
+def test_a_pipe(store, victim, name):
+    path = store.path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    refused, tried = use(store.path)
+    assert refused == tried
+
+
+def test_chunk_links_to_a_directory_that_the_manifest_does_not_know(store, place):
+    """They are in the form of the format's own."""
+    if not store.manifest.csds:
+        pytest.skip("there is none")
+    link = next((store.path / "slots").glob("a/params.w/c/0/*"))
+    target = os.readlink(link).replace(str(place), str(place / "elsewhere"))
+    link.unlink()
+    link.symlink_to(target)
+    with pytest.raises(StoreFormatError, match="chunks on the CSDs of its manifest"):
+        jaxinf.open_store(store.path)
+    refused, tried = use(store.path)
+    assert refused == tried
+
+
+def test_swapped_links_are_not_followed(store):
+    """Chunks are read where the manifest says, wherever the links lead."""
+    if not store.manifest.csds:
+        pytest.skip("there is none")
+    links = sorted((store.path / "slots").glob("*/params.w/c/0/0"))
+    for link in links:
+        target = os.readlink(link)
+        for csd in range(2):
+            other = target.replace(
+                *(str(store.csd_directory(n)) for n in (csd, 1 - csd))
+            )
+            if other != target:
+                link.unlink()
+                link.symlink_to(other)
+                break
+    driver = Driver(store.path, leaves=LEAVES).init()
+    driver.check(2)
+    driver.steps(1).check(3)
+    driver.close()
+
+
+def test_a_manifest_that_names_a_victims_directory(store, victim):
+    """An unfinished store, whose CSDs `open_store` would empty."""
+    folder = victim / f"jaxinf-{store.manifest.store_id}"
+    (folder / "a").mkdir(parents=True)
+    (folder / "a" / "file").write_text("mine")
+    (store.path / "current").unlink()
+    for record in store.path.glob("slots/*/commit.json"):
+        record.unlink()
+    document = Manifest.read(store.path / "jaxinf.json").to_json()
+    document["csds"] = [str(victim)]
+    for leaf in document["leaves"]:
+        leaf["csds"] = [0] * len(leaf["csds"])
+    (store.path / "jaxinf.json").write_bytes(seal(document))
+    with pytest.raises(StoreFormatError):
+        Driver(store.path, leaves=LEAVES).init()
+    assert (folder / "a" / "file").read_text() == "mine"
+    shutil.rmtree(folder)
+
+
+def test_direct_io_follows_no_link(place):
+    (place / "file").write_bytes(b"x" * 8192)
+    (place / "link").symlink_to("file")
+    with BufferPool(4096).acquire(4096) as buffer:
+        read_into(place / "file", buffer.array, 0, 4096)
+        with pytest.raises(StoreIOError, match="link: read"):
+            read_into(place / "link", buffer.array, 0, 4096)
+
+
+@pytest.mark.parametrize("name", ["checkpoints/kept", "slots/a"])
+def test_a_step_is_no_store(store, name):
+    """A checkpoint has a manifest, too: a run that was given one would remove it."""
+    path = store.path / name
+    before = sorted(path.rglob("*"))
+    with pytest.raises(StoreFormatError):
+        Driver(path, leaves=LEAVES).init()
+    left = [p for p in path.rglob("*") if p.name not in ("lock", "checkpoints.lock")]
+    assert sorted(left) == before
+
+
+@pytest.mark.parametrize("name", ["notes", "notes/link", ".hidden"])
+def test_what_is_not_the_stores_may_be_a_link(store, victim, name):
+    (store.path / name).parent.mkdir(exist_ok=True)
+    (store.path / name).symlink_to(victim)
+    jaxinf.open_store(store.path).close()
