@@ -15,12 +15,16 @@ import optax
 
 from jaxinf.compress import sparsify
 from jaxinf.engine import Store, open_store
-from jaxinf.errors import NonFiniteGradientError
+from jaxinf.errors import NonFiniteGradientError, StoreMismatchError
 from jaxinf.io import ByteCounts
 from jaxinf.optimizer import SmartUpdateState, smart_update
 from jaxinf.train.config import TrainConfig, UsageError
 from jaxinf.train.optimizers import make_clipping
-from jaxinf.train.pretrained import held_params, is_deferred
+from jaxinf.train.pretrained import (
+    describe_architecture,
+    held_params,
+    is_deferred,
+)
 from jaxinf.typing import JsonValue, PyTree
 
 __all__ = ["Backend", "InMemory", "OnStore", "open_backend"]
@@ -190,9 +194,24 @@ class OnStore:
         """Makes the store of new params, or compares them with those of its step 0."""
         if not self.store.exists:
             self.store.annotate(0, first)
+        else:
+            self._check_model(first["architecture"])
         state = self.tx.init(params)
         assert isinstance(state, SmartUpdateState)
         return state
+
+    def _check_model(self, ours: JsonValue) -> None:
+        """Refuses another model than a store of step 0 was made with."""
+        held = self.store.payload
+        theirs = held.get("architecture") if isinstance(held, Mapping) else None
+        if theirs in (None, ours):
+            return
+        raise StoreMismatchError(
+            f"{self.store.path}: the store was made with "
+            f"{describe_architecture(theirs)}, this command has "
+            f"{describe_architecture(ours)}; give the --from, or the --model, "
+            "--preset and --task, that made it, or another --store"
+        )
 
     def announce(
         self, state: SmartUpdateState, position: Mapping[str, JsonValue]

@@ -5,6 +5,7 @@ that only one leaf at a time is in memory.
 """
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from jaxinf.typing import DeferredArray, JsonValue, PyTree
 __all__ = [
     "architecture_of",
     "deferred_params",
+    "describe_architecture",
     "held_params",
     "is_deferred",
     "read_model_config",
@@ -132,3 +134,14 @@ def _flat(tree: PyTree) -> list[tuple[Any, Any]]:
 
 def _path(keys: Any) -> str:
     return "/".join(map(compat.key_name, keys))
+
+
+def describe_architecture(architecture: JsonValue) -> str:
+    """Describes the model of a payload in a line; its fields may be anything."""
+    if not isinstance(architecture, Mapping):
+        return repr(architecture)
+    fields = architecture.get("fields")
+    sizes = fields if isinstance(fields, Mapping) else {}
+    shown = ("num_layers", "num_features", "vocab_size")
+    listed = ", ".join(f"{name} {sizes[name]!r}" for name in shown if name in sizes)
+    return f"{architecture.get('model')!r} for {architecture.get('task')!r} ({listed})"
