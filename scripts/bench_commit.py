@@ -1,8 +1,8 @@
-"""What safety costs: commits at each durability, checksums, checkpoints.
+"""Measures the cost of safety: commits at each durability, checksums, checkpoints.
 
-Steps of adamw on a new store below --store, each configuration in turn in every
-repetition; medians. `step_s` is a step with everything it wrote drained and, where one
-is due, committed. Checkpoints are timed on stores of 10 M and of --params params.
+It runs steps of adamw on a new store below --store, each configuration in turn in every
+repetition, and prints medians. `step_s` is a step with all its writes drained and, if
+one is due, its commit. Checkpoints are timed on stores of 10 M and of --params params.
 """
 
 import argparse
@@ -25,7 +25,7 @@ STEPS = 8
 
 
 def run_steps(rig):
-    """Seconds a step, with the writes of the last one drained."""
+    """Returns seconds per step, with the writes of the last one drained."""
     began = time.perf_counter()
     for _ in range(STEPS):
         rig.step()
@@ -34,7 +34,7 @@ def run_steps(rig):
 
 
 def last_commit_s(rig):
-    """From the last result of the last step to its commit."""
+    """Returns seconds from the last result of the last step to its commit."""
     metrics = rig.store.metrics_of(rig.step_number)
     assert metrics is not None
     return metrics.commit_s

@@ -1,10 +1,11 @@
-"""How fast a gradient is made sparse on the JAX device, and dense again on the host.
+"""Times the compression of a gradient on the JAX device, and its use on the host.
 
-Selection: the sort behind ``selection="exact"`` beside ``"threshold"``, for one chunk,
-and what share of the largest elements the latter finds. Scattering: a subgroup's update
-with a dense gradient beside a sparse one that is scattered piece by piece into a
-scratch that stays in the cache. All in turns, medians. ``--clock processor`` counts
-this process's time on the processors, which others on a shared machine change least.
+Selection: the sort of ``selection="exact"`` against ``"threshold"``, for one chunk,
+with the share of the largest elements that the latter finds. Scattering: a subgroup's
+update with a dense gradient against a sparse one that is scattered piece by piece into
+a scratch that stays in the cache. All run in turns; medians are printed. ``--clock
+processor`` counts this process's processor time, on which other work on a shared
+machine has the least effect.
 """
 
 import argparse

@@ -1,17 +1,17 @@
-"""What an accelerator's link to the host gives, and training and updates over it.
+"""Measures an accelerator's link to the host, and training and updates over it.
 
-First every way in which a gradient can reach the host and its result come back is
-timed, in turns: the bytes of both directions over the seconds of a round trip.
+First it times, in turns, every way for a gradient to reach the host and for its result
+to return: the bytes of both directions over the seconds of a round trip.
 
-    io_callback       what `jaxinf.smart_update` uses beside an accelerator
+    io_callback       used by `jaxinf.smart_update` with an accelerator
     buffer_callback   XLA's own buffers; on a CPU only, where they are the host's memory
     device_get        outside jit: NumPy arrays of JAX's, and `device_put`
     pinned_host       outside jit: by `device_put` through the pinned host memory
 
 Then scripts/bench_train.py runs with each form of the callbacks (`start`: gradients are
 taken and results fetched later; `io`: each call waits), and scripts/bench_update.py,
-with a preset that suits an accelerator. One JSON object. Runs on any backend; where it
-is a CPU that is said.
+with a preset for an accelerator. It prints one JSON object. It runs on any backend, and
+says so if that is a CPU.
 
     python scripts/bench_gpu.py --store DIR --preset medium
 """

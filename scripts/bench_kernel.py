@@ -1,9 +1,9 @@
-"""How fast the compiled adamw kernel is, beside a loop written by hand.
+"""Times the compiled adamw kernel against a loop written by hand.
 
-Both run on one thread, over the same arrays, in turns; medians. The loop does what the
-kernel does for fp32 params, with the same instructions, but checks no gradient and
-knows no other dtypes. `compile_s` and `cached_s` are a kernel's first load and one from
-the cache, in a process that has loaded no other.
+Both run on one thread, over the same arrays, in turns; medians are printed. The loop
+computes the kernel's results for fp32 params with the same instructions, but checks no
+gradient and supports no other dtypes. `compile_s` and `cached_s` are the times of a
+kernel's first load and of one from the cache, in a process that has loaded no other.
 """
 
 import argparse

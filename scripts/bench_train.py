@@ -1,11 +1,11 @@
 """A training step with the optimizer's state on a drive, beside one in memory.
 
 Both train the same model from the same params on the same tokens in one process, a few
-steps each in turns. A step ends when its new params and loss are there; its commit goes
-on during the next. The first of each turn is not counted, so that what a step leaves to
-the one after it is paid for by one that counts. With --clip-norm the first update waits
-for all gradients: only reading ahead and writing behind can then overlap the model.
-Medians; `ratio` is the median of the pairs of turns.
+steps each in turns. A step ends when its new params and loss are ready; its commit goes
+on during the next. The first step of each turn does not count, so that counted steps
+pay for the work left over by others. With --clip-norm updates wait for all gradients,
+and only prefetches and writes can overlap with the model. Medians are printed; `ratio`
+is the median of the pairs of turns.
 
     python scripts/bench_train.py --store DIR --preset small --memory-bytes 268435456
 

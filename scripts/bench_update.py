@@ -1,10 +1,10 @@
-"""Updates at the drive's floor: steps of adamw on a new store, beside bare I/O.
+"""Compares steps of adamw on a new store with the drive's floor, that is, bare I/O.
 
 Each repetition runs a few steps, then the floor: loops that move the same bytes of the
 same files, and fio with the same mix on the same file system; with --peer CMD also a
-command that prints one JSON line with `mparam_per_s`. A step counts with its new params
-in the caller's arrays, everything it wrote drained, its commit durable, and as much
-read ahead after it as before it. Medians.
+command that prints one JSON line with `mparam_per_s`. A step ends when its new params
+are in the caller's arrays, its writes drained, its commit durable, and as much
+prefetched as before it. Medians are printed.
 
     ratio_to_floor         the floor's seconds over the step's; the median of the
                            repetitions' own ratios
@@ -56,20 +56,20 @@ NUM_SMALL_PARAMS = 100_000
 DTYPES = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
 NUM_FIO_KEPT = 2
 USUAL_COMMIT_S = 2e-3
-"""What a commit may take before it counts for itself and not for the step."""
+"""Commit time that counts as part of a step; more counts separately."""
 
 
 @dataclass
 class Rep:
-    """What one repetition found.
+    """The results of one repetition.
 
     Attributes:
-      step_s: a step.
-      cpu_cores: busy during the steps, kernel time included.
-      commit_s: from the last result of a step to its commit; one a step.
-      peak_rss_bytes: during the steps.
-      floor_s: by way of moving the bytes, what a step's would take.
-      beside_s: by loop, the same with the step's kernels beside it.
+      step_s: seconds per step.
+      cpu_cores: cores busy during the steps, with kernel time.
+      commit_s: seconds from the last result of each step to its commit.
+      peak_rss_bytes: peak RSS during the steps.
+      floor_s: seconds to move a step's bytes, by method.
+      beside_s: the same by loop, with the step's kernels beside it.
       peer: the peer's own line.
     """
 
@@ -128,7 +128,7 @@ def wait_read_ahead(rig: UpdateRig, expected_bytes: int) -> None:
 
 
 def reset_peak_rss() -> None:
-    """The kernel's high-water mark starts over from what is resident now."""
+    """Resets the kernel's high-water mark to the present RSS."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -318,7 +318,7 @@ def place_below(directory: Path) -> Iterator[Path]:
 
 
 def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
-    """All repetitions, and what they say together."""
+    """Runs all repetitions and summarises them."""
     options = {
         name: value
         for name, value in (
@@ -405,7 +405,7 @@ def main() -> None:
 def check_offered(
     parser: argparse.ArgumentParser, arguments: argparse.Namespace
 ) -> None:
-    """Ends the program where the store has no such setting."""
+    """Ends the program if the store does not support the settings."""
     if arguments.master == "none" and arguments.params_dtype != "bf16":
         parser.error(
             "--master none: expected with --params-dtype bf16; fp32 params are their "

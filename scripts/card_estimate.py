@@ -1,4 +1,4 @@
-"""What card kernels should need of a KU15P, and how fast they should be: an estimate.
+"""Estimates the resources of card kernels on a KU15P, and their speed.
 
 Counts the operations of each body and the stages around it, and multiplies them by
 assumed costs. Nothing was synthesised. Without arguments, prints the table of
@@ -97,7 +97,7 @@ def cost_of(card: CardKernel) -> Cost:
 
 
 def body_cost(card: CardKernel) -> Cost:
-    """Of all lanes; what is the same for all elements is computed once."""
+    """Cost of all lanes; terms common to all elements are computed once."""
     equations = lower(standard_kernels()[card.body]).equations
     total = Cost()
     for equation, once in zip(equations, uniform_results(equations), strict=True):
@@ -106,10 +106,10 @@ def body_cost(card: CardKernel) -> Cost:
 
 
 def bytes_an_element(card: CardKernel, top_k: float) -> float:
-    """Of the card's memory, twice: what a kernel reads was written, and so on.
+    """Bytes of the card's memory per element; each byte is written once and read once.
 
-    State comes from the drive and goes back to it by P2P, gradients come from the host
-    and results go there: all of it through the same bank.
+    State comes from the drive and returns to it by P2P, gradients come from the host
+    and results go there, all through the same bank.
     """
     count = 1 << 20
     pairs = round(count * top_k)

@@ -1,4 +1,4 @@
-"""Says of every optimizer of optax whether it can run near storage, and how exactly.
+"""Finds which optimizers of optax can run near storage, and with which promise.
 
     python scripts/classify_optimizers.py            # compares docs/optimizers.md
     python scripts/classify_optimizers.py --write    # writes its tables
@@ -28,7 +28,7 @@ from jaxinf.train.optimizers import optax_optimizers
 
 PAGE = Path(__file__).parents[1] / "docs" / "optimizers.md"
 BITS = ("adagrad", "adam", "adamw", "lion", "sgd")
-"""Promised to have the bits of jitted optax; tests/kernels/test_bits.py holds them."""
+"""Promised to have the bits of jitted optax; tests/kernels/test_bits.py checks them."""
 
 EXACT, NEAR, REFUSED = "bits", "tolerance", "refused"
 
@@ -36,19 +36,19 @@ PARAMS = {
     "bias": jax.ShapeDtypeStruct((3072,), jnp.float32),
     "kernel": jax.ShapeDtypeStruct((50304, 768), jnp.float32),
 }
-"""Of a real model's size: what grows with the rows of a leaf counts as it would."""
+"""Params of a real model's size, so that state that grows with rows is realistic."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """How to make and call one transformation.
+    """Instructions to make and call one transformation.
 
     Attributes:
       make: Makes it.
-      extra_args: What its update needs; made from the params (or their avals).
-      descends: Whether its updates are steps downhill; the others are put before sgd.
-      params: From the params to the tree that it takes for them.
-      about: Said of it in the table.
+      extra_args: Makes the arguments of its update from the params (or their avals).
+      descends: Whether its updates descend; others are put before sgd.
+      params: Converts the params to the tree that it takes.
+      about: Its remark in the table.
     """
 
     make: Callable[[], Any]
@@ -85,7 +85,7 @@ _OTHERS = frozenset(
     WrappedSchedule
     """.split()  # noqa: SIM905
 )
-"""Without a return annotation, or of a transformation's form, and yet no factory."""
+"""Callables that look like factories, or have no return annotation, but are none."""
 
 
 def factories() -> dict[str, Callable[..., Any]]:
@@ -126,7 +126,7 @@ def _is_factory(name: str, value: Any) -> bool | None:
     return "GradientTransformation" in str(annotation)
 
 
-# --- How each is made ---------------------------------------------------------------
+# --- Cases --------------------------------------------------------------------------
 
 
 def _value_fn(params: Any, *_: Any, **__: Any) -> jax.Array:
@@ -278,7 +278,7 @@ CASES = {
         lambda: _CONTRIB.split_real_and_imaginary(_ADAM()), about=_INSIDE
     ),
 }
-"""What cannot be made of nothing, or of a learning rate alone."""
+"""Factories that need more than a learning rate."""
 
 _SGD = {"momentum": {"momentum": 0.9}, "nesterov": {"momentum": 0.9, "nesterov": True}}
 
@@ -320,23 +320,23 @@ def _case_of(name: str, factory: Callable[..., Any]) -> Case:
     )
 
 
-# --- What becomes of it -------------------------------------------------------------
+# --- Classification -----------------------------------------------------------------
 
 
 def classify(name: str, case: Case) -> Row:
-    """Traces one transformation and says what came of it."""
+    """Traces one transformation and classifies the result."""
     params = case.params(PARAMS)
     function, comma, form = name.partition(",")
     label = f"`{function}`{comma}{form}"
     notes = [case.about] if case.about else []
     try:
-        with warnings.catch_warnings(action="ignore"):  # of what optax deprecates
+        with warnings.catch_warnings(action="ignore"):  # of deprecated parts of optax
             tx = case.make()
             program = trace_update(tx, params, case.extra_args(params))
             trace_init(tx, params)
     except UnsupportedTransformError as error:
         return Row(name, label, REFUSED, notes=[*notes, _gist(str(error))])
-    except Exception as error:  # whatever optax makes of being called so
+    except Exception as error:  # optax may raise anything
         reason = str(error).splitlines()[0]
         return Row(name, label, REFUSED, notes=[*notes, f"optax: {reason}"])
     leaf = program.leaves[-1]

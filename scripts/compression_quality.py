@@ -1,10 +1,10 @@
-"""What compressed gradients cost in quality: dense beside 10 %, 2 % and 1 %.
+"""Measures the cost of compressed gradients in quality: dense, 10 %, 2 % and 1 %.
 
 Two tasks, every variant with three seeds: the nano GPT-2 on Python's standard library
 (validation loss in nats a byte, the trainer itself) and the digits MLP of
 scripts/digits.py (test accuracy). Both run in memory, through the transformation that
-tests hold to a store's bits. Results go line by line into a file; a run that is in it
-is not repeated, so that the whole may be done in pieces:
+tests hold to a store's bits. Results go line by line into a file. A run in the file is
+not repeated, so you can run the script several times:
 
     python scripts/compression_quality.py --results results.jsonl --minutes 6
     python scripts/compression_quality.py --results results.jsonl --plot quality.png
@@ -134,7 +134,8 @@ def say(results: list[dict]) -> None:
     steps = {r["task"]: r["steps"] for r in results}
     for task, rows in summary(results).items():
         print(f"\n{task}, {steps[task]} steps: {TASKS[task]}")
-        print("| link volume | as it is | with error feedback |\n|---|---|---|")
+        print("| link volume | without error feedback | with error feedback |")
+        print("|---|---|---|")
         for variant in ("dense", *(f"top_k:{ratio}" for ratio in RATIOS)):
             cells = [rows.get(variant), rows.get(variant + FEEDBACK)]
             shown = [

@@ -1,12 +1,12 @@
-"""Validation losses of the trainer by how a store holds its state, over several seeds.
+"""Validation losses of the trainer by the format of its state, over several seeds.
 
     python scripts/convergence.py run results.jsonl --store DIR [--steps 1000]
     python scripts/convergence.py table results.jsonl
     python scripts/convergence.py plot results.jsonl docs/img/convergence.png
 
 `run` trains the preset nano on Python's own sources once for each format and seed, with
-the trainer's defaults, and appends a JSON line for each run. What is there already is
-left out, and what was stopped goes on, so that it may be done in pieces (`--limit`).
+the trainer's defaults, and appends a JSON line for each run. Finished runs are skipped
+and stopped runs continue, so you can run it several times (`--limit`).
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""A plain optax loop on scikit-learn's digits, and what it takes to move it to a drive.
+"""A plain optax loop on scikit-learn's digits, which can also run on a drive.
 
-The loop is anyone's: an MLP, Adam, minibatches. With `--store DIR` the one line that
-makes the optimizer is another, and nothing else changes:
+The loop is ordinary: an MLP, Adam, minibatches. With `--store DIR` only the line that
+makes the optimizer changes:
 
     python scripts/digits.py
     python scripts/digits.py --store /mnt/nvme0/digits

@@ -1,8 +1,8 @@
 """The floor under an update: its reads and writes alone, by bare loops and by fio.
 
-Invariant: a loop moves exactly what a step moves, the same bytes of the same files in
-the same subgroups with as many threads, by direct I/O; it computes nothing, checks
-nothing and commits nothing, and no order between reads and writes is asked of it.
+Invariant: a loop moves the same bytes as a step: the same files and subgroups, with as
+  many threads, by direct I/O. It computes, checks and commits nothing, and may reorder
+  reads and writes.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Transfer:
-    """What a step reads for a subgroup, and what it writes."""
+    """The reads and writes of a step for a subgroup."""
 
     reads: tuple[Piece, ...]
     writes: tuple[Piece, ...]
@@ -49,12 +49,12 @@ def moved_bytes(transfers: Sequence[Transfer]) -> tuple[int, int]:
 
 
 def carried_s(transfers: Sequence[Transfer], num_workers: int) -> float:
-    """Seconds; each worker reads a subgroup and then writes it, as the engine does."""
+    """Returns seconds if each worker reads a subgroup and then writes it."""
     return _run([_Lane(transfers)] * num_workers)
 
 
 def split_s(transfers: Sequence[Transfer], num_workers: int) -> float:
-    """Seconds; half of the workers read all there is, the others write."""
+    """Returns seconds if half of the workers read and the others write."""
     readers = _Lane([Transfer(t.reads, ()) for t in transfers])
     writers = _Lane([Transfer((), t.writes) for t in transfers])
     half = max(1, num_workers // 2)
@@ -74,7 +74,7 @@ class _Lane:
         self.longest_bytes = max(pieces, default=mmap.PAGESIZE)
 
     def next(self) -> Transfer | None:
-        """One that nobody has taken."""
+        """Returns a transfer that no worker has taken."""
         with self._lock:
             return next(self._left, None)
 

@@ -1,10 +1,10 @@
-"""Kills training runs at random instants, and holds what comes after to the bits.
+"""Kills training runs at random instants, and compares later steps bit for bit.
 
-A small MLP is trained through jaxinf in a process that is sent SIGKILL while it makes
-its store, opens it, steps, saves a checkpoint or closes, at another instant each time.
-After each kill the store is opened, found at a step that the run had committed, and
-verified; then training goes on. Every loss that any of the processes computed is
-compared, bit for bit, with those of a run that nobody disturbed.
+A small MLP is trained through jaxinf in a process that gets SIGKILL while it makes its
+store, opens it, steps, saves a checkpoint or closes, at another instant each time.
+After each kill the store must open at a step that the run had committed, and is
+verified; then training goes on. Every loss of any process is compared, bit for bit,
+with those of an undisturbed run.
 
     python scripts/kill_campaign.py --directory /mnt/nvme0/tmp --kills 200
 
@@ -52,13 +52,13 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Options:
-    """Kills training runs at random instants; what comes after must be the same bits.
+    """Kills training runs at random instants, and compares later steps bit for bit.
 
     Attributes:
-      directory: where the stores are made, on the drive to try.
-      kills: how many processes to kill.
-      num_steps: of a store's life, until it is made anew.
-      seed: of the instants; they depend on the machine as well.
+      directory: directory for the stores, on the drive to test.
+      kills: number of processes to kill.
+      num_steps: number of steps of a store before it is made anew.
+      seed: seed of the instants, which also depend on the machine.
     """
 
     directory: Path
@@ -73,7 +73,7 @@ class Run:
 
     Attributes:
       lost: by kill, the steps that had to be repeated.
-      faults: what should not have been.
+      faults: the errors found.
     """
 
     name: str
@@ -200,7 +200,7 @@ def start(run: Run, until: int, restore: str | None = None) -> tuple[int, int]:
 
 @dataclass
 class Said:
-    """What a process said before it died or ended.
+    """The messages of a process before it died or ended.
 
     Attributes:
       losses: bits by step.
@@ -233,7 +233,7 @@ class Campaign:
         self.references: dict[str, dict[int, int]] = {}
 
     def run(self) -> bool:
-        """Runs it all; returns whether nothing was wrong."""
+        """Runs the campaign; returns whether there was no error."""
         for name in OPTIMIZERS:
             self.references[name] = self._reference(name)
         for run in self.runs:
@@ -387,7 +387,7 @@ def _step_of(run: Run) -> int:
 
 
 def _verify(run: Run) -> None:
-    """Holds the committed step and the checkpoints against their checksums."""
+    """Compares the committed step and the checkpoints with their checksums."""
     if not (run.store / "current").is_symlink():
         return
     directory = StoreDirectory.open(run.store)

@@ -2,7 +2,7 @@
 
 For each preset, a few steps of the trainer in a process of its own:
 
-    sgd in memory      the model's own: params, gradients, activations, XLA
+    sgd in memory      the model alone: params, gradients, activations, XLA
     adamw in memory    plain optax
     adamw on a drive   `--mode update`, with the budget that `--memory-bytes` sets
 

@@ -1,4 +1,4 @@
-"""One training step as a picture: what the drive, the kernel and the model did when.
+"""Draws one training step: the times of drive, kernel and model.
 
 python scripts/bench_train.py --store DIR --timeline step.json
 python scripts/plot_timeline.py step.json docs/img/timeline.png
@@ -23,7 +23,7 @@ COMMIT = ("drain", "sync", "publish")
 
 
 def model_spans(spans: list[dict[str, Any]], step_s: float) -> list[dict[str, Any]]:
-    """The time within the step in which no leaf's update is waited for."""
+    """Returns the times in the step without a wait for a leaf's update."""
     leaves = sorted((s["began_s"], s["ended_s"]) for s in spans if s["kind"] == "leaf")
     gaps, at = [], 0.0
     for began, ended in [*leaves, (step_s, step_s)]:

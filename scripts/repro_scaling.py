@@ -7,7 +7,7 @@ machine's CPU runs, on files of this machine's drive.
   SU        updates beside the drives, one subgroup at a time on each card
   SU+O      the same without the time for making buffers
   SU+O+C    and gradients compressed to --ratio of their bytes
-  overlap   what jaxinf does of itself: loads, kernel and write-back beside each other
+  overlap   jaxinf's own handler: loads, kernel and writes at the same time
 As in the published times, the first four do one thing after another: a card writes when
 all results have crossed the link. --model-only leaves the emulation out. Its share of
 the CPU is printed: near 100 % it is the CPU that is measured; raise --slower then.
@@ -233,7 +233,7 @@ def show_model(rows: list[Comparison]) -> None:
 
 
 def summary(rows: list[Comparison]) -> str:
-    """How near the model comes to figures 9, 10 and 11a."""
+    """Summarises the model's errors in figures 9, 10 and 11a."""
     near = [r for r in rows if r.figure in ("9", "10", "11a")]
     speedups = [abs(row.error) for row in near if row.quantity == "speedup"]
     times = [abs(row.error) for row in near if row.quantity == "update_s"]

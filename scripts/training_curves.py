@@ -3,9 +3,9 @@
     python scripts/training_curves.py run runs/curves [--steps 300] [--only bert]
     python scripts/training_curves.py plot runs/curves docs/img/training.png
 
-`run` makes data out of what every machine has, Python's own sources and the digits of
-scikit-learn, and trains the preset nano on it near storage. A run that is there already
-goes on, or is left as it is where it is done.
+`run` makes data from Python's own sources and the digits of scikit-learn, which every
+machine has, and trains the preset nano on it near storage. Stopped runs continue, and
+finished runs are skipped.
 """
 
 import argparse

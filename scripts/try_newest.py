@@ -1,4 +1,4 @@
-"""Tries jaxinf on the newest releases and pre-releases of what it builds on.
+"""Tests jaxinf with the newest releases and pre-releases of its dependencies.
 
 Installs past the upper bounds of pyproject.toml into an environment of its own, runs
 the tests that touch JAX, optax, Flax, Orbax and tensorstore most, and prints a table.
@@ -30,7 +30,7 @@ LIMIT_S = 1800
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a group of tests said: counts, and the first line of each failure."""
+    """The result of a group of tests: counts, and the first line of each failure."""
 
     passed: int = 0
     failed: int = 0
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def requirements(*, with_pre_releases: bool) -> list[str]:
-    """Those of the package and its tests, without upper bounds."""
+    """Returns requirements of the package and its tests, without upper bounds."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     listed = [*project["dependencies"], *project["optional-dependencies"]["test"]]
     result = []
@@ -73,7 +73,7 @@ def requirements(*, with_pre_releases: bool) -> list[str]:
 
 
 def install(python: Path, *, with_pre_releases: bool) -> str:
-    """Installs; returns the end of pip's words where it cannot."""
+    """Installs; returns the end of pip's output if that fails."""
     pip = [str(python), "-m", "pip", "install", "--quiet"]
     wanted = requirements(with_pre_releases=with_pre_releases)
     steps = (

@@ -1,8 +1,8 @@
-"""A store updated step by step from caller-owned NumPy arrays: what benchmarks time.
+"""Updates a store step by step from the caller's NumPy arrays, for benchmarks.
 
-Invariant: it does what `smart_update`'s callbacks do, with the engine's own calls and
-the optimizer's own prologue; only the model around it is missing. The new params are in
-the caller's arrays when a step returns.
+Invariant: it makes the same calls of the engine as `smart_update`'s callbacks, with the
+optimizer's own prologue, but without a model. The new params are in the caller's arrays
+when a step returns.
 """
 
 import itertools
@@ -49,10 +49,10 @@ class UpdateRig:
     """A new store of so many params in leaves of 16 Mi, updated by adamw.
 
     Args:
-      path: where the store goes.
-      num_params: how many, over all leaves.
-      num_leaves: None for leaves of 16 Mi elements, the last one shorter.
-      dtype: of params and gradients: float32 or bfloat16.
+      path: the store's directory.
+      num_params: number of params over all leaves.
+      num_leaves: number of leaves; None for leaves of 16 Mi elements.
+      dtype: dtype of params and gradients: float32 or bfloat16.
       options: of `jaxinf.open_store`.
     """
 

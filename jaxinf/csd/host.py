@@ -48,33 +48,33 @@ class HostFleet:
 
     @property
     def peak_bytes(self) -> int:
-        """The most host memory that buffers have taken."""
+        """The peak host memory of buffers."""
         return self._pool.peak_bytes
 
     @property
     def used_bytes(self) -> int:
-        """What buffers that are lent now take."""
+        """Bytes of the buffers that are lent now."""
         return self._pool.used_bytes
 
     def limit_memory(self, num_bytes: int) -> None:
-        """Of all buffers together; those that are lent stay."""
+        """Limits all buffers together; buffers that are lent stay."""
         self._pool.resize(num_bytes)
 
     @property
     def num_kernels(self) -> int:
-        """One a core."""
+        """One for each core."""
         return len(os.sched_getaffinity(0))
 
     def check(self, needs: Sequence[KernelNeed]) -> None:
-        """Every kernel runs on a CPU, in NumPy where there is no compiler."""
+        """Accepts every kernel; without a compiler they run in NumPy."""
 
     def check_buffer(self, num_bytes: int, num_elements: int) -> None:
-        """The engine has cut subgroups to the budget."""
+        """Accepts all lengths; the engine has cut subgroups to the budget."""
 
     def attach(
         self, directories: Sequence[Path], buffer_bytes: int, num_elements: int
     ) -> "Sequence[HostCsd]":
-        """One a directory."""
+        """Makes one CSD for each directory."""
         del buffer_bytes, num_elements
         return [HostCsd(root, self._pool, self._meters) for root in directories]
 
@@ -85,12 +85,11 @@ class HostFleet:
 
 @dataclass(eq=False, slots=True)
 class _HostBuffer:
-    """Memory, and what is known of the extents in it.
+    """Memory, with the known checksums of the extents in it.
 
     Attributes:
-      memory: from the pool.
-      known: by offset, the checksum of what the last update has left there; None for
-        what was read since.
+      memory: memory of the pool.
+      known: by offset, the checksum from the last update; None for state read since.
     """
 
     memory: Buffer
@@ -129,14 +128,14 @@ class HostCsd:
         return True
 
     def info(self) -> CsdInfo:
-        """What it is, now."""
+        """Its present description."""
         usage = shutil.disk_usage(self._root)
         return CsdInfo(
             "host", self._root, usage.total, usage.free, self._transfers.direct
         )
 
     def acquire(self, num_bytes: int) -> CsdBuffer | None:
-        """A page-aligned buffer, or None where the budget has no room now."""
+        """Returns a page-aligned buffer, or None if the budget has no room now."""
         memory = self._pool.acquire(num_bytes, block=False)
         return None if memory is None else _HostBuffer(memory)
 
@@ -152,9 +151,9 @@ class HostCsd:
         self._transfers.write([_piece(transfer) for transfer in transfers])
 
     def checksum(self, buffer: CsdBuffer, extent: Extent) -> int | None:
-        """What the last update left, else taken by this thread; of what was read, None.
+        """Returns the checksum from the last update or computes it; None after a read.
 
-        A pass of its own costs more than the kernel: each is bound by the memory.
+        A separate pass would cost more than the kernel, since memory limits both.
         """
         known, place = _own(buffer).known, extent.buffer_offset_bytes
         if place not in known:
@@ -233,14 +232,14 @@ class HostCsd:
 
 
 def _run_of(kernel: Kernel, gradient: Array | SparseGradient) -> Callable[..., bool]:
-    """What to call with `jaxinf.kernels.evaluate`'s arguments and a passage."""
+    """Returns a function with `jaxinf.kernels.evaluate`'s arguments and a passage."""
     if isinstance(gradient, SparseGradient):
         return partial(run_sparse, runner(kernel))
     return runner(kernel)
 
 
 def _written(extents: Sequence[Extent], kernel: Kernel) -> list[bool]:
-    """Of each extent, whether the kernel changes it."""
+    """Returns for each extent whether the kernel changes it."""
     names = iter(("params", *kernel.slots))
     result: list[bool] = []
     for extent in extents:

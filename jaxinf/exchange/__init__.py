@@ -1,7 +1,7 @@
 """Committed steps to and from other tools: Orbax checkpoints and safetensors files.
 
-Invariant: memory stays within a budget however large a leaf is, except where another
-tool's file has larger chunks; nothing is written before everything has been checked.
+Invariant: memory stays within a budget for leaves of any size, unless another tool's
+  file has larger chunks; everything is checked before anything is written.
 """
 
 from jaxinf.exchange.huggingface_config import Architecture, write_config

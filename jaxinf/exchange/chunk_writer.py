@@ -1,6 +1,6 @@
-"""Boxes of arrays written to the chunk files of a slot that is nobody's step.
+"""Writes boxes of arrays to the chunk files of a slot without a committed step.
 
-Invariant: a file with more than one link is never written; `StoreDirectory` sees to it.
+Invariant: a file with more than one link is never written; `StoreDirectory` ensures it.
 """
 
 import itertools
@@ -38,10 +38,10 @@ class ChunkWriter:
         self._sums: dict[_File, RunSums] = {}
 
     def checksums(self, kept: Mapping[str, Array] | None = None) -> dict[str, Array]:
-        """The CRC-32C of every chunk, of the bytes that were given to be written.
+        """Returns the CRC-32C of every chunk, of the bytes given to `write`.
 
         Args:
-          kept: those of the arrays of which nothing was written.
+          kept: checksums of the arrays that were not written.
 
         Returns:
           uint32 by array name, in grid order: `CommitRecord.checksums`.
@@ -71,9 +71,9 @@ class ChunkWriter:
 
         Args:
           leaf: the leaf's number.
-          state: which of its states.
+          state: name of the state.
           start: leaf index of the box's first element.
-          values: the box, of the state's dtype; of split master params, float32.
+          values: the box, of the state's dtype; float32 for split master params.
         """
         record = self.directory.manifest.leaves[leaf]
         coded = record.state(state)
@@ -123,7 +123,7 @@ def _write_part(
     start: Sequence[int],
     values: Array,
 ) -> None:
-    """Writes what a box and a chunk have in common."""
+    """Writes the intersection of a box and a chunk."""
     first = [max(s, c) for s, c in zip(start, chunk.start, strict=True)]
     last = [
         min(s + n, c + e)

@@ -1,6 +1,6 @@
-"""Where an export goes: a directory that is there whole or not at all.
+"""The directory of an export, which appears only when it is complete.
 
-Invariant: nothing appears under the name that was asked for until all of it is durable.
+Invariant: nothing appears under the requested name until all of it is durable.
 """
 
 import contextlib
@@ -21,17 +21,17 @@ _SLACK_BYTES = 1 << 20
 
 @contextlib.contextmanager
 def new_directory(destination: Path, num_bytes: int) -> Iterator[Path]:
-    """Yields a temporary directory that takes its name when the context ends well.
+    """Yields a temporary directory that is renamed at the end of the context.
 
-    On an error it is removed with everything in it. Blocks at the end until all of it
-    is on the drive.
+    After an error it is removed with its content. Blocks at the end until everything is
+    on the drive.
 
     Args:
       destination: must not exist; directories above it are made.
-      num_bytes: what will be written at most.
+      num_bytes: most bytes that will be written.
 
     Raises:
-      FileExistsError: something has that name already.
+      FileExistsError: the name exists already.
       StoreSpaceError: the file system has less room; nothing was written.
       StoreIOError: the operating system refused something.
     """

@@ -1,7 +1,7 @@
 """Hugging Face's config.json and the fields of our models' configs.
 
-Invariant: a setting that would change what a model computes is read, or it is refused
-where it is not what ours does; nothing that matters is passed over.
+Invariant: a setting that affects the model's results is read, or refused if our model
+  does not support it; none is ignored.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,13 +21,13 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model that a checkpoint is of.
+    """The model of a checkpoint.
 
     Attributes:
-      model: our name of it.
-      fields: its config's, JSON; nested configs are objects.
+      model: our name of the model.
+      fields: the fields of its config, JSON; nested configs are objects.
       model_type: Hugging Face's name.
-      extra: settings that ours has no use for and that go back as they came: special
+      extra: settings that our model does not use and an export restores: special
         tokens, names of labels.
     """
 
@@ -44,13 +44,13 @@ class Architecture:
 
 @dataclass(frozen=True)
 class _ConfigTable:
-    """How one `model_type` is read and written.
+    """The rules for reading and writing one `model_type`.
 
     Attributes:
       model: our name.
-      names: our field → theirs; what is missing there is an error.
-      defaults: theirs → what it is where it is missing.
-      fixed: theirs → what it may be, the first where it is missing.
+      names: our field → theirs; a missing one is an error.
+      defaults: their field → its default.
+      fixed: their field → its permitted values; the first is the default.
       read: completes our fields from their document.
       write: the same back.
       classes: Hugging Face's class for each task.
@@ -85,7 +85,7 @@ def _read_t5(document: Mapping[str, Any]) -> Fields:
     return {
         "num_decoder_layers": document.get("num_decoder_layers") or layers,
         "mlp": kind,
-        # Newer files say tied in any case, and here whether the output is scaled.
+        # Newer files always say tied; this field says whether the output is scaled.
         "tied_embeddings": document.get("scale_decoder_outputs", is_tied),
     }
 
@@ -112,7 +112,7 @@ def _write_labels(fields: Mapping[str, Any]) -> Fields:
 
 
 def _read_rope(document: Mapping[str, Any]) -> Fields:
-    """Rotary settings, as older and as newer files have them."""
+    """Reads rotary settings from older and newer files."""
     rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
     base = rope.get("rope_theta", document.get("rope_theta", 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -168,7 +168,7 @@ def _write_llama(fields: Mapping[str, Any]) -> Fields:
 
 
 def _llama(**own: Any) -> Callable[[Mapping[str, Any]], Fields]:
-    """Reads Llama's fields, with what tells one of its kind apart."""
+    """Reads Llama's fields, with those that differ between its relatives."""
 
     def read(document: Mapping[str, Any]) -> Fields:
         found = {
@@ -347,14 +347,14 @@ _CONFIGS: Mapping[str, _ConfigTable] = {
 
 
 def read_config(document: Any, *, where: str) -> Architecture:
-    """What a config.json says, as fields of one of our configs.
+    """Reads a config.json as the fields of one of our configs.
 
     Args:
       document: the JSON.
       where: names the file in messages.
 
     Raises:
-      ExchangeError: the architecture is not known, or has what ours does not; lists it.
+      ExchangeError: the architecture or its settings are not supported; lists them.
     """
     kind = document.get("model_type") if isinstance(document, dict) else None
     table = _CONFIGS.get(kind) if isinstance(kind, str) else None
@@ -397,16 +397,16 @@ def read_config(document: Any, *, where: str) -> Architecture:
 def write_config(
     architecture: Architecture, task: str, dtype: str
 ) -> dict[str, JsonValue]:
-    """The config.json of a model of ours.
+    """Makes the config.json of one of our models.
 
     Args:
-      architecture: of the model; its `model_type` may be empty, and counts only where
-        it goes with the model.
-      task: what its head is for.
-      dtype: of the tensors beside it.
+      architecture: the model's architecture; its `model_type` may be empty, and is
+        ignored if it does not fit the model.
+      task: the task of its head.
+      dtype: dtype of the tensors beside it.
 
     Raises:
-      ExchangeError: Hugging Face has no architecture of these fields.
+      ExchangeError: Hugging Face has no architecture with these fields.
     """
     fields, extra = architecture.fields, dict(architecture.extra)
     kind = _model_type(architecture.model, fields)
@@ -427,10 +427,10 @@ def write_config(
 
 
 def _model_type(model: str, fields: Mapping[str, Any]) -> str:
-    """Which of the architectures of one model of ours has these fields.
+    """Finds the architecture of our model with these fields.
 
     Raises:
-      ExchangeError: none.
+      ExchangeError: there is none.
     """
     if model != "llama":
         return model

@@ -1,7 +1,7 @@
 """A committed step's params as a Hugging Face checkpoint folder.
 
-Invariant: the names and the order of axes are those of the table by which such a folder
-is read, so that what was imported is exported to the bit.
+Invariant: import and export use the same table of names and axes, so that an imported
+  checkpoint is exported to the bit.
 """
 
 from collections.abc import Mapping
@@ -36,25 +36,25 @@ def export_huggingface(
 ) -> None:
     """Writes a step's params as ``transformers`` loads them; blocks until durable.
 
-    Which model it is, the step's commit must say: `jaxinf.train` writes it into the
-    payload, as ``architecture``.
+    The step's commit must name the model: `jaxinf.train` writes it into the payload, as
+    ``architecture``.
 
     Args:
-      step: what to export.
+      step: the step to export.
       destination: a directory that does not exist yet.
-      dtype: of the tensors: float32, bfloat16 or float16, rounded to nearest even; by
-        default that of the params on the JAX device.
-      max_file_bytes: begin another file rather than go above; a tensor is never split.
-      memory_bytes: for the data on its way.
+      dtype: dtype of the tensors: float32, bfloat16 or float16, rounded to nearest
+        even; by default that of the params on the JAX device.
+      max_file_bytes: size at which another file begins; a tensor is never split.
+      memory_bytes: memory for data in transit.
       progress: called with the bytes of elements done and those in all.
 
     Raises:
-      ExchangeError: the commit does not say what model it is of, or the store's leaves
-        are not that model's.
+      ExchangeError: the commit does not name its model, or the store has other leaves
+        than that model.
       FileExistsError: the destination exists.
       ValueError: a limit is too small.
       StoreSpaceError: there is no room; nothing was written.
-      StoreCorruptError: a chunk is not as it was written.
+      StoreCorruptError: a chunk is damaged.
       StoreError: the step cannot be read, or the destination not written.
     """
     architecture, task = _architecture(step)

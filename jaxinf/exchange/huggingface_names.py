@@ -1,7 +1,7 @@
 """Hugging Face's names of tensors and ours, one table a model.
 
-Invariant: a table is the same in both directions: what is read by it is written by it,
-and every change of a tensor is a permutation of its axes.
+Invariant: reading and writing use the same table, and every change of a tensor is a
+  permutation of its axes.
 """
 
 import re
@@ -20,7 +20,7 @@ class TensorName:
     Attributes:
       ours: the leaf's path, keys joined by ``/``.
       theirs: the tensor's name.
-      axes: ours is theirs with its axes in this order; empty: as they are.
+      axes: order of their axes in ours; empty for no change.
     """
 
     ours: str
@@ -33,13 +33,12 @@ class WeightTable:
     """The tensors of one architecture.
 
     Attributes:
-      tensors: those of any config; which of them a model has its own tree says.
-      prefix: of the base model's names, which files of a bare base model leave out.
-      tied: names that a file may have beside, or in the place of, the tensor whose
-        values they share.
-      heads: beginnings of paths of ours that a checkpoint of another task does not
-        have; below each, all leaves are there or none, and then they begin anew.
-      unused: patterns of what files hold beside params: buffers, other tasks' heads.
+      tensors: the tensors of all configs; a model's own tree has a subset. prefix:
+        prefix of the base model's names, which a bare base model lacks. tied: other
+        names that a file may have for a tensor with shared values. heads: beginnings of
+        our paths that a checkpoint of another task lacks. Below each, all leaves exist
+        or none; missing ones are initialised anew. unused: patterns of tensors that are
+        not params: buffers, other tasks' heads.
     """
 
     tensors: tuple[TensorName, ...]
@@ -49,10 +48,10 @@ class WeightTable:
     unused: tuple[str, ...] = ()
 
     def find(self, ours: str) -> TensorName:
-        """The tensor of a leaf, its layer's number filled in.
+        """Returns the tensor of a leaf, with the number of its layer.
 
         Raises:
-          KeyError: the table does not have the leaf: it is no model of this table.
+          KeyError: the table does not have the leaf.
         """
         number = "".join(re.findall(r"^[a-z](\d+)/", ours))
         template = re.sub(r"^([a-z])\d+/", r"\1{}/", ours)
@@ -63,7 +62,7 @@ class WeightTable:
         raise KeyError(ours)
 
     def is_unused(self, theirs: str) -> bool:
-        """Whether a tensor of a file is none of a model's params."""
+        """Whether a tensor of a file is not a param of a model."""
         return any(re.fullmatch(pattern, theirs) for pattern in self.unused)
 
 
@@ -266,7 +265,7 @@ def _t5_table(*, gated: bool) -> WeightTable:
             "decoder.embed_tokens.weight": "shared.weight",
             "lm_head.weight": "shared.weight",
         },
-        # Version 1.0 files have a table that the model never had a use for.
+        # Version 1.0 files have a table that the model never used.
         unused=(
             r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
         ),

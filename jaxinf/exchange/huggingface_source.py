@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint folder: config.json and safetensors, checked, then read.
 
-Invariant: only headers are read until a leaf is asked for, and then a piece of it at a
-time; no file outside the folder's own names is opened.
+Invariant: only headers are read until a leaf is requested, which is then read piece by
+  piece; no file outside the folder is opened.
 """
 
 import math
@@ -31,11 +31,11 @@ _MAX_LINES = 20
 
 
 class TensorLeaf(DeferredArray):
-    """A leaf of ours that is a tensor of theirs.
+    """A leaf of our model, read from a tensor.
 
     Attributes:
       source: the tensor.
-      axes: ours is theirs with its axes in this order; empty: as they are.
+      axes: order of the tensor's axes in the leaf; empty for no change.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class TensorLeaf(DeferredArray):
         self.axes = axes
 
     def read(self) -> Array:
-        """See `DeferredArray`; beside the result, a piece of 256 KiB is held.
+        """See `DeferredArray`; needs 256 KiB of memory beside the result.
 
         Raises:
           ExchangeError: the file has become shorter.
@@ -68,8 +68,8 @@ class HuggingFaceFolder:
 
     Attributes:
       path: the folder.
-      architecture: what its config.json says.
-      tensors: by name.
+      architecture: the architecture in its config.json.
+      tensors: the tensors by name.
     """
 
     path: Path
@@ -100,12 +100,12 @@ class HuggingFaceFolder:
         return TABLES[self.architecture.table]
 
     def check_size(self) -> None:
-        """Refuses a config of more layers than there are tensors.
+        """Refuses a config with more layers than there are tensors.
 
-        Such a config would otherwise be laid out first, which could take for ever.
+        Laying out such a model could otherwise take forever.
 
         Raises:
-          ExchangeError: it is so.
+          ExchangeError: the config has too many layers.
         """
         for name in ("num_layers", "num_decoder_layers"):
             count = self.architecture.fields.get(name, 0)
@@ -118,14 +118,14 @@ class HuggingFaceFolder:
     def leaves(
         self, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype[Any]
     ) -> dict[str, TensorLeaf | None]:
-        """Finds each leaf of a model; reads what only a comparison can tell.
+        """Finds each leaf of a model; reads tied tensors to compare them.
 
         Args:
-          shapes: of the model's leaves by path, keys joined by ``/``.
-          dtype: of the leaves that are made.
+          shapes: shapes of the model's leaves by path, keys joined by ``/``.
+          dtype: dtype of the returned leaves.
 
         Returns:
-          By path; None for what begins anew, because the checkpoint's head is for
+          Leaves by path; None for a leaf of a new head, if the checkpoint's head is for
           another task.
 
         Raises:
@@ -136,7 +136,7 @@ class HuggingFaceFolder:
 
 
 class _Matcher:
-    """The work of `HuggingFaceFolder.leaves`, and the problems it meets."""
+    """Matches leaves for `HuggingFaceFolder.leaves`, and collects problems."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class _Matcher:
         self._problems: list[str] = []
 
     def _full_name(self, name: str, expected: set[str]) -> str:
-        """A tensor's name as the table has it; files have older ones, and bare ones."""
+        """Returns the table's name of a tensor; files have older or bare names, too."""
         name = name.replace("LayerNorm.gamma", "LayerNorm.weight")
         name = name.replace("LayerNorm.beta", "LayerNorm.bias")
         full = self._table.prefix + name
@@ -189,7 +189,7 @@ class _Matcher:
         return leaves
 
     def _use_tied(self) -> None:
-        """Takes a shared tensor under its other name; or compares the two."""
+        """Uses a shared tensor under its other name, or compares the two."""
         for alias, name in self._tied.items():
             if alias not in self._found:
                 continue
@@ -202,7 +202,7 @@ class _Matcher:
                 )
 
     def _new_heads(self) -> set[str]:
-        """Leaves of heads that the checkpoint has nothing of."""
+        """Returns the leaves of heads that the checkpoint lacks."""
         new: set[str] = set()
         for head in self._table.heads:
             below = [path for path in self._names if path.startswith(head)]
@@ -252,9 +252,9 @@ class _Matcher:
 
 
 def _new_pages(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """An array that goes back to the system with its last reference.
+    """Allocates an array that is returned to the system with its last reference.
 
-    What the allocator gets back it may keep, and large leaves would then add up.
+    The allocator may keep freed memory, which would add up for large leaves.
     """
     count = math.prod(shape)
     pages = mmap.mmap(-1, max(1, count * dtype.itemsize))

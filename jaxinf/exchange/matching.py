@@ -1,10 +1,10 @@
-"""Which array of a checkpoint is which leaf, state and scalar of a store.
+"""Matches the arrays of a checkpoint with leaves, states and scalars of a store.
 
-A leaf's arrays are found by name: those whose name ends with the leaf's path. What is
-left of the name, its *prefix*, tells the states apart: optax's ``mu`` has a prefix that
-ends with ``mu``, wherever in the optimizer's state it stands.
+A leaf's arrays are found by name: the name ends with the leaf's path. The rest of the
+name, its *prefix*, distinguishes the states: the prefix of optax's ``mu`` ends with
+``mu``, wherever it is in the optimizer's state.
 
-Invariant: what is not certain is not guessed: every doubt is a line of one error.
+Invariant: nothing is guessed; every doubt is a line of one error.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,12 +40,12 @@ _MAX_LINES = 40
 
 @dataclass(frozen=True)
 class MatchOptions:
-    """What a user says about a checkpoint.
+    """The user's options for a checkpoint.
 
     Attributes:
-      names: state → prefix of its arrays in the checkpoint, where names do not tell.
-      ignored: prefixes of arrays that are not wanted.
-      step: the step to commit, where the checkpoint does not say.
+      names: state → prefix of its arrays in the checkpoint, if names are ambiguous.
+      ignored: prefixes of arrays to ignore.
+      step: the step to commit, if the checkpoint has none.
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
@@ -55,15 +55,14 @@ class MatchOptions:
 
 @dataclass(frozen=True)
 class Match:
-    """What goes where.
+    """The result of a match.
 
     Attributes:
-      arrays: by number of the leaf and name of the state.
-      fresh_states: states that the checkpoint does not have; they stay as `init` made
-        them.
+      arrays: arrays by number of the leaf and name of the state.
+      fresh_states: states that the checkpoint lacks; they keep their initial values.
       scalars: the optimizer's scalar state to commit.
-      step: to commit.
-      unused: names of arrays that go nowhere.
+      step: the step to commit.
+      unused: names of unused arrays.
     """
 
     arrays: Mapping[tuple[int, str], SourceArray]
@@ -84,16 +83,16 @@ def match(
     """Finds every leaf, state and scalar of a store in a checkpoint.
 
     Args:
-      manifest: of the store.
-      commit: its step 0: which scalars there are.
+      manifest: the store's manifest.
+      commit: the record of its step 0, with the scalars.
       found: the checkpoint's arrays by name.
       options: the user's.
       where: names the checkpoint in messages.
 
     Raises:
-      ExchangeError: something is missing, doubtful or of another shape or dtype; lists
-        all of it.
-      ValueError: an option names what is not there.
+      ExchangeError: arrays are missing, ambiguous or of another shape or dtype; lists
+        them all.
+      ValueError: an option has an unknown name.
     """
     matcher = _Matcher(manifest, commit, _wanted(found, options), options)
     result = matcher.run()
@@ -133,7 +132,7 @@ def _dotted(text: str) -> str:
 
 
 class _Matcher:
-    """The work of `match`, and the problems it meets."""
+    """Does the work of `match`, and collects problems."""
 
     def __init__(
         self,
@@ -272,7 +271,7 @@ class _Matcher:
         return result.scalars, step or 0
 
     def _check_left_over(self, dotted: Sequence[str]) -> None:
-        """State of leaves that would be dropped in silence."""
+        """Refuses state of leaves that would be dropped silently."""
         by_name = dict(zip(dotted, self._leaves, strict=True))
         left: dict[str, int] = {}
         for name, array in self._found.items():

@@ -1,7 +1,7 @@
 """A committed step as an Orbax checkpoint: compressed zarr v3 arrays in OCDBT.
 
-Invariant: what is written is what stock Orbax writes with ``StandardCheckpointer``;
-memory stays within the budget however large a leaf is.
+Invariant: the files are those that stock Orbax writes with ``StandardCheckpointer``;
+  memory stays within the budget for leaves of any size.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from jaxinf.typing import ProgressCallback
 
 __all__ = ["export_orbax"]
 
-# A portion in flight: as read, as tensorstore's copy, encoded, and in OCDBT's buffer.
+# Copies of a portion in flight: read, tensorstore's, encoded, in OCDBT's buffer.
 _COPIES = 4
 _MIN_PORTIONS_IN_FLIGHT = 4
 _ZSTD_LEVEL = 1
@@ -48,9 +48,9 @@ def export_orbax(
 ) -> None:
     """Writes a step as an Orbax checkpoint; blocks until it is durable.
 
-    The tree is that of the step itself: a dict of states, ``params`` among them, each a
-    tree of dicts; what is coded is written as the float32 that it stands for. The
-    manifest and the commit record of that lie beside it, for the way back.
+    The tree is that of the step itself: a dict of states, including ``params``, each a
+    tree of dicts. Coded state is written as float32. The manifest and the commit record
+    of the export are beside it, so that it can be imported again.
 
     Args:
       step: what to export.

@@ -1,4 +1,4 @@
-"""What jaxinf exported, back into a store of its own, bit for bit.
+"""Makes a new store from an export of jaxinf, bit for bit.
 
 Invariant: the new store has the exported manifest's leaves, states and kernels, and its
 commit record; only its id and its CSDs are new.
@@ -44,7 +44,7 @@ def import_export(
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     progress: ProgressCallback | None = None,
 ) -> ImportReport:
-    """Makes a new store of what `export_orbax` or `export_safetensors` wrote; blocks.
+    """Makes a new store from an `export_orbax` or `export_safetensors`; blocks.
 
     Args:
       source: the export.
@@ -125,7 +125,7 @@ def _fill(
 def _check_sums(
     written: Mapping[str, Array], commit: CommitRecord, source: Path
 ) -> None:
-    """Holds what was written against what was exported, chunk by chunk."""
+    """Compares the written chunks with the exported ones."""
     for name, found in written.items():
         expected = commit.checksums.get(name, np.zeros(0, np.uint32))
         if not np.array_equal(expected, found):

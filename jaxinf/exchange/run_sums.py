@@ -1,6 +1,6 @@
 """The checksum of a file whose runs are written in any order.
 
-Invariant: it is of the bytes that were to be written, not of what a drive gives back.
+Invariant: it is of the bytes given to be written, not of bytes read back from a drive.
 """
 
 from jaxinf.errors import ExchangeError

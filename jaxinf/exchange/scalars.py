@@ -1,6 +1,6 @@
 """The optimizer's scalar state in a checkpoint: counts, hyperparameters, the step.
 
-Invariant: a scalar is taken only where its place is certain and its value fits.
+Invariant: a scalar is used only if its place is certain and its value fits.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,10 +17,10 @@ _STEP = "step"
 
 @dataclass(frozen=True)
 class ScalarMatch:
-    """What was found.
+    """The result of a match.
 
     Attributes:
-      scalars: to commit.
+      scalars: the scalars to commit.
       used: names of the arrays that they came from.
       problems: doubts, a line each.
     """

@@ -1,7 +1,7 @@
 """A committed step that is exported: its arrays, read portion by portion.
 
-Invariant: files are only read, no more of an array is in memory than one portion, and
-no chunk that differs from its checksum passes unnoticed.
+Invariant: files are only read, one portion of an array at a time, and every chunk that
+  differs from its checksum is detected.
 """
 
 from collections.abc import Iterator
@@ -122,7 +122,7 @@ class StepFiles:
     ) -> Iterator[tuple[Portion, Array]]:
         """All of an array, portion by portion, each of its dtype and shape; blocks.
 
-        What is coded comes as the numbers that it stands for.
+        Coded state is decoded.
 
         Raises:
           StoreCorruptError: before the last portion of a chunk that is not as written.

@@ -1,4 +1,4 @@
-"""Another tool's checkpoint into a store that `tx.init` made, as its next commit.
+"""Imports another tool's checkpoint into a store made by `tx.init`, as one commit.
 
 Invariant: everything is checked before the first byte is written; until the commit, the
 store's own step stays the committed one.
@@ -42,13 +42,13 @@ _CHECKED_ELEMENTS = 1 << 20
 
 @dataclass(frozen=True)
 class ImportReport:
-    """What an import did.
+    """The result of an import.
 
     Attributes:
       step: the committed step.
-      num_arrays: how many arrays were imported.
-      fresh_states: states that the checkpoint did not have; they begin anew.
-      unused: arrays of the checkpoint that went nowhere.
+      num_arrays: number of imported arrays.
+      fresh_states: states that the checkpoint lacks; they keep their initial values.
+      unused: arrays of the checkpoint that were not used.
     """
 
     step: int
@@ -84,21 +84,20 @@ def import_checkpoint(
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     progress: ProgressCallback | None = None,
 ) -> ImportReport:
-    """Brings a checkpoint of params and optax state into a new store; blocks.
+    """Imports a checkpoint of params and optax state into a new store; blocks.
 
-    The store says what is wanted: make it with ``tx.init(params)`` of the optimizer and
-    of params of the right shapes, and close it. Arrays are found by name. Where the
-    checkpoint has no optimizer state at all, that begins as `init` made it.
+    First make the store by ``tx.init(params)`` with the optimizer and with params of
+    the right shapes, and close it. Arrays are found by name. If the checkpoint has no
+    optimizer state at all, that keeps its initial values.
 
     Args:
       source: an Orbax checkpoint, a safetensors file or a directory of some.
       store: at step 0; nobody has it open.
-      names: state → where its arrays are in the checkpoint, keys joined by ``/``, for
-        what names do not tell.
-      ignored: names, or beginnings of names, of arrays that are not wanted.
-      step: to commit; by default the checkpoint's own step or count.
-      memory_bytes: for the data on its way. One chunk of the checkpoint's is held in
-        any case: Orbax may have saved a leaf as a single one.
+      names: state → place of its arrays in the checkpoint, keys joined by ``/``, if
+        names are ambiguous. ignored: names, or beginnings of names, of arrays to
+        ignore. step: the step to commit; by default the checkpoint's own step or count.
+        memory_bytes: memory for data in transit. In any case one chunk of the
+        checkpoint is in memory, and Orbax may have saved a leaf as a single chunk.
       progress: called with the bytes of elements done and those in all.
 
     Returns:
@@ -135,7 +134,7 @@ def import_checkpoint(
 
 
 def _check_codecs(store: Path, manifest: Manifest) -> None:
-    """Refuses what a box of an array, which cuts blocks, cannot be coded into."""
+    """Refuses codecs with blocks, since a box of an array may cut them."""
     codecs = {state.codec for leaf in manifest.leaves for state in leaf.states[1:]}
     if codecs - {"", "remainder"}:
         raise ExchangeError(
@@ -179,7 +178,7 @@ def _check_fresh(directory: StoreDirectory, slot: Slot, plan: Match) -> None:
 def _is_constant(files: StepFiles, array: StoredArray) -> bool:
     first: bytes | None = None
     is_same = True
-    # To the end: that its chunks are as they were written is known then.
+    # Read to the end, since only then are the chunks verified.
     for _, values in files.stream(array, _CHECKED_ELEMENTS):
         first = first or values.reshape(-1)[:1].tobytes()
         raw = values.reshape(-1).view(np.uint8).reshape(values.size, -1)

@@ -1,4 +1,4 @@
-"""State in fewer bits: what a code means, in NumPy, and the arrays that hold codes.
+"""Codecs for state in fewer bits, in NumPy, and their arrays.
 
 Invariant: the numbers are those of ``native/cpp/codecs.hpp``, bit for bit;
 docs/format.md, "Codecs", defines them.
@@ -56,7 +56,7 @@ class CodedSlot:
 
     @property
     def beside(self) -> Array | None:
-        """What is stored beside the codes."""
+        """The array stored beside the codes."""
         return self.scales if self.remainders is None else self.remainders
 
     def decode(self) -> Array:
@@ -127,7 +127,7 @@ def encode_int8(
 
 
 def decode_int8(codes: Array, scales: Array) -> Array:
-    """What the codes stand for: ``(n,)`` float32, denormals flushed to zero."""
+    """Decodes int8 codes: ``(n,)`` float32, denormals flushed to zero."""
     of_unsigned, of_signed = _tables()
     scale = np.repeat(scales, CODE_BLOCK)[: codes.size]
     values = np.where(scale < 0, of_signed[codes], of_unsigned[codes]) * np.abs(scale)
@@ -136,7 +136,7 @@ def decode_int8(codes: Array, scales: Array) -> Array:
 
 
 def encode_bf16(values: Array, key: int, first: int) -> Array:
-    """Rounds float32 to bfloat16, up with the probability of the bits that go.
+    """Rounds float32 to bfloat16 stochastically.
 
     Args:
       values: ``(n,)`` float32.
@@ -170,7 +170,7 @@ def encode_split(values: Array, codes: Array, remainders: Array) -> None:
 
 
 def decode_split(codes: Array, remainders: Array) -> Array:
-    """What `encode_split` was given: ``(n,)`` float32."""
+    """Restores the argument of `encode_split`: ``(n,)`` float32."""
     high = codes.view(np.uint16).astype(np.uint32) << np.uint32(16)
     return (high + remainders.astype(np.int32).view(np.uint32)).view(np.float32)
 

@@ -288,7 +288,10 @@ REFUSALS = {
     "truncated": (damage(FIRST, b"\x08"), FIRST),
     "header-too-long": (damage(FIRST, b"\xff" * 7 + b"\x7f{}"), "does not fit"),
     "header-is-a-list": (damage(FIRST, header(b"[1, 2]")), FIRST),
-    "header-nested": (damage(FIRST, header(b"[" * 200_000)), "RecursionError"),
+    "header-nested": (
+        damage(FIRST, header(b"[" * 200_000)),
+        "expected nesting of at most 100",
+    ),
     "metadata-is-a-number": (damage(FIRST, header(b'{"__metadata__":3}')), FIRST),
     "names-twice": (damage(FIRST, header(b'{"a":1,"a":1}')), "comes twice"),
     "offsets-of-text": (

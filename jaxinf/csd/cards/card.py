@@ -4,11 +4,11 @@
                              gradient ──sync──►  ║  ──sync──► update or new params
         drive                                  card                          host
 
-Invariant: state that a kernel runs over goes between the drive and the card's memory
-and no further; the host sends gradients, and gets results and the kernel's status:
-whether the gradient is finite, and the checksums of all that was read and written. What
-the host itself looks at it has from the file: the card's memory answers it at tens of
-megabytes a second.
+Invariant: a kernel's state moves only between the drive and the card's memory. The host
+  sends gradients, and gets results and the kernel's status: whether the gradient is
+  finite, and the checksums of the states as read and as written. For its own use the
+  host reads the file, since it can read a card's memory only at tens of megabytes a
+  second.
 """
 
 import shutil
@@ -53,7 +53,7 @@ _NUM_BOUNCES = 4
 
 
 class FileIO(Protocol):
-    """What moves bytes between files and a card's memory."""
+    """Moves bytes between files and a card's memory."""
 
     direct: bool
 
@@ -74,9 +74,9 @@ class CardCsd:
     """See `jaxinf.csd.Csd`. Thread-safe.
 
     Args:
-      kind: what users call it.
-      card: with the xclbin loaded.
-      memory: where buffers come from.
+      kind: its name for users.
+      card: the card, with the xclbin loaded.
+      memory: the memory of its buffers.
       root: directory of the chunk files; must exist.
       io: moves bytes between files and the card's memory.
       meters: counts the bytes that go between files and the host's memory.
@@ -108,7 +108,7 @@ class CardCsd:
 
     @property
     def is_host(self) -> bool:
-        """Who waits for the card can be interrupted, and the card goes on."""
+        """False: a wait for the card can be interrupted, and the card goes on."""
         return False
 
     def info(self) -> CsdInfo:
@@ -118,7 +118,7 @@ class CardCsd:
         return CsdInfo(self._kind, self._root, usage.total, usage.free, direct)
 
     def acquire(self, num_bytes: int) -> CsdBuffer | None:
-        """Memory of the card, or None where all of it is lent."""
+        """Returns memory of the card, or None if all of it is lent."""
         return self._memory.acquire(num_bytes)
 
     # --- drive and card ------------------------------------------------------------
@@ -144,7 +144,7 @@ class CardCsd:
         if num_bytes >= PAGE_BYTES:
             self._io.read(file, pages, offset, num_bytes)
             return
-        # Less than a page: perhaps all that the file has, which no drive sends.
+        # Less than a page may be the whole file, which no drive sends.
         with self._bounces.acquire(PAGE_BYTES) as bounce:
             self._host_io.read(file, bounce.array, offset, num_bytes)
             pages[:num_bytes] = bounce.array[:num_bytes]
@@ -159,7 +159,7 @@ class CardCsd:
             self._host_io.write(file, bounce.array, offset, num_bytes)
 
     def view(self, buffer: CsdBuffer, extent: Extent) -> Array:
-        """What was read for the host; else the card's memory, slow to read."""
+        """Returns state read for the host, or the card's memory, which is slow."""
         host = _own(buffer).host.get(extent.buffer_offset_bytes)
         if host is not None:
             return host[: extent.num_bytes].view(extent.dtype)
@@ -174,7 +174,7 @@ class CardCsd:
         own.sums[extent.buffer_offset_bytes] = crc32c(stored)
 
     def checksum(self, buffer: CsdBuffer, extent: Extent) -> int | None:
-        """What the last update or `initialise` has told."""
+        """Returns the checksum from the last update or `initialise`."""
         return _own(buffer).sums.get(extent.buffer_offset_bytes)
 
     # --- kernels -------------------------------------------------------------------
@@ -281,7 +281,7 @@ class CardCsd:
         *,
         wants_params: bool,
     ) -> UpdateOutcome:
-        """A leaf that the optimizer leaves as it is needs no card."""
+        """Handles a leaf that the optimizer does not change, without the card."""
         if isinstance(gradient, SparseGradient):
             sent, gradient = gradient, np.zeros(out.size, gradient.values.dtype)
             sent.put_into(gradient)
@@ -351,7 +351,7 @@ def _own(buffer: CsdBuffer) -> CardBuffer:
 
 
 def _forget(own: CardBuffer, extent: Extent) -> None:
-    """What is known of a state that others take the place of."""
+    """Forgets data about a state that is replaced."""
     own.sums.pop(extent.buffer_offset_bytes, None)
     own.host.pop(extent.buffer_offset_bytes, None)
 

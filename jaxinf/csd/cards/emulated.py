@@ -1,7 +1,6 @@
-"""Cards that are not there: the code that drives cards, over a stand-in for pyxrt.
+"""Emulated cards: the code that drives cards, over a stand-in for pyxrt.
 
-Invariant: drives reach the stand-in's P2P memory as they would a card's: in whole
-pages.
+Invariant: drives access the stand-in's P2P memory like a card's, in whole pages.
 """
 
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ def open_emulated(
     meters: ByteMeters,
     num_buffers: int | None = None,
 ) -> CardFleet:
-    """A card a root; `num_buffers` of each, None for as many as fit."""
+    """Opens one card for each root, with `num_buffers`, or as many as fit."""
     runtime = EmulatedXrt()
     cards = [XrtCard(runtime, n, Path(ANY_KERNEL)) for n in range(len(roots))]
     fleet = EmulatedFleet("emulated", cards, memory_bytes, meters, num_buffers)
@@ -40,7 +39,7 @@ class EmulatedFleet(CardFleet):
 
 
 class _PagesIO:
-    """Refuses what no drive can do with a card's memory."""
+    """Refuses transfers that no drive can make with a card's memory."""
 
     def __init__(self, io: FileIO) -> None:
         self._io = io

@@ -1,6 +1,6 @@
 """Buffers in the memory of a card: allocated once, lent again and again.
 
-Invariant: no more is taken of a card than it has, or than the store was allowed.
+Invariant: buffers take no more memory than the card has or the store's limit allows.
 """
 
 import logging
@@ -38,16 +38,16 @@ _LOGGER = logging.getLogger("jaxinf.csd")
 
 
 class CardMemory:
-    """A card's buffers: as many as fit, each as long as the longest subgroup needs.
+    """A card's buffers: as many as fit, each long enough for the longest subgroup.
 
-    They are allocated once: memory of a card is fixed, and mapping it takes long. When
-    the card gives no more, those that there are have to do.
+    They are allocated once, because a card's memory is fixed and mapping takes long. If
+    the card gives no more memory, the existing buffers must suffice.
 
     Args:
-      card: whose.
-      state_bytes, num_elements: of the longest subgroup.
-      limit_bytes: for all of them, with what the host has beside them: state, or what
-        it reads of it; gradients and results.
+      card: the card.
+      state_bytes, num_elements: size of the longest subgroup.
+      limit_bytes: limit for all buffers, with the host's memory beside them: state that
+        it reads, gradients and results.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class CardMemory:
         return self._num_peak * self._set_bytes
 
     def acquire(self, num_bytes: int) -> "CardBuffer | None":
-        """A buffer if one is free; never blocks for one.
+        """Returns a free buffer or None; never waits for one.
 
         Raises:
-          CsdError: the card has not even room for one.
+          CsdError: the card has no room for a single buffer.
         """
         assert num_bytes <= self._state_bytes
         with self._lock:
@@ -95,7 +95,7 @@ class CardMemory:
             return buffer
 
     def take_back(self, buffer: "CardBuffer") -> None:
-        """A buffer is free again; a second call does nothing."""
+        """Takes a buffer back; a second call does nothing."""
         with self._lock:
             if buffer.is_lent:
                 buffer.is_lent = False
@@ -116,10 +116,10 @@ class CardMemory:
             return self._estimates
 
     def check_bank(self, kernel: XrtKernel, card: CardKernel) -> None:
-        """Refuses a kernel whose ports are not all connected to where buffers are.
+        """Refuses a kernel unless all its ports are connected to the buffers' bank.
 
         Raises:
-          CsdError: says which, and what builds it otherwise.
+          CsdError: names the ports and the remedy.
         """
         for number, pointer in enumerate(card.pointers):
             if (found := kernel.bank(number)) != self._bank:
@@ -174,14 +174,14 @@ class CardBuffer:
     """Memory of a card for one subgroup in flight.
 
     Attributes:
-      memory: whose.
+      memory: its owner.
       state: P2P memory for the extents.
-      gradient, indices, out, status: what else a kernel reads and writes; indices
-        with sparse gradients only.
+      gradient, indices, out, status: other memory of a kernel; indices only with sparse
+        gradients.
       parts: arguments by offset and length in `state`.
-      sums: checksums that are known, by offset in `state`.
-      host: what was read for the host to see, in its own memory, by offset in `state`.
-      is_lent: whether somebody has it.
+      sums: known checksums, by offset in `state`.
+      host: state read for the host, in its own memory, by offset in `state`.
+      is_lent: whether it is lent.
     """
 
     memory: CardMemory
@@ -201,7 +201,7 @@ class CardBuffer:
         return self.state.array.size
 
     def release(self) -> None:
-        """Gives it back."""
+        """Returns the buffer to its owner."""
         self.memory.take_back(self)
 
     def host_pages(self, extent: Extent) -> Array:

@@ -1,7 +1,7 @@
 """A drive's transfers to and from a card's memory, and a trial of them at open.
 
-Invariant: nothing goes to or from a card's memory through the page cache: where a drive
-refuses that memory, the transfer is refused with the reason.
+Invariant: no transfer with a card's memory goes through the page cache; if a drive
+  refuses that memory, the transfer fails with the reason.
 """
 
 import os
@@ -76,13 +76,13 @@ def _with_reason(error: StoreIOError) -> StoreIOError:
 def probe_peer(card: XrtCard, root: Path, io: DirectIO) -> None:
     """Sends a page from a drive to its card and another one back, and compares them.
 
-    Leaves nothing behind. One page each way is also what finds a switch or an IOMMU
-    that drops what it should forward: it reads as ones.
+    Leaves nothing behind. This also detects a switch or an IOMMU that drops transfers:
+    the page then reads as ones.
 
     Args:
-      card: with an xclbin loaded.
+      card: the card, with an xclbin loaded.
       root: a directory of the drive.
-      io: what transfers will go through, of that directory.
+      io: the transfers of that directory.
 
     Raises:
       CsdError: the drive does not reach the card's memory, or other bytes arrive.

@@ -1,11 +1,11 @@
 """CSDs that are drives with an FPGA beside them: Samsung's SmartSSD.
 
-Invariant: cards are found, checked and loaded before anything is written; what a store
-asks that they cannot do is refused then.
+Invariant: cards are found, checked and loaded before anything is written; requests that
+they cannot meet are refused then.
 
-The order of Smart-Infinity (section IV-B) comes from the engine: a worker hands the
-result out before it writes anything, writes the master first, and other workers load
-meanwhile into buffers of their own.
+The engine has the order of Smart-Infinity (section IV-B): a worker hands out the result
+before it writes, and writes the master first; meanwhile other workers load into buffers
+of their own.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ def open_smartssd(
         root n is then given device n.
 
     Raises:
-      CsdError: no runtime, no card beside a drive, P2P off, or no such xclbin.
+      CsdError: the runtime, a card or the xclbin is missing, or P2P is off.
     """
     load_runtime()
     devices = _devices(roots, num_devices)

@@ -1,11 +1,11 @@
-"""A stand-in for pyxrt: its names, traps and refusals, over this machine's memory.
+"""A stand-in for pyxrt, with its restrictions, over this machine's memory.
 
-Invariant: what works here uses pyxrt as the real one wants it. It has the calls of one
-release (`jaxinf.csd.cards.releases`); what that release lacks raises what it raised
-there: AttributeError for a name, TypeError for arguments. Of pyxrt's traps: arguments
-that are neither buffers nor integers are dropped in silence, integers from 2^31 on are
-refused, data that was not synced is stale, a mapping dies with its buffer, and the card
-has 4 GiB.
+Invariant: code that works here uses pyxrt correctly. The stand-in has the calls of one
+release (`jaxinf.csd.cards.releases`). Calls that the release lacks raise the same
+errors: AttributeError for a name, TypeError for arguments. It also has restrictions of
+pyxrt: arguments that are neither buffers nor integers are silently dropped, integers
+from 2^31 on are refused, data that was not synced is stale, a mapping ends with its
+buffer, and the card has 4 GiB.
 
 The kernels are those of the cards, compiled for this machine (`make -C hls csim`).
 """

@@ -1,10 +1,10 @@
-"""Which cards a machine has, and which of them is beside a drive; read from sysfs.
+"""Finds the cards of a machine, and the card beside a drive, in sysfs.
 
         root port ── … ── switch ─┬─ NVMe controller ── block device ── mount point
                                   └─ FPGA
 
-Invariant: nothing is opened or changed. A drive and an FPGA are one SmartSSD where they
-hang below one PCIe switch of their own; anything else is refused, not guessed.
+Invariant: nothing is opened or changed. A drive and an FPGA are one SmartSSD if they
+  are alone below one PCIe switch; anything else is refused, not guessed.
 """
 
 import os

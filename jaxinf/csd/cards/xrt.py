@@ -1,9 +1,9 @@
-"""Cards through Xilinx's runtime (XRT), whichever of its releases is there.
+"""Cards through Xilinx's runtime (XRT), in any of its releases.
 
-Invariant: nothing outside this module knows the runtime's traps: floats and large
-integers are passed as signed 32-bit words, what `bo.map` gives is kept alive by its
-buffer, and buffers come from the device, as ``bo(hw_context, …)`` is a TypeError in
-pyxrt of 2023.2 to 2025.2 (`jaxinf.csd.cards.releases`).
+Invariant: only this module handles the runtime's restrictions. Floats and large
+integers are passed as signed 32-bit words. A buffer keeps its mapping (`bo.map`) alive.
+Buffers come from the device, as ``bo(hw_context, …)`` is a TypeError in pyxrt of 2023.2
+to 2025.2 (`jaxinf.csd.cards.releases`).
 """
 
 import threading
