@@ -1,0 +1,99 @@
+"""A making that was killed: what it left says whose it is, and the next removes it."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from store_driver import Driver
+
+import jaxinf
+from jaxinf.engine import convert_store
+from jaxinf.errors import StoreFormatError
+from jaxinf.store import StoreDirectory
+
+LEAVES = {"half": ((33, 257), "bfloat16"), "w": ((3, 4096), "float32")}
+
+CONVERT = """
+import os, signal, sys
+from pathlib import Path
+import jaxinf.store.creation as creation
+from jaxinf.engine import convert_store
+
+name, calls = sys.argv[1], 0
+
+def killed(*arguments, **options):
+    global calls
+    calls += 1
+    if calls > int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*arguments, **options)
+
+owner = creation
+if name == "publish":
+    owner = creation.StoreDirectory
+if name == "mkdir":
+    owner = Path
+if name == "_claim":
+    import jaxinf.store.owners as owner
+real = getattr(owner, name)
+setattr(owner, name, killed)
+source, new, *csds = map(Path, sys.argv[3:])
+convert_store(source, new, "bf16", csds=csds)
+"""
+
+MOMENTS = [
+    ("make_csds", 0),
+    ("_claim", 0),  # directories without a note
+    ("_claim", 1),
+    ("_create_metadata", 0),
+    ("_create_chunks", 3),
+    ("publish", 0),
+]
+
+
+@pytest.fixture
+def source(tmp_path):
+    options = {"leaves": LEAVES, "chunk_elements": 4096}
+    Driver(tmp_path / "store", **options).init().steps(2).close()
+    return tmp_path / "store"
+
+
+@pytest.mark.parametrize(("name", "after"), MOMENTS)
+def test_a_conversion(source, tmp_path, name, after):
+    new, roots = tmp_path / "new", [tmp_path / "csd0", tmp_path / "csd1"]
+    for root in roots:
+        root.mkdir()
+    words = [sys.executable, "-c", CONVERT, name, after, source, new, *roots]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(list(map(str, words)), env=environment, check=False)
+    assert done.returncode == -signal.SIGKILL
+    left = StoreDirectory.open(new)
+    for csd, root in enumerate(roots):
+        # Whatever is on a root, the manifest has its name, and the root the store's.
+        found = list(root.iterdir())
+        assert found in ([], [left.csd_directory(csd)])
+        if found and list(found[0].iterdir()):
+            assert str(new) in (found[0] / "store.json").read_text()
+    assert convert_store(source, new, "bf16", csds=roots) == 2
+    with jaxinf.open_store(new) as store:
+        assert store.step == 2
+    made = StoreDirectory.open(new)
+    assert made.manifest.store_id != left.manifest.store_id
+    for csd, root in enumerate(roots):
+        assert list(root.iterdir()) == [made.csd_directory(csd)]
+
+
+@pytest.mark.parametrize("place", ["checkpoints/kept", "slots/a"])
+def test_a_step_is_not_taken_for_something_unfinished(source, tmp_path, place):
+    """Nor is an export: it has a manifest, and no committed slot."""
+    driver = Driver(source, leaves=LEAVES).init()
+    driver.store.checkpoint("kept")
+    driver.close()
+    target = source / place
+    before = {p: p.stat().st_mtime_ns for p in target.rglob("*") if p.is_file()}
+    with pytest.raises(StoreFormatError):
+        convert_store(source, target, "bf16")
+    assert {p: p.stat().st_mtime_ns for p in before} == before
+    del tmp_path
