@@ -98,6 +98,33 @@ def test_moves_what_direct_io_moves(tmp_path, pool, way, room):
     assert meters.snapshot() == single.snapshot() != ByteCounts()
 
 
+def test_what_is_unusual_among_many(tmp_path, pool, way):
+    """More than are under way at once; each that fails leaves the others alone."""
+    lengths = [1 + (97 * number) % (2 * PAGE) for number in range(120)]
+    with pool.acquire(1 << 20) as buffer:
+        fill(buffer)
+        wanted = buffer.array.copy()
+        pieces = pieces_of(tmp_path, buffer, lengths, file_offset=0)
+        for piece in pieces:
+            piece.file.write_bytes(b"\xff" * pages(piece.num_bytes))
+        meters = ByteMeters()
+        moved = Transfers(tmp_path, meters)
+        moved.write(pieces)
+        assert meters.snapshot().drive_write_bytes == sum(map(pages, lengths))
+        short, missing = pieces[70], pieces[110]
+        os.truncate(short.file, short.num_bytes - 1)
+        buffer.array[:] = 0
+        with pytest.raises(StoreIOError, match=f"{short.file.name}: truncated"):
+            moved.read(pieces)
+        os.truncate(short.file, short.num_bytes)
+        missing.file.unlink()
+        with pytest.raises(StoreIOError, match=missing.file.name):
+            moved.read(pieces)
+        for piece in pieces[:70] + pieces[71:110]:
+            part = slice(first := piece.buffer_offset_bytes, first + piece.num_bytes)
+            np.testing.assert_array_equal(buffer.array[part], wanted[part])
+
+
 def test_one_call_for_all(tmp_path, pool, monkeypatch):
     native_or_skip()
     function, calls = native.function(), []
