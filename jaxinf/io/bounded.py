@@ -67,7 +67,8 @@ def read_bounded(
             check_regular(path, status)
             content = b""
             if status.st_size <= most_bytes:
-                content = file.read(most_bytes + 1)
+                # Room for the most that it may have would be taken at once.
+                content = file.read(status.st_size + 1)
     if max(status.st_size, len(content)) > most_bytes:
         raise StoreIOError(
             f"{path}: expected a file of at most {most_bytes} bytes, found "
