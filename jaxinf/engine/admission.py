@@ -96,6 +96,6 @@ def check_same(directory: StoreDirectory, description: StoreDescription) -> None
         shown = "\n  ".join(lines[:40])
         raise StoreMismatchError(
             f"{directory.path}: the store holds the state of another optimizer or "
-            f"model than it is opened with:\n  {shown}\nOpen it with what it was made "
-            "with, or use another store"
+            f"model than it is opened with:\n  {shown}\nOpen it with the optimizer and "
+            "the model that it was made with, or use another store"
         )

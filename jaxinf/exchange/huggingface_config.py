@@ -375,8 +375,8 @@ def read_config(document: Any, *, where: str) -> Architecture:
         if not isinstance(document.get(theirs), int | float | None)
     ]
     problems += [
-        f"{theirs}: expected {' or '.join(map(repr, allowed))}, which is what this "
-        f"model computes with, found {document[theirs]!r}"
+        f"{theirs}: expected {' or '.join(map(repr, allowed))}, which this model "
+        f"supports, found {document[theirs]!r}"
         for theirs, allowed in table.fixed.items()
         if document.get(theirs) is not None and document[theirs] not in allowed
     ]

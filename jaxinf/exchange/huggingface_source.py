@@ -286,8 +286,8 @@ def _read_tensors(folder: Path) -> dict[str, SourceArray]:
     missing = [name for name in places if name not in tensors]
     if missing:
         raise ExchangeError(
-            f"{folder / INDEX_NAME}: expected the files to hold what it lists, found "
-            f"no {', '.join(missing[:8])}; copy the checkpoint anew"
+            f"{folder / INDEX_NAME}: expected the listed tensors in the files, found "
+            f"no {', '.join(missing[:8])}; copy the checkpoint again"
         )
     return tensors
 

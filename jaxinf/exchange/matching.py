@@ -102,9 +102,9 @@ def match(
         shown = "\n  - ".join([*lines, *([f"and {more} more"] if more else [])])
         raise ExchangeError(
             f"{where}: expected every leaf, state and scalar of the store in the "
-            f"checkpoint, found:\n  - {shown}\nNothing was written. Say where a state "
-            "is in the checkpoint, ignore what is not wanted, or make the store with "
-            "the optimizer and the params that the checkpoint is of"
+            f"checkpoint, found:\n  - {shown}\nNothing was written. Give the place of "
+            "a state in the checkpoint, ignore arrays, or make the store with the "
+            "optimizer and the params of the checkpoint"
         )
     return result
 

@@ -135,6 +135,6 @@ def _check_sums(
                 else f"{len(expected)} checksums for {len(found)}"
             )
             raise ExchangeError(
-                f"{source}: {name} is not what was exported: its chunks {differing} "
-                "have other checksums than its commit.json; copy the export anew"
+                f"{source}: {name} is damaged: its chunks {differing} have other "
+                "checksums than in commit.json; copy the export again"
             )

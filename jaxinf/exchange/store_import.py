@@ -154,8 +154,8 @@ def _untrained(directory: StoreDirectory) -> tuple[Slot, CommitRecord]:
     if commit.step:
         raise StoreMismatchError(
             f"{directory.path}: expected a store at step 0 to import into, found one "
-            f"at step {commit.step}; an import would replace what it has learned. Make "
-            "a new store with tx.init(params)"
+            f"at step {commit.step}; an import would replace its state. Make a new "
+            "store with tx.init(params)"
         )
     return slot, commit
 

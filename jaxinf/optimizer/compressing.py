@@ -83,9 +83,9 @@ def check_compression(compression: TopK | None, store: Store) -> None:
     options = store.training.options
     if keeps_feedback(compression) and options.steps_per_commit != 1:
         raise ValueError(
-            f"{options.path}: error_feedback=True: what a step leaves out is part of "
-            'its commit, expected durability="step", found a store that commits more '
-            'rarely; open it with durability="step", or leave error feedback out'
+            f"{options.path}: error_feedback=True: each step commits its error "
+            'feedback, expected durability="step", found a store with fewer commits; '
+            'open it with durability="step", or leave error feedback out'
         )
 
 
@@ -107,8 +107,8 @@ def check_program(compression: TopK | None, program: UpdateProgram) -> None:
         )
     if keeps_feedback(compression) and program.reads_gradients:
         raise UnsupportedTransformError(
-            "error_feedback=True: what is left out of a gradient would escape what "
-            "this optimizer computes from all gradients, such as their norm; put "
+            "error_feedback=True: this optimizer computes a quantity of all gradients, "
+            "such as their norm, which would miss the elements that are not sent; put "
             "that in front: optax.chain(optax.clip_by_global_norm(…), "
             "smart_update(tx, store, compress=…))"
         )

@@ -184,7 +184,7 @@ def _is_spread(node: Node) -> bool:
 def _refusal(value: Value) -> UnsupportedTransformError:
     name = "its gradient" if value.node is None else f"a result of {value.node.name}"
     return UnsupportedTransformError(
-        "optimizer: expected scalars of each gradient, such as its norm, to be what it "
-        f"computes of all of them, found {name} of shape {value.shape}; use an "
-        "optimizer without it, or jaxinf.smart_update"
+        "optimizer: expected to need only scalars of each gradient, such as its norm, "
+        f"from other leaves, found {name} of shape {value.shape}; use an optimizer "
+        "without it, or jaxinf.smart_update"
     )

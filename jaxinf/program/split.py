@@ -28,8 +28,8 @@ from jaxinf.program.tree import LeafInfo
 __all__ = ["BodyBuilder", "is_elementwise", "refusal", "stored_culprit"]
 
 _REMEDY = (
-    "near storage an update is elementwise in what is stored; use an optimizer without "
-    "it (docs/optimizers.md lists them), or keep this one's state in memory"
+    "near storage an update must be elementwise in stored state; use an optimizer "
+    "without it (docs/optimizers.md lists them), or keep this one's state in memory"
 )
 # Transformations with nearly the same meaning before an optimizer as after it.
 _ON_GRADIENTS = (
@@ -250,13 +250,13 @@ def _remedy(frames: Sequence[tuple[str, str]]) -> str:
         return _REMEDY
     if any(name.startswith("MultiSteps.") for _, name in frames):
         return (
-            "what is inside optax.MultiSteps sees the sum of gradients, which is "
-            f"stored; put {transform} outside, where it sees each gradient: "
+            "inside optax.MultiSteps a transformation gets the sum of gradients, which "
+            f"is stored; put {transform} outside, where it gets each gradient: "
             f"smart_update(optax.chain(optax.{transform}(…), optax.MultiSteps(…)), "
             "store)"
         )
     return (
-        "near storage an update is elementwise in what is stored; apply "
+        "near storage an update must be elementwise in stored state; apply "
         f"{transform} to the gradients instead, before the optimizer: "
         f"optax.chain(optax.{transform}(…), optax.adamw(…))"
     )

@@ -80,8 +80,8 @@ def _leaf_info(keys: tuple[Any, ...], leaf: Any) -> LeafInfo:
         shape, dtype = shape_dtype(leaf)
     except (TypeError, ValueError):
         raise TypeError(
-            f"{where}: expected an array, found {type(leaf).__name__}; keep what is "
-            "not an array out of the params tree"
+            f"{where}: expected an array, found {type(leaf).__name__}; keep other "
+            "values out of the params tree"
         ) from None
     if dtype not in FLOAT_DTYPES:
         raise TypeError(

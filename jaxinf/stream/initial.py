@@ -41,7 +41,7 @@ def trace_params(init_fn: Callable[..., PyTree], *args: Any) -> "LeafMaker":
     if closed.effects:
         raise StreamError(
             "init_fn: expected a function without side effects, found "
-            f"{', '.join(map(str, closed.effects))}; leave out what it prints or stores"
+            f"{', '.join(map(str, closed.effects))}; remove prints and stores from it"
         )
     builder = _Builder(closed.consts)
     inputs: list[Value] = [

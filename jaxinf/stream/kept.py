@@ -50,7 +50,7 @@ def kept_plan(
         raise StreamError(
             f"{path}: the store was trained with another loss function for params and "
             "batches of these shapes, or by another version of jaxinf or JAX; pass "
-            "replan=True to go on with this one (what is kept is then replaced)"
+            "replan=True to go on with this one and replace the kept plan"
         )
     plan = ready.plan_of(kept["cuts"], policy)
     peak = measure(plan)

@@ -180,8 +180,8 @@ def _check_effects(closed: Any) -> None:
     names = sorted(_effectful(closed.jaxpr))
     raise StreamError(
         "the loss function: expected no side effects, because parts of it run twice "
-        f"a step, found {', '.join(names) or 'effects'}; return what it prints or "
-        "stores as aux (has_aux=True)"
+        f"a step, found {', '.join(names) or 'effects'}; return values to print or "
+        "store as aux (has_aux=True)"
     )
 
 

@@ -358,8 +358,8 @@ def _check_compression(config: TrainConfig) -> None:
         return
     if config.mode == "update" and config.durability not in ("step", 1):
         raise UsageError(
-            f"--compress {config.compress}: what a step leaves out is part of its "
-            f"commit, expected --durability step, got {config.durability}; leave error "
+            f"--compress {config.compress}: each step commits its error feedback, "
+            f"expected --durability step, got {config.durability}; leave error "
             "feedback out, or commit each step"
         )
 

@@ -198,7 +198,7 @@ def test_what_contexts_replaced_is_deprecated(release):
 
 
 def test_a_release_that_is_too_old_is_named():
-    with pytest.raises(CsdError, match=r"what it has since 2021\.2 .* a newer release"):
+    with pytest.raises(CsdError, match=r"expected XRT 2021\.2 .* a newer release"):
         XrtCard(EmulatedXrt("2.8"), 0, Path(ANY_KERNEL))
 
 

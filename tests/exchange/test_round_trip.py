@@ -135,7 +135,7 @@ def test_a_flipped_bit_in_an_export_is_found(make_step, place):
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with pytest.raises(ExchangeError, match=r"age.sharded.both is not what was exp"):
+    with pytest.raises(ExchangeError, match=r"age.sharded.both is damaged: its chunks"):
         import_export(place / "export", place / "again")
     assert not (place / "again" / "jaxinf.json").exists()
 

@@ -44,8 +44,8 @@ class NoCardMemory(CsdError):
 
 def _too_old(error: Exception) -> CsdError:
     return CsdError(
-        f"csd='smartssd': expected XRT with what it has since 2021.2 (2.12), found one "
-        f"without: {error}; install a newer release of XRT"
+        f"csd='smartssd': expected XRT 2021.2 (2.12) or newer, found an older one: "
+        f"{error}; install a newer release of XRT"
     )
 
 

@@ -148,8 +148,8 @@ def _messages(where: str, messages: Any) -> Iterator[Part]:
         yield Part("\n", is_learned=False)
     if "assistant" not in roles:
         raise DataError(
-            f"{where}: expected a message of the assistant, whose words are what is "
-            f"learned; found roles {roles}"
+            f"{where}: expected a message of the assistant, from which the model "
+            f"learns; found roles {roles}"
         )
 
 
