@@ -7,7 +7,7 @@ elementwise optax optimizer, `open_store` opens the drives.
 from importlib.metadata import version as _version
 
 from jaxinf.compress import TopK, top_k
-from jaxinf.engine import StepMetrics, Store, open_store
+from jaxinf.engine import StepMetrics, Store, close, open_store, store_of
 from jaxinf.errors import (
     DeviceConfigurationError,
     DivergedParamsError,
@@ -49,8 +49,10 @@ __all__ = [
     "StreamedStep",
     "TopK",
     "UnsupportedTransformError",
+    "close",
     "open_store",
     "smart_update",
+    "store_of",
     "stream",
     "top_k",
 ]

@@ -177,7 +177,7 @@ class Fio:
 
 def num_workers(rig: UpdateRig) -> int:
     opened = rig.store.training.opened
-    return opened.options.num_workers(len(opened.csds))
+    return opened.options.workers_of(len(opened.csds))
 
 
 def measure_floor(

@@ -8,7 +8,13 @@ from jaxinf.engine.convert import convert_store
 from jaxinf.engine.description import LeafDescription, StoreDescription, describe
 from jaxinf.engine.options import Durability, MasterChoice, MasterFormat, StateFormat
 from jaxinf.engine.steps import StepMetrics
-from jaxinf.engine.store import DEFAULT_MEMORY_BYTES, Store, open_store
+from jaxinf.engine.store import (
+    DEFAULT_MEMORY_BYTES,
+    Store,
+    close,
+    open_store,
+    store_of,
+)
 from jaxinf.engine.training import Training
 from jaxinf.engine.update_request import UpdateRequest
 
@@ -25,7 +31,9 @@ __all__ = [
     "Training",
     "UpdateRequest",
     "VerifyMode",
+    "close",
     "convert_store",
     "describe",
     "open_store",
+    "store_of",
 ]

@@ -37,12 +37,17 @@ class CommittedState:
     """
 
     def __init__(self, training: Training) -> None:
-        self.training = training
+        self._training = training
+
+    @property
+    def training(self) -> Training:
+        """The store's run."""
+        return self._training
 
     @property
     def path(self) -> Path:
         """The store's directory."""
-        return self.training.options.path
+        return self._training.options.path
 
     @property
     def exists(self) -> bool:

@@ -22,7 +22,7 @@ def subgroup_elements(options: StoreOptions, manifest: Manifest) -> int:
     """Returns the longest subgroup of which every worker can hold two in the budget."""
     sizes = [sum(s.itemsize for s in leaf.states) for leaf in manifest.leaves]
     element_bytes = max(sizes, default=4)
-    workers = options.num_workers(len(manifest.csds) or 1)
+    workers = options.workers_of(len(manifest.csds) or 1)
     if options.csd.has_cards:
         share = -(-workers // (len(manifest.csds) or 1))
         workers = min(workers, max(_LEAST_SHARE, share))

@@ -112,7 +112,7 @@ class OpenStore:
             directory,
             self.chunks,
             self.csds,
-            num_workers=self.options.num_workers(len(self.csds)),
+            num_workers=self.options.workers_of(len(self.csds)),
             num_kernels=self.fleet.num_kernels,
             failure=run.health.failure,
             timeline=self.timeline,

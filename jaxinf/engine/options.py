@@ -15,6 +15,7 @@ from jaxinf.store import CODECS
 
 __all__ = [
     "Durability",
+    "KeepSteps",
     "MasterChoice",
     "MasterFormat",
     "StateFormat",
@@ -30,6 +31,9 @@ StateFormat: TypeAlias = Literal["fp32", "bf16", "int8"]
 
 MasterChoice: TypeAlias = Literal["auto", "stored", "none"]
 """Format and source of the master params; see `jaxinf.open_store`."""
+
+KeepSteps: TypeAlias = int | tuple[int, int]
+"""Every how many steps one is kept, and how many of them; see `jaxinf.open_store`."""
 
 MasterFormat: TypeAlias = Literal["fp32", "split", "none"]
 """Format of the master of bfloat16 params; see `jaxinf.engine.convert_store`."""
@@ -56,6 +60,7 @@ class StoreOptions:
         restore: str | None = None,
         master: MasterChoice = "auto",
         state: StateFormat | None = None,
+        keep_steps: KeepSteps | None = None,
     ) -> None:
         if num_workers is not None and num_workers < 1:
             raise ValueError(f"num_workers={num_workers}: expected at least 1")
@@ -69,7 +74,10 @@ class StoreOptions:
                 f"verify={verify!r}: expected one of "
                 f"{', '.join(map(repr, VERIFY_MODES))}"
             )
+        self.durability: Durability = durability
+        self.keep_steps = keep_steps
         self.steps_per_commit = _steps_per_commit(durability)
+        self.keep_every, self.num_kept = _kept_steps(keep_steps)
         for root in csd_roots:
             if not root.is_dir():
                 raise ValueError(
@@ -83,7 +91,7 @@ class StoreOptions:
         self.csd_roots = tuple(csd_roots)
         self.csd = parse_csd(csd)
         self.memory_bytes = memory_bytes
-        self._num_workers = num_workers
+        self.num_workers = num_workers
         self.chunk_elements = chunk_elements
         self.verify: VerifyMode = verify
         if master not in get_args(MasterChoice):
@@ -94,10 +102,10 @@ class StoreOptions:
         self.restore = restore
         self.master: MasterChoice = master
 
-    def num_workers(self, num_csds: int) -> int:
+    def workers_of(self, num_csds: int) -> int:
         """Requests at the drives at once: by default two a card, at least four."""
-        if self._num_workers is not None:
-            return self._num_workers
+        if self.num_workers is not None:
+            return self.num_workers
         return max(4, 2 * num_csds) if self.csd.has_cards else 4
 
     @property
@@ -125,6 +133,19 @@ def _steps_per_commit(durability: Durability) -> int | None:
     if durability < 1:
         raise ValueError(f"durability={durability}: expected at least 1 step")
     return durability
+
+
+def _kept_steps(keep_steps: KeepSteps | None) -> tuple[int, int]:
+    """Every how many steps one is kept, and how many are; zeros for none."""
+    if keep_steps is None:
+        return 0, 0
+    pair = (keep_steps, 2) if isinstance(keep_steps, int) else tuple(keep_steps)
+    if len(pair) != 2 or not all(type(n) is int and n > 0 for n in pair):
+        raise ValueError(
+            f"keep_steps={keep_steps!r}: expected a number k of steps, or (k, n) for "
+            "the last n multiples of k, at least 1 each"
+        )
+    return pair[0], pair[1]
 
 
 def check_writable(path: Path) -> None:

@@ -15,6 +15,7 @@ from jaxinf.engine.opened import OpenedCsds, OpenStore, StoreRun
 from jaxinf.io.failures import translated
 from jaxinf.store import (
     CODECS,
+    SLOTS,
     CommitRecord,
     Manifest,
     StoreDirectory,
@@ -27,10 +28,12 @@ from jaxinf.store import (
     finish_rebalance,
     is_unfinished,
     lock_exclusively,
+    other_slot,
     prune_leftovers,
     prune_snapshots,
     read_owned,
     restore_checkpoint,
+    restore_spare,
 )
 
 __all__ = ["StorePlace"]
@@ -132,6 +135,38 @@ class StorePlace:
         """What an interrupted creation has left."""
         return read_owned(self.path, self._options.csd_roots, unmade=True)
 
+    def roll_back(self, opened: OpenStore, place: str) -> OpenStore:
+        """Makes another step the committed one; under the lock, between two steps.
+
+        Args:
+          opened: the store, which is closed for it.
+          place: the other slot, just verified, or ``checkpoints/NAME``.
+
+        Returns:
+          The store, opened at that step.
+        """
+        directory = opened.directory
+        if place in SLOTS:
+            commit = restore_spare(directory, place)
+        else:
+            with lock_exclusively(self.path / "checkpoints.lock"):
+                name = place.removeprefix("checkpoints/")
+                commit = restore_checkpoint(directory, name)
+        opened.close()
+        return self._attach(directory, self._open_csds(directory.manifest), commit)
+
+    def begin_anew(self, opened: OpenStore) -> OpenStore:
+        """The store as a new one: waits for initial states, which step 0 will commit.
+
+        Until then the step that is committed stays; the caller keeps it if it is to be.
+        """
+        directory = opened.directory
+        committed = directory.committed_slot()
+        assert committed is not None
+        opened.close()
+        directory.unpublish(other_slot(committed))
+        return self._attach(directory, self._open_csds(directory.manifest), None)
+
     def _open_csds(self, manifest: Manifest) -> OpenedCsds:
         """Opens the CSDs of an existing or future store; writes nothing."""
         here = next(p for p in (self.path, *self.path.parents) if p.exists())
@@ -175,7 +210,7 @@ class StorePlace:
                 return found
         manifest = self._new_manifest(description)
         directory = StoreDirectory(self.path, manifest)
-        check_space(directory)
+        check_space(directory, num_more=self._options.num_kept)
         csds = self._open_csds(manifest)
         try:
             csds.fleet.check(kernel_needs(description, manifest))

@@ -15,8 +15,9 @@ from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.pipeline import Task
 from jaxinf.engine.subgroup_arrays import gather_inputs, gather_run, rounding_of
 from jaxinf.engine.subgroup_layout import SubgroupLayout
-from jaxinf.errors import StoreError, StoreMismatchError
-from jaxinf.layout import gather, scatter
+from jaxinf.errors import StoreError
+from jaxinf.io import crc32c
+from jaxinf.layout import Chunk, gather, scatter
 from jaxinf.program import InitKernel
 from jaxinf.store import CommitRecord, Piece, ScalarState, StepReader, dtype_of
 from jaxinf.typing import Array, JsonValue
@@ -24,11 +25,11 @@ from jaxinf.typing import Array, JsonValue
 __all__ = [
     "committed_reader",
     "committed_step",
-    "compare_params",
     "finish_initialisation",
     "initialise",
     "read_box",
     "read_state",
+    "same_params",
 ]
 
 
@@ -89,14 +90,36 @@ def finish_initialisation(
     opened.publish()
 
 
-def compare_params(
-    opened: OpenStore, leaf: int, params: Array, origin: Sequence[int]
-) -> None:
-    """Checks that params equal the store's, rounded to their dtype.
+def same_params(
+    opened: OpenStore,
+    commit: CommitRecord,
+    reader: StepReader,
+    leaf: int,
+    params: Array,
+    origin: Sequence[int],
+) -> bool:
+    """Whether params are what a step holds, rounded to their dtype.
 
-    Raises:
-      StoreMismatchError: they differ; names the place and the remedy.
+    Chunks that have the params' very bits are compared by checksum, others are read.
+
+    Args:
+      opened: the store.
+      commit: the step's record.
+      reader: of the step.
+      leaf: which.
+      params: the leaf or one shard of it, its own dtype; only read.
+      origin: index in the leaf of the array's first element.
     """
+    record = opened.directory.manifest.leaves[leaf]
+    numbers = opened.chunks_of(leaf, origin, params.shape)
+    if dtype_of(record.states[0].dtype) == params.dtype:
+        sums = commit.checksums[record.array_name(record.states[0].name)]
+        chunks = opened.directory.chunks[leaf]
+        numbers = [
+            number
+            for number in numbers
+            if _checksum(params, chunks[number], origin) != sums[number]
+        ]
     differing: list[int] = []
 
     def visit(piece: Piece) -> None:
@@ -106,16 +129,13 @@ def compare_params(
         if not same_values(piece.values, given):
             differing.append(piece.number)
 
-    with committed_reader(opened, opened.options.memory_bytes) as reader:
-        _each_piece(opened, reader, leaf, params.dtype, params.shape, origin, visit)
-    if differing:
-        record = opened.directory.manifest.leaves[leaf]
-        step = opened.commit.step
-        raise StoreMismatchError(
-            f"{opened.options.path}: the store is at step {step} and holds other "
-            f"params than init was given (leaf {record.name}); take the store's own "
-            "before init, params = store.params(like=params), or use another store"
-        )
+    _each_piece(opened, reader, leaf, params.dtype, numbers, visit)
+    return not differing
+
+
+def _checksum(params: Array, chunk: Chunk, origin: Sequence[int]) -> int:
+    run = gather(params, chunk, tuple(origin), 0, chunk.num_elements)
+    return crc32c(np.ascontiguousarray(run))
 
 
 def read_state(
@@ -160,7 +180,8 @@ def read_box(
         scatter(out, piece.chunk, tuple(origin), piece.start, piece.values)
         opened.meters.add(link_up_bytes=piece.values.nbytes)
 
-    _each_piece(opened, reader, leaf, out.dtype, out.shape, origin, visit, state)
+    chunks = opened.chunks_of(leaf, origin, out.shape)
+    _each_piece(opened, reader, leaf, out.dtype, chunks, visit, state)
 
 
 def committed_reader(opened: OpenStore, memory_bytes: int) -> StepReader:
@@ -188,26 +209,23 @@ def _each_piece(
     reader: StepReader,
     leaf: int,
     dtype: np.dtype,
-    extent: Sequence[int],
-    origin: Sequence[int],
+    chunks: Sequence[int],
     visit: Callable[[Piece], None],
     state: int = 0,
 ) -> None:
-    """Calls `visit`, from several threads, with all of a committed state's pieces.
+    """Calls `visit`, from several threads, with the pieces of a committed state.
 
     Args:
       opened: the store.
-      reader: of its committed step.
+      reader: of a committed step.
       leaf: which.
       dtype: that the pieces have.
-      extent: shape of the box of the leaf.
-      origin: index in the leaf of its first element.
+      chunks: numbers of those wanted.
       visit: gets each piece.
       state: by its place in the leaf's record; the master params by default.
     """
     record = opened.directory.manifest.leaves[leaf]
     chosen = record.states[state]
-    chunks = opened.chunks_of(leaf, origin, extent)
 
     def pieces(number: int) -> Iterator[Piece]:
         if dtype_of(chosen.dtype) == dtype:

@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeAlias
 
 from jaxinf.csd import Csd, CsdBuffer
 from jaxinf.engine.annotations import Annotations
+from jaxinf.engine.kept_steps import is_kept, keep_step
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.pipeline import Loads, Task
 from jaxinf.engine.subgroup_layout import SubgroupLayout
@@ -331,8 +332,12 @@ class StepEngine:
             opened.chunks.end_step()
             opened.finished = record
             every = opened.options.steps_per_commit
-            if every is not None and opened.num_uncommitted >= every:
+            is_due = every is not None and opened.num_uncommitted >= every
+            must_keep = is_kept(opened.options, record.step)
+            if is_due or must_keep:
                 opened.publish()
+            if must_keep:
+                keep_step(opened)
             traffic = opened.meters.snapshot()
             self._metrics.append(
                 StepMetrics(

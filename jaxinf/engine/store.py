@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import logging
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -15,8 +16,11 @@ from typing import Any
 from jaxinf.engine.chunks import VerifyMode
 from jaxinf.engine.committed_state import CommittedState
 from jaxinf.engine.dispatched import check_thread, wait_for_dispatched
+from jaxinf.engine.failure import closed_error
+from jaxinf.engine.open_stores import Opened, OpenStores
 from jaxinf.engine.options import (
     Durability,
+    KeepSteps,
     MasterChoice,
     StateFormat,
     StoreOptions,
@@ -33,13 +37,20 @@ from jaxinf.store import (
 )
 from jaxinf.typing import JsonValue, PathLikeStr
 
-__all__ = ["DEFAULT_MEMORY_BYTES", "Store", "open_store"]
+__all__ = ["DEFAULT_MEMORY_BYTES", "Store", "close", "open_store", "store_of"]
 
 DEFAULT_MEMORY_BYTES = 512 << 20
+_DEFAULTS: dict[str, Any] = {
+    "csd_roots": (),
+    "csd": "host",
+    "memory_bytes": DEFAULT_MEMORY_BYTES,
+    "num_workers": None,
+    "chunk_elements": DEFAULT_CHUNK_ELEMENTS,
+}
 
 _LOG = logging.getLogger("jaxinf")
 # Strong references: a store without other references may have a commit in flight.
-_LIVE: "set[Store]" = set()
+_OPEN = OpenStores()
 
 
 class Store(CommittedState):
@@ -49,14 +60,29 @@ class Store(CommittedState):
     the interpreter's exit drains and commits. All methods may be called from any
     thread. Methods that show committed state wait for a commit in flight. After a
     failure each method raises the original exception.
+
+    A path is open once in a process: a second `open_store` gives another handle on the
+    same store. The last handle that is closed closes it.
     """
 
-    def __init__(self, options: StoreOptions) -> None:
-        super().__init__(Training(options))
-        _LIVE.add(self)
+    def __init__(self, opened: Opened) -> None:
+        super().__init__(opened.training)
+        self._opened = opened
+        opened.holders.append(self)
+
+    @property
+    def training(self) -> Training:
+        """The store's run.
+
+        Raises:
+          StoreClosedError: this handle is closed, though others are not.
+        """
+        if self not in self._opened.holders and not self._training.is_closed:
+            raise closed_error(self.path)
+        return self._training
 
     def __repr__(self) -> str:
-        commit = self.training.commit
+        commit = self._training.commit
         step = "new" if commit is None else f"step {commit.step}"
         return f"Store({str(self.path)!r}, {step})"
 
@@ -100,7 +126,8 @@ class Store(CommittedState):
             return save_checkpoint(self._directory, name)
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """All checkpoints, by step."""
+        """All checkpoints, by step; waits for one in the making."""
+        self.training.join()
         return list_checkpoints(self._directory)
 
     def remove_checkpoint(self, name: str) -> None:
@@ -149,20 +176,27 @@ class Store(CommittedState):
         self.training.check()
 
     def close(self) -> None:
-        """Waits for steps under way, commits, and releases the lock. Idempotent.
+        """Gives this handle back; the last one closes the store. Idempotent.
 
-        JAX computes asynchronously, so this waits until all dispatched steps have
-        arrived. Ctrl-C ends that wait, and steps that have not arrived are lost. A step
-        that has begun without finishing its update is abandoned.
+        Closing waits for steps under way, commits, and releases the lock. JAX computes
+        asynchronously, so this waits until all dispatched steps have arrived. Ctrl-C
+        ends that wait, and steps that have not arrived are lost. A step that has begun
+        without finishing its update is abandoned.
 
         Raises:
           StoreError: it was called in a JAX callback; the store stays open.
           BaseException: the exception that stopped the store, after everything is
             released, unless another method has raised it before.
         """
-        if self.training.is_closed:
-            return
+        held = self._opened.holders
+        with _OPEN.guard:
+            if self not in held or self._training.is_closed:
+                return
+            if len(held) > 1:
+                held.remove(self)
+                return
         check_thread(f"{self.path}: close")
+        training = self._training
         try:
             wait_for_dispatched()
         except KeyboardInterrupt:
@@ -171,19 +205,19 @@ class Store(CommittedState):
                 "%s: interrupted while steps were under way: those after step %d, the "
                 "last one that has arrived, are lost",
                 self.path,
-                self.training.opened.finished.step if self.training.has_files else 0,
+                training.opened.finished.step if training.has_files else 0,
             )
             raise
         finally:
             self._release()
-        if self.training.is_failure_unreported:
-            self.training.check()
+        if training.is_failure_unreported:
+            training.check()
 
     def _release(self) -> None:
         try:
-            self.training.close()
+            self._training.close()
         finally:
-            _LIVE.discard(self)
+            _OPEN.forget(self._opened)
 
     def __enter__(self) -> "Store":
         return self
@@ -206,96 +240,148 @@ class Store(CommittedState):
 def open_store(
     path: PathLikeStr,
     *,
-    csds: Sequence[PathLikeStr] = (),
-    csd: str = "host",
-    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    csds: Sequence[PathLikeStr] | None = None,
+    csd: str | None = None,
+    memory_bytes: int | None = None,
     num_workers: int | None = None,
-    chunk_elements: int = DEFAULT_CHUNK_ELEMENTS,
-    durability: Durability = "step",
-    verify: VerifyMode = "always",
+    chunk_elements: int | None = None,
+    durability: Durability | None = None,
+    verify: VerifyMode | None = None,
     restore: str | None = None,
-    master: MasterChoice = "auto",
+    master: MasterChoice | None = None,
     state: StateFormat | None = None,
+    keep_steps: KeepSteps | None = None,
 ) -> Store:
     """Opens a store, or sets the place where `tx.init` will make one.
 
-    Nothing is written here, except with `restore`. An existing store resumes at its
-    last committed step.
+    Nothing is written here, `restore` excepted. An existing store resumes at its last
+    committed step. Where this process has the path open already, the result is another
+    handle on that store: options that are not given are the open store's, and one that
+    was stopped by a failure is opened anew.
 
     Args:
       path: the store's directory; missing or empty for a new one.
-      csds: CSD roots, each on a mounted drive, for a new store's chunks; by default
-        they lie in the store itself. An existing store has its roots on record. csd:
-        the processor that updates the chunks: ``"host"``, the CPU; ``"smartssd"``, the
-        card beside the drive; ``"emulated"``, an emulated card. Options may follow: see
-        `jaxinf.csd.parse_csd`. memory_bytes: all memory through which state passes: on
-        the host, or for each card its own memory and the host's for its gradients and
-        results. num_workers: requests at the drives at once, beside the kernels; by
-        default 4, or two for each of more than two cards. Use more than 4 for many
-        drives.
-      chunk_elements: largest chunk of a new store, in elements.
-      durability: the steps to commit: ``"step"`` for each; a number k for every k-th;
-        ``"checkpoint"`` for checkpoints alone. `wait`, `close`, `checkpoint` and all
-        methods that read the store's state commit, too. A crash or an error loses the
-        steps since the last commit. verify: whether the checksums of chunks are
-        verified at each read: ``"always"`` or ``"never"``. restore: a checkpoint to
-        continue from: it becomes the committed step again, and stays as it is. Later
-        commits are lost, unless a checkpoint keeps them. master: format and source of
-        the fp32 master params. ``"auto"``: the params on the JAX device are the master
-        or half of it. If they can be handed over without a copy (on a CPU), the drive
-        only writes that part, and their checksum is compared with the stored one. A new
-        store splits the master of bfloat16 params into those params, rounded to nearest
-        with ties away from zero, and 16-bit remainders. No bit is lost, and only the
-        remainders are read. ``"stored"``: the master is read from the drive at every
-        step, and a new store has it in float32. ``"none"``: for bfloat16 params, which
-        become the master themselves, rounded stochastically; changes below their
-        precision survive only on average. float16 params have a float32 master. An
-        existing store has its format on record. state: format of the optimizer's
-        float32 state in a new store: ``"fp32"`` (the default); ``"bf16"``, rounded
-        stochastically; ``"int8"``, in blocks of 256 with a scale each. The update
-        computes in float32 in every case. Leaves of fewer than 4,096 elements stay in
-        float32. An existing store has its format on record.
+      csds: CSD roots, each a mounted drive, to spread a new store's chunks over; by
+        default they lie in the store itself. An existing store knows its roots.
+      csd: what updates the chunks: ``"host"`` (the default), the CPU beside the drive;
+        ``"smartssd"``, the card beside it; ``"emulated"``, cards that are not there.
+        Options may follow: see `jaxinf.csd.parse_csd`.
+      memory_bytes: all memory that state passes through: of the host; or for each card,
+        of its own and of the host's beside it, for gradients and results. By default
+        512 MiB.
+      num_workers: requests at the drives at once, beside the kernels; by default 4, and
+        with more than two cards two for each. More than 4 for many drives.
+      chunk_elements: largest chunk of a new store, in elements; by default 4 Mi.
+      durability: when a finished step becomes durable: ``"step"`` (the default), each
+        at once; a number k, every k steps; ``"checkpoint"``, only with a checkpoint.
+        `wait`, `close`, `checkpoint` and all that reads the store's state commit too.
+        A crash or an error costs the steps since the last commit.
+      verify: whether chunks that are read are compared with their checksums:
+        ``"always"`` (the default) or ``"never"``.
+      restore: a checkpoint to go on from: it becomes the committed step again, and
+        stays as it is. What was committed after it is given up, unless a checkpoint
+        keeps that.
+      master: how the fp32 master params are kept, and from where a step takes them.
+        ``"auto"``, the default: the params on the JAX device are, or are half of, the
+        master: where handing them over costs no copy (CPU), the drive only writes that
+        part, and its checksum is compared with theirs. A new store holds the master of
+        bfloat16 params as those params, rounded to nearest with ties away from zero,
+        and 16-bit remainders, which alone are read: no bit is lost. ``"stored"``: the
+        master is read from the drive at every step, and a new store holds it in
+        float32. ``"none"``, for bfloat16 params: a new store has no master but them,
+        rounded stochastically; what an update adds below their precision is kept on
+        average alone. float16 params have a float32 master. An existing store knows.
+      state: how a new store holds the optimizer's float32 state: ``"fp32"``, as it is
+        (the default); ``"bf16"``, rounded stochastically; ``"int8"``, in blocks of 256
+        with a scale each. The update computes in float32 whatever is stored. Leaves
+        of fewer than 4,096 elements stay as they are. An existing store knows.
+      keep_steps: for a program with checkpoints of its own every k steps: ``k``, or
+        ``(k, n)``. The last n (by default 2) steps that are multiples of k stay as
+        checkpoints named by their step, committed whatever `durability`, so that the
+        program finds the step of its checkpoint here. Only these are removed, and room
+        for 2 + n states is looked for at `init`.
 
     Raises:
-      ValueError: an argument is out of range, or there is no such checkpoint.
+      ValueError: an argument is out of range, or another than that of the store that
+        is open; or there is no such checkpoint.
       CsdError: a card is missing or not set up.
       NotADirectoryError, PermissionError: `path` cannot be a store.
       StoreLockedError: a live process has it open; names it.
       StoreFormatError: it is not a store, is damaged, or has a newer format.
     """
-    options = StoreOptions(
-        Path(os.path.abspath(os.path.expanduser(path))),
-        csd_roots=[Path(os.path.abspath(os.path.expanduser(root))) for root in csds],
-        csd=csd,
-        memory_bytes=memory_bytes,
-        num_workers=num_workers,
-        chunk_elements=chunk_elements,
-        durability=durability,
-        verify=verify,
-        restore=restore,
-        master=master,
-        state=state,
-    )
-    return Store(options)
+    given = {
+        "csd_roots": None if csds is None else [_absolute(root) for root in csds],
+        "csd": csd,
+        "memory_bytes": memory_bytes,
+        "num_workers": num_workers,
+        "chunk_elements": chunk_elements,
+        "durability": durability,
+        "verify": verify,
+        "restore": restore,
+        "master": master,
+        "state": state,
+        "keep_steps": keep_steps,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    options = StoreOptions(_absolute(path), **{**_DEFAULTS, **given})
+    with _OPEN.guard:
+        return Store(_OPEN.open(options, given))
+
+
+def store_of(path: PathLikeStr) -> Store:
+    """The store that is open at a path, for a program that has no variable for it.
+
+    It is no further handle: it need not be closed.
+
+    Raises:
+      ValueError: none is open there; lists those that are.
+    """
+    held = _OPEN.get(_absolute(path))
+    if held is None or not held.holders:
+        others = [str(one.training.options.path) for one in _OPEN.all()][:5]
+        raise ValueError(
+            f"{path}: expected a store that is open in this process, found "
+            f"{', '.join(others) or 'none'}; open it with jaxinf.open_store"
+        )
+    return held.holders[0]
+
+
+def close(path: PathLikeStr) -> None:
+    """Closes the store at a path, whoever holds it; see `Store.close`.
+
+    Nothing is done where none is open.
+    """
+    held = _OPEN.get(_absolute(path))
+    if held is not None:
+        _close_all_handles(held)
+
+
+def _close_all_handles(held: Opened) -> None:
+    for store in list(held.holders):
+        store.close()
+
+
+def _absolute(path: PathLikeStr) -> Path:
+    return Path(os.path.abspath(os.path.expanduser(path)))
 
 
 @atexit.register
 def _close_all() -> None:
     """Interpreter exit: lets dispatched steps arrive, then drains and commits."""
-    for store in list(_LIVE):
-        if store.training.is_closed:
-            continue
+    for held in _OPEN.all():
         try:
-            store.close()
+            _close_all_handles(held)
         except Exception:
-            _LOG.exception("%s: closing at exit failed", store.path)
+            path = held.training.options.path
+            _LOG.exception("%s: closing at exit failed", path)
 
 
 def _forget_all() -> None:
     """In a forked child: the stores stay its parent's."""
-    for store in _LIVE:
-        store.training.disown()
-    _LIVE.clear()
+    _OPEN.guard = threading.RLock()  # a thread that held it is not here
+    for held in _OPEN.all():
+        held.training.disown()
+        _OPEN.forget(held)
 
 
 os.register_at_fork(after_in_child=_forget_all)

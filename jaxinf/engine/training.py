@@ -5,6 +5,7 @@ there is a store and has no optional part.
 """
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -13,13 +14,14 @@ from jax.sharding import NamedSharding
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine.admission import check_same
 from jaxinf.engine.annotations import Annotations
+from jaxinf.engine.binding import Binding
 from jaxinf.engine.description import StoreDescription, kernel_needs
+from jaxinf.engine.kept_steps import archive, check_room
 from jaxinf.engine.opened import OpenStore, StoreRun
 from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.place import StorePlace
 from jaxinf.engine.state import (
     committed_reader,
-    compare_params,
     finish_initialisation,
     initialise,
     read_box,
@@ -33,6 +35,8 @@ from jaxinf.typing import Array, JsonValue
 
 __all__ = ["Training"]
 
+_LOG = logging.getLogger("jaxinf")
+
 
 class Training:
     """The operations of a store for `jaxinf.smart_update`. Thread-safe.
@@ -41,6 +45,7 @@ class Training:
       options: the options of the store.
       shardings: for each leaf, the sharding of the params in the last `init`, on one
         mesh; empty if they are not sharded.
+      binding: of the run to a step of the store, which the first step makes.
 
     Raises:
       StoreError: as `jaxinf.open_store` documents.
@@ -57,6 +62,7 @@ class Training:
         self._on_close: list[Callable[[], None]] = []
         self._opened: OpenStore | None = None
         self._steps: StepEngine | None = None
+        self.binding = Binding(lambda: self.opened, self._roll_back)
         if self._place.is_there():
             self._hold(self._place.open())
         else:
@@ -189,17 +195,57 @@ class Training:
             opened = self.opened
             if not opened.is_new:
                 check_same(opened.directory, description)
+                check_room(self.options, opened.directory)
                 needs = kernel_needs(description, opened.directory.manifest)
                 opened.fleet.check(needs)
             self._bound.append(description)
             return opened.is_new
 
+    def restart(self, description: StoreDescription) -> None:
+        """Keeps the run that there is as a checkpoint, and waits for a new one.
+
+        Until `finish_initialisation` the committed step stays what it is.
+
+        Raises:
+          StoreMismatchError: the new run has other leaves or another optimizer.
+        """
+        with self._guard:
+            self.wait()
+            opened = self.opened
+            try:
+                check_same(opened.directory, description)
+            except StoreMismatchError as error:
+                raise StoreMismatchError(
+                    f'{error}. on_existing="restart" begins anew with the same leaves '
+                    "and the same optimizer; for others move the store aside (mv "
+                    f"{self.options.path} {self.options.path}-old)"
+                ) from error
+            if opened.commit.step:
+                name = archive(opened.directory, opened.commit.step)
+                _LOG.warning(
+                    "%s: restarted at step 0; the run that was there is kept at step "
+                    "%d as the checkpoint %r",
+                    self.options.path,
+                    opened.commit.step,
+                    name,
+                )
+            self._hold(self._place.begin_anew(opened))
+            self._bound = [description]
+
     def _create(self, description: StoreDescription) -> None:
         self._bound.clear()  # an earlier init on this store did not finish
+        if self._opened is not None and self._opened.directory.committed_slot():
+            check_same(self._opened.directory, description)
+            self._hold(self._place.begin_anew(self._opened))
+            return
         unfinished, self._opened, self._steps = self._opened, None, None
         if unfinished is not None:
             unfinished.close()
         self._hold(self._place.create(description))
+
+    def _roll_back(self, place: str) -> None:
+        """Makes another step that the store has the committed one."""
+        self._hold(self._place.roll_back(self.opened, place))
 
     def _no_store(self) -> StaleStateError:
         return StaleStateError(
@@ -229,14 +275,7 @@ class Training:
     def finish_initialisation(self, scalars: Sequence[ScalarState]) -> None:
         """Commits step 0; every leaf must have been initialised."""
         finish_initialisation(self.opened, scalars, self._annotations.take(0))
-
-    def compare_params(self, leaf: int, params: Array, origin: Sequence[int]) -> None:
-        """Checks that params equal the store's, rounded to their dtype.
-
-        Raises:
-          StoreMismatchError: they differ; names the place and the remedy.
-        """
-        compare_params(self.opened, leaf, params, origin)
+        self.binding.is_bound = True
 
     def params_reader(self, memory_bytes: int) -> StepReader:
         """Makes a reader of the committed step for `read_params`; a commit ends it.

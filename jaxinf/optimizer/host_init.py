@@ -1,10 +1,13 @@
-"""The host functions of `init`: they store params, or compare them with a store.
+"""The host functions of `init`: params into a new store, or the state of one.
 
-Invariant: as in `jaxinf.optimizer.host_side`; a store is new until all its leaves are
-placed and step 0 is committed.
+Invariant: as of `jaxinf.optimizer.host_side`; a store is new until every leaf of it is
+placed, and step 0 is committed. On one that has steps the params do not count: the
+first `update` holds its own against the store.
 """
 
+import threading
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -17,33 +20,68 @@ from jaxinf.optimizer.leaf_call import FINITE, HostCall, HostResult
 from jaxinf.store import ScalarState
 from jaxinf.typing import Array
 
-__all__ = ["HostInit"]
+__all__ = ["HostInit", "OnExisting"]
+
+OnExisting = Literal["resume", "restart", "error"]
+"""What `init` does on a store that has steps; see `jaxinf.smart_update`."""
 
 
 class HostInit:
     """Host functions over one store.
 
     Args:
-      store: the store that `init` makes or resumes.
-      description: its description.
+      store: that `init` makes or resumes.
+      description: what it holds.
+      on_existing: what becomes of a run that is there.
     """
 
-    def __init__(self, store: Store, description: StoreDescription) -> None:
+    def __init__(
+        self, store: Store, description: StoreDescription, on_existing: OnExisting
+    ) -> None:
         self._store = store
         self._description = description
+        self._on_existing = on_existing
+        self._guard = threading.Lock()
+        self._has_begun = False
+
+    def begin(self) -> bool:
+        """Before leaves are placed: what becomes of a store that has steps.
+
+        Returns:
+          Whether the store is new, and waits for them.
+
+        Raises:
+          StoreMismatchError: it has steps, and shall not; or other leaves.
+        """
+        training = self._store.training
+        with self._guard:
+            if not self._has_begun and training.commit is not None:
+                if self._on_existing == "error":
+                    raise StoreMismatchError(
+                        f"{self._store.path}: expected no store there yet, as "
+                        'on_existing="error" says, found one at step '
+                        f'{training.commit.step}; on_existing="resume" goes on with '
+                        'it, "restart" keeps it as a checkpoint and begins anew'
+                    )
+                if self._on_existing == "restart":
+                    training.restart(self._description)
+            self._has_begun = True
+        is_new = training.bind(self._description, may_create=True)
+        self._store.wait()
+        return is_new
 
     def leaves(self, outs: HostResult, call: HostCall) -> None:
         """Callback: leaves or shards of the params; see `place`.
 
         Results: the error feedback, if there is any, and statuses.
         """
-        is_new = self._store.training.bind(self._description, may_create=True)
-        self._store.wait()
+        is_new = self.begin()
         for leaf, feedback in zip(call.leaves, outs.arrays, strict=True):
             origin = call.origin(leaf)
-            self.place(
-                leaf.number, leaf.params, origin, call.inputs(leaf), is_new=is_new
-            )
+            if is_new:
+                self.place(leaf.number, leaf.params, origin, call.inputs(leaf))
+            else:
+                self.check_box(leaf.number, origin, leaf.shape)
             if feedback is not None and is_new:
                 feedback[...] = 0
             elif feedback is not None:
@@ -56,15 +94,16 @@ class HostInit:
         shard: Array,
         origin: Sequence[int],
         inputs: ScalarInputs,
-        *,
-        is_new: bool,
     ) -> None:
-        """Stores a shard's initial state, or compares it with the stored one."""
+        """Stores a shard's initial state."""
         training = self._store.training
-        if is_new:
-            training.initialise(self._description, number, shard, origin, inputs)
-        else:
-            training.compare_params(number, shard, origin)
+        training.initialise(self._description, number, shard, origin, inputs)
+
+    def check_box(
+        self, number: int, origin: Sequence[int], extent: Sequence[int]
+    ) -> None:
+        """Refuses a shard that the store's chunks do not divide at."""
+        self._store.training.opened.chunks_of(number, origin, extent)
 
     def finish(
         self, outs: Sequence[Array], arguments: tuple[Array, Sequence[Array]]
@@ -86,8 +125,12 @@ class HostInit:
           scalars: the initial scalar state.
         """
         training = self._store.training
-        if training.bind(self._description, may_create=True):
+        is_new = self.begin()
+        self._has_begun = False  # the computation may run again
+        if is_new:
             training.finish_initialisation(named_scalars(self._description, scalars))
+        else:
+            training.binding.release()
         commit = training.finished
         self._check_scalars(scalars, commit.scalar_state)
         counters = (commit.step, commit.skipped_steps)

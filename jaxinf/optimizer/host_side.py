@@ -26,7 +26,19 @@ from jaxinf.optimizer.started import StartedUpdates
 from jaxinf.store import ScalarState
 from jaxinf.typing import Array
 
-__all__ = ["COMMITTED", "SKIPPED", "HostSide", "NonFinitePolicy", "named_scalars"]
+__all__ = [
+    "BOUND",
+    "COMMITTED",
+    "SKIPPED",
+    "UNBOUND",
+    "HostSide",
+    "NonFinitePolicy",
+    "named_scalars",
+]
+
+BOUND, UNBOUND = 0, 1
+"""Whether the run's params are known to be the store's; `callback.FAILED` is one too.
+"""
 
 COMMITTED, SKIPPED = 0, 1
 """Verdict on a step; `callback.FAILED` is one too."""
@@ -75,6 +87,37 @@ class HostSide:
         return guarded(host, self.store.training.fail, may_raise=may_raise)
 
     # --- callbacks -----------------------------------------------------------------
+
+    def must_bind(self, description: StoreDescription, out: Array, step: Array) -> None:
+        """Before a step: whether params are to be held against the store first.
+
+        Args:
+          description: of what is updated.
+          out: the result, int32.
+          step: of the state.
+        """
+        training = self.store.training
+        training.bind(description)
+        is_bound = training.binding.is_bound
+        if not is_bound:
+            training.wait()
+            training.binding.begin(int(step))
+        out[...] = BOUND if is_bound else UNBOUND
+
+    def compare(self, outs: HostResult, call: HostCall) -> None:
+        """Params before the first step: held against those of the store."""
+        self.store.check()
+        for leaf in call.leaves:
+            origin = call.origin(leaf)
+            self.store.training.binding.compare(leaf.number, leaf.params, origin)
+        outs.statuses[...] = FINITE
+
+    def bind(self, out: Array, statuses: Array) -> None:
+        """Every leaf was compared: the run is bound to its step."""
+        del statuses
+        self.store.check()
+        self.store.training.binding.finish()
+        out[...] = BOUND
 
     def update(
         self, description: StoreDescription, outs: HostResult, call: HostCall

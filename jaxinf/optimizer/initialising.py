@@ -1,4 +1,4 @@
-"""The transformation's `init`: makes a store, or resumes one that agrees.
+"""The transformation's `init`: makes a store, or gives the state of one.
 
 Invariant: an eager `init` writes before it returns, one in a computation when that
 runs, and one under ``eval_shape`` never.
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinf import compat
 from jaxinf.csd import ScalarInputs
@@ -19,7 +19,12 @@ from jaxinf.optimizer.callback import call_once
 from jaxinf.optimizer.deferred import run_prologue
 from jaxinf.optimizer.host_init import HostInit
 from jaxinf.optimizer.leaf_call import HostCall, leaf_call, send
-from jaxinf.optimizer.sharding import distinct_shards, mesh_of, on_one_mesh
+from jaxinf.optimizer.sharding import (
+    distinct_shards,
+    mesh_of,
+    on_one_mesh,
+    shard_indices,
+)
 from jaxinf.optimizer.state import SmartUpdateState, first_state, raw
 from jaxinf.optimizer.wrapped import Wrapped
 from jaxinf.program import InitProgram
@@ -68,19 +73,26 @@ def _init_eagerly(
     program: InitProgram,
     leaves: Sequence[Any],
 ) -> _Initialised:
-    store, host = wrapped.store, HostInit(wrapped.store, description)
-    is_new = store.training.bind(description, may_create=True)
-    store.wait()
+    store = wrapped.store
+    host = HostInit(store, description, wrapped.on_existing)
+    is_new = host.begin()
     initial, inputs = run_prologue(program, leaves)
-    for number, leaf in enumerate(leaves):
+    for number, leaf in enumerate(leaves if is_new else ()):
         scalars = tuple(np.asarray(s) for s in inputs[number].scalars)
         for index, shard in distinct_shards(leaf):
             arrays = tuple(np.asarray(a)[index] for a in inputs[number].arrays)
             own = ScalarInputs(scalars, arrays)
             origin = [s.start or 0 for s in index]
-            host.place(number, shard, origin, own, is_new=is_new)
-            del shard  # before the next deferred leaf is read
+            host.place(number, shard, origin, own)
+            del shard  # before the next leaf is read, where they are deferred
+    for number, leaf in enumerate(() if is_new else leaves):
+        for index in shard_indices(leaf):
+            bounds = [s.indices(n) for s, n in zip(index, leaf.shape, strict=True)]
+            extent = [stop - start for start, stop, _ in bounds]
+            host.check_box(number, [start for start, _, _ in bounds], extent)
     held = host.held_state([np.asarray(raw(value)) for value in initial])
+    if (mesh := mesh_of(wrapped.shardings)) is not None:
+        held = jax.device_put(held, NamedSharding(mesh, PartitionSpec()))
     feedback: list[jax.Array] = []
     if wrapped.has_feedback:
         feedback = [jnp.zeros(leaf.shape, jnp.float32) for leaf in leaves]
@@ -100,7 +112,7 @@ def _init_traced(
     leaves: Sequence[jax.Array],
     shardings: tuple[NamedSharding, ...],
 ) -> _Initialised:
-    host = HostInit(wrapped.store, description)
+    host = HostInit(wrapped.store, description, wrapped.on_existing)
     mesh = mesh_of(shardings)
     initial, inputs = program.prologue(leaves)
     statuses, feedback = [], []

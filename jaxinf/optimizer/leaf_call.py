@@ -155,6 +155,7 @@ class HostCall(NamedTuple):
         leaves: Sequence[LeafCall],
         inputs: Sequence[LeafInputs],
         step: jax.Array | None = None,
+        after: jax.Array | None = None,
     ) -> "HostCall":
         """Makes a call with the kernels' inputs; equal scalars are sent once."""
         scalars: dict[int, jax.Array] = {}
@@ -169,7 +170,7 @@ class HostCall(NamedTuple):
             )
             for leaf, own in zip(leaves, inputs, strict=True)
         ]
-        return cls(tuple(complete), tuple(scalars.values()), step)
+        return cls(tuple(complete), tuple(scalars.values()), step, after=after)
 
     def origin(self, leaf: LeafCall) -> tuple[int, ...]:
         """On the host: index in the leaf of the call's first element."""

@@ -22,6 +22,7 @@ __all__ = [
     "mesh_of",
     "on_one_mesh",
     "shard_counts",
+    "shard_indices",
     "shard_origin",
     "split_of",
     "unused_axes",
@@ -124,6 +125,13 @@ def shard_counts(
     local = sharding.shard_shape(tuple(shape))
     pairs = zip(shape, local, strict=True)
     return tuple(whole // part if part else 1 for whole, part in pairs)
+
+
+def shard_indices(leaf: Any) -> list[tuple[slice, ...]]:
+    """Index of each part of an array that this process holds; reads nothing."""
+    if not isinstance(getattr(leaf, "sharding", None), NamedSharding):
+        return [(slice(None),) * len(leaf.shape)]
+    return [s.index for s in leaf.addressable_shards if s.replica_id == 0]
 
 
 def distinct_shards(leaf: Any) -> list[tuple[tuple[slice, ...], Array]]:

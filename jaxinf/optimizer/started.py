@@ -82,7 +82,7 @@ class StartedUpdates:
             training = self._store.training
             num_csds = len(training.opened.csds) if training.has_files else 1
             self._pool = ThreadPoolExecutor(
-                training.options.num_workers(num_csds),
+                training.options.workers_of(num_csds),
                 thread_name_prefix="jaxinf-leaf",
             )
             training.on_close(self._pool.shutdown)

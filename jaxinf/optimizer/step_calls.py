@@ -30,6 +30,7 @@ from jaxinf.optimizer.callback import (
 )
 from jaxinf.optimizer.compressing import compressor
 from jaxinf.optimizer.grouping import Member, grouped
+from jaxinf.optimizer.host_side import UNBOUND
 from jaxinf.optimizer.leaf_call import (
     GO,
     HOLD,
@@ -105,6 +106,44 @@ class StepCalls:
                 call = replace(call, probe=first_elements(known))
             calls.append(call)
         return calls
+
+    def bind(self, params: Sequence[jax.Array]) -> jax.Array:
+        """Before the first step of a run: holds its params against the store.
+
+        In later steps this is one call without arrays.
+
+        Args:
+          params: the leaves, or empty where they are not at hand.
+
+        Returns:
+          int32, there when leaves may be updated.
+        """
+        must_bind = partial(self._host.must_bind, self._description)
+        counter = jax.ShapeDtypeStruct((), np.int32)
+        flag = call_once(
+            self._guarded(must_bind), self._mesh, self._state.step, counter
+        )
+        leaves = [
+            leaf_call(number, p.ndim, *self._shardings[number : number + 1], params=p)
+            for number, p in enumerate(params)
+        ]
+
+        def compare() -> jax.Array:
+            statuses = []
+            for group in self.groups(leaves):
+                call = HostCall(tuple(leaves[number] for number in group))
+                found = send(
+                    self._guarded(self._host.compare),
+                    call,
+                    [None] * len(group),
+                    self._shardings_of(call),
+                )
+                statuses += [result.status for result in found]
+            compared = jnp.stack([flag, *statuses])
+            host = self._guarded(self._host.bind)
+            return call_once(host, self._mesh, compared, counter)
+
+        return lax.cond(flag == UNBOUND, compare, lambda: flag)
 
     def groups(self, leaves: Sequence[LeafCall]) -> list[list[int]]:
         """Returns the leaves of each call; see `grouping`."""

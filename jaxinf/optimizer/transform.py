@@ -5,7 +5,7 @@ Invariant: the pair of functions has no state of a run; the store has it.
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import optax
@@ -16,6 +16,7 @@ from jaxinf.compress import TopK
 from jaxinf.engine import Store, open_store
 from jaxinf.optimizer.callback import check_device_configuration
 from jaxinf.optimizer.compressing import check_compression
+from jaxinf.optimizer.host_init import OnExisting
 from jaxinf.optimizer.host_side import HostSide, NonFinitePolicy
 from jaxinf.optimizer.initialising import init_state
 from jaxinf.optimizer.sharding import on_one_mesh
@@ -33,6 +34,7 @@ def smart_update(
     *,
     compress: TopK | None = None,
     nonfinite: NonFinitePolicy = "error",
+    on_existing: OnExisting = "resume",
     shardings: PyTree | None = None,
     extra_args: Mapping[str, Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -46,33 +48,42 @@ def smart_update(
     Args:
       tx: any transformation that is elementwise over its stored state.
       store: from `jaxinf.open_store`, or a path to open with its defaults.
-      compress: a result of `jaxinf.top_k`: only the largest elements of each gradient
-        are sent, and the others count as zero. Quantities of all gradients, such as
-        their norm, are computed from the dense ones. nonfinite: the effect of a
-        gradient with NaN or Inf. ``"error"``: the step is refused and the store stops.
-        ``"skip"``: the updates are zero, and the step counts in `skipped_steps`.
-        ``"allow"``: there is no check (for chains that handle NaN themselves).
-        shardings: tree of ``NamedSharding`` like the params, for an `init` under
-        ``jit`` or ``eval_shape``; by default the shardings of the params given to
-        `init`.
+      compress: `jaxinf.top_k`: only the largest elements of each gradient are sent, the
+        rest counts as zero. What `tx` computes from all gradients, such as their norm,
+        it computes from the dense ones.
+      nonfinite: what a gradient with NaN or Inf does. ``"error"``: the step is refused
+        and the store stops. ``"skip"``: zero updates, counted in `skipped_steps`.
+        ``"allow"``: nothing is checked (for chains that treat NaN themselves).
+      on_existing: what `init` does on a store that has steps. ``"resume"``: gives the
+        state of its last step, or lets the program restore that of a checkpoint of its
+        own: the first `update` holds params and step against the store, and goes back
+        to that step where the store has it. ``"restart"``: keeps the run that is there
+        as a checkpoint and begins anew, with the same leaves and optimizer.
+        ``"error"``: raises.
+      shardings: tree of ``NamedSharding`` like the params, for when `init` runs under
+        ``jit`` or ``eval_shape``; by default those of the params that `init` is given.
       extra_args: example values for a transformation whose `update` needs extra
         arguments; only shapes and dtypes count.
 
     Returns:
-      The transformation. Its `init` makes the store, or resumes one that agrees with
-      the optimizer, the tree and the params; only one leaf of type
+      The transformation. Its `init` makes the store, or gives the state of one that
+      agrees with the optimizer and the tree; only one leaf of type
       `jaxinf.typing.DeferredArray` at a time is in memory. Its `update` returns fp32
       updates, to be applied unchanged with ``optax.apply_updates``; they bring bfloat16
       and float16 params exactly to the rounded master params.
 
     Raises:
       UnsupportedTransformError: from `init` and `update`, if `tx` is not elementwise.
-        ValueError: an argument is out of range, or the store cannot keep the requested
+      ValueError: an argument is out of range, or the store cannot keep the requested
         error feedback.
     """
     if nonfinite not in ("error", "skip", "allow"):
         raise ValueError(
             f'nonfinite={nonfinite!r}: expected "error", "skip" or "allow"'
+        )
+    if on_existing not in get_args(OnExisting):
+        raise ValueError(
+            f'on_existing={on_existing!r}: expected "resume", "restart" or "error"'
         )
     owned = store if isinstance(store, Store) else open_store(store)
     check_compression(compress, owned)
@@ -82,6 +93,7 @@ def smart_update(
         compress,
         on_one_mesh(jax.tree.leaves(shardings)),
         dict(extra_args or {}),
+        on_existing,
     )
     return optax.GradientTransformationExtraArgs(
         partial(_init, wrapped), _update_function(wrapped)

@@ -48,9 +48,12 @@ def run_update(
     stand_ins = [jnp.zeros(g.shape, g.dtype) for g in gradients]
     new, inputs = program.prologue(gradients, on_device or stand_ins, old, extra_args)
     step = StepCalls(wrapped, description, shardings, state)
+    bound = step.bind(on_device)
     leaves = step.leaf_calls(gradients, on_device, feedback)
     results = step.run(
-        HostCall.of([leaves[n] for n in group], [inputs[n] for n in group], state.step)
+        HostCall.of(
+            [leaves[n] for n in group], [inputs[n] for n in group], state.step, bound
+        )
         for group in step.groups(leaves)
     )
     changes = [

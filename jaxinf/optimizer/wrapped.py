@@ -19,6 +19,7 @@ from jaxinf.optimizer.compressing import (
     gradient_forms,
     keeps_feedback,
 )
+from jaxinf.optimizer.host_init import OnExisting
 from jaxinf.optimizer.host_side import HostSide
 from jaxinf.optimizer.sharding import shard_counts
 from jaxinf.program import InitProgram, UpdateProgram, trace_init, trace_update
@@ -37,6 +38,7 @@ class Wrapped:
       compression: compression of its gradients; None for dense ones.
       given_shardings: shardings of the params' leaves from the caller; may be empty.
       example_args: examples of other arguments of the optimizer's update.
+      on_existing: the action of `init` on a store that has steps.
     """
 
     tx: optax.GradientTransformationExtraArgs
@@ -44,6 +46,7 @@ class Wrapped:
     compression: TopK | None
     given_shardings: tuple[NamedSharding, ...]
     example_args: Mapping[str, Any]
+    on_existing: OnExisting = "resume"
 
     @property
     def store(self) -> Store:

@@ -41,6 +41,7 @@ from jaxinf.store.directory import (
     other_slot,
 )
 from jaxinf.store.documents import read_foreign, seal
+from jaxinf.store.earlier import read_spare, restore_spare, verify_spare
 from jaxinf.store.key_paths import encode_path, path_keys
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.making import is_unfinished, lay_out, making_store
@@ -59,7 +60,7 @@ from jaxinf.store.reader import Piece, StepReader, file_checksum
 from jaxinf.store.rebalancing import Rebalanced, finish_rebalance, rebalance
 from jaxinf.store.schemas import LOCK, PLAN
 from jaxinf.store.snapshot import pinned_step, prune_snapshots, snapshot
-from jaxinf.store.space import stored_bytes
+from jaxinf.store.space import check_free_space, stored_bytes
 from jaxinf.store.stock_documents import stock_documents
 from jaxinf.store.verify import Verifier, step_bytes
 from jaxinf.store.views import find_leaf, open_array
@@ -90,6 +91,7 @@ __all__ = [
     "StoreLock",
     "Verifier",
     "array_name",
+    "check_free_space",
     "check_leaf_paths",
     "check_never_committed",
     "check_space",
@@ -122,10 +124,12 @@ __all__ = [
     "prune_snapshots",
     "read_foreign",
     "read_owned",
+    "read_spare",
     "rebalance",
     "remove_checkpoint",
     "required_bytes",
     "restore_checkpoint",
+    "restore_spare",
     "save_checkpoint",
     "seal",
     "snapshot",
@@ -133,4 +137,5 @@ __all__ = [
     "stock_documents",
     "stored_bytes",
     "stray_checkpoints",
+    "verify_spare",
 ]

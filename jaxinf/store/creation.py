@@ -48,15 +48,21 @@ def required_bytes(directory: StoreDirectory) -> dict[Path, int]:
     return dict(totals)
 
 
-def check_space(directory: StoreDirectory) -> None:
+def check_space(directory: StoreDirectory, *, num_more: int = 0) -> None:
     """Refuses a store that its file systems have no room for.
+
+    Args:
+      directory: the store, not made yet.
+      num_more: states that it is to hold beside its two slots.
 
     Raises:
       StoreSpaceError: naming the file system, what is needed and what is free.
     """
+    needs = required_bytes(directory).items()
+    kept = f" and {num_more} kept steps" if num_more else ""
     check_free_space(
-        required_bytes(directory),
-        f"the store's two slots of {directory.manifest.num_params:,} params need",
+        {place: num_bytes // 2 * (2 + num_more) for place, num_bytes in needs},
+        f"the store's two slots{kept} of {directory.manifest.num_params:,} params need",
         "free some, or choose another directory or more CSD roots",
     )
 

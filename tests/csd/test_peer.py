@@ -214,4 +214,4 @@ def test_workers(tmp_path, csd, given, num_csds, expected):
         tmp_path, csd_roots=(), csd=csd, memory_bytes=1 << 20, num_workers=given,
         chunk_elements=1 << 20,
     )  # fmt: skip
-    assert options.num_workers(num_csds) == expected
+    assert options.workers_of(num_csds) == expected

@@ -147,7 +147,7 @@ def test_closing_in_the_middle_of_a_step_over_uncommitted_ones(drive, caplog):
     drive(driver.store.path).init().check(0)
 
 
-@pytest.mark.parametrize("durability", ["stepp", 0, -1, 1.5, True, None])
+@pytest.mark.parametrize("durability", ["stepp", 0, -1, 1.5, True])
 def test_durability_is_checked(tmp_path, durability):
     with pytest.raises(ValueError, match="durability="):
         jaxinf.open_store(tmp_path / "store", durability=durability)

@@ -54,6 +54,6 @@ def test_what_the_host_reads_is_checked_by_the_host(drive):
     flip(driver, "w", "params", byte=12345)
     again = drive(driver.store.path, leaves=LEAVES)
     with pytest.raises(StoreCorruptError):
-        again.init()
+        again.store.params(like=params)
     with pytest.raises(StoreCorruptError):
         again.close()

@@ -156,22 +156,20 @@ def test_no_space_in_the_middle(small_disk, drive):
 def test_one_writer(drive, place):
     driver = drive().init()
     with pytest.raises(StoreLockedError, match="locked by this very process"):
-        jaxinf.open_store(place / "store")
+        StoreLock(place / "store")
     driver.step()
     driver.close()
     drive().init().check(1)
 
 
 def test_one_maker(drive, place):
-    """Two that opened the place before there was a store."""
-    first, second, third = drive(), drive(), drive()
+    """Opened twice before there was a store: the second goes on with it."""
+    first, second = drive(), drive()
     first.init().step()
-    with pytest.raises(StoreLockedError, match="locked by this very process"):
-        second.init()
     first.close()
-    third.init()
-    assert third.at == 1
-    third.steps(1).check(2)
+    second.init()
+    assert second.at == 1
+    second.steps(1).check(2)
 
 
 def test_a_second_init_makes_a_new_store_anew(drive, place):
@@ -320,7 +318,7 @@ def test_other_params(drive):
     driver = drive()
     driver.initial["embed"][39, 1024] += 1
     with pytest.raises(
-        StoreMismatchError, match=r"at step 1 and holds other params .*bed"
+        StoreMismatchError, match=r"params are not those .* of that step \(leaf embed"
     ):
         driver.init()
 

@@ -77,6 +77,7 @@ def test_too_little_memory(drive, place):
     with pytest.raises(ValueError, match=f"4 workers need at least {need} bytes"):
         driver.init()
     assert not (place / "store").exists()
+    driver.close()
     drive(memory_bytes=need).init().close()
     with pytest.raises(ValueError, match="give more memory or fewer workers"):
         drive(memory_bytes=need - 1)

@@ -85,12 +85,31 @@ def kept(driver, mark):
         again.training.close()
 
 
+def rolled_back(driver, mark):
+    """Back to the step before by what the other slot has, and on from there."""
+    driver.init()
+    mark(0)
+    for step in range(1, 3):
+        step_durably(driver)
+        mark(step)
+    driver.training.close()
+    again = small_driver(driver.store.path)
+    try:
+        again.bind(1)
+        mark(1)
+        step_durably(again)
+        mark(2)
+    finally:
+        again.training.close()
+
+
 SCRIPTS = {
     "plain": plain,
     "frozen": plain,
     "rare": rare,
     "pinned": pinned,
     "kept": kept,
+    "rolled back": rolled_back,
     "made anew": made_anew,
 }
 NAMES = ("jaxinf.json", "slots", "current", "commit.json")
@@ -144,6 +163,7 @@ def test_every_boundary_of_a_commit(run):
     for mark in range(1, len(run.log.marks)) if everything else (2,):
         enumerate_states(run, mark, one_in=ONE_IN.get(run.name, 1))
     assert run.num_states > 300
+    assert run.num_mixed_spares or run.name != "plain"
 
 
 @runs("plain", "made anew")

@@ -164,6 +164,48 @@ except jaxinf.NonFiniteGradientError as error:
 """
 )
 
+RESTART = (
+    COMMON
+    + """
+mesh = jax.make_mesh((4,), ("d",))
+path = sys.argv[1] + "/store"
+
+def opened():
+    store = jaxinf.open_store(path)
+    return store, jaxinf.smart_update(adamw(), store)
+
+store, tx = opened()
+params = on(mesh, make(0))
+start = tx.init(params)
+two = steps(tx, params, start, mesh, range(1, 3))
+own = jax.tree.map(np.asarray, two)
+whole = steps(tx, *two, mesh, range(3, 4))
+store.wait(whole[1])
+whole = jax.tree.map(np.asarray, whole[0])
+store.close()
+
+store, tx = opened()
+state = tx.init(on(mesh, make(7)))  # no params of the store's
+assert all(leaf.sharding.device_set == set(mesh.devices.flat)
+           for leaf in jax.tree.leaves(state))
+state = jax.tree.map(lambda x, old: jax.device_put(x, old.sharding), own[1], state)
+rest, state = steps(tx, on(mesh, own[0]), state, mesh, range(3, 4))
+store.wait(state)
+assert store.step == 3
+jax.tree.map(np.testing.assert_array_equal, whole, jax.tree.map(np.asarray, rest))
+store.close()
+
+store, tx = opened()
+state = tx.init(on(mesh, make(7)))
+updates, state = jax.jit(tx.update)(on(mesh, make(1)), state, on(mesh, make(7)))
+assert all(bool(jnp.isnan(u).all()) for u in jax.tree.leaves(updates))
+try:
+    store.check()
+except jaxinf.StoreMismatchError as error:
+    print(error)
+"""
+)
+
 DEVICES = {
     "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
     "PJRT_NPROC": "8",
@@ -195,3 +237,9 @@ def test_failure_beside_other_devices_is_a_status(place, run_python, callback):
     assert "NaN or Inf in the gradient of columns" in result.stdout
     with jaxinf.open_store(place / "failing") as store:
         assert store.step == 0
+
+
+@pytest.mark.parametrize("callback", ["buffer", "start"])
+def test_restart_on_four_devices(place, run_python, callback):
+    result = run_python(RESTART, place, JAXINF_CALLBACK=callback, **DEVICES)
+    assert "the params are not those that the store holds" in result.stdout

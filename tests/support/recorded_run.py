@@ -16,7 +16,13 @@ from store_driver import Driver
 
 from jaxinf.errors import JaxinfError
 from jaxinf.kernels import compiled
-from jaxinf.store import Verifier, checkpoint_names, find_checkpoint
+from jaxinf.store import (
+    Verifier,
+    checkpoint_names,
+    find_checkpoint,
+    read_spare,
+    verify_spare,
+)
 
 LEAVES = {
     "bias": ((129,), "float32"),
@@ -96,7 +102,20 @@ class RecordedRun:
             driver.training.close()
             recorder.check()
         self.log = recorder.log
+        self.num_mixed_spares = 0  # whose record came back after its chunks had gone
         self._outcomes: dict[frozenset, object] = {}
+
+    def _spare_is_whole(self, driver: Driver) -> bool:
+        """Whether a step that a rollback would go back to is one."""
+        files = driver.opened.directory
+        spare = read_spare(files)
+        if spare is None:
+            return True
+        slot, record = spare
+        if verify_spare(files, slot):
+            self.num_mixed_spares += 1
+            return True
+        return holds(driver, slot, record.step)
 
     @property
     def num_states(self) -> int:
@@ -147,6 +166,8 @@ class RecordedRun:
             step = driver.store.step
             if not is_whole(driver, step):
                 return f"a mixture that says it is step {step}"
+            if not self._spare_is_whole(driver):
+                return f"step {step}, and a mixture in the other slot that verifies"
             if leftovers := list(self.place.rglob("*.new")):
                 return f"step {step}, and {leftovers}"
             if goes_on and not is_whole(driver.init().steps(1), step + 1):
@@ -175,9 +196,14 @@ def is_whole(driver: Driver, step: int) -> bool:
     assert slot is not None
     if Verifier(files, num_workers=1).verify(files.step_path(slot)):
         return False
-    found = driver.found(files.step_path(slot))
+    return holds(driver, slot, step) and driver.store.step == step
+
+
+def holds(driver: Driver, slot: str, step: int) -> bool:
+    """Whether a slot holds a step, bit for bit."""
+    found = driver.found(driver.opened.directory.step_path(slot))
     for name, arrays in driver.expected(step).items():
         for held, wanted in zip(found[name], arrays, strict=True):
             if held.tobytes() != wanted.astype(held.dtype).tobytes():
                 return False
-    return driver.store.step == step
+    return True

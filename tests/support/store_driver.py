@@ -82,11 +82,11 @@ class Driver:
 
     @property
     def training(self):
-        return self.store.training
+        return self.store._training  # of a handle that is closed, too
 
     @property
     def opened(self):
-        return self.store.training.opened
+        return self.training.opened
 
     def init(self):
         """As `tx.init`: makes the store, or goes on with the one that is there."""
@@ -101,9 +101,17 @@ class Driver:
             self.training.finish_initialisation(self.scalars(0))
         self.at = self.store.step
         if not is_new:
-            for number, (params, *_) in enumerate(self.expected(self.at).values()):
-                device = self.rounded(number, params)
-                self.training.compare_params(number, device, (0,) * device.ndim)
+            self.bind(self.at)
+        return self
+
+    def bind(self, step):
+        """As the first `tx.update`: the run's params, held against the store's."""
+        self.training.binding.begin(step)
+        for number, (params, *_) in enumerate(self.expected(step).values()):
+            device = self.rounded(number, params)
+            self.training.binding.compare(number, device, (0,) * device.ndim)
+        self.training.binding.finish()
+        self.at = self.store.step
         return self
 
     def rounded(self, number, master):

@@ -1,0 +1,113 @@
+"""The stores that are open in this process: one for a path.
+
+Invariant: a path, its symlinks resolved, is open once; those who hold it are counted.
+"""
+
+import logging
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxinf.engine.options import StoreOptions
+from jaxinf.engine.training import Training
+
+__all__ = ["OpenStores", "Opened"]
+
+_LOG = logging.getLogger("jaxinf")
+
+
+class Opened:
+    """An open store and who holds it.
+
+    Attributes:
+      training: the store's run.
+      holders: the handles that are not closed, the oldest first.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self.holders: list[Any] = []
+
+
+class OpenStores:
+    """All open stores of a process, by path. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.guard = threading.RLock()
+        self._by_path: dict[Path, Opened] = {}
+
+    def get(self, path: Path) -> Opened | None:
+        """What is open at a path; None where nothing is, or what was has stopped."""
+        with self.guard:
+            held = self._by_path.get(path.resolve())
+            if held is not None and held.training.is_closed:
+                self.forget(held)
+                return None
+            return held
+
+    def open(self, options: StoreOptions, given: Mapping[str, Any]) -> Opened:
+        """The store of a path: the one that is open, or a new one.
+
+        One that a failure has stopped is closed, and opened anew.
+
+        Args:
+          options: to open it with.
+          given: those of them that the caller has set, by name.
+
+        Raises:
+          ValueError: an option that is set is another than the open store's.
+          StoreError: as `jaxinf.open_store` documents.
+        """
+        with self.guard:
+            held = self.get(options.path)
+            if held is not None and held.training.failure is not None:
+                _LOG.warning(
+                    "%s: was stopped by %s: %s; it is opened anew",
+                    options.path,
+                    type(held.training.failure).__name__,
+                    held.training.failure,
+                )
+                held.training.close()
+                self.forget(held)
+                held = None
+            if held is None:
+                self._by_path = {p: self._by_path[p] for p in self._live()}
+                held = Opened(Training(options))
+                self._by_path[options.path.resolve()] = held
+            else:
+                _check_given(held.training, options, given)
+            return held
+
+    def _live(self) -> list[Path]:
+        return [p for p, h in self._by_path.items() if not h.training.is_closed]
+
+    def forget(self, held: Opened) -> None:
+        """A store that is closed, or the parent's of this fork."""
+        with self.guard:
+            self._by_path = {p: h for p, h in self._by_path.items() if h is not held}
+
+    def all(self) -> list[Opened]:
+        """Every one, the oldest first."""
+        with self.guard:
+            held = self._by_path.values()
+            return [one for one in held if not one.training.is_closed]
+
+
+def _check_given(
+    training: Training, options: StoreOptions, given: Mapping[str, Any]
+) -> None:
+    held = training.options
+    for name, value in given.items():
+        if getattr(held, name) == getattr(options, name):
+            continue
+        if name == "csd_roots" and training.has_files:
+            roots = training.opened.directory.manifest.csds
+            if tuple(str(root) for root in options.csd_roots) == tuple(roots):
+                continue
+        public = {"csd_roots": "csds"}.get(name, name)
+        raise ValueError(
+            f"{options.path}: {public}={value!r}: the store is open in this process "
+            f"with {public}={getattr(held, name)!r}, and a path has one store; leave "
+            f"it out, or close the store first (jaxinf.close({str(held.path)!r}))"
+        )

@@ -1,0 +1,123 @@
+"""One process, one path, one store: handles are counted."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxinf
+
+PARAMS = {"w": jnp.ones((40, 30))}
+
+
+def test_a_second_opening_gets_the_same_store(open_store, place):
+    first = open_store()
+    tx = jaxinf.smart_update(optax.adam(1e-2), first)
+    state = tx.init(PARAMS)
+    second = open_store()
+    assert second.training is first.training
+    link = place / "link"
+    link.symlink_to(place / "store")
+    assert open_store("link").training is first.training
+    _, state = tx.update(PARAMS, state, PARAMS)
+    second.wait(state)
+    assert second.step == first.step == 1
+
+
+def test_the_last_handle_closes(open_store):
+    first, second = open_store(), open_store()
+    jaxinf.smart_update(optax.adam(1e-2), first).init(PARAMS)
+    second.close()
+    second.close()  # its own handle alone
+    with pytest.raises(jaxinf.StoreClosedError, match="open it again"):
+        _ = second.step
+    assert first.step == 0
+    with open_store() as third:
+        assert third.step == 0
+    assert first.exists
+    first.close()
+    assert open_store().training is not first.training
+
+
+def test_close_by_path_ends_all(open_store, place):
+    handles = [open_store() for _ in range(3)]
+    jaxinf.close(place / "store")
+    jaxinf.close(place / "store")
+    for store in handles:
+        with pytest.raises(jaxinf.StoreClosedError):
+            store.check()
+
+
+def test_store_of_a_path(open_store, place):
+    tx = jaxinf.smart_update(optax.adam(1e-2), place / "store")
+    state = tx.init(PARAMS)
+    _, state = tx.update(PARAMS, state, PARAMS)
+    store = jaxinf.store_of(place / "store")
+    store.wait(state)
+    assert store.step == 1
+    assert store.checkpoint() == "1"
+    jaxinf.close(place / "store")
+    with pytest.raises(ValueError, match=r"is open in this process, found "):
+        jaxinf.store_of(place / "store")
+
+
+def test_options_of_the_open_store(open_store, place):
+    first = open_store(memory_bytes=1 << 20, durability=2)
+    assert open_store(durability=2).training is first.training
+    for options, message in (
+        ({"memory_bytes": 1 << 21}, "memory_bytes=2097152: the store is open"),
+        ({"durability": "step"}, r"with durability=2, .*leave it out, or close"),
+        ({"csds": [place]}, "csds="),
+        ({"restore": "best"}, "restore='best'"),
+        ({"csd": "emulated"}, "csd="),
+    ):
+        with pytest.raises(ValueError, match=message):
+            open_store(**options)
+    first.close()
+
+
+def test_factories_called_in_init_and_in_update(place):
+    """As programs do that make their optimizer wherever they need it."""
+
+    def make():
+        return jaxinf.smart_update(optax.adam(1e-2), place / "store")
+
+    @jax.jit
+    def step(params, state):
+        updates, state = make().update(params, state, params)
+        return optax.apply_updates(params, updates), state
+
+    shapes = jax.eval_shape(lambda p: make().init(p), PARAMS)
+    state = jax.jit(lambda p: make().init(p))(PARAMS)
+    assert jax.tree.structure(shapes) == jax.tree.structure(state)
+    params, plain = PARAMS, optax.adam(1e-2)
+    expected, plain_state = PARAMS, plain.init(PARAMS)
+    for _ in range(3):
+        params, state = step(params, state)
+        updates, plain_state = plain.update(expected, plain_state, expected)
+        expected = optax.apply_updates(expected, updates)
+    found, wanted = (np.asarray(tree["w"]) for tree in (params, expected))
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    assert int(state.step) == 3
+    jaxinf.close(place / "store")
+
+
+def test_two_optimizers_on_one_path_are_refused(place):
+    jaxinf.smart_update(optax.adam(1e-2), place / "store").init(PARAMS)
+    other = jaxinf.smart_update(optax.sgd(1e-2), place / "store")
+    with pytest.raises(jaxinf.StoreMismatchError, match="another optimizer or model"):
+        other.init(PARAMS)
+    jaxinf.close(place / "store")
+
+
+def test_a_store_that_failed_is_opened_anew(place, caplog):
+    tx = jaxinf.smart_update(optax.adam(1e-2), place / "store")
+    state = tx.init(PARAMS)
+    with pytest.raises(jaxinf.NonFiniteGradientError):
+        tx.update({"w": jnp.full((40, 30), jnp.nan)}, state, PARAMS)
+    tx = jaxinf.smart_update(optax.adam(1e-2), place / "store")
+    assert "was stopped by NonFiniteGradientError" in caplog.text
+    _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    assert int(state.step) == 1
+    jaxinf.close(place / "store")

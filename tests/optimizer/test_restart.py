@@ -1,0 +1,294 @@
+"""A program that keeps checkpoints of its own: init, restore over it, go on."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxinf
+from jaxinf.store import StoreDirectory
+
+
+def make_params(dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 2)
+    return {
+        "w": jax.random.normal(keys[0], (70, 33)).astype(dtype),
+        "b": jax.random.normal(keys[1], (33,)).astype(dtype),
+        "frozen": jnp.full((5,), 1.5, dtype),
+    }
+
+
+def frozen_part():
+    labels = {"w": "train", "b": "train", "frozen": "freeze"}
+    return optax.multi_transform(
+        {"train": optax.adam(1e-2), "freeze": optax.set_to_zero()}, labels
+    )
+
+
+def trained(tx, start, num_steps):
+    """Params and state after each of some jitted steps."""
+    params, state = start
+
+    @jax.jit
+    def step(params, state):
+        gradients = jax.tree.map(lambda p: p * 0.1 + 0.01, params)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    kept = []
+    for _ in range(num_steps):
+        params, state = step(params, state)
+        kept.append(jax.tree.map(np.asarray, (params, state)))
+    return kept
+
+
+def assert_same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+VARIANTS = {
+    "float32": (jnp.float32, lambda: optax.adam(1e-2), {}),
+    "bfloat16": (jnp.bfloat16, lambda: optax.adam(1e-2), {}),
+    "float16": (jnp.float16, lambda: optax.adam(1e-2), {}),
+    "frozen": (jnp.float32, frozen_part, {}),
+    "error feedback": (
+        jnp.float32,
+        lambda: optax.adam(1e-2),
+        {"compress": jaxinf.top_k(0.1, error_feedback=True)},
+    ),
+}
+
+
+@pytest.mark.parametrize("at", [3, 2])
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_init_then_restore_goes_on_to_the_bit(kind, at, open_store):
+    """From the step where the store is, and from the one before."""
+    dtype, make_tx, options = VARIANTS[kind]
+    tx = jaxinf.smart_update(make_tx(), open_store("whole"), **options)
+    params = make_params(dtype)
+    whole = trained(tx, (params, tx.init(params)), 5)
+
+    store = open_store("parts")
+    tx = jaxinf.smart_update(make_tx(), store, **options)
+    first = trained(tx, (params, tx.init(params)), 3)
+    store.close()
+    store = open_store("parts")
+    tx = jaxinf.smart_update(make_tx(), store, **options)
+    made = tx.init(make_params(dtype))
+    assert int(made.step) == store.step == 3
+    assert_same(made, first[2][1])
+    rest = trained(tx, first[at - 1], 5 - at)
+    assert store.step == 5
+    assert_same(rest[-1], whole[-1])
+
+
+def start(open_store, num_steps=3, tx=None, **options):
+    """A store that a run has left, and what the run kept of every step."""
+    store = open_store(**options)
+    smart = jaxinf.smart_update(optax.adam(1e-2) if tx is None else tx, store)
+    params = make_params()
+    state = smart.init(params)
+    kept = [jax.tree.map(np.asarray, (params, state))]
+    kept += trained(smart, (params, state), num_steps)
+    store.wait(kept[-1][1])
+    store.close()
+    return kept
+
+
+def again(open_store, **options):
+    store = open_store(**options)
+    return store, jaxinf.smart_update(optax.adam(1e-2), store)
+
+
+def test_states_of_every_kind_of_init_are_alike(open_store):
+    start(open_store)
+    _, tx = again(open_store)
+    params = make_params()
+    eager, jitted = tx.init(params), jax.jit(tx.init)(params)
+    assert_same(eager, jitted)
+    abstract = jax.eval_shape(tx.init, params)
+    assert jax.tree.structure(abstract) == jax.tree.structure(eager)
+    types = [(x.shape, x.dtype) for x in jax.tree.leaves(eager)]
+    assert types == [(x.shape, x.dtype) for x in jax.tree.leaves(abstract)]
+
+
+@pytest.mark.parametrize("how", [jax.jit, lambda update: update])
+def test_fresh_params_never_train_on_an_old_state(how, open_store, place):
+    start(open_store)
+    store, tx = again(open_store)
+    params = make_params()
+    state = tx.init(params)
+    record = (place / "store" / "current" / "commit.json").read_bytes()
+    with pytest.raises(
+        (jaxinf.StoreMismatchError, jax.errors.JaxRuntimeError),
+        match=r"of step 3, the params are not those .*\(leaf (b|w)\)\. Take the "
+        r"store's own, params = store\.params\(like=params\), or restore .*on_existing",
+    ):
+        jax.block_until_ready(how(tx.update)(params, state, params))
+    with pytest.raises(jaxinf.StoreMismatchError):
+        store.check()
+    store.close()
+    assert (place / "store" / "current" / "commit.json").read_bytes() == record
+    store, tx = again(open_store)
+    params = store.params(like=params)
+    trained(tx, (params, tx.init(make_params())), 1)
+    assert store.step == 4
+
+
+def test_a_step_that_the_store_has_not(open_store):
+    kept = start(open_store, 4)
+    _, tx = again(open_store)
+    tx.init(make_params())
+    params, state = kept[1]
+    with pytest.raises(
+        jaxinf.StaleStateError,
+        match="is of step 1; the store has step 4, the current one; "
+        "step 3, its other slot",
+    ):
+        tx.update(params, state, params)
+
+
+def test_the_other_slot_counts_only_where_it_verifies(open_store, place):
+    kept = start(open_store, 4)
+    directory = StoreDirectory.open(place / "store")
+    slot = directory.committed_slot()
+    other = directory.chunk_file("b" if slot == "a" else "a", 2, 0, "mu")
+    held = other.read_bytes()
+    other.write_bytes(b"\1" + held[1:])
+    store, tx = again(open_store)
+    params, state = kept[3]
+    with pytest.raises(
+        jaxinf.StaleStateError, match=r"overwritten in part \(leaf w, mu, chunk 0"
+    ):
+        tx.update(params, state, params)
+    store.close()
+    assert directory.committed_slot() == slot
+    other.write_bytes(held)
+    store, tx = again(open_store)
+    trained(tx, kept[3], 1)
+    assert store.step == 4
+
+
+def test_rolls_back_to_a_checkpoint_and_says_so(open_store, caplog):
+    store, tx = again(open_store)
+    params = make_params()
+    first = trained(tx, (params, tx.init(params)), 2)
+    store.checkpoint("mine", state=first[-1][1])
+    whole = trained(tx, first[-1], 4)
+    store.close()
+    store, tx = again(open_store)
+    tx.init(params)
+    rest = trained(tx, first[-1], 4)
+    assert "rolled back from step 6 to step 2 (checkpoints/mine)" in caplog.text
+    assert store.step == 6
+    assert_same(rest, whole)
+
+
+def test_only_the_first_update_may_roll_back(open_store):
+    kept = start(open_store)
+    store, tx = again(open_store)
+    trained(tx, kept[3], 1)
+    assert store.step == 4
+    params, state = kept[3]
+    with pytest.raises(
+        jaxinf.StaleStateError, match="of step 3, the store is at step 4"
+    ):
+        tx.update(params, state, params)
+
+
+def test_a_second_init_binds_anew(open_store):
+    store, tx = again(open_store)
+    params = make_params()
+    state = tx.init(params)
+    step = jax.jit(tx.update)
+    updates, state = step(params, state, params)
+    new = optax.apply_updates(params, updates)
+    state = tx.init(new)
+    updates, state = step(new, state, new)
+    store.wait(state)
+    assert store.step == 2
+
+
+def test_without_params_it_binds_by_step_and_warns(open_store, caplog):
+    start(open_store, tx=optax.sgd(0.1, momentum=0.9))
+    store = open_store()
+    tx = jaxinf.smart_update(optax.sgd(0.1, momentum=0.9), store)
+    params = make_params()
+    store.wait(tx.update(params, tx.init(params))[1])
+    assert store.step == 4
+    assert "update was given no params" in caplog.text
+
+
+def test_kept_steps_are_found_again(open_store):
+    kept = start(open_store, 11, keep_steps=5, durability="checkpoint")
+    store = open_store(keep_steps=(5, 2))
+    assert [info.name for info in store.checkpoints()] == ["5", "10"]
+    tx = jaxinf.smart_update(optax.adam(1e-2), store)
+    rest = trained(tx, kept[5], 6)
+    assert_same(rest[-1], kept[11])
+    assert [info.name for info in store.checkpoints()] == ["5", "10"]
+    trained(tx, rest[-1], 4)
+    assert sorted(info.step for info in store.checkpoints()) == [10, 15]
+
+
+def test_room_for_kept_steps_is_looked_for_at_init(open_store, place):
+    store = open_store(keep_steps=(5, 10**9))
+    tx = jaxinf.smart_update(optax.adam(1e-2), store)
+    with pytest.raises(jaxinf.StoreSpaceError, match="and 1000000000 kept steps"):
+        tx.init(make_params())
+    assert not (place / "store").exists()
+    store.close()
+    start(open_store, 1)
+    store, tx = again(open_store, keep_steps=(5, 10**9))
+    with pytest.raises(jaxinf.StoreSpaceError, match="steps to be kept beside"):
+        tx.init(make_params())
+
+
+@pytest.mark.parametrize("wrong", [0, (5,), (5, 0), (True, 2), "5"])
+def test_keep_steps_are_numbers(wrong, open_store):
+    with pytest.raises((ValueError, TypeError), match="keep_steps"):
+        open_store(keep_steps=wrong)
+
+
+@pytest.mark.parametrize("how", [jax.jit, lambda init: init])
+def test_restart_keeps_the_old_run_and_begins_anew(how, open_store, caplog):
+    kept = start(open_store)
+    store = open_store()
+    tx = jaxinf.smart_update(optax.adam(1e-2), store, on_existing="restart")
+    params = make_params()
+    state = how(tx.init)(params)
+    assert int(state.step) == store.step == 0
+    assert_same(trained(tx, (params, state), 2)[-1], kept[2])
+    assert [i.name for i in store.checkpoints()] == ["step-3-before-restart"]
+    assert "kept at step 3" in caplog.text
+    tx.init(params)
+    assert sorted(i.step for i in store.checkpoints()) == [2, 3]
+    store.close()
+    store = open_store(restore="step-3-before-restart")
+    tx = jaxinf.smart_update(optax.adam(1e-2), store)
+    assert_same(trained(tx, kept[3], 1)[-1][1].step, np.int32(4))
+
+
+def test_restart_with_something_else_is_refused(open_store):
+    start(open_store)
+    store = open_store()
+    tx = jaxinf.smart_update(optax.sgd(0.1), store, on_existing="restart")
+    with pytest.raises(jaxinf.StoreMismatchError, match="move the store aside"):
+        tx.init(make_params())
+    assert store.step == 3
+    assert not store.checkpoints()
+
+
+def test_error_on_existing(open_store):
+    start(open_store)
+    store = open_store()
+    tx = jaxinf.smart_update(optax.adam(1e-2), store, on_existing="error")
+    with pytest.raises(
+        jaxinf.StoreMismatchError, match=r'found one at step 3; on_existing="resume"'
+    ):
+        tx.init(make_params())
+    assert int(jaxinf.smart_update(optax.adam(1e-2), store).init(make_params()).step)
+    with pytest.raises(ValueError, match=r'on_existing=.anew.: expected "resume"'):
+        jaxinf.smart_update(optax.adam(1e-2), store, on_existing="anew")
