@@ -52,8 +52,16 @@ def check_device_configuration() -> None:
     arguments. When all threads wait in callbacks, it hangs (jax 0.10, 0.12).
 
     Raises:
-      DeviceConfigurationError: gives the variable to set.
+      DeviceConfigurationError: gives the variable to set; or there are several
+        processes, which are not supported.
     """
+    if jax.process_count() > 1:
+        raise DeviceConfigurationError(
+            f"this is one of {jax.process_count()} JAX processes "
+            "(jax.process_count()); a store belongs to one process so far. Run the "
+            "program in one process with all its devices, or without "
+            "jax.distributed.initialize"
+        )
     num_devices = jax.local_device_count("cpu")
     if num_devices < 2:
         return
