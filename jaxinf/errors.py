@@ -12,6 +12,7 @@ __all__ = [
     "ExchangeError",
     "JaxinfError",
     "NonFiniteGradientError",
+    "NonFiniteScalarError",
     "StaleStateError",
     "StoreClosedError",
     "StoreCorruptError",
@@ -88,6 +89,10 @@ class DivergedParamsError(StoreError):
 
 class NonFiniteGradientError(JaxinfError):
     """A gradient holds NaN or Inf; the step was refused and nothing was committed."""
+
+
+class NonFiniteScalarError(JaxinfError):
+    """A scalar that an update computes with is NaN; the step was refused."""
 
 
 class DeviceConfigurationError(JaxinfError):

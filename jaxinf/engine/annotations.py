@@ -7,9 +7,12 @@ import json
 import threading
 from pathlib import Path
 
+from jaxinf.schema import ANYTHING, parse_json
 from jaxinf.typing import JsonValue
 
 __all__ = ["Annotations"]
+
+_MOST_BYTES = 16 << 20  # a record that is larger than a document may be is none
 
 
 class Annotations:
@@ -37,7 +40,9 @@ class Annotations:
           ValueError: the step is finished already, or the payload holds NaN or Inf.
           TypeError: the payload is no JSON.
         """
-        payload = json.loads(json.dumps(payload, allow_nan=False))
+        text = json.dumps(payload, allow_nan=False).encode()
+        payload = parse_json(text, most_bytes=_MOST_BYTES)
+        ANYTHING.check(payload, "payload")
         with self._guard:
             last = max(self._last_taken, finished)
             if step <= last:

@@ -99,6 +99,7 @@ class StorePlace:
             if found is None:
                 return None
             directory, commit = found
+            directory.check_files(directory.committed_slot() or SLOTS[0])
             return self._attach(directory, self._open_csds(directory.manifest), commit)
         except BaseException:
             self.release()

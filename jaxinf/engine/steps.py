@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeAlias
 from jaxinf.csd import Csd, CsdBuffer
 from jaxinf.engine.annotations import Annotations
 from jaxinf.engine.kept_steps import is_kept, keep_step
+from jaxinf.engine.nan_scalars import nan_scalar_error, nan_scalars
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.pipeline import Loads, Task
 from jaxinf.engine.subgroup_layout import SubgroupLayout
@@ -77,6 +78,8 @@ class StepEngine:
         self._is_open = False
         self._started_s = 0.0
         self._arrivals: _Arrivals = {}
+        self._nan_scalars: tuple[str, ...] = ()
+        self._is_finite = True  # every gradient of the step so far
         self._inexact: frozenset[int] = frozenset()
         self._metrics: deque[StepMetrics] = deque(maxlen=_NUM_METRICS_KEPT)
         self._counted = opened.meters.snapshot()
@@ -96,10 +99,16 @@ class StepEngine:
         Raises:
           StaleStateError: the caller's state is not of the store's step.
           DivergedParamsError: the caller's params are not the store's.
+          NonFiniteScalarError: a kernel would compute with NaN, and the step overwrites
+            one that is not committed; else `finish` raises it.
           StoreError: the drive failed.
         """
+        bad = nan_scalars(self._opened, requests)
         with self._guard:
             self._begin(step)
+            if bad and self._opened.num_uncommitted and not self._arrivals:
+                self.wait()  # else the steps that it would overwrite were lost
+                raise nan_scalar_error(self._opened, step + 1, bad, ())
             found = [
                 request_tasks(
                     self._opened,
@@ -120,13 +129,17 @@ class StepEngine:
                 self._opened.handler.drain()
                 self._check_undoable()
             self._arrivals |= arrivals
+            self._nan_scalars += bad
         with self._opened.timeline.span("leaf"):
             self._opened.handler.run(tasks)
         self._opened.meters.add(
             link_down_bytes=sum([one.link_down_bytes for one in found]),
             link_up_bytes=sum([request.link_up_bytes for request in requests]),
         )
-        return [one.is_finite for one in found]
+        finite = [one.is_finite for one in found]
+        if not all(finite):
+            self._is_finite = False
+        return finite
 
     def finish(
         self,
@@ -146,10 +159,19 @@ class StepEngine:
           skipped_steps: number of steps skipped so far.
           inexact: leaves whose 16-bit params at the caller differ in bits from
             `UpdateRequest.out`; the next step does not use the caller's.
+
+        Raises:
+          NonFiniteScalarError: the gradients are finite, and a kernel computed with a
+            scalar that is NaN; the step is given up.
         """
         with self._guard:
             self._begin(step)
             step += 1
+            if self._nan_scalars and self._is_finite:
+                error = nan_scalar_error(self._opened, step, self._nan_scalars, scalars)
+                self.abandon()
+                self.wait()  # commits what came before
+                raise error
             record = CommitRecord(
                 step=step,
                 scalar_state=tuple(scalars),
@@ -164,7 +186,7 @@ class StepEngine:
                 name="jaxinf-commit",
                 daemon=True,
             )
-            self._arrivals, self._is_open = {}, False
+            self._end_arrivals()
             try:
                 self._commit_thread.start()
             except RuntimeError as error:  # the process has reached its limit
@@ -186,7 +208,7 @@ class StepEngine:
                 self._check_undoable()
                 self._opened.chunks.forget_step()
                 self._prefetch(self._arrivals)
-                self._arrivals, self._is_open = {}, False
+                self._end_arrivals()
 
     def wait(self) -> None:
         """Commits every finished step; blocks until all are durable.
@@ -286,6 +308,10 @@ class StepEngine:
                 if not self._metrics:  # initialising and comparing are no step's
                     self._counted = opened.meters.snapshot()
                 self._is_open, self._started_s = True, time.monotonic()
+
+    def _end_arrivals(self) -> None:
+        self._arrivals, self._is_open = {}, False
+        self._nan_scalars, self._is_finite = (), True
 
     def _check_undoable(self) -> None:
         """Stops the store if chunks of uncommitted steps were overwritten.

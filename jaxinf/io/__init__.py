@@ -4,7 +4,7 @@ Invariant: memory stays within the budget that the user set, every byte moved is
 counted once, and a failed call raises an error that names the file and the remedy.
 """
 
-from jaxinf.io.bounded import check_regular, read_bounded
+from jaxinf.io.bounded import check_holds, check_regular, read_bounded
 from jaxinf.io.buffers import Buffer, BufferPool
 from jaxinf.io.checksums import crc32c, crc32c_combine
 from jaxinf.io.direct import DirectIO, read_into, write_from
@@ -27,6 +27,7 @@ __all__ = [
     "ByteMeters",
     "DirectIO",
     "allocate_file",
+    "check_holds",
     "check_regular",
     "crc32c",
     "crc32c_combine",

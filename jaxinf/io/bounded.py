@@ -12,7 +12,7 @@ from jaxinf.errors import StoreIOError
 from jaxinf.io.failures import translated
 from jaxinf.typing import PathLikeStr
 
-__all__ = ["check_regular", "read_bounded"]
+__all__ = ["check_holds", "check_regular", "read_bounded"]
 
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
@@ -40,6 +40,23 @@ def check_regular(path: PathLikeStr, status: os.stat_result) -> None:
             f"{os.fspath(path)}: expected a regular file, found {found}, which is not "
             "read; something other than jaxinf put it there. Restore the file from a "
             "checkpoint or a backup"
+        )
+
+
+def check_holds(path: PathLikeStr, num_bytes: int) -> None:
+    """Refuses what is no regular file, or has fewer bytes than are to be read.
+
+    Raises:
+      StoreIOError: says what it is.
+    """
+    with translated("read", path):
+        status = os.stat(path)
+    check_regular(path, status)
+    if status.st_size < num_bytes:
+        raise StoreIOError(
+            f"{os.fspath(path)}: truncated: expected {num_bytes} bytes, found "
+            f"{status.st_size}; restore it from a checkpoint, and run "
+            '"jaxinf verify" to find what else is damaged'
         )
 
 

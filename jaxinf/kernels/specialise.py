@@ -55,6 +55,17 @@ def specialise(kernel: Kernel, scalars: Sequence[np.generic | Array]) -> Kernel:
     return variants[known, zeros]
 
 
+def scalars_used(
+    kernel: Kernel, scalars: Sequence[np.generic | Array]
+) -> frozenset[int]:
+    """Which scalars the update depends on, in the branches that these take."""
+    pairs = list(zip(kernel.scalar_dtypes, scalars, strict=True))
+    known = tuple(bool(s) if dtype == np.bool_ else None for dtype, s in pairs)
+    taken = _Folder(kernel, known, (False,) * len(known)).fold()
+    inputs = inputs_of(taken.equations, [taken.update, *taken.new_slots])
+    return frozenset(index for kind, index in inputs if kind == "scalar")
+
+
 def state_read(kernel: Kernel) -> frozenset[str]:
     """The slots, and ``"params"``, whose old values the new ones or `u` depend on."""
     memo = _memo(kernel, "state_read")

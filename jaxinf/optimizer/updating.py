@@ -8,7 +8,7 @@ Invariant: the store advances by exactly one step for each update that is not re
   the returned update is the value that was added to the master params.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
+from jaxinf.engine import StoreDescription
 from jaxinf.optimizer.callback import FAILED
 from jaxinf.optimizer.host_side import COMMITTED
 from jaxinf.optimizer.leaf_call import HostCall
@@ -44,6 +45,7 @@ def run_update(
     feedback = jax.tree.leaves(state.error_feedback)
     num_feedback = len(gradients) if wrapped.has_feedback else 0
     check_state(state, description, num_feedback=num_feedback)
+    _check_gradients(gradients, description)
     on_device = _device_params(wrapped, updates, params, extra_args)
     stand_ins = [jnp.zeros(g.shape, g.dtype) for g in gradients]
     new, inputs = program.prologue(gradients, on_device or stand_ins, old, extra_args)
@@ -67,6 +69,22 @@ def run_update(
         jax.tree.unflatten(treedef, [_applied(verdict, u) for u, _ in changes]),
         next_state(state, verdict, [*old, *feedback], [*new, *left]),
     )
+
+
+def _check_gradients(
+    gradients: Sequence[jax.Array], description: StoreDescription
+) -> None:
+    """Refuses gradients of other shapes than the params'.
+
+    Raises:
+      ValueError: names the leaf.
+    """
+    for leaf, gradient in zip(description.leaves, gradients, strict=True):
+        if gradient.shape != leaf.shape:
+            raise ValueError(
+                f"update: leaf {leaf.name}: expected a gradient of the params' shape "
+                f"{leaf.shape}, found {gradient.shape}"
+            )
 
 
 def _device_params(

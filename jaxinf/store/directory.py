@@ -20,6 +20,7 @@ from jaxinf.errors import (
 )
 from jaxinf.io import (
     allocate_file,
+    check_holds,
     fsync_directory,
     sync_filesystem,
 )
@@ -42,6 +43,8 @@ __all__ = [
 
 Slot: TypeAlias = Literal["a", "b"]
 SLOTS: tuple[Slot, Slot] = ("a", "b")
+
+_ORDINARY_BYTES = 1 << 28  # 16 times what a chunk is meant to have
 
 
 def other_slot(slot: Slot) -> Slot:
@@ -248,6 +251,25 @@ class StoreDirectory:
         record = CommitRecord.read(path)
         record.check_fits(path, self.manifest)
         return record
+
+    def check_files(self, place: str) -> None:
+        """Refuses chunks that are no regular files, or giants that the files are not.
+
+        Nothing is read. An ordinary chunk that is missing or too short is left to
+        whoever reads it.
+
+        Raises:
+          StoreIOError: says which.
+        """
+        for number, leaf, chunks in self.leaves():
+            for state in leaf.states:
+                for chunk in range(len(chunks)):
+                    file = self.chunk_file(place, number, chunk, state.name)
+                    num_bytes = self.state_bytes(number, chunk, state)
+                    if num_bytes > _ORDINARY_BYTES:
+                        check_holds(file, num_bytes)
+                    elif file.exists():
+                        check_holds(file, 0)
 
     def unpublish(self, slot: Slot) -> None:
         """Takes the record from a slot that is about to be rewritten.

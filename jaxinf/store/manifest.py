@@ -47,6 +47,7 @@ _REMEDY = (
     "a backup, or remove the store and start again"
 )
 _MOST_ELEMENTS = 1 << 58  # of 16 bytes each
+_MOST_CHUNK_ELEMENTS = 1 << 36  # 16,384 times what chunks are meant to have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,8 +185,8 @@ def _check_size(leaf: LeafRecord) -> None:
     if len(leaf.shard_counts) != len(leaf.shape):
         raise SchemaError(f"leaf {leaf.name}: {len(leaf.shard_counts)} shard counts")
     lengths = [math.prod(leaf.shape), math.prod(leaf.chunk_shape)]
-    if max(lengths) >= _MOST_ELEMENTS:
-        raise SchemaError(f"leaf {leaf.name}: more elements than a file can have")
+    if lengths[0] >= _MOST_ELEMENTS or lengths[1] > _MOST_CHUNK_ELEMENTS:
+        raise SchemaError(f"leaf {leaf.name}: more elements than a leaf or chunk has")
     names = [state.name for state in leaf.states]
     if len(set(names)) != len(names):
         raise SchemaError(f"leaf {leaf.name}: two states of one name")

@@ -52,6 +52,11 @@ def check_leaf_paths(paths: Iterable[Sequence[str]], states: Iterable[str]) -> N
     seen: dict[str, Sequence[str]] = {}
     for path in paths:
         name = array_name("", path)
+        if not _is_unicode(name):
+            raise ValueError(
+                f"leaf {leaf_name(path)!a}: expected keys that UTF-8 can write, "
+                "found half of a surrogate pair; rename the key in the params tree"
+            )
         if name in seen:
             raise ValueError(
                 f"leaves {list(seen[name])} and {list(path)} would both be stored as "
@@ -65,3 +70,11 @@ def check_leaf_paths(paths: Iterable[Sequence[str]], states: Iterable[str]) -> N
                 f"{_MAX_NAME_BYTES}; shorten the keys of the params tree"
             )
         seen[name] = path
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -7,6 +7,7 @@ Invariant: files are only read, through a few buffers of a piece each; no caller
 the whole of a damaged chunk.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -14,7 +15,15 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxinf.io import BufferPool, ByteMeters, crc32c, crc32c_combine, read_into
+from jaxinf.errors import StoreError
+from jaxinf.io import (
+    BufferPool,
+    ByteMeters,
+    check_holds,
+    crc32c,
+    crc32c_combine,
+    read_into,
+)
 from jaxinf.layout import (
     SCALES_ALIGNMENT_ELEMENTS,
     Chunk,
@@ -29,12 +38,19 @@ from jaxinf.store.directory import StoreDirectory
 from jaxinf.store.manifest import LeafRecord
 from jaxinf.typing import Array
 
-__all__ = ["PIECE_BYTES", "Piece", "StepReader", "file_checksum", "stored_pieces"]
+__all__ = [
+    "PIECE_BYTES",
+    "Piece",
+    "StepReader",
+    "file_checksum",
+    "stored_pieces",
+]
 
 PIECE_BYTES = 4 << 20
 """Most of a file that is in memory at a time."""
 
 _MOST_THREADS = 4
+_MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
@@ -80,6 +96,7 @@ def stored_pieces(
     Raises:
       StoreIOError: the file is missing or too short, or the drive failed.
     """
+    check_holds(file, num_bytes)
     sums = []
     with pool.acquire(min(piece_bytes, num_bytes)) as buffer:
         for offset in range(0, num_bytes, piece_bytes):
@@ -208,8 +225,7 @@ class StepReader:
         """
         chunk = self._chunks_of(leaf, state)[number]
         name = leaf.array_name(state.name)
-        place = self._places[leaf.csds[number] if len(self._places) > 1 else 0]
-        file = place / name / chunk.key
+        file = self._file(leaf, state, number)
         sums = self._sums.get(name, ())
         expected = int(sums[number]) if number < len(sums) else None
 
@@ -231,6 +247,11 @@ class StepReader:
             yield Piece(number, chunk, start, values)
             start += values.size
 
+    def _file(self, leaf: LeafRecord, state: StateRecord, number: int) -> Path:
+        place = self._places[leaf.csds[number] if len(self._places) > 1 else 0]
+        chunk = self._chunks_of(leaf, state)[number]
+        return place / leaf.array_name(state.name) / chunk.key
+
     def _chunks_of(self, leaf: LeafRecord, state: StateRecord) -> Sequence[Chunk]:
         key = leaf.path, state.codec == "scale"
         if key not in self._chunks:
@@ -244,7 +265,19 @@ class StepReader:
         Raises:
           StoreCorruptError, StoreIOError: as of `pieces`.
         """
-        out = np.empty(leaf.shape, dtype_of(state.decoded().dtype))
+        for number in range(len(leaf.csds)):  # before memory is taken for them
+            chunk = self._chunks_of(leaf, state)[number]
+            num_bytes = chunk.num_elements * state.itemsize
+            check_holds(self._file(leaf, state, number), num_bytes)
+        dtype = dtype_of(state.decoded().dtype)
+        needed = leaf.grid.num_elements * dtype.itemsize
+        if needed > _MEMORY_BYTES:
+            raise StoreError(
+                f"{self._places[0]}: leaf {leaf.name}, {state.name}: it takes {needed} "
+                f"bytes, and this machine has {_MEMORY_BYTES}; read it in parts "
+                "(Store.tensorstore)"
+            )
+        out = np.empty(leaf.shape, dtype)
         origin = (0,) * len(leaf.shape)
 
         def take(piece: Piece) -> None:

@@ -393,7 +393,7 @@ def test_a_damaged_store_gives_its_lock_back(drive, place):
     name, sums = next(iter(damaged["checksums"].items()))
     damaged["checksums"][name] = sums + " 00000000"
     record.write_bytes(seal(damaged))
-    with pytest.raises(StoreFormatError, match=rf"2 checksums of {name}, expected 1"):
+    with pytest.raises(StoreFormatError, match=r"expected 1 checksums, .* found 2"):
         jaxinf.open_store(place / "store")
     record.write_text(text)
     StoreLock(place / "store").release()

@@ -258,3 +258,88 @@ def test_several_processes_are_refused(open_store, place, monkeypatch):
     ):
         tx.init(PARAMS)
     assert not (place / "store").exists()
+
+
+def with_rate(state, rate):
+    optimizer = state.optimizer
+    rates = {**optimizer.hyperparams, "learning_rate": jnp.float32(rate)}
+    return state._replace(optimizer=optimizer._replace(hyperparams=rates))
+
+
+@pytest.mark.parametrize("nonfinite", ["error", "skip", "allow"])
+@pytest.mark.parametrize("durability", ["step", 3])
+def test_a_nan_learning_rate_is_refused_by_name(open_store, nonfinite, durability):
+    store = open_store(durability=durability)
+    adam = optax.inject_hyperparams(optax.adam)(learning_rate=1e-2)
+    tx, state = start(store, adam, nonfinite=nonfinite)
+    params, state = apply(tx, GRADIENTS, state)
+    name = "hyperparams/learning_rate" if durability == "step" else "leaf [wb]"
+    said = rf"step 2: .* NaN in .*{name}"
+    with pytest.raises(jaxinf.NonFiniteScalarError, match=said):
+        tx.update(GRADIENTS, with_rate(state, np.nan), params)
+    store.close()
+    assert open_store().step == 1
+
+
+def test_a_nan_gradient_is_what_skip_is_about_though_its_norm_is_nan(open_store):
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+    tx, state = start(open_store(), clipped, nonfinite="skip")
+    params, state = apply(tx, with_nan(GRADIENTS), state)
+    assert int(state.skipped_steps) == 1
+    jax.tree.map(np.testing.assert_array_equal, params, PARAMS)
+
+
+def test_nan_in_a_branch_that_is_not_taken_is_no_matter(open_store):
+    nan = jnp.float32(np.nan)
+
+    def choose(updates, state, params=None):
+        scale = state * nan  # NaN at every step
+
+        def pick(g):
+            return jnp.where(state < 5, 0.5 * g, scale * g)
+
+        return jax.tree.map(pick, updates), state + 1
+
+    tx = optax.GradientTransformation(lambda params: jnp.float32(0), choose)
+    tx, state = start(open_store(), tx)
+    updates, state = jax.jit(tx.update)(GRADIENTS, state, PARAMS)
+    np.testing.assert_array_equal(updates["b"], 0.25)
+    assert int(state.step) == 1
+
+
+def test_inf_is_where_some_optimizers_begin(open_store):
+    adam = optax.inject_hyperparams(optax.adam)(learning_rate=1e-2)
+    tx, state = start(open_store(), adam)
+    _, state = tx.update(GRADIENTS, with_rate(state, np.inf), PARAMS)
+    assert int(state.step) == 1
+
+
+def test_a_step_of_other_shapes_is_refused_while_tracing(open_store):
+    tx, state = start(open_store())
+    other = {**PARAMS, "b": jnp.zeros(21)}
+    with pytest.raises(ValueError, match=r"leaf b: expected a gradient of .*\(20,\)"):
+        jax.eval_shape(tx.update, other, state, PARAMS)
+    _, state = tx.update(GRADIENTS, state, PARAMS)
+    assert int(state.step) == 1
+
+
+def test_half_a_surrogate_pair_is_no_key(open_store):
+    tx = jaxinf.smart_update(optax.sgd(1.0), open_store())
+    with pytest.raises(ValueError, match=r"leaf '\\ud800': expected keys that UTF-8"):
+        tx.init({"\ud800": jnp.ones(3)})
+
+
+@pytest.mark.parametrize(
+    ("payload", "problem"),
+    [
+        ("x" * (17 << 20), "at most 16777216 bytes"),
+        (["\udc80"], "in Unicode"),
+        ([0] * (5 << 20), "at most .* values"),
+    ],
+    ids=["long", "surrogate", "many"],
+)
+def test_a_payload_that_could_not_be_read_again(open_store, payload, problem):
+    store = open_store()
+    start(store)
+    with pytest.raises(ValueError, match=problem):
+        store.annotate(1, payload)

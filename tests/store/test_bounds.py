@@ -1,0 +1,156 @@
+"""What a store says costs no more than its files: nothing is allocated on its word."""
+
+import json
+import os
+import shutil
+import socket
+
+import pytest
+from fuzzing import command
+from golden_stores import golden
+
+import jaxinf
+from jaxinf.errors import JaxinfError, StoreError, StoreFormatError
+from jaxinf.io.failures import store_error
+from jaxinf.schema import (
+    MOST_BYTES,
+    MOST_NESTING,
+    Listed,
+    SchemaError,
+    Whole,
+    check_json,
+    parse_json,
+)
+from jaxinf.store import (
+    StepReader,
+    StoreDirectory,
+    list_checkpoints,
+    seal,
+    stray_checkpoints,
+)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return shutil.copytree(golden("store"), tmp_path / "store", symlinks=True)
+
+
+def edit_leaf(store, **values):
+    """Changes the first leaf of a manifest, and seals it anew."""
+    document = json.loads((store / "jaxinf.json").read_text())
+    document["leaves"][0].update(values)
+    (store / "jaxinf.json").write_bytes(seal(document))
+
+
+def read_first(store):
+    leaf = StoreDirectory.open(store).manifest.leaves[0]
+    with StepReader(store / "current") as reader:
+        return reader.read(leaf, leaf.states[0])
+
+
+@pytest.mark.parametrize("length", [2**33, 2**36, 2**45, 2**57])
+def test_a_small_manifest_of_a_giant_takes_no_memory(store, length):
+    edit_leaf(store, shape=[1, length], chunk_shape=[1, length])
+    with pytest.raises(StoreError, match=r"truncated: expected|more elements than"):
+        jaxinf.open_store(store)
+    with pytest.raises(StoreError, match=r"truncated: expected|more elements than"):
+        read_first(store)
+
+
+@pytest.mark.parametrize("name", ["jaxinf.json", "slots/b/commit.json"])
+@pytest.mark.parametrize("kind", ["pipe", "socket", "sparse", "link", "folder"])
+def test_only_files_of_some_size_are_read(store, name, kind):
+    file = store / name
+    file.unlink()
+    match kind:
+        case "pipe":
+            os.mkfifo(file)
+        case "socket":
+            here = os.open(".", os.O_DIRECTORY)
+            os.chdir(file.parent)  # names of sockets are short
+            try:
+                with socket.socket(socket.AF_UNIX) as end:
+                    end.bind(file.name)
+            finally:
+                os.fchdir(here)
+                os.close(here)
+        case "sparse":
+            file.touch()
+            os.truncate(file, 1 << 40)
+        case "link":
+            file.symlink_to("/dev/zero")
+        case "folder":
+            file.mkdir()
+    with pytest.raises(StoreFormatError, match=name.split("/")[-1]):
+        StoreDirectory.open(store).read_commit()
+
+
+@pytest.mark.parametrize("words", [["inspect", "--leaf", "a"], ["verify"]])
+def test_a_chunk_that_is_a_pipe_is_not_waited_for(store, words):
+    chunk = store / "slots/b/params.a/c/0/0"
+    chunk.unlink()
+    os.mkfifo(chunk)
+    with pytest.raises(JaxinfError):
+        command(words[0], str(store), *words[1:])
+    with pytest.raises(StoreError, match=r"no file|a named pipe"):
+        jaxinf.open_store(store)
+
+
+def test_strays_among_checkpoints_are_reported(store, capsys, caplog):
+    root = store / "checkpoints"
+    (root / "note\x1b[31m.txt").write_text("hello")
+    (root / "empty").mkdir()
+    (root / "away").symlink_to("/")
+    directory = StoreDirectory.open(store)
+    assert [info.name for info in list_checkpoints(directory)] == ["2"]
+    assert "empty: no checkpoint that can be read" in caplog.text
+    assert {d.file.name for d in stray_checkpoints(directory)} == {
+        "note\x1b[31m.txt",
+        "away",
+    }
+    (root / "away").unlink()  # which alone is refused, as every link to elsewhere
+    with pytest.raises(JaxinfError):
+        command("verify", str(store))
+    said = capsys.readouterr().out
+    assert r"checkpoints/note\x1b[31m.txt: expected checkpoints alone" in said
+    assert "checkpoint empty: " in said
+    command("checkpoint", str(store), "list")
+
+
+def test_no_error_is_called_success():
+    error = store_error("removal", "/x", OSError("Cannot call rmtree on a link"))
+    assert "Success" not in str(error)
+    assert "removal failed: Cannot call rmtree on a link; check" in str(error)
+
+
+def test_errors_hold_nothing_that_a_terminal_obeys():
+    assert str(StoreError("a\x1b[2J\x9b\u202e\ud800\nb")) == (
+        "a\\x1b[2J\\x9b\\u202e\\ud800\nb"
+    )
+
+
+@pytest.mark.parametrize(
+    ("raw", "problem"),
+    [
+        (b"[" * (MOST_NESTING + 1) + b"]" * (MOST_NESTING + 1), "nesting"),
+        (b"[" * 10**6, "nesting"),
+        (b" " * (MOST_BYTES + 1), "bytes"),
+        (b"[" + b"0," * (5 << 20) + b"0]", "values"),
+        (b'{"a": 1, "a": 2}', "twice"),
+        (b"[NaN]", "finite"),
+        (b"9" * 5000, "no JSON"),
+        (b"\xff\xfe[\0]\0", "no JSON"),
+        (b"[-1]", r"\[0\]: expected a whole number"),
+        (b"[true]", r"\[0\]: expected a whole number"),
+        (b"[1.0]", r"\[0\]: expected a whole number"),
+    ],
+    ids=str,
+)
+def test_bounds_of_documents(raw, problem):
+    with pytest.raises(SchemaError, match=problem):
+        check_json(raw, Listed(Whole()))
+
+
+def test_brackets_in_texts_do_not_nest():
+    raw = json.dumps(['[{"' * 400] * 400).encode()
+    assert parse_json(raw) == json.loads(raw)
