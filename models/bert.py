@@ -160,13 +160,12 @@ class Bert(nnx.Module):
         """Last layer's output, [batch, seq, features] in the compute dtype.
 
         Args:
-            tokens: int [batch, seq].
-            segments: int [batch, seq], the document that each token is of, 0 for
-                padding; documents do not see each other, and positions count anew in
-                each.
-            token_types: int [batch, seq], first or second sentence; zeros by default.
-            key: for dropout.
-            remat: what wraps each block's function, such as `jax.checkpoint`.
+          tokens: int [batch, seq].
+          segments: int [batch, seq], the document that each token is of, 0 for padding;
+            documents do not see each other, and positions count anew in each.
+          token_types: int [batch, seq], first or second sentence; zeros by default.
+          key: for dropout.
+          remat: what wraps each block's function, such as `jax.checkpoint`.
         """
         key_0, key = split_key(key, 2)
         x = dropout(

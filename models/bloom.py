@@ -178,11 +178,11 @@ class Bloom(nnx.Module):
         """Last layer's normed output, [batch, seq, features] in the compute dtype.
 
         Args:
-            tokens: int [batch, seq].
-            segments: int [batch, seq], the document that each token is of; documents
-                do not see each other.
-            key: for dropout.
-            remat: what wraps each block's function, such as `jax.checkpoint`.
+          tokens: int [batch, seq].
+          segments: int [batch, seq], the document that each token is of; documents do
+            not see each other.
+          key: for dropout.
+          remat: what wraps each block's function, such as `jax.checkpoint`.
         """
         key_0, key = split_key(key, 2)
         x = self.ln_0(look_up(self.config, self.wte, tokens))

@@ -173,11 +173,11 @@ class GPT2(nnx.Module):
         """Last layer's normed output, [batch, seq, features] in the compute dtype.
 
         Args:
-            tokens: int [batch, seq].
-            segments: int [batch, seq], the document that each token is of; documents
-                do not see each other, and positions count anew in each.
-            key: for dropout.
-            remat: what wraps each block's function, such as `jax.checkpoint`.
+          tokens: int [batch, seq].
+          segments: int [batch, seq], the document that each token is of; documents do
+            not see each other, and positions count anew in each.
+          key: for dropout.
+          remat: what wraps each block's function, such as `jax.checkpoint`.
         """
         key_0, key = split_key(key, 2)
         x = dropout(self.embed(tokens, segments), self.config.dropout, key_0)

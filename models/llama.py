@@ -298,11 +298,11 @@ class Llama(nnx.Module):
         """Last layer's normed output, [batch, seq, features] in the compute dtype.
 
         Args:
-            tokens: int [batch, seq].
-            segments: int [batch, seq], the document that each token is of; documents
-                do not see each other, and positions count anew in each.
-            key: for dropout.
-            remat: what wraps each block's function, such as `jax.checkpoint`.
+          tokens: int [batch, seq].
+          segments: int [batch, seq], the document that each token is of; documents do
+            not see each other, and positions count anew in each.
+          key: for dropout.
+          remat: what wraps each block's function, such as `jax.checkpoint`.
 
         Raises:
             ValueError: `seq` is above the config's `num_positions`.

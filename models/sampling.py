@@ -29,14 +29,14 @@ def generate(
     The window slides once it is full; of a longer prompt only the end counts.
 
     Args:
-        model: the language model.
-        prompt_tokens: int [batch, prompt], at least one token.
-        num_tokens: how many to add.
-        key: a JAX random key; the same key gives the same tokens.
-        temperature: 0 takes the likeliest token.
-        max_context: tokens the model may look back on, by default and at most
-            `num_positions`. Give the sequence length it was trained on where that is
-            shorter: positions beyond it were never trained.
+      model: the language model.
+      prompt_tokens: int [batch, prompt], at least one token.
+      num_tokens: how many to add.
+      key: a JAX random key; the same key gives the same tokens.
+      temperature: 0 takes the likeliest token.
+      max_context: tokens the model may look back on, by default and at most
+        `num_positions`. Give the sequence length it was trained on where that is
+        shorter: positions beyond it were never trained.
 
     Returns:
         int32 [batch, num_tokens], without the prompt.

@@ -340,14 +340,14 @@ class T5(nnx.Module):
         """What `output`'s table is for: [batch, targets, features].
 
         Args:
-            tokens: int [batch, seq], what is read.
-            decoder_tokens: int [batch, targets], the answer, one later.
-            segments: int [batch, seq], the document that each token is of, 0 for
-                padding; documents do not see each other.
-            decoder_segments: int [batch, targets], which of them an answer is to; by
-                default all to document 1.
-            key: for dropout.
-            remat: what wraps each block's function, such as `jax.checkpoint`.
+          tokens: int [batch, seq], what is read.
+          decoder_tokens: int [batch, targets], the answer, one later.
+          segments: int [batch, seq], the document that each token is of, 0 for padding;
+            documents do not see each other.
+          decoder_segments: int [batch, targets], which of them an answer is to; by
+            default all to document 1.
+          key: for dropout.
+          remat: what wraps each block's function, such as `jax.checkpoint`.
         """
         key_1, key_2 = split_key(key, 2)
         encoded = self.encode(tokens, segments=segments, key=key_1, remat=remat)

@@ -143,9 +143,9 @@ class ViT(nnx.Module):
         """Class logits: [batch, height, width, channels] to float32 [batch, labels].
 
         Args:
-            images: normalised as in training.
-            key: for dropout.
-            remat: what wraps each block's function, such as `jax.checkpoint`.
+          images: normalised as in training.
+          key: for dropout.
+          remat: what wraps each block's function, such as `jax.checkpoint`.
         """
         key_0, key = split_key(key, 2)
         x = dropout(self.embed(images), self.config.dropout, key_0)

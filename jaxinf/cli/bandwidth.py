@@ -35,9 +35,10 @@ class Bandwidth:
     """Bytes per second.
 
     Attributes:
-      file_bytes: length of the temporary file. read: bandwidth of reading alone. write:
-        bandwidth of writing alone, until durable. mixed: bandwidth of reads and writes
-        in equal parts, until durable.
+      file_bytes: length of the temporary file.
+      read: bandwidth of reading alone.
+      write: bandwidth of writing alone, until durable.
+      mixed: bandwidth of reads and writes in equal parts, until durable.
     """
 
     file_bytes: int

@@ -107,10 +107,11 @@ def top_k(
     Args:
       ratio: bytes sent, as a share of the dense gradient's: above 0, at most 1. For
         fp32 gradients an element costs twice its dense bytes, so 0.02, the paper's "2
-        %", keeps 1 % of the elements. warmup_steps: number of first steps of the store
-        that send dense gradients. error_feedback: whether elements that were not sent
-        are added to the next gradient. This takes 4 bytes a param on the JAX device,
-        and as many on the link in each commit.
+        %", keeps 1 % of the elements.
+      warmup_steps: number of first steps of the store that send dense gradients.
+      error_feedback: whether elements that were not sent are added to the next
+        gradient. This takes 4 bytes a param on the JAX device, and as many on the link
+        in each commit.
       values: dtype of the values sent; by default the gradient's own.
       selection: ``"threshold"`` finds the magnitude that the wanted number of elements
         reach, to within 0.4 %; remaining places go to elements just below it.

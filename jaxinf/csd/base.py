@@ -248,15 +248,18 @@ class Csd(Protocol):
           buffer: holds the states of `extents`.
           extents: master params, then the kernel's slots in its order, as they are
             stored; scales follow their int8 codes, and remainders their split params.
-            kernel: the kernel. gradient: 1-D, 16 or 32 bits, as long as the subgroup;
-            only read. In a sparse one, elements that were not sent are zero. inputs:
-            scalars and further arrays. out: 1-D; float32 receives the update, a 16-bit
-            dtype the new params; these are the stored ones if params are coded.
-            rounding: the seed of stochastic rounding. given: params to use instead of
-            the buffer's, of the same dtype. Only for a kind with
-            `CsdSpec.takes_params`. wants_params: whether float32 `out` receives the new
-            params instead of the update. tells: positions in the extents whose checksum
-            as read is requested.
+          kernel: the kernel.
+          gradient: 1-D, 16 or 32 bits, as long as the subgroup; only read. In a sparse
+            one, elements that were not sent are zero.
+          inputs: scalars and further arrays.
+          out: 1-D; float32 receives the update, a 16-bit dtype the new params; these
+            are the stored ones if params are coded.
+          rounding: the seed of stochastic rounding.
+          given: params to use instead of the buffer's, of the same dtype. Only for a
+            kind with `CsdSpec.takes_params`.
+          wants_params: whether float32 `out` receives the new params instead of the
+            update.
+          tells: positions in the extents whose checksum as read is requested.
         """
         ...
 

@@ -19,7 +19,13 @@ import numpy as np
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.errors import StoreCorruptError, StoreFormatError
 from jaxinf.io import crc32c_combine
-from jaxinf.store import Slot, StoreDirectory, file_checksum, other_slot
+from jaxinf.store import (
+    Slot,
+    StoreDirectory,
+    corrupt_chunk,
+    file_checksum,
+    other_slot,
+)
 from jaxinf.typing import Array
 
 __all__ = ["VERIFY_MODES", "ChunkTable", "VerifyMode"]
@@ -37,9 +43,9 @@ class ChunkTable:
 
     Args:
       directory: the store's files.
-      target: the slot of the first commit. checksums: checksums of the committed step,
-        by array name; empty for a new store. verify: which chunks `loaded` must verify
-        when they are read.
+      target: the slot of the first commit.
+      checksums: checksums of the committed step, by array name; empty for a new store.
+      verify: which chunks `loaded` must verify when they are read.
 
     Raises:
       StoreFormatError: there is not one checksum for each chunk.
@@ -57,7 +63,7 @@ class ChunkTable:
         self._verify = verify
         self._lock = threading.Lock()
         # Plain arrays, since NumPy's take several times as long to index, and every
-        # step # indexes them for thousands of leaves.
+        # step indexes them for thousands of leaves.
         self._first = array("q")  # a leaf's first entry
         self._num_chunks = array("q")
         self._lengths = array("q")  # in bytes, padding left out
@@ -298,13 +304,19 @@ class ChunkTable:
         found: int,
         when: str = "as written",
     ) -> StoreCorruptError:
-        subgroup = layout.subgroup
-        return self._directory.corrupt_error(
-            self._directory.step_path(slot),
-            (subgroup.leaf, subgroup.chunk, layout.states[state]),
+        directory, name = self._directory, layout.states[state]
+        leaf, chunk = layout.subgroup.leaf, layout.subgroup.chunk
+        record = directory.manifest.leaves[leaf]
+        key = directory.state_chunk(leaf, chunk, record.state(name)).key
+        return corrupt_chunk(
+            directory.step_path(slot) / record.array_name(name) / key,
+            record,
+            name,
+            chunk,
             expected,
             found,
-            when,
+            when=when,
+            store=str(directory.path),
         )
 
 

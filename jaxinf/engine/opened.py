@@ -73,11 +73,13 @@ class OpenStore:
     Attributes:
       options, health, meters, timeline: of the run.
       directory: the files.
-      chunks: the newest version of each chunk. fleet, csds: the CSDs that update the
-        chunks. handler: the workers. is_new: whether no step is committed yet; then
-        every leaf must be initialised. commit: the last committed step's record. For a
-        new store it says step 0, until `finish_initialisation` commits. finished: the
-        record of the last finished step, which may not be committed yet.
+      chunks: the newest version of each chunk.
+      fleet, csds: the CSDs that update the chunks.
+      handler: the workers.
+      is_new: whether no step is committed yet; then every leaf must be initialised.
+      commit: the last committed step's record. For a new store it says step 0, until
+        `finish_initialisation` commits.
+      finished: the record of the last finished step, which may not be committed yet.
     """
 
     def __init__(

@@ -125,9 +125,9 @@ class StepEngine:
             }
             if arrivals.keys() & self._arrivals.keys():
                 # The computation failed elsewhere and is run again. Its earlier writes
-                # # must not come after the new ones.
+                # must not come after the new ones.
                 self._opened.handler.drain()
-                self._check_undoable()
+                _check_undoable(self._opened, self._arrivals)
             self._arrivals |= arrivals
             self._nan_scalars += bad
         with self._opened.timeline.span("leaf"):
@@ -205,9 +205,9 @@ class StepEngine:
         with self._guard:
             if self._is_open:
                 self._opened.handler.drain()
-                self._check_undoable()
+                _check_undoable(self._opened, self._arrivals)
                 self._opened.chunks.forget_step()
-                self._prefetch(self._arrivals)
+                _prefetch(self._opened, self._arrivals)
                 self._end_arrivals()
 
     def wait(self) -> None:
@@ -313,40 +313,9 @@ class StepEngine:
         self._arrivals, self._is_open = {}, False
         self._nan_scalars, self._is_finite = (), True
 
-    def _check_undoable(self) -> None:
-        """Stops the store if chunks of uncommitted steps were overwritten.
-
-        Raises:
-          StoreError: gives the number of lost steps.
-        """
-        opened = self._opened
-        if opened.num_uncommitted and self._arrivals:
-            error = StoreError(
-                f"{opened.options.path}: step {self._next_step} was given up after "
-                "part of it was written over the step before, which is not committed "
-                "(the store's durability is not every step)"
-            )
-            opened.fail(error)
-            raise error
-
     @property
     def _next_step(self) -> int:
         return self._opened.finished.step + 1
-
-    def _prefetch(self, arrivals: _Arrivals) -> None:
-        """Prefetches the next step's states, in the order in which gradients came."""
-        sources = self._opened.chunks.sources
-        self._opened.handler.prefetch(
-            [
-                Task(
-                    arrival.layout,
-                    _nothing,
-                    loads=sources(arrival.layout, [n for n, _ in arrival.loads]),
-                    runs_kernel=arrival.runs_kernel,
-                )
-                for arrival in arrivals.values()
-            ]
-        )
 
     def _end_step(
         self, record: CommitRecord, arrivals: _Arrivals, updated_s: float
@@ -375,7 +344,7 @@ class StepEngine:
             )
             self._counted = traffic
             if not opened.health.is_closed:
-                self._prefetch(arrivals)
+                _prefetch(opened, arrivals)
         except BaseException as error:
             opened.fail(error)
 
@@ -393,6 +362,38 @@ class StepEngine:
         if self._commit_thread is not None:
             self._commit_thread.join()
             self._commit_thread = None
+
+
+def _check_undoable(opened: OpenStore, arrivals: _Arrivals) -> None:
+    """Stops the store if chunks of uncommitted steps were overwritten.
+
+    Raises:
+      StoreError: gives the number of lost steps.
+    """
+    if opened.num_uncommitted and arrivals:
+        error = StoreError(
+            f"{opened.options.path}: step {opened.finished.step + 1} was given up "
+            "after part of it was written over the step before, which is not committed "
+            "(the store's durability is not every step)"
+        )
+        opened.fail(error)
+        raise error
+
+
+def _prefetch(opened: OpenStore, arrivals: _Arrivals) -> None:
+    """Prefetches the next step's states, in the order in which gradients came."""
+    sources = opened.chunks.sources
+    opened.handler.prefetch(
+        [
+            Task(
+                arrival.layout,
+                _nothing,
+                loads=sources(arrival.layout, [n for n, _ in arrival.loads]),
+                runs_kernel=arrival.runs_kernel,
+            )
+            for arrival in arrivals.values()
+        ]
+    )
 
 
 def _nothing(csd: Csd, buffer: CsdBuffer, tells: Collection[int]) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from jax.sharding import NamedSharding
 
@@ -166,7 +167,7 @@ class Training:
                 action()
 
     def disown(self) -> None:
-        """In a forked child: the store, its threads and its lock are the parent's."""
+        """In a forked child: everything of the store is the parent's."""
         self._guard = threading.RLock()
         self._run.health.disown()
         self._place.release()
@@ -187,7 +188,7 @@ class Training:
         with self._guard:
             self.check()
             if self.commit is None and not may_create:
-                raise self._no_store()
+                raise _no_store(self.options.path)
             if any(bound is description for bound in self._bound):
                 return self.opened.is_new
             if self.commit is None:
@@ -212,23 +213,7 @@ class Training:
         with self._guard:
             self.wait()
             opened = self.opened
-            try:
-                check_same(opened.directory, description)
-            except StoreMismatchError as error:
-                raise StoreMismatchError(
-                    f'{error}. on_existing="restart" begins anew with the same leaves '
-                    "and the same optimizer; for others move the store aside (mv "
-                    f"{self.options.path} {self.options.path}-old)"
-                ) from error
-            if opened.commit.step:
-                name = archive(opened.directory, opened.commit.step)
-                _LOG.warning(
-                    "%s: restarted at step 0; the run that was there is kept at step "
-                    "%d as the checkpoint %r",
-                    self.options.path,
-                    opened.commit.step,
-                    name,
-                )
+            _keep_run(opened, description)
             self._hold(self._place.begin_anew(opened))
             self._bound = [description]
 
@@ -247,12 +232,6 @@ class Training:
         """Makes another step that the store has the committed one."""
         self._hold(self._place.roll_back(self.opened, place))
 
-    def _no_store(self) -> StaleStateError:
-        return StaleStateError(
-            f"{self.options.path}: update found no step in the store; call "
-            "tx.init(params) on it first"
-        )
-
     def initialise(
         self,
         description: StoreDescription,
@@ -264,10 +243,11 @@ class Training:
         """Writes a leaf's or a shard's master params and initial state; blocks.
 
         Args:
-          description: the description of the new store. leaf: number of the leaf.
-            params: the leaf or one shard of it, in its own dtype; only read. origin:
-            index in the leaf of the array's first element. inputs: inputs of the
-            initial state beside the params.
+          description: of the new store.
+          leaf: number of the leaf.
+          params: the leaf or one shard of it, in its own dtype; only read.
+          origin: index in the leaf of the array's first element.
+          inputs: inputs of the initial state beside the params.
         """
         kernel = description.leaves[leaf].init_kernel
         initialise(self.opened, leaf, kernel, params, origin, inputs)
@@ -300,10 +280,6 @@ class Training:
         """
         read_box(self.opened, reader, leaf, out, origin)
 
-    def limit_memory(self, num_bytes: int) -> int:
-        """Sets the memory limit of the store's buffers from now on, and returns it."""
-        return self.opened.limit_memory(num_bytes)
-
     def can_move(self, leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
         """Whether a box of a leaf consists of whole chunks, so it can move alone."""
         try:
@@ -315,13 +291,8 @@ class Training:
     def read_feedback(self, leaf: int, out: Array, origin: Sequence[int]) -> None:
         """Reads a leaf's or a shard's error feedback, the last of its states."""
         opened = self.opened
-        last = len(opened.directory.manifest.leaves[leaf].states) - 1
-        read_state(opened, leaf, out, origin, last)
-
-    @property
-    def finished(self) -> CommitRecord:
-        """The record of the last finished step, which may not be committed yet."""
-        return self.opened.finished
+        states = opened.directory.manifest.leaves[leaf].states
+        read_state(opened, leaf, out, origin, len(states) - 1)
 
     # --- steps -----------------------------------------------------------------------
 
@@ -333,7 +304,7 @@ class Training:
           StaleStateError: there is no store yet.
         """
         if self._steps is None:
-            raise self._no_store()
+            raise _no_store(self.options.path)
         return self._steps
 
     def wait(self) -> None:
@@ -357,8 +328,7 @@ class Training:
     def annotate(self, step: int, payload: JsonValue) -> None:
         """Sets the payload for the commit of a future step."""
         self.check()
-        commit = self.commit
-        finished = -1 if commit is None else self.opened.finished.step
+        finished = -1 if self.commit is None else self.opened.finished.step
         self._annotations.set(step, payload, finished)
 
     @property
@@ -369,3 +339,33 @@ class Training:
     def metrics_of(self, step: int) -> StepMetrics | None:
         """Metrics of one of the last few steps, after its commit, or None."""
         return None if self._steps is None else self._steps.metrics_of(step)
+
+
+def _no_store(path: Path) -> StaleStateError:
+    return StaleStateError(
+        f"{path}: update found no step in the store; call tx.init(params) on it first"
+    )
+
+
+def _keep_run(opened: OpenStore, description: StoreDescription) -> None:
+    """Makes a checkpoint of a run that one of the same description replaces.
+
+    Raises:
+      StoreMismatchError: the new run has other leaves or another optimizer.
+    """
+    path = opened.options.path
+    try:
+        check_same(opened.directory, description)
+    except StoreMismatchError as error:
+        raise StoreMismatchError(
+            f'{error}. on_existing="restart" begins anew with the same leaves and the '
+            f"same optimizer; for others move the store aside (mv {path} {path}-old)"
+        ) from error
+    if opened.commit.step:
+        _LOG.warning(
+            "%s: restarted at step 0; the run that was there is kept at step %d as the "
+            "checkpoint %r",
+            path,
+            opened.commit.step,
+            archive(opened.directory, opened.commit.step),
+        )

@@ -28,12 +28,14 @@ class UpdateRequest:
       inputs: scalars, and arrays of the gradient's shape.
       out: of the gradient's shape; float32 receives the update, 16 bits the new params,
         rounded to nearest even, or as the store rounds them (docs/format.md, "Codecs").
-        None if no result is needed. probe: the first few params on the JAX device, to
-        compare with the master; or empty. params: params on the JAX device, of the
-        gradient's shape. If they equal the store's `params` to the bit, those are not
-        read. None if they are not available. wants_params: whether float32 `out`
-        receives the new params, not the update. feedback: float32 of the gradient's
-        shape, the error feedback after this step; None if it does not change.
+        None if no result is needed.
+      probe: the first few params on the JAX device, to compare with the master; or
+        empty.
+      params: params on the JAX device, of the gradient's shape. If they equal the
+        store's `params` to the bit, those are not read. None if they are not available.
+      wants_params: whether float32 `out` receives the new params, not the update.
+      feedback: float32 of the gradient's shape, the error feedback after this step;
+        None if it does not change.
     """
 
     leaf: int

@@ -67,7 +67,7 @@ def request_tasks(
             layout.subgroup.offset_elements == 0 and chunk.start == request.origin
         )
         # In an uncommitted step the parts of a chunk are overwritten one by one, so the
-        # whole # can no longer be compared later.
+        # whole can no longer be compared later.
         is_part = layout.subgroup.num_elements < chunk.num_elements
         is_whole = not (is_part and opened.num_uncommitted > 0)
         is_taken = given is not None and 0 in loads and is_whole

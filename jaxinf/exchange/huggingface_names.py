@@ -33,12 +33,12 @@ class WeightTable:
     """The tensors of one architecture.
 
     Attributes:
-      tensors: the tensors of all configs; a model's own tree has a subset. prefix:
-        prefix of the base model's names, which a bare base model lacks. tied: other
-        names that a file may have for a tensor with shared values. heads: beginnings of
-        our paths that a checkpoint of another task lacks. Below each, all leaves exist
-        or none; missing ones are initialised anew. unused: patterns of tensors that are
-        not params: buffers, other tasks' heads.
+      tensors: the tensors of all configs; a model's own tree has a subset.
+      prefix: prefix of the base model's names, which a bare base model lacks.
+      tied: other names that a file may have for a tensor with shared values.
+      heads: beginnings of our paths that a checkpoint of another task lacks. Below
+        each, all leaves exist or none; missing ones are initialised anew.
+      unused: patterns of tensors that are not params: buffers, other tasks' heads.
     """
 
     tensors: tuple[TensorName, ...]

@@ -94,10 +94,11 @@ def import_checkpoint(
       source: an Orbax checkpoint, a safetensors file or a directory of some.
       store: at step 0; nobody has it open.
       names: state → place of its arrays in the checkpoint, keys joined by ``/``, if
-        names are ambiguous. ignored: names, or beginnings of names, of arrays to
-        ignore. step: the step to commit; by default the checkpoint's own step or count.
-        memory_bytes: memory for data in transit. In any case one chunk of the
-        checkpoint is in memory, and Orbax may have saved a leaf as a single chunk.
+        names are ambiguous.
+      ignored: names, or beginnings of names, of arrays to ignore.
+      step: the step to commit; by default the checkpoint's own step or count.
+      memory_bytes: memory for data in transit. In any case one chunk of the checkpoint
+        is in memory, and Orbax may have saved a leaf as a single chunk.
       progress: called with the bytes of elements done and those in all.
 
     Returns:

@@ -264,7 +264,7 @@ class _Mapping:
             self._memory.close()
         except BufferError:
             # A view of a released buffer is still alive. The mapping must outlive it,
-            # but # its pages need not. They are freed now, and the view reads zeros.
+            # but its pages need not. They are freed now, and the view reads zeros.
             self._memory.madvise(mmap.MADV_DONTNEED)
 
 

@@ -46,7 +46,7 @@ class _Transfer:
             with self._opened(os.O_DIRECT) as fd:
                 done = self._run(fd, 0, end, whole_pages=True)
             # A write that stopped within a page met a limit. Buffered I/O can continue
-            # # from that byte, and its error names the limit.
+            # from that byte, and its error names the limit.
             return self.run_rest(done, end) if self.writes and done < end else done
         except OSError as error:
             if error.errno not in REFUSALS or not self.buffered:
@@ -111,9 +111,10 @@ def read_into(
       path: the file.
       array: uint8, 1-D, contiguous, page-aligned and writable: `Buffer.array` or a part
         of it that starts on a page.
-      offset_bytes: position in the file, a multiple of the page. num_bytes: number of
-        bytes, at most the array's length. meters: counts the bytes read. buffered:
-        whether to use the page cache when direct I/O is refused.
+      offset_bytes: position in the file, a multiple of the page.
+      num_bytes: number of bytes, at most the array's length.
+      meters: counts the bytes read.
+      buffered: whether to use the page cache when direct I/O is refused.
 
     Raises:
       ValueError: if array, offset or length are not as said.

@@ -69,10 +69,10 @@ class CardArgument:
     Attributes:
       name: For example ``mu_in``.
       kind: A pointer is memory that a port (``m_axi``) reaches; a scalar is 32 bits.
-      type: Type of the memory, or of the scalar, whose bits are passed. is_output:
-        Whether the kernel only writes through it. count: Length of the memory: the
-        subgroup's elements, those selected by top-k, the scales of its blocks, the
-        table of estimates, or the status.
+      type: Type of the memory, or of the scalar, whose bits are passed.
+      is_output: Whether the kernel only writes through it.
+      count: Length of the memory: the subgroup's elements, those selected by top-k, the
+        scales of its blocks, the table of estimates, or the status.
     """
 
     name: str

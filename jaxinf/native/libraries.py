@@ -126,7 +126,7 @@ def load_library(path: Path) -> ctypes.CDLL:
             _check_own(path, os.fstat(file.fileno()), stat.S_ISREG)
             _check_digest(path, file.read())
         # The path goes through the descriptor of the checked directory, whose name may
-        # now # lead elsewhere. The file's name is still needed, as the loader compares
+        # now lead elsewhere. The file's name is still needed, as the loader compares
         # names.
         return ctypes.CDLL(f"/proc/self/fd/{directory}/{path.name}")
     finally:

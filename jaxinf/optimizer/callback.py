@@ -103,10 +103,10 @@ def guarded(
     """Wraps a host function for a callback.
 
     Args:
-      host: fills its first argument's arrays from the second's. fail: gets the
-        exception that it raised. may_raise: whether the exception may fail the
-        computation, which one JAX device allows. Otherwise the results are zeros, and
-        `FAILED` for int32.
+      host: fills its first argument's arrays from the second's.
+      fail: gets the exception that it raised.
+      may_raise: whether the exception may fail the computation, which one JAX device
+        allows. Otherwise the results are zeros, and `FAILED` for int32.
     """
 
     def call(outs: PyTree, arguments: PyTree) -> None:

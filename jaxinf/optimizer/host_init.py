@@ -131,7 +131,7 @@ class HostInit:
             training.finish_initialisation(named_scalars(self._description, scalars))
         else:
             training.binding.release()
-        commit = training.finished
+        commit = training.opened.finished
         self._check_scalars(scalars, commit.scalar_state)
         counters = (commit.step, commit.skipped_steps)
         held = [scalar.value for scalar in commit.scalar_state]

@@ -134,7 +134,7 @@ def trace_update(
       tx: Any transformation of optax's protocol, or an ``optax.MultiSteps``.
       params: Arrays, tracers or avals: float32, bfloat16 or float16. The trace has
         float32 params and gradients in every case, because the master is float32.
-        extra_args: Keyword arguments of ``tx.update``. Arrays, avals, int and float are
+      extra_args: Keyword arguments of ``tx.update``. Arrays, avals, int and float are
         inputs of the program; other values (bool, str, callables) are fixed here.
 
     Raises:

@@ -32,7 +32,7 @@ from jaxinf.store.creation import (
     discard_store,
     required_bytes,
 )
-from jaxinf.store.damage import Damage
+from jaxinf.store.damage import Damage, corrupt_chunk
 from jaxinf.store.directory import (
     SLOTS,
     Slot,
@@ -98,6 +98,7 @@ __all__ = [
     "checkpoint_names",
     "checkpoints_to_prune",
     "claim_csds",
+    "corrupt_chunk",
     "create_store",
     "discard_store",
     "dtype_of",

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from jaxinf.errors import (
-    StoreCorruptError,
     StoreFormatError,
     StoreIOError,
 )
@@ -28,7 +27,6 @@ from jaxinf.io.failures import translated
 from jaxinf.layout import PAGE_BYTES, Chunk, scale_chunks
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.contents import StateRecord
-from jaxinf.store.damage import corrupt_chunk
 from jaxinf.store.links import copy_file, link_or_copy
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.manifest import LeafRecord, Manifest
@@ -175,37 +173,6 @@ class StoreDirectory:
     def num_csds(self) -> int:
         """CSDs the chunks are spread over, at least 1."""
         return max(1, len(self.manifest.csds))
-
-    def corrupt_error(
-        self,
-        step_path: Path,
-        place: tuple[int, int, str],
-        expected: int,
-        found: int,
-        when: str = "as written",
-    ) -> StoreCorruptError:
-        """What is raised for a chunk whose checksum is not the committed one.
-
-        Args:
-          step_path: the slot or checkpoint that holds it.
-          place: leaf, chunk and state.
-          expected, found: CRC-32C.
-          when: where the expected one is from.
-        """
-        leaf, chunk, state = place
-        record = self.manifest.leaves[leaf]
-        key = self.state_chunk(leaf, chunk, record.state(state)).key
-        file = step_path / record.array_name(state) / key
-        return corrupt_chunk(
-            file,
-            record,
-            state,
-            chunk,
-            expected,
-            found,
-            when=when,
-            store=str(self.path),
-        )
 
     # --- slots -------------------------------------------------------------------
 

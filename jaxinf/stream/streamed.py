@@ -82,11 +82,12 @@ def stream(
         to the memory of the process before.
       has_aux: Whether the loss comes with a second result.
       policy: ``"recompute"`` computes activations again for the backward pass, segment
-        by segment; ``"keep"`` keeps them in memory. The bits are the same. replan:
-        Whether to replace a kept plan that does not fit. nonfinite: The effect of a
-        gradient with NaN or Inf: ``"error"``, ``"skip"`` or ``"allow"``, as for
-        `jaxinf.smart_update`. device_memory_bytes, keep, micro_batches, compress,
-        extra_args: Not implemented yet; any value but the default is refused.
+        by segment; ``"keep"`` keeps them in memory. The bits are the same.
+      replan: Whether to replace a kept plan that does not fit.
+      nonfinite: The effect of a gradient with NaN or Inf: ``"error"``, ``"skip"`` or
+        ``"allow"``, as for `jaxinf.smart_update`.
+      device_memory_bytes, keep, micro_batches, compress, extra_args: Not implemented
+        yet; any value but the default is refused.
 
     Returns:
       The step: `StreamedStep.init` or `StreamedStep.load` first, then call it.
@@ -265,7 +266,7 @@ class StreamedStep:
         self._params = avals
         if training.bind(description, may_create=True):
             whole = self._options.memory_bytes
-            room = whole - training.limit_memory(whole // 4)
+            room = whole - training.opened.limit_memory(whole // 4)
             for number, leaf in enumerate(leaves(room)):
                 training.initialise(
                     description, number, leaf, [0] * leaf.ndim, inputs[number]
@@ -340,9 +341,11 @@ class StreamedStep:
         largest = max(
             (places.unit(piece).num_bytes for piece in ready.gradient_pieces), default=0
         )
-        division = divide(options.memory_bytes, training.limit_memory(0), largest)
+        division = divide(
+            options.memory_bytes, training.opened.limit_memory(0), largest
+        )
         plan = self._plan(ready, division)
-        training.limit_memory(division.ring)
+        training.opened.limit_memory(division.ring)
         calls = plan.calls.calls
         fetches = fetches_of(calls, places)
         window = window_bytes(fetches, len(calls))
@@ -399,7 +402,7 @@ class StreamedStep:
     def annotate(self, payload: JsonValue) -> None:
         """Sets the caller's payload for the commit of the next step."""
         training = self.store.training
-        training.annotate(training.finished.step + 1, payload)
+        training.annotate(training.opened.finished.step + 1, payload)
 
     def close(self) -> None:
         """Finishes the commit in flight and closes the store; idempotent."""

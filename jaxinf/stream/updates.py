@@ -119,7 +119,7 @@ class Updates:
 
     def begin(self) -> None:
         """Computes the kernels' scalars, and gets ready for gradients."""
-        record = self._training.finished
+        record = self._training.opened.finished
         self._step = record.step
         if self._norms is None:
             self._set_inputs(*self._prologue(self._scalar_state()))
@@ -173,7 +173,7 @@ class Updates:
                 gradient = self._spill.take(piece)
                 self._update([(self._places.unit(piece), piece, gradient)])
         assert not self._gathering, "every part of a unit has its gradient"
-        record = self._training.finished
+        record = self._training.opened.finished
         if self._bad and self._nonfinite != "allow":
             self._training.steps.abandon()
             if self._nonfinite == "skip":
@@ -214,7 +214,7 @@ class Updates:
         return new, [one.scalars for one in inputs]
 
     def _scalar_state(self) -> list[jax.Array]:
-        record = self._training.finished
+        record = self._training.opened.finished
         return [jnp.asarray(scalar.value) for scalar in record.scalar_state]
 
     def _set_inputs(

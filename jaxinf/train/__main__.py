@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     config = tyro.cli(TrainConfig, prog=_PROGRAM, args=words)
-    # JAX logs a callback's exception with a traceback before it raises it. The store #
+    # JAX logs a callback's exception with a traceback before it raises it. The store
     # keeps the exception, which becomes the message here.
     logging.getLogger(compat.CALLBACK_LOGGER).setLevel(logging.CRITICAL)
     try:

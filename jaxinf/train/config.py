@@ -89,24 +89,24 @@ class TrainConfig(DataOptions):
     # Train up to this number of batches in all, including those of earlier runs.
     steps: int = 1000
 
-    # update: the optimizer's state is in the store and is updated beside the drive. #
+    # update: the optimizer's state is in the store and is updated beside the drive.
     # memory: plain optax with all state in memory, and nothing is kept; the baseline.
     mode: Literal["update", "memory"] = "update"
 
-    # For --mode memory. fused: one jit for the whole step, the fastest. split: three #
+    # For --mode memory. fused: one jit for the whole step, the fastest. split: three
     # jits, for loss and gradients, the optimizer's update, and the addition; its losses
-    # # are those of --mode update to the bit (adamw, adam, sgd, lion, adagrad, on CPU).
+    # are those of --mode update to the bit (adamw, adam, sgd, lion, adagrad, on CPU).
     reference: ReferenceName = "fused"
 
     # The architecture.
     model: ModelName = "gpt2"
 
     # The model's size, by the name of a preset of the architecture. For gpt2: nano has
-    # # 0.9 M params, small 124 M, medium 355 M, large 774 M and xl 1558 M.
+    # 0.9 M params, small 124 M, medium 355 M, large 774 M and xl 1558 M.
     preset: Annotated[str, tyro.conf.arg(metavar="NAME")] = "nano"
 
-    # Start from the weights in a Hugging Face checkpoint folder. Its config.json sets #
-    # architecture and size, so give neither --model nor --preset. With --steps 0 the #
+    # Start from the weights in a Hugging Face checkpoint folder. Its config.json sets
+    # architecture and size, so give neither --model nor --preset. With --steps 0 the
     # weights are imported into the store, leaf by leaf, and nothing is trained.
     source: Annotated[
         Path | None,
@@ -116,7 +116,7 @@ class TrainConfig(DataOptions):
     ] = None
 
     # The task: predict the next token, masked tokens, an answer to a text, or a class.
-    # # By default the usual task of the model.
+    # By default the usual task of the model.
     task: Annotated[
         TaskName | None,
         _shown("{causal-lm,masked-lm,seq2seq,classification}", "the model's"),
@@ -125,13 +125,13 @@ class TrainConfig(DataOptions):
     # Sequences or images in a step.
     batch_size: int = 8
 
-    # Tokens in a sequence; without a --tokenizer a token is a byte. Longer sequences #
+    # Tokens in a sequence; without a --tokenizer a token is a byte. Longer sequences
     # cost more; for nano, 64 is nearly as good as more.
     seq_len: int = 64
 
     # The name of an optimizer of optax or optax.contrib. Arguments without a flag here
-    # # have optax's defaults. docs/optimizers.md lists the optimizers that can run near
-    # # storage; --mode memory takes the others, too.
+    # have optax's defaults. docs/optimizers.md lists the optimizers that can run near
+    # storage; --mode memory takes the others, too.
     optimizer: Annotated[str, tyro.conf.arg(metavar="NAME")] = "adamw"
 
     # More arguments of that optimizer, such as: b2=0.95 nesterov=true mu_dtype=bfloat16
@@ -149,22 +149,22 @@ class TrainConfig(DataOptions):
     # Momentum of sgd; with 0 none is stored.
     momentum: Annotated[float | None, _shown("FACTOR", "0.9")] = None
 
-    # The learning rate after the warm-up: constant, or falling as a cosine to a tenth #
+    # The learning rate after the warm-up: constant, or falling as a cosine to a tenth
     # at --steps. Use constant if you may extend the run later.
     schedule: ScheduleName = "constant"
 
     # Steps in which the learning rate rises linearly to its peak.
     warmup_steps: int = 50
 
-    # Clip gradients to this global norm; 0 is off. With clipping, updates start only #
+    # Clip gradients to this global norm; 0 is off. With clipping, updates start only
     # when all gradients are known.
     clip_norm: float = 1.0
 
-    # Send only a part of each gradient to the drives: top_k:0.02 sends its largest #
-    # elements, in 2 % of the dense bytes. Options may follow, separated by commas: #
+    # Send only a part of each gradient to the drives: top_k:0.02 sends its largest
+    # elements, in 2 % of the dense bytes. Options may follow, separated by commas:
     # warmup_steps=N, error_feedback=true, values=bfloat16 or float16, selection=exact.
-    # # Gradients are clipped first. In --mode memory the other elements are set to
-    # zero. # docs/compression.md shows the cost in quality.
+    # Gradients are clipped first. In --mode memory the other elements are set to
+    # zero. docs/compression.md shows the cost in quality.
     compress: Annotated[str | None, _shown("top_k:RATIO", "none")] = None
 
     # Seed of the initial params, the batches and the sample.
@@ -174,7 +174,7 @@ class TrainConfig(DataOptions):
     dtype: DTypeName = "float32"
 
     # Dtype of the params on the JAX device. The store keeps fp32 masters in both cases,
-    # # except with --master none; in --mode memory bfloat16 params have no master.
+    # except with --master none; in --mode memory bfloat16 params have no master.
     param_dtype: DTypeName = "float32"
 
     # A mounted drive to spread a new store's chunks over; repeat it for more drives.
@@ -182,36 +182,36 @@ class TrainConfig(DataOptions):
         tyro.conf.UseAppendAction[tuple[Path, ...]], _shown("DIR", "the store itself")
     ] = ()
 
-    # The processor that updates the chunks: host, the CPU; smartssd, the card beside #
-    # the drive; emulated, an emulated card. Options may follow, such as #
+    # The processor that updates the chunks: host, the CPU; smartssd, the card beside
+    # the drive; emulated, an emulated card. Options may follow, such as
     # emulated:drive=1.5GB/s,link=3GB/s. See docs/cards.md.
     csd: Annotated[str, _shown("host|smartssd|emulated", "host")] = "host"
 
-    # Memory for the buffers through which the store's state passes, such as 512MiB or #
+    # Memory for the buffers through which the store's state passes, such as 512MiB or
     # 2G: of the host, or of each card.
     memory_bytes: Annotated[int, _BYTES] = DEFAULT_MEMORY_BYTES
 
-    # Steps to commit: every step (step), every n-th one (a number), or checkpoints #
+    # Steps to commit: every step (step), every n-th one (a number), or checkpoints
     # alone (checkpoint). A crash loses the steps since the last commit.
     durability: Annotated[Durability, _DURABILITY] = "step"
 
     # Whether the checksums of chunks are verified at each read: always or never.
     verify: VerifyMode = "always"
 
-    # Format of the optimizer's float32 state in a new store: fp32, bfloat16 with #
-    # stochastic rounding, or 8 bits with a scale for each 256 elements. The update #
+    # Format of the optimizer's float32 state in a new store: fp32, bfloat16 with
+    # stochastic rounding, or 8 bits with a scale for each 256 elements. The update
     # computes in float32 in any case.
     state: Annotated[
         StateFormat | None, _shown("{fp32,bf16,int8}", "fp32, or what the store has")
     ] = None
 
-    # The master of bfloat16 params in a new store. auto: the params and 16-bit #
+    # The master of bfloat16 params in a new store. auto: the params and 16-bit
     # remainders, so that no bit is lost. stored: float32, read at every step. none: the
-    # # params alone, rounded stochastically. float32 params are their own master; with
-    # # stored they are still read from the drive.
+    # params alone, rounded stochastically. float32 params are their own master; with
+    # stored they are still read from the drive.
     master: MasterChoice = "auto"
 
-    # Steps between checkpoints in STORE/checkpoints, and one at the end; 0 is none. #
+    # Steps between checkpoints in STORE/checkpoints, and one at the end; 0 is none.
     # Each takes the space of one more copy of the state on the drives.
     checkpoint_every: int = 0
 
@@ -237,7 +237,7 @@ class TrainConfig(DataOptions):
     # Steps between evaluations on the held-out data; 0 is at the end only.
     eval_every: int = 0
 
-    # With --eval-every, keep the step of the lowest validation loss as a checkpoint #
+    # With --eval-every, keep the step of the lowest validation loss as a checkpoint
     # named best. Like any checkpoint it takes the space of one more copy of the state.
     keep_best: bool = True
 

@@ -34,7 +34,7 @@ class Recorder:
             self._log.settle()
         except Exception:
             # That step's commit failed, so its line is dropped. After an exception,
-            # that # exception gives the reason.
+            # that exception gives the reason.
             if kind is None:
                 raise
 

@@ -35,11 +35,13 @@ class TransferHandler:
     """Worker threads that run tasks. Thread-safe.
 
     Args:
-      directory: the store's files. chunks: the slots to read and write, and the
-        checksums. csds: the store's CSDs, by number. num_workers: number of requests
-        that move bytes at once. num_kernels: number of tasks that compute at once; CSDs
-        may allow fewer. failure: receives a task's error; once it is set, no more work
-        is done. timeline: records the workers' times.
+      directory: the store's files.
+      chunks: the slots to read and write, and the checksums.
+      csds: the store's CSDs, by number.
+      num_workers: number of requests that move bytes at once.
+      num_kernels: number of tasks that compute at once; CSDs may allow fewer.
+      failure: receives a task's error; once it is set, no more work is done.
+      timeline: records the workers' times.
     """
 
     def __init__(

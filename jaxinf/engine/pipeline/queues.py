@@ -41,12 +41,13 @@ class Queues:
       incomplete: subgroups in memory that lack states to be loaded.
       ready: loaded subgroups whose tasks may compute.
       writes: computed subgroups.
-      submitting: groups whose submitter computes a task. residents: all subgroups in
-        memory. num_moving, num_computing: numbers of units under way at workers.
-        num_prefetching: number of these that are loads of prefetches. num_unfinished:
-        number of submitted tasks that are not computed and written. num_draining:
-        number of threads that wait until that is 0. is_stopped: whether no more units
-        may begin.
+      submitting: groups whose submitter computes a task.
+      residents: all subgroups in memory.
+      num_moving, num_computing: numbers of units under way at workers.
+      num_prefetching: number of these that are loads of prefetches.
+      num_unfinished: number of submitted tasks that are not computed and written.
+      num_draining: number of threads that wait until that is 0.
+      is_stopped: whether no more units may begin.
     """
 
     def __init__(self, csds: Sequence[CsdTraits], limits: Limits) -> None:

@@ -24,14 +24,14 @@ def shown(metavar: str, default: str) -> Any:
 class DataOptions:
     """The data, its held-out part, and the tokenizer."""
 
-    # The training data: text files, JSON lines, Parquet, folders of these, quoted #
+    # The training data: text files, JSON lines, Parquet, folders of these, quoted
     # globs; folders saved by Hugging Face datasets; images in a folder for each class,
-    # # or an .npz with images and labels. docs/training.md describes each.
+    # or an .npz with images and labels. docs/training.md describes each.
     data: Annotated[
         tuple[str, ...], shown("PATH...", "Python's standard library sources")
     ] = ()
 
-    # The validation data; by default the validation split of --data, or a part of it #
+    # The validation data; by default the validation split of --data, or a part of it
     # that is held out.
     validation: Annotated[tuple[str, ...], shown("PATH...", "a part of --data")] = ()
 
@@ -41,7 +41,7 @@ class DataOptions:
     # A tokenizer.json, or a folder with one; without it every byte is a token.
     tokenizer: Annotated[Path | None, shown("FILE", "bytes")] = None
 
-    # The field with the text of a record. Other known fields are prompt and response; #
+    # The field with the text of a record. Other known fields are prompt and response;
     # messages, a list of {role, content}; and label, the number of a class from 0.
     text_field: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
 
