@@ -2,15 +2,20 @@
 
 import pytest
 
+from jaxinf.engine.open_stores import OpenStores
 from jaxinf.errors import StoreLockedError
 
 
 @pytest.mark.parametrize("durability", ["step", 2])
-def test_a_run_whose_lock_was_removed_commits_nothing_more(drive, durability):
+def test_a_run_whose_lock_was_removed_commits_nothing_more(
+    drive, monkeypatch, durability
+):
     """The second writer goes on; what it commits is not taken back."""
     first = drive(durability=durability).init().steps(2)
     first.store.wait()
     (first.store.path / "lock").unlink()
+    # As in another process, which knows nothing of the stores that are open here.
+    monkeypatch.setattr("jaxinf.engine.store._OPEN", OpenStores())
     second = drive(first.store.path).init().steps(1)
     second.check(3)
     with pytest.raises(StoreLockedError, match="found it removed or replaced"):

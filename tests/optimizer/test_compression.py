@@ -71,10 +71,10 @@ OPTIMIZERS = {
     ("name", "optimizer"),
     [
         ("plain", "adamw"),
-        ("everything", "momentum"),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in [
+                ("everything", "momentum"),
                 ("exact", "accumulate"),
                 ("feedback", "momentum"),
                 ("16 bits", "adamw"),

@@ -110,9 +110,9 @@ def train(path, compress, *, freezes):
     [
         ("buffer", None, True),
         ("io", None, False),
-        ("start", None, True),
+        pytest.param("start", None, True, marks=pytest.mark.long),
         ("buffer", jaxinf.top_k(0.1, error_feedback=True, warmup_steps=1), False),
-        ("start", jaxinf.top_k(0.1), False),
+        pytest.param("start", jaxinf.top_k(0.1), False, marks=pytest.mark.long),
     ],
 )
 def test_bits_and_files_are_those_of_single_calls(

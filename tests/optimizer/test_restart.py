@@ -61,7 +61,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("at", [3, 2])
+@pytest.mark.parametrize("at", [pytest.param(3, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("kind", VARIANTS)
 def test_init_then_restore_goes_on_to_the_bit(kind, at, open_store):
     """From the step where the store is, and from the one before."""

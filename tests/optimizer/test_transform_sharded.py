@@ -231,7 +231,9 @@ def test_same_bits_on_four_devices_and_after_changes_of_mesh(place, run_python):
     assert "run on a mesh whose shards are" in refused.stdout
 
 
-@pytest.mark.parametrize("callback", ["buffer", "start"])
+@pytest.mark.parametrize(
+    "callback", ["buffer", pytest.param("start", marks=pytest.mark.long)]
+)
 def test_failure_beside_other_devices_is_a_status(place, run_python, callback):
     result = run_python(FAILURE, place, JAXINF_CALLBACK=callback, **DEVICES)
     assert "NaN or Inf in the gradient of columns" in result.stdout
@@ -239,7 +241,9 @@ def test_failure_beside_other_devices_is_a_status(place, run_python, callback):
         assert store.step == 0
 
 
-@pytest.mark.parametrize("callback", ["buffer", "start"])
+@pytest.mark.parametrize(
+    "callback", ["buffer", pytest.param("start", marks=pytest.mark.long)]
+)
 def test_restart_on_four_devices(place, run_python, callback):
     result = run_python(RESTART, place, JAXINF_CALLBACK=callback, **DEVICES)
     assert "the params are not those that the store holds" in result.stdout

@@ -23,7 +23,7 @@ def test_what_is_whole_is_read(victim, name):
 
 @seed(16)
 @settings(
-    max_examples=250,
+    max_examples=120,
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

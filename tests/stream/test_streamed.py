@@ -75,7 +75,13 @@ def assert_near(found, expected):
 
 
 @pytest.mark.parametrize(
-    "name", ["tied_and_unused", "l2_penalty", "scan_twice_cast", "scan_remat_reverse"]
+    "name",
+    [
+        "tied_and_unused",
+        pytest.param("l2_penalty", marks=pytest.mark.long),
+        "scan_twice_cast",
+        pytest.param("scan_remat_reverse", marks=pytest.mark.long),
+    ],
 )
 def test_training_is_that_of_optax(name, streamed):
     program = ZOO[name]()

@@ -300,7 +300,7 @@ REFUSALS = {
             header(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":["0","4"]}}')
             + b"1234",
         ),
-        "expected whole numbers",
+        "a.data_offsets[0]: expected a whole number from 0",
     ),
     "shape-below-zero": (
         damage(
@@ -308,7 +308,7 @@ REFUSALS = {
             header(b'{"a":{"dtype":"F32","shape":[-1,-1],"data_offsets":[0,4]}}')
             + b"1234",
         ),
-        "4 bytes for shape",
+        "a.shape[0]: expected a whole number from 0",
     ),
 }
 

@@ -6,6 +6,7 @@ import re
 import pytest
 
 import jaxinf
+from jaxinf.engine.open_stores import OpenStores
 from jaxinf.store import StoreDirectory, seal
 from jaxinf.train.__main__ import main
 
@@ -57,9 +58,11 @@ def test_resume_of_another_programs_store_is_refused(run, tmp_path, capsys):
     assert "another program made it" in capsys.readouterr().err
 
 
-def test_locked_store(run, tmp_path, capsys):
+def test_locked_store(run, tmp_path, capsys, monkeypatch):
     assert run("--store", tmp_path / "store", "--steps", 1) == 0
     with jaxinf.open_store(tmp_path / "store"):
+        # As in another process, which knows nothing of the stores that are open here.
+        monkeypatch.setattr("jaxinf.engine.store._OPEN", OpenStores())
         assert run("--store", tmp_path / "store", "--steps", 2) == 1
     err = capsys.readouterr().err
     assert "only writer" in err
