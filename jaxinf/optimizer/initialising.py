@@ -95,7 +95,11 @@ def _init_eagerly(
         held = jax.device_put(held, NamedSharding(mesh, PartitionSpec()))
     feedback: list[jax.Array] = []
     if wrapped.has_feedback:
-        feedback = [jnp.zeros(leaf.shape, jnp.float32) for leaf in leaves]
+        places = wrapped.shardings or [None] * len(leaves)
+        feedback = [
+            jnp.zeros(leaf.shape, jnp.float32, device=sharding)
+            for leaf, sharding in zip(leaves, places, strict=True)
+        ]
     if not is_new:
         records = store.manifest.leaves
         feedback = [
