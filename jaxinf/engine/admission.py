@@ -17,7 +17,8 @@ __all__ = ["check_format", "check_place", "check_roots", "check_same"]
 _LOG = logging.getLogger("jaxinf")
 
 # Files that may be in the directory of a new store.
-_HARMLESS = ("lost+found", "lock", "publish.lock", "current.tmp", ".jaxinf*")
+_HARMLESS = ("lost+found", "lock", "publish.lock", "checkpoints.lock")
+_HARMLESS += ("current.tmp", ".jaxinf*")
 
 
 def check_place(path: Path) -> None:

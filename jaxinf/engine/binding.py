@@ -99,6 +99,7 @@ class Binding:
                     StepReader(
                         opened.directory.step_path(place),
                         record,
+                        directory=opened.directory,
                         memory_bytes=opened.options.memory_bytes,
                         meters=opened.meters,
                     ),

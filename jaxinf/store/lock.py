@@ -22,6 +22,9 @@ from jaxinf.store.schemas import LOCK
 
 __all__ = ["LockFile", "StoreLock", "lock_exclusively"]
 
+_NUM_ATTEMPTS = 1000
+"""How often a lock's file is opened again that was removed before it was locked."""
+
 # No fork happens while a descriptor is opened and noted, or given up.
 _GUARD = threading.RLock()
 _OPEN: "set[LockFile]" = set()
@@ -62,7 +65,7 @@ class LockFile:
     def is_in_place(self) -> bool:
         """Whether who opens the lock now gets this file; one system call."""
         try:
-            found = os.stat(self.path, follow_symlinks=False)
+            found = os.lstat(self.path)
         except FileNotFoundError:
             return False
         return os.path.samestat(found, self._status)
@@ -90,7 +93,7 @@ class StoreLock:
 
     def __init__(self, store_path: Path) -> None:
         self._store_path = store_path
-        while True:
+        for _ in range(_NUM_ATTEMPTS):
             self._file = LockFile(store_path / "lock")
             try:
                 is_held = self._file.hold(waits=False)
@@ -104,6 +107,8 @@ class StoreLock:
             if is_held:
                 break
             self._file.close()
+        else:
+            raise _never_in_place(store_path / "lock")
         text = json.dumps(
             {"pid": os.getpid(), "host": socket.gethostname(), "command": sys.argv}
         )
@@ -126,7 +131,7 @@ class StoreLock:
     def release(self) -> None:
         """Gives the lock back; idempotent. In a forked child the parent keeps it."""
         if self._file.fd >= 0:
-            # Whom the next holder shuts out must not be told of this process.
+            # Else an error could name this process instead of the next holder.
             with contextlib.suppress(OSError):  # of a drive that is gone
                 self._write("")
             self._file.close()
@@ -176,7 +181,7 @@ def lock_exclusively(path: Path) -> Iterator[None]:
     Raises:
       StoreFormatError: something else than a lock has its name.
     """
-    while True:
+    for _ in range(_NUM_ATTEMPTS):
         file = LockFile(path)
         try:
             if file.hold():
@@ -184,6 +189,15 @@ def lock_exclusively(path: Path) -> Iterator[None]:
                 return
         finally:
             file.close()
+    raise _never_in_place(path)
+
+
+def _never_in_place(path: Path) -> StoreFormatError:
+    return StoreFormatError(
+        f"{path}: expected to open the file of that name, found another one in each of "
+        f"{_NUM_ATTEMPTS} attempts; another process replaces it all the time, or the "
+        "file system does not tell files apart: use a store on a local file system"
+    )
 
 
 def _forget_all() -> None:

@@ -84,6 +84,24 @@ def test_init_then_restore_goes_on_to_the_bit(kind, at, open_store):
     assert_same(rest[-1], whole[-1])
 
 
+def test_chunks_on_csd_roots_are_compared_where_they_lie(open_store, place):
+    """bfloat16 against a float32 master: read, and the links are not followed."""
+    roots = [place / "csd0", place / "csd1"]
+    for root in roots:
+        root.mkdir()
+    params = make_params(jnp.bfloat16)
+    options = {"csds": roots, "master": "stored"}
+    store = open_store(**options)
+    tx = jaxinf.smart_update(optax.adam(1e-2), store)
+    first = trained(tx, (params, tx.init(params)), 3)
+    store.close()
+    store = open_store(**options)
+    tx = jaxinf.smart_update(optax.adam(1e-2), store)
+    tx.init(params)
+    trained(tx, first[2], 1)
+    assert store.step == 4
+
+
 def start(open_store, num_steps=3, tx=None, **options):
     """A store that a run has left, and what the run kept of every step."""
     store = open_store(**options)

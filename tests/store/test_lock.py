@@ -210,3 +210,14 @@ def test_a_lock_that_is_somebodys_file_is_not_written(tmp_path):
     os.link(victim, tmp_path / "lock")
     StoreLock(tmp_path).release()
     assert victim.read_text() == "mine"
+
+
+def test_a_file_that_is_never_in_place_ends_in_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(LockFile, "is_in_place", lambda self: False)
+    with pytest.raises(StoreFormatError, match="does not tell files apart"):
+        StoreLock(tmp_path)
+    with (
+        pytest.raises(StoreFormatError, match="does not tell files apart"),
+        lock_exclusively(tmp_path / "publish.lock"),
+    ):
+        pass
