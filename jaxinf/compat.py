@@ -17,6 +17,8 @@ used here                   where it may break, and the effect
                             fails
 ``PJRT_NPROC``              read by XLA's CPU client. Not read any more: runs on several
                             CPU devices may hang, which the tests of four devices show
+``backends_are_…``          of ``jax._src``. Not there: closing a store starts JAX's
+                            backend in a process that has not used it
 logger of callbacks         moves with JAX's modules. Moved: the trainer prints JAX's
                             traceback before its own message
 ``Primitive``, ``Literal``  of ``jax.extend.core``, and jaxprs; fields of equations,
@@ -65,6 +67,11 @@ try:
 except ImportError:
     buffer_callback = None
 
+try:
+    from jax._src.xla_bridge import backends_are_initialized
+except ImportError:
+    backends_are_initialized = None
+
 
 __all__ = [
     "CALLBACK_LOGGER",
@@ -85,6 +92,7 @@ __all__ = [
     "call_with_copies",
     "called_jaxpr",
     "cpu_client_threads",
+    "has_backend",
     "has_buffer_callback",
     "is_inside_multi_steps",
     "key_name",
@@ -133,6 +141,11 @@ def call_with_copies(
 ) -> Any:
     """Calls ``function(*arguments)``, which returns the results; traceable."""
     return io_callback(function, avals, *arguments)
+
+
+def has_backend() -> bool:
+    """Whether this process has used JAX; also true where JAX does not tell."""
+    return backends_are_initialized is None or backends_are_initialized()
 
 
 def cpu_client_threads() -> int:

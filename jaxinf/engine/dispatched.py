@@ -9,6 +9,7 @@ import time
 
 import jax
 
+from jaxinf import compat
 from jaxinf.errors import StoreError
 
 __all__ = ["check_thread", "wait_for_dispatched"]
@@ -39,6 +40,8 @@ def wait_for_dispatched() -> None:
     These are the computations of all live arrays, and those dispatched by this thread.
     Errors are not raised, since a store keeps its own. Ctrl-C ends the wait for arrays.
     """
+    if not compat.has_backend():  # asking for its arrays would start it
+        return
     pause_s = _SHORTEST_S
     while not all(map(_is_ready, jax.live_arrays())):
         time.sleep(pause_s)

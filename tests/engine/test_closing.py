@@ -162,3 +162,17 @@ def test_a_step_after_close_says_so(tmp_path):
         params, state = step(PARAMS, state, jnp.float32(1.0))
     with pytest.raises(jax.errors.JaxRuntimeError, match="the store is closed"):
         jax.block_until_ready(step(params, state, jnp.float32(1.0)))
+
+
+def test_a_process_that_has_not_used_jax_does_not_start_it(tmp_path, run_python):
+    """A backend takes an accelerator's memory, and a fork after it hangs."""
+    with jaxinf.open_store(tmp_path) as store:
+        dispatch(store, jnp.float32(1.0), num_steps=1)
+    program = """
+import sys, jaxinf
+from jaxinf import compat
+with jaxinf.open_store(sys.argv[1]) as store:
+    assert store.step == 1
+print(compat.has_backend())
+"""
+    assert run_python(program, tmp_path).stdout == "False\n"
