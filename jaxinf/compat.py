@@ -171,7 +171,7 @@ ELEMENTWISE = frozenset(
     ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg
     nextafter not or pow reduce_precision rem round rsqrt select_n sign sin sqrt
     square sub tanh xor
-    """.split()  # noqa: SIM905
+    """.split()
 )
 """Primitives by name: every operand leaf-shaped or a scalar. They name equations of
 `jaxinf.program.ir`, too."""
@@ -180,7 +180,7 @@ IDENTITIES = frozenset(
     """
     copy copy_p stop_gradient optimization_barrier sharding_constraint reshape
     squeeze expand_dims broadcast_in_dim convert_element_type
-    """.split()  # noqa: SIM905
+    """.split()
 )
 """Primitives that pass operands through, where no shape or dtype changes."""
 
@@ -188,7 +188,7 @@ _CALLS = frozenset(
     """
     jit pjit closed_call core_call core_closed_call custom_jvp_call custom_vjp_call
     custom_vjp_call_jaxpr remat remat2 checkpoint
-    """.split()  # noqa: SIM905
+    """.split()
 )
 _CHECKPOINTS = frozenset({"remat", "remat2", "checkpoint"})
 _CALLEE_PARAMETERS = ("jaxpr", "call_jaxpr", "fun_jaxpr")

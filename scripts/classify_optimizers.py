@@ -75,7 +75,7 @@ class Row:
 _UNANNOTATED_FACTORIES = frozenset(
     """
     MultiSteps monitor scale_by_factored_rms dog dowg hutchinson_estimator_diag_hessian
-    """.split()  # noqa: SIM905
+    """.split()
 )
 _OTHERS = frozenset(
     """
@@ -83,7 +83,7 @@ _OTHERS = frozenset(
     sigmoid_binary_cross_entropy update_infinity_moment update_moment
     update_moment_per_elem_norm GradientTransformation GradientTransformationExtraArgs
     WrappedSchedule
-    """.split()  # noqa: SIM905
+    """.split()
 )
 """Callables that look like factories, or have no return annotation, but are none."""
 

@@ -23,7 +23,7 @@ NAMES = frozenset(
     """
     DictKey FlattenedIndexKey GetAttrKey SequenceKey Tracer _getframe buffer_callback
     f_back get_bind_params io_callback keystr pure_callback shard_map
-    """.split()  # noqa: SIM905
+    """.split()
 )
 TEXTS = re.compile(
     r"\b(PJRT_NPROC|_src|branches|call_jaxpr|closed_call|custom_[jv][vj]p_call|"

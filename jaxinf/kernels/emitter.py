@@ -25,7 +25,7 @@ _CALLS = frozenset(
     """
     abs cbrt ceil clamp cos exp exp2 expm1 floor fma fms fnma is_finite log log1p
     logistic max min nextafter pow reciprocal rem sign sin sqrt tanh
-    """.split()  # noqa: SIM905
+    """.split()
 )
 
 
@@ -251,7 +251,7 @@ _RESERVED = frozenset(
     constants auto bool break case char class const default delete do double else enum
     float for if int long new operator private public return short signed static struct
     switch template this throw true false union unsigned using virtual void while
-    """.split()  # noqa: SIM905
+    """.split()
 )
 
 _TEMPLATE = """\

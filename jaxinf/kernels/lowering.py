@@ -309,7 +309,7 @@ class _Fuser(_Builder):
 _EXPENSIVE = frozenset(
     """
     cbrt cos div exp exp2 expm1 log log1p logistic pow rem rsqrt sin sqrt tanh
-    """.split()  # noqa: SIM905
+    """.split()
 )
 
 

@@ -6,7 +6,7 @@ Invariant: nodes are in an order in which they can be computed. Every value has 
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -20,9 +20,12 @@ __all__ = [
     "bind",
     "build_graph",
     "evaluate",
+    "interpret",
     "local_owners",
     "prune",
 ]
+
+_T = TypeVar("_T")
 
 
 @dataclass(eq=False, slots=True, repr=False)
@@ -163,6 +166,40 @@ def bind(node: Node, operands: Sequence[Any]) -> Sequence[jax.Array]:
     return compat.bind(node.primitive, operands, node.params, node.context)
 
 
+def interpret(
+    jaxpr: Any,
+    args: Sequence[_T],
+    *,
+    constant: Callable[[Any], _T],
+    literal: Callable[[Any], _T],
+    equation: Callable[[Any, list[_T]], Sequence[_T]],
+) -> list[_T]:
+    """Evaluates a jaxpr, equation by equation, on values of the caller's type.
+
+    Args:
+      jaxpr: The jaxpr, closed or not.
+      args: The values of its inputs.
+      constant: Makes the value of a constant.
+      literal: Makes the value of a literal.
+      equation: ``equation(eqn, inputs)`` returns the values of the equation's outputs.
+
+    Returns:
+      The values of the jaxpr's outputs.
+    """
+    consts = [constant(value) for value in getattr(jaxpr, "consts", ())]
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    env: dict[Any, _T] = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> _T:
+        return literal(atom) if isinstance(atom, compat.Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        outputs = equation(eqn, [read(atom) for atom in eqn.invars])
+        env.update(zip(eqn.outvars, outputs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
 class _Builder:
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -170,18 +207,9 @@ class _Builder:
 
     def inline(self, jaxpr: Any, args: Sequence[Value]) -> list[Value]:
         """Appends the nodes of a (closed) jaxpr applied to `args`."""
-        consts = [_constant(value) for value in getattr(jaxpr, "consts", ())]
-        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-        env: dict[Any, Value] = dict(zip(jaxpr.constvars, consts, strict=True))
-        env.update(zip(jaxpr.invars, args, strict=True))
-
-        def read(atom: Any) -> Value:
-            return _literal(atom) if isinstance(atom, compat.Literal) else env[atom]
-
-        for eqn in jaxpr.eqns:
-            outputs = self._equation(eqn, [read(atom) for atom in eqn.invars])
-            env.update(zip(eqn.outvars, outputs, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+        return interpret(
+            jaxpr, args, constant=_constant, literal=_literal, equation=self._equation
+        )
 
     def _equation(self, eqn: Any, inputs: list[Value]) -> Sequence[Value]:
         name = eqn.primitive.name

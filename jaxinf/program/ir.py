@@ -25,7 +25,7 @@ __all__ = [
 _DTYPE_NAMES = frozenset(
     """
     float32 bfloat16 float16 int8 uint8 int16 uint16 int32 uint32 bool
-    """.split()  # noqa: SIM905
+    """.split()
 )
 
 InputKind: TypeAlias = Literal["gradient", "params", "slot", "scalar", "array"]

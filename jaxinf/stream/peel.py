@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from jaxinf import compat
-from jaxinf.program.graph import Node, Value, prune
+from jaxinf.program.graph import Node, Value, interpret, prune
 from jaxinf.stream.graph import (
     Batch,
     Const,
@@ -105,18 +105,13 @@ class _Builder:
 
     def inline(self, jaxpr: Any, args: Sequence[Atom]) -> list[Atom]:
         """Appends the nodes of a (closed) jaxpr applied to `args`."""
-        consts = [self._const(const) for const in getattr(jaxpr, "consts", ())]
-        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-        env: dict[Any, Atom] = dict(zip(jaxpr.constvars, consts, strict=True))
-        env.update(zip(jaxpr.invars, args, strict=True))
-
-        def read(atom: Any) -> Atom:
-            return _literal(atom) if isinstance(atom, compat.Literal) else env[atom]
-
-        for eqn in jaxpr.eqns:
-            outputs = self._equation(eqn, [read(atom) for atom in eqn.invars])
-            env.update(zip(eqn.outvars, outputs, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+        return interpret(
+            jaxpr,
+            args,
+            constant=self._const,
+            literal=_literal,
+            equation=self._equation,
+        )
 
     def _equation(self, eqn: Any, inputs: list[Atom]) -> Sequence[Atom]:
         name = eqn.primitive.name

@@ -13,7 +13,7 @@ POINTWISE = ELEMENTWISE | frozenset(
     bitcast_convert_type clz copy copy_p cosh digamma erf erf_inv erfc imag is_finite
     lgamma mul optimization_barrier population_count real shift_left
     shift_right_arithmetic shift_right_logical sinh stop_gradient tan
-    """.split()  # noqa: SIM905
+    """.split()
 )
 """Primitives that compute each element from those at the same place."""
 
@@ -24,6 +24,6 @@ LIGHT = POINTWISE | frozenset(
     random_split random_unwrap random_wrap reduce_and reduce_max reduce_min reduce_or
     reduce_prod reduce_sum reshape rev shift slice split squeeze stack threefry2x32
     transpose unstack
-    """.split()  # noqa: SIM905
+    """.split()
 )
 """Primitives so cheap that computing them again costs less than keeping a result."""

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 )
 NUM = 10007
 SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal
-COMPARISONS = frozenset("eq ne lt le gt ge".split())  # noqa: SIM905
+COMPARISONS = frozenset("eq ne lt le gt ge".split())
 BEYOND_OPTAX = {  # operations of lowered bodies
     "fma": lambda out, a, b, c: np.add(a * b, c, out=out),
     "fms": lambda out, a, b, c: np.subtract(a * b, c, out=out),

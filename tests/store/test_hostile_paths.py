@@ -27,6 +27,8 @@ from jaxinf.store import (
     snapshot,
 )
 
+on_csds = pytest.mark.parametrize("store", [2], indirect=True, ids=["2 CSDs"])
+
 LEAVES = {"scale": ((), "float32"), "w": ((2, 4096), "float32")}
 
 
@@ -142,9 +144,8 @@ def test_a_link_that_leads_out(store, victim, name):
 
 
 @pytest.mark.parametrize("name", ["a/params.w/c/0/0", "b/params.w", "a", "checkpoints"])
+@on_csds
 def test_a_link_on_a_csd(store, victim, name):
-    if not store.manifest.csds:
-        pytest.skip("there is none")
     for csd in range(2):
         path = store.csd_directory(csd) / name
         if path.exists():
@@ -153,9 +154,8 @@ def test_a_link_on_a_csd(store, victim, name):
     assert refused == tried
 
 
+@on_csds
 def test_the_directory_on_a_csd_is_no_link(store, victim, place):
-    if not store.manifest.csds:
-        pytest.skip("there is none")
     own = store.csd_directory(0)
     own.rename(place / "aside")
     for name in ("a", "b", "checkpoints"):
@@ -177,10 +177,9 @@ def test_a_pipe(store, victim, name):
     assert refused == tried
 
 
+@on_csds
 def test_chunk_links_to_a_directory_that_the_manifest_does_not_know(store, place):
     """They are in the form of the format's own."""
-    if not store.manifest.csds:
-        pytest.skip("there is none")
     link = next((store.path / "slots").glob("a/params.w/c/0/*"))
     target = os.readlink(link).replace(str(place), str(place / "elsewhere"))
     link.unlink()
@@ -191,10 +190,9 @@ def test_chunk_links_to_a_directory_that_the_manifest_does_not_know(store, place
     assert refused == tried
 
 
+@on_csds
 def test_swapped_links_are_not_followed(store):
     """Chunks are read where the manifest says, wherever the links lead."""
-    if not store.manifest.csds:
-        pytest.skip("there is none")
     links = sorted((store.path / "slots").glob("*/params.w/c/0/0"))
     for link in links:
         target = os.readlink(link)

@@ -200,7 +200,9 @@ def test_effects_are_refused_by_name():
 
 def test_a_while_loop_is_refused_by_jax():
     def loop(params, batch):
-        is_small = lambda w: jnp.sum(w) < 10  # noqa: E731
+        def is_small(w):
+            return jnp.sum(w) < 10
+
         return jnp.sum(jax.lax.while_loop(is_small, lambda w: 2 * w, params["w"]))
 
     with pytest.raises(ValueError, match="Reverse-mode differentiation"):

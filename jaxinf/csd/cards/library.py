@@ -67,7 +67,7 @@ class XrtLibrary:
         for name, kind in (
             ("device", _Device), ("kernel", _Kernel), ("bo", _Bo), ("run", _Run),
         ):  # fmt: skip
-            setattr(self, name, type(name, (kind,), {"library": library}))
+            setattr(self, name, type(name, (kind,), {"xrt": library}))
 
 
 class _Direction(enum.IntEnum):
@@ -96,7 +96,7 @@ def close_all() -> None:
 class _Owned:
     """A handle with its end. What it was made of lives as long (`_of`)."""
 
-    library: Any
+    xrt: Any
 
     def _own(
         self, handle: int | None, what: str, close: str, of: "_Owned | None"
@@ -106,7 +106,7 @@ class _Owned:
         self.handle = handle
         self.number = next(_NUMBERS)
         self._of = of  # a device is closed after its buffers
-        self._end = weakref.finalize(self, getattr(self.library, close), handle)
+        self._end = weakref.finalize(self, getattr(self.xrt, close), handle)
         _LIVE.add(self)
 
     def close(self) -> None:
@@ -124,17 +124,17 @@ class _Device(_Owned):
     def __init__(self, device: int | str) -> None:
         ctypes.set_errno(0)
         if isinstance(device, str):
-            handle = self.library.xrtDeviceOpenByBDF(device.encode())
+            handle = self.xrt.xrtDeviceOpenByBDF(device.encode())
         else:
-            handle = self.library.xrtDeviceOpen(device)
+            handle = self.xrt.xrtDeviceOpen(device)
         self._own(handle, "xrtDeviceOpen", "xrtDeviceClose", None)
 
     def load_xclbin(self, xclbin: "_Xclbin") -> bytes:
         ctypes.set_errno(0)
-        if self.library.xrtDeviceLoadXclbinFile(self.handle, os.fsencode(xclbin.path)):
+        if self.xrt.xrtDeviceLoadXclbinFile(self.handle, os.fsencode(xclbin.path)):
             raise _failure("xrtDeviceLoadXclbinFile")
         uuid = ctypes.create_string_buffer(_UUID_BYTES)
-        if self.library.xrtDeviceGetXclbinUUID(self.handle, uuid):
+        if self.xrt.xrtDeviceGetXclbinUUID(self.handle, uuid):
             raise _failure("xrtDeviceGetXclbinUUID")
         return uuid.raw
 
@@ -166,11 +166,11 @@ class _Kernel(_Owned):
         ctypes.set_errno(0)
         # A uuid may hold zeros: it is passed by its address.
         words = ctypes.create_string_buffer(uuid, _UUID_BYTES)
-        handle = self.library.xrtPLKernelOpen(device.handle, words, name.encode())
+        handle = self.xrt.xrtPLKernelOpen(device.handle, words, name.encode())
         self._own(handle, "xrtPLKernelOpen", "xrtKernelClose", device)
 
     def group_id(self, argument: int) -> int:
-        group = self.library.xrtKernelArgGroupId(self.handle, argument)
+        group = self.xrt.xrtKernelArgGroupId(self.handle, argument)
         if group < 0:
             raise _failure("xrtKernelArgGroupId")
         return group
@@ -184,9 +184,9 @@ class _Bo(_Owned):
     def __init__(self, owner: Any, num_bytes: int, *rest: int) -> None:
         ctypes.set_errno(0)
         if isinstance(owner, _Bo):
-            handle = self.library.xrtBOSubAlloc(owner.handle, num_bytes, *rest)
+            handle = self.xrt.xrtBOSubAlloc(owner.handle, num_bytes, *rest)
         else:
-            handle = self.library.xrtBOAlloc(owner.handle, num_bytes, *rest)
+            handle = self.xrt.xrtBOAlloc(owner.handle, num_bytes, *rest)
         self._own(handle, "xrtBOAlloc", "xrtBOFree", owner)
         self._num_bytes = num_bytes
 
@@ -194,7 +194,7 @@ class _Bo(_Owned):
         return self._num_bytes
 
     def map(self) -> memoryview:
-        address = self.library.xrtBOMap(self.handle)
+        address = self.xrt.xrtBOMap(self.handle)
         if not address:
             raise _failure("xrtBOMap")
         memory = (ctypes.c_ubyte * self._num_bytes).from_address(address)
@@ -202,14 +202,14 @@ class _Bo(_Owned):
 
     def sync(self, direction: _Direction, num_bytes: int, offset: int) -> None:
         """Without the GIL, which ctypes releases around the call."""
-        if self.library.xrtBOSync(self.handle, direction, num_bytes, offset):
+        if self.xrt.xrtBOSync(self.handle, direction, num_bytes, offset):
             raise _failure("xrtBOSync")
 
 
 class _Run(_Owned):
     def __init__(self, kernel: _Kernel) -> None:
         ctypes.set_errno(0)
-        handle = self.library.xrtRunOpen(kernel.handle)
+        handle = self.xrt.xrtRunOpen(kernel.handle)
         self._own(handle, "xrtRunOpen", "xrtRunClose", kernel)
         self._arguments: dict[int, Any] = {}  # buffers live as long as the run
 
@@ -220,13 +220,13 @@ class _Run(_Owned):
             word = ctypes.c_int32(value)
         else:
             raise TypeError(f"argument {number}: expected a buffer or 32 bits")
-        if self.library.xrtRunSetArg(self.handle, number, word):
+        if self.xrt.xrtRunSetArg(self.handle, number, word):
             raise _failure(f"xrtRunSetArg({number})")
         self._arguments[number] = value
 
     def start(self) -> None:
-        if self.library.xrtRunStart(self.handle):
+        if self.xrt.xrtRunStart(self.handle):
             raise _failure("xrtRunStart")
 
     def state(self) -> int:
-        return int(self.library.xrtRunState(self.handle))
+        return int(self.xrt.xrtRunState(self.handle))
