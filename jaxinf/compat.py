@@ -24,6 +24,10 @@ logger of callbacks         moves with JAX's modules. Moved: the trainer prints 
 ``Primitive``, ``Literal``  of ``jax.extend.core``, and jaxprs; fields of equations,
                             which ``jaxinf/program/graph.py`` and ``jaxinf/stream``
                             read. Not there: ``tx.init`` fails while it traces
+``jax.interpreters``        rules of a primitive of our own. Not there, or other rules:
+                            ``import jaxinf`` fails, or ``tx.update`` while it is traced
+``manual_axes``             of the mesh in use. Not there: an update in ``pmap`` fails
+                            with an error of JAX's
 ``get_bind_params``         of primitives, with the equation's context. Another result:
                             the prologue fails while it is traced
 names of primitives         an unknown one: ``tx.init`` refuses the optimizer and names
@@ -47,13 +51,14 @@ update. Another XLA may round otherwise; ``tests/kernels/test_bits.py`` compares
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import optax
 from jax.core import Tracer
 from jax.experimental import io_callback
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.tree_util import (
     DictKey,
     FlattenedIndexKey,
@@ -96,12 +101,14 @@ __all__ = [
     "has_buffer_callback",
     "is_inside_multi_steps",
     "key_name",
+    "manual_axes",
     "path_keys",
     "path_text",
     "select_primitive",
     "shard_map",
     "source_frames",
     "static_params",
+    "without_examples",
 ]
 
 # ---- how a computation calls the host
@@ -161,6 +168,60 @@ def shard_map(
     return jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
+
+
+def manual_axes() -> dict[str, int]:
+    """The axes, with sizes, of the ``pmap`` or ``shard_map`` that is being traced."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {name: mesh.shape[name] for name in getattr(mesh, "manual_axes", ())}
+
+
+def without_examples(
+    values: Sequence[Any],
+    *,
+    refuse_examples: Callable[[int], NoReturn],
+    refuse_derivative: Callable[[], NoReturn],
+) -> list[Any]:
+    """Returns arrays as they are, for a computation that knows no ``vmap``; traceable.
+
+    Under a ``vmap`` over one example they lose that axis; JAX puts it back at the end.
+
+    Args:
+      values: arrays.
+      refuse_examples: raises for the number of examples of another ``vmap``.
+      refuse_derivative: raises where JAX differentiates with respect to an array.
+    """
+    return _WITHOUT_EXAMPLES.bind(
+        *values, refuse_examples=refuse_examples, refuse_derivative=refuse_derivative
+    )
+
+
+_WITHOUT_EXAMPLES = Primitive("without_examples")
+_WITHOUT_EXAMPLES.multiple_results = True
+_WITHOUT_EXAMPLES.def_impl(lambda *values, **_: list(values))
+_WITHOUT_EXAMPLES.def_abstract_eval(lambda *avals, **_: list(avals))
+mlir.register_lowering(_WITHOUT_EXAMPLES, lambda _context, *values, **_: values)
+
+
+def _squeeze_examples(
+    values: Sequence[Any], axes: Sequence[int | None], **refusals: Any
+) -> tuple[list[Any], list[None]]:
+    for value, axis in zip(values, axes, strict=True):
+        if axis is not None and value.shape[axis] != 1:
+            refusals["refuse_examples"](value.shape[axis])
+    squeezed = [
+        value if axis is None else jax.numpy.squeeze(value, axis)
+        for value, axis in zip(values, axes, strict=True)
+    ]
+    return without_examples(squeezed, **refusals), [None] * len(values)
+
+
+def _refuse_derivative(*_: Any, **refusals: Any) -> None:
+    refusals["refuse_derivative"]()
+
+
+batching.primitive_batchers[_WITHOUT_EXAMPLES] = _squeeze_examples
+ad.primitive_jvps[_WITHOUT_EXAMPLES] = _refuse_derivative
 
 
 # ---- jaxprs

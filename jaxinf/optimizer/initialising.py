@@ -17,6 +17,7 @@ from jaxinf.csd import ScalarInputs
 from jaxinf.engine import StoreDescription
 from jaxinf.optimizer.callback import call_once
 from jaxinf.optimizer.deferred import run_prologue
+from jaxinf.optimizer.entering import entering
 from jaxinf.optimizer.host_init import HostInit
 from jaxinf.optimizer.leaf_call import HostCall, leaf_call, send
 from jaxinf.optimizer.sharding import (
@@ -49,7 +50,7 @@ class _Initialised(NamedTuple):
 
 def init_state(wrapped: Wrapped, params: PyTree) -> SmartUpdateState:
     """See `smart_update`."""
-    leaves = jax.tree.leaves(params)
+    leaves = jax.tree.leaves(entering("init", params))
     is_traced = any(
         isinstance(x, compat.Tracer) or not hasattr(x, "__array__") for x in leaves
     )

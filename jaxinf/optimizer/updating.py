@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 
 from jaxinf.engine import StoreDescription
 from jaxinf.optimizer.callback import FAILED
+from jaxinf.optimizer.entering import entering
 from jaxinf.optimizer.host_side import COMMITTED
 from jaxinf.optimizer.leaf_call import HostCall
 from jaxinf.optimizer.state import SmartUpdateState, check_state, next_state
@@ -37,6 +38,9 @@ def run_update(
     shardings: tuple[NamedSharding, ...],
 ) -> tuple[PyTree, SmartUpdateState]:
     """See `smart_update`; traceable."""
+    updates, state, params, extra_args = entering(
+        "update", (updates, state, params, dict(extra_args))
+    )
     gradients, treedef = jax.tree.flatten(updates)
     known = updates if params is None else params
     init, program = wrapped.trace(known, extra_args)

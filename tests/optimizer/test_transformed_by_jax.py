@@ -1,0 +1,146 @@
+"""`init` and `update` under vmap, grad and pmap: refused at trace time, or one run."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxinf
+
+PARAMS = {"w": jnp.linspace(-1.0, 1.0, 5000), "b": jnp.ones(3)}
+GRADIENTS = jax.tree.map(jnp.sin, PARAMS)
+
+
+def stacked(tree, num):
+    return jax.tree.map(lambda x: jnp.stack([x] * num), tree)
+
+
+@pytest.fixture
+def begun(open_store):
+    """A store after `init`; at the end nothing else may have happened."""
+    store = open_store()
+    tx = jaxinf.smart_update(optax.adam(1e-2), store)
+    yield tx, tx.init(PARAMS)
+    store.check()
+    assert store.step == 0
+    store.close()
+
+
+@pytest.mark.parametrize("inside", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_vmap_over_several_examples(begun, inside):
+    tx, state = begun
+    with pytest.raises(ValueError, match=r"update is called in jax.vmap over 2 exam"):
+        jax.vmap(inside(tx.update), in_axes=(0, None, None))(
+            stacked(GRADIENTS, 2), state, PARAMS
+        )
+
+
+def test_vmap_of_init(open_store, place):
+    tx = jaxinf.smart_update(optax.adam(1e-2), open_store())
+    with pytest.raises(ValueError, match=r"init is called in jax.vmap over 2 examples"):
+        jax.vmap(tx.init)(stacked(PARAMS, 2))
+    assert not (place / "store").exists()
+
+
+@pytest.mark.parametrize("inside", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_a_derivative_of_an_update(begun, inside):
+    tx, state = begun
+
+    @inside
+    def updated(gradients):
+        updates, _ = tx.update(gradients, state, PARAMS)
+        return sum(jnp.sum(u) for u in jax.tree.leaves(updates))
+
+    with pytest.raises(ValueError, match=r"update is differentiated \(jax.grad, jax.j"):
+        jax.grad(updated)(GRADIENTS)
+
+
+def test_a_derivative_of_init(open_store, place):
+    tx = jaxinf.smart_update(optax.adam(1e-2), open_store())
+    with pytest.raises(ValueError, match=r"give init what jax.lax.stop_gradient"):
+        jax.grad(lambda params: tx.init(params).step * 1.0)(PARAMS)
+    assert not (place / "store").exists()
+
+
+def test_stop_gradient_is_the_way_out(open_store):
+    tx = jaxinf.smart_update(optax.adam(1e-2), open_store())
+    state = tx.init(PARAMS)
+
+    def loss(scale):
+        gradients = jax.tree.map(lambda g: jax.lax.stop_gradient(scale * g), GRADIENTS)
+        updates, _ = tx.update(gradients, state, PARAMS)
+        return scale * updates["b"][0]
+
+    change = jax.grad(loss)(jnp.float32(2.0))
+    np.testing.assert_allclose(change, -1e-2, rtol=1e-4)
+
+
+def train(tx):
+    """As programs that vmap over seeds write it; `init` and `update` both inside."""
+
+    def run(scale):
+        params = jax.tree.map(lambda x: scale * x, PARAMS)
+
+        def step(carry, _):
+            params, state = carry
+            gradients = jax.tree.map(jnp.sin, params)
+            updates, state = tx.update(gradients, state, params)
+            return (optax.apply_updates(params, updates), state), params["b"][0]
+
+        return jax.lax.scan(step, (params, tx.init(params)), length=3)
+
+    return run
+
+
+def test_vmap_over_one_seed_is_the_run_itself(open_store):
+    scales = jnp.full(1, 0.5)
+    expected = jax.jit(jax.vmap(train(optax.adam(1e-2))))(scales)
+    store = open_store()
+    tx = jaxinf.smart_update(optax.adam(1e-2), store)
+    (params, state), first = jax.jit(jax.vmap(train(tx)))(scales)
+    assert state.step.tolist() == [3]
+    assert params["w"].shape == (1, 5000)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5),
+        (params, first),
+        (expected[0][0], expected[1]),
+    )
+    with pytest.raises(ValueError, match=r"init is called in jax.vmap over 2 examples"):
+        jax.jit(jax.vmap(train(tx)))(jnp.ones(2))
+    assert store.step == 3
+
+
+ON_DEVICES = """
+import sys, jax, jax.numpy as jnp, optax, jaxinf
+from jax.sharding import PartitionSpec as P
+params = {"w": jnp.ones((300, 20))}
+with jaxinf.open_store(sys.argv[1]) as store:
+    tx = jaxinf.smart_update(optax.adam(1e-2), store)
+    state = tx.init(params)
+    tree = params, state, params
+    four = jax.tree.map(lambda x: jnp.stack([x] * 4), tree)
+    mesh = jax.make_mesh((4,), ("d",))
+    whole = jax.shard_map(tx.update, mesh=mesh, in_specs=P(), out_specs=P(),
+                          check_vma=False)
+    for call in (lambda: jax.pmap(tx.update, axis_name="i")(*four),
+                 lambda: jax.pmap(tx.init)(four[0]),
+                 lambda: jax.jit(whole)(*tree)):
+        try:
+            call()
+        except ValueError as error:
+            print(error)
+    assert store.step == 0
+    one = jax.tree.map(lambda x: x[None], tree)
+    assert jax.pmap(tx.update)(*one)[1].step.tolist() == [1]
+"""
+
+
+def test_pmap_and_shard_map(run_python, place):
+    devices = "--xla_force_host_platform_device_count=4"
+    result = run_python(ON_DEVICES, place / "store", XLA_FLAGS=devices, PJRT_NPROC="8")
+    said = result.stdout.splitlines()
+    assert len(said) == 3
+    assert "update is called in jax.pmap or jax.shard_map over {'i': 4}" in said[0]
+    assert "init is called in jax.pmap" in said[1]
+    assert "update is called in jax.pmap or jax.shard_map over {'d': 4}" in said[2]
