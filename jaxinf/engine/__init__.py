@@ -7,6 +7,7 @@ from jaxinf.engine.chunks import VerifyMode
 from jaxinf.engine.convert import convert_store
 from jaxinf.engine.description import LeafDescription, StoreDescription, describe
 from jaxinf.engine.options import Durability, MasterChoice, MasterFormat, StateFormat
+from jaxinf.engine.state import ParamsReader
 from jaxinf.engine.steps import StepMetrics
 from jaxinf.engine.store import (
     DEFAULT_MEMORY_BYTES,
@@ -24,6 +25,7 @@ __all__ = [
     "LeafDescription",
     "MasterChoice",
     "MasterFormat",
+    "ParamsReader",
     "StateFormat",
     "StepMetrics",
     "Store",

@@ -14,9 +14,14 @@ __all__ = ["Failure", "StoreHealth", "closed_error"]
 
 
 class Failure:
-    """Set once. Thread-safe; no method blocks for long."""
+    """Set once. Thread-safe; no method blocks for long.
+
+    Attributes:
+      note: makes a note for the error, or None; called before anyone sees the error.
+    """
 
     def __init__(self) -> None:
+        self.note: Callable[[], str | None] = lambda: None
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._listeners: list[Callable[[], None]] = []
@@ -31,6 +36,9 @@ class Failure:
         with self._lock:
             if self._error is not None:
                 return
+            note = self.note()
+            if note is not None:
+                error.add_note(note)
             self._error = error
             listeners = list(self._listeners)
         for listener in listeners:

@@ -95,6 +95,7 @@ class OpenStore:
         self.is_new = commit is None
         self.commit = commit or CommitRecord(step=0, scalar_state=())
         self.finished = self.commit
+        self.health.failure.note = self._note
         self._documents = self.commit.documents
         if self.is_new:
             first = directory.step_path(next_slot(None))
@@ -147,10 +148,11 @@ class OpenStore:
         """Stops the store for good, its workers too; the first error wins."""
         if not self.health.is_for(error):
             return
-        is_rare = self.options.steps_per_commit != 1
-        if self.health.failure.error is None and is_rare and self.num_uncommitted:
-            error.add_note(self.loss_note())
         self.health.failure.set(error)
+
+    def _note(self) -> str | None:
+        is_lossy = self.options.rewrites_steps and self.num_uncommitted > 0
+        return self.loss_note() if is_lossy else None
 
     def loss_note(self) -> str:
         """A sentence about the loss of the steps since the last commit."""

@@ -19,15 +19,22 @@ from jaxinf.errors import StoreError
 from jaxinf.io import crc32c
 from jaxinf.layout import Chunk, gather, scatter
 from jaxinf.program import InitKernel
-from jaxinf.store import CommitRecord, Piece, ScalarState, StepReader, dtype_of
+from jaxinf.store import (
+    CommitRecord,
+    Piece,
+    ScalarState,
+    Slot,
+    StepReader,
+    dtype_of,
+)
 from jaxinf.typing import Array, JsonValue
 
 __all__ = [
+    "ParamsReader",
     "committed_reader",
     "committed_step",
     "finish_initialisation",
     "initialise",
-    "read_box",
     "read_state",
     "same_params",
 ]
@@ -153,34 +160,81 @@ def read_state(
       origin: index in the leaf of the array's first element.
       state: another of its states, which is no coded one.
     """
-
     with committed_reader(opened, opened.options.memory_bytes) as reader:
-        read_box(opened, reader, leaf, out, origin, state)
+        chunks = opened.chunks_of(leaf, origin, out.shape)
+        _read_chunks(opened, reader, leaf, out, origin, chunks, state)
 
 
-def read_box(
+class ParamsReader:
+    """Reads master params of the last finished step, which may not be committed.
+
+    A step may be under way if it writes nothing that is read here.
+
+    Args:
+      opened: the store, no step ending.
+      memory_bytes: memory for reads.
+    """
+
+    def __init__(self, opened: OpenStore, memory_bytes: int) -> None:
+        self._opened = opened
+        chunks, directory = opened.chunks, opened.directory
+        slots: list[Slot] = []
+        if not chunks.is_all_written:
+            slots.append(chunks.committed)
+        if chunks.has_working:
+            slots.append(chunks.target)
+        record = replace(opened.finished, checksums=chunks.checksums())
+        self._readers = {
+            slot: StepReader(
+                directory.step_path(slot),
+                record,
+                directory=directory,
+                memory_bytes=memory_bytes // len(slots),
+                meters=opened.meters,
+            )
+            for slot in slots
+        }
+
+    def read(self, leaf: int, out: Array, origin: Sequence[int]) -> None:
+        """Reads a box of a leaf's master params; blocks.
+
+        Args:
+          leaf: number of the leaf.
+          out: an array of the wanted dtype; it must cover whole chunks
+            (`Training.can_move`).
+          origin: index in the leaf of its first element.
+        """
+        opened = self._opened
+        slots = {
+            layout.subgroup.chunk: opened.chunks.source(layout, 0)
+            for layout in opened.layouts(leaf, origin, out.shape)
+        }
+        for slot, reader in self._readers.items():
+            numbers = [number for number, held in slots.items() if held == slot]
+            if numbers:
+                _read_chunks(opened, reader, leaf, out, origin, numbers)
+
+    def close(self) -> None:
+        """Frees the memory."""
+        for reader in self._readers.values():
+            reader.__exit__()
+
+
+def _read_chunks(
     opened: OpenStore,
     reader: StepReader,
     leaf: int,
     out: Array,
     origin: Sequence[int],
+    chunks: Sequence[int],
     state: int = 0,
 ) -> None:
-    """Reads with an existing reader; otherwise as `read_state`.
-
-    A step with a commit may be under way, since it writes to the other slot.
-
-    Args:
-      opened: the store.
-      reader: from `committed_reader`, with no commit since.
-      leaf, out, origin, state: as for `read_state`.
-    """
+    """Reads chunks of a state into the box `out` of the leaf."""
 
     def visit(piece: Piece) -> None:
         scatter(out, piece.chunk, tuple(origin), piece.start, piece.values)
         opened.meters.add(link_up_bytes=piece.values.nbytes)
 
-    chunks = opened.chunks_of(leaf, origin, out.shape)
     _each_piece(opened, reader, leaf, out.dtype, chunks, visit, state)
 
 

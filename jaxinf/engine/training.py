@@ -22,16 +22,15 @@ from jaxinf.engine.opened import OpenStore, StoreRun
 from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.place import StorePlace
 from jaxinf.engine.state import (
-    committed_reader,
+    ParamsReader,
     finish_initialisation,
     initialise,
-    read_box,
     read_state,
 )
 from jaxinf.engine.steps import StepEngine, StepMetrics
 from jaxinf.errors import StaleStateError, StoreFormatError, StoreMismatchError
 from jaxinf.layout import LeafGrid, choose_grid
-from jaxinf.store import CommitRecord, ScalarState, StepReader
+from jaxinf.store import CommitRecord, ScalarState
 from jaxinf.typing import Array, JsonValue
 
 __all__ = ["Training"]
@@ -257,28 +256,13 @@ class Training:
         finish_initialisation(self.opened, scalars, self._annotations.take(0))
         self.binding.is_bound = True
 
-    def params_reader(self, memory_bytes: int) -> StepReader:
-        """Makes a reader of the committed step for `read_params`; a commit ends it.
+    def params_reader(self, memory_bytes: int) -> ParamsReader:
+        """Makes a reader of the last finished step's params; a commit ends it.
 
         Args:
           memory_bytes: memory for its reads.
         """
-        return committed_reader(self.opened, memory_bytes)
-
-    def read_params(
-        self, reader: StepReader, leaf: int, out: Array, origin: Sequence[int]
-    ) -> None:
-        """Reads a box of a leaf's master params from the committed step; blocks.
-
-        A step with a commit may be under way; its writes are not visible.
-
-        Args:
-          reader: a result of `params_reader`.
-          leaf: number of the leaf.
-          out: an array of the wanted dtype; it must cover whole chunks (`can_move`).
-          origin: index in the leaf of its first element.
-        """
-        read_box(self.opened, reader, leaf, out, origin)
+        return ParamsReader(self.opened, memory_bytes)
 
     def can_move(self, leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
         """Whether a box of a leaf consists of whole chunks, so it can move alone."""

@@ -4,6 +4,7 @@ Invariant: at most two programs are in flight, so memory stays within the plan; 
 asynchronous dispatch alone every param would be in memory at once.
 """
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -65,6 +66,7 @@ class Runner:
         self._executables = compile_plan(
             plan, {} if executables is None else executables
         )
+        self._in_flight: deque[tuple[int, jax.Array | None]] = deque()
         self._numbers: dict[int, jax.Array] = {}
         self._consts = [jax.numpy.asarray(c) for c in plan.traced.consts]
         self._seed = jax.numpy.ones((), plan.traced.seed_dtype)
@@ -89,7 +91,7 @@ class Runner:
         """
         leaves = [jax.numpy.asarray(leaf) for leaf in jax.tree.leaves(batch)]
         slots: dict[Slot, jax.Array] = {}
-        in_flight: deque[tuple[int, jax.Array | None]] = deque()
+        in_flight = self._in_flight
 
         def await_first() -> None:
             number, output = in_flight.popleft()
@@ -117,6 +119,13 @@ class Runner:
             await_first()
         loss, *aux = (slots[slot] for slot in self.plan.calls.results)
         return loss, self.plan.traced.aux_tree.unflatten(aux)
+
+    def settle(self) -> None:
+        """Waits for programs that an interrupted step has left in flight."""
+        while self._in_flight:
+            *_, output = self._in_flight.popleft()
+            with contextlib.suppress(RuntimeError):  # the step's own error is raised
+                jax.block_until_ready(output)
 
     def _call(
         self,

@@ -4,8 +4,9 @@
               ▲ params read ahead   │ gradients, each as soon as it is complete
               └──────── store ◄─────┘ updated near storage; one commit a step
 
-Invariant: a step reads params from the slot with which it began, and writes updates to
-  the other one. So a crash at any point leaves the last committed step.
+Invariant: a step writes updates to the slot that is not committed. So a crash at any
+  point leaves the last committed step. A chunk that a step overwrites in place is
+  written after the step's last read of it.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,13 +21,14 @@ import numpy as np
 import optax
 
 from jaxinf.compress import TopK
-from jaxinf.engine import Store, Training, describe, open_store
+from jaxinf.engine import ParamsReader, Store, Training, describe, open_store
 from jaxinf.errors import StreamError
 from jaxinf.program import trace_init, trace_update
-from jaxinf.store import StepReader
 from jaxinf.stream.calls import Policy
+from jaxinf.stream.deferred import Deferred
 from jaxinf.stream.fetch import FetchCounts, Fetcher, fetches_of, window_bytes
 from jaxinf.stream.initial import initial_inputs, trace_params
+from jaxinf.stream.interrupts import Interrupts
 from jaxinf.stream.kept import keep_plan, kept_plan
 from jaxinf.stream.memory import (
     READER_BYTES,
@@ -124,11 +126,6 @@ def stream(
         owned = store
     else:
         owned = open_store(store, memory_bytes=max(64 << 20, memory_bytes // 8))
-    if owned.training.options.rewrites_steps:
-        raise ValueError(
-            f"{owned.path}: jaxinf.stream expects a store with durability='step', "
-            f"found another; open it with the default"
-        )
     options = _Options(memory_bytes, has_aux, policy, replan, nonfinite)
     return StreamedStep(loss_fn, tx, owned, options)
 
@@ -171,7 +168,7 @@ class _Source:
     def __init__(self, training: Training, memory_bytes: int) -> None:
         self._training = training
         self._memory_bytes = memory_bytes
-        self._reader: StepReader | None = None
+        self._reader: ParamsReader | None = None
 
     def begin(self) -> None:
         """Begins a step; there is no commit before it ends."""
@@ -181,13 +178,12 @@ class _Source:
     def read(self, unit: Unit, out: Array) -> None:
         """Fills `out` with a unit; blocks."""
         assert self._reader is not None
-        box = out.reshape(unit.extent)
-        self._training.read_params(self._reader, unit.leaf, box, unit.origin)
+        self._reader.read(unit.leaf, out.reshape(unit.extent), unit.origin)
 
     def close(self) -> None:
         """Frees its memory."""
         if self._reader is not None:
-            self._reader.__exit__(None, None, None)
+            self._reader.close()
             self._reader = None
 
 
@@ -213,6 +209,7 @@ class StreamedStep:
         self._bound: dict[Any, _Bound] = {}
         self._last: _Bound | None = None
         self._executables: Executables = {}
+        self._interrupts = Interrupts()
         return_freed_memory()
 
     # --- params --------------------------------------------------------------------
@@ -295,25 +292,31 @@ class StreamedStep:
         training.join()
         bound.fetcher.counts = FetchCounts()
         bound.updates.waited_s = 0.0
-        bound.updates.begin()
+        with self._interrupts.held_back():
+            bound.updates.begin()
+            try:
+                loss, aux = self._run(bound, batch)
+                bound.updates.finish(self._interrupts.check)
+            except BaseException:
+                bound.updates.abandon()
+                raise
+        return loss, aux if self._options.has_aux else None
+
+    def _run(self, bound: _Bound, batch: PyTree) -> tuple[jax.Array, PyTree]:
         try:
             bound.fetcher.begin()
-            loss, aux = bound.runner(
+            return bound.runner(
                 batch,
                 lambda number, piece: self._fetched(bound, number, piece),
                 bound.updates.hand_out,
                 bound.fetcher.done,
             )
-        except BaseException:
-            bound.updates.abandon()
-            raise
         finally:
+            bound.runner.settle()  # before the memory that they read is freed
             bound.fetcher.stop()
-        bound.updates.finish()
-        return loss, aux if self._options.has_aux else None
 
-    @staticmethod
-    def _fetched(bound: _Bound, number: int, piece: Any) -> jax.Array:
+    def _fetched(self, bound: _Bound, number: int, piece: Any) -> jax.Array:
+        self._interrupts.check()
         unit = bound.places.unit(piece)
         array = bound.fetcher.get(number, unit)
         part = bound.places.part(unit, piece)
@@ -351,13 +354,18 @@ class StreamedStep:
         window = window_bytes(fetches, len(calls))
         spare = max(0, division.programs - plan.peak_bytes)
         program = trace_update(self._tx, params)
-        spilled = division.gradients // 2 if program.reads_gradients else 0
+        rewrites = training.options.rewrites_steps
+        is_deferred = program.reads_gradients or rewrites
+        spilled = division.gradients // 2 if is_deferred else 0
+        deferred = Deferred(
+            program, Spill(self._folder(), spilled), is_checked=rewrites
+        )
         updates = Updates(
             training,
             program,
             places,
             division.gradients - spilled,
-            Spill(self._folder(), spilled),
+            deferred if is_deferred else None,
             options.nonfinite,
         )
         updates.check(ready.gradient_pieces)
@@ -400,8 +408,18 @@ class StreamedStep:
         return StreamMetrics(self._last.fetcher.counts, self._last.updates.waited_s)
 
     def annotate(self, payload: JsonValue) -> None:
-        """Sets the caller's payload for the commit of the next step."""
+        """Sets the caller's payload for the commit of the next step.
+
+        Blocks until the last step has ended.
+
+        Args:
+          payload: JSON: position in the data, random seeds, ….
+
+        Raises:
+          ValueError, TypeError: It is not JSON.
+        """
         training = self.store.training
+        training.join()
         training.annotate(training.opened.finished.step + 1, payload)
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ Invariant: the store advances by one step if every gradient arrived and was fini
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias
 
 import jax
@@ -22,10 +22,9 @@ from jaxinf.engine import Training, UpdateRequest
 from jaxinf.errors import NonFiniteGradientError, UnsupportedTransformError
 from jaxinf.program import UpdateProgram
 from jaxinf.store import ScalarState
+from jaxinf.stream.deferred import Deferred
 from jaxinf.stream.graph import Piece
-from jaxinf.stream.norms import GradientScalars
 from jaxinf.stream.places import Places, Unit
-from jaxinf.stream.spill import Spill
 from jaxinf.typing import Array
 
 __all__ = ["NonFinitePolicy", "Updates", "check_program"]
@@ -64,15 +63,16 @@ def check_program(program: UpdateProgram) -> None:
 class Updates:
     """The optimizer's side of a streamed step.
 
-    If the optimizer needs a scalar of all gradients, such as their norm, they are
-    spilled on arrival, and a second pass updates.
+    Gradients are deferred if the optimizer needs a scalar of all of them, such as their
+    norm, or if a step overwrites one that is not committed. Updates then start when all
+    have arrived, and with them all reads of params are over.
 
     Args:
       training: The store.
       program: The optimizer, traced; `check_program` has passed.
       places: The store's units.
       capacity_bytes: Bytes of gradients that may wait; one is always accepted.
-      spill: Storage for gradients until the last one arrives.
+      deferred: Takes gradients until the last one arrives; None if none waits.
       nonfinite: The effect of a non-finite gradient.
 
     Attributes:
@@ -85,7 +85,7 @@ class Updates:
         program: UpdateProgram,
         places: Places,
         capacity_bytes: int,
-        spill: Spill,
+        deferred: Deferred | None,
         nonfinite: NonFinitePolicy,
     ) -> None:
         self._training = training
@@ -93,8 +93,8 @@ class Updates:
         self._places = places
         self._capacity_bytes = capacity_bytes
         self._nonfinite: NonFinitePolicy = nonfinite
-        self._spill = spill
-        self._norms = GradientScalars(program) if program.reads_gradients else None
+        self._deferred = deferred
+        self._norms = None if deferred is None else deferred.norms
         self._prologue = jax.jit(self._compute_prologue)
         self._changed = threading.Condition()
         self._queue: deque[_Handed] = deque()
@@ -112,8 +112,8 @@ class Updates:
 
     def check(self, pieces: Sequence[Piece]) -> None:
         """Refuses gradients that arrive in parts if they are needed whole."""
-        if self._norms is not None:
-            self._norms.check(pieces)
+        if self._deferred is not None:
+            self._deferred.check(pieces)
 
     # --- a step --------------------------------------------------------------------
 
@@ -123,16 +123,12 @@ class Updates:
         self._step = record.step
         if self._norms is None:
             self._set_inputs(*self._prologue(self._scalar_state()))
-        else:
-            self._norms.begin()
-            self._spill.reset()
-        self._queue.clear()
         self._gathering, self._bad, self._error = {}, [], None
-        self._waiting_bytes, self._is_ending = 0, False
-        self._thread = threading.Thread(
-            target=self._run, name="jaxinf-updates", daemon=True
-        )
-        self._thread.start()
+        if self._deferred is None:
+            self._start_thread(self._update)
+        else:
+            self._deferred.begin()
+            self._start_thread(self._defer)
 
     def hand_out(self, piece: Piece, gradient: jax.Array) -> None:
         """Takes a complete gradient; blocks while too many wait.
@@ -140,6 +136,75 @@ class Updates:
         Raises:
           BaseException: The exception that stopped the updates.
         """
+        self._put(piece, gradient)
+
+    def finish(self, check: Callable[[], None] = lambda: None) -> bool:
+        """Waits for all updates and ends the step; whether the store advanced.
+
+        Args:
+          check: Called where the step can be given up; raises if it has to be.
+
+        Raises:
+          NonFiniteGradientError: The step was refused.
+          BaseException: The exception that stopped the updates.
+        """
+        self._end_thread()
+        if self._deferred is not None:
+            self._bad = list(self._deferred.bad)
+            if not self._is_refused:
+                self._update_deferred(self._deferred, check)
+        if self._is_refused:
+            self._training.steps.abandon()
+            if self._nonfinite == "skip":
+                self._num_skipped += 1
+                return False
+            raise self._non_finite()
+        assert not self._gathering, "every part of a unit has its gradient"
+        record = self._training.opened.finished
+        scalars = [
+            ScalarState(old.path, np.array(new))
+            for old, new in zip(record.scalar_state, self._scalars, strict=True)
+        ]
+        num_skipped = record.skipped_steps + self._num_skipped
+        self._training.steps.finish(self._step, scalars, num_skipped)
+        self._num_skipped = 0
+        return True
+
+    def abandon(self) -> None:
+        """Abandons the step without a commit."""
+        with self._changed:
+            self._queue.clear()
+        self._end_thread(check=False)
+        if self._deferred is not None:
+            self._deferred.spill.reset()
+        self._training.steps.abandon()
+
+    def close(self) -> None:
+        """Frees the spill's file."""
+        if self._deferred is not None:
+            self._deferred.spill.close()
+
+    # --- inside --------------------------------------------------------------------
+
+    @property
+    def _is_refused(self) -> bool:
+        return bool(self._bad) and self._nonfinite != "allow"
+
+    def _update_deferred(self, deferred: Deferred, check: Callable[[], None]) -> None:
+        """The second pass. What overwrites an uncommitted step is not interrupted."""
+        if self._norms is not None:
+            self._set_inputs(*self._norms.combine(self._scalar_state()))
+        check()
+        overwrites = self._training.opened.num_uncommitted > 0
+        self._start_thread(self._update)
+        for piece, gradient in deferred.take_all():
+            self._put(piece, gradient)
+            if not overwrites:
+                check()
+        self._end_thread()
+
+    def _put(self, piece: Piece, gradient: jax.Array | Array) -> None:
+        """Queues a gradient for the thread; blocks while too many wait."""
         unit = self._places.unit(piece)
         with self._changed:
             began_s = time.perf_counter()
@@ -156,52 +221,6 @@ class Updates:
             self._waiting_bytes += gradient.nbytes
             self._queue.append((unit, piece, gradient))
             self._changed.notify_all()
-
-    def finish(self) -> bool:
-        """Waits for all updates and ends the step; whether the store advanced.
-
-        Raises:
-          NonFiniteGradientError: The step was refused.
-          BaseException: The exception that stopped the updates.
-        """
-        self._end_thread()
-        if self._error is not None:
-            raise self._error
-        if self._norms is not None:
-            self._set_inputs(*self._norms.combine(self._scalar_state()))
-            for piece in self._spill.pieces():
-                gradient = self._spill.take(piece)
-                self._update([(self._places.unit(piece), piece, gradient)])
-        assert not self._gathering, "every part of a unit has its gradient"
-        record = self._training.opened.finished
-        if self._bad and self._nonfinite != "allow":
-            self._training.steps.abandon()
-            if self._nonfinite == "skip":
-                self._num_skipped += 1
-                return False
-            raise self._non_finite()
-        scalars = [
-            ScalarState(old.path, np.array(new))
-            for old, new in zip(record.scalar_state, self._scalars, strict=True)
-        ]
-        num_skipped = record.skipped_steps + self._num_skipped
-        self._training.steps.finish(self._step, scalars, num_skipped)
-        self._num_skipped = 0
-        return True
-
-    def abandon(self) -> None:
-        """Abandons the step without a commit."""
-        with self._changed:
-            self._queue.clear()
-        self._end_thread()
-        self._spill.reset()
-        self._training.steps.abandon()
-
-    def close(self) -> None:
-        """Frees the spill's file."""
-        self._spill.close()
-
-    # --- inside --------------------------------------------------------------------
 
     def _compute_prologue(
         self, scalar_state: Sequence[jax.Array]
@@ -225,14 +244,34 @@ class Updates:
             ScalarInputs(tuple(np.asarray(scalar) for scalar in own)) for own in inputs
         ]
 
-    def _run(self) -> None:
+    def _start_thread(self, action: Callable[[Sequence[_Handed]], None]) -> None:
+        """Starts a thread that passes what is queued to `action`."""
+        self._queue.clear()
+        self._waiting_bytes, self._is_ending = 0, False
+        self._thread = threading.Thread(
+            target=self._run, args=(action,), name="jaxinf-updates", daemon=True
+        )
+        self._thread.start()
+
+    def _end_thread(self, *, check: bool = True) -> None:
+        """Waits until all that was queued is done; with `check` raises its error."""
+        with self._changed:
+            self._is_ending = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if check and self._error is not None:
+            raise self._error
+
+    def _run(self, action: Callable[[Sequence[_Handed]], None]) -> None:
         try:
             while True:
                 taken = self._next()
                 if not taken:
                     return
                 num_bytes = sum(gradient.nbytes for _, _, gradient in taken)
-                self._take(taken)
+                action(taken)
                 del taken
                 with self._changed:
                     self._waiting_bytes -= num_bytes
@@ -259,14 +298,10 @@ class Updates:
                     break
             return taken
 
-    def _take(self, taken: Sequence[_Handed]) -> None:
-        if self._norms is None:
-            self._update(taken)
-            return
-        for unit, piece, gradient in taken:
-            del unit
-            self._norms.add(piece, jnp.asarray(gradient))
-            self._spill.put(piece, gradient)
+    def _defer(self, taken: Sequence[_Handed]) -> None:
+        assert self._deferred is not None
+        for _, piece, gradient in taken:
+            self._deferred.add(piece, gradient)
 
     def _update(self, taken: Sequence[_Handed]) -> None:
         requests = []
@@ -303,14 +338,6 @@ class Updates:
             out=None,
             probe=_NO_PARAMS,
         )
-
-    def _end_thread(self) -> None:
-        with self._changed:
-            self._is_ending = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
 
     def _non_finite(self) -> NonFiniteGradientError:
         names = list(dict.fromkeys(self._bad))

@@ -2,10 +2,8 @@
 
 import errno
 import os
-import signal
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +13,7 @@ import pytest
 from zoo import ZOO, normal
 
 import jaxinf
+from jaxinf.engine import ParamsReader
 from jaxinf.errors import StoreFormatError, StoreMismatchError, StreamError
 from jaxinf.program import trace_update
 from jaxinf.stream.graph import Piece
@@ -382,18 +381,22 @@ def test_clipping_is_that_of_optax(name, streamed):
     assert_near(step.store.params(like=program.params), expected)
 
 
+def spill_of(step):
+    return step._last.updates._deferred.spill
+
+
 def test_spilled_to_the_drive_has_the_bits_of_memory(streamed, monkeypatch):
     program = ZOO["tied_and_unused"]()
     held = streamed(program, CLIPPED, "held")
     held.load(program.params)
     run(held, program, 2)
-    assert not held._last.updates._spill.written_bytes
+    assert not spill_of(held).written_bytes
 
     monkeypatch.setattr(STREAMED, "Spill", lambda folder, _: Spill(folder, 0))
     spilled = streamed(program, CLIPPED, "spilled")
     spilled.load(program.params)
     run(spilled, program, 2)
-    assert spilled._last.updates._spill.written_bytes == sum(
+    assert spill_of(spilled).written_bytes == sum(
         leaf.nbytes for leaf in jax.tree.leaves(program.params)
     )
     assert_equal(*(step.store.params(like=program.params) for step in (held, spilled)))
@@ -462,79 +465,16 @@ def test_drives_move_what_the_plan_says(streamed):
     assert 0 <= traffic.drive_read_bytes - fetched - state_bytes < page
 
 
-PROGRAM = """
-import os, signal, sys
-sys.path.insert(0, sys.argv[1])
-import jax, optax, jaxinf
-from zoo import ZOO
-from jaxinf.stream.updates import Updates
-
-path, name, kill_at = sys.argv[2], sys.argv[3], int(sys.argv[4])
-program = ZOO[name]()
-handed = 0
-update = Updates._update
-
-def killing(self, taken):
-    global handed
-    for one in taken:
-        update(self, [one])
-        handed += 1
-        if handed == kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-Updates._update = killing
-store = jaxinf.open_store(path, chunk_elements=4096, memory_bytes=16 << 20)
-step = jaxinf.stream(program.loss, optax.adam(1e-2), store, memory_bytes=256 << 20)
-step.load(program.params, batch=program.batch)
-while step.store.step < 3:
-    step(program.batch)
-    step.store.wait()
-print(handed)
-"""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "tied_and_unused",
-        pytest.param("l2_penalty", marks=pytest.mark.long),
-        pytest.param("scan_twice_cast", marks=pytest.mark.long),
-    ],
-)
-def test_killed_between_hand_outs_the_committed_step_is_whole(
-    name, streamed, run_python, place
-):
-    """The step in flight is lost and nothing else, and what follows has the bits."""
-    folder = str(Path(__file__).parent)
-    program = ZOO[name]()
-    whole = streamed(program, optax.adam(1e-2), "whole")
-    whole.load(program.params, batch=program.batch)
-    run(whole, program, 3)
-    leaves = len(jax.tree.leaves(program.params))
-    killed = run_python(
-        PROGRAM, folder, place / "killed", name, 2 * leaves - 1, check=False
-    )
-    assert killed.returncode == -signal.SIGKILL
-    run_python(PROGRAM, folder, place / "killed", name, -1)
-    resumed = streamed(program, optax.adam(1e-2), "killed")
-    assert resumed.store.step == 3
-    assert_equal(
-        resumed.store.params(like=program.params),
-        whole.store.params(like=program.params),
-    )
-
-
 def test_a_failing_drive_stops_the_step(streamed, monkeypatch):
     program = ZOO["l2_penalty"](depth=3)
     step = streamed(program, optax.sgd(0.1))
     step.load(program.params)
     run(step, program, 1)
-    training = step.store.training
 
     def fail(*args):
         raise OSError("the drive is gone")
 
-    monkeypatch.setattr(training, "read_params", fail)
+    monkeypatch.setattr(ParamsReader, "read", fail)
     with pytest.raises(OSError, match="the drive is gone"):
         step(program.batch)
     monkeypatch.undo()

@@ -1,0 +1,77 @@
+"""Gradients that wait for the last one, because no update may start before it.
+
+Invariant: nothing of the store is written while gradients arrive here.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinf.program import UpdateProgram
+from jaxinf.stream.graph import Piece
+from jaxinf.stream.norms import GradientScalars
+from jaxinf.stream.spill import Spill
+from jaxinf.typing import Array
+
+__all__ = ["Deferred", "is_finite"]
+
+_PIECE_ELEMENTS = 1 << 18
+
+
+class Deferred:
+    """Spills a step's gradients and takes what the optimizer needs of all of them.
+
+    Args:
+      program: The optimizer.
+      spill: Storage for gradients.
+      is_checked: Whether gradients must be known to be finite before the first update.
+
+    Attributes:
+      norms: The scalars of gradients that the optimizer reads; None if it reads none.
+      bad: Names of leaves whose gradient has NaN or Inf, if checked.
+    """
+
+    def __init__(
+        self, program: UpdateProgram, spill: Spill, *, is_checked: bool
+    ) -> None:
+        self._program = program
+        self._is_checked = is_checked
+        self.spill = spill
+        self.norms = GradientScalars(program) if program.reads_gradients else None
+        self.bad: list[str] = []
+
+    def check(self, pieces: Sequence[Piece]) -> None:
+        """Refuses gradients that arrive in parts if they are needed whole."""
+        if self.norms is not None:
+            self.norms.check(pieces)
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.bad = []
+        self.spill.reset()
+        if self.norms is not None:
+            self.norms.begin()
+
+    def add(self, piece: Piece, gradient: jax.Array | Array) -> None:
+        """Takes a gradient; blocks while it is written."""
+        if self._is_checked and not is_finite(np.asarray(gradient)):
+            self.bad.append(self._program.leaves[piece.leaf].info.name)
+        if self.norms is not None:
+            self.norms.add(piece, jnp.asarray(gradient))
+        self.spill.put(piece, gradient)
+
+    def take_all(self) -> Iterator[tuple[Piece, Array]]:
+        """Returns the gradients, in the order in which they came."""
+        for piece in self.spill.pieces():
+            yield piece, self.spill.take(piece)
+
+
+def is_finite(array: Array) -> bool:
+    """Whether an array has neither NaN nor Inf; takes little memory."""
+    flat = array.reshape(-1)
+    return all(
+        np.isfinite(flat[start : start + _PIECE_ELEMENTS]).all()
+        for start in range(0, flat.size, _PIECE_ELEMENTS)
+    )

@@ -1,0 +1,57 @@
+"""Ctrl-C during a step: raised only where the step can be given up or is complete.
+
+Invariant: an interrupt is never lost. It is raised by `check`, or at the end.
+"""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+__all__ = ["Interrupts"]
+
+
+class Interrupts:
+    """Holds back Ctrl-C while programs run that read memory of ours.
+
+    Python would raise it between any two instructions, also where a program is running
+    that nobody knows of yet. A second Ctrl-C is raised at once, so that a drive that
+    hangs can be left. Handlers of the user's own are not replaced.
+    """
+
+    def __init__(self) -> None:
+        self._is_pending = False
+
+    @contextlib.contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Holds interrupts back; raises one that came when the body has ended."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main or signal.getsignal(signal.SIGINT) is not _PYTHONS_OWN:
+            yield
+            return
+        self._is_pending = False
+        signal.signal(signal.SIGINT, self._note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, _PYTHONS_OWN)
+        self.check()
+
+    def check(self) -> None:
+        """Raises an interrupt that was held back.
+
+        Raises:
+          KeyboardInterrupt: Ctrl-C was pressed.
+        """
+        if self._is_pending:
+            self._is_pending = False
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._is_pending:
+            _PYTHONS_OWN(number, frame)
+        self._is_pending = True
+
+
+_PYTHONS_OWN = signal.default_int_handler
