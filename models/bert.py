@@ -42,12 +42,12 @@ class BertConfig(EncoderConfig):
     num_positions: int  # the longest sequence
     num_token_types: int = 2
     head: Literal["masked-lm", "classification"] = "masked-lm"
-    num_labels: int = 2  # of a classification
+    num_labels: int = 2  # classes of a classification
 
 
 # Layers, heads, features, hidden, vocabulary, positions.
 PRESETS: Mapping[str, BertConfig] = {
-    # Bytes and one more: what stands for a masked byte.
+    # The vocabulary is all bytes and a token for a masked byte.
     "nano": BertConfig(4, 4, 128, 512, 257, 256),
     "base": BertConfig(12, 12, 768, 3072, 30522, 512),
     "large": BertConfig(24, 16, 1024, 4096, 30522, 512),
@@ -78,7 +78,7 @@ class Block(nnx.Module):
 
 
 class MaskedHead(nnx.Module):
-    """Features to a guess at the token; the token embedding is the output's table."""
+    """Maps features to input of the output's table, which is the token embedding."""
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         num, dtype = config.num_features, jnp.dtype(config.param_dtype)
@@ -87,12 +87,12 @@ class MaskedHead(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(config.vocab_size, dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map [batch, seq, features] to the same, for the table."""
+        """Map [batch, seq, features] to the same shape."""
         return self.ln(jax.nn.gelu(self.dense(x), approximate=False))
 
 
 class ClassHead(nnx.Module):
-    """The first token's features to logits of classes."""
+    """Maps the first token's features to logits of classes."""
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         num = config.num_features
@@ -161,11 +161,11 @@ class Bert(nnx.Module):
 
         Args:
           tokens: int [batch, seq].
-          segments: int [batch, seq], the document that each token is of, 0 for padding;
-            documents do not see each other, and positions count anew in each.
+          segments: int [batch, seq], the number of each token's document, 0 for
+            padding; documents do not see each other, and positions start at 0 in each.
           token_types: int [batch, seq], first or second sentence; zeros by default.
-          key: for dropout.
-          remat: what wraps each block's function, such as `jax.checkpoint`.
+          key: key of the dropout; None for no dropout.
+          remat: wrapper of each block's function, such as `jax.checkpoint`.
         """
         key_0, key = split_key(key, 2)
         x = dropout(
@@ -183,7 +183,7 @@ class Bert(nnx.Module):
         key: Key = None,
         remat: Remat = None,
     ) -> jax.Array:
-        """What `output`'s table is for: `encode`'s output through the masked head."""
+        """Input of `output`'s table: `encode`'s output through the masked head."""
         assert isinstance(self.head, MaskedHead)
         return self.head(
             self.encode(

@@ -1,8 +1,8 @@
 """BLOOM (Scao et al. 2022): positions by ALiBi, a norm of the embeddings.
 
-ALiBi (Press et al. 2021): a query's score for a key falls in a line with the distance,
-in each head with a slope of its own. There are no position embeddings, and no longest
-sequence.
+ALiBi (Press et al. 2021): a query's score for a key falls linearly with the distance,
+in each head with another slope. There are no position embeddings, and sequences have no
+maximum length.
 
 Invariant: `qkv` holds a head's query, key and value features side by side, as the
 published weights do.
@@ -65,10 +65,10 @@ PRESETS: Mapping[str, BloomConfig] = {
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """How fast each head's scores fall: a geometric series from below 1 to 2^-8.
+    """Returns each head's slope: a geometric series from below 1 to 2^-8.
 
-    Of a number of heads that is no power of two, those beyond the power below it take
-    every second slope of the series of twice as many heads.
+    If the number of heads is not a power of two, the series is that of the next lower
+    power. The other heads take every second slope of the series for twice that power.
     """
     whole = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-8 * n / whole) for n in range(1, whole + 1)]
@@ -77,17 +77,17 @@ def alibi_slopes(num_heads: int) -> list[float]:
 
 
 def alibi(num_heads: int, seq: int) -> jax.Array:
-    """What is added to the scores: float32 [1, heads, 1, keys].
+    """Returns the bias of the scores: float32 [1, heads, 1, keys].
 
-    It grows with the key's place instead of falling with its distance: for one query
-    the two differ by a constant, which the softmax does not see.
+    It grows with the key's position instead of falling with its distance. For one query
+    the two differ by a constant, which does not change the softmax.
     """
     slopes = jnp.asarray(alibi_slopes(num_heads), jnp.float32)
     return (slopes[:, None] * jnp.arange(seq))[None, :, None]
 
 
 def _projection(config: BloomConfig, num_in: int, *, rngs: nnx.Rngs) -> nnx.Linear:
-    """Linear back onto the skip path: 2 per layer add up, hence the smaller init."""
+    """A linear layer onto the skip path; as 2 per layer add up, the init is smaller."""
     stddev = INIT_STDDEV / math.sqrt(2 * config.num_layers)
     return linear(config, num_in, config.num_features, rngs=rngs, stddev=stddev)
 
@@ -179,10 +179,10 @@ class Bloom(nnx.Module):
 
         Args:
           tokens: int [batch, seq].
-          segments: int [batch, seq], the document that each token is of; documents do
+          segments: int [batch, seq], the number of each token's document; documents do
             not see each other.
-          key: for dropout.
-          remat: what wraps each block's function, such as `jax.checkpoint`.
+          key: key of the dropout; None for no dropout.
+          remat: wrapper of each block's function, such as `jax.checkpoint`.
         """
         key_0, key = split_key(key, 2)
         x = self.ln_0(look_up(self.config, self.wte, tokens))

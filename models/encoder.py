@@ -1,7 +1,7 @@
-"""What BERT and ViT have in common: attention that sees both ways, and the MLP.
+"""The common layers of BERT and ViT: bidirectional attention, and the MLP.
 
-Invariant: `Attention` and `MLP` know nothing of norms and skip paths, which is where
-the two models differ.
+Invariant: `Attention` and `MLP` know nothing of norms and skip paths, in which the two
+models differ.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class EncoderConfig(ModelConfig):
 
 
 class Attention(nnx.Module):
-    """Multi-head self-attention without a direction."""
+    """Bidirectional multi-head self-attention."""
 
     def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs):
         self.num_heads = config.num_heads

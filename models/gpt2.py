@@ -54,7 +54,7 @@ class GPT2Config(ModelConfig):
 
 
 PRESETS: Mapping[str, GPT2Config] = {
-    # Bytes, not tokens: learns source code in a minute or two on two CPU cores.
+    # For bytes; learns source code in a minute or two on two CPU cores.
     "nano": GPT2Config(256, 256, num_layers=4, num_heads=4, num_features=128),
     # The four published sizes (Radford et al. 2019, table 2).
     "small": GPT2Config(50257, 1024, num_layers=12, num_heads=12, num_features=768),
@@ -65,7 +65,7 @@ PRESETS: Mapping[str, GPT2Config] = {
 
 
 def _projection(config: GPT2Config, num_in: int, *, rngs: nnx.Rngs) -> nnx.Linear:
-    """Linear back onto the skip path: 2 per layer add up, hence the smaller init."""
+    """A linear layer onto the skip path; as 2 per layer add up, the init is smaller."""
     stddev = INIT_STDDEV / math.sqrt(2 * config.num_layers)
     return linear(config, num_in, config.num_features, rngs=rngs, stddev=stddev)
 
@@ -129,7 +129,7 @@ class Block(nnx.Module):
 class GPT2(nnx.Module):
     """GPT-2 language model with the token embedding as its output head.
 
-    The whole is `head(ln_f(block(... block(embed(tokens)))))`; each stage can be called
+    The model is `head(ln_f(block(... block(embed(tokens)))))`. Each stage can be called
     on its own, for instance by a trainer that streams layers.
     """
 
@@ -174,10 +174,10 @@ class GPT2(nnx.Module):
 
         Args:
           tokens: int [batch, seq].
-          segments: int [batch, seq], the document that each token is of; documents do
-            not see each other, and positions count anew in each.
-          key: for dropout.
-          remat: what wraps each block's function, such as `jax.checkpoint`.
+          segments: int [batch, seq], the number of each token's document; documents do
+            not see each other, and positions start at 0 in each.
+          key: key of the dropout; None for no dropout.
+          remat: wrapper of each block's function, such as `jax.checkpoint`.
         """
         key_0, key = split_key(key, 2)
         x = dropout(self.embed(tokens, segments), self.config.dropout, key_0)

@@ -1,7 +1,7 @@
-"""What the models of this package share: configs, layers, masks, the walk over blocks.
+"""Parts that the models of this package share: configs, layers, masks, `run_blocks`.
 
-Invariant: params are `nnx.Param`s and nothing else is state: dropout takes its key as
-an argument, so that a model splits into a static part and a plain tree of arrays.
+Invariant: the only state is params, in `nnx.Param`s. Dropout takes its key as an
+argument, so that a model splits into a static part and a plain tree of arrays.
 """
 
 import dataclasses
@@ -38,24 +38,24 @@ DTypeName: TypeAlias = Literal["float32", "bfloat16"]
 Key: TypeAlias = jax.Array | None
 """A random key for dropout; None: no dropout."""
 Remat: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]] | None
-"""What wraps the function of each block, such as `jax.checkpoint`; None: nothing."""
+"""A wrapper of each block's function, such as `jax.checkpoint`; None for no wrapper."""
 
 INIT_STDDEV = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """What every model's config has; hashable, so it can be a static jit argument.
+    """The common fields of configs; hashable, so it can be a static jit argument.
 
     Attributes:
-      dtype: of activations and matrix products.
-      param_dtype: of the params.
-      dropout: share of embeddings and of each layer's outputs that training zeroes;
-        attention's weights are left whole. It takes effect where a key is given.
+      dtype: dtype of activations and matrix products.
+      param_dtype: dtype of the params.
+      dropout: share of embeddings and of each layer's outputs that training zeroes, if
+        it gives a key; weights of the attention are never zeroed.
 
     Raises:
-      ValueError: a count is below one, the dropout no share, or a dtype is not one of
-        those named here.
+      ValueError: a count is below one, the dropout is not a share, or a dtype is not
+        one of the fields' choices.
     """
 
     dtype: DTypeName = dataclasses.field(default="float32", kw_only=True)
@@ -79,7 +79,7 @@ class ModelConfig:
             )
 
     def check_divides(self, divisor: str, dividend: str) -> None:
-        """Raises ValueError where one field does not divide another."""
+        """Raises ValueError if one field does not divide another."""
         if getattr(self, dividend) % getattr(self, divisor):
             raise ValueError(
                 f"{type(self).__name__}: {divisor}={getattr(self, divisor)} must "
@@ -151,7 +151,7 @@ def embedding(
 
 def look_up(config: ModelConfig, table: nnx.Param, rows: jax.Array) -> jax.Array:
     """Rows of a table in the compute dtype: int [...] to [..., features]."""
-    # Looked up before the cast, so that gradients add up in the param dtype.
+    # The cast follows the look-up, so that gradients add up in the param dtype.
     return jnp.take(table[...], rows, axis=0).astype(config.dtype)
 
 
@@ -178,13 +178,15 @@ def join_heads(x: jax.Array) -> jax.Array:
 def attention_mask(
     query_segments: jax.Array | None, key_segments: jax.Array | None
 ) -> jax.Array | None:
-    """Who may look at whom: bool [batch, 1, queries, keys]; None: everybody.
+    """Returns which keys each query sees: bool [batch, 1, queries, keys].
+
+    None if each sees all keys.
 
     Args:
-      query_segments: int [batch, queries]: which document of its row a token is of;
-        documents do not see each other. Padding is a document like others, by custom
-        number 0.
-      key_segments: int [batch, keys].
+      query_segments: int [batch, queries]: the number of each token's document in its
+        row; documents do not see each other. Padding is a document like others, by
+        convention number 0.
+      key_segments: int [batch, keys]: the same for the keys.
     """
     if query_segments is None or key_segments is None:
         return None
@@ -192,7 +194,7 @@ def attention_mask(
 
 
 def positions_in(segments: jax.Array) -> jax.Array:
-    """Each token's place in its document: int [batch, seq] to the same."""
+    """Maps segments to each token's position in its document: int [batch, seq]."""
     number = jnp.arange(segments.shape[1])
     is_first = jnp.pad(
         segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True
@@ -218,7 +220,7 @@ def dropout(x: jax.Array, rate: float, key: Key) -> jax.Array:
 
 
 def split_key(key: Key, num: int) -> Sequence[Key]:
-    """So many keys of one, or so many Nones."""
+    """Returns `num` keys made from one, or `num` times None."""
     return [None] * num if key is None else list(jax.random.split(key, num))
 
 
@@ -233,11 +235,11 @@ def run_blocks(
     """Applies layers one after another, each with a dropout key of its own.
 
     Args:
-      blocks: called as ``block(x, key=key, **shared)``.
-      x: what the first is given.
-      key: for dropout.
-      remat: wraps each layer's function.
-      **shared: what all layers are given.
+      blocks: layers, called as ``block(x, key=key, **shared)``.
+      x: input of the first layer.
+      key: key of the dropout; None for no dropout.
+      remat: wrapper of each layer's function.
+      **shared: further arguments of every layer.
     """
     keys = split_key(key, len(blocks))
     for block, own in zip(blocks, keys, strict=True):

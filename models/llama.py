@@ -1,10 +1,10 @@
-"""Llama, and what is shaped like it: Mistral, Qwen 2, Qwen 3.
+"""Llama and its relatives: Mistral, Qwen 2, Qwen 3.
 
 Rotary positions (Su et al. 2021), grouped-query attention (Ainslie et al. 2023), SwiGLU
 (Shazeer 2020) and RMS norm, no biases (Touvron et al. 2023). Mistral adds a sliding
 window, Qwen 2 biases of q, k and v, Qwen 3 a norm of each query and key.
 
-Invariant: everything that tells these models apart is a field of the config.
+Invariant: all differences between these models are fields of the config.
 """
 
 import dataclasses
@@ -41,16 +41,17 @@ __all__ = ["PRESETS", "Llama", "LlamaConfig", "RopeScaling"]
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are slowed for more positions than were trained.
+    """A reduction of rotary frequencies, for more positions than were trained.
 
     Attributes:
-      kind: "linear": all by the factor (Chen et al. 2023). "llama3": by the factor
-        those that turn fewer than `low_turns` times within the original positions, not
-        at all those that turn more than `high_turns` times, in between by a blend.
-      factor: how much slower.
-      low_turns: of llama3.
-      high_turns: of llama3.
-      original_positions: of llama3: the longest sequence before the scaling.
+      kind: "linear" divides all frequencies by the factor (Chen et al. 2023). "llama3"
+        divides those that turn fewer than `low_turns` times within the original
+        positions, keeps those that turn more than `high_turns` times, and blends in
+        between.
+      factor: the divisor.
+      low_turns: see "llama3".
+      high_turns: see "llama3".
+      original_positions: for "llama3": the longest sequence before the scaling.
     """
 
     kind: Literal["linear", "llama3"]
@@ -82,13 +83,13 @@ class LlamaConfig(ModelConfig):
     num_kv_heads: int  # heads of keys and values, each for some heads of queries
     num_features: int
     num_hidden: int  # features between the MLP's layers
-    head_features: int | None = None  # of one head; num_features / num_heads
+    head_features: int | None = None  # features of a head; num_features / num_heads
     rope_base: float = 10000.0
     rope_scaling: RopeScaling | None = None
     norm_epsilon: float = 1e-5
     qkv_bias: bool = False
     qk_norm: bool = False
-    window: int | None = None  # how many tokens, itself included, one looks back on
+    window: int | None = None  # number of tokens that one sees, itself included
     tied_embeddings: bool = False
 
     def __post_init__(self):
@@ -147,7 +148,7 @@ PRESETS: Mapping[str, LlamaConfig] = {
 
 
 def rope_frequencies(config: LlamaConfig) -> jax.Array:
-    """How far each pair of features turns from one position to the next, in radians.
+    """Returns the angle, in radians, that each pair of features turns per position.
 
     Returns:
       float32 [features of a head / 2].
@@ -180,7 +181,7 @@ def rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
 
 
 def _projection(config: LlamaConfig, num_in: int, *, rngs: nnx.Rngs) -> nnx.Linear:
-    """Linear back onto the skip path: 2 per layer add up, hence the smaller init."""
+    """A linear layer onto the skip path; as 2 per layer add up, the init is smaller."""
     stddev = INIT_STDDEV / math.sqrt(2 * config.num_layers)
     return linear(
         config, num_in, config.num_features, rngs=rngs, stddev=stddev, use_bias=False
@@ -299,10 +300,10 @@ class Llama(nnx.Module):
 
         Args:
           tokens: int [batch, seq].
-          segments: int [batch, seq], the document that each token is of; documents do
-            not see each other, and positions count anew in each.
-          key: for dropout.
-          remat: what wraps each block's function, such as `jax.checkpoint`.
+          segments: int [batch, seq], the number of each token's document; documents do
+            not see each other, and positions start at 0 in each.
+          key: key of the dropout; None for no dropout.
+          remat: wrapper of each block's function, such as `jax.checkpoint`.
 
         Raises:
             ValueError: `seq` is above the config's `num_positions`.

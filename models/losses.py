@@ -1,7 +1,7 @@
-"""What a task asks of a model: how wrong it is on a batch, and how often right.
+"""Each task's loss and accuracy of a model on a batch.
 
-Invariant: means are over what counts: each token or label has the same weight, whatever
-the batch it is in, and tokens of weight 0 leave loss and gradients alone.
+Invariant: each token or label has the same weight in a mean, whichever batch it is in,
+and tokens of weight 0 affect neither loss nor gradients.
 """
 
 import math
@@ -27,19 +27,19 @@ BATCH_FIELDS: Mapping[TaskName, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "classification": (("labels",), ("tokens", "images", "segments", "token_types")),
 }
-"""For each task the fields that a batch must have and those that it may have.
+"""The required and the optional fields of a batch, by task.
 
-tokens, targets, token_types: int [batch, seq]. targets are the tokens that should be
-    predicted *at* each place: for causal-lm the one after, for masked-lm the one there.
-weights: float or bool [batch, seq], of each target; 0 leaves it out. All 1 by default.
-segments: int [batch, seq]: the document of its row that a token is of, 0 for padding;
-    documents do not see each other. One document by default.
-decoder_tokens, decoder_segments: the same, int [batch, targets], of what a seq2seq
-    model is given of its answer: the targets, one later.
+tokens, targets, token_types: int [batch, seq]. A target is the token to be predicted at
+    a position: for causal-lm the next token, for masked-lm the one at the position.
+weights: float or bool [batch, seq], weights of the targets; 1 by default.
+segments: int [batch, seq], the number of each token's document in its row, 0 for
+    padding; documents do not see each other. By default a row is one document.
+decoder_tokens, decoder_segments: int [batch, targets], tokens and segments of a seq2seq
+    model's decoder: the targets shifted by one.
 images: float [batch, height, width, channels]. labels: int [batch].
 """
 
-MAX_LOGITS_BYTES = 256 << 20  # fp32 logits that are held at once
+MAX_LOGITS_BYTES = 256 << 20  # fp32 logits in memory at once
 
 
 class Scores(NamedTuple):
@@ -47,8 +47,8 @@ class Scores(NamedTuple):
 
     Attributes:
       loss: weighted cross entropies, in nats.
-      weight: what to divide the other two by.
-      correct: weights of the targets that were the likeliest.
+      weight: sum of the weights, by which the other two are divided.
+      correct: sum of the weights of targets to which the model gave the highest score.
     """
 
     loss: jax.Array
@@ -67,11 +67,11 @@ def task_loss(
     """Mean cross entropy of a batch in nats, a float32 scalar; to be differentiated.
 
     Args:
-      model: one that has the task.
-      task: what to do.
+      model: a model that has the task.
+      task: the task.
       batch: arrays by name, as in `BATCH_FIELDS`.
-      key: for dropout; None, as for evaluation: no dropout.
-      remat: what wraps each layer's function, such as `jax.checkpoint`.
+      key: key of the dropout; None for no dropout, as in evaluation.
+      remat: wrapper of each layer's function, such as `jax.checkpoint`.
     """
     sums = score(model, task, batch, key=key, remat=remat)
     return sums.loss / sums.weight
@@ -114,8 +114,8 @@ def _token_scores(
 ) -> Scores:
     """Scores of [batch, seq, features] against int [batch, seq].
 
-    Where the logits would be large (vocabulary 50257), they are computed for a slice of
-    the sequence at a time and again in the backward pass, never kept whole.
+    Large logits (vocabulary 50257) are never all in memory: they are computed for one
+    slice of the sequence at a time, and again in the backward pass.
     """
     # fp32, so that the gradients of the slices add up in fp32.
     table = table.astype(jnp.float32)
@@ -143,7 +143,7 @@ def _token_scores(
 
 
 def _num_slices(seq: int, logits_bytes: int) -> int:
-    """Fewest equal slices of the sequence whose logits fit in MAX_LOGITS_BYTES."""
+    """Returns the fewest equal slices whose logits fit in MAX_LOGITS_BYTES."""
     fewest = max(1, math.ceil(logits_bytes / MAX_LOGITS_BYTES))
     return next((n for n in range(fewest, seq) if seq % n == 0), seq)
 

@@ -1,7 +1,6 @@
-"""The models by name: their presets, their tasks, and how one is made of a config.
+"""The models by name: their presets, their tasks, and how to make one from a config.
 
-Invariant: what is true of all models is said here once; a model's own file says the
-rest.
+Invariant: facts that are common to all models are stated here, once.
 """
 
 import dataclasses
@@ -41,11 +40,12 @@ class ModelFamily:
     """One architecture.
 
     Attributes:
-      name: as on a command line.
-      config_type: what its configs are.
-      model_type: made as ``model_type(config, rngs=nnx.Rngs(seed))``.
-      presets: sizes by name; ``nano`` is for a small machine and a vocabulary of bytes.
-      tasks: what it can be trained for, the usual one first.
+      name: its name on a command line.
+      config_type: class of its configs.
+      model_type: its class, called as ``model_type(config, rngs=nnx.Rngs(seed))``.
+      presets: configs by name; ``nano`` is for a small machine and a vocabulary of
+        bytes.
+      tasks: tasks that it can be trained for, the usual one first.
     """
 
     name: str
@@ -78,20 +78,20 @@ MODELS: Mapping[str, ModelFamily] = {
 
 
 def family_of(config: ModelConfig) -> ModelFamily:
-    """The architecture of a config."""
+    """Returns the architecture of a config."""
     return next(f for f in MODELS.values() if f.config_type is type(config))
 
 
 def config_for(config: Any, task: TaskName, *, num_labels: int | None = None) -> Any:
-    """A config with the head that a task wants.
+    """Returns a config with the head that a task needs.
 
     Args:
-      config: of any model.
-      task: what the model is for.
-      num_labels: classes of a classification; by default the config's own.
+      config: a config of any model.
+      task: the task.
+      num_labels: classes of a classification; by default the config's own number.
 
     Raises:
-      ValueError: the model does not have the task; names those that it has.
+      ValueError: the model does not have the task; the message names its tasks.
     """
     family = family_of(config)
     if task not in family.tasks:
@@ -106,13 +106,13 @@ def config_for(config: Any, task: TaskName, *, num_labels: int | None = None) ->
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
-    """What a config says of the model, as JSON: neither its precision nor its task."""
+    """Returns a config as JSON, without precision and task."""
     fields = dataclasses.asdict(config)
     return {k: v for k, v in fields.items() if k not in _NOT_OF_THE_MODEL}
 
 
 def config_from_json(name: str, fields: Mapping[str, Any]) -> Any:
-    """The config of an architecture by name; the reverse of `config_to_json`.
+    """Makes a config of the named architecture; the reverse of `config_to_json`.
 
     Raises:
       ValueError, TypeError: a field is out of range, of another type or not known.
@@ -123,7 +123,7 @@ def config_from_json(name: str, fields: Mapping[str, Any]) -> Any:
 
 
 def make_model(config: ModelConfig, *, rngs: nnx.Rngs) -> Any:
-    """A model with new params."""
+    """Makes a model with new params."""
     return family_of(config).model_type(config, rngs=rngs)
 
 
@@ -140,12 +140,12 @@ def split(model: nnx.Module) -> tuple[Any, Params]:
 
 
 def abstract_params(config: ModelConfig) -> tuple[Any, Params]:
-    """Like `split`, but of `jax.ShapeDtypeStruct`s: no memory, whatever the size."""
+    """Like `split`, but with `jax.ShapeDtypeStruct`s, which take no memory."""
     return split(nnx.eval_shape(lambda: make_model(config, rngs=nnx.Rngs(0))))
 
 
 @functools.lru_cache(maxsize=64)
 def num_params(config: ModelConfig) -> int:
-    """Number of parameters; tied ones count once."""
+    """Returns the number of parameters; tied ones count once."""
     _, params = abstract_params(config)
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))

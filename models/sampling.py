@@ -1,6 +1,6 @@
-"""Text out of a language model: plain sampling, one compiled step.
+"""Samples text from a language model, with one compiled step.
 
-Invariant: shapes are fixed for a whole call, so no token costs a new compilation.
+Invariant: shapes are fixed for a whole call, so it compiles at most once.
 """
 
 import functools
@@ -26,24 +26,24 @@ def generate(
 ) -> jax.Array:
     """Continue a prompt, without a cache of keys and values.
 
-    The window slides once it is full; of a longer prompt only the end counts.
+    A full window drops its oldest token. Only the end of a longer prompt is used.
 
     Args:
       model: the language model.
       prompt_tokens: int [batch, prompt], at least one token.
-      num_tokens: how many to add.
+      num_tokens: number of tokens to add.
       key: a JAX random key; the same key gives the same tokens.
       temperature: 0 takes the likeliest token.
-      max_context: tokens the model may look back on, by default and at most
-        `num_positions`. Give the sequence length it was trained on where that is
-        shorter: positions beyond it were never trained.
+      max_context: most tokens that the model sees, by default and at most
+        `num_positions`. If it was trained on shorter sequences, give their length:
+        positions beyond it were never trained.
 
     Returns:
         int32 [batch, num_tokens], without the prompt.
 
     Raises:
-        ValueError: an empty prompt, a negative count or temperature, or a context that
-            the model does not have.
+        ValueError: the prompt is empty, a count or the temperature is negative, or the
+            context is longer than the model's.
     """
     prompt = jnp.asarray(prompt_tokens, jnp.int32)
     num_positions = model.config.num_positions
@@ -114,7 +114,7 @@ def _sample(
 def _append(
     context: jax.Array, filled: jax.Array, token: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Write the token behind the context, dropping the oldest one of a full window."""
+    """Append a token to the context; a full window drops its oldest."""
     full = filled == context.shape[1]
     context = jnp.where(full, jnp.roll(context, -1, axis=1), context)
     filled = jnp.where(full, filled, filled + 1)

@@ -1,11 +1,11 @@
-"""T5 (Raffel et al. 2020): encoder and decoder, positions by a bias of each distance.
+"""T5 (Raffel et al. 2020): encoder and decoder; positions are biases of distances.
 
-Scores are not divided by the root of the head's features, the init makes up for it. The
-first version has ReLU and the token embedding as output head, 1.1 a gated GELU and a
-head of its own.
+Scores are not divided by the root of the head's features; the init makes up for it. The
+first version has ReLU, and the token embedding as its output head. Version 1.1 has a
+gated GELU and a separate head.
 
-Invariant: one table of distances serves all layers of the encoder, another all of the
-decoder's self-attention; attention from decoder to encoder has none.
+Invariant: one table of distances serves all layers of the encoder, another one all
+self-attention of the decoder. Attention from decoder to encoder has none.
 """
 
 import dataclasses
@@ -45,14 +45,14 @@ class T5Config(ModelConfig):
     """Shape and precision of a T5."""
 
     vocab_size: int
-    num_layers: int  # of the encoder
+    num_layers: int  # layers of the encoder
     num_decoder_layers: int
     num_heads: int
     num_features: int
-    head_features: int  # of one head; heads together may have more than num_features
+    head_features: int  # features of a head; all heads may have more than num_features
     num_hidden: int  # features between the MLP's layers
-    num_buckets: int = 32  # that distances fall into
-    max_distance: int = 128  # from which on all distances are one
+    num_buckets: int = 32  # buckets of distances
+    max_distance: int = 128  # distances from here on share a bucket
     mlp: Literal["relu", "gated-gelu"] = "relu"
     tied_embeddings: bool = True
 
@@ -71,7 +71,7 @@ def _version_1_1(*sizes: int) -> T5Config:
 
 # Vocabulary, layers of encoder and decoder, heads, features, features a head, hidden.
 PRESETS: Mapping[str, T5Config] = {
-    # Bytes and one more: what begins an answer.
+    # The vocabulary is all bytes and a token that begins an answer.
     "nano": T5Config(257, 2, 2, 4, 128, 32, 512),
     "small": T5Config(32128, 6, 6, 8, 512, 64, 2048),
     "base": T5Config(32128, 12, 12, 12, 768, 64, 3072),
@@ -89,11 +89,11 @@ PRESETS: Mapping[str, T5Config] = {
 def distance_buckets(
     num_queries: int, num_keys: int, *, config: T5Config, is_causal: bool
 ) -> np.ndarray:
-    """The bucket of each distance: int32 [queries, keys].
+    """Returns the bucket of each distance: int32 [queries, keys].
 
-    Half of the buckets are for one distance each, the others grow by a constant factor
-    up to `max_distance`. Without a direction, keys before and after the query have half
-    of the buckets each.
+    Half of the buckets are for one distance each; the others grow by a constant factor
+    up to `max_distance`. If not causal, keys before and after the query have half of
+    the buckets each.
     """
     ahead = np.arange(num_keys)[None] - np.arange(num_queries)[:, None]
     num_buckets = config.num_buckets
@@ -113,7 +113,7 @@ def distance_buckets(
 
 
 class DistanceBias(nnx.Module):
-    """What each distance adds to the scores of each head."""
+    """The bias that each distance adds to each head's scores."""
 
     def __init__(self, config: T5Config, *, is_causal: bool, rngs: nnx.Rngs):
         self.config, self.is_causal = config, is_causal
@@ -123,7 +123,7 @@ class DistanceBias(nnx.Module):
         )
 
     def __call__(self, seq: int) -> jax.Array:
-        """For self-attention of a sequence: float32 [1, heads, queries, keys]."""
+        """Biases of a sequence's self-attention: float32 [1, heads, queries, keys]."""
         buckets = distance_buckets(
             seq, seq, config=self.config, is_causal=self.is_causal
         )
@@ -142,7 +142,7 @@ def _linear(
 
 
 class Attention(nnx.Module):
-    """Multi-head attention of unscaled scores."""
+    """Multi-head attention with unscaled scores."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
         self.num_heads = config.num_heads
@@ -309,7 +309,7 @@ class T5(nnx.Module):
         key: Key = None,
         remat: Remat = None,
     ) -> jax.Array:
-        """What `output`'s table is for: [batch, targets, features]."""
+        """Input of `output`'s table: [batch, targets, features]."""
         key_0, key, key_1 = split_key(key, 3)
         rate = self.config.dropout
         if decoder_segments is None and segments is not None:
@@ -337,17 +337,17 @@ class T5(nnx.Module):
         key: Key = None,
         remat: Remat = None,
     ) -> jax.Array:
-        """What `output`'s table is for: [batch, targets, features].
+        """Input of `output`'s table: [batch, targets, features].
 
         Args:
-          tokens: int [batch, seq], what is read.
-          decoder_tokens: int [batch, targets], the answer, one later.
-          segments: int [batch, seq], the document that each token is of, 0 for padding;
-            documents do not see each other.
-          decoder_segments: int [batch, targets], which of them an answer is to; by
-            default all to document 1.
-          key: for dropout.
-          remat: what wraps each block's function, such as `jax.checkpoint`.
+          tokens: int [batch, seq], the encoder's input.
+          decoder_tokens: int [batch, targets], the answer, shifted by one.
+          segments: int [batch, seq], the number of each token's document, 0 for
+            padding; documents do not see each other.
+          decoder_segments: int [batch, targets], the document that each token answers;
+            document 1 by default.
+          key: key of the dropout; None for no dropout.
+          remat: wrapper of each block's function, such as `jax.checkpoint`.
         """
         key_1, key_2 = split_key(key, 2)
         encoded = self.encode(tokens, segments=segments, key=key_1, remat=remat)

@@ -1,6 +1,6 @@
 """ViT (Dosovitskiy et al. 2021): a pre-norm encoder over patches of an image.
 
-Invariant: images are [batch, height, width, channels], of the config's one size.
+Invariant: images are [batch, height, width, channels], all of the config's size.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ def _norm(config: ViTConfig, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
 
 
 class Patches(nnx.Module):
-    """Images to tokens: a linear layer over each patch."""
+    """Maps images to tokens: a linear layer over each patch."""
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -74,7 +74,7 @@ class Patches(nnx.Module):
         """[batch, height, width, channels] to [batch, patches, features].
 
         Raises:
-            ValueError: the images are of another size than the config's.
+            ValueError: the images do not have the config's size.
         """
         size, count = self.config.patch_size, self.config.image_size
         expected = (count, count, self.config.num_channels)
@@ -111,7 +111,7 @@ class Block(nnx.Module):
 
 
 class ViT(nnx.Module):
-    """ViT with a linear classifier on the features of a token of its own."""
+    """ViT with a linear classifier on the features of a class token."""
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -143,9 +143,9 @@ class ViT(nnx.Module):
         """Class logits: [batch, height, width, channels] to float32 [batch, labels].
 
         Args:
-          images: normalised as in training.
-          key: for dropout.
-          remat: what wraps each block's function, such as `jax.checkpoint`.
+          images: images, normalised as in training.
+          key: key of the dropout; None for no dropout.
+          remat: wrapper of each block's function, such as `jax.checkpoint`.
         """
         key_0, key = split_key(key, 2)
         x = dropout(self.embed(images), self.config.dropout, key_0)

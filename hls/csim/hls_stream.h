@@ -1,7 +1,7 @@
-// hls::stream for plain g++: a FIFO of as many places as it will have on a card.
+// hls::stream for plain g++: a FIFO of the same depth as on a card.
 //
-// Reading an empty one, or writing a full one, lets the region's other stages run: see
-// region.hpp. Only what the kernels use of the vendor's class is here.
+// A read from an empty one, or a write to a full one, lets the region's other stages run:
+// see region.hpp. It has the members of the vendor's class that the kernels use.
 #pragma once
 
 #include "region.hpp"

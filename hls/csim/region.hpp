@@ -1,9 +1,9 @@
 // A dataflow region on one thread: every stage is a coroutine that runs until it would
 // block on a stream.
 //
-// So streams are as short as on a card, memory does not grow with the subgroup, an
-// update in place meets its own writes, and a region that would hang on a card is found
-// here: when no stage can go on, the process stops and says which ones are left.
+// So streams are as short as on a card, memory does not grow with the subgroup, and an
+// update in place meets its own writes. A region that would hang on a card is found here:
+// when no stage can go on, the process stops and names the remaining ones.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ template <class... Values>
   std::abort();
 }
 
-// Denormals are zero and results are flushed to it, as in a card's operators.
+// Flushes denormal operands and results to zero, like a card's operators.
 class FlushToZero {
 #if defined(__SSE__)
  public:
@@ -48,9 +48,9 @@ class Region {
     stages_.emplace_back(new Stage{name, std::move(function)});
   }
 
-  // Returns when every stage has. Other threads may run regions of their own.
+  // Returns when every stage has returned. Other threads may run regions of their own.
   void run() {
-    const FlushToZero section;  // coroutines begin with the floating-point mode of here
+    const FlushToZero section;  // coroutines inherit this floating-point mode
     Region* const outer = current();
     current() = this;
     for (auto& stage : stages_) prepare(*stage);
@@ -74,8 +74,9 @@ class Region {
     swapcontext(&region->active_->context, &region->scheduler_);
   }
 
-  // An iteration of the active stage's pipelined loop begins: what was to be written by
-  // now is. In a loop that stalls nothing is: its pipeline stands still, as on a card.
+  // Begins an iteration of the active stage's pipelined loop, and makes the late writes
+  // that are due. A loop that stalls makes none, since its pipeline stands still, as on
+  // a card.
   static void iteration() {
     Region* const region = current();
     if (!region) return;
@@ -88,7 +89,7 @@ class Region {
     }
   }
 
-  // Writes when the loop has gone on for so many iterations, or has ended.
+  // Writes after so many more iterations of the loop, or at its end.
   template <class Stream, class Value>
   static void write_late(Stream& stream, const Value& value, std::uint64_t cycles) {
     Region* const region = current();

@@ -1,15 +1,15 @@
 // CRC-32C of 64 bytes a cycle.
 //
 // A checksum is linear: each bit of the next one is the parity of some bits of the 64
-// bytes and of some bits of the last checksum. `crc_rows` says which; a synthesiser
-// makes 32 trees of XORs of it. Only the short ones, over the last checksum, lie in the
-// loop's path from one cycle to the next.
+// bytes and of some bits of the last checksum. `crc_rows` lists these bits, and a
+// synthesiser turns the lists into 32 trees of XORs. Only the short trees, over the last
+// checksum, are in the loop's path from one cycle to the next.
 #pragma once
 
 #include "streams.hpp"
 
-// Emulated cards may take this CPU's instructions for a checksum and a multiply-add:
-// the same bits, sooner. The testbenches compare.
+// Emulated cards may use this CPU's instructions for a checksum and a multiply-add: they
+// give the same bits sooner. The testbenches compare the two.
 #if defined(JAXINF_CPU_INSTRUCTIONS) && defined(__SSE4_2__)
 #include <nmmintrin.h>
 #endif
@@ -43,7 +43,7 @@ inline Word parity(Word x) {
   return x & 1u;
 }
 
-// The checksum (not yet inverted) after 64 more bytes.
+// Returns the checksum (not yet inverted) after 64 more bytes.
 inline Word crc_of_wide_by_rows(Word crc, const Wide& wide) {
 #pragma HLS ARRAY_PARTITION variable=crc_rows.of complete dim=0
   Word next = 0;
@@ -72,7 +72,7 @@ inline Word crc_of_wide(Word crc, const Wide& wide) {
 #endif
 }
 
-// The same after `num_bytes` bytes, at most 64: one cycle each.
+// The same after `num_bytes` bytes, at most 64; each takes one cycle.
 inline Word crc_of_bytes(Word crc, const Wide& wide, Word num_bytes) {
 crc_tail:
   for (Word i = 0; i < num_bytes; ++i) {

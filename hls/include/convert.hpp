@@ -1,4 +1,4 @@
-// Between what memory holds and float32: a beat a cycle.
+// Converts between the formats in memory and float32, one beat a cycle.
 #pragma once
 
 #include "codecs.hpp"
@@ -16,7 +16,7 @@ inline float widen_item(F16, Word bits) {
   Word magnitude = (exponent + 112) << 23 | fraction << 13;
   if (exponent == 31)
     magnitude = 0x7f800000u | fraction << 13 | (fraction ? 0x400000u : 0u);
-  if (exponent == 0)  // below half's normal numbers: units of 2^-24
+  if (exponent == 0)  // a subnormal half: units of 2^-24
     magnitude = bits_of(static_cast<float>(static_cast<std::int32_t>(fraction)) *
                         5.9604644775390625e-8f);
   return float_of(sign | magnitude);

@@ -1,10 +1,10 @@
-// Top-k pairs to a dense gradient: zeros, and each value in its place.
+// Expands top-k pairs to a dense gradient: zeros, and each value at its position.
 //
 //   values, indices ─► one pair a cycle ─► the beat it lies in ─► beats
 //
 // Positions ascend, so one beat is open at a time and no memory is needed: n elements
 // with k pairs take n / lanes + k cycles. A pair that does not ascend, or lies beyond the
-// subgroup, is left out, and `valid` becomes 0. Of equal positions the last one counts.
+// subgroup, is left out, and `valid` becomes 0. Of equal positions the last is used.
 #pragma once
 
 #include "convert.hpp"

@@ -1,14 +1,14 @@
 // a * b + c of float32, rounded once, to nearest even; denormals are zero.
 //
-// In integers, because the vendor's mathematics promises no bits: two multipliers' worth
-// of DSP blocks, two shifters, an adder. NaN results are the canonical NaN.
+// It computes in integers, because the vendor's mathematics does not promise bits: DSP
+// blocks of two multipliers, two shifters, an adder. NaN results are the canonical NaN.
 #pragma once
 
 #include "streams.hpp"
 
 namespace jaxinf {
 
-// `x` shifted right, its lowest bit set where a bit that is 1 was lost.
+// Shifts `x` right, and sets its lowest bit if a 1 was shifted out.
 inline std::uint64_t shifted_sticky(std::uint64_t x, int by) {
   if (by >= 64) return x != 0;
   const std::uint64_t kept = x >> by;

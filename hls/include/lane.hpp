@@ -1,4 +1,4 @@
-// One element: what a body computes with on a card. `update` has some side by side.
+// One element, and a card's arithmetic for bodies. `update` has several side by side.
 //
 // Masks are I32, all bits set for true, as in the host's lanes.
 #pragma once
@@ -40,8 +40,8 @@ struct Lane {
   friend Mask operator>=(Lane a, Lane b) { return mask(a.value >= b.value); }
 };
 
-// The operations of the bodies in jaxinf/native/generated, `rsqrt` excepted, which is in
-// roots.hpp; hosts' Lanes has them all.
+// The operations of the bodies in jaxinf/native/generated, except `rsqrt`, which is in
+// roots.hpp. The hosts' Lanes has them all.
 struct CardLane {
   using F32 = Lane<float>;
   using I32 = Lane<std::int32_t>;

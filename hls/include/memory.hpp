@@ -8,7 +8,7 @@
 
 namespace jaxinf {
 
-// How many wides hold a subgroup's items, and the checksum over them.
+// The number of wides of a subgroup's items, and their checksum.
 template <class Format>
 struct Extent {
   static constexpr Word items_a_wide = 64 / Format::bytes;

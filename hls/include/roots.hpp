@@ -9,17 +9,17 @@
 
 namespace jaxinf {
 
-// Of the table in words, two estimates each, after a block that begins with the number of
-// Newton steps: jaxinf/kernels/estimates.py.
+// Lengths in words. The table is a block that begins with the number of Newton steps, then
+// two estimates in each word: jaxinf/kernels/estimates.py.
 constexpr Word estimate_words = num_estimates / 2;
 constexpr Word table_words = 16 + estimate_words;
 
-// A lane with a copy of the table of its own: no pointer to a shared one.
+// A lane with its own copy of the table, instead of a pointer to a shared one.
 struct RootLane : CardLane {
   Word estimates[estimate_words];
   Word num_steps;
 
-  // Without steps, two roundings: the host has no estimate.
+  // Without steps the host has no estimate: round the root, then its reciprocal.
   F32 rsqrt(F32 x) const {
     if (num_steps == 0) return reciprocal(sqrt(x));
     const Word bits = bits_of(x.value), index = estimate_index(bits);
@@ -56,7 +56,7 @@ struct Roots {
   const RootLane& lane(Word number) const { return each[number]; }
 };
 
-// Of a body that takes no such root.
+// For bodies without such a root.
 struct NoRoots {
   using Lanes = CardLane;
   CardLane lane(Word) const { return CardLane(); }

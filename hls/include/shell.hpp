@@ -1,4 +1,4 @@
-// What a card has around an emitted body: its generated kernel wires these stages.
+// The stages around an emitted body on a card, which a generated kernel connects.
 //
 //               ┌─────────── 512-bit ports, bursts ──────────┐
 //   gradient ──►│load                                        │
@@ -14,10 +14,10 @@
 //
 // Every box is a process of one dataflow region with II=1, every arrow a stream of 64
 // bytes a cycle. A port has one reader and one writer, which proceed together: a state's
-// two pointers, the gradient and the result, and what is short: positions and the status
+// two pointers, the gradient and the result, or positions and the status, which are short
 // (jaxinf/kernels/card_source.py).
-// A state is read and written at the same place: a beat is written only after it went
-// through the update, so a kernel never reads what it wrote.
+// A state is updated in place: a beat is written only after it has passed the update, so
+// a kernel never reads its own results.
 #pragma once
 
 #include "convert.hpp"
@@ -27,5 +27,5 @@
 #include "streams.hpp"
 #include "update.hpp"
 
-// Bodies end with this; the host's shell makes its entry point of it.
+// Bodies end with this macro, which the host's shell expands to its entry point.
 #define JAXINF_HOST_KERNEL(Body)

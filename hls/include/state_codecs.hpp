@@ -1,5 +1,5 @@
-// State in fewer bits, on its way to and from the update; the numbers are those of
-// codecs.hpp, and the random bits those that the host draws.
+// Codecs for state in fewer bits, before and after the update. The numbers are those of
+// codecs.hpp, and the random bits are the host's.
 //
 //   bf16:  beats ─► narrow_bf16_stochastic ─► wides
 //   int8:  codes, scales ─► decode_int8 ─► beats
@@ -12,20 +12,20 @@
 
 namespace jaxinf {
 
-constexpr Word blocks_a_wide = 16;  // whose scales are one wide
+constexpr Word blocks_a_wide = 16;  // number of blocks whose scales fill one wide
 
 template <Word lanes>
 constexpr Word beats_a_block() {
   return code_block / lanes;
 }
 
-// Cycles from a block's last beat to its header, at most: the vendor's divider takes
-// some 30, and the comparisons before it a few.
+// Most cycles from a block's last beat to its header: the vendor's divider takes some 30,
+// and the comparisons before it a few.
 constexpr Word header_latency = 64;
 
-// A block waits for its header, and while the divider works the next one arrives. With
-// less room `measure` would stall, its divider with it, and the header never come: csim
-// has that latency, too, and stops there (hls/tb/latency_tb.cpp).
+// A block waits for its header, and the next block arrives while the divider works. In a
+// shorter stream `measure` would stall, its divider with it, and the header would never
+// come. csim has this latency, too, and stops there (hls/tb/latency_tb.cpp).
 template <Word lanes>
 constexpr Word waiting_depth() {
   return beats_a_block<lanes>() + header_latency + 16;
@@ -36,7 +36,7 @@ using WaitingBeatsOf = hls::stream<BeatOf<lanes>, waiting_depth<lanes>()>;
 using WaitingBeats = WaitingBeatsOf<JAXINF_LANES>;
 
 struct BlockHeader {
-  float inverse;  // of the largest magnitude; of no meaning where is_zero
+  float inverse;  // of the largest magnitude; undefined if is_zero
   bool is_zero, is_signed;
 };
 using BlockHeaders = hls::stream<BlockHeader, 4>;
@@ -95,8 +95,8 @@ decode_beats:
   }
 }
 
-// The largest magnitude of each block. Bits of magnitudes compare as the numbers do;
-// denormals are zero.
+// Finds the largest magnitude of each block. Bits of magnitudes have the order of the
+// numbers; denormals are zero.
 template <Word lanes, class Waiting>
 void measure(BeatsOf<lanes>& from, Word num_elements, Waiting& to, BlockHeaders& headers,
              Wides& scales) {

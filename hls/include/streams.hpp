@@ -1,9 +1,9 @@
-// What flows between the stages of a kernel.
+// The data between the stages of a kernel.
 //
-// A `Wide` is what a memory port moves in one cycle, a `Beat` the elements that the
-// update works on in one cycle: 4 by default, which at 250 MHz is 1 G elements/s, where
-// a drive feeds 0.13. A subgroup of n elements is ceil(n / lanes) beats; the lanes beyond
-// n of the last one hold anything, until `update` has made them zero.
+// A memory port moves a `Wide` in one cycle, and the update computes a `Beat` in one
+// cycle. A beat has 4 elements by default, at 250 MHz 1 G elements/s; a drive feeds 0.13.
+// A subgroup of n elements is ceil(n / lanes) beats. In the last one the lanes beyond n
+// are undefined, until `update` has set them to zero.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@
 #define JAXINF_ITERATION jaxinf::csim::Region::iteration()
 #define JAXINF_WRITE_LATE(stream, value, cycles) \
   jaxinf::csim::Region::write_late(stream, value, cycles)
-#else  // plain calls, as a dataflow region wants them
+#else  // plain calls, as a dataflow region needs them
 #define JAXINF_CARD_KERNEL extern "C"
 #define JAXINF_REGION
 #define JAXINF_STAGE(...) __VA_ARGS__
@@ -27,7 +27,7 @@
 #define JAXINF_WRITE_LATE(stream, value, cycles) (stream).write(value)
 #endif
 
-#ifndef JAXINF_LANES  // of the kernels that are built: 4, 8 or 16
+#ifndef JAXINF_LANES  // elements a beat: 4, 8 or 16
 #define JAXINF_LANES 4
 #endif
 
@@ -59,7 +59,7 @@ inline Word num_beats(Word num_elements) {
   return ceil_div(num_elements, lanes);
 }
 
-// ---- what a port's memory holds: bytes of an item, and elements that it is for
+// ---- formats in a port's memory: bytes of an item, and the number of its elements
 
 struct F32 {
   static constexpr Word bytes = 4, elements = 1;
@@ -105,7 +105,7 @@ inline float float_of(Word bits) {
 
 inline bool is_finite(float x) { return (bits_of(x) & 0x7f800000u) != 0x7f800000u; }
 
-// Item `i` of a wide in which items of `bytes` bytes follow each other.
+// Item `i` of a wide of items that have `bytes` bytes each.
 template <int bytes>
 inline Word item(const Wide& wide, Word i) {
   constexpr Word each = 4 / bytes;

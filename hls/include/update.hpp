@@ -1,4 +1,4 @@
-// The update: an emitted body, a beat a cycle, and what the host needs to know.
+// The update: runs an emitted body, one beat a cycle, and reports to the host.
 #pragma once
 
 #include "roots.hpp"
@@ -6,8 +6,8 @@
 
 namespace jaxinf {
 
-// One beat. Lanes that hold no element become zeros; returns whether all others of the
-// gradient are finite. `out`: the update, or the new params.
+// Updates one beat. Lanes without an element become zeros. Returns whether the gradient
+// is finite in all others. `out`: the update, or the new params.
 template <bool out_is_update, class Body, class AnyRoots, Word lanes>
 bool update_beat(const Body& body, const AnyRoots& roots, Word num_valid,
                  const BeatOf<lanes>& gradient, const BeatOf<lanes>& params,
@@ -36,8 +36,8 @@ update_lanes:
   return finite;
 }
 
-// All beats; `roots`: `Roots` or `NoRoots`. `arguments`: the body's constants, then its
-// scalars.
+// Updates all beats. `roots`: `Roots` or `NoRoots`. `arguments`: the body's constants,
+// then its scalars.
 template <bool out_is_update, template <class> class Kernel, int num_constants,
           class AnyRoots, Word lanes, int num_streams, class... Arguments>
 void update_all(const AnyRoots& roots, BeatsOf<lanes>& gradient, BeatsOf<lanes>& params,
@@ -67,7 +67,7 @@ update_beats:
   finite.write(all_finite);
 }
 
-// The stage of a body; of one with reciprocal square roots; of one without state.
+// The stage of a body, of a body with reciprocal square roots, of one without state.
 template <bool out_is_update, template <class> class Kernel, int num_constants,
           Word lanes, int num_streams, class... Arguments>
 void update(BeatsOf<lanes>& gradient, BeatsOf<lanes>& params, BeatsOf<lanes> (&slots)[num_streams],
@@ -113,7 +113,7 @@ stateless_beats:
   finite.write(all_finite);
 }
 
-// ---- the status block: jaxinf/kernels/card.py says what its words mean
+// ---- the status block; jaxinf/kernels/card.py describes its words
 
 template <int num_extents>
 void report(Words& finite, Words& valid, Words (&read)[num_extents],
@@ -131,7 +131,7 @@ report_checksums:
   status[0] = wide;
 }
 
-// Of a dense gradient, which has no positions.
+// For a dense gradient, which has no positions.
 inline void no_positions(Words& valid) { valid.write(1); }
 
 }  // namespace jaxinf

@@ -1,4 +1,4 @@
-"""Looks in the sources of card kernels for what synthesis guides forbid.
+"""Looks in the sources of card kernels for code that synthesis forbids.
 
     python lint/forbidden.py KERNEL …
 
@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FORBIDDEN = {
-    r"\b(new|delete|malloc|free)\b": "memory of run time",
+    r"\b(new|delete|malloc|free)\b": "dynamic memory",
     r"\b(throw|try|catch)\b": "exceptions",
-    r"\b(virtual|dynamic_cast|typeid)\b": "types of run time",
+    r"\b(virtual|dynamic_cast|typeid)\b": "types decided at run time",
     r"\bstd::(vector|string|function|map|unique_ptr|shared_ptr|thread|mutex)\b":
         "a container or a thread",
     r"\b(printf|fopen|std::cout)\b": "input and output",
-    r"\b(setjmp|goto|asm)\b": "control that is no loop",
+    r"\b(setjmp|goto|asm)\b": "a jump or assembly",
     r"__builtin_(clzll|ctzll|popcountll)\b": "64-bit counts; split into 32 bits",
-    r"\b(long double|__int128)\b": "types without an operator",
+    r"\b(long double|__int128)\b": "types without operators",
     r"^\s*(const\s+)?[A-Z]\w*(<[^>]*>)?\s*[*&]\s*\w+;": "a pointer member",
     r"\bmemcpy\b": "memcpy, which hides a burst",
 }  # fmt: skip
@@ -27,7 +27,7 @@ ON_THE_HOST = re.compile(r"#if(def JAXINF_CSIM| defined\(JAXINF_CPU_INSTRUCTIONS
 
 
 def main() -> int:
-    """The exit status."""
+    """Returns the exit status."""
     headers = sorted(Path("include").glob("*.hpp"))
     sources = [Path("generated") / f"{name}.cpp" for name in sys.argv[1:]]
     findings = [f for path in [*headers, *sources] for f in found_in(path)]
@@ -37,7 +37,7 @@ def main() -> int:
 
 
 def found_in(path: Path) -> Iterator[str]:
-    """Lines that synthesis would refuse; what only csim compiles is left out."""
+    """Yields lines that synthesis would refuse, except those for csim alone."""
     for number, line in enumerate(synthesised(path.read_text()), 1):
         code = line.partition("//")[0]
         for pattern, what in FORBIDDEN.items():
@@ -46,8 +46,8 @@ def found_in(path: Path) -> Iterator[str]:
 
 
 def synthesised(text: str) -> Iterator[str]:
-    """The lines of a source, empty where only csim compiles them."""
-    depth = 0  # of the conditions for the host that a line is in
+    """Yields the lines of a source; those that only csim compiles are empty."""
+    depth = 0  # nesting depth in conditions for the host
     for line in text.splitlines():
         if depth and line.startswith("#if"):
             depth += 1

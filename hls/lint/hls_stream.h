@@ -1,5 +1,5 @@
-// What Vitis HLS documents of hls::stream (UG1399, "HLS Stream Library"): enough to
-// compile a kernel as its synthesiser would, and nothing to link.
+// The interface of hls::stream as documented by Vitis HLS (UG1399, "HLS Stream Library"):
+// enough to compile a kernel as its synthesiser would, with nothing to link.
 #pragma once
 
 namespace hls {

@@ -1,4 +1,4 @@
-// What the testbenches share: random numbers of all magnitudes, and how they fail.
+// Helpers of the testbenches: random numbers of all magnitudes, and failing checks.
 #pragma once
 
 #include <cstdint>

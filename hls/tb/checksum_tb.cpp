@@ -15,14 +15,14 @@ Word reference(const std::uint8_t* bytes, int num) {
   return ~crc;
 }
 
-// The same bytes by rows, and as `load_checked` has it in this build.
+// The checksum of the same bytes by rows, and as `load_checked` computes it here.
 void check_wide(const Wide& wide, Word crc) {
   const Word expected = crc_of_bytes(crc, wide, 64);
   CHECK(crc_of_wide_by_rows(crc, wide) == expected, "by rows, after %08x", crc);
   CHECK(crc_of_wide(crc, wide) == expected, "after %08x", crc);
 }
 
-// The bytes through a load and a store, as a kernel has them.
+// The bytes through a load and a store, as in a kernel.
 void check(const Wide* from, Wide* to, Word num) {
   Wides stream;
   Words read, written;
@@ -41,7 +41,7 @@ void check(const Wide* from, Wide* to, Word num) {
 }  // namespace
 
 int main() {
-  // The check value of the catalogues.
+  // The published check value of CRC-32C.
   const char digits[] = "123456789";
   CHECK(reference(reinterpret_cast<const std::uint8_t*>(digits), 9) == 0xe3069283u,
         "the reference is not CRC-32C");

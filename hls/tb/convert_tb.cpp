@@ -1,4 +1,5 @@
-// 16-bit numbers: every half and bfloat16 there and back, and roundings between them.
+// 16-bit numbers: every half and bfloat16 is converted and back, and numbers in between
+// are rounded.
 #include "check.hpp"
 #include "convert.hpp"
 
@@ -36,7 +37,7 @@ int main() {
     if ((bits & 0x7c00u) != 0x7c00u)
       CHECK(widen_item(F16(), bits) == value_of_half(bits), "half %04x", bits);
 
-  // Between two neighbours the nearer one; in the middle the even one.
+  // A number between two neighbours goes to the nearer one, a middle to the even one.
   for (Word low = 0; low < 0x7bffu; ++low) {
     const double a = value_of_half(low), b = value_of_half(low + 1);
     const float middle = static_cast<float>((a + b) / 2);

@@ -1,4 +1,4 @@
-// Top-k pairs scattered by the decompressor against a loop, also where they are wrong.
+// The decompressor's scattered top-k pairs against a loop's, also for invalid pairs.
 #include "check.hpp"
 #include "decompress.hpp"
 #include "memory.hpp"
@@ -57,7 +57,7 @@ int main() {
       check(num, positions, true);
       ++checks;
     }
-  check(100, {7, 7, 7, 80}, true);  // the last one counts
+  check(100, {7, 7, 7, 80}, true);  // the last one is used
   check(100, {8, 7}, false);
   check(100, {50, 7, 80}, false);
   check(100, {7, 100, 101}, false);

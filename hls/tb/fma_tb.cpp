@@ -1,4 +1,4 @@
-// The fused multiply-add of cards against the C library's, denormals taken for zero.
+// The cards' fused multiply-add against the C library's, with denormals as zero.
 #include "check.hpp"
 #include "fma.hpp"
 
@@ -9,7 +9,7 @@ using jaxinf::float_of;
 
 namespace {
 
-// Volatile, so that nothing is computed before denormals are flushed.
+// Volatile, so that the compiler computes nothing before denormals are flushed.
 void check(float a, float b, float c) {
   volatile float va = a, vb = b, vc = c;
   const std::uint32_t expected = bits_of(std::fma(va, vb, vc));
@@ -33,7 +33,7 @@ int main() {
     for (float b : special)
       for (float c : special) check(a, b, c);
 
-  // Products in the middle between two numbers, which any addend decides.
+  // Products half-way between two numbers, where any addend decides the rounding.
   for (int m = 1; m < 1000; m += 2)
     for (int exponent = -120; exponent < 0; ++exponent) {
       const float a = 1.0f + std::ldexp(static_cast<float>(m), -12);
@@ -46,13 +46,13 @@ int main() {
   constexpr int rounds = 3000000;
   for (int i = 0; i < rounds; ++i) {
     check(random.number(), random.number(), random.number());
-    // Terms that cancel, to all degrees.
+    // Terms that cancel to any degree.
     const float a = float_of(0x3f000000u + random.below(1 << 25));
     const float b = float_of(0x3f000000u + random.below(1 << 25));
     const float near = -a * b;
     check(a, b, float_of(bits_of(near) + random.below(9) - 4));
     check(a, b, float_of(bits_of(near) ^ (1u << random.below(31))));
-    // Results about the smallest normal number.
+    // Results near the smallest normal number.
     const float tiny = float_of((1 + random.below(30)) << 23 | random.below(1 << 23));
     check(a * 1e-30f, b * 1e-8f, random.below(2) ? tiny : -tiny);
   }

@@ -1,5 +1,5 @@
-// A block waits for its header while the divider works: csim has the divider's latency,
-// so that a stream which is too short hangs here as it would on a card.
+// A block waits for its header while the divider works. csim has the divider's latency,
+// so a stream that is too short hangs here as it would on a card.
 #include "check.hpp"
 #include "state_codecs.hpp"
 
@@ -12,7 +12,7 @@ namespace {
 
 constexpr Word num_elements = 5000;
 
-// Blocks through `measure` and `quantise` over a stream of some depth.
+// Sends blocks through `measure` and `quantise` over a stream of the given depth.
 template <Word lanes, Word depth>
 void run_blocks() {
   BeatsOf<lanes> values;

@@ -1,4 +1,4 @@
-// Streams keep order, hold no more than their depth, and a region that hangs says so.
+// Streams keep order and hold no more than their depth; a region that hangs reports it.
 #include "check.hpp"
 
 #include <sys/wait.h>

@@ -1,4 +1,4 @@
-// The reciprocal square root of cards against the host's lanes, by this machine's table.
+// The cards' reciprocal square root, with this machine's table, against the host's lanes.
 #if defined(__AVX2__)
 #define JAXINF_ENTRY rsqrt_estimates
 #include "rsqrt_estimates.cpp"  // the host's, with its lanes
@@ -17,7 +17,7 @@ namespace {
 jaxinf::Wide table[jaxinf::table_words / 16];
 std::uint64_t num_compared = 0;
 
-// Eight arguments; a host that takes one Newton step, or two.
+// Compares eight arguments, for a host with one Newton step or two.
 void check(jaxinf::RootLane& lane, Lanes::U32 x) {
   const Lanes::F32 numbers = (Lanes::F32)x;
   const Lanes::F32 estimates = (Lanes::F32)instruction(x);

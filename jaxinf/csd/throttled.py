@@ -71,7 +71,7 @@ class _Passage(NamedTuple):
 
 @contextmanager
 def _held_up(*passages: _Passage) -> Iterator[None]:
-    """Lasts as long as its body and as each server needs, all at the same time."""
+    """Starts all passages, runs the body, and waits for the slowest passage."""
     ends_s = [server.reserve(num, rate) for server, num, rate in passages]
     yield
     delay_s = max(ends_s) - time.monotonic()
@@ -93,35 +93,35 @@ class ThrottledFleet:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the fleet."""
+        """See `CsdFleet.peak_bytes`."""
         return self._fleet.peak_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Of the fleet."""
+        """See `CsdFleet.used_bytes`."""
         return self._fleet.used_bytes
 
     def limit_memory(self, num_bytes: int) -> None:
-        """Of the fleet."""
+        """See `CsdFleet.limit_memory`."""
         self._fleet.limit_memory(num_bytes)
 
     @property
     def num_kernels(self) -> int:
-        """Of the fleet."""
+        """See `CsdFleet.num_kernels`."""
         return self._fleet.num_kernels
 
     def check(self, needs: Sequence[KernelNeed]) -> None:
-        """Refuses what the fleet refuses."""
+        """See `CsdFleet.check`."""
         self._fleet.check(needs)
 
     def check_buffer(self, num_bytes: int, num_elements: int) -> None:
-        """Refuses what the fleet refuses."""
+        """See `CsdFleet.check_buffer`."""
         self._fleet.check_buffer(num_bytes, num_elements)
 
     def attach(
         self, directories: Sequence[Path], buffer_bytes: int, num_elements: int
     ) -> "Sequence[ThrottledCsd]":
-        """The fleet's CSDs behind one link."""
+        """Returns the fleet's CSDs, throttled, behind one link."""
         csds = self._fleet.attach(directories, buffer_bytes, num_elements)
         link, num_csds = Server(), len(csds)
         return [ThrottledCsd(csd, self._rates, link, num_csds) for csd in csds]
@@ -142,8 +142,8 @@ class ThrottledCsd:
       csd: the CSD that does the work.
       rates: its limits.
       link: the host's link, which the CSDs of a store share.
-      num_csds: of the store. The host makes buffers for all of them in turn before
-        any of them reads.
+      num_csds: number of the store's CSDs. The host allocates buffers for all of them
+        in turn before any of them reads.
     """
 
     def __init__(self, csd: Csd, rates: CsdRates, link: Server, num_csds: int) -> None:
@@ -154,24 +154,24 @@ class ThrottledCsd:
 
     @property
     def memory(self) -> object:
-        """Of the CSD."""
+        """See `Csd.memory`."""
         return self._csd.memory
 
     @property
     def is_host(self) -> bool:
-        """Whether the CSD's updates run on their callers' threads."""
+        """See `Csd.is_host`."""
         return self._csd.is_host
 
     def info(self) -> CsdInfo:
-        """Of the CSD."""
+        """See `Csd.info`."""
         return self._csd.info()
 
     def acquire(self, num_bytes: int) -> CsdBuffer | None:
-        """A buffer of the CSD's."""
+        """See `Csd.acquire`."""
         return self._csd.acquire(num_bytes)
 
     def read(self, transfers: Sequence[Transfer]) -> None:
-        """Drive → buffers, limited by drive and path; buffers may take time."""
+        """Drive → buffers; limited by allocation, then by the drive and the path."""
         num_bytes = sum(transfer.extent.num_bytes for transfer in transfers)
         everywhere = num_bytes * self._num_csds
         with _held_up(_Passage(self._host, everywhere, self._rates.allocate)):
@@ -180,9 +180,12 @@ class ThrottledCsd:
             self._csd.read(transfers)
 
     def write(self, transfers: Sequence[Transfer]) -> None:
-        """Buffers → drive, limited by drive and path; if joined, also by the link."""
+        """Buffers → drive; limited by the drive and the path.
+
+        With `CsdRates.is_joined` the write starts when the link is free.
+        """
         if self._rates.is_joined:
-            # Others' results may come to the link meanwhile.
+            # Results of other CSDs may reach the link during the sleep.
             while (delay_s := self._link.free_at_s - time.monotonic()) > 0:
                 time.sleep(delay_s)
         with self._moving(transfers, self._rates.drive_write):
@@ -203,7 +206,7 @@ class ThrottledCsd:
         return _Passage(self._link, num_bytes, self._rates.link)
 
     def checksum(self, buffer: CsdBuffer, extent: Extent) -> int | None:
-        """Of the CSD."""
+        """See `Csd.checksum`."""
         return self._csd.checksum(buffer, extent)
 
     def update(
@@ -278,11 +281,11 @@ class ThrottledCsd:
             self._wait_for_link(sum(extent.num_bytes for extent in extents))
 
     def view(self, buffer: CsdBuffer, extent: Extent) -> Array:
-        """Of the CSD."""
+        """See `Csd.view`."""
         return self._csd.view(buffer, extent)
 
     def put(self, buffer: CsdBuffer, extent: Extent, values: Array) -> None:
-        """Puts it into the CSD; for a card, the values cross the link."""
+        """Copies values to the buffer; for a card, they cross the link."""
         self._csd.put(buffer, extent, values)
         if not self.is_host:
             self._wait_for_link(extent.num_bytes)

@@ -44,7 +44,7 @@ class Transfers:
     def __init__(self, root: Path, meters: ByteMeters) -> None:
         self._io = DirectIO(root, meters)
         self._meters = meters
-        native.function()  # which may have to be compiled
+        native.function()  # compiles it now if it is not in the cache
 
     @property
     def direct(self) -> bool:

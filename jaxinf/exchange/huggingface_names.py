@@ -1,4 +1,4 @@
-"""Hugging Face's names of tensors and ours, one table a model.
+"""Hugging Face's names of tensors and ours, one table for each model.
 
 Invariant: reading and writing use the same table, and every change of a tensor is a
   permutation of its axes.
@@ -15,7 +15,7 @@ _LINEAR = (1, 0)  # torch has [out, in], ours is [in, out]
 
 @dataclass(frozen=True)
 class TensorName:
-    """One tensor, or one of each layer, whose number stands for ``{}``.
+    """A tensor, or one in each layer: ``{}`` stands for the layer's number.
 
     Attributes:
       ours: the leaf's path, keys joined by ``/``.
@@ -292,4 +292,4 @@ TABLES: Mapping[str, WeightTable] = {
     "bloom": _BLOOM,
     "llama": _LLAMA,
 }
-"""By the model's name; T5 with a gated MLP has a table of its own."""
+"""Tables by the model's name; T5 with a gated MLP has its own."""

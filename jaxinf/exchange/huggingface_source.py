@@ -220,7 +220,7 @@ class _Matcher:
         return "classifier" in path and ours[1:] == theirs[1:] and ours != theirs
 
     def _shape(self, path: str) -> tuple[int, ...]:
-        """A leaf's shape, its axes in their order."""
+        """Returns a leaf's shape with the axes in the tensor's order."""
         axes, shape = self._names[path].axes, self._shapes[path]
         return tuple(shape[a] for a in np.argsort(axes)) if axes else shape
 
@@ -269,7 +269,7 @@ def _same(a: SourceArray, b: SourceArray) -> bool:
 
 
 def _read_tensors(folder: Path) -> dict[str, SourceArray]:
-    """The tensors of the index's files, or of the one file, by name."""
+    """Returns by name the tensors of the index's files, or of the single file."""
     places = _places(folder)
     tensors: dict[str, SourceArray] = {}
     for file in sorted(set(places.values())) or [WEIGHTS_NAME]:
@@ -293,7 +293,7 @@ def _read_tensors(folder: Path) -> dict[str, SourceArray]:
 
 
 def _places(folder: Path) -> dict[str, str]:
-    """Each tensor's file, as the index says; empty where there is one file."""
+    """Returns each tensor's file from the index; empty if there is only one file."""
     index = folder / INDEX_NAME
     if not index.exists():
         if not (folder / WEIGHTS_NAME).exists():

@@ -86,7 +86,7 @@ def match(
       manifest: the store's manifest.
       commit: the record of its step 0, with the scalars.
       found: the checkpoint's arrays by name.
-      options: the user's.
+      options: the user's options.
       where: names the checkpoint in messages.
 
     Raises:
@@ -127,7 +127,7 @@ def _wanted(
 
 
 def _dotted(text: str) -> str:
-    """A name as a user may write it: keys joined by ``/`` or ``.``."""
+    """Converts a user's name, with keys joined by ``/`` or ``.``."""
     return text.strip("/.").replace("/", ".")
 
 
@@ -189,7 +189,7 @@ class _Matcher:
     def _state_prefixes(
         self, state: str, others: Sequence[str], dotted: Sequence[str]
     ) -> list[str | None]:
-        """For each leaf that has the state, the prefix of its array."""
+        """Returns the prefix of the array of each leaf that has the state."""
         numbers = self._leaves_with(state)
         if state in self._names:
             return [self._names[state]] * len(numbers)
@@ -251,7 +251,7 @@ class _Matcher:
     def _scalars(
         self, taken: Iterable[str], *, is_fresh: bool
     ) -> tuple[tuple[ScalarState, ...], int]:
-        """The scalar state and the step to commit."""
+        """Returns the scalar state and the step to commit."""
         held = tuple(self._commit.scalar_state)
         if is_fresh:
             return held, self._options.step or 0
@@ -294,7 +294,7 @@ def _shown(leaf: LeafRecord) -> str:
 
 
 def _is_exact(dtype: np.dtype, record: StateRecord) -> bool:
-    """Whether every value of a dtype is one of the stored dtype."""
+    """Whether the stored dtype represents every value of a dtype."""
     return dtype == dtype_of(record.dtype) or (
         record.dtype == "float32" and dtype.name in ("bfloat16", "float16")
     )

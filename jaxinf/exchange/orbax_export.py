@@ -31,7 +31,7 @@ from jaxinf.typing import ProgressCallback
 
 __all__ = ["export_orbax"]
 
-# Copies of a portion in flight: read, tensorstore's, encoded, in OCDBT's buffer.
+# Copies of a portion in flight: as read, in tensorstore, encoded, in OCDBT's buffer.
 _COPIES = 4
 _MIN_PORTIONS_IN_FLIGHT = 4
 _ZSTD_LEVEL = 1
@@ -53,16 +53,16 @@ def export_orbax(
     of the export are beside it, so that it can be imported again.
 
     Args:
-      step: what to export.
+      step: the step to export.
       destination: a directory that does not exist yet.
-      memory_bytes: for the data on its way.
+      memory_bytes: memory for data in transit.
       progress: called with the bytes of elements done and those in all.
 
     Raises:
       FileExistsError: the destination exists.
       ValueError: too little memory.
       StoreSpaceError: there may be no room; nothing was written.
-      StoreCorruptError: a chunk is not as it was written.
+      StoreCorruptError: a chunk is damaged.
       StoreError: the step cannot be read, or the destination not written.
     """
     if memory_bytes < 1 << 20:
@@ -93,7 +93,7 @@ def export_orbax(
 def _write_arrays(
     step: StepFiles, directory: Path, memory_bytes: int
 ) -> Generator[int, None, None]:
-    """Yields the bytes of each portion that has been written; to be closed."""
+    """Yields the bytes of each portion written; the caller closes the generator."""
     context = tensorstore.Context({"file_io_sync": False})
     portion_bytes = memory_bytes // (_COPIES * _MIN_PORTIONS_IN_FLIGHT)
     in_flight: deque[tuple[Any, int]] = deque()
@@ -105,7 +105,7 @@ def _write_arrays(
             )
             target = _create(directory, array, max_elements, context)
             for portion, values in step.stream(array, max_elements):
-                # The values are nobody else's: tensorstore need not copy them.
+                # No one else has these values, so tensorstore need not copy them.
                 write = target[portion.slices].write(
                     values, can_reference_source_data_indefinitely=True
                 )
@@ -118,7 +118,7 @@ def _write_arrays(
         while in_flight:
             yield _finish(in_flight)
     finally:
-        # After a failure: what still writes would make files in what is removed.
+        # After a failure the directory is removed, so no write may still be under way.
         while in_flight:
             with contextlib.suppress(Exception):
                 _finish(in_flight)
@@ -158,7 +158,7 @@ def _create(
                 {"name": "zstd", "configuration": {"level": _ZSTD_LEVEL}},
             ],
         },
-        # As Orbax does: a chunk of zeros is a chunk, not a gap.
+        # Like Orbax, write chunks of zeros instead of leaving them out.
         "store_data_equal_to_fill_value": True,
     }
     return tensorstore.open(

@@ -1,10 +1,10 @@
 """A checkpoint that stock Orbax wrote, opened without Orbax.
 
-``_METADATA`` says which arrays there are; tensorstore opens each: zarr or zarr v3, in
-OCDBT or in plain files.
+``_METADATA`` lists the arrays, and tensorstore opens each: zarr or zarr v3, in OCDBT or
+in plain files.
 
-Invariant: an array's name has all keys of its path but a last ``value`` without
-siblings, which is what Flax makes of a variable.
+Invariant: an array's name has all keys of its path, except a last ``value`` without
+siblings: Flax adds this key for a variable.
 """
 
 from collections import Counter
@@ -40,11 +40,11 @@ def read_orbax(path: Path) -> dict[str, SourceArray]:
     """Opens the arrays of a checkpoint.
 
     Args:
-      path: what was given to a checkpointer's ``save``, or one step's directory of a
-        CheckpointManager that has one pytree in it.
+      path: the path that a checkpointer's ``save`` got, or a step's directory of a
+        CheckpointManager that saves a single pytree.
 
     Returns:
-      By name, in the order of the tree.
+      Arrays by name, in the order of the tree.
 
     Raises:
       ExchangeError: it is no Orbax checkpoint, holds several items, or is damaged.
@@ -78,7 +78,7 @@ def read_orbax(path: Path) -> dict[str, SourceArray]:
 
 
 def _entries(tree: Mapping[str, Any], encode: Callable[[str], str]) -> dict[str, str]:
-    """Name of each array, and its folder."""
+    """Returns the folder of each array, by name."""
     paths = [
         tuple(str(part["key"]) for part in entry["key_metadata"])
         for entry in tree.values()
@@ -133,7 +133,7 @@ def _find_item(path: Path) -> Path:
 
 
 def _items(path: Path) -> list[Path]:
-    """Pytrees in a step's directory, each once whatever its names."""
+    """Returns the pytrees in a step's directory, each once even if it has two names."""
     found = {
         entry.resolve(): entry
         for entry in _directories(path)

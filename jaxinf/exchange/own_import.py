@@ -48,13 +48,13 @@ def import_export(
 
     Args:
       source: the export.
-      store: where the store will be; missing or empty.
-      csds: CSD roots to spread it over, absolute; by default the store itself.
-      memory_bytes: for the data on its way.
+      store: path of the new store; missing or an empty directory.
+      csds: absolute CSD roots to spread it over; by default the store itself.
+      memory_bytes: memory for data in transit.
       progress: called with the bytes of elements done and those in all.
 
     Returns:
-      What was done.
+      A report of the import.
 
     Raises:
       ExchangeError: the export is damaged.
@@ -108,7 +108,7 @@ def _fill(
     memory_bytes: int,
     progress: ProgressCallback | None,
 ) -> ChunkWriter:
-    """Writes slot a; durable on return."""
+    """Writes slot a, durably."""
     writer = ChunkWriter(directory, "a")
     total_bytes = sum(array.num_bytes for array in wanted.values())
     done_bytes = 0

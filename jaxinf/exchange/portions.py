@@ -20,10 +20,10 @@ class Portion:
 
     Attributes:
       chunk: the chunk's position in `LeafGrid.chunks()`.
-      chunk_key: its file, relative to the array's directory.
+      chunk_key: the chunk's file, relative to the array's directory.
       start: leaf index of the box's first element.
       extent: shape of the box.
-      offset_elements: where in the chunk's file it begins.
+      offset_elements: the box's start in the chunk's file.
     """
 
     chunk: int
@@ -47,10 +47,10 @@ class Portion:
 
 
 def portion_shape(grid: LeafGrid, max_elements: int) -> tuple[int, ...]:
-    """The largest chunk shape of a regular grid that divides another's chunks.
+    """Returns the largest chunk shape of a regular grid that divides a grid's chunks.
 
     Args:
-      grid: whose chunks to divide.
+      grid: the grid whose chunks are divided.
       max_elements: most elements of a portion, at least 1.
 
     Returns:
@@ -69,13 +69,13 @@ def portion_shape(grid: LeafGrid, max_elements: int) -> tuple[int, ...]:
 
 
 def _divisor(length: int, limit: int) -> int:
-    """The largest divisor of a length that is at most `limit`."""
+    """Returns the largest divisor of a length that is at most `limit`."""
     small = [n for n in range(1, math.isqrt(length) + 1) if length % n == 0]
     return max(n for n in (*small, *(length // n for n in small)) if n <= limit)
 
 
 def portions(grid: LeafGrid, max_elements: int) -> list[Portion]:
-    """The portions of a leaf, chunk after chunk, each in the order of its file."""
+    """Returns a leaf's portions by chunk, and within it in the order of the file."""
     result = []
     for box in LeafGrid(grid.shape, portion_shape(grid, max_elements)).chunks():
         index = tuple(s // c for s, c in zip(box.start, grid.chunk_shape, strict=True))
@@ -95,19 +95,18 @@ def portions(grid: LeafGrid, max_elements: int) -> list[Portion]:
 def box_runs(
     shape: Sequence[int], start: Sequence[int], extent: Sequence[int]
 ) -> Iterator[tuple[int, int]]:
-    """The contiguous runs of a box in an array of a shape, in C order.
+    """Yields the contiguous runs of a box in an array of a shape, in C order.
 
     Yields:
       For each run the offset of its first element in the array, and its length, both in
-      elements. The runs are those of the box too: the n-th element of all runs is the
-      n-th of the box.
+      elements. The n-th element of all runs is the box's n-th element in C order.
     """
     if 0 in extent:
         return
     whole = len(shape)
     while whole and extent[whole - 1] == shape[whole - 1]:
         whole -= 1
-    # Dimensions from `whole` on are whole: the one before them is cut once a run.
+    # The box spans the dimensions from `whole` on; a run is a range of the one before.
     outer = max(0, whole - 1)
     length = math.prod(extent[outer:])
     for index in itertools.product(*map(range, extent[:outer])):

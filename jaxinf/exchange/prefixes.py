@@ -23,17 +23,17 @@ _PARAMS_KEYS = ("params", "model")
 
 
 def join(keys: Iterable[str]) -> str:
-    """Keys joined by ``.``, empty ones left out."""
+    """Joins keys by ``.``; empty ones are left out."""
     return ".".join(key for key in keys if key)
 
 
 def is_below(name: str, prefix: str) -> bool:
-    """Whether a name begins with a prefix, whole keys of it."""
+    """Whether a name begins with the keys of a prefix."""
     return name == prefix or name.startswith(prefix + ".")
 
 
 def prefix_of(name: str, tail: str) -> str | None:
-    """What stands before a tail of a name; None where the name has no such tail."""
+    """Returns the part of a name before its tail; None if it does not end so."""
     if not tail:
         return name
     if name == tail:
@@ -42,13 +42,13 @@ def prefix_of(name: str, tail: str) -> str | None:
 
 
 def scalar_keys(path: str) -> str:
-    """The path of a scalar in a store, as keys joined by ``.``."""
+    """Converts the path of a scalar in a store to keys joined by ``.``."""
     keys = path_keys(path)
     return join(keys[:-1] if keys[-1:] == ("value",) and len(keys) > 1 else keys)
 
 
 def prefixes_of_leaf(leaf: str, names: Sequence[str]) -> list[str]:
-    """Of every array whose name ends with a leaf's."""
+    """Returns the prefix of every array whose name ends with a leaf's."""
     found = (prefix_of(name, leaf) for name in names)
     return [prefix for prefix in found if prefix is not None]
 
@@ -56,14 +56,14 @@ def prefixes_of_leaf(leaf: str, names: Sequence[str]) -> list[str]:
 def state_prefixes(
     state: str, states: Sequence[str], leaves: Sequence[str], names: Sequence[str]
 ) -> list[list[str]]:
-    """For each leaf that has a state, the prefixes that its array may have.
+    """Returns for each leaf that has a state the possible prefixes of its array.
 
     Args:
-      state: its name in the store: an optax field's, with a number where that is
-        several states' name.
-      states: all of the store's but the params.
-      leaves: names of the leaves that have it.
-      names: of the checkpoint's arrays.
+      state: the state's name in the store: that of an optax field, with a number if
+        several fields have this name.
+      states: all states of the store except the params.
+      leaves: names of the leaves that have the state.
+      names: names of the checkpoint's arrays.
     """
     base, number = _numbered(state, states)
     known = set(names)
@@ -83,7 +83,7 @@ def state_prefixes(
 
 
 def _numbered(state: str, states: Sequence[str]) -> tuple[str, int]:
-    """``mu_1`` is the second ``mu``, if there is a ``mu``."""
+    """Splits off a state's number: ``mu_1`` is the second ``mu``, if there is one."""
     base, _, number = state.rpartition("_")
     if number.isdigit() and base in states:
         return base, int(number)
@@ -100,12 +100,12 @@ def _is_state(prefix: str, base: str) -> bool:
 def params_prefix(
     leaves: Sequence[str], taken: set[str], names: Sequence[str]
 ) -> list[str]:
-    """The prefixes that the params may have; what looks most like it, if it is clear.
+    """Returns the possible prefixes of the params, or only the likeliest of them.
 
     Args:
       leaves: names of all leaves.
       taken: prefixes of other states.
-      names: of the checkpoint's arrays.
+      names: names of the checkpoint's arrays.
     """
     counts: dict[str, int] = {}
     for leaf in leaves:

@@ -1,6 +1,6 @@
 """The checksum of a file whose runs are written in any order.
 
-Invariant: it is of the bytes given to be written, not of bytes read back from a drive.
+Invariant: the checksum is that of the bytes to be written, not of bytes read back.
 """
 
 from jaxinf.errors import ExchangeError
@@ -11,13 +11,13 @@ __all__ = ["RunSums"]
 
 
 class RunSums:
-    """Checksums of a file's runs; those that lie one behind the other become one."""
+    """Checksums of a file's runs; those of adjacent runs are combined."""
 
     def __init__(self) -> None:
         self._by_end: dict[int, tuple[int, int]] = {}  # start and checksum, by end
 
     def add(self, offset_bytes: int, data: Array) -> None:
-        """Notes a run; no byte comes twice."""
+        """Adds a run; no byte may be added twice."""
         start, checksum = offset_bytes, crc32c(data)
         before = self._by_end.pop(offset_bytes, None)
         if before is not None:
@@ -27,10 +27,11 @@ class RunSums:
         self._by_end[offset_bytes + data.nbytes] = start, checksum
 
     def of(self, num_bytes: int) -> int:
-        """The checksum of the file's first bytes, once all of them have come.
+        """Returns the checksum of the file's first bytes, all of which were added.
 
         Raises:
-          ExchangeError: some have not, or came twice: the source's boxes are no grid.
+          ExchangeError: some bytes are missing or were added twice, because the
+            source's boxes do not form a grid.
         """
         runs = sorted((start, end, crc) for end, (start, crc) in self._by_end.items())
         place = 0

@@ -1,4 +1,4 @@
-"""A committed step as safetensors files, with the index that others expect beside them.
+"""A committed step as safetensors files, with the index that other tools expect.
 
 Invariant: with the manifest and the commit record beside the files, the export can
 become a store again, to the bit.
@@ -33,24 +33,24 @@ def export_safetensors(
 ) -> None:
     """Writes a step as safetensors; blocks until it is durable.
 
-    A tensor is named as its array is, ``mu.h0.kernel``; of params alone, as the leaf
-    is, ``h0.kernel``. All have the dtypes that the optimizer computes with: what is
-    coded is decoded, master params are float32. The manifest and the commit record of
-    that lie beside, unless it is params alone.
+    A tensor has the name of its array, ``mu.h0.kernel``; with `params_only` that of the
+    leaf, ``h0.kernel``. Tensors have the dtypes of the optimizer's computations: coded
+    state is decoded, and master params are float32. The export also has its manifest
+    and commit record, except with `params_only`.
 
     Args:
-      step: what to export.
+      step: the step to export.
       destination: a directory that does not exist yet.
-      params_only: leave the optimizer's state out.
-      max_file_bytes: begin another file rather than go above; an array is never split.
-      memory_bytes: for the data on its way.
+      params_only: whether to leave the optimizer's state out.
+      max_file_bytes: size at which another file begins; an array is never split.
+      memory_bytes: memory for data in transit.
       progress: called with the bytes of elements done and those in all.
 
     Raises:
       FileExistsError: the destination exists.
       ValueError: a limit is too small.
       StoreSpaceError: there is no room; nothing was written.
-      StoreCorruptError: a chunk is not as it was written.
+      StoreCorruptError: a chunk is damaged.
       StoreError: the step cannot be read, or the destination not written.
     """
     arrays = [
@@ -83,5 +83,5 @@ def export_safetensors(
 def _name(array: StoredArray, params_only: bool) -> str:
     if not params_only:
         return array.name
-    # A bare array has no path; files have no tensor without a name.
+    # A params tree that is one array has an empty path, but a tensor needs a name.
     return array.name.removeprefix(MASTER_PARAMS + ".")

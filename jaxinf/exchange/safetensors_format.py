@@ -4,8 +4,8 @@ Eight bytes, the length of the header, little-endian; the header, JSON; the tens
 elements, little-endian and in C order, one after another without a gap.
 (https://huggingface.co/docs/safetensors, "Format".)
 
-Invariant: a header that is read describes a file that is whole: offsets are within it,
-do not overlap, and fit shapes and dtypes.
+Invariant: a header that was read describes a complete file: offsets are within it, do
+not overlap, and fit shapes and dtypes.
 """
 
 import json
@@ -53,8 +53,8 @@ class TensorInfo:
 
     Attributes:
       shape: () for a scalar.
-      dtype: of its elements.
-      offset_bytes: from the beginning of the data.
+      dtype: dtype of its elements.
+      offset_bytes: offset from the beginning of the data.
     """
 
     shape: tuple[int, ...]
@@ -69,12 +69,12 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class TensorsHeader:
-    """What a file says of itself.
+    """A file's header.
 
     Attributes:
-      tensors: by name.
-      data_offset_bytes: where in the file the data begins.
-      metadata: texts of the writer's.
+      tensors: tensors by name.
+      data_offset_bytes: offset of the data in the file.
+      metadata: texts from the writer.
     """
 
     tensors: Mapping[str, TensorInfo]
@@ -86,11 +86,11 @@ def encode_header(
     tensors: Sequence[tuple[str, tuple[int, ...], np.dtype[Any]]],
     metadata: Mapping[str, str],
 ) -> tuple[bytes, TensorsHeader]:
-    """The first bytes of a file, and the header that they hold.
+    """Returns the first bytes of a file, and the header in them.
 
     Args:
       tensors: name, shape and dtype, in the order of their data.
-      metadata: for ``__metadata__``.
+      metadata: content of ``__metadata__``.
     """
     document: dict[str, Any] = {"__metadata__": dict(metadata)}
     infos: dict[str, TensorInfo] = {}

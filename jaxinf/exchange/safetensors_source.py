@@ -1,6 +1,6 @@
 """Safetensors files, one or several, as arrays to import.
 
-Invariant: a name is in one file only, and every file is whole.
+Invariant: a name is in one file only, and every file is complete.
 """
 
 from pathlib import Path
@@ -26,10 +26,10 @@ def read_safetensors(path: Path) -> dict[str, SourceArray]:
     """Reads the headers of a file, or of all files of a directory.
 
     Returns:
-      By name, ``/`` in it read as ``.``.
+      Arrays by name, with ``/`` in names replaced by ``.``.
 
     Raises:
-      ExchangeError: a file is missing or damaged, or a name comes twice.
+      ExchangeError: a file is missing or damaged, or two tensors have the same name.
     """
     arrays: dict[str, SourceArray] = {}
     for file in _in_directory(path) if path.is_dir() else [path]:
@@ -47,7 +47,7 @@ def read_safetensors(path: Path) -> dict[str, SourceArray]:
 
 
 def index_places(index: Path) -> dict[str, str]:
-    """Each tensor's file, as an index says.
+    """Returns each tensor's file from an index.
 
     Raises:
       ExchangeError: the index cannot be read, or names a file outside its folder.

@@ -1,7 +1,7 @@
 """Arrays of a committed step as tensors of safetensors files, and an index of them.
 
 Invariant: a file is laid out by its header, and filled array by array; memory stays
-within the budget however large a leaf is.
+within the budget for leaves of any size.
 """
 
 import os
@@ -34,19 +34,19 @@ INDEX_NAME = "model.safetensors.index.json"
 WEIGHTS_NAME = "model.safetensors"
 
 _HEADER_BYTES_AN_ARRAY = 512
-# A portion as read, cast, and with its axes in their order.
+# Copies of a portion: as read, cast, and with its axes in the tensor's order.
 _COPIES = 3
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A stored array under the name, dtype and order of axes that it will have.
+    """A stored array as a tensor of a file.
 
     Attributes:
-      name: in the file.
+      name: the tensor's name in the file.
       array: the array.
-      dtype: to which its elements are rounded, to nearest even.
-      axes: the tensor is the array with its axes in this order; empty: as they are.
+      dtype: dtype that its elements are rounded to, to nearest even.
+      axes: order of the array's axes in the tensor; empty for no change.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Tensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor."""
+        """Shape of the tensor."""
         shape = self.array.leaf.shape
         return tuple(shape[a] for a in self.axes) if self.axes else tuple(shape)
 
@@ -80,21 +80,21 @@ def write_tensors(
     """Makes a directory of safetensors files; blocks until it is durable.
 
     Args:
-      step: what the tensors are of.
+      step: the step that the tensors belong to.
       destination: a directory that does not exist yet.
-      tensors: in the order of the files.
+      tensors: the tensors in the order of the files.
       metadata: texts for each file's header.
-      documents: gives, when all has been read, files to write beside: JSON, or as
-        they are.
-      max_file_bytes: begin another file rather than go above; a tensor is never split.
-      memory_bytes: for the data on its way.
+      documents: called when all has been read; returns further files by name, as JSON
+        or bytes.
+      max_file_bytes: size at which another file begins; a tensor is never split.
+      memory_bytes: memory for data in transit.
       progress: called with the bytes of elements done and those in all.
 
     Raises:
       FileExistsError: the destination exists.
       ValueError: a limit is too small.
       StoreSpaceError: there is no room; nothing was written.
-      StoreCorruptError: a chunk is not as it was written.
+      StoreCorruptError: a chunk is damaged.
       StoreError: the step cannot be read, or the destination not written.
     """
     if min(max_file_bytes, memory_bytes) < 1 << 20:
@@ -129,7 +129,7 @@ def _index(files: Mapping[str, Sequence[Tensor]], total_bytes: int) -> JsonValue
 
 
 def _divide(tensors: Sequence[Tensor], max_file_bytes: int) -> dict[str, list[Tensor]]:
-    """Deals tensors to files, in order."""
+    """Assigns tensors to files, in order."""
     files: list[list[Tensor]] = [[]]
     held_bytes = 0
     for tensor in tensors:
@@ -153,7 +153,7 @@ def _write_file(
     metadata: Mapping[str, str],
     memory_bytes: int,
 ) -> Iterator[int]:
-    """Yields the bytes of each portion that has been written."""
+    """Yields the bytes of each portion written."""
     shapes = [(tensor.name, tensor.shape, tensor.dtype) for tensor in tensors]
     first, header = encode_header(shapes, metadata)
     with translated("write", path), open(path, "xb") as stream:

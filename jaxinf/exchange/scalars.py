@@ -22,7 +22,7 @@ class ScalarMatch:
     Attributes:
       scalars: the scalars to commit.
       used: names of the arrays that they came from.
-      problems: doubts, a line each.
+      problems: doubts, one line each.
     """
 
     scalars: tuple[ScalarState, ...]
@@ -40,10 +40,10 @@ def match_scalars(
     """Finds the scalars of a store in a checkpoint, by the ends of their paths.
 
     Args:
-      held: the store's.
-      found: arrays that are nothing else, by name.
-      taken: prefixes of the optimizer's other state: it stands where they do.
-      may_lack: whether it is no problem if none is there.
+      held: the store's scalars.
+      found: arrays without another use, by name.
+      taken: prefixes of the optimizer's other state; the scalars are below them, too.
+      may_lack: whether the checkpoint may have no scalars at all.
     """
     keys = [scalar_keys(scalar.path) for scalar in held]
     choices = [[n for n in found if prefix_of(n, key) is not None] for key in keys]
@@ -68,7 +68,10 @@ def match_scalars(
 def _common_roots(
     keys: Sequence[str], choices: Sequence[Sequence[str]], taken: Iterable[str]
 ) -> list[str]:
-    """Prefixes below which every scalar is; those that hold the other state, if any."""
+    """Returns prefixes that all scalars have in common.
+
+    If some of them also have the other state below them, only those.
+    """
     sets = [
         {p for p in (prefix_of(name, key) for name in names) if p is not None}
         for key, names in zip(keys, choices, strict=True)
@@ -80,7 +83,7 @@ def _common_roots(
 
 
 def _read(held: ScalarState, array: SourceArray) -> tuple[ScalarState, str | None]:
-    """The value in the store's dtype, and what is wrong with it."""
+    """Returns the value in the store's dtype, and the problem with it, if any."""
     where, wanted = f"scalar {held.path}", held.value
     if array.shape != wanted.shape:
         return held, (
@@ -99,11 +102,12 @@ def _read(held: ScalarState, array: SourceArray) -> tuple[ScalarState, str | Non
 def find_step(
     found: Mapping[str, SourceArray], scalars: Sequence[ScalarState]
 ) -> tuple[int | None, str | None]:
-    """The step that a checkpoint is of, and the array that says so.
+    """Returns a checkpoint's step, and the name of the array that gives it.
 
     Args:
       found: arrays that are neither params nor per-leaf state.
-      scalars: the optimizer's; the largest count is the step where nothing else is.
+      scalars: the optimizer's scalars; without another source, the step is their
+        largest count.
     """
     for name in (_STEP, *(n for n in found if n.endswith("." + _STEP))):
         array = found.get(name)

@@ -1,7 +1,7 @@
-"""What documents of other tools may say, as data: as much of it as is read.
+"""Schemas of other tools' documents, for the keys that are read.
 
-Invariant: keys that are not read may say anything; a name that becomes part of a path
-is one component of it.
+Invariant: keys that are not read may have any value; a name that becomes part of a path
+is a single component of it.
 """
 
 from collections.abc import Sequence
@@ -63,11 +63,11 @@ ORBAX_TREE = Record(
 """Orbax's ``_METADATA``."""
 
 ANY_OBJECT = Mapped(ANYTHING)
-"""A document whose keys are looked up one by one."""
+"""A document whose keys its reader looks up and checks."""
 
 
 def tensors_header(dtypes: Sequence[str]) -> Record:
-    """The header of a safetensors file, of tensors of these dtypes."""
+    """Returns the schema of a safetensors header with tensors of these dtypes."""
     tensor = Record(
         {
             "dtype": OneOf(dtypes),

@@ -1,7 +1,7 @@
 """Arrays of another tool's checkpoint, read block by block.
 
-Invariant: nothing of an array is read before `SourceArray.blocks` is iterated, and then
-no more than the memory asked for, or one chunk of the file where that is larger.
+Invariant: no element is read before `SourceArray.blocks` is iterated. Blocks in memory
+stay within the given limit, or are one chunk of the file if that is larger.
 """
 
 import abc
@@ -30,9 +30,9 @@ class SourceArray(abc.ABC):
     """An array that can be imported.
 
     Attributes:
-      name: keys joined by ``.``, percent-encoded as a store's are.
+      name: keys joined by ``.``, percent-encoded as in a store.
       shape: () for a scalar.
-      dtype: of its elements.
+      dtype: dtype of its elements.
     """
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
@@ -47,10 +47,10 @@ class SourceArray(abc.ABC):
 
     @abc.abstractmethod
     def blocks(self, memory_bytes: int) -> Iterator[tuple[tuple[int, ...], Array]]:
-        """Boxes that partition the array, one after another.
+        """Yields boxes that partition the array.
 
         Args:
-          memory_bytes: for all that is read ahead.
+          memory_bytes: limit for all boxes read ahead.
 
         Yields:
           The index of a box's first element, and its elements.
@@ -65,7 +65,7 @@ class FileArray(SourceArray):
 
     Attributes:
       path: the file.
-      offset_bytes: where in it the elements begin.
+      offset_bytes: offset of the elements in the file.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class FileArray(SourceArray):
 
 
 class TensorstoreArray(SourceArray):
-    """An array that tensorstore opened.
+    """An array that tensorstore has opened.
 
     Attributes:
-      where: the checkpoint, for messages.
+      where: the checkpoint's name in messages.
     """
 
     def __init__(self, name: str, store: Any, where: Path) -> None:
@@ -161,7 +161,7 @@ def _block_shape(
     read_chunk: Sequence[int],
     max_elements: int,
 ) -> list[int]:
-    """Whole chunks of the file: one at least, several where they are small."""
+    """Returns a shape of whole chunks of the file: one, or several small ones."""
     whole = [max(1, n) for n in shape]
     block = [max(1, min(c, n)) for c, n in zip(write_chunk, whole, strict=True)]
     if math.prod(block) > max_elements:
@@ -175,7 +175,7 @@ def _block_shape(
 
 
 def read_whole(array: SourceArray) -> Array:
-    """All of a small array."""
+    """Returns all of a small array."""
     values = np.empty(array.shape, array.dtype)
     for start, block in array.blocks(max(1, array.num_bytes)):
         box = tuple(slice(s, s + n) for s, n in zip(start, block.shape, strict=True))

@@ -1,4 +1,4 @@
-"""A committed step that is exported: its arrays, read portion by portion.
+"""A committed step to be exported: its arrays, read portion by portion.
 
 Invariant: files are only read, one portion of an array at a time, and every chunk that
   differs from its checksum is detected.
@@ -29,16 +29,16 @@ from jaxinf.typing import Array
 __all__ = ["DEFAULT_MEMORY_BYTES", "StepFiles", "StoredArray"]
 
 DEFAULT_MEMORY_BYTES = 256 << 20
-"""What an export or an import holds of a step by default."""
+"""Default memory for data in transit in an export or an import."""
 
 
 @dataclass(frozen=True)
 class StoredArray:
-    """One state of one leaf, as the optimizer computes with it.
+    """A state of a leaf, in the form that the optimizer computes with.
 
     Attributes:
       leaf: the leaf's record.
-      state: which of its states, as it is stored; none that belongs to another.
+      state: the state's record; not that of scales or remainders of another state.
     """
 
     leaf: LeafRecord
@@ -51,7 +51,7 @@ class StoredArray:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of its elements."""
+        """Dtype of its elements."""
         return dtype_of(self.state.decoded().dtype)
 
     @property
@@ -65,8 +65,8 @@ class StepFiles:
     """A committed step that does not change while it is read.
 
     Attributes:
-      path: laid out like a slot: a snapshot or a checkpoint.
-      manifest: what it holds.
+      path: a directory with a slot's layout: a snapshot or a checkpoint.
+      manifest: the manifest of its store.
     """
 
     path: Path
@@ -86,13 +86,16 @@ class StepFiles:
 
     @cached_property
     def _directory(self) -> StoreDirectory | None:
-        """Where chunks lie that are not here."""
+        """Returns the store's directories on CSDs, or None if all chunks are here."""
         if not self.manifest.csds:
             return None
         return StoreDirectory.of_step(self.path, self.manifest)
 
     def exported(self) -> tuple[Manifest, CommitRecord]:
-        """Manifest and commit record of what `stream` has given, all of it."""
+        """Returns manifest and commit record of the arrays as `stream` yielded them.
+
+        All arrays must have been read to their end.
+        """
         sums = {
             a.name: self.commit.checksums[a.name]
             if not a.state.codec
@@ -110,7 +113,7 @@ class StepFiles:
         return sum(array.num_bytes for array in self.arrays())
 
     def arrays(self) -> Iterator[StoredArray]:
-        """All arrays, those of the master params first, then state by state."""
+        """Yields all arrays, those of the master params first, then state by state."""
         for name in self.manifest.state_names:
             for leaf in self.manifest.leaves:
                 for state in leaf.states:
@@ -120,12 +123,12 @@ class StepFiles:
     def stream(
         self, array: StoredArray, max_elements: int
     ) -> Iterator[tuple[Portion, Array]]:
-        """All of an array, portion by portion, each of its dtype and shape; blocks.
+        """Yields an array portion by portion, in its dtype; blocks.
 
         Coded state is decoded.
 
         Raises:
-          StoreCorruptError: before the last portion of a chunk that is not as written.
+          StoreCorruptError: a chunk is damaged; raised before its last portion.
           StoreIOError: a chunk is missing or too short, or the drive failed.
         """
         every = portions(array.leaf.grid, max_elements)
@@ -144,14 +147,14 @@ class StepFiles:
 
 
 class _Runs:
-    """The elements of a chunk's pieces, in runs of other lengths."""
+    """Regroups the elements of a chunk's pieces into runs of other lengths."""
 
     def __init__(self, pieces: Iterator[Piece], dtype: np.dtype) -> None:
         self._pieces, self._dtype = pieces, dtype
         self._rest = np.empty(0, dtype)
 
     def take(self, num: int) -> Array:
-        """The next elements, in memory of the caller's own."""
+        """Returns the next elements in a new array."""
         out, done = np.empty(num, self._dtype), 0
         while done < num:
             if not self._rest.size:

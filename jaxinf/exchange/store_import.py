@@ -35,7 +35,7 @@ from jaxinf.typing import ProgressCallback
 
 __all__ = ["ImportReport", "import_checkpoint", "read_source"]
 
-# A block as read, decoded, cast, and laid out for a chunk.
+# Copies of a block: as read, decoded, cast, and laid out for a chunk.
 _COPIES = 4
 _CHECKED_ELEMENTS = 1 << 20
 
@@ -58,10 +58,10 @@ class ImportReport:
 
 
 def read_source(path: Path) -> dict[str, SourceArray]:
-    """The arrays of an Orbax checkpoint or of safetensors files, by name.
+    """Returns by name the arrays of an Orbax checkpoint or of safetensors files.
 
     Raises:
-      ExchangeError: it is neither, or damaged.
+      ExchangeError: the path is neither, or damaged.
     """
     if is_safetensors(path):
         return read_safetensors(path)
@@ -88,11 +88,11 @@ def import_checkpoint(
 
     First make the store by ``tx.init(params)`` with the optimizer and with params of
     the right shapes, and close it. Arrays are found by name. If the checkpoint has no
-    optimizer state at all, that keeps its initial values.
+    optimizer state at all, the store's keeps its initial values.
 
     Args:
-      source: an Orbax checkpoint, a safetensors file or a directory of some.
-      store: at step 0; nobody has it open.
+      source: an Orbax checkpoint, a safetensors file or a directory of such files.
+      store: a closed store at step 0.
       names: state → place of its arrays in the checkpoint, keys joined by ``/``, if
         names are ambiguous.
       ignored: names, or beginnings of names, of arrays to ignore.
@@ -102,11 +102,11 @@ def import_checkpoint(
       progress: called with the bytes of elements done and those in all.
 
     Returns:
-      What was done.
+      A report of the import.
 
     Raises:
       ExchangeError: the checkpoint cannot be read, or does not fit; lists every doubt.
-      ValueError: an option names what is not there, or the step is negative.
+      ValueError: an option has an unknown name, or the step is negative.
       StoreMismatchError: the store has been trained already.
       StoreLockedError: a live process has the store open.
       StoreError: the store is missing or damaged, or a drive failed.
@@ -179,7 +179,7 @@ def _check_fresh(directory: StoreDirectory, slot: Slot, plan: Match) -> None:
 def _is_constant(files: StepFiles, array: StoredArray) -> bool:
     first: bytes | None = None
     is_same = True
-    # Read to the end, since only then are the chunks verified.
+    # Read to the end: a chunk is verified before its last portion.
     for _, values in files.stream(array, _CHECKED_ELEMENTS):
         first = first or values.reshape(-1)[:1].tobytes()
         raw = values.reshape(-1).view(np.uint8).reshape(values.size, -1)
@@ -194,7 +194,7 @@ def _write(
     memory_bytes: int,
     progress: ProgressCallback | None,
 ) -> ChunkWriter:
-    """Fills a slot; durable on return."""
+    """Fills a slot, durably."""
     directory.unpublish(slot)
     committed = other_slot(slot)
     writer = ChunkWriter(directory, slot)

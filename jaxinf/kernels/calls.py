@@ -96,7 +96,7 @@ class _Block:
 
 
 def with_prototype(function: Any) -> Callable[..., int]:
-    """A kernel's entry point with the types of ``cpp/shell.hpp``."""
+    """Returns a kernel's entry point with the types of ``cpp/shell.hpp``."""
     function.argtypes = [ctypes.c_long, *[ctypes.c_void_p] * 8]
     function.restype = ctypes.c_int
     return function
@@ -160,7 +160,7 @@ def _array(array: Array | CodedSlot) -> tuple[int, int, int, int, int]:
 
 
 def _num_stored(state: Array | CodedSlot) -> int:
-    """Number of arrays in which it is stored."""
+    """Returns the number of arrays that a state is stored in."""
     return 2 if isinstance(state, CodedSlot) and state.beside is not None else 1
 
 

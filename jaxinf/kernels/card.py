@@ -71,8 +71,9 @@ class CardArgument:
       kind: A pointer is memory that a port (``m_axi``) reaches; a scalar is 32 bits.
       type: Type of the memory, or of the scalar, whose bits are passed.
       is_output: Whether the kernel only writes through it.
-      count: Length of the memory: the subgroup's elements, those selected by top-k, the
-        scales of its blocks, the table of estimates, or the status.
+      count: The unit that gives the memory's length: the subgroup's elements, those
+        selected by top-k, the scales of its blocks, the table of estimates, or the
+        status.
     """
 
     name: str
@@ -82,7 +83,7 @@ class CardArgument:
     count: Count = "one"
 
     def num_bytes(self, num_elements: int, num_selected: int = 0) -> int:
-        """Memory that it needs: multiples of `CARD_ALIGNMENT_BYTES`, at least one."""
+        """Returns its memory: multiples of `CARD_ALIGNMENT_BYTES`, at least one."""
         number = {
             "one": 1,
             "elements": num_elements,
@@ -103,9 +104,9 @@ class CardStatus:
       finite: Whether every gradient is finite.
       indices_valid: Whether top-k's positions ascend and lie in the subgroup; True
         without top-k.
-      checksums_read: CRC-32C of each extent as it was read: master params, then the
-        slots, each followed by its scales; as `jaxinf.io.crc32c`, without padding.
-      checksums_written: The same as it was written.
+      checksums_read: CRC-32C (`jaxinf.io.crc32c`) of each extent as read, without
+        padding: master params, then the slots, each followed by its scales.
+      checksums_written: The same for the extents as written.
     """
 
     finite: bool
@@ -116,7 +117,7 @@ class CardStatus:
 
 @dataclass(frozen=True)
 class CardKernel:
-    """A kernel of a card, and this optimizer's literals for it.
+    """A kernel of a card, with the literals of one optimizer.
 
     Attributes:
       name: Name in the xclbin and of the C function.
@@ -127,7 +128,7 @@ class CardKernel:
       state: ``f32``; ``bf16`` or ``int8``: the store's codec.
       compressed: Whether the gradient comes as top-k values and positions.
       slots: Names of the stored state, in order.
-      arguments: All, in the order in which they are passed.
+      arguments: All arguments in the order of the call.
       constants: The body's literals, 32 bits each, in order.
     """
 
@@ -172,15 +173,15 @@ class CardKernel:
         scalars: Sequence[np.generic | Array],
         num_selected: int = 0,
     ) -> tuple[int, ...]:
-        """The scalar arguments as signed 32-bit integers, which pyxrt wants.
+        """Returns the scalar arguments as signed 32-bit integers, as pyxrt needs them.
 
         Args:
           num_elements: length of the subgroup.
           rounding_key: key of the random bits; slot i rounds with
             ``rounding_key + 1 + i``, as on the host.
           rounding_first: number of the subgroup's first element in its chunk.
-          scalars: 0-d, the prologue's, in order.
-          num_selected: pairs of top-k; 0 without.
+          scalars: the prologue's 0-d arrays, in order.
+          num_selected: number of elements that top-k sends; 0 without top-k.
 
         Raises:
           ValueError: the number of scalars is not the body's, or there are more

@@ -31,16 +31,18 @@ _FLAGS = (
 def card_library(*cards: CardKernel) -> Path:
     """Returns a shared library with these kernels, compiled at first use; blocks.
 
-    Each is an ``extern "C"`` function of the card kernel's name that returns nothing
-    and takes `CardKernel.arguments`: pointers, aligned to and with memory in multiples
-    of 64 bytes, then 32-bit scalars. Calls from several threads are independent.
+    Each is an ``extern "C"`` function of the card kernel's name. It returns nothing and
+    takes `CardKernel.arguments`: pointers, aligned to 64 bytes and with memory in
+    multiples of 64 bytes, then 32-bit scalars. Calls from several threads are
+    independent.
 
     Args:
-      cards: of one body.
+      cards: kernels of one body.
 
     Raises:
       CompilerError: there is no compiler, or it failed.
-      OSError: no directory has room for it, not even that for temporary files.
+      OSError: no directory has room for the library, not even the one for temporary
+        files.
     """
     compiler = toolchain.find_compiler()
     if compiler is None:
@@ -59,7 +61,7 @@ def card_library(*cards: CardKernel) -> Path:
 
 
 def card_function(card: CardKernel) -> Callable[..., None]:
-    """The kernel of `card_library` with its argument types; releases the GIL."""
+    """Returns the kernel of `card_library` with argument types; releases the GIL."""
     function: Any = getattr(load_library(card_library(card)), card.name)
     pointers, scalars = len(card.pointers), len(card.scalars)
     function.argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_int32] * scalars
@@ -68,7 +70,7 @@ def card_function(card: CardKernel) -> Callable[..., None]:
 
 
 def hls_directory() -> Path:
-    """``hls/`` of a checkout, or the installed package's copy of its headers."""
+    """Returns ``hls/`` of a checkout, or the installed copy of its headers."""
     checkout = Path(__file__).parents[2] / "hls"
     if (checkout / "csim" / "hls_stream.h").exists():
         return checkout
@@ -79,7 +81,7 @@ def hls_directory() -> Path:
 
 
 def _command(compiler: str) -> list[str]:
-    """Returns a command with the processor's fused multiply-add; calls are slow."""
+    """Returns a command with the processor's fused multiply-add: a call is slow."""
     levels = toolchain.levels()
     march = [f"-march={levels[-1]}"] if levels else []
     return [compiler, *march, *_FLAGS, *(f"-I{path}" for path in _include_paths())]

@@ -11,7 +11,7 @@ from jaxinf.kernels.card import CARD_ALIGNMENT_BYTES, CardArgument, CardKernel
 
 __all__ = ["card_ports", "card_source"]
 
-_COSIM_ELEMENTS = 4096  # of a subgroup that cosimulation may have; depth= is for it
+_COSIM_ELEMENTS = 4096  # longest subgroup of a cosimulation, which needs depth=
 
 _FORMATS = {"float32": "F32", "bfloat16": "Bf16", "float16": "F16", "uint8": "Codes"}
 
@@ -20,7 +20,7 @@ def card_source(cards: Sequence[CardKernel]) -> str:
     """Returns the translation unit of kernels that share one body.
 
     Args:
-      cards: its kernels; a single one for synthesis.
+      cards: kernels of one body; a single one for synthesis.
     """
     (body,) = {card.body for card in cards}
     lines = [f"// {card.name}." for card in cards]
@@ -62,7 +62,7 @@ def _parameter(argument: CardArgument) -> str:
 
 
 def card_ports(card: CardKernel) -> tuple[str, ...]:
-    """Returns its ports (``m_axi`` bundles); a memory bank has room for about 15."""
+    """Returns a kernel's ports (``m_axi`` bundles); a memory bank takes about 15."""
     return tuple(dict.fromkeys(_bundle(card, p) for p in card.pointers))
 
 
@@ -73,7 +73,8 @@ def _bundle(card: CardKernel, pointer: CardArgument) -> str:
             return pointer.name.removesuffix(end)
     if pointer.name == "out":
         return "gradient"
-    # Short pointers share the port of the status; of two inputs, the table has its own.
+    # Short pointers share the status's port. If two inputs are short, the table gets a
+    # port of its own.
     if pointer.name == "rsqrt_estimates" and card.compressed:
         return pointer.name
     return "gradient" if pointer.name == "gradient" else "status"

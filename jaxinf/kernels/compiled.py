@@ -99,7 +99,7 @@ class CompiledKernel:
         out: Array,
         passage: Passage | None,
     ) -> bool:
-        """The same on strided views."""
+        """Runs the kernel on contiguous copies of strided views."""
         if passage is not None and passage.given is not None:
             passage.given = np.ascontiguousarray(passage.given)
         state = (params, *slots)

@@ -30,7 +30,7 @@ _CALLS = frozenset(
 
 
 class UnsupportedKernelError(Exception):
-    """A body that has no C++ form (it holds integers of fewer than 32 bits)."""
+    """A body has no C++ form: it has integers of fewer than 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Source:
 
 
 def emit(body: LoweredBody) -> Source:
-    """The C++ of a body.
+    """Returns the C++ of a body.
 
     Raises:
       UnsupportedKernelError: A value has no 32-bit form.
@@ -56,7 +56,7 @@ def emit(body: LoweredBody) -> Source:
 
 
 def header(title: str, equations: Sequence[str], versions: Mapping[str, str]) -> str:
-    """The comment above a source: what it is, from which equations and versions."""
+    """Returns the comment above a source: title, equations, versions of libraries."""
     made_with = ", ".join(f"{name} {version}" for name, version in versions.items())
     of_versions = f" ({made_with})" if made_with else ""
     lines = [title, "", f"Emitted by jaxinf from these equations{of_versions}:", ""]

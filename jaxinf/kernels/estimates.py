@@ -1,7 +1,7 @@
-"""The processor's estimates of 1 / sqrt(x) as a table, from which cards go on.
+"""The processor's estimates of 1 / sqrt(x) as a table, which cards refine.
 
-Invariant: with the table of this host a card's kernel gives the bits of this host's,
-whoever made the processor, as ``cpp/rsqrt.hpp`` is what both compute.
+Invariant: with the table of this host, a card's kernel gives the bits of the host's own
+on every processor, since both compute ``cpp/rsqrt.hpp``.
 """
 
 import ctypes
@@ -17,20 +17,23 @@ from jaxinf.typing import Array
 __all__ = ["ESTIMATES_BYTES", "rsqrt_estimates"]
 
 ESTIMATES_BYTES = 64 + 2 * 8192
-"""Of the table: a block of 64 bytes, then 8,192 entries of 16 bits."""
+"""Length of the table: a block of 64 bytes, then 8,192 entries of 16 bits."""
 
 _LOGGER = logging.getLogger("jaxinf.kernels")
 
 
 @functools.cache
 def rsqrt_estimates() -> Array:
-    """The table, read-only; made once in a process, which takes 0.1 s or a compiler.
+    """Returns the read-only table, made once in a process.
+
+    The first call takes 0.1 s, or runs the compiler.
 
     Returns:
-      ``(ESTIMATES_BYTES / 4,)`` uint32. [0]: the Newton steps that the host takes, 1
-      or 2; 0 where it has no such estimate (another processor than x86-64, or one whose
-      instruction is no table): a card then rounds sqrt(x) and its reciprocal. From [16]
-      on the entries of ``cpp/rsqrt.hpp``, two a word, the first in the lower half.
+      ``(ESTIMATES_BYTES / 4,)`` uint32. [0] is the number of Newton steps that the host
+      takes, 1 or 2. It is 0 if the host has no such estimate: its processor is not
+      x86-64, or the instruction does not read a table. A card then rounds sqrt(x) and
+      its reciprocal. From [16] on follow the entries of ``cpp/rsqrt.hpp``, two in a
+      word, the first in the lower half.
     """
     table = np.zeros(ESTIMATES_BYTES // 4, np.uint32)
     try:
@@ -47,7 +50,10 @@ def rsqrt_estimates() -> Array:
 
 
 def _function() -> Any:
-    """What fills the entries and returns the steps; None on other processors."""
+    """Returns a function that fills the entries and returns the number of steps.
+
+    None on processors other than x86-64.
+    """
     function = libraries.load_helper(toolchain.RSQRT_ESTIMATES)
     if function is not None:
         function.argtypes = [ctypes.c_void_p]

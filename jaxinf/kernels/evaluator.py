@@ -1,7 +1,7 @@
 """Runs a body over chunks with NumPy, block by block.
 
-Invariant: nothing is kept between calls but the plan, so that any number of threads
-may share it; a call's temporary memory is a few blocks, whatever the chunk.
+Invariant: only the plan is kept between calls, so any number of threads may share it. A
+call's temporary memory is a few blocks, however long the chunk.
 """
 
 import functools
@@ -28,7 +28,7 @@ from jaxinf.typing import FLOAT32, Array
 __all__ = ["BLOCK_ELEMENTS", "evaluate", "initialise"]
 
 BLOCK_ELEMENTS = 32 << 10
-"""Large enough that NumPy's overhead and the GIL do not matter, small enough for L2."""
+"""So many elements hide NumPy's overhead and the GIL, and still fit into L2."""
 
 
 def evaluate(
@@ -44,25 +44,24 @@ def evaluate(
     """Updates one chunk in place; blocks the caller; thread-safe.
 
     Works in blocks of 32 Ki elements: temporary memory does not grow with the
-    chunk. Every operation computes in the dtype optax gave it (16-bit floats in
-    float32, then rounded, as XLA does on CPU), without fused multiply-adds.
-    Denormal float32 results are flushed to zero, as XLA does on CPU.
+    chunk. Every operation computes in the dtype that optax gave it, without fused
+    multiply-adds. As in XLA on a CPU, 16-bit floats are computed in float32 and then
+    rounded, and denormal float32 results are flushed to zero.
 
     Args:
       kernel: A leaf's update.
       gradient: ``(n,)`` float32, bfloat16 or float16; only read.
-      params: ``(n,)`` float32 master, becomes ``params + u``; it may be given as it
-        is coded in bfloat16.
-      slots: ``(n,)`` each, become the new state; a float32 slot may be given as it
-        is coded.
-      scalars: 0-d, as the prologue gave them.
+      params: ``(n,)`` float32 master; becomes ``params + u``. It may be a `CodedSlot`,
+        for params that are bfloat16 on the JAX device.
+      slots: ``(n,)`` each; become the new state. A float32 slot may be a `CodedSlot`.
+      scalars: 0-d, the prologue's results.
       arrays: ``(n,)`` each, the chunk's part of the prologue's arrays.
       out: ``(n,)``: float32 receives `u`; bfloat16 or float16 receives the new
         params rounded to nearest even, or, of coded params, their bfloat16 codes.
 
     Returns:
-      Whether all of the gradient is finite. If not, `params`, `slots` and `out`
-      hold garbage and are to be discarded.
+      Whether all of the gradient is finite. If not, the caller must discard `params`,
+      `slots` and `out`, whose contents are undefined.
 
     Raises:
       TypeError, ValueError: A dtype, shape or count is not the kernel's.
@@ -102,8 +101,8 @@ def initialise(
     Args:
       kernel: A leaf's first state.
       params: ``(n,)`` float32 master; only read.
-      slots: ``(n,)`` each, of the slots' dtypes; what they hold is not read.
-      scalars: 0-d, as the prologue gave them.
+      slots: ``(n,)`` each, of the slots' dtypes; only written.
+      scalars: 0-d, the prologue's results.
       arrays: ``(n,)`` each, the chunk's part of the prologue's arrays.
 
     Raises:
@@ -134,7 +133,7 @@ def _encode(
     values: Sequence[Array],
     out: Array,
 ) -> None:
-    """Stores what is coded of params and slots; 16-bit `out` gets such params."""
+    """Encodes new values of coded params and slots; 16-bit `out` gets params' codes."""
     params, *slots = coded
     if isinstance(params, CodedSlot):
         if plan.update is not None:
@@ -177,7 +176,7 @@ class _Run:
         table[PARAMS] = params
         for place, buffer in self._buffers.items():
             table[place] = buffer[: self._num]
-        # Slots that are not read are places to write to all the same.
+        # Slots that are never read still need places for their new values.
         for place, slot in zip(self._plan.slot_places, slots, strict=True):
             table[place] = slot
         for operand, place in self._plan.places.items():
@@ -186,7 +185,7 @@ class _Run:
                 table[place] = self._widen(source[operand.index], place)
 
     def load_gradient(self, gradient: Array) -> bool:
-        """Makes the gradient ready to be read; whether all of it is finite."""
+        """Loads the gradient, and returns whether all of it is finite."""
         wide = self._widen(gradient, GRADIENT)
         self._table[GRADIENT] = wide
         return bool(np.isfinite(wide.min()) and np.isfinite(wide.max()))

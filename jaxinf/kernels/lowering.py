@@ -1,39 +1,39 @@
-"""From optax's equations to those that XLA computes on CPU, operation by operation.
+"""Turns optax's equations into the operations that XLA computes on a CPU.
 
-Invariant: a lowered body holds exactly the roundings of the jitted update on XLA's CPU
-backend, as far as they follow from the equations; every backend (C++, HLS) translates
+Invariant: a lowered body has exactly the roundings of the jitted update on XLA's CPU
+backend, as far as they follow from the equations. Every backend (C++, HLS) translates
 it one to one, with contraction turned off.
 
-What XLA does, pass by pass:
+The passes imitate XLA's:
 
 * *excess precision*: operations on 16-bit floats are computed in float32, and a value
   is rounded to 16 bits only where it is stored (``xla_allow_excess_precision``).
 * *expansion*: integer powers become products by repeated squaring.
-* *reciprocals*: ``x / c`` with a literal becomes ``x * (1 / c)``, and so does ``x / s``
-  where the scalar `s` is broadcast for this division and used nowhere else in the whole
-  update (`Kernel.reciprocals`): so are the bias corrections of one leaf alone, but not
-  those of several leaves, which share them.
+* *reciprocals*: ``x / c`` with a literal becomes ``x * (1 / c)``. So does ``x / s`` if
+  the scalar `s` is broadcast for this division and used nowhere else in the whole
+  update (`Kernel.reciprocals`). The bias corrections of a single leaf are such scalars;
+  those of several leaves are shared, and are not.
 * *quotients*: ``(a / b) / c`` becomes ``a / (b * c)``, ``a / (b / c)`` becomes
-  ``(a * c) / b``, both at once ``(a * d) / (b * c)``; ``a / sqrt(b)`` becomes
-  ``a * rsqrt(b)``, and two factors that are literals become one.
-* *units*: products with 1 and -1 are no products. It shows where they would have
-  flushed a denormal, or been fused; elsewhere the product stays, so that one source
-  serves every value of the literal.
-* *fusions*: every output of the update is a loop of its own. It reads the outputs that
-  it depends on from memory and computes all else again, so that what counts as "used
-  once" is decided for each output by itself. What is expensive (a division, a root)
-  and used by several loops gets one of its own.
+  ``(a * c) / b``, and ``(a / b) / (c / d)`` becomes ``(a * d) / (b * c)``;
+  ``a / sqrt(b)`` becomes ``a * rsqrt(b)``, and two literal factors become one.
+* *units*: products with 1 and -1 are dropped. This matters only where the product would
+  flush a denormal or be fused. Elsewhere the product stays, so that one source serves
+  every value of the literal.
+* *fusions*: every output of the update has its own loop. The loop reads the outputs
+  that it depends on from memory and computes all else again, so a value's uses are
+  counted in each loop separately. An expensive value (a division, a root) that several
+  loops use gets its own loop.
 * *contraction*: LLVM turns an addition of a product that is used nowhere else into a
   fused multiply-add. With two such products the first operand is fused, after the
   operands have been put in order of *rank* (LLVM's Reassociate): a load ranks by its
   place in the loop, an operation one above its highest operand. A first operand with a
-  negative literal for a factor goes second: LLVM subtracts its opposite.
+  negative literal factor goes second: LLVM subtracts its opposite.
 
-Where XLA's own code is not of one mind, the bits differ from it, within rounding: adam
+XLA itself is not consistent in a few cases, and there the last bits may differ: adam
 with Nesterov momentum on leaves of one element, or with bfloat16 mu on leaves large
-enough for several threads (loads of scalars rank there); adagrad's last element of
-leaves of 8 k + 1 elements in jax 0.12 (a vector of one lane is not fused); branches
-of ``lax.cond`` on state (apply_if_finite), which XLA compiles apart.
+enough for several threads (loads of scalars have ranks there); the last element of
+adagrad's leaves of 8 k + 1 elements in jax 0.12 (a vector of one lane is not fused);
+branches of ``lax.cond`` on state (apply_if_finite), which XLA compiles separately.
 """
 
 from collections.abc import Sequence
@@ -66,7 +66,7 @@ class LoweredBody:
 
 
 def lower(kernel: Kernel) -> LoweredBody:
-    """Applies the passes."""
+    """Applies all passes to a kernel's equations."""
     simple = _Simplifier(kernel.reciprocals)
     values = [simple.add(equation) for equation in kernel.equations]
     assert len(values) == len(kernel.equations)
@@ -81,7 +81,7 @@ def lower(kernel: Kernel) -> LoweredBody:
     roots = {value for value in outputs if isinstance(value, Result)}
     roots |= _shared(simple.equations, roots)
     fuser = _Fuser(simple.equations, roots)
-    # The order of the equations: what is stored first, then the update made of it.
+    # The equations of the stored values come first, then those of the update.
     finals = [fuser.output(value) for value in new_slots]
     final = None if update is None else fuser.output(update)
     return LoweredBody(
@@ -95,7 +95,7 @@ def lower(kernel: Kernel) -> LoweredBody:
 
 
 def uniform_results(equations: Sequence[Equation]) -> list[bool]:
-    """Of each equation, whether its result is one value for the whole chunk."""
+    """Returns for each equation whether its result is one value for the whole chunk."""
     uniform: list[bool] = []
     for equation in equations:
         uniform.append(all(_is_uniform(o, uniform) for o in equation.inputs))
@@ -112,7 +112,7 @@ def _is_uniform(operand: Operand, results: Sequence[bool]) -> bool:
 
 
 def _unit(operand: Operand) -> int:
-    """1 or -1 where the operand is that literal, else 0."""
+    """Returns 1 or -1 if the operand is that literal, else 0."""
     if isinstance(operand, Constant) and abs(_number(operand)) == 1:
         return int(_number(operand))
     return 0
@@ -166,7 +166,7 @@ class _Simplifier(_Builder):
         return value
 
     def output(self, operand: Operand) -> Operand:
-        """The operand, 16-bit floats widened."""
+        """Returns the operand's new form; 16-bit floats are widened."""
         match operand:
             case Result():
                 return self._values[operand.index]
@@ -195,7 +195,7 @@ class _Simplifier(_Builder):
         return self.append(replace(equation, dtype=dtype))
 
     def _product(self, x: Operand, y: Operand) -> Operand:
-        # XLA moves constants to the right: it matters to the order of loads.
+        # XLA moves constants to the right, which changes the order of loads.
         if isinstance(x, Constant) and not isinstance(y, Constant):
             x, y = y, x
         if self._may_be_denormal(x) and (unit := _unit(y)):
@@ -208,13 +208,13 @@ class _Simplifier(_Builder):
         return self.emit("mul", FLOAT32, x, y)
 
     def _may_be_denormal(self, operand: Operand) -> bool:
-        """Whether it was not computed: what is has been flushed."""
+        """Whether the value may be denormal; arithmetic has flushed its results."""
         if isinstance(operand, Result):
             return self.equations[operand.index].op in ("neg", "abs", "select_n")
         return not isinstance(operand, Constant)
 
     def _without_units(self, terms: tuple[Operand, ...]) -> tuple[Operand, ...]:
-        """Of two products, one with 1 must not be the one that is fused."""
+        """Drops a factor 1 from two products, so that only a real product is fused."""
         products = [self._find("mul", term) for term in terms]
         if not all(products):
             return terms
@@ -224,7 +224,7 @@ class _Simplifier(_Builder):
         )
 
     def _find(self, op: str, operand: Operand) -> tuple[Operand, ...] | None:
-        """The inputs of the equation of `operand` where its operation is `op`."""
+        """Returns the inputs of `operand`'s equation if its operation is `op`."""
         if isinstance(operand, Result) and self.equations[operand.index].op == op:
             return self.equations[operand.index].inputs
         return None
@@ -273,7 +273,7 @@ class _Simplifier(_Builder):
 
 
 class _Fuser(_Builder):
-    """Contracts the loop of each output."""
+    """Contracts each output's loop."""
 
     def __init__(self, source: Sequence[Equation], roots: set[Result]) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ class _Fuser(_Builder):
         self._done: dict[Operand, Operand] = {}
 
     def output(self, operand: Operand) -> Operand:
-        """The operand's new form, after the equations that compute it."""
+        """Emits the equations that compute an operand, and returns its new form."""
         if not isinstance(operand, Result):
             return operand
         if operand not in self._done:
@@ -314,7 +314,7 @@ _EXPENSIVE = frozenset(
 
 
 def _shared(source: Sequence[Equation], roots: set[Result]) -> set[Result]:
-    """Expensive values that several loops use."""
+    """Returns expensive values that several loops use."""
     shared: set[Result] = set()
     uniform = uniform_results(source)
     for index in reversed(range(len(source))):
@@ -329,7 +329,7 @@ def _shared(source: Sequence[Equation], roots: set[Result]) -> set[Result]:
 
 
 class _Loop:
-    """One output's loop: what it computes, how often each value is used, ranks."""
+    """One output's loop: the values that it reads, the uses and rank of each value."""
 
     def __init__(
         self, source: Sequence[Equation], stored: set[Result], root: Result
@@ -343,11 +343,11 @@ class _Loop:
         self._visit(root, stored)
 
     def computes(self, result: Result) -> bool:
-        """Whether it is computed here, not read."""
+        """Whether the loop computes a value instead of reading it."""
         return result in self._ranks and result not in self.reads
 
     def contracted(self, result: Result) -> Equation:
-        """The equation of `result`, a multiply-add where LLVM makes it one."""
+        """Returns `result`'s equation, as a multiply-add if LLVM contracts it."""
         equation = self._source[result.index]
         if equation.op not in ("add", "sub") or equation.dtype != FLOAT32:
             return equation
@@ -391,7 +391,7 @@ class _Loop:
         return self._source[operand.index].inputs
 
     def _visit(self, operand: Operand, stored: set[Result]) -> None:
-        """Depth first, in the order in which XLA's code computes values."""
+        """Counts uses and ranks values, depth first as XLA's code computes them."""
         if operand in self._ranks:
             return
         if isinstance(operand, Constant) or _is_uniform(operand, self._uniform):

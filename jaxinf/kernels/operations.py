@@ -1,7 +1,7 @@
-"""The elementwise operations in NumPy, writing into a buffer of the caller's.
+"""The elementwise operations in NumPy; results go into the caller's buffer.
 
-Invariant: no operation widens: float32 in, float32 computed, float32 out; buffers of
-16-bit floats do not occur here (see `evaluator`).
+Invariant: no operation widens: float32 inputs are computed in float32 and give float32.
+Buffers of 16-bit floats do not occur here (see `evaluator`).
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ Operation = Callable[..., None]
 def flush_denormals(values: Array, scratch: Array) -> None:
     """Sets denormal float32 to zero in place; `scratch`: float32, of equal shape."""
     np.abs(values, out=scratch)
-    # A minimum of NaN compares false, and goes the long way too.
+    # A minimum of NaN compares false, so it takes the slow path too.
     if values.size and not scratch.min() >= SMALLEST_NORMAL:
         values[scratch < SMALLEST_NORMAL] = 0
 
@@ -37,7 +37,7 @@ def _ufunc(function: np.ufunc) -> Operation:
 def _div(out: Array, x: Any, y: Any) -> None:
     if out.dtype.kind == "f":
         np.divide(x, y, out=out)
-    else:  # C rounds towards zero
+    else:  # integers; C rounds towards zero
         np.floor_divide(np.subtract(x, np.fmod(x, y)), y, out=out)
 
 
@@ -48,7 +48,7 @@ def _pow(out: Array, x: Any, y: Any) -> None:
 
 
 def _integer_pow(out: Array, x: Any, *, y: int) -> None:
-    """By repeated squaring, the order in which XLA multiplies."""
+    """Computes a power by repeated squaring, in XLA's order of products."""
     base, exponent, started = np.array(x), abs(y), False
     if not exponent:
         out.fill(1)
@@ -123,7 +123,7 @@ def _convert(out: Array, x: Any) -> None:
 
 
 def _saturate(out: Array, x: Any) -> None:
-    """Float to integer as XLA: towards zero, saturating, NaN to 0."""
+    """Converts floats to integers as XLA does: towards zero, saturating, NaN to 0."""
     limits = np.iinfo(out.dtype)
     below, above = x < x.dtype.type(limits.min), x >= x.dtype.type(limits.max)
     inside = np.where(below | above | np.isnan(x), x.dtype.type(0), x)

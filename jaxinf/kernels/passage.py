@@ -1,7 +1,7 @@
-"""What is done beside an update while a chunk passes: checksums, params in and out.
+"""Work beside an update in the same pass over a chunk: checksums, params in and out.
 
-Invariant: the numbers are those of separate passes over the arrays; ``cpp/shell.hpp``
-does it block by block, and `run_evaluator` in so many passes.
+Invariant: results are those of separate passes over the arrays. `run_evaluator` makes
+these passes; ``cpp/shell.hpp`` does everything block by block in one.
 """
 
 from collections.abc import Sequence
@@ -21,19 +21,20 @@ __all__ = ["Passage", "run_evaluator", "stored_arrays"]
 
 @dataclass(eq=False)
 class Passage:
-    """What is wanted of a kernel's run beside the update.
+    """Requests to a kernel's run beside the update, and their results.
 
-    The stored arrays are the params, then the slots; of those that are coded the codes,
-    then what is beside them.
+    The stored arrays are the params, then the slots. A coded state has its codes, then
+    their scales or remainders.
 
     Attributes:
-      given: ``(n,)`` params to take instead of what `params` holds, float32 or coded,
-        which is overwritten; of its dtype.
-      wants_params: float32 `out` receives the new params, not the update.
-      reads: of each stored array, whether its checksum is wanted before the update.
-      writes: the same after it.
-      read: the CRC-32C of each, 0 where not wanted; filled by the run.
-      written: the same.
+      given: ``(n,)`` params that replace the stored ones before the update, in their
+        dtype: float32, or the codes' dtype.
+      wants_params: whether float32 `out` receives the new params, not the update.
+      reads: for each stored array, whether its checksum before the update is requested.
+      writes: the same for the checksum after the update.
+      read: the CRC-32C of each array before the update, 0 if not requested; filled by
+        the run.
+      written: the same after the update.
     """
 
     given: Array | None = None
@@ -47,7 +48,7 @@ class Passage:
 def stored_arrays(
     params: Array | CodedSlot, slots: Sequence[Array | CodedSlot]
 ) -> list[Array]:
-    """The arrays that checksums are taken of, in order."""
+    """Returns the arrays that have checksums, in order."""
     result = []
     for state in (params, *slots):
         if not isinstance(state, CodedSlot):
@@ -68,7 +69,7 @@ def run_evaluator(
     out: Array,
     **arguments: Any,
 ) -> bool:
-    """`evaluate`, and around it what a passage asks for."""
+    """Runs `evaluate` and fulfils the requests of a passage."""
     is_coded = isinstance(params, CodedSlot)
     if passage.given is not None:
         (params.codes if is_coded else params)[...] = passage.given

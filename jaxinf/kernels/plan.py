@@ -1,4 +1,4 @@
-"""Where each value of a body lives while a block is computed.
+"""Assigns a buffer to each value of a body, for the computation of a block.
 
 Invariant: a place is reused only after its value's last use, and a slot is overwritten
 only after its old value's.
@@ -20,7 +20,7 @@ GRADIENT, PARAMS, UPDATE = range(3)
 
 
 def storage_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype in which blocks of `dtype` are held: 16-bit floats as float32."""
+    """Returns the dtype of buffers for `dtype`: float32 for 16-bit floats."""
     return FLOAT32 if dtype in (BFLOAT16, FLOAT16) else dtype
 
 
@@ -37,14 +37,14 @@ class Step:
 
 @dataclass
 class Plan:
-    """Places are numbered: gradient, params, update, then as they are met.
+    """Numbered places: gradient, params, update, then others in order of appearance.
 
     Attributes:
       places: The place of each input and constant that is read.
       registers: Place and dtype of each buffer that holds intermediate values.
       steps: The operations in order.
-      update: Where `u` is at the end; None for zero.
-      new_slots: Where each slot's new value is at the end; None if unchanged.
+      update: The final place of `u`; None for zero.
+      new_slots: The final place of each slot's new value; None if unchanged.
       slot_places: The slots' own places.
     """
 
@@ -130,7 +130,7 @@ class _Planner:
         self._plan.steps.append(Step(operation, inputs, params, out, round_to))
 
     def _destination(self, index: int, dtype: np.dtype, in_place: bool) -> int:
-        """A slot or the update buffer if the result ends there, else a register."""
+        """Returns the result's final place if it is free, else a register."""
         result = Result(index, dtype)
         for slot, value in enumerate(self._new_slots):
             old = Input("slot", slot, self._slot_dtypes[slot])
@@ -181,7 +181,7 @@ class _Planner:
         place = self._place(value)
         if not (isinstance(value, Input) and value.kind == "slot"):
             return place
-        # Another slot's old value: copy it before that slot is written.
+        # This is another slot's old value: copy it before that slot is written.
         copy = self._register(storage_dtype(value.dtype))
         operation = OPERATIONS["convert_element_type"]
         self._plan.steps.append(Step(operation, (place,), {}, copy, None))

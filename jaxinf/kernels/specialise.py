@@ -1,10 +1,10 @@
-"""A kernel as this step's scalars leave it: selections that they decide are made.
+"""Specialises a kernel for a step: resolves selections that its scalars decide.
 
-Invariant: a specialised kernel computes what the kernel computes, and is another one
-only where that spares state: a slot that a step keeps need not be read or written.
+Invariant: a specialised kernel has the results of the kernel. It differs only if that
+saves I/O: a slot that the step leaves unchanged is neither read nor written.
 
-Gradient accumulation is the case in point: optax selects old or new state of the inner
-optimizer by a boolean scalar, and multiplies the update by zero between two emissions.
+Gradient accumulation needs it: optax selects old or new state of the inner optimizer by
+a boolean scalar, and multiplies the update by zero between two emissions.
 """
 
 from collections.abc import Sequence
@@ -28,21 +28,21 @@ __all__ = ["specialise", "state_read"]
 
 _Known = tuple[bool | None, ...]
 
-# What a zero goes through unchanged; a product with zero is taken for zero, which for
-# finite values it is.
+# Operations that map zero to zero. Products with zero count as zero, too, which is
+# exact for finite values.
 _KEEP_ZERO = frozenset({"neg", "convert_element_type", "copy", "reduce_precision"})
 
 
 def specialise(kernel: Kernel, scalars: Sequence[np.generic | Array]) -> Kernel:
-    """The kernel for a step with these scalars.
+    """Returns the kernel for a step with these scalars.
 
     Args:
-      kernel: any.
-      scalars: what the step's prologue gave, as `evaluate` takes them.
+      kernel: any kernel.
+      scalars: the results of the step's prologue, as `evaluate` takes them.
 
     Returns:
       A kernel with the same arguments that leaves more state unchanged, or `kernel`
-      itself where there is none.
+      itself if no state can be saved.
     """
     if not any(dtype == np.bool_ for dtype in kernel.scalar_dtypes):
         return kernel
@@ -58,7 +58,10 @@ def specialise(kernel: Kernel, scalars: Sequence[np.generic | Array]) -> Kernel:
 def scalars_used(
     kernel: Kernel, scalars: Sequence[np.generic | Array]
 ) -> frozenset[int]:
-    """Which scalars the update depends on, in the branches that these take."""
+    """Returns the positions of the scalars that the update depends on.
+
+    Branches that these scalars do not take are ignored.
+    """
     pairs = list(zip(kernel.scalar_dtypes, scalars, strict=True))
     known = tuple(bool(s) if dtype == np.bool_ else None for dtype, s in pairs)
     taken = _Folder(kernel, known, (False,) * len(known)).fold()
@@ -67,7 +70,10 @@ def scalars_used(
 
 
 def state_read(kernel: Kernel) -> frozenset[str]:
-    """The slots, and ``"params"``, whose old values the new ones or `u` depend on."""
+    """Returns the states whose old values the update or the new state depends on.
+
+    They are slots' names and ``"params"``.
+    """
     memo = _memo(kernel, "state_read")
     if not memo:
         memo[None] = _state_read(kernel)
@@ -75,7 +81,7 @@ def state_read(kernel: Kernel) -> frozenset[str]:
 
 
 def _memo(kernel: Kernel, name: str) -> dict[Any, Any]:
-    """A cache that lives with the kernel; hashing a kernel would cost more."""
+    """Returns a cache that lives with the kernel: hashing a kernel would cost more."""
     return vars(kernel).setdefault(f"_{name}", {})
 
 
@@ -139,7 +145,7 @@ class _Folder:
     def _folded(
         self, equation: Equation, inputs: tuple[Operand, ...]
     ) -> Operand | None:
-        """The operand that the equation's result is, where that is decided."""
+        """Returns the operand that the result equals, or None if it is not decided."""
         first = inputs[0]
         if equation.op == "select_n" and isinstance(first, Constant):
             return inputs[1 + int(first.value)]

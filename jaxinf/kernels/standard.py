@@ -14,7 +14,7 @@ __all__ = ["standard_kernels"]
 
 
 def standard_kernels() -> Mapping[str, Kernel]:
-    """Kernels by name: of those with the same C++ the first."""
+    """Returns kernels by name; of several with the same C++, the first."""
     kernels: dict[str, Kernel] = {}
     known: set[str] = set()
     for name, kernel in traced_kernels().items():

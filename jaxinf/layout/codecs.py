@@ -28,15 +28,15 @@ _TINY = np.finfo(np.float32).tiny
 
 @dataclass(frozen=True, eq=False)
 class CodedSlot:
-    """A float32 slot of a kernel, or the master params, as it is stored.
+    """The stored form of a kernel's float32 slot, or of the master params.
 
     Attributes:
       codes: ``(n,)``: uint8 with `scales`, bfloat16 without.
       scales: float32, one for each 256 codes; None for bfloat16.
-      key: of the random bits that decide the rounding.
+      key: seed of the random bits that decide the rounding.
       first: number of the first element in its chunk.
-      remainders: ``(n,)`` int16, what rounding to `codes` took away: nothing is lost.
-        None where bfloat16 is all there is, rounded stochastically.
+      remainders: ``(n,)`` int16, the differences that rounding to `codes` left, so that
+        decoding is exact. None if only the codes are stored, rounded stochastically.
     """
 
     codes: Array

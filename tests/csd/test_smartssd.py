@@ -219,7 +219,9 @@ def test_a_card_is_opened_once_in_a_process(runtime, tmp_path):
     assert len(xrt._OPEN) == 1
     other = tmp_path / "other.xclbin"
     other.write_text(KERNELS)
-    with pytest.raises(CsdError, match=r"is open in this process with .*kernels"):
+    with pytest.raises(
+        CsdError, match=r"expected the xclbin that is open in this process, .*kernels"
+    ):
         opened(f"smartssd:devices=1,xclbin={other}", [tmp_path])
 
 

@@ -44,10 +44,10 @@ from jaxinf.typing import Array, PathLikeStr
 __all__ = ["RESULTS", "RUN_TIMEOUT_S", "CardCsd", "FileIO"]
 
 RESULTS = {"bfloat16": ("bf16",), "float16": ("f16",), "float32": ("update", "params")}
-"""By the dtype of the params on the JAX device, what a kernel may return."""
+"""Forms of a kernel's result, by the dtype of the params on the JAX device."""
 
 RUN_TIMEOUT_S = 60.0
-"""What a kernel may take for a subgroup; it takes milliseconds."""
+"""Limit for a kernel's run over a subgroup, which takes milliseconds."""
 
 _NUM_BOUNCES = 4
 
@@ -103,7 +103,7 @@ class CardCsd:
 
     @property
     def memory(self) -> object:
-        """The card's own."""
+        """The card's own memory."""
         return self._memory
 
     @property
@@ -112,7 +112,7 @@ class CardCsd:
         return False
 
     def info(self) -> CsdInfo:
-        """What it is, now."""
+        """Its present description."""
         usage = shutil.disk_usage(self._root)
         direct = self._io.direct
         return CsdInfo(self._kind, self._root, usage.total, usage.free, direct)
@@ -144,7 +144,7 @@ class CardCsd:
         if num_bytes >= PAGE_BYTES:
             self._io.read(file, pages, offset, num_bytes)
             return
-        # Less than a page may be the whole file, which no drive sends.
+        # The file may be shorter than a page; a drive sends a card only whole pages.
         with self._bounces.acquire(PAGE_BYTES) as bounce:
             self._host_io.read(file, bounce.array, offset, num_bytes)
             pages[:num_bytes] = bounce.array[:num_bytes]
@@ -194,7 +194,7 @@ class CardCsd:
         tells: Collection[int] = (),
     ) -> UpdateOutcome:
         """Runs the card's kernel; this thread sleeps meanwhile."""
-        assert given is None  # a card reads its own
+        assert given is None  # a card reads its own params
         own = _own(buffer)
         if is_idle(kernel):
             return self._update_nothing(
@@ -235,7 +235,7 @@ class CardCsd:
     def _arguments(
         self, card: CardKernel, own: CardBuffer, extents: Sequence[Extent]
     ) -> list[object]:
-        """The buffers of the pointers: a state's is read and written in place."""
+        """Returns buffers for the pointers; a state has one, updated in place."""
         named = {"gradient": own.gradient.bo, "out": own.out.bo}
         named["status"] = own.status.bo
         if card.compressed:
@@ -256,7 +256,7 @@ class CardCsd:
         *,
         wants_params: bool,
     ) -> "_Found":
-        """The card's kernel; looked up once, since that takes long."""
+        """Returns the card's kernel, looked up once: a look-up takes long."""
         result = RESULTS[out.dtype.name][wants_params and out.dtype == np.float32]
         codec = extents[1].codec if len(extents) > 1 else ""
         is_sparse = isinstance(gradient, SparseGradient)
@@ -317,7 +317,10 @@ class CardCsd:
 
 
 class _Found:
-    """A kernel of the card, and whose update it is, which is kept alive by this."""
+    """A kernel of the card, and the update that it runs.
+
+    The reference to the update keeps its id, a key of the look-up, from being reused.
+    """
 
     def __init__(self, kernel: Kernel, card: CardKernel, found: XrtKernel) -> None:
         self.of = kernel
@@ -326,14 +329,18 @@ class _Found:
 
 
 def _send_state(own: CardBuffer, extent: Extent) -> None:
-    """What was read for the host, ahead of a step whose kernel takes it after all."""
+    """Copies state that was read for the host to the card, whose kernel needs it."""
     host = own.host.pop(extent.buffer_offset_bytes, None)
     if host is not None:
         own.pages(extent)[: host.size] = host
 
 
 def _send(own: CardBuffer, gradient: Array | SparseGradient) -> int:
-    """Host → card; how many of a sparse gradient's elements there are."""
+    """Copies a gradient to the card.
+
+    Returns:
+      The number of elements sent of a sparse gradient, 0 for a dense one.
+    """
     values, num_selected = gradient, 0
     if isinstance(gradient, SparseGradient):
         values, num_selected = gradient.values, gradient.indices.size
@@ -365,5 +372,5 @@ def _window(own: CardBuffer, extent: Extent) -> Array:
 
 
 def _as_array(memory: Array, like: Array) -> Array:
-    """The first bytes of memory as an array of the dtype and length of another."""
+    """Returns the first bytes of memory as an array like another."""
     return memory[: like.nbytes].view(like.dtype)

@@ -23,7 +23,7 @@ def open_emulated(
     meters: ByteMeters,
     num_buffers: int | None = None,
 ) -> CardFleet:
-    """Opens one card for each root, with `num_buffers`, or as many as fit."""
+    """Opens one card for each root, with `num_buffers` or as many buffers as fit."""
     runtime = EmulatedXrt()
     cards = [XrtCard(runtime, n, Path(ANY_KERNEL)) for n in range(len(roots))]
     fleet = EmulatedFleet("emulated", cards, memory_bytes, meters, num_buffers)
@@ -61,7 +61,7 @@ class _PagesIO:
 
 
 def _check_pages(array: Array, offset_bytes: int) -> None:
-    """The last, padded page belongs to the transfer: then its length is whole pages."""
+    """Requires whole pages of memory; the last page's padding is the transfer's own."""
     if array.ctypes.data % PAGE_BYTES or array.size % PAGE_BYTES:
         raise OSError(22, "P2P I/O of memory that is no whole pages")
     if offset_bytes % PAGE_BYTES:

@@ -1,10 +1,10 @@
 """XRT's C functions under pyxrt's names: no call here holds the GIL.
 
-Invariant: every handle is closed once, buffers before their device, the interpreter's
-exit included: XRT ends the process with a signal where a handle outlives its library.
+Invariant: every handle is closed exactly once, buffers before their device, also at the
+interpreter's exit: if a handle outlives the library, XRT ends the process by a signal.
 
-Against pyxrt: any Python will do (pyxrt is built for one), and other threads run while
-bytes go to a card and back. The functions are the same from 2021.1 (2.11) to 2026.1.
+pyxrt is built for one version of Python; this works with any. Other threads run while
+bytes move to or from a card. The functions are the same from 2021.1 (2.11) to 2026.1.
 """
 
 import ctypes
@@ -38,7 +38,7 @@ _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "xrtBOSync": (_INT, (_HANDLE, _INT, _SIZE, _SIZE)),
     "xrtBOFree": (_INT, (_HANDLE,)),
     "xrtRunOpen": (_HANDLE, (_HANDLE,)),
-    "xrtRunSetArg": (_INT, (_HANDLE, _INT)),  # and the argument
+    "xrtRunSetArg": (_INT, (_HANDLE, _INT)),  # then the argument, of any type
     "xrtRunStart": (_INT, (_HANDLE,)),
     "xrtRunState": (_INT, (_HANDLE,)),
     "xrtRunClose": (_INT, (_HANDLE,)),
@@ -46,15 +46,15 @@ _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 class XrtLibrary:
-    """What ``import pyxrt`` would give, as far as `jaxinf.csd.cards.xrt` uses it.
+    """The part of pyxrt's module that `jaxinf.csd.cards.xrt` uses.
 
     Args:
-      path: of ``libxrt_coreutil.so.2``.
+      path: the file ``libxrt_coreutil.so.2``.
 
     Raises:
       OSError: it cannot be loaded.
       AttributeError: it lacks a function: its release is older than 2021.1, or newer
-        than what is known here.
+        than those known here.
     """
 
     def __init__(self, path: Path) -> None:
@@ -85,16 +85,17 @@ _NUMBERS = itertools.count()
 
 
 def close_all() -> None:
-    """Closes every handle, the newest first, as the interpreter does at its exit.
+    """Closes every handle, the newest first; the interpreter calls it at its exit.
 
-    For programs that end another way. Nothing made of them may be used afterwards.
+    A program that ends another way calls it itself. No object of this module may be
+    used afterwards.
     """
     for owned in sorted(_LIVE, key=lambda owned: owned.number, reverse=True):
         owned.close()
 
 
 class _Owned:
-    """A handle with its end. What it was made of lives as long (`_of`)."""
+    """A handle that is closed once. It keeps the object it was made from (`_of`)."""
 
     xrt: Any
 
@@ -110,7 +111,7 @@ class _Owned:
         _LIVE.add(self)
 
     def close(self) -> None:
-        """Ends it; a second time does nothing."""
+        """Closes the handle; a second call does nothing."""
         self._end()
 
 
@@ -140,7 +141,7 @@ class _Device(_Owned):
 
 
 class _Xclbin:
-    """The file, of which Python reads the names of the kernels."""
+    """The file; the names of its kernels are read in Python."""
 
     def __init__(self, path: str) -> None:
         try:
@@ -164,7 +165,7 @@ class _Name:
 class _Kernel(_Owned):
     def __init__(self, device: _Device, uuid: bytes, name: str) -> None:
         ctypes.set_errno(0)
-        # A uuid may hold zeros: it is passed by its address.
+        # A uuid may contain zero bytes, so it is passed by address, not as a string.
         words = ctypes.create_string_buffer(uuid, _UUID_BYTES)
         handle = self.xrt.xrtPLKernelOpen(device.handle, words, name.encode())
         self._own(handle, "xrtPLKernelOpen", "xrtKernelClose", device)
@@ -201,7 +202,7 @@ class _Bo(_Owned):
         return memoryview(memory).cast("B")
 
     def sync(self, direction: _Direction, num_bytes: int, offset: int) -> None:
-        """Without the GIL, which ctypes releases around the call."""
+        """Copies between host and card; ctypes releases the GIL meanwhile."""
         if self.xrt.xrtBOSync(self.handle, direction, num_bytes, offset):
             raise _failure("xrtBOSync")
 

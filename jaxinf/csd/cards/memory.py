@@ -29,10 +29,10 @@ __all__ = ["BUFFERS_BYTES", "CardBuffer", "CardMemory", "set_bytes"]
 
 _TABLE_BYTES = -(-ESTIMATES_BYTES // PAGE_BYTES) * PAGE_BYTES
 BUFFERS_BYTES = DEVICE_BYTES - _TABLE_BYTES
-"""Of a card's memory: what is left beside the table of estimates."""
+"""The part of a card's memory that the table of estimates leaves for buffers."""
 
-_WIDEST_BYTES = 4  # of a gradient's or a result's element
-_NUM_DENSE = 3  # gradient, positions, result: on the card, and what the host maps
+_WIDEST_BYTES = 4  # a float32 element of a gradient or a result
+_NUM_DENSE = 3  # gradient, positions, result: each on the card and mapped on the host
 
 _LOGGER = logging.getLogger("jaxinf.csd")
 
@@ -69,12 +69,12 @@ class CardMemory:
 
     @property
     def used_bytes(self) -> int:
-        """Of buffers lent now."""
+        """Bytes of the buffers that are lent now."""
         return self._num_used * self._set_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was lent at once."""
+        """Peak bytes of buffers lent at once."""
         return self._num_peak * self._set_bytes
 
     def acquire(self, num_bytes: int) -> "CardBuffer | None":
@@ -105,7 +105,7 @@ class CardMemory:
                     self._idle.append(buffer)
 
     def rsqrt_estimates(self) -> XrtBuffer:
-        """The host's table, on the card since the first call; which blocks."""
+        """Returns the host's table on the card; the first call copies it and blocks."""
         words = rsqrt_estimates()
         with self._lock:
             if self._estimates is None:
@@ -130,7 +130,7 @@ class CardMemory:
                 )
 
     def close(self) -> None:
-        """Frees what is idle now, and the rest at its release."""
+        """Frees idle buffers now, and lent ones at their release."""
         with self._lock:
             self._is_closed = True
             self._idle.clear()
@@ -205,19 +205,19 @@ class CardBuffer:
         self.memory.take_back(self)
 
     def host_pages(self, extent: Extent) -> Array:
-        """As many pages of the host's memory."""
+        """Returns host memory of as many pages as the extent has."""
         memory = mmap.mmap(-1, max(PAGE_BYTES, _page_ceil(extent.num_bytes)))
         pages = np.frombuffer(memory, np.uint8)
         self.host[extent.buffer_offset_bytes] = pages
         return pages
 
     def pages(self, extent: Extent) -> Array:
-        """The whole pages that an extent lies in, through the card's window."""
+        """Returns the whole pages of an extent, through the card's window."""
         start = extent.buffer_offset_bytes
         return self.state.array[start : start + _page_ceil(extent.num_bytes)]
 
     def part(self, card: XrtCard, extent: Extent) -> Any:
-        """An extent as an argument of a kernel."""
+        """Returns an extent as an argument of a kernel."""
         key = (extent.buffer_offset_bytes, _page_ceil(extent.num_bytes))
         if key not in self.parts:
             self.parts[key] = card.part(self.state, *key)
@@ -225,7 +225,10 @@ class CardBuffer:
 
 
 def set_bytes(state_bytes: int, num_elements: int) -> int:
-    """Memory of a card that a buffer takes, with gradients, result and status."""
+    """Returns the bytes of card memory that a buffer takes.
+
+    They include the gradient, the result and the status.
+    """
     dense_bytes = max(PAGE_BYTES, _page_ceil(num_elements * _WIDEST_BYTES))
     return max(PAGE_BYTES, state_bytes) + _NUM_DENSE * dense_bytes + PAGE_BYTES
 

@@ -31,7 +31,7 @@ class PeerIO(DirectIO):
 
     Args:
       root_directory: relative paths start here.
-      meters: counts what is moved.
+      meters: counts the bytes moved.
     """
 
     def __init__(

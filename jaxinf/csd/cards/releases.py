@@ -1,4 +1,4 @@
-"""Which calls pyxrt has, by release of XRT: what the stand-in refuses as it did.
+"""The calls of pyxrt in each release of XRT; the stand-in refuses the others.
 
 Invariant: every line was read in XRT's public history, ``pyxrt.cpp`` below
 ``src/python/pybind11`` at the tags that `TAGS` names; nothing here is from memory.
@@ -16,16 +16,16 @@ TAGS = {
     "2025.2": "202520.2.20.197",
     "2026.1": "202610.2.23.244",
 }
-"""Releases in their order, and the tag of XRT's repository that was read for each.
+"""Releases in their order, with the tag of XRT's repository that was read for each.
 
-AMD names releases by their year since 2.9; numbers are kept here for those that
-distributions ship under them."""
+AMD names releases by their year since 2.9. Releases that distributions ship under a
+number keep it here."""
 
 RELEASES = ("2.8", "2.13", "2023.2", "2024.2", "2026.1")
-"""Those that the stand-in plays."""
+"""The releases that the stand-in can imitate."""
 
 CALLS = {
-    # From the first release with pyxrt on.
+    # In every release that has pyxrt.
     "device(index)": "2.8",
     "device.load_xclbin(path)": "2.8",
     "kernel(device, uuid, name)": "2.8",
@@ -38,7 +38,7 @@ CALLS = {
     "bo.sync(direction, size, offset)": "2.8",
     "bo.size": "2.8",
     "bo.address": "2.8",
-    # Before, flags were numbers, and what a buffer held could be copied, not mapped.
+    # Earlier releases have flags as numbers, and copy a buffer's contents, not map it.
     "bo.flags": "2.11",
     "bo.map": "2.11",
     "xclbin": "2.11",
@@ -54,8 +54,8 @@ CALLS = {
     "run.wait2": "2025.2",
     "bo(hw_context, size, flags, group)": "2026.1",
 }
-"""By call, the first release that has it. What 2026.1 has replaced it still takes, with
-a DeprecationWarning: `device.load_xclbin`, and `kernel` of a device."""
+"""The first release that has a call, by call. 2026.1 still accepts the two that it has
+replaced, `device.load_xclbin` and `kernel` of a device, with a DeprecationWarning."""
 
 DEPRECATED_SINCE = "2026.1"
 
@@ -68,5 +68,5 @@ def has_call(release: str, call: str) -> bool:
 
 
 def deprecates(release: str) -> bool:
-    """Whether a release warns of what contexts have replaced."""
+    """Whether a release warns of calls that contexts have replaced."""
     return _ORDER.index(DEPRECATED_SINCE) <= _ORDER.index(release)

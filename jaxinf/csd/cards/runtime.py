@@ -1,7 +1,7 @@
 """Finds Xilinx's runtime (XRT): its C library, or its Python module.
 
-Invariant: nothing is loaded before a store of cards is opened, and what is missing is
-said with the line that sets it up.
+Invariant: nothing is loaded before a store of cards is opened, and an error names the
+missing part and the command that sets it up.
 """
 
 import importlib.util
@@ -15,7 +15,7 @@ from jaxinf.errors import CsdError
 __all__ = ["LIBRARY", "has_runtime", "load_runtime"]
 
 LIBRARY = "libxrt_coreutil.so.2"
-"""XRT's library, in ``lib`` below XILINX_XRT, or where the loader finds it."""
+"""XRT's library, in ``lib`` below XILINX_XRT, or on the loader's path."""
 
 
 def has_runtime() -> bool:
@@ -28,17 +28,17 @@ def has_runtime() -> bool:
 
 
 def load_runtime() -> Any:
-    """The runtime, with pyxrt's names.
+    """Returns the runtime under pyxrt's names.
 
-    The C library comes first: its calls do not hold the GIL, as pyxrt's do while bytes
-    go to a card and back, and any Python can load it. pyxrt is taken where the library
+    The C library is preferred: any Python can load it, and its calls release the GIL,
+    which pyxrt holds while bytes move to or from a card. pyxrt is used if the library
     lacks a function.
 
     Raises:
       CsdError: XRT is not installed, or its environment is not set up.
     """
     prefix = os.environ.get("XILINX_XRT")
-    if not prefix:  # the runtime would end the process
+    if not prefix:  # without its environment the runtime would end the process
         raise CsdError(
             "csd='smartssd': expected the variable XILINX_XRT to name XRT's directory, "
             "found it unset; install XRT, and run `source /opt/xilinx/xrt/setup.sh` "

@@ -3,9 +3,9 @@
 Invariant: cards are found, checked and loaded before anything is written; requests that
 they cannot meet are refused then.
 
-The engine has the order of Smart-Infinity (section IV-B): a worker hands out the result
-before it writes, and writes the master first; meanwhile other workers load into buffers
-of their own.
+The engine keeps the order of Smart-Infinity (section IV-B): a worker hands out the
+result before it writes, and writes the master first. Meanwhile other workers load into
+buffers of their own.
 """
 
 from collections.abc import Sequence
@@ -36,12 +36,12 @@ def open_smartssd(
     """Opens the cards beside the drives that the roots are on.
 
     Args:
-      roots: one a card.
+      roots: one for each card.
       memory_bytes: as `CardFleet`.
       meters: counts the drives' bytes.
       xclbin: the file with the kernels.
-      num_devices: where cards cannot be listed, as in XRT's emulation: how many it has;
-        root n is then given device n.
+      num_devices: number of devices if they cannot be listed, as in XRT's emulation;
+        then root n gets device n.
 
     Raises:
       CsdError: the runtime, a card or the xclbin is missing, or P2P is off.
@@ -54,16 +54,16 @@ def open_smartssd(
             "file; build it (make -C hls hw KERNELS=…), or name another "
             "(JAXINF_XCLBIN)"
         )
-    # All cards are loaded before any has memory: loading unmaps what others mapped.
+    # Loading a card unmaps the buffers of others, so all are loaded before allocation.
     cards = [open_card(device, xclbin) for device in devices]
     fleet = CardFleet("smartssd", cards, memory_bytes, meters)
-    # XRT's emulation has the cards' memory in the host's: any file system will do.
+    # XRT's emulation keeps the cards' memory on the host: any file system will do.
     fleet.probe(roots, must_be_direct=num_devices is None)
     return fleet
 
 
 def _devices(roots: Sequence[Path], num_devices: int | None) -> list[str | int]:
-    """What XRT opens for each root: an address, or an index where it has none."""
+    """Returns a device for each root: an address, or an index if there is none."""
     if num_devices is not None:
         if len(roots) > num_devices:
             raise CsdError(
@@ -93,15 +93,15 @@ def _devices(roots: Sequence[Path], num_devices: int | None) -> list[str | int]:
 
 
 class CardFleet:
-    """See `jaxinf.csd.CsdFleet`: one card a root, each with memory of its own.
+    """See `jaxinf.csd.CsdFleet`: one card for each root, each with its own memory.
 
     Args:
-      kind: what users call it.
-      cards: in the roots' order, the xclbin loaded.
-      memory_bytes: for each card: state in its memory, with the gradients and results
-        that the host has beside it.
+      kind: its name for users.
+      cards: in the roots' order, with the xclbin loaded.
+      memory_bytes: limit for each card: its state in card memory, and the gradients and
+        results that the host maps for it.
       meters: counts the drives' bytes.
-      num_buffers: of each card: subgroups at once; None for as many as fit.
+      num_buffers: number of subgroups in a card at once; None for as many as fit.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class CardFleet:
         """Tries whether each drive reaches its card's memory.
 
         Raises:
-          CsdError: one does not; says why.
+          CsdError: one does not; gives the reason.
         """
         for card, root in zip(self._cards, roots, strict=True):
             io = PeerIO(root)
@@ -138,28 +138,28 @@ class CardFleet:
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory of a card that state has taken."""
+        """Peak bytes of state in a card's memory."""
         return max((memory.peak_bytes for memory in self._memories), default=0)
 
     @property
     def used_bytes(self) -> int:
-        """What state takes now, of all cards."""
+        """Bytes of the buffers that are lent now, on all cards."""
         return sum(memory.used_bytes for memory in self._memories)
 
     def limit_memory(self, num_bytes: int) -> None:
-        """Buffers are in the cards' own memory, none on the host."""
+        """Does nothing: all buffers are in the cards' own memory."""
 
     @property
     def num_kernels(self) -> int:
-        """Two a card: one computes while another's gradient or result is sent."""
+        """Two for each card: one computes while data of the other is sent."""
         return 2 * len(self._cards)
 
     def check(self, needs: Sequence[KernelNeed]) -> None:
         """Finds a kernel for every leaf, on every card.
 
         Raises:
-          CsdError: a leaf's state is stored as no kernel reads it, or an xclbin lacks
-            the kernel.
+          CsdError: no kernel reads the stored form of a leaf's state, or an xclbin
+            lacks the kernel.
           UnsupportedTransformError: no card has a kernel of such an optimizer.
         """
         wanted: dict[str, list[str]] = {}
@@ -173,7 +173,7 @@ class CardFleet:
                 _first_kernel(card, names)
 
     def _kernel_names(self, need: KernelNeed, gradient: GradientForm) -> list[str]:
-        """Kernels that would do, by what they return."""
+        """Returns the kernels that would do, one for each form of result."""
         if is_idle(need.kernel):
             return []
         master, *codecs = need.codecs
@@ -196,10 +196,10 @@ class CardFleet:
             raise UnsupportedTransformError(f"leaf {need.leaf}: {error}") from error
 
     def check_buffer(self, num_bytes: int, num_elements: int) -> None:
-        """One buffer must fit into a card's memory.
+        """Refuses subgroups that do not fit into a card's memory.
 
         Raises:
-          CsdError: it does not.
+          CsdError: one buffer does not fit.
         """
         need = set_bytes(num_bytes, num_elements)
         if need > BUFFERS_BYTES:
@@ -213,7 +213,7 @@ class CardFleet:
     def attach(
         self, directories: Sequence[Path], buffer_bytes: int, num_elements: int
     ) -> "Sequence[CardCsd]":
-        """One card a directory."""
+        """Returns one CSD for each directory."""
         limit_bytes = self._memory_bytes
         if self._num_buffers is not None:
             sets_bytes = self._num_buffers * set_bytes(buffer_bytes, num_elements)
@@ -232,7 +232,7 @@ class CardFleet:
         ]
 
     def _io(self, directory: Path) -> FileIO:
-        """Strict wherever the file system does direct I/O at all."""
+        """Returns strict I/O if the file system supports direct I/O at all."""
         strict = PeerIO(directory, self._meters)
         return strict if strict.direct else DirectIO(directory, self._meters)
 
@@ -243,7 +243,7 @@ class CardFleet:
 
 
 def _first_kernel(card: XrtCard, names: Sequence[str]) -> None:
-    """Some kernel of these.
+    """Looks for one of the kernels.
 
     Raises:
       CsdError: the card has none of them.

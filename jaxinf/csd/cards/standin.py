@@ -39,7 +39,7 @@ _EXAMPLE = "jaxinf_adam_f32_update_f32"
 
 
 class EmulatedXrt:
-    """What ``import pyxrt`` gives in a release.
+    """The module pyxrt as it is in a release.
 
     Args:
       release: one of `releases.RELEASES`.
@@ -58,7 +58,7 @@ class EmulatedXrt:
 
 
 def _members(release: str, name: str) -> dict[str, Any]:
-    """Of a class as a release has it: what it lacks is no attribute of it."""
+    """Returns attributes that hide the members that a class lacks in a release."""
     absent = [call for call in CALLS if not has_call(release, call)]
     members = [c.removeprefix(f"{name}.") for c in absent if c.startswith(f"{name}.")]
     return {"release": release} | {m: _Absent() for m in members if m.isidentifier()}
@@ -73,7 +73,7 @@ class _Absent:
 
 
 class _Released:
-    """Of a class of pyxrt: the members that its release has."""
+    """A class of pyxrt, with the members that it has in a release."""
 
     release: str
 
@@ -154,7 +154,7 @@ class _Context(_Released):
 
 
 class _Memory:
-    """Memory of a card, and what the host sees of it: the same only with P2P."""
+    """Memory of a card and the host's view of it, which is a copy without P2P."""
 
     def __init__(self, device: _Device, num_bytes: int, *, p2p: bool) -> None:
         with device.lock:
@@ -170,7 +170,7 @@ class _Memory:
 
     def __del__(self) -> None:
         if hasattr(self, "on_host"):
-            # Who maps it still sees that it is gone.
+            # A mapping that is still in use now shows poison.
             self.on_host[:_POISONED_BYTES] = _POISON
             with self._device.lock:
                 self._device.free_bytes += self._num_bytes
@@ -264,7 +264,7 @@ class _Kernel(_Released):
 
 
 class _Run(_Released):
-    """``run(kernel)``: what was not set is what a register holds, zero."""
+    """``run(kernel)``. Arguments that are not set are zero, like a card's registers."""
 
     def __init__(self, kernel: _Kernel) -> None:
         self._kernel = kernel
@@ -290,7 +290,7 @@ class _Run(_Released):
         self._kernel.function(*values)
 
     def state(self) -> int:
-        """As pyxrt's ``ert_cmd_state``, which lacks some names, as numbers."""
+        """Returns the number of an ``ert_cmd_state``; pyxrt lacks names for some."""
         if self._future is None:
             return 1
         if not self._future.done():

@@ -30,11 +30,11 @@ class CardInfo:
     """An FPGA that XRT's driver serves.
 
     Attributes:
-      address: PCI address of what users open, such as ``0000:3d:00.1``.
-      firmware: the platform that it runs, or empty where the driver does not say.
+      address: PCI address of the function that users open, such as ``0000:3d:00.1``.
+      firmware: the platform that it runs; empty if the driver does not say.
       p2p: ``"on"``, ``"off"``, ``"needs a reboot"``, ``"not supported"``, ``"wrongly
-        mapped"``; ``"unknown"`` where the driver does not say.
-      path: its PCI devices from the root down; the last is its own.
+        mapped"``; ``"unknown"`` if the driver does not say.
+      path: PCI addresses from the root down to its own.
     """
 
     address: str
@@ -44,7 +44,7 @@ class CardInfo:
 
     @property
     def p2p_remedy(self) -> str:
-        """What switches P2P on; empty where it is."""
+        """The command or action that switches P2P on; empty if it is on."""
         if self.p2p == "on":
             return ""
         if self.p2p in _P2P_REMEDIES:
@@ -56,7 +56,7 @@ class CardInfo:
 
 
 def list_cards(sysfs: Path = _SYSFS) -> list[CardInfo]:
-    """The cards of this machine, by address; none where XRT's driver is not loaded."""
+    """Returns this machine's cards by address; none if XRT's driver is not loaded."""
     found = []
     for device in sorted((sysfs / "bus/pci/drivers/xocl").glob("*:*:*.*")):
         real = device.resolve()
@@ -67,7 +67,7 @@ def list_cards(sysfs: Path = _SYSFS) -> list[CardInfo]:
 
 
 def _p2p_state(device: Path) -> str:
-    """What XRT's driver has in its folder for P2P, as `xbutil examine` reads it."""
+    """Reads the state of P2P from the driver's folder, as `xbutil examine` does."""
     for folder in [*sorted(device.glob("p2p*/")), device]:
         sizes = _bar_sizes(_text(folder / "config")) if folder != device else {}
         if sizes:
@@ -78,10 +78,10 @@ def _p2p_state(device: Path) -> str:
 
 
 def _bar_sizes(config: str) -> dict[str, int]:
-    """The lines of the driver's ``config`` whose names are bytes of the card's window.
+    """Parses the sizes of the card's window in the driver's ``config``, in bytes.
 
-    ``bar``: as it is; ``rbar``: as it will be after a reboot; ``exp_bar``: as P2P wants
-    it; ``remap``: what of it shows the card's memory.
+    ``bar`` is the present size, ``rbar`` the size after a reboot, ``exp_bar`` the size
+    that P2P needs, ``remap`` the part that shows the card's memory.
     """
     pairs = (line.partition(":") for line in config.splitlines())
     return {name: int(size) for name, _, size in pairs if size.strip().isdecimal()}
@@ -99,11 +99,11 @@ def _state_of(sizes: dict[str, int]) -> str:
 
 
 def card_of(root: Path, cards: Sequence[CardInfo], sysfs: Path = _SYSFS) -> CardInfo:
-    """The card beside the drive that a directory is on.
+    """Returns the card beside the drive that a directory is on.
 
     Args:
       root: a directory.
-      cards: of `list_cards`.
+      cards: the result of `list_cards`.
       sysfs: where the kernel shows its devices.
 
     Raises:
@@ -141,9 +141,9 @@ def check_p2p(root: Path, card: CardInfo) -> None:
     """Refuses a card that its drive cannot reach.
 
     Raises:
-      CsdError: P2P is off; says what switches it on.
+      CsdError: P2P is off; names the remedy.
     """
-    if card.p2p not in ("on", "unknown"):  # unknown: allocating will tell
+    if card.p2p not in ("on", "unknown"):  # if unknown, the first allocation will tell
         raise CsdError(
             f"CSD root {root}: expected P2P on card {card.address} to be on, found it "
             f"{card.p2p}; {card.p2p_remedy}"
@@ -151,16 +151,16 @@ def check_p2p(root: Path, card: CardInfo) -> None:
 
 
 def _is_beside(drive: tuple[str, ...], card: tuple[str, ...]) -> bool:
-    """Whether two endpoints hang below one switch: they differ in its ports alone."""
+    """Whether two endpoints are below one switch: only the switch's ports differ."""
     return len(drive) == len(card) > 2 and drive[:-2] == card[:-2]
 
 
 def _drives(device: Path) -> Iterator[tuple[str, ...]]:
-    """PCI paths of what a block device is made of, down to the drives."""
+    """Yields the PCI paths of the drives that a block device consists of."""
     if (device / "partition").exists():
         device = device.parent
     below = sorted((device / "slaves").glob("*"))
-    if below:  # a volume over other devices
+    if below:  # a volume on other devices
         for other in below:
             yield from _drives(other.resolve())
         return
@@ -168,14 +168,14 @@ def _drives(device: Path) -> Iterator[tuple[str, ...]]:
     if path:
         yield path
         return
-    # With multipath a namespace hangs below its subsystem, beside its controllers.
+    # With multipath a namespace is below its subsystem, beside its controllers.
     controllers = sorted(device.parent.glob("nvme[0-9]*"))
     found = {_pci_path(c.resolve()) for c in controllers if c.is_symlink()}
     yield from found or {()}
 
 
 def _pci_path(device: Path) -> tuple[str, ...]:
-    """The PCI addresses among the folders of a device's path."""
+    """Returns the PCI addresses among the folders of a device's path."""
     return tuple(part for part in device.parts if _is_address(part))
 
 
@@ -187,5 +187,5 @@ def _is_address(text: str) -> bool:
 def _text(path: Path) -> str:
     try:
         return path.read_text().strip()
-    except OSError:  # an attribute that this driver does not have, or does not show
+    except OSError:  # this driver lacks the attribute, or does not show it
         return ""

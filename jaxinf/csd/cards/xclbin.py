@@ -24,7 +24,7 @@ _MOST_SECTIONS = 0x10000
 
 
 def kernel_names(path: Path) -> list[str]:
-    """The kernels that an xclbin's metadata describes, in its order.
+    """Returns the names of the kernels in an xclbin's metadata, in its order.
 
     Raises:
       OSError: the file cannot be read.

@@ -35,11 +35,11 @@ _COMPLETED = 4
 _PENDING = (1, 2, 3, 7)  # new, queued, running, submitted
 _STATES = {5: "error", 6: "abort", 8: "timeout", 9: "no response"}
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 20e-6, 500e-6
-_SYNC_BYTES = 1 << 20  # with pyxrt the GIL is held for as long
+_SYNC_BYTES = 1 << 20  # bytes a call copies; pyxrt holds the GIL meanwhile
 
 
 class NoCardMemory(CsdError):
-    """A card that gives no more memory."""
+    """A card has no memory left."""
 
 
 def _too_old(error: Exception) -> CsdError:
@@ -54,9 +54,9 @@ class XrtBuffer:
     """Memory of a card that the host has mapped.
 
     Attributes:
-      bo: pyxrt's object; the mapping lives as long.
-      array: uint8, what the host sees: of a P2P buffer the memory itself, else a copy
-        that `to_card` and `from_card` bring up to date.
+      bo: pyxrt's object; the mapping ends with it.
+      array: uint8, the host's view: the memory itself for a P2P buffer, else a copy
+        that `to_card` and `from_card` synchronise.
     """
 
     bo: Any
@@ -77,7 +77,7 @@ class XrtBuffer:
 
 
 class XrtKernel:
-    """A kernel of a card's xclbin. Thread-safe: every call makes a run of its own."""
+    """A kernel of a card's xclbin. Thread-safe: each call makes its own run."""
 
     def __init__(self, module: Any, kernel: Any, name: str, card: str) -> None:
         self._module = module
@@ -86,21 +86,21 @@ class XrtKernel:
         self._card = card
 
     def bank(self, argument: int) -> int:
-        """The memory that a pointer argument is connected to."""
+        """Returns the number of the memory bank that a pointer is connected to."""
         return int(self._kernel.group_id(argument))
 
     def run(
         self, buffers: Sequence[Any], words: Sequence[int], timeout_s: float
     ) -> None:
-        """Runs it once; blocks, without the GIL most of the time.
+        """Runs the kernel once; blocks, without the GIL most of the time.
 
         Args:
           buffers: pyxrt buffers for the pointers, which come first.
           words: signed 32-bit integers for the scalars.
-          timeout_s: what a run may take.
+          timeout_s: time limit of the run.
 
         Raises:
-          CsdError: the card did not end it well, or not in time.
+          CsdError: the run failed, or did not end in time.
         """
         try:
             run = self._module.run(self._kernel)
@@ -138,16 +138,16 @@ class XrtCard:
     """A card with its xclbin loaded. Thread-safe.
 
     Args:
-      module: `runtime.load_runtime`, or what has pyxrt's names.
-      device: PCI address, or index where cards cannot be listed (emulation).
+      module: the result of `runtime.load_runtime`, or an object with pyxrt's names.
+      device: PCI address, or index if cards cannot be listed (emulation).
       xclbin: the file with the kernels.
 
     Attributes:
       name: the address or index.
-      kernel_names: what the xclbin holds.
+      kernel_names: names of the xclbin's kernels.
 
     Raises:
-      CsdError: the card or the file is not there, or the card refuses it.
+      CsdError: the card or the file is missing, or the card refuses the file.
     """
 
     def __init__(self, module: Any, device: str | int, xclbin: Path) -> None:
@@ -161,7 +161,7 @@ class XrtCard:
         except (RuntimeError, TypeError, ValueError) as error:
             raise CsdError(
                 f"card {device}: cannot be opened: {error}; see `xbutil examine` for "
-                "the cards that there are, and whether this user may open them"
+                "the cards of this machine, and whether this user may open them"
             ) from error
         try:
             self._load(str(xclbin))
@@ -186,14 +186,14 @@ class XrtCard:
 
     @property
     def default_bank(self) -> int:
-        """The memory that its kernels' ports are expected in."""
+        """The memory bank that its kernels' ports are expected to use."""
         return self.kernel(self.kernel_names[0]).bank(0)
 
     def kernel(self, name: str) -> XrtKernel:
-        """The kernel of that name.
+        """Returns the kernel of that name.
 
         Raises:
-          CsdError: the xclbin has none; says what builds it.
+          CsdError: the xclbin lacks it; names the command that builds it.
         """
         with self._lock:
             if name not in self._kernels:
@@ -216,10 +216,10 @@ class XrtCard:
         return XrtKernel(module, kernel, name, self.name)
 
     def allocate(self, num_bytes: int, bank: int, *, p2p: bool = False) -> XrtBuffer:
-        """Memory of the card, mapped; `p2p`: so that drives can reach it.
+        """Allocates and maps memory of the card; with `p2p`, drives can reach it.
 
         Raises:
-          NoCardMemory: there is none left, or P2P is off.
+          NoCardMemory: no memory is left, or P2P is off.
           CsdError: the runtime has no such call.
         """
         try:
@@ -244,7 +244,7 @@ class XrtCard:
         return f"{what}: {error}; lower memory_bytes, or end who else uses the card"
 
     def part(self, buffer: XrtBuffer, offset_bytes: int, num_bytes: int) -> Any:
-        """A part of a buffer as an argument of a kernel."""
+        """Returns a part of a buffer as an argument of a kernel."""
         return self._module.bo(buffer.bo, num_bytes, offset_bytes)
 
     @property
@@ -253,13 +253,13 @@ class XrtCard:
         return self._xclbin_path
 
     def describe(self) -> Mapping[str, str]:
-        """Name and address as the runtime gives them, for people to read."""
+        """Returns name and address for people to read, as the runtime gives them."""
         found: dict[str, str] = {}
         for key in ("name", "bdf"):
             try:
                 info = getattr(self._module.xrt_info_device, key)
                 found[key] = str(self._device.get_info(info))
-            except (AttributeError, RuntimeError):  # not every version has it
+            except (AttributeError, RuntimeError):  # older releases lack it
                 continue
         return found
 
@@ -269,11 +269,11 @@ _OPEN_LOCK = threading.Lock()
 
 
 def open_card(device: str | int, xclbin: Path) -> XrtCard:
-    """A card of this machine, opened once in a process: XRT bears no second time.
+    """Returns a card of this machine, opened once in a process, as XRT demands.
 
     Raises:
-      CsdError: as `XrtCard`, or it is open with another xclbin: loading that would
-        take the memory of those who use it.
+      CsdError: as `XrtCard`, or the card is open with another xclbin; loading this one
+        would unmap the buffers in use.
     """
     with _OPEN_LOCK:
         if device not in _OPEN:
@@ -281,7 +281,8 @@ def open_card(device: str | int, xclbin: Path) -> XrtCard:
         card = _OPEN[device]
     if card.xclbin != xclbin:
         raise CsdError(
-            f"card {device}: is open in this process with {card.xclbin}, asked for was "
-            f"{xclbin}; use one xclbin that has all kernels, or another process"
+            f"card {device}: expected the xclbin that is open in this process, "
+            f"{card.xclbin}, found a request for {xclbin}; use one xclbin that has all "
+            "kernels, or another process"
         )
     return card

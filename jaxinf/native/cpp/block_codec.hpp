@@ -1,9 +1,9 @@
-// Blocks of int8 codes, eight elements at a time: what codecs.hpp defines, bit for bit.
+// Blocks of int8 codes, eight elements at a time, bit for bit as defined by codecs.hpp.
 //
 //   largest magnitude ─► inverse ─► decade of each ─► factor, count ─► place + random
 //
-// The decade is how many of the powers of ten an element is not above; what belongs to
-// it is taken from one register.
+// An element's decade is the number of powers of ten that it does not exceed. The factor
+// and the count for each decade are in one register.
 #pragma once
 
 #include "codecs.hpp"
@@ -24,7 +24,7 @@ class BlockCodec {
     int i = 0;
     for (; i + L::size <= length; i += L::size) {
       const F32 v = L::load(x + i);
-      sizes = L::max(sizes, L::as_i32(L::abs(v)));  // NaN is larger than all else
+      sizes = L::max(sizes, L::as_i32(L::abs(v)));  // as bits, NaN is the largest
       below_zero |= v < 0.0f;
     }
     std::int32_t largest_bits = 0, is_signed = 0;
@@ -59,7 +59,7 @@ class BlockCodec {
     const float size = magnitude(scale);
     int i = 0;
     for (; i + L::size <= length; i += L::size) {
-      std::uint64_t eight;  // one by one: a gather takes longer
+      std::uint64_t eight;  // looked up one by one: a gather takes longer
       std::memcpy(&eight, codes + i, sizeof eight);
       const auto share = [&](int k) { return table[eight >> (8 * k) & 0xff]; };
       const F32 shares = {share(0), share(1), share(2), share(3),

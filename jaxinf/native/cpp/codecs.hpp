@@ -1,9 +1,9 @@
-// State in fewer bits, on its way between a drive and a kernel.
+// Codecs for state in fewer bits, between a drive and a kernel.
 //
 //     drive ─ codes, scales ─► decode ─► float ─► body ─► float ─► encode ─► drive
 //
-// docs/format.md, "Codecs", defines the numbers; jaxinf/kernels/codecs.py has the same
-// in NumPy, bit for bit. No contraction, no library call, no state.
+// docs/format.md, "Codecs", defines the numbers; jaxinf/layout/codecs.py has the same
+// in NumPy, bit for bit. Nothing here uses contraction, library calls or global state.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace jaxinf {
 
 constexpr int code_block = 256;
 
-// What a code stands for, relative to its block's scale.
+// The values of codes, relative to their block's scale.
 struct CodeTables {
   float of_unsigned[256];
   float of_signed[256];
@@ -41,8 +41,8 @@ constexpr CodeTables code_tables{};
 
 inline float magnitude(float x) { return x < 0.0f ? -x : x; }
 
-// 16 random bits of a counter: two rounds of a multiply-xorshift hash. `Counter` is an
-// uint32, or several side by side.
+// Returns 16 random bits of a counter: two rounds of a multiply-xorshift hash. `Counter`
+// is a uint32, or several side by side.
 template <class Counter>
 inline Counter random_bits(Counter counter, std::uint32_t key) {
   Counter x = counter ^ key;
@@ -55,8 +55,8 @@ inline Counter random_bits(Counter counter, std::uint32_t key) {
   return x & 0xffffu;
 }
 
-// The code of y in [0, 1]: `top` numbers in the first decade, half as many in the next.
-// `up` in [0, 1): where between two numbers the upper one is taken.
+// Returns the code of y in [0, 1]: `top` numbers in the first decade, half as many in the
+// next. `up` in [0, 1) is the threshold between two numbers for taking the upper one.
 template <int top, int decades>
 inline std::int32_t code_of(float y, float up) {
   constexpr float bounds[8] = {1e0f, 1e-1f, 1e-2f, 1e-3f, 1e-4f, 1e-5f, 1e-6f, 1e-7f};
@@ -71,7 +71,7 @@ inline std::int32_t code_of(float y, float up) {
   }
   const float steps = (y * factor - 0.1f) * 1.1111112f;
   const float place = steps * static_cast<float>(count) + up;
-  // Below its first number a decade goes on in the last one of the next.
+  // Below its first number a decade continues with the last number of the next one.
   const std::int32_t code = count - 1 + static_cast<std::int32_t>(place);
   const std::int32_t last = 2 * count - 1;
   return code > last ? last : code;
@@ -82,11 +82,11 @@ inline float uniform_of(std::uint32_t counter, std::uint32_t key) {
          (1.0f / 65536.0f);
 }
 
-// Blocks with a larger magnitude are not coded: the inverse is denormal.
+// Blocks with a larger magnitude have no codes, since the inverse would be denormal.
 constexpr std::uint32_t largest_coded_bits = 0x7e800000u;  // 2^126
 
-// The codes of a number, in a block with negative ones and in one without; `inverse`:
-// of the block's largest magnitude, `up`: as for `code_of`.
+// Return the code of a number in a block with negative numbers, and in one without.
+// `inverse`: of the block's largest magnitude. `up`: as for `code_of`.
 inline std::uint8_t signed_code(float x, float inverse, float up) {
   std::int32_t code = code_of<64, 7>(magnitude(x) * inverse, up);
   code = code < 0 ? 0 : code;
@@ -95,7 +95,7 @@ inline std::uint8_t signed_code(float x, float inverse, float up) {
 
 inline std::uint8_t unsigned_code(float x, float inverse, float up) {
   std::int32_t code = code_of<128, 8>(x * inverse, up);
-  code = code < 1 ? 1 : code;  // what is not zero does not become it
+  code = code < 1 ? 1 : code;  // only zero becomes zero
   return static_cast<std::uint8_t>(x > 0.0f ? code : 0);
 }
 
@@ -115,7 +115,7 @@ inline std::uint16_t narrow_bf16(std::uint32_t bits) {
   return static_cast<std::uint16_t>(is_nan ? quiet : rounded);
 }
 
-// Up with the probability that the discarded bits stand for.
+// Rounds up with the probability given by the discarded bits.
 inline std::uint16_t stochastic_bf16(std::uint32_t bits, std::uint32_t random) {
   const bool is_special = (bits & 0x7f800000u) == 0x7f800000u;
   const std::uint32_t quiet = (bits >> 16) | ((bits & 0x7fffffu) ? 0x40u : 0u);
@@ -129,9 +129,8 @@ inline void encode_bf16(const std::uint32_t* x, std::uint32_t first, long num,
         x[i], random_bits(first + static_cast<std::uint32_t>(i), key));
 }
 
-// A float's bits in two halves, none lost: the nearest bfloat16, ties away from zero,
-// and what is left, in [-0x8000, 0x7fff]. A NaN keeps its upper half alone, so that it
-// stays one.
+// Splits a float's bits into the nearest bfloat16, ties away from zero, and the exact
+// difference in [-0x8000, 0x7fff]. A NaN keeps only its upper half, and stays a NaN.
 inline void encode_split(const std::uint32_t* x, long num, std::uint16_t* rounded,
                          std::uint16_t* remainders) {
   for (long i = 0; i < num; ++i) {

@@ -1,13 +1,13 @@
 // CRC-32C of several arrays, block by block.
 //
-// Where the processor multiplies polynomials in 512-bit lanes (VPCLMULQDQ), what has come
-// is folded onto its last 256 bytes, which have the same remainder, and in the end onto
-// the last 16, whose sum the instruction crc32 takes:
+// If the processor multiplies polynomials in 512-bit lanes (VPCLMULQDQ), all bytes so far
+// are folded onto their last 256, which then have the same remainder, and in the end onto
+// the last 16. The instruction crc32 gives the checksum of these:
 //
 //   |A|B|C|D|E|F|G|H|…    A x^2048 + E,  B x^2048 + F,  …     4 lanes of 64 bytes
 //
-// Elsewhere that instruction takes it all. It waits three cycles for each eight bytes,
-// and can begin another in each of them: three arrays side by side take the time of one.
+// On other processors crc32 takes all bytes. It needs three cycles for eight bytes, and
+// another one can begin in each cycle: three arrays side by side take the time of one.
 #pragma once
 
 #include <cstdint>
@@ -16,9 +16,9 @@
 
 namespace jaxinf {
 
-// The checksum of what has come of an array.
-//   sum    before inversion; of nothing at all, all ones
-//   lanes  where `is_folded`, what stands for all bytes so far, `sum` included
+// The checksum of an array's bytes so far.
+//   sum    before inversion; all ones at the beginning
+//   lanes  if `is_folded`, bytes that replace all bytes so far and `sum`
 struct Sum {
   alignas(64) std::uint8_t lanes[256];
   std::uint32_t sum = ~0u;
@@ -71,9 +71,9 @@ constexpr std::uint32_t remainder_of_power(int power) {
   return value;
 }
 
-// What the halves of 16 bytes are multiplied by to move them `bytes` further. A product
-// of reflected factors is one power of x too high, a constant in the low half of its 64
-// bits 32 too high, and the first half stands 64 above the second.
+// The factors that move the halves of 16 bytes `bytes` further. A product of reflected
+// factors is one power of x too high, a constant in the low half of its 64 bits is 32 too
+// high, and the first half stands 64 above the second.
 template <int bytes>
 struct Shift {
   static constexpr long long first = remainder_of_power(8 * bytes + 64 - 33);
@@ -171,7 +171,7 @@ inline void add_to_sums(Span* spans, int num) {
   if (num == 1) add_side_by_side<1>(spans);
 }
 
-// The checksum of all that has come.
+// Returns the checksum of all bytes so far.
 inline std::uint32_t finished(Sum& sum) {
   if (sum.is_folded) unfold(sum);
   return ~sum.sum;

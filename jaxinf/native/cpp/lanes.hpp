@@ -1,9 +1,9 @@
-// Eight elements side by side, on x86-64-v3 and above: what a body computes with.
+// The arithmetic of bodies for eight elements side by side, on x86-64-v3 and above.
 //
-// A body is a template over such a struct; another target brings its own with the same
-// names, of which `rsqrt` is called on an object: a card's has a table. Masks are I32
-// lanes, all bits set for true. Registers of 512 bits would not be faster, as memory is
-// the limit, and their estimate of 1/sqrt(x) has other bits.
+// A body is a template over such a struct; another target has a struct with the same
+// names. `rsqrt` is called on an object, since a card's has a table. Masks are I32 lanes,
+// all bits set for true. Registers of 512 bits would not be faster, as memory is the
+// limit, and their estimate of 1/sqrt(x) has other bits.
 #pragma once
 
 #include <cmath>
@@ -108,7 +108,7 @@ struct Lanes {
   static JAXINF_INLINE F32 f32(I32 x) { return __builtin_convertvector(x, F32); }
   static JAXINF_INLINE F32 f32(U32 x) { return __builtin_convertvector(x, F32); }
   static JAXINF_INLINE F32 f32_of_mask(I32 x) { return (F32)(x & (I32)constant(1.0f)); }
-  // Towards zero, saturating, NaN to 0.
+  // Rounds towards zero and saturates; NaN becomes 0.
   static JAXINF_INLINE I32 i32(F32 x) {
     return lanewise<I32>([](float v) -> std::int32_t {
       if (v != v) return 0;
@@ -131,7 +131,7 @@ struct Lanes {
     return lanewise<F32>([](float v) { return _cvtsh_ss(_cvtss_sh(v, 0)); }, x);
   }
 
-  // ---- rounding and transcendental functions: through double, for half a unit
+  // ---- rounding and transcendental functions: in double, for errors of half a unit
 
   template <class R, class Function, class... V>
   static JAXINF_INLINE R lanewise(Function function, V... x) {
@@ -171,7 +171,7 @@ struct Lanes {
     return lanewise<F32>([](float v, float w) { return std::nextafter(v, w); }, x, y);
   }
 
-  // ---- division of integers and remainders; by zero as XLA: -1 and the dividend
+  // ---- integer division and remainder; by zero, as in XLA, -1 and the dividend
 
   static JAXINF_INLINE F32 rem(F32 x, F32 y) {
     return lanewise<F32>([](float v, float w) { return std::fmod(v, w); }, x, y);

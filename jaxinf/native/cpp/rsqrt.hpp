@@ -1,8 +1,8 @@
 // 1 / sqrt(x) as XLA has it on x86: the processor's estimate, refined by Newton steps.
 //
-// Hosts have the estimate from an instruction, which is a table: the upper 12 bits of the
-// mantissa and the lowest bit of the exponent decide, a factor of 4 halves the result.
-// Cards are given this table; what follows it is the same code on both.
+// On hosts an instruction gives the estimate. It reads a table: the upper 12 bits of the
+// mantissa and the lowest bit of the exponent decide, and a factor of 4 halves the result.
+// Cards get this table. The code after the look-up is the same on both.
 #pragma once
 
 #include <cstdint>
@@ -13,18 +13,18 @@ namespace jaxinf {
 
 constexpr std::uint32_t num_estimates = 8192;
 
-// The entry of an argument, given as bits.
+// Returns the index of an argument's entry; the argument is given as bits.
 inline std::uint32_t estimate_index(std::uint32_t x) {
   return x >> 11 & (num_estimates - 1);
 }
 
-// What the instruction gives, as bits. `entry`: 16 bits, how far the estimate of the
-// argument in [1, 4) with this index is above 0.25, in units of 2^9 of its bits.
+// Returns the instruction's result as bits. `entry`: 16 bits, the estimate of the argument
+// in [1, 4) with this index, as its distance above 0.25 in units of 2^9 of its bits.
 inline std::uint32_t estimate_of(std::uint32_t x, std::uint32_t entry) {
   const std::uint32_t magnitude = x & 0x7fffffffu, sign = x & 0x80000000u;
   if (magnitude > 0x7f800000u) return x | 0x400000u;     // a quiet NaN
   if (magnitude < 0x800000u) return sign | 0x7f800000u;  // denormals are zero
-  if (sign) return 0xffc00000u;                         // no root
+  if (sign) return 0xffc00000u;                         // a negative number
   if (magnitude == 0x7f800000u) return 0;
   const std::uint32_t halvings = ((x >> 23) + 1) >> 1;
   return 0x5e800000u + (entry << 9) - (halvings << 23);
@@ -37,8 +37,8 @@ JAXINF_INLINE typename L::F32 newton_step(typename L::F32 x, typename L::F32 y) 
   return L::fma(L::constant(-0.5f) * y, L::fma(x * y, y, L::constant(-1.0f)), y);
 }
 
-// XLA takes one step where the estimate is AMD's, as that is closer, else two; and none
-// for arguments that have no such root, where the estimate is exact.
+// XLA takes one step with AMD's estimate, which is closer, and two with others. It takes
+// none for arguments whose estimate is exact: zeros, infinities, negative numbers, NaNs.
 template <class L>
 JAXINF_INLINE typename L::F32 refined_rsqrt(typename L::F32 x,
                                             typename L::F32 estimate, bool twice) {

@@ -8,12 +8,12 @@ namespace {
 using jaxinf::Lanes;
 using jaxinf::Word;
 
-// What the instruction gives for eight arguments.
+// Returns the instruction's results for eight arguments.
 JAXINF_INLINE Lanes::U32 instruction(Lanes::U32 x) {
   return (Lanes::U32)_mm256_rsqrt_ps((__m256)x);
 }
 
-// Whether the table gives the same for arguments that share an entry.
+// Whether arguments that share an entry get the table's result from the instruction.
 JAXINF_INLINE bool same(const std::uint16_t* entries, Lanes::U32 x) {
   const Word expected = jaxinf::estimate_of(x[0], entries[jaxinf::estimate_index(x[0])]);
   const Lanes::I32 differs = (Lanes::I32)(instruction(x) != Lanes::U32{} + expected);
@@ -32,7 +32,7 @@ bool is_table(const std::uint16_t* entries) {
   for (Word x : {0u, 1u, 0x7fffffu, 0x7f800000u, 0x7f800001u, 0x7fffffffu})
     for (Word sign : {0u, 0x80000000u})
       if (!same(entries, Lanes::U32{} + (x | sign))) return false;
-  for (Word x = 0x80800000u; x < 0xff800000u; x += 0x10001u)  // no roots
+  for (Word x = 0x80800000u; x < 0xff800000u; x += 0x10001u)  // negative numbers
     if (!same(entries, Lanes::U32{} + x)) return false;
   return true;
 }
@@ -43,8 +43,8 @@ bool is_table(const std::uint16_t* entries) {
 #define JAXINF_ENTRY jaxinf_entry
 #endif
 
-// Fills `num_estimates` entries; returns how many Newton steps the host's kernels take,
-// or 0 where the instruction is not such a table.
+// Fills `num_estimates` entries. Returns the number of Newton steps in the host's kernels,
+// or 0 if the instruction does not read such a table.
 extern "C" __attribute__((visibility("default"))) int JAXINF_ENTRY(
     std::uint16_t* entries) {
   for (Word i = 0; i < jaxinf::num_estimates; ++i) {

@@ -3,9 +3,9 @@
 //   memory ── widen to 32 bits ──► body, 8 elements at a time ── narrow ──► memory
 //     └─ checksum    (only what is stored in fewer bits)            checksum ─┘
 //
-// Every chunk is cut into blocks that stay in the first-level cache, so that the body
-// is compiled once for all dtypes of gradient, state and result, and all that is done
-// beside it finds the block there.
+// Every chunk is cut into blocks that stay in the first-level cache. So the body is
+// compiled once for all dtypes of gradient, state and result, and the work beside it finds
+// the block in the cache.
 #pragma once
 
 #include "block_codec.hpp"
@@ -23,8 +23,9 @@ enum Dtype : std::int32_t {
 };
 static_assert(block_elements % code_block == 0, "a block holds whole code blocks");
 
-// `beside`: the scales of int8_blocks, the remainders of bfloat16_split. `key`, `first`:
-// of the random bits that round to fewer, and the first element's number in its chunk.
+// `beside`: the scales of int8_blocks, the remainders of bfloat16_split. `key`: seed of
+// the random bits for stochastic rounding. `first`: the first element's number in its
+// chunk.
 struct Array {
   void* data;
   void* beside;
@@ -32,12 +33,12 @@ struct Array {
   Word key, first;
 };
 
-// What is done beside the update. The stored arrays are the params and the slots, of
-// those with something `beside` the codes and then that.
-//   given         params to take instead of what is there, of its dtype; null: none
-//   sums          CRC-32C of each stored array as it came, then of each as it is left
-//   wanted        as many: which of them
-//   wants_params  a float32 result receives the new params instead of the update
+// Work beside the update. The stored arrays are the params, then the slots; a coded state
+// has its codes, then its array `beside`.
+//   given         params that replace the stored ones, in their dtype; null for none
+//   sums          CRC-32C of each stored array before, then of each after the update
+//   wanted        for each of the sums, whether it is requested
+//   wants_params  whether a float32 result receives the new params, not the update
 struct Passage {
   const void* given;
   Word* sums;
@@ -84,7 +85,7 @@ inline void words(const T* from, Word* to, long num, Function function) {
   for (long i = 0; i < num; ++i) to[i] = (Word)function(from[i]);
 }
 
-// Returns where `num` elements from `start` can be read as 32-bit words.
+// Returns the address of `num` elements from `start` as 32-bit words.
 inline Word* widened(const Array& array, long start, long num, Word* scratch) {
   switch (array.dtype) {
     case int8_blocks:
@@ -122,7 +123,7 @@ inline Word* widened(const Array& array, long start, long num, Word* scratch) {
   }
 }
 
-// Stores words where `widened` gave scratch; others are in place already.
+// Stores words that `widened` put into scratch; others are in place already.
 inline void narrowed(const Array& array, long start, long num, const Word* from) {
   switch (array.dtype) {
     case int8_blocks:
@@ -174,7 +175,7 @@ struct Block {
   const float* arrays[Body::num_arrays + 1];
 };
 
-// Runs the elements from `i`; adds to `bad` where the gradient is not finite.
+// Updates the elements from `i`; sets bits of `bad` if the gradient is not finite.
 template <class L, class Body>
 JAXINF_INLINE void elements(const Body& body, const Block<Body>& block, long i,
                             typename L::I32& bad) {
@@ -194,7 +195,7 @@ JAXINF_INLINE void elements(const Body& body, const Block<Body>& block, long i,
   L::store(block.update + i, update);
 }
 
-// The last elements, in lanes of their own so that no memory beyond them is touched.
+// Updates the last elements in separate lanes, so as to touch no memory beyond them.
 template <class L, class Body>
 void remainder(const Body& body, const Block<Body>& block, long start, long num,
                typename L::I32& bad) {
@@ -220,8 +221,8 @@ void remainder(const Body& body, const Block<Body>& block, long start, long num,
   std::memcpy(block.update + start, part.update, bytes);
 }
 
-// Adds a block of the stored arrays to their sums. `params_block`: where the params of
-// this block are, which may not be in the array yet.
+// Adds a block of the stored arrays to their sums. `params_block`: the params of this
+// block, which may not be in the array yet.
 template <int num_slots>
 inline void add_block(const Array& params, const void* params_block, const Array* slots,
                       long start, long length, Sum* sums, const std::uint8_t* wanted) {
@@ -252,10 +253,10 @@ inline void add_block(const Array& params, const void* params_block, const Array
 
 // ---- one chunk
 
-// Chunks from here on have results that leave the caches before anybody reads them.
+// Results of longer chunks leave the caches before anyone reads them.
 constexpr long streamed_elements = 1 << 15;
 
-// Stores past the caches, which would fetch what is overwritten first.
+// Stores past the caches, which would first fetch the lines to be overwritten.
 inline void stream(float* to, const float* from, long num) {
   const long before = (long)(-(std::uintptr_t)to % 32 / sizeof(float));
   long i = before < num ? before : num;
@@ -264,7 +265,7 @@ inline void stream(float* to, const float* from, long num) {
   std::memcpy(to + i, from + i, (size_t)(num - i) * sizeof(float));
 }
 
-// Not inlined: nothing of it may be moved out of the flush-to-zero section.
+// Not inlined: no part of it may move out of the flush-to-zero section.
 template <class L, template <class> class Kernel>
 __attribute__((noinline)) bool chunk(long num, const Array& gradient,
                                      const Array& params, const Array& out,
@@ -324,7 +325,7 @@ __attribute__((noinline)) bool chunk(long num, const Array& gradient,
         narrowed(slots[k], start, length, (const Word*)block.slots[k]);
     if (Body::has_update)
       narrowed(params, start, length, (const Word*)block.params);
-    if (params.dtype != float32 && out.dtype != float32)  // as they are stored
+    if (params.dtype != float32 && out.dtype != float32)  // the result is the codes
       std::memcpy((std::uint16_t*)out.data + start,
                   (const std::uint16_t*)params.data + start,
                   (size_t)length * sizeof(std::uint16_t));
@@ -348,7 +349,7 @@ __attribute__((noinline)) bool chunk(long num, const Array& gradient,
   return any == 0;
 }
 
-// Denormals are zero and results are flushed to it, as XLA does on CPU.
+// Flushes denormal operands and results to zero, as XLA does on CPU.
 class FlushToZero {
  public:
   FlushToZero() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040u); }
@@ -362,7 +363,7 @@ class FlushToZero {
 #define JAXINF_ENTRY jaxinf_entry
 #endif
 
-// The function that is called: 1 where the gradient is finite, else 0.
+// The entry point. It returns 1 if the gradient is finite, else 0.
 #define JAXINF_HOST_KERNEL(Body)                                                      \
   extern "C" __attribute__((visibility("default"))) int JAXINF_ENTRY(                 \
       long num, const jaxinf::Array* gradient, const jaxinf::Array* params,           \

@@ -1,7 +1,7 @@
 // Many short pieces between files and memory, in one call from Python.
 //
 //   pieces ─► windows of a few MiB ─► open, io_submit ─► io_getevents, close
-//                   └─ a long piece, or one that was refused: preadv, pwritev
+//                   └─ long pieces, and those that were refused: preadv, pwritev
 #include <fcntl.h>
 #include <linux/aio_abi.h>
 #include <sys/stat.h>
@@ -19,8 +19,8 @@ namespace jaxinf_transfers {
 constexpr std::int64_t page_bytes = 4096;
 
 struct Piece {
-  std::int64_t memory;  // its address, on a page; whole pages are there for it
-  std::int64_t offset;  // in the file, on a page
+  std::int64_t memory;  // address of its whole pages, a multiple of the page
+  std::int64_t offset;  // in the file, a multiple of the page
   std::int64_t num_bytes;
 };
 
@@ -34,7 +34,7 @@ inline std::int64_t whole_pages(std::int64_t num_bytes) {
   return (num_bytes + page_bytes - 1) / page_bytes * page_bytes;
 }
 
-// Puts zeros behind what is written; false where the file ends before.
+// Fills a piece's last page with zeros; false if the file ends before that page's end.
 inline bool padded(int file, const Piece& piece) {
   const std::int64_t end = whole_pages(piece.num_bytes);
   if (end == piece.num_bytes) return true;
@@ -44,12 +44,12 @@ inline bool padded(int file, const Piece& piece) {
   return true;
 }
 
-// The least that must be moved of a piece.
+// Returns the fewest bytes that count as a complete transfer.
 inline std::int64_t least(const Piece& piece, bool writes) {
   return writes ? whole_pages(piece.num_bytes) : piece.num_bytes;
 }
 
-// Bytes moved, whole pages; -1 unless all is as it mostly is.
+// Moves a piece; returns the bytes moved, or -1 if the transfer is not complete.
 inline std::int64_t moved(int file, const Piece& piece, bool writes) {
   const std::int64_t end = whole_pages(piece.num_bytes);
   std::int64_t done = 0;
@@ -64,13 +64,13 @@ inline std::int64_t moved(int file, const Piece& piece, bool writes) {
   return done >= least(piece, writes) ? done : -1;
 }
 
-// ---- pieces that are under way together
+// ---- pieces in flight together
 
 constexpr std::int64_t window_bytes = 4 << 20;
 constexpr int window_pieces = 64;
 
-// Contexts of asynchronous I/O; making one takes as long as a few requests, and giving
-// one back longer still: they are kept for the next caller.
+// Contexts of asynchronous I/O. They are kept for the next caller, because making one
+// takes as long as a few requests, and destroying one takes even longer.
 constexpr int num_kept = 16;
 inline std::atomic<aio_context_t> kept_contexts[num_kept];
 
@@ -92,7 +92,7 @@ class Context {
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
 
-  // How many of the first requests the kernel has taken.
+  // Returns how many requests, from the first on, the kernel has accepted.
   int submit(int num, struct iocb** requests) const {
     int taken = 0;
     while (id_ && taken < num) {
@@ -104,7 +104,7 @@ class Context {
     return taken;
   }
 
-  // Waits for all that were taken: their memory is the caller's again.
+  // Waits for all accepted requests, so that the caller may use their memory again.
   void wait(int num, struct io_event* events) const {
     for (int done = 0; done < num;) {
       const long more = syscall(SYS_io_getevents, id_, 1L, (long)(num - done),
@@ -117,7 +117,7 @@ class Context {
   aio_context_t id_ = 0;
 };
 
-// Pieces of a window, each with its open file; negative where it is left to the caller.
+// Pieces of a window, each with its open file; negative if the piece is left to the caller.
 struct Window {
   const Piece* pieces;
   int* files;
@@ -125,7 +125,7 @@ struct Window {
   int num;
 };
 
-// Moves pieces at once; those that the kernel refuses one after another.
+// Moves pieces at once, and those that the kernel refuses one after another.
 inline void move_together(const Window& window, bool writes) {
   struct iocb requests[window_pieces];
   struct iocb* waiting[window_pieces];
@@ -158,9 +158,9 @@ inline void move_together(const Window& window, bool writes) {
 #define JAXINF_ENTRY jaxinf_entry
 #endif
 
-// Moves pieces by direct I/O. `paths`: one a piece, each ended by a zero; `done`: gets
-// the bytes that were moved of each, or -1 where something is unusual: the caller then
-// moves that piece itself, and finds out.
+// Moves pieces by direct I/O. `paths`: one for each piece, each ended by a zero. `done`
+// receives the bytes moved of each piece, or -1 if something was unusual; the caller then
+// moves that piece itself, and gets the error.
 extern "C" __attribute__((visibility("default"))) int JAXINF_ENTRY(
     std::int64_t num, int writes, const char* paths,
     const jaxinf_transfers::Piece* pieces, std::int64_t* done) {
