@@ -41,7 +41,7 @@ def last_commit_s(rig):
 
 
 def measure_steps(place, num_params, repetitions, names):
-    """Seconds a step and a commit, by configuration; the first is compared with."""
+    """Measures a step's and a commit's seconds by configuration, the base first."""
     rigs = {
         name: UpdateRig(place / str(number), num_params, **CONFIGURATIONS[name])
         for number, name in enumerate(dict.fromkeys(["step", *names]))
@@ -51,7 +51,7 @@ def measure_steps(place, num_params, repetitions, names):
     for repetition in range(repetitions + 1):
         for name, rig in rigs.items():
             seconds = run_steps(rig)
-            if repetition:  # the first warms up
+            if repetition:  # the first only warms up
                 times[name].append(seconds)
                 commits[name].append(last_commit_s(rig))
     for rig in rigs.values():
@@ -73,7 +73,7 @@ def measure_steps(place, num_params, repetitions, names):
 
 
 def measure_checkpoints(place, num_params, repetitions):
-    """Seconds to make a checkpoint, and to remove it."""
+    """Returns the seconds to make a checkpoint, and to remove it."""
     rig = UpdateRig(place / f"checkpoints-{num_params}", num_params)
     made, removed = [], []
     for _ in range(repetitions):

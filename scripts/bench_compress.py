@@ -28,7 +28,7 @@ CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 
 
 def median_ms(functions, repetitions, now):
-    """Of each function by a clock; every repetition calls all of them."""
+    """Returns each function's median time; every repetition calls all of them."""
     times = [[] for _ in functions]
     for _ in range(repetitions + 1):
         for index, function in enumerate(functions):
@@ -39,7 +39,7 @@ def median_ms(functions, repetitions, now):
 
 
 def gradient_of(num_elements):
-    """Heavier tails than a normal distribution, as gradients have."""
+    """Draws numbers with heavier tails than a normal distribution's, like gradients."""
     return np.random.default_rng(0).standard_normal(num_elements, np.float32) ** 3
 
 

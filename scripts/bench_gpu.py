@@ -40,12 +40,12 @@ RoundTrip = Callable[[jax.Array], jax.Array]
 
 
 def halve(out: np.ndarray, values: np.ndarray) -> None:
-    """Stands for the host's work: every byte is read and written once."""
+    """Represents the host's work: it reads and writes every byte once."""
     np.multiply(values, np.float32(0.5), out=out)
 
 
 def by_io_callback(values: jax.Array) -> jax.Array:
-    """In jit, by copies of JAX's."""
+    """A round trip in jit, through JAX's copies."""
 
     def host(given: Any) -> np.ndarray:
         out = np.empty(given.shape, given.dtype)
@@ -56,7 +56,7 @@ def by_io_callback(values: jax.Array) -> jax.Array:
 
 
 def by_buffer_callback(values: jax.Array) -> jax.Array:
-    """In jit, without copies."""
+    """A round trip in jit, without copies."""
 
     def host(context: Any, out: Any, given: Any) -> None:
         del context
@@ -68,13 +68,13 @@ def by_buffer_callback(values: jax.Array) -> jax.Array:
 
 
 def by_device_get(out: np.ndarray, values: jax.Array) -> jax.Array:
-    """Outside jit, by arrays that the host may page out."""
+    """A round trip outside jit, through pageable host memory."""
     halve(out, np.asarray(values))
     return jax.device_put(out)
 
 
 def by_pinned_host(out: np.ndarray, values: jax.Array) -> jax.Array:
-    """Outside jit, by the memory that the accelerator reaches itself."""
+    """A round trip outside jit, through pinned host memory."""
     on_device = values.sharding
     pinned = on_device.with_memory_kind("pinned_host")
     halve(out, np.asarray(jax.device_put(values, pinned)))
@@ -82,7 +82,7 @@ def by_pinned_host(out: np.ndarray, values: jax.Array) -> jax.Array:
 
 
 def ways(num_elements: int) -> dict[str, RoundTrip]:
-    """Those that this backend has."""
+    """Returns the ways that this backend supports."""
     out = np.empty(num_elements, np.float32)
     found: dict[str, RoundTrip] = {
         "io_callback": jax.jit(by_io_callback),
@@ -97,7 +97,7 @@ def ways(num_elements: int) -> dict[str, RoundTrip]:
 
 
 def link(num_bytes: int, reps: int) -> dict[str, float]:
-    """GB/s of each way, both directions counted; medians of turns."""
+    """Measures GB/s of each way, both directions counted; medians over the turns."""
     values = jnp.arange(num_bytes // 4, dtype=jnp.float32)
     found = ways(values.size)
     expected = np.asarray(values) * np.float32(0.5)
@@ -115,7 +115,7 @@ def link(num_bytes: int, reps: int) -> dict[str, float]:
 
 
 def run(script: str, *arguments: str, **environment: str) -> Any:
-    """A benchmark's own JSON line."""
+    """Runs a benchmark and returns its JSON line."""
     command = [sys.executable, str(HERE / script), *arguments, "--json"]
     result = subprocess.run(
         command,

@@ -59,7 +59,7 @@ print(time.perf_counter() - began)
 
 
 def handwritten(level: str, directory: Path):
-    """The loop above as a function."""
+    """Compiles the loop above."""
     compiler = toolchain.find_compiler()
     if compiler is None:
         raise SystemExit("bench_kernel: expected a C++ compiler for the loop by hand")
@@ -73,7 +73,10 @@ def handwritten(level: str, directory: Path):
 
 
 def median_seconds(functions, repetitions):
-    """Of each function; every repetition calls all of them, in alternating order."""
+    """Returns each function's median time.
+
+    Every repetition calls all functions, in alternating order.
+    """
     times = [[] for _ in functions]
     order = list(enumerate(functions))
     for _ in range(repetitions + 1):
@@ -86,7 +89,7 @@ def median_seconds(functions, repetitions):
 
 
 def load_seconds(directory: Path) -> tuple[float, float]:
-    """First load of a kernel that the package lacks, and one from the cache."""
+    """Times a first load of a kernel not in the package, and one from the cache."""
     environment = {**os.environ, "JAXINF_CACHE_DIR": str(directory / "cache")}
     runs = [
         subprocess.run(

@@ -39,9 +39,9 @@ class Trainer:
     """One model in training.
 
     Args:
-      arguments: of the program.
+      arguments: the program's arguments.
       tx: the optimizer.
-      boundaries: which parts of a step share a jit.
+      boundaries: the division of a step into jits.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class Trainer:
         )
 
     def turn(self, arguments: argparse.Namespace, first: int) -> None:
-        """Steps from batch `first` on; the first of them is not counted."""
+        """Runs steps from batch `first` on, of which the first is not counted."""
         for number in range(first, first + arguments.steps + 1):
             self.step(batch(arguments, number))
         del self.seconds[-arguments.steps - 1]
 
     def step(self, data: dict[str, np.ndarray]) -> None:
-        """One step, timed."""
+        """Runs and times one step."""
         began = time.perf_counter()
         self.params, self.state, loss = jax.block_until_ready(
             self._step(self.params, self.state, data)
@@ -76,7 +76,7 @@ class Trainer:
 
 
 def batch(arguments: argparse.Namespace, number: int) -> dict[str, np.ndarray]:
-    """Tokens and targets, the same for the same number."""
+    """Returns tokens and targets, the same for the same number."""
     rng = np.random.default_rng(number)
     shape = (arguments.batch_size, arguments.seq_len + 1)
     tokens = rng.integers(PRESETS[arguments.preset].vocab_size, size=shape)
@@ -85,7 +85,7 @@ def batch(arguments: argparse.Namespace, number: int) -> dict[str, np.ndarray]:
 
 
 def optimizer(clip_norm: float) -> optax.GradientTransformation:
-    """Adamw, after clipping where that is asked for."""
+    """Returns adamw, behind clipping if `clip_norm` is not 0."""
     adamw = optax.adamw(3e-4)
     return (
         optax.chain(optax.clip_by_global_norm(clip_norm), adamw)
@@ -95,7 +95,7 @@ def optimizer(clip_norm: float) -> optax.GradientTransformation:
 
 
 def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
-    """Both trainers in turns."""
+    """Runs both trainers in turns."""
     tx = optimizer(arguments.clip_norm)
     memory = Trainer(arguments, tx, arguments.reference)
     store = jaxinf.open_store(place / "store", memory_bytes=arguments.memory_bytes)
@@ -109,7 +109,7 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
         metrics = store.metrics_of(first + arguments.steps + 1)
         assert metrics is not None
         commits.append(metrics.commit_s)
-        time.sleep(IDLE_S)  # what is read ahead would be in the other's time
+        time.sleep(IDLE_S)  # so that no prefetch falls into the other's time
     result = figures(arguments, memory, update)
     if arguments.timeline:
         keep_timeline(arguments, store, update)
@@ -118,7 +118,7 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
 
 
 def keep_timeline(arguments: argparse.Namespace, store: Any, update: Trainer) -> None:
-    """Spans of the second of two steps, in seconds from its beginning."""
+    """Writes the spans of the second of two steps, in seconds from its beginning."""
     data = batch(arguments, 0)
     update.step(data)
     store.training.opened.timeline.start()
@@ -138,7 +138,7 @@ def keep_timeline(arguments: argparse.Namespace, store: Any, update: Trainer) ->
 def figures(
     arguments: argparse.Namespace, memory: Trainer, update: Trainer
 ) -> dict[str, Any]:
-    """What is printed."""
+    """Returns the figures to be printed."""
     memory_s, update_s = (
         [
             statistics.mean(t.seconds[turn * arguments.steps :][: arguments.steps])

@@ -10,13 +10,13 @@ prefetched as before it. Medians are printed.
                            repetitions' own ratios
     ratio_beside_kernels   with --beside, the same to loops beside which the step's
                            kernels run over other memory: they slow each other down
-    step_ms, commit_ms     of a step, and from its last result to its commit; the
-                           commit's share; a step of which what its commit takes above
-                           2 ms is left out
+    step_ms, commit_ms     the time of a step, and that from its last result to its
+                           commit; also the commit's share of the step, and the step
+                           without the commit's time above 2 ms
     rss_over_caller_bytes  peak RSS during steps, less gradients, params, new params
-    rss_over_base_bytes    the same, less what the process held after a store of as many
+    rss_over_base_bytes    the same, less the process's memory after a store of as many
                            leaves with hardly any params: Python, JAX and its compiler
-                           (0.2 MB a leaf), and what jaxinf takes whatever the size
+                           (0.2 MB a leaf), and jaxinf's fixed memory
 """
 
 import argparse
@@ -83,7 +83,7 @@ class Rep:
 
 
 def run_steps(rig: UpdateRig, num_steps: int) -> Rep:
-    """Steps, each committed before the next begins; ends when all is read ahead."""
+    """Runs steps, each committed before the next; returns when prefetches are done."""
     per_step_bytes = moved_bytes(rig.transfers())[0]
     expected = rig.store.training.opened.meters.snapshot().drive_read_bytes
     expected += num_steps * per_step_bytes
@@ -107,14 +107,14 @@ def run_steps(rig: UpdateRig, num_steps: int) -> Rep:
 
 
 def warm_up(rig: UpdateRig) -> None:
-    """The first writes to both slots, which were only preallocated."""
+    """Writes both slots for the first time, since they are only preallocated."""
     for _ in range(NUM_WARM_UP):
         rig.step()
     rig.store.training.join()
 
 
 def wait_read_ahead(rig: UpdateRig, expected_bytes: int) -> None:
-    """Blocks until as much has been read as the steps took, or nothing more is read."""
+    """Blocks until the expected bytes have been read, or no more bytes are read."""
     meters = rig.store.training.opened.meters
     quiet_since, last = time.perf_counter(), -1
     while (found := meters.snapshot().drive_read_bytes) < expected_bytes:
@@ -133,19 +133,19 @@ def reset_peak_rss() -> None:
 
 
 def status_bytes(name: str) -> int:
-    """A figure of this process, such as VmRSS."""
+    """Returns a figure of this process, such as VmRSS."""
     lines = Path("/proc/self/status").read_text().splitlines()
     [line] = [line for line in lines if line.startswith(name + ":")]
     return int(line.split()[1]) * 1024
 
 
 class Fio:
-    """The fastest of fio's ways, chosen once; run in every repetition.
+    """Runs the fastest of fio's ways, chosen once, in every repetition.
 
     Args:
       place: a directory of the store's file system.
-      transfers: of a step.
-      seconds: how long each run is.
+      transfers: the transfers of a step.
+      seconds: duration of each run.
     """
 
     def __init__(self, place: Path, transfers: list[Transfer], seconds: float) -> None:
@@ -156,7 +156,7 @@ class Fio:
         self._file_bytes = min(2 << 30, max(64 << 20, self._step_bytes))
         self._seconds = seconds
         jobs = fio_jobs() if seconds else []
-        if jobs:  # lays the file out
+        if jobs:  # the first run lays the file out
             self._step_s(jobs[0], 0.1)
         found = [(self._step_s(job, seconds / 2), job) for job in jobs]
         ranked = sorted((s, job.name, job) for s, job in found if s is not None)
@@ -170,7 +170,7 @@ class Fio:
         return self._step_bytes / rate if rate else None
 
     def run(self) -> dict[str, float]:
-        """Seconds that a step's bytes would take, by way."""
+        """Returns the seconds that a step's bytes would take, by way."""
         found = {job.name: self._step_s(job, self._seconds) for job in self._kept}
         return {name: s for name, s in found.items() if s is not None}
 
@@ -183,7 +183,7 @@ def num_workers(rig: UpdateRig) -> int:
 def measure_floor(
     rig: UpdateRig, transfers: list[Transfer], fio: Fio
 ) -> dict[str, float]:
-    """Seconds that moving a step's bytes takes, by way."""
+    """Measures the seconds to move a step's bytes, by way."""
     workers = num_workers(rig)
     return {**{n: loop(transfers, workers) for n, loop in LOOPS.items()}, **fio.run()}
 
@@ -191,7 +191,7 @@ def measure_floor(
 def measure_beside(
     rig: UpdateRig, transfers: list[Transfer], floor_s: dict[str, float]
 ) -> dict[str, float]:
-    """Seconds of the loops while the kernels of a step run over other memory."""
+    """Measures the loops' seconds while a step's kernels run over other memory."""
     workers, found = num_workers(rig), {}
     for name, loop in LOOPS.items():
         kernels = threading.Thread(target=rig.compute, args=(floor_s[name],))
@@ -202,7 +202,7 @@ def measure_beside(
 
 
 def run_peer(command: str) -> dict[str, Any]:
-    """The JSON line that a command prints last."""
+    """Runs a command and returns its last line, which is JSON."""
     done = subprocess.run(
         shlex.split(command), stdout=subprocess.PIPE, text=True, check=True
     )
@@ -210,12 +210,12 @@ def run_peer(command: str) -> dict[str, Any]:
 
 
 def spread(values: list[float]) -> list[float]:
-    """Least and greatest."""
+    """Returns the least and the greatest value."""
     return [round(min(values), 4), round(max(values), 4)]
 
 
 def summary(rig: UpdateRig, reps: list[Rep], base_rss_bytes: int) -> dict[str, Any]:
-    """The figures of all repetitions."""
+    """Summarises all repetitions."""
     num_params = sum(leaf.size for leaf in rig.params)
     by_way: dict[str, list[float]] = defaultdict(list)
     for rep in reps:
@@ -248,7 +248,7 @@ def summary(rig: UpdateRig, reps: list[Rep], base_rss_bytes: int) -> dict[str, A
 
 
 def _step_ms(reps: list[Rep]) -> dict[str, float]:
-    """A step's time, its commit's part of it, and a step whose commit takes 2 ms."""
+    """Returns the times of a step, of its commit, and of a step with a 2 ms commit."""
     commits = [statistics.mean(rep.commit_s) for rep in reps]
     beside = [
         rep.step_s - max(0.0, commit_s - USUAL_COMMIT_S)
@@ -308,7 +308,7 @@ def _peer(num_params: int, reps: list[Rep]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def place_below(directory: Path) -> Iterator[Path]:
-    """A new directory that is gone afterwards."""
+    """Yields a new directory and removes it afterwards."""
     directory.mkdir(parents=True, exist_ok=True)
     place = Path(tempfile.mkdtemp(dir=directory, prefix="bench-update-"))
     try:
@@ -336,7 +336,7 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     warm_up(small)
     small.close()
     base_rss_bytes = status_bytes("VmRSS") - small.caller_bytes
-    del small  # with what XLA has compiled for it, whose memory is taken again
+    del small  # XLA's memory for its programs is free for reuse, too
     gc.collect()
     num_params = int(arguments.params)
     rig = UpdateRig(place / "store", num_params, num_leaves, dtype=dtype, **options)

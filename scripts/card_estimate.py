@@ -44,7 +44,7 @@ class Cost:
 
 ADD, MUL = Cost(220, 0, 2), Cost(100, 0, 3)
 FMA, DIV, SQRT = Cost(1200, 0, 2), Cost(800), Cost(460)
-# Two Newton steps, the place in the table, a copy of it; and 1 / sqrt(x) without it.
+# Two Newton steps, the index and a copy of the table; and 1 / sqrt(x) without a table.
 RSQRT = (FMA + MUL) * 4 + Cost(150, 4) + DIV + SQRT
 OPERATORS = {
     "add": ADD,
@@ -62,7 +62,7 @@ OPERATORS = {
     "select_n": Cost(16),
     "sign": Cost(70),
 }
-READER, WRITER = Cost(1100, 8), Cost(1000, 7)  # of a port, and its bursts
+READER, WRITER = Cost(1100, 8), Cost(1000, 7)  # of a port, with its bursts
 CHECKSUM = Cost(1800)
 WIDE_STREAM, BEAT_STREAM = Cost(570), Cost(36 * LANES)
 WAITING_STREAM = Cost(60, 0.5 * LANES)
@@ -71,13 +71,13 @@ NARROW = {"f32": Cost(), "bf16": Cost(40), "f16": Cost(120)}
 WIDEN = {"f32": Cost(), "bf16": Cost(), "f16": Cost(90)}
 DECOMPRESS = Cost(1500)
 DECODE_INT8 = Cost(40, 1) + MUL  # a table for each sign
-CODER = MUL * 4 + ADD * 2 + Cost(350)  # of one sign
+CODER = MUL * 4 + ADD * 2 + Cost(350)  # for one sign
 QUANTISE = RANDOM + MUL + CODER * 2
 MEASURE = Cost(2500) + DIV
 
 
 def cost_of(card: CardKernel) -> Cost:
-    """All of a kernel."""
+    """Returns the cost of a whole kernel."""
     writes = sum(pointer.is_output for pointer in card.pointers)
     total = WRITER * writes + READER * (len(card.pointers) - writes)
     total += WIDE_STREAM * (len(card.pointers) - 1)
@@ -97,7 +97,7 @@ def cost_of(card: CardKernel) -> Cost:
 
 
 def body_cost(card: CardKernel) -> Cost:
-    """Cost of all lanes; terms common to all elements are computed once."""
+    """Returns the cost of all lanes; terms common to all elements occur once."""
     equations = lower(standard_kernels()[card.body]).equations
     total = Cost()
     for equation, once in zip(equations, uniform_results(equations), strict=True):
@@ -106,7 +106,7 @@ def body_cost(card: CardKernel) -> Cost:
 
 
 def bytes_an_element(card: CardKernel, top_k: float) -> float:
-    """Bytes of the card's memory per element; each byte is written once and read once.
+    """Returns bytes of card memory per element, each of them written and read once.
 
     State comes from the drive and returns to it by P2P, gradients come from the host
     and results go there, all through the same bank.
@@ -117,7 +117,7 @@ def bytes_an_element(card: CardKernel, top_k: float) -> float:
 
 
 def elements_a_second(card: CardKernel) -> tuple[float, str]:
-    """The lower of what the memory and the pipeline allow, and which it is."""
+    """Returns the lower of the rates of memory and pipeline, and its name."""
     by_memory = MEMORY_BYTES_S / bytes_an_element(card, TOP_K)
     cycles = 1 / LANES + (TOP_K if card.compressed else 0)
     by_pipeline = FREQUENCY_HZ / cycles
@@ -125,7 +125,7 @@ def elements_a_second(card: CardKernel) -> tuple[float, str]:
 
 
 def operations(card: CardKernel) -> str:
-    """Of one element, the addition to the params included."""
+    """Lists an element's operations, with the addition to the params."""
     body = lower(standard_kernels()[card.body])
     uniform = uniform_results(body.equations)
     found = Counter(
@@ -136,7 +136,7 @@ def operations(card: CardKernel) -> str:
 
 
 def table() -> str:
-    """Markdown."""
+    """Returns the table as Markdown."""
     lines = [
         "| kernel | operations | ports | LUT | BRAM | DSP | bytes an element "
         "| G elements/s | bound by |",
@@ -157,7 +157,7 @@ def table() -> str:
 
 
 def with_table(text: str) -> str:
-    """The document with its table replaced."""
+    """Returns the document with the table replaced."""
     before, _, rest = text.partition(BEGIN)
     return before + BEGIN + table() + END + rest.partition(END)[2]
 

@@ -1,10 +1,10 @@
-"""Finds which optimizers of optax can run near storage, and with which promise.
+"""Finds the optimizers of optax that can run near storage, and their promises.
 
     python scripts/classify_optimizers.py            # compares docs/optimizers.md
     python scripts/classify_optimizers.py --write    # writes its tables
 
-Every public factory of `optax` and `optax.contrib` is found, made and traced. One that
-is new to this script fails it, so that none is missing from the tables.
+Every public factory of `optax` and `optax.contrib` is found, called and traced. The
+script fails if it does not know a factory, so that none is missing from the tables.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from jaxinf.train.optimizers import optax_optimizers
 
 PAGE = Path(__file__).parents[1] / "docs" / "optimizers.md"
 BITS = ("adagrad", "adam", "adamw", "lion", "sgd")
-"""Promised to have the bits of jitted optax; tests/kernels/test_bits.py checks them."""
+"""Optimizers with the bits of jitted optax; tests/kernels/test_bits.py checks them."""
 
 EXACT, NEAR, REFUSED = "bits", "tolerance", "refused"
 
@@ -44,7 +44,7 @@ class Case:
     """Instructions to make and call one transformation.
 
     Attributes:
-      make: Makes it.
+      make: Makes the transformation.
       extra_args: Makes the arguments of its update from the params (or their avals).
       descends: Whether its updates descend; others are put before sgd.
       params: Converts the params to the tree that it takes.
@@ -70,7 +70,7 @@ class Row:
     notes: Sequence[str] = field(default_factory=list)
 
 
-# --- What is there ------------------------------------------------------------------
+# --- Factories ----------------------------------------------------------------------
 
 _UNANNOTATED_FACTORIES = frozenset(
     """
@@ -85,14 +85,14 @@ _OTHERS = frozenset(
     WrappedSchedule
     """.split()
 )
-"""Callables that look like factories, or have no return annotation, but are none."""
+"""Callables that are not factories, but look so or have no return annotation."""
 
 
 def factories() -> dict[str, Callable[..., Any]]:
-    """Every factory by the name after ``optax.``.
+    """Returns every factory by the name after ``optax.``.
 
     Raises:
-      LookupError: a public callable may be one or not, and this script cannot tell.
+      LookupError: this script cannot tell whether a public callable is a factory.
     """
     found, unknown = {}, []
     for prefix, namespace in (("", optax), ("contrib.", optax.contrib)):
@@ -111,7 +111,7 @@ def factories() -> dict[str, Callable[..., Any]]:
 
 
 def _is_factory(name: str, value: Any) -> bool | None:
-    """None where it cannot be told."""
+    """Returns None if the script cannot tell."""
     if name.startswith("_") or not callable(value) or name in _OTHERS:
         return False
     if name in _UNANNOTATED_FACTORIES:
@@ -284,7 +284,7 @@ _SGD = {"momentum": {"momentum": 0.9}, "nesterov": {"momentum": 0.9, "nesterov":
 
 
 def cases() -> dict[str, Case]:
-    """A case for every factory, in the tables' order.
+    """Returns a case for every factory, in the tables' order.
 
     Raises:
       LookupError: a factory needs arguments that this script does not know, or is gone.
@@ -330,7 +330,7 @@ def classify(name: str, case: Case) -> Row:
     label = f"`{function}`{comma}{form}"
     notes = [case.about] if case.about else []
     try:
-        with warnings.catch_warnings(action="ignore"):  # of deprecated parts of optax
+        with warnings.catch_warnings(action="ignore"):  # optax's deprecations
             tx = case.make()
             program = trace_update(tx, params, case.extra_args(params))
             trace_init(tx, params)
@@ -358,7 +358,7 @@ def classify(name: str, case: Case) -> Row:
 
 
 def _gist(message: str) -> str:
-    """An `UnsupportedTransformError` in a few words."""
+    """Shortens the message of an `UnsupportedTransformError`."""
     where = message.split(": ")[0].removeprefix("optimizer ")
     primitive = re.search(
         r"found the primitive (\w+)(?: \(from (\S+) in [^,)]+(?:, for (\w+))?\))?",
@@ -385,7 +385,7 @@ _SCRIPT = "scripts/classify_optimizers.py"
 
 
 def tables() -> dict[str, str]:
-    """The generated parts of the page by name."""
+    """Returns the generated parts of the page by name."""
     rows = [classify(name, case) for name, case in cases().items()]
     optimizers = optax_optimizers()
     is_optimizer = [
@@ -429,7 +429,7 @@ def _table(title: str, rows: Sequence[Row]) -> str:
 
 
 def rendered(page: str) -> str:
-    """The page with its generated parts renewed."""
+    """Returns the page with its generated parts renewed."""
     for name, text in tables().items():
         begin, end = _BEGIN.format(name, _SCRIPT), _END.format(name)
         before, found, rest = page.partition(begin)
@@ -441,7 +441,7 @@ def rendered(page: str) -> str:
 
 
 def main(*, write: bool) -> int:
-    """Writes the page or compares it; the exit status."""
+    """Writes or compares the page; returns the exit status."""
     page = PAGE.read_text()
     new = rendered(page)
     if write:

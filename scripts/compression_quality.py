@@ -42,7 +42,7 @@ TASKS = {
 
 
 def nano(variant: str, seed: int, num_steps: int) -> float:
-    """Validation loss of a training run."""
+    """Returns the validation loss of a training run."""
     with tempfile.TemporaryDirectory() as logs:
         words = [
             *("--mode", "memory", "--preset", "nano", "--steps", str(num_steps)),
@@ -60,7 +60,7 @@ def nano(variant: str, seed: int, num_steps: int) -> float:
 
 
 def digits_mlp(variant: str, seed: int, num_steps: int) -> float:
-    """Test accuracy in percent."""
+    """Returns the test accuracy in percent."""
     images, labels = load_digits(return_X_y=True)
     x, y = jnp.asarray(images / 16.0, jnp.float32), jnp.asarray(labels)
     tx = optax.adam(1e-3)
@@ -89,7 +89,7 @@ def read(path: Path) -> list[dict]:
 
 
 def measure(path: Path, tasks: dict[str, int], minutes: float) -> None:
-    """Appends what the file lacks, until the time is over."""
+    """Appends results that the file lacks, until the time is over."""
     path.touch()
     done = {(r["task"], r["steps"], r["variant"], r["seed"]) for r in read(path)}
     end_s = time.monotonic() + 60 * minutes
@@ -114,7 +114,7 @@ def measure(path: Path, tasks: dict[str, int], minutes: float) -> None:
 
 
 def summary(results: list[dict]) -> dict[str, dict[str, tuple[float, float, int]]]:
-    """By task and variant: mean, half of the range over the seeds, how many seeds."""
+    """Returns mean, half of the range and number of the seeds, by task and variant."""
     table: dict[str, dict[str, tuple[float, float, int]]] = {}
     for task in TASKS:
         for variant in VARIANTS:

@@ -31,7 +31,7 @@ COLOURS = ("#333333", "#2a78b5", "#3d9a50", "#b8433f")
 
 
 def train(place: Path, words: Sequence[str]) -> list[dict[str, Any]]:
-    """A run's validation losses so far: from 0, a list of `step` and `loss`."""
+    """Trains a run; returns its validation losses from step 0: `step` and `loss`."""
     store = ["--store", str(place / "store"), "--log-dir", str(place / "log")]
     command = [sys.executable, "-m", "jaxinf.train", *store, *words]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -39,7 +39,7 @@ def train(place: Path, words: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Trains what is not there yet, at most `limit` runs."""
+    """Trains missing runs, at most `limit` of them."""
     known = {(line["format"], line["seed"]) for line in read(arguments.results)}
     wanted = itertools.product(range(arguments.seeds), FORMATS)
     todo = [(name, seed) for seed, name in wanted if (name, seed) not in known]
@@ -60,14 +60,14 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def read(results: Path) -> list[dict[str, Any]]:
-    """The lines of a file; none of one that is not there."""
+    """Returns the lines of a file, or none if it is missing."""
     if not results.exists():
         return []
     return [json.loads(line) for line in results.read_text().splitlines()]
 
 
 def last_losses(lines: list[dict[str, Any]], name: str) -> list[float]:
-    """Of a format's runs, in the order of their seeds."""
+    """Returns the last losses of a format's runs, in the order of their seeds."""
     own = sorted(
         (s["seed"], s["validation"][-1]["loss"]) for s in lines if s["format"] == name
     )
@@ -75,7 +75,7 @@ def last_losses(lines: list[dict[str, Any]], name: str) -> list[float]:
 
 
 def table(arguments: argparse.Namespace) -> None:
-    """Prints the last losses as Markdown, each beside that of fp32 with its seed."""
+    """Prints the last losses as Markdown, each beside the one of fp32 with its seed."""
     lines = read(arguments.results)
     base = last_losses(lines, "fp32")
     print(
@@ -93,7 +93,7 @@ def table(arguments: argparse.Namespace) -> None:
 
 
 def plot(arguments: argparse.Namespace) -> None:
-    """Draws each run's curve, and the last ones' difference to fp32."""
+    """Draws each run's curve, and the difference of its last loss to fp32's."""
     import matplotlib.pyplot as plt  # pyright: ignore[reportMissingImports]: an extra
 
     lines = read(arguments.results)

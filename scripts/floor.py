@@ -41,7 +41,7 @@ class Transfer:
 
 
 def moved_bytes(transfers: Sequence[Transfer]) -> tuple[int, int]:
-    """Bytes read and bytes written."""
+    """Returns bytes read and bytes written."""
     return (
         sum(piece.num_bytes for t in transfers for piece in t.reads),
         sum(piece.num_bytes for t in transfers for piece in t.writes),
@@ -65,7 +65,7 @@ LOOPS = {"loop, carried": carried_s, "loop, split": split_s}
 
 
 class _Lane:
-    """Transfers that some workers share out among them."""
+    """Transfers that some workers take in turn."""
 
     def __init__(self, transfers: Sequence[Transfer]) -> None:
         self._left = iter(transfers)
@@ -80,7 +80,7 @@ class _Lane:
 
 
 def _run(lanes: Sequence[_Lane]) -> float:
-    """Seconds until one worker a lane has done with all of them."""
+    """Runs one worker for each lane; returns the seconds until all are done."""
     errors: list[BaseException] = []
 
     def work(lane: _Lane, buffer: mmap.mmap) -> None:
@@ -112,8 +112,8 @@ def _run(lanes: Sequence[_Lane]) -> float:
 
 
 def _buffer(num_bytes: int) -> mmap.mmap:
-    """Memory like the engine's, in huge pages, which are there: no fault is timed."""
-    rounded = -(-num_bytes // HUGE_BYTES) * HUGE_BYTES  # so that it starts on one, too
+    """Returns huge pages, like the engine's, and touches them: no fault is timed."""
+    rounded = -(-num_bytes // HUGE_BYTES) * HUGE_BYTES  # so it starts on a huge page
     buffer = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         buffer.madvise(mmap.MADV_HUGEPAGE)
@@ -150,12 +150,12 @@ class FioJob:
 
     @property
     def name(self) -> str:
-        """As it is reported."""
+        """The name in reports."""
         return f"fio {self.engine}, depth {self.depth}, {self.block_mib} MiB"
 
 
 def fio_jobs() -> list[FioJob]:
-    """All that are tried; none where fio is not installed."""
+    """Returns all jobs to try; none if fio is not installed."""
     if shutil.which("fio") is None:
         return []
     return [
@@ -169,14 +169,14 @@ def fio_jobs() -> list[FioJob]:
 def fio_bytes_per_s(
     job: FioJob, file: Path, file_bytes: int, read_share: float, seconds: float
 ) -> float | None:
-    """Bytes a second, reads and writes together; None where fio cannot.
+    """Returns bytes a second, reads and writes together; None if fio cannot run it.
 
     Args:
-      job: what to run.
-      file: where; fio lays it out the first time, and it is kept.
-      file_bytes: how long.
-      read_share: of the bytes, within 0 and 1.
-      seconds: how long to run, after that.
+      job: the job.
+      file: its file; fio lays it out the first time, and it is kept.
+      file_bytes: length of the file.
+      read_share: share of reads in the bytes, from 0 to 1.
+      seconds: duration, without the layout.
     """
     command = [
         "fio", "--name=floor", f"--filename={file}", f"--size={file_bytes}",

@@ -27,7 +27,7 @@ def main() -> None:
             write(HLS / "generated" / f"{name}.cpp", card_text(name))
         return
     kernels = standard_kernels()
-    # The comment names versions: what only they changed stays as it is.
+    # The comment names versions; a file that differs only in them is not rewritten.
     versions = {"jax": jax.__version__, "optax": optax.__version__}
     texts = {name: source_of(k, f"{name}.", versions) for name, k in kernels.items()}
     write_all(GENERATED, texts, content_hash)

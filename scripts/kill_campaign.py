@@ -72,7 +72,7 @@ class Run:
     """One setting: a store that is trained, killed and opened again.
 
     Attributes:
-      lost: by kill, the steps that had to be repeated.
+      lost: number of steps that had to be repeated, for each kill.
       faults: the errors found.
     """
 
@@ -135,7 +135,7 @@ def loss_of(params, x, y):
 
 
 def train(run: Run, until: int, restore: str | None, say) -> None:
-    """Trains a store from its last commit or a checkpoint on; says what it does."""
+    """Trains a store from its last commit or a checkpoint; reports by `say`."""
     is_made = (run.store / "current").is_symlink()
     say("restoring" if restore else "opening" if is_made else "creating", 0)
     store = jaxinf.open_store(
@@ -162,7 +162,7 @@ def train(run: Run, until: int, restore: str | None, say) -> None:
         if step % CHECKPOINT_EVERY == 2:
             say("checkpoint", step)
             if any(c.step == step + 1 for c in store.checkpoints()):
-                store.remove_checkpoint(str(step + 1))  # of before a restore
+                store.remove_checkpoint(str(step + 1))  # made before a restore
             store.checkpoint(state=state)
             say("held", step + 1)
             store.prune_checkpoints(keep_last=2)
@@ -173,7 +173,7 @@ def train(run: Run, until: int, restore: str | None, say) -> None:
 
 
 def start(run: Run, until: int, restore: str | None = None) -> tuple[int, int]:
-    """Forks a process that trains; returns its id and what it says."""
+    """Forks a process that trains; returns its id and the pipe of its messages."""
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid:
@@ -203,11 +203,11 @@ class Said:
     """The messages of a process before it died or ended.
 
     Attributes:
-      losses: bits by step.
+      losses: bits of the losses by step.
       held, may_hold: first and last step that the store may be at.
-      phase: the last that began.
+      phase: the last phase that began.
       started: the last step that began.
-      status: of its end, as ``os.waitstatus_to_exitcode`` has it.
+      status: exit status in the form of ``os.waitstatus_to_exitcode``.
     """
 
     losses: dict[int, int] = field(default_factory=dict)
@@ -219,10 +219,10 @@ class Said:
 
 
 class Campaign:
-    """Kills and compares.
+    """Kills processes and compares their losses.
 
     Args:
-      options: of the command line.
+      options: the command line's options.
     """
 
     def __init__(self, options: Options):
@@ -262,7 +262,7 @@ class Campaign:
         return said.losses
 
     def _attempt(self, run: Run) -> bool:
-        """Starts a process and kills it, unless it has ended before; whether killed."""
+        """Starts a process and kills it; returns whether that was before its end."""
         phase = self.random.choice(PHASES)
         before, restore = _step_of(run), None
         if before >= self.options.num_steps or phase == "creating":
@@ -289,14 +289,14 @@ class Campaign:
         return killed or bool(said.status)
 
     def _checkpoint_of(self, run: Run) -> str | None:
-        """One to restore, or None where there is none."""
+        """Returns a checkpoint to restore, or None if there is none."""
         if not (run.store / "current").is_symlink():
             return None
         names = checkpoint_names(StoreDirectory.open(run.store))
         return self.random.choice(names) if names else None
 
     def _listen(self, pid: int, fd: int, run: Run | None, phase: str | None) -> Said:
-        """Reads what a process says until its end; kills it in a phase."""
+        """Reads a process's messages until its end; kills it in a phase."""
         said, kill_at, count = Said(), None, self.random.randint(1, 4)
         last = time.monotonic()
         with os.fdopen(fd) as lines:
@@ -324,7 +324,7 @@ class Campaign:
         return said
 
     def _kill_later(self, pid: int, phase: str) -> None:
-        """Somewhere in the time that such a phase takes, and a little beyond."""
+        """Kills a process during the usual time of a phase, or a little later."""
         usual_s = statistics.median(self.durations[phase][-20:])
         time.sleep(self.random.random() * 2 * usual_s)
         os.kill(pid, signal.SIGKILL)
@@ -381,7 +381,7 @@ def _runs(directory: Path) -> Iterator[Run]:
 
 
 def _step_of(run: Run) -> int:
-    """The step a store opens at; 0 where none is committed yet."""
+    """Returns the step that a store opens at; 0 if none is committed yet."""
     with jaxinf.open_store(run.store) as store:
         return store.step
 

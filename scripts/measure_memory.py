@@ -20,7 +20,7 @@ from pathlib import Path
 
 
 def peak_rss_bytes(arguments, queue):
-    """Runs the trainer; puts (exit status, peak RSS of the process, what it said)."""
+    """Runs the trainer; puts (exit status, peak RSS of the process, its output)."""
     command = [sys.executable, "-m", "jaxinf.train", *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     peak_kib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss

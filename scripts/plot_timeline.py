@@ -45,7 +45,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
             for s in spans
             if s["kind"] in kinds
         ]
-        alpha = 0.6 if kind in ("read", "write") else 1.0  # several threads
+        alpha = 0.6 if kind in ("read", "write") else 1.0  # several threads overlap
         axes.broken_barh(
             bars, (row - 0.38, 0.76), facecolors=colour, alpha=alpha, linewidth=0
         )

@@ -6,11 +6,11 @@ machine's CPU runs, on files of this machine's drive.
   BASE      one array of all drives behind the link, gradients on it, Adam on the CPU
   SU        updates beside the drives, one subgroup at a time on each card
   SU+O      the same without the time for making buffers
-  SU+O+C    and gradients compressed to --ratio of their bytes
+  SU+O+C    the same with gradients compressed to --ratio of their bytes
   overlap   jaxinf's own handler: loads, kernel and writes at the same time
 As in the published times, the first four do one thing after another: a card writes when
-all results have crossed the link. --model-only leaves the emulation out. Its share of
-the CPU is printed: near 100 % it is the CPU that is measured; raise --slower then.
+all results have crossed the link. The emulation's share of the CPU is printed: near
+100 % the CPU is the limit, so raise --slower. --model-only leaves the emulation out.
 """
 
 import argparse
@@ -50,7 +50,7 @@ PUBLISHED_PARAMS = 4e9
 
 
 def rates(method: str, count: int) -> dict[str, float]:
-    """Bytes a second of the testbed, by the names of `csd=`'s options."""
+    """Returns the testbed's rates, bytes a second, by the names of `csd=`'s options."""
     machine, link = TESTBED, TESTBED.link.value
     if method == "BASE":
         state_and_gradient_bytes = 16
@@ -73,7 +73,7 @@ def rates(method: str, count: int) -> dict[str, float]:
 
 
 def compress(rig: UpdateRig, ratio: float) -> None:
-    """Replaces the rig's gradients by what is sent of them."""
+    """Replaces the rig's gradients by the elements that are sent."""
     compression = jaxinf.top_k(ratio)
     for number, gradient in enumerate(rig.gradients):
         grid = rig.store.manifest.leaves[number].grid
@@ -86,7 +86,7 @@ def compress(rig: UpdateRig, ratio: float) -> None:
 
 
 def options(method: str, count: int, slower: float) -> str:
-    """What `csd=` is given."""
+    """Returns the value of `csd=`."""
     parts = [f"{n}={r / slower:.0f}B/s" for n, r in rates(method, count).items()]
     if method != OVERLAP:
         parts += ["buffers=1", "writes=joined"]
@@ -96,7 +96,7 @@ def options(method: str, count: int, slower: float) -> str:
 def measure(
     place: Path, method: str, count: int, arguments: argparse.Namespace
 ) -> dict[str, float]:
-    """Seconds a step, link bytes a param, and the share of the CPU that it took."""
+    """Measures a step's seconds, link bytes a param, and share of the CPU."""
     num_csds = 1 if method == "BASE" else count
     roots = [place / f"csd{n}" for n in range(num_csds)]
     for root in roots:
@@ -118,7 +118,7 @@ def measure(
         began, cpu = time.perf_counter(), time.process_time()
         rig.step()
         rig.store.training.join()
-        if repetition:  # the first warms up, and compiles
+        if repetition:  # the first only warms up and compiles
             times.append(time.perf_counter() - began)
             busy.append((time.process_time() - cpu) / times[-1] / (os.cpu_count() or 1))
     metrics = rig.store.metrics
@@ -134,7 +134,7 @@ def measure(
 
 
 def model_s(method: str, count: int, arguments: argparse.Namespace) -> float:
-    """Seconds of the same update by the model, at this size and slowness."""
+    """Returns the model's seconds for the same update, at this size and slowness."""
     workload = Workload(arguments.params, sent_ratio=arguments.ratio)
     is_overlapped = method == OVERLAP
     name = cast(Method, "SU+O" if is_overlapped else method)
@@ -145,7 +145,7 @@ def model_s(method: str, count: int, arguments: argparse.Namespace) -> float:
 def results(
     found: dict[tuple[str, int], dict[str, float]], arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """A row for each number of CSDs and method, with speedups over BASE there."""
+    """Returns a row for each number of CSDs and method, with speedups over its BASE."""
     paper = {
         (row.method, row.num_csds): row.published
         for row in compare_with_paper()
@@ -261,7 +261,7 @@ def emulate(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Models, measures unless told not to, prints, and draws where asked to."""
+    """Models, measures, prints and draws, as the options say."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -46,7 +46,7 @@ def functions() -> Iterator[tuple[str, str, str | None]]:
         source = path.read_bytes()
         try:
             tree = ast.parse(source)
-        except (SyntaxError, ValueError):  # sources that are broken on purpose
+        except (SyntaxError, ValueError):  # test data with errors on purpose
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
@@ -83,7 +83,7 @@ def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Trains what is wanted, one after another."""
+    """Trains the requested models, one after another."""
     place: Path = arguments.place
     make_data(place)
     for name, words in RUNS.items():
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file of JSON lines."""
+    """Returns the records of a file of JSON lines."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

@@ -2,8 +2,8 @@
 
 Installs past the upper bounds of pyproject.toml into an environment of its own, runs
 the tests that touch JAX, optax, Flax, Orbax and tensorstore most, and prints a table.
-It reports and does not gate: the exit status is 0, whatever the tests say. Uses the
-standard library alone, so that any Python runs it: ``try_newest.py ENVIRONMENT``.
+It only reports: the exit status is 0 even if tests fail. It uses only the standard
+library, so that any Python runs it: ``try_newest.py ENVIRONMENT``.
 """
 
 import re
@@ -67,7 +67,7 @@ def requirements(*, with_pre_releases: bool) -> list[str]:
         assert bound, f"pyproject.toml: expected NAME>=VERSION, found {requirement}"
         name, lower = bound.groups()
         is_watched = with_pre_releases and name in WATCHED
-        # A bound that is a pre-release lets pip take others of that package alone.
+        # With a pre-release as bound, pip accepts pre-releases of this package alone.
         result.append(f"{name}>={lower}{'.dev0' if is_watched else ''}")
     return result
 
@@ -88,7 +88,7 @@ def install(python: Path, *, with_pre_releases: bool) -> str:
 
 
 def versions(python: Path) -> dict[str, str]:
-    """Of the packages that are watched."""
+    """Returns the versions of the watched packages."""
     program = (
         "import sys; from importlib.metadata import version; "
         "print(*map(version, sys.argv[1:]))"
@@ -114,7 +114,7 @@ def run_group(python: Path, name: str) -> Outcome:
 
 
 def outcome(root: xml.etree.ElementTree.Element) -> Outcome:
-    """What pytest's report says."""
+    """Reads pytest's report."""
     passed = skipped = 0
     failures = []
     for case in root.iter("testcase"):
@@ -147,7 +147,7 @@ def report(kind: str, found: dict[str, str], outcomes: dict[str, Outcome]) -> No
 
 
 def run(command: list[str]) -> str:
-    """Runs a command that has to succeed; returns what it prints."""
+    """Runs a command that must succeed; returns its output."""
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 

@@ -46,14 +46,14 @@ _NO_PROBE = np.zeros(0, np.float32)
 
 
 class UpdateRig:
-    """A new store of so many params in leaves of 16 Mi, updated by adamw.
+    """A new store of `num_params` params, updated by adamw.
 
     Args:
       path: the store's directory.
       num_params: number of params over all leaves.
       num_leaves: number of leaves; None for leaves of 16 Mi elements.
       dtype: dtype of params and gradients: float32 or bfloat16.
-      options: of `jaxinf.open_store`.
+      options: options of `jaxinf.open_store`.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class UpdateRig:
 
     @property
     def caller_bytes(self) -> int:
-        """Of gradients, params, and the new params that a step fills."""
+        """Bytes of gradients, params, and the new params that a step fills."""
         arrays = [*self.gradients, *self.params, *self._next_params]
         return sum(array.nbytes for array in arrays)
 
@@ -136,7 +136,7 @@ class UpdateRig:
         return named
 
     def _run_prologue(self, scalars: list[jax.Array]) -> Any:
-        """The new scalar state and the kernels' scalars; equal ones once."""
+        """Computes the new scalar state and the kernels' scalars; equal ones once."""
         zeros = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.params]
         new, inputs = self._program.prologue(zeros, zeros, scalars, {})
         unique = {id(scalar): scalar for own in inputs for scalar in own.scalars}
@@ -145,7 +145,7 @@ class UpdateRig:
         return new, list(unique.values())
 
     def step(self) -> None:
-        """One update of every leaf; its commit may still be in flight."""
+        """Updates every leaf once; the commit may still be in flight at the end."""
         new, scalars = self._prologue(self._scalar_state)
         inputs = self._inputs(scalars)
         for group in self._groups:
@@ -176,7 +176,7 @@ class UpdateRig:
         )
 
     def _inputs(self, scalars: list[jax.Array]) -> list[ScalarInputs]:
-        """Of each leaf's kernel."""
+        """Returns the inputs of each leaf's kernel."""
         values = [np.asarray(scalar) for scalar in scalars]
         return [
             ScalarInputs(tuple([values[place] for place in places]))
@@ -184,11 +184,11 @@ class UpdateRig:
         ]
 
     def transfers(self) -> list[Transfer]:
-        """What the next step will read and write, in order; nothing may be running."""
+        """Returns the transfers of the next step, in order; nothing may be running."""
         return [self._transfer(layout) for _, layout in self._layouts()]
 
     def _layouts(self) -> list[tuple[int, SubgroupLayout]]:
-        """Every subgroup, with its leaf."""
+        """Returns every subgroup with its leaf."""
         opened = self.store.training.opened
         return [
             (number, layout)
@@ -218,10 +218,10 @@ class UpdateRig:
         )
 
     def compute(self, over_s: float, num_buffers: int = 4) -> None:
-        """A step's kernels over memory of their own, evenly in so many seconds.
+        """Runs a step's kernels over separate memory, spread evenly over `over_s`.
 
-        Nothing is read or written: this is what a step asks of the machine beside its
-        drive.
+        It reads and writes no files: this is a step's load on the machine apart from
+        the drive.
         """
         inputs = self._inputs(self._prologue(self._scalar_state)[1])
         layouts = self._layouts()
