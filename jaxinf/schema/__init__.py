@@ -1,7 +1,7 @@
-"""What documents may say, as data, and the one check of what they do say.
+"""Schemas of JSON documents, and their check.
 
-Invariant: nothing here reads a file or knows what a document is for; whatever bytes are
-given, the outcome is a checked value or a `SchemaError`.
+Invariant: nothing here reads a file or knows the purpose of a document. For any bytes
+the outcome is a checked value or a `SchemaError`.
 """
 
 from jaxinf.schema.kinds import (

@@ -1,7 +1,7 @@
-"""Kinds of JSON values: a schema is one of them, made of others.
+"""Kinds of JSON values. A schema is a kind that consists of others.
 
-Invariant: `check` returns, or raises `SchemaError` with the place in the document; it
-raises nothing else, whatever the value, and takes time linear in it.
+Invariant: `check` returns, or raises `SchemaError` with the place in the document. It
+raises nothing else for any value, and takes time linear in the value's size.
 """
 
 import math
@@ -34,34 +34,34 @@ _SHOWN_CHARS = 60
 
 
 class SchemaError(ValueError):
-    """A document says what its schema does not allow."""
+    """A document does not fit its schema."""
 
 
 class Kind(ABC):
-    """What a JSON value may be."""
+    """A set of JSON values."""
 
     @abstractmethod
     def check(self, value: Any, where: str = "") -> None:
         """Refuses a value of another kind.
 
         Args:
-          value: as of `parse_json`.
+          value: a result of `parse_json`.
           where: its place in the document, such as ``leaves[3].shape``.
 
         Raises:
-          SchemaError: says the place, what was expected and what was found.
+          SchemaError: names the place, the expected kind and the found value.
         """
 
 
 @final
 @dataclass(frozen=True)
 class Text(Kind):
-    """A string that UTF-8 can write.
+    """A string that UTF-8 can encode.
 
     Attributes:
-      pattern: that all of it must match; anything by default.
-      what: it is, for the error.
-      most_bytes: of its UTF-8.
+      pattern: a pattern that the whole string must match; anything by default.
+      what: the meaning of the string, for the error.
+      most_bytes: limit of its bytes in UTF-8.
     """
 
     pattern: str = ""
@@ -90,7 +90,7 @@ class Text(Kind):
 @final
 @dataclass(frozen=True)
 class Whole(Kind):
-    """A whole number within bounds, which no boolean and no float is."""
+    """A whole number within bounds; booleans and floats are refused."""
 
     least: int = 0
     most: int = (1 << 62) - 1
@@ -116,7 +116,7 @@ class Flag(Kind):
 @final
 @dataclass(frozen=True)
 class Const(Kind):
-    """One value, of a simple type."""
+    """A single value of a simple type."""
 
     value: str | int | bool | None
 
@@ -129,7 +129,7 @@ class Const(Kind):
 @final
 @dataclass(frozen=True)
 class OneOf(Kind):
-    """One of some texts."""
+    """One of several texts."""
 
     texts: Sequence[str]
 
@@ -166,7 +166,7 @@ class Row(Kind):
 
     Attributes:
       items: the kinds.
-      num_needed: how many there must be; by default all.
+      num_needed: number of items that are required; by default all.
     """
 
     items: Sequence[Kind]
@@ -185,7 +185,7 @@ class Row(Kind):
 @final
 @dataclass(frozen=True)
 class Mapped(Kind):
-    """An object whose keys are of one kind, and whose values are of one."""
+    """An object with keys of one kind, and values of one kind."""
 
     value: Kind
     key: Kind = field(default_factory=Text)
@@ -205,9 +205,9 @@ class Record(Kind):
     """An object with known keys.
 
     Attributes:
-      needed: keys that must be there.
-      optional: keys that may be.
-      others: what keys may say that are not known; by default there are none.
+      needed: required keys.
+      optional: optional keys.
+      others: kind of the values of other keys; by default there may be none.
     """
 
     needed: Mapping[str, Kind]
@@ -237,7 +237,7 @@ class Record(Kind):
 @final
 @dataclass(frozen=True)
 class Either(Kind):
-    """Of the first kind or the second."""
+    """A value of the first kind or of the second."""
 
     first: Kind
     second: Kind
@@ -253,7 +253,7 @@ class Either(Kind):
 @final
 @dataclass(frozen=True)
 class Json(Kind):
-    """Anything that JSON can say: finite numbers, Unicode, not nested too deep."""
+    """Any JSON value with finite numbers and Unicode text, not nested too deep."""
 
     most_nesting: int = 64
 
@@ -280,7 +280,7 @@ class Json(Kind):
 
 
 ANYTHING = Json()
-"""For what is somebody else's."""
+"""Values that jaxinf does not interpret."""
 
 _TEXT = Text()
 
@@ -301,7 +301,7 @@ def _other(where: str, wanted: str, value: Any) -> SchemaError:
 
 
 def shown(value: Any) -> str:
-    """A value in a few words, whatever its size."""
+    """Shortens a value of any size for a message."""
     if isinstance(value, dict | list):
         kind = "an object" if isinstance(value, dict) else "a list"
         return f"{kind} of {len(value)}"

@@ -1,6 +1,6 @@
-"""JSON from bytes that anybody may have written.
+"""Parses JSON from untrusted bytes.
 
-Invariant: memory and time are bounded by the limits here, whatever the bytes are.
+Invariant: the limits here bound memory and time for any bytes.
 """
 
 import json
@@ -13,24 +13,25 @@ from jaxinf.schema.kinds import Kind, SchemaError
 __all__ = ["MOST_BYTES", "MOST_NESTING", "check_json", "parse_json"]
 
 MOST_BYTES = 64 << 20
-"""Of a document: a record of 2 million chunks takes a third of it."""
+"""Limit of a document; a record of 2 million chunks takes a third of it."""
 
 MOST_NESTING = 100
-"""Lists and objects within each other; Python's own parser recurses."""
+"""Limit of nested lists and objects, since Python's parser recurses."""
 
 _MOST_VALUES = 4 << 20
-"""Values of a document: each takes tens of bytes of memory."""
+"""Limit of a document's values, each of which takes tens of bytes of memory."""
 
 
 def parse_json(raw: bytes, *, most_bytes: int = MOST_BYTES) -> Any:
-    """The value of a JSON document.
+    """Parses a JSON document.
 
     Args:
-      raw: UTF-8.
-      most_bytes: how many of them.
+      raw: the document in UTF-8.
+      most_bytes: limit of its length.
 
     Raises:
-      SchemaError: it is no JSON, says a key twice, or is larger than the limits.
+      SchemaError: the bytes are not JSON, an object has a key twice, or the document
+        exceeds the limits.
     """
     if len(raw) > most_bytes:
         raise SchemaError(f"expected at most {most_bytes} bytes, found {len(raw)}")
@@ -45,15 +46,15 @@ def parse_json(raw: bytes, *, most_bytes: int = MOST_BYTES) -> Any:
         raise
     except RecursionError:
         raise SchemaError("the document is nested too deep") from None
-    except ValueError as error:  # of JSON, UTF-8, or numbers of too many digits
+    except ValueError as error:  # bad JSON or UTF-8, or a number with too many digits
         raise SchemaError(f"no JSON: {error}") from None
 
 
 def check_json(raw: bytes, kind: Kind, *, most_bytes: int = MOST_BYTES) -> Any:
-    """The same of a document whose schema is known.
+    """Parses a JSON document and checks its schema.
 
     Raises:
-      SchemaError: as of `parse_json`, or it is of another kind.
+      SchemaError: as `parse_json`, or the document is of another kind.
     """
     value = parse_json(raw, most_bytes=most_bytes)
     kind.check(value)

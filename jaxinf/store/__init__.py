@@ -1,7 +1,7 @@
 """The store on disk: format, slots, commit record, lock, snapshots, views.
 
-Invariant: at every instant the last committed step is whole on the drives
-(docs/format.md says why).
+Invariant: at every instant the last committed step is complete on the drives
+(docs/format.md gives the reasons).
 """
 
 from jaxinf.store.checkpoint import (

@@ -1,10 +1,10 @@
-"""Committed steps that are kept: made of hard links, restored by hard links.
+"""Checkpoints: committed steps that are kept and restored by hard links.
 
       save      current slot ──links──► checkpoints/NAME
       restore   checkpoints/NAME ──links──► spare slot ──publish──► current
 
-Invariant: a checkpoint that is listed is whole and durable, and nothing writes to its
-files: the writer replaces every file that has a second link.
+Invariant: a listed checkpoint is complete and durable, and nothing writes to its files:
+the writer replaces every file that has a second link.
 """
 
 import contextlib
@@ -65,13 +65,13 @@ _LOG = logging.getLogger("jaxinf")
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint that is there.
+    """A checkpoint of a store.
 
     Attributes:
-      name: of its directory below ``checkpoints``.
-      step: the committed step that it is.
-      committed_at: when that step was committed; UTC.
-      own_bytes: bytes on the drives that removing it would free.
+      name: name of its directory below ``checkpoints``.
+      step: number of its step.
+      committed_at: time of that step's commit; UTC.
+      own_bytes: bytes on the drives that its removal would free.
     """
 
     name: str
@@ -81,20 +81,22 @@ class CheckpointInfo:
 
 
 def save_checkpoint(directory: StoreDirectory, name: str | None = None) -> str:
-    """Keeps the committed step; any process may, beside a running writer.
+    """Keeps the committed step; any process may do so beside a running writer.
 
-    Blocks until the checkpoint is durable. Takes time and space for the links alone;
-    that the drives can hold the step's data twice from the next steps on is checked.
+    Blocks until the checkpoint is durable. It takes time and space only for the links.
+    From the next steps on, the step's data is on the drives twice; the room for that is
+    checked first.
 
     Args:
       directory: the store.
-      name: by default the step's number, which is what Orbax's CheckpointManager lists.
+      name: name of the checkpoint. By default it is the step's number, and Orbax's
+        CheckpointManager lists it.
 
     Returns:
       The checkpoint's name.
 
     Raises:
-      ValueError: the name is no name, or another step's number.
+      ValueError: the name is not valid, or is another step's number.
       StoreMismatchError: there is a checkpoint of that name.
       StoreSpaceError: the drives have too little room; nothing was made.
       StoreFormatError: no step is committed yet; or as `jaxinf.store.read_owned`.
@@ -128,9 +130,9 @@ def save_checkpoint(directory: StoreDirectory, name: str | None = None) -> str:
 
 
 def list_checkpoints(directory: StoreDirectory) -> list[CheckpointInfo]:
-    """All checkpoints, by step and then by name; reads their records alone.
+    """Returns all checkpoints, by step and then by name; reads only their records.
 
-    One whose record cannot be read is left out, with a warning.
+    A checkpoint whose record cannot be read is left out, with a warning.
     """
     found = []
     for name in checkpoint_names(directory):
@@ -138,7 +140,7 @@ def list_checkpoints(directory: StoreDirectory) -> list[CheckpointInfo]:
         try:
             record = CommitRecord.read(path / "commit.json")
         except StoreFormatError as error:
-            if path.exists():  # else another process has just removed it
+            if path.exists():  # otherwise another process has just removed it
                 _LOG.warning("%s: no checkpoint that can be read: %s", path, error)
             continue
         own_bytes = _own_bytes(directory, f"checkpoints/{name}")
@@ -160,10 +162,10 @@ def stray_checkpoints(directory: StoreDirectory) -> list[Damage]:
 
 
 def find_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
-    """A checkpoint's record.
+    """Returns a checkpoint's record.
 
     Raises:
-      ValueError: there is none of that name; lists those there are.
+      ValueError: there is no checkpoint of that name; lists the existing ones.
     """
     names = checkpoint_names(directory)
     if name not in names:
@@ -175,10 +177,10 @@ def find_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
 
 
 def remove_checkpoint(directory: StoreDirectory, name: str) -> None:
-    """Removes a checkpoint; blocks until that is durable.
+    """Removes a checkpoint; blocks until its removal is durable.
 
     Raises:
-      ValueError: there is none of that name.
+      ValueError: there is no checkpoint of that name.
       StoreFormatError: as `jaxinf.store.read_owned`; nothing was removed.
     """
     with _managed(directory) as directory:
@@ -193,18 +195,18 @@ def remove_checkpoint(directory: StoreDirectory, name: str) -> None:
 
 
 def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
-    """Makes a checkpoint the committed step; the caller is the store's one writer.
+    """Makes a checkpoint the committed step.
 
-    It holds the lock of the checkpoints, too, as `jaxinf.store.hold_store` does.
-
-    The step committed until now stays in the spare slot until the next step is written.
+    The caller is the store's writer and holds the lock of the checkpoints, too, as
+    `jaxinf.store.hold_store` does. The links replace the content of the spare slot. The
+    step committed before then becomes the spare one, until the next step is written.
 
     Returns:
       The record of the step.
 
     Raises:
       ValueError: there is no such checkpoint.
-      StoreMismatchError: it holds another tree than the store does now.
+      StoreMismatchError: its tree differs from the store's.
       StoreSpaceError: the drives have too little room; nothing was changed.
     """
     record = find_checkpoint(directory, name)
@@ -234,14 +236,14 @@ def checkpoints_to_prune(
 ) -> list[str]:
     """Returns the names of checkpoints that a policy does not keep.
 
-    A policy removes only checkpoints named by their step's number, and none of a later
-    step than the run's: after a restore these belong to another run.
+    A policy removes only checkpoints named by their step's number. It keeps those of
+    steps after the run's, which after a restore belong to another run.
 
     Args:
-      found: what there is.
-      step: where the run is.
-      keep_last: how many of the latest stay; 0 keeps all.
-      keep_every: steps that are a multiple of this stay; 0 keeps none for that.
+      found: the existing checkpoints.
+      step: the run's step.
+      keep_last: number of latest checkpoints to keep; 0 keeps all.
+      keep_every: multiples of this step are kept, too; 0 for no such steps.
     """
     if min(keep_last, keep_every) < 0:
         raise ValueError(
@@ -261,9 +263,9 @@ def checkpoints_to_prune(
 
 
 def prune_leftovers(directory: StoreDirectory) -> None:
-    """Removes what a crash left of checkpoints that were being made or removed.
+    """Removes checkpoints whose creation or removal was interrupted by a crash.
 
-    The caller is the store's one writer, and holds the lock of the checkpoints.
+    The caller is the store's writer, and holds the lock of the checkpoints.
     """
     root = directory.path / "checkpoints"
     if root.is_dir():
@@ -275,7 +277,7 @@ def prune_leftovers(directory: StoreDirectory) -> None:
 
 @contextlib.contextmanager
 def _managed(directory: StoreDirectory) -> Iterator[StoreDirectory]:
-    """One process at a time: yields the store as it is then, without leftovers."""
+    """Locks the checkpoints; yields the store as read then, without leftovers."""
     root = directory.path / "checkpoints"
     with (
         translated("checkpoint", root),
@@ -301,7 +303,7 @@ def _prune(directory: StoreDirectory) -> None:
 
 
 def checkpoint_names(directory: StoreDirectory) -> list[str]:
-    """The names of all checkpoints; reads nothing of them."""
+    """Returns the names of all checkpoints without opening them."""
     root = directory.path / "checkpoints"
     if not root.is_dir():
         return []
@@ -367,14 +369,14 @@ def _add_documents(directory: StoreDirectory, root: Path, record: CommitRecord) 
 
 
 def _remove_data(directory: StoreDirectory, place: str) -> None:
-    """The chunk files on CSDs; those in the store go with its directory."""
+    """Removes chunk files on CSDs; those in the store go with its directory."""
     if directory.manifest.csds:
         for csd in range(directory.num_csds):
             shutil.rmtree(directory.data_path(place, csd), ignore_errors=True)
 
 
 def _check_space(directory: StoreDirectory, pinned: Slot | None) -> None:
-    """Refuses where the steps to come could not replace the files that are linked.
+    """Refuses if later steps would have no room to replace the linked files.
 
     Args:
       directory: the store.
@@ -420,7 +422,7 @@ def _files_to_make(files: list[Path], pinned: Slot | None) -> int:
 
 
 def _own_bytes(directory: StoreDirectory, place: str) -> int:
-    """Bytes of the files that nothing else links to."""
+    """Returns the bytes of files without other links."""
     total = 0
     for leaf, record in enumerate(directory.manifest.leaves):
         for state in record.states:

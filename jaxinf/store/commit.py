@@ -37,10 +37,10 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class ScalarState:
-    """One leaf of the optax state that is no leaf's own: a count, a hyperparameter.
+    """A value of the optax state that belongs to no leaf: a count, a hyperparameter.
 
     Attributes:
-      path: where it stands in the optax state; see `jaxinf.store.key_paths`.
+      path: its path in the optax state; see `jaxinf.store.key_paths`.
       value: the array; small.
     """
 
@@ -48,7 +48,7 @@ class ScalarState:
     value: Array
 
     def to_json(self) -> dict[str, Any]:
-        """As written to disk; ``value`` is there for people, ``data`` counts."""
+        """Returns its form on disk: ``data``, and ``value`` for people to read."""
         value = np.ascontiguousarray(self.value).reshape(np.shape(self.value))
         document: dict[str, Any] = {
             "path": self.path,
@@ -62,10 +62,10 @@ class ScalarState:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> "ScalarState":
-        """The reverse of `to_json`, of a document that fits its schema.
+        """Parses a document that fits its schema; the reverse of `to_json`.
 
         Raises:
-          SchemaError: it contradicts itself.
+          SchemaError: the document contradicts itself.
         """
         path, dtype = document["path"], dtype_of(document["dtype"])
         shape, data = tuple(document["shape"]), bytes.fromhex(document["data"])
@@ -85,16 +85,17 @@ class ScalarState:
 
 @dataclass(frozen=True)
 class CommitRecord:
-    """What a committed step holds beside its chunks; see docs/format.md.
+    """The data of a committed step beside its chunks; see docs/format.md.
 
     Attributes:
-      step: its number.
-      scalar_state: the optimizer's.
-      skipped_steps: for a non-finite gradient, up to this step.
-      payload: the caller's.
+      step: number of the step.
+      scalar_state: the optimizer's scalar state.
+      skipped_steps: number of steps skipped so far for a non-finite gradient.
+      payload: the caller's data.
       checksums: CRC-32C of each chunk, uint32, by array name in grid order.
-      documents: of `stock_documents`; empty in an export, which has others.
-      committed_at: UTC, for people.
+      documents: result of `stock_documents`; empty in an export, which has other
+        documents.
+      committed_at: time of the commit for people to read, UTC.
     """
 
     step: int
@@ -108,7 +109,7 @@ class CommitRecord:
     )
 
     def to_json(self) -> dict[str, Any]:
-        """As written to disk."""
+        """Returns its form on disk."""
         return {
             "format_version": FORMAT_VERSION,
             "step": self.step,
@@ -124,7 +125,7 @@ class CommitRecord:
         }
 
     def write(self, path: Path) -> None:
-        """Puts the record in its place; blocks until it is durable."""
+        """Writes the record; blocks until it is durable."""
         write_document(path, self.to_json())
 
     @classmethod
@@ -132,11 +133,12 @@ class CommitRecord:
         """Reads a slot's record.
 
         Args:
-          path: of the file.
-          any_version: take one of an older format, in the words of the present one.
+          path: path of the file.
+          any_version: whether older formats are accepted and converted.
 
         Raises:
-          StoreFormatError: when it is missing, damaged, edited, or of another format.
+          StoreFormatError: the record is missing, damaged, edited, or of another
+            format.
         """
         raw, document = read_document(path, _WHAT, _REMEDY)
         try:
@@ -153,14 +155,14 @@ class CommitRecord:
             raise no_document(path, _WHAT, _REMEDY, error) from error
 
     def check_fits(self, path: Path, manifest: Manifest) -> None:
-        """Refuses a record of other arrays or chunks than a store's.
+        """Refuses a record whose arrays or chunks are not the store's.
 
         Args:
-          path: of the record, for the error.
-          manifest: of the store.
+          path: path of the record, for the error.
+          manifest: manifest of the store.
 
         Raises:
-          StoreFormatError: says which.
+          StoreFormatError: names the difference.
         """
         for leaf in manifest.leaves:
             for state in leaf.states:
@@ -195,7 +197,7 @@ class CommitRecord:
 
 
 def _says(text: str, value: Array) -> bool:
-    """Whether the spelling for people is of this value; NumPy's own may change."""
+    """Whether a text spells this value, perhaps as another version of NumPy would."""
     if text == str(value) or value.shape:
         return not value.shape
     try:

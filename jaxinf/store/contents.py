@@ -1,6 +1,6 @@
-"""What a store holds, wherever it lies: leaves, states, kernels.
+"""The contents of a store without their places: leaves, states, kernels.
 
-Invariant: two descriptions that are equal here are of the same optimizer and tree.
+Invariant: equal contents have the same optimizer and the same tree.
 """
 
 import difflib
@@ -26,18 +26,18 @@ __all__ = [
 ]
 
 CODECS = ("bf16", "int8")
-"""Of the optimizer's state."""
+"""Codecs of the optimizer's state."""
 
 MASTER_CODECS = ("split", "bf16")
-"""Of the master params of leaves that are bfloat16 on the JAX device."""
+"""Codecs of the master params of leaves that are bfloat16 on the JAX device."""
 
-# Codecs of arrays that belong to the one before, and how their names end.
+# Codecs of arrays that belong to the array before them, and the ends of their names.
 BESIDE = {"scale": "_scale", "remainder": "_remainder"}
 
 
 @cache
 def dtype_of(name: str) -> np.dtype[Any]:
-    """The NumPy dtype of a name on disk, ``bfloat16`` included."""
+    """Returns the NumPy dtype of a name on disk; ``bfloat16`` is one of them."""
     import ml_dtypes
 
     if name == "bfloat16":
@@ -50,13 +50,14 @@ class StateRecord:
     """One stored array of a leaf.
 
     Attributes:
-      name: the optax state's field name, with an end of `BESIDE` where it belongs to
+      name: name of the optax state's field; with an end of `BESIDE` if it belongs to
         the array before it.
-      dtype: of what is stored.
-      codec: how it stands for float32: ``"bf16"`` (rounded stochastically), ``"int8"``
-        (codes, whose scales are the array after it), ``"scale"`` (those), ``"split"``
-        (rounded to bfloat16, the remainder being the array after it), ``"remainder"``
-        (that); empty where it is what the optimizer computes with.
+      dtype: dtype of the stored elements.
+      codec: the codec for float32: ``"bf16"`` (rounded stochastically), ``"int8"``
+        (codes; their scales are the next array), ``"scale"`` (these scales),
+        ``"split"`` (rounded to bfloat16; the remainders are the next array),
+        ``"remainder"`` (these remainders); empty if the optimizer computes with the
+        stored elements.
     """
 
     name: str
@@ -70,22 +71,22 @@ class StateRecord:
 
     @property
     def slot(self) -> str:
-        """The name of the optimizer's state that this is, or belongs to."""
+        """Name of the optimizer's state, also for its scales or remainders."""
         return self.name.removesuffix(BESIDE.get(self.codec, ""))
 
     @property
     def is_beside(self) -> bool:
-        """Whether it is no state of its own, but belongs to the array before it."""
+        """Whether it belongs to the array before it, and is not a state of its own."""
         return self.codec in BESIDE
 
     def num_elements(self, num_leaf_elements: int) -> int:
-        """Elements that stand for so many of the leaf."""
+        """Returns the number of its elements for a number of the leaf's."""
         if self.codec == "scale":
             return -(-num_leaf_elements // CODE_BLOCK)
         return num_leaf_elements
 
     def coded(self, codec: str) -> tuple["StateRecord", ...]:
-        """What is stored of this state with a codec."""
+        """Returns the arrays that store this state with a codec."""
         if codec == "bf16":
             return (StateRecord(self.name, "bfloat16", codec),)
         if codec == "split":
@@ -96,7 +97,7 @@ class StateRecord:
         return (StateRecord(self.name, "uint8", codec), scales)
 
     def decoded(self) -> "StateRecord":
-        """The state that the optimizer computes with."""
+        """Returns the state in the form that the optimizer computes with."""
         return StateRecord(self.slot, "float32") if self.codec else self
 
 
@@ -109,7 +110,7 @@ class LeafContents:
       shape: its natural shape.
       dtype: the dtype of the params on the JAX device.
       kernel: key into `StoreContents.kernels`.
-      states: what is stored, the master params first.
+      states: its stored arrays, the master params first.
       shard_counts: shards along each dimension when the store was made.
     """
 
@@ -126,7 +127,7 @@ class LeafContents:
         return leaf_name(self.path)
 
     def state(self, name: str) -> StateRecord:
-        """The record of a stored array; it must exist."""
+        """Returns the record of a stored array, which must exist."""
         return next(state for state in self.states if state.name == name)
 
     @property
@@ -135,7 +136,7 @@ class LeafContents:
         return tuple(s.decoded() for s in self.states if not s.is_beside)
 
     def beside(self, state: StateRecord) -> StateRecord | None:
-        """The array that belongs to a state's: scales, remainders, or None."""
+        """Returns the array that belongs to a state's: scales, remainders, or None."""
         found = (s for s in self.states if s.is_beside and s.slot == state.name)
         return next(found, None)
 
@@ -160,9 +161,9 @@ class StoreContents:
         return sum(math.prod(leaf.shape) for leaf in self.leaves)
 
     def tree_difference(self, other: "StoreContents") -> list[str]:
-        """How the leaves and states of `other` differ from this one's, as lines.
+        """Lists differences between the leaves and states of `other` and these.
 
-        Grids, CSDs and versions do not count: they are this store's own business.
+        Grids, CSDs and versions are not compared; they may differ between stores.
         """
         mine = {leaf.name: leaf for leaf in self.leaves}
         theirs = {leaf.name: leaf for leaf in other.leaves}
@@ -175,7 +176,7 @@ class StoreContents:
         return lines
 
     def kernel_difference(self, other: "StoreContents") -> list[str]:
-        """How the first update that differs does so; the leaves must be the same."""
+        """Describes the first update that differs; the leaves must be the same."""
         for mine, theirs in zip(self.leaves, other.leaves, strict=True):
             old, new = self.kernels[mine.kernel], other.kernels[theirs.kernel]
             if old != new:

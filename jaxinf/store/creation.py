@@ -1,6 +1,6 @@
 """The files of a new store: made with room for two slots, or removed again.
 
-Invariant: a store that has committed a step is never removed, nor one that is not ours.
+Invariant: only files of this store are removed, and only if it never committed a step.
 """
 
 import json
@@ -38,7 +38,7 @@ __all__ = [
 
 
 def required_bytes(directory: StoreDirectory) -> dict[Path, int]:
-    """Bytes that creating the store takes on each CSD, both slots."""
+    """Returns the bytes of a new store on each CSD, with both slots."""
     totals: dict[Path, int] = defaultdict(int)
     for leaf, record, chunks in directory.leaves():
         del leaf
@@ -49,14 +49,14 @@ def required_bytes(directory: StoreDirectory) -> dict[Path, int]:
 
 
 def check_space(directory: StoreDirectory, *, num_more: int = 0) -> None:
-    """Refuses a store that its file systems have no room for.
+    """Refuses a store for which its file systems have no room.
 
     Args:
       directory: the store, not made yet.
-      num_more: states that it is to hold beside its two slots.
+      num_more: number of further copies of the state, beside the two slots.
 
     Raises:
-      StoreSpaceError: naming the file system, what is needed and what is free.
+      StoreSpaceError: names the file system, the bytes needed and the bytes free.
     """
     needs = required_bytes(directory).items()
     kept = f" and {num_more} kept steps" if num_more else ""
@@ -68,13 +68,13 @@ def check_space(directory: StoreDirectory, *, num_more: int = 0) -> None:
 
 
 def create_store(directory: StoreDirectory) -> None:
-    """Makes every directory and file of a new store, preallocated, no step yet.
+    """Makes every directory and file of a new store, preallocated, without a step.
 
-    That there is room was asked of `check_space`, before the place was locked.
+    The caller has called `check_space` before it locked the path.
 
     Raises:
       StoreFormatError: a CSD root is inside the store, or below ``/proc``.
-      StoreSpaceError: the room has gone since.
+      StoreSpaceError: the file system is full.
       StoreIOError: the operating system refused something.
     """
     check_places(directory)
@@ -97,10 +97,10 @@ def discard_store(directory: StoreDirectory, named: Sequence[Path] = ()) -> None
 
     Args:
       directory: the store, whose lock the caller holds.
-      named: CSD roots that the caller vouches for.
+      named: CSD roots that the user has named, which are accepted without a note.
 
     Raises:
-      StoreFormatError: it has committed one, or its chunks are another store's;
+      StoreFormatError: it has committed a step, or its chunks are another store's;
         nothing is removed.
     """
     check_never_committed(directory)
@@ -110,17 +110,17 @@ def discard_store(directory: StoreDirectory, named: Sequence[Path] = ()) -> None
         if os.path.isdir(root):
             fsync_directory(root)
     shutil.rmtree(directory.path / "slots", ignore_errors=True)
-    fsync_directory(directory.path)  # without the manifest nobody knows what it was
+    fsync_directory(directory.path)  # without a manifest the rest cannot be removed
     with translated("removal", directory.path):
         (directory.path / "jaxinf.json").unlink(missing_ok=True)
     fsync_directory(directory.path)
 
 
 def check_never_committed(directory: StoreDirectory) -> None:
-    """Tells a store whose creation was interrupted from one that lost `current`.
+    """Distinguishes a store that was never finished from one that lost `current`.
 
     Raises:
-      StoreFormatError: it has committed a step.
+      StoreFormatError: the store has committed a step.
     """
     if directory.committed_slot() is not None:
         raise StoreFormatError(

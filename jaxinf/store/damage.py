@@ -1,6 +1,6 @@
 """The error for a damaged chunk.
 
-Invariant: leaf, state, chunk, file and CSD are named, and what to do.
+Invariant: it names leaf, state, chunk, file, CSD and the remedy.
 """
 
 import os
@@ -15,13 +15,13 @@ __all__ = ["Damage", "corrupt_chunk"]
 
 @dataclass(frozen=True)
 class Damage:
-    """Something of a step that is not as it was written.
+    """A damaged chunk, document or link of a step.
 
     Attributes:
       step_path: the slot or the checkpoint.
-      file: the real file, or the one that is missing.
-      what: leaf, state, chunk and CSD, or which document.
-      problem: expected and found.
+      file: the real file, even if it is missing.
+      what: leaf, state, chunk and CSD, or the document.
+      problem: the expected and the found value.
     """
 
     step_path: Path
@@ -45,9 +45,9 @@ def corrupt_chunk(
 
     Args:
       file: the chunk's name in the step.
-      leaf, state, chunk: which.
-      expected, found: CRC-32C; None where the record has none for it.
-      when: where the expected one is from.
+      leaf, state, chunk: the chunk.
+      expected, found: CRC-32C; None if the record has none.
+      when: the origin of the expected checksum.
       store: the store's path.
     """
     wanted = "none" if expected is None else f"{expected:08x}"

@@ -1,4 +1,4 @@
-"""A store's directory tree: where every file is, how a slot is published.
+"""A store's directory tree: the places of its files, and the publication of a slot.
 
 Invariant: nothing here writes to a chunk file of the committed slot, nor to a file with
 more than one link; `current` changes by rename alone.
@@ -42,16 +42,16 @@ __all__ = [
 Slot: TypeAlias = Literal["a", "b"]
 SLOTS: tuple[Slot, Slot] = ("a", "b")
 
-_ORDINARY_BYTES = 1 << 28  # 16 times what a chunk is meant to have
+_ORDINARY_BYTES = 1 << 28  # 16 times the usual size of a chunk
 
 
 def other_slot(slot: Slot) -> Slot:
-    """The slot that is not this one."""
+    """Returns the other slot."""
     return "b" if slot == "a" else "a"
 
 
 def next_slot(committed: Slot | None) -> Slot:
-    """The slot that the next commit is in; None before the first."""
+    """Returns the slot of the next commit."""
     return SLOTS[0] if committed is None else other_slot(committed)
 
 
@@ -59,10 +59,10 @@ class StoreDirectory:
     """The files of one store. Thread-safe; locking between processes is `StoreLock`'s.
 
     Attributes:
-      path: the store, absolute.
-      manifest: what it holds.
-      lock: that of the one writer, where this process is it: until the lock is
-        released, nobody else changes the manifest or what the store is made of.
+      path: the store's absolute path.
+      manifest: its manifest.
+      lock: the writer's lock, if this process is the writer. While it is held, no other
+        process changes the manifest or the store's files.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class StoreDirectory:
         """Opens an existing store.
 
         Raises:
-          StoreFormatError: `path` is no store, or its manifest cannot be read.
+          StoreFormatError: `path` is not a store, or its manifest cannot be read.
         """
         manifest_path = path / "jaxinf.json"
         if not manifest_path.is_file():
@@ -89,15 +89,15 @@ class StoreDirectory:
             )
         return cls(path, Manifest.read(manifest_path))
 
-    # --- where things are -------------------------------------------------------
+    # --- places -----------------------------------------------------------------
 
     @property
     def publish_lock(self) -> Path:
-        """The file that a flip of `current` and a snapshot hold a lock on."""
+        """The file that is locked by a flip of `current` and by a snapshot."""
         return self.path / "publish.lock"
 
     def step_path(self, place: str) -> Path:
-        """The directory in the store of a step.
+        """Returns a step's directory in the store.
 
         Args:
           place: a slot, or ``checkpoints/NAME``, or ``snapshots/ID``.
@@ -105,27 +105,27 @@ class StoreDirectory:
         return self.path / "slots" / place if place in SLOTS else self.path / place
 
     def csd_directory(self, csd: int) -> Path:
-        """What belongs to this store below a CSD root; the store itself without any."""
+        """Returns the store's directory below a CSD root; without CSDs the store."""
         if not self.manifest.csds:
             return self.path
         return Path(self.manifest.csds[csd]) / f"jaxinf-{self.manifest.store_id}"
 
     def data_path(self, place: str, csd: int) -> Path:
-        """The directory that holds a step's chunk files on one CSD."""
+        """Returns the directory of a step's chunk files on one CSD."""
         if not self.manifest.csds:
             return self.step_path(place)
         return self.csd_directory(csd) / place
 
     @classmethod
     def of_step(cls, step: Path, manifest: Manifest) -> "StoreDirectory":
-        """The store that a slot, a checkpoint or a snapshot lies in, by their paths."""
+        """Returns the store of a slot, checkpoint or snapshot, judged by its path."""
         return cls(step.parents[0 if step.name == "current" else 1], manifest)
 
     def data_paths(self, step: Path) -> list[Path]:
-        """The directories that hold a step's chunk files, one a CSD.
+        """Returns the directories of a step's chunk files, one for each CSD.
 
         Args:
-          step: of `step_path`, or the symlink to the committed slot.
+          step: a result of `step_path`, or the symlink to the committed slot.
         """
         place = step.relative_to(self.path)
         if place == Path("current"):
@@ -140,7 +140,7 @@ class StoreDirectory:
         return tuple(tuple(leaf.grid.chunks()) for leaf in self.manifest.leaves)
 
     def state_chunk(self, leaf: int, chunk: int, state: StateRecord) -> Chunk:
-        """The chunk of a state's own array that belongs to a chunk of the leaf."""
+        """Returns the chunk of a state's array for a chunk of the leaf."""
         if state.codec != "scale":
             return self.chunks[leaf][chunk]
         return self._scale_chunks[leaf][chunk]
@@ -153,11 +153,11 @@ class StoreDirectory:
         )
 
     def state_bytes(self, leaf: int, chunk: int, state: StateRecord) -> int:
-        """Bytes of a state's elements in a chunk, padding left out."""
+        """Returns the bytes of a state's elements in a chunk, without padding."""
         return self.state_chunk(leaf, chunk, state).num_elements * state.itemsize
 
     def chunk_file(self, place: str, leaf: int, chunk: int, state: str) -> Path:
-        """A chunk's real file, on its CSD."""
+        """Returns a chunk's real file, on its CSD."""
         known = self._chunk_files.get((place, leaf, chunk, state))
         if known is not None:
             return known
@@ -165,22 +165,22 @@ class StoreDirectory:
         root = self.data_path(place, record.csds[chunk])
         key = self.state_chunk(leaf, chunk, record.state(state)).key
         file = root / record.array_name(state) / key
-        if place in SLOTS:  # which are asked for in every step
+        if place in SLOTS:  # every step looks these up
             self._chunk_files[place, leaf, chunk, state] = file
         return file
 
     @property
     def num_csds(self) -> int:
-        """CSDs the chunks are spread over, at least 1."""
+        """Number of CSDs that the chunks are spread over, at least 1."""
         return max(1, len(self.manifest.csds))
 
     # --- slots -------------------------------------------------------------------
 
     def committed_slot(self) -> Slot | None:
-        """The slot that `current` names; None before the first commit.
+        """Returns the slot that `current` names; None before the first commit.
 
         Raises:
-          StoreFormatError: `current` is something else.
+          StoreFormatError: `current` is not the symlink of a slot.
         """
         current = self.path / "current"
         try:
@@ -201,18 +201,19 @@ class StoreDirectory:
         )
 
     def read_commit(self) -> CommitRecord | None:
-        """The committed step's record; None before the first commit."""
+        """Returns the committed step's record; None before the first commit."""
         slot = self.committed_slot()
         return self.read_record(slot) if slot else None
 
     def read_record(self, place: str) -> CommitRecord:
-        """The record of a step, which has a checksum of every chunk.
+        """Returns the record of a step; it has a checksum for every chunk.
 
         Args:
-          place: as of `step_path`.
+          place: as for `step_path`.
 
         Raises:
-          StoreFormatError: it is missing, damaged, or of another store's arrays.
+          StoreFormatError: the record is missing, damaged, or has other arrays than the
+            store.
         """
         path = self.step_path(place) / "commit.json"
         record = CommitRecord.read(path)
@@ -220,13 +221,13 @@ class StoreDirectory:
         return record
 
     def check_files(self, place: str) -> None:
-        """Refuses chunks that are no regular files, or giants that the files are not.
+        """Refuses chunks that are not regular files, and giant chunks with short files.
 
-        Nothing is read. An ordinary chunk that is missing or too short is left to
-        whoever reads it.
+        It reads no data. If a chunk of ordinary size is missing or too short, its
+        reader reports it.
 
         Raises:
-          StoreIOError: says which.
+          StoreIOError: names the file.
         """
         for number, leaf, chunks in self.leaves():
             for state in leaf.states:
@@ -239,7 +240,7 @@ class StoreDirectory:
                         check_holds(file, 0)
 
     def unpublish(self, slot: Slot) -> None:
-        """Takes the record from a slot that is about to be rewritten.
+        """Removes the record of a slot that is about to be rewritten.
 
         Raises:
           StoreLockedError: another process may hold the store's lock, too.
@@ -284,16 +285,15 @@ class StoreDirectory:
     def prepare_write(
         self, slot: Slot, leaf: int, chunk: int, state: str, *, keeps: bool = False
     ) -> Path:
-        """The file to write a chunk of an unpublished slot to.
+        """Returns the file for writing a chunk of an unpublished slot.
 
-        A file that a snapshot, a checkpoint or the other slot links to is left to them
-        and a new one takes its place. One that something has cut short gets its length
-        back.
+        If a snapshot, a checkpoint or the other slot has a link to the file, a new one
+        takes its place. If the file is too short, it gets its length back.
 
         Args:
-          slot, leaf, chunk, state: which.
-          keeps: whether the new file holds what the old one does; else the caller must
-            write all of the chunk.
+          slot, leaf, chunk, state: the chunk.
+          keeps: whether a new file gets the old one's content; otherwise the caller
+            must write the whole chunk.
         """
         file = self.chunk_file(slot, leaf, chunk, state)
         record = self.manifest.leaves[leaf].state(state)
@@ -315,24 +315,24 @@ class StoreDirectory:
     def link_chunk(
         self, source: str, target: Slot, leaf: int, chunk: int, state: str
     ) -> None:
-        """Gives an unpublished slot the chunk of another step, by a hard link."""
+        """Hard-links a chunk of another step into an unpublished slot."""
         old = self.chunk_file(source, leaf, chunk, state)
         new = self.chunk_file(target, leaf, chunk, state)
         with self._replace_lock:
-            # Of a file with one link the other slot has none.
+            # A file with a single link is not in the other slot.
             if _status(old).st_nlink > 1 and new.exists() and old.samefile(new):
                 return
             with _replacement(new) as temporary:
                 link_or_copy(old, temporary)
 
     def allocate(self, file: Path, chunk: Chunk, state: StateRecord) -> None:
-        """Makes a chunk's file, with room on the drive for its elements."""
+        """Makes a chunk's file, and preallocates room for its elements."""
         logical_bytes = chunk.stored_elements * state.itemsize
         pages = -(-chunk.num_elements * state.itemsize // PAGE_BYTES)
         allocate_file(file, logical_bytes, min(pages * PAGE_BYTES, logical_bytes))
 
     def prune_replacements(self) -> None:
-        """Removes what a crash left of files that were to take a chunk's place."""
+        """Removes leftovers of replaced chunk files, after a crash."""
         for leaf, record, chunks in self.leaves():
             for state in record.states:
                 for chunk in range(len(chunks)):
@@ -342,14 +342,14 @@ class StoreDirectory:
                             _temporary(file).unlink(missing_ok=True)
 
     def leaves(self) -> Iterable[tuple[int, LeafRecord, tuple[Chunk, ...]]]:
-        """Number, record and chunks of each leaf."""
+        """Yields number, record and chunks of each leaf."""
         for leaf, record in enumerate(self.manifest.leaves):
             yield leaf, record, self.chunks[leaf]
 
 
 @contextlib.contextmanager
 def _replacement(file: Path) -> Iterator[Path]:
-    """A name beside a file: what the body makes there takes the file's place."""
+    """Yields a temporary name; the file that the body makes there replaces `file`."""
     temporary = _temporary(file)
     with translated("replacement", file):
         temporary.unlink(missing_ok=True)
@@ -362,7 +362,7 @@ def _temporary(file: Path) -> Path:
 
 
 def _status(file: Path) -> os.stat_result:
-    """Of a chunk's file, which is no link."""
+    """Returns the status of a chunk's file; a link is not followed."""
     try:
         status = file.lstat()
     except FileNotFoundError as error:

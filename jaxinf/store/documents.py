@@ -1,7 +1,7 @@
 """The JSON documents of a store, each with a checksum of its own.
 
-Invariant: a document is whole and as it was written, or it is refused; replaced by
-rename alone.
+Invariant: a document is accepted only if it is as written, and is replaced only by
+rename.
 """
 
 import json
@@ -31,13 +31,13 @@ _END = re.compile(rb'"crc32c": "([0-9a-f]{8})"\n}\n\Z')
 
 
 def seal(document: Mapping[str, JsonValue]) -> bytes:
-    """A document as it is written, its checksum last.
+    """Returns a document's bytes on disk, with its checksum as last key.
 
     ``crc32c`` is the CRC-32C of all its bytes, with zeros for these eight digits.
 
     Raises:
-      ValueError: a number is NaN or infinite: JSON has none.
-      TypeError: something is no JSON value.
+      ValueError: a number is NaN or infinite, which JSON cannot express.
+      TypeError: a value has no form in JSON.
     """
     bare = {key: value for key, value in document.items() if key != "crc32c"}
     blank = {**bare, "crc32c": _BLANK}
@@ -49,24 +49,24 @@ def seal(document: Mapping[str, JsonValue]) -> bytes:
 
 
 def write_document(path: Path, document: Mapping[str, JsonValue]) -> None:
-    """Seals a document and puts it in its place; blocks until it is durable.
+    """Seals a document and writes it; blocks until it is durable.
 
     Raises:
-      StoreSpaceError, StoreIOError: it cannot be written; the old one is there.
+      StoreSpaceError, StoreIOError: it cannot be written; the old one stays.
     """
     write_bytes_atomically(path, seal(document))
 
 
 def read_document(path: Path, what: str, remedy: str) -> tuple[bytes, Any]:
-    """A document's bytes and what they say; neither seal nor schema is looked at.
+    """Returns a document's bytes and their JSON; checks neither seal nor schema.
 
     Args:
-      path: of the file; a link is not followed.
-      what: it should be, for the error.
-      remedy: what to do where it is not.
+      path: path of the file; a link is not followed.
+      what: the expected document, for the error.
+      remedy: the remedy, for the error.
 
     Raises:
-      StoreFormatError: it is missing, no file, too large, or no JSON.
+      StoreFormatError: the document is missing, not a file, too large, or not JSON.
     """
     try:
         raw = read_bounded(path, MOST_BYTES, follows_links=False)
@@ -78,17 +78,18 @@ def read_document(path: Path, what: str, remedy: str) -> tuple[bytes, Any]:
 def no_document(
     path: Path, what: str, remedy: str, problem: object
 ) -> StoreFormatError:
-    """What is raised for a document that cannot be understood."""
+    """Makes the error for a document that cannot be understood."""
     return StoreFormatError(
         f"{path}: expected {what}, found none that can be read ({problem}); {remedy}"
     )
 
 
 def read_foreign(path: Path, kind: Kind, what: str, remedy: str) -> Any:
-    """A JSON document of another tool's, of a known schema; links are followed.
+    """Reads a JSON document of another tool, and checks its schema; follows links.
 
     Raises:
-      ExchangeError: it is missing, no file, too large, or says something else.
+      ExchangeError: the document is missing, not a file, too large, or does not fit the
+        schema.
     """
     try:
         return check_json(read_bounded(path, MOST_BYTES), kind)
@@ -100,10 +101,10 @@ def read_foreign(path: Path, kind: Kind, what: str, remedy: str) -> Any:
 
 
 def check_seal(path: Path, raw: bytes, what: str, remedy: str) -> None:
-    """Refuses a document that is not as it was written.
+    """Refuses a document that was changed after it was written.
 
     Raises:
-      StoreFormatError: its checksum is missing, or another.
+      StoreFormatError: its checksum is missing or wrong.
     """
     end = _END.search(raw)
     if end is None:

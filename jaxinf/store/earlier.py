@@ -1,7 +1,7 @@
-"""The step before the committed one, as far as its slot still has it.
+"""The step before the committed one, if the spare slot still has it.
 
-Invariant: what the spare slot holds counts only where its record and every chunk of it
-are as they were written: the removal of a record is not durable before the slot is
+Invariant: the spare slot's step is used only if its record and every chunk verify. A
+record alone proves nothing, because its removal need not be durable when the slot is
 rewritten.
 """
 
@@ -15,7 +15,7 @@ __all__ = ["read_spare", "restore_spare", "verify_spare"]
 
 
 def read_spare(directory: StoreDirectory) -> tuple[Slot, CommitRecord] | None:
-    """The spare slot and its record, not verified; None where it has none."""
+    """Returns the spare slot and its record, not verified; None without a record."""
     committed = directory.committed_slot()
     if committed is None:
         return None
@@ -30,16 +30,16 @@ def read_spare(directory: StoreDirectory) -> tuple[Slot, CommitRecord] | None:
 
 
 def verify_spare(directory: StoreDirectory, spare: Slot) -> list[Damage]:
-    """All of the spare slot that is not as its record says; reads every chunk."""
+    """Returns all damage of the spare slot's step; reads every chunk."""
     return Verifier(directory).verify(directory.step_path(spare))
 
 
 def restore_spare(directory: StoreDirectory, spare: Slot) -> CommitRecord:
-    """Makes the spare slot's step the committed one again; it was just verified.
+    """Makes the spare slot's step, just verified, the committed one again.
 
-    The caller holds the store's lock. Until the flip the committed step stays.
+    The caller holds the store's lock. The committed step stays until the flip.
     """
     record = CommitRecord.read(directory.step_path(spare) / "commit.json")
-    directory.sync()  # chunks that were read may still be on their way to the drive
+    directory.sync()  # chunks that were read may not be durable yet
     directory.publish(spare, record)
     return record

@@ -1,7 +1,7 @@
-"""``rebalance.json``: where chunks are brought from and to, while they are.
+"""``rebalance.json``: the chunks' old and new places while a rebalance is under way.
 
-Invariant: it is there from before the first file is made at a new place until the last
-is gone from an old one.
+Invariant: the journal exists from before the first file is made at a new place until
+the last is removed from an old one.
 """
 
 from collections.abc import Mapping
@@ -23,14 +23,14 @@ from jaxinf.typing import JsonValue
 __all__ = ["JOURNAL", "read_journal", "reseal_journal", "write_journal"]
 
 JOURNAL = "rebalance.json"
-"""Its name in the store."""
+"""The journal's name in the store."""
 
 _WHAT = "the journal of a rebalance of this store"
 _REMEDY = "restore it, or remove it if jaxinf verify finds no damage"
 
 
 def write_journal(old: StoreDirectory, new: StoreDirectory) -> None:
-    """Notes the store before and after; blocks until that is durable."""
+    """Writes the store's places before and after; blocks until that is durable."""
     document = {"from": _places(old.manifest), "to": _places(new.manifest)}
     write_document(old.path / JOURNAL, document)
 
@@ -48,7 +48,7 @@ def _places(manifest: Manifest) -> dict[str, JsonValue]:
 
 
 def read_journal(directory: StoreDirectory) -> tuple[Manifest, Manifest] | None:
-    """The store before and after; None where no rebalance is under way."""
+    """Returns the store before and after; None if no rebalance is under way."""
     file = directory.path / JOURNAL
     if not file.exists():
         return None
@@ -64,7 +64,7 @@ def read_journal(directory: StoreDirectory) -> tuple[Manifest, Manifest] | None:
 
 
 def _placed(held: Manifest, side: Mapping[str, Any]) -> Manifest:
-    """The store with its chunks where one side of a journal has them."""
+    """Returns the store with the chunks' places of one side of a journal."""
     counts = [len(leaf.csds) for leaf in held.leaves]
     if [len(csds) for csds in side["chunks"]] != counts:
         raise SchemaError("expected as many chunks as the store has, found others")

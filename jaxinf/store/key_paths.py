@@ -1,10 +1,10 @@
-"""Where a scalar stands in the optimizer's state, in words of this format.
+"""Paths of scalars in the optimizer's state, as this format spells them.
 
       #0/.hyperparams/learning_rate      the key 'learning_rate' of the field
                                          `hyperparams` of the first of a tuple
 
-Invariant: two places of one state have different paths; none is another library's text.
-docs/format.md, "Paths in the optimizer's state", defines them.
+Invariant: different places in a state have different paths, and no path depends on
+another library's text. docs/format.md, "Paths in the optimizer's state", defines them.
 """
 
 import ast
@@ -29,7 +29,7 @@ _VERSION_2 = re.compile(
 
 
 def encode_path(keys: KeyPath) -> str:
-    """The path of a place, from its keys with their kinds."""
+    """Returns the path of a place, from its keys with their kinds."""
     return "/".join(_encode(kind, value) for kind, value in keys)
 
 
@@ -45,17 +45,17 @@ def _encode(kind: str, value: object) -> str:
 
 
 def path_keys(path: str) -> tuple[str, ...]:
-    """The keys of a path, still encoded, without the marks of their kinds."""
+    """Returns the keys of a path, still encoded, without the marks of their kinds."""
     if not path:
         return ()
     return tuple(key[1:] if key[:1] in ".#=" else key for key in path.split("/"))
 
 
 def from_version_2(path: str) -> str:
-    """The path of a scalar in a store of format version 2, where JAX printed it.
+    """Converts a scalar's path from format version 2, which used JAX's spelling.
 
     Raises:
-      StoreFormatError: no path that JAX printed.
+      StoreFormatError: JAX does not print such a path.
     """
     keys: list[tuple[str, object]] = []
     end = 0
@@ -80,7 +80,7 @@ def from_version_2(path: str) -> str:
 def _literal(text: str) -> str:
     try:
         return str(ast.literal_eval(text))
-    except (SyntaxError, ValueError):  # of escapes that Python has not
+    except (SyntaxError, ValueError):  # unknown escapes
         raise _no_path(text, "no text of Python's") from None
 
 

@@ -27,7 +27,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 
     Args:
       source: the real file.
-      target: does not exist; on the same file system.
+      target: the new name, on the same file system; must not exist.
 
     Raises:
       StoreIOError, StoreSpaceError: the file system refused.
@@ -60,11 +60,14 @@ def can_link(directory: Path) -> bool:
 
 
 def copy_file(source: Path, target: Path) -> bool:
-    """Copies a file, by a reflink where the file system can: returns whether.
+    """Copies a file, by a reflink if the file system supports it.
 
     Args:
       source: the real file.
-      target: does not exist; nor does it after an error.
+      target: the copy; must not exist, and does not exist after an error.
+
+    Returns:
+      Whether the copy is a reflink.
     """
     try:
         with open(source, "rb", opener=_no_link) as old, target.open("xb") as new:

@@ -1,8 +1,8 @@
-"""The locks of a store: of its one writer, of a flip, of its checkpoints.
+"""The locks of a store: for its writer, for flips, for its checkpoints.
 
-Invariant: a lock is the kernel's (flock) and dies with its holder. No forked child has
-a lock's descriptor, so none outlives its parent's hold of it. It is of the file that
-has its name.
+Invariant: a lock is the kernel's (flock) and ends with its holder. A forked child has
+no lock's descriptor, so it cannot hold a lock longer than its parent. A lock counts
+only while the locked file has the lock's name.
 """
 
 import contextlib
@@ -23,25 +23,25 @@ from jaxinf.store.schemas import LOCK
 __all__ = ["LockFile", "StoreLock", "lock_exclusively"]
 
 _NUM_ATTEMPTS = 1000
-"""How often a lock's file is opened again that was removed before it was locked."""
+"""Attempts to lock a file that others keep removing before it is locked."""
 
-# No fork happens while a descriptor is opened and noted, or given up.
+# Held while a descriptor is opened and noted, or closed, so that no fork comes between.
 _GUARD = threading.RLock()
 _OPEN: "set[LockFile]" = set()
 
 
 class LockFile:
-    """A lock's file, open; made if it is missing. Not locked yet.
+    """An open lock file, not locked yet; it is made if missing.
 
-    A child that is forked has it closed: a lock is of all descriptors of one opening,
-    and one that a child kept would outlive its parent.
+    A forked child closes it: all descriptors of one opening share a lock, so with the
+    child's copy the lock would outlive the parent.
 
     Args:
-      path: of the file; no link, and a file like any other.
+      path: path of the file.
 
     Raises:
-      StoreFormatError: something else has the name; nothing was written to it.
-      OSError: it cannot be opened.
+      StoreFormatError: the path is not a regular file; it was left unchanged.
+      OSError: the file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,16 +54,16 @@ class LockFile:
         self._status = os.fstat(self.fd)
 
     def hold(self, *, waits: bool = True) -> bool:
-        """Locks it; whether that was possible and the file still has its name.
+        """Locks the file; returns whether it still has the lock's name.
 
         Raises:
-          BlockingIOError: somebody else holds it, and `waits` is False.
+          BlockingIOError: another opening holds the lock, and `waits` is False.
         """
         fcntl.flock(self.fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
         return self.is_in_place()
 
     def is_in_place(self) -> bool:
-        """Whether who opens the lock now gets this file; one system call."""
+        """Whether the lock's name still leads to this file; one system call."""
         try:
             found = os.lstat(self.path)
         except FileNotFoundError:
@@ -71,13 +71,13 @@ class LockFile:
         return os.path.samestat(found, self._status)
 
     def close(self) -> None:
-        """Unlocks and closes it; idempotent. In a forked child nothing is left."""
+        """Unlocks and closes the file; idempotent. A forked child has closed it."""
         with _GUARD:
             if self.fd >= 0:
                 _OPEN.discard(self)
-                # Closing alone would leave it locked while a copy is open somewhere,
-                # such as in a child that was started and has not yet executed.
-                with contextlib.suppress(OSError):  # of a drive that is gone
+                # After a mere close it would stay locked while another descriptor is
+                # open, such as that of a child between fork and exec.
+                with contextlib.suppress(OSError):  # the drive may be gone
                     fcntl.flock(self.fd, fcntl.LOCK_UN)
                 os.close(self.fd)
                 self.fd = -1
@@ -87,8 +87,8 @@ class StoreLock:
     """Holds ``STORE/lock`` from construction until `release`.
 
     Raises:
-      StoreLockedError: at once when another open store holds it, naming the holder.
-      StoreFormatError: something else than a lock has its name.
+      StoreLockedError: another open store holds it; names the holder. Does not wait.
+      StoreFormatError: the lock's path is not a regular file.
     """
 
     def __init__(self, store_path: Path) -> None:
@@ -115,10 +115,10 @@ class StoreLock:
         self._write(text)
 
     def check(self) -> None:
-        """Refuses to go on where another process could hold the lock, too.
+        """Refuses to go on if another process could hold the lock, too.
 
         Raises:
-          StoreLockedError: its file was removed or replaced.
+          StoreLockedError: the lock's file was removed or replaced.
         """
         if not self._file.is_in_place():
             raise StoreLockedError(
@@ -129,15 +129,15 @@ class StoreLock:
             )
 
     def release(self) -> None:
-        """Gives the lock back; idempotent. In a forked child the parent keeps it."""
+        """Gives the lock back; idempotent. A forked child leaves it to the parent."""
         if self._file.fd >= 0:
-            # Else an error could name this process instead of the next holder.
-            with contextlib.suppress(OSError):  # of a drive that is gone
+            # Otherwise an error could name this process instead of the next holder.
+            with contextlib.suppress(OSError):  # the drive may be gone
                 self._write("")
             self._file.close()
 
     def _write(self, text: str) -> None:
-        """Says who holds it, unless the file is somebody's under two names."""
+        """Writes the holder into the file, unless it may be a link to a user's file."""
         held = os.pread(self._file.fd, 16, 0)
         is_ours = not held or held.startswith(b'{"pid": ')
         if is_ours or os.fstat(self._file.fd).st_nlink == 1:
@@ -146,12 +146,12 @@ class StoreLock:
 
 
 def _check_regular(path: Path) -> None:
-    """Before it is opened: to open a device, say, can do something."""
+    """Refuses other files before they are opened: opening a device may have effects."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
         return
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # which cannot be opened
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a directory fails to open
         raise StoreFormatError(
             f"{path}: expected a store's lock, a file, found "
             f"{'a symlink' if stat.S_ISLNK(mode) else 'something else'}; jaxinf made "
@@ -179,7 +179,7 @@ def lock_exclusively(path: Path) -> Iterator[None]:
     """Waits for and holds an flock on a file, which is made if missing.
 
     Raises:
-      StoreFormatError: something else than a lock has its name.
+      StoreFormatError: the path is not a regular file.
     """
     for _ in range(_NUM_ATTEMPTS):
         file = LockFile(path)
@@ -201,7 +201,7 @@ def _never_in_place(path: Path) -> StoreFormatError:
 
 
 def _forget_all() -> None:
-    """In a forked child: closes them, and leaves them locked for the parent."""
+    """Closes all locks in a forked child; the parent's stay locked."""
     for file in _OPEN:
         os.close(file.fd)
         file.fd = -1

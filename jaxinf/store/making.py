@@ -1,6 +1,6 @@
-"""New stores whose first step is written at once, rather than by a run.
+"""New stores with a first step that is written at once, not by a run.
 
-Invariant: the store appears with its first commit, or nothing of it is left.
+Invariant: the store appears with its first commit, or is removed completely.
 """
 
 import contextlib
@@ -32,15 +32,15 @@ def lay_out(
     *,
     held: Manifest | None = None,
 ) -> Manifest:
-    """Places the chunks of a store; every new manifest is made here.
+    """Assigns places to the chunks of a store; every new manifest is made here.
 
     Args:
-      contents: the leaves; those of a manifest are possible, without its places.
+      contents: the store's leaves; the places in a manifest are ignored.
       chunk_shapes: chunk shape of each leaf.
       csd_roots: CSD roots for the chunks, evenly by bytes; empty for the store itself.
       held: an existing store with these contents, to be rebalanced: it keeps its id,
         and chunks keep their CSDs as far as the loads allow. By default the store is
-        new and gets an id of its own.
+        new and gets a new id.
     """
     leaves = [
         LeafRecord.of(leaf, shape, ())
@@ -69,7 +69,7 @@ def lay_out(
 def _owners(
     chunk_bytes: Sequence[int], csd_roots: Sequence[str], held: Manifest | None
 ) -> Sequence[int]:
-    """The CSD of each chunk."""
+    """Returns the CSD of each chunk."""
     num_csds = max(1, len(csd_roots))
     if held is None:
         return assign_csds(chunk_bytes, num_csds)
@@ -82,27 +82,26 @@ def _owners(
 
 @contextlib.contextmanager
 def making_store(path: Path, manifest: Manifest) -> Iterator[StoreDirectory]:
-    """Makes a store that the body fills and publishes; removes it if that fails.
+    """Makes a store for the body to fill and publish; removes it if that fails.
 
-    What a process that was killed has left of a store that it made there is removed
-    first, on its CSDs too.
+    An unfinished store of a killed process is removed first, also from its CSDs.
 
     Args:
-      path: missing, empty, or a store whose making was interrupted.
-      manifest: as of `lay_out`.
+      path: missing, an empty directory, or a store whose creation was interrupted.
+      manifest: a result of `lay_out`.
 
     Yields:
       The store's files, preallocated, under its lock.
 
     Raises:
-      StoreFormatError: there is something in its place.
+      StoreFormatError: the path is in use.
       StoreSpaceError: there is no room; nothing was written.
-      StoreLockedError: another process makes one there.
+      StoreLockedError: another process makes a store there.
       StoreIOError: the operating system refused something.
     """
     directory = StoreDirectory(path, manifest)
     _check_unused(path)
-    if not is_unfinished(path):  # else there will be more room
+    if not is_unfinished(path):  # its removal will make room
         check_space(directory)
     path.mkdir(parents=True, exist_ok=True)
     lock = directory.lock = StoreLock(path)
@@ -129,13 +128,13 @@ def _discard_leftover(path: Path, manifest: Manifest) -> None:
 
 
 def is_unfinished(path: Path) -> bool:
-    """Whether there is a store whose making was interrupted; reads nothing of it."""
+    """Whether a path has a store whose creation was interrupted; opens no file."""
     is_made = os.path.lexists(path / "current")
     return not is_made and os.path.lexists(path / "jaxinf.json")
 
 
 def _check_unused(path: Path) -> None:
-    """Refuses where something is; what a making that failed left is nothing."""
+    """Refuses a path in use; an unfinished store does not count."""
     if not path.exists() or is_unfinished(path):
         return
     found = ["a file"]

@@ -46,8 +46,8 @@ _REMEDY = (
     "restore the file from a checkpoint of the store (checkpoints/NAME/jaxinf.json) or "
     "a backup, or remove the store and start again"
 )
-_MOST_ELEMENTS = 1 << 58  # of 16 bytes each
-_MOST_CHUNK_ELEMENTS = 1 << 36  # 16,384 times what chunks are meant to have
+_MOST_ELEMENTS = 1 << 58  # with 16 bytes each, 2^62 bytes
+_MOST_CHUNK_ELEMENTS = 1 << 36  # 16,384 times the usual size of a chunk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class LeafRecord(LeafContents):
     """One leaf, with the places of its chunks.
 
     Attributes:
-      chunk_shape: of every state's array.
+      chunk_shape: chunk shape of every state's array.
       csds: the CSD of each chunk, in grid order.
     """
 
@@ -66,7 +66,7 @@ class LeafRecord(LeafContents):
     def of(
         cls, leaf: LeafContents, chunk_shape: tuple[int, ...], csds: tuple[int, ...]
     ) -> "LeafRecord":
-        """Makes a leaf with a new place."""
+        """Makes a leaf with new places of its chunks."""
         own = {item.name: getattr(leaf, item.name) for item in fields(LeafContents)}
         return cls(**own, chunk_shape=chunk_shape, csds=csds)
 
@@ -76,14 +76,14 @@ class LeafRecord(LeafContents):
         return LeafGrid(shape=self.shape, chunk_shape=self.chunk_shape)
 
     def array_grid(self, state: StateRecord) -> tuple[Sequence[int], Sequence[int]]:
-        """Shape and chunk shape of a state's array."""
+        """Returns shape and chunk shape of a state's array."""
         if state.codec != "scale":
             return self.shape, self.chunk_shape
         length = scales_length(self.grid)
         return (len(self.csds) * length,), (length,)
 
     def array_name(self, state: str) -> str:
-        """Directory of one state's array, relative to a slot."""
+        """Returns the directory of a state's array, relative to a slot."""
         return array_name(state, self.path)
 
 
@@ -104,12 +104,12 @@ class Manifest(StoreContents):
 
     @property
     def decoded(self) -> "Manifest":
-        """The same store without codecs."""
+        """Returns the same store without codecs."""
         leaves = [replace(leaf, states=leaf.slots) for leaf in self.leaves]
         return replace(self, leaves=tuple(leaves))
 
     def to_json(self) -> dict[str, Any]:
-        """As written to disk."""
+        """Returns its form on disk."""
         return {
             "format": "jaxinf",
             "format_version": self.format_version,
@@ -121,7 +121,7 @@ class Manifest(StoreContents):
         }
 
     def write(self, path: Path) -> None:
-        """Puts it in its place; blocks until it is durable."""
+        """Writes the manifest; blocks until it is durable."""
         write_document(path, self.to_json())
 
     @classmethod
@@ -129,11 +129,11 @@ class Manifest(StoreContents):
         """Reads ``jaxinf.json``.
 
         Args:
-          path: of the file.
-          any_version: take older formats too, which only a migration can.
+          path: path of the file.
+          any_version: whether older formats are accepted, as in a migration.
 
         Raises:
-          StoreFormatError: when it is corrupt, or of another format.
+          StoreFormatError: the manifest is damaged, or of another format.
         """
         raw, document = read_document(path, _WHAT, _REMEDY)
         _check_header(path, document, any_version=any_version)
@@ -181,7 +181,7 @@ class Manifest(StoreContents):
 
 
 def _check_size(leaf: LeafRecord) -> None:
-    """Raises SchemaError where arrays are larger than any file, or files share one."""
+    """Raises SchemaError for impossible lengths, or two states of one name."""
     if len(leaf.shard_counts) != len(leaf.shape):
         raise SchemaError(f"leaf {leaf.name}: {len(leaf.shard_counts)} shard counts")
     lengths = [math.prod(leaf.shape), math.prod(leaf.chunk_shape)]
@@ -193,7 +193,7 @@ def _check_size(leaf: LeafRecord) -> None:
 
 
 def _check_master(leaf: LeafRecord) -> None:
-    """Raises ValueError where the master params are not first, or no master's."""
+    """Raises ValueError unless valid master params are the first state."""
     if leaf.slots[:1] != (StateRecord(MASTER_PARAMS, "float32"),):
         raise ValueError(f"leaf {leaf.name}: no float32 params first")
     codec = leaf.states[0].codec
@@ -202,7 +202,7 @@ def _check_master(leaf: LeafRecord) -> None:
 
 
 def _check_codecs(leaf: LeafRecord) -> None:
-    """Raises ValueError where a codec's arrays are not what it needs."""
+    """Raises ValueError unless each codec has the arrays that it needs."""
     known = {*CODECS, *MASTER_CODECS}
     for number, state in enumerate(leaf.states):
         if state.codec not in ("", *known, *BESIDE):
@@ -246,12 +246,12 @@ def _leaf_from_json(document: Mapping[str, Any]) -> LeafRecord:
 
 
 def version_of(document: Any) -> Any:
-    """What a document says of its format version; None where it says nothing."""
+    """Returns a document's format version, whatever it is; None if there is none."""
     return document.get("format_version") if isinstance(document, dict) else None
 
 
 def is_older(version: object) -> bool:
-    """Whether a format version is one that a migration takes."""
+    """Whether a migration can convert a format version."""
     return type(version) is int and _OLDEST_VERSION <= version < FORMAT_VERSION
 
 

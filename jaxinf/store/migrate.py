@@ -1,7 +1,7 @@
-"""Stores of an older format version brought to the present one.
+"""Converts stores of an older format version to the present one.
 
       checkpoints ──► slots' records ──► journal ──► jaxinf.json
-        each document is replaced whole; the store is of the old version until the last
+        each document is replaced as a whole; the last one changes the store's version
 
 Invariant: chunk files are not touched. The manifest, which has the version, is replaced
   last, so another call can continue an interrupted migration.
@@ -24,21 +24,21 @@ __all__ = ["migrate"]
 
 
 def migrate(path: Path) -> bool:
-    """Brings a store and its checkpoints to the present format; blocks.
+    """Converts a store and its checkpoints to the present format; blocks.
 
-    From version 2: scalars get paths in this format's own words, and every document a
-    checksum; those of other tools' formats get theirs in the commit record.
+    From version 2: scalars get paths in this format's own spelling, and every document
+    gets a checksum. The commit record has the checksums of other tools' documents.
 
     Args:
       path: the store.
 
     Returns:
-      False if it was of the present format already.
+      False if it had the present format already.
 
     Raises:
-      StoreFormatError: no store, one that no version of jaxinf wrote, or a copy whose
-        chunks on CSDs are another's.
-      StoreLockedError: a run has it open.
+      StoreFormatError: the path is not a store, not one of jaxinf's, or a copy whose
+        chunks on CSDs belong to another store.
+      StoreLockedError: a run has the store open.
       StoreIOError: a document is missing, or a drive failed.
     """
     with hold_store(path, any_version=True) as directory:
@@ -72,7 +72,7 @@ def _migrate(directory: StoreDirectory) -> None:
 
 
 def _migrate_record(step: Path, manifest: Manifest) -> None:
-    """Returns a record of any supported format in the present one."""
+    """Rewrites a step's record in the present format."""
     record = CommitRecord.read(step / "commit.json", any_version=True)
     documents = stock_documents(step, manifest)
     replace(record, documents=documents).write(step / "commit.json")

@@ -19,13 +19,15 @@ MASTER_PARAMS = "params"
 """The state that holds the fp32 master params."""
 
 ERROR_FEEDBACK = "error_feedback"
-"""What compression has left out of the gradients so far; follows the optimizer's."""
+"""The state with the gradients' elements that compression has not sent yet.
+
+It follows the optimizer's states."""
 
 _MAX_NAME_BYTES = 255
 
 
 def encode_key(key: str) -> str:
-    """Percent-encodes what cannot stand in a file name: ``/``, ``%``, controls."""
+    """Percent-encodes ``/``, ``%`` and control characters, for use in a file name."""
     return "".join(
         f"%{ord(c):02X}" if c in "/%" or ord(c) < 32 or ord(c) == 127 else c
         for c in key
@@ -33,12 +35,12 @@ def encode_key(key: str) -> str:
 
 
 def leaf_name(path: Sequence[str]) -> str:
-    """The name a user gives a leaf by: its keys joined by ``/``."""
+    """Returns a leaf's name for users: its keys joined by ``/``."""
     return "/".join(encode_key(key) for key in path)
 
 
 def array_name(state: str, path: Sequence[str]) -> str:
-    """The directory of the array of one state and leaf, as Orbax names it."""
+    """Returns the directory of a leaf's state, as Orbax names it."""
     return ".".join([state, *(encode_key(key) for key in path)])
 
 
@@ -46,7 +48,7 @@ def check_leaf_paths(paths: Iterable[Sequence[str]], states: Iterable[str]) -> N
     """Refuses trees whose array names would collide or be too long.
 
     Raises:
-      ValueError: naming the leaves and what to rename.
+      ValueError: names the leaves, and the keys to rename.
     """
     longest = max((len(state.encode()) for state in states), default=0)
     seen: dict[str, Sequence[str]] = {}

@@ -1,10 +1,10 @@
-"""A store that may be written to: the one way to one, for every command.
+"""Opens a store for writing; every command uses this module.
 
       lock ──► every entry below STORE ──► manifest, journal ──► owners of CSDs ──►
                no link leaves it           read under the lock   every entry there
 
-Invariant: what a `StoreDirectory` from here says was read under the lock that protects
-it, and no name below the store or its directories on CSDs leads out of them.
+Invariant: the content of a `StoreDirectory` from here was read under the lock that
+protects it, and no name below the store or its directories on CSDs leads out of them.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ __all__ = ["current_store", "hold_store", "look_at_store", "read_owned"]
 
 
 def look_at_store(path: Path) -> StoreDirectory:
-    """A store that is only read: links are checked, and that CSDs are there; blocks.
+    """Opens a store for reading; checks its links and the presence of CSDs; blocks.
 
     Raises:
-      StoreFormatError: no store; a link in it that the format does not make; a CSD is
-        missing.
-      StoreIOError: something cannot be read.
+      StoreFormatError: the path is not a store, a link in it does not belong to the
+        format, or a CSD is missing.
+      StoreIOError: a file or directory cannot be read.
     """
     directory = _scanned(path, any_version=False)
     check_present(directory)
@@ -45,20 +45,21 @@ def read_owned(
     any_version: bool = False,
     unmade: bool = False,
 ) -> StoreDirectory:
-    """A store that may be written to, as it is now; blocks.
+    """Opens a store for writing, in its present state; blocks.
 
-    The caller holds a lock under which its manifest does not change: that of the one
+    The caller holds a lock under which the manifest does not change: that of the
     writer, of the checkpoints, or of flips.
 
     Args:
       path: the store.
-      named: CSD roots that the caller vouches for.
-      any_version: take older formats too, which only a migration can.
-      unmade: whether its making may have been interrupted: CSDs may be missing.
+      named: CSD roots that the user has named, which are accepted without a note.
+      any_version: whether older formats are accepted, as in a migration.
+      unmade: whether its creation may have been interrupted, so that CSDs may be
+        missing.
 
     Raises:
-      StoreFormatError: as `look_at_store`; or a CSD is not known to be this store's.
-      StoreIOError: something cannot be read.
+      StoreFormatError: as `look_at_store`; or nothing shows that a CSD is this store's.
+      StoreIOError: a file or directory cannot be read.
     """
     directory = _scanned(path, any_version=any_version)
     check_owners(directory, named, unmade=unmade)
@@ -80,7 +81,7 @@ def hold_store(
     """Makes this process the store's only writer while the context lasts.
 
     Yields:
-      The store, read under its locks; its CSDs are noted as its own.
+      The store, read under its locks; notes on its CSDs name it as the owner.
 
     Raises:
       StoreLockedError: another process has it open.
@@ -99,9 +100,9 @@ def hold_store(
 
 
 def current_store(directory: StoreDirectory) -> StoreDirectory:
-    """The same store as it is now: as it is where this process is its writer.
+    """Returns the store in its present state; reads nothing if this is its writer.
 
-    The caller holds a lock as of `read_owned`.
+    The caller holds a lock as for `read_owned`.
 
     Raises:
       StoreError: as `read_owned`.
@@ -124,7 +125,7 @@ def _check_there(path: Path) -> None:
 
 
 def _scanned(path: Path, *, any_version: bool) -> StoreDirectory:
-    """Opens a store after a look at every name in it."""
+    """Opens a store after checking every name in it."""
     _check_there(path)
     leads_to = chunk_link_roots(path)
     manifest = Manifest.read(path / "jaxinf.json", any_version=any_version)

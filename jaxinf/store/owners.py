@@ -1,8 +1,8 @@
 """The owner of the chunks on a CSD: a note beside them names the store.
 
-Invariant: of a store and a copy of it without its CSDs, one writes to them. What a
-manifest says of CSDs is believed where this user's note there says so, too, or where
-the caller has named the root.
+Invariant: if a store was copied without its CSDs, only one of the two writes to them. A
+manifest's claim to a CSD is accepted if a note of this user there agrees, or if the
+caller has named the root.
 """
 
 import json
@@ -35,12 +35,12 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 @dataclass(frozen=True)
 class _Note:
-    """What is known of a CSD's directory.
+    """The note in a CSD's directory.
 
     Attributes:
-      owner: the store that it names; None where nothing does.
-      problem: why it cannot be believed; empty where it can be.
-      is_unmade: nothing of a store's is there, nor a note.
+      owner: the store that the note names; None without a note.
+      problem: the reason not to accept the note; empty if there is none.
+      is_unmade: whether the directory has neither a note nor a store's files.
     """
 
     owner: str | None
@@ -51,29 +51,30 @@ class _Note:
 def check_owners(
     directory: StoreDirectory, named: Sequence[Path] = (), *, unmade: bool = False
 ) -> None:
-    """Refuses CSDs that are not known to be this store's.
+    """Refuses CSDs unless they are known to be this store's.
 
-    A note that names a path where the store is no longer will do: it was moved.
+    If a note names a path that has no such store any more, the store was moved, and the
+    note is accepted.
 
     Args:
       directory: the store.
-      named: CSD roots that the caller has named, and so vouches for.
-      unmade: whether a directory may be missing or empty, as that of a store whose
-        making was interrupted, or of a CSD that is being taken out.
+      named: CSD roots that the user has named, which are accepted without a note.
+      unmade: whether a directory may be missing or empty, because the store's creation
+        was interrupted or the CSD is being removed.
 
     Raises:
-      StoreFormatError: a CSD is missing, is another store's that is still there, of
-        which this one is a copy without its CSDs, or nothing says whose it is.
+      StoreFormatError: a CSD is missing; or its owner is not known; or it belongs to an
+        existing store, of which this one is a copy without CSDs.
     """
     for csd in range(len(directory.manifest.csds)):
         _check(directory, csd, named, unmade=unmade)
 
 
 def claim_csds(directory: StoreDirectory, named: Sequence[Path] = ()) -> None:
-    """Notes on every CSD whose chunks these are; the caller holds the store's lock.
+    """Writes this store's note on every CSD; the caller holds the store's lock.
 
     Raises:
-      StoreFormatError: as of `check_owners`; nothing is written.
+      StoreFormatError: as for `check_owners`; nothing is written.
     """
     num_csds = len(directory.manifest.csds)
     notes = [_check(directory, csd, named) for csd in range(num_csds)]
@@ -84,10 +85,10 @@ def claim_csds(directory: StoreDirectory, named: Sequence[Path] = ()) -> None:
 def make_csds(directory: StoreDirectory) -> None:
     """Makes the store's directory on every CSD that has none, with its note first.
 
-    What is made after a kill at any instant still says whose it is.
+    So the owner is known even if the process is killed at any instant.
 
     Raises:
-      StoreFormatError: a root is in the store, or what is there is another store's.
+      StoreFormatError: a root is in the store, or the directory is another store's.
       StoreIOError: a directory cannot be made.
     """
     named = [Path(root) for root in directory.manifest.csds]
@@ -100,7 +101,7 @@ def make_csds(directory: StoreDirectory) -> None:
 
 
 def check_places(directory: StoreDirectory) -> None:
-    """Refuses CSD roots that no store may have, whoever names them.
+    """Refuses CSD roots that no store may have, even if the user has named them.
 
     Raises:
       StoreFormatError: one is below ``/proc``, inside the store, or relative.
@@ -110,10 +111,10 @@ def check_places(directory: StoreDirectory) -> None:
 
 
 def check_present(directory: StoreDirectory) -> None:
-    """Refuses a store with a CSD that is not there.
+    """Refuses a store with a missing CSD.
 
     Raises:
-      StoreFormatError: its directory is missing: the drive may not be mounted.
+      StoreFormatError: a CSD's directory is missing; its drive may not be mounted.
     """
     for csd in range(len(directory.manifest.csds)):
         _check_present(directory, csd)
@@ -148,7 +149,7 @@ def _check(
 
 
 def _check_place(directory: StoreDirectory, csd: int) -> None:
-    """Refuses a root that means another directory to each process, or is circular."""
+    """Refuses a root that depends on the process, or is inside the store."""
     root = directory.manifest.csds[csd]
     why = ""
     if not os.path.isabs(root) or "\0" in root:
@@ -169,7 +170,7 @@ def _is_below(path: str, folder: str) -> bool:
 
 
 def _steps_to(path: str) -> Iterator[str]:
-    """Every name on the way to a path, those that its links lead by, too."""
+    """Yields every name on the way to a path, also those behind its links."""
     here, ahead = "/", [word for word in reversed(path.split("/")) if word]
     for _ in range(_MOST_STEPS):
         if not ahead:
@@ -194,7 +195,7 @@ def _unknown(directory: StoreDirectory, csd: int, problem: str) -> StoreFormatEr
 
 
 def _read(directory: StoreDirectory, csd: int) -> _Note:
-    """The note on a CSD; opens files alone, and follows no link."""
+    """Reads the note on a CSD; opens only regular files, and follows no link."""
     _check_present(directory, csd)
     folder = os.open(
         directory.csd_directory(csd),
@@ -243,7 +244,7 @@ def _parse(file: int) -> _Note:
 
 
 def _is_here(directory: StoreDirectory, owner: str) -> bool:
-    """Whether a path is the store's own, by whichever name."""
+    """Whether a path leads to the store, under any name."""
     try:
         found, own = os.stat(owner), os.stat(directory.path)
     except (OSError, ValueError):
@@ -252,7 +253,7 @@ def _is_here(directory: StoreDirectory, owner: str) -> bool:
 
 
 def _is_elsewhere(directory: StoreDirectory, owner: str) -> bool:
-    """Whether the store that a note names is another directory, and still there."""
+    """Whether the store that a note names still exists in another directory."""
     if _is_here(directory, owner):
         return False
     try:
@@ -260,7 +261,7 @@ def _is_elsewhere(directory: StoreDirectory, owner: str) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except (OSError, ValueError):
-        return True  # as far as can be told
+        return True  # it cannot be read, so assume that it exists
     try:
         is_file = stat.S_ISREG(os.fstat(file).st_mode)
         if not is_file or os.fstat(file).st_size > _MANIFEST_BYTES:
@@ -274,7 +275,7 @@ def _is_elsewhere(directory: StoreDirectory, owner: str) -> bool:
 
 
 def _claim(directory: StoreDirectory, csd: int, note: _Note) -> None:
-    """Writes the note of a CSD, if that says anything else."""
+    """Writes the note of a CSD, if its content changes."""
     if note.owner is None or note.problem or not _is_here(directory, note.owner):
         file = directory.csd_directory(csd) / _NOTE
         write_json_atomically(file, {"store": str(directory.path.resolve())})

@@ -1,7 +1,7 @@
 """Links a committed step under another name, for snapshots and checkpoints.
 
-Invariant: links are to real files, inside the same CSD root: a link to a symlink would
-pin nothing, and links do not cross file systems.
+Invariant: links lead to real files inside the same CSD root, because a link to a
+symlink would pin nothing, and hard links do not cross file systems.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ def link_arrays(directory: StoreDirectory, source: str, place: str, root: Path) 
 
     Args:
       directory: the store.
-      source: the place linked from: a slot or a checkpoint.
-      place: the place linked to, which decides where chunk files on CSDs go.
-      root: directory in the store that receives the arrays; exists.
+      source: the place of the step: a slot or a checkpoint.
+      place: the new place, which decides the directories on CSDs.
+      root: existing directory in the store that receives the arrays.
     """
     has_csds = bool(directory.manifest.csds)
     for leaf, record in enumerate(directory.manifest.leaves):
@@ -47,7 +47,7 @@ def link_arrays(directory: StoreDirectory, source: str, place: str, root: Path) 
 
 
 def remove_step(directory: StoreDirectory, place: str) -> None:
-    """Removes what `link_arrays` made at a place, on every CSD and in the store."""
+    """Removes the result of `link_arrays` at a place, on every CSD and in the store."""
     for csd in range(len(directory.manifest.csds)):
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(directory.data_path(place, csd))

@@ -3,8 +3,8 @@
       file ──► pieces ──► checksum ──► decoded ──► the caller
                              └─ of the whole chunk, before its last piece is returned
 
-Invariant: files are only read, through a few buffers of a piece each; no caller gets
-the whole of a damaged chunk.
+Invariant: files are only read, through a few buffers of one piece each. No caller gets
+all of a damaged chunk.
 """
 
 import os
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 PIECE_BYTES = 4 << 20
-"""Most of a file that is in memory at a time."""
+"""Most bytes of a file that are in memory at a time."""
 
 _MOST_THREADS = 4
 _MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -58,10 +58,10 @@ class Piece:
     """A run of a chunk's elements.
 
     Attributes:
-      number: of the chunk in its leaf's grid.
-      chunk: where it lies in the leaf.
-      start: the run's first element, counted in the chunk.
-      values: the elements, one-dimensional; valid until the next piece is asked for.
+      number: number of the chunk in its leaf's grid.
+      chunk: the chunk, with its place in the leaf.
+      start: number of the run's first element in the chunk.
+      values: the elements, one-dimensional; valid until the next piece is requested.
     """
 
     number: int
@@ -79,19 +79,19 @@ def stored_pieces(
     piece_bytes: int = PIECE_BYTES,
     meters: ByteMeters | None = None,
 ) -> Iterator[Array]:
-    """The first bytes of a file, piece by piece; blocks.
+    """Yields the first bytes of a file, piece by piece; blocks.
 
     Args:
-      file: a chunk's.
-      num_bytes: how many of it count.
-      pool: gives one buffer of a piece.
-      check: called with the CRC-32C of all bytes before the last piece is given out;
-        raises where that is wrong.
-      piece_bytes: a multiple of the page.
-      meters: counts what is read.
+      file: a chunk's file.
+      num_bytes: number of bytes to read.
+      pool: pool with room for one buffer of a piece.
+      check: called with the CRC-32C of all bytes before the last piece is yielded;
+        raises if it is wrong.
+      piece_bytes: length of a piece, a multiple of the page.
+      meters: counts the bytes read.
 
     Yields:
-      uint8, valid until the next is asked for.
+      uint8 arrays, each valid until the next is requested.
 
     Raises:
       StoreIOError: the file is missing or too short, or the drive failed.
@@ -109,17 +109,17 @@ def stored_pieces(
 
 
 def file_checksum(file: Path, num_bytes: int, pool: BufferPool | None = None) -> int:
-    """The CRC-32C of a file's beginning; blocks until it is read.
+    """Returns the CRC-32C of a file's beginning; blocks until it is read.
 
     Args:
-      file: a chunk's.
-      num_bytes: how much of it counts.
-      pool: gives one buffer of at most 4 MiB; by default one is made.
+      file: a chunk's file.
+      num_bytes: number of bytes to read.
+      pool: pool with room for one buffer of at most 4 MiB; made by default.
 
     Raises:
-      StoreIOError: it is missing or too short, or the drive failed.
+      StoreIOError: the file is missing or too short, or the drive failed.
     """
-    found = [0]  # of no bytes
+    found = [0]  # the checksum of no bytes
     pool = BufferPool(PIECE_BYTES) if pool is None else pool
     for _ in stored_pieces(file, num_bytes, pool, found.append):
         pass
@@ -131,16 +131,16 @@ class StepReader:
 
     Args:
       step: a slot, a checkpoint or a snapshot, which does not change meanwhile.
-      record: its commit record; by default it is read.
-      directory: the store that it is of, which says where chunks lie: links are not
-        followed. Needed where the store has CSDs.
-      memory_bytes: about how much pieces may take that are read at a time.
-      meters: counts what is read.
-      verify: False where a writer may be at work on what is read, and damage cannot be
-        told from that.
+      record: the step's commit record; by default it is read.
+      directory: the step's store, which gives the places of chunks, since links are not
+        followed. Required if the store has CSDs.
+      memory_bytes: approximate memory for the pieces read at a time.
+      meters: counts the bytes read.
+      verify: whether checksums are verified; False if a writer may be changing the
+        files, since that looks like damage.
 
     Raises:
-      StoreFormatError: there is no record that can be read.
+      StoreFormatError: the step has no readable record.
     """
 
     def __init__(
@@ -159,12 +159,12 @@ class StepReader:
         self._verify = verify
         self._threads = max(1, min(_MOST_THREADS, memory_bytes // (2 * PIECE_BYTES)))
         fitting = memory_bytes // self._threads // 8
-        # Whole blocks of codes, and whole pages of their scales.
+        # A piece has whole blocks of codes, and whole pages of their scales.
         fitting -= fitting % SCALES_ALIGNMENT_ELEMENTS
         self._piece_elements = min(
             PIECE_BYTES // 4, max(SCALES_ALIGNMENT_ELEMENTS, fitting)
         )
-        # Of elements of 8 bytes at most, and what may belong to them.
+        # An element has 8 bytes at most; its scale or remainder may add as much.
         self._pool = BufferPool(16 * self._threads * self._piece_elements)
         self._chunks: dict[tuple[tuple[str, ...], bool], Sequence[Chunk]] = {}
 
@@ -177,16 +177,16 @@ class StepReader:
     def pieces(
         self, leaf: LeafRecord, state: StateRecord, chunks: Iterable[int] | None = None
     ) -> Iterator[Piece]:
-        """A state's elements as the numbers that they stand for; blocks.
+        """Yields a state's elements, decoded; blocks.
 
         Args:
-          leaf: its record.
-          state: one of its states. One that belongs to another comes as it is stored,
-            in chunks of its own array.
-          chunks: numbers of those wanted, in this order; by default all.
+          leaf: the leaf's record.
+          state: one of its states. Scales and remainders are yielded as stored, in
+            chunks of their own array.
+          chunks: numbers of the chunks to read, in this order; by default all.
 
         Raises:
-          StoreCorruptError: before the last piece of a chunk that is not as written.
+          StoreCorruptError: a chunk is damaged; raised before its last piece.
           StoreIOError: a chunk is missing, too short, or the drive failed.
         """
         beside = None if state.is_beside else leaf.beside(state)
@@ -213,15 +213,15 @@ class StepReader:
     def stored(
         self, leaf: LeafRecord, state: StateRecord, number: int, per_piece: int = 0
     ) -> Iterator[Piece]:
-        """A chunk's elements as they are stored; blocks.
+        """Yields a chunk's elements as stored; blocks.
 
         Args:
-          leaf, state: of the array.
-          number: of the chunk.
-          per_piece: elements of a piece; by default as many as there is memory for.
+          leaf, state: the array.
+          number: number of the chunk.
+          per_piece: elements of a piece; by default as many as fit into memory.
 
         Raises:
-          StoreCorruptError, StoreIOError: as of `pieces`.
+          StoreCorruptError, StoreIOError: as for `pieces`.
         """
         chunk = self._chunks_of(leaf, state)[number]
         name = leaf.array_name(state.name)
@@ -260,12 +260,12 @@ class StepReader:
         return self._chunks[key]
 
     def read(self, leaf: LeafRecord, state: StateRecord) -> Array:
-        """A whole array of the leaf's shape: float32 where it is coded; blocks.
+        """Reads a whole array in the leaf's shape, coded states as float32; blocks.
 
         Raises:
-          StoreCorruptError, StoreIOError: as of `pieces`.
+          StoreCorruptError, StoreIOError: as for `pieces`.
         """
-        for number in range(len(leaf.csds)):  # before memory is taken for them
+        for number in range(len(leaf.csds)):  # check before memory is allocated
             chunk = self._chunks_of(leaf, state)[number]
             num_bytes = chunk.num_elements * state.itemsize
             check_holds(self._file(leaf, state, number), num_bytes)
@@ -296,8 +296,8 @@ class StepReader:
 
         Args:
           chunks: numbers of the chunks.
-          pieces: the pieces of one of them, read by this reader.
-          take: gets each, and must be done with it on return.
+          pieces: returns the pieces of a chunk, read by this reader.
+          take: called with each piece, which it must not use after its return.
         """
 
         def go_through(number: int) -> None:

@@ -1,11 +1,11 @@
-"""Chunks moved to other CSDs: drives are added to a store, or taken out of it.
+"""Moves chunks to other CSDs: adds drives to a store, or removes them.
 
       journal ─► link or copy, checked ─► sync ─► jaxinf.json ─► links, old files ─► end
                the store is as it was          │   the store is the new one
 
 Invariant: until the manifest is replaced, no file in use changes; after that the old
-  places are not used. An interrupted rebalance is continued from the journal: before
-  that moment by the next call, afterwards also by the next opening.
+  places are not used. An interrupted rebalance continues from the journal: before the
+  replacement by the next call, afterwards also at the next opening.
 """
 
 import os
@@ -59,13 +59,13 @@ class Rebalanced:
 
 @dataclass(frozen=True)
 class _Move:
-    """A chunk file of a step, where it was and where it will be.
+    """The move of a step's chunk file.
 
     Attributes:
       place: a slot or a checkpoint.
-      source, target: the files.
-      num_bytes: of its elements; the rest is padding.
-      expected: its checksum; None in the slot that holds no step.
+      source, target: the old and the new file.
+      num_bytes: bytes of its elements; the rest is padding.
+      expected: its checksum; None in a slot without a step.
       link: its name in the store.
     """
 
@@ -80,27 +80,26 @@ class _Move:
 def rebalance(
     path: Path, csd_roots: Sequence[Path], progress: ProgressCallback | None = None
 ) -> Rebalanced:
-    """Spreads a store over these CSD roots instead of those it has; blocks.
+    """Spreads a store over these CSD roots instead of its present ones; blocks.
 
     No bit of a committed step or a checkpoint changes; copies to other file systems are
-    verified by their checksums. Chunks stay where they are as far as the loads allow.
-    Files that stay on their file system are not copied. After an interrupt the store is
-    valid, with the old or the new roots; give the same command again.
+    verified by their checksums. Chunks stay on their CSDs as far as the loads allow.
+    Files that stay on their file system are not copied. After an interruption the store
+    is valid, with the old or the new roots; call it again with the same roots.
 
     Args:
       path: the store.
-      csd_roots: existing directories, absolute, each on a drive of its own. The
-        caller vouches for them: those of them that the store has already are believed
-        to be its own where nothing there says so.
+      csd_roots: existing absolute directories, each on a different drive. A root that
+        the store has already is accepted even without a note of its owner.
       progress: called with the bytes of files done and in all.
 
     Raises:
-      ValueError: a root is not there, or given twice.
+      ValueError: a root is missing, or given twice.
       StoreLockedError: a run has the store open.
-      StoreFormatError: no store, or no step is committed.
-      StoreMismatchError: a checkpoint holds other arrays than the store.
+      StoreFormatError: the path is not a store, or no step is committed.
+      StoreMismatchError: a checkpoint has other arrays than the store.
       StoreSpaceError: a drive has too little room; nothing was moved.
-      StoreCorruptError: a chunk is not what was written; nothing was changed.
+      StoreCorruptError: a chunk is damaged; nothing was changed.
       StoreIOError: a drive failed.
     """
     _check_roots(csd_roots)
@@ -123,9 +122,8 @@ def rebalance(
 def finish_rebalance(directory: StoreDirectory) -> None:
     """Completes a rebalance that was interrupted after it had replaced the manifest.
 
-    Removes what it has left at the chunks' old places. The caller is the store's one
-    writer, and holds the lock of the checkpoints. Does nothing where none was
-    interrupted there.
+    Removes the files at the chunks' old places. The caller is the store's writer, and
+    holds the lock of the checkpoints. Without such a rebalance it does nothing.
     """
     journal = read_journal(directory)
     if journal is None or journal[1] != directory.manifest:
@@ -144,7 +142,7 @@ def finish_rebalance(directory: StoreDirectory) -> None:
                 file = new.step_path(f"checkpoints/{name}/jaxinf.json")
                 moved.write(file)
         new.sync()
-        if old.manifest.csds:  # else the links have taken the files' places
+        if old.manifest.csds:  # without CSDs, links have replaced the files
             for move in moves:
                 move.source.unlink(missing_ok=True)
         _remove_csds(old, keep=new.manifest)
@@ -152,7 +150,7 @@ def finish_rebalance(directory: StoreDirectory) -> None:
         fsync_directory(directory.path)
 
 
-# --- what moves ----------------------------------------------------------------------
+# --- the moves -----------------------------------------------------------------------
 
 
 def _check_roots(roots: Sequence[Path]) -> None:
@@ -169,7 +167,7 @@ def _check_roots(roots: Sequence[Path]) -> None:
 
 
 def _target(old: StoreDirectory, csd_roots: Sequence[Path]) -> Manifest:
-    """The same store with its chunks on these CSDs."""
+    """Returns the store with its chunks on these CSDs."""
     if old.committed_slot() is None:
         raise StoreFormatError(
             f"{old.path}: expected a committed step, found a store whose making was "
@@ -190,11 +188,11 @@ def _target(old: StoreDirectory, csd_roots: Sequence[Path]) -> Manifest:
 def _moves(
     old: StoreDirectory, new: StoreDirectory, *, is_done: bool = False
 ) -> Iterator[_Move]:
-    """The files whose place changes, those that hold a step first.
+    """Yields the files whose place changes, those of committed steps first.
 
     Args:
-      old, new: before and after.
-      is_done: whether they have moved: then nothing is asked about their contents.
+      old, new: the store before and after.
+      is_done: whether they have moved already; then no checksums are read.
     """
     committed = old.committed_slot()
     steps = [committed, *(f"checkpoints/{name}" for name in checkpoint_names(old))]
@@ -242,7 +240,7 @@ def _report(old: StoreDirectory, new: StoreDirectory) -> Rebalanced:
 
 
 def _check_space(moves: Sequence[_Move], new: StoreDirectory) -> None:
-    """Counts what other file systems get; what is shared there once."""
+    """Checks room for copies to other file systems; shared files count once."""
     needs: dict[Path, int] = defaultdict(int)
     seen: set[tuple[int, int]] = set()
     roots = {new.csd_directory(csd) for csd in range(new.num_csds)}
@@ -261,7 +259,7 @@ def _check_space(moves: Sequence[_Move], new: StoreDirectory) -> None:
 
 
 def _abandon(old: StoreDirectory, new: StoreDirectory) -> None:
-    """Removes what an earlier, interrupted call has brought to other places."""
+    """Removes files that an interrupted call has made at other places."""
     journal = read_journal(old)
     if journal is None:
         return
@@ -280,7 +278,7 @@ def _abandon(old: StoreDirectory, new: StoreDirectory) -> None:
 
 
 def _remove_csds(directory: StoreDirectory, keep: Manifest) -> None:
-    """Removes the store's directories on CSDs that it has no more."""
+    """Removes the store's directories on CSDs that it no longer has."""
     for csd, root in enumerate(directory.manifest.csds):
         if root in keep.csds:
             continue
@@ -288,7 +286,7 @@ def _remove_csds(directory: StoreDirectory, keep: Manifest) -> None:
         for name in (*SLOTS, "checkpoints"):
             shutil.rmtree(data / name, ignore_errors=True)
         (data / "store.json").unlink(missing_ok=True)
-        if data.is_dir() and not any(data.iterdir()):  # a snapshot stays to its end
+        if data.is_dir() and not any(data.iterdir()):  # a snapshot may still be there
             data.rmdir()
 
 
@@ -298,7 +296,7 @@ def _remove_csds(directory: StoreDirectory, keep: Manifest) -> None:
 def _bring_all(
     moves: Sequence[_Move], new: StoreDirectory, progress: ProgressCallback | None
 ) -> None:
-    """Makes every target, beside what the store uses; durable on return."""
+    """Makes every new file durably, beside the files in use."""
     make_csds(new)
     made: dict[tuple[int, int], Path] = {}
     total, done = sum(move.num_bytes for move in moves), 0
@@ -334,7 +332,7 @@ def _bring(move: _Move, made: dict[tuple[int, int], Path], pool: BufferPool) -> 
 def _is_there(
     move: _Move, inode: tuple[int, int], made: dict[tuple[int, int], Path]
 ) -> bool:
-    """Whether an earlier call has made this file, and it is still valid."""
+    """Whether an earlier call has made this file, and the file is still valid."""
     target = move.target
     if not target.exists():
         return False
@@ -349,7 +347,7 @@ def _is_there(
 
 
 def _copy(move: _Move, target: Path, file_bytes: int, pool: BufferPool) -> None:
-    """Copies a chunk to another file system; of one that holds no step, the room."""
+    """Copies a chunk to another file system; without a step, only allocates it."""
     pages = -(-move.num_bytes // PAGE_BYTES) * PAGE_BYTES
     allocate_file(target, file_bytes, min(pages, file_bytes))
     if move.expected is None:
@@ -379,7 +377,7 @@ def _switch(old: StoreDirectory, new: StoreDirectory) -> None:
 
 
 def _point(link: Path, target: Path) -> None:
-    """Makes a chunk's name in the store a symlink to where it is; atomically."""
+    """Makes a chunk's name in the store a symlink to its file, atomically."""
     if link.is_symlink() and os.readlink(link) == str(target):
         return
     temporary = link.with_name(link.name + ".new")

@@ -1,7 +1,7 @@
-"""What the documents of a store may say, as data.
+"""Schemas of a store's documents.
 
-Invariant: of a document that fits its schema no key is missing and no value is of
-another type or out of range; how values fit each other is its reader's to check.
+Invariant: a document that fits its schema has all keys, and values of the right type
+and range. Its reader checks whether the values fit each other.
 """
 
 from jaxinf.schema import (
@@ -21,7 +21,7 @@ from jaxinf.schema import (
 __all__ = ["JOURNAL", "LOCK", "MANIFEST", "MOST_STEP", "PLAN", "RECORD"]
 
 MOST_STEP = 2**31 - 1
-"""The step of a state is an int32."""
+"""The largest step: the state's step is an int32."""
 
 _DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"),
@@ -118,7 +118,7 @@ LOCK = Record(
     },
     others=ANYTHING,
 )
-"""``lock``, for messages alone."""
+"""``lock``, which is read for messages only."""
 
 PLAN = Record(
     {

@@ -33,12 +33,13 @@ _DOCUMENTS = (
 
 @dataclass(frozen=True)
 class PinnedStep:
-    """A committed step that stays while it is pinned.
+    """A committed step that does not change while it is pinned.
 
     Attributes:
       directory: the store as it was when the step was pinned; since then its chunks may
         have moved to other CSDs.
-      path: laid out like a slot: a zarr group, an Orbax checkpoint, ``commit.json``.
+      path: a directory with a slot's layout: a zarr group, an Orbax checkpoint,
+        ``commit.json``.
     """
 
     directory: StoreDirectory
@@ -47,7 +48,7 @@ class PinnedStep:
 
 @contextlib.contextmanager
 def snapshot(directory: StoreDirectory) -> Iterator[Path]:
-    """As `pinned_step`; yields its path alone."""
+    """Like `pinned_step`, but yields only the path."""
     with pinned_step(directory) as step:
         yield step.path
 
@@ -72,7 +73,7 @@ def pinned_step(directory: StoreDirectory) -> Iterator[PinnedStep]:
 
 
 def _pin(directory: StoreDirectory, place: str) -> tuple[StoreDirectory, LockFile]:
-    """Makes the links; the store then, and the lock that says it is in use."""
+    """Makes the links; returns the store as read then, and the snapshot's lock."""
     root = directory.step_path(place)
     with contextlib.ExitStack() as undo:
         with (
@@ -109,13 +110,13 @@ def _own(root: Path) -> LockFile:
 
 
 def prune_snapshots(directory: StoreDirectory) -> None:
-    """Removes snapshots whose process is gone; the caller is the store's writer."""
+    """Removes snapshots of ended processes; the caller is the store's writer."""
     root = directory.path / "snapshots"
     if not root.is_dir():
         return
     with lock_exclusively(directory.publish_lock):
         for entry in root.iterdir():
-            # Its owner may be removing it at this moment.
+            # The snapshot's owner may be removing it at this moment.
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 _remove_if_stale(directory, entry)
 

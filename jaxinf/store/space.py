@@ -1,4 +1,4 @@
-"""What chunk files take on drives, and whether there is room for it.
+"""The space of chunk files on drives, and the check for room.
 
 Invariant: space is refused before anything is written.
 """
@@ -16,7 +16,7 @@ __all__ = ["check_free_space", "stored_bytes"]
 
 
 def stored_bytes(chunk: Chunk, state: StateRecord) -> int:
-    """Bytes that one slot's file of a leaf's chunk takes on the drive: whole pages."""
+    """Returns the bytes of a chunk's file in one slot on the drive: whole pages."""
     if not chunk.num_elements:
         return 0
     num_elements = state.num_elements(chunk.num_elements)
@@ -25,14 +25,14 @@ def stored_bytes(chunk: Chunk, state: StateRecord) -> int:
 
 
 def check_free_space(needs: Mapping[Path, int], what: str, remedy: str) -> None:
-    """Refuses what file systems have no room for.
+    """Refuses needs for which file systems have no room.
 
     Args:
       needs: bytes below each directory, which need not exist.
       what, remedy: parts of the message.
 
     Raises:
-      StoreSpaceError: naming the file system, what is needed and what is free.
+      StoreSpaceError: names the file system, the bytes needed and the bytes free.
     """
     per_device: dict[int, list[tuple[Path, int]]] = defaultdict(list)
     for directory, need in needs.items():

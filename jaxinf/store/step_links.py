@@ -1,6 +1,6 @@
-"""The symbolic links of a store, each as the format makes it.
+"""The symbolic links that the format has in a store.
 
-Invariant: what a link should say is computed from the manifest; no link is followed.
+Invariant: a link's expected target is computed from the manifest; no link is followed.
 """
 
 import os
@@ -14,7 +14,7 @@ __all__ = ["link_problem", "step_links"]
 
 
 def step_links(directory: StoreDirectory, place: str) -> Iterator[tuple[Path, Path]]:
-    """The links of a step, and what each should say.
+    """Yields the links of a step, each with its expected target.
 
     Args:
       directory: the store.
@@ -39,7 +39,7 @@ def step_links(directory: StoreDirectory, place: str) -> Iterator[tuple[Path, Pa
 
 
 def link_problem(link: Path, expected: Path) -> str | None:
-    """What is wrong with a link; None where nothing is."""
+    """Describes the error of a link; None if it is correct."""
     try:
         found = os.readlink(link)
     except FileNotFoundError:

@@ -1,6 +1,7 @@
-"""Checksums of what other tools read beside the chunks of a step.
+"""Checksums of the documents that other tools read beside the chunks of a step.
 
-Invariant: they are of the files' bytes; what differs from them was not written here.
+Invariant: they are checksums of the files' bytes, so a file with another checksum was
+not written by jaxinf.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,7 +16,7 @@ from jaxinf.store.manifest import Manifest
 __all__ = ["ARRAYS", "STOCK_DOCUMENTS", "document_checksum", "stock_documents"]
 
 ARRAYS = "*/zarr.json"
-"""The name of all arrays' metadata together."""
+"""The common name of all arrays' metadata."""
 
 _NAMES = ("zarr.json", "_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt")
 
@@ -24,21 +25,23 @@ STOCK_DOCUMENTS = (*_NAMES, ARRAYS)
 
 
 def stock_documents(step: Path, manifest: Manifest) -> dict[str, str]:
-    """The CRC-32C of a step's documents in other formats, 8 hex digits, by name.
+    """Returns CRC-32Cs of a step's documents in other formats, 8 hex digits, by name.
+
+    The arrays' ``zarr.json`` are one entry, as if they were one file, in the manifest's
+    order of leaves and states.
 
     Args:
       step: a slot or a checkpoint.
-      manifest: of the store. The arrays' ``zarr.json`` are one entry, as if they were
-        one file, in its order of leaves and states.
+      manifest: manifest of the store.
 
     Raises:
-      StoreIOError: one is missing, or the drive failed.
+      StoreIOError: a document is missing, or the drive failed.
     """
     return {name: document_checksum(step, manifest, name) for name in STOCK_DOCUMENTS}
 
 
 def document_checksum(step: Path, manifest: Manifest, name: str) -> str:
-    """One of `stock_documents`."""
+    """Returns the checksum of one of `stock_documents`."""
     files = _arrays(step, manifest) if name == ARRAYS else [step / name]
     return _checksum(files)
 

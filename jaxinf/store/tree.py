@@ -1,11 +1,11 @@
-"""What lies below a store and its directories on CSDs: files, and our own links.
+"""Checks all entries below a store and its directories on CSDs.
 
       STORE ── every entry ──► directory: descend    file: fine
                                link: one that the format makes, or refused
                                pipe, device, socket: refused
 
-Invariant: links are read and compared, never followed; nothing is opened but
-directories. So what is written below a tree that was scanned stays in it.
+Invariant: links are read and compared, never followed, and only directories are opened.
+So later writes below a scanned tree stay in it.
 """
 
 import os
@@ -22,10 +22,10 @@ __all__ = ["chunk_link_roots", "scan_csd"]
 _MOST_LEVELS = 64
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
-# What is before the place of a chunk on a CSD: the CSD root, and the store's directory.
+# The part of a path before a chunk's place on a CSD: CSD root and store's directory.
 _BEFORE = re.compile(r"(/.*)?/jaxinf-[0-9a-f]{32}")
 _STEPS = ("checkpoints", "snapshots")
-# What is ours there; anything else is not touched, and may be what it is.
+# Names of the format; other entries are not touched, and may be anything.
 _NAMES = {
     *("jaxinf.json", "rebalance.json", "lock", "publish.lock", "checkpoints.lock"),
     *("current", "current.tmp", "slots", "checkpoints", "snapshots", "stream"),
@@ -38,17 +38,17 @@ _REMEDY = (
 
 
 def chunk_link_roots(store: Path) -> set[str]:
-    """Looks at every entry of a store; blocks.
+    """Checks every entry of a store; blocks.
 
     Args:
-      store: its directory, which the caller's path may reach by links.
+      store: the store's directory; the path to it may have links.
 
     Returns:
       The directories on CSDs that the links of chunks lead to.
 
     Raises:
-      StoreFormatError: there is a link that the format does not make, or something
-        that is neither a file nor a directory.
+      StoreFormatError: a link does not belong to the format, or an entry is neither a
+        file nor a directory.
       StoreIOError: a directory cannot be read.
     """
     found = set()
@@ -65,10 +65,10 @@ def chunk_link_roots(store: Path) -> set[str]:
 
 
 def scan_csd(folder: Path) -> None:
-    """Looks at every entry of a store's directory on a CSD; blocks.
+    """Checks every entry of a store's directory on a CSD; blocks.
 
     Raises:
-      StoreFormatError: something there is neither a file nor a directory.
+      StoreFormatError: an entry is neither a file nor a directory.
       StoreIOError: a directory is missing or cannot be read.
     """
     with translated("scan", folder):
@@ -79,7 +79,7 @@ def scan_csd(folder: Path) -> None:
 def _links(
     directory: int, top: Path, parts: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], str]]:
-    """The links below an open directory, which is closed, and where they point."""
+    """Yields the links below an open directory, with their targets, and closes it."""
     folders = []
     try:
         if len(parts) > _MOST_LEVELS:
@@ -96,7 +96,7 @@ def _links(
                         yield here, os.readlink(entry.name, dir_fd=directory)
                     elif not entry.is_file(follow_symlinks=False):
                         _check_file(directory, here, top)
-                except FileNotFoundError:  # a writer beside this has taken it away
+                except FileNotFoundError:  # a running writer has removed it
                     continue
         for name in folders:
             try:
@@ -110,14 +110,14 @@ def _links(
 
 
 def _check_file(directory: int, parts: tuple[str, ...], top: Path) -> None:
-    """Refuses what is still there, and is no file."""
+    """Refuses an entry that is still there and is not a file."""
     mode = os.stat(parts[-1], dir_fd=directory, follow_symlinks=False).st_mode
     if not stat.S_ISREG(mode):
         raise _refused(top.joinpath(*parts), "something that is no file")
 
 
 def _is_fixed(parts: tuple[str, ...], target: str) -> bool:
-    """Whether it is one of the links within a store."""
+    """Whether a link is one of those within a store."""
     if parts in (("current",), ("current.tmp",)):
         return target in ("slots/a", "slots/b")
     if len(parts) == 3 and parts[0] == "checkpoints":
@@ -128,12 +128,12 @@ def _is_fixed(parts: tuple[str, ...], target: str) -> bool:
 
 
 def _chunk_root(parts: tuple[str, ...], target: str) -> str | None:
-    """Where a chunk's link leads: to its own name on a CSD, or None."""
+    """Returns the directory on a CSD that a chunk's link leads to; None if invalid."""
     steps, *rest = parts
     if len(rest) < 3 or rest[2] != "c":  # slot or name, array, "c", the chunk's key
         return None
     place, *file = rest
-    if file[-1].endswith(".new"):  # of a rebalance that was cut short
+    if file[-1].endswith(".new"):  # left by an interrupted rebalance
         file[-1] = file[-1].removesuffix(".new")
     end = "/" + "/".join((place, *file))
     if steps in _STEPS:
@@ -141,7 +141,7 @@ def _chunk_root(parts: tuple[str, ...], target: str) -> str | None:
     elif steps != "slots" or place not in ("a", "b"):
         return None
     if steps == "checkpoints" and place.startswith((".new-", ".gone-")):
-        # Being made or removed: the links are of the name that it gets, or had.
+        # While it is made or removed, links have its later or earlier name.
         words = target.split("/")
         if len(words) <= len(file) + 1 or words[-len(file) - 1] in ("", ".", ".."):
             return None

@@ -1,7 +1,7 @@
-"""A committed step's files held against its record, chunk by chunk.
+"""Compares a committed step's files with its record, chunk by chunk.
 
-Invariant: only reads, through one small buffer a thread; every damage is found, not the
-first alone, and none is reported twice for a file that two steps share.
+Invariant: files are only read, through one small buffer for each thread. All damage is
+found, not only the first, and a file that two steps share is reported once.
 """
 
 import os
@@ -37,13 +37,13 @@ __all__ = ["Verifier", "step_bytes"]
 
 @dataclass(frozen=True)
 class _ChunkFile:
-    """A chunk's file, and what it should hold.
+    """A chunk's file, and its expected content.
 
     Attributes:
       file: its name in the step.
       what: leaf, state, chunk and CSD.
-      num_bytes: of its elements.
-      file_bytes: its length, padding included, without which stock readers refuse it.
+      num_bytes: bytes of its elements.
+      file_bytes: its length with padding, since stock readers refuse shorter files.
       expected: CRC-32C of the elements.
     """
 
@@ -58,7 +58,7 @@ _Seen: TypeAlias = dict[tuple[int, int], int]
 
 
 def step_bytes(directory: StoreDirectory) -> int:
-    """Bytes of state in one committed step, padding left out."""
+    """Returns the bytes of state in one committed step, without padding."""
     return sum(
         directory.state_bytes(number, chunk, state)
         for number, leaf in enumerate(directory.manifest.leaves)
@@ -68,11 +68,11 @@ def step_bytes(directory: StoreDirectory) -> int:
 
 
 class Verifier:
-    """Verifies steps of one store; a file that several share is read once.
+    """Verifies steps of one store; a file that several steps share is read once.
 
     Args:
       directory: the store.
-      num_workers: threads that read.
+      num_workers: number of threads that read.
     """
 
     def __init__(self, directory: StoreDirectory, *, num_workers: int = 4) -> None:
@@ -83,10 +83,10 @@ class Verifier:
     def verify(
         self, step_path: Path, progress: ProgressCallback | None = None
     ) -> list[Damage]:
-        """All that is wrong with a step; empty if nothing is.
+        """Returns all damage of a step.
 
         Args:
-          step_path: a slot, a checkpoint, or what `snapshot` yields.
+          step_path: a slot, a checkpoint, or a snapshot.
           progress: called with the bytes done and in all.
         """
         record_path = step_path / "commit.json"
@@ -99,7 +99,7 @@ class Verifier:
         damages += self._documents(step_path)
         damages += self._checkpoint_documents(step_path, place or "")
         for damage in self._sealed(step_path, record):
-            if damage.what != ARRAYS or not damages:  # else it is named already
+            if damage.what != ARRAYS or not damages:  # otherwise it is listed already
                 damages.append(damage)
         total, done = step_bytes(self._directory), 0
         with (
@@ -118,10 +118,10 @@ class Verifier:
         return damages
 
     def links(self, place: str) -> list[Damage]:
-        """Links of a step that are missing, or lead elsewhere than the format's.
+        """Returns links of a step that are missing or have a wrong target.
 
         Args:
-          place: as of `StoreDirectory.step_path`.
+          place: as for `StoreDirectory.step_path`.
         """
         step_path = self._directory.step_path(place)
         return [
@@ -131,7 +131,7 @@ class Verifier:
         ]
 
     def _place(self, step_path: Path) -> str | None:
-        """What `step_path` is called in the store; None for a copy elsewhere."""
+        """Returns the step's place in the store; None for a copy elsewhere."""
         if not step_path.is_relative_to(self._directory.path):
             return None
         parts = step_path.relative_to(self._directory.path).parts
@@ -140,7 +140,7 @@ class Verifier:
         return parts[1] if parts[:1] == ("slots",) else "/".join(parts)
 
     def _checkpoint_documents(self, step_path: Path, place: str) -> Iterator[Damage]:
-        """The manifest of a checkpoint, and what Orbax knows it by."""
+        """Checks a checkpoint's manifest, and the documents that Orbax needs."""
         if not place.startswith("checkpoints/"):
             return
         file, manifest = step_path / "jaxinf.json", self._directory.manifest
@@ -211,7 +211,7 @@ class Verifier:
                     )
 
     def _sealed(self, step_path: Path, record: CommitRecord) -> Iterator[Damage]:
-        """The documents of which the record has checksums."""
+        """Checks the documents that have checksums in the record."""
         for name in STOCK_DOCUMENTS:
             expected = record.documents.get(name)
             if expected is None:
@@ -228,7 +228,7 @@ class Verifier:
                 yield Damage(step_path, step_path / name, name, problem)
 
     def _documents(self, step_path: Path) -> Iterator[Damage]:
-        """The zarr metadata by which other tools read the arrays."""
+        """Checks the zarr metadata, by which other tools read the arrays."""
         for leaf in self._directory.manifest.leaves:
             for state in leaf.states:
                 file = step_path / leaf.array_name(state.name) / "zarr.json"

@@ -15,10 +15,10 @@ __all__ = ["find_leaf", "open_array"]
 
 
 def find_leaf(manifest: Manifest, state: str, leaf: str) -> LeafRecord:
-    """The record of a leaf by the name `jaxinf inspect` prints.
+    """Returns the record of a leaf by its name as `jaxinf inspect` prints it.
 
     Raises:
-      ValueError: no such leaf, or it has no such state; lists what there is.
+      ValueError: there is no such leaf or state; lists the existing ones.
     """
     for record in manifest.leaves:
         if record.name == leaf.strip("/"):
@@ -35,11 +35,11 @@ def find_leaf(manifest: Manifest, state: str, leaf: str) -> LeafRecord:
 
 
 def open_array(slot_path: Path, record: LeafRecord, state: str) -> Any:
-    """A leaf's state in a slot or a snapshot.
+    """Opens a leaf's state in a slot or a snapshot.
 
     Args:
-      slot_path: a slot, `current`, or what `snapshot` yields.
-      record: from `find_leaf`.
+      slot_path: a slot, `current`, or a snapshot.
+      record: the leaf's record.
       state: ``"params"`` for the master params, or an optax field's name.
 
     Returns:

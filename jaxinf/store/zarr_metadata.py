@@ -1,7 +1,7 @@
-"""The JSON documents by which zarr v3 and Orbax recognise a slot.
+"""The JSON documents of a slot for readers of zarr v3 and for Orbax.
 
-Invariant: these describe raw chunk files and nothing else: codec ``bytes``, little
-endian, so that a chunk file is the array's memory.
+Invariant: they describe raw chunk files: with the codec ``bytes``, little endian, a
+chunk file is the array's memory.
 """
 
 from collections.abc import Sequence
@@ -24,26 +24,26 @@ __all__ = [
 COMMIT_SUCCESS_TEXT = "Checkpoint commit was successful.\n"
 
 ORBAX_ITEM = "default"
-"""The name by which Orbax's CheckpointManager knows a checkpoint's only tree."""
+"""The name of a checkpoint's only tree for Orbax's CheckpointManager."""
 
 ORBAX_STATE = "state"
-"""The name by which its newer Checkpointer does."""
+"""The name of that tree for Orbax's newer Checkpointer."""
 
 
 def group_metadata() -> dict[str, Any]:
-    """``zarr.json`` of a slot."""
+    """Returns ``zarr.json`` of a slot."""
     return {"zarr_format": 3, "node_type": "group", "attributes": {}}
 
 
 def array_metadata(
     shape: Sequence[int], chunk_shape: Sequence[int], dtype: str
 ) -> dict[str, Any]:
-    """``zarr.json`` of one array.
+    """Returns ``zarr.json`` of one array.
 
     Args:
       shape: the leaf's natural shape.
-      chunk_shape: every entry at least 1.
-      dtype: a NumPy dtype name, which for all dtypes stored here is zarr's name too.
+      chunk_shape: the chunk shape; every entry is at least 1.
+      dtype: NumPy's name of the dtype; zarr has the same name for all stored dtypes.
     """
     return {
         "zarr_format": 3,
@@ -62,7 +62,7 @@ def array_metadata(
 
 
 def orbax_tree_metadata(keys: Sequence[tuple[str, ...]]) -> dict[str, Any]:
-    """``_METADATA``: the pytree that Orbax restores, as nested dicts.
+    """Returns ``_METADATA``: the pytree that Orbax restores, as nested dicts.
 
     Args:
       keys: for each array its state name followed by the leaf's path.
@@ -86,10 +86,10 @@ def orbax_tree_metadata(keys: Sequence[tuple[str, ...]]) -> dict[str, Any]:
 def orbax_checkpoint_metadata(
     timestamp_ns: int, *, is_item: bool = False
 ) -> dict[str, Any]:
-    """``_CHECKPOINT_METADATA``: what marks a directory as an Orbax checkpoint.
+    """Returns ``_CHECKPOINT_METADATA``, which marks a directory as a checkpoint.
 
     Args:
-      timestamp_ns: of its creation.
+      timestamp_ns: time of its creation.
       is_item: whether the tree is the item `ORBAX_ITEM` of a checkpoint, as
         CheckpointManager expects, rather than the checkpoint itself.
     """
