@@ -34,7 +34,8 @@ names of primitives         an unknown one: ``tx.init`` refuses the optimizer an
                             the primitive
 parameters of primitives    an unknown one: ``KeyError`` in ``tx.init``
 tracebacks of equations     not promised. Others: a refusal does not say which optax
-                            transformation the primitive came from
+                            transformation the primitive came from; a warning of large
+                            arrays in a loss function fails
 key classes, ``keystr``     of ``jax.tree_util``. Other classes: names of leaves, or of
                             scalars, are not those of a store, which is refused.
                             Another text: error messages have it; no file does
@@ -57,6 +58,7 @@ import jax
 import optax
 from jax.core import Tracer
 from jax.experimental import io_callback
+from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.tree_util import (
@@ -107,6 +109,7 @@ __all__ = [
     "select_primitive",
     "shard_map",
     "source_frames",
+    "source_line",
     "static_params",
     "without_examples",
 ]
@@ -328,6 +331,11 @@ def source_frames(source: Any) -> list[tuple[str, str]]:
 
 
 # ---- trees
+
+
+def source_line(eqn: Any) -> str:
+    """The user's line that an equation comes from: ``file:line:column (function)``."""
+    return source_info_util.summarize(eqn.source_info)
 
 
 def key_name(key: Any) -> str:

@@ -22,7 +22,7 @@ from jaxinf.stream.schedule import schedule
 from jaxinf.stream.trace import Traced, trace
 from jaxinf.typing import PyTree
 
-__all__ = ["PLAN_VERSION", "Plan", "Prepared", "prepare"]
+__all__ = ["PLAN_VERSION", "Plan", "Prepared", "least_bytes", "prepare"]
 
 PLAN_VERSION = 1
 """Changed whenever equal cuts would give other programs, and so other bits."""
@@ -113,7 +113,7 @@ class Prepared:
         """
         best: tuple[int, Plan] | None = None
         for plan in self._plans(budget_bytes, policy):
-            peak = plan.calls.peak_bytes(defaultdict(int))
+            peak = least_bytes(plan)
             if measure is None:
                 peak = plan.peak_bytes
             elif peak <= budget_bytes:
@@ -167,6 +167,11 @@ class Prepared:
         index = "".join(f"[{i}]" for i in piece.index)
         rows = f"[{piece.rows[0]}:{piece.rows[1]}]" if piece.rows else ""
         return f"{self.traced.names[piece.leaf]}{index}{rows}"
+
+
+def least_bytes(plan: Plan) -> int:
+    """The memory that a plan takes at least: that without temporaries."""
+    return plan.calls.peak_bytes(defaultdict(int))
 
 
 def prepare(

@@ -5,6 +5,7 @@ asynchronous dispatch alone every param would be in memory at once.
 """
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -59,6 +60,9 @@ class Runner:
     Args:
       plan: The plan.
       executables: As for `compile_plan`.
+
+    Attributes:
+      dispatched_s: Time that the last step took to hand programs to the device.
     """
 
     def __init__(self, plan: Plan, executables: Executables | None = None) -> None:
@@ -66,6 +70,7 @@ class Runner:
         self._executables = compile_plan(
             plan, {} if executables is None else executables
         )
+        self.dispatched_s = 0.0
         self._in_flight: deque[tuple[int, jax.Array | None]] = deque()
         self._numbers: dict[int, jax.Array] = {}
         self._consts = [jax.numpy.asarray(c) for c in plan.traced.consts]
@@ -92,6 +97,7 @@ class Runner:
         leaves = [jax.numpy.asarray(leaf) for leaf in jax.tree.leaves(batch)]
         slots: dict[Slot, jax.Array] = {}
         in_flight = self._in_flight
+        self.dispatched_s = 0.0
 
         def await_first() -> None:
             number, output = in_flight.popleft()
@@ -150,7 +156,11 @@ class Runner:
                 case Number():
                     return self._number(ref.number)
 
-        return self._executables[call.program.key](*map(read, call.inputs))
+        inputs = [read(ref) for ref in call.inputs]
+        began_s = time.perf_counter()
+        outputs = self._executables[call.program.key](*inputs)
+        self.dispatched_s += time.perf_counter() - began_s
+        return outputs
 
     def _number(self, number: int) -> jax.Array:
         if number not in self._numbers:

@@ -37,10 +37,10 @@ from jaxinf.stream.memory import (
     return_freed_memory,
 )
 from jaxinf.stream.places import Places, Unit, shard_counts
-from jaxinf.stream.plan import Plan, Prepared, prepare
+from jaxinf.stream.plan import Plan, Prepared, least_bytes, prepare
 from jaxinf.stream.run import Executables, Runner, compiled_bytes
 from jaxinf.stream.spill import Spill
-from jaxinf.stream.trace import abstract
+from jaxinf.stream.trace import abstract, check_params
 from jaxinf.stream.updates import (
     NonFinitePolicy,
     Updates,
@@ -228,7 +228,8 @@ class StreamedStep:
 
         Raises:
           StoreMismatchError: The store holds another tree or optimizer.
-          StreamError: A leaf is too large to be made.
+          StreamError: A leaf is too large to be made, or the loss function cannot be
+            streamed; nothing is written.
         """
         maker = trace_params(init_fn, *args)
         self._bind(maker.avals, lambda room: maker.leaves(room), batch)
@@ -242,7 +243,10 @@ class StreamedStep:
 
         Raises:
           StoreMismatchError: The store holds another tree or optimizer.
+          StreamError: A leaf is not an array of floating-point numbers, or the loss
+            function cannot be streamed; nothing is written.
         """
+        check_params(params)
         leaves = jax.tree.leaves(params)
         self._bind(abstract(params), lambda _: map(np.asarray, leaves), batch)
 
@@ -253,8 +257,8 @@ class StreamedStep:
         batch: PyTree,
     ) -> None:
         training = self.store.training
-        pieces = () if batch is None else self._prepare(avals, batch).gradient_pieces
-        shapes = [leaf.shape for leaf in jax.tree.leaves(avals)]
+        shapes = [leaf.shape for leaf in check_params(avals)]
+        pieces = () if batch is None else self._fitting(avals, batch).gradient_pieces
         counts = shard_counts(shapes, pieces)
         update, first = trace_update(self._tx, avals), trace_init(self._tx, avals)
         check_program(update)
@@ -269,6 +273,15 @@ class StreamedStep:
                     description, number, leaf, [0] * leaf.ndim, inputs[number]
                 )
             training.finish_initialisation(scalars)
+
+    def _fitting(self, avals: PyTree, batch: PyTree) -> Prepared:
+        """Traces the loss function, and refuses one that no plan can fit in memory."""
+        ready, options = self._prepare(avals, batch), self._options
+        sizes = ready.lifetimes.sizes
+        largest = max((sizes[piece] for piece in ready.gradient_pieces), default=0)
+        division = divide(options.memory_bytes, 0, largest)
+        ready.plan(division.programs, options.policy, least_bytes)
+        return ready
 
     def _prepare(self, avals: PyTree, batch: PyTree) -> Prepared:
         return prepare(self._loss_fn, avals, batch, has_aux=self._options.has_aux)

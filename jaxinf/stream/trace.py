@@ -7,18 +7,19 @@ stored.
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinf.compat import key_name
+from jaxinf.compat import ClosedJaxpr, key_name, source_line
 from jaxinf.errors import StreamError
 from jaxinf.stream.graph import aval_bytes
 from jaxinf.typing import PyTree
 
-__all__ = ["Traced", "abstract", "trace"]
+__all__ = ["Traced", "abstract", "check_params", "trace"]
 
 _LARGE_CONSTS_BYTES = 1 << 20
 
@@ -47,10 +48,20 @@ class Traced:
     aux_tree: Any
     seed_dtype: Any
 
-    @property
+    @cached_property
     def consts(self) -> Sequence[Any]:
-        """Arrays that the loss function closed over."""
-        return self.closed.consts
+        """Arrays that the loss function, or one that it calls, closed over."""
+        return [const for const, _ in _closed_over(self.closed).values()]
+
+
+def check_params(params: PyTree) -> list[jax.ShapeDtypeStruct]:
+    """The leaves of params as abstract values.
+
+    Raises:
+      StreamError: One of them is not an array of floating-point numbers.
+    """
+    paths, _ = jax.tree_util.tree_flatten_with_path(params)
+    return [_param_leaf(_path_name(path), leaf) for path, leaf in paths]
 
 
 def abstract(tree: PyTree) -> PyTree:
@@ -75,9 +86,7 @@ def trace(
     """
     paths, params_tree = jax.tree_util.tree_flatten_with_path(params)
     names = tuple(_path_name(path) for path, _ in paths)
-    leaves = [
-        _param_leaf(name, leaf) for name, (_, leaf) in zip(names, paths, strict=True)
-    ]
+    leaves = check_params(params)
     batch_leaves, batch_tree = jax.tree.flatten(abstract(batch))
     out = jax.eval_shape(
         loss_fn,
@@ -104,7 +113,7 @@ def trace(
     seed = jax.ShapeDtypeStruct((), loss.dtype)
     closed = jax.make_jaxpr(loss_and_gradients)(leaves, batch_leaves, seed)
     _check_effects(closed)
-    _warn_of_consts(closed.consts)
+    _warn_of_consts(closed)
     return Traced(
         closed,
         names,
@@ -201,15 +210,37 @@ def _effectful(jaxpr: Any) -> set[str]:
     return found
 
 
-def _warn_of_consts(consts: Sequence[Any]) -> None:
-    large = [const for const in consts if hasattr(const, "shape")]
-    total_bytes = sum(aval_bytes(const) for const in large)
+def _closed_over(closed: Any) -> dict[int, tuple[Any, Any]]:
+    """Arrays that `closed` and the functions that it calls close over.
+
+    Returns:
+      By identity, each array with the first equation that reads it, if any does.
+    """
+    found: dict[int, tuple[Any, Any]] = {}
+    eqns = closed.jaxpr.eqns
+    for const, var in zip(closed.consts, closed.jaxpr.constvars, strict=True):
+        readers = (eqn for eqn in eqns if any(atom is var for atom in eqn.invars))
+        found.setdefault(id(const), (const, next(readers, None)))
+    for eqn in eqns:
+        for param in eqn.params.values():
+            for inner in param if isinstance(param, (tuple, list)) else (param,):
+                if isinstance(inner, ClosedJaxpr):
+                    found = {**_closed_over(inner), **found}
+    return found
+
+
+def _warn_of_consts(closed: Any) -> None:
+    found = _closed_over(closed).values()
+    large = [(const, eqn) for const, eqn in found if hasattr(const, "shape")]
+    total_bytes = sum(aval_bytes(const) for const, _ in large)
     if total_bytes <= _LARGE_CONSTS_BYTES:
         return
-    largest = max(large, key=aval_bytes)
+    largest, eqn = max(large, key=lambda one: aval_bytes(one[0]))
+    place = "" if eqn is None else f", read at {source_line(eqn)}"
     warnings.warn(
         f"the loss function closes over {len(large)} arrays of {total_bytes} bytes "
-        f"(the largest: {np.dtype(largest.dtype).name}{list(largest.shape)}), which "
-        "stay in memory and are not trained; pass them in params, or in the batch",
+        f"(the largest: {np.dtype(largest.dtype).name}{list(largest.shape)}{place}), "
+        "which stay in memory and are not trained; pass them in params, or in the "
+        'batch: step({**batch, "table": table})',
         stacklevel=4,
     )

@@ -7,7 +7,7 @@ import pytest
 from zoo import ZOO
 
 from jaxinf.errors import StreamError
-from jaxinf.stream import prepare
+from jaxinf.stream import Runner, prepare
 from jaxinf.stream.cut import choose_cuts
 from jaxinf.stream.graph import Piece
 
@@ -122,7 +122,7 @@ def test_plans_are_those_of_another_process(run_python):
 import sys
 sys.path.insert(0, sys.argv[1])
 from zoo import ZOO
-from jaxinf.stream import prepare
+from jaxinf.stream import Runner, prepare
 from jaxinf.stream.cut import choose_cuts
 given = ZOO["linen_remat"]()
 ready = prepare(given.loss, given.params, given.batch)
@@ -215,8 +215,30 @@ def test_large_closed_over_arrays_are_warned_of():
     def loss(params, batch):
         return jnp.sum(table @ jnp.ones(600)) * loss_of(params, batch)
 
-    with pytest.warns(UserWarning, match=r"1440000 bytes .*float32\[600, 600\]"):
+    line = loss.__code__.co_firstlineno + 1
+    found = (
+        rf"1440000 bytes .*float32\[600, 600\], read at .*test_plan.py:{line}:.*"
+        "in the batch: step"
+    )
+    with pytest.warns(UserWarning, match=found):
         prepare(loss, GOOD, BATCH)
+
+
+def test_arrays_closed_over_by_a_jit_within_are_known():
+    table = jnp.full((600, 600), 2.0)
+
+    @jax.jit
+    def inner(batch):
+        return jnp.sum(table @ jnp.resize(batch, 600))
+
+    def loss(params, batch):
+        return inner(batch) * loss_of(params, batch)
+
+    with pytest.warns(UserWarning, match="1440000 bytes"):
+        ready = prepare(loss, GOOD, BATCH)
+    plan = ready.plan(ready.smallest_bytes())
+    found, _ = Runner(plan)(BATCH, lambda _, piece: GOOD["w"], lambda *_: None)
+    assert float(found) == pytest.approx(float(loss(GOOD, BATCH)))
 
 
 def test_an_expensive_equation_is_never_run_by_two_programs():

@@ -330,6 +330,50 @@ def test_another_tree_is_refused(streamed):
         other.load([*program.params, {"w": normal(1, 4, 4), "b": normal(2, 4)}])
 
 
+def noisy(params, batch):
+    jax.debug.print("{}", batch)
+    return jnp.sum(params["w"])
+
+
+def looping(params, batch):
+    return jnp.sum(
+        jax.lax.while_loop(lambda w: jnp.sum(w) < 9, lambda w: 2 * w, params["w"])
+    )
+
+
+VAST = {"w": jax.ShapeDtypeStruct((4 << 20,), jnp.float32)}
+
+
+@pytest.mark.parametrize(
+    ("loss", "params", "error", "message"),
+    [
+        (lambda p, b: 0.0, {"n": np.arange(3)}, StreamError, "leaf n: .* int64"),
+        (lambda p, b: 0.0, {"f": "text"}, StreamError, "leaf f: .*found str"),
+        (lambda p, b: p["w"], None, StreamError, "a floating-point scalar"),
+        (lambda p, b: (p["w"][0], b), None, StreamError, "pass has_aux=True"),
+        (noisy, None, StreamError, "side effects"),
+        (looping, None, ValueError, "Reverse-mode differentiation .*while_loop"),
+        (
+            lambda p, b: jnp.sum(jnp.sin(p["w"])),
+            VAST,
+            StreamError,
+            r"takes \d+, with w \(16777216 bytes\); raise memory_bytes by \d+",
+        ),
+    ],
+)
+def test_bad_input_is_refused_before_a_store_is_made(
+    loss, params, error, message, open_store
+):
+    step = jaxinf.stream(
+        loss, optax.sgd(0.1), open_store(**CHUNKS), memory_bytes=32 << 20
+    )
+    given = {"w": np.ones(3, np.float32)} if params is None else params
+    with pytest.raises(error, match=message):
+        step.load(given, batch=np.ones(3, np.float32))
+    assert not step.store.exists
+    assert not step.store.path.exists()
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [

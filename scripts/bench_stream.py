@@ -1,0 +1,235 @@
+"""A streamed step beside one whose params are in memory and whose state is on a drive.
+
+Both train the same GPT-2 from the same params on the same tokens in one process, one
+counted step each in turns: `jaxinf.stream`, and a jit with `jaxinf.smart_update`, as
+`python -m jaxinf.train --mode update` runs it. A step counts from the end of the one
+before it, so it pays for its share of the commit. The first step of each turn does not
+count; it pays for work that the other has left over.
+
+    python scripts/bench_stream.py --store DIR --preset small --memory 4GiB
+
+    ratio            streamed step over the other's, the median of the pairs; then an
+                     interval that has the median with 95 % confidence
+    bytes_ratio      the same of bytes read and written on the drive
+    dispatch_share   of a step: the host's time in calls of compiled programs
+    compile_s        of all programs, and of one jit of loss and gradient; without trace
+"""
+
+import argparse
+import json
+import math
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from bench_train import Trainer, batch, optimizer
+from flax import nnx
+from jaxinf_models import GPT2, PRESETS, abstract_params, loss, split
+
+import jaxinf
+from jaxinf.stream import StreamedStep
+from jaxinf.terminal import parse_bytes
+
+DRAIN_S = 0.5
+
+
+class Streamed:
+    """The streamed model in training.
+
+    Args:
+      arguments: of the program.
+      store: where it is.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, store: jaxinf.Store) -> None:
+        config = PRESETS[arguments.preset]
+        graphdef, _ = abstract_params(config)
+
+        def loss_fn(params: Any, data: Any) -> jax.Array:
+            model = nnx.merge(graphdef, params)
+            return loss(model, data["tokens"], data["targets"])
+
+        self.loss_fn = loss_fn
+        self.step: StreamedStep = jaxinf.stream(
+            loss_fn,
+            optimizer(arguments.clip_norm),
+            store,
+            memory_bytes=arguments.memory,
+            policy=arguments.policy,
+        )
+        self.step.init(
+            lambda: split(GPT2(config, rngs=nnx.Rngs(0)))[1], batch=batch(arguments, 0)
+        )
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self.dispatched_s: list[float] = []
+
+    def turn(self, arguments: argparse.Namespace, first: int) -> None:
+        """Two steps, of which the second counts."""
+        for number in (first, first + 1):
+            began = time.perf_counter()
+            found, _ = self.step(batch(arguments, number))
+            seconds = time.perf_counter() - began
+            self.losses.append(float(found))
+        self.seconds.append(seconds)
+        self.dispatched_s.append(self.step._last.runner.dispatched_s)
+
+
+def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
+    """Both in turns."""
+    tx = optimizer(arguments.clip_norm)
+    update_store = jaxinf.open_store(place / "update", memory_bytes=arguments.ring)
+    update = Trainer(arguments, jaxinf.smart_update(tx, update_store))
+    stream_store = jaxinf.open_store(place / "stream")
+    streamed = Streamed(arguments, stream_store)
+    first_s = first_step(arguments, streamed)
+    for turn in range(arguments.reps):
+        update.turn(arguments, 2 * turn)
+        update_store.wait()
+        time.sleep(DRAIN_S)  # what is read ahead would be in the other's time
+        streamed.turn(arguments, 2 * turn + 1)
+        stream_store.wait()
+        time.sleep(DRAIN_S)
+    found = figures(arguments, update, streamed)
+    found |= traffic(update_store, stream_store) | plan_figures(streamed)
+    found |= {"first_step_s": round(first_s, 2), **compile_seconds(arguments, streamed)}
+    streamed.step.close()
+    update_store.close()
+    return found
+
+
+def first_step(arguments: argparse.Namespace, streamed: Streamed) -> float:
+    """Seconds of the first step, which traces, plans and compiles."""
+    began = time.perf_counter()
+    streamed.step(batch(arguments, 0))
+    return time.perf_counter() - began
+
+
+def compile_seconds(
+    arguments: argparse.Namespace, streamed: Streamed
+) -> dict[str, float]:
+    """Seconds to compile every program anew, and one jit of the whole."""
+    from jaxinf.stream.run import compile_plan
+
+    plan = streamed.step.plan
+    assert plan is not None
+    began = time.perf_counter()
+    compile_plan(plan, {})
+    programs_s = time.perf_counter() - began
+    traced = plan.traced
+    params = traced.params_tree.unflatten(traced.params)
+    data = traced.batch_tree.unflatten(traced.batch)
+    lowered = jax.jit(jax.value_and_grad(streamed.loss_fn)).lower(params, data)
+    began = time.perf_counter()
+    lowered.compile()
+    return {
+        "compile_s": round(programs_s, 2),
+        "one_jit_compile_s": round(time.perf_counter() - began, 2),
+    }
+
+
+def plan_figures(streamed: Streamed) -> dict[str, Any]:
+    """What the plan says of itself."""
+    plan = streamed.step.plan
+    assert plan is not None
+    return {
+        "calls": len(plan.calls.calls),
+        "programs": len(plan.distinct),
+        "peak_bytes": plan.peak_bytes,
+    }
+
+
+def traffic(update: jaxinf.Store, stream: jaxinf.Store) -> dict[str, Any]:
+    """Bytes on the drive in the last step of each."""
+    moved = []
+    for store in (update, stream):
+        assert store.metrics is not None
+        counts = store.metrics.traffic
+        moved.append(counts.drive_read_bytes + counts.drive_write_bytes)
+    return {
+        "update_drive_bytes": moved[0],
+        "stream_drive_bytes": moved[1],
+        "bytes_ratio": round(moved[1] / moved[0], 4),
+    }
+
+
+def figures(
+    arguments: argparse.Namespace, update: Trainer, streamed: Streamed
+) -> dict[str, Any]:
+    """Times, in seconds."""
+    pairs = list(zip(streamed.seconds, update.seconds, strict=True))
+    ratios = [stream_s / update_s for stream_s, update_s in pairs]
+    shares = [
+        part / whole
+        for part, whole in zip(streamed.dispatched_s, streamed.seconds, strict=True)
+    ]
+    return {
+        "preset": arguments.preset,
+        "batch": f"{arguments.batch_size} x {arguments.seq_len}",
+        "policy": arguments.policy,
+        "clip_norm": arguments.clip_norm,
+        "memory_bytes": arguments.memory,
+        "load_average": round(os.getloadavg()[0], 2),
+        "pairs": len(pairs),
+        "update_step_s": round(statistics.median(update.seconds), 4),
+        "stream_step_s": round(statistics.median(streamed.seconds), 4),
+        "ratio": round(statistics.median(ratios), 4),
+        "ratio_interval": [round(one, 4) for one in interval(ratios)],
+        "dispatch_share": round(statistics.median(shares), 5),
+    }
+
+
+def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Two of the values, between which the median lies with that confidence or more.
+
+    All values where they are too few for it.
+    """
+    ordered, count = sorted(values), len(values)
+    skipped, tail = 0, 0.0
+    while skipped < count // 2:
+        tail += 2 * math.comb(count, skipped) / 2**count
+        if tail > 1 - confidence:
+            break
+        skipped += 1
+    outermost = max(0, skipped - 1)
+    return ordered[outermost], ordered[-1 - outermost]
+
+
+def main() -> None:
+    """Prints the figures, or with --json one line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--store", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--preset", choices=[*PRESETS], default="small")
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument(
+        "--memory", type=parse_bytes, default=4 << 30, help="of the streamed step"
+    )
+    parser.add_argument(
+        "--ring", type=parse_bytes, default=1 << 30, help="of the other's store"
+    )
+    parser.add_argument("--policy", choices=("recompute", "keep"), default="recompute")
+    parser.add_argument("--clip-norm", type=float, default=0.0, help="0: none")
+    parser.add_argument("--reps", type=int, default=10, help="pairs of steps")
+    parser.add_argument("--json", action="store_true", help="one line")
+    arguments = parser.parse_args()
+    arguments.steps = 1
+    arguments.store.mkdir(parents=True, exist_ok=True)
+    place = Path(tempfile.mkdtemp(dir=arguments.store, prefix="bench-stream-"))
+    try:
+        result = measure(arguments, place)
+    finally:
+        shutil.rmtree(place)
+    print(json.dumps(result, indent=None if arguments.json else 1))
+
+
+if __name__ == "__main__":
+    main()
