@@ -78,6 +78,7 @@ class Streamed:
             seconds = time.perf_counter() - began
             self.losses.append(float(found))
         self.seconds.append(seconds)
+        assert self.step._last is not None
         self.dispatched_s.append(self.step._last.runner.dispatched_s)
 
 

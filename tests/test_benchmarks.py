@@ -101,6 +101,23 @@ def test_train_compares_and_keeps_a_timeline(tmp_path, clip_norm):
     assert all(s["began_s"] <= s["ended_s"] for s in document["spans"])
 
 
+def test_stream_compares_with_a_step_of_smart_update(tmp_path):
+    done = run_script(
+        "bench_stream.py", "--store", tmp_path, "--preset", "nano", "--batch-size", 1,
+        "--seq-len", 16, "--reps", 2, "--memory", "64MiB", "--policy", "keep", "--json",
+    )  # fmt: skip
+    found = figures(done)
+    assert found["policy"] == "keep"
+    assert found["pairs"] == 2
+    low, high = found["ratio_interval"]
+    assert 0 < low <= found["ratio"] <= high
+    for name in ("dispatch_share", "compile_s", "one_jit_compile_s", "calls"):
+        assert found[name] > 0
+    # What forward and backward read is read in addition to the optimizer's traffic.
+    assert 20 / 20 < found["bytes_ratio"] <= 32 / 20
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
 def test_update_runs_fio(tmp_path):
     found = figures(bench_update(tmp_path, "--fio-seconds", 0.2, "--reps", 1))
