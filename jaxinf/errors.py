@@ -1,8 +1,8 @@
 """Every exception that jaxinf raises on purpose, in one tree.
 
-Invariant: a message says where, what was expected and by whom, what was found, and
-what to do. Bad arguments raise ``ValueError`` or ``TypeError`` as usual in Python;
-what is wrong with a store, a drive or an optimizer is a `JaxinfError`.
+Invariant: a message gives the place, the expectation, the finding and the remedy. Bad
+arguments raise ``ValueError`` or ``TypeError`` as usual in Python; errors of a store, a
+drive or an optimizer are `JaxinfError`.
 """
 
 __all__ = [
@@ -40,7 +40,7 @@ class JaxinfError(Exception):
 
 
 class StoreError(JaxinfError):
-    """Something is wrong with a store on disk, or with how it is used."""
+    """A store on disk is faulty, or is used wrongly."""
 
 
 class StoreLockedError(StoreError):
@@ -56,7 +56,7 @@ class StoreMismatchError(StoreError):
 
 
 class StoreSpaceError(StoreError):
-    """A file system has too little room for what was asked; nothing was written."""
+    """A file system has too little room for a request; nothing was written."""
 
 
 class StoreIOError(StoreError):
@@ -64,7 +64,7 @@ class StoreIOError(StoreError):
 
 
 class StoreCorruptError(StoreError):
-    """A chunk is not what was written: its checksum is another."""
+    """A chunk's checksum differs from the committed one."""
 
 
 class StoreClosedError(StoreError):
@@ -72,11 +72,11 @@ class StoreClosedError(StoreError):
 
 
 class StaleStateError(StoreError):
-    """The transform's state is of another step than the store."""
+    """The transform's state and the store are at different steps."""
 
 
 class CsdError(JaxinfError):
-    """A CSD is missing, not set up, or cannot do what a store asks of it."""
+    """A CSD is missing or not set up, or does not support a store's request."""
 
 
 class ExchangeError(JaxinfError):
@@ -84,7 +84,7 @@ class ExchangeError(JaxinfError):
 
 
 class DivergedParamsError(StoreError):
-    """The params on the JAX device are not those whose master the store holds."""
+    """The params on the JAX device do not agree with the store's master params."""
 
 
 class NonFiniteGradientError(JaxinfError):
@@ -100,7 +100,7 @@ class DeviceConfigurationError(JaxinfError):
 
 
 class StreamError(JaxinfError):
-    """A loss function, its params or its batch cannot be streamed as asked."""
+    """A loss function, its params or its batch cannot be streamed."""
 
 
 class UnsupportedTransformError(JaxinfError):

@@ -31,7 +31,7 @@ _FACTORS = {
 
 
 def format_bytes(num_bytes: int) -> str:
-    """A size of about three digits with a binary unit: ``1.39 GiB``."""
+    """Formats a size to about three digits with a binary unit: ``1.39 GiB``."""
     value, unit = float(num_bytes), 0
     while value >= 1000 and unit < len(_BINARY) - 1:
         value, unit = value / 1024, unit + 1
@@ -41,7 +41,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_count(count: float) -> str:
-    """A number of params as papers write it: ``124 M``."""
+    """Formats a number of params as papers do: ``124 M``."""
     for factor, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
         if count >= factor:
             value = count / factor
@@ -50,7 +50,7 @@ def format_count(count: float) -> str:
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """A bandwidth: ``1,830 MB/s``."""
+    """Formats a bandwidth: ``1,830 MB/s``."""
     return f"{bytes_per_s / 1e6:,.0f} MB/s"
 
 
@@ -58,7 +58,7 @@ def parse_bytes(text: str) -> int:
     """Reads ``1GiB``, ``512 MiB``, ``2G`` (binary), ``1GB`` (decimal), ``4096``.
 
     Raises:
-      ValueError: `text` is no size; the message gives examples.
+      ValueError: `text` is not a size; the message gives examples.
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)", text.strip())
     factor = _FACTORS.get(match[2].lower()) if match else None
@@ -70,12 +70,12 @@ def parse_bytes(text: str) -> int:
 
 
 def make_console(file: IO[str] | None = None, *, soft_wrap: bool = False) -> Console:
-    """A console that prints text as it is, on standard output or on `file`.
+    """Makes a console that prints text as it is, on standard output or on `file`.
 
     Args:
       file: the stream to print to.
-      soft_wrap: leave long lines to the terminal. In a pipe no line is wrapped in any
-        case.
+      soft_wrap: whether the terminal wraps long lines. In a pipe lines are never
+        wrapped.
     """
     stream = sys.stdout if file is None else file
     return Console(

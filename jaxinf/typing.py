@@ -32,7 +32,7 @@ FLOAT32 = np.dtype(np.float32)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT16 = np.dtype(np.float16)
 FLOAT_DTYPES = (FLOAT32, BFLOAT16, FLOAT16)
-"""What params and gradients may be of."""
+"""Dtypes that params and gradients may have."""
 
 PyTree: TypeAlias = Any
 """Any JAX pytree."""
@@ -45,14 +45,14 @@ JsonValue: TypeAlias = (
 
 
 class DeferredArray(abc.ABC):
-    """An array that is read when NumPy asks for it, and held by whoever asked.
+    """An array that is read when it is converted to NumPy; it keeps no copy.
 
     ``tx.init`` of `jaxinf.smart_update` takes trees of such leaves, and has one of them
     in memory at a time.
 
     Attributes:
       shape: () for a scalar.
-      dtype: of its elements.
+      dtype: dtype of its elements.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
@@ -66,15 +66,15 @@ class DeferredArray(abc.ABC):
 
     @abc.abstractmethod
     def read(self) -> Array:
-        """All of it, anew at each call; blocks."""
+        """Reads the whole array, anew at each call; blocks."""
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         return self.read().astype(dtype or self.dtype, copy=False)
 
 
 KeyPath: TypeAlias = tuple[tuple[str, Any], ...]
-"""Keys of a tree with their kinds: ``"field"`` of a named tuple or a class; ``"key"``
-of a dict or, a number, of a sequence; ``"other"``."""
+"""Keys of a tree with their kinds: ``"field"`` for a named tuple or a class; ``"key"``
+for a dict, or for a sequence with its number; ``"other"``."""
 
 ProgressCallback: TypeAlias = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""

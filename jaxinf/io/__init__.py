@@ -1,4 +1,4 @@
-"""Direct file I/O, its aligned buffers, and the counters of what it moves.
+"""Direct file I/O, its aligned buffers, and counters of the bytes moved.
 
 Invariant: memory stays within the budget that the user set, every byte moved is
 counted once, and a failed call raises an error that names the file and the remedy.

@@ -1,7 +1,7 @@
-"""Small files read whole, of which nothing is believed.
+"""Reads small, untrusted files as a whole.
 
-Invariant: only regular files are opened, never for longer than a read takes; memory is
-bounded by what the caller allows, not by what the file is.
+Invariant: only regular files are opened, and only while they are read. The caller's
+limit bounds the memory, whatever the file is.
 """
 
 import os
@@ -25,14 +25,14 @@ _KINDS = {
 
 
 def check_regular(path: PathLikeStr, status: os.stat_result) -> None:
-    """Refuses what is no regular file: it may block, never end, or lead elsewhere.
+    """Refuses other than regular files, which may block, never end, or lead elsewhere.
 
     Args:
-      path: for the error.
-      status: of it.
+      path: the path, for the error.
+      status: its status.
 
     Raises:
-      StoreIOError: says what it is.
+      StoreIOError: names the kind of the file.
     """
     if not stat.S_ISREG(status.st_mode):
         found = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
@@ -44,10 +44,10 @@ def check_regular(path: PathLikeStr, status: os.stat_result) -> None:
 
 
 def check_holds(path: PathLikeStr, num_bytes: int) -> None:
-    """Refuses what is no regular file, or has fewer bytes than are to be read.
+    """Refuses a path unless it is a regular file of at least `num_bytes`.
 
     Raises:
-      StoreIOError: says what it is.
+      StoreIOError: names the kind or the length of the file.
     """
     with translated("read", path):
         status = os.stat(path)
@@ -63,20 +63,20 @@ def check_holds(path: PathLikeStr, num_bytes: int) -> None:
 def read_bounded(
     path: PathLikeStr, most_bytes: int, *, follows_links: bool = True
 ) -> bytes:
-    """The content of a regular file; blocks for no other.
+    """Returns the content of a regular file; does not block on other kinds.
 
     Args:
-      path: of the file.
-      most_bytes: that it may have.
-      follows_links: whether its last component may be a symbolic link.
+      path: path of the file.
+      most_bytes: limit of its length.
+      follows_links: whether the path's last component may be a symbolic link.
 
     Raises:
-      StoreIOError: it is missing, larger, no regular file, or the drive failed.
+      StoreIOError: the file is missing, too large or not regular, or the drive failed.
     """
     path = Path(path)
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     with translated("read", path):
-        # Before it is opened: with some devices that alone does something.
+        # This comes before opening, because opening some devices has effects.
         check_regular(path, path.stat() if follows_links else path.lstat())
         fd = os.open(path, flags | (0 if follows_links else os.O_NOFOLLOW))
         with open(fd, "rb") as file:
@@ -84,7 +84,7 @@ def read_bounded(
             check_regular(path, status)
             content = b""
             if status.st_size <= most_bytes:
-                # Room for the most that it may have would be taken at once.
+                # A read of `most_bytes` would allocate all of that at once.
                 content = file.read(status.st_size + 1)
     if max(status.st_size, len(content)) > most_bytes:
         raise StoreIOError(

@@ -17,7 +17,7 @@ _BITS = range(32)
 
 
 def crc32c(array: Array) -> int:
-    """The CRC-32C of a contiguous array's bytes, by the processor's own instruction.
+    """Returns the CRC-32C of a contiguous array, by the processor's instruction.
 
     Releases the GIL for all but short arrays. Thread-safe.
     """

@@ -24,7 +24,7 @@ from jaxinf.typing import Array, PathLikeStr
 __all__ = ["DirectIO", "read_into", "write_from"]
 
 
-# Files of this process that have no other name.
+# Paths of open files that may have no other name.
 _OWN_DESCRIPTORS = "/proc/self/fd/"
 
 
@@ -117,7 +117,7 @@ def read_into(
       buffered: whether to use the page cache when direct I/O is refused.
 
     Raises:
-      ValueError: if array, offset or length are not as said.
+      ValueError: if array, offset or length are not as described.
       StoreIOError: if the file is missing, too short, or the drive failed; or direct
         I/O was refused.
     """
@@ -162,13 +162,13 @@ def write_from(
     Args:
       path: the file, which exists.
       array: uint8, 1-D, contiguous and page-aligned.
-      offset_bytes: where in the file, a multiple of the page.
-      num_bytes: how much, at most the array's length.
-      meters: counts what was written.
-      buffered: whether what direct I/O refuses goes through the page cache.
+      offset_bytes: position in the file, a multiple of the page.
+      num_bytes: number of bytes, at most the array's length.
+      meters: counts the bytes written.
+      buffered: whether to use the page cache when direct I/O is refused.
 
     Raises:
-      ValueError: if array, offset or length are not as said.
+      ValueError: if array, offset or length are not as described.
       StoreSpaceError: if there is no room.
       StoreIOError: if the file is missing or the drive failed; or direct I/O was
         refused.
@@ -191,13 +191,13 @@ class DirectIO:
 
     Args:
       root_directory: relative paths start here.
-      meters: counts what is moved.
-      buffered: whether what direct I/O refuses goes through the page cache, with one
-        warning.
+      meters: counts the bytes moved.
+      buffered: whether to use the page cache, after one warning, when direct I/O is
+        refused.
 
     Attributes:
       root_directory: relative paths start here.
-      direct: whether its file system does direct I/O.
+      direct: whether the file system supports direct I/O.
 
     Raises:
       StoreIOError: if the directory is missing or the drive failed.
@@ -255,7 +255,7 @@ def _check_request(
 def _written_pages(
     path: PathLikeStr, array: Array, offset_bytes: int, num_bytes: int
 ) -> int:
-    """Return how much is written in whole pages; zero what of that is padding."""
+    """Returns the number of bytes to write in whole pages, and zeroes their padding."""
     end = page_ceil(num_bytes)
     if end == num_bytes:
         return end

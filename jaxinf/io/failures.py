@@ -1,4 +1,4 @@
-"""What the operating system refused, as errors that say what to do.
+"""Translates errors of the operating system into errors with a remedy.
 
 Invariant: no `OSError` about a store's file leaves this package untranslated.
 """
@@ -38,13 +38,13 @@ _REMEDIES = {
 def store_error(
     action: str, path: PathLikeStr, error: OSError, offset_bytes: int | None = None
 ) -> StoreError:
-    """Return the `StoreError` that says what an `OSError` means for a store.
+    """Translates an `OSError` into a `StoreError`.
 
     Args:
-      action: what was tried, such as "write".
+      action: the attempted action, such as "write".
       path: the file or directory.
-      error: what the system call raised.
-      offset_bytes: where in the file, if that is known.
+      error: the system call's exception.
+      offset_bytes: offset in the file, if known.
 
     Returns:
       `StoreSpaceError` if there is no room, else `StoreIOError`.
@@ -78,7 +78,7 @@ def _lacks_inodes(path: PathLikeStr) -> bool:
 def translated(
     action: str, path: PathLikeStr, offset_bytes: int | None = None
 ) -> Iterator[None]:
-    """Turn an `OSError` of the body into the `StoreError` that explains it."""
+    """Translates an `OSError` of the body into a `StoreError`."""
     try:
         yield
     except OSError as error:

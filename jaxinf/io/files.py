@@ -1,6 +1,6 @@
-"""Making files, and making them durable.
+"""Makes files, and makes them durable.
 
-Invariant: a file appears under its name whole, or not at all.
+Invariant: a file appears under its name complete, or not at all.
 """
 
 import contextlib
@@ -34,14 +34,14 @@ def allocate_file(
 ) -> None:
     """Create a file with room on the drive for its beginning and a hole behind that.
 
-    Blocks while the file system allocates. Where it cannot (`fallocate` unsupported),
-    the file is sparse, and a later write may fail for want of space.
+    Blocks while the file system allocates. If the file system does not support
+    `fallocate`, the file is sparse, and a later write may fail for lack of space.
 
     Args:
       path: a file that does not exist yet.
       num_bytes_logical: length of the file.
-      num_bytes_allocated: how much of it gets blocks now, rounded up to whole pages
-        within the length; it reads as zeros.
+      num_bytes_allocated: number of bytes to allocate now, rounded up to whole pages
+        within the length; they read as zeros.
 
     Raises:
       ValueError: if the allocated part is negative or longer than the file.
@@ -65,13 +65,13 @@ def allocate_file(
 
 
 def write_json_atomically(path: PathLikeStr, obj: JsonValue) -> None:
-    """Write a JSON file so that a crash leaves the old one or the new one, durable.
+    """Write a JSON file so that a crash leaves the old or the new one.
 
-    Blocks until it is on the drive. A temporary file beside it is removed on any error.
+    Blocks until it is durable. A temporary file beside it is removed on any error.
 
     Raises:
-      ValueError: if a number is NaN or infinite: JSON has none; nothing is written.
-      TypeError: if something is no JSON value; nothing is written.
+      ValueError: if a number is NaN or infinite; nothing is written.
+      TypeError: if a value has no form in JSON; nothing is written.
       StoreSpaceError: if there is no room.
       StoreIOError: if the file cannot be written.
     """
@@ -80,10 +80,10 @@ def write_json_atomically(path: PathLikeStr, obj: JsonValue) -> None:
 
 
 def write_bytes_atomically(path: PathLikeStr, content: bytes) -> None:
-    """The same of a file of any content.
+    """Like `write_json_atomically`, for any content.
 
     Raises:
-      StoreSpaceError, StoreIOError: as of `write_json_atomically`.
+      StoreSpaceError, StoreIOError: as `write_json_atomically`.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
@@ -108,18 +108,18 @@ def fsync_directory(path: PathLikeStr) -> None:
     """Block until the names in a directory are durable.
 
     Raises:
-      StoreIOError: if it is no directory or the drive failed.
+      StoreIOError: if it is not a directory or the drive failed.
     """
     _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def sync_filesystem(directory: PathLikeStr) -> None:
-    """Block until all that was written to a directory's file system is durable.
+    """Block until all data written to a directory's file system is durable.
 
-    One call for any number of files, by `syncfs`; by `sync` where that is missing.
+    One call of `syncfs` serves any number of files; without it, `sync` is called.
 
     Raises:
-      StoreIOError: if it is no directory or the drive failed.
+      StoreIOError: if it is not a directory or the drive failed.
       StoreSpaceError: if delayed allocation found no room.
     """
     with translated("sync", directory), _opened(directory, os.O_DIRECTORY) as fd:
@@ -138,10 +138,10 @@ def _fsync(path: PathLikeStr, flags: int) -> None:
 
 @contextlib.contextmanager
 def opened_to_write(path: PathLikeStr) -> Iterator[int]:
-    """A descriptor of a file that is there, and no link, to write parts of it.
+    """Yields a descriptor for writing an existing file, which may not be a symlink.
 
     Raises:
-      OSError: as the operating system says.
+      OSError: the operating system refused it.
     """
     with _opened(path, os.O_WRONLY | os.O_NOFOLLOW) as fd:
         yield fd

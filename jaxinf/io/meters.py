@@ -1,6 +1,6 @@
 """Counters of the bytes that cross the drives and the host link.
 
-Invariant: a counter only grows; what a step moved is the difference of two snapshots.
+Invariant: a counter only grows; a step's bytes are the difference of two snapshots.
 """
 
 import threading
@@ -11,7 +11,7 @@ __all__ = ["ByteCounts", "ByteMeters"]
 
 @dataclass(frozen=True)
 class ByteCounts:
-    """Bytes moved; `later - earlier` is what moved in between.
+    """Bytes moved; `later - earlier` gives the bytes moved in between.
 
     Attributes:
       drive_read_bytes: read from files, whole pages where direct I/O rounds up.
@@ -32,7 +32,7 @@ class ByteCounts:
 
 
 class ByteMeters:
-    """Thread-safe running totals of `ByteCounts`. No method blocks for long."""
+    """Running totals of `ByteCounts`. Thread-safe; no method blocks for long."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,7 +1,7 @@
-"""Which file systems do direct I/O, and the warning about those that do not.
+"""Finds file systems that support direct I/O, and warns about others.
 
-Invariant: a file system is probed once and warned about once, however many threads and
-directories ask.
+Invariant: a file system is probed once and warned about once, for any number of threads
+and directories.
 """
 
 import errno
@@ -18,22 +18,21 @@ from jaxinf.typing import PathLikeStr
 __all__ = ["REFUSALS", "probed_refusal", "supports_direct", "warn_once"]
 
 REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
-"""What a file system without direct I/O answers, at opening or at the first request."""
+"""Errors of a file system without direct I/O, at opening or at the first request."""
 
 _LOGGER = logging.getLogger("jaxinf.io")
 _NO_ANSWER = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
 
 _lock = threading.Lock()
-_refusals: dict[int, OSError | None] = {}  # what the probe found, by st_dev
+_refusals: dict[int, OSError | None] = {}  # results of probes by st_dev
 _warned: set[int] = set()
 
 
 def supports_direct(directory: PathLikeStr) -> bool:
-    """Return whether a directory's file system does direct I/O; tried once for each.
+    """Returns whether a directory's file system supports direct I/O.
 
-    Writes and removes a temporary file of one page. Where that is not possible, for
-    want of permission or room, direct I/O is assumed: what is refused later falls back
-    by itself.
+    The first call for a file system writes and removes a file of one page. If it lacks
+    permission or room, direct I/O is assumed; refused requests fall back by themselves.
 
     Raises:
       StoreIOError: if the directory is missing or the drive failed.
@@ -42,7 +41,7 @@ def supports_direct(directory: PathLikeStr) -> bool:
 
 
 def probed_refusal(directory: PathLikeStr) -> OSError | None:
-    """Return what refused direct I/O in a directory, None where nothing did."""
+    """Returns the error that refused direct I/O in a directory, or None."""
     with translated("probe of direct I/O", directory), _lock:
         device = os.stat(directory).st_dev
         if device in _refusals:
@@ -59,7 +58,7 @@ def probed_refusal(directory: PathLikeStr) -> OSError | None:
 
 
 def _probe(directory: PathLikeStr) -> None:
-    """Write and read a page with O_DIRECT; raise what the file system says."""
+    """Writes and reads a page with O_DIRECT; raises the file system's error."""
     name = f".jaxinf-probe-{os.getpid()}-{secrets.token_hex(4)}"
     path = os.path.join(directory, name)
     flags = os.O_RDWR | os.O_CLOEXEC
@@ -77,7 +76,7 @@ def _probe(directory: PathLikeStr) -> None:
 
 
 def warn_once(device: int, directory: PathLikeStr, error: OSError) -> None:
-    """Log that direct I/O is refused, unless that was said of the same `st_dev`."""
+    """Logs that direct I/O is refused, once for each `st_dev`."""
     with _lock:
         if device in _warned:
             return
