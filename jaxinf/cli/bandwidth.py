@@ -3,7 +3,7 @@
     write  ─►  fsync  ─►  read  ─►  mixed: each thread reads a block, then writes one
 
 Invariant: the file has no name during the measurement, so it disappears however the
-  process ends; memory is one block a thread.
+  process ends; each thread has one block of memory.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ def measure_bandwidth(
     Args:
       scratch: a directory on the file system.
       file_bytes: length of the temporary file; cut to an even number of blocks, of
-        which there are at least two a thread.
+        which each thread has at least two.
       progress: called from this thread.
 
     Raises:
@@ -162,7 +162,7 @@ class _Run:
 
 
 def _random(pool: BufferPool, num_bytes: int) -> Array:
-    """Bytes that no drive can compress."""
+    """Returns bytes that no drive can compress."""
     array = pool.acquire(num_bytes).array
     array.view(np.uint64)[:] = np.random.default_rng().integers(
         0, 2**64, num_bytes // 8, np.uint64

@@ -31,7 +31,7 @@ class Card:
     problems: list[Problem] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Returns its part of the document of ``--json``."""
         return {
             "address": self.info.address,
             "firmware": self.info.firmware,

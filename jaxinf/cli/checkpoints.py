@@ -82,7 +82,7 @@ def restore(store: Path, name: str, *, discard_current: bool) -> None:
 
 
 def _check_kept(directory: StoreDirectory, name: str) -> None:
-    """Refuses to give up a committed step that nothing else holds."""
+    """Refuses to give up a committed step that no checkpoint keeps."""
     current = directory.read_commit()
     if current is None:
         return

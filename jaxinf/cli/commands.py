@@ -1,7 +1,7 @@
-"""The commands of ``jaxinf``, and how their failures are reported.
+"""The commands of ``jaxinf``, and the reports of their failures.
 
-Invariant: exit status 0 is success, 1 a failure with one line on standard error, 2 a
-command line with an error; neither failure shows a traceback.
+Invariant: exit status 0 means success, 1 a failure with one line on standard error, 2
+an error in the command line; no failure shows a traceback.
 """
 
 import contextlib

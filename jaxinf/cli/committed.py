@@ -1,6 +1,6 @@
 """The committed step of a store, for a reader in any process.
 
-Invariant: a pinned step does not change, whatever a writer does. If a step could not be
+Invariant: a pinned step does not change while a writer goes on. If a step could not be
 pinned, `CommittedStep.warnings` says so.
 """
 
@@ -46,7 +46,7 @@ class CommittedStep:
 
     Attributes:
       directory: the store.
-      path: a directory laid out like a slot: a snapshot, or the slot of `current`.
+      path: a directory with a slot's layout: a snapshot, or the slot of `current`.
       commit: the step's record.
       is_pinned: whether all data is certain to be of this step.
       warnings: lines for the user about this step.
@@ -72,7 +72,7 @@ def open_committed(path: Path, *, is_live: bool = False) -> Iterator[CommittedSt
 
     Args:
       path: the store's directory.
-      is_live: do not pin the step, and write nothing.
+      is_live: whether to read the step unpinned, without writing anything.
 
     Raises:
       StoreFormatError: there is no store, it is damaged, or no step is committed yet.

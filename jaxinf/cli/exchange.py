@@ -196,7 +196,7 @@ def _step_of(store: Path, checkpoint: str | None) -> Iterator[StepFiles]:
         find_checkpoint(directory, checkpoint)
         path = directory.step_path(f"checkpoints/{checkpoint}")
         held = Manifest.read(path / "jaxinf.json")
-        # A checkpoint's chunks lie on the store's CSDs, whatever it says itself.
+        # A checkpoint's own manifest may list earlier CSDs; its chunks are on today's.
         yield StepFiles(path, replace(held, csds=directory.manifest.csds))
         return
     with open_committed(store) as committed:

@@ -37,7 +37,7 @@ class Mount:
     Attributes:
       mount_point: the directory where it is mounted.
       fs_type: the file system's type: ``ext4``, ….
-      source: the device, or the text in its place.
+      source: the device, or the text that stands for it.
       is_read_only: whether the mount or the file system is read-only.
     """
 

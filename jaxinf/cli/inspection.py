@@ -77,7 +77,7 @@ def run(
 def _measured(
     step: CommittedStep, record: LeafRecord, states: Sequence[StateRecord]
 ) -> dict[str, Statistics]:
-    """The statistics of a leaf's states by name.
+    """Measures the statistics of a leaf's states, by name.
 
     A writer may replace the chunks of an unpinned step while they are read. So a chunk
     that differs from its checksum is damaged only if the step is still the committed
@@ -152,7 +152,7 @@ def _when(committed_at: str) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Formats whole units, the largest of which there are at least two."""
+    """Formats a duration in the largest unit of which there are at least two."""
     for length, unit in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * length:
             return f"{seconds // length:.0f} {unit}"

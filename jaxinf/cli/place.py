@@ -37,7 +37,7 @@ ADAM_STORED_BYTES = 24
 ADAM_STEP_BYTES = 24
 """Bytes that a step moves for each param: 12 read, 12 written."""
 
-_SHARE_OF_FREE = 4  # the temporary file takes at most a quarter of what is free
+_SHARE_OF_FREE = 4  # the temporary file takes at most a quarter of the free space
 
 
 @dataclass

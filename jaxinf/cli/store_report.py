@@ -12,7 +12,7 @@ The document of a store:
 ``warnings``        lines for people
 ``step``            the committed step
 ``committed_at``    UTC
-``skipped_steps``   for a non-finite gradient
+``skipped_steps``   number of steps skipped for a non-finite gradient
 ``num_params``      elements over all leaves
 ``leaves``          ``name``, ``shape``, ``dtype`` (of the params on the JAX device),
                     ``num_elements``, ``num_chunks`` (of each state), ``chunk_shape``,
@@ -20,7 +20,7 @@ The document of a store:
                     ``dtype``, ``num_bytes``, ``array`` (a directory that zarr and
                     tensorstore open)
 ``states``          ``name``, ``num_bytes``, over all leaves
-``logical_bytes``   of all states of one slot
+``logical_bytes``   bytes of all states in one slot
 ``disk_bytes``      space of both slots on the drives
 ``checkpoints``     ``name``, ``step``, ``committed_at``, ``own_bytes``: bytes that
                     removing it would free
@@ -66,7 +66,7 @@ __all__ = ["describe_leaf_statistics", "describe_store"]
 
 
 def describe_store(step: CommittedStep) -> dict[str, Any]:
-    """The document of a store."""
+    """Returns the document of a store."""
     manifest = step.manifest
     leaves = [_describe_leaf(step.directory, leaf) for leaf in manifest.leaves]
     per_state: Counter[str] = Counter()
@@ -102,7 +102,7 @@ def describe_store(step: CommittedStep) -> dict[str, Any]:
 def describe_leaf_statistics(
     step: CommittedStep, record: LeafRecord, statistics: Mapping[str, Statistics]
 ) -> dict[str, Any]:
-    """The document of one leaf."""
+    """Returns the document of one leaf."""
     return {
         **_describe_step(step),
         "leaf": _describe_leaf(step.directory, record),

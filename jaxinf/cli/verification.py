@@ -90,7 +90,7 @@ def _steps(step: CommittedStep, name: str | None) -> Sequence[tuple[str, Path]]:
 
 
 def _slot_links(step: CommittedStep, verifier: Verifier) -> Sequence[Damage]:
-    """What is wrong with the slots' own links, which a snapshot of them has anew."""
+    """Returns damaged links of the slots, since a snapshot has links of its own."""
     return [damage for slot in SLOTS for damage in verifier.links(slot)]
 
 

@@ -1,6 +1,6 @@
 """The optax transformation, and how a jitted update calls the host.
 
-Invariant: optax and JAX meet the store here; nothing below knows of a callback.
+Invariant: optax and JAX meet the store here; lower layers know nothing of callbacks.
 """
 
 from jaxinf.optimizer.state import SmartUpdateState, Stored

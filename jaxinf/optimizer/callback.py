@@ -104,7 +104,7 @@ def guarded(
 
     Args:
       host: fills its first argument's arrays from the second's.
-      fail: gets the exception that it raised.
+      fail: called with the exception of `host`.
       may_raise: whether the exception may fail the computation, which one JAX device
         allows. Otherwise the results are zeros, and `FAILED` for int32.
     """
@@ -165,7 +165,7 @@ def call_owner(
 
 
 def call_once(host: Host, mesh: Mesh | None, arguments: PyTree, avals: PyTree) -> Any:
-    """Calls the host once a process, with replicated arguments, for replicated results.
+    """Calls the host once in a process, with replicated arguments and results.
 
     Args:
       host: the function.

@@ -23,8 +23,8 @@ def run_prologue(
     """`InitProgram.prologue`, compiled; reads only the deferred leaves that it needs.
 
     Args:
-      program: of the optimizer's init.
-      leaves: of the params, deferred or not.
+      program: the optimizer's init.
+      leaves: the params' leaves, deferred or not.
     """
     if not any(isinstance(leaf, DeferredArray) for leaf in leaves):
         return jax.jit(program.prologue)(leaves)

@@ -1,8 +1,8 @@
 """The host functions of `init`: params into a new store, or the state of one.
 
-Invariant: as of `jaxinf.optimizer.host_side`; a store is new until every leaf of it is
-placed, and step 0 is committed. On one that has steps the params do not count: the
-first `update` holds its own against the store.
+Invariant: only NumPy is used, as in `jaxinf.optimizer.host_side`. A store is new until
+every leaf is placed and step 0 is committed. On a store with steps the params of `init`
+are ignored; the first `update` compares its own with the store's.
 """
 
 import threading
@@ -23,16 +23,16 @@ from jaxinf.typing import Array
 __all__ = ["HostInit", "OnExisting"]
 
 OnExisting = Literal["resume", "restart", "error"]
-"""What `init` does on a store that has steps; see `jaxinf.smart_update`."""
+"""The action of `init` on a store that has steps; see `jaxinf.smart_update`."""
 
 
 class HostInit:
     """Host functions over one store.
 
     Args:
-      store: that `init` makes or resumes.
-      description: what it holds.
-      on_existing: what becomes of a run that is there.
+      store: the store that `init` makes or resumes.
+      description: its contents.
+      on_existing: the action on a store that has steps.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class HostInit:
         self._has_begun = False
 
     def begin(self) -> bool:
-        """Before leaves are placed: what becomes of a store that has steps.
+        """Begins `init`: treats a store that has steps according to `on_existing`.
 
         Returns:
-          Whether the store is new, and waits for them.
+          Whether the store is new, so that leaves must be placed.
 
         Raises:
-          StoreMismatchError: it has steps, and shall not; or other leaves.
+          StoreMismatchError: the store has steps but must not, or has other leaves.
         """
         training = self._store.training
         with self._guard:

@@ -37,11 +37,10 @@ __all__ = [
 ]
 
 BOUND, UNBOUND = 0, 1
-"""Whether the run's params are known to be the store's; `callback.FAILED` is one too.
-"""
+"""Whether the run's params were compared with the store's; or `callback.FAILED`."""
 
 COMMITTED, SKIPPED = 0, 1
-"""Verdict on a step; `callback.FAILED` is one too."""
+"""Verdict on a step; or `callback.FAILED`."""
 
 NonFinitePolicy = Literal["error", "skip", "allow"]
 
@@ -79,7 +78,7 @@ class HostSide:
         return self.store.training.options.rewrites_steps and self.checks_finite
 
     def grid(self, description: StoreDescription, number: int) -> LeafGrid:
-        """The chunk grid of a leaf, in the existing or future store."""
+        """Returns the chunk grid of a leaf, in the existing or future store."""
         return self.store.training.grid(description, number)
 
     def guarded(self, host: Host, *, may_raise: bool) -> Host:
@@ -89,12 +88,12 @@ class HostSide:
     # --- callbacks -----------------------------------------------------------------
 
     def must_bind(self, description: StoreDescription, out: Array, step: Array) -> None:
-        """Before a step: whether params are to be held against the store first.
+        """Callback before a step: tells whether params must be compared with the store.
 
         Args:
-          description: of what is updated.
+          description: the description of the store.
           out: the result, int32.
-          step: of the state.
+          step: the state's step.
         """
         training = self.store.training
         training.bind(description)
@@ -105,7 +104,7 @@ class HostSide:
         out[...] = BOUND if is_bound else UNBOUND
 
     def compare(self, outs: HostResult, call: HostCall) -> None:
-        """Params before the first step: held against those of the store."""
+        """Callback before the first step: compares params with the store's."""
         self.store.check()
         for leaf in call.leaves:
             origin = call.origin(leaf)
@@ -113,7 +112,7 @@ class HostSide:
         outs.statuses[...] = FINITE
 
     def bind(self, out: Array, statuses: Array) -> None:
-        """Every leaf was compared: the run is bound to its step."""
+        """Callback when every leaf was compared: binds the run to its step."""
         del statuses
         self.store.check()
         self.store.training.binding.finish()

@@ -1,7 +1,7 @@
 """The transformation's `init`: makes a store, or gives the state of one.
 
-Invariant: an eager `init` writes before it returns, one in a computation when that
-runs, and one under ``eval_shape`` never.
+Invariant: an eager `init` writes before it returns, an `init` in a computation writes
+when that runs, and an `init` under ``eval_shape`` never writes.
 """
 
 from collections.abc import Sequence
@@ -85,7 +85,7 @@ def _init_eagerly(
             own = ScalarInputs(scalars, arrays)
             origin = [s.start or 0 for s in index]
             host.place(number, shard, origin, own)
-            del shard  # before the next leaf is read, where they are deferred
+            del shard  # frees a deferred leaf before the next is read
     for number, leaf in enumerate(() if is_new else leaves):
         for index in shard_indices(leaf):
             bounds = [s.indices(n) for s, n in zip(index, leaf.shape, strict=True)]

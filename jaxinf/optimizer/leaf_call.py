@@ -47,10 +47,10 @@ __all__ = [
 ]
 
 FINITE, NON_FINITE = 0, 1
-"""Status of a leaf's call; `callback.FAILED` is one too."""
+"""Status of a leaf's call; or `callback.FAILED`."""
 
 GO, HOLD, HOLD_NON_FINITE = 0, 1, 2
-"""Gate of a leaf's call: whether it may update, and whether the leaf is why not."""
+"""Gate of a leaf's call: it may update, or must not, the last because of this leaf."""
 
 _NUM_PROBED = 8
 _REPLICATED = ("gate", "probe")
@@ -128,7 +128,7 @@ class LeafCall:
 
 
 Compress: TypeAlias = Callable[[LeafCall], LeafCall]
-"""A step of a leaf's way, on the JAX device that has the gradient, or its shard."""
+"""Compresses a leaf's call on the JAX device with the gradient, or with its shard."""
 
 
 class HostCall(NamedTuple):

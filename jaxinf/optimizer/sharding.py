@@ -37,7 +37,7 @@ class Axis(NamedTuple):
 
 
 Split = tuple[tuple[Axis, ...], ...]
-"""Of each dimension of an array, the axes that it is sharded over."""
+"""The axes that each dimension of an array is sharded over."""
 
 
 def on_one_mesh(shardings: Sequence[Any]) -> tuple[NamedSharding, ...]:
@@ -88,24 +88,24 @@ def split_of(sharding: NamedSharding, ndim: int) -> Split:
 
 
 def unused_axes(mesh: Mesh, split: Split) -> tuple[str, ...]:
-    """The axes along which devices hold the same shard."""
+    """Returns the axes along which devices hold the same shard."""
     used = {axis.number for axes in split for axis in axes}
     return tuple(n for i, n in enumerate(mesh.axis_names) if i not in used)
 
 
 def axis_indices(mesh: Mesh) -> jax.Array:
-    """In a ``shard_map``: the position of this device along each axis, int32."""
+    """Returns this device's position along each axis, int32; for a ``shard_map``."""
     indices = [lax.axis_index(name) for name in mesh.axis_names]
     return jnp.stack(indices).astype(jnp.int32)
 
 
 def shard_origin(split: Split, device: Array, shape: Sequence[int]) -> tuple[int, ...]:
-    """Index in an array of the first element of a device's shard.
+    """Returns the index in an array of the first element of a device's shard.
 
     Args:
-      split: of the array.
-      device: from `axis_indices`.
-      shape: of the shard.
+      split: the array's division.
+      device: a result of `axis_indices`.
+      shape: shape of the shard.
     """
     origin = []
     for axes, length in zip(split, shape, strict=True):
@@ -119,7 +119,7 @@ def shard_origin(split: Split, device: Array, shape: Sequence[int]) -> tuple[int
 def shard_counts(
     sharding: NamedSharding | None, shape: Sequence[int]
 ) -> tuple[int, ...]:
-    """Shards along each dimension of a leaf; all 1 without a sharding."""
+    """Returns the number of shards along each dimension; all 1 without a sharding."""
     if sharding is None:
         return (1,) * len(shape)
     local = sharding.shard_shape(tuple(shape))
@@ -128,7 +128,7 @@ def shard_counts(
 
 
 def shard_indices(leaf: Any) -> list[tuple[slice, ...]]:
-    """Index of each part of an array that this process holds; reads nothing."""
+    """Returns the index of each part of an array in this process; reads nothing."""
     if not isinstance(getattr(leaf, "sharding", None), NamedSharding):
         return [(slice(None),) * len(leaf.shape)]
     return [s.index for s in leaf.addressable_shards if s.replica_id == 0]

@@ -108,15 +108,15 @@ class StepCalls:
         return calls
 
     def bind(self, params: Sequence[jax.Array]) -> jax.Array:
-        """Before the first step of a run: holds its params against the store.
+        """Compares the params with the store before the first step of a run.
 
         In later steps this is one call without arrays.
 
         Args:
-          params: the leaves, or empty where they are not at hand.
+          params: the leaves, or empty if they are not available.
 
         Returns:
-          int32, there when leaves may be updated.
+          int32, ready when leaves may be updated.
         """
         must_bind = partial(self._host.must_bind, self._description)
         counter = jax.ShapeDtypeStruct((), np.int32)

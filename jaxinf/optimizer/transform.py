@@ -49,17 +49,18 @@ def smart_update(
       tx: any transformation that is elementwise over its stored state.
       store: from `jaxinf.open_store`, or a path to open with its defaults.
       compress: `jaxinf.top_k`: only the largest elements of each gradient are sent, the
-        rest counts as zero. What `tx` computes from all gradients, such as their norm,
-        it computes from the dense ones.
-      nonfinite: what a gradient with NaN or Inf does. ``"error"``: the step is refused
-        and the store stops. ``"skip"``: zero updates, counted in `skipped_steps`.
-        ``"allow"``: nothing is checked (for chains that treat NaN themselves).
-      on_existing: what `init` does on a store that has steps. ``"resume"``: gives the
-        state of its last step, or lets the program restore that of a checkpoint of its
-        own: the first `update` holds params and step against the store, and goes back
-        to that step where the store has it. ``"restart"``: keeps the run that is there
-        as a checkpoint and begins anew, with the same leaves and optimizer.
-        ``"error"``: raises.
+        rest counts as zero. Quantities that `tx` computes from all gradients, such as
+        their norm, are computed from the dense ones.
+      nonfinite: the effect of a gradient with NaN or Inf. ``"error"``: the step is
+        refused and the store stops. ``"skip"``: updates are zero, and the step counts
+        in `skipped_steps`. ``"allow"``: gradients are not checked, for chains that
+        treat NaN themselves.
+      on_existing: the action of `init` on a store that has steps. ``"resume"`` returns
+        the state of the store's last step. A program may also restore params and state
+        from its own checkpoint: the first `update` compares params and step with the
+        store, which goes back to that step if it still has it. ``"restart"`` keeps the
+        existing run as a checkpoint and starts anew, with the same leaves and
+        optimizer. ``"error"`` raises.
       shardings: tree of ``NamedSharding`` like the params, for when `init` runs under
         ``jit`` or ``eval_shape``; by default those of the params that `init` is given.
       extra_args: example values for a transformation whose `update` needs extra
