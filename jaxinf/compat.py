@@ -21,6 +21,8 @@ used here                   where it may break, and the effect
                             backend in a process that has not used it
 logger of callbacks         moves with JAX's modules. Moved: the trainer prints JAX's
                             traceback before its own message
+modules of callbacks        move with JAX's. Moved: Ctrl-C just before or behind a
+                            callback of a store fails the computation
 ``Primitive``, ``Literal``  of ``jax.extend.core``, and jaxprs; fields of equations,
                             which ``jaxinf/program/graph.py`` and ``jaxinf/stream``
                             read. Not there: ``tx.init`` fails while it traces
@@ -82,6 +84,7 @@ except ImportError:
 
 __all__ = [
     "CALLBACK_LOGGER",
+    "CALLBACK_MODULES",
     "CPU_THREADS_VARIABLE",
     "ELEMENTWISE",
     "IDENTITIES",
@@ -118,6 +121,11 @@ __all__ = [
 
 CALLBACK_LOGGER = "jax._src.callback"
 """Logs an exception of a callback, with a traceback."""
+
+CALLBACK_MODULES = frozenset(
+    {"jax._src.callback", "jax._src.buffer_callback", "jaxinf.optimizer.callback"}
+)
+"""Modules with a function on the stack of a thread that runs a callback."""
 
 CPU_THREADS_VARIABLE = "PJRT_NPROC"
 """The environment variable that says how many threads XLA's CPU client has."""

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxinf import compat
 from jaxinf.errors import DeviceConfigurationError
+from jaxinf.optimizer.interrupts import interrupts
 from jaxinf.typing import PyTree
 
 __all__ = [
@@ -110,6 +111,7 @@ def guarded(
     """
 
     def call(outs: PyTree, arguments: PyTree) -> None:
+        interrupts.install()
         try:
             host(outs, arguments)
         except BaseException as error:

@@ -14,6 +14,7 @@ from jaxinf.engine import Store, StoreDescription
 from jaxinf.errors import NonFiniteGradientError
 from jaxinf.layout import LeafGrid
 from jaxinf.optimizer.callback import Host, guarded
+from jaxinf.optimizer.interrupts import interrupts
 from jaxinf.optimizer.leaf_call import (
     FINITE,
     GO,
@@ -57,6 +58,8 @@ class HostSide:
         self.store = store
         self._nonfinite = nonfinite
         self._started = StartedUpdates(store)
+        self._num_interrupts = interrupts.num_raised
+        interrupts.install()
 
     @property
     def takes_params(self) -> bool:
@@ -97,6 +100,10 @@ class HostSide:
         """
         training = self.store.training
         training.bind(description)
+        if self._num_interrupts != interrupts.num_raised:
+            # Ctrl-C may have come before the program kept the last step's state.
+            self._num_interrupts = interrupts.num_raised
+            training.binding.release()
         is_bound = training.binding.is_bound
         if not is_bound:
             training.wait()
