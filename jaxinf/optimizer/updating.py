@@ -50,6 +50,8 @@ def run_update(
     num_feedback = len(gradients) if wrapped.has_feedback else 0
     check_state(state, description, num_feedback=num_feedback)
     _check_gradients(gradients, description)
+    if wrapped.store.training.commit is not None:
+        wrapped.store.training.bind(description)  # refuses it while it is traced
     on_device = _device_params(wrapped, updates, params, extra_args)
     stand_ins = [jnp.zeros(g.shape, g.dtype) for g in gradients]
     new, inputs = program.prologue(gradients, on_device or stand_ins, old, extra_args)

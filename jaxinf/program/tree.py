@@ -63,29 +63,19 @@ def leaf_infos(params: PyTree) -> tuple[LeafInfo, ...]:
     return infos
 
 
-def shape_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype of an array, tracer, aval or Python number."""
-    if not hasattr(leaf, "dtype"):
-        aval = jax.eval_shape(lambda: jax.numpy.asarray(leaf))
-        return tuple(aval.shape), aval.dtype
-    return tuple(leaf.shape), leaf.dtype
-
-
 def _leaf_info(keys: tuple[Any, ...], leaf: Any) -> LeafInfo:
     if keys and compat.attribute_of(keys[-1]) == "value":
         keys = keys[:-1]
     path = tuple(compat.key_name(key) for key in keys)
     where = "/".join(("params", *path))
-    try:
-        shape, dtype = shape_dtype(leaf)
-    except (TypeError, ValueError):
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         raise TypeError(
-            f"{where}: expected an array, found {type(leaf).__name__}; keep other "
-            "values out of the params tree"
-        ) from None
-    if dtype not in FLOAT_DTYPES:
+            f"{where}: expected an array, found {type(leaf).__name__}; make a number "
+            "an array, jnp.float32(x), and keep other values out of the params tree"
+        )
+    if leaf.dtype not in FLOAT_DTYPES:
         raise TypeError(
-            f"{where}: expected float32, bfloat16 or float16, found {dtype}; keep "
+            f"{where}: expected float32, bfloat16 or float16, found {leaf.dtype}; keep "
             "other arrays out of the params tree, or cast them"
         )
-    return LeafInfo(path, shape, np.dtype(dtype))
+    return LeafInfo(path, tuple(leaf.shape), np.dtype(leaf.dtype))

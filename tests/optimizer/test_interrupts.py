@@ -72,7 +72,7 @@ def interrupting(handler, times):
 
     from jaxinf.optimizer.host_side import HostSide
     commit_it, HostSide.commit = HostSide.commit, commit
-    store, step, params, state = training(sys.argv[1])
+    store, step, params, state = training(sys.argv[1] + "/store")
     if handler is not None:
         signal.signal(signal.SIGINT, handler)
     params, state = step(params, state)

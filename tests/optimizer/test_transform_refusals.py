@@ -323,6 +323,38 @@ def test_a_step_of_other_shapes_is_refused_while_tracing(open_store):
     assert int(state.step) == 1
 
 
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        ({**PARAMS, "b": jnp.zeros(21)}, r"shape \(20,\) in the store, \(21,\)"),
+        ({**PARAMS, "b": jnp.zeros(20, jnp.bfloat16)}, "params float32 in the store"),
+        ({"w": PARAMS["w"], "c": PARAMS["b"]}, "in the store only"),
+    ],
+    ids=["shape", "dtype", "name"],
+)
+def test_params_that_are_not_the_stores_are_refused_while_tracing(
+    open_store, other, difference
+):
+    store = open_store()
+    tx, state = start(store)
+    with pytest.raises(jaxinf.StoreMismatchError, match=f"leaf b: {difference}"):
+        jax.eval_shape(tx.update, other, state, other)
+    store.check()
+    _, state = tx.update(GRADIENTS, state, PARAMS)
+    assert int(state.step) == 1
+
+
+@pytest.mark.parametrize(
+    ("leaf", "found"), [(1.0, "float"), (1, "int"), ("x", "str"), ([1.0], "float")]
+)
+def test_a_leaf_that_is_no_array(open_store, leaf, found):
+    tx = jaxinf.smart_update(optax.sgd(1.0), open_store())
+    with pytest.raises(
+        TypeError, match=f"params/a.*: expected an array, found {found}"
+    ):
+        tx.init({"a": leaf, "b": jnp.ones(3)})
+
+
 def test_half_a_surrogate_pair_is_no_key(open_store):
     tx = jaxinf.smart_update(optax.sgd(1.0), open_store())
     with pytest.raises(ValueError, match=r"leaf '\\ud800': expected keys that UTF-8"):
