@@ -22,7 +22,7 @@ _HARMLESS += ("current.tmp", ".jaxinf*")
 
 
 def check_place(path: Path) -> None:
-    """Refuses a path that neither is a store nor can become one."""
+    """Refuses a path that is neither a store nor a place for one."""
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(
             f"store {path}: expected a directory or nothing there yet, found a file; "

@@ -12,7 +12,7 @@ from jaxinf.typing import JsonValue
 
 __all__ = ["Annotations"]
 
-_MOST_BYTES = 16 << 20  # a record that is larger than a document may be is none
+_MOST_BYTES = 16 << 20  # the record must stay within the limit of a document
 
 
 class Annotations:
@@ -38,7 +38,7 @@ class Annotations:
 
         Raises:
           ValueError: the step is finished already, or the payload holds NaN or Inf.
-          TypeError: the payload is no JSON.
+          TypeError: the payload has no form in JSON.
         """
         text = json.dumps(payload, allow_nan=False).encode()
         payload = parse_json(text, most_bytes=_MOST_BYTES)

@@ -2,8 +2,8 @@
 
       begin(step) ──► compare(leaf) … ──► finish: go on, or roll the store back
 
-Invariant: nothing is written before every leaf was held against the step that the run
-goes on from; only the first step of a run may go back to another step.
+Invariant: nothing is written before every leaf was compared with the step from which
+the run continues; only the first step of a run may go back to another step.
 """
 
 import logging
@@ -32,18 +32,18 @@ RESTART = (
     'or begin anew with smart_update(…, on_existing="restart"), which keeps the old '
     "run as a checkpoint"
 )
-"""A remedy that several messages name."""
+"""A remedy in several messages."""
 
 
 @dataclass
 class _Candidate:
-    """A step of the store that the run may be of.
+    """A step of the store that may be the run's.
 
     Attributes:
       place: its slot, or ``checkpoints/NAME``.
       record: its commit.
-      reader: of its chunks.
-      differing: a leaf whose params are not the run's; empty as long as there is none.
+      reader: reader of its chunks.
+      differing: a leaf whose params differ from the run's; empty if none was found.
     """
 
     place: str
@@ -53,14 +53,14 @@ class _Candidate:
 
 
 class Binding:
-    """Whether the run is bound to the open store, and what binds it. Thread-safe.
+    """Binds a run to the open store. Thread-safe.
 
     Args:
       opened: the open store.
       roll_back: makes another step the committed one, and opens the store anew.
 
     Attributes:
-      is_bound: the params of the run are known to be the store's.
+      is_bound: whether the run's params were compared with the store's.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class Binding:
         self._has_compared = False
 
     def begin(self, step: int) -> None:
-        """Looks for the step that the run's state is of; no step is under way.
+        """Looks for the step of the run's state; no step may be under way.
 
         Raises:
-          StaleStateError: the store has no such step; lists those it has.
+          StaleStateError: the store has no such step; lists the existing ones.
         """
         with self._guard:
             self._forget()
@@ -108,11 +108,11 @@ class Binding:
             ]
 
     def compare(self, leaf: int, params: Array, origin: Sequence[int]) -> None:
-        """Holds a leaf, or a shard of it, against the step; blocks.
+        """Compares a leaf, or a shard of it, with the step; blocks.
 
         Args:
-          leaf: which.
-          params: on the JAX device, their own dtype; only read.
+          leaf: number of the leaf.
+          params: params on the JAX device, in their own dtype; only read.
           origin: index in the leaf of the array's first element.
         """
         opened = self._opened()
@@ -126,11 +126,11 @@ class Binding:
         self._has_compared = True
 
     def finish(self) -> None:
-        """Every leaf was compared: binds the run, after a rollback if it takes one.
+        """Binds the run, after a rollback if necessary; every leaf was compared.
 
         Raises:
-          StoreMismatchError: the params are not those of the step; nothing was written.
-          StaleStateError: the step is there no more as it was written.
+          StoreMismatchError: the params differ from the step's; nothing was written.
+          StaleStateError: the step does not verify any more.
         """
         with self._guard:
             opened = self._opened()
@@ -157,7 +157,7 @@ class Binding:
             self.is_bound = True
 
     def release(self) -> None:
-        """From here on the next step has to bind the run first."""
+        """Unbinds the run, so that the next step must bind it first."""
         self.is_bound = False
 
     def _go_on_from(self, opened: OpenStore, same: list[_Candidate]) -> None:
@@ -198,10 +198,9 @@ class Binding:
 def _places(
     opened: OpenStore, step: int
 ) -> tuple[list[tuple[str, CommitRecord]], list[str]]:
-    """Where the store has a step, best first; what it has, in words.
+    """Returns the places of a step, best first, and a description of all steps.
 
-    The current step and checkpoints count as they are. The other slot's record is
-    taken at its word here, and verified before it is gone back to.
+    The spare slot is listed by its record alone; it is verified before a rollback.
     """
     directory = opened.directory
     found: list[tuple[str, CommitRecord]] = []

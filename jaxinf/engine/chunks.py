@@ -39,13 +39,13 @@ _Parts: TypeAlias = dict[int, tuple[int, int]]
 
 
 class ChunkTable:
-    """The chunk files of a store: one entry a leaf, state and chunk. Thread-safe.
+    """The chunk files of a store, an entry for each leaf, state and chunk. Thread-safe.
 
     Args:
       directory: the store's files.
       target: the slot of the first commit.
       checksums: checksums of the committed step, by array name; empty for a new store.
-      verify: which chunks `loaded` must verify when they are read.
+      verify: the chunks that `loaded` must verify when they are read.
 
     Raises:
       StoreFormatError: there is not one checksum for each chunk.
@@ -66,9 +66,9 @@ class ChunkTable:
         # step indexes them for thousands of leaves.
         self._first = array("q")  # a leaf's first entry
         self._num_chunks = array("q")
-        self._lengths = array("q")  # in bytes, padding left out
+        self._lengths = array("q")  # in bytes, without padding
         self._sums = array("I")
-        self._names: list[tuple[str, int]] = []  # of each array, and how many chunks
+        self._names: list[tuple[str, int]] = []  # name and number of chunks, by array
         for number, leaf in enumerate(directory.manifest.leaves):
             self._first.append(len(self._sums))
             self._num_chunks.append(len(leaf.csds))
@@ -97,7 +97,7 @@ class ChunkTable:
         self._prepare_lock = threading.Lock()
         self._prepared: set[int] = set()
 
-    # --- where ---------------------------------------------------------------------
+    # --- slots ---------------------------------------------------------------------
 
     @property
     def committed(self) -> Slot:
@@ -110,7 +110,7 @@ class ChunkTable:
         return self._target
 
     def source(self, layout: SubgroupLayout, state: int) -> Slot:
-        """The slot with the newest version of a state of a subgroup's chunk."""
+        """Returns the slot with the newest version of a state of a subgroup's chunk."""
         is_working = self._is_working[self._entry(layout, state)]
         return self.target if is_working else self.committed
 

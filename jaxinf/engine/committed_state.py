@@ -183,8 +183,8 @@ class CommittedState:
         """Opens a leaf's state as a read-only ``tensorstore.TensorStore``.
 
         Args:
-          state: ``"params"`` (the master), ``"mu"``, ``"nu"``, …, as it is stored;
-            `read` decodes it.
+          state: ``"params"`` (the master), ``"mu"``, ``"nu"``, …; it is shown as
+            stored, whereas `read` decodes it.
           leaf: its keys joined by ``/``, as `jaxinf inspect` prints them.
 
         During a run the chunks read may be of two neighbouring steps; use `snapshot`
@@ -232,6 +232,6 @@ class CommittedState:
             try:
                 jax.block_until_ready(state)
             except Exception:
-                self.training.check()  # the exception behind that of JAX
+                self.training.check()  # raises the cause of JAX's exception
                 raise
         self.training.wait()

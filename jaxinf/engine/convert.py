@@ -93,7 +93,7 @@ def convert_store(
 def _laid_out(
     held: StoreDirectory, codecs: tuple[str, str], csds: Sequence[Path]
 ) -> Manifest:
-    """The new store."""
+    """Returns the manifest of the new store."""
     leaves = [coded_leaf(leaf, *codecs) for leaf in held.manifest.leaves]
     shapes = [leaf.chunk_shape for leaf in leaves]
     converted = replace(held.manifest, leaves=tuple(leaves))

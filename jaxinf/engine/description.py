@@ -162,7 +162,7 @@ def describe(
 
     Args:
       update, init: The optimizer, traced on the params.
-      shard_counts: Of each leaf, parts along each dimension that are updated alone.
+      shard_counts: For each leaf, separately updated parts along each dimension.
       has_feedback: Whether the store keeps error feedback.
       forms: The forms of gradients of params of a dtype; by default dense.
     """
@@ -194,9 +194,10 @@ def coded_leaf(leaf: _Leaf, codec: str, master: str) -> _Leaf:
 
     Args:
       leaf: the leaf.
-      codec: of the optimizer's float32 state, unless the leaf is small; empty for none.
-      master: of the master params, where the leaf is bfloat16 on the JAX device; empty
-        for none.
+      codec: codec of the optimizer's float32 state, unless the leaf is small; empty for
+        none.
+      master: codec of the master params, if the leaf is bfloat16 on the JAX device;
+        empty for none.
     """
     is_small = np.prod(leaf.shape, dtype=np.int64) < _MIN_CODED_ELEMENTS
     stored: list[StateRecord] = []

@@ -53,7 +53,7 @@ def compare_chunk(
                 first = int(np.argmax(held != given))
                 few = slice(first, first + 3)
                 found = diverged_error(record.name, given[few].copy(), held[few].copy())
-    if found is not None:  # the chunk is as it was written
+    if found is not None:  # the chunk is not damaged
         raise found
 
 

@@ -87,7 +87,7 @@ class StoreHealth:
         return self.failure.error is not None and not self._is_reported
 
     def disown(self) -> None:
-        """In a forked child: the store is the parent's."""
+        """Ends the use of the store in a forked child; the parent keeps it."""
         self.failure = Failure()
         self.failure.set(
             StoreClosedError(

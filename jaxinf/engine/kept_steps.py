@@ -1,4 +1,4 @@
-"""Steps that a run keeps by a rule: the last few multiples of a number.
+"""Keeps the last few steps whose numbers are multiples of a number.
 
 Invariant: a kept step is committed and has its checkpoint before the next step begins;
 of all checkpoints only such ones are removed here.
@@ -20,14 +20,14 @@ __all__ = ["archive", "check_room", "is_kept", "keep_step"]
 
 
 def is_kept(options: StoreOptions, step: int) -> bool:
-    """Whether a step is to be kept, and so to be committed."""
+    """Whether a step must be kept, and therefore committed."""
     return bool(options.keep_every) and step % options.keep_every == 0
 
 
 def keep_step(opened: OpenStore) -> None:
-    """Keeps the committed step as a checkpoint, and lets the oldest kept one go.
+    """Keeps the committed step as a checkpoint, and removes the oldest kept one.
 
-    One of the same name is of a run that was rolled back, and is replaced.
+    A checkpoint of the same name is of a run that was rolled back; it is replaced.
     """
     directory, step = opened.directory, opened.commit.step
     name = str(step)
@@ -42,7 +42,7 @@ def keep_step(opened: OpenStore) -> None:
 
 
 def archive(directory: StoreDirectory, step: int) -> str:
-    """Keeps the committed step of a run that ends, under a new name; the name."""
+    """Keeps the committed step of a run that ends, under a new name, which it returns."""
     names = set(checkpoint_names(directory))
     number, name = 1, f"step-{step}-before-restart"
     while name in names:
@@ -52,10 +52,10 @@ def archive(directory: StoreDirectory, step: int) -> str:
 
 
 def check_room(options: StoreOptions, directory: StoreDirectory) -> None:
-    """Refuses a store that has no room for the steps to be kept beside its two slots.
+    """Refuses a store without room for its kept steps beside its two slots.
 
     Raises:
-      StoreSpaceError: says what is needed and what is free.
+      StoreSpaceError: gives the bytes needed and the bytes free.
     """
     there = len(_kept(directory, options)) if options.keep_every else 0
     missing = options.num_kept - there

@@ -1,9 +1,9 @@
-"""Scalars of a step that are NaN where an update computes with them.
+"""Finds scalars of a step that are NaN and that an update computes with.
 
-A learning rate of NaN makes NaN of all state, whatever the gradients are. Inf is left
-alone: some optimizers begin with it.
+A learning rate of NaN turns all state into NaN, whatever the gradients are. Inf is
+accepted, because some optimizers start with it.
 
-Invariant: a scalar counts only in a branch that the step takes.
+Invariant: a scalar is checked only in a branch that the step takes.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ __all__ = ["nan_scalar_error", "nan_scalars"]
 def nan_scalars(
     opened: OpenStore, requests: Sequence[UpdateRequest]
 ) -> tuple[str, ...]:
-    """The scalars that are NaN and used, by leaf and number, for an error."""
+    """Returns the scalars that are NaN and used, by leaf and number, for an error."""
     seen: dict[int, bool] = {}
     found = []
     for request in requests:
@@ -39,13 +39,13 @@ def nan_scalars(
 def nan_scalar_error(
     opened: OpenStore, step: int, found: Sequence[str], scalars: Sequence[ScalarState]
 ) -> NonFiniteScalarError:
-    """What is raised for a step that would compute with NaN.
+    """Makes the error for a step that would compute with NaN.
 
     Args:
       opened: the store.
-      step: that was refused.
-      found: as of `nan_scalars`.
-      scalars: the optimizer's, which may name the value.
+      step: the refused step.
+      found: a result of `nan_scalars`.
+      scalars: the optimizer's scalars, which may name the value.
     """
     held = [
         scalar.path

@@ -1,6 +1,6 @@
-"""The stores that are open in this process: one for a path.
+"""The stores that are open in this process, one for each path.
 
-Invariant: a path, its symlinks resolved, is open once; those who hold it are counted.
+Invariant: a path, with symlinks resolved, is open once, and its handles are counted.
 """
 
 import logging
@@ -18,11 +18,11 @@ _LOG = logging.getLogger("jaxinf")
 
 
 class Opened:
-    """An open store and who holds it.
+    """An open store and its handles.
 
     Attributes:
       training: the store's run.
-      holders: the handles that are not closed, the oldest first.
+      holders: handles that are not closed, the oldest first.
     """
 
     def __init__(self, training: Training) -> None:
@@ -38,7 +38,7 @@ class OpenStores:
         self._by_path: dict[Path, Opened] = {}
 
     def get(self, path: Path) -> Opened | None:
-        """What is open at a path; None where nothing is, or what was has stopped."""
+        """Returns the open store of a path; None if there is none, or if it failed."""
         with self.guard:
             held = self._by_path.get(path.resolve())
             if held is not None and held.training.is_closed:
@@ -47,16 +47,16 @@ class OpenStores:
             return held
 
     def open(self, options: StoreOptions, given: Mapping[str, Any]) -> Opened:
-        """The store of a path: the one that is open, or a new one.
+        """Returns the store that is open at a path, or opens one.
 
-        One that a failure has stopped is closed, and opened anew.
+        A store that a failure has stopped is closed and opened anew.
 
         Args:
-          options: to open it with.
-          given: those of them that the caller has set, by name.
+          options: the options for opening it.
+          given: the options that the caller has set, by name.
 
         Raises:
-          ValueError: an option that is set is another than the open store's.
+          ValueError: an option that the caller has set differs from the open store's.
           StoreError: as `jaxinf.open_store` documents.
         """
         with self.guard:
@@ -83,12 +83,12 @@ class OpenStores:
         return [p for p, h in self._by_path.items() if not h.training.is_closed]
 
     def forget(self, held: Opened) -> None:
-        """A store that is closed, or the parent's of this fork."""
+        """Removes a store that is closed, or that belongs to this fork's parent."""
         with self.guard:
             self._by_path = {p: h for p, h in self._by_path.items() if h is not held}
 
     def all(self) -> list[Opened]:
-        """Every one, the oldest first."""
+        """Returns all open stores, the oldest first."""
         with self.guard:
             held = self._by_path.values()
             return [one for one in held if not one.training.is_closed]

@@ -141,7 +141,7 @@ class OpenStore:
     # --- failure -------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises what stopped the store, the original exception, if anything has."""
+        """Raises the exception that stopped the store, if any."""
         self.health.check()
 
     def fail(self, error: BaseException) -> None:
@@ -190,7 +190,7 @@ class OpenStore:
     def layouts(
         self, leaf: int, origin: Sequence[int], extent: Sequence[int]
     ) -> Sequence[SubgroupLayout]:
-        """The subgroups of a box of a leaf: a JAX device's shard, or all of it.
+        """Returns the subgroups of a box of a leaf: a JAX device's shard, or all of it.
 
         Raises:
           StoreMismatchError: the box cuts a chunk, so the store does not fit the mesh.
@@ -207,7 +207,7 @@ class OpenStore:
     def chunks_of(
         self, leaf: int, origin: Sequence[int], extent: Sequence[int]
     ) -> Sequence[int]:
-        """The numbers of the chunks of a box of a leaf, as of `layouts`."""
+        """Returns the numbers of the chunks of a box of a leaf, as for `layouts`."""
         record = self.directory.manifest.leaves[leaf]
         try:
             return covers(record.grid, tuple(origin), tuple(extent))

@@ -1,6 +1,6 @@
-"""The options of a store, checked before anything is touched.
+"""The options of a store, checked before a file is touched.
 
-Invariant: no option is ignored, and a bad one is refused by its name.
+Invariant: no option is ignored, and the error for a bad one names it.
 """
 
 import os
@@ -33,7 +33,7 @@ MasterChoice: TypeAlias = Literal["auto", "stored", "none"]
 """Format and source of the master params; see `jaxinf.open_store`."""
 
 KeepSteps: TypeAlias = int | tuple[int, int]
-"""Every how many steps one is kept, and how many of them; see `jaxinf.open_store`."""
+"""The interval of kept steps, and their number; see `jaxinf.open_store`."""
 
 MasterFormat: TypeAlias = Literal["fp32", "split", "none"]
 """Format of the master of bfloat16 params; see `jaxinf.engine.convert_store`."""
@@ -103,7 +103,7 @@ class StoreOptions:
         self.master: MasterChoice = master
 
     def workers_of(self, num_csds: int) -> int:
-        """Requests at the drives at once: by default two a card, at least four."""
+        """Returns the number of requests at once: by default two a card, at least 4."""
         if self.num_workers is not None:
             return self.num_workers
         return max(4, 2 * num_csds) if self.csd.has_cards else 4
@@ -136,7 +136,7 @@ def _steps_per_commit(durability: Durability) -> int | None:
 
 
 def _kept_steps(keep_steps: KeepSteps | None) -> tuple[int, int]:
-    """Every how many steps one is kept, and how many are; zeros for none."""
+    """Returns the interval of kept steps, and their number; zeros for none."""
     if keep_steps is None:
         return 0, 0
     pair = (keep_steps, 2) if isinstance(keep_steps, int) else tuple(keep_steps)

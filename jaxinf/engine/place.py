@@ -45,14 +45,14 @@ class StorePlace:
     """The place of an existing or future store. Not thread-safe.
 
     Args:
-      run: of the `Store`; its options say where and how.
+      run: the run of the `Store`, with its options.
 
     Attributes:
       path: the store's directory.
 
     Raises:
       NotADirectoryError, PermissionError: the path cannot be a store.
-      StoreFormatError: the path is something else.
+      StoreFormatError: the path is not a store, and cannot become one.
     """
 
     def __init__(self, run: StoreRun) -> None:
@@ -67,7 +67,7 @@ class StorePlace:
         return (self.path / "jaxinf.json").exists()
 
     def check_restorable(self) -> None:
-        """Refuses to restore where there is no store with a committed step."""
+        """Refuses to restore if there is no store with a committed step."""
         if self._options.restore is not None:
             raise ValueError(
                 f"{self.path}: expected a store with a checkpoint "
@@ -106,7 +106,7 @@ class StorePlace:
             raise
 
     def _committed(self, lock: StoreLock) -> tuple[StoreDirectory, CommitRecord] | None:
-        """The store at the step to go on from; without what a crash left."""
+        """Returns the store at the step to continue from; removes leftovers."""
         options = self._options
         if is_unfinished(self.path):
             self.check_restorable()
@@ -133,14 +133,14 @@ class StorePlace:
         return directory, commit
 
     def _leftover(self) -> StoreDirectory:
-        """What an interrupted creation has left."""
+        """Returns the unfinished store of an interrupted creation."""
         return read_owned(self.path, self._options.csd_roots, unmade=True)
 
     def roll_back(self, opened: OpenStore, place: str) -> OpenStore:
         """Makes another step the committed one; under the lock, between two steps.
 
         Args:
-          opened: the store, which is closed for it.
+          opened: the store, which is closed first.
           place: the other slot, just verified, or ``checkpoints/NAME``.
 
         Returns:
@@ -157,9 +157,10 @@ class StorePlace:
         return self._attach(directory, self._open_csds(directory.manifest), commit)
 
     def begin_anew(self, opened: OpenStore) -> OpenStore:
-        """The store as a new one: waits for initial states, which step 0 will commit.
+        """Opens the store as a new one, which waits for initial states.
 
-        Until then the step that is committed stays; the caller keeps it if it is to be.
+        The commit of step 0 replaces the committed step; a caller that needs that step
+        makes a checkpoint first.
         """
         directory = opened.directory
         committed = directory.committed_slot()
@@ -220,7 +221,7 @@ class StorePlace:
                 with translated("creation", self.path):
                     self.path.mkdir(parents=True, exist_ok=True)
                     self._lock = StoreLock(self.path)
-                if self.is_there():  # another process was faster
+                if self.is_there():  # another process has made the store
                     csds.fleet.close()
                     self.release()
                     return self.create(description)

@@ -51,12 +51,12 @@ def initialise(
     """Writes a leaf's master params and initial state; blocks until it is written.
 
     Args:
-      opened: new.
-      leaf: which.
+      opened: a new store.
+      leaf: number of the leaf.
       kernel: computes the initial state.
-      params: the leaf or one shard of it, its own dtype; only read.
+      params: the leaf or one shard of it, in its own dtype; only read.
       origin: index in the leaf of the array's first element.
-      inputs: what the initial state is computed from beside the params.
+      inputs: inputs of the initial state beside the params.
     """
     held = [(params, inputs)]
     tasks = []
@@ -105,16 +105,16 @@ def same_params(
     params: Array,
     origin: Sequence[int],
 ) -> bool:
-    """Whether params are what a step holds, rounded to their dtype.
+    """Whether params equal a step's master params, rounded to their dtype.
 
-    Chunks that have the params' very bits are compared by checksum, others are read.
+    Chunks with exactly the params' bits are compared by checksum, others are read.
 
     Args:
       opened: the store.
       commit: the step's record.
-      reader: of the step.
-      leaf: which.
-      params: the leaf or one shard of it, its own dtype; only read.
+      reader: reader of the step.
+      leaf: number of the leaf.
+      params: the leaf or one shard of it, in its own dtype; only read.
       origin: index in the leaf of the array's first element.
     """
     record = opened.directory.manifest.leaves[leaf]
@@ -150,15 +150,15 @@ def read_state(
 ) -> None:
     """Reads a leaf's committed master params, or other state, in the dtype of `out`.
 
-    In the dtype of the store's `params` they are rounded in the same way as these, in
-    any other to nearest even.
+    If `out` has the dtype of the store's `params`, they are rounded in the same way as
+    these, otherwise to nearest even.
 
     Args:
-      opened: the store, no step in flight.
-      leaf: which.
+      opened: the store, without a step in flight.
+      leaf: number of the leaf.
       out: the leaf or one shard of it; written.
       origin: index in the leaf of the array's first element.
-      state: another of its states, which is no coded one.
+      state: number of the state, which must not be coded unless it is the master.
     """
     with committed_reader(opened, opened.options.memory_bytes) as reader:
         chunks = opened.chunks_of(leaf, origin, out.shape)
@@ -251,7 +251,7 @@ def committed_reader(opened: OpenStore, memory_bytes: int) -> StepReader:
 
 
 def committed_step(opened: OpenStore) -> tuple[Path, CommitRecord]:
-    """The directory and the record of the committed step, for a reader of it.
+    """Returns the directory and the record of the committed step, for a reader.
 
     Nothing may be committed while it is read.
     """
@@ -271,12 +271,12 @@ def _each_piece(
 
     Args:
       opened: the store.
-      reader: of a committed step.
-      leaf: which.
-      dtype: that the pieces have.
-      chunks: numbers of those wanted.
-      visit: gets each piece.
-      state: by its place in the leaf's record; the master params by default.
+      reader: reader of a committed step.
+      leaf: number of the leaf.
+      dtype: dtype of the pieces.
+      chunks: numbers of the chunks to read.
+      visit: called with each piece.
+      state: number of the state in the leaf's record; the master params by default.
     """
     record = opened.directory.manifest.leaves[leaf]
     chosen = record.states[state]

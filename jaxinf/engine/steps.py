@@ -57,7 +57,7 @@ class StepMetrics:
 
 
 class _Arrival(NamedTuple):
-    """A subgroup that a step has updated, what it read for that, and for whom."""
+    """A subgroup that a step has updated, with the states that it has read."""
 
     layout: SubgroupLayout
     loads: Loads
@@ -107,7 +107,7 @@ class StepEngine:
         with self._guard:
             self._begin(step)
             if bad and self._opened.num_uncommitted and not self._arrivals:
-                self.wait()  # else the steps that it would overwrite were lost
+                self.wait()  # otherwise the overwritten steps would be lost
                 raise nan_scalar_error(self._opened, step + 1, bad, ())
             found = [
                 request_tasks(
@@ -170,7 +170,7 @@ class StepEngine:
             if self._nan_scalars and self._is_finite:
                 error = nan_scalar_error(self._opened, step, self._nan_scalars, scalars)
                 self.abandon()
-                self.wait()  # commits what came before
+                self.wait()  # commits the steps before
                 raise error
             record = CommitRecord(
                 step=step,
@@ -265,7 +265,7 @@ class StepEngine:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """No step begins and none commits while the context lasts."""
+        """Prevents steps from beginning and committing while the context lasts."""
         with self._guard:
             self.wait()
             yield
@@ -287,7 +287,7 @@ class StepEngine:
     # --- inside --------------------------------------------------------------------
 
     def _begin(self, step: int) -> None:
-        """Opens the step unless it is."""
+        """Opens the step unless it is open."""
         opened = self._opened
         opened.check()
         with self._guard:
@@ -305,7 +305,7 @@ class StepEngine:
             if not self._is_open:
                 if not opened.num_uncommitted:
                     opened.directory.unpublish(opened.chunks.target)
-                if not self._metrics:  # initialising and comparing are no step's
+                if not self._metrics:  # earlier traffic is of `init`, not of a step
                     self._counted = opened.meters.snapshot()
                 self._is_open, self._started_s = True, time.monotonic()
 
@@ -358,7 +358,7 @@ class StepEngine:
             raise
 
     def _join_commit(self) -> None:
-        """Forgets the thread only after its end, as an interrupt may end the wait."""
+        """Joins the thread, and forgets it only then: an interrupt may end the wait."""
         if self._commit_thread is not None:
             self._commit_thread.join()
             self._commit_thread = None
@@ -397,7 +397,7 @@ def _prefetch(opened: OpenStore, arrivals: _Arrivals) -> None:
 
 
 def _nothing(csd: Csd, buffer: CsdBuffer, tells: Collection[int]) -> None:
-    """A prefetch computes nothing."""
+    """The computation of a prefetch, which has none."""
     del csd, buffer, tells
 
 

@@ -104,12 +104,12 @@ class Store(CommittedState):
         """Keeps the last finished step under a name; blocks until it is durable.
 
         No data is copied: the step's files are hard-linked, and the run goes on in
-        other files. From then on the drives hold that step in addition to the run's own
-        two, and need room for it.
+        other files. From then on the drives need room for that step in addition to the
+        run's own two.
 
         Args:
-          name: by default the step's number, since Orbax's CheckpointManager lists
-            numbers.
+          name: name of the checkpoint. By default it is the step's number, since
+            Orbax's CheckpointManager lists numbers.
           state: the transform state to wait for, as JAX's dispatch is asynchronous.
 
         Returns:
@@ -126,7 +126,7 @@ class Store(CommittedState):
             return save_checkpoint(self._directory, name)
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """All checkpoints, by step; waits for one in the making."""
+        """Returns all checkpoints, by step; waits for one that is being made."""
         self.training.join()
         return list_checkpoints(self._directory)
 
@@ -176,12 +176,12 @@ class Store(CommittedState):
         self.training.check()
 
     def close(self) -> None:
-        """Gives this handle back; the last one closes the store. Idempotent.
+        """Closes this handle, and with the last handle the store. Idempotent.
 
         Closing waits for steps under way, commits, and releases the lock. JAX computes
-        asynchronously, so this waits until all dispatched steps have arrived. Ctrl-C
-        ends that wait, and steps that have not arrived are lost. A step that has begun
-        without finishing its update is abandoned.
+        asynchronously, so it waits until all dispatched steps have arrived. Ctrl-C ends
+        that wait, and steps that have not arrived are lost. A step that has begun but
+        whose update is not finished is abandoned.
 
         Raises:
           StoreError: it was called in a JAX callback; the store stays open.
@@ -254,59 +254,58 @@ def open_store(
 ) -> Store:
     """Opens a store, or sets the place where `tx.init` will make one.
 
-    Nothing is written here, `restore` excepted. An existing store resumes at its last
-    committed step. Where this process has the path open already, the result is another
-    handle on that store: options that are not given are the open store's, and one that
-    was stopped by a failure is opened anew.
+    Nothing is written here, except with `restore`. An existing store resumes at its
+    last committed step. If this process has the path open already, the result is
+    another handle on that store, and options that are not given are the open store's. A
+    store that a failure has stopped is opened anew.
 
     Args:
       path: the store's directory; missing or empty for a new one.
       csds: CSD roots, each a mounted drive, to spread a new store's chunks over; by
-        default they lie in the store itself. An existing store knows its roots.
-      csd: what updates the chunks: ``"host"`` (the default), the CPU beside the drive;
-        ``"smartssd"``, the card beside it; ``"emulated"``, cards that are not there.
-        Options may follow: see `jaxinf.csd.parse_csd`.
-      memory_bytes: all memory that state passes through: of the host; or for each card,
-        of its own and of the host's beside it, for gradients and results. By default
-        512 MiB.
+        default the chunks are in the store itself. An existing store records its roots.
+      csd: the processor that updates the chunks: ``"host"`` (the default), the CPU
+        beside the drive; ``"smartssd"``, the card beside it; ``"emulated"``, an
+        emulated card. Options may follow: see `jaxinf.csd.parse_csd`.
+      memory_bytes: all memory that state passes through: on the host; or for each card,
+        its own memory and the host's for its gradients and results. By default 512 MiB.
       num_workers: requests at the drives at once, beside the kernels; by default 4, and
-        with more than two cards two for each. More than 4 for many drives.
+        with more than two cards two for each. Many drives need more than 4.
       chunk_elements: largest chunk of a new store, in elements; by default 4 Mi.
-      durability: when a finished step becomes durable: ``"step"`` (the default), each
-        at once; a number k, every k steps; ``"checkpoint"``, only with a checkpoint.
-        `wait`, `close`, `checkpoint` and all that reads the store's state commit too.
-        A crash or an error costs the steps since the last commit.
+      durability: the steps that become durable by themselves: ``"step"`` (the default),
+        each; a number k, every k-th; ``"checkpoint"``, none. `wait`, `close`,
+        `checkpoint` and methods that read the store's state also commit. A crash or an
+        error costs the steps since the last commit.
       verify: whether chunks that are read are compared with their checksums:
         ``"always"`` (the default) or ``"never"``.
-      restore: a checkpoint to go on from: it becomes the committed step again, and
-        stays as it is. What was committed after it is given up, unless a checkpoint
-        keeps that.
-      master: how the fp32 master params are kept, and from where a step takes them.
-        ``"auto"``, the default: the params on the JAX device are, or are half of, the
-        master: where handing them over costs no copy (CPU), the drive only writes that
-        part, and its checksum is compared with theirs. A new store holds the master of
-        bfloat16 params as those params, rounded to nearest with ties away from zero,
-        and 16-bit remainders, which alone are read: no bit is lost. ``"stored"``: the
-        master is read from the drive at every step, and a new store holds it in
-        float32. ``"none"``, for bfloat16 params: a new store has no master but them,
-        rounded stochastically; what an update adds below their precision is kept on
-        average alone. float16 params have a float32 master. An existing store knows.
-      state: how a new store holds the optimizer's float32 state: ``"fp32"``, as it is
-        (the default); ``"bf16"``, rounded stochastically; ``"int8"``, in blocks of 256
-        with a scale each. The update computes in float32 whatever is stored. Leaves
-        of fewer than 4,096 elements stay as they are. An existing store knows.
-      keep_steps: for a program with checkpoints of its own every k steps: ``k``, or
-        ``(k, n)``. The last n (by default 2) steps that are multiples of k stay as
-        checkpoints named by their step, committed whatever `durability`, so that the
-        program finds the step of its checkpoint here. Only these are removed, and room
-        for 2 + n states is looked for at `init`.
+      restore: a checkpoint to continue from: it becomes the committed step again, and
+        is kept. Later steps are given up, unless a checkpoint keeps them.
+      master: the form of the fp32 master params, and their source in a step. With
+        ``"auto"``, the default, fp32 params on the JAX device are the master, and
+        bfloat16 params are its upper half: a new store keeps 16-bit remainders beside
+        them, so that no bit is lost. If the params can be handed over without a copy
+        (on a CPU), a step reads only the remainders, and compares the params' checksum
+        with the stored one. With ``"stored"`` a new store keeps the master in float32,
+        and every step reads it from the drive. With ``"none"``, for bfloat16 params, a
+        new store keeps only these, rounded stochastically: parts of an update below
+        their precision are kept on average. float16 params have a float32 master. An
+        existing store records its form.
+      state: the format of the optimizer's float32 state in a new store: ``"fp32"``
+        (the default), unchanged; ``"bf16"``, rounded stochastically; ``"int8"``, in
+        blocks of 256 with a scale for each. The update computes in float32 in any case.
+        Leaves of fewer than 4,096 elements stay in float32. An existing store records
+        its format.
+      keep_steps: for a program that makes its own checkpoint every k steps: ``k``, or
+        ``(k, n)``. The last n (by default 2) steps that are multiples of k are kept as
+        checkpoints named by their step, with any `durability`, so that the store has
+        the step of the program's checkpoint. Only such checkpoints are removed. `init`
+        checks that there is room for 2 + n states.
 
     Raises:
-      ValueError: an argument is out of range, or another than that of the store that
-        is open; or there is no such checkpoint.
+      ValueError: an argument is out of range, or differs from the open store's; or
+        there is no such checkpoint.
       CsdError: a card is missing or not set up.
       NotADirectoryError, PermissionError: `path` cannot be a store.
-      StoreLockedError: a live process has it open; names it.
+      StoreLockedError: a live process has the store open; names the process.
       StoreFormatError: it is not a store, is damaged, or has a newer format.
     """
     given = {
@@ -329,12 +328,12 @@ def open_store(
 
 
 def store_of(path: PathLikeStr) -> Store:
-    """The store that is open at a path, for a program that has no variable for it.
+    """Returns the open store of a path, for a program that has no variable for it.
 
-    It is no further handle: it need not be closed.
+    The result is not a further handle, and need not be closed.
 
     Raises:
-      ValueError: none is open there; lists those that are.
+      ValueError: no store is open there; lists the open ones.
     """
     held = _OPEN.get(_absolute(path))
     if held is None or not held.holders:
@@ -347,9 +346,9 @@ def store_of(path: PathLikeStr) -> Store:
 
 
 def close(path: PathLikeStr) -> None:
-    """Closes the store at a path, whoever holds it; see `Store.close`.
+    """Closes the store at a path with all its handles; see `Store.close`.
 
-    Nothing is done where none is open.
+    Does nothing if no store is open there.
     """
     held = _OPEN.get(_absolute(path))
     if held is not None:
@@ -367,7 +366,7 @@ def _absolute(path: PathLikeStr) -> Path:
 
 @atexit.register
 def _close_all() -> None:
-    """Interpreter exit: lets dispatched steps arrive, then drains and commits."""
+    """Waits for dispatched steps, drains and commits, at the interpreter's exit."""
     for held in _OPEN.all():
         try:
             _close_all_handles(held)
@@ -377,8 +376,8 @@ def _close_all() -> None:
 
 
 def _forget_all() -> None:
-    """In a forked child: the stores stay its parent's."""
-    _OPEN.guard = threading.RLock()  # a thread that held it is not here
+    """Ends the use of all stores in a forked child; the parent keeps them."""
+    _OPEN.guard = threading.RLock()  # a thread of the parent may hold the old lock
     for held in _OPEN.all():
         held.training.disown()
         _OPEN.forget(held)

@@ -48,7 +48,7 @@ class SubgroupLayout:
         return last.buffer_offset_bytes + pages * PAGE_BYTES
 
     def place(self, state: int) -> tuple[int, int, str]:
-        """Leaf, chunk and name of a state, by which `StoreDirectory` finds a file."""
+        """Returns leaf, chunk and name of a state, by which a file is found."""
         return self.subgroup.leaf, self.subgroup.chunk, self.states[state]
 
     @classmethod

@@ -111,7 +111,7 @@ class SubgroupUpdate:
         stored = master[: probe.size].astype(probe.dtype)
         if not same_values(stored, probe):
             if self.is_whole:
-                self.chunks.check_file(self.layout, 0)  # or the drive is to blame
+                self.chunks.check_file(self.layout, 0)  # damage would explain it
             name = self.directory.manifest.leaves[self.request.leaf].name
             raise diverged_error(name, probe[:3], stored[:3])
 

@@ -45,7 +45,7 @@ class Training:
       options: the options of the store.
       shardings: for each leaf, the sharding of the params in the last `init`, on one
         mesh; empty if they are not sharded.
-      binding: of the run to a step of the store, which the first step makes.
+      binding: the run's binding to a step of the store, made by its first step.
 
     Raises:
       StoreError: as `jaxinf.open_store` documents.
@@ -72,7 +72,7 @@ class Training:
         self._opened = opened
         self._steps = None if opened is None else StepEngine(opened, self._annotations)
 
-    # --- what there is ---------------------------------------------------------------
+    # --- the store -------------------------------------------------------------------
 
     @property
     def opened(self) -> OpenStore:
@@ -166,7 +166,7 @@ class Training:
                 action()
 
     def disown(self) -> None:
-        """In a forked child: everything of the store is the parent's."""
+        """Ends the use of the store in a forked child; the parent keeps it."""
         self._guard = threading.RLock()
         self._run.health.disown()
         self._place.release()
@@ -202,9 +202,9 @@ class Training:
             return opened.is_new
 
     def restart(self, description: StoreDescription) -> None:
-        """Keeps the run that there is as a checkpoint, and waits for a new one.
+        """Keeps the existing run as a checkpoint, and waits for a new one.
 
-        Until `finish_initialisation` the committed step stays what it is.
+        The committed step does not change until `finish_initialisation`.
 
         Raises:
           StoreMismatchError: the new run has other leaves or another optimizer.
@@ -228,7 +228,7 @@ class Training:
         self._hold(self._place.create(description))
 
     def _roll_back(self, place: str) -> None:
-        """Makes another step that the store has the committed one."""
+        """Makes another step of the store the committed one."""
         self._hold(self._place.roll_back(self.opened, place))
 
     def initialise(
@@ -242,7 +242,7 @@ class Training:
         """Writes a leaf's or a shard's master params and initial state; blocks.
 
         Args:
-          description: of the new store.
+          description: the description of the new store.
           leaf: number of the leaf.
           params: the leaf or one shard of it, in its own dtype; only read.
           origin: index in the leaf of the array's first element.
@@ -305,7 +305,7 @@ class Training:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """No step begins and none commits while the context lasts."""
+        """Prevents steps from beginning and committing while the context lasts."""
         with self.steps.paused() if self._steps else contextlib.nullcontext():
             yield
 
@@ -332,7 +332,7 @@ def _no_store(path: Path) -> StaleStateError:
 
 
 def _keep_run(opened: OpenStore, description: StoreDescription) -> None:
-    """Makes a checkpoint of a run that one of the same description replaces.
+    """Makes a checkpoint of a run, before one of the same description replaces it.
 
     Raises:
       StoreMismatchError: the new run has other leaves or another optimizer.

@@ -60,7 +60,7 @@ def request_tasks(
     tasks, updates = [], []
     for layout in opened.layouts(request.leaf, request.origin, request.gradient.shape):
         loads, stores = _moved(kernel, layout.slots, request.feedback is not None)
-        if request.out_dtype != np.float32:  # which comes of the params, moved or not
+        if request.out_dtype != np.float32:  # the result depends on the params
             loads |= {0}
         chunk = opened.directory.chunks[request.leaf][layout.subgroup.chunk]
         is_first = (

@@ -133,7 +133,7 @@ class Executor:
         for state, slot in states:
             if state in checksums:
                 self._chunks.loaded(task.layout, state, slot, checksums[state])
-            else:  # prefetched, but not used
+            else:  # prefetched, but not used by the update
                 assert (state, slot) not in task.loads
 
     # --- write ---------------------------------------------------------------------

@@ -176,7 +176,7 @@ class TransferHandler:
         while True:
             with contextlib.suppress(KeyboardInterrupt), self._done:
                 self._queues.submitting.discard(group)
-                self._done.notify_all()  # `close` may wait for that
+                self._done.notify_all()  # `close` may wait for the end
                 self._done.wait_for(lambda: not group.num_running)
                 return
 

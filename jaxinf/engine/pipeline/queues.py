@@ -74,7 +74,7 @@ class Queues:
         """Whether the CSD's memory refused a subgroup and has had no room since."""
         return self.memories[self.csds[csd].memory].refused_bytes is not None
 
-    # --- what is asked for ---------------------------------------------------------
+    # --- requests ------------------------------------------------------------------
 
     def submit(self, tasks: Sequence[Task], group: TaskGroup) -> None:
         """Queues tasks; prefetched ones take over the memory of their prefetch."""
