@@ -42,7 +42,7 @@ def keep_step(opened: OpenStore) -> None:
 
 
 def archive(directory: StoreDirectory, step: int) -> str:
-    """Keeps the committed step of a run that ends, under a new name, which it returns."""
+    """Keeps the committed step of an ending run under a new name; returns the name."""
     names = set(checkpoint_names(directory))
     number, name = 1, f"step-{step}-before-restart"
     while name in names:

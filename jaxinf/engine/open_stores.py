@@ -38,7 +38,7 @@ class OpenStores:
         self._by_path: dict[Path, Opened] = {}
 
     def get(self, path: Path) -> Opened | None:
-        """Returns the open store of a path; None if there is none, or if it failed."""
+        """Returns the open store of a path; None if there is none, or it was closed."""
         with self.guard:
             held = self._by_path.get(path.resolve())
             if held is not None and held.training.is_closed:

@@ -77,9 +77,9 @@ class Calls:
 
     @cached_property
     def donated(self) -> Mapping[str, tuple[int, ...]]:
-        """By a program's key, inputs whose memory an output may reuse.
+        """Returns inputs whose memory an output may reuse, by the program's key.
 
-        No call of the program reads such an input later, and nobody else holds it.
+        No call reads such an input later, and no one else holds it.
         """
         handed = {
             call.outputs[i] for call in self.calls for _, i in call.gradients
@@ -98,7 +98,7 @@ class Calls:
 
     @cached_property
     def fences(self) -> tuple[int | None, ...]:
-        """For each call, the smallest output whose memory no later call may reuse.
+        """Returns for each call the smallest output whose memory no later call reuses.
 
         None if there is no such output.
         """
@@ -110,7 +110,7 @@ class Calls:
         return tuple(_smallest(call, given_up) for call in self.calls)
 
     def peak_bytes(self, temp_bytes: Mapping[str, int] | None = None) -> int:
-        """The peak memory of slots, params, outputs and temporaries.
+        """Returns the peak memory of slots, params, outputs and temporaries.
 
         One call runs, and the next waits with its params and room for its outputs.
 

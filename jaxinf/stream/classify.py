@@ -40,7 +40,7 @@ class Classes:
     pieces: Mapping[Node, frozenset[Piece]]
 
     def piece_bytes(self, pieces: Iterable[Piece], sizes: Mapping[Piece, int]) -> int:
-        """Bytes of `pieces`, each once."""
+        """Returns the bytes of `pieces`, each counted once."""
         return sum(sizes[piece] for piece in pieces)
 
 
@@ -99,8 +99,8 @@ class _Builder:
         if num_bytes(params) > _PARAMS_RATIO * out_bytes:
             return
         self.light.add(node)
-        # A count or a key that depends on that of the previous layer would be computed
-        # again from the first layer on, in longer and longer programs.
+        # If a count or a key depends on the previous layer's, computing it again would
+        # start at the first layer, in longer and longer programs.
         is_made_of = any(not is_literal(value) for value in node.inputs)
         is_count = is_made_of and not params and out_bytes <= _SCALAR_BYTES
         is_spread = any(

@@ -21,7 +21,7 @@ _PIECE_ELEMENTS = 1 << 18
 
 
 class Deferred:
-    """Spills a step's gradients and takes what the optimizer needs of all of them.
+    """Spills a step's gradients, and gathers the scalars that the optimizer needs.
 
     Args:
       program: The optimizer.
@@ -48,7 +48,7 @@ class Deferred:
             self.norms.check(pieces)
 
     def begin(self) -> None:
-        """A step begins."""
+        """Prepares for the gradients of a step."""
         self.bad = []
         self.spill.reset()
         if self.norms is not None:
@@ -63,7 +63,7 @@ class Deferred:
         self.spill.put(piece, gradient)
 
     def take_all(self) -> Iterator[tuple[Piece, Array]]:
-        """Returns the gradients, in the order in which they came."""
+        """Yields the gradients, in the order in which they came."""
         for piece in self.spill.pieces():
             yield piece, self.spill.take(piece)
 

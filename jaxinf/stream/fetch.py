@@ -28,7 +28,7 @@ class Source(Protocol):
     """The source of units."""
 
     def begin(self) -> None:
-        """Notes the beginning of a step."""
+        """Prepares for the reads of a step."""
         ...
 
     def read(self, unit: Unit, out: Array) -> None:
@@ -36,7 +36,7 @@ class Source(Protocol):
         ...
 
     def close(self) -> None:
-        """Notes that no unit is read until the next step."""
+        """Ends the reads of a step."""
         ...
 
 
@@ -163,7 +163,7 @@ class Fetcher:
         self._is_stopped = True
         if self._thread is not None:
             while self._thread.is_alive():
-                self._free_all()  # it may wait for room
+                self._free_all()  # the thread may wait for room
                 self._thread.join(0.05)
             self._thread = None
         self._free_all()
@@ -209,7 +209,7 @@ class Fetcher:
 
 
 def _serving(fetches: Sequence[Fetch]) -> Mapping[tuple[Unit, int], int]:
-    """For each unit and call, the last call of the fetch that serves it."""
+    """Maps each unit and call to the last call of the fetch that serves it."""
     return dict(_served(fetches))
 
 

@@ -41,7 +41,7 @@ class Piece:
     rows: tuple[int, int] | None = None
 
     def of(self, array: Any) -> Any:
-        """The piece of the whole leaf's `array`."""
+        """Returns the piece of a whole leaf's array."""
         part = array[self.index] if self.index else array
         return part if self.rows is None else part[slice(*self.rows)]
 
@@ -96,7 +96,7 @@ class Graph:
 
 
 def aval_bytes(aval: Any) -> int:
-    """Bytes of an array of that abstract value; random keys count as 16 an element."""
+    """Returns the bytes of an array; random keys count as 16 bytes an element."""
     shape = getattr(aval, "shape", None)
     if shape is None:
         return 0
@@ -105,10 +105,10 @@ def aval_bytes(aval: Any) -> int:
 
 
 def num_bytes(values: Iterable[Value]) -> int:
-    """Bytes of all `values` together."""
+    """Returns the bytes of all `values` together."""
     return sum(aval_bytes(value.aval) for value in values)
 
 
 def is_literal(value: Value) -> bool:
-    """Whether a value's number is part of the program."""
+    """Whether a value is a literal, part of the program's text."""
     return value.node is None and value.origin is None

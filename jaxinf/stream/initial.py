@@ -68,7 +68,7 @@ class LeafMaker:
 
     @property
     def avals(self) -> PyTree:
-        """The params' shapes and dtypes."""
+        """Returns the params' shapes and dtypes."""
         return self.tree.unflatten(
             [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self.outputs]
         )
@@ -119,8 +119,8 @@ class LeafMaker:
 class _Builder:
     """Inlines calls; folds counts of the calls of a random key into numbers.
 
-    The keys of leaves differ only in a number that a key is folded with. This becomes
-    an argument, so leaves of one shape share one program.
+    The keys of leaves differ only in a number that a key is folded with. This number
+    becomes an argument, so leaves of one shape share one program.
     """
 
     def __init__(self, consts: list[Any]) -> None:
@@ -184,7 +184,7 @@ def _is_count(node: Node, eqn: Any) -> bool:
 
 
 def _needed(output: Value) -> tuple[list[Node], list[Value]]:
-    """The nodes that compute a value, in their own order, and their inputs."""
+    """Returns the nodes that compute a value, in their own order, and their inputs."""
     order: dict[Node, None] = {}
     inputs: dict[Value, None] = {}
     if output.origin is not None:

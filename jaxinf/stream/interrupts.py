@@ -13,11 +13,11 @@ __all__ = ["Interrupts"]
 
 
 class Interrupts:
-    """Holds back Ctrl-C while programs run that read memory of ours.
+    """Holds back Ctrl-C while programs run that read memory of the step.
 
-    Python would raise it between any two instructions, also where a program is running
-    that nobody knows of yet. A second Ctrl-C is raised at once, so that a drive that
-    hangs can be left. Handlers of the user's own are not replaced.
+    Python would raise it between any two instructions, also between a program's start
+    and the record of that start. A second Ctrl-C is raised at once, so that a user need
+    not wait for a drive that hangs. A handler that the user has set is not replaced.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def held_back(self) -> Iterator[None]:
-        """Holds interrupts back; raises one that came when the body has ended."""
+        """Holds back interrupts during the body, and raises one at its end."""
         is_main = threading.current_thread() is threading.main_thread()
         if not is_main or signal.getsignal(signal.SIGINT) is not _PYTHONS_OWN:
             yield

@@ -51,10 +51,10 @@ class Lifetimes:
 
     @cached_property
     def backward_cuts(self) -> np.ndarray:
-        """For each forward cut, the backward cut that belongs to it.
+        """The backward cut that belongs to each forward cut.
 
-        The part after the forward cut no longer needs its params and values, and has
-        its gradients, at the backward cut.
+        At the backward cut, the part after the forward cut has its gradients and no
+        longer needs its params and values.
         """
         num_forward = len(self.order.forward)
         last = np.zeros(num_forward + 2, np.int64)
@@ -71,7 +71,7 @@ class Lifetimes:
         return cuts
 
     def piece_bytes(self, pieces: Iterable[Piece]) -> int:
-        """Bytes of parts of params."""
+        """Returns the bytes of parts of params."""
         return sum(self.sizes[piece] for piece in pieces)
 
     @cached_property
@@ -86,7 +86,7 @@ class Lifetimes:
 
     @cached_property
     def working_bytes(self) -> np.ndarray:
-        """For each forward node, bytes of its operands and results."""
+        """Bytes of the operands and results of each forward node."""
         return np.array(
             [
                 num_bytes(self.classes.needs[node]) + num_bytes(node.outputs)
@@ -96,7 +96,7 @@ class Lifetimes:
 
     @cached_property
     def kept_bytes(self) -> np.ndarray:
-        """For each forward node, bytes of results kept for backward, summed up."""
+        """Cumulative bytes, by forward node, of results kept for backward."""
         wanted = {v for n in self.order.backward for v in self.classes.needs[n]}
         heavy = [
             0 if node in self.classes.light else num_bytes(wanted & set(node.outputs))
@@ -105,7 +105,7 @@ class Lifetimes:
         return np.concatenate([[0], np.cumsum(heavy, dtype=np.int64)])
 
     def _finished_pieces(self) -> Mapping[Node, list[Piece]]:
-        """Pieces whose gradients a node completes, as they are read."""
+        """Maps nodes to the pieces that are read and whose gradients they complete."""
         by_leaf: dict[int, list[Piece]] = {}
         for piece in self.first_use:
             by_leaf.setdefault(piece.leaf, []).append(piece)
@@ -135,7 +135,7 @@ def _made(nodes: tuple[Node, ...]) -> dict[Value, int]:
 
 
 def _overlaps(piece: Piece, target: Piece) -> bool:
-    """Whether a piece contains, or is part of, one with a gradient."""
+    """Whether one of two pieces contains the other."""
     index, own = target.index, piece.index
     if index[: len(own)] != own and own[: len(index)] != index:
         return False

@@ -39,7 +39,7 @@ def divide(memory_bytes: int, ring_bytes: int, gradient_bytes: int) -> Division:
     """Divides the memory.
 
     Args:
-      memory_bytes: The whole.
+      memory_bytes: All memory of a step.
       ring_bytes: The least size of the store's buffers.
       gradient_bytes: Size of the largest gradient that is handed out.
 
@@ -62,8 +62,8 @@ def divide(memory_bytes: int, ring_bytes: int, gradient_bytes: int) -> Division:
 def return_freed_memory() -> None:
     """Lets glibc give freed arrays back to the system, for the rest of the process.
 
-    What XLA's CPU client frees would stay with the process otherwise, up to the most
-    that was ever in use. Other C libraries do so by themselves.
+    Otherwise memory that XLA's CPU client frees would stay with the process, up to the
+    peak. Other C libraries return it by themselves.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)

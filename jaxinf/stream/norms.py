@@ -1,7 +1,8 @@
-"""What an optimizer computes of all gradients, taken as they come.
+"""Gathers the scalars that an optimizer computes of all gradients, as these arrive.
 
-Invariant: each gradient is seen once. Of a leaf that comes whole the scalars have the
-bits of jitted optax; of one that comes in slices, its slices' scalars are put together.
+Invariant: each gradient is read once. The scalars of a leaf that arrives whole have the
+bits of jitted optax; for a leaf that arrives in slices, the slices' scalars are
+combined.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +34,7 @@ class GradientScalars:
         self._combine = jax.jit(self._combined)
 
     def check(self, pieces: Sequence[Piece]) -> None:
-        """Refuses gradients that come in parts where they are needed whole."""
+        """Refuses gradients that arrive in parts if they are needed whole."""
         for piece in pieces:
             leaf = piece.leaf
             if not piece.index or not self._divided.reads(leaf):
@@ -47,11 +48,11 @@ class GradientScalars:
                 )
 
     def begin(self) -> None:
-        """A step begins."""
+        """Prepares for the gradients of a step."""
         self._parts.clear()
 
     def add(self, piece: Piece, gradient: jax.Array) -> None:
-        """Takes what is needed of a gradient; blocks until it has it."""
+        """Computes a gradient's scalars; blocks until they are there."""
         leaf = piece.leaf
         if not self._divided.reads(leaf):
             return
@@ -65,7 +66,7 @@ class GradientScalars:
     def combine(
         self, scalar_state: Sequence[jax.Array]
     ) -> tuple[list[jax.Array], list[tuple[jax.Array, ...]]]:
-        """The new scalar state, and the scalars of each leaf's kernel."""
+        """Returns the new scalar state, and the scalars of each leaf's kernel."""
         return self._combine(self._parts, scalar_state)
 
     def _combined(self, parts: Any, scalar_state: Sequence[jax.Array]) -> Any:
@@ -73,7 +74,7 @@ class GradientScalars:
         return new, [one.scalars for one in inputs]
 
     def _function(self, leaf: int) -> Callable[..., Any]:
-        """Compiled once for leaves of which the same is computed."""
+        """Compiles a leaf's function, once for all leaves with the same computation."""
         gradient, nodes, scalars = self._divided.program(leaf)
         key = self._keys.program([gradient], nodes, scalars)
         if key not in self._functions:

@@ -1,7 +1,7 @@
 """A traced program as a graph: calls inlined, scans over stacked params unrolled.
 
-Invariant: what a peeled scan collects is never put together unless something reads
-it whole, so that a layer's params are an input, and their gradient an output, alone.
+Invariant: the results that a peeled scan collects are stacked only if a node reads the
+whole. So a layer's params are an input of their own, and their gradient an output.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ Atom: TypeAlias = Value | Stack
 
 
 def build_graph(traced: Traced) -> Graph:
-    """The graph of a traced loss and gradient, without what no output needs."""
+    """Builds the graph of a traced loss and gradient; drops nodes without effect."""
     builder = _Builder(traced)
     avals = [var.aval for var in traced.closed.jaxpr.invars]
     num_params, num_batch = len(traced.params), len(traced.batch)
@@ -78,7 +78,7 @@ def _pieces(
 
 
 class _Builder:
-    """Collects nodes; `inline` may be called by itself for calls and scan bodies."""
+    """Collects nodes; `inline` is recursive for calls and bodies of scans."""
 
     def __init__(self, traced: Traced) -> None:
         self.nodes: list[Node] = []
@@ -90,13 +90,13 @@ class _Builder:
         self._sliced: set[tuple[int, ...]] = set()
 
     def input(self, origin: Origin, aval: Any) -> Value:
-        """The value of an input; the same one for the same origin."""
+        """Returns the value of an input, the same one for the same origin."""
         if origin not in self._inputs:
             self._inputs[origin] = Value(aval, origin=origin)
         return self._inputs[origin]
 
     def computed(self, atom: Atom) -> Value:
-        """`atom` as the output of a node."""
+        """Returns `atom` as the output of a node."""
         value = self._value(atom)
         if value.node is None:
             node = Node(lax.copy_p, (value,), {})
@@ -146,7 +146,7 @@ class _Builder:
         return self.input(origin, jax.typeof(array))
 
     def _value(self, atom: Atom) -> Value:
-        """`atom` as one value; puts a stack together, once."""
+        """Returns `atom` as one value; concatenates a stack, once."""
         if isinstance(atom, Value):
             return atom
         if atom not in self._whole:
@@ -155,14 +155,14 @@ class _Builder:
         return self._whole[atom]
 
     def _call(self, function: Callable[..., Any], *args: Value) -> Value:
-        """Appends what `function` does to values of those types."""
+        """Appends the nodes of `function`, traced on the types of `args`."""
         closed = jax.make_jaxpr(function)(*(_struct(value.aval) for value in args))
         return self._value(self.inline(closed, args)[0])
 
     # Scans.
 
     def _is_stacked(self, atom: Atom) -> bool:
-        """Whether slices of `atom` can be had without the whole."""
+        """Whether slices of `atom` are available without the whole."""
         if isinstance(atom, Stack) or isinstance(atom.origin, Piece):
             return True
         node = atom.node
@@ -192,7 +192,7 @@ class _Builder:
         return [*carry, *stacks]
 
     def item(self, atom: Atom, i: int) -> Atom:
-        """Element `i` of `atom` along its leading axis."""
+        """Returns element `i` of `atom` along its leading axis."""
         if isinstance(atom, Stack):
             return atom.items[i]
         if isinstance(atom.origin, Piece):
@@ -235,7 +235,7 @@ class _Builder:
         copy = Node(node.primitive, node.inputs, params, context=node.context)
         return self._append(copy, [_item_aval(value.aval)])[0]
 
-    # Equations on stacks and on slices of params; None where nothing special is done.
+    # Special cases for stacks and slices of params; None for the ordinary treatment.
 
     def _pointwise(self, eqn: Any, inputs: Sequence[Atom]) -> Atom | None:
         aval = eqn.outvars[0].aval
@@ -261,7 +261,7 @@ class _Builder:
         return self._append(node, [item])[0]
 
     def _slice(self, eqn: Any, inputs: Sequence[Atom]) -> Atom | None:
-        """Rows of a param or of a stack, taken alone."""
+        """Returns rows of a param or of a stack without the rest."""
         (atom,) = inputs
         params = eqn.params
         starts, limits = params["start_indices"], params["limit_indices"]
@@ -295,7 +295,7 @@ class _Builder:
         return self.item(atom, 0) if is_slice else None
 
     def _pad(self, eqn: Any, inputs: Sequence[Atom]) -> Atom | None:
-        """The gradient of a slice of a stack: zeros elsewhere, which are not made."""
+        """Returns the gradient of a slice of a stack without making the other zeros."""
         atom, padding = inputs
         aval = eqn.outvars[0].aval
         config = eqn.params["padding_config"]

@@ -1,6 +1,6 @@
 """Runs of equal parts in a sequence: the blocks of a model.
 
-Invariant: what is found depends on the tokens alone.
+Invariant: the result depends on the tokens alone.
 """
 
 from collections.abc import Hashable, Sequence
@@ -23,9 +23,9 @@ class Run:
 
 
 def find_runs(tokens: Sequence[Hashable], start: int = 0) -> list[Run]:
-    """Disjoint runs of at least three periods, in order, the longest found first.
+    """Finds disjoint runs of at least three periods, and returns them in order.
 
-    A run of several nodes is what is looked for; one node repeated is none.
+    Longer runs are preferred. A period has several nodes; a repeated node is not a run.
     """
     run = _longest(tokens)
     if run is None:
@@ -51,7 +51,7 @@ def _longest(tokens: Sequence[Hashable]) -> Run | None:
 
 
 def _longest_true(flags: np.ndarray) -> tuple[int, int]:
-    """Start and length of the longest stretch of True."""
+    """Returns start and length of the longest stretch of True."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], flags.astype(np.int8), [0]])))
     if not len(edges):
         return 0, 0

@@ -1,6 +1,7 @@
-"""Where the parts of params that a program reads are in a store's leaves.
+"""Places of the parts of params that programs read, in a store's leaves.
 
-Invariant: a unit is whole chunks of the store: it is read, updated and held alone.
+Invariant: a unit consists of whole chunks of the store, so it is read, updated and held
+alone.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +13,7 @@ from jaxinf.stream.graph import Piece
 
 __all__ = ["Places", "Unit", "shard_counts"]
 
-# Slices smaller than this are not worth chunks of their own: a leaf of such is a unit.
+# A leaf with smaller slices is one unit: they are not worth chunks of their own.
 _MIN_SLICE_BYTES = 256 << 10
 
 
@@ -23,8 +24,8 @@ class Unit:
     Attributes:
       leaf: The leaf's number.
       index: Position on its leading axes; empty for the whole.
-      shape: Of what is there, the indexed axes left out.
-      dtype: Of the params on the JAX device.
+      shape: Shape of the part, without the indexed axes.
+      dtype: Dtype of the params on the JAX device.
     """
 
     leaf: int
@@ -34,7 +35,7 @@ class Unit:
 
     @property
     def num_bytes(self) -> int:
-        """As params on the JAX device."""
+        """Bytes of the params on the JAX device."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     @property
@@ -52,8 +53,8 @@ class Places:
     """The units of a store.
 
     Args:
-      shapes, dtypes: Of the params' leaves.
-      can_move: Whether a box of a leaf (leaf, origin, extent) is whole chunks.
+      shapes, dtypes: Shapes and dtypes of the params' leaves.
+      can_move: Whether a box of a leaf (leaf, origin, extent) consists of whole chunks.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Places:
         self._depths: dict[tuple[int, int], int] = {}
 
     def unit(self, piece: Piece) -> Unit:
-        """The smallest unit that has all of `piece`."""
+        """Returns the smallest unit that contains `piece`."""
         key = (piece.leaf, piece.index)
         if key not in self._units:
             self._units[key] = self._find(*key)
@@ -77,7 +78,7 @@ class Places:
 
     @staticmethod
     def part(unit: Unit, piece: Piece) -> Piece:
-        """Where in its unit a piece is: to be taken of the unit's array."""
+        """Returns the piece of the unit's array for a piece of the leaf."""
         return Piece(piece.leaf, piece.index[len(unit.index) :], piece.rows)
 
     def _find(self, leaf: int, index: tuple[int, ...]) -> Unit:
@@ -86,12 +87,12 @@ class Places:
         return Unit(leaf, own, shape, np.dtype(self._dtypes[leaf]))
 
     def _depth(self, leaf: int, most: int) -> int:
-        """On how many leading axes the store's chunks are one long, up to `most`."""
+        """Counts the leading axes, up to `most`, on which chunks have the length 1."""
         key = (leaf, most)
         if key not in self._depths:
             shape = self._shapes[leaf]
             depth = most
-            # The first box tells of all: one at the end may be a chunk that is cut.
+            # The first box decides for all, since the last one may be a partial chunk.
             while depth and not self._can_move(
                 leaf, (0,) * len(shape), (*(1,) * depth, *shape[depth:])
             ):
@@ -103,11 +104,11 @@ class Places:
 def shard_counts(
     shapes: Sequence[tuple[int, ...]], gradients: Iterable[Piece]
 ) -> Mapping[int, tuple[int, ...]]:
-    """For each leaf, into how many parts along each axis a new store divides it.
+    """Returns for each leaf the number of parts along each axis, in a new store.
 
     Args:
-      shapes: Of the leaves.
-      gradients: The pieces in which complete gradients come.
+      shapes: Shapes of the leaves.
+      gradients: The pieces of complete gradients.
     """
     depths = {piece.leaf: len(piece.index) for piece in gradients}
     counts = {}

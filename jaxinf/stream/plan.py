@@ -1,4 +1,4 @@
-"""A streamed step planned: from a loss function to the calls of its programs.
+"""Plans a streamed step: from a loss function to the calls of its programs.
 
 Invariant: the same jaxpr and the same cuts give the same programs, in every process.
 """
@@ -27,22 +27,22 @@ __all__ = ["PLAN_VERSION", "Plan", "Prepared", "least_bytes", "prepare"]
 PLAN_VERSION = 1
 """Changed whenever equal cuts would give other programs, and so other bits."""
 
-# What part of the budget a segment may take at most.
+# A segment may take the budget divided by this.
 _SHARE = 3
 _MAX_HALVINGS = 14
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a step is run.
+    """The programs of a step, and their calls.
 
     Attributes:
       traced: The loss function and its gradient.
-      cuts: Where segments start in the forward order.
+      cuts: Starts of the segments in the forward order.
       programs: The segments' programs.
       calls: Their calls.
-      policy: What happens to values that backward needs.
-      peak_bytes: The most memory a step takes, as estimated before compilation.
+      policy: The treatment of values that backward needs.
+      peak_bytes: The peak memory of a step, as estimated before compilation.
     """
 
     traced: Traced
@@ -54,7 +54,7 @@ class Plan:
 
     @property
     def distinct(self) -> tuple[Program, ...]:
-        """Programs to compile: one a key, in the order of their first call."""
+        """Programs to compile: one for each key, in the order of their first call."""
         found: dict[str, Program] = {}
         for call in self.calls.calls:
             found.setdefault(call.program.key, call.program)
@@ -71,7 +71,7 @@ class Prepared:
 
     @cached_property
     def tokens(self) -> list[str]:
-        """What tells forward nodes from others."""
+        """Tokens of the forward nodes; equal ones have equal computations."""
         return [self.keys.node(node) for node in self.lifetimes.order.forward]
 
     @cached_property
@@ -91,7 +91,7 @@ class Prepared:
 
     @property
     def gradient_pieces(self) -> tuple[Piece, ...]:
-        """The parts of params whose gradients are handed out."""
+        """Parts of params whose gradients are handed out."""
         return tuple(self.lifetimes.graph.gradients)
 
     def plan(
@@ -103,13 +103,13 @@ class Prepared:
         """Cuts the program so that a step's memory fits.
 
         Args:
-          budget_bytes: What it may take.
-          policy: What happens to values that backward needs.
-          measure: Tells what a plan takes; estimates where not given. It is asked of
-            plans that would fit if there were no temporaries.
+          budget_bytes: Memory for a step's programs.
+          policy: The treatment of values that backward needs.
+          measure: Returns the memory that a plan needs; by default it is estimated. It
+            is called for plans that would fit without temporaries.
 
         Raises:
-          StreamError: No cut does; names the params that are too large.
+          StreamError: No cut fits; names the params that are too large.
         """
         best: tuple[int, Plan] | None = None
         for plan in self._plans(budget_bytes, policy):
@@ -126,11 +126,11 @@ class Prepared:
         raise StreamError(self._refusal(*best, budget_bytes))
 
     def smallest_bytes(self, policy: Policy = "recompute") -> int:
-        """The smallest budget that `plan` accepts by estimates."""
+        """Returns the smallest budget that `plan` accepts by estimates."""
         return min(plan.peak_bytes for plan in self._plans(0, policy))
 
     def _plans(self, budget_bytes: int, policy: Policy) -> Iterator[Plan]:
-        """Plans to try, each once: of ever smaller segments, then of larger ones.
+        """Yields plans to try, each once: with ever smaller segments, then larger ones.
 
         A segment may take a third of the budget: one runs, one waits, one is fetched.
         """
@@ -145,7 +145,7 @@ class Prepared:
                 yield self.plan_of(cuts, policy)
 
     def plan_of(self, cuts: Sequence[int], policy: Policy = "recompute") -> Plan:
-        """The plan with given cuts."""
+        """Makes the plan with given cuts."""
         programs = make_programs(self.lifetimes, cuts, self.keys)
         calls = make_calls(self.lifetimes.graph, programs, policy)
         peak = calls.peak_bytes()
@@ -177,7 +177,7 @@ def least_bytes(plan: Plan) -> int:
 def prepare(
     loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, *, has_aux: bool = False
 ) -> Prepared:
-    """Traces `loss_fn` and orders its nodes; see `trace` for what it refuses."""
+    """Traces `loss_fn` and orders its nodes; raises the errors of `trace`."""
     traced = trace(loss_fn, params, batch, has_aux=has_aux)
     graph = build_graph(traced)
     classes = classify(graph)

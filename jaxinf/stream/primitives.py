@@ -1,4 +1,4 @@
-"""What is known of JAX's primitives by name: elementwise and cheap ones.
+"""Names of JAX's primitives that are elementwise or cheap.
 
 Invariant: a primitive that is not named here is kept whole and counts as expensive.
 """
@@ -15,7 +15,7 @@ POINTWISE = ELEMENTWISE | frozenset(
     shift_right_arithmetic shift_right_logical sinh stop_gradient tan
     """.split()
 )
-"""Primitives that compute each element from those at the same place."""
+"""Primitives that compute each element from the elements at the same position."""
 
 LIGHT = POINTWISE | frozenset(
     """
@@ -26,4 +26,4 @@ LIGHT = POINTWISE | frozenset(
     transpose unstack
     """.split()
 )
-"""Primitives so cheap that computing them again costs less than keeping a result."""
+"""Primitives whose repeated computation costs less than keeping the result."""

@@ -1,7 +1,7 @@
-"""Segments as programs: which nodes each runs, what it reads and what it gives.
+"""Segments as programs: the nodes, inputs and outputs of each.
 
-Invariant: a program holds its own segment's nodes, the free ones that those need, and,
-backward, the cheap forward ones of its segment; all else comes in as an input.
+Invariant: a program has the nodes of its own segment, the free nodes that they need,
+and, in backward, the cheap forward nodes of the segment. All other values are inputs.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,8 +26,8 @@ class Program:
     Attributes:
       name: Direction and number of its segment.
       inputs: Values that it reads: params, batch, other programs' outputs.
-      nodes: What it runs, in order.
-      outputs: What it gives.
+      nodes: Its nodes, in order.
+      outputs: Its results.
       key: Equal for programs that can share an executable.
     """
 
@@ -38,7 +38,7 @@ class Program:
     key: str
 
     def temp_bytes(self) -> int:
-        """An estimate of the memory that it needs beside inputs and outputs."""
+        """Estimated memory beside inputs and outputs."""
         last = {v: i for i, node in enumerate(self.nodes) for v in node.inputs}
         last.update(dict.fromkeys(self.outputs, -1))
         live = peak = largest = 0
@@ -63,9 +63,9 @@ class Programs:
     """All programs of a plan.
 
     Attributes:
-      forward: One a segment.
-      backward: One a segment; None where a segment has nothing to do backward.
-      free: Those of results and gradients that no segment makes.
+      forward: One for each segment.
+      backward: One for each segment; None for a segment without backward nodes.
+      free: Programs of results and gradients that no segment makes.
     """
 
     forward: tuple[Program, ...]
@@ -74,7 +74,7 @@ class Programs:
 
 
 def make_programs(lifetimes: Lifetimes, cuts: Sequence[int], keys: Keys) -> Programs:
-    """The programs of the segments between `cuts`."""
+    """Makes the programs of the segments between `cuts`."""
     graph, order = lifetimes.graph, lifetimes.order
     back = [int(lifetimes.backward_cuts[cut]) for cut in cuts]
     maker = _Maker(lifetimes, keys)
@@ -123,7 +123,7 @@ class _Maker:
         wanted: Iterable[Value],
         light: Iterable[Node] = (),
     ) -> Program | None:
-        """The program of `nodes` for those of their results that are `wanted`."""
+        """Makes the program that computes the `wanted` results of `nodes`."""
         wanted = set(wanted)
         outputs = [v for node in nodes for v in node.outputs if v in wanted]
         return self.make_of(name, outputs, nodes, light) if outputs else None
@@ -135,7 +135,7 @@ class _Maker:
         nodes: Sequence[Node] = (),
         light: Iterable[Node] = (),
     ) -> Program:
-        """The program that makes `outputs` by `nodes`, `light` and free ones."""
+        """Makes the program of `outputs` from `nodes`, `light` and free nodes."""
         inside = {*nodes, *light}
         needed = self._closure(outputs, inside)
         roots = [node for node in nodes if node in needed]
@@ -168,7 +168,7 @@ class _Maker:
         inputs: dict[Value, None],
         order: dict[Node, None],
     ) -> None:
-        """Appends `root` after what it needs, in the order of its operands."""
+        """Appends `root` after the nodes it needs, in the order of its operands."""
         stack = [root]
         while stack:
             node = stack[-1]

@@ -110,7 +110,7 @@ class Runner:
                 await_first()
             outputs = self._call(number, call, leaves, slots, fetch)
             fence = self.plan.calls.fences[number]
-            if fence is None:  # the next call takes all of it
+            if fence is None:  # the next call may reuse the memory of all outputs
                 jax.block_until_ready(outputs)
             in_flight.append((number, None if fence is None else outputs[fence]))
             for slot, output in zip(call.outputs, outputs, strict=True):

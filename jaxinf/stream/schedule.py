@@ -39,7 +39,7 @@ def _penalties_early(forward: list[Node], classes: Classes) -> list[Node]:
         order = _with_hosts(forward, hosts, classes)
         if len(order) == len(forward):
             return order
-        # Their hosts need them (normalised weights, say), so they stay in place.
+        # Hosts need these themselves (normalised weights, say), so they stay in place.
         for node in set(forward) - set(order):
             hosts.pop(node, None)
 

@@ -80,8 +80,8 @@ def stream(
         leaves than scalars of their gradients, such as the norm. Gradients are then
         spilled, to memory and to the store's drive, and updates follow the last one.
       store: From `jaxinf.open_store`, or a path. Its own memory budget is not used.
-      memory_bytes: All host memory of a step, the store's buffers included, in addition
-        to the memory of the process before.
+      memory_bytes: All host memory of a step, including the store's buffers, on top of
+        the memory that the process has before.
       has_aux: Whether the loss comes with a second result.
       policy: ``"recompute"`` computes activations again for the backward pass, segment
         by segment; ``"keep"`` keeps them in memory. The bits are the same.

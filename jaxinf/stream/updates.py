@@ -139,10 +139,10 @@ class Updates:
         self._put(piece, gradient)
 
     def finish(self, check: Callable[[], None] = lambda: None) -> bool:
-        """Waits for all updates and ends the step; whether the store advanced.
+        """Waits for all updates and ends the step; returns whether the store advanced.
 
         Args:
-          check: Called where the step can be given up; raises if it has to be.
+          check: Called where the step can be given up; raises if it must be.
 
         Raises:
           NonFiniteGradientError: The step was refused.
@@ -191,7 +191,7 @@ class Updates:
         return bool(self._bad) and self._nonfinite != "allow"
 
     def _update_deferred(self, deferred: Deferred, check: Callable[[], None]) -> None:
-        """The second pass. What overwrites an uncommitted step is not interrupted."""
+        """Runs the second pass. Writes over an uncommitted step are not interrupted."""
         if self._norms is not None:
             self._set_inputs(*self._norms.combine(self._scalar_state()))
         check()
@@ -319,7 +319,7 @@ class Updates:
         ]
 
     def _gathered(self, unit: Unit, piece: Piece, gradient: Array) -> Array | None:
-        """The gradient of the whole unit; None while parts are missing."""
+        """Returns the gradient of the whole unit; None while parts are missing."""
         part = self._places.part(unit, piece)
         if not part.index:
             return gradient
