@@ -4,8 +4,20 @@ Invariant: a user's loss function is traced with its gradient and never changed;
 parts of that one jaxpr run.
 """
 
+from jaxinf.stream.calls import Policy
+from jaxinf.stream.memory import store_memory_bytes
 from jaxinf.stream.plan import Plan, prepare
 from jaxinf.stream.run import Runner
 from jaxinf.stream.streamed import StreamedStep, stream
+from jaxinf.stream.updates import check_program
 
-__all__ = ["Plan", "Runner", "StreamedStep", "prepare", "stream"]
+__all__ = [
+    "Plan",
+    "Policy",
+    "Runner",
+    "StreamedStep",
+    "check_program",
+    "prepare",
+    "store_memory_bytes",
+    "stream",
+]

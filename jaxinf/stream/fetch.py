@@ -21,7 +21,14 @@ from jaxinf.stream.calls import Call
 from jaxinf.stream.places import Places, Unit
 from jaxinf.typing import Array
 
-__all__ = ["Fetch", "FetchCounts", "Fetcher", "fetches_of", "window_bytes"]
+__all__ = [
+    "Fetch",
+    "FetchCounts",
+    "Fetcher",
+    "fetches_of",
+    "reused_bytes",
+    "window_bytes",
+]
 
 
 class Source(Protocol):
@@ -70,6 +77,11 @@ class FetchCounts:
     num_ready: int = 0
     waited_s: float = 0.0
 
+    @property
+    def hit_rate(self) -> float:
+        """Share of the requests that were already there."""
+        return self.num_ready / self.num_fetches if self.num_fetches else 1.0
+
 
 def fetches_of(calls: Sequence[Call], places: Places) -> tuple[Fetch, ...]:
     """Returns the reads of one step, in order.
@@ -87,6 +99,11 @@ def fetches_of(calls: Sequence[Call], places: Places) -> tuple[Fetch, ...]:
                 found.append((unit, uses))
             uses[1] = number
     return tuple(Fetch(unit, first, last) for unit, (first, last) in found)
+
+
+def reused_bytes(fetches: Sequence[Fetch]) -> int:
+    """Bytes that calls of a step find in memory, because the call before used them."""
+    return sum(one.unit.num_bytes * (one.last - one.first) for one in fetches)
 
 
 def window_bytes(fetches: Sequence[Fetch], num_calls: int) -> int:

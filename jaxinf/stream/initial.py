@@ -21,10 +21,13 @@ from jaxinf.store import ScalarState, encode_path
 from jaxinf.stream.graph import Batch, Const, Number, Origin, is_literal
 from jaxinf.stream.keys import Keys
 from jaxinf.stream.primitives import LIGHT
+from jaxinf.stream.threefry import can_fuse, fused_bits
 from jaxinf.stream.trace import abstract
 from jaxinf.typing import Array, PyTree
 
-__all__ = ["LeafMaker", "initial_inputs", "trace_params"]
+__all__ = ["CompiledLeaves", "LeafMaker", "initial_inputs", "trace_params"]
+
+_DRAWN = "random_bits"
 
 
 def trace_params(init_fn: Callable[..., PyTree], *args: Any) -> "LeafMaker":
@@ -53,7 +56,7 @@ def trace_params(init_fn: Callable[..., PyTree], *args: Any) -> "LeafMaker":
 
 @dataclass(frozen=True)
 class LeafMaker:
-    """Makes the leaves of a traced init function, one at a time.
+    """A traced init function, whose leaves can be made one at a time.
 
     Attributes:
       arguments, consts: The function's inputs.
@@ -73,8 +76,8 @@ class LeafMaker:
             [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self.outputs]
         )
 
-    def leaves(self, memory_bytes: int) -> Iterator[Array]:
-        """Computes the leaves in order; the caller may drop each before the next.
+    def compile(self, memory_bytes: int) -> "CompiledLeaves":
+        """Compiles the programs of all leaves; blocks.
 
         Args:
           memory_bytes: Memory for one leaf and its temporaries.
@@ -84,36 +87,63 @@ class LeafMaker:
         """
         keys = Keys()
         compiled: dict[str, Any] = {}
+        programs = []
         for number, output in enumerate(self.outputs):
             nodes, inputs = _needed(output)
             key = keys.program(inputs, nodes, [output])
             if key not in compiled:
-                compiled[key] = _compile(nodes, inputs, output)
-            self._check(number, compiled[key], memory_bytes)
+                compiled[key] = self._fitting(number, nodes, inputs, memory_bytes)
+            programs.append((compiled[key], inputs))
+        return CompiledLeaves(self, programs)
+
+    def _fitting(
+        self, number: int, nodes: list[Node], inputs: list[Value], memory_bytes: int
+    ) -> Any:
+        needed = 0
+        for is_fused in (False, True):
+            if is_fused and not _can_fuse(nodes):
+                break
+            executable = _compile(nodes, inputs, self.outputs[number], is_fused)
+            memory = executable.memory_analysis()
+            needed = memory.temp_size_in_bytes + memory.output_size_in_bytes
+            if needed <= memory_bytes:
+                return executable
+        path = jax.tree_util.tree_flatten_with_path(self.avals)[0][number][0]
+        name = "/".join(map(compat.key_name, path))
+        raise StreamError(
+            f"init_fn: leaf {name} takes {needed} bytes to make, memory_bytes "
+            f"leaves {memory_bytes}; raise memory_bytes, divide the leaf in the "
+            "model, or load params made elsewhere (step.load)"
+        )
+
+
+@dataclass(frozen=True)
+class CompiledLeaves:
+    """Compiled programs that make the leaves of an init function.
+
+    Attributes:
+      maker: The traced function.
+      programs: For each leaf, its program and the values that this reads.
+    """
+
+    maker: LeafMaker
+    programs: Sequence[tuple[Any, Sequence[Value]]]
+
+    def __iter__(self) -> Iterator[Array]:
+        """Computes the leaves in order; the caller may drop each before the next."""
+        for executable, inputs in self.programs:
             arguments = [self._argument(value.origin, value.dtype) for value in inputs]
-            yield np.asarray(compiled[key](*arguments))
+            yield np.asarray(executable(*arguments))
 
     def _argument(self, origin: Origin, dtype: Any) -> Any:
         match origin:
             case Batch():
-                return jnp.asarray(self.arguments[origin.leaf])
+                return jnp.asarray(self.maker.arguments[origin.leaf])
             case Const():
-                return jnp.asarray(self.consts[origin.number])
+                return jnp.asarray(self.maker.consts[origin.number])
             case Number():
                 return jnp.asarray(origin.number, dtype)
         raise AssertionError(origin)
-
-    def _check(self, number: int, executable: Any, memory_bytes: int) -> None:
-        memory = executable.memory_analysis()
-        needed = memory.temp_size_in_bytes + memory.output_size_in_bytes
-        if needed > memory_bytes:
-            path = jax.tree_util.tree_flatten_with_path(self.avals)[0][number][0]
-            name = "/".join(map(compat.key_name, path))
-            raise StreamError(
-                f"init_fn: leaf {name} takes {needed} bytes to make, memory_bytes "
-                f"leaves {memory_bytes}; raise memory_bytes, divide the leaf in the "
-                "model, or load params made elsewhere (step.load)"
-            )
 
 
 class _Builder:
@@ -203,12 +233,28 @@ def _needed(output: Value) -> tuple[list[Node], list[Value]]:
     return list(order), list(inputs)
 
 
-def _compile(nodes: list[Node], inputs: list[Value], output: Value) -> Any:
+def _can_fuse(nodes: list[Node]) -> bool:
+    drawn = [node for node in nodes if node.name == _DRAWN]
+    return bool(drawn) and all(
+        can_fuse(node.inputs[0].aval, node.params["bit_width"], node.params["shape"])
+        for node in drawn
+    )
+
+
+def _compile(
+    nodes: list[Node], inputs: list[Value], output: Value, is_fused: bool
+) -> Any:
+    """Compiles a leaf's program; if `is_fused`, draws need no memory of their own."""
+
     def make(*args: Any) -> Any:
         env: dict[Value, Any] = dict(zip(inputs, args, strict=True))
         for node in nodes:
             operands = [v.constant if is_literal(v) else env[v] for v in node.inputs]
-            env.update(zip(node.outputs, bind(node, operands), strict=True))
+            if is_fused and node.name == _DRAWN:
+                results = [fused_bits(operands[0], node.params["shape"])]
+            else:
+                results = bind(node, operands)
+            env.update(zip(node.outputs, results, strict=True))
         if is_literal(output):
             return jnp.asarray(output.constant, output.dtype)
         return env[output]

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 
 from jaxinf.errors import StreamError
 
-__all__ = ["READER_BYTES", "Division", "divide", "return_freed_memory"]
+__all__ = [
+    "READER_BYTES",
+    "Division",
+    "divide",
+    "return_freed_memory",
+    "store_memory_bytes",
+]
 
 READER_BYTES = 16 << 20
 """Memory for reading params beside the params themselves."""
@@ -18,6 +24,7 @@ _M_MMAP_THRESHOLD = -3
 _MMAP_THRESHOLD_BYTES = 256 << 10
 _RING_SHARE = 8
 _MAX_RING_BYTES = 512 << 20
+_MIN_STORE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,11 @@ class Division:
     ring: int
     gradients: int
     programs: int
+
+
+def store_memory_bytes(memory_bytes: int) -> int:
+    """The `memory_bytes` to open a store with, which decide how it divides chunks."""
+    return max(_MIN_STORE_BYTES, memory_bytes // _RING_SHARE)
 
 
 def divide(memory_bytes: int, ring_bytes: int, gradient_bytes: int) -> Division:

@@ -60,18 +60,27 @@ class Runner:
     Args:
       plan: The plan.
       executables: As for `compile_plan`.
+      record: Takes the times between which each call ran, by `time.perf_counter`.
 
     Attributes:
       dispatched_s: Time that the last step took to hand programs to the device.
+      waited_s: Time that the last step waited for the device.
     """
 
-    def __init__(self, plan: Plan, executables: Executables | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        executables: Executables | None = None,
+        record: Callable[[float, float], None] = lambda began_s, ended_s: None,
+    ) -> None:
         self.plan = plan
+        self.waited_s = 0.0
+        self._record = record
         self._executables = compile_plan(
             plan, {} if executables is None else executables
         )
         self.dispatched_s = 0.0
-        self._in_flight: deque[tuple[int, jax.Array | None]] = deque()
+        self._in_flight: deque[tuple[int, float, jax.Array | None]] = deque()
         self._numbers: dict[int, jax.Array] = {}
         self._consts = [jax.numpy.asarray(c) for c in plan.traced.consts]
         self._seed = jax.numpy.ones((), plan.traced.seed_dtype)
@@ -97,22 +106,27 @@ class Runner:
         leaves = [jax.numpy.asarray(leaf) for leaf in jax.tree.leaves(batch)]
         slots: dict[Slot, jax.Array] = {}
         in_flight = self._in_flight
-        self.dispatched_s = 0.0
+        self.dispatched_s = self.waited_s = ended_s = 0.0
 
         def await_first() -> None:
-            number, output = in_flight.popleft()
+            nonlocal ended_s
+            number, called_s, output = in_flight.popleft()
             if output is not None:
-                output.block_until_ready()
+                self._await(output)
+            began_s, ended_s = max(called_s, ended_s), time.perf_counter()
+            self._record(began_s, ended_s)
             done(number)
 
         for number, call in enumerate(self.plan.calls.calls):
             if len(in_flight) == MAX_IN_FLIGHT:
                 await_first()
             outputs = self._call(number, call, leaves, slots, fetch)
+            called_s = time.perf_counter()
             fence = self.plan.calls.fences[number]
             if fence is None:  # the next call may reuse the memory of all outputs
-                jax.block_until_ready(outputs)
-            in_flight.append((number, None if fence is None else outputs[fence]))
+                self._await(outputs)
+            output = None if fence is None else outputs[fence]
+            in_flight.append((number, called_s, output))
             for slot, output in zip(call.outputs, outputs, strict=True):
                 if slot is not None:
                     slots[slot] = output
@@ -120,7 +134,7 @@ class Runner:
                 del slots[slot]
             for piece, i in call.gradients:
                 hand_out(piece, outputs[i])
-            del outputs
+            del outputs, output
         while in_flight:
             await_first()
         loss, *aux = (slots[slot] for slot in self.plan.calls.results)
@@ -132,6 +146,11 @@ class Runner:
             *_, output = self._in_flight.popleft()
             with contextlib.suppress(RuntimeError):  # the step's own error is raised
                 jax.block_until_ready(output)
+
+    def _await(self, outputs: Any) -> None:
+        began_s = time.perf_counter()
+        jax.block_until_ready(outputs)
+        self.waited_s += time.perf_counter() - began_s
 
     def _call(
         self,

@@ -39,6 +39,7 @@ class Spill:
 
     Attributes:
       written_bytes: Bytes written to the file since `reset`.
+      kept_bytes: Bytes kept in memory since `reset`.
     """
 
     def __init__(self, folder: Path, capacity_bytes: int) -> None:
@@ -47,7 +48,7 @@ class Spill:
         self._held: dict[Piece, jax.Array | Array | _OnFile] = {}
         self._held_bytes = 0
         self._file: int | None = None
-        self.written_bytes = 0
+        self.written_bytes = self.kept_bytes = 0
 
     def put(self, key: Piece, value: jax.Array | Array) -> None:
         """Takes a value; blocks while it is written.
@@ -59,6 +60,7 @@ class Spill:
         if self._held_bytes + value.nbytes <= self._capacity_bytes:
             self._held[key] = value
             self._held_bytes += value.nbytes
+            self.kept_bytes += value.nbytes
             return
         self._held[key] = self._write(np.ascontiguousarray(value))
 
@@ -77,7 +79,7 @@ class Spill:
     def reset(self) -> None:
         """Drops all values and reuses the file's space."""
         self._held.clear()
-        self._held_bytes = self.written_bytes = 0
+        self._held_bytes = self.written_bytes = self.kept_bytes = 0
 
     def close(self) -> None:
         """Drops everything, and the file; idempotent."""

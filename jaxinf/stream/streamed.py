@@ -9,7 +9,8 @@ Invariant: a step writes updates to the slot that is not committed. So a crash a
   written after the step's last read of it.
 """
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,13 @@ from jaxinf.errors import StreamError
 from jaxinf.program import trace_init, trace_update
 from jaxinf.stream.calls import Policy
 from jaxinf.stream.deferred import Deferred
-from jaxinf.stream.fetch import FetchCounts, Fetcher, fetches_of, window_bytes
+from jaxinf.stream.fetch import (
+    FetchCounts,
+    Fetcher,
+    fetches_of,
+    reused_bytes,
+    window_bytes,
+)
 from jaxinf.stream.initial import initial_inputs, trace_params
 from jaxinf.stream.interrupts import Interrupts
 from jaxinf.stream.kept import keep_plan, kept_plan
@@ -35,7 +42,9 @@ from jaxinf.stream.memory import (
     Division,
     divide,
     return_freed_memory,
+    store_memory_bytes,
 )
+from jaxinf.stream.metrics import StreamMetrics
 from jaxinf.stream.places import Places, Unit, shard_counts
 from jaxinf.stream.plan import Plan, Prepared, least_bytes, prepare
 from jaxinf.stream.run import Executables, Runner, compiled_bytes
@@ -125,7 +134,7 @@ def stream(
     if isinstance(store, Store):
         owned = store
     else:
-        owned = open_store(store, memory_bytes=max(64 << 20, memory_bytes // 8))
+        owned = open_store(store, memory_bytes=store_memory_bytes(memory_bytes))
     options = _Options(memory_bytes, has_aux, policy, replan, nonfinite)
     return StreamedStep(loss_fn, tx, owned, options)
 
@@ -147,19 +156,11 @@ class _Bound:
     fetcher: Fetcher
     updates: Updates
     places: Places
+    reused_bytes: int
 
 
-@dataclass(frozen=True)
-class StreamMetrics:
-    """Traffic and waiting times of the last step.
-
-    Attributes:
-      fetched: Params read.
-      hand_out_waited_s: Time that gradients waited for room.
-    """
-
-    fetched: FetchCounts
-    hand_out_waited_s: float
+# Part of the memory that the store's buffers take while the first step is made.
+_INIT_SHARE = 4
 
 
 class _Source:
@@ -178,7 +179,8 @@ class _Source:
     def read(self, unit: Unit, out: Array) -> None:
         """Fills `out` with a unit; blocks."""
         assert self._reader is not None
-        self._reader.read(unit.leaf, out.reshape(unit.extent), unit.origin)
+        with self._training.opened.timeline.span("fetch"):
+            self._reader.read(unit.leaf, out.reshape(unit.extent), unit.origin)
 
     def close(self) -> None:
         """Frees its memory."""
@@ -208,6 +210,8 @@ class StreamedStep:
         self._params: PyTree | None = None
         self._bound: dict[Any, _Bound] = {}
         self._last: _Bound | None = None
+        self._waited_s = 0.0  # in the last step, for the store
+        self._num_skipped = 0
         self._executables: Executables = {}
         self._interrupts = Interrupts()
         return_freed_memory()
@@ -232,7 +236,7 @@ class StreamedStep:
             streamed; nothing is written.
         """
         maker = trace_params(init_fn, *args)
-        self._bind(maker.avals, lambda room: maker.leaves(room), batch)
+        self._bind(maker.avals, maker.compile, batch)
 
     def load(self, params: PyTree, *, batch: PyTree = None) -> None:
         """Makes the store's first step from given params, or resumes a store.
@@ -253,10 +257,10 @@ class StreamedStep:
     def _bind(
         self,
         avals: PyTree,
-        leaves: Callable[[int], Any],
+        leaves: Callable[[int], Iterable[Array]],
         batch: PyTree,
     ) -> None:
-        training = self.store.training
+        training, whole = self.store.training, self._options.memory_bytes
         shapes = [leaf.shape for leaf in check_params(avals)]
         pieces = () if batch is None else self._fitting(avals, batch).gradient_pieces
         counts = shard_counts(shapes, pieces)
@@ -265,14 +269,19 @@ class StreamedStep:
         scalars, inputs = initial_inputs(first, jax.tree.leaves(avals))
         description = describe(update, first, [counts[i] for i in range(len(shapes))])
         self._params = avals
+        made: Iterator[Array] = iter(())
+        if training.commit is None:
+            made = iter(leaves(whole - whole // _INIT_SHARE))
         if training.bind(description, may_create=True):
-            whole = self._options.memory_bytes
-            room = whole - training.opened.limit_memory(whole // 4)
-            for number, leaf in enumerate(leaves(room)):
+            training.opened.limit_memory(whole // _INIT_SHARE)
+            for number in range(len(shapes)):
+                leaf = next(made)
                 training.initialise(
                     description, number, leaf, [0] * leaf.ndim, inputs[number]
                 )
+                del leaf  # the next one is made in its memory
             training.finish_initialisation(scalars)
+        self._num_skipped = training.opened.finished.skipped_steps
 
     def _fitting(self, avals: PyTree, batch: PyTree) -> Prepared:
         """Traces the loss function, and refuses one that no plan can fit in memory."""
@@ -288,6 +297,17 @@ class StreamedStep:
 
     # --- steps ---------------------------------------------------------------------
 
+    def compile(self, batch: PyTree) -> Plan:
+        """Plans and compiles for batches like this one; otherwise the first step does.
+
+        Args:
+          batch: Arrays, or shapes and dtypes.
+
+        Raises:
+          StreamError: The program cannot be cut to fit, or the kept plan is another's.
+        """
+        return self._bound_for(batch).runner.plan
+
     def __call__(self, batch: PyTree) -> tuple[jax.Array, PyTree]:
         """Runs one step; blocks until all its gradients are handed out.
 
@@ -302,14 +322,20 @@ class StreamedStep:
         training.check()
         bound = self._bound_for(batch)
         self._last = bound
+        began_s = time.perf_counter()
         training.join()
+        self._waited_s = time.perf_counter() - began_s
         bound.fetcher.counts = FetchCounts()
         bound.updates.waited_s = 0.0
         with self._interrupts.held_back():
             bound.updates.begin()
             try:
                 loss, aux = self._run(bound, batch)
-                bound.updates.finish(self._interrupts.check)
+                self._waited_s += bound.updates.waited_s
+                began_s = time.perf_counter()
+                has_advanced = bound.updates.finish(self._interrupts.check)
+                self._num_skipped += not has_advanced
+                self._waited_s += time.perf_counter() - began_s
             except BaseException:
                 bound.updates.abandon()
                 raise
@@ -383,10 +409,15 @@ class StreamedStep:
         )
         updates.check(ready.gradient_pieces)
         return _Bound(
-            Runner(plan, self._executables),
+            Runner(
+                plan,
+                self._executables,
+                partial(training.opened.timeline.add, "program"),
+            ),
             Fetcher(_Source(training, READER_BYTES), fetches, window + spare),
             updates,
             places,
+            reused_bytes(fetches),
         )
 
     def _folder(self) -> Path:
@@ -416,9 +447,26 @@ class StreamedStep:
     @property
     def metrics(self) -> StreamMetrics | None:
         """Metrics of the last step; None before the first."""
-        if self._last is None:
+        bound = self._last
+        if bound is None:
             return None
-        return StreamMetrics(self._last.fetcher.counts, self._last.updates.waited_s)
+        counts = bound.fetcher.counts
+        in_memory, on_drive = bound.updates.spilled_bytes
+        return StreamMetrics(
+            fetched_drive_bytes=counts.num_bytes,
+            fetched_memory_bytes=bound.reused_bytes,
+            spilled_memory_bytes=in_memory,
+            spilled_drive_bytes=on_drive,
+            prefetch_hit_rate=counts.hit_rate,
+            waited_params_s=counts.waited_s,
+            waited_device_s=bound.runner.waited_s,
+            waited_updates_s=self._waited_s,
+        )
+
+    @property
+    def num_skipped(self) -> int:
+        """Number of steps skipped for a non-finite gradient, with ``"skip"``."""
+        return self._num_skipped
 
     def annotate(self, payload: JsonValue) -> None:
         """Sets the caller's payload for the commit of the next step.

@@ -179,6 +179,13 @@ class Updates:
             self._deferred.spill.reset()
         self._training.steps.abandon()
 
+    @property
+    def spilled_bytes(self) -> tuple[int, int]:
+        """Bytes of the last step's gradients that waited in memory and in the file."""
+        if self._deferred is None:
+            return 0, 0
+        return self._deferred.spill.kept_bytes, self._deferred.spill.written_bytes
+
     def close(self) -> None:
         """Frees the spill's file."""
         if self._deferred is not None:

@@ -27,6 +27,7 @@ from jaxinf.engine import (
     StateFormat,
     VerifyMode,
 )
+from jaxinf.stream import Policy
 from jaxinf.terminal import format_bytes, parse_bytes
 from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.options import DataOptions, check_options
@@ -50,8 +51,10 @@ _BYTES = tyro.constructors.PrimitiveConstructorSpec[int](
     nargs=1,
     metavar="BYTES",
     instance_from_str=lambda words: parse_bytes(words[0]),
-    is_instance=lambda value: isinstance(value, int),
-    str_from_instance=lambda value: [format_bytes(value).replace(" ", "")],
+    is_instance=lambda value: isinstance(value, int | None),
+    str_from_instance=lambda value: [
+        "none" if value is None else format_bytes(value).replace(" ", "")
+    ],
 )
 
 
@@ -90,8 +93,21 @@ class TrainConfig(DataOptions):
     steps: int = 1000
 
     # update: the optimizer's state is in the store and is updated beside the drive.
-    # memory: plain optax with all state in memory, and nothing is kept; the baseline.
-    mode: Literal["update", "memory"] = "update"
+    # stream: params, too, are in the store, and pass through --memory bytes; for models
+    # larger than memory. memory: plain optax with all state in memory, and nothing is
+    # kept; the baseline.
+    mode: Literal["update", "stream", "memory"] = "update"
+
+    # For --mode stream: host memory of a step, such as 4GiB, in addition to some 350 MB
+    # of the process itself. It takes the place of --memory-bytes.
+    memory: Annotated[int | None, _BYTES, _shown("BYTES", "none")] = None
+
+    # For --mode stream. recompute: activations are computed again for the backward
+    # pass. keep: they stay in memory. The bits are the same.
+    policy: Policy = "recompute"
+
+    # For --mode stream: replace a plan kept in the store that does not fit --memory.
+    replan: bool = False
 
     # For --mode memory. fused: one jit for the whole step, the fastest. split: three
     # jits, for loss and gradients, the optimizer's update, and the addition; its losses
@@ -324,6 +340,7 @@ def check(config: TrainConfig) -> None:
         raise UsageError(str(error)) from error
     _check_optimizer(config)
     _check_compression(config)
+    _check_streaming(config)
     try:
         parse_csd(config.csd)
     except ValueError as error:
@@ -370,6 +387,7 @@ def _check_ranges(config: TrainConfig) -> None:
         ("batch_size", 1),
         ("seq_len", 2),
         ("memory_bytes", 1),
+        ("memory", 1),
         ("warmup_steps", 0),
         ("clip_norm", 0),
         ("seed", 0),
@@ -449,6 +467,48 @@ def _check_optimizer(config: TrainConfig) -> None:
             "it out, or, where the optimizer has it, give --optimizer-args "
             f"momentum={config.momentum:g}"
         )
+
+
+_OF_STREAMING = ("memory", "policy", "replan")
+_NOT_STREAMED = ("memory_bytes", "compress", "reference", "eval_every", "keep_best")
+
+
+def _check_streaming(config: TrainConfig) -> None:
+    """Refuses flags of --mode stream in other modes, and of others in it."""
+    is_streamed = config.mode == "stream"
+    for field in dataclasses.fields(config):
+        is_refused = field.name in (_NOT_STREAMED if is_streamed else _OF_STREAMING)
+        if is_refused and getattr(config, field.name) != field.default:
+            raise UsageError(
+                f"{_flag(field.name)}: --mode {config.mode} does not have it; leave it "
+                f"out{_IN_PLACE.get(field.name, '')}"
+            )
+    if not is_streamed:
+        return
+    if config.memory is None:
+        raise UsageError(
+            "--memory: expected the bytes of host memory that a step may take, such as "
+            "4GiB, got nothing; --mode stream needs it"
+        )
+    if config.sample_bytes:
+        raise UsageError(
+            f"--sample-bytes {config.sample_bytes}: --mode stream takes no sample, "
+            "since params are never in memory as a whole; leave it out"
+        )
+    if not config.steps:
+        raise UsageError(
+            "--steps 0: imports in --mode update; go on with --mode stream and the "
+            "same --store"
+        )
+
+
+_IN_PLACE = {
+    "memory_bytes": ", and give --memory",
+    "memory": ", and give --memory-bytes, or --mode stream",
+    "policy": ", or give --mode stream",
+    "replan": ", or give --mode stream",
+    "eval_every": "; --mode update evaluates the same --store",
+}
 
 
 _OF_THE_STORE = ("store", "csd_root", "csd", "memory_bytes", "durability", "verify")

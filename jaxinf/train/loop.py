@@ -21,7 +21,7 @@ from jaxinf_models import ModelConfig, abstract_params, make_model, num_params, 
 from rich.console import Console
 
 from jaxinf.terminal import make_console
-from jaxinf.train.backend import Backend, OnStore, open_backend
+from jaxinf.train.backend import Backend
 from jaxinf.train.best import Best, evaluation_line
 from jaxinf.train.config import TrainConfig, UsageError, check
 from jaxinf.train.data.loader import Batch, Batches
@@ -29,14 +29,22 @@ from jaxinf.train.data.parts import TrainingData
 from jaxinf.train.evaluate import Evaluation, Evaluator, num_tokens
 from jaxinf.train.loading import load, make_batches
 from jaxinf.train.metrics import JsonLines, MetricsLog, StepLine, rss_bytes
+from jaxinf.train.on_store import OnStore
+from jaxinf.train.opening import open_backend
 from jaxinf.train.optimizers import check_optimizer, make_optimizer
 from jaxinf.train.pretrained import deferred_params
 from jaxinf.train.progress import Progress
 from jaxinf.train.recorder import Recorder
-from jaxinf.train.report import describe, say_config, say_results, say_stopped
+from jaxinf.train.report import (
+    describe,
+    say_config,
+    say_evaluation,
+    say_results,
+    say_stopped,
+)
 from jaxinf.train.resume import Identity, first_payload
 from jaxinf.train.signals import StopRequest
-from jaxinf.train.step import Boundaries, TrainStep, compile_train_step
+from jaxinf.train.step import TrainStep
 from jaxinf.typing import PyTree
 
 __all__ = ["train"]
@@ -77,8 +85,9 @@ def train(
         if run.step < config.steps:
             say_stopped(console, config, run.step, command)
             return
-        found = run.evaluate()
-        say_results(console, config, backend, found, run.evaluator, run.params)
+        if config.mode != "stream":
+            say_evaluation(console, run.evaluate(), run.evaluator, run.params)
+        say_results(console, config, backend)
 
 
 def _import(config: TrainConfig, console: Console) -> None:
@@ -113,17 +122,6 @@ def _new_params(model: ModelConfig, seed: int) -> PyTree:
     return split(make_model(model, rngs=nnx.Rngs(seed)))[1]
 
 
-def _boundaries(config: TrainConfig) -> Boundaries:
-    """Returns the fewest jits that have the reference's bits near storage.
-
-    With clipping, updates wait for all gradients in any case, so a separate jit for the
-    gradients costs almost nothing. Compression needs finished gradients, too.
-    """
-    if config.mode == "memory":
-        return config.reference
-    return "halves" if config.clip_norm or config.compress else "fused"
-
-
 class _Run:
     """The state of a run: data, params, optimizer state, logs."""
 
@@ -142,7 +140,7 @@ class _Run:
         self.evaluator = Evaluator(config, data, self._graphdef)
         self.step = self._first_step()
         self.params, self._state = backend.init(
-            lambda: _first_params(config), like, first_payload(config)
+            lambda: _first_params(config), like, first_payload(config), batches[0]
         )
         self._num_skipped = backend.num_skipped(self._state)
         self._open_logs()
@@ -198,12 +196,8 @@ class _Run:
     def _compile(self) -> TrainStep:
         """Compiles before the first step, so that its time is like the others'."""
         started_s = time.monotonic()
-        compiled = compile_train_step(
-            self._graphdef,
-            self._backend.tx,
-            _boundaries(self._config),
-            *(self.params, self._state, self._batches[0]),
-            task=self._config.task_name,
+        compiled = self._backend.compile_step(
+            self._graphdef, self.params, self._state, self._batches[0]
         )
         self._console.print(f"compiled in {time.monotonic() - started_s:.1f} s")
         return compiled

@@ -15,7 +15,7 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 __all__ = ["JsonLines", "MetricsLog", "StepLine", "peak_rss_bytes", "rss_bytes"]
@@ -41,6 +41,8 @@ class StepLine:
       link_down_bytes: bytes over the host link to the CSDs: gradients.
       link_up_bytes: bytes over the host link from the CSDs: updates or new params.
       rss_bytes: resident memory of the process after the step.
+      stream: in mode stream the fields of `jaxinf.stream.StreamMetrics`; the line of
+        another mode does not have it.
 
     If a process was killed after a commit and before it wrote the line, all fields but
     `step` are null.
@@ -56,12 +58,15 @@ class StepLine:
     link_down_bytes: int | None = None
     link_up_bytes: int | None = None
     rss_bytes: int | None = None
+    stream: Mapping[str, float] | None = None
 
     def to_json(self) -> str:
         """Returns the line without its newline; NaN, which JSON lacks, becomes null."""
         fields = dataclasses.asdict(self)
         if self.loss is not None and not math.isfinite(self.loss):
             fields["loss"] = None
+        if self.stream is None:
+            del fields["stream"]
         return json.dumps(fields)
 
 

@@ -19,6 +19,7 @@ from jaxinf_models import num_params
 
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.program import trace_init, trace_update
+from jaxinf.stream import check_program
 from jaxinf.train.config import TrainConfig, UsageError
 
 __all__ = [
@@ -81,13 +82,15 @@ def check_optimizer(config: TrainConfig) -> None:
     try:
         state = jax.eval_shape(optimizer.init, params)
         jax.eval_shape(optimizer.update, params, state, params)
-        if config.mode == "update":
+        if config.mode != "memory":
             trace_init(optimizer, params)
-            trace_update(optimizer, params)
+            update = trace_update(optimizer, params)
+            if config.mode == "stream":
+                check_program(update)
     except UnsupportedTransformError as error:
         raise UsageError(
-            f"--optimizer {config.optimizer}: it cannot run near storage (--mode "
-            f"memory trains with it). {error}"
+            f"--optimizer {config.optimizer}: it cannot run in --mode {config.mode} "
+            f"(--mode memory trains with it). {error}"
         ) from error
     except Exception as error:  # optax may raise anything for bad arguments
         raise UsageError(

@@ -39,7 +39,7 @@ class Progress:
         self._first, self._last = first, last
         self._started_s = self._shown_s = time.monotonic()
         self._tokens_per_s = self._loss = 0.0
-        self._drive = ""
+        self._drive = self._stream = ""
         is_live = console.is_terminal and not console.is_dumb_terminal
         self._live = Live(console=console, refresh_per_second=4) if is_live else None
 
@@ -67,6 +67,13 @@ class Progress:
             read = line.drive_read_bytes / line.step_s / 1e9
             written = line.drive_write_bytes / line.step_s / 1e9
             self._drive = f"  drive {read:.2f} GB/s read {written:.2f} written"
+        if line.stream is not None:
+            waited = ", ".join(
+                f"{name} {line.stream[f'waited_{name}_s']:.1f}"
+                for name in ("params", "device", "updates")
+            )
+            hit_rate = line.stream["prefetch_hit_rate"]
+            self._stream = f"  prefetched {hit_rate:.0%}  waited s: {waited}"
 
     def step(self, line: StepLine) -> None:
         """Adds a step; shows it at once on a terminal, otherwise every few seconds."""
@@ -94,7 +101,7 @@ class Progress:
     def _text(self, line: StepLine) -> str:
         return (
             f"step {line.step}/{self._last}  loss {self._loss:.3f}  "
-            f"{self._tokens_per_s:,.0f} {self._unit}/s{self._drive}  "
+            f"{self._tokens_per_s:,.0f} {self._unit}/s{self._drive}{self._stream}  "
             f"memory {format_bytes(line.rss_bytes or 0)}{self._left(line.step)}"
         )
 

@@ -12,15 +12,22 @@ from rich.console import Console
 
 from jaxinf.engine import Store
 from jaxinf.terminal import format_bytes, printable
-from jaxinf.train.backend import Backend, OnStore
+from jaxinf.train.backend import Backend
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.parts import TrainingData
 from jaxinf.train.evaluate import Evaluation, Evaluator, TextEntropy
 from jaxinf.train.metrics import peak_rss_bytes
+from jaxinf.train.on_store import KeptInStore, OnStore
 from jaxinf.train.optimizers import peak_learning_rate
 from jaxinf.typing import PyTree
 
-__all__ = ["describe", "say_config", "say_results", "say_stopped"]
+__all__ = [
+    "describe",
+    "say_config",
+    "say_evaluation",
+    "say_results",
+    "say_stopped",
+]
 
 
 def say_config(console: Console, config: TrainConfig, data: TrainingData) -> None:
@@ -57,15 +64,10 @@ def _compression_line(config: TrainConfig) -> str:
     )
 
 
-def say_results(
-    console: Console,
-    config: TrainConfig,
-    backend: Backend,
-    found: Evaluation,
-    evaluator: Evaluator,
-    params: PyTree,
+def say_evaluation(
+    console: Console, found: Evaluation, evaluator: Evaluator, params: PyTree
 ) -> None:
-    """Prints the final report: losses, a sample, and the paths of the results."""
+    """Prints the final losses and a sample."""
     console.print(describe(found))
     entropy = evaluator.text_entropy()
     if entropy is not None:
@@ -73,12 +75,19 @@ def say_results(
     prompt, text = map(_shown, evaluator.sample(params))
     if text:
         console.print(f"\nsample, after {prompt!r}:\n{text}\n")
-    if isinstance(backend, OnStore):
+
+
+def say_results(console: Console, config: TrainConfig, backend: Backend) -> None:
+    """Prints the paths of the results, and the memory used."""
+    if isinstance(backend, KeptInStore):
         path = backend.store.path
         console.print(
             f"store   {path}: step {backend.store.step}, "
             f"{format_bytes(_store_bytes(backend.store))} on disk\n"
-            f"        look inside with: jaxinf inspect {shlex.quote(str(path))}\n"
+            f"        look inside with: jaxinf inspect {shlex.quote(str(path))}"
+        )
+    if isinstance(backend, OnStore):
+        console.print(
             f"buffers at most {format_bytes(backend.store.peak_memory_bytes)} of "
             f"{format_bytes(config.memory_bytes)} for the state on its way"
         )

@@ -494,7 +494,7 @@ def test_drives_move_what_the_plan_says(streamed):
     step = streamed(program, optax.adam(1e-2))
     step.load(program.params, batch=program.batch)
     run(step, program, 3)
-    fetched = step.metrics.fetched.num_bytes
+    fetched = step.metrics.fetched_drive_bytes
     leaves = jax.tree.leaves(program.params)
     state_bytes = sum(3 * 4 * leaf.size for leaf in leaves)
     traffic = step.store.metrics.traffic

@@ -109,7 +109,7 @@ def test_usage_errors(run, tmp_path, capsys, monkeypatch, words, expected):
 @pytest.mark.parametrize(
     "words",
     [
-        ("--mode", "stream"),
+        ("--mode", "streamed"),
         ("--reference", "whole"),
         ("--memory-bytes", "much"),
         ("--steps", "ten"),

@@ -18,7 +18,8 @@ class Span:
 
     Attributes:
       kind: ``"read"``, ``"checksum"``, ``"update"``, ``"write"``, ``"leaf"``,
-        ``"drain"``, ``"sync"``, ``"publish"``.
+        ``"drain"``, ``"sync"``, ``"publish"``; of a streamed step also ``"program"``
+        and ``"fetch"``.
       thread: name of the thread.
       began_s, ended_s: beginning and end by `time.perf_counter`.
     """
@@ -47,6 +48,12 @@ class Timeline:
     def span(self, kind: str) -> contextlib.AbstractContextManager[None]:
         """Records the time of the body."""
         return _OFF if self._spans is None else self._kept(self._spans, kind)
+
+    def add(self, kind: str, began_s: float, ended_s: float) -> None:
+        """Records work whose times are known, by `time.perf_counter`."""
+        if self._spans is not None:
+            name = threading.current_thread().name
+            self._spans.append(Span(kind, name, began_s, ended_s))
 
     @contextlib.contextmanager
     def _kept(self, spans: list[Span], kind: str) -> Iterator[None]:

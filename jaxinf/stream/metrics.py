@@ -1,0 +1,35 @@
+"""What a streamed step moved, and what it waited for.
+
+Invariant: the values are of one step, the last; nothing is summed over steps.
+"""
+
+from dataclasses import dataclass
+
+__all__ = ["StreamMetrics"]
+
+
+@dataclass(frozen=True)
+class StreamMetrics:
+    """Traffic and waiting times of a step.
+
+    Attributes:
+      fetched_drive_bytes: Bytes of params read from drives.
+      fetched_memory_bytes: Bytes of params that a program found in memory, because the
+        program before it had used them.
+      spilled_memory_bytes, spilled_drive_bytes: Bytes of gradients that waited for the
+        last one, in memory and in a file.
+      prefetch_hit_rate: Share of the reads that had ended when a program asked.
+      waited_params_s: Time that programs waited for params.
+      waited_device_s: Time that the host waited for programs.
+      waited_updates_s: Time that the step waited for the store: for the commit of the
+        step before, for room for gradients, and for updates after the last gradient.
+    """
+
+    fetched_drive_bytes: int
+    fetched_memory_bytes: int
+    spilled_memory_bytes: int
+    spilled_drive_bytes: int
+    prefetch_hit_rate: float
+    waited_params_s: float
+    waited_device_s: float
+    waited_updates_s: float

@@ -1,0 +1,133 @@
+"""Plain optax with all state in memory: the baseline.
+
+Invariant: non-finite gradients have the effect that they have in the other modes.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxinf.compress import sparsify
+from jaxinf.errors import NonFiniteGradientError
+from jaxinf.train.backend import NO_TRAFFIC, Costs
+from jaxinf.train.config import TrainConfig
+from jaxinf.train.data.loader import Batch
+from jaxinf.train.optimizers import make_clipping
+from jaxinf.train.pretrained import held_params, is_deferred
+from jaxinf.train.step import TrainStep, compile_train_step
+from jaxinf.typing import JsonValue, PyTree
+
+__all__ = ["InMemory"]
+
+
+class _WatchState(NamedTuple):
+    """State of `_watch`."""
+
+    num_nonfinite: jax.Array
+    inner: Any
+
+
+class InMemory:
+    """Plain optax, which treats non-finite gradients like `smart_update`."""
+
+    def __init__(
+        self, config: TrainConfig, optimizer: optax.GradientTransformation
+    ) -> None:
+        self._config = config
+        self._is_error = config.nonfinite == "error"
+        if config.compression is not None:
+            sparse = sparsify(config.compression)
+            optimizer = optax.chain(make_clipping(config), sparse, optimizer)
+        self._tx = _watch(optimizer) if self._is_error else _skip(optimizer)
+
+    def committed(self) -> JsonValue:
+        """See `Backend`: always None."""
+        return None
+
+    def init(
+        self,
+        new_params: Callable[[], PyTree],
+        like: PyTree,
+        first: Mapping[str, JsonValue],
+        batch: Batch,
+    ) -> tuple[Any, Any]:
+        """See `Backend`."""
+        params = new_params()
+        params = held_params(params) if is_deferred(params) else params
+        return params, jax.jit(self._tx.init)(params)
+
+    def compile_step(
+        self, graphdef: Any, params: PyTree, state: Any, batch: Batch
+    ) -> TrainStep:
+        """See `Backend`."""
+        return compile_train_step(
+            graphdef,
+            self._tx,
+            self._config.reference,
+            *(params, state, batch),
+            task=self._config.task_name,
+        )
+
+    def announce(self, state: Any, position: Mapping[str, JsonValue]) -> None:
+        """See `Backend`: does nothing."""
+
+    def costs(self, state: Any, *, is_skipped: bool) -> Costs:
+        """See `Backend`: no traffic."""
+        return lambda: NO_TRAFFIC
+
+    def num_skipped(self, state: Any) -> int:
+        """See `Backend`."""
+        if not self._is_error:
+            return int(state.total_notfinite)
+        if int(state.num_nonfinite):
+            raise NonFiniteGradientError(
+                "NaN or Inf in a gradient: the run ends before it reaches the params. "
+                "Lower the learning rate or clip the gradients, or give --nonfinite "
+                "skip to go on without such batches"
+            )
+        return 0
+
+    def checkpoint(self, state: Any, *, keep_last: int, keep_every: int) -> str | None:
+        """See `Backend`: keeps none."""
+
+    def checkpoint_steps(self) -> dict[str, int]:
+        """See `Backend`: none."""
+        return {}
+
+    def committed_step(self, state: Any) -> int:
+        """See `Backend`: there are no commits."""
+        return 0
+
+    def replace_checkpoint(self, state: Any, name: str) -> bool:
+        """See `Backend`: keeps none."""
+        return False
+
+    def raise_failure(self) -> None:
+        """See `Backend`: does nothing."""
+
+    def close(self) -> None:
+        """See `Backend`."""
+
+
+def _watch(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Wraps `tx` to count non-finite gradients; the update stays that of `tx`."""
+
+    def init(params: PyTree) -> _WatchState:
+        return _WatchState(jnp.int32(0), tx.init(params))
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None
+    ) -> tuple[PyTree, _WatchState]:
+        finite = [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(updates)]
+        num_nonfinite = state.num_nonfinite + ~jnp.all(jnp.stack(finite))
+        updates, inner = tx.update(updates, state.inner, params)
+        return updates, _WatchState(num_nonfinite, inner)
+
+    return optax.GradientTransformation(init, update)
+
+
+_skip = functools.partial(optax.apply_if_finite, max_consecutive_errors=2**31 - 1)

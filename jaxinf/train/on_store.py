@@ -1,0 +1,178 @@
+"""Training with the optimizer's state in a store; each step is a commit.
+
+Invariant: a new run's params are compared with a store's before its first step.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optax
+
+from jaxinf.engine import Store
+from jaxinf.errors import StoreMismatchError
+from jaxinf.optimizer import SmartUpdateState
+from jaxinf.train.backend import NO_TRAFFIC, Costs
+from jaxinf.train.config import TrainConfig
+from jaxinf.train.data.loader import Batch
+from jaxinf.train.pretrained import describe_architecture, is_deferred
+from jaxinf.train.step import Boundaries, TrainStep, compile_train_step
+from jaxinf.typing import JsonValue, PyTree
+
+__all__ = ["KeptInStore", "OnStore"]
+
+
+class KeptInStore(abc.ABC):
+    """A backend whose run is kept in a store."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def committed(self) -> JsonValue:
+        """See `Backend`."""
+        if self.store.step == 0:
+            return None
+        return self.store.payload or {}
+
+    @abc.abstractmethod
+    def committed_step(self, state: Any) -> int:
+        """See `Backend`."""
+
+    def _note_new(self, first: Mapping[str, JsonValue]) -> None:
+        """Annotates a new store; compares the model with that of an existing one."""
+        if not self.store.exists:
+            self.store.annotate(0, first)
+        else:
+            self._check_model(first["architecture"])
+
+    def _check_model(self, ours: JsonValue) -> None:
+        """Refuses another model than a store of step 0 was made with."""
+        held = self.store.payload
+        theirs = held.get("architecture") if isinstance(held, Mapping) else None
+        if theirs in (None, ours):
+            return
+        raise StoreMismatchError(
+            f"{self.store.path}: the store was made with "
+            f"{describe_architecture(theirs)}, this command has "
+            f"{describe_architecture(ours)}; give the --from, or the --model, "
+            "--preset and --task, that made it, or another --store"
+        )
+
+    def announce(self, state: Any, position: Mapping[str, JsonValue]) -> None:
+        """See `Backend`."""
+        self.store.annotate(self.committed_step(state) + 1, position)
+
+    def _costs_of(self, step: int) -> dict[str, Any]:
+        metrics = self.store.metrics_of(step)
+        if metrics is None:
+            return {}
+        return {"update_s": metrics.update_s, **dataclasses.asdict(metrics.traffic)}
+
+    def checkpoint(self, state: Any, *, keep_last: int, keep_every: int) -> str | None:
+        """See `Backend`."""
+        name = str(self.committed_step(state))
+        self.store.wait(state)
+        held = next((c for c in self.store.checkpoints() if c.name == name), None)
+        if held is not None:
+            if held.committed_at == self.store.committed_at:
+                return None
+            self.store.remove_checkpoint(name)  # of steps given up by a restore
+        self.store.checkpoint(name, state=state)
+        self.store.prune_checkpoints(keep_last=keep_last, keep_every=keep_every)
+        return name
+
+    def checkpoint_steps(self) -> dict[str, int]:
+        """See `Backend`."""
+        if not self.store.exists:
+            return {}
+        return {held.name: held.step for held in self.store.checkpoints()}
+
+    def replace_checkpoint(self, state: Any, name: str) -> bool:
+        """See `Backend`."""
+        self.store.wait(state)
+        if name in self.checkpoint_steps():
+            self.store.remove_checkpoint(name)
+        self.store.checkpoint(name, state=state)
+        return True
+
+    def raise_failure(self) -> None:
+        """See `Backend`."""
+        self.store.check()
+
+    def close(self) -> None:
+        """See `Backend`."""
+        self.store.close()
+
+
+class OnStore(KeptInStore):
+    """Only the optimizer's state is in the store; params are in memory, too."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        store: Store,
+        tx: optax.GradientTransformationExtraArgs,
+    ) -> None:
+        super().__init__(store)
+        self._config = config
+        self._tx = tx
+
+    def init(
+        self,
+        new_params: Callable[[], PyTree],
+        like: PyTree,
+        first: Mapping[str, JsonValue],
+        batch: Batch,
+    ) -> tuple[Any, Any]:
+        """See `Backend`."""
+        if self.store.exists and self.store.step > 0:
+            params = self.store.params(like=like)
+            return params, self._tx.init(params)
+        params = new_params()
+        state = self.begin(params, first)
+        return self.store.params(like=like) if is_deferred(params) else params, state
+
+    def begin(self, params: PyTree, first: Mapping[str, JsonValue]) -> SmartUpdateState:
+        """Makes the store of new params, or compares them with those of its step 0."""
+        self._note_new(first)
+        state = self._tx.init(params)
+        assert isinstance(state, SmartUpdateState)
+        return state
+
+    def compile_step(
+        self, graphdef: Any, params: PyTree, state: Any, batch: Batch
+    ) -> TrainStep:
+        """See `Backend`."""
+        return compile_train_step(
+            graphdef,
+            self._tx,
+            self._boundaries,
+            *(params, state, batch),
+            task=self._config.task_name,
+        )
+
+    @property
+    def _boundaries(self) -> Boundaries:
+        """The fewest jits that have the reference's bits near storage.
+
+        With clipping, updates wait for all gradients in any case, so a separate jit for
+        the gradients costs almost nothing. Compression needs finished gradients, too.
+        """
+        needs_all = self._config.clip_norm or self._config.compress
+        return "halves" if needs_all else "fused"
+
+    def costs(self, state: SmartUpdateState, *, is_skipped: bool) -> Costs:
+        """See `Backend`."""
+        if is_skipped:
+            return lambda: NO_TRAFFIC
+        step = self.committed_step(state)
+        return lambda: self._costs_of(step)
+
+    def num_skipped(self, state: SmartUpdateState) -> int:
+        """See `Backend`."""
+        return int(state.skipped_steps)
+
+    def committed_step(self, state: SmartUpdateState) -> int:
+        """See `Backend`."""
+        return int(state.step)

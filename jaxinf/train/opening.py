@@ -1,0 +1,83 @@
+"""Opens the backend of a config's mode.
+
+Invariant: nothing is written to a store here.
+"""
+
+from typing import Any
+
+import optax
+
+from jaxinf.engine import Store, open_store
+from jaxinf.optimizer import smart_update
+from jaxinf.stream import store_memory_bytes
+from jaxinf.train.config import TrainConfig, UsageError
+from jaxinf.train.in_memory import InMemory
+from jaxinf.train.on_store import OnStore
+from jaxinf.train.optimizers import make_clipping
+from jaxinf.train.streamed import Streamed
+from jaxinf.typing import PyTree
+
+__all__ = ["open_backend"]
+
+
+def open_backend(
+    config: TrainConfig, optimizer: optax.GradientTransformation
+) -> OnStore | Streamed | InMemory:
+    """Makes the backend of the config's mode; opens the store without writing to it.
+
+    Raises:
+      UsageError: an argument of the store is out of range.
+      JaxinfError: as `jaxinf.open_store`.
+    """
+    if config.mode == "memory":
+        return InMemory(config, optimizer)
+    assert config.store is not None
+    memory_bytes = config.memory_bytes
+    if config.memory is not None:
+        memory_bytes = store_memory_bytes(config.memory)
+    try:
+        store = open_store(
+            config.store,
+            csds=config.csd_root,
+            csd=config.csd,
+            memory_bytes=memory_bytes,
+            durability=config.durability,
+            verify=config.verify,
+            restore=config.restore,
+            master=config.master,
+            state=config.state,
+        )
+    except (ValueError, NotADirectoryError) as error:
+        raise UsageError(str(error)) from error
+    if config.mode == "stream":
+        return Streamed(config, store, optimizer)
+    return OnStore(config, store, _smart(config, optimizer, store))
+
+
+def _smart(
+    config: TrainConfig, optimizer: optax.GradientTransformation, store: Store
+) -> optax.GradientTransformationExtraArgs:
+    """Makes `smart_update`, behind clipping if gradients are compressed.
+
+    Raises:
+      UsageError: the store does not support this compression.
+    """
+    compression = config.compression
+    try:
+        tx = smart_update(
+            optimizer, store, compress=compression, nonfinite=config.nonfinite
+        )
+    except ValueError as error:
+        store.close()
+        raise UsageError(f"--compress {config.compress}: {error}") from error
+    if compression is None:
+        return tx
+    clipping = make_clipping(config)
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, Any]:
+        clipped, _ = clipping.update(updates, optax.EmptyState(), params)
+        return tx.update(clipped, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)

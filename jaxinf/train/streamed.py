@@ -1,0 +1,122 @@
+"""Training of a model that need not fit in memory, with `jaxinf.stream`.
+
+Invariant: params and optimizer state exist in the store alone, so the loop holds
+  neither.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+from jaxinf_models import abstract_params, task_loss
+
+from jaxinf.engine import Store
+from jaxinf.stream import StreamedStep, stream
+from jaxinf.train.backend import NO_TRAFFIC, Costs
+from jaxinf.train.config import TrainConfig, UsageError
+from jaxinf.train.data.loader import Batch
+from jaxinf.train.on_store import KeptInStore
+from jaxinf.train.step import TrainStep
+from jaxinf.typing import JsonValue, PyTree
+
+__all__ = ["Streamed"]
+
+
+class Streamed(KeptInStore):
+    """Params and the optimizer's state are in the store.
+
+    Raises:
+      UsageError: An option of the store is not supported with streaming.
+    """
+
+    def __init__(
+        self, config: TrainConfig, store: Store, optimizer: optax.GradientTransformation
+    ) -> None:
+        super().__init__(store)
+        self._config = config
+        try:
+            self._step = _streamed_step(config, store, optimizer)
+        except ValueError as error:
+            store.close()
+            raise UsageError(f"--mode stream: {error}") from error
+        self._number = self._num_skipped = 0
+
+    def init(
+        self,
+        new_params: Callable[[], PyTree],
+        like: PyTree,
+        first: Mapping[str, JsonValue],
+        batch: Batch,
+    ) -> tuple[Any, Any]:
+        """See `Backend`."""
+        shapes = jax.eval_shape(lambda: batch)
+        if self.store.exists and self.store.step > 0:
+            self._step.load(like)  # only compared: the store has them
+        else:
+            self._note_new(first)
+            if self._config.source is None:
+                self._step.init(new_params, batch=shapes)
+            else:
+                self._step.load(new_params(), batch=shapes)
+        self._num_skipped, self._number = self._step.num_skipped, self.store.step
+        return None, None
+
+    def compile_step(
+        self, graphdef: Any, params: PyTree, state: Any, batch: Batch
+    ) -> TrainStep:
+        """See `Backend`."""
+        self._step.compile(batch)
+
+        def run(params: PyTree, state: Any, batch: Batch) -> Any:
+            loss, _ = self._step(batch)
+            if self._step.num_skipped == self._num_skipped:
+                self._number += 1
+            self._num_skipped = self._step.num_skipped
+            return params, state, loss
+
+        return run
+
+    def costs(self, state: Any, *, is_skipped: bool) -> Costs:
+        """See `Backend`."""
+        metrics = self._step.metrics
+        assert metrics is not None
+        streamed = {"stream": dataclasses.asdict(metrics)}
+        if is_skipped:
+            return lambda: NO_TRAFFIC | streamed
+        number = self._number
+        return lambda: self._costs_of(number) | streamed
+
+    def num_skipped(self, state: Any) -> int:
+        """See `Backend`."""
+        return self._num_skipped
+
+    def committed_step(self, state: Any) -> int:
+        """See `Backend`."""
+        return self._number
+
+    def close(self) -> None:
+        """See `Backend`."""
+        self._step.close()
+
+
+def _streamed_step(
+    config: TrainConfig, store: Store, optimizer: optax.GradientTransformation
+) -> StreamedStep:
+    graphdef, _ = abstract_params(config.model_config)
+
+    def loss_fn(params: PyTree, batch: Any) -> jax.Array:
+        return task_loss(nnx.merge(graphdef, params), config.task_name, batch)
+
+    assert config.memory is not None
+    return stream(
+        loss_fn,
+        optimizer,
+        store,
+        memory_bytes=config.memory,
+        policy=config.policy,
+        replan=config.replan,
+        nonfinite=config.nonfinite,
+    )

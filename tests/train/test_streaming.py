@@ -1,0 +1,168 @@
+"""Runs in mode stream: like other modes, resumed, on every model, refused."""
+
+import json
+
+import numpy as np
+import pytest
+from jaxinf_models import MODELS
+from jaxinf_models.bert import BertConfig
+from jaxinf_models.bloom import BloomConfig
+from jaxinf_models.llama import LlamaConfig
+from jaxinf_models.t5 import T5Config
+from jaxinf_models.vit import ViTConfig
+
+from jaxinf.terminal import make_console
+from jaxinf.train.config import TrainConfig
+from jaxinf.train.metrics import StepLine
+from jaxinf.train.progress import Progress
+
+STREAM = ("--mode", "stream", "--memory", "256MiB")
+FIELDS = ["fetched_drive_bytes", "fetched_memory_bytes", "spilled_memory_bytes"]
+FIELDS += ["spilled_drive_bytes", "prefetch_hit_rate", "waited_params_s"]
+FIELDS += ["waited_device_s", "waited_updates_s"]
+PAIRS = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(60)]
+TINY = {
+    "bert": BertConfig(1, 2, 16, 32, 257, 16),
+    "t5": T5Config(257, 1, 1, 2, 16, 8, 32),
+    "vit": ViTConfig(1, 2, 16, 32, 8, 4, num_channels=1),
+    "llama": LlamaConfig(257, 16, 1, 2, 2, 16, 32),
+    "bloom": BloomConfig(257, 1, 2, 16),
+}
+
+
+def test_a_run_goes_on_in_other_modes(
+    run, losses, lines, uninterrupted, tmp_path, capsys
+):
+    where = ("--store", tmp_path / "store")
+    assert run(*where, *STREAM, "--steps", 2) == 0
+    assert run(*where, *STREAM, "--steps", 4) == 0
+    assert "resuming at step 2" in capsys.readouterr().out
+    assert run(*where, "--steps", 6) == 0
+    assert run(*where, *STREAM, "--steps", 7) == 0
+    log = tmp_path / "store-log"
+    np.testing.assert_allclose(losses(log), uninterrupted[:7], rtol=1e-4)
+    found = lines(log)
+    assert ["stream" in line for line in found] == [True] * 4 + [False] * 2 + [True]
+    params = json.loads((tmp_path / "store/jaxinf.json").read_text())["leaves"]
+    num_bytes = 4 * sum(np.prod(leaf["shape"], dtype=int) for leaf in params)
+    for line in found[:4]:
+        assert None not in line.values()
+        streamed = line["stream"]
+        assert list(streamed) == FIELDS
+        assert num_bytes < streamed["fetched_drive_bytes"] < 3 * num_bytes
+        assert streamed["spilled_memory_bytes"] == num_bytes
+        assert streamed["spilled_drive_bytes"] == 0
+        assert 0 <= streamed["prefetch_hit_rate"] <= 1
+        waited = [streamed[name] for name in FIELDS if name.startswith("waited")]
+        assert 0 < sum(waited) <= line["step_s"]
+
+
+def test_stopped_and_resumed_is_uninterrupted(run, losses, tmp_path):
+    assert run("--store", tmp_path / "whole", *STREAM, "--steps", 5) == 0
+    assert run("--store", tmp_path / "parts", *STREAM, "--steps", 2) == 0
+    keep = ("--policy", "keep", "--steps", 5)
+    assert run("--store", tmp_path / "parts", *STREAM, *keep) == 0
+    assert losses(tmp_path / "parts-log") == losses(tmp_path / "whole-log")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--param-dtype", "bfloat16", "--dtype", "bfloat16"),
+        ("--state", "int8", "--clip-norm", 0),
+        ("--optimizer", "sgd", "--learning-rate", 0.1),
+        ("--durability", 3),
+    ],
+    ids=lambda words: words[1],
+)
+def test_options_of_the_store_work(run, losses, tmp_path, words):
+    assert run("--store", tmp_path / "update", "--steps", 4, *words) == 0
+    assert run("--store", tmp_path / "stream", *STREAM, "--steps", 2, *words) == 0
+    assert run("--store", tmp_path / "stream", *STREAM, "--steps", 4, *words) == 0
+    found, expected = (
+        losses(tmp_path / f"{mode}-log") for mode in ("stream", "update")
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-2)
+
+
+def test_checkpoints_and_skipped_steps(run, losses, tmp_path, capsys):
+    """A learning rate at which the second step's gradient is not finite."""
+    words = ("--store", tmp_path / "store", *STREAM, "--nonfinite", "skip")
+    words += ("--optimizer", "sgd", "--learning-rate", "1e38", "--clip-norm", "0")
+    words += ("--warmup-steps", "0", "--checkpoint-every", 1)
+    assert run(*words, "--steps", 3) == 0
+    out = capsys.readouterr().out
+    assert "step 1: checkpoint 1" in out
+    assert "step 2: skipped" in out
+    assert "step 2: checkpoint" not in out
+    assert [step for step, _ in losses(tmp_path / "store-log")] == [1, 2, 3]
+    assert (tmp_path / "store/checkpoints/1").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", TINY)
+def test_every_model_streams(run, losses, tmp_path, model):
+    rng = np.random.default_rng(0)
+    data, words = tmp_path / "pairs.jsonl", []
+    data.write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
+    if model == "bert":
+        words = ["--task", "masked-lm"]
+        lines = (json.dumps({"text": pair["prompt"]}) + "\n" for pair in PAIRS)
+        data.write_text("".join(lines))
+    if model == "vit":
+        data = tmp_path / "images.npz"
+        images = rng.integers(0, 256, (40, 8, 8), np.uint8)
+        np.savez(data, images=images, labels=np.arange(40) % 4)
+        words = ["--seq-len", TrainConfig.seq_len]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MODELS[model].presets, "nano", TINY[model])
+        words += ["--model", model, "--steps", 3]
+        assert run("--store", tmp_path / "update", *words, data=data) == 0
+        assert run("--store", tmp_path / "stream", *STREAM, *words, data=data) == 0
+    found, expected = (
+        losses(tmp_path / f"{mode}-log") for mode in ("stream", "update")
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (STREAM[:2], "--memory: expected the bytes"),
+        (("--memory", "1GiB"), "--memory: --mode update does not have it"),
+        (("--policy", "keep"), "--policy: --mode update does not have it"),
+        ((*STREAM, "--memory-bytes", "1GiB"), "give --memory"),
+        ((*STREAM, "--compress", "top_k:0.1"), "--compress: --mode stream does not"),
+        ((*STREAM, "--eval-every", 1), "--mode update evaluates the same --store"),
+        ((*STREAM, "--sample-bytes", 5), "--sample-bytes 5: --mode stream takes no"),
+        (
+            (*STREAM, "--optimizer", "lamb", "--learning-rate", 1),
+            "--optimizer lamb: it cannot run in --mode stream",
+        ),
+    ],
+    ids=lambda words: " ".join(map(str, words)) if isinstance(words, tuple) else "",
+)
+def test_refused(run, tmp_path, capsys, words, expected):
+    assert run("--store", tmp_path / "store", "--steps", 1, *words) == 2
+    assert expected in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_memory_too_small_is_refused_before_a_step(run, tmp_path, capsys):
+    words = ("--mode", "stream", "--memory", "64KiB", "--steps", 1)
+    assert run("--store", tmp_path / "store", *words) == 1
+    assert "memory_bytes: it leaves" in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
+
+
+def test_waiting_times_are_shown(capsys):
+    shown = Progress(make_console(), first=0, last=2)
+    waited = {"waited_params_s": 1.25, "waited_device_s": 2.5, "waited_updates_s": 0}
+    streamed = {"prefetch_hit_rate": 0.5, **waited}
+    line = StepLine(1, 2.0, 16, 4.0, stream=streamed)
+    shown.step(line)
+    shown.costs(line)
+    shown.step(StepLine(2, 2.0, 16, 4.0))
+    _, last = capsys.readouterr().out.splitlines()
+    assert "prefetched 50%  waited s: params 1.2, device 2.5, updates 0.0" in last
