@@ -56,7 +56,7 @@ class Export:
     ] = None
     format: Annotated[
         Literal["orbax", "safetensors", "huggingface"],
-        tyro.conf.arg(help="What to write."),
+        tyro.conf.arg(help="Format of the export."),
     ] = "orbax"
     params_only: Annotated[
         bool, option("Safetensors: leave the optimizer's state out.")
@@ -64,8 +64,8 @@ class Export:
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         tyro.conf.arg(
-            help="Huggingface: of the tensors, rounded to nearest even.",
-            help_behavior_hint="(default: that of the params in training)",
+            help="Huggingface: dtype of the tensors, rounded to nearest even.",
+            help_behavior_hint="(default: the dtype of the params in training)",
         ),
     ] = None
     max_file: Annotated[
