@@ -1,10 +1,10 @@
 """A streamed step beside one whose params are in memory and whose state is on a drive.
 
 Both train the same GPT-2 from the same params on the same tokens in one process, one
-counted step each in turns: `jaxinf.stream`, and a jit with `jaxinf.smart_update`, as
-`python -m jaxinf.train --mode update` runs it. A step counts from the end of the one
-before it, so it pays for its share of the commit. The first step of each turn does not
-count; it pays for work that the other has left over.
+counted step each in turns: `jaxinf.stream` with each policy, and a jit with
+`jaxinf.smart_update`, as `python -m jaxinf.train --mode update` runs it. A step counts
+from the end of the one before it, so it pays for its share of the commit. The first
+step of each turn does not count; it pays for work that another has left over.
 
     python scripts/bench_stream.py --store DIR --preset small --memory 4GiB
 
@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 from bench_train import Trainer, batch, optimizer
@@ -34,20 +34,26 @@ from jaxinf_models import GPT2, PRESETS, abstract_params, loss, split
 
 import jaxinf
 from jaxinf.stream import StreamedStep
+from jaxinf.stream.calls import Policy
+from jaxinf.stream.run import compile_plan
 from jaxinf.terminal import parse_bytes
 
 DRAIN_S = 0.5
+POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 
 class Streamed:
-    """The streamed model in training.
+    """A streamed model in training.
 
     Args:
       arguments: of the program.
-      store: where it is.
+      store: where it is; several may share one.
+      policy: of `jaxinf.stream`.
     """
 
-    def __init__(self, arguments: argparse.Namespace, store: jaxinf.Store) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, store: jaxinf.Store, policy: Policy
+    ) -> None:
         config = PRESETS[arguments.preset]
         graphdef, _ = abstract_params(config)
 
@@ -61,63 +67,67 @@ class Streamed:
             optimizer(arguments.clip_norm),
             store,
             memory_bytes=arguments.memory,
-            policy=arguments.policy,
+            policy=policy,
         )
         self.step.init(
             lambda: split(GPT2(config, rngs=nnx.Rngs(0)))[1], batch=batch(arguments, 0)
         )
-        self.losses: list[float] = []
         self.seconds: list[float] = []
         self.dispatched_s: list[float] = []
+        self.drive_bytes = 0
+        self.first_s = self._step(batch(arguments, 0))  # traces, plans and compiles
 
     def turn(self, arguments: argparse.Namespace, first: int) -> None:
         """Two steps, of which the second counts."""
-        for number in (first, first + 1):
-            began = time.perf_counter()
-            found, _ = self.step(batch(arguments, number))
-            seconds = time.perf_counter() - began
-            self.losses.append(float(found))
-        self.seconds.append(seconds)
+        self._step(batch(arguments, first))
+        self.seconds.append(self._step(batch(arguments, first + 1)))
         assert self.step._last is not None
         self.dispatched_s.append(self.step._last.runner.dispatched_s)
+        self.step.store.wait()
+        self.drive_bytes = drive_bytes(self.step.store)
+
+    def _step(self, data: Any) -> float:
+        """Seconds of a step."""
+        began = time.perf_counter()
+        self.step(data)
+        return time.perf_counter() - began
 
 
 def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
-    """Both in turns."""
+    """All in turns."""
     tx = optimizer(arguments.clip_norm)
     update_store = jaxinf.open_store(place / "update", memory_bytes=arguments.ring)
     update = Trainer(arguments, jaxinf.smart_update(tx, update_store))
-    stream_store = jaxinf.open_store(place / "stream")
-    streamed = Streamed(arguments, stream_store)
-    first_s = first_step(arguments, streamed)
+    store = jaxinf.open_store(place / "stream")
+    streamed = {name: Streamed(arguments, store, name) for name in arguments.policy}
     for turn in range(arguments.reps):
         update.turn(arguments, 2 * turn)
         update_store.wait()
         time.sleep(DRAIN_S)  # what is read ahead would be in the other's time
-        streamed.turn(arguments, 2 * turn + 1)
-        stream_store.wait()
-        time.sleep(DRAIN_S)
-    found = figures(arguments, update, streamed)
-    found |= traffic(update_store, stream_store) | plan_figures(streamed)
-    found |= {"first_step_s": round(first_s, 2), **compile_seconds(arguments, streamed)}
-    streamed.step.close()
+        for one in streamed.values():
+            one.turn(arguments, 2 * turn)
+            time.sleep(DRAIN_S)
+    found = {
+        "preset": arguments.preset,
+        "batch": f"{arguments.batch_size} x {arguments.seq_len}",
+        "clip_norm": arguments.clip_norm,
+        "memory_bytes": arguments.memory,
+        "load_average": round(os.getloadavg()[0], 2),
+        "pairs": arguments.reps,
+        "update_step_s": round(statistics.median(update.seconds), 4),
+        "update_drive_bytes": drive_bytes(update_store),
+        **compile_seconds(next(iter(streamed.values()))),
+    }
+    for name, one in streamed.items():
+        found[name] = figures(one, update.seconds, found["update_drive_bytes"])
+    for one in streamed.values():
+        one.step.close()
     update_store.close()
     return found
 
 
-def first_step(arguments: argparse.Namespace, streamed: Streamed) -> float:
-    """Seconds of the first step, which traces, plans and compiles."""
-    began = time.perf_counter()
-    streamed.step(batch(arguments, 0))
-    return time.perf_counter() - began
-
-
-def compile_seconds(
-    arguments: argparse.Namespace, streamed: Streamed
-) -> dict[str, float]:
+def compile_seconds(streamed: Streamed) -> dict[str, float]:
     """Seconds to compile every program anew, and one jit of the whole."""
-    from jaxinf.stream.run import compile_plan
-
     plan = streamed.step.plan
     assert plan is not None
     began = time.perf_counter()
@@ -135,54 +145,34 @@ def compile_seconds(
     }
 
 
-def plan_figures(streamed: Streamed) -> dict[str, Any]:
-    """What the plan says of itself."""
-    plan = streamed.step.plan
-    assert plan is not None
-    return {
-        "calls": len(plan.calls.calls),
-        "programs": len(plan.distinct),
-        "peak_bytes": plan.peak_bytes,
-    }
-
-
-def traffic(update: jaxinf.Store, stream: jaxinf.Store) -> dict[str, Any]:
-    """Bytes on the drive in the last step of each."""
-    moved = []
-    for store in (update, stream):
-        assert store.metrics is not None
-        counts = store.metrics.traffic
-        moved.append(counts.drive_read_bytes + counts.drive_write_bytes)
-    return {
-        "update_drive_bytes": moved[0],
-        "stream_drive_bytes": moved[1],
-        "bytes_ratio": round(moved[1] / moved[0], 4),
-    }
+def drive_bytes(store: jaxinf.Store) -> int:
+    """Bytes read and written in the last step."""
+    assert store.metrics is not None
+    counts = store.metrics.traffic
+    return counts.drive_read_bytes + counts.drive_write_bytes
 
 
 def figures(
-    arguments: argparse.Namespace, update: Trainer, streamed: Streamed
+    streamed: Streamed, update_s: Sequence[float], update_bytes: int
 ) -> dict[str, Any]:
-    """Times, in seconds."""
-    pairs = list(zip(streamed.seconds, update.seconds, strict=True))
-    ratios = [stream_s / update_s for stream_s, update_s in pairs]
+    """What is printed of one policy."""
+    plan = streamed.step.plan
+    assert plan is not None
+    ratios = [a / b for a, b in zip(streamed.seconds, update_s, strict=True)]
     shares = [
-        part / whole
-        for part, whole in zip(streamed.dispatched_s, streamed.seconds, strict=True)
+        a / b for a, b in zip(streamed.dispatched_s, streamed.seconds, strict=True)
     ]
     return {
-        "preset": arguments.preset,
-        "batch": f"{arguments.batch_size} x {arguments.seq_len}",
-        "policy": arguments.policy,
-        "clip_norm": arguments.clip_norm,
-        "memory_bytes": arguments.memory,
-        "load_average": round(os.getloadavg()[0], 2),
-        "pairs": len(pairs),
-        "update_step_s": round(statistics.median(update.seconds), 4),
-        "stream_step_s": round(statistics.median(streamed.seconds), 4),
+        "step_s": round(statistics.median(streamed.seconds), 4),
         "ratio": round(statistics.median(ratios), 4),
         "ratio_interval": [round(one, 4) for one in interval(ratios)],
+        "drive_bytes": streamed.drive_bytes,
+        "bytes_ratio": round(streamed.drive_bytes / update_bytes, 4),
         "dispatch_share": round(statistics.median(shares), 5),
+        "first_step_s": round(streamed.first_s, 2),
+        "calls": len(plan.calls.calls),
+        "programs": len(plan.distinct),
+        "peak_bytes": plan.peak_bytes,
     }
 
 
@@ -217,7 +207,9 @@ def main() -> None:
     parser.add_argument(
         "--ring", type=parse_bytes, default=1 << 30, help="of the other's store"
     )
-    parser.add_argument("--policy", choices=("recompute", "keep"), default="recompute")
+    parser.add_argument(
+        "--policy", nargs="+", choices=POLICIES, default=POLICIES, help="by default all"
+    )
     parser.add_argument("--clip-norm", type=float, default=0.0, help="0: none")
     parser.add_argument("--reps", type=int, default=10, help="pairs of steps")
     parser.add_argument("--json", action="store_true", help="one line")

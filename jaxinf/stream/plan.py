@@ -18,6 +18,7 @@ from jaxinf.stream.keys import Keys, stable
 from jaxinf.stream.lifetimes import Lifetimes
 from jaxinf.stream.peel import build_graph
 from jaxinf.stream.programs import Program, Programs, make_programs
+from jaxinf.stream.report import plan_text
 from jaxinf.stream.schedule import schedule
 from jaxinf.stream.trace import Traced, trace
 from jaxinf.typing import PyTree
@@ -34,7 +35,7 @@ _MAX_HALVINGS = 14
 
 @dataclass(frozen=True)
 class Plan:
-    """The programs of a step, and their calls.
+    """The programs of a step, and their calls; as a string, a table of segments.
 
     Attributes:
       traced: The loss function and its gradient.
@@ -51,6 +52,11 @@ class Plan:
     calls: Calls
     policy: Policy
     peak_bytes: int
+
+    def __str__(self) -> str:
+        return plan_text(
+            self.traced, self.programs, self.calls, self.policy, self.peak_bytes
+        )
 
     @property
     def distinct(self) -> tuple[Program, ...]:

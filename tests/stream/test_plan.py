@@ -241,6 +241,20 @@ def test_arrays_closed_over_by_a_jit_within_are_known():
     assert float(found) == pytest.approx(float(loss(GOOD, BATCH)))
 
 
+def test_a_plan_prints_its_segments():
+    ready = prepared("linen_scan", depth=12)
+    limit_bytes = ready.lifetimes.piece_bytes(ready.lifetimes.sizes) // 6
+    plan = ready.plan_of(choose_cuts(ready.lifetimes, ready.tokens, limit_bytes))
+    head, _, columns, *lines = str(plan).splitlines()
+    assert f"{len(plan.calls.calls)} calls of {len(plan.distinct)} programs" in head
+    assert columns.split() == ["segment", "forward", "backward", "params"]
+    (together,) = (line for line in lines if " each: " in line)
+    first, last = together.split()[0].split("-")
+    assert int(last) > int(first)
+    assert "[" in together
+    assert len(lines) < len(plan.programs.forward)
+
+
 def test_an_expensive_equation_is_never_run_by_two_programs():
     """Matrix products belong to one segment; only cheap ones are computed again."""
     ready = prepared("linen", depth=3)
