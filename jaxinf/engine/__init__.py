@@ -6,6 +6,7 @@ Invariant: host memory does not grow with the model; a step is all or nothing.
 from jaxinf.engine.chunks import VerifyMode
 from jaxinf.engine.convert import convert_store
 from jaxinf.engine.description import LeafDescription, StoreDescription, describe
+from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.options import Durability, MasterChoice, MasterFormat, StateFormat
 from jaxinf.engine.state import ParamsReader
 from jaxinf.engine.steps import StepMetrics
@@ -16,8 +17,10 @@ from jaxinf.engine.store import (
     open_store,
     store_of,
 )
+from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.training import Training
 from jaxinf.engine.update_request import UpdateRequest
+from jaxinf.engine.update_tasks import moved_states
 
 __all__ = [
     "DEFAULT_MEMORY_BYTES",
@@ -25,17 +28,20 @@ __all__ = [
     "LeafDescription",
     "MasterChoice",
     "MasterFormat",
+    "OpenStore",
     "ParamsReader",
     "StateFormat",
     "StepMetrics",
     "Store",
     "StoreDescription",
+    "SubgroupLayout",
     "Training",
     "UpdateRequest",
     "VerifyMode",
     "close",
     "convert_store",
     "describe",
+    "moved_states",
     "open_store",
     "store_of",
 ]

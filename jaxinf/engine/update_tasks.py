@@ -14,6 +14,7 @@ from jaxinf.csd import is_idle
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.pipeline import Task
 from jaxinf.engine.subgroup_arrays import rounding_of
+from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.subgroup_update import SubgroupUpdate
 from jaxinf.engine.update_request import UpdateRequest
 from jaxinf.kernels.specialise import specialise, state_read
@@ -21,7 +22,7 @@ from jaxinf.program import Kernel
 from jaxinf.store import ERROR_FEEDBACK, dtype_of
 from jaxinf.typing import Array
 
-__all__ = ["RequestTasks", "request_tasks"]
+__all__ = ["RequestTasks", "moved_states", "request_tasks"]
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,18 @@ def _given(opened: OpenStore, request: UpdateRequest) -> Array | None:
     if request.params is None or not opened.options.csd.takes_params:
         return None
     return request.params if request.params.dtype == dtype_of(stored.dtype) else None
+
+
+def moved_states(
+    kernel: Kernel, layout: SubgroupLayout
+) -> tuple[frozenset[int], tuple[int, ...]]:
+    """Returns the states that an update reads from the drive, and those it writes.
+
+    Args:
+      kernel: the update, not specialised.
+      layout: the subgroup's.
+    """
+    return _moved(kernel, layout.slots, layout.feedback is not None)
 
 
 @lru_cache

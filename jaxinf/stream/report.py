@@ -103,14 +103,13 @@ def _pieces(program: Program | None) -> dict[Piece, int]:
 
 def _names(traced: Traced, pieces: Iterable[Piece]) -> Iterator[str]:
     """The parts of the model that pieces belong to, each once."""
-    whole = (_name(traced, piece) for piece in pieces)
-    return iter(dict.fromkeys(name.rsplit("/", 1)[0] for name in whole))
+    return iter(dict.fromkeys(_part(traced, piece) for piece in pieces))
 
 
-def _name(traced: Traced, piece: Piece) -> str:
+def _part(traced: Traced, piece: Piece) -> str:
     index = "".join(f"[{i}]" for i in piece.index)
     rows = f"[{piece.rows[0]}:{piece.rows[1]}]" if piece.rows else ""
-    return f"{traced.names[piece.leaf]}{index}{rows}"
+    return f"{traced.names[piece.leaf].rsplit('/', 1)[0]}{index}{rows}"
 
 
 def _line(rows: Sequence[_Row]) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jaxinf.io import ByteMeters
 from jaxinf.io.failures import translated
 from jaxinf.stream.graph import Piece
 from jaxinf.typing import Array
@@ -36,14 +37,18 @@ class Spill:
     Args:
       folder: A folder on a drive with room for values that do not fit into memory.
       capacity_bytes: Capacity in memory.
+      meters: Counters of the bytes on the drive.
 
     Attributes:
       written_bytes: Bytes written to the file since `reset`.
       kept_bytes: Bytes kept in memory since `reset`.
     """
 
-    def __init__(self, folder: Path, capacity_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, capacity_bytes: int, meters: ByteMeters | None = None
+    ) -> None:
         self._folder = folder
+        self._meters = ByteMeters() if meters is None else meters
         self._capacity_bytes = capacity_bytes
         self._held: dict[Piece, jax.Array | Array | _OnFile] = {}
         self._held_bytes = 0
@@ -103,6 +108,7 @@ class Spill:
                     count = os.pwrite(self._file, piece, at)
                     piece, start = piece[count:], start + count
         self.written_bytes += raw.size
+        self._meters.add(drive_write_bytes=raw.size)
         return place
 
     def _read(self, place: _OnFile) -> Array:
@@ -117,4 +123,5 @@ class Spill:
                 if not count:
                     raise OSError("the file ends before the value does")
                 done += count
+        self._meters.add(drive_read_bytes=raw.size)
         return out

@@ -251,7 +251,8 @@ def test_a_plan_prints_its_segments():
     (together,) = (line for line in lines if " each: " in line)
     first, last = together.split()[0].split("-")
     assert int(last) > int(first)
-    assert "[" in together
+    assert "[0]" in together
+    assert together.endswith("[11]")
     assert len(lines) < len(plan.programs.forward)
 
 

@@ -1,0 +1,74 @@
+"""The bytes on the drive that a step's plan implies.
+
+Invariant: the meters of a step show exactly these bytes. An optimizer that leaves state
+alone in some steps moves fewer in those.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from jaxinf.engine import OpenStore, SubgroupLayout, moved_states
+from jaxinf.io import ByteCounts
+from jaxinf.io.pages import page_ceil
+from jaxinf.program import UpdateProgram
+from jaxinf.stream.fetch import Fetch
+from jaxinf.stream.places import Unit
+
+__all__ = ["planned_traffic", "spilled_bytes"]
+
+
+def planned_traffic(
+    opened: OpenStore,
+    fetches: Sequence[Fetch],
+    units: Iterable[Unit],
+    program: UpdateProgram,
+    spilled: int,
+) -> ByteCounts:
+    """Returns what a step moves on the drive.
+
+    Args:
+      opened: The store.
+      fetches: The reads of params.
+      units: The units that are updated.
+      program: The optimizer.
+      spilled: Bytes of gradients that are written to the drive and read back.
+    """
+    read = written = spilled
+    for fetch in fetches:
+        for layout in _layouts(opened, fetch.unit):
+            read += _moved_bytes(opened, layout, [0])
+    for unit in units:
+        kernel = program.leaves[unit.leaf].kernel
+        for layout in _layouts(opened, unit):
+            loads, stores = moved_states(kernel, layout)
+            read += _moved_bytes(opened, layout, sorted(loads))
+            written += _moved_bytes(opened, layout, stores)
+    return ByteCounts(drive_read_bytes=read, drive_write_bytes=written)
+
+
+def spilled_bytes(gradients: Iterable[int], capacity_bytes: int) -> int:
+    """Bytes of gradients beyond the memory for them.
+
+    Args:
+      gradients: Bytes of each, in the order in which they are handed out.
+      capacity_bytes: Memory for them.
+    """
+    held = spilled = 0
+    for num_bytes in gradients:
+        if held + num_bytes <= capacity_bytes:
+            held += num_bytes
+        else:
+            spilled += num_bytes
+    return spilled
+
+
+def _layouts(opened: OpenStore, unit: Unit) -> Sequence[SubgroupLayout]:
+    return opened.layouts(unit.leaf, unit.origin, unit.extent)
+
+
+def _moved_bytes(
+    opened: OpenStore, layout: SubgroupLayout, states: Iterable[int]
+) -> int:
+    """Whole pages, but for a leaf without axes, whose file is one element long."""
+    is_scalar = not opened.directory.manifest.leaves[layout.subgroup.leaf].shape
+    sizes = (layout.extents[state].num_bytes for state in states)
+    return sum(size if is_scalar else page_ceil(size) for size in sizes)
