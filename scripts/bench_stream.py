@@ -81,8 +81,8 @@ class Streamed:
         """Two steps, of which the second counts."""
         self._step(batch(arguments, first))
         self.seconds.append(self._step(batch(arguments, first + 1)))
-        assert self.step._last is not None
-        self.dispatched_s.append(self.step._last.runner.dispatched_s)
+        assert self.step.metrics is not None
+        self.dispatched_s.append(self.step.metrics.dispatched_s)
         self.step.store.wait()
         self.drive_bytes = drive_bytes(self.step.store)
 

@@ -23,6 +23,7 @@ class StreamMetrics:
       waited_device_s: Time that the host waited for programs.
       waited_updates_s: Time that the step waited for the store: for the commit of the
         step before, for room for gradients, and for updates after the last gradient.
+      dispatched_s: Time that the host took to hand programs to the device.
     """
 
     fetched_drive_bytes: int
@@ -33,3 +34,4 @@ class StreamMetrics:
     waited_params_s: float
     waited_device_s: float
     waited_updates_s: float
+    dispatched_s: float

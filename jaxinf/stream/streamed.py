@@ -24,6 +24,7 @@ import optax
 from jaxinf.compress import TopK
 from jaxinf.engine import ParamsReader, Store, Training, describe, open_store
 from jaxinf.errors import StreamError
+from jaxinf.io import ByteCounts
 from jaxinf.program import trace_init, trace_update
 from jaxinf.stream.calls import Policy
 from jaxinf.stream.deferred import Deferred
@@ -50,6 +51,7 @@ from jaxinf.stream.plan import Plan, Prepared, least_bytes, prepare
 from jaxinf.stream.run import Executables, Runner, compiled_bytes
 from jaxinf.stream.spill import Spill
 from jaxinf.stream.trace import abstract, check_params
+from jaxinf.stream.traffic import planned_traffic, spilled_bytes
 from jaxinf.stream.updates import (
     NonFinitePolicy,
     Updates,
@@ -157,6 +159,7 @@ class _Bound:
     updates: Updates
     places: Places
     reused_bytes: int
+    traffic: ByteCounts
 
 
 # Part of the memory that the store's buffers take while the first step is made.
@@ -396,9 +399,8 @@ class StreamedStep:
         rewrites = training.options.rewrites_steps
         is_deferred = program.reads_gradients or rewrites
         spilled = division.gradients // 2 if is_deferred else 0
-        deferred = Deferred(
-            program, Spill(self._folder(), spilled), is_checked=rewrites
-        )
+        spill = Spill(self._folder(), spilled, training.opened.meters)
+        deferred = Deferred(program, spill, is_checked=rewrites)
         updates = Updates(
             training,
             program,
@@ -408,6 +410,18 @@ class StreamedStep:
             options.nonfinite,
         )
         updates.check(ready.gradient_pieces)
+        sizes = [
+            ready.lifetimes.sizes[piece]
+            for call in calls
+            for piece, _ in call.gradients
+        ]
+        traffic = planned_traffic(
+            training.opened,
+            fetches,
+            {places.unit(piece) for piece in ready.gradient_pieces},
+            program,
+            spilled_bytes(sizes, spilled) if is_deferred else 0,
+        )
         return _Bound(
             Runner(
                 plan,
@@ -418,6 +432,7 @@ class StreamedStep:
             updates,
             places,
             reused_bytes(fetches),
+            traffic,
         )
 
     def _folder(self) -> Path:
@@ -445,6 +460,14 @@ class StreamedStep:
         return None if self._last is None else self._last.runner.plan
 
     @property
+    def traffic(self) -> ByteCounts | None:
+        """Bytes that the plan moves on the drive in a step; None before the first.
+
+        An optimizer that leaves state alone in some steps moves fewer in those.
+        """
+        return None if self._last is None else self._last.traffic
+
+    @property
     def metrics(self) -> StreamMetrics | None:
         """Metrics of the last step; None before the first."""
         bound = self._last
@@ -461,6 +484,7 @@ class StreamedStep:
             waited_params_s=counts.waited_s,
             waited_device_s=bound.runner.waited_s,
             waited_updates_s=self._waited_s,
+            dispatched_s=bound.runner.dispatched_s,
         )
 
     @property
