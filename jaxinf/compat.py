@@ -54,6 +54,7 @@ update. Another XLA may round otherwise; ``tests/kernels/test_bits.py`` compares
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any, NoReturn
 
 import jax
@@ -84,7 +85,6 @@ except ImportError:
 
 __all__ = [
     "CALLBACK_LOGGER",
-    "CALLBACK_MODULES",
     "CPU_THREADS_VARIABLE",
     "ELEMENTWISE",
     "IDENTITIES",
@@ -104,6 +104,7 @@ __all__ = [
     "cpu_client_threads",
     "has_backend",
     "has_buffer_callback",
+    "is_in_callback",
     "is_inside_multi_steps",
     "key_name",
     "manual_axes",
@@ -122,13 +123,13 @@ __all__ = [
 CALLBACK_LOGGER = "jax._src.callback"
 """Logs an exception of a callback, with a traceback."""
 
-CALLBACK_MODULES = frozenset(
+# Modules with a function on the stack of a thread that runs a callback.
+_CALLBACK_MODULES = frozenset(
     {"jax._src.callback", "jax._src.buffer_callback", "jaxinf.optimizer.callback"}
 )
-"""Modules with a function on the stack of a thread that runs a callback."""
 
 CPU_THREADS_VARIABLE = "PJRT_NPROC"
-"""The environment variable that says how many threads XLA's CPU client has."""
+"""The environment variable with the number of threads of XLA's CPU client."""
 
 
 def has_buffer_callback() -> bool:
@@ -162,12 +163,21 @@ def call_with_copies(
 
 
 def has_backend() -> bool:
-    """Whether this process has used JAX; also true where JAX does not tell."""
+    """Whether this process has used JAX; True if JAX does not tell."""
     return backends_are_initialized is None or backends_are_initialized()
 
 
+def is_in_callback(frame: FrameType | None) -> bool:
+    """Whether a thread runs a callback, judged by its innermost frame."""
+    while frame is not None:
+        if frame.f_globals.get("__name__") in _CALLBACK_MODULES:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def cpu_client_threads() -> int:
-    """How many threads XLA's CPU client was asked to have; 0 where nothing is set."""
+    """Returns the requested threads of XLA's CPU client; 0 if the user set none."""
     setting = os.environ.get(CPU_THREADS_VARIABLE) or os.environ.get("NPROC") or "0"
     return int(setting) if setting.isdigit() else 0
 
@@ -175,7 +185,7 @@ def cpu_client_threads() -> int:
 def shard_map(
     function: Callable[..., Any], *, mesh: Any, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """``jax.shard_map`` over all axes of `mesh`; what is replicated is not checked."""
+    """``jax.shard_map`` over all axes of `mesh`; replication is not checked."""
     return jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
@@ -270,13 +280,13 @@ _REDUCED = {(8, 7): "bfloat16", (5, 10): "float16", (8, 23): "float32"}
 def called_jaxpr(
     name: str, params: Mapping[str, Any], *, checkpoints: bool = True
 ) -> Any:
-    """The jaxpr that an equation does nothing but call; None for other equations.
+    """Returns the jaxpr of an equation that is only a call; None for other equations.
 
     Args:
-      name: of the equation's primitive.
-      params: the equation's.
-      checkpoints: whether `jax.checkpoint` counts as a call: what it recomputes need
-        not stay together.
+      name: name of the equation's primitive.
+      params: the equation's parameters.
+      checkpoints: whether `jax.checkpoint` counts as a call, so that its recomputed
+        equations need not stay together.
     """
     if name not in _CALLS or (name in _CHECKPOINTS and not checkpoints):
         return None
@@ -284,12 +294,12 @@ def called_jaxpr(
 
 
 def branches(name: str, params: Mapping[str, Any]) -> Sequence[Any] | None:
-    """The jaxprs of a conditional, chosen by its first operand; else None."""
+    """Returns the jaxprs of a conditional, chosen by its first operand; else None."""
     return params["branches"] if name == "cond" else None
 
 
 def static_params(name: str, params: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The parameters that matter to a body; None where they are not supported."""
+    """Returns the parameters that matter to a body; None if unsupported."""
     if name not in ELEMENTWISE:
         return None
     if name == "integer_pow":
@@ -316,10 +326,10 @@ def bind(
     """Computes an equation; traceable.
 
     Args:
-      primitive: the equation's.
+      primitive: the equation's primitive.
       operands: arrays or tracers.
-      params: the equation's, as its jaxpr has them.
-      context: the equation's ``ctx``; None where it has none.
+      params: the equation's parameters, as in its jaxpr.
+      context: the equation's ``ctx``; None if it has none.
     """
     params = primitive.get_bind_params(dict(params))
     if context is None:
@@ -331,7 +341,7 @@ def bind(
 
 
 def source_frames(source: Any) -> list[tuple[str, str]]:
-    """File and function of each frame above an equation; empty where none were kept."""
+    """Returns file and function of each frame above an equation, if they were kept."""
     try:
         return [(f.file_name, f.function_name) for f in source.traceback.frames]
     except AttributeError:
@@ -347,7 +357,7 @@ def source_line(eqn: Any) -> str:
 
 
 def key_name(key: Any) -> str:
-    """One entry of a key path as a string."""
+    """Returns one entry of a key path as a string."""
     match key:
         case DictKey() | FlattenedIndexKey():
             return str(key.key)
@@ -359,7 +369,7 @@ def key_name(key: Any) -> str:
 
 
 def path_keys(path: tuple[Any, ...]) -> tuple[tuple[str, Any], ...]:
-    """A key path as a `jaxinf.typing.KeyPath`, none of it a class of JAX's."""
+    """Converts a key path to a `jaxinf.typing.KeyPath`, without JAX's classes."""
     return tuple(map(_kind_and_value, path))
 
 
@@ -375,12 +385,12 @@ def _kind_and_value(key: Any) -> tuple[str, Any]:
 
 
 def attribute_of(key: Any) -> str | None:
-    """The attribute that an entry of a key path names; None where it is another key."""
+    """Returns the attribute that an entry of a key path names; None for other keys."""
     return key.name if isinstance(key, GetAttrKey) else None
 
 
 def path_text(path: tuple[Any, ...]) -> str:
-    """A key path as JAX prints it, e.g. ``[0].mu['w']``."""
+    """Returns a key path as JAX prints it, e.g. ``[0].mu['w']``."""
     return keystr(path)
 
 
@@ -402,7 +412,7 @@ def is_inside_multi_steps() -> bool:
 ORBAX_HANDLER = (
     "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 )
-"""What restores a pytree, as Orbax looks for it in a checkpoint's metadata."""
+"""Orbax's handler of a pytree, as a checkpoint's metadata names it."""
 
 ORBAX_DICT_KEY = 2
 """``KeyType.DICT`` of Orbax's metadata of trees."""

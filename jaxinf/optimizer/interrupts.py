@@ -52,12 +52,12 @@ class Interrupts:
             signal.signal(signal.SIGINT, self.handle)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """The handler of SIGINT."""
+        """Handles SIGINT."""
         if self._is_ending:
             return
         is_watchers, self._is_watchers_call = self._is_watchers_call, False
         is_impatient = not is_watchers and self._has_waited_long()
-        if is_impatient or not _is_in_callback(frame):
+        if is_impatient or not compat.is_in_callback(frame):
             self._end_wait()
             self.num_raised += 1
             signal.default_int_handler(number, frame)
@@ -71,11 +71,11 @@ class Interrupts:
         return since_s is not None and time.monotonic() - since_s >= _PATIENCE_S
 
     def _end_wait(self) -> None:
-        """Ends the watcher's calls, the one included that may be due right now."""
+        """Ends the watcher's calls, including one that may be due right now."""
         with self._guard:
             self._waiting_since_s = None
         self._is_ending = True
-        for _ in range(4):  # at the end of each turn Python calls a handler that is due
+        for _ in range(4):  # Python calls a due handler at the end of each turn
             pass
         self._is_ending = self._is_watchers_call = False
 
@@ -85,7 +85,7 @@ class Interrupts:
         assert main is not None
         while self._waiting_since_s == since_s:
             time.sleep(_POLL_S)
-            if _is_in_callback(sys._current_frames().get(main)):
+            if compat.is_in_callback(sys._current_frames().get(main)):
                 continue
             with self._guard:
                 if self._waiting_since_s == since_s:
@@ -93,13 +93,5 @@ class Interrupts:
                     _thread.interrupt_main()
 
 
-def _is_in_callback(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_globals.get("__name__") in compat.CALLBACK_MODULES:
-            return True
-        frame = frame.f_back
-    return False
-
-
 interrupts = Interrupts()
-"""Of this process."""
+"""The interrupts of this process."""
