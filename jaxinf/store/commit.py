@@ -164,16 +164,20 @@ class CommitRecord:
         Raises:
           StoreFormatError: names the difference.
         """
-        for leaf in manifest.leaves:
-            for state in leaf.states:
-                name, expected = leaf.array_name(state.name), len(leaf.csds)
-                found = len(self.checksums.get(name, ()))
-                if found != expected:
-                    raise StoreFormatError(
-                        f"{path}: leaf {leaf.name}, {state.name}: expected {expected} "
-                        f"checksums, as jaxinf.json has chunks, found {found}; the two "
-                        f"are not of one store: {_REMEDY}"
-                    )
+        arrays = {
+            leaf.array_name(state.name): leaf
+            for leaf in manifest.leaves
+            for state in leaf.states
+        }
+        for name in {**arrays, **self.checksums}:
+            expected = len(arrays[name].csds) if name in arrays else 0
+            found = len(self.checksums.get(name, ()))
+            if found != expected or name not in arrays:
+                raise StoreFormatError(
+                    f"{path}: array {name}: expected {expected} checksums, as "
+                    f"jaxinf.json has chunks, found {found}; the two are not of one "
+                    f"store: {_REMEDY}"
+                )
 
     @classmethod
     def _from_json(cls, document: Mapping[str, Any], version: int) -> "CommitRecord":

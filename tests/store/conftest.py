@@ -14,6 +14,7 @@ from jaxinf.store import (
     StateRecord,
     StoreDirectory,
     create_store,
+    stock_documents,
 )
 
 STATES = (
@@ -76,7 +77,9 @@ def write_step() -> Callable[..., dict[str, np.ndarray]]:
             slot,
             lambda shape, dtype: rng.integers(-99, 99, shape).astype(dtype),
         )
-        directory.publish(slot, CommitRecord(step, (), checksums=sums))
+        documents = stock_documents(directory.step_path(slot), directory.manifest)
+        record = CommitRecord(step, (), checksums=sums, documents=documents)
+        directory.publish(slot, record)
         return arrays
 
     return write
