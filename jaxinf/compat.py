@@ -41,6 +41,8 @@ tracebacks of equations     not promised. Others: a refusal does not say which o
 key classes, ``keystr``     of ``jax.tree_util``. Other classes: names of leaves, or of
                             scalars, are not those of a store, which is refused.
                             Another text: error messages have it; no file does
+``serialization`` of Flax    registers placeholders, where a program uses Flax. Moved:
+                            ``flax.serialization.to_bytes`` of a state fails
 frames of ``MultiSteps``    optax's own callers are looked at. Not a method any more:
                             ``MultiSteps(smart_update(…))`` is not refused
 Orbax's handler, key type   written to a checkpoint's metadata. Moved: Orbax restores it
@@ -110,6 +112,7 @@ __all__ = [
     "manual_axes",
     "path_keys",
     "path_text",
+    "register_with_flax",
     "select_primitive",
     "shard_map",
     "source_frames",
@@ -405,6 +408,21 @@ def is_inside_multi_steps() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+# ---- Flax
+
+
+def register_with_flax(node: type) -> None:
+    """Lets Flax's serialization pass over nodes of a tree that have no arrays.
+
+    Nothing is done, and Flax is not imported, where a program does not use it.
+    """
+    flax = sys.modules.get("flax.serialization")
+    if flax is not None:
+        flax.register_serialization_state(
+            node, lambda node: {}, lambda node, state: node, override=True
+        )
 
 
 # ---- Orbax

@@ -16,6 +16,7 @@ from jaxinf.engine.store import (
     close,
     open_store,
     store_of,
+    store_with_id,
 )
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.training import Training
@@ -44,4 +45,5 @@ __all__ = [
     "moved_states",
     "open_store",
     "store_of",
+    "store_with_id",
 ]

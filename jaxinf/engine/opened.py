@@ -4,6 +4,7 @@ Invariant: files, CSDs, workers and a record exist from construction to `close`.
 the first failure nothing more is written.
 """
 
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,17 +33,20 @@ class StoreRun:
       health: whether the store can be used.
       meters: counters of bytes on drives and link.
       timeline: times of its threads' work.
+      new_id: the id of the store that this run makes, if there is none.
     """
 
     options: StoreOptions
     health: StoreHealth
     meters: ByteMeters
     timeline: Timeline
+    new_id: str
 
     @classmethod
     def of(cls, options: StoreOptions) -> "StoreRun":
         """Makes the run of a store about to be opened."""
-        return cls(options, StoreHealth(options.path), ByteMeters(), Timeline())
+        health = StoreHealth(options.path)
+        return cls(options, health, ByteMeters(), Timeline(), uuid.uuid4().hex)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ written without the store's lock.
 """
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 from jaxinf.csd import open_csds
@@ -241,7 +242,9 @@ class StorePlace:
             roots = roots or list(leftover.manifest.csds)
             discard_store(leftover, self._options.csd_roots)
         codec = self._options.state if self._options.state in CODECS else ""
-        return description.manifest(roots, self._options.chunk_elements, codec, master)
+        chunk_elements = self._options.chunk_elements
+        manifest = description.manifest(roots, chunk_elements, codec, master)
+        return replace(manifest, store_id=self._run.new_id)
 
     def _master_codec(self, description: StoreDescription) -> str:
         """Returns the codec of the master of bfloat16 params in a new store."""

@@ -37,7 +37,14 @@ from jaxinf.store import (
 )
 from jaxinf.typing import JsonValue, PathLikeStr
 
-__all__ = ["DEFAULT_MEMORY_BYTES", "Store", "close", "open_store", "store_of"]
+__all__ = [
+    "DEFAULT_MEMORY_BYTES",
+    "Store",
+    "close",
+    "open_store",
+    "store_of",
+    "store_with_id",
+]
 
 DEFAULT_MEMORY_BYTES = 512 << 20
 _DEFAULTS: dict[str, Any] = {
@@ -343,6 +350,24 @@ def store_of(path: PathLikeStr) -> Store:
             f"{', '.join(others) or 'none'}; open it with jaxinf.open_store"
         )
     return held.holders[0]
+
+
+def store_with_id(store_id: str) -> Store:
+    """The open store of an id, which a store keeps when it is moved.
+
+    Raises:
+      ValueError: none is open, or several are, as a copy has the same id.
+    """
+    found = [one for one in _OPEN.all() if one.training.store_id == store_id]
+    found = [one for one in found if one.holders]
+    if len(found) != 1:
+        paths = ", ".join(str(one.training.options.path) for one in found)
+        raise ValueError(
+            f"store {store_id}: expected one open store of this id in the process, "
+            f"found {f'{len(found)} ({paths})' if found else 'none'}; "
+            + ("close the copies" if found else "open it with jaxinf.open_store")
+        )
+    return found[0].holders[0]
 
 
 def close(path: PathLikeStr) -> None:

@@ -88,6 +88,13 @@ class Training:
         return self._opened
 
     @property
+    def store_id(self) -> str:
+        """The id of the store, also of one that is still to be made."""
+        if self._opened is None:
+            return self._run.new_id
+        return self._opened.directory.manifest.store_id
+
+    @property
     def has_files(self) -> bool:
         """Whether there is a store, even a new one."""
         return self._opened is not None

@@ -65,7 +65,8 @@ def init_state(wrapped: Wrapped, params: PyTree) -> SmartUpdateState:
     else:
         made = _init_eagerly(wrapped, description, program, leaves)
     feedback = wrapped.structure_of_feedback(params).unflatten(made.feedback)
-    return first_state(program, made.initial, made.held, feedback)
+    store_id = wrapped.store.training.store_id
+    return first_state(program, made.initial, made.held, feedback, store_id)
 
 
 def _init_eagerly(

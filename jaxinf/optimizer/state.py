@@ -4,16 +4,20 @@ Invariant: a state belongs to one step of the store, and advances only with it.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxinf.engine import StoreDescription
+from jaxinf import compat
+from jaxinf.engine import StoreDescription, store_with_id
 from jaxinf.errors import StaleStateError
 from jaxinf.optimizer.host_side import COMMITTED, SKIPPED
 from jaxinf.program import InitProgram
-from jaxinf.typing import PyTree
+from jaxinf.store import leaf_name
+from jaxinf.typing import Array, PyTree
 
 __all__ = [
     "SmartUpdateState",
@@ -25,8 +29,35 @@ __all__ = [
 ]
 
 
-class Stored(NamedTuple):
-    """A placeholder in the transform's state for an array that is on storage."""
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Stored:
+    """A placeholder in the transform's state for an array that is on storage.
+
+    It is a tree node without leaves. It knows its store by an id and not by a path, so
+    that a store may be moved.
+
+    Attributes:
+      leaf: the name of the params' leaf, its keys joined by ``/``.
+      state: the name of the state, such as ``mu``.
+      shape: the array's shape.
+      dtype: the array's dtype in optax; the store may keep it in fewer bits.
+      store_id: the store's id.
+    """
+
+    leaf: str
+    state: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    store_id: str
+
+    def read(self) -> Array:
+        """Reads the array of the last committed step from the open store; blocks.
+
+        Raises:
+          ValueError: the store is not open in this process.
+        """
+        return store_with_id(self.store_id).read(self.state, self.leaf)
 
 
 class SmartUpdateState(NamedTuple):
@@ -36,7 +67,8 @@ class SmartUpdateState(NamedTuple):
       step: int32, the store's committed step that this state belongs to.
       skipped_steps: int32, steps skipped for a non-finite gradient.
       optimizer: optax's own state, with `Stored` in the place of each stored array;
-        counts and hyperparameters are there to read (and hyperparameters to set).
+        counts and hyperparameters are there to read (and hyperparameters to set). Its
+        attributes are this state's, too: `state.hyperparams`, `state.gradient_step`.
       error_feedback: float32, a tree like the params: the sum of gradient elements that
         compression has not sent; empty without error feedback.
     """
@@ -45,6 +77,16 @@ class SmartUpdateState(NamedTuple):
     skipped_steps: jax.Array
     optimizer: PyTree
     error_feedback: PyTree = ()
+
+    def __getattr__(self, name: str) -> Any:
+        # Not for protocols, which would take the state for what the optimizer's is.
+        if not name.startswith("_") and hasattr(self.optimizer, name):
+            return getattr(self.optimizer, name)
+        raise AttributeError(
+            f"neither {type(self).__name__} nor the {type(self.optimizer).__name__} in "
+            f"it has the attribute {name!r}; optax.tree_utils.tree_get(state, {name!r})"
+            " finds what lies deeper"
+        )
 
 
 def raw(value: jax.Array) -> jax.Array:
@@ -59,6 +101,7 @@ def first_state(
     initial: Sequence[jax.Array],
     held: Sequence[Any],
     feedback: PyTree,
+    store_id: str,
 ) -> SmartUpdateState:
     """Makes the state that `init` returns.
 
@@ -67,10 +110,17 @@ def first_state(
       initial: its scalar state, for the types.
       held: the store's step, skipped steps and scalar state.
       feedback: error feedback, or empty.
+      store_id: the id of the store of the rest.
     """
+    compat.register_with_flax(Stored)
     step, skipped, *scalars = held
     layout = program.layout
-    leaves: list[Any] = [Stored()] * layout.treedef.num_leaves
+    leaves: list[Any] = [None] * layout.treedef.num_leaves
+    for leaf in program.leaves:
+        name, shape = leaf_name(leaf.info.path), leaf.info.shape
+        for slot in leaf.slots:
+            stored = Stored(name, slot.name, shape, slot.dtype, store_id)
+            leaves[slot.state_index] = stored
     for index, value, like in zip(layout.scalar_indices, scalars, initial, strict=True):
         leaves[index] = _typed(value, like)
     return SmartUpdateState(

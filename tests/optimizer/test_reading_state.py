@@ -1,0 +1,150 @@
+"""What a program finds in the transform's state, under the names that optax has."""
+
+import copy
+import pickle
+import shutil
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import jaxinf
+from jaxinf.optimizer import Stored
+
+PARAMS = {"w": jnp.ones((40, 3)), "deep": [jnp.zeros((3,)), jnp.asarray(1.5)]}
+GRADIENTS = jax.tree.map(lambda x: jnp.full_like(x, 0.5), PARAMS)
+
+
+def is_stored(node):
+    return isinstance(node, Stored)
+
+
+def stored_leaves(tree):
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_stored) if is_stored(x)]
+
+
+def start(store, tx, num_steps=0):
+    tx = jaxinf.smart_update(tx, store)
+    params, state = PARAMS, tx.init(PARAMS)
+    update = jax.jit(tx.update)
+    for _ in range(num_steps):
+        updates, state = update(GRADIENTS, state, params)
+        params = optax.apply_updates(params, updates)
+    return tx, params, state
+
+
+def test_hyperparams_are_read_and_set_as_in_optax(open_store):
+    adam = optax.inject_hyperparams(optax.adam)(learning_rate=1e-2)
+    tx, params, state = start(open_store(), adam)
+    assert float(state.hyperparams["learning_rate"]) == pytest.approx(1e-2)
+    state.hyperparams["learning_rate"] = jnp.asarray(0.0)
+    updates, state = jax.jit(tx.update)(GRADIENTS, state, params)
+    assert not any(np.any(u) for u in jax.tree.leaves(updates))
+    state = optax.tree_utils.tree_set(state, learning_rate=jnp.asarray(0.25))
+    assert float(state.hyperparams["learning_rate"]) == 0.25
+
+
+def test_steps_of_accumulation_are_those_of_optax(open_store):
+    plain = optax.MultiSteps(optax.adam(1e-2), 3)
+    _, _, state = start(open_store(), plain, 4)
+    assert (int(state.gradient_step), int(state.mini_step)) == (1, 1)
+
+
+def test_counts_are_found_by_tree_get(open_store):
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    _, _, state = start(open_store(), tx, 2)
+    assert int(optax.tree_utils.tree_get(state, "count")) == 2
+    assert callable(state.count)  # a tuple's method, which no field can replace
+
+
+def test_an_attribute_that_there_is_not(open_store):
+    _, _, state = start(open_store(), optax.adamw(1e-2))
+    with pytest.raises(AttributeError, match=r"'hyperparams'; .*tree_get\(state, "):
+        _ = state.hyperparams
+    for protocol in ("__array__", "__jax_array__", "_asdict_"):
+        assert not hasattr(state, protocol)
+
+
+@pytest.mark.parametrize("state_format", ["fp32", "int8"])
+def test_a_placeholder_describes_its_array_and_reads_it(open_store, state_format):
+    store = open_store(state=state_format)
+    _, _, state = start(store, optax.adam(1e-2), 2)
+    store.wait(state)
+    mu = optax.tree_utils.tree_get(state, "mu")
+    plain = optax.tree_utils.tree_get(optax.adam(1e-2).init(PARAMS), "mu")
+    assert jax.tree.structure(mu, is_leaf=is_stored) == jax.tree.structure(plain)
+    for found, like in zip(stored_leaves(mu), jax.tree.leaves(plain), strict=True):
+        assert (found.shape, found.dtype) == (like.shape, like.dtype)
+        read = found.read()
+        assert (read.shape, read.dtype) == (like.shape, like.dtype)
+        np.testing.assert_allclose(read, 0.5 * (1 - 0.9**2), rtol=1e-5)
+    first, last = mu["deep"][0], optax.tree_utils.tree_get(state, "nu")["w"]
+    assert (first.leaf, first.state, last.leaf, last.state) == (
+        "deep/0",
+        "mu",
+        "w",
+        "nu",
+    )
+
+
+def test_a_moved_store_is_found_and_compiles_nothing_anew(open_store, place):
+    store = open_store("here")
+    _, _, state = start(store, optax.adam(1e-2), 1)
+    store.wait(state)
+    mu = optax.tree_utils.tree_get(state, "mu")
+    traced = []
+
+    @jax.jit
+    def look(state):
+        traced.append(state)
+        return state.step
+
+    look(state)
+    store.close()
+    with pytest.raises(ValueError, match=r"expected one open store .* found none; op"):
+        mu["w"].read()
+    (place / "here").rename(place / "there")
+    _, _, again = start(open_store("there"), optax.adam(1e-2))
+    look(again)
+    assert len(traced) == 1
+    np.testing.assert_allclose(mu["w"].read(), 0.05, rtol=1e-6)
+    shutil.copytree(place / "there", place / "copy", symlinks=True)
+    copied = open_store("copy")
+    with pytest.raises(ValueError, match=r"found 2 \(.*there, .*copy\); close the co"):
+        mu["w"].read()
+    copied.close()
+
+
+def test_the_tree_is_the_same_from_every_init(open_store):
+    tx = jaxinf.smart_update(optax.adam(1e-2), open_store())
+    abstract = jax.eval_shape(tx.init, PARAMS)
+    traced = jax.jit(tx.init)(PARAMS)
+    eager = tx.init(PARAMS)
+    again = jaxinf.smart_update(
+        optax.adam(1e-2), open_store(), on_existing="restart"
+    ).init(PARAMS)
+    for other in (traced, eager, again):
+        assert jax.tree.structure(other) == jax.tree.structure(abstract)
+
+
+def test_states_pass_through_other_tools(open_store, place):
+    tx, params, state = start(open_store(), optax.adam(1e-2), 2)
+    fresh = tx.init(PARAMS)
+    parts = [
+        pickle.loads(pickle.dumps(state)),
+        copy.deepcopy(state),
+        flax.serialization.from_bytes(fresh, flax.serialization.to_bytes(state)),
+    ]
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(place / "kept", state)
+        checkpointer.wait_until_finished()
+        parts.append(checkpointer.restore(place / "kept", fresh))
+    for part in parts:
+        assert jax.tree.structure(part) == jax.tree.structure(state)
+        jax.tree.map(np.testing.assert_array_equal, part, state)
+    updates, _ = tx.update(GRADIENTS, parts[-1], params)
+    assert jax.tree.structure(updates) == jax.tree.structure(PARAMS)
