@@ -19,8 +19,8 @@ used here                   where it may break, and the effect
                             CPU devices may hang, which the tests of four devices show
 ``backends_are_…``          of ``jax._src``. Not there: closing a store starts JAX's
                             backend in a process that has not used it
-logger of callbacks         moves with JAX's modules. Moved: the trainer prints JAX's
-                            traceback before its own message
+logger of callbacks         moves with JAX's modules. Moved: JAX's traceback is printed
+                            before the error
 modules of callbacks        move with JAX's. Moved: Ctrl-C just before or behind a
                             callback of a store fails the computation
 ``Primitive``, ``Literal``  of ``jax.extend.core``, and jaxprs; fields of equations,
@@ -53,6 +53,7 @@ Beyond names: `jaxinf.kernels.lowering` follows what XLA's CPU compiler does wit
 update. Another XLA may round otherwise; ``tests/kernels/test_bits.py`` compares.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -108,10 +109,12 @@ __all__ = [
     "has_buffer_callback",
     "is_in_callback",
     "is_inside_multi_steps",
+    "is_tracing",
     "key_name",
     "manual_axes",
     "path_keys",
     "path_text",
+    "raise_in_callback",
     "register_with_flax",
     "select_primitive",
     "shard_map",
@@ -130,6 +133,22 @@ CALLBACK_LOGGER = "jax._src.callback"
 _CALLBACK_MODULES = frozenset(
     {"jax._src.callback", "jax._src.buffer_callback", "jaxinf.optimizer.callback"}
 )
+
+_TOLD = "is_told_by_jaxinf"
+
+
+def raise_in_callback(error: BaseException) -> NoReturn:
+    """Raises an exception that JAX's error quotes, so that JAX need not log it, too."""
+    setattr(error, _TOLD, True)
+    raise error.with_traceback(None)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return not getattr(error, _TOLD, False)
+
+
+logging.getLogger(CALLBACK_LOGGER).addFilter(_is_news)
 
 CPU_THREADS_VARIABLE = "PJRT_NPROC"
 """The environment variable with the number of threads of XLA's CPU client."""
@@ -183,6 +202,11 @@ def cpu_client_threads() -> int:
     """Returns the requested threads of XLA's CPU client; 0 if the user set none."""
     setting = os.environ.get(CPU_THREADS_VARIABLE) or os.environ.get("NPROC") or "0"
     return int(setting) if setting.isdigit() else 0
+
+
+def is_tracing() -> bool:
+    """Whether JAX is tracing a function, so that even constants become tracers."""
+    return isinstance(jax.numpy.zeros(()), Tracer)
 
 
 def shard_map(

@@ -20,12 +20,13 @@ from jaxinf.engine.store import (
 )
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.training import Training
-from jaxinf.engine.update_request import UpdateRequest
+from jaxinf.engine.update_request import KeptLeaf, UpdateRequest
 from jaxinf.engine.update_tasks import moved_states
 
 __all__ = [
     "DEFAULT_MEMORY_BYTES",
     "Durability",
+    "KeptLeaf",
     "LeafDescription",
     "MasterChoice",
     "MasterFormat",

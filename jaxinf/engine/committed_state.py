@@ -14,7 +14,7 @@ from jaxinf.engine.state import committed_step, read_state
 from jaxinf.engine.steps import StepMetrics
 from jaxinf.engine.training import Training
 from jaxinf.errors import StoreMismatchError
-from jaxinf.program import leaf_infos
+from jaxinf.program import is_trained, leaf_infos, trained
 from jaxinf.store import (
     CommitRecord,
     Manifest,
@@ -128,21 +128,24 @@ class CommittedState:
 
         Args:
           like: a tree of arrays or ``jax.ShapeDtypeStruct`` of the store's leaves; it
-            gives the dtype, and the sharding if it has one.
+            gives the dtype, and the sharding if it has one. Other leaves than
+            floating-point arrays are returned as they are.
           state: the transform state to wait for, as JAX's dispatch is asynchronous.
 
         Returns:
-          A tree like `like`, of ``jax.Array``.
+          A tree like `like`, with a ``jax.Array`` for each leaf of the store.
 
         Raises:
           StoreMismatchError: `like` has other leaves or shapes than the store.
         """
         self.wait(state)
         leaves, treedef = jax.tree.flatten(like)
-        self._check_like(like)
+        self._check_like(trained(like))
+        places = [place for place, leaf in enumerate(leaves) if is_trained(leaf)]
         with self.training.paused():
-            read = [self.read_leaf(i, leaf) for i, leaf in enumerate(leaves)]
-        return jax.tree.unflatten(treedef, read)
+            for number, place in enumerate(places):
+                leaves[place] = self.read_leaf(number, leaves[place])
+        return jax.tree.unflatten(treedef, leaves)
 
     def _check_like(self, like: PyTree) -> None:
         held = [(leaf.name, leaf.shape) for leaf in self.manifest.leaves]

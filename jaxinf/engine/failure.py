@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 
 from jaxinf.errors import StoreClosedError
 
@@ -24,6 +25,7 @@ class Failure:
         self.note: Callable[[], str | None] = lambda: None
         self._lock = threading.Lock()
         self._error: BaseException | None = None
+        self._traceback: TracebackType | None = None
         self._listeners: list[Callable[[], None]] = []
 
     @property
@@ -39,7 +41,7 @@ class Failure:
             note = self.note()
             if note is not None:
                 error.add_note(note)
-            self._error = error
+            self._error, self._traceback = error, error.__traceback__
             listeners = list(self._listeners)
         for listener in listeners:
             listener()
@@ -47,7 +49,7 @@ class Failure:
     def check(self) -> None:
         """Raises the error, if there is one."""
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(self._traceback)
 
     def listen(self, listener: Callable[[], None]) -> None:
         """Registers a listener; the failing thread calls it with the error kept."""
@@ -73,7 +75,7 @@ class StoreHealth:
         """Raises the failure that stopped the store, the original exception, if any."""
         if self.failure.error is not None:
             self._is_reported = True
-            raise self.failure.error
+            self.failure.check()
         if self.is_closed:
             raise closed_error(self._path)
 

@@ -13,19 +13,18 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from jaxinf.csd import Csd, CsdBuffer
 from jaxinf.engine.annotations import Annotations
 from jaxinf.engine.kept_steps import is_kept, keep_step
 from jaxinf.engine.nan_scalars import nan_scalar_error, nan_scalars
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.pipeline import Loads, Task
 from jaxinf.engine.subgroup_layout import SubgroupLayout
-from jaxinf.engine.update_request import UpdateRequest
-from jaxinf.engine.update_tasks import request_tasks
+from jaxinf.engine.update_request import KeptLeaf, UpdateRequest
+from jaxinf.engine.update_tasks import compute_nothing, kept_tasks, request_tasks
 from jaxinf.errors import StaleStateError, StoreError
 from jaxinf.io import ByteCounts
 from jaxinf.layout import Subgroup
@@ -86,7 +85,7 @@ class StepEngine:
 
     # --- a step --------------------------------------------------------------------
 
-    def update(self, step: int, *requests: UpdateRequest) -> list[bool]:
+    def update(self, step: int, *requests: UpdateRequest | KeptLeaf) -> list[bool]:
         """Updates leaves or shards; blocks until every `out` has its result.
 
         Args:
@@ -94,7 +93,7 @@ class StepEngine:
           requests: the updates; short ones take less time together.
 
         Returns:
-          For each request, whether the gradient is finite.
+          For each request, whether the gradient is finite, if there is one.
 
         Raises:
           StaleStateError: the caller's state is not of the store's step.
@@ -103,14 +102,17 @@ class StepEngine:
             one that is not committed; else `finish` raises it.
           StoreError: the drive failed.
         """
-        bad = nan_scalars(self._opened, requests)
+        updates = [one for one in requests if isinstance(one, UpdateRequest)]
+        bad = nan_scalars(self._opened, updates)
         with self._guard:
             self._begin(step)
             if bad and self._opened.num_uncommitted and not self._arrivals:
                 self.wait()  # otherwise the overwritten steps would be lost
                 raise nan_scalar_error(self._opened, step + 1, bad, ())
             found = [
-                request_tasks(
+                kept_tasks(self._opened, request)
+                if isinstance(request, KeptLeaf)
+                else request_tasks(
                     self._opened,
                     request,
                     step + 1,
@@ -134,7 +136,7 @@ class StepEngine:
             self._opened.handler.run(tasks)
         self._opened.meters.add(
             link_down_bytes=sum([one.link_down_bytes for one in found]),
-            link_up_bytes=sum([request.link_up_bytes for request in requests]),
+            link_up_bytes=sum([request.link_up_bytes for request in updates]),
         )
         finite = [one.is_finite for one in found]
         if not all(finite):
@@ -298,9 +300,13 @@ class StepEngine:
             if step != opened.finished.step:
                 raise StaleStateError(
                     f"{opened.options.path}: the optimizer state given to update is "
-                    f"of step {step}, the store is at step {opened.finished.step}; "
-                    "initialise the state from the store (state = tx.init(store.params("
-                    "like=params))), or open the checkpoint of that step"
+                    f"of step {step}, the store is at step {opened.finished.step}. "
+                    "Each call of update is a step of the store, also one whose "
+                    "results are thrown away (jitted.lower(…).compile() compiles "
+                    "without one); give each call the state that the last one "
+                    "returned. To go on from the store, use params = store.params("
+                    "like=params) and state = tx.init(params), or open the checkpoint "
+                    "of that step"
                 )
             if not self._is_open:
                 if not opened.num_uncommitted:
@@ -387,18 +393,13 @@ def _prefetch(opened: OpenStore, arrivals: _Arrivals) -> None:
         [
             Task(
                 arrival.layout,
-                _nothing,
+                compute_nothing,
                 loads=sources(arrival.layout, [n for n, _ in arrival.loads]),
                 runs_kernel=arrival.runs_kernel,
             )
             for arrival in arrivals.values()
         ]
     )
-
-
-def _nothing(csd: Csd, buffer: CsdBuffer, tells: Collection[int]) -> None:
-    """The computation of a prefetch, which has none."""
-    del csd, buffer, tells
 
 
 def _check_complete(opened: OpenStore, arrivals: _Arrivals) -> None:

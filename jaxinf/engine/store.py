@@ -395,9 +395,9 @@ def _close_all() -> None:
     for held in _OPEN.all():
         try:
             _close_all_handles(held)
-        except Exception:
+        except Exception as error:
             path = held.training.options.path
-            _LOG.exception("%s: closing at exit failed", path)
+            _LOG.error("%s: stopped by %s: %s", path, type(error).__name__, error)
 
 
 def _forget_all() -> None:

@@ -13,7 +13,22 @@ from jaxinf.csd import ScalarInputs
 from jaxinf.program import Kernel
 from jaxinf.typing import Array
 
-__all__ = ["UpdateRequest"]
+__all__ = ["KeptLeaf", "UpdateRequest"]
+
+
+@dataclass(frozen=True)
+class KeptLeaf:
+    """A leaf, or a JAX device's shard of it, that a step leaves as it is.
+
+    Attributes:
+      leaf: its number.
+      origin: index in the leaf of the first element.
+      shape: of the leaf or shard.
+    """
+
+    leaf: int
+    origin: tuple[int, ...]
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -4,25 +4,31 @@ Invariant: a task reads only the newest version of a state, and writes only to t
 that the step builds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from jaxinf.csd import is_idle
+from jaxinf.csd import Csd, CsdBuffer, is_idle
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.pipeline import Task
 from jaxinf.engine.subgroup_arrays import rounding_of
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.subgroup_update import SubgroupUpdate
-from jaxinf.engine.update_request import UpdateRequest
+from jaxinf.engine.update_request import KeptLeaf, UpdateRequest
 from jaxinf.kernels.specialise import specialise, state_read
 from jaxinf.program import Kernel
 from jaxinf.store import ERROR_FEEDBACK, dtype_of
 from jaxinf.typing import Array
 
-__all__ = ["RequestTasks", "moved_states", "request_tasks"]
+__all__ = [
+    "RequestTasks",
+    "compute_nothing",
+    "kept_tasks",
+    "moved_states",
+    "request_tasks",
+]
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,17 @@ class RequestTasks:
     def is_finite(self) -> bool:
         """Whether the gradient is finite; known when the tasks have computed."""
         return all(update.is_finite for update in self.updates)
+
+
+def kept_tasks(opened: OpenStore, kept: KeptLeaf) -> RequestTasks:
+    """Makes the tasks of a leaf that a step leaves as it is: they move nothing."""
+    layouts = opened.layouts(kept.leaf, kept.origin, kept.shape)
+    return RequestTasks([Task(layout, compute_nothing) for layout in layouts], (), 0)
+
+
+def compute_nothing(csd: Csd, buffer: CsdBuffer, tells: Collection[int]) -> None:
+    """The computation of a task that has none."""
+    del csd, buffer, tells
 
 
 def request_tasks(

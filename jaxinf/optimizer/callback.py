@@ -8,6 +8,7 @@ NumPy alone, runs once for each distinct shard, and, beside other JAX devices, n
 raises: an exception next to a waiting collective would abort the process.
 """
 
+import copy
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -114,12 +115,15 @@ def guarded(
         interrupts.install()
         try:
             host(outs, arguments)
+            return
         except BaseException as error:
             fail(error)
-            if may_raise:
-                raise
-            for out in jax.tree.leaves(outs):
-                out[...] = FAILED if out.dtype == np.int32 else 0
+            told = copy.copy(error)
+        if may_raise:
+            # JAX adds its frames to a copy, and the store keeps its own error clean.
+            compat.raise_in_callback(told)
+        for out in jax.tree.leaves(outs):
+            out[...] = FAILED if out.dtype == np.int32 else 0
 
     return call
 

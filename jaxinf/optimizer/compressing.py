@@ -55,6 +55,8 @@ def compressor(
 
     def compress(call: LeafCall) -> LeafCall:
         gradient = call.gradient
+        if gradient is None:
+            return call
         grid = LeafGrid(tuple(gradient.shape), chunk_shapes[call.number])
         sent, left = compress_leaf(gradient, grid, compression, call.feedback)
         sparse = SparseLeaf(

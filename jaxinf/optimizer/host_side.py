@@ -137,7 +137,8 @@ class HostSide:
                 described = description.leaves[leaf.number]
                 requests.append(leaf.request(call, described, call.origin(leaf), out))
             else:
-                out[...] = 0
+                if out is not None:
+                    out[...] = 0
                 is_bad = leaf.held == HOLD_NON_FINITE
                 outs.statuses[place] = NON_FINITE if is_bad else FINITE
         if requests:
@@ -154,7 +155,10 @@ class HostSide:
         dtypes = [description.leaves[leaf.number].device_dtype for leaf in call.leaves]
         pairs = zip(call.leaves, dtypes, strict=True)
         own = HostResult(
-            tuple(np.empty(leaf.shape, dtype) for leaf, dtype in pairs),
+            tuple(
+                np.empty(leaf.shape, dtype) if leaf.kept is None else None
+                for leaf, dtype in pairs
+            ),
             np.empty(len(call.leaves), np.int32),
         )
         update = partial(self.update, description, own, call)
@@ -166,7 +170,8 @@ class HostSide:
         self.store.check()
         own = self._started.finish(call.key)
         for out, found in zip(outs.arrays, own.arrays, strict=True):
-            out[...] = found
+            if out is not None:
+                out[...] = found
         outs.statuses[...] = own.statuses
 
     def commit(

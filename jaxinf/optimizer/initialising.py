@@ -28,7 +28,7 @@ from jaxinf.optimizer.sharding import (
 )
 from jaxinf.optimizer.state import SmartUpdateState, first_state, raw
 from jaxinf.optimizer.wrapped import Wrapped
-from jaxinf.program import InitProgram
+from jaxinf.program import InitProgram, trained
 from jaxinf.typing import PyTree
 
 __all__ = ["init_state"]
@@ -50,17 +50,18 @@ class _Initialised(NamedTuple):
 
 def init_state(wrapped: Wrapped, params: PyTree) -> SmartUpdateState:
     """See `smart_update`."""
-    leaves = jax.tree.leaves(entering("init", params))
-    is_traced = any(
-        isinstance(x, compat.Tracer) or not hasattr(x, "__array__") for x in leaves
+    params = entering("init", trained(params))
+    leaves = jax.tree.leaves(params)
+    is_known = all(
+        hasattr(x, "__array__") and not isinstance(x, compat.Tracer) for x in leaves
     )
-    if not is_traced:
+    if is_known:
         seen = [getattr(leaf, "sharding", None) for leaf in leaves]
         wrapped.store.training.shardings = on_one_mesh(seen)
     shardings = wrapped.shardings
     program, update = wrapped.trace(params, wrapped.example_args)
     description = wrapped.describe(program, update, shardings)
-    if is_traced:
+    if compat.is_tracing() or not is_known:
         made = _init_traced(wrapped, description, program, leaves, shardings)
     else:
         made = _init_eagerly(wrapped, description, program, leaves)

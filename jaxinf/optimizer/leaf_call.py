@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinf import compat
 from jaxinf.csd import ScalarInputs
-from jaxinf.engine import LeafDescription, UpdateRequest
+from jaxinf.engine import KeptLeaf, LeafDescription, UpdateRequest
 from jaxinf.optimizer.callback import Host, call_host, call_owner
 from jaxinf.optimizer.sharding import (
     Split,
@@ -54,7 +54,7 @@ GO, HOLD, HOLD_NON_FINITE = 0, 1, 2
 
 _NUM_PROBED = 8
 _REPLICATED = ("gate", "probe")
-_STATIC = ("number", "split", "scalars")
+_STATIC = ("number", "split", "scalars", "kept")
 
 
 @partial(
@@ -70,6 +70,8 @@ class LeafCall:
       number: number of the leaf.
       split: its division by the mesh; empty axes without a mesh.
       scalars: indices of the call's scalars for its kernel.
+      kept: for a leaf without a gradient, which stays as it is, the shape of the leaf
+        or of the shard; None for others.
       gradient: dense or compressed; None in `init`.
       params: params on the JAX device; None if the host does not need them.
       inputs: other inputs of the kernel, of the gradient's shape.
@@ -81,6 +83,7 @@ class LeafCall:
     number: int
     split: Split
     scalars: tuple[int, ...] = ()
+    kept: tuple[int, ...] | None = None
     gradient: Any = None
     params: Any = None
     inputs: tuple[Any, ...] = ()
@@ -91,6 +94,8 @@ class LeafCall:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the leaf, or of the shard."""
+        if self.kept is not None:
+            return self.kept
         array = self.params if self.gradient is None else self.gradient
         return tuple(array.shape)
 
@@ -101,7 +106,7 @@ class LeafCall:
 
     def request(
         self, call: "HostCall", leaf: LeafDescription, origin: tuple[int, ...], out: Any
-    ) -> UpdateRequest:
+    ) -> UpdateRequest | KeptLeaf:
         """On the host: makes the request for the engine.
 
         Args:
@@ -110,6 +115,8 @@ class LeafCall:
           origin: see `HostCall.origin`.
           out: receives the update or the new 16-bit params.
         """
+        if self.kept is not None:
+            return KeptLeaf(self.number, origin, self.kept)
         probe = self.probe
         if probe is None:
             given = np.zeros(0, out.dtype) if self.params is None else self.params
@@ -198,8 +205,8 @@ class HostResult(NamedTuple):
     """The results that a call of the host fills.
 
     Attributes:
-      arrays: for each leaf an array of its shape, or None: the fp32 update or the new
-        16-bit params; in `init` its error feedback.
+      arrays: for each leaf an array of its shape, or None, as for a kept leaf: the fp32
+        update or the new 16-bit params; in `init` its error feedback.
       statuses: int32, one for each leaf.
     """
 

@@ -4,7 +4,7 @@ Invariant: a state belongs to one step of the store, and advances only with it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -42,14 +42,15 @@ class Stored:
       state: the name of the state, such as ``mu``.
       shape: the array's shape.
       dtype: the array's dtype in optax; the store may keep it in fewer bits.
-      store_id: the store's id.
+      store_id: the store's id. It does not count in comparisons, so that the states of
+        two runs are trees of one structure.
     """
 
     leaf: str
     state: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    store_id: str
+    store_id: str = field(compare=False)
 
     def read(self) -> Array:
         """Reads the array of the last committed step from the open store; blocks.

@@ -76,14 +76,14 @@ class StepCalls:
 
     def leaf_calls(
         self,
-        gradients: Sequence[jax.Array],
+        gradients: Sequence[jax.Array | None],
         params: Sequence[jax.Array],
         feedback: Sequence[jax.Array],
     ) -> list[LeafCall]:
         """Makes the call of each leaf, before any compression.
 
         Args:
-          gradients: the leaves' gradients.
+          gradients: the leaves' gradients; None for a leaf that stays as it is.
           params: the leaves' params, or empty if they are not available.
           feedback: the leaves' error feedback, or empty.
         """
@@ -91,15 +91,17 @@ class StepCalls:
         for number, (gradient, gate) in enumerate(
             zip(gradients, self._gates(gradients), strict=True)
         ):
+            shape, local = self._shapes(number)
             call = leaf_call(
                 number,
-                gradient.ndim,
+                len(shape),
                 *self._shardings[number : number + 1],
                 gradient=gradient,
+                kept=local if gradient is None else None,
                 feedback=feedback[number] if feedback else None,
                 gate=gate,
             )
-            known = params[number] if params else None
+            known = params[number] if params and gradient is not None else None
             if known is not None and self._gives(known):
                 call = replace(call, params=known)
             elif known is not None and self._mesh is None:
@@ -149,11 +151,9 @@ class StepCalls:
         """Returns the leaves of each call; see `grouping`."""
         members = []
         for leaf in leaves:
-            shape, used = leaf.shape, frozenset[Axis]()
-            if self._shardings:
-                shape = self._shardings[leaf.number].shard_shape(shape)
-                used = frozenset(axis for axes in leaf.split for axis in axes)
-            members.append(Member(leaf.number, 4 * math.prod(shape), used))
+            _, local = self._shapes(leaf.number)
+            used = frozenset[Axis](axis for axes in leaf.split for axis in axes)
+            members.append(Member(leaf.number, 4 * math.prod(local), used))
         return grouped(members)
 
     def run(self, calls: Iterable[HostCall]) -> list[LeafResult]:
@@ -207,7 +207,9 @@ class StepCalls:
             return self._send_as(host, call, None, has_results=has_results)
         # Keeps XLA from fusing the gradient's computation with the selection.
         leaves = tuple(
-            replace(leaf, gradient=lax.optimization_barrier(leaf.gradient))
+            leaf
+            if leaf.gradient is None
+            else replace(leaf, gradient=lax.optimization_barrier(leaf.gradient))
             for leaf in call.leaves
         )
         call = call._replace(leaves=leaves)
@@ -253,7 +255,10 @@ class StepCalls:
         tokens = jnp.stack([leaf.status for results in started for leaf in results])
         host, found = self._guarded(self._host.finish), []
         for call, kept in zip(calls, started, strict=True):
-            names = [LeafCall(leaf.number, leaf.split) for leaf in call.leaves]
+            names = [
+                LeafCall(leaf.number, leaf.split, kept=leaf.kept)
+                for leaf in call.leaves
+            ]
             results = send(
                 host,
                 HostCall(tuple(names), after=tokens),
@@ -264,16 +269,30 @@ class StepCalls:
             found.append([new._replace(feedback=old.feedback) for new, old in pairs])
         return found
 
-    def _results(self, call: HostCall) -> list[jax.ShapeDtypeStruct]:
-        described = [self._description.leaves[leaf.number] for leaf in call.leaves]
-        return [jax.ShapeDtypeStruct(d.shape, d.device_dtype) for d in described]
+    def _shapes(self, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the shape of a leaf, and that of a JAX device's part of it."""
+        shape = self._description.leaves[number].shape
+        if not self._shardings:
+            return shape, shape
+        return shape, self._shardings[number].shard_shape(shape)
+
+    def _results(self, call: HostCall) -> list[jax.ShapeDtypeStruct | None]:
+        described = self._description.leaves
+        return [
+            None
+            if leaf.kept is not None
+            else jax.ShapeDtypeStruct(
+                described[leaf.number].shape, described[leaf.number].device_dtype
+            )
+            for leaf in call.leaves
+        ]
 
     def _shardings_of(self, call: HostCall) -> list[NamedSharding]:
         if not self._shardings:
             return []
         return [self._shardings[leaf.number] for leaf in call.leaves]
 
-    def _gates(self, gradients: Sequence[jax.Array]) -> list[jax.Array | None]:
+    def _gates(self, gradients: Sequence[jax.Array | None]) -> list[jax.Array | None]:
         """Returns whether each leaf may update; see `HostSide.looks_ahead`.
 
         The host cannot tell whether a compressed gradient is finite.
@@ -281,7 +300,10 @@ class StepCalls:
         is_sparse = self._wrapped.compression is not None and self._host.checks_finite
         if not (self._host.looks_ahead or is_sparse):
             return [None] * len(gradients)
-        finite = [jnp.all(jnp.isfinite(g)) for g in gradients]
+        finite = [
+            jnp.bool_(True) if g is None else jnp.all(jnp.isfinite(g))
+            for g in gradients
+        ]
         if not self._host.looks_ahead:
             return [
                 jnp.where(ok, GO, HOLD_NON_FINITE).astype(jnp.int32) for ok in finite

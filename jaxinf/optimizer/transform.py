@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jaxinf import compat
 from jaxinf.compress import TopK
 from jaxinf.engine import Store, open_store
+from jaxinf.optimizer.aligning import align
 from jaxinf.optimizer.callback import check_device_configuration
 from jaxinf.optimizer.compressing import check_compression
 from jaxinf.optimizer.host_init import OnExisting
@@ -132,22 +133,38 @@ def _update_function(wrapped: Wrapped) -> Any:
         if not isinstance(state, SmartUpdateState):
             raise TypeError(
                 "update: expected the SmartUpdateState that init gives, found "
-                f"{type(state).__name__}; make it with state = tx.init(params)"
+                f"{type(state).__name__}; make it with state = tx.init(params). State "
+                "of plain optax, such as a checkpoint of before the change, is "
+                f'brought into a store by "jaxinf checkpoint {wrapped.store.path} '
+                'import CHECKPOINT" (docs/checkpoints.md)'
             )
         _refuse_outer_multi_steps()
         check_device_configuration()
-        shardings = wrapped.shardings
-        everything = jax.tree.leaves((updates, state, params, extra_args))
+        given = align(updates, params)
+        arrays = given.gradients, state, given.params
+        everything = jax.tree.leaves((arrays, extra_args))
         if any(isinstance(value, compat.Tracer) for value in everything):
-            return traced(updates, state, params, extra_args, (), shardings)
+            made, state = traced(*arrays, extra_args, (), wrapped.shardings)
+        else:
+            made, state = run(*arrays, extra_args)
+        return given.updates(made), state
+
+    def run(
+        gradients: PyTree,
+        state: SmartUpdateState,
+        params: PyTree | None,
+        extra_args: Mapping[str, Any],
+    ) -> tuple[PyTree, SmartUpdateState]:
         dynamic = {k: v for k, v in extra_args.items() if not callable(v)}
         static = tuple((k, v) for k, v in extra_args.items() if callable(v))
+        arrays = gradients, state, params
         try:
-            result = jitted(updates, state, params, dynamic, static, shardings)
+            result = jitted(*arrays, dynamic, static, wrapped.shardings)
             return jax.block_until_ready(result)
-        except jax.errors.JaxRuntimeError:
-            wrapped.store.check()
-            raise
+        except jax.errors.JaxRuntimeError as error:
+            of_jax = error
+        wrapped.store.check()  # not while JAX's is handled: Python would print both
+        raise of_jax
 
     return update
 

@@ -24,6 +24,7 @@ from jaxinf.optimizer.leaf_call import HostCall
 from jaxinf.optimizer.state import SmartUpdateState, check_state, next_state
 from jaxinf.optimizer.step_calls import StepCalls
 from jaxinf.optimizer.wrapped import Wrapped
+from jaxinf.program import LeafInputs
 from jaxinf.typing import PyTree
 
 __all__ = ["run_update"]
@@ -37,12 +38,22 @@ def run_update(
     extra_args: Mapping[str, Any],
     shardings: tuple[NamedSharding, ...],
 ) -> tuple[PyTree, SmartUpdateState]:
-    """See `smart_update`; traceable."""
+    """See `smart_update`; traceable.
+
+    Args:
+      wrapped: the optimizer and its store.
+      updates: a tree like the params, with None for a leaf that stays as it is.
+      state: the state of `init`, or of the last step.
+      params: the params, all of them trained; None if they are not available.
+      extra_args: other arguments of the optimizer's update.
+      shardings: of the params' leaves; empty for one JAX device.
+    """
     updates, state, params, extra_args = entering(
         "update", (updates, state, params, dict(extra_args))
     )
-    gradients, treedef = jax.tree.flatten(updates)
     known = updates if params is None else params
+    treedef = jax.tree.structure(known)
+    gradients = treedef.flatten_up_to(updates)
     init, program = wrapped.trace(known, extra_args)
     description = wrapped.describe(init, program, shardings)
     old = jax.tree.leaves(state.optimizer)
@@ -53,8 +64,15 @@ def run_update(
     if wrapped.store.training.commit is not None:
         wrapped.store.training.bind(description)  # refuses it while it is traced
     on_device = _device_params(wrapped, updates, params, extra_args)
-    stand_ins = [jnp.zeros(g.shape, g.dtype) for g in gradients]
-    new, inputs = program.prologue(gradients, on_device or stand_ins, old, extra_args)
+    stand_ins = [
+        jnp.zeros(leaf.shape, leaf.device_dtype) for leaf in description.leaves
+    ]
+    seen = [z if g is None else g for g, z in zip(gradients, stand_ins, strict=True)]
+    new, inputs = program.prologue(seen, on_device or stand_ins, old, extra_args)
+    kept = LeafInputs((), ())
+    inputs = [
+        kept if g is None else own for g, own in zip(gradients, inputs, strict=True)
+    ]
     step = StepCalls(wrapped, description, shardings, state)
     bound = step.bind(on_device)
     leaves = step.leaf_calls(gradients, on_device, feedback)
@@ -72,13 +90,13 @@ def run_update(
     verdict = step.commit(results, inexact, new)
     left = [one.feedback for one in results][: len(feedback)]
     return (
-        jax.tree.unflatten(treedef, [_applied(verdict, u) for u, _ in changes]),
+        treedef.unflatten([_applied(verdict, change) for change, _ in changes]),
         next_state(state, verdict, [*old, *feedback], [*new, *left]),
     )
 
 
 def _check_gradients(
-    gradients: Sequence[jax.Array], description: StoreDescription
+    gradients: Sequence[jax.Array | None], description: StoreDescription
 ) -> None:
     """Refuses gradients of other shapes than the params'.
 
@@ -86,7 +104,7 @@ def _check_gradients(
       ValueError: names the leaf.
     """
     for leaf, gradient in zip(description.leaves, gradients, strict=True):
-        if gradient.shape != leaf.shape:
+        if gradient is not None and gradient.shape != leaf.shape:
             raise ValueError(
                 f"update: leaf {leaf.name}: expected a gradient of the params' shape "
                 f"{leaf.shape}, found {gradient.shape}"
@@ -116,15 +134,18 @@ def _device_params(
     return []
 
 
-def _change(result: jax.Array, params: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def _change(
+    result: jax.Array | None, params: jax.Array | None
+) -> tuple[jax.Array | None, jax.Array]:
     """Returns the fp32 update for a host's result, and whether it is inexact.
 
-    For 16-bit params it is the difference to the new ones. In rare cases no float32
-    number leads from the old to the new (from a power of two to far below its last bit,
-    or between denormals). Then the updated params are one rounding away from the
-    store's, and the next step must not use them in place of those.
+    There is no result, and no update, for a leaf that stays as it is. For 16-bit params
+    the update is the difference to the new ones. In rare cases no float32 number leads
+    from the old to the new (from a power of two to far below its last bit, or between
+    denormals). Then the updated params are one rounding away from the store's, and the
+    next step must not use them in place of those.
     """
-    if result.dtype == jnp.float32:
+    if result is None or result.dtype == jnp.float32:
         return result, jnp.bool_(False)
     assert params is not None
     change = result.astype(jnp.float32) - params.astype(jnp.float32)
@@ -133,7 +154,9 @@ def _change(result: jax.Array, params: jax.Array | None) -> tuple[jax.Array, jax
     return change, jnp.any(bits[0] != bits[1])
 
 
-def _applied(verdict: jax.Array, update: jax.Array) -> jax.Array:
+def _applied(verdict: jax.Array, update: jax.Array | None) -> jax.Array | None:
     """Returns the update: zero for a skipped step, NaN after a failure."""
+    if update is None:
+        return None
     filler = jnp.where(verdict == FAILED, jnp.nan, 0.0).astype(update.dtype)
     return jnp.where(verdict == COMMITTED, update, filler)

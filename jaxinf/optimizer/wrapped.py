@@ -3,6 +3,7 @@
 Invariant: nothing here changes; the store keeps the data that `init` gets from a run.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -73,8 +74,21 @@ class Wrapped:
 
         Raises:
           UnsupportedTransformError: it cannot be divided.
+          TypeError: its update needs arguments that are not given.
         """
-        update = trace_update(self.tx, params, extra_args)
+        try:
+            update = trace_update(self.tx, params, extra_args)
+        except TypeError as error:
+            names = _missing(str(error))
+            if not names:
+                raise
+            examples = ", ".join(f'"{name}": 0.0' for name in names)
+            raise TypeError(
+                f"smart_update: the optimizer's update needs {', '.join(names)} ("
+                f"{error}). Give an example to smart_update(tx, store, "
+                f"extra_args={{{examples}}}), and its value to each update: tx.update("
+                f"grads, state, params, {', '.join(f'{name}=…' for name in names)})"
+            ) from None
         check_program(self.compression, update)
         return trace_init(self.tx, params), update
 
@@ -100,3 +114,9 @@ class Wrapped:
     def structure_of_feedback(self, params: PyTree) -> Any:
         """The tree of the state's error feedback."""
         return jax.tree.structure(params if self.has_feedback else ())
+
+
+def _missing(message: str) -> list[str]:
+    """The arguments that a call lacked, as Python's error names them."""
+    found = re.search(r"missing \d+ required keyword-only arguments?: (.*)", message)
+    return re.findall(r"'(\w+)'", found.group(1)) if found else []

@@ -10,7 +10,7 @@ from jaxinf.program.kernel import InitKernel, Kernel
 from jaxinf.program.partials import DividedPrologue
 from jaxinf.program.prologue import LeafInputs
 from jaxinf.program.state import StateLayout, StateSlot, state_layout
-from jaxinf.program.tree import LeafInfo, leaf_infos
+from jaxinf.program.tree import LeafInfo, is_trained, leaf_infos, trained
 from jaxinf.program.update import LeafUpdate, UpdateProgram, trace_update
 
 __all__ = [
@@ -25,8 +25,10 @@ __all__ = [
     "StateLayout",
     "StateSlot",
     "UpdateProgram",
+    "is_trained",
     "leaf_infos",
     "state_layout",
     "trace_init",
     "trace_update",
+    "trained",
 ]

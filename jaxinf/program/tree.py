@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxinf import compat
 from jaxinf.typing import FLOAT_DTYPES, PyTree
 
-__all__ = ["LeafInfo", "leaf_infos"]
+__all__ = ["LeafInfo", "is_trained", "leaf_infos", "trained"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,23 @@ def leaf_infos(params: PyTree) -> tuple[LeafInfo, ...]:
             )
         seen.add(info.path)
     return infos
+
+
+def is_trained(leaf: Any) -> bool:
+    """Whether a leaf of the params is an optimizer's: a floating-point array.
+
+    Integer arrays, keys of random numbers and other objects are not, as there are no
+    gradients of them.
+    """
+    if isinstance(leaf, float | complex):
+        return True
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def trained(params: PyTree) -> PyTree:
+    """Returns the params with None for each leaf that is not trained."""
+    return jax.tree.map(lambda leaf: leaf if is_trained(leaf) else None, params)
 
 
 def _leaf_info(keys: tuple[Any, ...], leaf: Any) -> LeafInfo:

@@ -135,7 +135,7 @@ def test_exit_after_a_failure_says_it(drive, place, run_python):
         "driver.step()\n"
     )
     result = run_python(program, place / "store")
-    assert "closing at exit failed" in result.stderr
+    assert "stopped by StoreIOError: " in result.stderr
     assert "current: commit failed: Is a directory" in result.stderr
     (place / "store" / "publish.lock").rmdir()
     drive().init().check(2)

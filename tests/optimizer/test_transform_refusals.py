@@ -92,13 +92,6 @@ def test_nonfinite_must_be_a_known_policy(open_store):
         jaxinf.smart_update(optax.adam(1e-3), open_store(), nonfinite="maybe")
 
 
-def test_integer_leaves(open_store, place):
-    tx = jaxinf.smart_update(optax.adam(1e-3), open_store())
-    with pytest.raises(TypeError, match="count"):
-        tx.init({"w": jnp.ones(3), "count": jnp.zeros((), jnp.int32)})
-    assert not (place / "store").exists()
-
-
 def test_reduction_over_stored_state(open_store, place):
     tx = jaxinf.smart_update(optax.lamb(1e-3), open_store())
     with pytest.raises(jaxinf.UnsupportedTransformError, match="reduce_sum"):
@@ -168,6 +161,17 @@ def test_a_state_of_another_step(open_store):
     store.close()
 
 
+def test_a_call_whose_results_are_thrown_away(open_store):
+    store = open_store()
+    tx, state = start(store)
+    update = jax.jit(tx.update)
+    jax.block_until_ready(update(GRADIENTS, state, PARAMS))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Each call of update is a st"):
+        jax.block_until_ready(update(GRADIENTS, state, PARAMS))
+    with pytest.raises(jaxinf.StaleStateError):
+        store.check()
+
+
 def test_params_that_were_changed_behind_the_store(open_store):
     store = open_store()
     tx, state = start(store)
@@ -191,8 +195,63 @@ def test_update_before_init(open_store):
 
 def test_state_of_another_transformation(open_store):
     tx, _ = start(open_store())
-    with pytest.raises(TypeError, match=r"SmartUpdateState"):
+    said = r"SmartUpdateState.*jaxinf checkpoint .*store import CHECKPOINT"
+    with pytest.raises(TypeError, match=said):
         tx.update(GRADIENTS, optax.adam(1e-3).init(PARAMS), PARAMS)
+
+
+def test_arguments_that_the_optimizer_needs_are_named(open_store):
+    plain = optax.chain(optax.adamw(1e-2), optax.contrib.reduce_on_plateau())
+    tx = jaxinf.smart_update(plain, open_store())
+    said = r"needs value .*extra_args=\{\"value\": 0\.0\}.*params, value=…\)"
+    with pytest.raises(TypeError, match=said):
+        tx.init(PARAMS)
+
+
+NAN_GRADIENT = """
+import sys, jax, jax.numpy as jnp, optax, jaxinf
+tx = jaxinf.smart_update(optax.adam(1e-2), sys.argv[1])
+params = {"w": jnp.ones((30, 4))}
+state = tx.init(params)
+update = jax.jit(tx.update) if sys.argv[2] == "jitted" else tx.update
+try:
+    jax.block_until_ready(update({"w": jnp.full((30, 4), jnp.nan)}, state, params))
+except Exception as error:
+    if sys.argv[3] == "caught":
+        sys.exit(type(error).__name__)
+    raise
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "handled", "callback", "raised"),
+    [
+        ("jitted", "raised", "buffer", "jax.errors.JaxRuntimeError"),
+        ("jitted", "raised", "io", "jax.errors.JaxRuntimeError"),
+        ("eagerly", "raised", "io", "jaxinf.errors.NonFiniteGradientError"),
+        ("jitted", "caught", "io", "JaxRuntimeError"),
+    ],
+)
+def test_one_mistake_is_one_error_and_a_line_at_exit(
+    place, run_python, how, handled, callback, raised
+):
+    result = run_python(
+        NAN_GRADIENT,
+        place / "store",
+        how,
+        handled,
+        check=False,
+        JAXINF_CALLBACK=callback,
+    )
+    lines = result.stderr.splitlines()
+    assert result.returncode != 0
+    assert sum(line.startswith(raised) for line in lines) == 1
+    assert sum(line.startswith("Traceback") for line in lines) == (handled == "raised")
+    assert "another exception" not in result.stderr
+    reported = how == "eagerly"  # by its own type, so that exit has nothing to add
+    at_exit = [line for line in lines if "store: stopped by NonFiniteGrad" in line]
+    assert len(at_exit) == (not reported)
+    assert not at_exit or lines[-1] == at_exit[0]
 
 
 def test_drive_failure_inside_jit_keeps_its_type_and_the_committed_step(

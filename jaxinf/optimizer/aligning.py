@@ -1,0 +1,90 @@
+"""Lines up the gradients and params that a program gives with the optimizer's leaves.
+
+Invariant: the optimizer's leaves are the floating-point arrays of the params. A leaf
+for which the program has None instead of a gradient stays as it is, and so do others.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinf.program import is_trained, trained
+from jaxinf.typing import PyTree
+
+__all__ = ["Aligned", "align"]
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """Gradients and params by the optimizer's leaves.
+
+    Attributes:
+      gradients: a tree like that of the optimizer's leaves; None where there is none.
+      params: the optimizer's leaves; None if the program gives no params.
+    """
+
+    gradients: PyTree
+    params: PyTree | None
+    _treedef: Any
+    _parts: Sequence[tuple[Any, Sequence[Any]]]
+
+    def updates(self, made: PyTree) -> PyTree:
+        """Returns the updates in the tree of the program's gradients.
+
+        Args:
+          made: a tree like `gradients`.
+        """
+        updates = iter(jax.tree.leaves(made))
+        found = []
+        for gradient, leaves in self._parts:
+            if gradient is None:
+                found.append(None)
+            elif leaves and is_trained(leaves[0]):
+                found.append(next(updates))
+            else:
+                found.append(jax.tree.map(jnp.zeros_like, leaves[0]))
+        return self._treedef.unflatten(found)
+
+
+def align(updates: PyTree, params: PyTree | None) -> Aligned:
+    """Lines up gradients and params.
+
+    Args:
+      updates: the gradients. None may stand for that of a leaf or of a subtree, which
+        has no update then.
+      params: the params; None if they are not available.
+
+    Raises:
+      ValueError: the gradients' tree is not the params'.
+    """
+    flat, treedef = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
+    if params is None:
+        parts = [(x, [] if x is None else [x]) for x in flat]
+        return Aligned(trained(updates), None, treedef, parts)
+    parts = [(g, jax.tree.leaves(part)) for g, part in _pairs(flat, treedef, params)]
+    known = trained(params)
+    gradients = [
+        gradient for gradient, leaves in parts for leaf in leaves if is_trained(leaf)
+    ]
+    tree = jax.tree.structure(known).unflatten(gradients)
+    return Aligned(tree, known, treedef, parts)
+
+
+def _pairs(
+    flat: Sequence[Any], treedef: Any, params: PyTree
+) -> list[tuple[Any, PyTree]]:
+    """Pairs each gradient with the part of the params that has its place."""
+    leaves = jax.tree.leaves(params)
+    if len(leaves) == len(flat) and not any(x is None for x in flat):
+        return list(zip(flat, leaves, strict=True))  # whatever contains them
+    pairs = list(zip(flat, treedef.flatten_up_to(params), strict=True))
+    if any(g is not None and not jax.tree_util.all_leaves([p]) for g, p in pairs):
+        raise ValueError(
+            "update: expected a gradient, or None, for each leaf of the params, found "
+            f"gradients of the structure {treedef} and params of "
+            f"{jax.tree.structure(params)}"
+        )
+    return pairs

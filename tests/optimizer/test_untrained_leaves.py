@@ -1,0 +1,212 @@
+"""Leaves of the params that are no floating-point arrays, and missing gradients."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxinf
+
+INPUTS = jax.random.normal(jax.random.key(7), (16, 6))
+
+
+class Network(eqx.Module):
+    """Layers, a function, a string, and integers that no gradient exists for."""
+
+    first: eqx.nn.Linear
+    second: eqx.nn.Linear
+    positions: jax.Array
+    activation: Callable[[jax.Array], jax.Array]
+    name: str
+    width: int
+
+    def __init__(self):
+        keys = jax.random.split(jax.random.key(0))
+        self.first = eqx.nn.Linear(6, 20, key=keys[0])
+        self.second = eqx.nn.Linear(20, 2, key=keys[1])
+        self.positions = jnp.arange(6)
+        self.activation = jax.nn.relu
+        self.name = "network"
+        self.width = 20
+
+    def __call__(self, x):
+        hidden = self.activation(self.first(x[self.positions]))
+        return self.second(hidden)
+
+
+def loss_of(model):
+    return jnp.mean((jax.vmap(model)(INPUTS) - 1.0) ** 2)
+
+
+def trained_first(model):
+    """What `eqx.partition` takes to train the first layer alone."""
+    spec = jax.tree.map(lambda _: False, model)
+    leaves = (lambda m: (m.first.weight, m.first.bias), spec, (True, True))
+    return eqx.tree_at(*leaves)
+
+
+def train(tx, init, given, *, is_frozen=False, num_steps=5):
+    """Losses, model and state of a program in Equinox's style."""
+    model = Network()
+    state = tx.init(init(model))
+    spec = trained_first(model) if is_frozen else eqx.is_inexact_array
+
+    @eqx.filter_jit
+    def step(model, state):
+        differentiated, static = eqx.partition(model, spec)
+
+        def loss_of_parts(differentiated):
+            return loss_of(eqx.combine(differentiated, static))
+
+        loss, gradients = eqx.filter_value_and_grad(loss_of_parts)(differentiated)
+        updates, state = tx.update(gradients, state, given(model))
+        return eqx.apply_updates(model, updates), state, loss
+
+    losses = []
+    for _ in range(num_steps):
+        model, state, loss = step(model, state)
+        losses.append(float(loss))
+    return losses, model, state
+
+
+def arrays(model):
+    return eqx.filter(model, eqx.is_array)
+
+
+def inexact(model):
+    return eqx.filter(model, eqx.is_inexact_array)
+
+
+def itself(model):
+    return model
+
+
+def first_alone(model):
+    return eqx.filter(model, trained_first(model))
+
+
+@pytest.mark.parametrize(
+    ("init", "given", "plain_init"),
+    [(arrays, arrays, inexact), (itself, itself, inexact), (inexact, itself, inexact)],
+    ids=["arrays", "model", "filtered"],
+)
+def test_equinox_models_train_whatever_is_filtered(open_store, init, given, plain_init):
+    store = open_store()
+    tx = jaxinf.smart_update(optax.adamw(1e-2), store)
+    losses, model, state = train(tx, init, given)
+    expected, plain, _ = train(optax.adamw(1e-2), plain_init, inexact)
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    np.testing.assert_array_equal(model.positions, plain.positions)
+    read = store.params(like=model, state=state)
+    assert eqx.tree_equal(read, model)
+    names = {leaf.name for leaf in store.manifest.leaves}
+    assert names == {"first/weight", "first/bias", "second/weight", "second/bias"}
+
+
+@pytest.mark.parametrize(
+    ("durability", "compress", "callback"),
+    [("step", None, "io"), (2, None, "start"), ("step", 0.5, "buffer")],
+)
+def test_a_missing_gradient_leaves_params_and_state_as_they_are(
+    open_store, durability, compress, callback, monkeypatch
+):
+    monkeypatch.setenv("JAXINF_CALLBACK", callback)
+    store = open_store(durability=durability)
+    tx = jaxinf.smart_update(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
+        store,
+        compress=None
+        if compress is None
+        else jaxinf.top_k(compress, error_feedback=False),
+    )
+    losses, model, state = train(tx, inexact, inexact, is_frozen=True)
+    before = Network()
+    np.testing.assert_array_equal(model.second.weight, before.second.weight)
+    assert losses[-1] < losses[0]
+    if compress is None:
+        plain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+        expected, _, _ = train(plain, first_alone, first_alone, is_frozen=True)
+        np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    store.wait(state)
+    mu = optax.tree_utils.tree_get(state, "mu")
+    assert not np.any(mu.second.weight.read())
+    assert np.any(mu.first.weight.read())
+    np.testing.assert_array_equal(
+        store.read("params", "second/weight"), before.second.weight
+    )
+    assert store.step == 5
+
+
+def test_a_frozen_leaf_causes_no_traffic(open_store):
+    params = {"w": jnp.ones((100, 1000)), "b": jnp.zeros((1000,), jnp.bfloat16)}
+    store = open_store()
+    tx = jaxinf.smart_update(optax.adam(1e-2), store)
+    state = tx.init(params)
+    update = jax.jit(tx.update)
+    for _ in range(3):
+        gradients = {"w": None, "b": jnp.ones((1000,), jnp.bfloat16)}
+        updates, state = update(gradients, state, params)
+        assert updates["w"] is None
+        params["b"] = (params["b"] + updates["b"]).astype(jnp.bfloat16)
+        store.wait(state)
+    traffic = store.metrics.traffic
+    assert traffic.drive_write_bytes < 4 * params["w"].size
+    assert traffic.link_down_bytes < params["w"].size
+    # A subtree without gradients, and then one with all of them.
+    gradients = {"w": jnp.ones((100, 1000)), "b": None}
+    updates, state = update(gradients, state, params)
+    store.wait(state)
+    np.testing.assert_allclose(
+        updates["w"],
+        -0.01 * 0.1 / (1 - 0.9**4) / (np.sqrt(0.001 / (1 - 0.999**4))),
+        rtol=1e-4,
+    )
+    np.testing.assert_array_equal(
+        store.params(like=params)["b"].astype(jnp.float32),
+        params["b"].astype(jnp.float32),
+    )
+
+
+def test_a_bad_gradient_beside_a_missing_one_is_skipped(open_store):
+    params = {"w": jnp.ones((30, 4)), "b": {"x": jnp.zeros((4,)), "y": jnp.ones((2,))}}
+    for durability in ("step", 3):
+        store = open_store(f"store-{durability}", durability=durability)
+        tx = jaxinf.smart_update(optax.adam(1e-2), store, nonfinite="skip")
+        state = tx.init(params)
+        for bad in (False, True, False):
+            gradient = jnp.full((30, 4), jnp.nan if bad else 0.5)
+            updates, state = tx.update({"w": gradient, "b": None}, state, params)
+            assert updates["b"] is None
+            params = {**params, "w": params["w"] + updates["w"]}
+        assert (int(state.step), int(state.skipped_steps)) == (2, 1)
+
+
+def test_gradients_of_another_tree_are_refused(open_store):
+    params = {"w": jnp.ones((3,)), "b": jnp.ones((3,))}
+    tx = jaxinf.smart_update(optax.adam(1e-2), open_store())
+    state = tx.init(params)
+    with pytest.raises(ValueError, match=r"\['w'\]|'w'"):
+        tx.update({"b": jnp.ones((3,))}, state, params)
+    nested = {"w": {"x": jnp.ones((3,)), "n": None}, "b": jnp.ones((3,))}
+    with pytest.raises(ValueError, match="expected a gradient, or None, for each leaf"):
+        tx.update({"w": jnp.ones((3,)), "b": None}, state, nested)
+
+
+def test_init_in_jit_over_params_that_it_closes_over(open_store):
+    params = {"w": jnp.ones((30, 4))}
+    store = open_store()
+    tx = jaxinf.smart_update(optax.adam(1e-2), store)
+    state = jax.eval_shape(lambda: tx.init(params))
+    assert not store.exists
+    state = jax.jit(lambda: tx.init(params))()
+    assert store.exists
+    updates, state = tx.update(params, state, params)
+    assert int(state.step) == 1
+    # The same for an update of arrays that are all known.
+    params = optax.apply_updates(params, updates)
+    _, state = jax.jit(lambda: tx.update(params, state, params))()
+    assert int(state.step) == 2
