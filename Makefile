@@ -9,7 +9,7 @@ XRT_PACKAGES := libxrt1 libxrt-dev uuid-dev binutils g++
 SOURCES := pyproject.toml setup.py $(shell find jaxinf hls models -name '*.py' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-long test-models test-compilers test-newest test-hls test-cards test-xrt test-faults faults lint clean
+.PHONY: help train big test test-long test-models test-compilers test-newest test-hls test-cards test-xrt test-faults faults lint clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -32,6 +32,9 @@ $(VENV)/installed: $(SOURCES) $(VENV)/dependencies
 train: $(VENV)/installed  ## train a small GPT-2 on source code, its state on the drive
 	$(BIN)/python -m jaxinf.train --store runs/quickstart/store \
 	  --log-dir runs/quickstart $(if $(STEPS),--steps $(STEPS))
+
+big: $(VENV)/installed  ## GPT-2 XL in 2 GiB of memory: trained, killed, resumed (44 GB)
+	$(BIN)/python scripts/big.py --store runs/big
 
 test: $(VENV)/installed  ## the test suite, on the installed package
 	$(BIN)/pytest -n auto -m 'not faults and not hls and not cards and not long' \
