@@ -13,9 +13,12 @@ step of each turn does not count; it pays for work that another has left over.
     bytes_ratio      the same of bytes read and written on the drive
     dispatch_share   of a step: the host's time in calls of compiled programs
     compile_s        of all programs, and of one jit of loss and gradient; without trace
+
+With --timeline FILE the spans of a step are kept, for scripts/plot_timeline.py.
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -120,10 +123,30 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     }
     for name, one in streamed.items():
         found[name] = figures(one, update.seconds, found["update_drive_bytes"])
+    if arguments.timeline:
+        keep_timeline(arguments, next(iter(streamed.values())))
     for one in streamed.values():
         one.step.close()
     update_store.close()
     return found
+
+
+def keep_timeline(arguments: argparse.Namespace, streamed: Streamed) -> None:
+    """Spans of the second of two steps, in seconds from its beginning."""
+    streamed.turn(arguments, 0)
+    timeline = streamed.step.store.training.opened.timeline
+    timeline.start()
+    began_s = time.perf_counter()
+    streamed.step(batch(arguments, 0))
+    step_s = time.perf_counter() - began_s
+    streamed.step.store.wait()
+    time.sleep(DRAIN_S)
+    spans = [dataclasses.asdict(span) for span in timeline.stop()]
+    for span in spans:
+        span["began_s"] -= began_s
+        span["ended_s"] -= began_s
+    document = {"step_s": step_s, "spans": spans}
+    arguments.timeline.write_text(json.dumps(document) + "\n")
 
 
 def compile_seconds(streamed: Streamed) -> dict[str, float]:
@@ -212,6 +235,7 @@ def main() -> None:
     )
     parser.add_argument("--clip-norm", type=float, default=0.0, help="0: none")
     parser.add_argument("--reps", type=int, default=10, help="pairs of steps")
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help="of one step")
     parser.add_argument("--json", action="store_true", help="one line")
     arguments = parser.parse_args()
     arguments.steps = 1

@@ -2,6 +2,9 @@
 
 python scripts/bench_train.py --store DIR --timeline step.json
 python scripts/plot_timeline.py step.json docs/img/timeline.png
+
+Of a streamed step (scripts/bench_stream.py --timeline) it shows reads of params, and
+the programs that the model was cut into.
 """
 
 import argparse
@@ -12,6 +15,8 @@ from typing import Any
 import matplotlib.pyplot as plt  # pyright: ignore[reportMissingImports]: an extra
 
 ROWS = {
+    "fetch": ("params", "#0f8b8d"),
+    "program": ("programs", "#7a5fa8"),
     "read": ("reads", "#2a78b5"),
     "checksum": ("checksums", "#9a9a9a"),
     "update": ("kernel", "#3d9a50"),
@@ -36,9 +41,13 @@ def model_spans(spans: list[dict[str, Any]], step_s: float) -> list[dict[str, An
 def plot(document: dict[str, Any], path: Path) -> None:
     """Writes the picture."""
     step_s = document["step_s"]
-    spans = document["spans"] + model_spans(document["spans"], step_s)
+    spans = document["spans"]
+    if not any(span["kind"] == "program" for span in spans):
+        spans = spans + model_spans(spans, step_s)
+    kinds_found = {"commit" if s["kind"] in COMMIT else s["kind"] for s in spans}
+    rows = {kind: style for kind, style in ROWS.items() if kind in kinds_found}
     figure, axes = plt.subplots(figsize=(9, 3), layout="constrained")
-    for row, (kind, (_, colour)) in enumerate(ROWS.items()):
+    for row, (kind, (_, colour)) in enumerate(rows.items()):
         kinds = COMMIT if kind == "commit" else (kind,)
         bars = [
             (s["began_s"], s["ended_s"] - s["began_s"])
@@ -53,7 +62,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
     axes.annotate(
         " next step may begin", (step_s, -0.55), fontsize=8, annotation_clip=False
     )
-    axes.set_yticks(range(len(ROWS)), [label for label, _ in ROWS.values()])
+    axes.set_yticks(range(len(rows)), [label for label, _ in rows.values()])
     axes.invert_yaxis()
     axes.set_xlabel("seconds from the beginning of the step")
     axes.set_xlim(0, max(s["ended_s"] for s in spans) * 1.02)

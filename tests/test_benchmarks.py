@@ -1,5 +1,6 @@
 """The benchmarks run, tiny, and print the figures that they promise; no time counts."""
 
+import itertools
 import json
 import os
 import shutil
@@ -102,9 +103,11 @@ def test_train_compares_and_keeps_a_timeline(tmp_path, clip_norm):
 
 
 def test_stream_compares_with_a_step_of_smart_update(tmp_path):
+    timeline = tmp_path / "step.json"
     done = run_script(
         "bench_stream.py", "--store", tmp_path, "--preset", "nano", "--batch-size", 1,
         "--seq-len", 16, "--reps", 2, "--memory", "64MiB", "--json",
+        "--timeline", timeline,
     )  # fmt: skip
     found = figures(done)
     assert found["pairs"] == 2
@@ -116,7 +119,15 @@ def test_stream_compares_with_a_step_of_smart_update(tmp_path):
         assert own["dispatch_share"] > 0
         # Beside 20 bytes a param: the master, once to update and twice to compute.
         assert 1 < own["bytes_ratio"] <= 32 / 20
-    assert not [*tmp_path.iterdir()]
+    document = json.loads(timeline.read_text())
+    programs = [s for s in document["spans"] if s["kind"] == "program"]
+    assert len(programs) == found["recompute"]["calls"]
+    for before, after in itertools.pairwise(programs):
+        assert before["began_s"] <= before["ended_s"] <= after["began_s"]
+    assert programs[0]["began_s"] >= 0
+    assert programs[-1]["ended_s"] <= document["step_s"]
+    assert {"fetch", "update", "write"} <= {s["kind"] for s in document["spans"]}
+    assert [*tmp_path.iterdir()] == [timeline]
 
 
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
