@@ -14,15 +14,15 @@ from raw_stores import memory_directory
 
 import jaxinf
 
-# How long an example takes depends on what else the machine does.
+# The time of an example depends on the machine's other work.
 hypothesis.settings.register_profile("jaxinf", deadline=None)
 hypothesis.settings.load_profile("jaxinf")
 
-# Programs that tests start import the package that is installed, not the checkout
-# that they are started in.
+# Programs that tests start import the installed package, not the checkout in their
+# working directory.
 os.environ["PYTHONSAFEPATH"] = "1"
 
-# They find what tests share where tests do: `pythonpath` of pyproject.toml.
+# They find shared test helpers like the tests, by `pythonpath` of pyproject.toml.
 ROOT = Path(__file__).parents[1]
 SHARED = [str(ROOT / place) for place in ("tests/support", "tests/xrt", "scripts")]
 os.environ["PYTHONPATH"] = os.pathsep.join(SHARED)
@@ -30,7 +30,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(SHARED)
 
 @pytest.fixture(scope="session", autouse=True)
 def keeps_what_is_compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A program that several tests of this process run is compiled once.
+    """Compiles a program that several tests of this process run only once.
 
     Programs that tests start have no such cache: some are killed while they write.
     """
@@ -42,7 +42,7 @@ def keeps_what_is_compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A directory in memory where there is such a file system."""
+    """A directory, in memory if there is such a file system."""
     with memory_directory() as path:
         yield path
 

@@ -1,4 +1,4 @@
-"""The benchmarks run, tiny, and print the figures that they promise; no time counts."""
+"""Tiny runs of the benchmarks print the promised figures; no time is checked."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""What is tied to a version of JAX, optax or Orbax stands in `jaxinf.compat` alone."""
+"""Uses tied to a version of JAX, optax or Orbax are only in `jaxinf.compat`."""
 
 import ast
 import re
@@ -32,7 +32,7 @@ TEXTS = re.compile(
 
 
 def docstrings(tree):
-    """The strings that are statements: of modules, classes, functions, constants."""
+    """Returns the ids of strings that are statements: docstrings of all kinds."""
     return {
         id(node.value)
         for node in ast.walk(tree)
@@ -41,7 +41,7 @@ def docstrings(tree):
 
 
 def findings(source):
-    """What of `source` belongs in `jaxinf.compat`, with its line."""
+    """Yields names in `source` that belong in `jaxinf.compat`, with their lines."""
     tree = ast.parse(source)
     skipped = docstrings(tree)
     for node in ast.walk(tree):

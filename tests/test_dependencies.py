@@ -1,4 +1,4 @@
-"""Dependencies have bounds, and what is tested lies within them."""
+"""Dependencies have bounds, and the tested versions are within them."""
 
 import tomllib
 from importlib.metadata import version

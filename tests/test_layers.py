@@ -1,4 +1,4 @@
-"""Imports go downward, as docs/architecture.md says; packages are what is installed."""
+"""Imports go downward, as in docs/architecture.md; installed packages are complete."""
 
 import ast
 import importlib
@@ -26,13 +26,13 @@ LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in name
 MAY_IMPORT_JAX = {"compat", "program", "compress", *LAYERS[4], *LAYERS[5], *LAYERS[6]}
 JAX_USERS = {"jax", "jaxlib", "flax", "optax", "orbax"}
 
-# What a checkout has beyond an installed package: not a layer, but under its rules.
+# Parts of a checkout that are not layers of the package, but follow its rules.
 SOURCES = sorted((ROOT / "jaxinf").rglob("*.py"))
 MODELS = sorted((ROOT / "models").rglob("*.py"))
 
 
 def imported(path):
-    """Dotted names of the modules that a file imports, anywhere in it."""
+    """Returns dotted names of the modules that a file imports, anywhere in it."""
     names = set()
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
@@ -45,7 +45,7 @@ def imported(path):
 
 
 def part_of(path):
-    """The part of jaxinf that a file belongs to; None for the root itself."""
+    """Returns the part of jaxinf that a file belongs to; None for the root itself."""
     part = path.relative_to(ROOT / "jaxinf").parts[0].removesuffix(".py")
     return None if part == "__init__" else part
 

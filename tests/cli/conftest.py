@@ -71,7 +71,7 @@ def _make_store(path, csds=(), num_steps=3):
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
-    """A store at step 3, and its arrays as NumPy has them; only to be read."""
+    """A store at step 3, and its NumPy arrays; only for reading."""
     return _make_store(tmp_path_factory.mktemp("trained") / "store")
 
 
@@ -92,7 +92,7 @@ def make_store(tmp_path):
 
 @pytest.fixture
 def run(capsys):
-    """Runs a command line; gives its exit status and what it printed."""
+    """Runs a command line; returns its exit status and output."""
 
     def call(*words):
         capsys.readouterr()
@@ -108,7 +108,7 @@ def run(capsys):
 
 @pytest.fixture
 def run_json(run):
-    """Runs a command with --json; gives the document."""
+    """Runs a command with --json; returns the document."""
 
     def call(*words, status=0):
         result = run(*words, "--json")

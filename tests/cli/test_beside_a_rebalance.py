@@ -1,4 +1,4 @@
-"""Commands that wait for a lock while chunks move: they act on what is there then."""
+"""Commands that wait for a lock while chunks move act on the store's later state."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ LEAVES = {"half": ((33, 257), "bfloat16"), "w": ((3, 4096), "float32")}
 
 @pytest.fixture(params=[(0, 2), (2, 1), (1, 3)], ids=lambda p: f"{p[0]} to {p[1]} CSDs")
 def moving(request, tmp_path, monkeypatch):
-    """A store at step 3, whose chunks move before the next lock is had."""
+    """A store at step 3 whose chunks move before the next lock is taken."""
     before, after = request.param
     roots = [tmp_path / f"csd{n}" for n in range(4)]
     for root in roots:

@@ -17,7 +17,7 @@ from jaxinf.store import StoreDirectory, snapshot
 
 
 def bytes_below(*roots):
-    """Every file's bytes, but for locks, and where symlinks point."""
+    """Returns every file's bytes, except locks', and symlinks' targets."""
     found = {}
     for root in roots:
         for folder, folders, files in os.walk(root):
@@ -91,7 +91,7 @@ def test_a_command_on_a_copy_leaves_the_original_alone(
 
 
 def test_an_import_into_a_copy(original, copy, tmp_path, run):
-    """It refuses a copy by its owner, before it looks at the step."""
+    """An import refuses a copy by its owner, before it reads the step."""
     source = tmp_path / "export"
     arguments = ["checkpoint", original.path, "export", source]
     assert run(*arguments, "--format", "safetensors").status == 0
@@ -106,7 +106,7 @@ def test_migrating_a_copy(original, copy):
     document = json.loads(manifest.read_text())
     document["format_version"] = 2
     del document["crc32c"]
-    manifest.unlink()  # cp -al: the original's is the same file
+    manifest.unlink()  # with cp -al it is the same file as the original's
     manifest.write_text(json.dumps(document))
     before = bytes_below(original.path, *original.csds)
     with pytest.raises(StoreFormatError, match="found a copy of"):
@@ -142,7 +142,7 @@ def test_a_store_that_was_moved(original, tmp_path, run, command):
 
 
 def test_a_store_behind_a_link(original, tmp_path, run):
-    """The path that the caller gives, and a CSD root, may be links."""
+    """The given path and a CSD root may be links."""
     (tmp_path / "link").symlink_to(original.path)
     _, two = original.csds
     two.rename(tmp_path / "drive")
@@ -153,7 +153,7 @@ def test_a_store_behind_a_link(original, tmp_path, run):
         assert store.step == 3
 
 
-# --- whose a root is -----------------------------------------------------------------
+# --- owners of roots -----------------------------------------------------------------
 
 
 def note_of(root):

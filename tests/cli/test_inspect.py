@@ -174,7 +174,7 @@ def _on_terminal(words, width):
         while data := os.read(ours, 65536):
             output += data
     except OSError:
-        pass  # EIO is how Linux says that the other end is closed
+        pass  # Linux returns EIO when the other end is closed
     finally:
         os.close(ours)
     assert process.wait() == 0

@@ -13,7 +13,7 @@ from jaxinf.store import CommitRecord, LeafRecord, StateRecord, StepReader
 
 @pytest.fixture
 def write_array(tmp_path):
-    """Puts an array on disk the way a slot holds it."""
+    """Writes an array to disk in the form of a slot."""
 
     def write(array, chunk_shape=None):
         if chunk_shape is None:
@@ -117,4 +117,4 @@ def test_memory_does_not_grow_with_the_array(write_array):
     write_array(array)
     before = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert before < 36 << 20  # the writing side's copies; float64 of it all is 32 more
+    assert before < 36 << 20  # the writer's copies; all of it in float64 is 32 more

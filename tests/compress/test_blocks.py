@@ -1,4 +1,4 @@
-"""A leaf chunk by chunk: what is sent, what stays behind, and the same in memory."""
+"""A leaf chunk by chunk: sent and remaining elements, and the same in memory."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def leaf_of(shape, seed=0):
 
 
 def expected_dense(leaf, grid, compression):
-    """By a sort, chunk by chunk, in NumPy."""
+    """Computes the result by a sort in NumPy, chunk by chunk."""
     dense = np.zeros_like(leaf)
     for chunk in grid.chunks():
         block = leaf[chunk.slices].reshape(-1)

@@ -12,7 +12,7 @@ rng = np.random.default_rng(0)
 
 
 def largest(block, k):
-    """Indices of the k largest, ties to the first, rising."""
+    """Returns ascending indices of the k largest; of equal ones, the first."""
     order = np.argsort(-np.abs(block), kind="stable")
     return np.sort(order[:k])
 
@@ -52,7 +52,7 @@ BLOCKS = {
     "all zero": np.zeros(40_000, np.float32),
     "few not zero": np.where(np.arange(40_000) % 9000 == 8999, 1.0, 0.0),
     "denormal": np.full(40_000, 1e-40),
-    # What a sample of every fourth shows says nothing of the rest.
+    # A sample of every fourth element says nothing about the rest.
     "large where not sampled": np.where(np.arange(40_000) % 4 == 1, 100.0, 1e-6),
     "rising": np.arange(40_000),
 }

@@ -1,4 +1,4 @@
-"""What may be asked for, and how many elements that is."""
+"""Valid compressions, and their numbers of elements."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""Which cases of the contract of CSDs `make test` leaves to `make test-cards`."""
+"""Leaves some cases of the contract of CSDs to `make test-cards`."""
 
 import pytest
 from csd_contract import CASES
@@ -6,7 +6,7 @@ from csd_contract import CASES
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """The emulated card has its simplest kernels alone in `make test`: others take g++
+    """Limits `make test` to the emulated card's simplest kernels: others take g++
     seconds each."""
     for item in items:
         parameters = getattr(item, "callspec", None)

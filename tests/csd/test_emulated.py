@@ -1,4 +1,4 @@
-"""The stand-in for pyxrt has its traps, and the code around it falls into none."""
+"""The stand-in for pyxrt has its restrictions, and the code around it obeys them."""
 
 import gc
 import threading
@@ -140,7 +140,7 @@ def test_a_mapping_dies_with_its_buffer():
 
 
 def tried(call):
-    """The type of what a call raises."""
+    """Returns the type of the exception that a call raises."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
@@ -285,7 +285,7 @@ def test_a_kernel_that_fails_or_never_ends():
     blocked.result()
 
 
-# --- what a fleet refuses ----------------------------------------------------------
+# --- refusals of a fleet -----------------------------------------------------------
 
 
 def test_subgroups_longer_than_the_cards_memory(tmp_path):
@@ -298,7 +298,7 @@ def test_subgroups_longer_than_the_cards_memory(tmp_path):
 
 
 def test_cards_have_memory_of_their_own(tmp_path):
-    """As many buffers on each as the budget allows, with what lies beside them."""
+    """Each card has as many buffers as the budget allows, with gradients, results."""
     roots = [tmp_path / "one", tmp_path / "two"]
     for root in roots:
         root.mkdir()

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory):
-    """A directory of XRT's, with the stub in it."""
+    """A directory like XRT's, with the stub in it."""
     prefix = tmp_path_factory.mktemp("xrt")
     (prefix / "lib").mkdir()
     compiler = toolchain.find_compiler()
@@ -53,7 +53,7 @@ def xrt(prefix, stub, monkeypatch):
 
 
 def xclbin(path, *names):
-    """A file with these kernels' names in its metadata."""
+    """Writes a file with these kernels' names in its metadata."""
     arguments = (CardArgument("data", "pointer", "uint8", count="elements"),)
     kernels = [Kernel(name, arguments) for name in names]
     path.write_bytes(write_xclbin(b"", units(kernels)))
@@ -105,7 +105,7 @@ def test_every_handle_is_closed(xrt, stub, tmp_path):
 
 
 def test_all_are_closed_at_once(xrt, stub, tmp_path):
-    """Also what somebody still refers to, and once only."""
+    """Closes also handles that are still referenced, and each only once."""
     card = XrtCard(xrt, 1, xclbin(tmp_path / "k.xclbin", "add"))
     buffer = card.allocate(4096, 0)
     close_all()
@@ -147,7 +147,7 @@ def test_errors_have_the_systems_reason(card, xrt, tmp_path):
 
 
 def sync_while_another_thread_acts(xrt, stub, path, milliseconds):
-    """A sync that lasts until another thread ends it; the error it had, if any."""
+    """Runs a sync until another thread ends it; returns its error, if any."""
     stub.stub_wait_in_sync(milliseconds)
     buffer = XrtCard(xrt, 0, path).allocate(4096, 0)
     errors = []
@@ -171,7 +171,7 @@ def sync_while_another_thread_acts(xrt, stub, path, milliseconds):
 def test_other_threads_run_during_a_sync(xrt, stub, prefix, tmp_path, monkeypatch):
     path = xclbin(tmp_path / "k.xclbin", "add")
     assert not sync_while_another_thread_acts(xrt, stub, path, 60_000)
-    # And what the test would find if the call held the GIL, as pyxrt's does.
+    # The counter-check: a call that holds the GIL, as pyxrt's does.
     monkeypatch.setattr(library_module.ctypes, "CDLL", ctypes.PyDLL)
     holding = XrtLibrary(prefix / "lib" / LIBRARY)
     (error,) = sync_while_another_thread_acts(holding, stub, path, 100)

@@ -30,7 +30,7 @@ def drive(tmp_path):
 
 @pytest.fixture(params=[errno.EINVAL, errno.EOPNOTSUPP])
 def refusing(request, monkeypatch):
-    """A drive whose direct transfers are refused; the ways that were taken."""
+    """Makes a drive refuse direct transfers; records the ways that were taken."""
     taken = []
 
     def refuse(call):
@@ -80,7 +80,7 @@ def test_a_page_is_tried_at_open(drive, refusing):
 
 
 def test_other_bytes_are_noticed_at_open(drive, monkeypatch):
-    """As of a switch that answers for the card: all ones."""
+    """Reads all ones, as from a switch that answers for the card."""
     read = PeerIO.read
 
     def ones(io, path, array, offset_bytes, num_bytes):
@@ -102,7 +102,7 @@ def test_a_file_system_without_direct_io(drive, monkeypatch):
         fleet.probe([drive], must_be_direct=True)
 
 
-# --- what the host looks at --------------------------------------------------------
+# --- reads of the host -------------------------------------------------------------
 
 
 def read_for_host(chunk):
@@ -142,7 +142,7 @@ def test_a_frozen_leaf_is_read_by_the_host(tmp_path):
 
 
 def test_a_kernel_takes_what_was_read_for_the_host(tmp_path):
-    """Read ahead for a step that changes nothing, and another step came."""
+    """State was prefetched for a step that changes nothing, and another step came."""
     chunks = [Chunk(EMULATED, tmp_path / name).initialise() for name in ("a", "b")]
     results = []
     for chunk, read in zip(chunks, (Chunk.read, read_for_host), strict=True):
@@ -174,7 +174,7 @@ def test_what_the_host_puts_is_written(tmp_path):
 
 
 def test_a_card_that_gives_no_more(tmp_path, monkeypatch, caplog):
-    """Less than its 4 GiB are free: others use it, too."""
+    """Less than its 4 GiB are free, because other programs use the card."""
     monkeypatch.setattr(standin, "DEVICE_BYTES", 3 << 16)
     chunk = Chunk(EMULATED, tmp_path, num_elements=3000)
     with caplog.at_level(logging.WARNING, logger="jaxinf.csd"):

@@ -1,4 +1,4 @@
-"""Cards that are found, checked and refused: sysfs made by hand, pyxrt stood in for."""
+"""Cards that are found, checked and refused, with a handmade sysfs and a stand-in."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ ROOT_PORT, UP = "0000:3a:00.0", "0000:3b:00.0"
 
 
 class Sysfs:
-    """A tree as the kernel shows it, of SmartSSDs behind switches."""
+    """A tree like the kernel's, with SmartSSDs behind switches."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -177,7 +177,7 @@ KERNELS = "jaxinf_sgd_f32_update_f32\njaxinf_sgd_bf16_bf16_f32\n"
 
 @pytest.fixture
 def runtime(monkeypatch, tmp_path):
-    """A machine with XRT and an xclbin; its path."""
+    """Imitates a machine with XRT; returns the path of an xclbin."""
     for user in (xrt, smartssd):
         monkeypatch.setattr(user, "load_runtime", EmulatedXrt)
     monkeypatch.setattr(xrt, "_OPEN", {})
@@ -199,7 +199,7 @@ def need(tx=None, codecs=("",), dtype=np.float32, *, sent=None):
 
 
 def test_devices_by_number(runtime, tmp_path, monkeypatch):
-    """As in XRT's emulation, which lists none."""
+    """Tests devices by number, as in XRT's emulation, which lists none."""
     fleet = opened("smartssd:devices=2", [tmp_path, tmp_path])
     fleet.check([need(), need(dtype=ml_dtypes.bfloat16)])
     [one, two] = fleet.attach([tmp_path, tmp_path], 4096, 1024)

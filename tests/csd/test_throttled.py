@@ -1,4 +1,4 @@
-"""A CSD that is held up, by a clock that moves only when somebody sleeps."""
+"""A throttled CSD, with a clock that advances only in a sleep."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ EXTENT = Extent(np.dtype(np.float32), NUM_BYTES // 4, 0, 0)
 
 
 class Clock:
-    """In place of the module `time`."""
+    """Replaces the module `time`."""
 
     def __init__(self):
         self.now_s = 100.0
@@ -38,7 +38,7 @@ def clock(monkeypatch):
 
 
 class Inner:
-    """A CSD that keeps what it was asked for, and takes no time."""
+    """A CSD that records its calls and takes no time."""
 
     def __init__(self, is_host):
         self.is_host = is_host
@@ -93,7 +93,7 @@ def test_a_drive_is_one_server(clock, is_host):
     assert seconds(lambda: csd.read(transfers(2))) == 2
     assert seconds(lambda: csd.write(transfers(1))) == 4
     assert [name for name, _, _ in inner.calls] == ["read", "write"]
-    # What another thread has asked for comes first, whichever way it goes.
+    # A request of another thread comes first, in either direction.
     csd._drive.reserve(NUM_BYTES, 1000.0)
     assert seconds(lambda: csd.read(transfers(1))) == 5
 

@@ -23,7 +23,7 @@ def pool():
 
 
 def native_or_skip():
-    """Where there can be a native call there has to be one."""
+    """Fails without a native call, unless there can be none here."""
     if not toolchain.levels() or toolchain.find_compiler() is None:
         pytest.skip("no C++ compiler, or another processor than x86-64")
     assert native.function() is not None
@@ -43,7 +43,7 @@ def pages(num_bytes):
 
 
 def pieces_of(directory, buffer, lengths=LENGTHS, file_offset=PAGE):
-    """One file a length, the pieces one after another in the buffer."""
+    """Makes a file for each length; the pieces follow each other in the buffer."""
     result, first = [], 0
     for number, length in enumerate(lengths):
         file = directory / f"file {number} ä"
@@ -99,7 +99,7 @@ def test_moves_what_direct_io_moves(tmp_path, pool, way, room):
 
 
 def test_what_is_unusual_among_many(tmp_path, pool, way):
-    """More than are under way at once; each that fails leaves the others alone."""
+    """Moves more pieces than fit at once; a failing one does not affect the others."""
     lengths = [1 + (97 * number) % (2 * PAGE) for number in range(120)]
     with pool.acquire(1 << 20) as buffer:
         fill(buffer)

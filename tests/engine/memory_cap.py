@@ -1,6 +1,6 @@
-"""A program: steps of a store larger than the memory that the process may still take.
+"""A program: steps of a store larger than the memory left to the process.
 
-Under RLIMIT_DATA: the caller's arrays, the budget and 32 MiB. Prints how far it came.
+RLIMIT_DATA allows the caller's arrays, the budget and 32 MiB. Prints its progress.
 """
 
 import resource
@@ -15,7 +15,7 @@ SLACK_BYTES = 32 << 20
 
 
 def data_bytes():
-    """Private writable memory of this process, as RLIMIT_DATA counts it."""
+    """Returns private writable memory of this process, as RLIMIT_DATA counts it."""
     lines = Path("/proc/self/status").read_text().splitlines()
     [line] = [line for line in lines if line.startswith("VmData:")]
     return int(line.split()[1]) * 1024

@@ -38,7 +38,7 @@ def test_a_checkpoint_stays_as_it_is(drive, num_csds, durability):
     driver = drive(num_csds=num_csds, durability=durability).init().steps(3)
     assert driver.store.checkpoint() == "3"
     before = {f: (f.read_bytes(), f.stat().st_ino) for f in data_files(driver, "3")}
-    assert len(before) == 9  # of one leaf a remainder, too
+    assert len(before) == 9  # one leaf also has a remainder
     driver.steps(2)
     assert driver.store.checkpoint("five") == "five"
     driver.steps(10).check(15)
@@ -72,7 +72,7 @@ def test_saving_copies_nothing(drive):
 
 
 def blocks_below(path):
-    """Bytes on the drive below a directory; a file with several names counts once."""
+    """Returns bytes on the drive below a directory; linked files count once."""
     seen = {}
     for folder, _, files in os.walk(path):
         for file in files:
@@ -105,7 +105,7 @@ def test_restoring_goes_on_from_a_checkpoint(drive, num_csds):
     driver.steps(4)
     driver.store.checkpoint()
     driver.steps(3).close()
-    for _ in range(2):  # as often as one likes
+    for _ in range(2):  # it can be repeated
         again = drive(driver.store.path, restore="4")
         assert again.store.step == 4
         assert again.store.payload == {"at": 4}

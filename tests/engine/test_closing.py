@@ -22,7 +22,7 @@ PARAMS = {"w": jnp.ones(1000), "b": jnp.ones(7)}
 
 @jax.jit
 def slowly(value):
-    """The value, after a while: what depends on it is computed behind the program."""
+    """Returns the value after a while, so that the program is ahead of JAX."""
     busy = jnp.ones((300, 300))
     busy = jax.lax.fori_loop(0, 300, lambda _, x: jnp.sin(x @ x), busy)
     return value + 0 * busy[0, 0]
@@ -48,7 +48,7 @@ def gate():
 
 @pytest.fixture
 def opens_when_awaited(gate, monkeypatch):
-    """The gate opens when somebody waits for what was dispatched, and not before."""
+    """Opens the gate when the store waits for dispatched computations, not before."""
     wait = dispatched.wait_for_dispatched
 
     def open_and_wait():

@@ -1,4 +1,4 @@
-"""kill -9 at any moment: what is committed is one step, whole."""
+"""kill -9 at any moment leaves a whole committed step."""
 
 import os
 import random
@@ -16,7 +16,7 @@ NUM_KILLS = 12
 
 
 class Victim:
-    """A process that trains a store; when it is killed the next one goes on."""
+    """A process that trains a store; when it is killed, the next one continues."""
 
     def __init__(self, path, roots):
         arguments = [sys.executable, PROGRAM, path, str(NUM_KILLS), *roots]
@@ -33,7 +33,7 @@ class Victim:
         return word, int(number)
 
     def meet_next(self):
-        """Waits for the next process; the last step the one before said was durable."""
+        """Waits for the next process; returns the last durable step before it."""
         step = 0
         while True:
             word, number = self._say()
@@ -43,11 +43,11 @@ class Victim:
             step = number
 
     def kill(self, num_steps, delay_s):
-        """Kills it some time after it has committed so many steps, and stops there."""
+        """Kills it some time after a number of commits, and stops its successor."""
         for _ in range(num_steps):
             word, _ = self._say()
             assert word == "durable"
-        self._process.send_signal(signal.SIGSTOP)  # no successor before we have looked
+        self._process.send_signal(signal.SIGSTOP)  # no successor before the check
         signal.sigtimedwait([], delay_s)
         os.kill(self._pid, signal.SIGKILL)
 
@@ -99,7 +99,7 @@ def test_killed_at_random_moments(place, victim, num_csds):
 
 
 def reopened(path):
-    """The store as it is found once the kernel has let go of its lock."""
+    """Opens the store when the kernel has released its lock."""
     for _ in range(1000):
         try:
             return Driver(path)
@@ -118,7 +118,7 @@ STAGES = ["nothing", "unpublished", "half", "all", "synced", "record", "link"]
 @pytest.mark.parametrize("num_csds", [0, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_stopped_at_each_stage(place, drive, stage, num_csds):
-    """Copies the store as it is in the middle of a step, and opens the copy's image."""
+    """Copies the store in the middle of a step, and opens the copy in its place."""
     driver = drive(num_csds=num_csds).init().steps(3)
     driver.store.wait()
     files = driver.opened.directory

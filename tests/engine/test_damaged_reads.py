@@ -1,4 +1,4 @@
-"""Whatever reads a store's chunks refuses one in which a bit has changed."""
+"""Every reader of a store's chunks refuses a chunk with a flipped bit."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from jaxinf.exchange import (
 from jaxinf.store import StepReader, StoreDirectory, Verifier, snapshot
 
 LEAVES = {"h": ((70, 257), "bfloat16"), "w": ((1100, 1025), "float32")}
-"""The second is read in more than one piece."""
+"""The second leaf is read in more than one piece."""
 
 
 def read(driver, leaf, state):
@@ -29,7 +29,7 @@ def params(driver, leaf, state):
 
 
 def bind(driver, leaf, state):
-    """Other params than the stored ones: they are read, not held against checksums."""
+    """Binds other params than the stored ones, so the comparison reads chunks."""
     driver.initial[leaf][:] = 0
     driver.init()
 
@@ -66,7 +66,7 @@ def to_safetensors(driver, leaf, state):
 
 
 def imports(driver, leaf, state):
-    """Keeps a state that the checkpoint has not, where it begins as a constant."""
+    """Imports a checkpoint without a state, which keeps its constant initial value."""
     driver.close()
     source = driver.store.path.with_name("model.safetensors")
     arrays = {name: p.astype(np.float32) for name, p in driver.initial.items()}

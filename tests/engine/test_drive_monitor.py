@@ -1,4 +1,4 @@
-"""Which CSD the others wait for."""
+"""The monitor finds the CSD that the others wait for."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def clock(monkeypatch):
 
 
 def rounds(clock, num_rounds, requests):
-    """Each of the requests, as CSD, bytes and seconds, in every round."""
+    """Makes each of the requests (CSD, bytes, seconds) in every round."""
     own = drive_monitor.DriveMonitor(["/a", "/b", "/c"])
     for _ in range(num_rounds):
         for csd, num_bytes, seconds in requests:
@@ -38,8 +38,8 @@ SAME = [(0, 8 << 20, 0.1), (1, 8 << 20, 0.1)]
     [
         ((2, 8 << 20, 0.2), False),
         ((2, 8 << 20, 0.4), True),
-        ((2, 4096, 0.012), False),  # nothing but the time of any request
-        ((2, 4096, 0.09), False),  # too short to say anything
+        ((2, 4096, 0.012), False),  # the usual time of a request
+        ((2, 4096, 0.09), False),  # too short for a judgement
         ((2, 4096, 0.5), True),
         ((2, 64 << 20, 0.8), False),
     ],

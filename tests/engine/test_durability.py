@@ -1,4 +1,4 @@
-"""Commits every step, every k steps, or only when asked."""
+"""Commits at every step, every k steps, or only on request."""
 
 import shutil
 
@@ -15,7 +15,7 @@ PAGE = 4096
 
 
 def reopened(drive, driver, place):
-    """What a crash at this moment leaves, opened again."""
+    """Opens the state that a crash at this moment would leave."""
     copy = place / "crashed"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(driver.store.path, copy, symlinks=True)
@@ -155,7 +155,7 @@ def test_durability_is_checked(tmp_path, durability):
 
 
 def run_transform(path, bad_steps, num_steps=9, **options):
-    """Params after training in which some gradients are not finite."""
+    """Trains with some non-finite gradients; returns the params."""
     nonfinite = options.pop("nonfinite")
     params = {"a": jnp.ones(PAGE + 3), "b": jnp.ones((3, 5)), "c": jnp.float32(2)}
     with jaxinf.open_store(path, **options) as store:
@@ -215,7 +215,7 @@ def test_nothing_is_read_of_a_step_that_is_half_over_another(drive, ask):
 
 @pytest.mark.parametrize("change", ["other", "sign of zero"])
 def test_params_that_differ_in_a_chunk_of_many_parts(tmp_path, change):
-    """Parts of it are overwritten before all of it has been seen."""
+    """Parts of the chunk are overwritten before all of it has been compared."""
     params = {"w": jnp.zeros((60, 4096))}
     with jaxinf.open_store(
         tmp_path / "store", durability=9, memory_bytes=1 << 19, num_workers=2

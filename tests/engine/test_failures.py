@@ -1,4 +1,4 @@
-"""Failures of drives and of callers: told once, told as they are, nothing committed."""
+"""Failures of drives and callers: reported once and unchanged; nothing is committed."""
 
 import threading
 
@@ -32,7 +32,7 @@ def break_chunk(driver, how, slot, leaf=1, state="params"):
 
 
 def methods(driver):
-    """Everything of a store that must raise what stopped it."""
+    """Returns all methods of a store that must raise its failure."""
     store = driver.store
     return [
         lambda: store.step,
@@ -80,7 +80,7 @@ def step_and_wait(driver):
 
 @pytest.mark.parametrize("how", ["deleted", "a directory"])
 def test_a_damaged_chunk_that_is_written(drive, how):
-    """Writes go on behind the results: the error comes later, at the latest at wait."""
+    """Writes follow the results, so the error comes later, at the latest in `wait`."""
     driver = drive().init().steps(2)
     driver.store.wait()
     break_chunk(driver, how, "b", state="trace")
@@ -103,7 +103,7 @@ def test_damage_found_by_reading_stops_the_store_too(drive):
 
 
 def fail_in_the_background(driver):
-    """Lets the commit of a step that has returned fail."""
+    """Makes the commit fail after its step has returned."""
     lock = driver.opened.directory.publish_lock
     lock.unlink()
     lock.mkdir()
@@ -254,7 +254,7 @@ def test_a_limit_on_files(drive, place, run_python):
 
 
 def test_results_after_a_failure_elsewhere_are_whole_or_an_error(drive):
-    """No half-computed result is handed out as one."""
+    """No incomplete result is handed out."""
     driver = drive(leaves=MORE, chunk_elements=4096).init().steps(2)
     driver.store.wait()
     break_chunk(driver, "truncated", "a", leaf=5)
@@ -268,7 +268,7 @@ def test_results_after_a_failure_elsewhere_are_whole_or_an_error(drive):
 
 
 def test_what_arrives_late_of_a_step_that_failed(drive):
-    """A callback of it that comes after the failure, or to the store opened again."""
+    """A late callback comes after the failure, or when the store is open again."""
     drive().init().steps(3).close()
     driver = drive().init()
     driver.update([0])

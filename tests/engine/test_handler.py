@@ -20,7 +20,7 @@ TIMEOUT_S = 60
 
 
 class WatchedCsd:
-    """A CSD that keeps a list of what it was asked for, and can fail or wait."""
+    """A CSD that records its calls, and can fail or wait."""
 
     def __init__(self, csd):
         self._csd = csd
@@ -123,7 +123,7 @@ def rig(drive):
 
 
 def in_thread(action):
-    """Runs an action in a thread; `.join()` gives its result or its exception."""
+    """Runs an action in a thread; `.join()` returns its result or raises its error."""
     box = []
 
     def run():
@@ -183,7 +183,7 @@ def test_prefetched_state_is_read_once(rig, memory_pages, order):
 
 
 def prefetched(item, tasks):
-    """Returns when all that these load is there."""
+    """Returns when all states of these tasks are loaded."""
     item.handler.prefetch(tasks)
     handler = item.handler
     with handler._done:
@@ -215,7 +215,7 @@ def test_long_states_are_moved_one_by_one(rig, monkeypatch):
 
 @pytest.mark.parametrize("memory_pages", [8, 20, 50])
 def test_short_states_are_written_where_memory_is_wanted(rig, memory_pages):
-    """Though there are too few of them to be written otherwise."""
+    """There are too few of them for a write for other reasons."""
     item = rig(memory_pages)
     item.handler.prefetch(item.tasks())
     for task in item.tasks():
@@ -260,8 +260,8 @@ def test_queued_tasks_take_what_was_read_for_them_before_memory_is_taken_away(ri
     item.handler.prefetch([item.task(item.layouts[n]) for n in (0, 1)])
     while len(item.csd.reads) < 4:
         time.sleep(0.001)
-    # Two are in memory, which is full; the first two tasks want others. Were one of
-    # those in memory given up for them, it would be read again.
+    # Two subgroups fill the memory; the first two tasks need others. If one of the two
+    # were evicted for them, it would be read again.
     item.handler.run([item.task(item.layouts[n]) for n in (5, 6, 0, 1)])
     assert sorted(chunk for chunk, _ in item.seen) == [0, 1, 5, 6]
     assert len(item.csd.reads) == 2 * 4
@@ -280,7 +280,7 @@ def test_a_prefetch_of_the_other_slot_is_not_used(rig):
 
 @pytest.mark.parametrize("memory_pages", [8, 1000])
 def test_a_prefetch_of_less_is_completed(rig, memory_pages):
-    """The step after gradient accumulation wants more than those before it."""
+    """The step after gradient accumulation needs more states than those before it."""
     item = rig(memory_pages)
     item.handler.prefetch(item.tasks(loads=((0, "a"),)))
     item.handler.run(item.tasks())
@@ -361,7 +361,7 @@ def test_a_failure_from_outside_stops_what_has_not_begun(rig):
 
 
 def test_no_compute_runs_after_run_has_raised(rig):
-    """What tasks work on belongs to XLA, which frees it."""
+    """The tasks' arrays belong to XLA, which frees them."""
     item = rig(num_workers=2)
     inside, go_on, returned = (threading.Event() for _ in range(3))
 

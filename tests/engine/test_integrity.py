@@ -46,7 +46,7 @@ def test_a_flipped_bit_is_named_and_not_trained_on(
 
 
 def read_again(driver, layouts):
-    """Reads momentum, as a prefetch that had to make room and then its task do."""
+    """Reads momentum twice, like an evicted prefetch and then its task."""
     opened = driver.opened
     tasks = [
         Task(layout, lambda *_: None, loads=((1, opened.chunks.source(layout, 1)),))
@@ -57,7 +57,7 @@ def read_again(driver, layouts):
 
 @pytest.mark.parametrize("num_read_first", [1, 2, None])
 def test_a_subgroup_that_is_read_twice_must_be_the_same(drive, num_read_first):
-    """Of a chunk that was whole in memory before, or was not yet."""
+    """The chunk was complete in memory before, or not yet."""
     driver = drive(leaves=LEAVES, memory_bytes=1 << 18).init().steps(1)
     driver.store.wait()
     number = list(driver.leaves).index("w")
@@ -72,7 +72,7 @@ def test_a_subgroup_that_is_read_twice_must_be_the_same(drive, num_read_first):
 
 
 def give_up_and_update(driver, number):
-    driver.store.training.steps.abandon()  # reads ahead: may find it, too
+    driver.store.training.steps.abandon()  # the prefetch may find it, too
     driver.update([number])
 
 
@@ -98,7 +98,7 @@ def test_params_that_are_read_are_checked(drive):
     driver.close()
     flip(driver, "w", "params", byte=12345)
     again = drive(driver.store.path, leaves=LEAVES)
-    again.initial["w"][:] = 0  # what has the stored params' bits is not read
+    again.initial["w"][:] = 0  # chunks with the params' bits would not be read
     with pytest.raises(StoreCorruptError):
         again.init()
     with pytest.raises(StoreCorruptError):
@@ -120,7 +120,7 @@ def test_another_cut_of_the_chunks_finds_the_same_sums(drive):
 
 
 def flip_and_step(drive, driver, num_steps, verify):
-    """Steps on a store that has a flipped bit; how many were done before it showed."""
+    """Steps on a store with a flipped bit; returns the steps before its detection."""
     flip(driver, "w", "trace", byte=5)
     again = drive(driver.store.path, leaves=LEAVES, verify=verify)
     again.training.bind(again.description)

@@ -1,4 +1,4 @@
-"""A making that was killed: what it left says whose it is, and the next removes it."""
+"""A killed creation: its files show their owner, and the next creation removes them."""
 
 import os
 import signal
@@ -71,7 +71,7 @@ def test_a_conversion(source, tmp_path, name, after):
     assert done.returncode == -signal.SIGKILL
     left = StoreDirectory.open(new)
     for csd, root in enumerate(roots):
-        # Whatever is on a root, the manifest has its name, and the root the store's.
+        # If a root has files, the manifest names the root, and the root the store.
         found = list(root.iterdir())
         assert found in ([], [left.csd_directory(csd)])
         if found and list(found[0].iterdir()):
@@ -87,7 +87,7 @@ def test_a_conversion(source, tmp_path, name, after):
 
 @pytest.mark.parametrize("place", ["checkpoints/kept", "slots/a"])
 def test_a_step_is_not_taken_for_something_unfinished(source, tmp_path, place):
-    """Nor is an export: it has a manifest, and no committed slot."""
+    """Neither is an export, which has a manifest and no committed slot."""
     driver = Driver(source, leaves=LEAVES).init()
     driver.store.checkpoint("kept")
     driver.close()

@@ -1,4 +1,4 @@
-"""Checksums of what was read that are only known when it has been updated."""
+"""Checksums of read state that are known only after its update."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""From opening to the end of a process: nothing is left, nothing is lost."""
+"""From opening to the end of a process: no leftovers, no losses."""
 
 import contextlib
 import gc
@@ -58,7 +58,7 @@ def test_refused_openings_leave_nothing(drive, place):
 
 @contextlib.contextmanager
 def no_new_threads():
-    """The operating system refuses every thread: no address space has such a stack."""
+    """Makes the system refuse threads: no address space has room for such a stack."""
     before = threading.stack_size(1 << 46)
     try:
         yield

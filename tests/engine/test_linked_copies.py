@@ -1,7 +1,7 @@
-"""Copies of a store by hard links (cp -al) that somebody makes beside a run.
+"""Copies of a store by hard links (cp -al), made during a run.
 
-Nothing that the run writes goes through to the copy, and what a copy links to is
-replaced by files that hold all that the run still needs.
+The run's writes do not reach the copy. It replaces linked files by new ones with all
+data that it still needs.
 """
 
 import subprocess
@@ -20,7 +20,7 @@ OPTIONS = {
 
 
 def linked_copy(driver):
-    """What `cp -al` makes of it, and the bytes of every chunk there."""
+    """Returns a copy by `cp -al`, and the bytes of every chunk in it."""
     copy = driver.store.path.with_name("copy")
     subprocess.run(["cp", "-al", driver.store.path, copy], check=True)
     chunks = [f for f in copy.glob("slots/*/*.*/c/**/*") if f.is_file()]
@@ -52,7 +52,7 @@ def test_a_copy_between_steps(drive, durability, verify):
 
 @pytest.mark.parametrize("durability", ["step", 4])
 def test_a_copy_in_the_middle_of_a_chunk(drive, durability):
-    """The subgroups that were written before are still there after."""
+    """Subgroups that were written before the copy are still there after it."""
     options = OPTIONS | {"num_workers": 1}  # a copy takes names that stay
     driver = drive(durability=durability, **options).init().steps(2)
     driver.store.training.join()

@@ -1,4 +1,4 @@
-"""Several CSDs: one that fails or hangs is named, and ends the step alone."""
+"""Several CSDs: a failing or hanging one is named, and ends only the step."""
 
 import threading
 import time
@@ -25,12 +25,12 @@ def driver(drive):
 
 
 def unit_of(driver, csd):
-    """What runs the kernels of a card."""
+    """Returns the executor of a card's kernels."""
     return driver.opened.csds[csd]._card._device.unit
 
 
 def check_ended(driver, drive, error, csd):
-    """The step is lost, and no other; the store opens again where it was."""
+    """Checks that only the step is lost, and that the store opens at the one before."""
     root = driver.opened.directory.manifest.csds[csd]
     assert f"CSD {root}/jaxinf-" in str(error.value)
     with pytest.raises(CsdError) as again:

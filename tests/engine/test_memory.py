@@ -1,4 +1,4 @@
-"""State of any size passes through the budget, and no more memory than that."""
+"""State of any size passes through the budget, and needs no more memory."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ def test_steps_stay_in_the_budget(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is Linux's")
 def test_the_cap_holds_a_greater_budget_back(tmp_path):
-    """So that the test above can fail."""
+    """Shows that the test above can fail."""
     done = run(tmp_path, 160 * MIB)
     assert done.returncode != 0
     assert not done.stdout

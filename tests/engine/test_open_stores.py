@@ -29,7 +29,7 @@ def test_the_last_handle_closes(open_store):
     first, second = open_store(), open_store()
     jaxinf.smart_update(optax.adam(1e-2), first).init(PARAMS)
     second.close()
-    second.close()  # its own handle alone
+    second.close()  # closes only this handle
     with pytest.raises(jaxinf.StoreClosedError, match="open it again"):
         _ = second.step
     assert first.step == 0
@@ -78,7 +78,7 @@ def test_options_of_the_open_store(open_store, place):
 
 
 def test_factories_called_in_init_and_in_update(place):
-    """As programs do that make their optimizer wherever they need it."""
+    """Some programs make their optimizer wherever they need it."""
 
     def make():
         return jaxinf.smart_update(optax.adam(1e-2), place / "store")

@@ -1,4 +1,4 @@
-"""The order of a commit, as the operating system is asked for it."""
+"""The order of a commit's system calls."""
 
 import os
 import re
@@ -31,7 +31,7 @@ sys.addaudithook(_record)
 
 @contextmanager
 def events():
-    """Collects what is written, removed, linked and synchronised meanwhile."""
+    """Collects writes, removals, links and synchronisations meanwhile."""
     global _is_on
     _events.clear()
     _is_on = True
@@ -42,7 +42,7 @@ def events():
 
 
 def stages(found, place, spare):
-    """The events as letters; fails on any that has no place in a step."""
+    """Converts the events to letters; fails on events that no step has."""
     committed = "b" if spare == "a" else "a"
     kinds = [
         ("u", rf"remove .*/slots/{spare}/commit\.json"),

@@ -1,4 +1,4 @@
-"""How stores are made: one way, each time asked for room once."""
+"""Making a store checks the free space once, in every way."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from jaxinf.store.space import check_free_space
 
 @pytest.fixture
 def asked(monkeypatch):
-    """How often free space was asked for."""
+    """Counts the checks of free space."""
     calls = []
 
     def counted(needs, *texts, original=check_free_space):

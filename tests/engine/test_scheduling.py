@@ -1,4 +1,4 @@
-"""What the pipeline does next, against a simple model: no threads, no files."""
+"""The pipeline's next unit, against a simple model without threads and files."""
 
 from collections import Counter
 
@@ -43,7 +43,7 @@ def layout(number, num_elements):
 
 
 class Buffer:
-    """Memory of a model of a CSD's."""
+    """A buffer of a modelled CSD."""
 
     def __init__(self, num_bytes):
         self.num_bytes = num_bytes
@@ -58,7 +58,7 @@ def task(where, loads=(0, 1, 2), stores=(0, 1, 2), slot="a"):
 
 
 class Rig:
-    """Queues over memories of a length; keeps what was done with each task."""
+    """Queues over memories of a given length; records the work on each task."""
 
     def __init__(self, limits=(2, 2), memory_bytes=(1 << 40, 1 << 40)):
         self.queues = Queues(TRAITS, Limits(*limits))
@@ -78,7 +78,7 @@ class Rig:
         return group
 
     def allocate(self, unit):
-        """As a CSD does: in order, as far as there is room."""
+        """Allocates like a CSD: in order, as far as there is room."""
         memory = TRAITS[unit.tasks[0].csd].memory
         buffers = []
         for wanted in unit.tasks:
@@ -94,7 +94,7 @@ class Rig:
             self.free_bytes[memory] += resident.buffer.num_bytes
 
     def begin(self):
-        """Begins what is next, and returns it."""
+        """Begins the next unit, and returns it."""
         while True:
             unit = next_unit(self.queues)
             assert unit == next_unit(self.queues)  # asking changes nothing
@@ -137,7 +137,7 @@ class Rig:
                 self.release(self.queues.end(unit))
 
     def run(self):
-        """Does one unit after another until none is next."""
+        """Performs units until there is none."""
         units = []
         while (unit := self.begin()) is not None:
             self.end(unit)
@@ -272,7 +272,7 @@ def test_nothing_begins_after_a_stop():
     rig.queues.fail(second)
     rig.submit(task(layout(9, SHORT)))
     assert rig.begin() is None
-    assert len(rig.queues.residents) == 2  # whose memory is left to give back
+    assert len(rig.queues.residents) == 2  # their memory is still to be released
 
 
 def test_a_subgroup_that_fits_no_memory_is_no_deadlock():
@@ -304,7 +304,7 @@ class Pipeline(RuleBasedStateMachine):
 
     @rule(lengths=st.lists(st.sampled_from([SHORT, LONG]), max_size=5))
     def submit(self, lengths):
-        """Subgroups that nobody has prefetched."""
+        """Submits subgroups without a prefetch."""
         self.rig.submit(*map(task, self._new_layouts(lengths)))
 
     @rule(
@@ -360,7 +360,7 @@ class Pipeline(RuleBasedStateMachine):
 
     @rule()
     def everything_computes(self):
-        """While nobody drains, whatever is submitted still computes."""
+        """Submitted tasks compute even if no thread drains."""
         self._end_all()
         self.rig.run()
         assert not any(group.num_waiting for group in self.rig.groups)
@@ -393,7 +393,7 @@ class Pipeline(RuleBasedStateMachine):
 
     @invariant()
     def memory_that_comes_back_is_known(self):
-        """Else what was prefetched would be given up too early, or never."""
+        """Otherwise prefetches would be evicted too early, or never."""
         if not hasattr(self, "rig"):
             return
         queues = self.rig.queues

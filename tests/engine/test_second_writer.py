@@ -1,4 +1,4 @@
-"""A second writer beside a first: whatever is removed, one of them commits."""
+"""A second writer beside a first: only one commits, whichever file was removed."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from jaxinf.errors import StoreLockedError
 def test_a_run_whose_lock_was_removed_commits_nothing_more(
     drive, monkeypatch, durability
 ):
-    """The second writer goes on; what it commits is not taken back."""
+    """The second writer goes on, and its commits stay."""
     first = drive(durability=durability).init().steps(2)
     first.store.wait()
     (first.store.path / "lock").unlink()

@@ -1,4 +1,4 @@
-"""Opening and making stores: what is refused, by message, and what is not."""
+"""Opening and making stores: refused cases with their messages, and accepted ones."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ from jaxinf.store import StoreDirectory, StoreLock, seal
 
 @contextlib.contextmanager
 def mounted(*command):
-    """Mounts something for the time of the context; skips where one must not."""
+    """Mounts something while the context lasts; skips without permission."""
     if subprocess.run(["mount", *command], capture_output=True).returncode:
         pytest.skip("this process may not mount file systems")
     try:
@@ -163,7 +163,7 @@ def test_one_writer(drive, place):
 
 
 def test_one_maker(drive, place):
-    """Opened twice before there was a store: the second goes on with it."""
+    """Two openings precede the store; the second continues with it."""
     first, second = drive(), drive()
     first.init().step()
     first.close()
@@ -219,7 +219,7 @@ def test_creation_cut_short(drive, place, num_csds, files):
     driver = drive()
     assert not driver.store.exists
     driver.init().steps(1).check(1)
-    # The roots of the store that was cut short are those of the one in its place.
+    # The new store has the roots of the unfinished one.
     assert len(driver.store.manifest.csds) == num_csds
     for csd in range(num_csds):
         assert len(list((place / f"csd{csd}").iterdir())) == 1

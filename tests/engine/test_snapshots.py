@@ -72,7 +72,7 @@ def test_each_is_one_step_of_a_run(place, num_csds):
 
 
 def read_one(store, path):
-    """The step and the one value of each state; fails where there are two."""
+    """Returns the step and the only value of each state; fails if there are two."""
     record = CommitRecord.read(path / "commit.json")
     found = [record.step]
     for state in ("params", "mu", "nu"):

@@ -1,4 +1,4 @@
-"""Steps: exact numbers, memory within the budget, bytes that are counted."""
+"""Steps: exact numbers, memory within the budget, counted bytes."""
 
 import itertools
 
@@ -41,7 +41,7 @@ def test_steps_are_exact(drive, num_csds, options):
             np.testing.assert_array_equal(out, wanted)
         driver.check(step)
     limit = driver.opened.options.memory_bytes
-    if driver.opened.options.csd.has_cards:  # which hold one subgroup at least
+    if driver.opened.options.csd.has_cards:  # a card holds at least one subgroup
         limit = max(limit, set_bytes(4 * NUM_BYTES * PAGE, 4 * PAGE))
     assert driver.training.peak_memory_bytes <= limit
 
@@ -66,7 +66,7 @@ def test_leaves_larger_than_memory(drive):
     driver.steps(3).check(3)
     assert driver.training.peak_memory_bytes <= options["memory_bytes"]
     driver.close()
-    # The budget is a matter of the run, not of the store.
+    # The budget belongs to the run, not to the store.
     driver = drive(leaves=LARGE, num_workers=1, memory_bytes=1 << 22).init()
     driver.steps(2).check(5)
 
@@ -96,7 +96,7 @@ def test_any_order_of_arrival(drive, memory_pages):
 
 @pytest.mark.parametrize("memory_bytes", [64 * NUM_BYTES * PAGE, 1 << 25])
 def test_bytes_on_the_drive(drive, memory_bytes):
-    """In whatever order, no more is read again than the memory held."""
+    """In any order, no more is read again than the memory held."""
     driver = drive(chunk_elements=PAGE, memory_bytes=memory_bytes).init()
     wanted = sum(required_bytes(driver.opened.directory).values()) // 2
     # The 0-d leaf's files are one element, not a page.
@@ -148,7 +148,7 @@ def test_frozen_leaves_cost_nothing(drive, num_csds):
         driver.store.wait()
         traffic = driver.store.metrics.traffic
         assert traffic.drive_write_bytes == 2 * 3 * 4096 * 4
-        # The 16-bit leaf's params are read, to be given back; a remainder is not.
+        # The 16-bit leaf's params are read for the result; a remainder is not.
         itemsize = 2 if driver.opened.options.csd.codes_params else 4
         assert traffic.drive_read_bytes == 2 * 3 * 4096 * 4 + 40 * 4096 * itemsize
         found = driver.found()

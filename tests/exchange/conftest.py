@@ -1,4 +1,4 @@
-"""Committed steps of raw files to export, and what they hold."""
+"""Committed steps of raw files to export, and their arrays."""
 
 import uuid
 from collections.abc import Callable
@@ -41,7 +41,7 @@ LEAVES = {
 
 
 def any_bits(rng: np.random.Generator, shape: tuple, dtype: np.dtype) -> np.ndarray:
-    """Values of all kinds: NaN with payloads, denormals, infinities."""
+    """Draws values of all kinds: NaN with payloads, denormals, infinities."""
     if dtype.kind == "b":
         return rng.integers(0, 2, shape).astype(bool)
     count = int(np.prod(shape, dtype=np.int64))

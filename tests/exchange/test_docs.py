@@ -19,7 +19,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 
 
 def programs(**places):
-    """Its Python blocks, by the heading above them, with other paths."""
+    """Returns the page's Python blocks by their heading, with other paths."""
     text = PAGE.read_text()
     for old, new in places.items():
         text = text.replace(f'"/{old}', f'"{new}')

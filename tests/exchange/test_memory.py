@@ -1,4 +1,4 @@
-"""Memory is a number that is set, not the size of a leaf."""
+"""Memory stays within its limit for leaves of any size."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A plain optax run, saved by stock Orbax, goes on from a store as it would have.
+"""A plain optax run, saved by stock Orbax, continues from a store unchanged.
 
 The reference of the bits is three separate jits: gradients, `tx.update`,
 `optax.apply_updates` (CONTRIBUTING.md, "Bits are a contract").
@@ -66,7 +66,7 @@ def loss_and_grads(params, step):
 
 
 def train(tx, params, state, first, last):
-    """Losses of the steps [first, last), each in three jits."""
+    """Returns losses of the steps [first, last), each in three jits."""
     update, apply = jax.jit(tx.update), jax.jit(optax.apply_updates)
     losses = []
     for step in range(first, last):
@@ -168,7 +168,7 @@ def test_every_way_to_save_goes_on(tmp_path, save):
 
 
 def test_clipping_outside_goes_on(tmp_path):
-    """The optimizer may move inside a chain: paths end alike."""
+    """The optimizer may move inside a chain, because paths end alike."""
     inner = optax.adamw(1e-2)
     plain = optax.chain(optax.clip_by_global_norm(0.5), inner)
     params = make_params()

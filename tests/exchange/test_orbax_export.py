@@ -1,4 +1,4 @@
-"""Stock Orbax restores what is exported, to the bit, and memory stays in its budget."""
+"""Stock Orbax restores exports to the bit, and memory stays within its budget."""
 
 import json
 

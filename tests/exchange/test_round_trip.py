@@ -1,4 +1,4 @@
-"""What is exported makes the same store again, to the bit."""
+"""An export makes the same store again, to the bit."""
 
 import dataclasses
 import itertools
@@ -52,7 +52,7 @@ def test_round_trip(make_step, place, check_bits, kind, num_csds, num_new_csds):
     directory = StoreDirectory.open(place / "again")
     again, found = read_step(directory)
     check_bits(found, arrays)
-    # What other tools read beside the arrays is the new store's own.
+    # Documents of other tools are the new store's own.
     commit = dataclasses.replace(again.commit, documents=step.commit.documents)
     assert commit.to_json() == step.commit.to_json()
     assert directory.manifest.csds == tuple(map(str, roots))

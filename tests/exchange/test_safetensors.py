@@ -1,4 +1,4 @@
-"""Stock safetensors reads what is exported; damaged files are refused."""
+"""Stock safetensors reads exports; damaged files are refused."""
 
 import json
 import struct

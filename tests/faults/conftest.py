@@ -1,4 +1,4 @@
-"""Places for stores, in memory where there is such a file system, and their drivers."""
+"""Places for stores, in memory if there is such a file system, and their drivers."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

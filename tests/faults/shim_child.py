@@ -1,7 +1,7 @@
 """A program that trains a store and breaks its own system calls; see `shim.c`.
 
-Reads one case a line, as JSON: the store's path, what fails, or how wrong the clock is.
-Answers with what became of it: the error of a step, and the step that is committed.
+Reads a case from each line, as JSON: the store's path, the call that fails, or the
+clock's error. Answers with the error of a step, and the committed step.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ NUM_STEPS = 3
 
 
 def run(case):
-    """Steps before, what fails, and the store as it is then."""
+    """Makes steps, then the failing one; returns its error and the store's step."""
     driver = Driver(Path(case["path"]), csds=case["csds"], memory_bytes=1 << 20)
     driver.init().steps(NUM_STEPS)
     driver.store.wait()

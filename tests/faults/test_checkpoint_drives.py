@@ -9,7 +9,7 @@ from jaxinf.store import Verifier
 
 
 def hashes(driver, name):
-    """Of every chunk file of a checkpoint, with its inode."""
+    """Returns the hash and inode of every chunk file of a checkpoint."""
     files = driver.opened.directory
     found = {}
     for number, leaf in enumerate(files.manifest.leaves):

@@ -1,7 +1,7 @@
-"""A crash at every boundary of a step, with every kind of loss: one step, whole.
+"""A crash at every boundary of a step, with every kind of loss, leaves a whole step.
 
-The run is recorded as a log of what it asked of the file systems. At each boundary
-between two operations the states that a crash may leave are put on a drive and opened
+A run is recorded as a log of its operations on the file systems. At each boundary
+between two operations, the states that a crash may leave are put on a drive and opened
 by the real code. `JAXINF_FAULTS=long` visits many more of them.
 """
 
@@ -53,7 +53,7 @@ def rare(driver, mark):
 
 
 def made_anew(driver, mark):
-    """A creation that was given up, and another one over it."""
+    """An abandoned creation, and another one over it."""
     driver.training.bind(driver.description, may_create=True)
     driver.training.close()
     again = small_driver(driver.store.path)
@@ -86,7 +86,7 @@ def kept(driver, mark):
 
 
 def rolled_back(driver, mark):
-    """Back to the step before by what the other slot has, and on from there."""
+    """A rollback to the other slot's step, and steps after it."""
     driver.init()
     mark(0)
     for step in range(1, 3):
@@ -113,12 +113,12 @@ SCRIPTS = {
     "made anew": made_anew,
 }
 NAMES = ("jaxinf.json", "slots", "current", "commit.json")
-# Of the names that a snapshot makes and removes, so many are passed over.
+# One of so many names that a snapshot makes and removes is visited.
 ONE_IN = {"pinned": 10 if LONG else 1000, "kept": 10 if LONG else 1000}
 
 
 def runs(*names):
-    """Marks a test to be given these, the longer ones where there is time."""
+    """Parametrises a test with runs; the longer ones only if there is time."""
     return pytest.mark.parametrize(
         "run",
         [
@@ -158,7 +158,7 @@ def enumerate_states(run, mark, *, one_in=1):
 
 @runs(*SCRIPTS)
 def test_every_boundary_of_a_commit(run):
-    # The first step links what it leaves unchanged, later ones find it linked.
+    # The first step links unchanged chunks; later ones find the links.
     everything = LONG or run.name in ("kept", "frozen")
     for mark in range(1, len(run.log.marks)) if everything else (2,):
         enumerate_states(run, mark, one_in=ONE_IN.get(run.name, 1))
@@ -188,11 +188,11 @@ def test_any_loss_at_any_boundary(run, data):
     run.check(cut, chosen, goes_on=True)
 
 
-# --- that the enumerator can find something ----------------------------------------
+# --- the enumerator finds errors ---------------------------------------------------
 
 
 def barriers_of_commit(run):
-    """The numbers of the operations that a step's commit waits for."""
+    """Returns the numbers of the operations that a step's commit waits for."""
     (_, (first, _), (last, _), _) = run.log.marks
     numbers = [
         number
@@ -204,7 +204,7 @@ def barriers_of_commit(run):
 
 
 def without(run, number):
-    """The same run where one barrier was forgotten."""
+    """Returns the run without one of its barriers."""
     operations = list(run.log.operations)
     operations[number] = []
     run.log = replace(run.log, operations=operations)
@@ -213,7 +213,7 @@ def without(run, number):
 
 @pytest.mark.parametrize("forgotten", [0, 1, 2, 3])
 def test_each_forgotten_barrier_is_found(place, forgotten):
-    """Chunks, the record, its name, the name `current`: all have to be durable."""
+    """Chunks, the record, its name, the name `current` must all be durable."""
     run = RecordedRun(place, 0, plain)
     barriers = barriers_of_commit(run)
     assert len(barriers) == 4
@@ -231,7 +231,7 @@ def test_each_forgotten_csd_is_found(place, csd):
 
 
 def test_a_commit_without_sync_is_found(place, monkeypatch):
-    """The same in the code: publishing what was not synchronised."""
+    """The same in the code: a slot is published without synchronisation."""
     monkeypatch.setattr("jaxinf.store.StoreDirectory.sync", lambda self: None)
     with pytest.raises(Mixture):
         enumerate_states(RecordedRun(place, 0, plain), 2)

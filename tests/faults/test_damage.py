@@ -1,4 +1,4 @@
-"""Damaged files: named, nothing trained on; mended, the run goes on."""
+"""Damaged files are named and not trained on; after a repair the run continues."""
 
 import os
 import shutil
@@ -63,7 +63,7 @@ def test_a_chunk_that_is_read(place, drive, damage, state, num_csds):
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_chunk_of_the_other_slot(place, drive, damage):
-    """It holds nothing of the committed step: only a missing file is an error."""
+    """The committed step does not use the chunk, so only a missing file is an error."""
     path = place / "store"
     driver = drive(path).init().steps(STEP)
     driver.close()

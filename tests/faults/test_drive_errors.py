@@ -17,7 +17,7 @@ STEP = 3
 
 @pytest.fixture(scope="module")
 def child(tmp_path_factory):
-    """Asks `shim_child`; one process for all cases, for it takes seconds to start."""
+    """Starts `shim_child`, once for all cases, since the start takes seconds."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler to build the shim with")
@@ -76,7 +76,7 @@ def test_a_drive_that_fails(child, place, drive, where, num_csds):
         'check the drive (dmesg, smartctl), then run "jaxinf verify"'
         in (answer["text"])
     )
-    # What a step reads may be there before the drive begins to fail.
+    # A step's state may be prefetched before the drive begins to fail.
     step = answer["step"]
     assert STEP <= step <= STEP + (where == "read")
     driver = drive(place / "store").init()
@@ -97,7 +97,7 @@ def test_a_drive_that_fails_in_the_middle(child, place, drive, after):
 
 @pytest.mark.parametrize("clock_s", [-86400 * 365 * 30, 86400 * 365 * 30])
 def test_a_clock_that_jumps(child, place, drive, clock_s):
-    """Back to another century's days, or far ahead: nothing depends on it."""
+    """The clock goes back decades, or far ahead; nothing depends on it."""
     answer = child(place / "store", clock_s=clock_s)
     assert "text" not in answer
     assert (answer["after"] < answer["before"]) == (clock_s < 0)

@@ -1,4 +1,4 @@
-"""A long run keeps no descriptor, no thread and no memory for the steps behind it."""
+"""A long run keeps no descriptors, threads or memory of earlier steps."""
 
 import os
 import threading
@@ -12,7 +12,7 @@ NUM_STEPS = 5000 if LONG else 300
 WARM_UP = 50
 GROWTH_BYTES = 8 << 20
 NUM_IN_FLIGHT = 4
-"""Files that the workers may have open at any moment, reading ahead."""
+"""Files that prefetching workers may have open at any moment."""
 
 LEAVES = {
     "bias": ((129,), "float32"),
@@ -22,7 +22,7 @@ LEAVES = {
 
 
 def resources():
-    """Open descriptors, threads, and resident bytes."""
+    """Returns the numbers of open descriptors and threads, and resident bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     num_fds = len(os.listdir("/proc/self/fd"))
     return num_fds, threading.active_count(), pages * os.sysconf("SC_PAGE_SIZE")
@@ -49,7 +49,7 @@ def test_steps_keep_nothing(place):
 
 
 def test_stores_opened_again_and_again_keep_nothing(place):
-    """Without the optimizer's tracing, which stays in JAX's caches."""
+    """Does not trace the optimizer, which would stay in JAX's caches."""
     for number in range(NUM_STEPS // 10):
         small_driver(place / "store").init().steps(1).close()
         if number == WARM_UP // 10:

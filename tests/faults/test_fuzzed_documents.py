@@ -1,4 +1,4 @@
-"""Documents as strangers may write them, for long: `make faults`."""
+"""Hostile documents, for a long time: `make faults`."""
 
 import os
 from collections import Counter

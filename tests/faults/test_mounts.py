@@ -16,7 +16,7 @@ def remount(path, how):
 
 
 def test_a_file_system_becomes_read_only(mount_tmpfs, drive):
-    """At rest: opening says so. During a run no kernel lets anybody remount it."""
+    """Opening reports it. During a run the kernel does not allow a remount."""
     path = mount_tmpfs("fs")
     drive(path / "store").init().steps(STEP).close()
     remount(path, "ro")
@@ -77,7 +77,7 @@ def test_power_cuts(mount_ext4, place, drive, num_csds):
 
 
 def cut_during_steps(driver, drives, moments):
-    """Takes the power away behind a few steps' back; the last that was durable."""
+    """Cuts the power during a few steps; returns the last durable step."""
     driver.steps(moments.randrange(3))
     driver.store.wait()
     durable = driver.at

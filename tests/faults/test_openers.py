@@ -70,7 +70,7 @@ def test_all_at_once(place, drive, is_new, run_program):
 
 
 def test_a_store_that_appears_between_two_looks(place, drive, monkeypatch):
-    """It is somebody else's, not a foreign directory."""
+    """It is another process's store, not a foreign directory."""
     (place / "store").mkdir()
     iterdir = Path.iterdir
 

@@ -24,7 +24,7 @@ def small(request):
 
 
 def fill_bytes(path):
-    """Takes every free byte; what to remove."""
+    """Fills every free byte; returns the files to remove."""
     with open(path / "filler", "wb", buffering=0) as file:
         try:
             while True:
@@ -53,7 +53,7 @@ REMEDIES = {
 
 
 def go_on_with_room(drive, driver, made, at):
-    """Removes what filled the drives and opens the store again, at a step."""
+    """Removes the filling files, opens the store again, and checks its step."""
     path = driver.store.path
     driver.training.close()
     for file in made:
@@ -64,7 +64,7 @@ def go_on_with_room(drive, driver, made, at):
 
 
 def test_no_free_bytes_stop_no_step(small, drive):
-    """All chunks are preallocated, and a record's room is its predecessor's."""
+    """All chunks are preallocated, and a record takes its predecessor's room."""
     driver = drive(small / "store").init().steps(2)
     driver.store.wait()
     fill_bytes(small)

@@ -46,7 +46,7 @@ class Memory:
 
 @dataclass
 class Chunk:
-    """A subgroup's inputs, as the host takes them; `states` are as they are stored."""
+    """A subgroup's inputs in the host's form; `states` are in their stored form."""
 
     gradient: np.ndarray
     indices: np.ndarray | None
@@ -61,7 +61,7 @@ class Chunk:
 
 
 def floats(rng, num):
-    """Of many magnitudes, with zeros, denormals and -0."""
+    """Draws many magnitudes, with zeros, denormals and -0."""
     values = rng.standard_normal(num) * np.exp(rng.uniform(-12, 3, num))
     special = rng.choice(np.float32([0, -0.0, 1e-40, -1e-38, 2e-38, 1e4, 1]), num)
     return np.where(rng.random(num) < 0.1, special, values).astype(np.float32)
@@ -97,7 +97,7 @@ def make_chunk(card: CardKernel, kernel, num: int, seed: int = 0, ratio=0.1) -> 
 
 
 def run_host(card: CardKernel, kernel, chunk: Chunk):
-    """New states, result, and whether the gradient was finite."""
+    """Returns new states, result, and whether the gradient was finite."""
     states = {name: values.copy() for name, values in chunk.states.items()}
     gradient = chunk.gradient
     if chunk.indices is not None:
@@ -122,7 +122,7 @@ def run_host(card: CardKernel, kernel, chunk: Chunk):
 
 
 def run_card(card: CardKernel, function, chunk: Chunk, *, in_place=True, table=None):
-    """New states, result and status, after checks of what was touched.
+    """Returns new states, result and status, after checks of the guards.
 
     `table`: of estimates, instead of this machine's.
     """
@@ -165,7 +165,7 @@ def assert_same_bits(found, expected, what=""):
 
 
 def compare(card: CardKernel, kernel, function, chunk: Chunk, *, in_place=True):
-    """Card and host give the same bits, and the card's checksums are the host's."""
+    """Checks that card and host give the same bits and checksums."""
     expected, expected_out, finite = run_host(card, kernel, chunk)
     states, out, status = run_card(card, function, chunk, in_place=in_place)
     assert status.finite == finite
@@ -184,7 +184,7 @@ def variant(kernel, gradient="f32", out="update", state="f32", compressed=False)
 
 @dataclass
 class Tools:
-    """What the tests of this folder share."""
+    """The shared tools of this folder's tests."""
 
     compare = staticmethod(compare)
     floats = staticmethod(floats)

@@ -1,4 +1,4 @@
-"""Card kernels, compiled for this machine: the host's bits, whatever the variant."""
+"""Card kernels, compiled for this machine: the host's bits in every variant."""
 
 import ctypes
 import itertools
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def functions(*cards):
-    """The kernels of one library."""
+    """Returns the kernels of one library."""
     library = ctypes.CDLL(str(card_library(*cards)))
     for card in cards:
         function = getattr(library, card.name)
@@ -117,7 +117,7 @@ def test_adagrad(tools, num):
 
 @pytest.mark.parametrize("body", ["adagrad", "rmsprop"])
 def test_roots_of_special_values(tools, body):
-    """What the root is taken of is the slot itself, as there is no gradient."""
+    """Without a gradient, the root's argument is the slot itself."""
     kernel = KERNELS[body]
     card = tools.variant(kernel)
     words = [
@@ -137,7 +137,7 @@ def test_roots_of_special_values(tools, body):
 
 
 def test_without_estimates_there_are_two_roundings(tools):
-    """On another processor than x86-64, NumPy's are the host's bits."""
+    """On processors other than x86-64, the host's bits are NumPy's."""
     kernel = KERNELS["adagrad"]
     card = tools.variant(kernel)
     chunk = tools.make_chunk(card, kernel, 5000)
@@ -155,7 +155,7 @@ def flushed(values):
     return np.where(tiny, np.copysign(np.float32(0), values), values)
 
 
-# ---- what a kernel reports
+# ---- a kernel's report
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -1,4 +1,4 @@
-"""The sources in hls/: up to date, of the shape that a synthesiser wants."""
+"""The sources in hls/: up to date, and in the form that a synthesiser needs."""
 
 import importlib
 import re
@@ -127,7 +127,7 @@ def test_the_estimate_is_up_to_date():
 
 
 def test_installed_headers_are_found(monkeypatch, tmp_path):
-    """Away from a checkout, they are those of the package jaxinf_hls."""
+    """Without a checkout, the headers are those of the package jaxinf_hls."""
     package = tmp_path / "site" / "jaxinf_hls"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()

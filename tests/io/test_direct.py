@@ -300,7 +300,7 @@ def test_short_transfers_are_completed(tmp_path, aligned, monkeypatch):
 def test_a_write_that_stops_within_a_page_says_why(
     tmp_path, aligned, monkeypatch, code
 ):
-    """The rest is asked for at the very byte: the page's beginning would be taken."""
+    """The rest is requested from that byte on, since a whole page would be accepted."""
     end, offsets = 2 * _PAGE + 100, []
     real_pwritev = os.pwritev
 

@@ -1,4 +1,4 @@
-"""A training loop near storage, and the one in memory that it is compared with."""
+"""A training loop near storage, and one in memory for comparison."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from jaxinf.program import UpdateProgram, trace_init, trace_update
 
 @dataclass
 class Near:
-    """Master params and slots in NumPy, scalar state in JAX, as an engine has them."""
+    """Master params and slots in NumPy, and scalar state in JAX, as in the engine."""
 
     tx: Any
     params: Any
@@ -41,7 +41,7 @@ class Near:
         self.prologue = jax.jit(self.program.prologue)
 
     def state(self):
-        """The optax state tree, put together."""
+        """Returns the optax state tree."""
         layout = self.init.layout
         leaves: list[Any] = [None] * len(layout.avals)
         for index, value in zip(layout.scalar_indices, self.scalar_state, strict=True):
@@ -52,7 +52,7 @@ class Near:
         return jax.tree.unflatten(layout.treedef, leaves)
 
     def step(self, gradients, **extra_args):
-        """One step; the updates (fp32 leaves) or new params (16-bit leaves)."""
+        """Makes a step; returns updates (fp32 leaves) or new params (16-bit leaves)."""
         gradients = jax.tree.leaves(gradients)
         extra = (extra_args,) if extra_args else ()
         self.scalar_state, inputs = self.prologue(

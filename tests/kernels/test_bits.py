@@ -69,7 +69,7 @@ CASES = {
 
 
 def numbers(rng, shape):
-    """Of many magnitudes, some denormal or zero, none overflowing when squared."""
+    """Draws many magnitudes, some denormal or zero, none too large for a square."""
     values = rng.standard_normal(shape) * np.exp(rng.uniform(-12, 3, shape))
     special = rng.choice(SPECIAL, shape)
     picked = (rng.random(shape) < 0.3) & (np.prod(shape) > 1)
@@ -85,7 +85,7 @@ def num_differing(found, expected):
 
 
 def differing_bits(tx, shapes, num_steps):
-    """Elements that differ: master params, updates, slots, over all steps."""
+    """Counts differing elements of master params, updates, slots over all steps."""
     rng = np.random.default_rng(0)
     params = [numbers(rng, shape) for shape in shapes]
     program, layout = trace_update(tx, params), trace_init(tx, params).layout
@@ -126,7 +126,7 @@ def differing_bits(tx, shapes, num_steps):
     return counts
 
 
-# Where the promise is held by another case, make test leaves the case out.
+# Cases that `make test` leaves out, because another case tests the promise.
 LONG = {
     "adam_eps_root", "adam_nesterov", "adamw_no_decay", "sgd_rate_1",
     "momentum_rate_1", "nesterov_bfloat16", "sgd_decay", "lion_no_decay",

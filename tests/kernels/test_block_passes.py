@@ -1,7 +1,7 @@
-"""What a kernel does block by block beside the update: int8 codes and checksums.
+"""A kernel's work on blocks beside the update: int8 codes and checksums.
 
-The headers are compiled by themselves, each way that they have, whatever this processor
-would choose.
+The headers are compiled separately, in each of their variants, not only this
+processor's.
 """
 
 import ctypes
@@ -72,7 +72,7 @@ def pointer(array):
 
 
 def numbers(rng, kind):
-    """Of any length and many magnitudes; what is denormal is zero."""
+    """Draws arrays of any length and many magnitudes; denormals are zero."""
     num = int(rng.integers(1, 1200))
     exponents = rng.integers(-12, 3, num) + rng.integers(-20, 20)
     x = (rng.standard_normal(num) * 10.0**exponents).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The table of card kernels: names, arguments, and what cards refuse."""
+"""The table of card kernels: names, arguments, and refusals of cards."""
 
 import jax.numpy as jnp
 import numpy as np

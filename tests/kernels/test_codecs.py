@@ -18,7 +18,7 @@ TRACE = trace_update(optax.trace(decay=1.0), np.zeros(8, np.float32)).leaves[0].
 
 
 def samples(kind, size):
-    """Values of a kind, float32, the same every time."""
+    """Returns float32 values of a kind, the same every time."""
     rng = np.random.default_rng(size)
     normal = rng.standard_normal(size).astype(np.float32)
     match kind:
@@ -59,7 +59,7 @@ def bf16_slot(size, key=0, first=0):
 
 
 def store(level, values, slot):
-    """`values` through a compiled kernel into a slot of zeros."""
+    """Stores `values` by a compiled kernel into a slot of zeros."""
     out, params = np.zeros_like(values), np.zeros_like(values)
     run = compile_kernel(TRACE, level=level).run
     finite = run(
@@ -70,7 +70,7 @@ def store(level, values, slot):
 
 
 def load(level, slot):
-    """What a compiled kernel reads from a slot."""
+    """Returns the values that a compiled kernel reads from a slot."""
     zeros = np.zeros(slot.codes.size, np.float32)
     out = np.zeros_like(zeros)
     run = compile_kernel(TRACE, level=level).run
@@ -119,7 +119,7 @@ def test_bf16_has_the_same_bits_in_machine_code(level, kind, size, key, first):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_int8_precision(kind):
-    """Within a step of a value's decade, which in the last one is the number itself."""
+    """The error is below a step of the value's decade; in the last, below the value."""
     values = flushed(samples(kind, 100_003)).astype(np.float64)
     slot = int8_slot(values.size)
     slot.encode(values.astype(np.float32))
@@ -169,7 +169,7 @@ def test_what_is_not_finite_does_not_pass_for_a_number(bad):
 
 @pytest.mark.parametrize("value", [0.9, 0.5, 0.123, 0.0345, 2e-4, 7e-6, -0.5, -3e-3])
 def test_int8_rounds_without_bias(value):
-    """Else a slow average (a decay of 0.999) would never leave the code it is at."""
+    """Otherwise a slow average (a decay of 0.999) would never leave its code."""
     num_blocks = 2000
     values = np.full((num_blocks, CODE_BLOCK), np.float32(value))
     values[:, 0] = 1

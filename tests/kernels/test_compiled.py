@@ -1,4 +1,4 @@
-"""Compiled kernels: where they come from, what they take, what they fall back to."""
+"""Compiled kernels: their origin, arguments and fallback."""
 
 import os
 import threading
@@ -33,7 +33,7 @@ def kernel_of(tx, num_leaves=1):
 
 
 def unusual_kernel(factor=3.0):
-    """Of an optimizer that the package does not bring compiled."""
+    """Makes the kernel of an optimizer that the package does not contain."""
     return kernel_of(optax.chain(optax.clip(factor), optax.scale(-0.1)))
 
 
@@ -61,7 +61,7 @@ def assert_same_bits(found, expected):
         np.testing.assert_array_equal(left.view(np.uint8), right.view(np.uint8))
 
 
-# ---- what comes with the package
+# ---- kernels in the package
 
 
 def test_generated_sources_are_up_to_date():
@@ -117,7 +117,7 @@ def test_the_source_is_the_same_for_other_numbers_and_precisions():
     assert len(texts) == 1
 
 
-# ---- what it takes and gives
+# ---- arguments and results
 
 
 @needs_v3
@@ -158,7 +158,7 @@ def test_16_bit_gradients_and_outputs(dtype):
 @needs_v3
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16])
 def test_rounding_to_16_bits_is_to_nearest_even(dtype):
-    """Every 16-bit number, the halves between them and their neighbours."""
+    """Tests every 16-bit number, the midpoints between them, and neighbours of both."""
     kernel = kernel_of(optax.set_to_zero())
     with np.errstate(over="ignore", invalid="ignore"):
         exact = np.arange(1 << 16, dtype=np.uint16).view(dtype).astype(np.float32)

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def kernels():
-    """The package's, and some with operations that those lack."""
+    """Returns the package's kernels, and some with further operations."""
     others = {
         "adabelief": optax.adabelief(1e-2),
         "amsgrad": optax.amsgrad(1e-2),

@@ -1,7 +1,7 @@
 """Every equation of a compiled body, one by one, against float64.
 
-From the operands that the compiled code itself had, each result is within one unit in
-the last place of the float64 result rounded to float32, denormals flushed.
+With the compiled code's own operands, each result is within one unit in the last place
+of the float64 result rounded to float32, with denormals flushed.
 """
 
 import jax
@@ -89,7 +89,7 @@ OPTIMIZERS = {
 
 
 def probe(body):
-    """The same body, with a slot for every equation's result and no other output."""
+    """Returns the body with a slot for every equation's result, and no other output."""
     kept = [Input("slot", i, np.dtype(np.float32)) for i in range(len(body.slots))]
     results = [Result(i, e.dtype) for i, e in enumerate(body.equations)]
     return LoweredBody(
@@ -115,7 +115,7 @@ def flushed(array):
 
 
 def ordered(array):
-    """Integers in the order of the floats, next to each other where those are."""
+    """Maps floats to integers of the same order; neighbours stay neighbours."""
     words = array.view(np.int32).astype(np.int64) & 0x7FFFFFFF
     steps = np.maximum(words - 0x7FFFFF, 0)
     return np.where(np.signbit(array), -steps, steps)
@@ -135,7 +135,7 @@ def reference(equation, operands):
 
 
 def near_an_edge(equation, operands):
-    """Elements whose operand's error could decide a sign or a comparison."""
+    """Finds elements whose operand's error could decide a sign or a comparison."""
     if equation.op not in COMPARISONS | {"sign"} or operands[0].dtype != np.float32:
         return 0
     computed = [isinstance(operand, Result) for operand in equation.inputs]
@@ -201,7 +201,7 @@ def test_each_equation_is_within_one_unit(name, record_property):
                 continue
             assert (np.isnan(found) == np.isnan(expected)).all(), where
             units = np.abs(ordered(found) - ordered(expected))[~np.isnan(found)]
-            # XLA's own estimate of this root is no closer on processors of AMD's.
+            # XLA's own estimate of this root is no closer on AMD's processors.
             allowed = 2 if equation.op == "rsqrt" else 1
             assert units.max() <= allowed, f"{where}: {units.max()} units"
     record_property("elements_near_an_edge", edges)

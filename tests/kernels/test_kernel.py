@@ -1,4 +1,4 @@
-"""Kernels on chunks: sizes, buffers, dtypes, what is finite and what is flushed."""
+"""Kernels on chunks: sizes, buffers, dtypes, finiteness, flushed denormals."""
 
 import threading
 import tracemalloc

@@ -80,7 +80,7 @@ VALUES = np.concatenate(
 
 
 def compute(function):
-    """`function` as the update of a kernel, and jitted; each operation apart."""
+    """Computes `function` as a kernel's update, and jitted operation by operation."""
 
     def update(updates, state, params=None):
         del params
@@ -106,7 +106,7 @@ def test_exact_operations(name):
 
 @pytest.mark.parametrize("name", ROUNDED)
 def test_transcendental_operations(name):
-    """XLA and NumPy approximate on their own: some units in the last place each."""
+    """XLA and NumPy have their own approximations, to some units in the last place."""
     kernel, found, expected = compute(ROUNDED[name])
     assert any(equation.op == name for equation in kernel.equations)
     np.testing.assert_allclose(found, expected, 2e-6, 1e-6)
@@ -114,7 +114,7 @@ def test_transcendental_operations(name):
 
 @pytest.mark.parametrize("name", MORE)
 def test_other_forms(name):
-    """Not against a jit: XLA leaves out a rounding to 16 bits that is widened again."""
+    """Compares without jit: XLA omits a rounding to 16 bits that is widened again."""
     _, found, _ = compute(MORE[name])
     expected = MORE[name](jnp.asarray(VALUES)).astype(jnp.float32)
     np.testing.assert_array_equal(found, expected)

@@ -80,7 +80,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_program_computes_what_optax_computes(name, compare, tree):
     gradients = [tree(seed) for seed in range(1, 6)]
-    # The update of schedule_free is a difference of params: errors of their size.
+    # The update of schedule_free is a difference of params, with errors of their size.
     scale = 3.0 if name == "schedule_free" else None
     compare(OPTIMIZERS[name], tree(0), gradients, scale=scale)
 

@@ -1,4 +1,4 @@
-"""What a kernel's run does beside the update is what separate passes would do."""
+"""A kernel's work beside the update equals that of separate passes."""
 
 import functools
 
@@ -64,7 +64,7 @@ def sums(arguments):
 
 
 def runners(kernel):
-    """Compiled code, where this processor runs any, and NumPy."""
+    """Returns compiled code, if this processor runs any, and NumPy."""
     numpy = functools.partial(run_evaluator, kernel)
     found = compiled(kernel)
     if not toolchain.levels():

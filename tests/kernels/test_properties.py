@@ -1,4 +1,4 @@
-"""Random trees and chains: near storage is what optax is."""
+"""Random trees and chains: updates near storage equal optax's."""
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +71,6 @@ def test_chains(shape_tree, first, then, every, compare):
         tx = optax.MultiSteps(tx, every)
         if any(name in REDUCING for name in names):
             return  # of accumulated gradients, which are stored
-    # A chain of divisions and square roots adds its parts' errors up.
+    # A chain of divisions and square roots accumulates errors.
     gradients = [fill(shape_tree, seed) for seed in (1, 2, 3)]
     compare(tx, fill(shape_tree, 0), gradients, tolerance=1e-5)

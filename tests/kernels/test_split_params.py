@@ -18,8 +18,8 @@ from jaxinf.program import trace_update
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 LOWS = np.arange(1 << 16, dtype=np.uint32)
-# Zeros, denormals, the least and largest normals, neighbours of a carry, infinities,
-# NaNs quiet and signalling, and a spread of all else; both signs.
+# Zeros, denormals, the smallest and largest normals, neighbours of a carry, infinities,
+# quiet and signalling NaNs, and a selection of others; both signs.
 HIGHS = [0x0000, 0x0001, 0x007F, 0x0080, 0x3F7F, 0x3F80, 0x3FFF, 0x7F7F, 0x7F80]
 HIGHS += [0x7F81, 0x7FBF, 0x7FC0, 0x7FFF, *range(0x0100, 0x7F00, 0x0B13)]
 HIGHS += [high | 0x8000 for high in HIGHS]
@@ -101,7 +101,7 @@ def test_overflow_rounds_to_infinity_and_comes_back():
 
 
 def coded(values, remainders=True):
-    """Master params as a kernel takes them."""
+    """Returns master params in the form of a kernel's argument."""
     rest = np.zeros(values.size, np.int16) if remainders else None
     slot = CodedSlot(np.zeros(values.size, BF16), None, 5, 0, rest)
     slot.encode(values)

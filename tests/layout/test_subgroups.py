@@ -126,7 +126,7 @@ _SHAPE = st.lists(st.integers(0, 300), max_size=3).map(tuple)
 @settings(deadline=None)
 @given(st.lists(_SHAPE, max_size=12), st.integers(1, 16))
 def test_leaves_of_any_shape_are_spread_evenly(shapes, num_csds):
-    """By bytes, as far as whole chunks go."""
+    """Bytes are balanced as far as whole chunks allow."""
     chunks = [
         -(-chunk.num_elements * 12 // 4096) * 4096
         for shape in shapes

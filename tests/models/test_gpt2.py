@@ -36,7 +36,7 @@ PUBLISHED = {
 
 @functools.cache
 def initialised(config, seed):
-    """Drawing the params op by op takes longer than most tests."""
+    """Draws params in one jit: op by op it takes longer than most tests."""
     return split(GPT2(config, rngs=nnx.Rngs(seed)))
 
 
@@ -55,7 +55,7 @@ def apply(graphdef, params, tokens):
 
 
 def logits_of(model, tokens):
-    """Like `model(tokens)`, compiled: much faster than op by op."""
+    """Like `model(tokens)`, but compiled, which is much faster."""
     return apply(*split(model), tokens)
 
 

@@ -1,4 +1,4 @@
-"""Tasks: what counts in a loss, documents apart from each other, dropout, remat."""
+"""Tasks: elements of a loss, separate documents, dropout, remat."""
 
 import jax
 import jax.numpy as jnp

@@ -97,7 +97,7 @@ CASES = {
 
 
 def original(case):
-    """Their model, with weights so large that every term shows in the logits."""
+    """Makes their model, with weights so large that every term affects the logits."""
     config_type, model_type, _, arguments = CASES[case]
     config = getattr(transformers, config_type)(**arguments)
     config._attn_implementation = "eager"
@@ -115,7 +115,7 @@ def original(case):
 
 
 def batch_for(case, model):
-    """A batch as ours has it, with padding and weights, and as theirs has it."""
+    """Makes a batch with padding and weights, in our form and in theirs."""
     rng = np.random.default_rng(1)
     task = CASES[case][2]
     if case == "vit":
@@ -168,7 +168,7 @@ def flat(tree):
 
 
 def read(folder, task):
-    """A checkpoint as a graphdef and params."""
+    """Reads a checkpoint as a graphdef and params."""
     checkpoint = HuggingFaceFolder.read(folder)
     found = checkpoint.architecture
     config = config_for(config_from_json(found.model, found.fields), task)
@@ -180,7 +180,7 @@ def read(folder, task):
 
 
 def difference(ours, theirs):
-    """The largest, beside the largest value."""
+    """Returns the largest difference relative to the largest value."""
     ours, theirs = np.asarray(ours), np.asarray(theirs)
     assert ours.shape == theirs.shape
     return np.max(np.abs(ours - theirs)) / np.max(np.abs(theirs))
@@ -210,9 +210,9 @@ def test_logits_loss_and_gradients_agree(case, tmp_path):
     our_logits, (our_loss, gradients) = ours(params)
     counted = np.ones(logits.shape[:-1], bool)
     if "segments" in batch and task != "seq2seq" and logits.ndim == 3:
-        counted = np.asarray(batch["segments"], bool)  # what padding makes is no matter
+        counted = np.asarray(batch["segments"], bool)  # results for padding are ignored
     theirs = logits.detach().numpy()[counted]
-    assert theirs.std() > 0.2  # else agreement would mean little
+    assert theirs.std() > 0.2  # otherwise agreement would mean little
     in_logits = difference(np.asarray(our_logits)[counted], theirs)
     assert in_logits < TOLERANCE
     in_loss = abs(float(our_loss) - loss.item())
@@ -245,7 +245,7 @@ def compare_gradients(gradients, model, task, folder):
 
 @pytest.mark.parametrize("case", ["bert", "t5", "mistral"])
 def test_packed_documents_are_as_if_alone(case, tmp_path):
-    """In one row, each with its own segment: the scores of rows of their own."""
+    """Documents in one row, with their own segments, have the scores of single rows."""
     model, task = original(case), CASES[case][2]
     model.save_pretrained(tmp_path)
     _, graphdef, params = read(tmp_path, task)
@@ -325,7 +325,7 @@ def test_bfloat16_and_dropout_and_remat(case, tmp_path):
 
 @pytest.mark.parametrize("case", ["bert-classes", "t5", "llama"])
 def test_new_params_are_small_enough_to_learn(case, tmp_path):
-    """The initial loss is that of a guess: no term of the init is out of scale."""
+    """The initial loss is that of a guess, so no term of the init is out of scale."""
     model, task = original(case), CASES[case][2]
     model.save_pretrained(tmp_path)
     checkpoint, _, _ = read(tmp_path, task)

@@ -1,4 +1,4 @@
-"""The cache of compiled libraries: complete or made again, whoever else makes them."""
+"""The cache of compiled libraries: complete or made again, also with other makers."""
 
 import os
 import stat
@@ -97,7 +97,7 @@ def test_without_a_cache_that_can_be_written_there_is_a_library_all_the_same(
 
 
 def put_other(library, how, monkeypatch):
-    """Puts what another user could have put there in place of a library."""
+    """Replaces a library by a file that another user could have made."""
     content = library.read_bytes()
     aside = library.with_name("aside")
     library.rename(aside)

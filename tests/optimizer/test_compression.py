@@ -9,8 +9,8 @@ import pytest
 import jaxinf
 from jaxinf.compress import sparsify
 
-# Small chunks and less memory than one takes: several chunks a leaf, several subgroups
-# a chunk.
+# Small chunks, and less memory than one needs: several chunks in a leaf, and several
+# subgroups in a chunk.
 OPTIONS = {"chunk_elements": 20_480, "memory_bytes": 1 << 20, "num_workers": 4}
 
 
@@ -27,7 +27,7 @@ def make(seed, dtype=jnp.float32):
 
 
 def three_jits(tx):
-    """The reference of every claim about bits: the update and the addition apart."""
+    """The reference of every claim about bits: separate jits of update and addition."""
     update, add = jax.jit(tx.update), jax.jit(optax.apply_updates)
 
     def step(params, state, gradients):
@@ -210,7 +210,7 @@ def test_resume_is_the_uninterrupted_run_to_the_bit(jit_init, open_store):
 @pytest.mark.long
 @pytest.mark.parametrize("state_format", ["bf16", "int8"])
 def test_coded_state_has_the_bits_of_the_dense_update(state_format, open_store):
-    """Zeros that are scattered round as zeros that are sent."""
+    """Scattered zeros are rounded like zeros that are sent."""
     compression = jaxinf.top_k(0.05, selection="exact")
     options = {**OPTIONS, "memory_bytes": 1 << 25, "state": state_format}
     big = {"w": make(0)["w"].repeat(10, 0)}
@@ -232,7 +232,7 @@ def test_coded_state_has_the_bits_of_the_dense_update(state_format, open_store):
 
 def poisoned(seed, value):
     gradients = make(seed)
-    # The largest element is another: nothing of this is selected.
+    # Another element is the largest, so this one is not selected.
     gradients["w"] = gradients["w"].at[3, 5].set(value)
     return gradients
 

@@ -1,4 +1,4 @@
-"""Small leaves in one call of the host: which share it; the same bits and files."""
+"""Small leaves in one call of the host: the groups, and the same bits and files."""
 
 import jax
 import jax.numpy as jnp
@@ -58,11 +58,11 @@ def test_every_leaf_is_in_one_call_within_its_bounds(leaves):
 
 
 TIMED = ("commit.json", "_CHECKPOINT_METADATA")
-"""Files that say when they were written."""
+"""Files with a date."""
 
 
 def make(seed):
-    """Small and long leaves, one that is frozen, one without elements."""
+    """Makes small and long leaves, a frozen one, and one without elements."""
     keys = jax.random.split(jax.random.key(seed), 6)
     return {
         "bias": jax.random.normal(keys[0], (7,)),
@@ -85,7 +85,7 @@ def optimizer(*, freezes):
 
 
 def train(path, compress, *, freezes):
-    """Three steps; the final params and state, and what is on disk."""
+    """Trains three steps; returns params, state and files."""
     with jaxinf.open_store(path) as store:
         tx = jaxinf.smart_update(optimizer(freezes=freezes), store, compress=compress)
         params = make(0)

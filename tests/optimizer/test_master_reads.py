@@ -1,4 +1,4 @@
-"""The master params are taken from the JAX device where that has them to the bit."""
+"""The master params come from the JAX device if it has them to the bit."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def new_params(dtype=jnp.float32):
 
 
 def run(path, *, num_steps=5, tx=None, params=None, bad_steps=(), **options):
-    """Trains; master params, moments, params on the device, drive bytes a step."""
+    """Trains; returns master params, moments, device params, drive bytes a step."""
     nonfinite = options.pop("nonfinite", "error")
     params = new_params() if params is None else params
     with jaxinf.open_store(path, **options) as store:
@@ -63,7 +63,7 @@ def test_the_same_bits_for_a_third_less_reading(place, memory_bytes, durability)
     saved = more.drive_read_bytes - traffic.drive_read_bytes
     if durability == "step" or memory_bytes > 1 << 20:
         assert saved >= 4 * NUM_PARAMS
-    else:  # parts of chunks are overwritten: the master is read to be compared
+    else:  # parts of chunks are overwritten, so the master is read for a comparison
         assert saved >= 0
     assert more.drive_write_bytes == traffic.drive_write_bytes
 
@@ -107,7 +107,7 @@ def test_other_params_are_caught_wherever_they_differ(
 
 
 def test_zeros_that_a_skipped_step_turns_over_are_no_difference(place):
-    """-0.0 + 0.0 is 0.0: the params of a skipped step are not always the same bits."""
+    """-0.0 + 0.0 is 0.0, so a skipped step may change bits of the params."""
     params = new_params()
     params["c"] = jnp.array([-0.0, 0.0, 1.0, -0.0, 2.0])
     options = {"params": params, "bad_steps": (0, 2), "nonfinite": "skip"}

@@ -1,7 +1,7 @@
-"""What every optimizer of optax that is accepted keeps near storage.
+"""The contract of every accepted optimizer of optax near storage.
 
-Each trains on a quadratic as it does in memory, takes extra arguments, is compiled
-once, and goes on after an interruption as if there had been none, to the bit.
+Each trains on a quadratic as in memory, takes extra arguments, is compiled once, and
+continues after an interruption to the bit.
 """
 
 import re
@@ -29,7 +29,7 @@ ROWS = re.findall(
 )
 GUARANTEES = {name + form: guarantee for name, form, guarantee in ROWS}
 ACCEPTED = [name for name, guarantee in GUARANTEES.items() if guarantee != "refused"]
-# Of these, one a way of working: what make test has of a family of a hundred.
+# `make test` has one optimizer for each way of working, of a family of a hundred.
 IN_SHORT = {
     "adamw", "lion", "contrib.schedule_free_adamw", "noisy_sgd", "polyak_sgd",
     "MultiSteps", "apply_if_finite", "inject_hyperparams", "set_to_zero",
@@ -85,7 +85,7 @@ def loss_of(params, *_, **__):
 
 
 def make(name):
-    """The transformation, whose updates are steps, and its extra args by name."""
+    """Returns the transformation, whose updates are steps, and its extra args."""
     case = CASES[name]
     with warnings.catch_warnings(action="ignore"):  # optax deprecates some
         tx = case.make()
@@ -94,7 +94,7 @@ def make(name):
     if not case.descends:
         tx = optax.chain(tx, optax.sgd(0.1))
     names = set(case.extra_args(PARAMS))
-    if name != "contrib.sam":  # refuses what it does not know; the others ignore it
+    if name != "contrib.sam":  # refuses unknown arguments; the others ignore them
         names.add("value")
     return optax.with_extra_args_support(tx), tuple(names)
 
@@ -143,7 +143,7 @@ def assert_same_bits(found, expected):
 
 
 def each_of(names):
-    """Parameters of a test, those not in short marked as long."""
+    """Makes parameters of a test; those not in `IN_SHORT` are marked as long."""
     return [
         pytest.param(name, marks=[] if name in IN_SHORT else pytest.mark.long)
         for name in names
@@ -220,5 +220,5 @@ def test_digits_reach_the_same_accuracy(name, place):
     with jaxinf.open_store(place / "store") as store:
         smart = accuracy(jaxinf.smart_update(tx, store))
     assert plain > 0.8
-    # Of 397 pictures, at most one is seen differently.
+    # At most one of 397 pictures is classified differently.
     assert abs(smart - plain) < 1.5 / 397

@@ -1,4 +1,4 @@
-"""A program that keeps checkpoints of its own: init, restore over it, go on."""
+"""A program with its own checkpoints: init, restore over it, continue."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def frozen_part():
 
 
 def trained(tx, start, num_steps):
-    """Params and state after each of some jitted steps."""
+    """Returns params and state after each of some jitted steps."""
     params, state = start
 
     @jax.jit
@@ -64,7 +64,7 @@ VARIANTS = {
 @pytest.mark.parametrize("at", [pytest.param(3, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("kind", VARIANTS)
 def test_init_then_restore_goes_on_to_the_bit(kind, at, open_store):
-    """From the step where the store is, and from the one before."""
+    """Continues from the store's step, and from the one before."""
     dtype, make_tx, options = VARIANTS[kind]
     tx = jaxinf.smart_update(make_tx(), open_store("whole"), **options)
     params = make_params(dtype)
@@ -85,7 +85,7 @@ def test_init_then_restore_goes_on_to_the_bit(kind, at, open_store):
 
 
 def test_chunks_on_csd_roots_are_compared_where_they_lie(open_store, place):
-    """bfloat16 against a float32 master: read, and the links are not followed."""
+    """bfloat16 params are compared with a float32 master without following links."""
     roots = [place / "csd0", place / "csd1"]
     for root in roots:
         root.mkdir()
@@ -103,7 +103,7 @@ def test_chunks_on_csd_roots_are_compared_where_they_lie(open_store, place):
 
 
 def start(open_store, num_steps=3, tx=None, **options):
-    """A store that a run has left, and what the run kept of every step."""
+    """Makes a store by a run; returns it, and the run's own record of each step."""
     store = open_store(**options)
     smart = jaxinf.smart_update(optax.adam(1e-2) if tx is None else tx, store)
     params = make_params()

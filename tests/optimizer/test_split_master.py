@@ -1,4 +1,4 @@
-"""bfloat16 params: of their master only a 16-bit remainder is read, and no bit lost."""
+"""bfloat16 params: only 16-bit remainders of the master are read; no bit is lost."""
 
 import sys
 
@@ -43,13 +43,13 @@ def gradients(params):
 
 
 def ties_away(master):
-    """Of float32: the nearest bfloat16, away from zero where two are as near."""
+    """Rounds float32 to the nearest bfloat16, ties away from zero."""
     bits = np.asarray(master).view(np.uint32)
     return ((bits + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16).view(BF16)
 
 
 def run(path, num_steps, *, params=None, tx=None, bad_steps=(), **options):
-    """Trains; all that is stored as numbers, params on the device, bytes of a step."""
+    """Trains; returns decoded state, params on the device, bytes of a step."""
     nonfinite = options.pop("nonfinite", "error")
     with jaxinf.open_store(path, **WHERE, **options) as store:
         wrapped = jaxinf.smart_update(
@@ -81,7 +81,7 @@ def run(path, num_steps, *, params=None, tx=None, bad_steps=(), **options):
 
 
 def reference(num_steps, tx):
-    """The same by optax on a fp32 master, its params rounded with ties away."""
+    """Trains by optax on an fp32 master, with params rounded ties away from zero."""
     params = new_params()
     master = jax.tree.map(lambda p: p.astype(jnp.float32), params)
     state = tx.init(master)
@@ -128,7 +128,7 @@ def test_at_any_durability_and_budget_after_any_interruption(
     [*(pytest.param(s, marks=pytest.mark.long) for s in ("fp32", "bf16")), "int8"],
 )
 def test_bytes_on_the_drive(tmp_path, state):
-    """Two bytes of master read, four written; with moments in 8 bits 10.1 in all."""
+    """Reads two bytes of master, writes four; with 8-bit moments 10.1 in all."""
     moments = {"fp32": 8, "bf16": 4, "int8": 2 + 2 / 64}[state]
     for master, read, written in (("auto", 2, 4), ("stored", 4, 4), ("none", 0, 2)):
         path = tmp_path / master
@@ -225,7 +225,7 @@ def test_a_flipped_bit_is_found(tmp_path, state):
 
 
 def test_params_that_no_update_reaches_are_read_from_the_store(tmp_path):
-    """Master 1 - 2^-24 is rounded to 1, from where float32 leads to no -2^-24."""
+    """A master 1 - 2^-24 is rounded to 1, and no float32 update leads to -2^-24."""
     tiny = 2.0**-24
     params = {"w": jnp.ones((5000,), jnp.bfloat16)}
     master = np.float32(1)
@@ -245,7 +245,7 @@ def test_params_that_no_update_reaches_are_read_from_the_store(tmp_path):
             master = np.float32(master + np.float32(update))
             held = store.read("params", "w")
             np.testing.assert_array_equal(held, master)
-            if update == -1.0:  # the store has it; the params cannot
+            if update == -1.0:  # the store reaches it; the params cannot
                 assert master == -tiny
                 assert (np.asarray(params["w"], np.float32) == 0).all()
         np.testing.assert_array_equal(params["w"], ties_away(held))
@@ -344,7 +344,7 @@ def test_converting_to_no_master_rounds(tmp_path, capsys):
 
 @pytest.mark.long
 def test_no_master_converges_on_average(tmp_path):
-    """Updates far below the params' precision still arrive."""
+    """Updates far below the params' precision have an effect on average."""
     params = {"w": jnp.ones((100_000,), jnp.bfloat16)}
     with jaxinf.open_store(tmp_path / "store", master="none") as store:
         tx = jaxinf.smart_update(optax.sgd(1.0), store)

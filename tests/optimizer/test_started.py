@@ -28,7 +28,7 @@ def test_gradients_that_wait_take_no_more_than_the_budget(store):
         gate = gates[number]
         started.start((number,), [], lambda: gate.wait(TIMEOUT_S), num_bytes)
 
-    start(0, 5000)  # by itself longer than all
+    start(0, 5000)  # alone longer than the limit
     second = threading.Thread(target=start, args=(1, 400))
     second.start()
     second.join(0.1)

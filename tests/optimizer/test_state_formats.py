@@ -28,7 +28,7 @@ SMALL = {name: TARGET[name] for name in "bcd"}
 
 
 def run(path, num_steps, *, params=None, tx=None, target=TARGET, **options):
-    """Trains on a quadratic; params, all that is stored, drive bytes of a step."""
+    """Trains on a quadratic; returns params, stored arrays, drive bytes of a step."""
     with jaxinf.open_store(path, **options) as store:
         wrapped = jaxinf.smart_update(tx or optax.adamw(1e-2), store)
         if store.exists:
@@ -139,7 +139,7 @@ def test_an_existing_store_knows_its_format(place):
     run(place / "store", 1)
     with pytest.raises(StoreMismatchError, match="state as int8, asked for was state="):
         jaxinf.open_store(place / "store", state="bf16")
-    for _ in range(2):  # nothing to code in it
+    for _ in range(2):  # this state has nothing to code
         run(place / "plain", 1, state="int8", tx=optax.sgd(0.1))
     with pytest.raises(ValueError, match="state='int4': expected"):
         jaxinf.open_store(place / "new", state="int4")
@@ -161,7 +161,7 @@ def test_a_flipped_bit_is_found(place, state):
 
 
 def step_eagerly(path):
-    """One step whose failure is the original exception."""
+    """Makes a step that raises the original exception on failure."""
     with jaxinf.open_store(path) as store:
         params = store.params(TARGET)
         tx = jaxinf.smart_update(optax.adamw(1e-2), store)
@@ -201,7 +201,7 @@ def test_numpy_computes_with_the_same_codes(place, monkeypatch):
 
 @pytest.fixture(scope="module", params=["fp32", "bf16", "int8"])
 def trained(request):
-    """A store's path, its params and its format; it is only read."""
+    """Returns a store's path, its params and its format; only for reading."""
     with memory_directory() as place:
         params, *_ = run(place / "store", 3, state=request.param)
         yield place / "store", params, request.param

@@ -66,7 +66,7 @@ def as_transformation(tx):
 
 
 def train(tx, params, num_steps, *, state=None):
-    """Losses, params and state after some jitted steps."""
+    """Returns losses, params and state after some jitted steps."""
     tx = as_transformation(tx)
     state = tx.init(params) if state is None else state
 
@@ -97,7 +97,7 @@ def test_trains_as_plain_optax_does(name, open_store):
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
     assert store.step == 9
     assert int(state.step) == 9
-    # What the JAX device has is what the store's master is, to the bit.
+    # The params on the JAX device equal the store's master to the bit.
     assert_same(store.params(like=params, state=state), params)
 
 
@@ -111,7 +111,7 @@ def test_16_bit_params_are_the_master_rounded(dtype, open_store):
     assert_same(store.params(like=params, state=state), params)
     master = store.params(like=make_params(), state=state)
     assert_same(jax.tree.map(lambda x: x.astype(dtype), master), params)
-    # The master moves by less than the params' precision shows.
+    # The master moves by less than the params' precision.
     assert any(
         bool(jnp.any(m != p.astype(jnp.float32)))
         for m, p in zip(jax.tree.leaves(master), jax.tree.leaves(params), strict=True)
@@ -176,7 +176,7 @@ def test_last_in_a_chain(open_store):
 
 
 def test_all_leaves_as_one(open_store):
-    """What docs/performance.md advises for thousands of small leaves."""
+    """The advice of docs/performance.md for thousands of small leaves."""
     expected, _, _ = train(optax.adamw(1e-2), make_params(), 5)
     store = open_store()
     tx = optax.flatten(jaxinf.smart_update(optax.adamw(1e-2), store))
@@ -315,7 +315,7 @@ def test_resume_is_the_uninterrupted_run_to_the_bit(name, open_store):
     assert store.step == 6
     params = store.params(like=make_params())
     tx = jaxinf.smart_update(OPTIMIZERS[name](), store)
-    # The inputs repeat every three steps, so step 6 is where a cycle begins.
+    # The inputs repeat every three steps, so a cycle begins at step 6.
     rest, resumed, _ = train(tx, params, 4)
     assert first + rest == whole
     assert_same(resumed, final)

@@ -1,4 +1,4 @@
-"""What `smart_update` refuses, how it says so, and that nothing is lost by it."""
+"""Refusals of `smart_update`: their messages, and that nothing is lost."""
 
 import shutil
 

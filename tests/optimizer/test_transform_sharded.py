@@ -217,7 +217,7 @@ def test_same_bits_on_four_devices_and_after_changes_of_mesh(place, run_python):
     run_python(ONE_DEVICE, place)
     result = run_python(FOUR_DEVICES, place, **DEVICES)
     figures = json.loads(result.stdout.splitlines()[-1])
-    # Replicated leaves cross the link once, not once a device.
+    # Replicated leaves cross the link once, not once for each device.
     assert figures["down"] == 8 * figures["num"]  # gradients and params
     run_python(OTHER_MESH, place, **DEVICES)
     run_python(TRACED_INIT, place, JAXINF_CALLBACK="start", **DEVICES)

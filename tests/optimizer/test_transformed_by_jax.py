@@ -18,7 +18,7 @@ def stacked(tree, num):
 
 @pytest.fixture
 def begun(open_store):
-    """A store after `init`; at the end nothing else may have happened."""
+    """A store after `init`, which must not have changed at the end."""
     store = open_store()
     tx = jaxinf.smart_update(optax.adam(1e-2), store)
     yield tx, tx.init(PARAMS)
@@ -77,7 +77,7 @@ def test_stop_gradient_is_the_way_out(open_store):
 
 
 def train(tx):
-    """As programs that vmap over seeds write it; `init` and `update` both inside."""
+    """Trains like programs that vmap over seeds, with `init` and `update` inside."""
 
     def run(scale):
         params = jax.tree.map(lambda x: scale * x, PARAMS)

@@ -1,4 +1,4 @@
-"""What is stored, what is shared, what is unchanged, and what is refused."""
+"""The division of optimizers: stored, shared and unchanged parts, and refusals."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def stateless(function):
 
 
 def on_trace(function):
-    """Momentum, then `function` on the updates."""
+    """Makes a chain of momentum and `function` on the updates."""
     return optax.chain(optax.trace(0.9), stateless(lambda u, p: function(u)))
 
 
@@ -275,7 +275,7 @@ def test_state_that_changes_dtype_is_refused():
 
 
 def test_what_needs_no_storage_is_an_array():
-    """Reductions and shuffles of gradients are the prologue's business."""
+    """Reductions and shuffles of gradients belong to the prologue."""
     program = trace_update(
         stateless(lambda g, p: g + jnp.flip(g) + jnp.mean(p, axis=0, keepdims=True)),
         {"w": jnp.ones((2, 3))},

@@ -1,4 +1,4 @@
-"""The README's program with an Orbax loop of its own, run as it stands there."""
+"""The README's program with its own Orbax loop, run as printed."""
 
 import re
 from functools import partial
@@ -16,7 +16,7 @@ README = Path(__file__).parents[2] / "README.md"
 
 
 def snippet():
-    """The section's code, with places and numbers of steps to be filled in."""
+    """Returns the section's code, with paths and numbers of steps to fill in."""
     section = README.read_text().split("### With your own Orbax loop")[1]
     found = re.search(r"```python\n(.*?)```", section, re.DOTALL)
     assert found
@@ -43,11 +43,11 @@ def batch(number):
 
 
 class Killed(Exception):
-    """Ends the program where a kill would: nothing is told to the store."""
+    """Ends the program like a kill, without a call of the store."""
 
 
 def run(place, num_steps, *, killed_at=None):
-    """Runs the snippet; params, state and the store at its end."""
+    """Runs the snippet; returns params, state and the store at its end."""
 
     def watched(number):
         if number == killed_at:

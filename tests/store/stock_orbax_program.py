@@ -4,7 +4,7 @@
         python stock_orbax_program.py ARRAYS.npz CHECKPOINTS STEP DIRECTORY…
 
 Each DIRECTORY is a checkpoint, and step STEP of a CheckpointManager on CHECKPOINTS is
-another. ARRAYS.npz holds what is expected in all, by names joined with ".".
+another. ARRAYS.npz has the expected arrays of all, by names joined with ".".
 """
 
 import sys
@@ -19,7 +19,7 @@ MESH = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
 def sharding_of(shape: tuple[int, ...]) -> jax.sharding.NamedSharding:
-    """Four parts of the first dimension that divides; else a copy a device."""
+    """Divides the first suitable dimension by four; otherwise replicates."""
     dim = next((d for d, n in enumerate(shape) if n and n % 4 == 0), None)
     spec = () if dim is None else (None,) * dim + ("x",)
     return jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec(*spec))

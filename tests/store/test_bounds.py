@@ -1,4 +1,4 @@
-"""What a store says costs no more than its files: nothing is allocated on its word."""
+"""A store's claims cost no more than its files: a mere claim allocates nothing."""
 
 import json
 import os
@@ -108,7 +108,7 @@ def test_strays_among_checkpoints_are_reported(store, capsys, caplog):
         "note\x1b[31m.txt",
         "away",
     }
-    (root / "away").unlink()  # which alone is refused, as every link to elsewhere
+    (root / "away").unlink()  # the link itself is refused, like every link to elsewhere
     with pytest.raises(JaxinfError):
         command("verify", str(store))
     said = capsys.readouterr().out

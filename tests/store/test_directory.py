@@ -50,7 +50,7 @@ sys.addaudithook(_record)
 
 @contextmanager
 def watched(path):
-    """Collects in EVENTS what Python asks of the operating system."""
+    """Collects Python's system calls in EVENTS."""
     EVENTS.clear()
     _watched.append(path)
     yield

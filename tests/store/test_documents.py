@@ -1,4 +1,4 @@
-"""A document in which a bit has changed is refused."""
+"""A document with a flipped bit is refused."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""Whatever a document says, it is read or refused; nothing else happens."""
+"""Every document is read or refused, with no other effect."""
 
 import pytest
 from fuzzing import DOCUMENTS, Victim, hostile

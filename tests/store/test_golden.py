@@ -1,4 +1,4 @@
-"""The format's bytes: an old store must open, and be written the same now."""
+"""The format's bytes: old stores open, and new ones have the same bytes."""
 
 import shutil
 

@@ -1,7 +1,7 @@
-"""A store from a stranger: no name in it leads out of it, whatever it says.
+"""A hostile store: no name in it leads out of it.
 
 Each test puts something into a store, or on its CSD, that leads to a victim's file or
-directory beside it. Whatever the command, the victim stays as it is, and is not read.
+directory beside it. No command changes or reads the victim.
 """
 
 import os
@@ -48,7 +48,7 @@ def store(request, place):
 
 @pytest.fixture
 def victim(place):
-    """A directory with a file of everything, that nothing may touch."""
+    """A directory with files of each kind, which nothing may touch."""
     path = place / "victim"
     for name in ("file", "a/file", "c/file", "c/0", "kept/file", "x/y/z"):
         file = path / name
@@ -78,7 +78,7 @@ def victim(place):
 
 
 def replaced(path, target):
-    """Puts a link in the place of something."""
+    """Replaces a file or directory by a link."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.is_dir():
@@ -103,7 +103,7 @@ FOLDERS = (
 
 
 def use(path):
-    """Everything that a user may do with a store; how many of it were refused."""
+    """Does everything that a user can do with a store; returns how often it failed."""
     new = path.with_name("new")
     root = path.with_name("another")
     root.mkdir(exist_ok=True)
@@ -179,7 +179,7 @@ def test_a_pipe(store, victim, name):
 
 @on_csds
 def test_chunk_links_to_a_directory_that_the_manifest_does_not_know(store, place):
-    """They are in the form of the format's own."""
+    """The links have the form of the format's own."""
     link = next((store.path / "slots").glob("a/params.w/c/0/*"))
     target = os.readlink(link).replace(str(place), str(place / "elsewhere"))
     link.unlink()
@@ -192,7 +192,7 @@ def test_chunk_links_to_a_directory_that_the_manifest_does_not_know(store, place
 
 @on_csds
 def test_swapped_links_are_not_followed(store):
-    """Chunks are read where the manifest says, wherever the links lead."""
+    """Chunks are read at the manifest's places, not at the links' targets."""
     links = sorted((store.path / "slots").glob("*/params.w/c/0/0"))
     for link in links:
         target = os.readlink(link)
@@ -211,7 +211,7 @@ def test_swapped_links_are_not_followed(store):
 
 
 def test_a_manifest_that_names_a_victims_directory(store, victim):
-    """An unfinished store, whose CSDs `open_store` would empty."""
+    """The store is unfinished, so `open_store` would remove files on its CSDs."""
     folder = victim / f"jaxinf-{store.manifest.store_id}"
     (folder / "a").mkdir(parents=True)
     (folder / "a" / "file").write_text("mine")
@@ -240,7 +240,7 @@ def test_direct_io_follows_no_link(place):
 
 @pytest.mark.parametrize("name", ["checkpoints/kept", "slots/a"])
 def test_a_step_is_no_store(store, name):
-    """A checkpoint has a manifest, too: a run that was given one would remove it."""
+    """A checkpoint has a manifest, too; a run on its path must not remove it."""
     path = store.path / name
     before = sorted(path.rglob("*"))
     with pytest.raises(StoreFormatError):

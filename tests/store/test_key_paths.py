@@ -1,4 +1,4 @@
-"""Places in the optimizer's state have paths that are nobody else's text."""
+"""Paths of places in the optimizer's state, in the format's own spelling."""
 
 from typing import NamedTuple
 

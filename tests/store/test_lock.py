@@ -1,4 +1,4 @@
-"""The lock: one writer, named, and free as soon as it is gone."""
+"""The lock: one writer, which is named; it is free as soon as the writer has ended."""
 
 import fcntl
 import os
@@ -72,7 +72,7 @@ def test_a_stale_text_means_nothing(tmp_path):
 
 
 def test_a_holder_takes_its_name_along(tmp_path):
-    """The next one may be asked about before it has written its own."""
+    """The name is removed: the next holder may be shown before it has written."""
     lock = StoreLock(tmp_path)
     lock.release()
     assert not (tmp_path / "lock").read_bytes()
@@ -104,7 +104,7 @@ def test_no_descriptor_stays(tmp_path):
 
 
 def forked(path):
-    """Forks a child that stays; its process id, and what it has open below a place."""
+    """Forks a child that stays; returns its id, and its open files below a place."""
     told, tell = os.pipe()
     child = os.fork()
     if not child:

@@ -1,4 +1,4 @@
-"""The manifest: round trip, refusals, and how two of them differ."""
+"""The manifest: round trip, refusals, and differences."""
 
 import dataclasses
 
@@ -76,7 +76,7 @@ def test_round_trip(tmp_path_factory, manifest):
 
 @pytest.fixture
 def read_changed(tmp_path, manifest_of):
-    """Reads a manifest whose JSON was changed by a function, or replaced by a text."""
+    """Reads a manifest after a function has changed its JSON, or a text replaced it."""
 
     def read(change):
         document = manifest_of(csds=("/mnt/a", "/mnt/b")).to_json()

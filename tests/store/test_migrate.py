@@ -1,4 +1,4 @@
-"""A migration may be cut short anywhere: the next one goes on with it."""
+"""A migration may be interrupted anywhere; the next one continues it."""
 
 import os
 import shutil
@@ -14,12 +14,12 @@ from jaxinf.store.directory import StoreDirectory
 
 
 class Cut(BaseException):
-    """The process is gone."""
+    """Represents the end of the process."""
 
 
 @pytest.fixture
 def cut(monkeypatch):
-    """Ends what runs at one of its changes to the file system, before or after it."""
+    """Ends a process before or after one of its changes to the file system."""
 
     def install(number, *, after):
         count = 0
@@ -45,7 +45,7 @@ def cut(monkeypatch):
 
 
 def cut_short(path, install, number, *, after):
-    """Whether there was such a change to cut the migration at."""
+    """Interrupts a migration; returns whether it had so many changes."""
     install(number, after=after)
     try:
         migrate(path)

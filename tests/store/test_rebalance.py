@@ -1,4 +1,4 @@
-"""Drives added to a store and taken out of it: every bit stays, crash or not."""
+"""Adding and removing drives keeps every bit, with and without a crash."""
 
 import json
 import os
@@ -29,7 +29,7 @@ LEAVES = {
 
 
 class Store:
-    """A store with a checkpoint, on so many roots; some on another file system."""
+    """A store with a checkpoint on several roots, some on another file system."""
 
     def __init__(self, place, elsewhere, num_csds):
         self.place = place
@@ -48,8 +48,8 @@ class Store:
         return Driver(self.path, leaves=LEAVES, chunk_elements=4096, **options)
 
     def contents(self):
-        """Every array of the committed step and of the checkpoint, as stock readers
-        see it."""
+        """Reads every array of the committed step and of the checkpoint, with stock
+        readers."""
         directory = StoreDirectory.open(self.path)
         found = {}
         for place in (self.path / "current", self.path / "checkpoints/two"):
@@ -81,7 +81,7 @@ class Store:
         assert not (self.path / "rebalance.json").exists()
 
     def train(self, step):
-        """Goes on, and back to the checkpoint."""
+        """Trains further, then goes back to the checkpoint."""
         driver = self.driver().init()
         assert driver.at == step
         driver.steps(2).check(step + 2)
@@ -104,9 +104,9 @@ def make(tmp_path):
 
 
 CASES = [
-    (0, [0, 1]),  # out of the store itself
+    (0, [0, 1]),  # from the store itself
     (1, [0, 1, 2, 3]),
-    (3, [0, 2]),  # one taken out
+    (3, [0, 2]),  # one is removed
     (2, [4, 5]),  # to another file system, altogether
     (2, [0, 4, 1, 5]),
     (2, [1, 0]),  # other numbers, same places
@@ -159,11 +159,11 @@ POINTS = [
 
 
 class Stop(BaseException):
-    """Stands for the end of the process."""
+    """Represents the end of the process."""
 
 
 def interrupt(monkeypatch, name, after):
-    """Ends the process, so to say, at the beginning of a call of a function."""
+    """Simulates the end of the process at the beginning of a function's call."""
     real = getattr(rebalancing, name)
     calls = []
 
@@ -200,7 +200,7 @@ def test_interrupted(make, monkeypatch, name, after, goes_on):
         store.train(step)
 
 
-# --- what is refused -----------------------------------------------------------------
+# --- refusals ------------------------------------------------------------------------
 
 
 def test_an_open_store(make):

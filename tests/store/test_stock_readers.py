@@ -1,4 +1,4 @@
-"""A slot and a snapshot are what zarr and Orbax take them for."""
+"""A slot and a snapshot are readable by stock zarr and Orbax."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ from jaxinf.store import StateRecord, save_checkpoint, snapshot
 
 PROGRAM = Path(__file__).with_name("stock_orbax_program.py")
 
-# What every reader knows; bfloat16 is tensorstore's alone.
+# Dtypes that every reader supports; only tensorstore has bfloat16.
 STATES = (
     StateRecord("params", "float32"),
     StateRecord("mu", "float16"),
@@ -27,7 +27,7 @@ STATES = (
 
 @pytest.fixture(params=[0, 3], ids=["no CSD root", "3 CSD roots"])
 def committed(request, make_directory, write_step):
-    """A store at step 3 and the arrays it holds."""
+    """A store at step 3, and its arrays."""
     directory = make_directory(num_csds=request.param, states=STATES)
     for step in range(3):
         write_step(directory, "ab"[step % 2], step)
@@ -105,7 +105,7 @@ def test_orbax_with_a_target(opened):
 
 
 def test_orbax_alone_in_every_way(committed, tmp_path):
-    """A program that has Orbax and four JAX devices, and nothing of ours."""
+    """A program with Orbax and four JAX devices, without jaxinf."""
     directory, arrays = committed
     save_checkpoint(directory)
     save_checkpoint(directory, "best")  # no step's number: managers do not list it

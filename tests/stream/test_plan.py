@@ -1,4 +1,4 @@
-"""Plans: how a program is cut, how many programs that makes, what they hold."""
+"""Plans: the cuts of a program, the number of programs, and their contents."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def prepared(name, **options):
 
 
 def cut_in_blocks(name, depth):
-    """A plan whose segments are blocks of the model."""
+    """Makes a plan whose segments are blocks of the model."""
     ready = prepared(name, depth=depth)
     return ready.plan(ready.smallest_bytes() * 5 // 4)
 
@@ -41,7 +41,7 @@ def test_more_equal_blocks_need_no_more_programs(name):
     limit_bytes = None
     for depth in (12, 24, 48):
         ready = prepared(name, depth=depth)
-        if limit_bytes is None:  # somewhat more than a block's
+        if limit_bytes is None:  # a little more than a block needs
             limit_bytes = ready.lifetimes.piece_bytes(ready.lifetimes.sizes) // 6
         cuts = choose_cuts(ready.lifetimes, ready.tokens, limit_bytes)
         plans.append(ready.plan_of(cuts))
@@ -82,7 +82,7 @@ def cut_in_blocks_of(name):
 
 
 def pending_bytes(plan):
-    """The most bytes of backward values that wait between two calls."""
+    """Returns the most bytes of backward values that wait between two calls."""
     sizes = {}
     held, most = set(), 0
     for call in plan.calls.calls:

@@ -7,7 +7,7 @@ from zoo import ZOO
 
 from jaxinf.stream import Runner, prepare
 
-# Those that compute in 16 bits: rounding there is not the same in two programs.
+# Programs that compute in 16 bits, where two programs round differently.
 HALF = ("gpt2_bfloat16", "equinox_cast_first", "scan_twice_cast", "half_precision_loss")
 
 
@@ -16,7 +16,7 @@ def prepared(program):
 
 
 def whole(program):
-    """Loss, aux and gradients by one jit."""
+    """Computes loss, aux and gradients by one jit."""
     vg = jax.jit(jax.value_and_grad(program.loss, has_aux=program.has_aux))
     value, gradients = vg(program.params, program.batch)
     loss, aux = value if program.has_aux else (value, ())
@@ -24,7 +24,7 @@ def whole(program):
 
 
 def streamed(program, plan, executables):
-    """The same by a plan's programs; every piece of a gradient comes exactly once."""
+    """Computes the same by a plan's programs; each gradient piece comes only once."""
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(program.params)]
     gradients = [np.full(leaf.shape, np.nan, leaf.dtype) for leaf in leaves]
     seen = []
@@ -41,7 +41,7 @@ def streamed(program, plan, executables):
 
 
 def numbers(tree):
-    """The leaves as NumPy arrays; random keys as what they are made of."""
+    """Returns the leaves as NumPy arrays; random keys as their data."""
     leaves = jax.tree.leaves(tree)
     is_key = [jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
     return [
@@ -51,7 +51,7 @@ def numbers(tree):
 
 
 def assert_close(found, expected, tolerance):
-    """Gradients differ by so much of the largest of all, not of each leaf's own."""
+    """Compares gradients; the tolerance is relative to the largest of all leaves."""
     found = [x.astype(np.float64) for x in numbers(found)]
     expected = [x.astype(np.float64) for x in numbers(expected)]
     largest = max((np.abs(leaf).max(initial=0) for leaf in expected), default=0)

@@ -1,7 +1,7 @@
-"""Small programs in the styles that people write: what streaming has to take as it is.
+"""Small programs in common styles, which streaming must accept unchanged.
 
-Each is a function that gives a `Program`. Depth is an argument where equal blocks are
-repeated, so that tests can ask how many programs more blocks need.
+Each is a function that returns a `Program`. Programs with repeated equal blocks take
+their depth as an argument, so that tests can count the programs of deeper models.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ ROWS = 8
 
 @dataclass(frozen=True)
 class Program:
-    """A loss function, and what it is called with."""
+    """A loss function and its arguments."""
 
     loss: Callable[..., Any]
     params: Any
@@ -55,7 +55,7 @@ def dense(seed: int, *shape: int) -> Any:
 
 
 def filled(tree: Any) -> Any:
-    """Arrays for abstract ones; an init function would have to be compiled."""
+    """Fills abstract arrays; an init function would have to be compiled."""
     leaves, structure = jax.tree.flatten(tree)
     arrays = [
         dense(i, *leaf.shape) if leaf.ndim > 1 else 0.5 + normal(i, *leaf.shape) / 10
@@ -427,7 +427,7 @@ def stack_by_index(depth: int = 4) -> Program:
 
 @program
 def fori_loop() -> Program:
-    """A stack indexed by a loop's counter: taken whole."""
+    """A stack indexed by a loop's counter; it is fetched whole."""
 
     def loss(params: Any, batch: Any) -> jax.Array:
         def body(i: jax.Array, x: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
-"""What every kind of CSD must do: the host's bits, errors and manners.
+"""The contract of every kind of CSD: the host's bits, errors and behaviour.
 
-A test file runs it on its kinds by importing all of it, and by a fixture `spec`: a
-`jaxinf.csd.CsdSpec`, of a kind whose cards have kernels for `CASES`.
+A test file runs it on its kinds: it imports everything here, and defines a fixture
+`spec`, a `jaxinf.csd.CsdSpec` of a kind whose cards have kernels for `CASES`.
 """
 
 import threading
@@ -89,7 +89,7 @@ CASES = [
 
 
 def _extents(case, kernel, num_elements, first=0):
-    """Params and slots as the engine lays them out, in files that start at `first`."""
+    """Lays out params and slots like the engine, in files that start at `first`."""
     extents, offset = [], 0
 
     def add(dtype, count, start, codec=""):
@@ -166,7 +166,7 @@ class Chunk:
         return [self.csd.view(self.buffer, e).copy() for e in self.extents]
 
     def update(self, step=1, gradient=None, scalars=None, buffer=None):
-        """Runs the kernel; the outcome and the result."""
+        """Runs the kernel; returns the outcome and the result."""
         if gradient is None:
             rng = np.random.default_rng([step, 7])
             gradient = rng.standard_normal(self.num_elements)
@@ -196,7 +196,7 @@ ROUNDING = Rounding(0xFEDCBA98, 0)
 
 @pytest.fixture
 def chunks(spec, tmp_path):
-    """Makes a chunk on the kind that is tested, and the same one on the host."""
+    """Makes a chunk on the tested kind, and the same one on the host."""
     made = []
 
     def make(*arguments, **options):
@@ -245,7 +245,7 @@ def test_checksums_are_of_what_was_read_and_written(chunks):
         assert chunk.checksums() == first
         chunk.write()
         chunk.read()
-        asked = chunk.checksums()  # here, or by the update
+        asked = chunk.checksums()  # known here, or by the update
         outcome, _ = chunk.update()
         told = [
             outcome.read_checksums.get(number) if found is None else found
@@ -290,7 +290,7 @@ def test_non_finite_gradients_are_seen(chunks, place, value):
 
 @pytest.mark.parametrize("bits", [1, 0x80000001, 0xBF000000, 0xFFFFFFFF, 0x3F800000])
 def test_scalars_of_every_bit(chunks, bits):
-    """Also those that make no float, and those beyond an int's 31 bits."""
+    """Includes bits of no float, and words beyond an int's 31 bits."""
     results = []
     for chunk in chunks(ADAMW):
         chunk.initialise()

@@ -1,14 +1,14 @@
-"""A disk in memory: what a crash may leave of the operations before it.
+"""A disk in memory, and the states that a crash may leave.
 
 A disk is a mapping of keys to values: a name in a directory to an inode, a page of a
 file to its bytes, a file to its length. An operation is one or more *pieces*, each of
-which sets some keys, whole or not at all. What no barrier has covered may be on the
-drive or not, each piece for itself, in order only where two pieces set the same key: so
-writes are cut, torn at pages and reordered between barriers as freely as POSIX lets
-them be, more freely than a journalling file system does.
+which sets some keys atomically. Until a barrier covers a piece, it may be on the drive
+or not, independently of others; only pieces that set the same key keep their order. So
+writes are cut, torn at pages and reordered between barriers as freely as POSIX allows,
+and more freely than by a journalling file system.
 
-Invariant: a crash state is the durable pieces, and of the others a set that holds with
-each piece all earlier ones of its keys.
+Invariant: a crash state consists of the durable pieces and a set of the others that has
+with each piece all earlier ones of the same keys.
 """
 
 import os
@@ -23,11 +23,11 @@ ROOT = 0
 
 @dataclass(frozen=True)
 class Piece:
-    """What a drive takes whole.
+    """An atomic change of a drive.
 
     Attributes:
       values: by key: ("name", inode, text), ("page", inode, number), ("size", inode).
-      covers: what must be synchronised for it: inodes, and a file system's ("fs", n).
+      covers: the barriers that cover it: inodes, and a file system's ("fs", n).
     """
 
     values: Mapping[tuple, Any]
@@ -36,20 +36,20 @@ class Piece:
 
 @dataclass(frozen=True)
 class Barrier:
-    """Everything before it that is covered by `of` is durable from here on."""
+    """Makes all earlier pieces that `of` covers durable."""
 
     of: Hashable
 
 
 @dataclass
 class Log:
-    """What a program did to a disk.
+    """The operations of a program on a disk.
 
     Attributes:
       kinds: by inode: "file", "directory", or a symlink's target after "-> ".
-      initial: the disk before, durable.
-      operations: in order; a list of pieces, or a barrier.
-      marks: what was known to the program after so many operations.
+      initial: the durable disk before.
+      operations: in order, each a list of pieces or a barrier.
+      marks: the program's knowledge, by number of operations.
     """
 
     kinds: dict[int, str] = field(default_factory=lambda: {ROOT: "directory"})
@@ -58,17 +58,17 @@ class Log:
     marks: list[tuple[int, Any]] = field(default_factory=list)
 
     def mark(self, value: Any) -> None:
-        """What the program knows from here on."""
+        """Records the program's knowledge from here on."""
         self.marks.append((len(self.operations), value))
 
     def known_at(self, cut: int) -> tuple[Any, Any]:
-        """The last mark before a cut and the next one; None where there is none."""
+        """Returns the last mark before a cut and the next one; None if missing."""
         before = [value for at, value in self.marks if at <= cut]
         after = [value for at, value in self.marks if at > cut]
         return (before[-1] if before else None, after[0] if after else None)
 
     def cuts(self) -> Iterator["Cut"]:
-        """Every boundary between two operations, both ends included."""
+        """Yields every boundary between two operations, and both ends."""
         pieces: list[Piece] = []
         durable: set[int] = set()
         yield Cut(self, 0, (), frozenset())
@@ -83,12 +83,12 @@ class Log:
 
 @dataclass(frozen=True)
 class Cut:
-    """The disk after so many operations.
+    """The disk after a number of operations.
 
     Attributes:
-      number: how many.
-      pieces: theirs.
-      durable: which of the pieces are there whatever happens.
+      number: the number of operations.
+      pieces: their pieces.
+      durable: the numbers of the durable pieces.
     """
 
     log: Log
@@ -98,11 +98,11 @@ class Cut:
 
     @property
     def pending(self) -> list[int]:
-        """The pieces that may be lost."""
+        """Returns the pieces that may be lost."""
         return [i for i in range(len(self.pieces)) if i not in self.durable]
 
     def state(self, chosen: Iterable[int]) -> dict[tuple, Any]:
-        """The disk where of the pending pieces these reached it.
+        """Returns the disk if only these pending pieces reached it.
 
         A piece that lacks an earlier one of the same key is left out.
         """
@@ -117,11 +117,11 @@ class Cut:
     def extremes(
         self, *, one_in: int = 1, names: Iterable[str] = ()
     ) -> Iterator[frozenset[int]]:
-        """Nothing, everything, everything but one key, and one key alone.
+        """Yields nothing, everything, everything except one key, and one key alone.
 
         Args:
-          one_in: of so many keys one, others at the next boundary.
-          names: of which none is passed over.
+          one_in: visits one of so many keys; the next boundary visits others.
+          names: names that are always visited.
         """
         pending = self.pending
         yield frozenset()
@@ -136,7 +136,7 @@ class Cut:
 
 
 def _with_predecessors(pieces, numbers: Iterable[int]) -> set[int]:
-    """The pieces and all that must be there before them."""
+    """Returns the pieces and all that they require before them."""
     result, keys = set(numbers), set()
     for number in range(len(pieces) - 1, -1, -1):
         if number in result or keys & pieces[number].values.keys():
@@ -146,7 +146,7 @@ def _with_predecessors(pieces, numbers: Iterable[int]) -> set[int]:
 
 
 def _with_all_predecessors(pieces, durable: frozenset[int], chosen: set[int]):
-    """Those of the chosen that lack nothing before them."""
+    """Returns the chosen pieces whose required ones are there."""
     lost: set[tuple] = set()
     result = set()
     for number, piece in enumerate(pieces):
@@ -165,7 +165,7 @@ def frozen(disk: Mapping[tuple, Any]) -> frozenset:
 
 
 def tree(kinds: Mapping[int, str], disk: Mapping[tuple, Any]) -> dict[str, tuple]:
-    """By path: inode, kind and content; what no name leads to is not there."""
+    """Returns inode, kind and content by path, for everything that has a name."""
     children: dict[int, list[tuple[str, int]]] = {}
     for key, inode in disk.items():
         if key[0] == "name" and inode is not None:
@@ -184,7 +184,7 @@ def tree(kinds: Mapping[int, str], disk: Mapping[tuple, Any]) -> dict[str, tuple
 
 
 def content(disk: Mapping[tuple, Any], inode: int) -> bytes:
-    """A file's bytes; pages never written are zeros."""
+    """Returns a file's bytes; pages never written are zeros."""
     size = disk.get(("size", inode), 0)
     pages = [
         (disk.get(("page", inode, n)) or b"").ljust(PAGE_BYTES, b"\0")

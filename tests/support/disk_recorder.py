@@ -1,7 +1,7 @@
-"""Records what a program does to the files below a directory, for `disk_model`.
+"""Records a program's operations on the files below a directory, for `disk_model`.
 
-Invariant: the model of all that was recorded is the directory, byte for byte and link
-for link: `Recorder.check` raises otherwise, so that no operation goes by unseen.
+Invariant: the recorded model equals the directory, byte for byte and link for link.
+`Recorder.check` raises otherwise, so that no operation is missed.
 """
 
 import builtins
@@ -21,11 +21,11 @@ _FAKE_DEVICE = 1 << 40
 
 
 class Recorder:
-    """Stands between a program and `os` while its context lasts.
+    """Replaces functions of `os` while its context lasts.
 
     Args:
-      root: what is recorded; quiet and durable on entry.
-      filesystems: directories below it that count as file systems of their own.
+      root: the recorded directory; quiet and durable on entry.
+      filesystems: directories below it that count as separate file systems.
     """
 
     def __init__(self, root: Path, filesystems=()):
@@ -103,7 +103,7 @@ class Recorder:
         return self._inodes.get((status.st_dev, status.st_ino))
 
     def _inode_of(self, place):
-        """Of a path or descriptor; None outside of what is recorded."""
+        """Returns the inode of a path or descriptor; None outside the directory."""
         try:
             return self._known(self._real.get("stat", os.stat)(place))
         except OSError:
@@ -123,7 +123,7 @@ class Recorder:
         return max(n for n in numbers if path.is_relative_to(self._filesystems[n]))
 
     def _entry(self, path, dir_fd=None):
-        """(inode of the directory, name); None outside."""
+        """Returns (inode of the directory, name); None outside the directory."""
         above, name = os.path.split(os.fspath(path))
         if dir_fd is not None:
             assert not above
@@ -135,7 +135,7 @@ class Recorder:
     # --- operations ----------------------------------------------------------------
 
     def _did(self, *changes):
-        """Notes one operation: mappings of keys to values, each a piece."""
+        """Records one operation: mappings of keys to values, each a piece."""
         pieces = []
         for values in changes:
             self._disk |= values
@@ -293,7 +293,7 @@ class Recorder:
             self.log.operations.append(Barrier(("fs", number)))
 
     def _stat(self, path, **others):
-        """With a device of its own for each file system."""
+        """Returns a status with a different device for each file system."""
         status = self._real["stat"](path, **others)
         inode = None if isinstance(path, int) else self._known(status)
         if inode is None:
@@ -323,7 +323,7 @@ _RECORDED = (
 
 
 class _RecordedFile(io.FileIO):
-    """A file whose writes go through `os.write`, as it is at the time."""
+    """A file whose writes go through the present `os.write`."""
 
     def write(self, data):
         return os.write(self.fileno(), data)

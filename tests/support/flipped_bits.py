@@ -1,4 +1,4 @@
-"""A chunk in which a bit has turned over."""
+"""Flips a bit of a chunk."""
 
 from jaxinf.store import StoreDirectory
 
@@ -6,7 +6,7 @@ LEAVES = {"w": ((300, 1025), "float32"), "s": ((), "float32"), "h": ((77,), "bfl
 
 
 def flip(driver, leaf, state, byte=0, chunk=0):
-    """Turns one bit of a committed chunk over; returns its file."""
+    """Flips one bit of a committed chunk; returns its file."""
     number = list(driver.leaves).index(leaf)
     directory = StoreDirectory.open(driver.store.path)
     file = directory.chunk_file(directory.committed_slot(), number, chunk, state)

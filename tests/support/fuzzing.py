@@ -1,7 +1,7 @@
-"""Documents as a stranger may write them, and what reads them.
+"""Hostile documents, and the code that reads them.
 
-`hostile` draws a change of one document of a step, an export or a checkpoint of another
-tool; `Victim.survives` makes it and reads everything that could be reached from there.
+`hostile` draws a change to a document of a step, of an export, or of another tool's
+checkpoint. `Victim.survives` makes it, and reads everything that the document affects.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from jaxinf.store import (
 )
 
 MEMORY_BYTES = 96 << 20
-"""More than any of these documents, chunks and buffers may take."""
+"""Limit of the memory for any of these documents, chunks and buffers."""
 
 DOCUMENTS = [
     "store/jaxinf.json",
@@ -107,7 +107,7 @@ RAW = st.lists(
 
 @st.composite
 def hostile(draw):
-    """A document, how it is changed, and whether its seal is made anew."""
+    """Draws a document, its changes, and whether it is sealed again."""
     return (
         draw(st.sampled_from(DOCUMENTS)),
         draw(st.one_of(EDITS, EDITS, RAW)),
@@ -116,7 +116,7 @@ def hostile(draw):
 
 
 class Victim:
-    """Stores, exports and checkpoints below a folder, and what may not change."""
+    """Stores, exports, checkpoints below a folder, and files that must not change."""
 
     def __init__(self, place):
         self.place = place
@@ -135,7 +135,7 @@ class Victim:
         self.kept = self._contents()
 
     def survives(self, name, edits, sealed):
-        """Reads everything there is after a change; returns what refused it."""
+        """Reads everything after a change; returns the errors of refusing readers."""
         file, refusals = self.place / name, []
         file.write_bytes(changed(self.whole[name], edits, sealed))
         try:
@@ -160,7 +160,7 @@ class Victim:
         return refusals
 
     def uses(self, name):
-        """What reads a document; none of it writes where the document is refused."""
+        """Yields the readers of a document; none writes if it refuses the document."""
         if name.startswith("store"):
             store = self.place / "store"
             yield lambda: read_everything(store)
@@ -217,13 +217,13 @@ class Victim:
 
 
 def command(*words):
-    """One of jaxinf's; raises where it fails, which the fuzzed documents may cause."""
+    """Runs a command of jaxinf; raises if it fails, as with fuzzed documents."""
     if main(words):
         raise JaxinfError(f"jaxinf {words[0]} failed")
 
 
 def _reset_peak_bytes():
-    """Forgets what the process has held at most; returns what it holds."""
+    """Resets the process's peak memory; returns its present memory."""
     with open("/proc/self/clear_refs", "w") as control:
         control.write("5")
     return _status_bytes("VmRSS")
@@ -236,7 +236,7 @@ def _status_bytes(name):
 
 
 def read_everything(path):
-    """What a run and its tools read of a store."""
+    """Reads everything that a run and its tools read from a store."""
     directory = StoreDirectory.open(path)
     finish_rebalance(directory)
     record = directory.read_commit()
@@ -250,7 +250,7 @@ def read_everything(path):
 
 
 def changed(raw, edits, sealed):
-    """A document after some edits: of its values, or of its bytes."""
+    """Returns a document after edits of its values or of its bytes."""
     if isinstance(edits[0][1], int):
         return _with_bytes(raw, edits)
     header = b""

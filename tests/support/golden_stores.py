@@ -1,9 +1,9 @@
-"""Stores whose bytes are kept: made by this file run as a program.
+"""Golden stores, whose bytes are kept; run as a program, this file makes them.
 
-Below ``tests/golden`` are stores of two CSD-less slots at step 3 with a checkpoint at
-step 2: ``store`` with float32 masters, ``split`` with the master of its bfloat16 leaf
-in two halves, ``scalars`` with much scalar state. Those of versions before the present
-one were written by the code of their time; they are migrated, never written anew.
+The stores below ``tests/golden`` have no CSDs, are at step 3, and have a checkpoint of
+step 2: ``store`` with float32 masters, ``split`` with the split master of its bfloat16
+leaf, ``scalars`` with much scalar state. Stores of older format versions were written
+by the code of their time; they are migrated, never written anew.
 """
 
 import json
@@ -40,7 +40,7 @@ def golden(name, version=FORMAT_VERSION):
 
 
 def make(path, name):
-    """The same store every time, but for its id, versions and dates."""
+    """Makes the same store every time, except for its id, versions and dates."""
     params = {
         "a": jnp.arange(6, dtype=jnp.float32).reshape(2, 3),
         "b": {"half": jnp.arange(5, dtype=jnp.bfloat16)},
@@ -63,7 +63,7 @@ def make(path, name):
 
 
 def files_of(root):
-    """Each file's bytes, or where its symlink points; what varies is blanked."""
+    """Returns each file's bytes or symlink's target; varying parts are blanked."""
     found = {}
     for folder, folders, files in os.walk(root):
         for name in [*files, *(d for d in folders if os.path.islink(f"{folder}/{d}"))]:
@@ -78,7 +78,7 @@ def files_of(root):
                 for field in (*VOLATILE, "init_timestamp_nsecs"):
                     document.pop(field, None)
                 document.pop("commit_timestamp_nsecs", None)
-                # Of documents with a date in them.
+                # This document has a date, so its checksum varies.
                 document.get("documents", {}).pop("_CHECKPOINT_METADATA", None)
                 found[key] = document
             else:

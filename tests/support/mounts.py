@@ -1,4 +1,4 @@
-"""File systems of a test's own: small ones, ones that lose their power.
+"""File systems for a single test: small ones, and ones that lose power.
 
 Invariant: everything mounted is unmounted and its loop device freed at the end.
 """
@@ -53,7 +53,7 @@ class Ext4:
         _run("umount", "--lazy", self.path)
 
     def cut_power(self) -> None:
-        """From now on nothing reaches the image, not even the journal in memory."""
+        """Cuts the image off: nothing reaches it any more, not even the journal."""
         fd = os.open(self.path, os.O_RDONLY)
         try:
             word = array.array("I", [_WITHOUT_FLUSHING_THE_LOG])
@@ -63,7 +63,7 @@ class Ext4:
 
 
 def require(try_it: Callable[[Path], None]) -> None:
-    """Skips a test where mounting fails; fails it where that was promised."""
+    """Skips a test if mounting fails, or fails it if mounting was promised."""
     try:
         with tempfile.TemporaryDirectory() as directory:
             try_it(Path(directory) / "probe")

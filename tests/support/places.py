@@ -1,12 +1,12 @@
-"""What these tests have in common: how long to take, how to step."""
+"""Helpers of the fault tests: their length, and a durable step."""
 
 import os
 
 LONG = os.environ.get("JAXINF_FAULTS") == "long"
-"""Whether `make faults` runs, which takes its time."""
+"""Whether `make faults` runs, with long tests."""
 
 
 def step_durably(driver) -> None:
-    """One step of a run; raises what its commit raises."""
+    """Makes a step of a run; raises the errors of its commit."""
     driver.step()
     driver.store.wait()

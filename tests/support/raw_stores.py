@@ -37,7 +37,7 @@ def memory_directory() -> Iterator[Path]:
 
 
 def make_roots(place: Path, name: str, num_csds: int) -> list[str]:
-    """Makes so many CSD roots."""
+    """Makes `num_csds` CSD roots."""
     roots = [place / f"{name}-csd{number}" for number in range(num_csds)]
     for root in roots:
         root.mkdir()
@@ -50,10 +50,10 @@ def make_manifest(
     csd_roots: Sequence[str] = (),
     chunk_elements: int = 4096,
 ) -> Manifest:
-    """A manifest of leaves that all have the same states.
+    """Makes a manifest of leaves that all have the same states.
 
     Args:
-      states: of each leaf.
+      states: the states of each leaf.
       leaves: shape and shard counts by path.
       csd_roots, chunk_elements: as for a real store.
     """
@@ -85,7 +85,7 @@ def fill_slot(
     slot: Slot,
     values_of: Callable[[tuple[int, ...], np.dtype], np.ndarray],
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Writes a step's chunks as the engine does; its arrays and checksums, by name.
+    """Writes a step's chunks like the engine; returns arrays and checksums by name.
 
     Args:
       values_of: makes an array of a shape and dtype.

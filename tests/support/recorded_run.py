@@ -1,7 +1,7 @@
-"""A small run that is recorded, and what the real code recovers from its crash states.
+"""Records a small run, and recovers its crash states with the real code.
 
-Invariant: whoever looks at a crash state finds the store's directory where it was when
-the run was recorded: the symlinks to CSD roots are absolute.
+Invariant: a crash state has the store's directory at its recorded path, because the
+symlinks to CSD roots are absolute.
 """
 
 import shutil
@@ -35,11 +35,11 @@ FROZEN = ("bias", "half")
 
 
 class Mixture(AssertionError):
-    """A crash state whose recovery is neither of the two steps it may be."""
+    """A crash state was recovered as neither of the two possible steps."""
 
 
 class FrozenDriver(Driver):
-    """Of a store with leaves that no step changes, and that have no momentum."""
+    """A driver of a store with leaves that no step changes, without momentum."""
 
     def expected(self, step):
         states = super().expected(step)
@@ -56,8 +56,8 @@ def _partly_frozen():
 
 @cache
 def _described(is_partly_frozen):
-    """Traced and compiled here: that takes longer than recovering a store, and a
-    compiler's files are none of the store's."""
+    """Traces and compiles once, outside the recording: it takes longer than a recovery,
+    and writes files that are not the store's."""
     tx = _partly_frozen() if is_partly_frozen else store_driver.TX
     description = Driver("/nonexistent/store", LEAVES, tx).description
     for leaf in description.leaves:
@@ -82,8 +82,8 @@ class RecordedRun:
 
     Args:
       place: an empty directory in memory.
-      num_csds: CSD roots, each a file system of its own.
-      script: what to do with the driver, a function of it and of the log's `mark`.
+      num_csds: number of CSD roots, each a separate file system.
+      script: called with the driver and the log's `mark`.
       is_partly_frozen: whether there are leaves that no step changes.
     """
 
@@ -102,11 +102,11 @@ class RecordedRun:
             driver.training.close()
             recorder.check()
         self.log = recorder.log
-        self.num_mixed_spares = 0  # whose record came back after its chunks had gone
+        self.num_mixed_spares = 0  # spare slots with an old record but newer chunks
         self._outcomes: dict[frozenset, object] = {}
 
     def _spare_is_whole(self, driver: Driver) -> bool:
-        """Whether a step that a rollback would go back to is one."""
+        """Whether the step of the spare slot is complete."""
         files = driver.opened.directory
         spare = read_spare(files)
         if spare is None:
@@ -119,16 +119,16 @@ class RecordedRun:
 
     @property
     def num_states(self) -> int:
-        """How many different crash states were recovered."""
+        """Number of different crash states recovered."""
         return len(self._outcomes)
 
     def check(self, cut: Cut, chosen, *, goes_on: bool = False) -> None:
-        """Recovers a crash state and compares it with what it may be.
+        """Recovers a crash state, and checks that it is one of the possible steps.
 
         Args:
-          cut: where.
+          cut: the boundary of the crash.
           chosen: the pending pieces that reached the drive.
-          goes_on: takes the recovered run a step further, too.
+          goes_on: whether the recovered run makes another step.
 
         Raises:
           Mixture: it is neither the last commit known to be durable nor the next.
@@ -147,13 +147,13 @@ class RecordedRun:
             )
 
     def put(self, disk) -> None:
-        """Makes the directory what the disk is."""
+        """Replaces the directory's content by the disk's."""
         for entry in self.place.iterdir():
             shutil.rmtree(entry)
         materialise(self.log.kinds, disk, self.place)
 
     def _recovered(self, *, goes_on: bool):
-        """The step that is found or `NEW`, and the checkpoints; or what is wrong."""
+        """Returns the recovered step or `NEW`, and the checkpoints; or the error."""
         try:
             driver = self._make(self.place / "store")
         except JaxinfError as error:
@@ -178,7 +178,7 @@ class RecordedRun:
 
 
 def checkpoints_of(driver: Driver) -> tuple[str, ...]:
-    """The names of those that are whole, each named by its step."""
+    """Returns the names of complete checkpoints, each named by its step."""
     files, names = driver.opened.directory, []
     for name in checkpoint_names(files):
         path = files.step_path(f"checkpoints/{name}")
@@ -189,7 +189,7 @@ def checkpoints_of(driver: Driver) -> tuple[str, ...]:
 
 
 def is_whole(driver: Driver, step: int) -> bool:
-    """Whether the committed slot holds a step, bit for bit, and says so."""
+    """Whether the committed slot holds a step, bit for bit, and its record agrees."""
     driver.store.wait()
     files = driver.opened.directory
     slot = files.committed_slot()

@@ -1,8 +1,8 @@
-"""Drives a store as a training run does, without JAX: its numbers are known.
+"""Drives a store like a training run, without JAX and with known numbers.
 
-The optimizer is SGD of learning rate 1/2 and momentum 1/2 over a gradient of ones: each
-step rounds once, and so do these numbers. Every kind of CSD has a kernel for it. As a
-program it trains the store it is given until it is killed.
+The optimizer is SGD with learning rate 1/2 and momentum 1/2 on a gradient of ones. Each
+step rounds once, as the expected numbers here do. Every kind of CSD has a kernel for
+it. As a program this file trains a given store until it is killed.
 """
 
 import os
@@ -35,7 +35,7 @@ TX = optax.sgd(0.5, momentum=0.5)
 
 
 def describe(params, tx=TX):
-    """What `smart_update` would ask a store to hold."""
+    """Makes the description that `smart_update` would give a store."""
     init, update = trace_init(tx, params), trace_update(tx, params, {})
     leaves = []
     for leaf, first in zip(update.leaves, init.leaves, strict=True):
@@ -58,11 +58,11 @@ class Driver:
     """A run: `init`, then `step` after `step`.
 
     Args:
-      path: of the store.
+      path: path of the store.
       leaves: shape and dtype by name.
-      tx: with other optimizers `expected` does not hold.
-      options: of `jaxinf.open_store`; `csd` by default what JAXINF_TEST_CSD says, and
-        four workers.
+      tx: the optimizer; `expected` is valid only for the default one.
+      options: options of `jaxinf.open_store`; by default four workers, and the `csd`
+        in JAXINF_TEST_CSD.
     """
 
     def __init__(self, path, leaves=LEAVES, tx=TX, **options):
@@ -76,21 +76,21 @@ class Driver:
         self._known = 0, self._first()
         self.description = describe(params, tx)
         options.setdefault("csd", os.environ.get("JAXINF_TEST_CSD", "host"))
-        options.setdefault("num_workers", 4)  # that small budgets are cut for
+        options.setdefault("num_workers", 4)  # decides subgroups in small budgets
         self.store = jaxinf.open_store(path, **options)
         self.at = 0
 
     @property
     def training(self):
-        return self.store._training  # of a handle that is closed, too
+        return self.store._training  # also from a closed handle
 
     @property
     def opened(self):
         return self.training.opened
 
     def init(self):
-        """As `tx.init`: makes the store, or goes on with the one that is there."""
-        self._known = 0, self._first()  # a test may have changed what it begins with
+        """Like `tx.init`: makes the store, or resumes an existing one."""
+        self._known = 0, self._first()  # a test may have changed the initial params
         is_new = self.training.bind(self.description, may_create=True)
         if is_new:
             for number, params in enumerate(self.initial.values()):
@@ -105,7 +105,7 @@ class Driver:
         return self
 
     def bind(self, step):
-        """As the first `tx.update`: the run's params, held against the store's."""
+        """Like the first `tx.update`: compares the run's params with the store's."""
         self.training.binding.begin(step)
         for number, (params, *_) in enumerate(self.expected(step).values()):
             device = self.rounded(number, params)
@@ -115,7 +115,7 @@ class Driver:
         return self
 
     def rounded(self, number, master):
-        """What the JAX device has of master params."""
+        """Returns the params on the JAX device for master params."""
         leaf = self.description.leaves[number]
         rounded = master.astype(leaf.device_dtype)
         if self.store.manifest.leaves[number].states[0].codec == "split":
@@ -127,7 +127,7 @@ class Driver:
         return [ScalarState("#0/.n", np.array(step, np.int32))]
 
     def part(self, number, gradient=1.0):
-        """What a callback brings for a leaf at the present step."""
+        """Makes a callback's request for a leaf at the present step."""
         leaf = self.description.leaves[number]
         params, *_ = self.expected(self.at)[list(self.leaves)[number]]
         num_probed = min(8, leaf.shape[-1]) if leaf.shape else 1
@@ -143,7 +143,7 @@ class Driver:
         )
 
     def update(self, order=None, gradient=1.0):
-        """The leaves' updates of a step; returns their results by name."""
+        """Updates the leaves in a step; returns their results by name."""
         names = list(self.leaves)
         results = {}
         for number in range(len(names)) if order is None else order:
@@ -169,7 +169,7 @@ class Driver:
         return self
 
     def expected(self, step):
-        """Master params and momentum, by leaf, after a number of steps."""
+        """Returns master params and momentum by leaf after a number of steps."""
         at, states = self._known
         if step < at:
             at, states = 0, self._first()
@@ -185,7 +185,7 @@ class Driver:
         return {name: (p, np.zeros_like(p)) for name, p in wide.items()}
 
     def found(self, path=None):
-        """The same as it is in a slot, by default the committed one, decoded."""
+        """Reads and decodes the same from a slot, by default the committed one."""
         path = self.store.path / "current" if path is None else path
         directory = None
         if path.is_relative_to(self.store.path):
@@ -201,7 +201,7 @@ class Driver:
             }
 
     def check(self, step, path=None):
-        """Compares what is on the drive with what it should be, bit for bit."""
+        """Compares the drive's content with the expected one, bit for bit."""
         self.store.wait()
         for name, arrays in self.found(path).items():
             for held, wanted in zip(arrays, self.expected(step)[name], strict=True):
@@ -212,10 +212,10 @@ class Driver:
 
 
 def main():
-    """Trains until killed; says each step that it has asked for, and each durable one.
+    """Trains until killed; reports each requested and each durable step.
 
-    With a number of processes it forks so many, one after the other, each when the
-    one before is dead: importing takes longer than dying.
+    With a number of processes it forks them one after another, each when the one before
+    is dead, because importing takes longest.
     """
     path, num_processes, *roots = sys.argv[1:]
     for _ in range(int(num_processes)):
@@ -231,7 +231,7 @@ def main():
 
 
 def _say(word, number):
-    """A line in one write, so that a kill leaves all of it or nothing."""
+    """Prints a line in one write, so that a kill leaves all of it or nothing."""
     os.write(sys.stdout.fileno(), f"{word} {number}\n".encode())
 
 

@@ -20,13 +20,13 @@ def words_of(data):
 
 @pytest.fixture
 def tmp_path(place):
-    """In memory: a step's commit waits for no drive."""
+    """A directory in memory, so that commits wait for no drive."""
     return place
 
 
 @pytest.fixture(scope="session")
 def tiny():
-    """The preset of the default, as long as the context lasts."""
+    """Replaces the default preset while the context lasts."""
 
     @contextlib.contextmanager
     def patched():

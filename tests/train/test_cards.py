@@ -1,4 +1,4 @@
-"""Training on cards that are not there is training on the host, to the bit."""
+"""Training on emulated cards equals training on the host, to the bit."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The trainer keeps checkpoints, and goes back to them."""
+"""The trainer keeps checkpoints, and restores them."""
 
 import json
 

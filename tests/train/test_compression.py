@@ -1,4 +1,4 @@
-"""`--compress`: the same bits in both modes, resumed too; what is refused."""
+"""`--compress`: the same bits in both modes, also resumed; refusals."""
 
 import json
 
@@ -24,7 +24,7 @@ def test_link_traffic_of_a_step(run, lines, tmp_path):
     down = [line["link_down_bytes"] for line in lines(tmp_path / "store-log")]
     up = [line["link_up_bytes"] for line in lines(tmp_path / "store-log")]
     dense = up[0]
-    # Beside the gradients, the fp32 params that spare reading the master.
+    # Includes the fp32 params, which replace reads of the master.
     assert down == [2 * dense, 2 * dense, 1.5 * dense, 1.5 * dense]
     assert up == [dense] * 4
 

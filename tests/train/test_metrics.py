@@ -1,4 +1,4 @@
-"""The metrics file: one line a step, whatever happened to the process."""
+"""The metrics file: one line for each step, however the process ended."""
 
 import dataclasses
 import json

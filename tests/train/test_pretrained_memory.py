@@ -5,7 +5,7 @@ import json
 import numpy as np
 from safetensors.numpy import save_file
 
-# Peak of what a program imports, over what it held before, in bytes.
+# Peak memory of an import over the program's memory before, in bytes.
 PROGRAM = """
 import re, sys
 from pathlib import Path
@@ -70,5 +70,5 @@ def test_an_import_holds_the_budget_and_one_leaf(place, run_python):
     peak_bytes = int(result.stdout.split()[-1])
     allowed_bytes = (16 << 20) + largest_bytes
     print(f"{peak_bytes >> 20} MiB of {allowed_bytes >> 20}, model {total_bytes >> 20}")
-    assert allowed_bytes < total_bytes / 3  # else it would not matter
+    assert allowed_bytes < total_bytes / 3  # otherwise the test would prove nothing
     assert peak_bytes <= allowed_bytes

@@ -1,4 +1,4 @@
-"""What the trainer refuses, with which message and exit status."""
+"""Refusals of the trainer, with message and exit status."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Whole runs: both modes, stopping and resuming, what a user reads."""
+"""Whole runs: both modes, stopping and resuming, the output."""
 
 import json
 import re

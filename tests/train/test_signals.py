@@ -1,4 +1,4 @@
-"""Runs that a signal ends: what is committed, and how they go on."""
+"""Runs that a signal ends: their committed step, and how they continue."""
 
 import re
 import shlex

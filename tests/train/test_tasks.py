@@ -1,4 +1,4 @@
-"""Every task from data to best checkpoint, stopped and gone on with to the bit."""
+"""Every task from data to best checkpoint, stopped and resumed to the bit."""
 
 import contextlib
 import json
@@ -85,7 +85,7 @@ def test_stopped_and_resumed_is_uninterrupted(
 
 
 def test_best_checkpoint_is_that_of_the_lowest_loss(task, tmp_path, capsys):
-    """A learning rate far too high makes the losses go up and down."""
+    """Makes losses go up and down by a learning rate that is far too high."""
     where = ("--store", tmp_path / "store", "--eval-every", 1, "--warmup-steps", 0)
     wild = (*where, "--learning-rate", 0.3, "--steps")
     assert task("vit", "images", *wild, 6) == 0
@@ -169,7 +169,7 @@ def test_image_that_is_damaged_ends_the_run_by_name(task, tmp_path, capsys):
     where = ("--store", tmp_path / "store", "--steps", 50)
     status = task("vit", tmp_path / "pictures", *where)
     err = capsys.readouterr().err
-    assert status in (1, 2)  # 2 where it is the very first
+    assert status in (1, 2)  # 2 if it is the very first
     assert "png: expected an image, but it cannot be read" in err
     assert "Traceback" not in err
 

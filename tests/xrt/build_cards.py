@@ -1,4 +1,4 @@
-"""Builds an xclbin of the card kernels that these tests want; prints its path.
+"""Builds an xclbin of the card kernels for these tests; prints its path.
 
     python tests/xrt/build_cards.py DIRECTORY
 

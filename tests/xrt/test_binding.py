@@ -1,4 +1,4 @@
-"""The binding has the names and the traps of AMD's pyxrt."""
+"""The binding has the names and the pitfalls of AMD's pyxrt."""
 
 import numpy as np
 import pytest

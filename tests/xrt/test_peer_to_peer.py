@@ -81,5 +81,5 @@ def test_transfers_while_a_kernel_runs(open_card, drive):
     counter, kernel = card.buffer(PAGE, "p2p"), card.kernel("meet")
     run = start(kernel, counter, 7)
     assert run.state().value != 4
-    transfer(os.preadv, file, counter)  # what the kernel waits for
+    transfer(os.preadv, file, counter)  # the kernel waits for this
     finish(run)

@@ -1,4 +1,4 @@
-"""The sandbox finds, names and removes what is left in it."""
+"""The sandbox finds, names and removes leftovers."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Training on cards that the real runtime drives: the host's losses, through deaths."""
+"""Training on cards driven by the real runtime: the host's losses, also after kills."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def train(place, sandbox):
-    """Trains `nano` on CSDs, two by default, as a program of its own."""
+    """Trains `nano` on CSDs, two by default, in a program of its own."""
 
     def run(name, *words, num_csds=2, during=None):
         roots = [place / name / f"csd{number}" for number in range(num_csds)]
@@ -43,7 +43,7 @@ def train(place, sandbox):
 
 
 def losses(directory):
-    """By step; steps that were lost in a crash were taken again."""
+    """Returns losses by step; a step lost in a crash counts when it is repeated."""
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     return {line["step"]: line["loss"] for line in map(json.loads, lines)}
 
@@ -60,7 +60,7 @@ def wait_for_step(directory, step, process):
 
 @pytest.fixture(scope="module")
 def host_losses(place):
-    """Filled by the first test that trains on the host."""
+    """The host's losses, filled by the first test that trains on the host."""
     return {}
 
 
@@ -75,7 +75,7 @@ def wanted(train, place, host_losses):
 
 
 def committed_step(store):
-    """The step of a store that verifies."""
+    """Verifies a store, and returns its step."""
     command = [sys.executable, "-m", "jaxinf.cli", "verify", store]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -83,10 +83,10 @@ def committed_step(store):
 
 
 def end(process):
-    """Waits for a program whose device has died, as its user would, then kills it.
+    """Waits for a program whose device has died, like its user, then kills it.
 
-    XRT allocates memory and calls exit() in the handler of the signal, on top of
-    whatever the program was doing: that ends it mostly, or leaves it waiting for ever.
+    XRT allocates memory and calls exit() in the handler of the signal, wherever the
+    program was interrupted. Mostly this ends it; sometimes it waits for ever.
     """
     try:
         process.wait(30)
@@ -125,7 +125,7 @@ def test_losses_are_the_hosts(train, wanted, place, sandbox, runtime, deaths):
 
 
 def test_compressed_gradients_on_four_devices(train, place):
-    """Dense ones for a while, then a tenth of their bytes."""
+    """Sends dense gradients in the warm-up, then a tenth of their bytes."""
     words = ["--compress", "top_k:0.1,warmup_steps=3"]
     for kind in ("host", "smartssd"):
         name = f"compressed-{kind}"

@@ -1,4 +1,4 @@
-"""What the writer writes, read by the vendor's header, by an XML parser and by XRT."""
+"""The writer's files, read by the vendor's header, an XML parser and XRT."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""A card with kernels and buffers, as the tests use them through ``pyxrt``.
+"""A card with kernels and buffers, for tests that use ``pyxrt``.
 
 Invariant: ``pyxrt`` is imported at first use, in a test's own process; the process that
 collects tests and forks never has it.
@@ -14,12 +14,12 @@ __all__ = ["Card", "fetch", "finish", "float_bits", "put_back", "start", "view"]
 
 
 def float_bits(value: float | np.floating) -> int:
-    """A float32's bits as the int that ``set_arg`` takes."""
+    """Returns a float32's bits as an int for ``set_arg``."""
     return struct.unpack("<i", struct.pack("<f", value))[0]
 
 
 class Card:
-    """An opened device with an xclbin; all its buffers are in its one bank."""
+    """An open device with an xclbin; all its buffers are in its only bank."""
 
     def __init__(self, index: int, xclbin: Path):
         import pyxrt  # pyright: ignore[reportMissingImports]
@@ -38,14 +38,14 @@ class Card:
         return pyxrt.bo(self.device, num_bytes, getattr(pyxrt.bo, kind), 0)
 
     def put(self, values: np.ndarray, kind: str = "normal") -> Any:
-        """A new buffer that holds an array, on the device."""
+        """Makes a buffer with an array, on the device."""
         buffer = self.buffer(values.nbytes, kind)
         put_back(buffer, values)
         return buffer
 
 
 def put_back(buffer: Any, values: np.ndarray) -> None:
-    """An array into a buffer of its length, on the device."""
+    """Copies an array into a buffer of its length, on the device."""
     import pyxrt  # pyright: ignore[reportMissingImports]
 
     view(buffer, values.dtype)[:] = values
@@ -54,7 +54,7 @@ def put_back(buffer: Any, values: np.ndarray) -> None:
 
 
 def fetch(buffer: Any, dtype: Any = np.float32) -> np.ndarray:
-    """A copy of what a buffer holds on the device."""
+    """Returns a copy of a buffer's content on the device."""
     import pyxrt  # pyright: ignore[reportMissingImports]
 
     direction = pyxrt.xclBOSyncDirection.XCL_BO_SYNC_BO_FROM_DEVICE
@@ -68,7 +68,7 @@ def view(buffer: Any, dtype: Any = np.float32) -> np.ndarray:
 
 
 def start(kernel: Any, *arguments: Any) -> Any:
-    """Starts a run; unlike a call of the kernel it refuses what it cannot pass."""
+    """Starts a run; unlike a call of the kernel, it refuses unsuitable arguments."""
     import pyxrt  # pyright: ignore[reportMissingImports]
 
     run = pyxrt.run(kernel)

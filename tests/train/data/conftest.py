@@ -25,7 +25,7 @@ def write(tmp_path):
 
 @pytest.fixture
 def load():
-    """Loads data: paths, and whatever else `DataOptions` and `load_data` take."""
+    """Loads data from paths, with arguments of `DataOptions` and `load_data`."""
 
     def call(*paths, task="causal-lm", seq_len=8, image_shape=None, **options):
         data = tuple(str(path) for path in paths)

@@ -1,4 +1,4 @@
-"""Records to examples: which fields, which parts are learned, what is refused."""
+"""Records to examples: fields, learned parts, refusals."""
 
 import pytest
 

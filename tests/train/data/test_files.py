@@ -1,4 +1,4 @@
-"""Which files a user means by a name, a directory, a glob."""
+"""The files that a user means by a name, a directory, a glob."""
 
 import numpy as np
 import pytest
@@ -85,7 +85,7 @@ def test_standard_library():
     assert not parts & {"site-packages", "idle_test", "__pycache__"}
     text = np.frombuffer(b"".join(f.read_bytes() for f in files), np.uint8)
     assert text.size >= 5_000_000
-    # What Python source looks like, in any version.
+    # The entropy of Python source, in any version.
     assert 2.8 < unigram_entropy(text) < 3.5
     assert 2.1 < bigram_entropy(text) < 2.7
 

@@ -1,4 +1,4 @@
-"""Images out of folders, arrays and tables: pixels, classes, what is refused."""
+"""Images from folders, arrays and tables: pixels, classes, refusals."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Files to rows, for every kind of data and task: what is learned, what is refused."""
+"""Files to rows, for every kind of data and task: learned parts and refusals."""
 
 import hashlib
 import json
@@ -53,7 +53,7 @@ def picture_arrays(path):
 
 @pytest.fixture
 def source(tmp_path, write):
-    """Writes one of the kinds of data; returns what `load` takes."""
+    """Writes one of the kinds of data; returns the arguments of `load`."""
     makers = {
         "text": lambda: ([write("a.txt", "some text\n" * 40)], {}),
         "records": lambda: ([write("a.jsonl", TEXTS)], {}),
@@ -98,7 +98,7 @@ CASES = [(kind, task) for kind, tasks in TASKS_OF.items() for task in tasks]
 
 @pytest.mark.parametrize(("kind", "task"), CASES, ids="-".join)
 def test_resumes_at_the_very_next_example(source, load, kind, task):
-    """As after a crash: everything is read anew, and only the position is known."""
+    """As after a crash, everything is read anew, and only the position is kept."""
     paths, options = source(kind)
 
     def batches_from(position):

@@ -8,7 +8,7 @@ from jaxinf.train.data.masking import Masking
 
 
 class Numbers:
-    """Rows that say their own number."""
+    """Rows that contain their own number."""
 
     def __init__(self, num):
         self.num = num

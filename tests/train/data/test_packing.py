@@ -1,4 +1,4 @@
-"""Sequences and the rows made of them: every token once, no document lost or joined."""
+"""Sequences and their rows: every token once, no document lost or joined."""
 
 import functools
 
@@ -107,7 +107,7 @@ def tiny_scores():
 
 @pytest.mark.parametrize("kind", ["packed", "windows"])
 def test_documents_of_a_row_do_not_see_each_other(kind):
-    """A row's loss is that of its documents alone."""
+    """A row's loss is the loss of its separate documents."""
     scores, seq_len = tiny_scores(), 13
     lists = [[5, 6, 7, 8, 0], [9, 1, 2, 0], [3, 4, 3, 4, 0]]
     if kind == "packed":
@@ -128,7 +128,7 @@ def test_plan_is_whole_fits_and_is_nearly_full(lengths):
     assert sorted(n for row in plan for n in row) == list(range(len(lengths)))
     loads = [sum(lengths[n] for n in row) for row in plan]
     assert all(0 < load <= 20 for load in loads)
-    # No two rows could have been one.
+    # No two rows would fit into one.
     assert all(a + b > 20 for i, a in enumerate(loads) for b in loads[:i])
 
 

@@ -1,4 +1,4 @@
-"""Records of files in all formats, and what is refused, where."""
+"""Records of files in all formats, and refusals with their places."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Bytes and tokenizer.json: ids, special tokens, what is refused."""
+"""Bytes and tokenizer.json: ids, special tokens, refusals."""
 
 import json
 

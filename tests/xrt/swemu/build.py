@@ -1,11 +1,11 @@
-"""Builds what XRT's software emulation needs and Debian does not ship in working order.
+"""Builds the parts of XRT's software emulation that do not work in Debian's packages.
 
     cd tests/xrt && python -m swemu.build DIRECTORY
 
 makes in DIRECTORY a private XRT prefix with a repaired libxrt_swemu, the device model
 where XRT looks for it, the ``pyxrt`` module, and a description of four devices.
-Invariant: nothing is written but below DIRECTORY, under a name that depends on all that
-goes in; a directory with that name is whole.
+Invariant: everything is written below DIRECTORY, under a name that depends on all
+inputs; a directory with that name is complete.
 """
 
 import hashlib
@@ -37,23 +37,23 @@ ALLOC_VOID = "_ZN12xclcpuemhal29CpuemShim10alloc_voidEm"
 
 
 class RuntimeUnavailable(Exception):
-    """XRT cannot be had here; the message tells why, and what to install."""
+    """XRT is not available here; the message gives the reason and the remedy."""
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where the parts are."""
+    """The places of the parts."""
 
     directory: Path
 
     @property
     def prefix(self) -> Path:
-        """For ``XILINX_XRT``."""
+        """The value of ``XILINX_XRT``."""
         return self.directory / "xrt"
 
     @property
     def vitis(self) -> Path:
-        """For ``XILINX_VITIS``: where XRT finds the device model."""
+        """The value of ``XILINX_VITIS``, below which XRT finds the device model."""
         return self.directory / "vitis"
 
     @property
@@ -64,7 +64,7 @@ class Runtime:
 
     @property
     def python(self) -> Path:
-        """For ``PYTHONPATH``: where ``pyxrt`` is."""
+        """The value of ``PYTHONPATH``, with ``pyxrt``."""
         return self.directory / "python"
 
 
@@ -72,7 +72,7 @@ def build_runtime(directory: Path) -> Runtime:
     """Builds all parts in a directory below `directory`, unless they are there.
 
     Raises:
-      RuntimeUnavailable: a package is missing, or not of the version this is made for.
+      RuntimeUnavailable: a package is missing, or has an unsupported version.
     """
     libraries = check_packages()
     sources = [path for path in HERE.rglob("*") if path.suffix in (".cpp", ".hpp")]
@@ -103,9 +103,9 @@ def build_xclbin(
 
     Args:
       directory: as in `build_runtime`.
-      compute_units: of the kernels that the sources define.
-      options: for g++: the kernels' sources, and flags. Of what they include, headers
-        beside them are seen; others that change build nothing.
+      compute_units: compute units of the kernels that the sources define.
+      options: sources and flags for g++. A change of a header beside a source causes a
+        new build; a change of other headers does not.
     """
     glue = write_glue(compute_units)
     header = HERE / "model" / "card_units.hpp"
@@ -136,7 +136,7 @@ def _make_once(
     key: Iterable[str | bytes],
     make: Callable[[Path], None],
 ) -> Path:
-    """A directory that `make` fills, once for every `key`; whole or absent."""
+    """Returns a directory that `make` fills, once for every `key`, or not at all."""
     digest = hashlib.sha256()
     for part in key:
         part = part.encode() if isinstance(part, str) else part
@@ -151,7 +151,7 @@ def _make_once(
         unfinished.chmod(0o755)
         unfinished.rename(target)
     except OSError:
-        if not target.exists():  # else another process was faster
+        if not target.exists():  # otherwise another process was faster
             raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -159,7 +159,7 @@ def _make_once(
 
 
 def check_packages() -> Path:
-    """The directory of Debian's libraries.
+    """Returns the directory of Debian's libraries.
 
     Raises:
       RuntimeUnavailable: see `build_runtime`.
@@ -221,7 +221,7 @@ def _build_binding(runtime: Runtime) -> None:
 
 
 def _build_prefix(runtime: Runtime, libraries: Path) -> None:
-    """XRT looks for its libraries as PREFIX/lib/libxrt_*.so.2, nowhere else."""
+    """Makes the prefix: XRT looks only for PREFIX/lib/libxrt_*.so.2."""
     lib = runtime.prefix / "lib"
     lib.mkdir(parents=True)
     for library in libraries.glob("libxrt_*.so.2"):
@@ -232,7 +232,7 @@ def _build_prefix(runtime: Runtime, libraries: Path) -> None:
 
 
 def _relink_swemu(scratch: Path, libraries: Path, output: Path) -> None:
-    """Debian's own objects, one function of them replaced (shim_repair.cpp)."""
+    """Links Debian's objects again, with one function replaced (shim_repair.cpp)."""
     _output(["ar", "x", libraries / "libxrt_swemu.a"], cwd=scratch)
     objects = sorted(scratch.glob("*.o"))
     shim = scratch / "shim.cxx.o"
@@ -241,7 +241,7 @@ def _relink_swemu(scratch: Path, libraries: Path, output: Path) -> None:
     _output(["objcopy", f"--weaken-symbol={ALLOC_VOID}", shim])
     repair = scratch / "repair.o"
     compile_cpp(["-O2", "-fPIC", "-c", HERE / "shim_repair.cpp", "-o", repair])
-    # The runtime libraries by name: their development packages are not needed.
+    # Runtime libraries are given by name, so development packages are not needed.
     needed = ("libuuid.so.1", "libboost_filesystem.so.1.74.0", "libprotobuf.so.32")
     compile_cpp(
         [
@@ -254,7 +254,7 @@ def _relink_swemu(scratch: Path, libraries: Path, output: Path) -> None:
 
 
 def _configuration() -> dict:
-    """What ``EMCONFIG_PATH``/emconfig.json tells XRT of the devices."""
+    """Returns ``EMCONFIG_PATH``/emconfig.json, the description of the devices."""
     board = {
         "NumBoards": str(NUM_DEVICES),
         "Devices": [{"Name": PLATFORM, "DdrBanks": [{"Size": "2GB"}]}],

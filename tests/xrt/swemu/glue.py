@@ -1,4 +1,4 @@
-"""Writes the code through which the device model calls kernels by register file."""
+"""Writes code by which the device model calls kernels with their register files."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ HEADER = """\
 
 
 def write_glue(compute_units: Sequence[Unit]) -> str:
-    """C++ that is linked with the kernels into the library of an xclbin.
+    """Returns C++ that is linked with the kernels into the library of an xclbin.
 
     Pointers are declared as ``void*``: the functions are ``extern "C"``, so that the
     kernels' own types, and their headers, are not needed.

@@ -1,7 +1,7 @@
 """Runs each test function in a sandbox, and fails it if it leaves anything behind.
 
-All parameters of a function share a process: what it costs to start JAX and to trace
-optimizers is paid once for them.
+All parameters of a function share a process, so that JAX is started and optimizers are
+traced only once for them.
 """
 
 import json
@@ -77,8 +77,8 @@ def _function(item: pytest.Item) -> str:
 
 
 def _run(items: Sequence[pytest.Item], file: Path) -> None:
-    """In the tests' process: a line of reports a test."""
-    # Else pytest keeps temporary files in a place of the $USER's.
+    """Runs tests in their process; writes a line of reports for each."""
+    # Otherwise pytest keeps temporary files in a directory of $USER.
     os.environ["PYTEST_DEBUG_TEMPROOT"] = str(file.parent)
     with file.open("a", buffering=1) as lines:
         for item, following in zip(items, [*items[1:], None], strict=True):
@@ -90,9 +90,9 @@ def _run(items: Sequence[pytest.Item], file: Path) -> None:
 
 
 def _close_cards() -> None:
-    """As the end of a program would: jaxinf keeps cards open until then.
+    """Closes cards, which jaxinf keeps open until the end of a program.
 
-    Also where something, such as a traceback, still refers to a store.
+    It works even if something, such as a traceback, still refers to a store.
     """
     if module := sys.modules.get("jaxinf.csd.cards.xrt"):
         for card in module._OPEN.values():
@@ -123,14 +123,14 @@ def _reports(
 
 
 def _captured(item: pytest.Item) -> str:
-    """What the test's process wrote: its output went to this process's files."""
+    """Returns the output of the test's process, which went to this process's files."""
     manager = item.config.pluginmanager.getplugin("capturemanager")
     assert isinstance(manager, CaptureManager)
     return "\n".join(("", *manager.read_global_capture()))
 
 
 def _problem(leftovers: Leftovers, finished: Finished) -> str:
-    """The sockets of programs that a test has killed are not its fault."""
+    """Describes leftovers, except sockets of programs that the test has killed."""
     lines = [f"process left: {line}" for line in leftovers.processes]
     lines += [
         f"file left: {name}"

@@ -1,8 +1,8 @@
-"""Gives what uses XRT's emulation a process session and a directory of its own.
+"""Runs users of XRT's emulation in a process session and a directory of their own.
 
 XRT ends the whole process group when a device dies, leaves sockets and run directories
-behind, and can wait for ever. Invariant: after `Sandbox.close` no process that ran in
-the sandbox and no file of it is left, whatever happened inside.
+behind, and can wait for ever. Invariant: after `Sandbox.close` no process and no file
+of the sandbox is left, whatever happened inside.
 """
 
 import os
@@ -22,7 +22,7 @@ from .build import Runtime
 __all__ = ["Finished", "Leftovers", "Sandbox"]
 
 GRACE_S = 5.0
-"""How long processes have to end by themselves after the one that started them."""
+"""Time for processes to end by themselves after the one that started them."""
 
 # Places that XRT has compiled in: /tmp/$USER/ holds the sockets.
 TMP = Path("/tmp")
@@ -30,12 +30,12 @@ TMP = Path("/tmp")
 
 @dataclass(frozen=True)
 class Finished:
-    """How a program ended.
+    """The end of a program.
 
     Attributes:
       status: exit status, or minus the number of the signal that ended it.
-      timed_out: it was killed because its time was over.
-      output: standard output and error, as far as they were not the caller's.
+      timed_out: whether it was killed because its time was over.
+      output: standard output and error, unless they were the caller's.
       process: its number.
     """
 
@@ -47,11 +47,11 @@ class Finished:
 
 @dataclass(frozen=True)
 class Leftovers:
-    """What was found, and removed, when all should have been gone.
+    """Processes and files that were left, and then removed.
 
     Attributes:
-      processes: command lines.
-      files: names, of sockets first of all: a host that is killed cannot remove them.
+      processes: their command lines.
+      files: their names; mostly sockets, which a killed host cannot remove.
     """
 
     processes: tuple[str, ...]
@@ -65,9 +65,9 @@ class Sandbox:
         """Makes the directory; the runtime is only read.
 
         Args:
-          runtime: what to use.
-          within: /tmp, or the directory of another sandbox, which then also finds what
-            is left in this one.
+          runtime: the runtime to use.
+          within: /tmp, or the directory of another sandbox, which then also finds the
+            leftovers of this one.
         """
         self._runtime = runtime
         self._directory = Path(tempfile.mkdtemp(prefix="jaxinf-xrt-", dir=within))
@@ -77,12 +77,12 @@ class Sandbox:
 
     @property
     def directory(self) -> Path:
-        """Where its files are."""
+        """The directory of its files."""
         return self._directory
 
     @property
     def environment(self) -> dict[str, str]:
-        """What to set for a process that uses the emulation, beside what it has."""
+        """Returns further variables for a process that uses the emulation."""
         paths = [str(self._runtime.python), os.environ.get("PYTHONPATH", "")]
         return {
             "XCL_EMULATION_MODE": "sw_emu",
@@ -108,11 +108,11 @@ class Sandbox:
 
         Args:
           command: the program and its arguments.
-          limit_s: it is killed after that.
+          limit_s: time after which it is killed.
           during: called with the process when it has started.
           environment: further variables, in place of the sandbox's.
         """
-        # A file, not a pipe: a process that is left would keep a pipe open.
+        # A leftover process would keep a pipe open, so output goes to a file.
         with tempfile.TemporaryFile(dir=self._directory) as log:
             process = subprocess.Popen(
                 command,
@@ -173,7 +173,7 @@ class Sandbox:
             os._exit(status)
 
     def processes(self) -> list[int]:
-        """Those that run in the sandbox's sessions or with its directory, now."""
+        """Returns running processes of the sandbox's sessions, or in its directory."""
         marker = f"\0SDACCEL_EM_RUN_DIR={self._directory}/".encode()
         found = []
         for entry in Path("/proc").iterdir():
@@ -209,7 +209,7 @@ class Sandbox:
 
 
 def _wait_for_end(child: int, limit_s: float) -> bool:
-    """Whether the child ended in time; it remains to be reaped."""
+    """Returns whether the child ended in time; does not reap it."""
     descriptor = os.pidfd_open(child)
     try:
         poll = select.poll()
@@ -220,7 +220,7 @@ def _wait_for_end(child: int, limit_s: float) -> bool:
 
 
 def _kill(process: int) -> str:
-    """Kills it, and returns its command line."""
+    """Kills a process, and returns its command line."""
     try:
         line = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ")
         os.kill(process, signal.SIGKILL)

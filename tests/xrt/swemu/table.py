@@ -1,4 +1,4 @@
-"""The table of a card's kernels, and what follows from it: registers and addresses.
+"""The table of a card's kernels, with their registers and addresses.
 
 Invariant: the register map is that of HLS's s_axilite adapter, so that one table serves
 the metadata of an xclbin and the code that calls a kernel with its register file.
@@ -18,10 +18,10 @@ UNIT_RANGE = 0x10000
 
 
 class CardKernel(Protocol):
-    """What is needed of a kernel: `jaxinf.kernels.CardKernel` is one.
+    """The required part of a kernel; `jaxinf.kernels.CardKernel` has it.
 
-    It is an ``extern "C"`` function of this name; every scalar is an unsigned 32-bit
-    word for it, whatever its bits stand for.
+    It is an ``extern "C"`` function of this name. Every scalar is passed as an unsigned
+    32-bit word of its bits.
     """
 
     @property
@@ -32,7 +32,7 @@ class CardKernel(Protocol):
 
 @dataclass(frozen=True)
 class Kernel:
-    """A `CardKernel` of the tests' own."""
+    """A `CardKernel` for tests."""
 
     name: str
     arguments: tuple[CardArgument, ...]
@@ -40,7 +40,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Register:
-    """Where an argument is in its kernel's register file."""
+    """The place of an argument in its kernel's register file."""
 
     argument: CardArgument
     offset: int
@@ -49,7 +49,7 @@ class Register:
 
 @dataclass(frozen=True)
 class Unit:
-    """A compute unit: an instance of a kernel, and where its registers are."""
+    """A compute unit: an instance of a kernel, with the address of its registers."""
 
     kernel: CardKernel
     name: str

@@ -16,7 +16,7 @@ __all__ += ["write_xclbin"]
 
 PLATFORM = "xilinx_u2_gen3x4_xdma_gc_base_2"
 DDR_BYTES = 2 << 30
-"""As much of a card's memory as the emulation can share with the host."""
+"""The part of a card's memory that the emulation can share with the host."""
 
 BITSTREAM, EMBEDDED_METADATA, MEM_TOPOLOGY, CONNECTIVITY, IP_LAYOUT = 0, 2, 6, 7, 8
 HEADER_BYTES, SECTION_HEADER_BYTES = 456, 40
@@ -26,11 +26,11 @@ INTERRUPT_ENABLED = 1
 
 
 def write_xclbin(library: bytes, compute_units: Sequence[Unit]) -> bytes:
-    """The file's bytes.
+    """Returns the file's bytes.
 
     Args:
-      library: a shared object that exports what ``model/card_units.hpp`` declares.
-      compute_units: what the library holds, in ascending order of their addresses.
+      library: a shared object with the exports that ``model/card_units.hpp`` declares.
+      compute_units: the library's units, in ascending order of their addresses.
     """
     return _container(
         {
