@@ -1,11 +1,15 @@
 """Every program of the zoo, cut: loss and gradients against one jit of the whole."""
 
+import hashlib
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
 from zoo import ZOO
 
 from jaxinf.stream import Runner, prepare
+from jaxinf.stream.spill import Spill
 
 # Programs that compute in 16 bits, where two programs round differently.
 HALF = ("gpt2_bfloat16", "equinox_cast_first", "scan_twice_cast", "half_precision_loss")
@@ -23,14 +27,20 @@ def whole(program):
     return loss, aux, jax.tree.leaves(gradients)
 
 
-def streamed(program, plan, executables):
-    """Computes the same by a plan's programs; each gradient piece comes only once."""
+def streamed(program, plan, executables, spill=None):
+    """Computes the same by a plan's programs; each gradient piece comes only once.
+
+    With a spill, gradients go through it.
+    """
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(program.params)]
     gradients = [np.full(leaf.shape, np.nan, leaf.dtype) for leaf in leaves]
     seen = []
 
     def hand_out(piece, gradient):
         seen.append(piece)
+        if spill is not None:
+            spill.put(piece, gradient)
+            gradient = spill.take(piece)
         gradients[piece.leaf][piece.index] = gradient
 
     loss, aux = Runner(plan, executables)(
@@ -72,7 +82,7 @@ SLOW += ("linen_scan_remat_dropout", "conv_batch_norm")
     "name",
     [pytest.param(n, marks=[pytest.mark.long] if n in SLOW else []) for n in ZOO],
 )
-def test_gradients_are_those_of_one_jit(name):
+def test_gradients_are_those_of_one_jit(name, tmp_path):
     program = ZOO[name]()
     ready = prepared(program)
     budget_bytes = ready.smallest_bytes() * 3 // 2
@@ -85,5 +95,44 @@ def test_gradients_are_those_of_one_jit(name):
     np.testing.assert_allclose(float(loss), float(expected_loss), rtol=tolerance)
     assert_close(aux, expected_aux, 1e-6)
 
+    # With the same bits activations may be kept, and gradients be on a drive meanwhile.
     keeping = ready.plan_of(plan.cuts, "keep")
-    assert_same_bits(streamed(program, keeping, executables), (loss, aux, gradients))
+    spill = Spill(tmp_path, 0)
+    again = streamed(program, keeping, executables, spill)
+    assert_same_bits(again, (loss, aux, gradients))
+    assert spill.written_bytes == sum(leaf.nbytes for leaf in gradients)
+    spill.close()
+
+
+def digest(name, cuts=None):
+    """The cuts of a plan, and a digest of what its programs compute."""
+    program = ZOO[name]()
+    ready = prepared(program)
+    if cuts is None:
+        cuts = ready.plan(ready.smallest_bytes() * 3 // 2).cuts
+    found = numbers(streamed(program, ready.plan_of(cuts), {}))
+    text = b"".join(leaf.tobytes() for leaf in found)
+    return cuts, hashlib.sha256(text).hexdigest()
+
+
+SOME = ("l2_penalty", "scan_remat_reverse")
+
+
+@pytest.mark.parametrize(
+    "names", [SOME, pytest.param(tuple(ZOO), marks=pytest.mark.long)], ids=len
+)
+def test_a_plan_has_the_same_bits_in_another_process(names, run_python):
+    program = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from test_zoo import digest
+for name in sys.argv[2:]:
+    cuts, text = digest(name)
+    print(name, text, *cuts)
+"""
+    folder = str(Path(__file__).parent)
+    done = run_python(program, folder, *names, PYTHONHASHSEED="7")
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [line[0] for line in lines] == list(names)
+    for name, text, *cuts in lines:
+        assert digest(name, tuple(map(int, cuts)))[1] == text, name
