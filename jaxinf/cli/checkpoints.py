@@ -10,9 +10,10 @@ from pathlib import Path
 
 from jaxinf.cli.committed import open_directory
 from jaxinf.cli.terminal import make_table
-from jaxinf.errors import StoreMismatchError
+from jaxinf.errors import StoreFormatError, StoreMismatchError
 from jaxinf.store import (
     StoreDirectory,
+    check_checkpoint,
     find_checkpoint,
     finish_rebalance,
     hold_store,
@@ -59,7 +60,7 @@ def remove(store: Path, names: tuple[str, ...]) -> None:
     """Removes checkpoints, or none of them if one does not exist."""
     directory = open_directory(store)
     for name in names:
-        find_checkpoint(directory, name)
+        check_checkpoint(directory, name)
     for name in names:
         remove_checkpoint(directory, name)
         print(f"removed {printable(name)}", file=sys.stderr)
@@ -83,7 +84,14 @@ def restore(store: Path, name: str, *, discard_current: bool) -> None:
 
 def _check_kept(directory: StoreDirectory, name: str) -> None:
     """Refuses to give up a committed step that no checkpoint keeps."""
-    current = directory.read_commit()
+    give_up = f"jaxinf checkpoint {directory.path} restore {name} --discard-current"
+    try:
+        current = directory.read_commit()
+    except StoreFormatError as error:
+        raise StoreMismatchError(
+            f"{error}. So it is not known whether a checkpoint keeps the committed "
+            f"step; give it up with: {give_up}"
+        ) from error
     if current is None:
         return
     kept = {
@@ -94,6 +102,5 @@ def _check_kept(directory: StoreDirectory, name: str) -> None:
         raise StoreMismatchError(
             f"{directory.path}: step {current.step} is committed and in no checkpoint; "
             f"keep it first (jaxinf checkpoint {directory.path} save NAME), or give it "
-            "up "
-            f"(jaxinf checkpoint {directory.path} restore {name} --discard-current)"
+            f"up ({give_up})"
         )

@@ -122,8 +122,7 @@ class StorePlace:
         directory.lock = lock
         check_roots(options, directory.manifest)
         check_format(options, directory.manifest)
-        commit = directory.read_commit()
-        assert commit is not None
+        commit = None if options.restore else directory.read_commit()
         claim_csds(directory, options.csd_roots)
         finish_rebalance(directory)
         prune_snapshots(directory)
@@ -131,6 +130,7 @@ class StorePlace:
         directory.prune_replacements()
         if options.restore is not None:
             commit = restore_checkpoint(directory, options.restore)
+        assert commit is not None
         return directory, commit
 
     def _leftover(self) -> StoreDirectory:

@@ -6,6 +6,7 @@ Invariant: at every instant the last committed step is complete on the drives
 
 from jaxinf.store.checkpoint import (
     CheckpointInfo,
+    check_checkpoint,
     checkpoint_names,
     checkpoints_to_prune,
     find_checkpoint,
@@ -91,6 +92,7 @@ __all__ = [
     "StoreLock",
     "Verifier",
     "array_name",
+    "check_checkpoint",
     "check_free_space",
     "check_leaf_paths",
     "check_never_committed",

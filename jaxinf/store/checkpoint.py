@@ -14,7 +14,7 @@ import shutil
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from jaxinf.store.manifest import Manifest
 from jaxinf.store.owned import current_store
 from jaxinf.store.pins import link_arrays
 from jaxinf.store.space import check_free_space, stored_bytes
-from jaxinf.store.stock_documents import stock_documents
+from jaxinf.store.stock_documents import document_checksum, stock_documents
 from jaxinf.store.zarr_metadata import (
     ORBAX_ITEM,
     ORBAX_STATE,
@@ -44,6 +44,7 @@ from jaxinf.store.zarr_metadata import (
 
 __all__ = [
     "CheckpointInfo",
+    "check_checkpoint",
     "checkpoint_names",
     "checkpoints_to_prune",
     "find_checkpoint",
@@ -166,6 +167,17 @@ def find_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
 
     Raises:
       ValueError: there is no checkpoint of that name; lists the existing ones.
+      StoreFormatError: its record cannot be read.
+    """
+    check_checkpoint(directory, name)
+    return directory.read_record(f"checkpoints/{name}")
+
+
+def check_checkpoint(directory: StoreDirectory, name: str) -> None:
+    """Refuses a name that no checkpoint has; reads none.
+
+    Raises:
+      ValueError: lists the existing ones.
     """
     names = checkpoint_names(directory)
     if name not in names:
@@ -173,18 +185,17 @@ def find_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
         raise ValueError(
             f"{directory.path}: expected a checkpoint {name!r}; there are: {held}"
         )
-    return directory.read_record(f"checkpoints/{name}")
 
 
 def remove_checkpoint(directory: StoreDirectory, name: str) -> None:
-    """Removes a checkpoint; blocks until its removal is durable.
+    """Removes a checkpoint, damaged or not; blocks until its removal is durable.
 
     Raises:
       ValueError: there is no checkpoint of that name.
       StoreFormatError: as `jaxinf.store.read_owned`; nothing was removed.
     """
     with _managed(directory) as directory:
-        find_checkpoint(directory, name)
+        check_checkpoint(directory, name)
         path = directory.path / "checkpoints" / name
         gone = path.with_name(f".gone-{uuid.uuid4().hex}")
         with translated("removal", path):
@@ -217,9 +228,10 @@ def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
             f"{directory.step_path(place)}: the checkpoint holds other arrays than "
             "the store does now; export it, and import it into a store of its own"
         )
-    committed, present = _committed(directory)
-    record = replace(record, documents=present.documents)
+    committed = _committed_slot(directory)
     spare = other_slot(committed)
+    documents = _slot_documents(directory, committed, record)
+    record = replace(record, documents=documents)
     _check_space(directory, None)
     directory.unpublish(spare)
     for leaf, record_of_leaf in enumerate(directory.manifest.leaves):
@@ -314,14 +326,36 @@ def checkpoint_names(directory: StoreDirectory) -> list[str]:
     )
 
 
+def _slot_documents(
+    directory: StoreDirectory, committed: Slot, checkpoint: CommitRecord
+) -> Mapping[str, str]:
+    """Returns the checksums of the documents of both slots.
+
+    If the committed record is damaged, those of the checkpoint count, all but one of
+    whose documents are the slots' own.
+    """
+    try:
+        return directory.read_record(committed).documents
+    except StoreFormatError as error:
+        _LOG.warning("%s; the checkpoint takes its place", error)
+    name, spare = "_CHECKPOINT_METADATA", directory.step_path(other_slot(committed))
+    own = document_checksum(spare, directory.manifest, name)
+    return {**checkpoint.documents, name: own}
+
+
 def _committed(directory: StoreDirectory) -> tuple[Slot, CommitRecord]:
+    slot = _committed_slot(directory)
+    return slot, directory.read_record(slot)
+
+
+def _committed_slot(directory: StoreDirectory) -> Slot:
     slot = directory.committed_slot()
     if slot is None:
         raise StoreFormatError(
             f"{directory.path}: expected a committed step to keep, found a store that "
             "is just being created; try again later"
         )
-    return slot, directory.read_record(slot)
+    return slot
 
 
 def _check_name(name: str) -> None:

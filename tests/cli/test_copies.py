@@ -129,6 +129,39 @@ def test_the_original_goes_on_beside_a_copy(original, copy, run):
 # --- moves, and mounts ---------------------------------------------------------------
 
 
+def in_order(store, place):
+    """Every command's words, each to be run on what the others leave."""
+    (place / "other").mkdir()
+    words = {"COPY": store, "NEW": place / "new", "OUT": place / "out"}
+    words |= {"ROOT": place / "other"}
+    names = "inspect verify save export convert restore remove rebalance".split()
+    own = [[words.get(word, word) for word in COMMANDS[name]] for name in names]
+    return [*own, ["checkpoint", store, "list"]]
+
+
+def test_every_command_works_on_a_store_that_was_moved(original, tmp_path, run):
+    moved = original.path.rename(tmp_path / "moved")
+    for words in in_order(moved, tmp_path):
+        result = run(*words)
+        assert result.status == 0, result.err
+
+
+def test_the_line_that_errors_give_makes_every_command_work(original, tmp_path, run):
+    note_of(original.csds[0]).unlink()
+    roots = [part for root in original.csds for part in ("--csd-root", str(root))]
+    line = " ".join(["jaxinf store rebalance", str(original.path), *roots])
+    commands = in_order(original.path, tmp_path)
+    for words in commands:
+        result = run(*words)
+        if words[-1] != "list":  # which reads documents alone
+            assert result.status == 1, words
+            assert line in result.err, words
+    assert run(*line.split()[1:]).status == 0
+    for words in commands:
+        result = run(*words)
+        assert result.status == 0, result.err
+
+
 @pytest.mark.parametrize("command", ["save", "inspect", "verify", "restore"])
 def test_a_store_that_was_moved(original, tmp_path, run, command):
     moved = original.path.rename(tmp_path / "moved")

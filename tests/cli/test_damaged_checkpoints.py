@@ -1,0 +1,69 @@
+"""Commands on stores with a record, of a checkpoint or of the last step, in pieces."""
+
+import shutil
+
+import pytest
+from golden_stores import golden
+
+import jaxinf
+
+
+@pytest.fixture
+def store(tmp_path):
+    """At step 3, with a checkpoint of step 2."""
+    return shutil.copytree(golden("store"), tmp_path / "store", symlinks=True)
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[40] ^= 1
+    file.unlink()  # other names of the file keep its bytes
+    file.write_bytes(data)
+
+
+def test_a_checkpoint_takes_the_place_of_a_step_whose_record_is_damaged(store, run):
+    flip(store / "current/commit.json")
+    words = ("checkpoint", store, "restore", "2")
+    refused = run(*words)
+    assert refused.status == 1
+    line = f"jaxinf checkpoint {store} restore 2 --discard-current"
+    assert refused.err.strip().endswith(line)
+    assert run(*line.split()[1:]).status == 0
+    assert run("verify", store).status == 0
+    with jaxinf.open_store(store) as opened:
+        assert opened.step == 2
+
+
+def test_a_program_restores_over_a_damaged_record(store, run, caplog):
+    flip(store / "current/commit.json")
+    with pytest.raises(jaxinf.StoreFormatError, match="edited or damaged"):
+        jaxinf.open_store(store)
+    with jaxinf.open_store(store, restore="2") as opened:
+        assert opened.step == 2
+    assert "the checkpoint takes its place" in caplog.text
+    assert run("verify", store).status == 0
+
+
+@pytest.mark.parametrize("damage", ["flipped", "gone", "no manifest"])
+def test_a_damaged_checkpoint_is_removed_and_not_restored(store, run, damage):
+    checkpoint = store / "checkpoints/2"
+    if damage == "flipped":
+        flip(checkpoint / "commit.json")
+    else:
+        name = "jaxinf.json" if damage == "no manifest" else "commit.json"
+        (checkpoint / name).unlink()
+    result = run("checkpoint", store, "restore", "2", "--discard-current")
+    assert result.status == 1
+    assert str(checkpoint) in result.err
+    with jaxinf.open_store(store) as opened:
+        assert opened.step == 3
+    assert run("checkpoint", store, "remove", "2").status == 0
+    assert not checkpoint.exists()
+    assert run("verify", store).status == 0
+
+
+def test_a_good_checkpoint_beside_a_damaged_one(store, run):
+    assert run("checkpoint", store, "save", "good").status == 0
+    flip(store / "checkpoints/2/commit.json")
+    assert run("checkpoint", store, "restore", "good").status == 0
+    assert run("checkpoint", store, "list").out.count("good") == 1
