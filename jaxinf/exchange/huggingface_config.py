@@ -6,9 +6,21 @@ Invariant: a setting that affects the model's results is read, or refused if our
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from jaxinf.errors import ExchangeError
+from jaxinf.schema import (
+    ANYTHING,
+    Flag,
+    Kind,
+    Mapped,
+    Number,
+    Record,
+    SchemaError,
+    Text,
+    Whole,
+)
 from jaxinf.typing import JsonValue
 
 __all__ = ["Architecture", "read_config", "write_config"]
@@ -17,6 +29,44 @@ _EXTRA = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_i
 _UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
 _LABELS = ("id2label", "label2id")
 Fields = dict[str, Any]
+
+_COUNT = Whole(0, 2**31)
+_KINDS: Mapping[str, Kind] = {
+    "dropout": Number(0, 1),
+    "norm_epsilon": Number(0, 1),
+    "tied_embeddings": Flag(),
+}
+"""Our field → its kind; all others are counts."""
+
+_ROPE = Record(
+    {},
+    {
+        "rope_type": Text(),
+        "type": Text(),
+        "original_max_position_embeddings": Number(1),
+        **dict.fromkeys(
+            ("rope_theta", "factor", "low_freq_factor", "high_freq_factor"), Number()
+        ),
+    },
+    others=ANYTHING,
+)
+_OTHER_KINDS: Mapping[str, Kind] = {
+    "rope_parameters": _ROPE,
+    "rope_scaling": _ROPE,
+    "rope_theta": Number(),
+    "id2label": Mapped(ANYTHING),
+    "label2id": Mapped(ANYTHING),
+    "tie_word_embeddings": Flag(),
+    "scale_decoder_outputs": Flag(),
+    **dict.fromkeys(
+        (
+            *("num_labels", "num_decoder_layers", "num_key_value_heads", "head_dim"),
+            *("sliding_window", "n_inner"),
+        ),
+        _COUNT,
+    ),
+}
+"""Their fields that `read` of a table looks at → their kinds."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +113,12 @@ class _ConfigTable:
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     read: Callable[[Mapping[str, Any]], Fields] = lambda document: {}
     write: Callable[[Mapping[str, Any]], Fields] = lambda fields: {}
+
+    @property
+    def kinds(self) -> Mapping[str, Kind]:
+        """Their field → what it may be, besides null and missing."""
+        own = {theirs: _KINDS.get(ours, _COUNT) for ours, theirs in self.names.items()}
+        return {**_OTHER_KINDS, **own}
 
 
 def _read_gpt2(document: Mapping[str, Any]) -> Fields:
@@ -369,11 +425,9 @@ def read_config(document: Any, *, where: str) -> Architecture:
         for theirs in table.names.values()
         if known.get(theirs) is None
     ]
-    problems += [
-        f"{theirs}: expected a number, found {document[theirs]!r}"
-        for theirs in table.names.values()
-        if not isinstance(document.get(theirs), int | float | None)
-    ]
+    problems += list(
+        filter(None, map(partial(_problem, document), table.kinds.items()))
+    )
     problems += [
         f"{theirs}: expected {' or '.join(map(repr, allowed))}, which this model "
         f"supports, found {document[theirs]!r}"
@@ -392,6 +446,17 @@ def read_config(document: Any, *, where: str) -> Architecture:
         f"{where}: a {kind} that cannot be read here: {'; '.join(problems)}. Nothing "
         "was written"
     )
+
+
+def _problem(document: Mapping[str, Any], field: tuple[str, Kind]) -> str | None:
+    """Describes a value of another kind; None if it is right, null or missing."""
+    name, kind = field
+    try:
+        if document.get(name) is not None:
+            kind.check(document[name], name)
+    except SchemaError as error:
+        return str(error)
+    return None
 
 
 def write_config(

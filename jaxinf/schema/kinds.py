@@ -21,6 +21,7 @@ __all__ = [
     "Kind",
     "Listed",
     "Mapped",
+    "Number",
     "OneOf",
     "Record",
     "Row",
@@ -99,6 +100,22 @@ class Whole(Kind):
         """See `Kind.check`."""
         if type(value) is not int or not self.least <= value <= self.most:
             wanted = f"a whole number from {self.least} to {self.most}"
+            raise _other(where, wanted, value)
+
+
+@final
+@dataclass(frozen=True)
+class Number(Kind):
+    """A finite number within bounds, which no boolean is."""
+
+    least: float = 0
+    most: float = 2**62
+
+    def check(self, value: Any, where: str = "") -> None:
+        """See `Kind.check`."""
+        is_number = type(value) in (int, float)
+        if not is_number or not self.least <= value <= self.most:
+            wanted = f"a number from {self.least} to {self.most}"
             raise _other(where, wanted, value)
 
 
