@@ -1,8 +1,8 @@
 """Page-aligned buffers under a hard budget: the only memory that state passes through.
 
-Long buffers lie in huge pages if the system has them. Direct I/O then describes a
-request by a few runs of physical memory instead of one for each page. This takes the
-kernel and the drive several times less work.
+Buffers lie in huge pages if the system has them, short ones of one length side by side.
+Direct I/O then describes a request by a few runs of physical memory instead of one for
+each page. This takes the kernel and the drive several times less work.
 
 Invariant: memory that is lent or kept for reuse never exceeds the capacity.
 """
@@ -10,6 +10,7 @@ Invariant: memory that is lent or kept for reuse never exceeds the capacity.
 import contextlib
 import mmap
 import threading
+from collections import Counter
 from types import TracebackType
 from typing import Literal, overload
 
@@ -24,6 +25,9 @@ __all__ = ["Buffer", "BufferPool"]
 
 _HUGE_BYTES = 2 << 20
 """A huge page, on x86-64 and most of AArch64; elsewhere the hint has no effect."""
+
+_SLAB_BYTES = 8 << 20
+"""Buffers that are mapped together are not longer than this in all."""
 
 
 class Buffer:
@@ -117,6 +121,7 @@ class BufferPool:
         self._changed = threading.Condition()
         self._idle: dict[int, list[_Mapping]] = {}
         self._idle_bytes = 0
+        self._num_mapped: Counter[int] = Counter()  # by length
         self._used_bytes = 0
         self._peak_bytes = 0
         self._closed = False
@@ -210,15 +215,23 @@ class BufferPool:
         return self._used_bytes + num_bytes <= self.capacity_bytes
 
     def _lend(self, num_bytes: int) -> Buffer:
-        if same_length := self._idle.get(num_bytes):
-            mapping = same_length.pop()
-            self._idle_bytes -= num_bytes
-        else:
+        if not self._idle.get(num_bytes):
             self._shrink_idle(self.capacity_bytes - self._used_bytes - num_bytes)
-            mapping = _Mapping(num_bytes)
+            self._map(num_bytes)
+        mapping = self._idle[num_bytes].pop()
+        self._idle_bytes -= num_bytes
         self._used_bytes += num_bytes
         self._peak_bytes = max(self._peak_bytes, self._used_bytes)
         return Buffer(self, mapping)
+
+    def _map(self, num_bytes: int) -> None:
+        """Maps a buffer, and as many beside it as there are, if there is room."""
+        room = self.capacity_bytes - self._used_bytes - self._idle_bytes
+        most = min(self._num_mapped[num_bytes], _SLAB_BYTES // num_bytes)
+        slab = _Mapping.slab(num_bytes, max(1, min(most, room // num_bytes)))
+        self._idle.setdefault(num_bytes, []).extend(slab)
+        self._idle_bytes += num_bytes * len(slab)
+        self._num_mapped[num_bytes] += len(slab)
 
     def _take_back(self, buffer: Buffer) -> None:
         with self._changed:
@@ -238,34 +251,45 @@ class BufferPool:
             num_bytes = max(n for n, same_length in self._idle.items() if same_length)
             self._idle[num_bytes].pop().free()
             self._idle_bytes -= num_bytes
+            self._num_mapped[num_bytes] -= 1
 
 
 class _Mapping:
-    """A memory mapping that is lent repeatedly.
+    """A part of a memory mapping that is lent repeatedly.
 
     Attributes:
       array: `uint8[num_bytes]`, page-aligned.
       address: its address in the process's memory.
     """
 
-    __slots__ = ("_memory", "address", "array")
+    __slots__ = ("_memory", "_start", "address", "array")
 
-    def __init__(self, num_bytes: int) -> None:
-        self._memory = _map(num_bytes)
-        start = _aligned_start(self._memory)
-        everything = np.frombuffer(self._memory, np.uint8)
+    def __init__(self, memory: mmap.mmap, start: int, num_bytes: int) -> None:
+        self._memory = memory
+        self._start = start
+        everything = np.frombuffer(memory, np.uint8)
         self.array: Array = everything[start : start + num_bytes]
         self.address: int = self.array.ctypes.data
 
+    @classmethod
+    def slab(cls, num_bytes: int, num_parts: int) -> "list[_Mapping]":
+        """Maps memory in so many parts of a length in whole pages."""
+        memory = _map(num_bytes * num_parts)
+        first = _aligned_start(memory)
+        starts = range(first, first + num_bytes * num_parts, num_bytes)
+        return [cls(memory, start, num_bytes) for start in starts]
+
     def free(self) -> None:
-        """Returns the pages to the system; the mapping must not be lent."""
+        """Returns the pages to the system; they must not be lent."""
+        num_bytes = self.array.nbytes
         del self.array
         try:
             self._memory.close()
         except BufferError:
-            # A view of a released buffer is still alive. The mapping must outlive it,
-            # but its pages need not. They are freed now, and the view reads zeros.
-            self._memory.madvise(mmap.MADV_DONTNEED)
+            # Another part, or a view of a released buffer, is still alive. The mapping
+            # must outlive it, but these pages need not. They are freed now, and such a
+            # view reads zeros.
+            self._memory.madvise(mmap.MADV_DONTNEED, self._start, num_bytes)
 
 
 def _map(num_bytes: int) -> mmap.mmap:

@@ -1,3 +1,4 @@
+import itertools
 import threading
 import time
 
@@ -129,6 +130,43 @@ def test_resident_memory_stays_within_the_capacity():
             assert _rss_bytes() - before < capacity + (4 << 20)
     pool.close()
     assert _rss_bytes() - before < 4 << 20
+
+
+def test_short_buffers_lie_side_by_side():
+    """So that they lie in huge pages, too."""
+    pool, length = BufferPool(64 << 20), 3 * _PAGE
+    buffers = [pool.acquire(length) for _ in range(64)]
+    addresses = sorted(buffer.address for buffer in buffers)
+    gaps = [after - before for before, after in itertools.pairwise(addresses)]
+    assert gaps.count(length) >= 64 - 7  # mapped 1, 1, 2, 4 … together
+    assert pool.used_bytes == 64 * length
+
+
+def test_short_buffers_are_freed_one_by_one():
+    """Others beside them, and what these hold, stay."""
+    pool, length = BufferPool(8 << 20), 256 << 10
+    before = _rss_bytes()
+    kept, *others = [pool.acquire(length) for _ in range(32)]
+    for number, buffer in enumerate((kept, *others)):
+        buffer.array[:] = number + 7
+    for buffer in others:
+        buffer.release()
+    with pool.acquire((8 << 20) - length) as whole:
+        whole.array[:] = 1
+        assert _rss_bytes() - before < 12 << 20
+        assert (kept.array == 7).all()
+    with pool.acquire(length) as again:
+        again.array[:] = 2
+    assert (kept.array == 7).all()
+
+
+def test_no_room_is_kept_beyond_the_capacity():
+    pool = BufferPool(8 * _PAGE)
+    held = [pool.acquire(3 * _PAGE) for _ in range(2)]
+    with pool.acquire(2 * _PAGE, block=False) as last:
+        assert last.num_bytes == 2 * _PAGE
+    assert pool.acquire(3 * _PAGE, block=False) is None
+    held[0].release()
 
 
 def test_many_threads_share_the_budget():
