@@ -2,7 +2,8 @@
 
 Invariant: a CSD has blocking primitives over buffers that it hands out itself. The
 engine decides order, overlap, memory budget and commits. Calls on different buffers may
-run at once in different threads, and release the GIL while they work.
+run at once in different threads, and release the GIL while they work for more than some
+microseconds.
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -4,7 +4,7 @@ Invariant: each state starts on a page of its file and of the buffer.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from jaxinf.csd import Extent
 from jaxinf.layout import PAGE_BYTES, Subgroup
@@ -37,8 +37,11 @@ class SubgroupLayout:
 
     @cached_property
     def kernel_extents(self) -> tuple[Extent, ...]:
-        """Extents of the states that a kernel updates."""
-        return self.extents[: self.feedback]
+        """Extents of the states that a kernel updates.
+
+        Equal subgroups of a store have one object: a CSD may keep data by its identity.
+        """
+        return _shared(self.extents[: self.feedback])
 
     @cached_property
     def num_bytes(self) -> int:
@@ -71,3 +74,8 @@ class SubgroupLayout:
             offset_bytes += pages * PAGE_BYTES
         names = tuple(s.name for s in leaf.states)
         return cls(subgroup, names, tuple(s.slot for s in leaf.states), tuple(extents))
+
+
+@lru_cache(maxsize=1 << 14)
+def _shared(extents: tuple[Extent, ...]) -> tuple[Extent, ...]:
+    return extents

@@ -16,6 +16,7 @@ from jaxinf.kernels.card_source import card_source
 from jaxinf.kernels.compiled import CompiledKernel, compiled, runner
 from jaxinf.kernels.evaluator import evaluate, initialise
 from jaxinf.kernels.passage import Passage
+from jaxinf.kernels.repeated import RepeatedCall
 
 __all__ = [
     "CardArgument",
@@ -23,6 +24,7 @@ __all__ = [
     "CardStatus",
     "CompiledKernel",
     "Passage",
+    "RepeatedCall",
     "card_function",
     "card_kernel",
     "card_library",

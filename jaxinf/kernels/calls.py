@@ -7,6 +7,7 @@ import ctypes
 import functools
 import operator
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,14 @@ from jaxinf.kernels.passage import Passage
 from jaxinf.layout import CodedSlot
 from jaxinf.typing import BFLOAT16, FLOAT16, FLOAT32, Array
 
-__all__ = ["invoke", "scalar_word", "with_prototype"]
+__all__ = [
+    "Block",
+    "array_fields",
+    "holding_gil",
+    "invoke",
+    "scalar_word",
+    "with_prototype",
+]
 
 _DTYPES = (
     FLOAT32, BFLOAT16, FLOAT16,
@@ -38,7 +46,7 @@ _PASSAGE = "PPPi4x"
 
 
 @dataclass(frozen=True)
-class _Block:
+class Block:
     """All arguments of one call in one piece of memory: packed at once.
 
     It has arrays, passage, words (scalars, constants, sums), and the wanted flags.
@@ -69,7 +77,7 @@ class _Block:
         num_scalars: int,
         num_words: int,
         num_sums: int,
-    ) -> "_Block":
+    ) -> "Block":
         """Makes the block for these numbers; the words are scalars and constants."""
         length = struct.calcsize(_ARRAY)
         arrays = 3 + num_slots
@@ -102,6 +110,18 @@ def with_prototype(function: Any) -> Callable[..., int]:
     return function
 
 
+def holding_gil(function: Any) -> Callable[..., int]:
+    """The same entry point, called without a release of the GIL.
+
+    Another thread may take a released GIL, and a short kernel then waits for it longer
+    than it runs.
+    """
+    prototype = ctypes.PYFUNCTYPE(function.restype, *function.argtypes)
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    return prototype(address)
+
+
 def invoke(
     function: Callable[..., int],
     *,
@@ -120,13 +140,13 @@ def invoke(
     none = (False,) * num_stored
     wanted = bytes((*(passage.reads or none), *(passage.writes or none)))
     num_words = len(scalars) + len(constants)
-    block = _Block.of(len(slots), len(arrays), len(scalars), num_words, len(wanted))
+    block = Block.of(len(slots), len(arrays), len(scalars), num_words, len(wanted))
     memory = ctypes.create_string_buffer(block.num_bytes)
     address = ctypes.addressof(memory)
     given = passage.given
     fields: list[Any] = []
     for array in (gradient, params, out, *slots, *arrays):
-        fields += _array(array)
+        fields += array_fields(array)
     block.packer.pack_into(
         memory,
         0,
@@ -146,7 +166,7 @@ def invoke(
     return bool(finite)
 
 
-def _array(array: Array | CodedSlot) -> tuple[int, int, int, int, int]:
+def array_fields(array: Array | CodedSlot) -> tuple[int, int, int, int, int]:
     """The fields of `_ARRAY`."""
     if not isinstance(array, CodedSlot):
         return array.ctypes.data, 0, _CODES[array.dtype], 0, 0
@@ -168,4 +188,4 @@ def scalar_word(number: np.generic | Array) -> int:
     """Converts a scalar to a kernel's 32 bits; all set for true."""
     if number.dtype == np.bool_:
         return _WORD if number else 0
-    return int(np.asarray(number).view(np.uint32))
+    return int.from_bytes(number.tobytes(), sys.byteorder)

@@ -45,13 +45,15 @@ class CompiledKernel:
       kernel: The kernel.
       level: Its processor level, e.g. ``"x86-64-v3"``.
       origin: ``"package"`` or ``"cache"``.
+      function: Its entry point.
+      constants: The words of its literals.
     """
 
     kernel: Kernel = field(repr=False)
     level: str
     origin: str
-    _function: Callable[..., int] = field(repr=False)
-    _constants: tuple[int, ...] = field(repr=False)
+    function: Callable[..., int] = field(repr=False)
+    constants: tuple[int, ...] = field(repr=False)
 
     def run(
         self,
@@ -84,8 +86,8 @@ class CompiledKernel:
                 gradient, params, slots, scalars, arrays, out, passage
             )
         return invoke(
-            self._function, gradient=gradient, params=params, out=out, slots=slots,
-            arrays=arrays, scalars=numbers, constants=self._constants,
+            self.function, gradient=gradient, params=params, out=out, slots=slots,
+            arrays=arrays, scalars=numbers, constants=self.constants,
             passage=passage,
         )  # fmt: skip
 
@@ -176,8 +178,8 @@ def compile_kernel(
         kernel=kernel,
         level=level,
         origin=origin,
-        _function=with_prototype(function),
-        _constants=source.constants,
+        function=with_prototype(function),
+        constants=source.constants,
     )
 
 

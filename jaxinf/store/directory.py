@@ -72,7 +72,7 @@ class StoreDirectory:
         self.manifest = manifest
         self.lock = lock
         self._replace_lock = threading.Lock()
-        self._chunk_files: dict[tuple[str, int, int, str], Path] = {}
+        self._chunk_files: dict[tuple[str, int, int, str], tuple[Path, int]] = {}
 
     @classmethod
     def open(cls, path: Path) -> "StoreDirectory":
@@ -158,16 +158,27 @@ class StoreDirectory:
 
     def chunk_file(self, place: str, leaf: int, chunk: int, state: str) -> Path:
         """Returns a chunk's real file, on its CSD."""
+        return self._known_chunk(place, leaf, chunk, state)[0]
+
+    def _known_chunk(
+        self, place: str, leaf: int, chunk: int, state: str
+    ) -> tuple[Path, int]:
+        """Returns a chunk's file and its length; those of slots are kept.
+
+        Every step asks for them.
+        """
         known = self._chunk_files.get((place, leaf, chunk, state))
         if known is not None:
             return known
         record = self.manifest.leaves[leaf]
         root = self.data_path(place, record.csds[chunk])
-        key = self.state_chunk(leaf, chunk, record.state(state)).key
-        file = root / record.array_name(state) / key
-        if place in SLOTS:  # every step looks these up
-            self._chunk_files[place, leaf, chunk, state] = file
-        return file
+        stored = record.state(state)
+        layout = self.state_chunk(leaf, chunk, stored)
+        file = root / record.array_name(state) / layout.key
+        found = file, layout.stored_elements * stored.itemsize
+        if place in SLOTS:
+            self._chunk_files[place, leaf, chunk, state] = found
+        return found
 
     @property
     def num_csds(self) -> int:
@@ -295,17 +306,16 @@ class StoreDirectory:
           keeps: whether a new file gets the old one's content; otherwise the caller
             must write the whole chunk.
         """
-        file = self.chunk_file(slot, leaf, chunk, state)
-        record = self.manifest.leaves[leaf].state(state)
-        layout = self.state_chunk(leaf, chunk, record)
-        num_bytes = layout.stored_elements * record.itemsize
+        file, num_bytes = self._known_chunk(slot, leaf, chunk, state)
         with self._replace_lock:
             status = _status(file)
             if status.st_nlink > 1:
+                record = self.manifest.leaves[leaf].state(state)
                 with _replacement(file) as temporary:
                     if keeps:
                         copy_file(file, temporary)
                     else:
+                        layout = self.state_chunk(leaf, chunk, record)
                         self.allocate(temporary, layout, record)
             elif status.st_size != num_bytes:
                 with translated("allocation", file):
@@ -364,7 +374,7 @@ def _temporary(file: Path) -> Path:
 def _status(file: Path) -> os.stat_result:
     """Returns the status of a chunk's file; a link is not followed."""
     try:
-        status = file.lstat()
+        status = os.lstat(file)
     except FileNotFoundError as error:
         raise StoreIOError(
             f"{file}: expected a chunk of the store, found no file; something other "

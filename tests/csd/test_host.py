@@ -172,6 +172,56 @@ def test_params_of_the_caller_in_and_out(tmp_path):
     np.testing.assert_array_equal(chunk.views()[0], out)
 
 
+@pytest.mark.parametrize("num_elements", [1000, 20_000])
+@pytest.mark.parametrize("is_given", [False, True])
+def test_an_update_that_repeats_has_the_bits_of_the_first(
+    tmp_path, num_elements, is_given
+):
+    """Over the same extents, later ones reuse what the first has worked out."""
+    init, update = kernels()
+    params = np.arange(num_elements, dtype=np.float32)
+    gradient = np.linspace(-1, 1, num_elements, dtype=np.float32)
+    chunk, found = Chunk(tmp_path, num_elements), []
+    extents = tuple(chunk.extents)
+    for _ in range(2):
+        buffer = chunk.csd.acquire(chunk.buffer.num_bytes)
+        chunk.csd.initialise(buffer, extents, init, params, ScalarInputs(), ROUNDING)
+        out = np.empty(num_elements, np.float32)
+        outcome = chunk.csd.update(
+            buffer, extents, update, gradient, ScalarInputs(), out, ROUNDING,
+            given=params if is_given else None, tells=[1],
+        )  # fmt: skip
+        sums = [chunk.csd.checksum(buffer, extent) for extent in extents]
+        views = [chunk.csd.view(buffer, extent) for extent in extents]
+        assert sums == [crc32c(view) for view in views]
+        found.append((outcome, sums, out.tobytes()))
+    assert found[0] == found[1]
+    assert found[0][0].read_checksums.keys() == ({0, 1} if is_given else {1})
+
+
+def test_an_update_that_repeats_is_checked_like_the_first(tmp_path):
+    init, update = kernels()
+    chunk = Chunk(tmp_path, 1000)
+    extents, params = tuple(chunk.extents), np.ones(1000, np.float32)
+    chunk.csd.initialise(chunk.buffer, extents, init, params, ScalarInputs(), ROUNDING)
+
+    def run(gradient, out, buffer=chunk.buffer):
+        inputs = ScalarInputs()
+        chunk.csd.update(buffer, extents, update, gradient, inputs, out, ROUNDING)
+        return out
+
+    run(params, np.empty(1000, np.float32))
+    with pytest.raises(ValueError, match=r"gradient: the kernel expects shape"):
+        run(params[:999], np.empty(1000, np.float32))
+    with pytest.raises(TypeError, match=r"gradient: the kernel expects float32"):
+        run(params.astype(np.float64), np.empty(1000, np.float32))
+    with pytest.raises(ValueError, match=r"expects shape"):
+        run(params, np.empty(1000, np.float32), chunk.csd.acquire(4096))
+    before = chunk.views()[1].copy()
+    strided = run(np.ones(2000, np.float32)[::2], np.empty(2000, np.float32)[::2])
+    np.testing.assert_array_equal(strided, -0.5 * (1 + before / 2))
+
+
 def test_never_waits_for_memory(tmp_path):
     chunk = Chunk(tmp_path, 4096)
     assert chunk.csd.acquire(chunk.pool.capacity_bytes) is None

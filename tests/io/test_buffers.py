@@ -163,7 +163,7 @@ def test_short_buffers_are_freed_one_by_one():
 def test_no_room_is_kept_beyond_the_capacity():
     pool = BufferPool(8 * _PAGE)
     held = [pool.acquire(3 * _PAGE) for _ in range(2)]
-    with pool.acquire(2 * _PAGE, block=False) as last:
+    with pool.acquire(2 * _PAGE) as last:
         assert last.num_bytes == 2 * _PAGE
     assert pool.acquire(3 * _PAGE, block=False) is None
     held[0].release()
