@@ -13,6 +13,8 @@ prefetched as before it. Medians are printed.
     step_ms, commit_ms     the time of a step, and that from its last result to its
                            commit; also the commit's share of the step, and the step
                            without the commit's time above 2 ms
+    cpu_user_ms, cpu_system_ms  CPU time of a step; it changes less than the step's time
+                           when other programs run
     rss_over_caller_bytes  peak RSS during steps, less gradients, params, new params
     rss_over_base_bytes    the same, less the process's memory after a store of as many
                            leaves with hardly any params: Python, JAX and its compiler
@@ -24,6 +26,7 @@ import contextlib
 import gc
 import json
 import os
+import resource
 import shlex
 import shutil
 import statistics
@@ -65,7 +68,7 @@ class Rep:
 
     Attributes:
       step_s: seconds per step.
-      cpu_cores: cores busy during the steps, with kernel time.
+      user_s, system_s: CPU time per step, of the program and of the system for it.
       commit_s: seconds from the last result of each step to its commit.
       peak_rss_bytes: peak RSS during the steps.
       floor_s: seconds to move a step's bytes, by method.
@@ -74,7 +77,8 @@ class Rep:
     """
 
     step_s: float
-    cpu_cores: float
+    user_s: float
+    system_s: float
     commit_s: list[float]
     peak_rss_bytes: int
     floor_s: dict[str, float] = field(default_factory=dict)
@@ -89,7 +93,7 @@ def run_steps(rig: UpdateRig, num_steps: int) -> Rep:
     expected += num_steps * per_step_bytes
     reset_peak_rss()
     commits = []
-    began, began_cpu = time.perf_counter(), time.process_time()
+    began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
     for _ in range(num_steps):
         rig.step()
         rig.store.training.join()
@@ -98,9 +102,11 @@ def run_steps(rig: UpdateRig, num_steps: int) -> Rep:
         commits.append(metrics.commit_s)
     wait_read_ahead(rig, expected)
     seconds = time.perf_counter() - began
+    after = resource.getrusage(resource.RUSAGE_SELF)
     return Rep(
         step_s=seconds / num_steps,
-        cpu_cores=(time.process_time() - began_cpu) / seconds,
+        user_s=(after.ru_utime - before.ru_utime) / num_steps,
+        system_s=(after.ru_stime - before.ru_stime) / num_steps,
         commit_s=commits,
         peak_rss_bytes=status_bytes("VmHWM"),
     )
@@ -237,7 +243,7 @@ def summary(rig: UpdateRig, reps: list[Rep], base_rss_bytes: int) -> dict[str, A
         "floors_s": {n: round(statistics.median(v), 4) for n, v in by_way.items()},
         "ratio_to_floor": round(statistics.median(ratios), 4),
         "ratio_to_floor_spread": spread(ratios),
-        "cpu_cores": round(statistics.median(rep.cpu_cores for rep in reps), 3),
+        **_cpu(reps),
         "commit_s": round(
             statistics.median(seconds for rep in reps for seconds in rep.commit_s), 4
         ),
@@ -260,6 +266,18 @@ def _step_ms(reps: list[Rep]) -> dict[str, float]:
         "commit_ms": round(1e3 * statistics.median(commits), 2),
         "commit_share": round(statistics.median(share), 3),
         "step_ms_with_usual_commit": round(1e3 * statistics.median(beside), 2),
+    }
+
+
+def _cpu(reps: list[Rep]) -> dict[str, float]:
+    """Returns the CPU time of a step, and the cores that it keeps busy."""
+    cores = [(rep.user_s + rep.system_s) / rep.step_s for rep in reps]
+    return {
+        "cpu_cores": round(statistics.median(cores), 3),
+        "cpu_user_ms": round(1e3 * statistics.median(rep.user_s for rep in reps), 2),
+        "cpu_system_ms": round(
+            1e3 * statistics.median(rep.system_s for rep in reps), 2
+        ),
     }
 
 

@@ -63,6 +63,7 @@ def test_update_moves_what_it_says(tmp_path, options, read_bytes, write_bytes):
     for name in ("mparam_per_s", "step_s", "floor_mparam_per_s", "ratio_to_floor"):
         assert found[name] > 0
     assert {"rss_over_caller_bytes", "cpu_cores", "commit_s"} <= found.keys()
+    assert found["cpu_user_ms"] > 0 <= found["cpu_system_ms"]
     assert {*found["floors_s"]} == {"loop, carried", "loop, split"}
     assert not [*tmp_path.iterdir()]
 
