@@ -178,7 +178,7 @@ def drive_bytes(store: jaxinf.Store) -> int:
 def figures(
     streamed: Streamed, update_s: Sequence[float], update_bytes: int
 ) -> dict[str, Any]:
-    """What is printed of one policy."""
+    """Returns the figures of one policy."""
     plan = streamed.step.plan
     assert plan is not None
     ratios = [a / b for a, b in zip(streamed.seconds, update_s, strict=True)]

@@ -127,7 +127,7 @@ def _device_params(
     if any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(updates)):
         raise ValueError(
             "16-bit params must be given to update, tx.update(grads, state, "
-            "params): what it returns is the difference to them"
+            "params), because it returns the difference to them"
         )
     tx = wrapped.tx
     jax.eval_shape(lambda g: tx.update(g, tx.init(g), None, **extra_args), updates)

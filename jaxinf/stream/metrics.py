@@ -1,4 +1,4 @@
-"""What a streamed step moved, and what it waited for.
+"""Traffic and waiting times of a streamed step.
 
 Invariant: the values are of one step, the last; nothing is summed over steps.
 """

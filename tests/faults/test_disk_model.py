@@ -1,4 +1,4 @@
-"""The disk model itself: what a crash may leave, and what it may not."""
+"""The disk model itself: possible and impossible states after a crash."""
 
 import os
 import shutil

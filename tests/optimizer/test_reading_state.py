@@ -1,4 +1,4 @@
-"""What a program finds in the transform's state, under the names that optax has."""
+"""The transform's state, read by optax's names."""
 
 import copy
 import pickle

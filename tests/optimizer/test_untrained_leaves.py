@@ -43,7 +43,7 @@ def loss_of(model):
 
 
 def trained_first(model):
-    """What `eqx.partition` takes to train the first layer alone."""
+    """Returns the filter for `eqx.partition` that trains only the first layer."""
     spec = jax.tree.map(lambda _: False, model)
     leaves = (lambda m: (m.first.weight, m.first.bias), spec, (True, True))
     return eqx.tree_at(*leaves)

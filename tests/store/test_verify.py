@@ -1,4 +1,4 @@
-"""What `verify` finds beside damaged chunks: links, Orbax's links, records."""
+"""Findings of `verify` beside damaged chunks: links, Orbax's links, records."""
 
 import json
 import os

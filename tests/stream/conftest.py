@@ -1,6 +1,0 @@
-"""The zoo of programs, importable by the tests of streaming."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
