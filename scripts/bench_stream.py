@@ -24,9 +24,10 @@ import math
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -110,6 +111,7 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
         for one in streamed.values():
             one.turn(arguments, 2 * turn)
             time.sleep(DRAIN_S)
+        show_pair(turn, update, streamed)
     found = {
         "preset": arguments.preset,
         "batch": f"{arguments.batch_size} x {arguments.seq_len}",
@@ -147,6 +149,14 @@ def keep_timeline(arguments: argparse.Namespace, streamed: Streamed) -> None:
         span["ended_s"] -= began_s
     document = {"step_s": step_s, "spans": spans}
     arguments.timeline.write_text(json.dumps(document) + "\n")
+
+
+def show_pair(turn: int, update: Trainer, streamed: Mapping[Policy, Streamed]) -> None:
+    """Prints the last counted steps, so that a run that is ended has shown some."""
+    times = {"update": update.seconds[-1]}
+    times |= {name: one.seconds[-1] for name, one in streamed.items()}
+    text = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in times.items())
+    print(f"pair {turn + 1}: {text}", file=sys.stderr)
 
 
 def compile_seconds(streamed: Streamed) -> dict[str, float]:

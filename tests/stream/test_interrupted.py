@@ -287,6 +287,46 @@ def test_killed_between_hand_outs_the_committed_step_is_whole(
         assert_same_states(states(store), expected[NUM_STEPS])
 
 
+KILLED_INIT = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+import jaxinf
+from jaxinf.engine import Training
+from zoo import ZOO
+import test_interrupted as ours
+
+made, kill_at = 0, int(sys.argv[3])
+initialise = Training.initialise
+
+def killing(self, *args):
+    global made
+    initialise(self, *args)
+    made += 1
+    if made == kill_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Training.initialise = killing
+ours.open_step(
+    lambda name, **options: jaxinf.open_store(sys.argv[2], **options),
+    "store", ZOO["tied_and_unused"](),
+)
+"""
+
+
+@pytest.mark.long
+def test_killed_in_init_it_begins_anew(open_store, uninterrupted, run_python, place):
+    program = ZOO["tied_and_unused"]()
+    losses, expected = uninterrupted(program, NUM_STEPS)
+    folder = str(Path(__file__).parent)
+    killed = run_python(KILLED_INIT, folder, place / "store", 5, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    step = open_step(open_store, "store", program)
+    assert not step.store.step
+    assert train(step, program) == losses
+    step.store.wait()
+    assert_same_states(states(step.store), expected[NUM_STEPS])
+
+
 # --- drives ----------------------------------------------------------------------
 
 

@@ -316,6 +316,17 @@ def test_a_plan_that_does_not_fit_is_refused(streamed, open_store):
     assert less.store.step == 1
 
 
+def test_a_commit_has_the_payload_of_its_step(streamed):
+    program = ZOO["l2_penalty"](depth=2)
+    step = streamed(program, optax.sgd(0.1))
+    step.load(program.params)
+    for number in range(1, 5):
+        step.annotate({"batch": number})  # while the step before may still be written
+        step(program.batch)
+    step.store.wait()
+    assert (step.store.step, step.store.payload) == (4, {"batch": 4})
+
+
 def test_a_step_before_params_is_refused(streamed):
     program = ZOO["l2_penalty"](depth=2)
     with pytest.raises(StreamError, match=r"call step.init or step.load first"):
