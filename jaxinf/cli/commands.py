@@ -17,8 +17,9 @@ import tyro
 
 from jaxinf.cli import checkpoints, doctor, inspection, verification
 from jaxinf.cli.exchange import Export, Import
-from jaxinf.cli.options import ByteSize, UsageError, option
+from jaxinf.cli.options import option
 from jaxinf.cli.terminal import show_progress
+from jaxinf.command_line import ByteSize, UsageError
 from jaxinf.engine import MasterFormat, StateFormat, convert_store
 from jaxinf.errors import JaxinfError
 from jaxinf.store import migrate, rebalance

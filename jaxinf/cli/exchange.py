@@ -14,8 +14,9 @@ from typing import Annotated, Literal
 import tyro
 
 from jaxinf.cli.committed import open_committed, open_directory
-from jaxinf.cli.options import ByteSize, UsageError, option
+from jaxinf.cli.options import option
 from jaxinf.cli.terminal import show_progress
+from jaxinf.command_line import ByteSize, UsageError
 from jaxinf.errors import ExchangeError
 from jaxinf.exchange import (
     DEFAULT_FILE_BYTES,

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import tyro
 
 from jaxinf import compat
+from jaxinf.command_line import UsageError
 from jaxinf.errors import JaxinfError
-from jaxinf.train.config import TrainConfig, UsageError
+from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.errors import DataError
 from jaxinf.train.loop import train
 

@@ -18,6 +18,7 @@ from jaxinf_models import (
     family_of,
 )
 
+from jaxinf.command_line import ByteSize, UsageError
 from jaxinf.compress import TopK, parse_compression
 from jaxinf.csd import parse_csd
 from jaxinf.engine import (
@@ -28,34 +29,18 @@ from jaxinf.engine import (
     VerifyMode,
 )
 from jaxinf.stream import Policy
-from jaxinf.terminal import format_bytes, parse_bytes
 from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.options import DataOptions, check_options
 from jaxinf.train.data.options import shown as _shown
 from jaxinf.train.pretrained import read_model_config
 from jaxinf.typing import JsonValue
 
-__all__ = ["TrainConfig", "UsageError", "check"]
+__all__ = ["TrainConfig", "check"]
 
 ModelName: TypeAlias = Literal["gpt2", "bert", "t5", "vit", "bloom", "llama"]
 DTypeName: TypeAlias = Literal["float32", "bfloat16"]
 ScheduleName: TypeAlias = Literal["constant", "cosine"]
 ReferenceName: TypeAlias = Literal["fused", "split"]
-
-
-class UsageError(Exception):
-    """The command line asks for something impossible; exit status 2."""
-
-
-_BYTES = tyro.constructors.PrimitiveConstructorSpec[int](
-    nargs=1,
-    metavar="BYTES",
-    instance_from_str=lambda words: parse_bytes(words[0]),
-    is_instance=lambda value: isinstance(value, int | None),
-    str_from_instance=lambda value: [
-        "none" if value is None else format_bytes(value).replace(" ", "")
-    ],
-)
 
 
 def _parse_durability(text: str) -> Durability:
@@ -100,7 +85,7 @@ class TrainConfig(DataOptions):
 
     # For --mode stream: host memory of a step, such as 4GiB, in addition to some 350 MB
     # of the process itself. It takes the place of --memory-bytes.
-    memory: Annotated[int | None, _BYTES, _shown("BYTES", "none")] = None
+    memory: Annotated[int | None, ByteSize, _shown("BYTES", "none")] = None
 
     # For --mode stream. recompute: activations are computed again for the backward
     # pass. keep: they stay in memory. The bits are the same.
@@ -205,7 +190,7 @@ class TrainConfig(DataOptions):
 
     # Memory for the buffers through which the store's state passes, such as 512MiB or
     # 2G: of the host, or of each card.
-    memory_bytes: Annotated[int, _BYTES] = DEFAULT_MEMORY_BYTES
+    memory_bytes: Annotated[int, ByteSize] = DEFAULT_MEMORY_BYTES
 
     # Steps to commit: every step (step), every n-th one (a number), or checkpoints
     # alone (checkpoint). A crash loses the steps since the last commit.

@@ -7,7 +7,8 @@ import dataclasses
 
 import jax
 
-from jaxinf.train.config import TrainConfig, UsageError
+from jaxinf.command_line import UsageError
+from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.images import ImageShape
 from jaxinf.train.data.load import TrainingData, load_data

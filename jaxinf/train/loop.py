@@ -20,10 +20,11 @@ from flax import nnx
 from jaxinf_models import ModelConfig, abstract_params, make_model, num_params, split
 from rich.console import Console
 
+from jaxinf.command_line import UsageError
 from jaxinf.terminal import make_console
 from jaxinf.train.backend import Backend
 from jaxinf.train.best import Best, evaluation_line
-from jaxinf.train.config import TrainConfig, UsageError, check
+from jaxinf.train.config import TrainConfig, check
 from jaxinf.train.data.loader import Batch, Batches
 from jaxinf.train.data.parts import TrainingData
 from jaxinf.train.evaluate import Evaluation, Evaluator, num_tokens

@@ -17,10 +17,11 @@ import optax
 import optax.contrib
 from jaxinf_models import num_params
 
+from jaxinf.command_line import UsageError
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.program import trace_init, trace_update
 from jaxinf.stream import check_program
-from jaxinf.train.config import TrainConfig, UsageError
+from jaxinf.train.config import TrainConfig
 
 __all__ = [
     "check_optimizer", "make_clipping", "make_optimizer", "optax_optimizers",

@@ -13,10 +13,11 @@ import optax
 from flax import nnx
 from jaxinf_models import abstract_params, task_loss
 
+from jaxinf.command_line import UsageError
 from jaxinf.engine import Store
 from jaxinf.stream import StreamedStep, stream
 from jaxinf.train.backend import NO_TRAFFIC, Costs
-from jaxinf.train.config import TrainConfig, UsageError
+from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.on_store import KeptInStore
 from jaxinf.train.step import TrainStep

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
+from jaxinf.command_line import UsageError
 from jaxinf.errors import StoreMismatchError
 from jaxinf.train.__main__ import _to_resume
-from jaxinf.train.config import TrainConfig, UsageError
+from jaxinf.train.config import TrainConfig
 from jaxinf.train.loop import train
 
 

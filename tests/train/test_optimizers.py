@@ -5,9 +5,10 @@ import numpy as np
 import optax
 import pytest
 
+from jaxinf.command_line import UsageError
 from jaxinf.native import toolchain
 from jaxinf.train.__main__ import main
-from jaxinf.train.config import TrainConfig, UsageError
+from jaxinf.train.config import TrainConfig
 from jaxinf.train.optimizers import check_optimizer, make_optimizer, optax_optimizers
 
 PARAMS = {"w": jnp.linspace(-1, 1, 12).reshape(3, 4), "b": jnp.ones(4)}
