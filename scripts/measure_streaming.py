@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +74,14 @@ class Model:
     config: GPT2Config
     seq_len: int
 
+    @cached_property
+    def graphdef(self) -> Any:
+        """The model's graph."""
+        return abstract_params(self.config)[0]
+
     def loss_fn(self, params: Any, batch: Any) -> jax.Array:
         """The mean cross entropy."""
-        graphdef, _ = abstract_params(self.config)
-        return task_loss(nnx.merge(graphdef, params), "causal-lm", batch)
+        return task_loss(nnx.merge(self.graphdef, params), "causal-lm", batch)
 
     def new_params(self) -> Any:
         """Random params."""

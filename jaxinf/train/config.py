@@ -83,7 +83,7 @@ class TrainConfig(DataOptions):
     # kept; the baseline.
     mode: Literal["update", "stream", "memory"] = "update"
 
-    # For --mode stream: host memory of a step, such as 4GiB, in addition to some 350 MB
+    # For --mode stream: host memory of a step, such as 4GiB, in addition to some 400 MB
     # of the process itself. It takes the place of --memory-bytes.
     memory: Annotated[int | None, ByteSize, _shown("BYTES", "none")] = None
 
