@@ -1,0 +1,91 @@
+"""Programs in the styles of public ones: the optimizer's line is all that changes."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import program_styles
+import pytest
+from program_styles import STYLES, Killed, run_changed, run_plain
+
+
+def killed_at(number):
+    def kill(begun):
+        if begun == number:
+            raise Killed
+
+    return kill
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_losses_are_plain_optax_s_and_a_restart_goes_on_to_the_bit(place, style):
+    plain = run_plain(style, place / "plain")
+    assert plain[4] < plain[0]  # the same batch
+    whole = run_changed(style, place / "whole")
+    np.testing.assert_allclose([*whole.values()], [*plain.values()], rtol=1e-4)
+    first = run_changed(style, place / "parts", kill=killed_at(5))
+    assert list(first) == [0, 1, 2, 3, 4]
+    rest = run_changed(style, place / "parts")
+    assert rest == {4: whole[4], 5: whole[5]}
+
+
+def run_program(place, *styles):
+    return subprocess.run(
+        [sys.executable, program_styles.__file__, place, *styles],
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+            "PJRT_NPROC": "8",
+        },
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "styles",
+    [
+        ("manager", "mesh"),
+        pytest.param(
+            tuple(s for s in STYLES if s not in ("manager", "mesh")),
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=" ".join,
+)
+def test_four_devices(place, styles):
+    done = run_program(place, *styles)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:-1] == [f"{style} agrees" for style in styles]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from program_styles import run_changed
+
+def kill(number):
+    if number == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+run_changed(sys.argv[1], Path(sys.argv[2]), kill=kill)
+"""
+
+
+@pytest.mark.parametrize(
+    "style",
+    [s if s == "manager" else pytest.param(s, marks=pytest.mark.long) for s in STYLES],
+)
+def test_a_program_that_is_killed_goes_on_to_the_bit(place, run_python, style):
+    whole = run_changed(style, place / "whole")
+    killed = run_python(KILLED, style, place / "parts", check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    rest = run_changed(style, place / "parts")
+    # A checkpoint that was not complete is one that the program does not find.
+    assert min(rest) in (2, 4)
+    assert rest == {number: whole[number] for number in range(min(rest), 6)}
