@@ -218,8 +218,12 @@ def test_an_update_that_repeats_is_checked_like_the_first(tmp_path):
     with pytest.raises(ValueError, match=r"expects shape"):
         run(params, np.empty(1000, np.float32), chunk.csd.acquire(4096))
     before = chunk.views()[1].copy()
-    strided = run(np.ones(2000, np.float32)[::2], np.empty(2000, np.float32)[::2])
-    np.testing.assert_array_equal(strided, -0.5 * (1 + before / 2))
+    gradient = np.arange(2000, dtype=np.float32)[::2]
+    out = run(gradient, np.empty(1000, np.float32))
+    np.testing.assert_array_equal(out, -0.5 * (gradient + before / 2))
+    before = chunk.views()[1].copy()
+    out = run(gradient.copy(), np.empty(2000, np.float32)[::2])
+    np.testing.assert_array_equal(out, -0.5 * (gradient + before / 2))
 
 
 def test_never_waits_for_memory(tmp_path):
