@@ -48,6 +48,20 @@ def test_hyperparams_are_read_and_set_as_in_optax(open_store):
     assert float(state.hyperparams["learning_rate"]) == 0.25
 
 
+def test_hyperparams_that_are_injected_around_the_store(open_store):
+    store = open_store()
+    tx = optax.inject_hyperparams(
+        lambda learning_rate: jaxinf.smart_update(optax.adam(learning_rate), store)
+    )(learning_rate=1e-2)
+    params, state = PARAMS, tx.init(PARAMS)
+    update = jax.jit(tx.update)
+    for rate in (1e-2, 0.5):
+        state.hyperparams["learning_rate"] = jnp.float32(rate)
+        updates, state = update(GRADIENTS, state, params)
+        params = optax.apply_updates(params, updates)
+        np.testing.assert_allclose(updates["w"], -rate, rtol=1e-3)
+
+
 def test_steps_of_accumulation_are_those_of_optax(open_store):
     plain = optax.MultiSteps(optax.adam(1e-2), 3)
     _, _, state = start(open_store(), plain, 4)
