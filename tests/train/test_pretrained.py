@@ -239,7 +239,7 @@ REFUSALS = {
     "no-architecture": (change_config(model_type=None), "found None"),
     "not-json": (damage("config.json", b"{"), "expected a JSON document"),
     "missing-size": (change_config(hidden_size=None), "hidden_size: expected a value"),
-    "size-of-text": (change_config(hidden_size="32"), "expected a number"),
+    "size-of-text": (change_config(hidden_size="32"), "hidden_size: expected a whole"),
     "other-activation": (
         change_config(hidden_act="relu"),
         "hidden_act: expected 'silu'",
