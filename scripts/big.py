@@ -92,14 +92,10 @@ class Watcher:
     def __init__(self, command: Sequence[str], limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self.peak_bytes = 0
-
-        def limit() -> None:
-            data_bytes = limit_bytes + UNTOUCHED_BYTES
-            resource.setrlimit(resource.RLIMIT_DATA, (data_bytes, data_bytes))
-
-        self._process = subprocess.Popen(
-            command, start_new_session=True, preexec_fn=limit
-        )
+        self._process = subprocess.Popen(command, start_new_session=True)
+        data_bytes = limit_bytes + UNTOUCHED_BYTES
+        limits = (data_bytes, data_bytes)
+        resource.prlimit(self._process.pid, resource.RLIMIT_DATA, limits)
 
     def wait(self, until: Callable[[], bool] = lambda: False) -> int | None:
         """Waits until the command ends or `until` holds; returns its exit status.
