@@ -28,6 +28,9 @@ modules of callbacks        move with JAX's. Moved: Ctrl-C just before or behind
                             read. Not there: ``tx.init`` fails while it traces
 ``jax.interpreters``        rules of a primitive of our own. Not there, or other rules:
                             ``import jaxinf`` fails, or ``tx.update`` while it is traced
+``axis_context``            of a lowering: how many devices the computation has. Not
+                            there: an update in a process with several devices fails
+                            while it is compiled
 ``manual_axes``             of the mesh in use. Not there: an update in ``pmap`` fails
                             with an error of JAX's
 ``get_bind_params``         of primitives, with the equation's context. Another result:
@@ -65,8 +68,9 @@ import optax
 from jax.core import Tracer
 from jax.experimental import io_callback
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AbstractMesh
 from jax.tree_util import (
     DictKey,
     FlattenedIndexKey,
@@ -101,6 +105,7 @@ __all__ = [
     "attribute_of",
     "bind",
     "branches",
+    "call_by_num_devices",
     "call_with_buffers",
     "call_with_copies",
     "called_jaxpr",
@@ -115,6 +120,7 @@ __all__ = [
     "path_keys",
     "path_text",
     "raise_in_callback",
+    "register_checked",
     "register_with_flax",
     "select_primitive",
     "shard_map",
@@ -216,6 +222,59 @@ def shard_map(
     return jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
+
+
+def call_by_num_devices(
+    one: Callable[..., Any],
+    several: Callable[[AbstractMesh], Callable[..., Any]],
+    *arguments: Any,
+) -> Any:
+    """Calls `one` in a computation on one device, or ``several(mesh)``; traceable.
+
+    A trace does not tell how many devices the computation has. Its compilation does.
+
+    Args:
+      one: for one device.
+      several: gives the function for a mesh of all devices; its results are
+        replicated over them.
+      arguments: arrays, or trees of arrays.
+    """
+    leaves, treedef = jax.tree.flatten(arguments)
+    closed, avals = jax.make_jaxpr(one, return_shape=True)(*arguments)
+
+    def flat(mesh: AbstractMesh) -> Callable[..., list[Any]]:
+        return lambda *xs: jax.tree.leaves(several(mesh)(*treedef.unflatten(xs)))
+
+    results = _BY_NUM_DEVICES.bind(*leaves, closed=closed, several=flat)
+    return jax.tree.structure(avals).unflatten(results)
+
+
+def _lower_by_num_devices(
+    context: Any, *values: Any, closed: ClosedJaxpr, several: Callable[..., Any]
+) -> Any:
+    where = context.module_context.axis_context
+    num = where.num_devices if hasattr(where, "num_devices") else where.mesh.size
+    if num == 1:
+        function = jaxpr_as_fun(closed)
+    else:
+        mesh = jax.sharding.get_abstract_mesh()  # of jax.set_mesh
+        if mesh.empty:
+            mesh = AbstractMesh((num,), ("devices",))
+        function = several(mesh)
+    return mlir.lower_fun(function, multiple_results=True)(context, *values)
+
+
+_BY_NUM_DEVICES = Primitive("by_num_devices")
+_BY_NUM_DEVICES.multiple_results = True
+_BY_NUM_DEVICES.def_impl(
+    lambda *values, **params: jax.jit(lambda *xs: _BY_NUM_DEVICES.bind(*xs, **params))(
+        *values
+    )
+)
+_BY_NUM_DEVICES.def_effectful_abstract_eval(
+    lambda *_, closed, **__: (list(closed.out_avals), closed.effects)
+)
+mlir.register_lowering(_BY_NUM_DEVICES, _lower_by_num_devices)
 
 
 def manual_axes() -> dict[str, int]:
@@ -409,6 +468,30 @@ def _kind_and_value(key: Any) -> tuple[str, Any]:
         case GetAttrKey():
             return "field", key.name
     return "other", str(key)
+
+
+def register_checked(kind: type[tuple[Any, ...]], check: Callable[[], None]) -> None:
+    """Registers a ``NamedTuple`` as a tree of its fields that JAX looks into with us.
+
+    Args:
+      kind: the class.
+      check: is called each time that JAX flattens one, as each call of a jitted
+        function does with its arguments; its exception is that call's.
+    """
+    fields = kind._fields  # pyright: ignore[reportAttributeAccessIssue]
+    keys = tuple(map(GetAttrKey, fields))
+
+    def flatten_with_keys(value: tuple[Any, ...]) -> tuple[Any, None]:
+        check()
+        return tuple(zip(keys, value, strict=True)), None
+
+    def flatten(value: tuple[Any, ...]) -> tuple[Any, None]:
+        check()
+        return tuple(value), None
+
+    jax.tree_util.register_pytree_with_keys(
+        kind, flatten_with_keys, lambda _, children: kind(*children), flatten
+    )
 
 
 def attribute_of(key: Any) -> str | None:

@@ -6,6 +6,7 @@ Invariant: host memory does not grow with the model; a step is all or nothing.
 from jaxinf.engine.chunks import VerifyMode
 from jaxinf.engine.convert import convert_store
 from jaxinf.engine.description import LeafDescription, StoreDescription, describe
+from jaxinf.engine.failure import check_announced
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.options import Durability, MasterChoice, MasterFormat, StateFormat
 from jaxinf.engine.state import ParamsReader
@@ -40,6 +41,7 @@ __all__ = [
     "Training",
     "UpdateRequest",
     "VerifyMode",
+    "check_announced",
     "close",
     "convert_store",
     "describe",

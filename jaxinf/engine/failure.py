@@ -3,6 +3,7 @@
 Invariant: the first error is kept as it is, and every listener gets that object.
 """
 
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -11,7 +12,9 @@ from types import TracebackType
 
 from jaxinf.errors import StoreClosedError
 
-__all__ = ["Failure", "StoreHealth", "closed_error"]
+__all__ = ["Failure", "StoreHealth", "check_announced", "closed_error"]
+
+_LOG = logging.getLogger("jaxinf")
 
 
 class Failure:
@@ -63,6 +66,7 @@ class StoreHealth:
     Attributes:
       failure: the failure that stopped the store; workers listen to it.
       is_closed: whether `close` was called.
+      is_known: whether `tell` has raised the failure.
     """
 
     def __init__(self, path: Path) -> None:
@@ -70,6 +74,12 @@ class StoreHealth:
         self.is_closed = False
         self._path = path
         self._is_reported = False
+        self.is_known = False
+
+    def tell(self) -> None:
+        """As `check`, for the program itself, which knows of the failure then."""
+        self.is_known = self.failure.error is not None
+        self.check()
 
     def check(self) -> None:
         """Raises the failure that stopped the store, the original exception, if any."""
@@ -78,6 +88,23 @@ class StoreHealth:
             self.failure.check()
         if self.is_closed:
             raise closed_error(self._path)
+
+    def announce(self) -> None:
+        """Logs a failure that raises nowhere, and keeps it for `check_announced`."""
+        error = self.failure.error
+        if error is not None:
+            _ANNOUNCED.append(self)
+            _LOG.error(
+                "%s: %s: %s. The update is NaN, since other JAX devices wait for this "
+                "one; the next step raises the error",
+                self._path,
+                type(error).__name__,
+                error,
+            )
+
+    def caught(self) -> None:
+        """What `check` has raised did not get to the program."""
+        self._is_reported = self.is_known
 
     def is_for(self, error: BaseException) -> bool:
         """Whether an error is a failure, and not a consequence of `close`."""
@@ -101,9 +128,24 @@ class StoreHealth:
         self.is_closed = True
 
 
+def check_announced() -> None:
+    """Raises a failure that no computation could raise.
+
+    It does so again until the program knows of it by `StoreHealth.tell`, or has closed
+    the store, since JAX may try a call in two ways.
+    """
+    if _ANNOUNCED:
+        _ANNOUNCED[:] = [h for h in _ANNOUNCED if not (h.is_known or h.is_closed)]
+        for health in _ANNOUNCED:
+            health.check()
+
+
 def closed_error(path: Path) -> StoreClosedError:
     """Makes the error for calls on a closed store."""
     return StoreClosedError(
         f"{path}: the store is closed; open it again with jaxinf.open_store to go on "
         "at its last committed step"
     )
+
+
+_ANNOUNCED: list[StoreHealth] = []

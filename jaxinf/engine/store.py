@@ -16,6 +16,7 @@ from typing import Any
 from jaxinf.engine.chunks import VerifyMode
 from jaxinf.engine.committed_state import CommittedState
 from jaxinf.engine.dispatched import check_thread, wait_for_dispatched
+from jaxinf.engine.exit_status import fail_at_exit
 from jaxinf.engine.failure import closed_error
 from jaxinf.engine.open_stores import Opened, OpenStores
 from jaxinf.engine.options import (
@@ -180,7 +181,7 @@ class Store(CommittedState):
 
     def check(self) -> None:
         """Raises the exception that stopped the store, if any, with its type."""
-        self.training.check()
+        self.training.tell()
 
     def close(self) -> None:
         """Closes this handle, and with the last handle the store. Idempotent.
@@ -391,13 +392,17 @@ def _absolute(path: PathLikeStr) -> Path:
 
 @atexit.register
 def _close_all() -> None:
-    """Waits for dispatched steps, drains and commits, at the interpreter's exit."""
+    """Waits for dispatched steps, drains and commits, at the interpreter's exit.
+
+    A failure that no call has raised so far is logged, and becomes the exit status.
+    """
     for held in _OPEN.all():
         try:
             _close_all_handles(held)
         except Exception as error:
             path = held.training.options.path
             _LOG.error("%s: stopped by %s: %s", path, type(error).__name__, error)
+            fail_at_exit()
 
 
 def _forget_all() -> None:

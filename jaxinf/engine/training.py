@@ -135,6 +135,20 @@ class Training:
         elif self._run.health.is_for(error):
             self._run.health.failure.set(error)
 
+    def tell(self) -> None:
+        """As `check`, for the program itself, which knows of the failure then."""
+        self._run.health.tell()
+
+    def fail_beside_others(self, error: BaseException) -> None:
+        """As `fail`, for an exception that gets to the program by no computation.
+
+        The first one is logged, and the next call that gets a state raises it.
+        """
+        if self.failure is None:
+            self.fail(error)
+            self._run.health.announce()
+        self._run.health.caught()
+
     @property
     def failure(self) -> BaseException | None:
         """The exception that stopped the store."""

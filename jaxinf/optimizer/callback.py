@@ -11,6 +11,7 @@ raises: an exception next to a waiting collective would abort the process.
 import copy
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxinf import compat
 from jaxinf.errors import DeviceConfigurationError
@@ -27,15 +28,18 @@ from jaxinf.typing import PyTree
 
 __all__ = [
     "FAILED",
+    "AnyMesh",
+    "GuardedHost",
     "Host",
     "call_host",
     "call_once",
     "call_owner",
     "check_device_configuration",
-    "guarded",
     "shares_memory",
     "waits_for_updates",
 ]
+
+AnyMesh: TypeAlias = Mesh | AbstractMesh
 
 Host: TypeAlias = Callable[[PyTree, PyTree], None]
 """``host(outs, arguments)`` fills the NumPy arrays of `outs`, and keeps none of them.
@@ -99,41 +103,59 @@ def shares_memory(*, is_local: bool) -> bool:
     return _way("buffer" if can_share else "io") == "buffer"
 
 
-def guarded(
-    host: Host, fail: Callable[[BaseException], None], *, may_raise: bool
-) -> Host:
-    """Wraps a host function for a callback.
+@dataclass(frozen=True, eq=False)
+class GuardedHost:
+    """A host function whose exception stops the store.
 
-    Args:
+    Attributes:
       host: fills its first argument's arrays from the second's.
-      fail: called with the exception of `host`.
-      may_raise: whether the exception may fail the computation, which one JAX device
-        allows. Otherwise the results are zeros, and `FAILED` for int32.
+      stop: gets an exception that fails the computation.
+      report: gets one that the program learns of by other means.
+      warn: gets the number of devices on which its whole arguments are gathered,
+        because their shardings are not known.
     """
 
-    def call(outs: PyTree, arguments: PyTree) -> None:
+    host: Host
+    stop: Callable[[BaseException], None]
+    report: Callable[[BaseException], None]
+    warn: Callable[[int], None]
+
+    def raising(self, outs: PyTree, arguments: PyTree) -> None:
+        """As a callback that may fail the computation, which one JAX device allows."""
         interrupts.install()
         try:
-            host(outs, arguments)
+            self.host(outs, arguments)
             return
         except BaseException as error:
-            fail(error)
+            self.stop(error)
             told = copy.copy(error)
-        if may_raise:
-            # JAX adds its frames to a copy, and the store keeps its own error clean.
-            compat.raise_in_callback(told)
-        for out in jax.tree.leaves(outs):
-            out[...] = FAILED if out.dtype == np.int32 else 0
+        # JAX adds its frames to a copy, and the store keeps its own error clean.
+        compat.raise_in_callback(told)
 
-    return call
+    def reporting(self, outs: PyTree, arguments: PyTree) -> None:
+        """As a callback beside other devices: after an exception results are zeros.
+
+        For int32 they are `FAILED`.
+        """
+        interrupts.install()
+        try:
+            self.host(outs, arguments)
+        except BaseException as error:
+            self.report(error)
+            for out in jax.tree.leaves(outs):
+                out[...] = FAILED if out.dtype == np.int32 else 0
 
 
-def call_host(host: Host, avals: PyTree, arguments: PyTree, *, is_local: bool) -> Any:
+def call_host(
+    host: GuardedHost, avals: PyTree, arguments: PyTree, *, is_local: bool
+) -> Any:
     """Calls the host with XLA's own buffers if possible, otherwise with copies.
 
     ``buffer_callback`` copies nothing, but works only on a CPU, and not in a
     computation that XLA partitions. JAXINF_CALLBACK (``io``, ``start``: copies;
-    ``buffer``) overrides the choice.
+    ``buffer``) overrides the choice. If a computation turns out to have several devices
+    whose shardings were not known when it was traced, each gets all of the arguments,
+    and the first one calls.
 
     Args:
       host: the function.
@@ -144,13 +166,33 @@ def call_host(host: Host, avals: PyTree, arguments: PyTree, *, is_local: bool) -
     Returns:
       The results, a tree like `avals`.
     """
-    if shares_memory(is_local=is_local):
+    if is_local:
+        return _call(host.reporting, avals, arguments)
+
+    def alone(arguments: PyTree) -> Any:
+        return _call(host.raising, avals, arguments)
+
+    def beside_others(mesh: AbstractMesh) -> Callable[[PyTree], Any]:
+        host.warn(mesh.size)
+        return lambda arguments: call_once(host, mesh, arguments, avals)
+
+    if jax.device_count() == 1:
+        return alone(arguments)
+    return compat.call_by_num_devices(alone, beside_others, arguments)
+
+
+def _call(host: Host, avals: PyTree, arguments: PyTree) -> Any:
+    if shares_memory(is_local=True):
         return compat.call_with_buffers(partial(_with_buffers, host), avals, arguments)
     return compat.call_with_copies(partial(_with_copies, host, avals), avals, arguments)
 
 
 def call_owner(
-    host: Host, avals: PyTree, arguments: PyTree, mesh: Mesh, axes: Sequence[str]
+    host: GuardedHost,
+    avals: PyTree,
+    arguments: PyTree,
+    mesh: AnyMesh,
+    axes: Sequence[str],
 ) -> Any:
     """Calls the host from the first device along `axes`, in a ``shard_map``.
 
@@ -170,7 +212,9 @@ def call_owner(
     return jax.tree.map(lambda result: _sum_bits(result, axes), results)
 
 
-def call_once(host: Host, mesh: Mesh | None, arguments: PyTree, avals: PyTree) -> Any:
+def call_once(
+    host: GuardedHost, mesh: AnyMesh | None, arguments: PyTree, avals: PyTree
+) -> Any:
     """Calls the host once in a process, with replicated arguments and results.
 
     Args:

@@ -4,6 +4,7 @@ Invariant: only NumPy is used here, because a callback that starts a JAX computa
 deadlock. The first exception stops the store and is kept as it is.
 """
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Literal
@@ -13,7 +14,7 @@ import numpy as np
 from jaxinf.engine import Store, StoreDescription
 from jaxinf.errors import NonFiniteGradientError
 from jaxinf.layout import LeafGrid
-from jaxinf.optimizer.callback import Host, guarded
+from jaxinf.optimizer.callback import GuardedHost, Host
 from jaxinf.optimizer.interrupts import interrupts
 from jaxinf.optimizer.leaf_call import (
     FINITE,
@@ -43,6 +44,8 @@ BOUND, UNBOUND = 0, 1
 COMMITTED, SKIPPED = 0, 1
 """Verdict on a step; or `callback.FAILED`."""
 
+_LOG = logging.getLogger("jaxinf")
+
 NonFinitePolicy = Literal["error", "skip", "allow"]
 
 
@@ -60,6 +63,7 @@ class HostSide:
         self._started = StartedUpdates(store)
         self._num_interrupts = interrupts.num_raised
         interrupts.install()
+        self._has_warned = False
 
     @property
     def takes_params(self) -> bool:
@@ -84,9 +88,23 @@ class HostSide:
         """Returns the chunk grid of a leaf, in the existing or future store."""
         return self.store.training.grid(description, number)
 
-    def guarded(self, host: Host, *, may_raise: bool) -> Host:
+    def guarded(self, host: Host) -> GuardedHost:
         """Wraps a host function for a callback: its exception stops the store."""
-        return guarded(host, self.store.training.fail, may_raise=may_raise)
+        training = self.store.training
+        return GuardedHost(host, training.fail, training.fail_beside_others, self._warn)
+
+    def _warn(self, num_devices: int) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _LOG.warning(
+                "%s: the shardings of the params were not known when the computation "
+                "was traced, so each gradient is gathered on all %d devices, which "
+                "costs nothing only if the params are replicated. Give them: "
+                "smart_update(tx, store, shardings=jax.tree.map(lambda x: x.sharding, "
+                "params)), or call tx.init(params) outside of jit",
+                self.store.path,
+                num_devices,
+            )
 
     # --- callbacks -----------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from jaxinf.optimizer.sharding import (
     mesh_of,
     on_one_mesh,
     shard_indices,
+    traced_shardings,
 )
 from jaxinf.optimizer.state import SmartUpdateState, first_state, raw
 from jaxinf.optimizer.wrapped import Wrapped
@@ -58,7 +59,7 @@ def init_state(wrapped: Wrapped, params: PyTree) -> SmartUpdateState:
     if is_known:
         seen = [getattr(leaf, "sharding", None) for leaf in leaves]
         wrapped.store.training.shardings = on_one_mesh(seen)
-    shardings = wrapped.shardings
+    shardings = wrapped.shardings or (() if is_known else traced_shardings(leaves))
     program, update = wrapped.trace(params, wrapped.example_args)
     description = wrapped.describe(program, update, shardings)
     if compat.is_tracing() or not is_known:
@@ -130,7 +131,7 @@ def _init_traced(
             result = jax.ShapeDtypeStruct(leaf.shape, np.float32)
         call = leaf_call(number, leaf.ndim, *sharding, params=leaf)
         [placed] = send(
-            wrapped.host.guarded(host.leaves, may_raise=mesh is None),
+            wrapped.host.guarded(host.leaves),
             HostCall.of([call], [own]),
             [result],
             sharding,
@@ -141,7 +142,7 @@ def _init_traced(
     counter = jax.ShapeDtypeStruct((), np.int32)
     avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in scalars]
     held = call_once(
-        wrapped.host.guarded(host.finish, may_raise=mesh is None),
+        wrapped.host.guarded(host.finish),
         mesh,
         (jnp.stack(statuses), scalars),
         [counter, counter, *avals],

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxinf import compat
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import KeptLeaf, LeafDescription, UpdateRequest
-from jaxinf.optimizer.callback import Host, call_host, call_owner
+from jaxinf.optimizer.callback import GuardedHost, call_host, call_owner
 from jaxinf.optimizer.sharding import (
     Split,
     axis_indices,
@@ -237,7 +237,7 @@ def first_elements(array: Any) -> Any:
 
 
 def send(
-    host: Host,
+    host: GuardedHost,
     call: HostCall,
     results: Sequence[jax.ShapeDtypeStruct | None],
     shardings: Sequence[NamedSharding],

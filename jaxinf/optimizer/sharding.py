@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxinf.optimizer.callback import AnyMesh
 from jaxinf.typing import Array
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "shard_indices",
     "shard_origin",
     "split_of",
+    "traced_shardings",
     "unused_axes",
 ]
 
@@ -63,13 +65,20 @@ def on_one_mesh(shardings: Sequence[Any]) -> tuple[NamedSharding, ...]:
     return tuple(s if isinstance(s, NamedSharding) else replicated for s in shardings)
 
 
-def mesh_of(shardings: Sequence[NamedSharding]) -> Mesh | None:
+def traced_shardings(leaves: Sequence[Any]) -> tuple[NamedSharding, ...]:
+    """Returns the leaves' shardings as far as a trace knows them; empty otherwise.
+
+    It knows them on meshes whose axes are all explicit.
+    """
+    seen = [getattr(jax.typeof(leaf), "sharding", None) for leaf in leaves]
+    return on_one_mesh(
+        [s if s is not None and s.mesh.are_all_axes_explicit else None for s in seen]
+    )
+
+
+def mesh_of(shardings: Sequence[NamedSharding]) -> AnyMesh | None:
     """Returns the mesh of the leaves; None for one JAX device."""
-    if not shardings:
-        return None
-    mesh = shardings[0].mesh
-    assert isinstance(mesh, Mesh)
-    return mesh
+    return shardings[0].mesh if shardings else None
 
 
 def split_of(sharding: NamedSharding, ndim: int) -> Split:
@@ -87,13 +96,13 @@ def split_of(sharding: NamedSharding, ndim: int) -> Split:
     )
 
 
-def unused_axes(mesh: Mesh, split: Split) -> tuple[str, ...]:
+def unused_axes(mesh: AnyMesh, split: Split) -> tuple[str, ...]:
     """Returns the axes along which devices hold the same shard."""
     used = {axis.number for axes in split for axis in axes}
     return tuple(n for i, n in enumerate(mesh.axis_names) if i not in used)
 
 
-def axis_indices(mesh: Mesh) -> jax.Array:
+def axis_indices(mesh: AnyMesh) -> jax.Array:
     """Returns this device's position along each axis, int32; for a ``shard_map``."""
     indices = [lax.axis_index(name) for name in mesh.axis_names]
     return jnp.stack(indices).astype(jnp.int32)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinf import compat
-from jaxinf.engine import StoreDescription, store_with_id
+from jaxinf.engine import StoreDescription, check_announced, store_with_id
 from jaxinf.errors import StaleStateError
 from jaxinf.optimizer.host_side import COMMITTED, SKIPPED
 from jaxinf.program import InitProgram
@@ -88,6 +88,11 @@ class SmartUpdateState(NamedTuple):
             f"it has the attribute {name!r}; optax.tree_utils.tree_get(state, {name!r})"
             " finds what lies deeper"
         )
+
+
+# With several JAX devices a callback must not raise. The next call that gets the state
+# of a store that has stopped does.
+compat.register_checked(SmartUpdateState, check_announced)
 
 
 def raw(value: jax.Array) -> jax.Array:

@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding
 
 from jaxinf.engine import StoreDescription
 from jaxinf.optimizer.callback import (
+    GuardedHost,
     Host,
     call_once,
     shares_memory,
@@ -322,5 +323,5 @@ class StepCalls:
         is_stored = params.dtype in (jnp.float32, jnp.bfloat16)
         return is_free and self._host.takes_params and is_stored
 
-    def _guarded(self, host: Host) -> Host:
-        return self._host.guarded(host, may_raise=self._mesh is None)
+    def _guarded(self, host: Host) -> GuardedHost:
+        return self._host.guarded(host)

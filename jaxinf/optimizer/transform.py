@@ -105,6 +105,7 @@ def smart_update(
 def _init(wrapped: Wrapped, params: PyTree) -> SmartUpdateState:
     _refuse_outer_multi_steps()
     check_device_configuration()
+    wrapped.check()
     return init_state(wrapped, params)
 
 
@@ -140,6 +141,7 @@ def _update_function(wrapped: Wrapped) -> Any:
             )
         _refuse_outer_multi_steps()
         check_device_configuration()
+        wrapped.check()
         given = align(updates, params)
         arrays = given.gradients, state, given.params
         everything = jax.tree.leaves((arrays, extra_args))
@@ -160,9 +162,12 @@ def _update_function(wrapped: Wrapped) -> Any:
         arrays = gradients, state, params
         try:
             result = jitted(*arrays, dynamic, static, wrapped.shardings)
-            return jax.block_until_ready(result)
+            jax.block_until_ready(result)
         except jax.errors.JaxRuntimeError as error:
             of_jax = error
+        else:
+            wrapped.check()
+            return result
         wrapped.store.check()  # not while JAX's is handled: Python would print both
         raise of_jax
 

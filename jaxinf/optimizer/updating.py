@@ -21,6 +21,7 @@ from jaxinf.optimizer.callback import FAILED
 from jaxinf.optimizer.entering import entering
 from jaxinf.optimizer.host_side import COMMITTED
 from jaxinf.optimizer.leaf_call import HostCall
+from jaxinf.optimizer.sharding import traced_shardings
 from jaxinf.optimizer.state import SmartUpdateState, check_state, next_state
 from jaxinf.optimizer.step_calls import StepCalls
 from jaxinf.optimizer.wrapped import Wrapped
@@ -54,6 +55,7 @@ def run_update(
     known = updates if params is None else params
     treedef = jax.tree.structure(known)
     gradients = treedef.flatten_up_to(updates)
+    shardings = shardings or traced_shardings(jax.tree.leaves(known))
     init, program = wrapped.trace(known, extra_args)
     description = wrapped.describe(init, program, shardings)
     old = jax.tree.leaves(state.optimizer)

@@ -61,11 +61,16 @@ class Wrapped:
 
     @property
     def shardings(self) -> tuple[NamedSharding, ...]:
-        """Shardings of the params' leaves, on one mesh; empty for one JAX device.
+        """Shardings of the params' leaves, on one mesh; empty if they are not known.
 
         They are the caller's, or those of the params in the last `init` on the store.
         """
         return self.given_shardings or self.store.training.shardings
+
+    def check(self) -> None:
+        """Raises the exception that stopped the store, if any."""
+        if self.store.training.failure is not None:
+            self.store.training.tell()
 
     def trace(
         self, params: PyTree, extra_args: Mapping[str, Any]

@@ -148,19 +148,53 @@ except jaxinf.StoreMismatchError as error:
 FAILURE = (
     COMMON
     + """
-mesh = jax.make_mesh((4,), ("d",))
-store = jaxinf.open_store(sys.argv[1] + "/failing")
-tx = jaxinf.smart_update(adamw(), store)
+mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+path, how, repeats = sys.argv[1] + "/failing", sys.argv[2], int(sys.argv[3])
+options = {"shardings": shardings} if how == "shardings" else {}
+tx = jaxinf.smart_update(adamw(), path, **options)
 params = on(mesh, make(0))
-state = tx.init(params)
-bad = make(1)
-bad["columns"] = bad["columns"].at[50, 1000].set(jnp.inf)
-updates, state = jax.jit(tx.update)(on(mesh, bad), state, params)
-assert all(bool(jnp.isnan(u).all()) for u in jax.tree.leaves(updates))
-try:
-    store.check()
-except jaxinf.NonFiniteGradientError as error:
-    print(error)
+state = tx.init(params) if how == "eager" else jax.jit(tx.init)(params)
+assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state))
+side = jax.device_put(jnp.ones((4, 512)), NamedSharding(mesh, P("d")))
+
+@jax.jit
+def step(params, state, factor):
+    def loss(p):
+        h = jnp.tanh(side[:, :96] @ p["columns"])
+        return jnp.mean(h) + factor * jnp.sum(p["both"]) + jnp.mean(p["rows"] ** 2)
+    gradients = jax.grad(loss)(params)  # with collectives
+    updates, state = tx.update(gradients, state, params)
+    beside = side
+    for _ in range(6):
+        beside = jnp.tanh(beside @ beside.T @ side - jnp.mean(beside))
+    params = optax.apply_updates(params, updates)
+    return params, state, (loss(params), jnp.sum(beside), jnp.sum(jnp.sin(side)))
+
+params, state, _ = step(params, state, 1.0)
+leaves, treedef = jax.tree.flatten(state)
+
+@jax.jit
+def unseen(params, leaves, factor):  # a call that is not given a state
+    return step(params, treedef.unflatten(leaves), factor)[::2]
+
+if repeats:
+    unseen.trace(params, leaves, 1.0)
+first, _, _ = step(params, state, jnp.nan)
+assert all(bool(jnp.isnan(p).all()) for p in first.values())
+if how == "last":
+    sys.exit()  # and nothing asks the store
+for number in range(repeats):  # each runs as the steps do that are dispatched already
+    new, others = unseen(params, leaves, 1.0)
+    assert all(bool(jnp.isnan(p).all()) for p in new.values())
+    assert not any(bool(jnp.isnan(x)) for x in others[1:])
+store = jaxinf.store_of(path)
+for call in (lambda: step(params, state, 1.0), lambda: tx.init(params), store.check,
+             lambda: tx.update(params, state, params), store.wait):
+    try:
+        call()
+    except jaxinf.NonFiniteGradientError as error:
+        print(error)
 """
 )
 
@@ -231,14 +265,40 @@ def test_same_bits_on_four_devices_and_after_changes_of_mesh(place, run_python):
     assert "run on a mesh whose shards are" in refused.stdout
 
 
-@pytest.mark.parametrize(
-    "callback", ["buffer", pytest.param("start", marks=pytest.mark.long)]
-)
-def test_failure_beside_other_devices_is_a_status(place, run_python, callback):
-    result = run_python(FAILURE, place, JAXINF_CALLBACK=callback, **DEVICES)
-    assert "NaN or Inf in the gradient of columns" in result.stdout
+LONG = pytest.mark.long
+HOWS = [
+    ("shardings", "buffer", 20),
+    ("jitted", "buffer", 20),
+    *[
+        pytest.param(how, callback, 1000, marks=LONG)
+        for how in ("shardings", "jitted", "eager")
+        for callback in ("buffer", "io", "start")
+    ],
+]
+
+
+@pytest.mark.parametrize(("how", "callback", "repeats"), HOWS)
+def test_failure_beside_collectives(place, run_python, how, callback, repeats):
+    result = run_python(
+        FAILURE, place, how, repeats, JAXINF_CALLBACK=callback, **DEVICES
+    )
+    said = result.stdout.splitlines()
+    assert len(said) == 5
+    assert all("step 2: NaN or Inf in the gradient of both" in line for line in said)
+    logged = [line for line in result.stderr.splitlines() if "update is NaN" in line]
+    assert len(logged) == 1
+    assert "failing: NonFiniteGradientError: step 2: NaN or Inf in" in logged[0]
+    is_unknown = how == "jitted"
+    assert result.stderr.count("shardings=jax.tree.map(lambda") == is_unknown
     with jaxinf.open_store(place / "failing") as store:
-        assert store.step == 0
+        assert store.step == 1
+
+
+def test_a_failure_that_nothing_asked_about_is_the_exit_status(place, run_python):
+    result = run_python(FAILURE, place, "last", 0, check=False, **DEVICES)
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert "stopped by NonFiniteGradientError: step 2: NaN or Inf" in last
 
 
 @pytest.mark.parametrize(
