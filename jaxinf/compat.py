@@ -48,6 +48,7 @@ key classes, ``keystr``     of ``jax.tree_util``. Other classes: names of leaves
                             ``flax.serialization.to_bytes`` of a state fails
 frames of ``MultiSteps``    optax's own callers are looked at. Not a method any more:
                             ``MultiSteps(smart_update(…))`` is not refused
+schedule of ``MultiSteps``  not public. Not there: ``MultiSteps(tx, 1)`` stores a sum
 Orbax's handler, key type   written to a checkpoint's metadata. Moved: Orbax restores it
                             only when it is told the handler
 ==========================  ==========================================================
@@ -56,6 +57,7 @@ Beyond names: `jaxinf.kernels.lowering` follows what XLA's CPU compiler does wit
 update. Another XLA may round otherwise; ``tests/kernels/test_bits.py`` compares.
 """
 
+import inspect
 import logging
 import os
 import sys
@@ -114,9 +116,11 @@ __all__ = [
     "has_buffer_callback",
     "is_in_callback",
     "is_inside_multi_steps",
+    "is_single_step",
     "is_tracing",
     "key_name",
     "manual_axes",
+    "multi_steps_of",
     "path_keys",
     "path_text",
     "raise_in_callback",
@@ -515,6 +519,27 @@ def is_inside_multi_steps() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def multi_steps_of(tx: Any) -> Any:
+    """Returns the ``optax.MultiSteps`` that a transformation is, or is made by."""
+    owner = getattr(getattr(tx, "update", None), "__self__", None)
+    found = owner if isinstance(owner, optax.MultiSteps) else tx
+    return found if isinstance(found, optax.MultiSteps) else None
+
+
+def is_single_step(tx: Any) -> bool:
+    """Whether a transformation is ``MultiSteps(inner, 1)`` and skips no step."""
+    steps = multi_steps_of(tx)
+    if steps is None:
+        return False
+    every = getattr(steps, "_every_k_schedule", None)
+    skips = getattr(steps, "_should_skip_update_fn", None)
+    own = [getattr(f, "__qualname__", "") for f in (every, skips)]
+    if not all(name.startswith("MultiSteps.__init__.<locals>.") for name in own):
+        return False
+    assert callable(every), "it has a qualified name"
+    return inspect.getclosurevars(every).nonlocals == {"every_k_schedule": 1}
 
 
 # ---- Flax

@@ -9,6 +9,7 @@ from jaxinf.engine.description import LeafDescription, StoreDescription, describ
 from jaxinf.engine.failure import check_announced
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.options import Durability, MasterChoice, MasterFormat, StateFormat
+from jaxinf.engine.recalled import SlotRequest
 from jaxinf.engine.state import ParamsReader
 from jaxinf.engine.steps import StepMetrics
 from jaxinf.engine.store import (
@@ -33,6 +34,7 @@ __all__ = [
     "MasterFormat",
     "OpenStore",
     "ParamsReader",
+    "SlotRequest",
     "StateFormat",
     "StepMetrics",
     "Store",

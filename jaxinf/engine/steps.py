@@ -22,6 +22,7 @@ from jaxinf.engine.kept_steps import is_kept, keep_step
 from jaxinf.engine.nan_scalars import nan_scalar_error, nan_scalars
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.pipeline import Loads, Task
+from jaxinf.engine.recalled import SlotRequest, recall_tasks
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.update_request import KeptLeaf, UpdateRequest
 from jaxinf.engine.update_tasks import compute_nothing, kept_tasks, request_tasks
@@ -142,6 +143,26 @@ class StepEngine:
         if not all(finite):
             self._is_finite = False
         return finite
+
+    def recall(self, step: int, *requests: SlotRequest) -> None:
+        """Reads slots before the step's first update; blocks until every `out` is full.
+
+        Args:
+          step: the step of the caller's state.
+          requests: the slots.
+
+        Raises:
+          StaleStateError, StoreError: as `update`.
+        """
+        with self._guard:
+            self._begin(step)
+            tasks = [
+                task for one in requests for task in recall_tasks(self._opened, one)
+            ]
+        with self._opened.timeline.span("leaf"):
+            self._opened.handler.run(tasks)
+        up_bytes = sum([request.out.nbytes for request in requests])
+        self._opened.meters.add(link_up_bytes=up_bytes)
 
     def finish(
         self,

@@ -99,6 +99,13 @@ def check_program(compression: TopK | None, program: UpdateProgram) -> None:
     """
     if compression is None:
         return
+    if program.recall is not None:
+        raise UnsupportedTransformError(
+            "with compress= the stored sum of optax.MultiSteps lacks the elements that "
+            "were not sent, and this optimizer computes a quantity of the whole sum, "
+            "such as its norm; compute it of each gradient: smart_update(optax.chain("
+            "optax.clip_by_global_norm(…), optax.MultiSteps(…)), store, compress=…)"
+        )
     dense = next((p for p in program.leaves if p.kernel.num_arrays), None)
     if dense is not None:
         raise UnsupportedTransformError(

@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from jaxinf.engine import Store, StoreDescription
+from jaxinf.engine import SlotRequest, Store, StoreDescription
 from jaxinf.errors import NonFiniteGradientError
 from jaxinf.layout import LeafGrid
 from jaxinf.optimizer.callback import GuardedHost, Host
@@ -24,6 +24,7 @@ from jaxinf.optimizer.leaf_call import (
     HostCall,
     HostResult,
 )
+from jaxinf.optimizer.sharding import shard_origin
 from jaxinf.optimizer.started import StartedUpdates
 from jaxinf.store import ScalarState
 from jaxinf.typing import Array
@@ -130,7 +131,7 @@ class HostSide:
 
     def compare(self, outs: HostResult, call: HostCall) -> None:
         """Callback before the first step: compares params with the store's."""
-        self.store.check()
+        self.store.training.check()
         for leaf in call.leaves:
             origin = call.origin(leaf)
             self.store.training.binding.compare(leaf.number, leaf.params, origin)
@@ -139,9 +140,23 @@ class HostSide:
     def bind(self, out: Array, statuses: Array) -> None:
         """Callback when every leaf was compared: binds the run to its step."""
         del statuses
-        self.store.check()
+        self.store.training.check()
         self.store.training.binding.finish()
         out[...] = BOUND
+
+    def recall(self, slots: Sequence[str], outs: HostResult, call: HostCall) -> None:
+        """Callback: before the updates of a step, reads a slot of each leaf."""
+        requests = [
+            SlotRequest(
+                leaf.number,
+                slots[leaf.number],
+                shard_origin(leaf.split, call.device, out.shape),
+                out,
+            )
+            for leaf, out in zip(call.leaves, outs.arrays, strict=True)
+        ]
+        self.store.training.steps.recall(int(call.step), *requests)
+        outs.statuses[...] = FINITE
 
     def update(
         self, description: StoreDescription, outs: HostResult, call: HostCall
@@ -185,7 +200,7 @@ class HostSide:
 
     def finish(self, outs: HostResult, call: HostCall) -> None:
         """Callback: fetches a started update, after the last `start`; see `update`."""
-        self.store.check()
+        self.store.training.check()
         own = self._started.finish(call.key)
         for out, found in zip(outs.arrays, own.arrays, strict=True):
             if out is not None:
@@ -208,7 +223,7 @@ class HostSide:
             new scalar state.
         """
         step, skipped, statuses, inexact, scalars = arguments
-        self.store.check()
+        self.store.training.check()
         training = self.store.training
         if np.any(statuses == NON_FINITE) and self.checks_finite:
             training.steps.abandon()

@@ -48,7 +48,7 @@ class StartedUpdates:
         Raises:
           BaseException: the exception that stopped the store.
         """
-        self._store.check()
+        self._store.training.check()
         limit = self._store.training.options.memory_bytes
         with self._changed:
             self._changed.wait_for(

@@ -47,6 +47,7 @@ from jaxinf.optimizer.leaf_call import (
 from jaxinf.optimizer.sharding import Axis, mesh_of
 from jaxinf.optimizer.state import SmartUpdateState, raw
 from jaxinf.optimizer.wrapped import Wrapped
+from jaxinf.program import StateSlot
 
 __all__ = ["StepCalls"]
 
@@ -147,6 +148,52 @@ class StepCalls:
             return call_once(host, self._mesh, compared, counter)
 
         return lax.cond(flag == UNBOUND, compare, lambda: flag)
+
+    def recall(
+        self,
+        slots: Sequence[StateSlot],
+        leaves: Sequence[LeafCall],
+        is_due: jax.Array,
+        bound: jax.Array,
+    ) -> tuple[list[jax.Array], jax.Array]:
+        """Reads a slot of each leaf before any update, if it is due.
+
+        Args:
+          slots: one of each leaf.
+          leaves: the calls of the updates.
+          is_due: whether the values are needed.
+          bound: see `bind`.
+
+        Returns:
+          The values, or zeros, and the int32 for which updates are to wait.
+        """
+        host = self._guarded(partial(self._host.recall, [slot.name for slot in slots]))
+
+        def read() -> tuple[list[jax.Array], jax.Array]:
+            found: dict[int, LeafResult] = {}
+            for group in self.groups(leaves):
+                names = [LeafCall(n, leaves[n].split) for n in group]
+                call = HostCall(tuple(names), step=self._state.step, after=bound)
+                avals = [
+                    jax.ShapeDtypeStruct(self._shapes(n)[0], slots[n].dtype)
+                    for n in group
+                ]
+                results = send(host, call, avals, self._shardings_of(call))
+                found |= dict(zip(group, results, strict=True))
+            ordered = [found[number] for number in range(len(leaves))]
+            statuses = jnp.stack([bound, *(one.status for one in ordered)])
+            return [one.array for one in ordered], jnp.max(statuses)
+
+        def skip() -> tuple[list[jax.Array], jax.Array]:
+            pairs = zip(leaves, slots, strict=True)
+            return [
+                jnp.zeros(self._shapes(leaf.number)[0], slot.dtype)
+                if leaf.gradient is None
+                else jnp.zeros_like(leaf.gradient, slot.dtype)
+                for leaf, slot in pairs
+            ], bound
+
+        return lax.cond(is_due, read, skip)
 
     def groups(self, leaves: Sequence[LeafCall]) -> list[list[int]]:
         """Returns the leaves of each call; see `grouping`."""

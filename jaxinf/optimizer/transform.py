@@ -21,6 +21,7 @@ from jaxinf.optimizer.host_init import OnExisting
 from jaxinf.optimizer.host_side import HostSide, NonFinitePolicy
 from jaxinf.optimizer.initialising import init_state
 from jaxinf.optimizer.sharding import on_one_mesh
+from jaxinf.optimizer.single_step import single_step
 from jaxinf.optimizer.state import SmartUpdateState
 from jaxinf.optimizer.updating import run_update
 from jaxinf.optimizer.wrapped import Wrapped
@@ -177,6 +178,9 @@ def _update_function(wrapped: Wrapped) -> Any:
 def _as_transformation(
     tx: optax.GradientTransformation | optax.MultiSteps,
 ) -> optax.GradientTransformation:
+    """Returns `tx`; for ``MultiSteps(inner, 1)`` one that stores no sum."""
+    if compat.is_single_step(tx):
+        return single_step(compat.multi_steps_of(tx).inner_opt)
     return tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
 
 

@@ -70,14 +70,20 @@ def run_update(
         jnp.zeros(leaf.shape, leaf.device_dtype) for leaf in description.leaves
     ]
     seen = [z if g is None else g for g, z in zip(gradients, stand_ins, strict=True)]
-    new, inputs = program.prologue(seen, on_device or stand_ins, old, extra_args)
+    given = (seen, on_device or stand_ins, old, extra_args)
+    step = StepCalls(wrapped, description, shardings, state)
+    bound = step.bind(on_device)
+    leaves = step.leaf_calls(gradients, on_device, feedback)
+    recalled: list[jax.Array] = []
+    if program.recall is not None:
+        before, _ = program.prologue(*given, recalled=stand_ins)
+        is_due = before[program.recall.counter] == 0
+        recalled, bound = step.recall(program.recall.slots, leaves, is_due, bound)
+    new, inputs = program.prologue(*given, recalled=recalled)
     kept = LeafInputs((), ())
     inputs = [
         kept if g is None else own for g, own in zip(gradients, inputs, strict=True)
     ]
-    step = StepCalls(wrapped, description, shardings, state)
-    bound = step.bind(on_device)
-    leaves = step.leaf_calls(gradients, on_device, feedback)
     results = step.run(
         HostCall.of(
             [leaves[n] for n in group], [inputs[n] for n in group], state.step, bound

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from jaxinf.compress import TopK
 from jaxinf.engine import Store, StoreDescription, describe
+from jaxinf.errors import UnsupportedTransformError
 from jaxinf.optimizer.compressing import (
     check_program,
     gradient_forms,
@@ -82,7 +83,7 @@ class Wrapped:
           TypeError: its update needs arguments that are not given.
         """
         try:
-            update = trace_update(self.tx, params, extra_args)
+            update = trace_update(self.tx, params, extra_args, may_recall=True)
         except TypeError as error:
             names = _missing(str(error))
             if not names:
@@ -95,6 +96,12 @@ class Wrapped:
                 f"grads, state, params, {', '.join(f'{name}=…' for name in names)})"
             ) from None
         check_program(self.compression, update)
+        if update.recall is not None and self.store.training.options.state == "int8":
+            raise UnsupportedTransformError(
+                f"{self.store.path}: this optimizer computes a quantity of the sum of "
+                "gradients that optax.MultiSteps keeps, such as its norm, and the "
+                'store keeps state as int8; open a new one with state="bf16" or "fp32"'
+            )
         return trace_init(self.tx, params), update
 
     def describe(

@@ -9,6 +9,7 @@ from jaxinf.program.init import InitProgram, LeafInit, trace_init
 from jaxinf.program.kernel import InitKernel, Kernel
 from jaxinf.program.partials import DividedPrologue
 from jaxinf.program.prologue import LeafInputs
+from jaxinf.program.recall import Recall
 from jaxinf.program.state import StateLayout, StateSlot, state_layout
 from jaxinf.program.tree import LeafInfo, is_trained, leaf_infos, trained
 from jaxinf.program.update import LeafUpdate, UpdateProgram, trace_update
@@ -22,6 +23,7 @@ __all__ = [
     "LeafInit",
     "LeafInputs",
     "LeafUpdate",
+    "Recall",
     "StateLayout",
     "StateSlot",
     "UpdateProgram",

@@ -51,6 +51,7 @@ class StateLayout:
       scalar_paths: Their key paths as `compat.path_text` prints them, for errors.
       scalar_keys: Their key paths in the form that a store keeps.
       avals: Shape and dtype of every flat state leaf.
+      keys: The key path of every flat state leaf.
     """
 
     treedef: Any
@@ -59,6 +60,7 @@ class StateLayout:
     scalar_paths: tuple[str, ...]
     scalar_keys: tuple[KeyPath, ...]
     avals: tuple[jax.ShapeDtypeStruct, ...] = field(repr=False)
+    keys: tuple[KeyPath, ...] = field(repr=False)
 
 
 def as_transform(tx: Any) -> optax.GradientTransformationExtraArgs:
@@ -118,6 +120,7 @@ def layout_of(state: PyTree, params: PyTree) -> StateLayout:
         scalar_paths=tuple(compat.path_text(leaves[index][0]) for index in scalars),
         scalar_keys=tuple(compat.path_keys(leaves[index][0]) for index in scalars),
         avals=tuple(aval for _, aval in leaves),
+        keys=tuple(compat.path_keys(path) for path, _ in leaves),
     )
 
 

@@ -24,6 +24,7 @@ from jaxinf.program.ir import Constant, Input, Operand
 from jaxinf.program.kernel import Kernel
 from jaxinf.program.partials import DividedPrologue, divide_prologue
 from jaxinf.program.prologue import LeafInputs, Prologue
+from jaxinf.program.recall import Recall, find_recall
 from jaxinf.program.split import BodyBuilder, is_elementwise, refusal, stored_culprit
 from jaxinf.program.state import (
     StateLayout,
@@ -54,12 +55,14 @@ class UpdateProgram:
     Attributes:
       leaves: One per params leaf, in flattening order.
       num_scalar_state: Number of state leaves that stay in JAX.
+      recall: Stored state that the prologue needs; None if it needs none.
     """
 
     leaves: tuple[LeafUpdate, ...]
     num_scalar_state: int
     _extra_args: ExtraArgs = field(repr=False)
     _prologue: Prologue = field(repr=False)
+    recall: Recall | None = None
 
     def prologue(
         self,
@@ -67,6 +70,7 @@ class UpdateProgram:
         params: Sequence[jax.Array],
         scalar_state: Sequence[jax.Array],
         extra_args: Mapping[str, Any] | None = None,
+        recalled: Sequence[jax.Array] = (),
     ) -> tuple[list[jax.Array], list[LeafInputs]]:
         """Computes the update's part outside the kernels; traceable; for jit.
 
@@ -78,6 +82,7 @@ class UpdateProgram:
           gradients, params: Flat leaves, each in its own dtype.
           scalar_state: The flat state leaves that are not slots.
           extra_args: As given to `trace_update`, with this step's values.
+          recalled: Each leaf's slot of `recall`, if there is one.
 
         Returns:
           The new scalar state and, per leaf, the inputs of its kernel.
@@ -93,7 +98,7 @@ class UpdateProgram:
                 f"{expected}, found {counts}"
             )
         extra = self._extra_args.dynamic_values(extra_args or {})
-        return self._prologue([*gradients, *params, *scalar_state, *extra])
+        return self._prologue([*gradients, *params, *scalar_state, *extra, *recalled])
 
     @property
     def reads_gradients(self) -> bool:
@@ -127,6 +132,8 @@ def trace_update(
     tx: optax.GradientTransformation | optax.MultiSteps,
     params: PyTree,
     extra_args: Mapping[str, Any] | None = None,
+    *,
+    may_recall: bool = False,
 ) -> UpdateProgram:
     """Traces ``tx.update`` and divides it; nothing is computed on real data.
 
@@ -136,6 +143,8 @@ def trace_update(
         float32 params and gradients in every case, because the master is float32.
       extra_args: Keyword arguments of ``tx.update``. Arrays, avals, int and float are
         inputs of the program; other values (bool, str, callables) are fixed here.
+      may_recall: Whether the prologue may need stored state, if it cannot be divided
+        otherwise; see `Recall`.
 
     Raises:
       TypeError, ValueError: See `leaf_infos`.
@@ -143,12 +152,29 @@ def trace_update(
         has more than 64 KiB of state that is not stored per leaf.
     """
     tx = as_transform(tx)
-    infos = leaf_infos(params)
     avals = float32_avals(params)
     layout = layout_of(jax.eval_shape(tx.init, avals), avals)
     extra = ExtraArgs.of(extra_args or {})
-    graph = _update_graph(tx, avals, layout, extra)
-    parts = _Parts.of(graph, infos, layout)
+    infos = leaf_infos(params)
+    try:
+        return _divided(tx, avals, layout, extra, infos, None)
+    except UnsupportedTransformError:
+        recall = find_recall(layout) if may_recall else None
+        if recall is None:
+            raise
+    return _divided(tx, avals, layout, extra, infos, recall)
+
+
+def _divided(
+    tx: optax.GradientTransformationExtraArgs,
+    avals: PyTree,
+    layout: StateLayout,
+    extra: ExtraArgs,
+    infos: Sequence[LeafInfo],
+    recall: Recall | None,
+) -> UpdateProgram:
+    graph = _update_graph(tx, avals, layout, extra, recall)
+    parts = _Parts.of(graph, infos, layout, recall)
     _check_scalar_state(parts, layout)
     kernels: dict[Kernel, Kernel] = {}
     leaves, builders = [], []
@@ -164,6 +190,7 @@ def trace_update(
         _prologue=Prologue.of(
             graph.nodes, parts.prologue_inputs, parts.new_scalar_state, builders
         ),
+        recall=recall,
     )
 
 
@@ -172,6 +199,7 @@ def _update_graph(
     params: PyTree,
     layout: StateLayout,
     extra: ExtraArgs,
+    recall: Recall | None,
 ) -> Graph:
     """Inputs: gradients, params, state, extra args; outputs: updates, new state."""
     leaves, treedef = jax.tree.flatten(params)
@@ -192,7 +220,7 @@ def _update_graph(
     avals = [*leaves, *leaves, *layout.avals, *extra.avals]
     stored = [False] * len(avals)
     for slot in (slot for slots in layout.slots for slot in slots):
-        stored[2 * num + slot.state_index] = True
+        stored[2 * num + slot.state_index] = recall is None or slot not in recall.slots
     return build_graph(jax.make_jaxpr(update)(*avals), stored)
 
 
@@ -243,38 +271,52 @@ class _Parts:
 
     @classmethod
     def of(
-        cls, graph: Graph, infos: Sequence[LeafInfo], layout: StateLayout
+        cls,
+        graph: Graph,
+        infos: Sequence[LeafInfo],
+        layout: StateLayout,
+        recall: Recall | None,
     ) -> "_Parts":
         num, num_state = len(infos), len(layout.avals)
         state = graph.inputs[2 * num : 2 * num + num_state]
         new_state = graph.outputs[num:]
         scalar_state = [state[index] for index in layout.scalar_indices]
         extra = graph.inputs[2 * num + num_state :]
+        slots = () if recall is None else recall.slots
+        recalled = [state[slot.state_index] for slot in slots]
         return cls(
             gradients=graph.inputs[:num],
             params=graph.inputs[num : 2 * num],
             state=state,
             updates=graph.outputs[:num],
             new_state=new_state,
-            prologue_inputs=[*graph.inputs[: 2 * num], *scalar_state, *extra],
+            prologue_inputs=[
+                *graph.inputs[: 2 * num],
+                *scalar_state,
+                *extra,
+                *recalled,
+            ],
             new_scalar_state=[new_state[index] for index in layout.scalar_indices],
-            local=_local_values(graph, infos),
+            local=_local_values(graph, infos, recalled),
             uses=_uses(graph),
         )
 
 
-def _local_values(graph: Graph, infos: Sequence[LeafInfo]) -> dict[int, set[Value]]:
+def _local_values(
+    graph: Graph, infos: Sequence[LeafInfo], recalled: Sequence[Value]
+) -> dict[int, set[Value]]:
     """Returns values of 0-d leaves that are elementwise in their own inputs.
 
     Shapes cannot tell these values from the prologue's scalars; in the body they
     read the master params, and the body is that of other leaves.
     """
     num = len(infos)
+    own = [graph.inputs[:num], graph.inputs[num : 2 * num]]
     owners = {
-        graph.inputs[offset + index]: index
+        values[index]: index
         for index, info in enumerate(infos)
         if not info.shape
-        for offset in (0, num)
+        for values in (own if not recalled else [*own, recalled])
     }
     local: dict[int, set[Value]] = {}
     for value, index in local_owners(graph, owners, is_elementwise).items():

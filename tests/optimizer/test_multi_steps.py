@@ -1,0 +1,179 @@
+"""`MultiSteps` around a clip: the last micro-step takes the norm of the stored sum."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxinf
+
+APPLY = jax.jit(optax.apply_updates)
+
+
+def make(seed):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    return {
+        "w": jax.random.normal(keys[0], (300, 70)),
+        "b": jax.random.normal(keys[1], (70,)),
+        "scale": jax.random.normal(keys[2], ()),
+    }
+
+
+def clipped(every, inner=None, **options):
+    inner = optax.sgd(1e-2) if inner is None else inner
+    chain = optax.chain(optax.clip_by_global_norm(1.0), inner)
+    return optax.MultiSteps(chain, every, **options)
+
+
+def train(tx, num, *, params=None, state=None, first=1, each=lambda state: None):
+    params = make(0) if params is None else params
+    state = tx.init(params) if state is None else state
+    update = jax.jit(tx.update)
+    for seed in range(first, first + num):
+        updates, state = update(make(seed), state, params)
+        params = APPLY(params, updates)
+        each(state)
+    return params, state
+
+
+def same(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("durability", ["step", 3])
+def test_the_bits_of_jitted_optax(open_store, durability):
+    expected, _ = train(clipped(3).gradient_transformation(), 7)
+    store = open_store(durability=durability)
+    found, state = train(jaxinf.smart_update(clipped(3), store), 7)
+    same(found, expected)
+    assert int(state.optimizer.gradient_step) == 2
+    same(store.params(like=found), found)
+
+
+def test_adamw_with_a_schedule_of_steps(open_store):
+    tx = clipped(lambda step: jnp.where(step < 1, 2, 3), optax.adamw(1e-2))
+    expected, _ = train(tx.gradient_transformation(), 8)
+    found, _ = train(jaxinf.smart_update(tx, open_store()), 8)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-7), found, expected
+    )
+
+
+def test_only_the_last_micro_step_hands_the_sum_back(open_store):
+    store, up_bytes = open_store(), []
+
+    def count(state):
+        store.wait(state)
+        up_bytes.append(store.metrics.traffic.link_up_bytes)
+
+    train(jaxinf.smart_update(clipped(3), store), 6, each=count)
+    one = 4 * store.manifest.num_params
+    assert up_bytes == [one, one, 2 * one] * 2
+
+
+def test_a_failure_between_the_rounds_leaves_the_committed_step(
+    open_store, place, monkeypatch
+):
+    store = open_store()
+    tx = jaxinf.smart_update(clipped(2), store)
+    params, state = train(tx, 1)
+    store.wait(state)
+    before = store.read("acc_grads", "w")
+
+    def fail(*_):
+        raise OSError("the drive is gone")
+
+    monkeypatch.setattr(store.training.steps, "update", fail)
+    with pytest.raises(OSError, match="the drive is gone"):
+        tx.update(make(2), state, params)
+    store.close()
+    store = open_store()
+    assert store.step == 1
+    np.testing.assert_array_equal(store.read("acc_grads", "w"), before)
+    tx = jaxinf.smart_update(clipped(2), store)
+    found, _ = train(tx, 3, params=params, state=tx.init(params), first=2)
+    same(found, train(clipped(2).gradient_transformation(), 4)[0])
+
+
+@pytest.mark.parametrize(
+    "form", [lambda tx: tx, lambda tx: tx.gradient_transformation()]
+)
+def test_one_micro_step_is_the_inner_optimizer(open_store, form):
+    adamw = optax.adamw(1e-2)
+    store = open_store()
+    tx = jaxinf.smart_update(form(clipped(1, adamw)), store)
+    found, state = train(tx, 3)
+    same(found, train(optax.chain(optax.clip_by_global_norm(1.0), adamw), 3)[0])
+    assert isinstance(state.optimizer, optax.MultiStepsState)
+    assert int(state.optimizer.gradient_step) == 3
+    assert [s.name for s in store.manifest.leaves[1].states] == ["params", "mu", "nu"]
+
+
+def test_a_schedule_of_one_keeps_the_sum(open_store):
+    store = open_store()
+    train(jaxinf.smart_update(clipped(lambda _: 1), store), 2)
+    assert "acc_grads" in [s.name for s in store.manifest.leaves[1].states]
+
+
+def test_steps_that_are_skipped_keep_the_sum(open_store):
+    store = open_store()
+    skips = clipped(1, should_skip_update_fn=optax.skip_not_finite)
+    tx = jaxinf.smart_update(skips, store, nonfinite="allow")
+    bad = jax.tree.map(lambda x: x * jnp.nan, make(1))
+    params = make(0)
+    updates, _ = jax.jit(tx.update)(bad, tx.init(params), params)
+    same(updates, jax.tree.map(jnp.zeros_like, params))
+
+
+def test_compressed_gradients_have_no_whole_sum(open_store, place):
+    tx = jaxinf.smart_update(clipped(2), open_store(), compress=jaxinf.top_k(0.1))
+    with pytest.raises(
+        jaxinf.UnsupportedTransformError, match=r"with compress= the stored sum of opt"
+    ):
+        tx.init(make(0))
+    assert not (place / "store").exists()
+
+
+def test_a_sum_in_8_bits_is_refused(open_store, place):
+    tx = jaxinf.smart_update(clipped(2), open_store(state="int8"))
+    with pytest.raises(jaxinf.UnsupportedTransformError, match="keeps state as int8"):
+        tx.init(make(0))
+    assert not (place / "store").exists()
+
+
+def test_a_norm_of_other_state_is_refused(open_store):
+    tx = jaxinf.smart_update(optax.MultiSteps(optax.lamb(1e-2), 2), open_store())
+    with pytest.raises(jaxinf.UnsupportedTransformError, match="reduce_sum"):
+        tx.init(make(0))
+
+
+ON_MESH = """
+import sys, jax, jax.numpy as jnp, numpy as np, optax, jaxinf
+from jax.sharding import NamedSharding, PartitionSpec as P, AxisType
+sys.path.insert(0, sys.argv[2])
+from test_multi_steps import APPLY, clipped, make
+specs = {"w": P("d"), "b": P(), "scale": P()}
+for kind in (AxisType.Auto, AxisType.Explicit):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,))
+    at = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    tx = jaxinf.smart_update(clipped(2), f"{sys.argv[1]}/{kind.name}", shardings=at)
+    params = jax.device_put(make(0), at)
+    state, update = jax.jit(tx.init)(params), jax.jit(tx.update)
+    for seed in range(1, 5):
+        gradients = jax.device_put(make(seed), at)
+        updates, state = update(gradients, state, params)
+        params = APPLY(params, updates)
+    print(kind.name, int(state.step), params["w"].sharding.spec)
+    np.savez(f"{sys.argv[1]}/{kind.name}.npz", **params)
+"""
+
+
+def test_on_a_mesh(run_python, place, request):
+    devices = "--xla_force_host_platform_device_count=2"
+    run_python(ON_MESH, place, request.path.parent, XLA_FLAGS=devices, PJRT_NPROC="8")
+    expected, _ = train(clipped(2).gradient_transformation(), 4)
+    for kind in ("Auto", "Explicit"):
+        found = np.load(place / f"{kind}.npz")
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, 1e-5, 1e-7)
