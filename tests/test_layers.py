@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS = [
     {"compat", "errors", "terminal", "typing"},
-    {"program", "native", "io", "layout", "schema", "command_line"},
+    {"program", "native", "io", "layout", "schema", "command_line", "interrupts"},
     {"store", "kernels", "compress", "plan"},
     {"csd", "exchange"},
     {"engine"},

@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxinf import compat
 from jaxinf.errors import DeviceConfigurationError
-from jaxinf.optimizer.interrupts import interrupts
+from jaxinf.interrupts import interrupts
 from jaxinf.typing import PyTree
 
 __all__ = [

@@ -13,9 +13,9 @@ import numpy as np
 
 from jaxinf.engine import SlotRequest, Store, StoreDescription
 from jaxinf.errors import NonFiniteGradientError
+from jaxinf.interrupts import interrupts
 from jaxinf.layout import LeafGrid
 from jaxinf.optimizer.callback import GuardedHost, Host
-from jaxinf.optimizer.interrupts import interrupts
 from jaxinf.optimizer.leaf_call import (
     FINITE,
     GO,

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
+from jaxinf.interrupts import is_replaceable
+
 __all__ = ["Interrupts"]
 
 
@@ -27,7 +29,8 @@ class Interrupts:
     def held_back(self) -> Iterator[None]:
         """Holds back interrupts during the body, and raises one at its end."""
         is_main = threading.current_thread() is threading.main_thread()
-        if not is_main or signal.getsignal(signal.SIGINT) is not _PYTHONS_OWN:
+        handler = signal.getsignal(signal.SIGINT)
+        if not is_main or not is_replaceable(handler):
             yield
             return
         self._is_pending = False
@@ -35,7 +38,7 @@ class Interrupts:
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, _PYTHONS_OWN)
+            signal.signal(signal.SIGINT, handler)
         self.check()
 
     def check(self) -> None:
@@ -50,8 +53,5 @@ class Interrupts:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._is_pending:
-            _PYTHONS_OWN(number, frame)
+            signal.default_int_handler(number, frame)
         self._is_pending = True
-
-
-_PYTHONS_OWN = signal.default_int_handler

@@ -10,7 +10,7 @@ BEGIN = """
 import os, random, signal, sys, threading, time
 import jax, jax.numpy as jnp, numpy as np, optax
 import jaxinf
-from jaxinf.optimizer.interrupts import interrupts
+from jaxinf.interrupts import interrupts
 
 # A process in the background of a shell ignores SIGINT, and hands that down.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -93,7 +93,7 @@ assert int(state.step) == store.step == 2
 """
 
 SECOND_ENDS_IT = """
-from jaxinf.optimizer import interrupts as module
+from jaxinf import interrupts as module
 module._PATIENCE_S = 0.0
 store, step, params, state = interrupting(None, 2)
 try:

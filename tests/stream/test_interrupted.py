@@ -15,6 +15,8 @@ from zoo import ZOO
 import jaxinf
 from jaxinf.engine import ParamsReader
 from jaxinf.errors import StoreCorruptError
+from jaxinf.interrupts import interrupts
+from jaxinf.stream.interrupts import Interrupts
 from jaxinf.stream.updates import Updates
 
 STREAMED = sys.modules[jaxinf.StreamedStep.__module__]
@@ -383,3 +385,23 @@ def test_damaged_params_are_named_and_not_trained_on(open_store):
         train(again, program, 2)
     with pytest.raises(StoreCorruptError, match="table"):
         again.store.check()
+
+
+@pytest.mark.parametrize("handler", [signal.default_int_handler, interrupts.handle])
+def test_an_interrupt_waits_beside_either_handler(handler):
+    """A program may use `smart_update`, which has a handler of its own, before."""
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        reached = []
+
+        def interrupted():
+            with Interrupts().held_back():
+                signal.raise_signal(signal.SIGINT)
+                reached.append("the body's end")
+
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+        assert reached
+        assert signal.getsignal(signal.SIGINT) == handler
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -16,7 +16,7 @@ from types import FrameType
 
 from jaxinf import compat
 
-__all__ = ["Interrupts", "interrupts"]
+__all__ = ["Interrupts", "interrupts", "is_replaceable"]
 
 _POLL_S = 1e-4
 _PATIENCE_S = 1.0
@@ -95,3 +95,8 @@ class Interrupts:
 
 interrupts = Interrupts()
 """The interrupts of this process."""
+
+
+def is_replaceable(handler: object) -> bool:
+    """Whether a handler of SIGINT is Python's own or the one of `interrupts`."""
+    return handler is signal.default_int_handler or handler == interrupts.handle
