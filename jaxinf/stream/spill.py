@@ -67,7 +67,7 @@ class Spill:
             self._held_bytes += value.nbytes
             self.kept_bytes += value.nbytes
             return
-        self._held[key] = self._write(np.ascontiguousarray(value))
+        self._held[key] = self._write(np.asarray(value, order="C"))
 
     def take(self, key: Piece) -> Array:
         """Returns and removes a value; blocks while it is read."""

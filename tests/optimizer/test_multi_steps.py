@@ -169,6 +169,7 @@ for kind in (AxisType.Auto, AxisType.Explicit):
 """
 
 
+@pytest.mark.long
 def test_on_a_mesh(run_python, place, request):
     devices = "--xla_force_host_platform_device_count=2"
     run_python(ON_MESH, place, request.path.parent, XLA_FLAGS=devices, PJRT_NPROC="8")

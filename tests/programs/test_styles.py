@@ -19,7 +19,14 @@ def killed_at(number):
     return kill
 
 
-@pytest.mark.parametrize("style", STYLES)
+def in_make_test(*chosen):
+    """Returns all styles as parameters; those that are not chosen are long."""
+    return [
+        s if s in chosen else pytest.param(s, marks=pytest.mark.long) for s in STYLES
+    ]
+
+
+@pytest.mark.parametrize("style", in_make_test("manager", "mesh"))
 def test_losses_are_plain_optax_s_and_a_restart_goes_on_to_the_bit(place, style):
     plain = run_plain(style, place / "plain")
     assert plain[4] < plain[0]  # the same batch
@@ -47,21 +54,11 @@ def run_program(place, *styles):
     )
 
 
-@pytest.mark.parametrize(
-    "styles",
-    [
-        ("manager", "mesh"),
-        pytest.param(
-            tuple(s for s in STYLES if s not in ("manager", "mesh")),
-            marks=pytest.mark.long,
-        ),
-    ],
-    ids=" ".join,
-)
-def test_four_devices(place, styles):
-    done = run_program(place, *styles)
+@pytest.mark.long
+def test_four_devices(place):
+    done = run_program(place, *STYLES)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[:-1] == [f"{style} agrees" for style in styles]
+    assert done.stdout.split("\n")[:-1] == [f"{style} agrees" for style in STYLES]
 
 
 KILLED = """
@@ -77,10 +74,7 @@ run_changed(sys.argv[1], Path(sys.argv[2]), kill=kill)
 """
 
 
-@pytest.mark.parametrize(
-    "style",
-    [s if s == "manager" else pytest.param(s, marks=pytest.mark.long) for s in STYLES],
-)
+@pytest.mark.parametrize("style", in_make_test("manager"))
 def test_a_program_that_is_killed_goes_on_to_the_bit(place, run_python, style):
     whole = run_changed(style, place / "whole")
     killed = run_python(KILLED, style, place / "parts", check=False)

@@ -154,6 +154,14 @@ def test_no_uncommitted_step_is_overwritten_for_gradients_that_are_not_finite(
 # --- Ctrl-C ----------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def pythons_handler():
+    """Sets Python's handler of SIGINT, which a process in the background lacks."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupt_at(monkeypatch, owner, method, count, signals=1):
     """Sends Ctrl-C when a method is called for the count-th time from now on."""
     original, calls = getattr(owner, method), []

@@ -75,7 +75,7 @@ def assert_same_bits(found, expected):
 
 
 SLOW = ("gpt2_bfloat16", "linen", "linen_dropout", "linen_remat", "linen_scan")
-SLOW += ("linen_scan_remat_dropout", "conv_batch_norm")
+SLOW += ("linen_scan_remat_dropout", "conv_batch_norm", "gpt2_nano", "nnx_batch_norm")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from jaxinf.train.progress import Progress
 STREAM = ("--mode", "stream", "--memory", "256MiB")
 FIELDS = ["fetched_drive_bytes", "fetched_memory_bytes", "spilled_memory_bytes"]
 FIELDS += ["spilled_drive_bytes", "prefetch_hit_rate", "waited_params_s"]
-FIELDS += ["waited_device_s", "waited_updates_s"]
+FIELDS += ["waited_device_s", "waited_updates_s", "dispatched_s"]
 PAIRS = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(60)]
 TINY = {
     "bert": BertConfig(1, 2, 16, 32, 257, 16),
@@ -86,6 +86,7 @@ def test_options_of_the_store_work(run, losses, tmp_path, words):
     np.testing.assert_allclose(found, expected, rtol=1e-2)
 
 
+@pytest.mark.long
 def test_checkpoints_and_skipped_steps(run, losses, tmp_path, capsys):
     """A learning rate at which the second step's gradient is not finite."""
     words = ("--store", tmp_path / "store", *STREAM, "--nonfinite", "skip")
