@@ -103,6 +103,7 @@ def test_train_compares_and_keeps_a_timeline(tmp_path, clip_norm):
     assert all(s["began_s"] <= s["ended_s"] for s in document["spans"])
 
 
+@pytest.mark.long
 def test_stream_compares_with_a_step_of_smart_update(tmp_path):
     timeline = tmp_path / "step.json"
     done = run_script(

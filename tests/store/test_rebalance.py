@@ -177,7 +177,14 @@ def interrupt(monkeypatch, name, after):
 
 
 @pytest.mark.parametrize(("name", "after"), POINTS)
-@pytest.mark.parametrize("goes_on", ["again", "training", "elsewhere"])
+@pytest.mark.parametrize(
+    "goes_on",
+    [
+        "again",
+        pytest.param("training", marks=pytest.mark.long),
+        pytest.param("elsewhere", marks=pytest.mark.long),
+    ],
+)
 def test_interrupted(make, monkeypatch, name, after, goes_on):
     before = 0 if goes_on == "again" else 2
     store = make(before)

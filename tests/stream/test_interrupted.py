@@ -265,7 +265,7 @@ step.close()
         pytest.param(
             name,
             durability,
-            marks=[] if i == j > 0 else [pytest.mark.long],
+            marks=[] if i == j == 1 else [pytest.mark.long],
         )
         for i, name in enumerate(NAMES)
         for j, durability in enumerate(DURABILITIES)

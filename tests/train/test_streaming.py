@@ -30,6 +30,7 @@ TINY = {
 }
 
 
+@pytest.mark.long
 def test_a_run_goes_on_in_other_modes(
     run, losses, lines, uninterrupted, tmp_path, capsys
 ):

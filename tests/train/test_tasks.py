@@ -84,6 +84,7 @@ def test_stopped_and_resumed_is_uninterrupted(
     assert len(losses(tmp_path / "parts-log")) == 6
 
 
+@pytest.mark.long
 def test_best_checkpoint_is_that_of_the_lowest_loss(task, tmp_path, capsys):
     """Makes losses go up and down by a learning rate that is far too high."""
     where = ("--store", tmp_path / "store", "--eval-every", 1, "--warmup-steps", 0)
