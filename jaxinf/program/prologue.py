@@ -78,18 +78,26 @@ class Prologue:
         """Computes the results with some of the nodes from known values; traceable."""
         results = iter(evaluate(nodes, self.wanted(), env))
         scalar_state = [_as_array(next(results)) for _ in self.scalar_state]
-        return scalar_state, [_leaf_inputs(leaf, results) for leaf in self.leaves]
+        scalars: dict[Value, jax.Array] = {}
+        return scalar_state, [
+            _leaf_inputs(leaf, results, scalars) for leaf in self.leaves
+        ]
 
 
 def _wanted(leaf: BodyBuilder) -> list[Value]:
     return [*leaf.scalars, *leaf.arrays]
 
 
-def _leaf_inputs(leaf: BodyBuilder, results: Any) -> LeafInputs:
-    scalars = tuple(
-        jnp.reshape(next(results), ()).astype(scalar_dtype(value.dtype))
-        for value in leaf.scalars
-    )
+def _leaf_inputs(
+    leaf: BodyBuilder, results: Any, known: dict[Value, jax.Array]
+) -> LeafInputs:
+    """Takes a leaf's inputs from `results`; leaves share the scalars in `known`."""
+    for value in leaf.scalars:
+        found = next(results)
+        if value not in known:
+            dtype = scalar_dtype(value.dtype)
+            known[value] = jnp.reshape(found, ()).astype(dtype)
+    scalars = tuple(known[value] for value in leaf.scalars)
     shape = leaf.info.shape
     arrays = tuple(jnp.broadcast_to(next(results), shape) for _ in leaf.arrays)
     return LeafInputs(scalars, arrays)

@@ -10,10 +10,12 @@ from typing import Any
 
 import jax
 
+from jaxinf.csd import ScalarInputs
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.program import UpdateProgram
 from jaxinf.stream.graph import Piece
 from jaxinf.stream.keys import Keys
+from jaxinf.stream.scalars import KernelScalars
 
 __all__ = ["GradientScalars"]
 
@@ -31,7 +33,7 @@ class GradientScalars:
         self._functions: dict[str, Callable[..., Any]] = {}
         self._keys = Keys()
         self._parts: dict[int, list[jax.Array]] = {}
-        self._combine = jax.jit(self._combined)
+        self._combine = KernelScalars(self._divided.combine)
 
     def check(self, pieces: Sequence[Piece]) -> None:
         """Refuses gradients that arrive in parts if they are needed whole."""
@@ -65,13 +67,9 @@ class GradientScalars:
 
     def combine(
         self, scalar_state: Sequence[jax.Array]
-    ) -> tuple[list[jax.Array], list[tuple[jax.Array, ...]]]:
+    ) -> tuple[list[jax.Array], Sequence[ScalarInputs]]:
         """Returns the new scalar state, and the scalars of each leaf's kernel."""
         return self._combine(self._parts, scalar_state)
-
-    def _combined(self, parts: Any, scalar_state: Sequence[jax.Array]) -> Any:
-        new, inputs = self._divided.combine(parts, scalar_state)
-        return new, [one.scalars for one in inputs]
 
     def _function(self, leaf: int) -> Callable[..., Any]:
         """Compiles a leaf's function, once for all leaves with the same computation."""

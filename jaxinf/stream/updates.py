@@ -20,11 +20,12 @@ import numpy as np
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import Training, UpdateRequest
 from jaxinf.errors import NonFiniteGradientError, UnsupportedTransformError
-from jaxinf.program import UpdateProgram
+from jaxinf.program import LeafInputs, UpdateProgram
 from jaxinf.store import ScalarState
 from jaxinf.stream.deferred import Deferred
 from jaxinf.stream.graph import Piece
 from jaxinf.stream.places import Places, Unit
+from jaxinf.stream.scalars import KernelScalars
 from jaxinf.typing import Array
 
 __all__ = ["NonFinitePolicy", "Updates", "check_program"]
@@ -95,7 +96,7 @@ class Updates:
         self._nonfinite: NonFinitePolicy = nonfinite
         self._deferred = deferred
         self._norms = None if deferred is None else deferred.norms
-        self._prologue = jax.jit(self._compute_prologue)
+        self._prologue = KernelScalars(self._compute_prologue)
         self._changed = threading.Condition()
         self._queue: deque[_Handed] = deque()
         self._waiting_bytes = 0
@@ -122,7 +123,7 @@ class Updates:
         record = self._training.opened.finished
         self._step = record.step
         if self._norms is None:
-            self._set_inputs(*self._prologue(self._scalar_state()))
+            self._scalars, self._inputs = self._prologue(self._scalar_state())
         self._gathering, self._bad, self._error = {}, [], None
         if self._deferred is None:
             self._start_thread(self._update)
@@ -200,7 +201,7 @@ class Updates:
     def _update_deferred(self, deferred: Deferred, check: Callable[[], None]) -> None:
         """Runs the second pass. Writes over an uncommitted step are not interrupted."""
         if self._norms is not None:
-            self._set_inputs(*self._norms.combine(self._scalar_state()))
+            self._scalars, self._inputs = self._norms.combine(self._scalar_state())
         check()
         overwrites = self._training.opened.num_uncommitted > 0
         self._start_thread(self._update)
@@ -231,25 +232,16 @@ class Updates:
 
     def _compute_prologue(
         self, scalar_state: Sequence[jax.Array]
-    ) -> tuple[list[jax.Array], list[tuple[jax.Array, ...]]]:
+    ) -> tuple[list[jax.Array], list[LeafInputs]]:
         # None of these is computed, because nothing reads them.
         stand_ins = [
             jnp.zeros(leaf.info.shape, leaf.info.dtype) for leaf in self._program.leaves
         ]
-        new, inputs = self._program.prologue(stand_ins, stand_ins, scalar_state)
-        return new, [one.scalars for one in inputs]
+        return self._program.prologue(stand_ins, stand_ins, scalar_state)
 
     def _scalar_state(self) -> list[jax.Array]:
         record = self._training.opened.finished
         return [jnp.asarray(scalar.value) for scalar in record.scalar_state]
-
-    def _set_inputs(
-        self, scalars: list[jax.Array], inputs: Sequence[Sequence[jax.Array]]
-    ) -> None:
-        self._scalars = scalars
-        self._inputs = [
-            ScalarInputs(tuple(np.asarray(scalar) for scalar in own)) for own in inputs
-        ]
 
     def _start_thread(self, action: Callable[[Sequence[_Handed]], None]) -> None:
         """Starts a thread that passes what is queued to `action`."""
