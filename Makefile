@@ -37,7 +37,7 @@ big: $(VENV)/installed  ## GPT-2 XL under a limit of 2 GiB: trained, killed, res
 	$(BIN)/python scripts/big.py --store runs/big
 
 test: $(VENV)/installed  ## the test suite, on the installed package
-	$(BIN)/pytest -n auto -m 'not faults and not hls and not cards and not long' \
+	$(BIN)/pytest -n auto --dist loadfile -m 'not faults and not hls and not cards and not long' \
 	  --ignore tests/models --ignore tests/faults tests
 
 test-long: $(VENV)/installed  ## families that make test has a part of: every optimizer
