@@ -49,6 +49,9 @@ key classes, ``keystr``     of ``jax.tree_util``. Other classes: names of leaves
 frames of ``MultiSteps``    optax's own callers are looked at. Not a method any more:
                             ``MultiSteps(smart_update(…))`` is not refused
 schedule of ``MultiSteps``  not public. Not there: ``MultiSteps(tx, 1)`` stores a sum
+bits of ``jax.random``      computed as Threefry of each element's index. Computed
+                            otherwise: streaming draws other first params than jitted
+                            code for leaves that are large beside the budget
 Orbax's handler, key type   written to a checkpoint's metadata. Moved: Orbax restores it
                             only when it is told the handler
 ==========================  ==========================================================
@@ -111,6 +114,7 @@ __all__ = [
     "call_with_buffers",
     "call_with_copies",
     "called_jaxpr",
+    "counts_elements",
     "cpu_client_threads",
     "has_backend",
     "has_buffer_callback",
@@ -333,6 +337,19 @@ def _refuse_derivative(*_: Any, **refusals: Any) -> None:
 
 batching.primitive_batchers[_WITHOUT_EXAMPLES] = _squeeze_examples
 ad.primitive_jvps[_WITHOUT_EXAMPLES] = _refuse_derivative
+
+
+# ---- random numbers
+
+
+def counts_elements(dtype: Any) -> bool:
+    """Whether random bits under keys of this dtype are Threefry of the element's index.
+
+    Args:
+      dtype: dtype of a random key.
+    """
+    threefry = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
+    return dtype == threefry and jax.threefry_partitionable.value
 
 
 # ---- jaxprs

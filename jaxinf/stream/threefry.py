@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxinf.compat import counts_elements
+
 __all__ = ["can_fuse", "fused_bits"]
 
 # Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), section 4.2.
@@ -30,13 +32,11 @@ def can_fuse(key: Any, bit_width: int, shape: Sequence[int]) -> bool:
       bit_width: Bits of an element.
       shape: Shape of the result.
     """
-    counts_elements = getattr(jax.config, "jax_threefry_partitionable")  # noqa: B009
     return (
-        "fry" in str(key.dtype)
-        and key.shape == ()
+        key.shape == ()
         and bit_width == 32
         and math.prod(shape) < 1 << 32
-        and counts_elements
+        and counts_elements(key.dtype)
     )
 
 
