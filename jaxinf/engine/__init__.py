@@ -23,7 +23,7 @@ from jaxinf.engine.store import (
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.training import Training
 from jaxinf.engine.update_request import KeptLeaf, UpdateRequest
-from jaxinf.engine.update_tasks import moved_states
+from jaxinf.engine.update_tasks import can_take, moved_states
 
 __all__ = [
     "DEFAULT_MEMORY_BYTES",
@@ -43,6 +43,7 @@ __all__ = [
     "Training",
     "UpdateRequest",
     "VerifyMode",
+    "can_take",
     "check_announced",
     "close",
     "convert_store",

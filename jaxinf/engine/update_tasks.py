@@ -24,6 +24,7 @@ from jaxinf.typing import Array
 
 __all__ = [
     "RequestTasks",
+    "can_take",
     "compute_nothing",
     "kept_tasks",
     "moved_states",
@@ -118,10 +119,19 @@ def request_tasks(
 
 def _given(opened: OpenStore, request: UpdateRequest) -> Array | None:
     """Returns the caller's params if they equal the store's and are needed."""
-    stored = opened.directory.manifest.leaves[request.leaf].states[0]
-    if request.params is None or not opened.options.csd.takes_params:
+    params = request.params
+    if params is None or not can_take(opened, request.leaf, params.dtype):
         return None
-    return request.params if request.params.dtype == dtype_of(stored.dtype) else None
+    return params
+
+
+def can_take(opened: OpenStore, leaf: int, dtype: np.dtype) -> bool:
+    """Whether an update can use a caller's params of a dtype in place of the store's.
+
+    It does if its kernel reads them.
+    """
+    stored = opened.directory.manifest.leaves[leaf].states[0]
+    return opened.options.csd.takes_params and dtype == dtype_of(stored.dtype)
 
 
 def moved_states(

@@ -2,13 +2,15 @@
 
     thread: read unit ► put on the JAX device          runner: get ► call ► done
               waits for room in the window  ◄───── memory of units no longer needed
+                                            ◄───── update: take ► free
 
-Invariant: a buffer is read into only when no program in flight can still read it.
+Invariant: a buffer is read into only when no program in flight can still read it, and
+no update that takes its params from there.
 """
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +19,7 @@ import numpy as np
 
 from jaxinf.io import BufferPool
 from jaxinf.io.buffers import Buffer
+from jaxinf.io.pages import page_ceil
 from jaxinf.stream.calls import Call
 from jaxinf.stream.places import Places, Unit
 from jaxinf.typing import Array
@@ -26,6 +29,8 @@ __all__ = [
     "FetchCounts",
     "Fetcher",
     "fetches_of",
+    "held_bytes",
+    "page_bytes",
     "reused_bytes",
     "window_bytes",
 ]
@@ -54,11 +59,19 @@ class Fetch:
     Attributes:
       unit: The unit to read.
       first, last: Numbers of the first and the last call that use it.
+      gradient: Number of the call that completes its gradient, if the update takes the
+        params from this read; None if it reads them again.
     """
 
     unit: Unit
     first: int
     last: int
+    gradient: int | None = None
+
+    @property
+    def end(self) -> int:
+        """The number of the last call during which it must be in memory."""
+        return self.last if self.gradient is None else max(self.last, self.gradient)
 
 
 @dataclass
@@ -108,12 +121,41 @@ def reused_bytes(fetches: Sequence[Fetch]) -> int:
 
 def window_bytes(fetches: Sequence[Fetch], num_calls: int) -> int:
     """The least memory for two calls in flight; with less a step would deadlock."""
-    held = np.zeros(num_calls + 2, np.int64)
+    return int(held_bytes(fetches, num_calls).max(initial=0))
+
+
+def held_bytes(fetches: Sequence[Fetch], num_calls: int) -> np.ndarray:
+    """The least memory for units during each call."""
+    change = np.zeros(num_calls + 2, np.int64)
     for fetch in fetches:
-        num_bytes = _page_bytes(fetch.unit)
-        held[fetch.first] += num_bytes
-        held[fetch.last + 2] -= num_bytes
-    return int(np.cumsum(held).max(initial=0))
+        num_bytes = page_bytes(fetch.unit)
+        change[fetch.first] += num_bytes
+        change[fetch.end + 2] -= num_bytes
+    return np.cumsum(change)
+
+
+def page_bytes(unit: Unit) -> int:
+    """Bytes of a unit in whole pages."""
+    return page_ceil(max(unit.num_bytes, 1))
+
+
+class _Held:
+    """A unit in memory, for the calls of a fetch and perhaps for its update.
+
+    Attributes:
+      buffer: Its memory.
+      array: That memory as the unit.
+      on_device: The unit on the JAX device.
+      num_holders: Number of those that need it: calls and update count one each.
+    """
+
+    def __init__(
+        self, buffer: Buffer, array: Array, on_device: jax.Array, num_holders: int
+    ) -> None:
+        self.buffer = buffer
+        self.array = array
+        self.on_device = on_device
+        self.num_holders = num_holders
 
 
 class Fetcher:
@@ -132,7 +174,8 @@ class Fetcher:
         self._fetches = fetches
         self._pool = BufferPool(max(capacity_bytes, 1))
         self._changed = threading.Condition()
-        self._ready: dict[tuple[Unit, int], tuple[Buffer, jax.Array]] = {}
+        self._ready: dict[tuple[Unit, int], _Held] = {}
+        self._for_update: dict[Unit, _Held] = {}
         self._serving = _serving(fetches)
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -140,8 +183,9 @@ class Fetcher:
         self.counts = FetchCounts()
 
     def begin(self) -> None:
-        """Starts reading for a step; the previous step must have ended."""
+        """Starts reading for a step; the previous step and its updates have ended."""
         self.stop()
+        self._free_updates()
         self._is_stopped, self._error = False, None
         self._source.begin()
         self._thread = threading.Thread(
@@ -165,18 +209,36 @@ class Fetcher:
             counts.waited_s += time.perf_counter() - began_s
             if self._error is not None:
                 raise self._error
-            return self._ready[key][1]
+            return self._ready[key].on_device
 
     def done(self, number: int) -> None:
         """Notes that a call has run; frees units that no later call needs."""
         with self._changed:
             gone = [key for key in self._ready if key[1] <= number]
-            buffers = [self._ready.pop(key)[0] for key in gone]
-        for buffer in buffers:
-            buffer.release()
+            held = [self._ready.pop(key) for key in gone]
+        self._let_go(held)
+
+    def take(self, unit: Unit) -> Array | None:
+        """Returns the params of a unit whose gradient is complete, for its update.
+
+        They stay until `free`. None if the update has to read them.
+        """
+        with self._changed:
+            held = self._for_update.get(unit)
+        return None if held is None else held.array
+
+    def free(self, unit: Unit) -> None:
+        """Frees what `take` returned."""
+        with self._changed:
+            held = self._for_update.pop(unit, None)
+        if held is not None:
+            self._let_go([held])
 
     def stop(self) -> None:
-        """Ends the reads, and frees the units; no program may be in flight."""
+        """Ends the reads, and frees the units; no program may be in flight.
+
+        Units that updates take stay until these have freed them.
+        """
         self._is_stopped = True
         if self._thread is not None:
             while self._thread.is_alive():
@@ -189,13 +251,26 @@ class Fetcher:
     def close(self) -> None:
         """Stops, and frees the memory."""
         self.stop()
+        self._free_updates()
         self._pool.close()
 
     def _free_all(self) -> None:
         with self._changed:
             held, self._ready = self._ready, {}
-        for buffer, _ in held.values():
-            buffer.release()
+        self._let_go(held.values())
+
+    def _free_updates(self) -> None:
+        with self._changed:
+            held, self._for_update = self._for_update, {}
+        self._let_go(held.values())
+
+    def _let_go(self, units: Iterable[_Held]) -> None:
+        """Frees units that no one else needs."""
+        with self._changed:
+            for held in units:
+                held.num_holders -= 1
+                if not held.num_holders:
+                    held.buffer.release()
 
     def _run(self) -> None:
         try:
@@ -219,9 +294,13 @@ class Fetcher:
         except BaseException:
             buffer.release()
             raise
+        is_for_update = fetch.gradient is not None
+        held = _Held(buffer, array, on_device, 1 + is_for_update)
         with self._changed:
             self.counts.num_bytes += unit.num_bytes
-            self._ready[unit, fetch.last] = (buffer, on_device)
+            self._ready[unit, fetch.last] = held
+            if is_for_update:
+                self._for_update[unit] = held
             self._changed.notify_all()
 
 
@@ -234,7 +313,3 @@ def _served(fetches: Sequence[Fetch]) -> Iterator[tuple[tuple[Unit, int], int]]:
     for fetch in fetches:
         for number in range(fetch.first, fetch.last + 1):
             yield (fetch.unit, number), fetch.last
-
-
-def _page_bytes(unit: Unit) -> int:
-    return -(-max(unit.num_bytes, 1) // 4096) * 4096

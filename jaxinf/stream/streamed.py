@@ -35,6 +35,7 @@ from jaxinf.stream.fetch import (
     reused_bytes,
     window_bytes,
 )
+from jaxinf.stream.handover import completions, hand_over
 from jaxinf.stream.initial import initial_inputs, trace_params
 from jaxinf.stream.interrupts import Interrupts
 from jaxinf.stream.kept import keep_plan, kept_plan
@@ -51,7 +52,7 @@ from jaxinf.stream.plan import Plan, Prepared, least_bytes, prepare
 from jaxinf.stream.run import Executables, Runner, compiled_bytes
 from jaxinf.stream.spill import Spill
 from jaxinf.stream.trace import abstract, check_params
-from jaxinf.stream.traffic import planned_traffic, spilled_bytes
+from jaxinf.stream.traffic import planned_traffic, reads_params, spilled_bytes
 from jaxinf.stream.updates import (
     NonFinitePolicy,
     Updates,
@@ -393,11 +394,20 @@ class StreamedStep:
         training.opened.limit_memory(division.ring)
         calls = plan.calls.calls
         fetches = fetches_of(calls, places)
-        window = window_bytes(fetches, len(calls))
         spare = max(0, division.programs - plan.peak_bytes)
+        window = spare + window_bytes(fetches, len(calls))
         program = trace_update(self._tx, params)
         rewrites = training.options.rewrites_steps
         is_deferred = program.reads_gradients or rewrites
+        if not is_deferred:
+            fetches = hand_over(
+                fetches,
+                completions(calls, places),
+                lambda unit: reads_params(training.opened, unit, program),
+                num_calls=len(calls),
+                limit_bytes=window - spare // 2,
+            )
+        fetcher = Fetcher(_Source(training, READER_BYTES), fetches, window)
         spilled = division.gradients // 2 if is_deferred else 0
         spill = Spill(self._folder(), spilled, training.opened.meters)
         deferred = Deferred(program, spill, is_checked=rewrites)
@@ -406,6 +416,7 @@ class StreamedStep:
             program,
             places,
             division.gradients - spilled,
+            fetcher,
             deferred if is_deferred else None,
             options.nonfinite,
         )
@@ -428,7 +439,7 @@ class StreamedStep:
                 self._executables,
                 partial(training.opened.timeline.add, "program"),
             ),
-            Fetcher(_Source(training, READER_BYTES), fetches, window + spare),
+            fetcher,
             updates,
             places,
             reused_bytes(fetches),

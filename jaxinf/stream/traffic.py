@@ -6,14 +6,16 @@ alone in some steps moves fewer in those.
 
 from collections.abc import Iterable, Sequence
 
-from jaxinf.engine import OpenStore, SubgroupLayout, moved_states
+from jaxinf.engine import OpenStore, SubgroupLayout, can_take, moved_states
 from jaxinf.io import ByteCounts
 from jaxinf.io.pages import page_ceil
 from jaxinf.program import UpdateProgram
 from jaxinf.stream.fetch import Fetch
 from jaxinf.stream.places import Unit
 
-__all__ = ["planned_traffic", "spilled_bytes"]
+__all__ = ["planned_traffic", "reads_params", "spilled_bytes"]
+
+_PARAMS = 0  # the first of a leaf's states
 
 
 def planned_traffic(
@@ -33,16 +35,32 @@ def planned_traffic(
       spilled: Bytes of gradients that are written to the drive and read back.
     """
     read = written = spilled
+    taken = {fetch.unit for fetch in fetches if fetch.gradient is not None}
     for fetch in fetches:
         for layout in _layouts(opened, fetch.unit):
-            read += _moved_bytes(opened, layout, [0])
+            read += _moved_bytes(opened, layout, [_PARAMS])
     for unit in units:
         kernel = program.leaves[unit.leaf].kernel
         for layout in _layouts(opened, unit):
             loads, stores = moved_states(kernel, layout)
+            if unit in taken:
+                loads -= {_PARAMS}
             read += _moved_bytes(opened, layout, sorted(loads))
             written += _moved_bytes(opened, layout, stores)
     return ByteCounts(drive_read_bytes=read, drive_write_bytes=written)
+
+
+def reads_params(opened: OpenStore, unit: Unit, program: UpdateProgram) -> bool:
+    """Whether a unit's update reads its params, and can take them from a read before.
+
+    They must be what is stored: `float32`, or the stored half of a split master.
+    """
+    if not opened.options.takes_params or not can_take(opened, unit.leaf, unit.dtype):
+        return False
+    kernel = program.leaves[unit.leaf].kernel
+    return any(
+        _PARAMS in moved_states(kernel, layout)[0] for layout in _layouts(opened, unit)
+    )
 
 
 def spilled_bytes(gradients: Iterable[int], capacity_bytes: int) -> int:

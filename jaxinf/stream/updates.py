@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from jaxinf.stream.places import Places, Unit
 from jaxinf.stream.scalars import KernelScalars
 from jaxinf.typing import Array
 
-__all__ = ["NonFinitePolicy", "Updates", "check_program"]
+__all__ = ["FetchedParams", "NonFinitePolicy", "Updates", "check_program"]
 
 NonFinitePolicy: TypeAlias = Literal["error", "skip", "allow"]
 
@@ -61,6 +61,18 @@ def check_program(program: UpdateProgram) -> None:
         program.divided()
 
 
+class FetchedParams(Protocol):
+    """Params that were read for programs and that updates may take."""
+
+    def take(self, unit: Unit) -> Array | None:
+        """Returns a unit's master params, which stay until `free`; None if not held."""
+        ...
+
+    def free(self, unit: Unit) -> None:
+        """Notes that a unit is updated."""
+        ...
+
+
 class Updates:
     """The optimizer's side of a streamed step.
 
@@ -73,6 +85,7 @@ class Updates:
       program: The optimizer, traced; `check_program` has passed.
       places: The store's units.
       capacity_bytes: Bytes of gradients that may wait; one is always accepted.
+      fetched: Params that updates take instead of reading them.
       deferred: Takes gradients until the last one arrives; None if none waits.
       nonfinite: The effect of a non-finite gradient.
 
@@ -86,6 +99,7 @@ class Updates:
         program: UpdateProgram,
         places: Places,
         capacity_bytes: int,
+        fetched: FetchedParams,
         deferred: Deferred | None,
         nonfinite: NonFinitePolicy,
     ) -> None:
@@ -94,6 +108,7 @@ class Updates:
         self._places = places
         self._capacity_bytes = capacity_bytes
         self._nonfinite: NonFinitePolicy = nonfinite
+        self._fetched = fetched
         self._deferred = deferred
         self._norms = None if deferred is None else deferred.norms
         self._prologue = KernelScalars(self._compute_prologue)
@@ -303,17 +318,19 @@ class Updates:
             self._deferred.add(piece, gradient)
 
     def _update(self, taken: Sequence[_Handed]) -> None:
-        requests = []
+        requests: dict[Unit, UpdateRequest] = {}
         for unit, piece, gradient in taken:
             whole = self._gathered(unit, piece, np.asarray(gradient))
             if whole is not None:
-                requests.append(self._request(unit, whole))
+                requests[unit] = self._request(unit, whole)
         if not requests:
             return
-        finite = self._training.steps.update(self._step, *requests)
+        finite = self._training.steps.update(self._step, *requests.values())
+        for unit in requests:
+            self._fetched.free(unit)
         self._bad += [
             self._program.leaves[request.leaf].info.name
-            for request, is_finite in zip(requests, finite, strict=True)
+            for request, is_finite in zip(requests.values(), finite, strict=True)
             if not is_finite
         ]
 
@@ -328,6 +345,7 @@ class Updates:
         return self._gathering.pop(unit).array
 
     def _request(self, unit: Unit, gradient: Array) -> UpdateRequest:
+        params = self._fetched.take(unit)
         return UpdateRequest(
             leaf=unit.leaf,
             kernel=self._program.leaves[unit.leaf].kernel,
@@ -336,6 +354,7 @@ class Updates:
             inputs=self._inputs[unit.leaf],
             out=None,
             probe=_NO_PARAMS,
+            params=None if params is None else params.reshape(unit.extent),
         )
 
     def _non_finite(self) -> NonFiniteGradientError:

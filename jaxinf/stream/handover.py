@@ -1,0 +1,65 @@
+"""Chooses the params that updates take from memory instead of the drive.
+
+The last read of a unit before its gradient is complete may serve its update, too. The
+unit then stays in memory until it is updated.
+
+Invariant: the memory of a step stays within the limit; beyond it a unit is read again.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from jaxinf.stream.calls import Call
+from jaxinf.stream.fetch import Fetch, held_bytes, page_bytes
+from jaxinf.stream.places import Places, Unit
+
+__all__ = ["completions", "hand_over"]
+
+
+def completions(calls: Sequence[Call], places: Places) -> Mapping[Unit, int]:
+    """Returns for each unit the number of the call that completes its gradient."""
+    return {
+        places.unit(piece): number
+        for number, call in enumerate(calls)
+        for piece, _ in call.gradients
+    }
+
+
+def hand_over(
+    fetches: Sequence[Fetch],
+    gradients: Mapping[Unit, int],
+    can_take: Callable[[Unit], bool],
+    num_calls: int,
+    limit_bytes: int,
+) -> tuple[Fetch, ...]:
+    """Chooses the reads that serve an update, those that wait least first.
+
+    Args:
+      fetches: The reads of a step, in order.
+      gradients: From `completions`.
+      can_take: Whether the update of a unit can take its params from a read.
+      num_calls: Number of calls in a step.
+      limit_bytes: Memory for units; at least `window_bytes` of the reads.
+
+    Returns:
+      The reads; those that serve an update have a `gradient`.
+    """
+    last: dict[Unit, int] = {}  # by unit, the last read before its gradient
+    for number, fetch in enumerate(fetches):
+        if fetch.first <= gradients.get(fetch.unit, -1) and can_take(fetch.unit):
+            last[fetch.unit] = number
+
+    def waiting(one: tuple[Unit, int]) -> int:
+        unit, number = one
+        return gradients[unit] - fetches[number].last
+
+    chosen = list(fetches)
+    held = held_bytes(fetches, num_calls)
+    for unit, number in sorted(last.items(), key=waiting):
+        one = replace(fetches[number], gradient=gradients[unit])
+        waits = slice(fetches[number].end + 2, one.end + 2)
+        num_bytes = page_bytes(unit)
+        if held[waits].max(initial=0) + num_bytes <= limit_bytes:
+            held[waits] += num_bytes
+            chosen[number] = one
+    return tuple(chosen)
