@@ -1,0 +1,98 @@
+"""Updates whose call is kept for the next step: bits and checksums of checked calls.
+
+The host keeps a call for extents that come as one tuple; a list is checked every time.
+"""
+
+import numpy as np
+import pytest
+from csd_contract import CASES, Chunk
+
+from jaxinf.csd import Rounding, ScalarInputs, parse_csd
+from jaxinf.io import crc32c
+from jaxinf.kernels import RepeatedCall
+from jaxinf.native import toolchain
+
+HOST = parse_csd("host")
+PLAIN = [case for case in CASES if case.dtype == np.float32]
+SIZES = [1, 257, 8192, 8193]  # the last takes long enough to release the GIL
+
+
+pytestmark = pytest.mark.skipif(
+    not toolchain.levels(), reason="no compiled kernel runs on this processor"
+)
+
+
+@pytest.fixture
+def pair(tmp_path, monkeypatch):
+    """Makes equal chunks: one keeps its calls, the other has them checked."""
+    made, kept = [], []
+
+    def make(case, num_elements):
+        made.extend(
+            Chunk(HOST, tmp_path / f"chunk{n}", case, num_elements).initialise()
+            for n in range(2)
+        )
+        made[0].extents = tuple(made[0].extents)
+        return made
+
+    def run(call, *arguments, **options):
+        kept.append(call)
+        return original(call, *arguments, **options)
+
+    original = RepeatedCall.run
+    monkeypatch.setattr(RepeatedCall, "run", run)
+    yield make
+    assert len(kept) == 3, "expected all updates but the first to repeat it"
+    for chunk in made:
+        chunk.close()
+
+
+def update(chunk, step, *, given=None, tells):
+    rng = np.random.default_rng([step, 7])
+    gradient = rng.standard_normal(chunk.num_elements).astype(chunk.case.dtype)
+    scalars = [np.array(1 + step / 8, d)[()] for d in chunk.kernel.scalar_dtypes]
+    out = np.empty(chunk.num_elements, chunk.case.dtype)
+    outcome = chunk.csd.update(
+        chunk.buffer, chunk.extents, chunk.kernel, gradient,
+        ScalarInputs(tuple(scalars)), out, Rounding(0x9ABCDEF0 + step, 0),
+        given=given, wants_params=chunk.case.wants_params, tells=tells,
+    )  # fmt: skip
+    return outcome, out
+
+
+def assert_same(found, wanted):
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
+
+
+@pytest.mark.parametrize("num_elements", SIZES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bits_and_checksums(pair, case, num_elements):
+    chunks = pair(case, num_elements)
+    last = len(chunks[0].extents) - 1
+    for step, tells in enumerate([range(last + 1), range(last + 1), [last], []]):
+        before = [crc32c(state) for state in chunks[0].states()]
+        (found, out), (wanted, expected) = [
+            update(c, step, tells=tells) for c in chunks
+        ]
+        assert found == wanted
+        assert found.read_checksums == {n: before[n] for n in tells}
+        assert_same([out, *chunks[0].states()], [expected, *chunks[1].states()])
+        after = [crc32c(state) for state in chunks[0].states()]
+        assert chunks[0].checksums() == chunks[1].checksums() == after
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_params_of_the_caller(pair, case):
+    chunks = pair(case, 5000)
+    for step in range(4):
+        results = []
+        for chunk in chunks:
+            master = chunk.csd.view(chunk.buffer, chunk.extents[0])
+            given = master.copy()
+            master[...] = np.nan  # the kernel must not read it
+            outcome, out = update(chunk, step, given=given, tells=[1])
+            assert outcome.read_checksums[0] == crc32c(given)
+            results.append([out, *chunk.states()])
+            assert chunk.checksums() == [crc32c(state) for state in chunk.states()]
+        assert_same(*results)
