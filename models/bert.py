@@ -71,7 +71,7 @@ class Block(nnx.Module):
     def __call__(
         self, x: jax.Array, mask: jax.Array | None = None, key: Key = None
     ) -> jax.Array:
-        """Map [batch, seq, features] to the same shape and dtype."""
+        """Maps [batch, seq, features] to the same shape and dtype."""
         key_1, key_2 = split_key(key, 2)
         x = self.ln_1(x + dropout(self.attn(x, mask), self.dropout, key_1))
         return self.ln_2(x + dropout(self.mlp(x), self.dropout, key_2))
@@ -87,7 +87,7 @@ class MaskedHead(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(config.vocab_size, dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map [batch, seq, features] to the same shape."""
+        """Maps [batch, seq, features] to the same shape."""
         return self.ln(jax.nn.gelu(self.dense(x), approximate=False))
 
 
@@ -101,7 +101,7 @@ class ClassHead(nnx.Module):
         self.dropout = config.dropout
 
     def __call__(self, x: jax.Array, key: Key) -> jax.Array:
-        """Map [batch, seq, features] to float32 [batch, labels]."""
+        """Maps [batch, seq, features] to float32 [batch, labels]."""
         pooled = jnp.tanh(self.pooler(x[:, 0]))
         return self.classifier(dropout(pooled, self.dropout, key)).astype(jnp.float32)
 

@@ -108,7 +108,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: jax.Array, bias: jax.Array, mask: jax.Array | None = None
     ) -> jax.Array:
-        """Map [batch, seq, features] to the same shape and dtype."""
+        """Maps [batch, seq, features] to the same shape and dtype."""
         heads = split_heads(self.qkv(x), self.num_heads)
         q, k, v = jnp.split(heads, 3, axis=-1)
         mixed = jax.nn.dot_product_attention(q, k, v, bias, mask, is_causal=True)
@@ -124,7 +124,7 @@ class MLP(nnx.Module):
         self.down = _projection(config, hidden, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map [batch, seq, features] to the same shape and dtype."""
+        """Maps [batch, seq, features] to the same shape and dtype."""
         return self.down(jax.nn.gelu(self.up(x), approximate=True))
 
 
@@ -145,7 +145,7 @@ class Block(nnx.Module):
         mask: jax.Array | None = None,
         key: Key = None,
     ) -> jax.Array:
-        """Map [batch, seq, features] to the same shape and dtype."""
+        """Maps [batch, seq, features] to the same shape and dtype."""
         key_1, key_2 = split_key(key, 2)
         x = x + dropout(self.attn(self.ln_1(x), bias, mask), self.dropout, key_1)
         return x + dropout(self.mlp(self.ln_2(x)), self.dropout, key_2)

@@ -39,7 +39,7 @@ class Attention(nnx.Module):
         )
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        """Map [batch, seq, features] to the same shape and dtype."""
+        """Maps [batch, seq, features] to the same shape and dtype."""
         q, k, v = (
             split_heads(part(x), self.num_heads) for part in (self.q, self.k, self.v)
         )
@@ -54,5 +54,5 @@ class MLP(nnx.Module):
         self.down = linear(config, config.num_hidden, config.num_features, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map [batch, seq, features] to the same shape and dtype."""
+        """Maps [batch, seq, features] to the same shape and dtype."""
         return self.down(jax.nn.gelu(self.up(x), approximate=False))

@@ -84,7 +84,7 @@ class Attention(nnx.Module):
         self.proj = _projection(config, num_features, rngs=rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        """Map [batch, seq, features] to the same shape and dtype."""
+        """Maps [batch, seq, features] to the same shape and dtype."""
         q, k, v = (
             split_heads(part, self.num_heads)
             for part in jnp.split(self.qkv(x), 3, axis=-1)
@@ -103,7 +103,7 @@ class MLP(nnx.Module):
         self.down = _projection(config, hidden, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map [batch, seq, features] to the same shape and dtype."""
+        """Maps [batch, seq, features] to the same shape and dtype."""
         return self.down(jax.nn.gelu(self.up(x), approximate=True))
 
 
@@ -120,7 +120,7 @@ class Block(nnx.Module):
     def __call__(
         self, x: jax.Array, mask: jax.Array | None = None, key: Key = None
     ) -> jax.Array:
-        """Map [batch, seq, features] to the same shape and dtype."""
+        """Maps [batch, seq, features] to the same shape and dtype."""
         key_1, key_2 = split_key(key, 2)
         x = x + dropout(self.attn(self.ln_1(x), mask), self.dropout, key_1)
         return x + dropout(self.mlp(self.ln_2(x)), self.dropout, key_2)

@@ -213,7 +213,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: jax.Array, angles: jax.Array, mask: jax.Array | None = None
     ) -> jax.Array:
-        """Map [batch, seq, features] to the same shape and dtype."""
+        """Maps [batch, seq, features] to the same shape and dtype."""
         config = self.config
         q = split_heads(self.q(x), config.num_heads)
         k = split_heads(self.k(x), config.num_kv_heads)
@@ -243,7 +243,7 @@ class MLP(nnx.Module):
         self.down = _projection(config, config.num_hidden, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map [batch, seq, features] to the same shape and dtype."""
+        """Maps [batch, seq, features] to the same shape and dtype."""
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
 
 
@@ -264,7 +264,7 @@ class Block(nnx.Module):
         mask: jax.Array | None = None,
         key: Key = None,
     ) -> jax.Array:
-        """Map [batch, seq, features] to the same shape and dtype."""
+        """Maps [batch, seq, features] to the same shape and dtype."""
         key_1, key_2 = split_key(key, 2)
         x = x + dropout(self.attn(self.ln_1(x), angles, mask), self.dropout, key_1)
         return x + dropout(self.mlp(self.ln_2(x)), self.dropout, key_2)

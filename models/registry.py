@@ -128,7 +128,7 @@ def make_model(config: ModelConfig, *, rngs: nnx.Rngs) -> Any:
 
 
 def split(model: nnx.Module) -> tuple[Any, Params]:
-    """Split into a static, hashable graphdef and params as a plain nested dict.
+    """Splits into a static, hashable graphdef and params as a plain nested dict.
 
     `nnx.merge(graphdef, params)` is the way back, also inside jit and grad::
 

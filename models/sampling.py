@@ -24,7 +24,7 @@ def generate(
     temperature: float = 1.0,
     max_context: int | None = None,
 ) -> jax.Array:
-    """Continue a prompt, without a cache of keys and values.
+    """Continues a prompt, without a cache of keys and values.
 
     A full window drops its oldest token. Only the end of a longer prompt is used.
 
@@ -99,7 +99,7 @@ def _sample(
     key: jax.Array,
     temperature: jax.Array,
 ) -> jax.Array:
-    """Draw the token after the first `filled` of `context`: int32 [batch]."""
+    """Draws the token after the first `filled` of `context`: int32 [batch]."""
     model = nnx.merge(graphdef, params)
     last = jax.lax.dynamic_index_in_dim(
         model.hidden(context), filled - 1, axis=1, keepdims=False
@@ -114,7 +114,7 @@ def _sample(
 def _append(
     context: jax.Array, filled: jax.Array, token: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Append a token to the context; a full window drops its oldest."""
+    """Appends a token to the context; a full window drops its oldest."""
     full = filled == context.shape[1]
     context = jnp.where(full, jnp.roll(context, -1, axis=1), context)
     filled = jnp.where(full, filled, filled + 1)

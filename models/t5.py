@@ -162,7 +162,7 @@ class Attention(nnx.Module):
         mask: jax.Array | None = None,
         is_causal: bool = False,
     ) -> jax.Array:
-        """Map [batch, queries, features] to the same, over [batch, keys, features]."""
+        """Maps [batch, queries, features] to the same, over [batch, keys, features]."""
         q, k, v = (
             split_heads(part, self.num_heads)
             for part in (self.q(x), self.k(seen), self.v(seen))
@@ -185,7 +185,7 @@ class MLP(nnx.Module):
         self.down = _linear(config, num, num_in, num**-0.5, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map [batch, seq, features] to the same shape and dtype."""
+        """Maps [batch, seq, features] to the same shape and dtype."""
         if not self.is_gated:
             return self.down(jax.nn.relu(self.up(x)))
         return self.down(jax.nn.gelu(self.gate(x), approximate=True) * self.up(x))
@@ -208,7 +208,7 @@ class EncoderBlock(nnx.Module):
         mask: jax.Array | None = None,
         key: Key = None,
     ) -> jax.Array:
-        """Map [batch, seq, features] to the same shape and dtype."""
+        """Maps [batch, seq, features] to the same shape and dtype."""
         key_1, key_2 = split_key(key, 2)
         normed = self.ln_1(x)
         mixed = self.attn(normed, normed, bias=bias, mask=mask)
@@ -237,7 +237,7 @@ class DecoderBlock(nnx.Module):
         cross_mask: jax.Array | None = None,
         key: Key = None,
     ) -> jax.Array:
-        """Map [batch, targets, features] to the same shape and dtype."""
+        """Maps [batch, targets, features] to the same shape and dtype."""
         key_1, key_2, key_3 = split_key(key, 3)
         normed = self.ln_1(x)
         mixed = self.attn(normed, normed, bias=bias, mask=mask, is_causal=True)

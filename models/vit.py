@@ -104,7 +104,7 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs=rngs)
 
     def __call__(self, x: jax.Array, key: Key = None) -> jax.Array:
-        """Map [batch, tokens, features] to the same shape and dtype."""
+        """Maps [batch, tokens, features] to the same shape and dtype."""
         key_1, key_2 = split_key(key, 2)
         x = x + dropout(self.attn(self.ln_1(x)), self.dropout, key_1)
         return x + dropout(self.mlp(self.ln_2(x)), self.dropout, key_2)

@@ -7,7 +7,6 @@ one is due, its commit. Checkpoints are timed on stores of 10 M and of --params 
 
 import argparse
 import json
-import shutil
 import statistics
 import tempfile
 import time
@@ -96,6 +95,23 @@ def measure_checkpoints(place, num_params, repetitions):
     }
 
 
+def measure(arguments, place):
+    """Returns the figures of all configurations and checkpoints."""
+    num_params = int(arguments.params)
+    result = {
+        "params": num_params,
+        "durability": measure_steps(
+            place, num_params, arguments.reps, arguments.configurations
+        ),
+    }
+    if not arguments.no_checkpoints:
+        result["checkpoints"] = {
+            size: measure_checkpoints(place, size, arguments.reps)
+            for size in (10_000_000, 2 * num_params)
+        }
+    return result
+
+
 def main():
     """Prints the figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -113,22 +129,10 @@ def main():
     parser.add_argument("--no-checkpoints", action="store_true")
     arguments = parser.parse_args()
     arguments.store.mkdir(parents=True, exist_ok=True)
-    place = Path(tempfile.mkdtemp(dir=arguments.store, prefix="bench-commit-"))
-    try:
-        num_params = int(arguments.params)
-        result = {
-            "params": num_params,
-            "durability": measure_steps(
-                place, num_params, arguments.reps, arguments.configurations
-            ),
-        }
-        if not arguments.no_checkpoints:
-            result["checkpoints"] = {
-                size: measure_checkpoints(place, size, arguments.reps)
-                for size in (10_000_000, 2 * num_params)
-            }
-    finally:
-        shutil.rmtree(place)
+    with tempfile.TemporaryDirectory(
+        dir=arguments.store, prefix="bench-commit-"
+    ) as place:
+        result = measure(arguments, Path(place))
     print(json.dumps(result, indent=1))
 
 

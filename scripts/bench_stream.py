@@ -22,7 +22,6 @@ import dataclasses
 import json
 import math
 import os
-import shutil
 import statistics
 import sys
 import tempfile
@@ -250,11 +249,10 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.steps = 1
     arguments.store.mkdir(parents=True, exist_ok=True)
-    place = Path(tempfile.mkdtemp(dir=arguments.store, prefix="bench-stream-"))
-    try:
-        result = measure(arguments, place)
-    finally:
-        shutil.rmtree(place)
+    with tempfile.TemporaryDirectory(
+        dir=arguments.store, prefix="bench-stream-"
+    ) as place:
+        result = measure(arguments, Path(place))
     print(json.dumps(result, indent=None if arguments.json else 1))
 
 

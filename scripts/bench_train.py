@@ -16,7 +16,6 @@ import argparse
 import dataclasses
 import json
 import os
-import shutil
 import statistics
 import tempfile
 import time
@@ -186,11 +185,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one line")
     arguments = parser.parse_args()
     arguments.store.mkdir(parents=True, exist_ok=True)
-    place = Path(tempfile.mkdtemp(dir=arguments.store, prefix="bench-train-"))
-    try:
-        result = measure(arguments, place)
-    finally:
-        shutil.rmtree(place)
+    with tempfile.TemporaryDirectory(
+        dir=arguments.store, prefix="bench-train-"
+    ) as place:
+        result = measure(arguments, Path(place))
     print(json.dumps(result, indent=None if arguments.json else 1))
 
 

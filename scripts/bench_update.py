@@ -22,20 +22,17 @@ prefetched as before it. Medians are printed.
 """
 
 import argparse
-import contextlib
 import gc
 import json
 import os
 import resource
 import shlex
-import shutil
 import statistics
 import subprocess
 import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -324,17 +321,6 @@ def _peer(num_params: int, reps: list[Rep]) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def place_below(directory: Path) -> Iterator[Path]:
-    """Yields a new directory and removes it afterwards."""
-    directory.mkdir(parents=True, exist_ok=True)
-    place = Path(tempfile.mkdtemp(dir=directory, prefix="bench-update-"))
-    try:
-        yield place
-    finally:
-        shutil.rmtree(place)
-
-
 def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     """Runs all repetitions and summarises them."""
     options = {
@@ -415,8 +401,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one line")
     arguments = parser.parse_args()
     check_offered(parser, arguments)
-    with place_below(arguments.store) as place:
-        result = measure(arguments, place)
+    arguments.store.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        dir=arguments.store, prefix="bench-update-"
+    ) as place:
+        result = measure(arguments, Path(place))
     print(json.dumps(result, indent=None if arguments.json else 1))
 
 

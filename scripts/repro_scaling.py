@@ -16,7 +16,6 @@ all results have crossed the link. The emulation's share of the CPU is printed: 
 import argparse
 import json
 import os
-import shutil
 import statistics
 import tempfile
 import time
@@ -252,11 +251,8 @@ def emulate(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     todo = [(method, count) for count in arguments.csds for method in NAMES]
     progress = Console(stderr=True)
     for method, count in track(todo, "runs", console=progress, transient=True):
-        place = Path(tempfile.mkdtemp(dir=arguments.store))
-        try:
-            found[method, count] = measure(place, method, count, arguments)
-        finally:
-            shutil.rmtree(place)
+        with tempfile.TemporaryDirectory(dir=arguments.store) as place:
+            found[method, count] = measure(Path(place), method, count, arguments)
     return results(found, arguments)
 
 

@@ -78,7 +78,7 @@ class Buffer:
         return mapping
 
     def release(self) -> None:
-        """Give the memory back to the pool; a second call does nothing. Thread-safe."""
+        """Gives the memory back to the pool; again: does nothing. Thread-safe."""
         self._pool._take_back(self)
 
     def _detach(self) -> "_Mapping | None":
@@ -153,7 +153,7 @@ class BufferPool:
     def acquire(
         self, num_bytes: int, *, timeout_s: float | None = None, block: bool = True
     ) -> Buffer | None:
-        """Lend a buffer; by default waits until the budget allows it.
+        """Lends a buffer; by default waits until the budget allows it.
 
         Args:
           num_bytes: length wanted; rounded up to whole pages, at least one.
@@ -246,7 +246,7 @@ class BufferPool:
             self._changed.notify_all()
 
     def _shrink_idle(self, limit_bytes: int) -> None:
-        """Unmap idle memory until it is within the limit, shortest buffers last."""
+        """Unmaps idle memory until it is within the limit, shortest buffers last."""
         while self._idle_bytes > limit_bytes:
             num_bytes = max(n for n, same_length in self._idle.items() if same_length)
             self._idle[num_bytes].pop().free()

@@ -59,7 +59,7 @@ class _Transfer:
             return done
 
     def run_rest(self, start: int, end: int) -> int:
-        """Move array[start:end], buffered; writes are flushed."""
+        """Moves array[start:end], buffered; writes are flushed."""
         if not self.buffered:
             raise OSError(errno.EINVAL, "no whole pages")
         with self._opened(0) as fd:
@@ -80,7 +80,7 @@ class _Transfer:
             os.close(fd)
 
     def _run(self, fd: int, start: int, end: int, *, whole_pages: bool) -> int:
-        """Move array[start:end]; return where it stopped, which may be EOF."""
+        """Moves array[start:end]; returns where it stopped, which may be EOF."""
         call = os.pwritev if self.writes else os.preadv
         done = start
         while done < end:
@@ -151,7 +151,7 @@ def write_from(
     meters: ByteMeters | None = None,
     buffered: bool = True,
 ) -> None:
-    """Write a buffer to a part of an existing file; blocks until it is copied.
+    """Writes a buffer to a part of an existing file; blocks until it is copied.
 
     The buffer may be reused on return; the data is durable after `sync_filesystem`. The
     rest of the data's last page must be padding. If the file's length and a writable

@@ -32,7 +32,7 @@ _NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 def allocate_file(
     path: PathLikeStr, num_bytes_logical: int, num_bytes_allocated: int
 ) -> None:
-    """Create a file with room on the drive for its beginning and a hole behind that.
+    """Creates a file with room on the drive for its beginning and a hole behind that.
 
     Blocks while the file system allocates. If the file system does not support
     `fallocate`, the file is sparse, and a later write may fail for lack of space.
@@ -65,7 +65,7 @@ def allocate_file(
 
 
 def write_json_atomically(path: PathLikeStr, obj: JsonValue) -> None:
-    """Write a JSON file so that a crash leaves the old or the new one.
+    """Writes a JSON file so that a crash leaves the old or the new one.
 
     Blocks until it is durable. A temporary file beside it is removed on any error.
 
@@ -96,7 +96,7 @@ def write_bytes_atomically(path: PathLikeStr, content: bytes) -> None:
 
 
 def fsync_file(path: PathLikeStr) -> None:
-    """Block until the data and the length of a file are durable.
+    """Blocks until the data and the length of a file are durable.
 
     Raises:
       StoreIOError: if the file is missing or the drive failed.
@@ -105,7 +105,7 @@ def fsync_file(path: PathLikeStr) -> None:
 
 
 def fsync_directory(path: PathLikeStr) -> None:
-    """Block until the names in a directory are durable.
+    """Blocks until the names in a directory are durable.
 
     Raises:
       StoreIOError: if it is not a directory or the drive failed.
@@ -114,7 +114,7 @@ def fsync_directory(path: PathLikeStr) -> None:
 
 
 def sync_filesystem(directory: PathLikeStr) -> None:
-    """Block until all data written to a directory's file system is durable.
+    """Blocks until all data written to a directory's file system is durable.
 
     One call of `syncfs` serves any number of files; without it, `sync` is called.
 
@@ -158,7 +158,7 @@ def _opened(path: PathLikeStr, flags: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _new_file(path: PathLikeStr) -> Iterator[int]:
-    """Open a new file; remove it if the body fails."""
+    """Opens a new file; removes it if the body fails."""
     with _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
         try:
             yield fd

@@ -46,7 +46,7 @@ class ByteMeters:
         link_down_bytes: int = 0,
         link_up_bytes: int = 0,
     ) -> None:
-        """Count bytes that have moved.
+        """Counts bytes that have moved.
 
         Raises:
           ValueError: if a number is negative.
@@ -61,6 +61,6 @@ class ByteMeters:
                 self._totals[number] += count
 
     def snapshot(self) -> ByteCounts:
-        """Return the totals of one moment."""
+        """Returns the totals of one moment."""
         with self._lock:
             return ByteCounts(*self._totals)

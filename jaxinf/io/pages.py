@@ -9,10 +9,10 @@ PAGE_BYTES = 4096
 
 
 def page_floor(num_bytes: int) -> int:
-    """Round down to whole pages."""
+    """Rounds down to whole pages."""
     return num_bytes - num_bytes % PAGE_BYTES
 
 
 def page_ceil(num_bytes: int) -> int:
-    """Round up to whole pages."""
+    """Rounds up to whole pages."""
     return num_bytes + -num_bytes % PAGE_BYTES

@@ -37,7 +37,7 @@ def choose_grid(
     shard_counts: tuple[int, ...] | None = None,
     max_chunk_elements: int = DEFAULT_CHUNK_ELEMENTS,
 ) -> LeafGrid:
-    """Choose the chunk grid of a leaf.
+    """Chooses the chunk grid of a leaf.
 
     Args:
       shape: natural shape of the leaf.
@@ -105,7 +105,7 @@ def _candidates(
 
 
 def _balanced_length(length: int, inner: int, max_elements: int) -> int:
-    """Return the shortest aligned cut that gives as few chunks as the longest does."""
+    """Returns the shortest aligned cut that gives as few chunks as the longest does."""
     unit = CHUNK_ALIGNMENT_ELEMENTS // math.gcd(CHUNK_ALIGNMENT_ELEMENTS, inner)
     longest = max(max_elements // inner // unit, 1) * unit
     num_cuts = -(-length // longest)
@@ -126,7 +126,7 @@ def _cost(grid: LeafGrid, max_elements: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _divisors(number: int) -> tuple[int, ...]:
-    """Return all divisors, by trial division of what is left of the number."""
+    """Returns all divisors, by trial division of what is left of the number."""
     divisors, prime = [1], 2
     while number > 1:
         if prime * prime > number:

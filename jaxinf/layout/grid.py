@@ -130,7 +130,7 @@ class LeafGrid:
         return math.prod(self.chunk_shape) % CHUNK_ALIGNMENT_ELEMENTS == 0
 
     def chunk(self, index: tuple[int, ...]) -> Chunk:
-        """Return the chunk at a grid index.
+        """Returns the chunk at a grid index.
 
         Raises:
           ValueError: if the index lies outside the grid.
@@ -143,7 +143,7 @@ class LeafGrid:
         return self._chunk(index)
 
     def chunks(self) -> list[Chunk]:
-        """Return all chunks, in C order of their grid index."""
+        """Returns all chunks, in C order of their grid index."""
         return [self._chunk(i) for i in itertools.product(*map(range, self.grid_shape))]
 
     def _chunk(self, index: tuple[int, ...]) -> Chunk:
@@ -161,7 +161,7 @@ class LeafGrid:
 def covers(
     grid: LeafGrid, start: tuple[int, ...], extent: tuple[int, ...]
 ) -> list[int]:
-    """Return the chunks that make up a box of the leaf, such as one shard.
+    """Returns the chunks that make up a box of the leaf, such as one shard.
 
     Args:
       grid: the leaf's chunk grid.

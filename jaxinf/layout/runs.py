@@ -22,7 +22,7 @@ def gather(
     offset_elements: int,
     num_elements: int,
 ) -> Array:
-    """Return a run of a chunk from an array that holds it.
+    """Returns a run of a chunk from an array that holds it.
 
     Args:
       block_source: array of any dtype and layout that contains the whole chunk.
@@ -54,7 +54,7 @@ def scatter(
     offset_elements: int,
     values: Array,
 ) -> None:
-    """Write a run of a chunk into an array that holds the chunk; reverse of `gather`.
+    """Writes a run of a chunk into an array that holds the chunk; reverse of `gather`.
 
     Args:
       block_target: writable array that contains the whole chunk.
@@ -84,7 +84,7 @@ def target_view(
     offset_elements: int,
     num_elements: int,
 ) -> Array | None:
-    """Return a writable view of a run, so that it can be produced in place.
+    """Returns a writable view of a run, so that it can be produced in place.
 
     Args:
       block_target: array that contains the whole chunk.
@@ -145,7 +145,7 @@ def _where(chunk: Chunk) -> str:
 def _contiguous_run(
     block: Array, offset_elements: int, num_elements: int
 ) -> Array | None:
-    """View the run in the largest contiguous stretch that holds its first element."""
+    """Views the run in the largest contiguous stretch that holds its first element."""
     stretch, offset = block, offset_elements
     while not stretch.flags.c_contiguous:
         # A 0-d array is contiguous, so there is a first dimension to index.
@@ -161,7 +161,7 @@ def _contiguous_run(
 def _copy_run(
     block: Array, offset_elements: int, flat: Array, *, to_block: bool
 ) -> None:
-    """Copy between a strided block's run and a flat array: whole rows at once."""
+    """Copies between a strided block's run and a flat array: whole rows at once."""
     num_elements = flat.shape[0]
     if num_elements == 0:
         return

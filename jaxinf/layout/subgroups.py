@@ -41,7 +41,7 @@ def subgroups(
     max_elements: int,
     unit_elements: int = CHUNK_ALIGNMENT_ELEMENTS,
 ) -> list[Subgroup]:
-    """Cut the chunks of a leaf into subgroups.
+    """Cuts the chunks of a leaf into subgroups.
 
     Args:
       leaf: the leaf's position in the flattened tree.

@@ -65,11 +65,10 @@ def make_batches(config: TrainConfig, data: TrainingData) -> Batches:
 
 
 def _image_shape(config: TrainConfig) -> ImageShape | None:
-    if not config.takes_images:
+    size = getattr(config.model_config, "image_size", None)
+    if size is None:
         return None
-    model: object = config.model_config
-    size = getattr(model, "image_size")  # noqa: B009  only some models have it
-    return size, size, getattr(model, "num_channels", 3)
+    return size, size, getattr(config.model_config, "num_channels", 3)
 
 
 def _check_vocabulary(config: TrainConfig, data: TrainingData) -> None:
