@@ -4,24 +4,23 @@
               waits for room in the window  ◄───── memory of units no longer needed
                                             ◄───── update: take ► free
 
-Invariant: a buffer is read into only when no program in flight can still read it, and
-no update that takes its params from there.
+Invariant: units are read in the order in which calls need them, so those that a call
+waits for always get room (windows.py).
 """
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import jax
 import numpy as np
 
-from jaxinf.io import BufferPool
-from jaxinf.io.buffers import Buffer
 from jaxinf.io.pages import page_ceil
 from jaxinf.stream.calls import Call
 from jaxinf.stream.places import Places, Unit
+from jaxinf.stream.windows import Brought, Lease, Window
 from jaxinf.typing import Array
 
 __all__ = [
@@ -139,43 +138,24 @@ def page_bytes(unit: Unit) -> int:
     return page_ceil(max(unit.num_bytes, 1))
 
 
-class _Held:
-    """A unit in memory, for the calls of a fetch and perhaps for its update.
-
-    Attributes:
-      buffer: Its memory.
-      array: That memory as the unit.
-      on_device: The unit on the JAX device.
-      num_holders: Number of those that need it: calls and update count one each.
-    """
-
-    def __init__(
-        self, buffer: Buffer, array: Array, on_device: jax.Array, num_holders: int
-    ) -> None:
-        self.buffer = buffer
-        self.array = array
-        self.on_device = on_device
-        self.num_holders = num_holders
-
-
 class Fetcher:
     """Reads a step's units ahead, on a thread of its own.
 
     Args:
       source: The source of units.
       fetches: The reads of each step, in order.
-      capacity_bytes: Memory for units; at least `window_bytes`.
+      window: Memory for units; at least `window_bytes`.
     """
 
     def __init__(
-        self, source: Source, fetches: Sequence[Fetch], capacity_bytes: int
+        self, source: Source, fetches: Sequence[Fetch], window: Window
     ) -> None:
         self._source = source
         self._fetches = fetches
-        self._pool = BufferPool(max(capacity_bytes, 1))
+        self._window = window
         self._changed = threading.Condition()
-        self._ready: dict[tuple[Unit, int], _Held] = {}
-        self._for_update: dict[Unit, _Held] = {}
+        self._ready: dict[tuple[Unit, int], Brought] = {}
+        self._for_update: dict[Unit, tuple[Array, Lease]] = {}
         self._serving = _serving(fetches)
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -216,7 +196,8 @@ class Fetcher:
         with self._changed:
             gone = [key for key in self._ready if key[1] <= number]
             held = [self._ready.pop(key) for key in gone]
-        self._let_go(held)
+        for one in held:
+            one.calls.release()
 
     def take(self, unit: Unit) -> Array | None:
         """Returns the params of a unit whose gradient is complete, for its update.
@@ -224,15 +205,15 @@ class Fetcher:
         They stay until `free`. None if the update has to read them.
         """
         with self._changed:
-            held = self._for_update.get(unit)
-        return None if held is None else held.array
+            array, _ = self._for_update.get(unit, (None, None))
+        return array
 
     def free(self, unit: Unit) -> None:
         """Frees what `take` returned."""
         with self._changed:
-            held = self._for_update.pop(unit, None)
+            _, held = self._for_update.pop(unit, (None, None))
         if held is not None:
-            self._let_go([held])
+            held.release()
 
     def stop(self) -> None:
         """Ends the reads, and frees the units; no program may be in flight.
@@ -241,9 +222,7 @@ class Fetcher:
         """
         self._is_stopped = True
         if self._thread is not None:
-            while self._thread.is_alive():
-                self._free_all()  # the thread may wait for room
-                self._thread.join(0.05)
+            self._thread.join()  # it looks at the flag while it waits for room
             self._thread = None
         self._free_all()
         self._source.close()
@@ -252,56 +231,49 @@ class Fetcher:
         """Stops, and frees the memory."""
         self.stop()
         self._free_updates()
-        self._pool.close()
+        self._window.close()
 
     def _free_all(self) -> None:
         with self._changed:
             held, self._ready = self._ready, {}
-        self._let_go(held.values())
+        for one in held.values():
+            one.calls.release()
 
     def _free_updates(self) -> None:
         with self._changed:
             held, self._for_update = self._for_update, {}
-        self._let_go(held.values())
-
-    def _let_go(self, units: Iterable[_Held]) -> None:
-        """Frees units that no one else needs."""
-        with self._changed:
-            for held in units:
-                held.num_holders -= 1
-                if not held.num_holders:
-                    held.buffer.release()
+        for _, one in held.values():
+            one.release()
 
     def _run(self) -> None:
         try:
             for fetch in self._fetches:
-                if self._is_stopped:
-                    return
-                self._bring(fetch)
+                if not self._bring(fetch):
+                    break
+            self._window.settle()
         except BaseException as error:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
-    def _bring(self, fetch: Fetch) -> None:
+    def _bring(self, fetch: Fetch) -> bool:
+        """Reads a unit; returns whether the step goes on."""
         unit = fetch.unit
-        buffer = self._pool.acquire(max(unit.num_bytes, 1))
-        try:
-            array = buffer.array[: unit.num_bytes].view(unit.dtype)
-            array = array.reshape(unit.shape)
-            self._source.read(unit, array)
-            on_device = jax.device_put(array)
-        except BaseException:
-            buffer.release()
-            raise
-        is_for_update = fetch.gradient is not None
-        held = _Held(buffer, array, on_device, 1 + is_for_update)
+        brought = self._window.bring(
+            unit,
+            lambda array: self._source.read(unit, array),
+            lambda: self._is_stopped,
+            is_for_update=fetch.gradient is not None,
+        )
+        if brought is None:
+            return False
         with self._changed:
             self.counts.num_bytes += unit.num_bytes
-            self._ready[unit, fetch.last] = held
-            if is_for_update:
-                self._for_update[unit] = held
+            self._ready[unit, fetch.last] = brought
+            if brought.update is not None:
+                self._for_update[unit] = brought.array, brought.update
             self._changed.notify_all()
+        return True
 
 
 def _serving(fetches: Sequence[Fetch]) -> Mapping[tuple[Unit, int], int]:

@@ -58,6 +58,7 @@ from jaxinf.stream.updates import (
     Updates,
     check_program,
 )
+from jaxinf.stream.windows import HostWindow
 from jaxinf.typing import Array, JsonValue, PathLikeStr, PyTree
 
 __all__ = ["StreamedStep", "stream"]
@@ -407,7 +408,7 @@ class StreamedStep:
                 num_calls=len(calls),
                 limit_bytes=window - spare // 2,
             )
-        fetcher = Fetcher(_Source(training, READER_BYTES), fetches, window)
+        fetcher = Fetcher(_Source(training, READER_BYTES), fetches, HostWindow(window))
         spilled = division.gradients // 2 if is_deferred else 0
         spill = Spill(self._folder(), spilled, training.opened.meters)
         deferred = Deferred(program, spill, is_checked=rewrites)

@@ -9,9 +9,10 @@ import pytest
 from zoo import ZOO
 
 import jaxinf
-from jaxinf.stream.fetch import Fetch, window_bytes
+from jaxinf.stream.fetch import Fetch, Fetcher, window_bytes
 from jaxinf.stream.handover import hand_over
 from jaxinf.stream.places import Unit
+from jaxinf.stream.windows import HostWindow
 
 STREAMED = sys.modules[jaxinf.StreamedStep.__module__]
 PAGE_BYTES = 4096
@@ -64,6 +65,36 @@ def test_units_that_wait_least_are_handed_over_first():
 def test_without_room_units_are_read_again():
     fetches = [Fetch(unit(0), 0, 0), Fetch(unit(1), 3, 3)]
     assert handed(fetches, {unit(0): 5, unit(1): 3}, 1) == {1: 3}
+
+
+class Ones:
+    """Units of ones."""
+
+    def begin(self):
+        pass
+
+    def read(self, unit, out):
+        out[...] = 1
+
+    def close(self):
+        pass
+
+
+def test_a_step_is_given_up_while_a_read_waits_for_an_update():
+    fetches = [Fetch(unit(0), 0, 0, gradient=3), Fetch(unit(1), 1, 1)]
+    fetcher = Fetcher(Ones(), fetches, HostWindow(PAGE_BYTES))
+    fetcher.begin()
+    np.testing.assert_array_equal(fetcher.get(0, unit(0)), np.ones(1024))
+    fetcher.done(0)
+    fetcher.stop()  # there is no room for the second unit
+    assert fetcher.counts.num_bytes == PAGE_BYTES
+    fetcher.begin()
+    np.testing.assert_array_equal(fetcher.get(0, unit(0)), np.ones(1024))
+    fetcher.done(0)
+    np.testing.assert_array_equal(fetcher.take(unit(0)), np.ones(1024))
+    fetcher.free(unit(0))
+    np.testing.assert_array_equal(fetcher.get(1, unit(1)), np.ones(1024))
+    fetcher.close()
 
 
 def trained(step, program):
