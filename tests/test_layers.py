@@ -17,7 +17,7 @@ LAYERS = [
     {"program", "native", "io", "layout", "schema", "command_line", "interrupts"},
     {"store", "kernels", "compress", "plan"},
     {"csd", "exchange"},
-    {"engine"},
+    {"engine", "activations"},
     {"optimizer", "stream"},
     {"train", "cli"},
 ]

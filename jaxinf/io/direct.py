@@ -101,6 +101,7 @@ def read_into(
     *,
     meters: ByteMeters | None = None,
     buffered: bool = True,
+    shown: PathLikeStr | None = None,
 ) -> None:
     """Reads a part of a file into a buffer; blocks until done.
 
@@ -115,6 +116,7 @@ def read_into(
       num_bytes: number of bytes, at most the array's length.
       meters: counts the bytes read.
       buffered: whether to use the page cache when direct I/O is refused.
+      shown: the path in errors, for a file without a name.
 
     Raises:
       ValueError: if array, offset or length are not as described.
@@ -128,13 +130,14 @@ def read_into(
     if end > array.shape[0]:
         end = page_floor(num_bytes)
     transfer = _Transfer(path, False, array, offset_bytes, buffered)
-    with translated("read", path, offset_bytes):
+    shown = path if shown is None else shown
+    with translated("read", shown, offset_bytes):
         done = transfer.run_pages(end)
         if end <= done < num_bytes:
             done = transfer.run_rest(done, num_bytes)
         if done < num_bytes:
             raise StoreIOError(
-                f"{os.fspath(path)}: truncated: expected {offset_bytes + num_bytes} "
+                f"{os.fspath(shown)}: truncated: expected {offset_bytes + num_bytes} "
                 f"bytes, found {os.stat(path).st_size}; restore it from a checkpoint, "
                 'and run "jaxinf verify" to find what else is damaged'
             )
@@ -150,6 +153,7 @@ def write_from(
     *,
     meters: ByteMeters | None = None,
     buffered: bool = True,
+    shown: PathLikeStr | None = None,
 ) -> None:
     """Writes a buffer to a part of an existing file; blocks until it is copied.
 
@@ -166,6 +170,7 @@ def write_from(
       num_bytes: number of bytes, at most the array's length.
       meters: counts the bytes written.
       buffered: whether to use the page cache when direct I/O is refused.
+      shown: the path in errors, for a file without a name.
 
     Raises:
       ValueError: if array, offset or length are not as described.
@@ -174,7 +179,7 @@ def write_from(
         refused.
     """
     _check_request(path, array, offset_bytes, num_bytes)
-    with translated("write", path, offset_bytes):
+    with translated("write", path if shown is None else shown, offset_bytes):
         end = _written_pages(path, array, offset_bytes, num_bytes)
         transfer = _Transfer(path, True, array, offset_bytes, buffered)
         done = transfer.run_pages(end)

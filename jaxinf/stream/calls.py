@@ -6,18 +6,28 @@ it. To recompute, the same program is called again, so its values have the same 
 
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import zip_longest
-from typing import Literal, TypeAlias
+from itertools import accumulate, zip_longest
+from typing import Any, Literal, TypeAlias, get_args
 
 from jaxinf.program.graph import Value
 from jaxinf.stream.graph import Graph, Origin, Piece, aval_bytes, num_bytes
 from jaxinf.stream.programs import Program, Programs
 
-__all__ = ["Call", "Calls", "Policy", "Slot", "make_calls"]
+__all__ = [
+    "POLICIES",
+    "Absence",
+    "Call",
+    "Calls",
+    "Life",
+    "Policy",
+    "Slot",
+    "make_calls",
+]
 
-Policy: TypeAlias = Literal["recompute", "keep"]
+Policy: TypeAlias = Literal["recompute", "keep", "offload"]
+POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +79,37 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Absence:
+    """The time in which a value is on a drive and not in memory.
+
+    Attributes:
+      written: The call after which it is written.
+      gone: The first call before which its memory must be free.
+      back: The first call before which its memory is taken again, to read it.
+      needed: The next call that reads it.
+    """
+
+    written: int
+    gone: int
+    back: int
+    needed: int
+
+
+@dataclass(frozen=True)
 class Calls:
-    """All calls of one step; `results`: slots of the loss and of aux's leaves."""
+    """All calls of one step.
+
+    Attributes:
+      calls: The calls, in order.
+      results: Slots of the loss and of aux's leaves.
+      absences: Values that are on a drive for a time.
+      lenders: Values whose memory outputs may reuse; None for all at their last use.
+    """
 
     calls: tuple[Call, ...]
     results: tuple[Slot, ...]
+    absences: Mapping[Slot, Absence] = field(default_factory=dict)
+    lenders: frozenset[Slot] | None = None
 
     @cached_property
     def donated(self) -> Mapping[str, tuple[int, ...]]:
@@ -89,7 +125,10 @@ class Calls:
             own = {
                 i
                 for i, ref in enumerate(call.inputs)
-                if isinstance(ref, Slot) and ref in call.drops and ref not in handed
+                if isinstance(ref, Slot)
+                and ref in call.drops
+                and ref not in handed
+                and (self.lenders is None or ref in self.lenders)
             }
             key = call.program.key
             found[key] = found.get(key, own) & own
@@ -117,30 +156,71 @@ class Calls:
         Args:
           temp_bytes: Temporaries of compiled programs by key; by default estimates.
         """
+        return max(self.call_bytes(temp_bytes), default=0)
+
+    def call_bytes(self, temp_bytes: Mapping[str, int] | None = None) -> list[int]:
+        """Returns the memory of each call while it runs; arguments as `peak_bytes`."""
         if temp_bytes is None:
             programs = {call.program.key: call.program for call in self.calls}
             temp_bytes = {key: one.temp_bytes() for key, one in programs.items()}
-        held: dict[Slot, int] = {}
-        peak = 0
-        for call, after in zip_longest(self.calls, self.calls[1:]):
-            own = call.num_fetched_bytes + temp_bytes[call.program.key]
-            made = self._new_bytes(call)
-            waiting = 0
-            if after is not None:
-                waiting = self._new_bytes(after) + after.num_new_bytes(call)
-            peak = max(peak, sum(held.values()) + own + made + waiting)
+        return [
+            held + self._own_bytes(call, after, temp_bytes[call.program.key])
+            for held, call, after in zip_longest(
+                self.held_bytes(), self.calls, self.calls[1:]
+            )
+        ]
+
+    def held_bytes(self) -> list[int]:
+        """Returns the bytes of values in memory while each call runs.
+
+        The call after it waits, so what must be gone for that one is gone. The outputs
+        of neither count.
+        """
+        change = [0] * (len(self.calls) + 1)
+        for slot, life in self.lives.items():
+            change[min(life.made + 1, len(self.calls))] += life.num_bytes
+            if life.reads and slot not in self.results:
+                change[life.reads[-1] + 1] -= life.num_bytes
+        for slot, absence in self.absences.items():
+            change[absence.gone - 1] -= self.lives[slot].num_bytes
+            change[absence.back - 1] += self.lives[slot].num_bytes
+        return list(accumulate(change[:-1]))
+
+    @cached_property
+    def lives(self) -> Mapping[Slot, "Life"]:
+        """The calls that make and read each value."""
+        lives: dict[Slot, Life] = {}
+        for i, call in enumerate(self.calls):
+            for ref in dict.fromkeys(call.inputs):
+                if isinstance(ref, Slot):
+                    lives[ref].reads.append(i)
             for slot, value in zip(call.outputs, call.program.outputs, strict=True):
                 if slot is not None:
-                    held[slot] = aval_bytes(value.aval)
-            for slot in call.drops:
-                held.pop(slot, None)
-        return peak
+                    lives[slot] = Life(i, [], aval_bytes(value.aval), value.aval)
+        return lives
+
+    def _own_bytes(self, call: Call, after: Call | None, temp_bytes: int) -> int:
+        """Bytes of a call's params, temporaries and outputs, and of the next one's."""
+        own = call.num_fetched_bytes + temp_bytes + self._new_bytes(call)
+        if after is not None:
+            own += self._new_bytes(after) + after.num_new_bytes(call)
+        return own
 
     def _new_bytes(self, call: Call) -> int:
         """Bytes of a call's outputs that do not reuse an input's memory."""
         program = call.program
         taken = (program.inputs[i] for i in self.donated[program.key])
         return num_bytes(program.outputs) - num_bytes(taken)
+
+
+@dataclass(frozen=True)
+class Life:
+    """The calls that make and read a value, in order, and its size and type."""
+
+    made: int
+    reads: list[int]
+    num_bytes: int
+    aval: Any
 
 
 def _paired(program: Program, inputs: set[int]) -> tuple[int, ...]:
@@ -164,22 +244,48 @@ def _smallest(call: Call, given_up: Container[Origin | Slot | None]) -> int | No
     return min(sizes, key=sizes.__getitem__, default=None)
 
 
-def make_calls(graph: Graph, programs: Programs, policy: Policy) -> Calls:
-    """Makes the calls of one step under a policy."""
+def make_calls(
+    graph: Graph,
+    programs: Programs,
+    policy: Policy,
+    repeated: Container[int] = (),
+) -> Calls:
+    """Makes the calls of one step under a policy.
+
+    Args:
+      graph: The whole program.
+      programs: Its segments' programs.
+      policy: The treatment of values that backward needs.
+      repeated: With `"offload"`, segments that run forward again.
+    """
     builder = _Builder(graph)
     last = len(programs.forward) - 1
+    if policy == "recompute":
+        repeated = range(last)
     for k, program in enumerate(programs.forward):
         builder.call(k, program)
     for k in range(last, -1, -1):
         program = programs.backward[k]
         if program is None:
             continue
-        if policy == "recompute" and k != last:
+        if k in repeated:
             builder.repeat(k, programs.forward[k], program)
         builder.call(k, program)
     for program in programs.free:
         builder.call(-1, program)
-    return builder.finish()
+    calls = builder.finish()
+    if policy == "offload":
+        # The same in every plan with these programs, so that none compiles again.
+        backward = {id(program) for program in programs.backward}
+        lenders = frozenset(
+            slot
+            for call in calls.calls
+            if id(call.program) in backward
+            for slot in call.outputs
+            if slot is not None
+        )
+        calls = replace(calls, lenders=lenders)
+    return calls
 
 
 class _Builder:

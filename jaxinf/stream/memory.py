@@ -5,7 +5,7 @@ Invariant: the sum of the parts never exceeds the whole.
 
 import contextlib
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxinf.errors import StreamError
 
@@ -40,6 +40,19 @@ class Division:
     ring: int
     gradients: int
     programs: int
+
+    def without(self, num_bytes: int) -> "Division":
+        """Returns the same with less for the programs.
+
+        Raises:
+          StreamError: Nothing is left for them.
+        """
+        if num_bytes >= self.programs:
+            raise StreamError(
+                f"memory_bytes: it leaves {self.programs} bytes for the program, and "
+                f"writing its values to drives takes {num_bytes}; raise memory_bytes"
+            )
+        return replace(self, programs=self.programs - num_bytes)
 
 
 def store_memory_bytes(memory_bytes: int) -> int:

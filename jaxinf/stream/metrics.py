@@ -18,8 +18,11 @@ class StreamMetrics:
         program before it had used them.
       spilled_memory_bytes, spilled_drive_bytes: Bytes of gradients that waited for the
         last one, in memory and in a file.
+      offloaded_drive_bytes: Bytes of activations that were on a drive meanwhile,
+        written once and read once.
       prefetch_hit_rate: Share of the reads that had ended when a program asked.
       waited_params_s: Time that programs waited for params.
+      waited_values_s: Time that the host waited for activations to be written or read.
       waited_device_s: Time that the host waited for programs.
       waited_updates_s: Time that the step waited for the store: for the commit of the
         step before, for room for gradients, and for updates after the last gradient.
@@ -30,8 +33,10 @@ class StreamMetrics:
     fetched_memory_bytes: int
     spilled_memory_bytes: int
     spilled_drive_bytes: int
+    offloaded_drive_bytes: int
     prefetch_hit_rate: float
     waited_params_s: float
+    waited_values_s: float
     waited_device_s: float
     waited_updates_s: float
     dispatched_s: float

@@ -4,12 +4,13 @@ Invariant: the same jaxpr and the same cuts give the same programs, in every pro
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from jaxinf.errors import StreamError
+from jaxinf.stream.absences import fitted, least_offloaded_bytes
 from jaxinf.stream.calls import Calls, Policy, make_calls
 from jaxinf.stream.classify import classify
 from jaxinf.stream.cut import choose_cuts
@@ -57,6 +58,22 @@ class Plan:
         return plan_text(
             self.traced, self.programs, self.calls, self.policy, self.peak_bytes
         )
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether values may be on a drive for a part of a step."""
+        return self.policy == "offload"
+
+    def fitted(self, budget_bytes: int, temp_bytes: Mapping[str, int]) -> "Plan":
+        """Returns the plan with as many values on a drive as the budget needs.
+
+        Args:
+          budget_bytes: Memory for a step's programs; at least `peak_bytes`.
+          temp_bytes: Temporaries of the compiled programs by key.
+        """
+        calls = fitted(self.calls, budget_bytes, temp_bytes)
+        peak = calls.peak_bytes(temp_bytes)
+        return replace(self, calls=calls, peak_bytes=peak)
 
     @property
     def distinct(self) -> tuple[Program, ...]:
@@ -154,7 +171,9 @@ class Prepared:
         """Makes the plan with given cuts."""
         programs = make_programs(self.lifetimes, cuts, self.keys)
         calls = make_calls(self.lifetimes.graph, programs, policy)
-        peak = calls.peak_bytes()
+        peak = (
+            least_offloaded_bytes(calls) if policy == "offload" else calls.peak_bytes()
+        )
         return Plan(self.traced, tuple(cuts), programs, calls, policy, peak)
 
     def _refusal(self, needed_bytes: int, best: Plan, budget_bytes: int) -> str:
@@ -162,10 +181,13 @@ class Prepared:
         sizes = self.lifetimes.sizes
         pieces = sorted(set(worst.pieces), key=lambda p: -sizes[p])[:4]
         named = ", ".join(f"{self._name(p)} ({sizes[p]} bytes)" for p in pieces)
+        lives = best.calls.lives.values()
+        value_bytes = max((life.num_bytes for life in lives), default=0)
         return (
             f"memory_bytes: it leaves {budget_bytes} bytes for params, values and "
             f"temporaries of the program, whose smallest cut takes {needed_bytes}, "
-            f"with {named}; raise memory_bytes by {needed_bytes - budget_bytes}, or "
+            f"with {named}; the largest value between programs has {value_bytes} "
+            f"bytes; raise memory_bytes by {needed_bytes - budget_bytes}, or "
             "give a smaller batch"
         )
 
@@ -177,6 +199,8 @@ class Prepared:
 
 def least_bytes(plan: Plan) -> int:
     """The memory that a plan takes at least: that without temporaries."""
+    if plan.is_offloaded:
+        return least_offloaded_bytes(plan.calls, defaultdict(int))
     return plan.calls.peak_bytes(defaultdict(int))
 
 

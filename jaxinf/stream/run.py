@@ -13,13 +13,21 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
+from jaxinf.stream.absences import least_offloaded_bytes
 from jaxinf.stream.calls import Call, Slot
 from jaxinf.stream.graph import Batch, Const, Number, Origin, Piece, Seed
 from jaxinf.stream.plan import Plan
 from jaxinf.stream.programs import compile_program
+from jaxinf.stream.values import Values
 from jaxinf.typing import PyTree
 
-__all__ = ["Executables", "Runner", "compile_plan", "compiled_bytes"]
+__all__ = [
+    "Executables",
+    "Runner",
+    "compile_plan",
+    "compiled_bytes",
+    "compiled_temp_bytes",
+]
 
 MAX_IN_FLIGHT = 2
 
@@ -47,11 +55,18 @@ def compile_plan(plan: Plan, executables: Executables) -> Mapping[str, Any]:
 
 def compiled_bytes(plan: Plan, executables: Executables) -> int:
     """Returns the memory of a step, with temporaries as reported by XLA; blocks."""
-    temps = {
+    temps = compiled_temp_bytes(plan, executables)
+    if plan.is_offloaded:
+        return least_offloaded_bytes(plan.calls, temps)
+    return plan.calls.peak_bytes(temps)
+
+
+def compiled_temp_bytes(plan: Plan, executables: Executables) -> Mapping[str, int]:
+    """Returns the temporaries of a plan's programs as reported by XLA; blocks."""
+    return {
         key: executable.memory_analysis().temp_size_in_bytes
         for key, executable in compile_plan(plan, executables).items()
     }
-    return plan.calls.peak_bytes(temps)
 
 
 class Runner:
@@ -61,6 +76,7 @@ class Runner:
       plan: The plan.
       executables: As for `compile_plan`.
       record: Takes the times between which each call ran, by `time.perf_counter`.
+      values: Holds values between calls; by default in memory.
 
     Attributes:
       dispatched_s: Time that the last step took to hand programs to the device.
@@ -72,8 +88,10 @@ class Runner:
         plan: Plan,
         executables: Executables | None = None,
         record: Callable[[float, float], None] = lambda began_s, ended_s: None,
+        values: Values | None = None,
     ) -> None:
         self.plan = plan
+        self.values = Values() if values is None else values
         self.waited_s = 0.0
         self._record = record
         self._executables = compile_plan(
@@ -104,7 +122,7 @@ class Runner:
           The loss and aux.
         """
         leaves = [jax.numpy.asarray(leaf) for leaf in jax.tree.leaves(batch)]
-        slots: dict[Slot, jax.Array] = {}
+        values = self.values
         in_flight = self._in_flight
         self.dispatched_s = self.waited_s = ended_s = 0.0
 
@@ -115,29 +133,29 @@ class Runner:
                 self._await(output)
             began_s, ended_s = max(called_s, ended_s), time.perf_counter()
             self._record(began_s, ended_s)
+            values.done(number)
             done(number)
 
         for number, call in enumerate(self.plan.calls.calls):
             if len(in_flight) == MAX_IN_FLIGHT:
                 await_first()
-            outputs = self._call(number, call, leaves, slots, fetch)
+            values.before(number)
+            outputs = self._call(number, call, leaves, fetch)
             called_s = time.perf_counter()
             fence = self.plan.calls.fences[number]
             if fence is None:  # the next call may reuse the memory of all outputs
                 self._await(outputs)
             output = None if fence is None else outputs[fence]
             in_flight.append((number, called_s, output))
-            for slot, output in zip(call.outputs, outputs, strict=True):
-                if slot is not None:
-                    slots[slot] = output
-            for slot in call.drops:
-                del slots[slot]
+            values.put(call.outputs, outputs)
+            values.after(number, call.drops)
             for piece, i in call.gradients:
                 hand_out(piece, outputs[i])
             del outputs, output
         while in_flight:
             await_first()
-        loss, *aux = (slots[slot] for slot in self.plan.calls.results)
+        loss, *aux = (values[slot] for slot in self.plan.calls.results)
+        values.reset()
         return loss, self.plan.traced.aux_tree.unflatten(aux)
 
     def settle(self) -> None:
@@ -146,6 +164,7 @@ class Runner:
             *_, output = self._in_flight.popleft()
             with contextlib.suppress(RuntimeError):  # the step's own error is raised
                 jax.block_until_ready(output)
+        self.values.reset()
 
     def _await(self, outputs: Any) -> None:
         began_s = time.perf_counter()
@@ -157,13 +176,12 @@ class Runner:
         number: int,
         call: Call,
         batch: Sequence[jax.Array],
-        slots: Mapping[Slot, jax.Array],
         fetch: Callable[[int, Piece], Any],
     ) -> Sequence[jax.Array]:
         def read(ref: Origin | Slot) -> Any:
             match ref:
                 case Slot():
-                    return slots[ref]
+                    return self.values[ref]
                 case Piece():
                     return fetch(number, ref)
                 case Batch():

@@ -4,29 +4,25 @@ Invariant: a value comes back with the same bits. The file has no name, so it di
 with the process, however that ends.
 """
 
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 import numpy as np
 
+from jaxinf.activations import PART_BYTES, Place, Scratch, aligned, raw_bytes
 from jaxinf.io import ByteMeters
-from jaxinf.io.failures import translated
 from jaxinf.stream.graph import Piece
 from jaxinf.typing import Array
 
 __all__ = ["Spill"]
 
-_PIECE_BYTES = 8 << 20
-
 
 @dataclass(frozen=True)
 class _OnFile:
-    """The place of a value in the file."""
+    """A value in the file."""
 
-    offset_bytes: int
+    place: Place
     shape: tuple[int, ...]
     dtype: np.dtype
 
@@ -40,19 +36,18 @@ class Spill:
       meters: Counters of the bytes on the drive.
 
     Attributes:
-      written_bytes: Bytes written to the file since `reset`.
+      written_bytes: Bytes written to the file since `reset`, in whole pages.
       kept_bytes: Bytes kept in memory since `reset`.
     """
 
     def __init__(
         self, folder: Path, capacity_bytes: int, meters: ByteMeters | None = None
     ) -> None:
-        self._folder = folder
-        self._meters = ByteMeters() if meters is None else meters
+        self._scratch = Scratch([folder], meters, content="gradients")
+        self._bounce: Array | None = None
         self._capacity_bytes = capacity_bytes
         self._held: dict[Piece, jax.Array | Array | _OnFile] = {}
         self._held_bytes = 0
-        self._file: int | None = None
         self.written_bytes = self.kept_bytes = 0
 
     def put(self, key: Piece, value: jax.Array | Array) -> None:
@@ -84,44 +79,28 @@ class Spill:
     def reset(self) -> None:
         """Drops all values and reuses the file's space."""
         self._held.clear()
+        self._scratch.reset()
         self._held_bytes = self.written_bytes = self.kept_bytes = 0
 
     def close(self) -> None:
         """Drops everything, and the file; idempotent."""
         self.reset()
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        self._bounce = None
+        self._scratch.close()
 
     def _write(self, value: Array) -> _OnFile:
-        place = _OnFile(self.written_bytes, value.shape, value.dtype)
-        raw = value.reshape(-1).view(np.uint8)
-        with translated("spilling a gradient", self._folder):
-            if self._file is None:
-                descriptor, name = tempfile.mkstemp(prefix="spill-", dir=self._folder)
-                os.unlink(name)
-                self._file = descriptor
-            for start in range(0, raw.size, _PIECE_BYTES):
-                piece = raw[start : start + _PIECE_BYTES].data
-                while piece:
-                    at = place.offset_bytes + start
-                    count = os.pwrite(self._file, piece, at)
-                    piece, start = piece[count:], start + count
-        self.written_bytes += raw.size
-        self._meters.add(drive_write_bytes=raw.size)
-        return place
+        place = self._scratch.allocate(value.nbytes)
+        self._scratch.reserve()
+        if self._bounce is None:
+            self._bounce = aligned(PART_BYTES)
+        for part in place.parts:
+            self._scratch.write(part, raw_bytes(value), self._bounce)
+        self.written_bytes += place.num_bytes
+        return _OnFile(place, value.shape, value.dtype)
 
-    def _read(self, place: _OnFile) -> Array:
-        assert self._file is not None
-        out = np.empty(place.shape, place.dtype)
-        raw = out.reshape(-1).view(np.uint8)
-        with translated("reading a spilled gradient", self._folder):
-            done = 0
-            while done < raw.size:
-                piece = raw[done : done + _PIECE_BYTES]
-                count = os.preadv(self._file, [piece.data], place.offset_bytes + done)
-                if not count:
-                    raise OSError("the file ends before the value does")
-                done += count
-        self._meters.add(drive_read_bytes=raw.size)
-        return out
+    def _read(self, held: _OnFile) -> Array:
+        memory = aligned(held.place.num_bytes)
+        for part in held.place.parts:
+            self._scratch.read(part, memory)
+        num_bytes = held.dtype.itemsize * int(np.prod(held.shape, dtype=np.int64))
+        return memory[:num_bytes].view(held.dtype).reshape(held.shape)

@@ -21,12 +21,13 @@ import jax
 import numpy as np
 import optax
 
+from jaxinf.activations import CacheCounts, Scratch, writing_bytes
 from jaxinf.compress import TopK
 from jaxinf.engine import ParamsReader, Store, Training, describe, open_store
 from jaxinf.errors import StreamError
 from jaxinf.io import ByteCounts
 from jaxinf.program import trace_init, trace_update
-from jaxinf.stream.calls import Policy
+from jaxinf.stream.calls import POLICIES, Policy
 from jaxinf.stream.deferred import Deferred
 from jaxinf.stream.fetch import (
     FetchCounts,
@@ -49,7 +50,12 @@ from jaxinf.stream.memory import (
 from jaxinf.stream.metrics import StreamMetrics
 from jaxinf.stream.places import Places, Unit, shard_counts
 from jaxinf.stream.plan import Plan, Prepared, least_bytes, prepare
-from jaxinf.stream.run import Executables, Runner, compiled_bytes
+from jaxinf.stream.run import (
+    Executables,
+    Runner,
+    compiled_bytes,
+    compiled_temp_bytes,
+)
 from jaxinf.stream.spill import Spill
 from jaxinf.stream.trace import abstract, check_params
 from jaxinf.stream.traffic import planned_traffic, reads_params, spilled_bytes
@@ -58,6 +64,7 @@ from jaxinf.stream.updates import (
     Updates,
     check_program,
 )
+from jaxinf.stream.values import Offloaded, Values
 from jaxinf.stream.windows import HostWindow
 from jaxinf.typing import Array, JsonValue, PathLikeStr, PyTree
 
@@ -97,7 +104,8 @@ def stream(
         the memory that the process has before.
       has_aux: Whether the loss comes with a second result.
       policy: ``"recompute"`` computes activations again for the backward pass, segment
-        by segment; ``"keep"`` keeps them in memory. The bits are the same.
+        by segment; ``"keep"`` keeps them in memory; ``"offload"`` keeps as many as
+        `memory_bytes` allows, and the others on the drive. The bits are the same.
       replan: Whether to replace a kept plan that does not fit.
       nonfinite: The effect of a gradient with NaN or Inf: ``"error"``, ``"skip"`` or
         ``"allow"``, as for `jaxinf.smart_update`.
@@ -127,8 +135,8 @@ def stream(
             )
     assert tx is not None
     assert store is not None
-    if policy not in ("recompute", "keep"):
-        raise ValueError(f"policy={policy!r}: expected 'recompute' or 'keep'")
+    if policy not in POLICIES:
+        raise ValueError(f"policy={policy!r}: expected one of {', '.join(POLICIES)}")
     if nonfinite not in ("error", "skip", "allow"):
         raise ValueError(
             f'nonfinite={nonfinite!r}: expected "error", "skip" or "allow"'
@@ -216,6 +224,7 @@ class StreamedStep:
         self._bound: dict[Any, _Bound] = {}
         self._last: _Bound | None = None
         self._waited_s = 0.0  # in the last step, for the store
+        self._values = CacheCounts()
         self._num_skipped = 0
         self._executables: Executables = {}
         self._interrupts = Interrupts()
@@ -332,10 +341,12 @@ class StreamedStep:
         self._waited_s = time.perf_counter() - began_s
         bound.fetcher.counts = FetchCounts()
         bound.updates.waited_s = 0.0
+        bound.runner.values.counts()
         with self._interrupts.held_back():
             bound.updates.begin()
             try:
                 loss, aux = self._run(bound, batch)
+                self._values = bound.runner.values.counts()
                 self._waited_s += bound.updates.waited_s
                 began_s = time.perf_counter()
                 has_advanced = bound.updates.finish(self._interrupts.check)
@@ -391,7 +402,15 @@ class StreamedStep:
         division = divide(
             options.memory_bytes, training.opened.limit_memory(0), largest
         )
+        scratch = Scratch(self._drives(), training.opened.meters)
+        if options.policy == "offload":
+            division = division.without(writing_bytes(scratch.num_drives))
         plan = self._plan(ready, division)
+        values = Values()
+        if plan.is_offloaded:
+            temps = compiled_temp_bytes(plan, self._executables)
+            plan = plan.fitted(division.programs, temps)
+            values = Offloaded(plan.calls, scratch)
         training.opened.limit_memory(division.ring)
         calls = plan.calls.calls
         fetches = fetches_of(calls, places)
@@ -432,13 +451,14 @@ class StreamedStep:
             fetches,
             {places.unit(piece) for piece in ready.gradient_pieces},
             program,
-            spilled_bytes(sizes, spilled) if is_deferred else 0,
+            values.num_bytes + (spilled_bytes(sizes, spilled) if is_deferred else 0),
         )
         return _Bound(
             Runner(
                 plan,
                 self._executables,
                 partial(training.opened.timeline.add, "program"),
+                values,
             ),
             fetcher,
             updates,
@@ -451,6 +471,13 @@ class StreamedStep:
         folder = self.store.path / "stream"
         folder.mkdir(exist_ok=True)
         return folder
+
+    def _drives(self) -> list[Path]:
+        """A folder on each of the store's drives."""
+        directory = self.store.training.opened.directory
+        if not directory.manifest.csds:
+            return [self._folder()]
+        return [directory.csd_directory(csd) for csd in range(directory.num_csds)]
 
     def _plan(self, ready: Prepared, division: Division) -> Plan:
         budget, policy = division.programs, self._options.policy
@@ -485,15 +512,17 @@ class StreamedStep:
         bound = self._last
         if bound is None:
             return None
-        counts = bound.fetcher.counts
+        counts, values = bound.fetcher.counts, self._values
         in_memory, on_drive = bound.updates.spilled_bytes
         return StreamMetrics(
             fetched_drive_bytes=counts.num_bytes,
             fetched_memory_bytes=bound.reused_bytes,
             spilled_memory_bytes=in_memory,
             spilled_drive_bytes=on_drive,
+            offloaded_drive_bytes=values.num_written_bytes,
             prefetch_hit_rate=counts.hit_rate,
             waited_params_s=counts.waited_s,
+            waited_values_s=values.waited_s,
             waited_device_s=bound.runner.waited_s,
             waited_updates_s=self._waited_s,
             dispatched_s=bound.runner.dispatched_s,
@@ -526,6 +555,7 @@ class StreamedStep:
 
     def _close_bound(self) -> None:
         for bound in self._bound.values():
+            bound.runner.values.close()
             bound.fetcher.close()
             bound.updates.close()
 

@@ -32,7 +32,7 @@ def planned_traffic(
       fetches: The reads of params.
       units: The units that are updated.
       program: The optimizer.
-      spilled: Bytes of gradients that are written to the drive and read back.
+      spilled: Bytes of gradients and activations that are written and read back.
     """
     read = written = spilled
     taken = {fetch.unit for fetch in fetches if fetch.gradient is not None}
@@ -64,7 +64,7 @@ def reads_params(opened: OpenStore, unit: Unit, program: UpdateProgram) -> bool:
 
 
 def spilled_bytes(gradients: Iterable[int], capacity_bytes: int) -> int:
-    """Bytes of gradients beyond the memory for them.
+    """Bytes on the drive, in whole pages, of gradients beyond the memory for them.
 
     Args:
       gradients: Bytes of each, in the order in which they are handed out.
@@ -75,7 +75,7 @@ def spilled_bytes(gradients: Iterable[int], capacity_bytes: int) -> int:
         if held + num_bytes <= capacity_bytes:
             held += num_bytes
         else:
-            spilled += num_bytes
+            spilled += page_ceil(num_bytes)
     return spilled
 
 

@@ -88,7 +88,8 @@ class TrainConfig(DataOptions):
     memory: Annotated[int | None, ByteSize, _shown("BYTES", "none")] = None
 
     # For --mode stream. recompute: activations are computed again for the backward
-    # pass. keep: they stay in memory. The bits are the same.
+    # pass. keep: they stay in memory. offload: those that --memory has no room for are
+    # on the drive meanwhile. The bits are the same.
     policy: Policy = "recompute"
 
     # For --mode stream: replace a plan kept in the store that does not fit --memory.

@@ -1,0 +1,140 @@
+"""Chooses the values that are on a drive for a part of a step, by next use.
+
+Invariant: a step's memory is as planned at every call, however fast the drive is: a
+value's memory is free from one given call to another.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinf.stream.calls import Absence, Calls, Life, Slot
+
+__all__ = ["SMALL_BYTES", "fitted", "least_offloaded_bytes"]
+
+SMALL_BYTES = 64 << 10
+"""Smaller values stay in memory."""
+
+# Calls from the one after which a value is written to the first that has its memory:
+# the value is computed, then written beside another call.
+_WRITING = 2
+
+
+@dataclass(frozen=True, eq=False)
+class _Candidate:
+    """A value that may leave between two calls that use it."""
+
+    slot: Slot
+    life: Life
+    last: int
+    needed: int
+
+    @property
+    def positions(self) -> slice:
+        """Calls that run while the value may be absent."""
+        return slice(self.last + _WRITING - 1, self.needed - 1)
+
+
+def least_offloaded_bytes(
+    calls: Calls, temp_bytes: Mapping[str, int] | None = None
+) -> int:
+    """The least peak memory of a step; arguments as for `Calls.peak_bytes`."""
+    return int(_least(calls, temp_bytes, _candidates(calls)).max(initial=0))
+
+
+def fitted(
+    calls: Calls, budget_bytes: int, temp_bytes: Mapping[str, int] | None = None
+) -> Calls:
+    """Returns the calls with as few absences as the budget needs.
+
+    Of the values in memory the one that is needed last leaves (Belady's rule). Values
+    come back in the order of their use, as early as the budget allows. The result
+    exceeds a budget below `least_offloaded_bytes`.
+
+    Args:
+      calls: Calls without absences.
+      budget_bytes: The most memory of a step, as in `Calls.peak_bytes`.
+      temp_bytes: As for `Calls.peak_bytes`.
+    """
+    calls = replace(calls, absences={})
+    used = np.array(calls.call_bytes(temp_bytes), np.int64)
+    candidates = _candidates(calls)
+    left = _leave(used, candidates, budget_bytes)
+    return replace(calls, absences=_return(used, left, budget_bytes))
+
+
+def _leave(
+    used: np.ndarray, candidates: list[_Candidate], budget_bytes: int
+) -> dict[_Candidate, int]:
+    """The first position at which each chosen value is absent; updates `used`."""
+    left: dict[_Candidate, int] = {}
+    for position in range(len(used)):
+        if used[position] <= budget_bytes:
+            continue
+        ranked = sorted(
+            (
+                one
+                for one in candidates
+                if one not in left
+                and one.positions.start <= position < one.positions.stop
+            ),
+            key=lambda one: (one.needed, one.life.num_bytes, -one.slot.number),
+        )
+        while ranked and used[position] > budget_bytes:
+            one = ranked.pop()
+            left[one] = position
+            used[position : one.positions.stop] -= one.life.num_bytes
+    return left
+
+
+def _return(
+    used: np.ndarray, left: Mapping[_Candidate, int], budget_bytes: int
+) -> dict[Slot, Absence]:
+    """Lets values come back as early as there is room, in the order of their use."""
+    absences: dict[Slot, Absence] = {}
+    earliest = 0
+    for one, start in sorted(left.items(), key=lambda item: item[0].needed):
+        stop = one.positions.stop
+        back = stop
+        while back > max(start + 1, earliest):
+            if used[back - 1] + one.life.num_bytes > budget_bytes:
+                break
+            back -= 1
+        used[back:stop] += one.life.num_bytes
+        earliest = max(earliest, back)
+        absences[one.slot] = Absence(one.last, start + 1, back + 1, one.needed)
+    return absences
+
+
+def _least(
+    calls: Calls, temp_bytes: Mapping[str, int] | None, candidates: list[_Candidate]
+) -> np.ndarray:
+    used = np.array(calls.call_bytes(temp_bytes), np.int64)
+    for one in candidates:
+        used[one.positions] -= one.life.num_bytes
+    return used
+
+
+def _candidates(calls: Calls) -> list[_Candidate]:
+    """Values that may leave: neither small, nor results, nor handed to others."""
+    pinned: set[object] = set(calls.results)
+    for call in calls.calls:
+        pinned.update(call.outputs[i] for _, i in call.gradients)
+        pinned.update(call.inputs[i] for i in calls.donated[call.program.key])
+    found = []
+    for slot, life in calls.lives.items():
+        if slot in pinned or life.num_bytes < SMALL_BYTES:
+            continue
+        if jnp.issubdtype(life.aval.dtype, jax.dtypes.extended):
+            continue
+        uses = [life.made, *life.reads]
+        last, needed = max(
+            pairwise(uses), key=lambda gap: gap[1] - gap[0], default=(0, 0)
+        )
+        if needed - last > _WRITING:
+            found.append(_Candidate(slot, life, last, needed))
+    return found

@@ -1,0 +1,167 @@
+"""The values of a step between the calls that make and read them.
+
+    call a makes v ─► … ─► written ─► gone … back ─► call b reads v
+                              memory is free in between
+
+Invariant: a value that was on a drive has the bits that it left with.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import jax
+
+from jaxinf.activations import Cache, CacheCounts, Scratch
+from jaxinf.stream.calls import Calls, Slot
+
+__all__ = ["Offloaded", "Values"]
+
+
+class Values:
+    """All values are in memory. Used from one thread.
+
+    Attributes:
+      num_bytes: Bytes that are written to drives in a step, and read again.
+    """
+
+    num_bytes = 0
+
+    def __init__(self) -> None:
+        self._held: dict[Slot, jax.Array] = {}
+
+    def __getitem__(self, slot: Slot) -> jax.Array:
+        return self._held[slot]
+
+    def before(self, number: int) -> None:
+        """Makes ready what the call of that number needs; may block."""
+
+    def put(self, slots: Sequence[Slot | None], outputs: Sequence[jax.Array]) -> None:
+        """Takes a call's outputs, those that have a slot."""
+        for slot, output in zip(slots, outputs, strict=True):
+            if slot is not None:
+                self._held[slot] = output
+
+    def after(self, number: int, drops: Sequence[Slot]) -> None:
+        """Drops what no call after that of this number reads."""
+        for slot in drops:
+            del self._held[slot]
+
+    def done(self, number: int) -> None:
+        """Notes that a call has run and reads nothing more."""
+
+    def reset(self) -> None:
+        """Drops everything; no call may be under way."""
+        self._held.clear()
+
+    def counts(self) -> CacheCounts:
+        """Returns the traffic of values since the last call."""
+        return CacheCounts()
+
+    def close(self) -> None:
+        """Frees memory and files; idempotent."""
+        self.reset()
+
+
+class Offloaded(Values):
+    """Some values are on a drive for a part of the step, as the calls' absences say.
+
+    Args:
+      calls: The calls of a step.
+      scratch: Files for the values; closed with this.
+
+    Attributes:
+      num_bytes: As for `Values`.
+      cache: The values on their way.
+    """
+
+    def __init__(self, calls: Calls, scratch: Scratch) -> None:
+        super().__init__()
+        self._scratch = scratch
+        absences = calls.absences
+        self._absences = absences
+        self._avals = {slot: calls.lives[slot].aval for slot in absences}
+        scratch.reset()
+        places = {
+            slot: scratch.allocate(calls.lives[slot].num_bytes) for slot in absences
+        }
+        scratch.reserve()
+        self.num_bytes = sum(place.num_bytes for place in places.values())
+        sizes = {slot: place.num_bytes for slot, place in places.items()}
+        ends = {slot: calls.lives[slot].reads[-1] for slot in absences}
+        self.cache = Cache(scratch, places, _most_back(calls, sizes))
+        in_order = sorted(absences.items(), key=lambda item: item[1].needed)
+        self._writes = _by_call((s, one.written) for s, one in in_order[::-1])
+        self._gone = _by_call((s, one.gone) for s, one in in_order)
+        self._back = _by_call((s, one.back) for s, one in in_order)
+        self._ends = _by_call(ends.items())
+        self._away: set[Slot] = set()
+
+    def __getitem__(self, slot: Slot) -> jax.Array:
+        if slot in self._away and slot not in self._held:
+            self._held[slot] = self._taken(slot)
+        return self._held[slot]
+
+    def before(self, number: int) -> None:
+        """Waits for values that must be gone, and starts to read others."""
+        for slot in self._gone.get(number, ()):
+            self.cache.gone(slot)
+        for slot in self._back.get(number, ()):
+            self.cache.bring(slot)
+
+    def after(self, number: int, drops: Sequence[Slot]) -> None:
+        """Drops values, and starts to write others."""
+        super().after(number, drops)
+        for slot in self._writes.get(number, ()):
+            self.cache.leave(slot, self._held.pop(slot))
+            self._away.add(slot)
+
+    def done(self, number: int) -> None:
+        """Frees memory that the call of that number was the last to read."""
+        for slot in self._ends.get(number, ()):
+            self._away.discard(slot)
+            self.cache.release(slot)
+
+    def reset(self) -> None:
+        """Drops everything; blocks until no transfer is under way."""
+        super().reset()
+        self._away.clear()
+        self.cache.reset()
+
+    def counts(self) -> CacheCounts:
+        """Returns the traffic of values since the last call."""
+        return self.cache.take_counts()
+
+    def close(self) -> None:
+        """Frees memory and ends the threads; idempotent."""
+        super().close()
+        self.cache.close()
+        self._scratch.close()
+
+    def _taken(self, slot: Slot) -> jax.Array:
+        raw, value = self.cache.take(slot)
+        if raw is None:
+            return value
+        aval = self._avals[slot]
+        num_bytes = aval.size * aval.dtype.itemsize
+        array = raw[:num_bytes].view(aval.dtype).reshape(aval.shape)
+        return jax.device_put(array)
+
+
+def _by_call(pairs: Iterable[tuple[Slot, int]]) -> Mapping[int, list[Slot]]:
+    found: defaultdict[int, list[Slot]] = defaultdict(list)
+    for slot, number in pairs:
+        found[number].append(slot)
+    return found
+
+
+def _most_back(calls: Calls, sizes: Mapping[Slot, int]) -> int:
+    """The most memory, in whole pages, of values that have come back."""
+    change = [0] * (len(calls.calls) + 3)
+    for slot, absence in calls.absences.items():
+        change[absence.back] += sizes[slot]
+        change[calls.lives[slot].reads[-1] + 2] -= sizes[slot]
+    peak = held = 0
+    for delta in change:
+        held += delta
+        peak = max(peak, held)
+    return peak

@@ -1,0 +1,279 @@
+"""Values that wait on a drive: bits, memory as planned, traffic, failures."""
+
+import errno
+import os
+from collections import defaultdict
+
+import jax
+import numpy as np
+import optax
+import pytest
+from streaming import assert_same_bits, prepared, streamed
+from zoo import ZOO
+
+import jaxinf
+from jaxinf.activations import Scratch
+from jaxinf.errors import StoreIOError, StoreSpaceError, StreamError
+from jaxinf.stream import absences
+from jaxinf.stream.absences import fitted, least_offloaded_bytes
+from jaxinf.stream.plan import Plan
+from jaxinf.stream.run import Runner, compiled_temp_bytes
+from jaxinf.stream.values import Offloaded
+
+CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
+TX = optax.adam(1e-2)
+
+
+@pytest.fixture(autouse=True)
+def small_values_leave(monkeypatch):
+    monkeypatch.setattr(absences, "SMALL_BYTES", 1)
+
+
+def plans(ready, policies=("keep", "offload")):
+    cuts = ready.plan(ready.smallest_bytes() * 3 // 2).cuts
+    return [ready.plan_of(cuts, policy) for policy in policies]
+
+
+LONG = ("linen", "linen_dropout", "linen_remat", "linen_scan", "conv_batch_norm")
+LONG += ("linen_scan_remat_dropout", "gpt2_bfloat16", "nnx_batch_norm", "haiku")
+LONG += ("equinox_cast_first", "moe_map", "scan_nested", "stack_by_index", "u_net")
+LONG += (
+    "gpt2_nano",
+    "scan_twice_cast",
+    "fori_loop",
+    "recurrent",
+    "micro_batches",
+    "vmapped_heads",
+    "moe_cond",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.long] if n in LONG else []) for n in ZOO],
+)
+def test_bits_are_those_of_keep(name, tmp_path):
+    program = ZOO[name]()
+    keep, offload = plans(prepared(program))
+    executables = {}
+    expected = streamed(program, keep, executables)
+    temps = compiled_temp_bytes(offload, executables)
+    least = least_offloaded_bytes(offload.calls, temps)
+    most = offload.calls.peak_bytes(temps)
+    for budget in {least, (least + most) // 2}:
+        plan = offload.fitted(budget, temps)
+        assert plan.peak_bytes <= budget
+        values = Offloaded(plan.calls, Scratch([tmp_path]))
+        for _ in range(2):  # the second step reuses the files
+            found = streamed(program, plan, executables, values=values)
+            assert_same_bits(found, expected)
+        counts = values.counts()
+        sizes = [plan.calls.lives[slot].num_bytes for slot in plan.calls.absences]
+        assert counts.num_written_bytes == counts.num_read_bytes == 2 * sum(sizes)
+        values.close()
+    assert not list(tmp_path.iterdir())
+
+
+class Metered(Offloaded):
+    """Counts the bytes of values in memory at each call."""
+
+    def __init__(self, calls, scratch):
+        super().__init__(calls, scratch)
+        self.sizes = {slot: life.num_bytes for slot, life in calls.lives.items()}
+        self.in_memory, self.found, self.ended = set(), {}, set()
+
+    def before(self, number):
+        super().before(number)
+        self.in_memory -= set(self._gone.get(number, ()))
+        self.in_memory |= set(self._back.get(number, ()))
+        self.found[number - 1] = sum(self.sizes[slot] for slot in self.in_memory)
+
+    def put(self, slots, outputs):
+        super().put(slots, outputs)
+        self.coming = [slot for slot in slots if slot is not None]
+
+    def after(self, number, drops):
+        super().after(number, drops)
+        # What was dropped is freed, and what was made counts, when the call has run.
+        self.in_memory -= self.ended
+        self.in_memory |= set(self.made_before)
+        self.made_before, self.ended = self.coming, set(drops)
+
+    made_before = ()
+
+
+def test_memory_is_as_planned(tmp_path):
+    program = ZOO["l2_penalty"](depth=8)
+    offload = plans(prepared(program))[1]
+    temps = compiled_temp_bytes(offload, executables := {})
+    least = least_offloaded_bytes(offload.calls, temps)
+    plan = offload.fitted(least, temps)
+    values = Metered(plan.calls, Scratch([tmp_path]))
+    streamed(program, plan, executables, values=values)
+    held = plan.calls.held_bytes()
+    found = [values.found[n] for n in range(len(held) - 1)]
+    assert max(found) == pytest.approx(max(held), rel=0.02)
+    assert max(held) < 0.7 * max(offload.calls.held_bytes())
+    values.close()
+
+
+def test_the_value_needed_last_leaves_first():
+    calls = plans(prepared(ZOO["gpt2_nano"]()))[1].calls
+    none = defaultdict(int)
+    most = calls.peak_bytes(none)
+    assert not fitted(calls, most, none).absences
+    one = fitted(calls, most - 1, none).absences
+    needed = {slot: absence.needed for slot, absence in one.items()}
+    others = [
+        life.reads[-1]
+        for slot, life in calls.lives.items()
+        if slot not in needed and life.reads and life.made == 0
+    ]
+    assert needed
+    assert max(needed.values()) >= max(others)
+    for absence in one.values():
+        assert absence.written + 2 <= absence.gone < absence.back <= absence.needed
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
+def test_values_come_back_in_the_order_of_use(share):
+    calls = plans(prepared(ZOO["l2_penalty"](depth=8)))[1].calls
+    none = defaultdict(int)
+    least, most = least_offloaded_bytes(calls, none), calls.peak_bytes(none)
+    found = fitted(calls, int(least + share * (most - least)), none)
+    assert found.peak_bytes(none) <= int(least + share * (most - least))
+    ordered = sorted(found.absences.values(), key=lambda one: one.needed)
+    assert [one.back for one in ordered] == sorted(one.back for one in ordered)
+
+
+# --- with a store ------------------------------------------------------------------
+
+
+@pytest.fixture
+def everything_leaves(monkeypatch):
+    """Lets every value leave that can, although the budget has room."""
+    real = Plan.fitted
+    monkeypatch.setattr(Plan, "fitted", lambda self, _, temps: real(self, 0, temps))
+
+
+def opened(open_store, name, policy, program, tx=TX, **options):
+    step = jaxinf.stream(
+        program.loss,
+        tx,
+        open_store(name, **CHUNKS, **options),
+        memory_bytes=256 << 20,
+        policy=policy,
+    )
+    step.load(program.params, batch=program.batch)
+    return step
+
+
+def losses(step, program, num_steps):
+    return [float(step(program.batch)[0]) for _ in range(num_steps)]
+
+
+def assert_same_params(step, other, program):
+    found, expected = (s.store.params(like=program.params) for s in (step, other))
+    for one, two in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.parametrize("num_csds", [0, 2])
+def test_training_is_that_of_keep(open_store, everything_leaves, place, num_csds):
+    program = ZOO["l2_penalty"]()
+    csds = [place / f"csd{i}" for i in range(num_csds)]
+    for csd in csds:
+        csd.mkdir()
+    options = {"csds": csds} if csds else {}
+    offload = opened(open_store, "offload", "offload", program, **options)
+    keep = opened(open_store, "keep", "keep", program)
+    assert losses(offload, program, 3) == losses(keep, program, 3)
+    assert_same_params(offload, keep, program)
+    assert offload.metrics.offloaded_drive_bytes > 0
+    assert not keep.metrics.offloaded_drive_bytes
+    assert [path.suffix for path in (offload.store.path / "stream").iterdir()] == [
+        ".json"
+    ]
+
+
+def test_the_meters_show_the_planned_traffic(open_store, everything_leaves):
+    program = ZOO["scan_remat_reverse"]()
+    step = opened(open_store, "store", "offload", program)
+    losses(step, program, 3)
+    step.store.wait()
+    found, planned = step.store.metrics.traffic, step.traffic
+    assert found.drive_read_bytes == planned.drive_read_bytes
+    assert found.drive_write_bytes == planned.drive_write_bytes
+
+
+@pytest.mark.parametrize(
+    ("call", "code", "kind"),
+    [("pwritev", errno.ENOSPC, StoreSpaceError), ("preadv", errno.EIO, StoreIOError)],
+)
+def test_a_drive_that_fails_in_mid_step(
+    open_store, everything_leaves, monkeypatch, call, code, kind
+):
+    program = ZOO["l2_penalty"]()
+    step = opened(open_store, "store", "offload", program)
+    kept = opened(open_store, "keep", "keep", program)
+    losses(step, program, 1)
+    step.store.wait()
+    real, hits = getattr(os, call), []
+
+    def fail(fd, *args):
+        if "(deleted)" in os.readlink(f"/proc/self/fd/{fd}"):
+            hits.append(fd)
+            if len(hits) == 3:
+                raise OSError(code, os.strerror(code))
+        return real(fd, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, fail)
+        with pytest.raises(kind, match=r"stream \(a file of activations\)"):
+            step(program.batch)
+    assert step.store.step == 1
+    losses(step, program, 2)
+    losses(kept, program, 3)
+    assert step.store.step == 3
+    assert_same_params(step, kept, program)
+
+
+def test_a_budget_below_the_largest_value_is_refused(open_store):
+    program = ZOO["l2_penalty"]()
+    big = np.zeros((1 << 16, 32), np.float32)
+    step = jaxinf.stream(
+        program.loss,
+        TX,
+        open_store("store", **CHUNKS),
+        memory_bytes=40 << 20,
+        policy="offload",
+    )
+    step.load(program.params)
+    with pytest.raises(StreamError, match=r"largest value .* \d+ bytes.*raise memory"):
+        step({"x": big, "y": big})
+    assert step.store.step == 0
+
+
+def test_runner_drops_values_of_a_step_that_failed(tmp_path):
+    program = ZOO["l2_penalty"]()
+    offload = plans(prepared(program))[1]
+    temps = compiled_temp_bytes(offload, executables := {})
+    plan = offload.fitted(0, temps)
+    values = Offloaded(plan.calls, Scratch([tmp_path]))
+    runner = Runner(plan, executables, values=values)
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(program.params)]
+
+    def stop(piece, gradient):
+        raise KeyboardInterrupt
+
+    def fetch(number, piece):
+        return piece.of(leaves[piece.leaf])
+
+    with pytest.raises(KeyboardInterrupt):
+        runner(program.batch, fetch, stop)
+    runner.settle()
+    loss, _ = runner(program.batch, fetch, lambda piece, gradient: None)
+    assert float(loss) == pytest.approx(
+        float(program.loss(program.params, program.batch))
+    )
+    values.close()

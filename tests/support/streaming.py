@@ -1,0 +1,50 @@
+"""Runs a plan of a program of the zoo, without a store."""
+
+import jax
+import numpy as np
+
+from jaxinf.stream import Runner, prepare
+
+__all__ = ["assert_same_bits", "numbers", "prepared", "streamed"]
+
+
+def prepared(program):
+    return prepare(program.loss, program.params, program.batch, has_aux=program.has_aux)
+
+
+def streamed(program, plan, executables, spill=None, values=None):
+    """Computes the same by a plan's programs; each gradient piece comes only once.
+
+    With a spill, gradients go through it; with `values`, values between calls.
+    """
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(program.params)]
+    gradients = [np.full(leaf.shape, np.nan, leaf.dtype) for leaf in leaves]
+    seen = []
+
+    def hand_out(piece, gradient):
+        seen.append(piece)
+        if spill is not None:
+            spill.put(piece, gradient)
+            gradient = spill.take(piece)
+        gradients[piece.leaf][piece.index] = gradient
+
+    loss, aux = Runner(plan, executables, values=values)(
+        program.batch, lambda _, piece: piece.of(leaves[piece.leaf]), hand_out
+    )
+    assert len(seen) == len(set(seen))
+    return loss, aux, gradients
+
+
+def numbers(tree):
+    """Returns the leaves as NumPy arrays; random keys as their data."""
+    leaves = jax.tree.leaves(tree)
+    is_key = [jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
+    return [
+        np.asarray(jax.random.key_data(x) if key else x)
+        for x, key in zip(leaves, is_key, strict=True)
+    ]
+
+
+def assert_same_bits(found, expected):
+    for one, other in zip(numbers(found), numbers(expected), strict=True):
+        assert one.tobytes() == other.tobytes()
