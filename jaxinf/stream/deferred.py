@@ -60,7 +60,7 @@ class Deferred:
             self.bad.append(self._program.leaves[piece.leaf].info.name)
         if self.norms is not None:
             self.norms.add(piece, jnp.asarray(gradient))
-        self.spill.put(piece, gradient)
+        self.spill.put(piece, np.asarray(gradient))  # it need not stay on the device
 
     def take_all(self) -> Iterator[tuple[Piece, Array]]:
         """Yields the gradients, in the order in which they came."""

@@ -27,6 +27,7 @@ __all__ = [
     "Fetch",
     "FetchCounts",
     "Fetcher",
+    "Source",
     "fetches_of",
     "held_bytes",
     "page_bytes",
@@ -145,13 +146,16 @@ class Fetcher:
       source: The source of units.
       fetches: The reads of each step, in order.
       window: Memory for units; at least `window_bytes`.
+
+    Attributes:
+      fetches: The reads of each step.
     """
 
     def __init__(
         self, source: Source, fetches: Sequence[Fetch], window: Window
     ) -> None:
         self._source = source
-        self._fetches = fetches
+        self.fetches = fetches
         self._window = window
         self._changed = threading.Condition()
         self._ready: dict[tuple[Unit, int], Brought] = {}
@@ -247,7 +251,7 @@ class Fetcher:
 
     def _run(self) -> None:
         try:
-            for fetch in self._fetches:
+            for fetch in self.fetches:
                 if not self._bring(fetch):
                     break
             self._window.settle()

@@ -31,6 +31,7 @@ def hand_over(
     can_take: Callable[[Unit], bool],
     num_calls: int,
     limit_bytes: int,
+    is_staged: bool = False,
 ) -> tuple[Fetch, ...]:
     """Chooses the reads that serve an update, those that wait least first.
 
@@ -39,7 +40,9 @@ def hand_over(
       gradients: From `completions`.
       can_take: Whether the update of a unit can take its params from a read.
       num_calls: Number of calls in a step.
-      limit_bytes: Memory for units; at least `window_bytes` of the reads.
+      limit_bytes: Memory for units; at least `window_bytes` of the reads, unless
+        these are staged.
+      is_staged: Whether units only pass through this memory on their way to the device.
 
     Returns:
       The reads; those that serve an update have a `gradient`.
@@ -54,10 +57,10 @@ def hand_over(
         return gradients[unit] - fetches[number].last
 
     chosen = list(fetches)
-    held = held_bytes(fetches, num_calls)
+    held = held_bytes(() if is_staged else fetches, num_calls)
     for unit, number in sorted(last.items(), key=waiting):
         one = replace(fetches[number], gradient=gradients[unit])
-        waits = slice(fetches[number].end + 2, one.end + 2)
+        waits = slice(one.first if is_staged else one.last + 2, one.end + 2)
         num_bytes = page_bytes(unit)
         if held[waits].max(initial=0) + num_bytes <= limit_bytes:
             held[waits] += num_bytes

@@ -28,6 +28,7 @@ def kept_plan(
     budget_bytes: int,
     policy: Policy,
     measure: Callable[[Plan], int],
+    limit: str,
 ) -> Plan | None:
     """Reads the store's plan for these leaves and this batch; None if there is none.
 
@@ -37,6 +38,7 @@ def kept_plan(
       budget_bytes: Memory for a step's programs.
       policy: As for `Prepared.plan`; it is not kept.
       measure: Returns the memory that a plan needs.
+      limit: The argument that sets the budget.
 
     Raises:
       StreamError: The plan is for another function or version, or needs more memory.
@@ -57,8 +59,8 @@ def kept_plan(
     if peak > budget_bytes:
         raise StreamError(
             f"{path}: the plan that the store was trained with takes "
-            f"{peak} bytes, memory_bytes leaves {budget_bytes} for it; "
-            "raise memory_bytes, or pass replan=True for another plan (bits then "
+            f"{peak} bytes, {limit} leaves {budget_bytes} for it; "
+            f"raise {limit}, or pass replan=True for another plan (bits then "
             "differ from here on)"
         )
     return replace(plan, peak_bytes=peak)

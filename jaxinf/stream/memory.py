@@ -1,4 +1,4 @@
-"""Divides `memory_bytes`, and returns freed memory to the system.
+"""Divides the memory of host and JAX device; returns freed memory to the system.
 
 Invariant: the sum of the parts never exceeds the whole.
 """
@@ -6,12 +6,17 @@ Invariant: the sum of the parts never exceeds the whole.
 import contextlib
 import ctypes
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jaxinf.errors import StreamError
+from jaxinf.io.pages import page_ceil
 
 __all__ = [
+    "NUM_STAGED",
     "READER_BYTES",
+    "DeviceLimit",
     "Division",
+    "device_limit",
     "divide",
     "return_freed_memory",
     "store_memory_bytes",
@@ -20,6 +25,11 @@ __all__ = [
 READER_BYTES = 16 << 20
 """Memory for reading params beside the params themselves."""
 
+NUM_STAGED = 3
+"""The host has room for so many of the largest unit, if the device has memory of its
+own: one is read, one is copied, and its copy is pinned."""
+
+_FREE_SHARE = 0.9
 _M_MMAP_THRESHOLD = -3
 _MMAP_THRESHOLD_BYTES = 256 << 10
 _RING_SHARE = 8
@@ -28,30 +38,53 @@ _MIN_STORE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
+class DeviceLimit:
+    """The limit on the JAX device's memory.
+
+    Attributes:
+      num_bytes: The limit; None for none but the host's.
+      is_host: Whether the device's memory is the host's.
+    """
+
+    num_bytes: int | None = None
+    is_host: bool = True
+
+
+@dataclass(frozen=True)
 class Division:
     """Bytes of memory.
 
     Attributes:
       ring: The store's own buffers.
-      gradients: Gradients waiting for their update.
+      gradients: Gradients on the host that wait for their update.
       programs: Params, values and temporaries of a step's programs.
+      staged: Host memory for params that are on their way to the device, or wait for
+        their update; 0 if the device's memory is the host's.
+      leaving: Gradients that leave the device or wait for their update.
+      limit: The argument that limits `programs`.
     """
 
     ring: int
     gradients: int
     programs: int
+    staged: int
+    leaving: int
+    limit: str
 
     def without(self, num_bytes: int) -> "Division":
-        """Returns the same with less for the programs.
+        """Returns the same with less of the host's memory for the programs.
 
         Raises:
           StreamError: Nothing is left for them.
         """
-        if num_bytes >= self.programs:
+        host_bytes = self.staged or self.programs
+        if num_bytes >= host_bytes:
             raise StreamError(
-                f"memory_bytes: it leaves {self.programs} bytes for the program, and "
+                f"memory_bytes: it leaves {host_bytes} bytes for the program, and "
                 f"writing its values to drives takes {num_bytes}; raise memory_bytes"
             )
+        if self.staged:
+            return replace(self, staged=self.staged - num_bytes)
         return replace(self, programs=self.programs - num_bytes)
 
 
@@ -60,13 +93,48 @@ def store_memory_bytes(memory_bytes: int) -> int:
     return max(_MIN_STORE_BYTES, memory_bytes // _RING_SHARE)
 
 
-def divide(memory_bytes: int, ring_bytes: int, gradient_bytes: int) -> Division:
+def device_is_host(device: Any) -> bool:
+    """Whether a JAX device computes in the host's memory."""
+    return device.platform == "cpu"
+
+
+def device_limit(device: Any, num_bytes: int | None) -> DeviceLimit:
+    """Returns the limit for a JAX device.
+
+    Args:
+      device: The device, of `jax.devices`.
+      num_bytes: `device_memory_bytes`; None for most of what is free, if the device has
+        memory of its own.
+
+    Raises:
+      StreamError: The device does not say what is free.
+    """
+    is_host = device_is_host(device)
+    if num_bytes is not None or is_host:
+        return DeviceLimit(num_bytes, is_host)
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        raise StreamError(
+            f"device_memory_bytes: {device} does not tell the size of its memory; pass "
+            "the bytes that params, values and temporaries of a step may take there"
+        )
+    free_bytes = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    return DeviceLimit(int(free_bytes * _FREE_SHARE), is_host)
+
+
+def divide(
+    memory_bytes: int,
+    ring_bytes: int,
+    gradient_bytes: int,
+    device: DeviceLimit = DeviceLimit(),
+) -> Division:
     """Divides the memory.
 
     Args:
-      memory_bytes: All memory of a step.
+      memory_bytes: All host memory of a step.
       ring_bytes: The least size of the store's buffers.
-      gradient_bytes: Size of the largest gradient that is handed out.
+      gradient_bytes: Size of the largest unit, whose gradient is handed out.
+      device: The limit on the device's memory.
 
     Raises:
       StreamError: No memory is left for the programs.
@@ -74,14 +142,36 @@ def divide(memory_bytes: int, ring_bytes: int, gradient_bytes: int) -> Division:
     ring = max(ring_bytes, min(memory_bytes // _RING_SHARE, _MAX_RING_BYTES))
     gradients = max(gradient_bytes, memory_bytes // _RING_SHARE)
     reader = min(READER_BYTES, memory_bytes // _RING_SHARE)
-    programs = memory_bytes - ring - gradients - reader
-    if programs <= 0:
+    rest = memory_bytes - ring - gradients - reader
+    least = 1 if device.is_host else NUM_STAGED * page_ceil(gradient_bytes)
+    if rest < least:
         raise StreamError(
             f"memory_bytes={memory_bytes}: expected room for the store's buffers "
             f"({ring_bytes} bytes), for the largest gradient ({gradient_bytes} bytes) "
-            "and for the program's params; raise memory_bytes"
+            f"and for {_params_text(device, least)}; raise memory_bytes"
         )
-    return Division(ring, gradients, programs)
+    if device.num_bytes is None:
+        return Division(ring, gradients, rest, 0, gradients, "memory_bytes")
+    if device.is_host:
+        is_less = device.num_bytes < rest
+        limit = "device_memory_bytes" if is_less else "memory_bytes"
+        return Division(
+            ring, gradients, min(rest, device.num_bytes), 0, gradients, limit
+        )
+    leaving = min(gradients, max(gradient_bytes, device.num_bytes // _RING_SHARE))
+    programs = device.num_bytes - leaving
+    if programs <= 0:
+        raise StreamError(
+            f"device_memory_bytes={device.num_bytes}: expected room for the largest "
+            f"gradient ({gradient_bytes} bytes) and for the program's params; raise it"
+        )
+    return Division(ring, gradients, programs, rest, leaving, "device_memory_bytes")
+
+
+def _params_text(device: DeviceLimit, least_bytes: int) -> str:
+    if device.is_host:
+        return "the program's params"
+    return f"params on their way to the device ({least_bytes} bytes)"
 
 
 def return_freed_memory() -> None:

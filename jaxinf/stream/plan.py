@@ -122,6 +122,7 @@ class Prepared:
         budget_bytes: int,
         policy: Policy = "recompute",
         measure: Callable[[Plan], int] | None = None,
+        limit: str = "memory_bytes",
     ) -> Plan:
         """Cuts the program so that a step's memory fits.
 
@@ -130,6 +131,7 @@ class Prepared:
           policy: The treatment of values that backward needs.
           measure: Returns the memory that a plan needs; by default it is estimated. It
             is called for plans that would fit without temporaries.
+          limit: The argument that sets the budget.
 
         Raises:
           StreamError: No cut fits; names the params that are too large.
@@ -146,7 +148,7 @@ class Prepared:
             if best is None or peak < best[0]:
                 best = (peak, plan)
         assert best is not None, "there is a plan for every limit"
-        raise StreamError(self._refusal(*best, budget_bytes))
+        raise StreamError(self._refusal(*best, budget_bytes, limit))
 
     def smallest_bytes(self, policy: Policy = "recompute") -> int:
         """Returns the smallest budget that `plan` accepts by estimates."""
@@ -176,7 +178,9 @@ class Prepared:
         )
         return Plan(self.traced, tuple(cuts), programs, calls, policy, peak)
 
-    def _refusal(self, needed_bytes: int, best: Plan, budget_bytes: int) -> str:
+    def _refusal(
+        self, needed_bytes: int, best: Plan, budget_bytes: int, limit: str
+    ) -> str:
         worst = max(best.calls.calls, key=lambda call: call.num_fetched_bytes)
         sizes = self.lifetimes.sizes
         pieces = sorted(set(worst.pieces), key=lambda p: -sizes[p])[:4]
@@ -184,10 +188,10 @@ class Prepared:
         lives = best.calls.lives.values()
         value_bytes = max((life.num_bytes for life in lives), default=0)
         return (
-            f"memory_bytes: it leaves {budget_bytes} bytes for params, values and "
+            f"{limit}: it leaves {budget_bytes} bytes for params, values and "
             f"temporaries of the program, whose smallest cut takes {needed_bytes}, "
             f"with {named}; the largest value between programs has {value_bytes} "
-            f"bytes; raise memory_bytes by {needed_bytes - budget_bytes}, or "
+            f"bytes; raise {limit} by {needed_bytes - budget_bytes}, or "
             "give a smaller batch"
         )
 

@@ -12,12 +12,13 @@ Invariant: a step writes updates to the slot that is not committed. So a crash a
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -32,17 +33,17 @@ from jaxinf.stream.deferred import Deferred
 from jaxinf.stream.fetch import (
     FetchCounts,
     Fetcher,
-    fetches_of,
     reused_bytes,
-    window_bytes,
 )
-from jaxinf.stream.handover import completions, hand_over
+from jaxinf.stream.graph import Piece
 from jaxinf.stream.initial import initial_inputs, trace_params
 from jaxinf.stream.interrupts import Interrupts
 from jaxinf.stream.kept import keep_plan, kept_plan
 from jaxinf.stream.memory import (
     READER_BYTES,
+    DeviceLimit,
     Division,
+    device_limit,
     divide,
     return_freed_memory,
     store_memory_bytes,
@@ -50,6 +51,7 @@ from jaxinf.stream.memory import (
 from jaxinf.stream.metrics import StreamMetrics
 from jaxinf.stream.places import Places, Unit, shard_counts
 from jaxinf.stream.plan import Plan, Prepared, least_bytes, prepare
+from jaxinf.stream.reading import make_fetcher
 from jaxinf.stream.run import (
     Executables,
     Runner,
@@ -65,7 +67,6 @@ from jaxinf.stream.updates import (
     check_program,
 )
 from jaxinf.stream.values import Offloaded, Values
-from jaxinf.stream.windows import HostWindow
 from jaxinf.typing import Array, JsonValue, PathLikeStr, PyTree
 
 __all__ = ["StreamedStep", "stream"]
@@ -102,6 +103,9 @@ def stream(
       store: From `jaxinf.open_store`, or a path. Its own memory budget is not used.
       memory_bytes: All host memory of a step, including the store's buffers, on top of
         the memory that the process has before.
+      device_memory_bytes: Memory of the JAX device for params, values and temporaries,
+        if it has its own; by default most of what is free. `memory_bytes` then limits
+        what is on the host. On a CPU it limits that part of `memory_bytes`.
       has_aux: Whether the loss comes with a second result.
       policy: ``"recompute"`` computes activations again for the backward pass, segment
         by segment; ``"keep"`` keeps them in memory; ``"offload"`` keeps as many as
@@ -109,7 +113,7 @@ def stream(
       replan: Whether to replace a kept plan that does not fit.
       nonfinite: The effect of a gradient with NaN or Inf: ``"error"``, ``"skip"`` or
         ``"allow"``, as for `jaxinf.smart_update`.
-      device_memory_bytes, keep, micro_batches, compress, extra_args: Not implemented
+      keep, micro_batches, compress, extra_args: Not implemented
         yet; any value but the default is refused.
 
     Returns:
@@ -119,7 +123,6 @@ def stream(
       ValueError: An argument is out of range, or not implemented yet.
     """
     missing = {
-        "device_memory_bytes": device_memory_bytes is not None,
         "keep": keep is not None,
         "micro_batches": micro_batches != 1,
         "compress": compress is not None,
@@ -143,17 +146,24 @@ def stream(
         )
     if memory_bytes < 1:
         raise ValueError(f"memory_bytes={memory_bytes}: expected at least 1")
+    if device_memory_bytes is not None and device_memory_bytes < 1:
+        raise ValueError(
+            f"device_memory_bytes={device_memory_bytes}: expected at least 1"
+        )
     if isinstance(store, Store):
         owned = store
     else:
         owned = open_store(store, memory_bytes=store_memory_bytes(memory_bytes))
-    options = _Options(memory_bytes, has_aux, policy, replan, nonfinite)
+    options = _Options(
+        memory_bytes, device_memory_bytes, has_aux, policy, replan, nonfinite
+    )
     return StreamedStep(loss_fn, tx, owned, options)
 
 
 @dataclass(frozen=True)
 class _Options:
     memory_bytes: int
+    device_memory_bytes: int | None
     has_aux: bool
     policy: Policy
     replan: bool
@@ -275,6 +285,11 @@ class StreamedStep:
         batch: PyTree,
     ) -> None:
         training, whole = self.store.training, self._options.memory_bytes
+        if self._options.policy == "offload" and not self._device_limit.is_host:
+            raise StreamError(
+                f'policy="offload": not supported yet on {self._device}, which has '
+                'memory of its own; use "recompute" or "keep"'
+            )
         shapes = [leaf.shape for leaf in check_params(avals)]
         pieces = () if batch is None else self._fitting(avals, batch).gradient_pieces
         counts = shard_counts(shapes, pieces)
@@ -285,7 +300,8 @@ class StreamedStep:
         self._params = avals
         made: Iterator[Array] = iter(())
         if training.commit is None:
-            made = iter(leaves(whole - whole // _INIT_SHARE))
+            device_bytes = self._device_limit.num_bytes or whole
+            made = iter(leaves(min(device_bytes, whole - whole // _INIT_SHARE)))
         if training.bind(description, may_create=True):
             training.opened.limit_memory(whole // _INIT_SHARE)
             for number in range(len(shapes)):
@@ -302,8 +318,8 @@ class StreamedStep:
         ready, options = self._prepare(avals, batch), self._options
         sizes = ready.lifetimes.sizes
         largest = max((sizes[piece] for piece in ready.gradient_pieces), default=0)
-        division = divide(options.memory_bytes, 0, largest)
-        ready.plan(division.programs, options.policy, least_bytes)
+        division = divide(options.memory_bytes, 0, largest, self._device_limit)
+        ready.plan(division.programs, options.policy, least_bytes, division.limit)
         return ready
 
     def _prepare(self, avals: PyTree, batch: PyTree) -> Prepared:
@@ -363,7 +379,7 @@ class StreamedStep:
             return bound.runner(
                 batch,
                 lambda number, piece: self._fetched(bound, number, piece),
-                bound.updates.hand_out,
+                lambda piece, gradient: self._hand_out(bound, piece, gradient),
                 bound.fetcher.done,
             )
         finally:
@@ -376,6 +392,20 @@ class StreamedStep:
         array = bound.fetcher.get(number, unit)
         part = bound.places.part(unit, piece)
         return part.of(array) if part.index or part.rows else array
+
+    def _hand_out(self, bound: _Bound, piece: Piece, gradient: jax.Array) -> None:
+        if not self._device_limit.is_host:
+            gradient.copy_to_host_async()
+        bound.updates.hand_out(piece, gradient)
+
+    @cached_property
+    def _device(self) -> Any:
+        (device,) = jnp.zeros(()).devices()
+        return device
+
+    @cached_property
+    def _device_limit(self) -> DeviceLimit:
+        return device_limit(self._device, self._options.device_memory_bytes)
 
     def _bound_for(self, batch: PyTree) -> _Bound:
         if self._params is None:
@@ -400,7 +430,10 @@ class StreamedStep:
             (places.unit(piece).num_bytes for piece in ready.gradient_pieces), default=0
         )
         division = divide(
-            options.memory_bytes, training.opened.limit_memory(0), largest
+            options.memory_bytes,
+            training.opened.limit_memory(0),
+            largest,
+            self._device_limit,
         )
         scratch = Scratch(self._drives(), training.opened.meters)
         if options.policy == "offload":
@@ -413,21 +446,19 @@ class StreamedStep:
             values = Offloaded(plan.calls, scratch)
         training.opened.limit_memory(division.ring)
         calls = plan.calls.calls
-        fetches = fetches_of(calls, places)
-        spare = max(0, division.programs - plan.peak_bytes)
-        window = spare + window_bytes(fetches, len(calls))
         program = trace_update(self._tx, params)
         rewrites = training.options.rewrites_steps
         is_deferred = program.reads_gradients or rewrites
-        if not is_deferred:
-            fetches = hand_over(
-                fetches,
-                completions(calls, places),
-                lambda unit: reads_params(training.opened, unit, program),
-                num_calls=len(calls),
-                limit_bytes=window - spare // 2,
-            )
-        fetcher = Fetcher(_Source(training, READER_BYTES), fetches, HostWindow(window))
+        fetcher = make_fetcher(
+            _Source(training, READER_BYTES),
+            plan,
+            places,
+            division,
+            self._device,
+            lambda unit: (
+                not is_deferred and reads_params(training.opened, unit, program)
+            ),
+        )
         spilled = division.gradients // 2 if is_deferred else 0
         spill = Spill(self._folder(), spilled, training.opened.meters)
         deferred = Deferred(program, spill, is_checked=rewrites)
@@ -435,7 +466,7 @@ class StreamedStep:
             training,
             program,
             places,
-            division.gradients - spilled,
+            min(division.gradients - spilled, division.leaving),
             fetcher,
             deferred if is_deferred else None,
             options.nonfinite,
@@ -448,7 +479,7 @@ class StreamedStep:
         ]
         traffic = planned_traffic(
             training.opened,
-            fetches,
+            fetcher.fetches,
             {places.unit(piece) for piece in ready.gradient_pieces},
             program,
             values.num_bytes + (spilled_bytes(sizes, spilled) if is_deferred else 0),
@@ -463,7 +494,7 @@ class StreamedStep:
             fetcher,
             updates,
             places,
-            reused_bytes(fetches),
+            reused_bytes(fetcher.fetches),
             traffic,
         )
 
@@ -484,10 +515,10 @@ class StreamedStep:
         folder = self.store.path
         measure = partial(compiled_bytes, executables=self._executables)
         if not self._options.replan:
-            plan = kept_plan(folder, ready, budget, policy, measure)
+            plan = kept_plan(folder, ready, budget, policy, measure, division.limit)
             if plan is not None:
                 return plan
-        plan = ready.plan(budget, policy, measure)
+        plan = ready.plan(budget, policy, measure, division.limit)
         keep_plan(folder, ready, plan)
         return plan
 

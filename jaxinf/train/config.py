@@ -87,6 +87,11 @@ class TrainConfig(DataOptions):
     # of the process itself. It takes the place of --memory-bytes.
     memory: Annotated[int | None, ByteSize, _shown("BYTES", "none")] = None
 
+    # For --mode stream: memory of the JAX device for params, activations and
+    # temporaries; by default most of what is free. On a CPU it limits that part of
+    # --memory.
+    device_memory: Annotated[int | None, ByteSize, _shown("BYTES", "none")] = None
+
     # For --mode stream. recompute: activations are computed again for the backward
     # pass. keep: they stay in memory. offload: those that --memory has no room for are
     # on the drive meanwhile. The bits are the same.
@@ -374,6 +379,7 @@ def _check_ranges(config: TrainConfig) -> None:
         ("seq_len", 2),
         ("memory_bytes", 1),
         ("memory", 1),
+        ("device_memory", 1),
         ("warmup_steps", 0),
         ("clip_norm", 0),
         ("seed", 0),
@@ -455,7 +461,7 @@ def _check_optimizer(config: TrainConfig) -> None:
         )
 
 
-_OF_STREAMING = ("memory", "policy", "replan")
+_OF_STREAMING = ("memory", "device_memory", "policy", "replan")
 _NOT_STREAMED = ("memory_bytes", "compress", "reference", "eval_every", "keep_best")
 
 
@@ -491,6 +497,7 @@ def _check_streaming(config: TrainConfig) -> None:
 _IN_PLACE = {
     "memory_bytes": ", and give --memory",
     "memory": ", and give --memory-bytes, or --mode stream",
+    "device_memory": ", or give --mode stream",
     "policy": ", or give --mode stream",
     "replan": ", or give --mode stream",
     "eval_every": "; --mode update evaluates the same --store",

@@ -117,6 +117,7 @@ def _streamed_step(
         optimizer,
         store,
         memory_bytes=config.memory,
+        device_memory_bytes=config.device_memory,
         policy=config.policy,
         replan=config.replan,
         nonfinite=config.nonfinite,

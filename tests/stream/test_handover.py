@@ -1,7 +1,5 @@
 """Params that updates take from memory, where a program has just read them."""
 
-import sys
-
 import jax
 import numpy as np
 import optax
@@ -9,12 +7,12 @@ import pytest
 from zoo import ZOO
 
 import jaxinf
+from jaxinf.stream import reading
 from jaxinf.stream.fetch import Fetch, Fetcher, window_bytes
 from jaxinf.stream.handover import hand_over
 from jaxinf.stream.places import Unit
 from jaxinf.stream.windows import HostWindow
 
-STREAMED = sys.modules[jaxinf.StreamedStep.__module__]
 PAGE_BYTES = 4096
 NUM_CALLS = 8
 
@@ -65,6 +63,19 @@ def test_units_that_wait_least_are_handed_over_first():
 def test_without_room_units_are_read_again():
     fetches = [Fetch(unit(0), 0, 0), Fetch(unit(1), 3, 3)]
     assert handed(fetches, {unit(0): 5, unit(1): 3}, 1) == {1: 3}
+
+
+def test_staged_units_are_in_memory_only_for_their_update():
+    fetches = [Fetch(unit(0), 0, 1), Fetch(unit(1), 2, 2), Fetch(unit(2), 3, 3)]
+    found = hand_over(
+        fetches,
+        {unit(0): 2, unit(1): 2, unit(2): 3},
+        lambda _: True,
+        num_calls=NUM_CALLS,
+        limit_bytes=2 * PAGE_BYTES,
+        is_staged=True,
+    )
+    assert [fetch.gradient for fetch in found] == [None, 2, 3]
 
 
 class Ones:
@@ -136,7 +147,7 @@ def test_params_from_memory_give_the_bits_of_params_from_the_drive(
         )
 
     found, read_bytes = trained(make("memory"), program)
-    monkeypatch.setattr(STREAMED, "hand_over", lambda fetches, *_, **__: fetches)
+    monkeypatch.setattr(reading, "hand_over", lambda fetches, *_, **__: fetches)
     expected, all_bytes = trained(make("drive"), program)
     for key, array in expected.items():
         np.testing.assert_array_equal(found[key], array, err_msg=str(key))

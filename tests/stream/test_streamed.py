@@ -391,7 +391,6 @@ def test_bad_input_is_refused_before_a_store_is_made(
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("device_memory_bytes", 1 << 30),
         ("keep", "params"),
         ("micro_batches", 2),
         ("compress", jaxinf.top_k(0.1)),

@@ -135,6 +135,7 @@ def test_every_model_streams(run, losses, tmp_path, model):
         (STREAM[:2], "--memory: expected the bytes"),
         (("--memory", "1GiB"), "--memory: --mode update does not have it"),
         (("--policy", "keep"), "--policy: --mode update does not have it"),
+        (("--device-memory", "1GiB"), "--device-memory: --mode update does not have"),
         ((*STREAM, "--memory-bytes", "1GiB"), "give --memory"),
         ((*STREAM, "--compress", "top_k:0.1"), "--compress: --mode stream does not"),
         ((*STREAM, "--eval-every", 1), "--mode update evaluates the same --store"),
