@@ -50,13 +50,13 @@ test-models: $(VENV)/installed  ## the models, and their PyTorch originals (inst
 
 test-compilers: $(VENV)/installed  ## kernels: same bits from g++ and clang++ (installs clang)
 	command -v clang++ >/dev/null || { $(SUDO) apt-get update -qq && $(SUDO) apt-get install -qq -y --no-install-recommends clang; }
-	JAXINF_TEST_COMPILERS='g++ clang++' $(BIN)/pytest tests/kernels/test_compilers.py
+	JAXINF_TEST_COMPILERS='g++ clang++' $(BIN)/pytest -n auto tests/kernels/test_compilers.py
 
 test-newest:  ## what newer JAX, Flax, optax, Orbax, tensorstore break; reports only
 	$(NEWEST_PYTHON) scripts/try_newest.py .venv-newest
 
 test-hls: $(VENV)/installed  ## card kernels: testbenches, and every variant against the host
-	$(MAKE) -C hls lint csim PYTHON=$(abspath $(BIN)/python)
+	$(MAKE) -j $(shell nproc) -C hls lint csim PYTHON=$(abspath $(BIN)/python)
 	$(BIN)/pytest -n auto -m hls tests/hls
 
 test-cards: $(VENV)/installed  ## emulated cards: every kind of update, crashes, damage
@@ -68,7 +68,7 @@ test-xrt: $(VENV)/installed  ## cards' code on the real XRT runtime (installs it
 	dpkg-query --show $(XRT_PACKAGES) >/dev/null 2>&1 || ! command -v apt-get >/dev/null || { \
 	  $(SUDO) apt-get update -qq && $(SUDO) apt-get install -qq -y --no-install-recommends $(XRT_PACKAGES); }
 	$(BIN)/python -m pip install --quiet '.[test-xrt]'
-	JAXINF_TEST_XRT=$(VENV)/xrt $(BIN)/pytest --timeout 900 -m 'not cards' tests/xrt \
+	JAXINF_TEST_XRT=$(VENV)/xrt $(BIN)/pytest -n auto --dist loadfile --timeout 900 -m 'not cards' tests/xrt \
 	  $(addprefix tests/engine/test_,$(addsuffix .py,failures integrity order steps))
 
 test-faults: $(VENV)/installed  ## crashes, kills, bad drives; mounts (SUDO=sudo)

@@ -3,7 +3,9 @@
 Invariant: no two of them have the same C++.
 """
 
+import functools
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from jaxinf.kernels.emitter import emit
 from jaxinf.kernels.lowering import lower
@@ -13,8 +15,12 @@ from jaxinf.program.standard import traced_kernels
 __all__ = ["standard_kernels"]
 
 
+@functools.cache
 def standard_kernels() -> Mapping[str, Kernel]:
-    """Returns kernels by name; of several with the same C++, the first."""
+    """Returns kernels by name; of several with the same C++, the first.
+
+    The first call traces them all, which takes about a second.
+    """
     kernels: dict[str, Kernel] = {}
     known: set[str] = set()
     for name, kernel in traced_kernels().items():
@@ -22,4 +28,4 @@ def standard_kernels() -> Mapping[str, Kernel]:
         if text not in known:
             known.add(text)
             kernels[name] = kernel
-    return kernels
+    return MappingProxyType(kernels)

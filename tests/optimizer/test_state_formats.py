@@ -19,7 +19,7 @@ from jaxinf.store import StoreDirectory, Verifier
 SHAPES = {"a": (1300, 1025), "b": (5,), "c": (4096,), "d": (100, 3, 77)}
 NUM_PARAMS = sum(int(np.prod(s)) for s in SHAPES.values())
 TARGET = {
-    name: jax.random.normal(jax.random.key(n), shape)
+    name: jnp.asarray(np.random.default_rng(n).standard_normal(shape, np.float32))
     for n, (name, shape) in enumerate(SHAPES.items())
 }
 

@@ -37,7 +37,7 @@ OPTIMIZERS = {
         },
     ),
 }
-INPUTS = jax.random.normal(jax.random.key(7), (16, 33))
+INPUTS = jnp.asarray(np.random.default_rng(7).standard_normal((16, 33), np.float32))
 
 
 def make_params(dtype=jnp.float32):

@@ -11,7 +11,7 @@ import pytest
 
 import jaxinf
 
-INPUTS = jax.random.normal(jax.random.key(7), (16, 6))
+INPUTS = jnp.asarray(np.random.default_rng(7).standard_normal((16, 6), np.float32))
 
 
 class Network(eqx.Module):

@@ -4,12 +4,14 @@ They run where ``JAXINF_TEST_XRT`` names a directory for what is built, and are 
 collected elsewhere. Each runs in a sandbox (swemu/isolation.py).
 """
 
+import fcntl
 import functools
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from swemu.build import (
@@ -40,10 +42,16 @@ def the_runtime() -> Runtime:
 
 @functools.cache
 def build_cards() -> None:
-    """Builds the cards' own kernels, and names them to jaxinf and to its tests."""
-    the_runtime()
-    command = [sys.executable, HERE / "build_cards.py", BUILD]
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    """Builds the cards' own kernels, and names them to jaxinf and to its tests.
+
+    The first of several processes builds, and the others wait for it.
+    """
+    Path(BUILD).mkdir(parents=True, exist_ok=True)
+    with (Path(BUILD) / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        the_runtime()
+        command = [sys.executable, HERE / "build_cards.py", BUILD]
+        result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     os.environ |= {
         "JAXINF_XCLBIN": result.stdout.strip(),
         "JAXINF_XRT_DEVICES": str(NUM_DEVICES),
@@ -60,11 +68,24 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     return True
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A process of pytest-xdist sends its counts to the one that reports."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["xrt"] = ISOLATION.counts
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    for name, number in getattr(node, "workeroutput", {}).get("xrt", {}).items():
+        ISOLATION.counts[name] += number
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if ISOLATION.sessions:
+    counts = ISOLATION.counts
+    if counts["sessions"]:
         terminalreporter.write_line(
-            f"xrt: {ISOLATION.sessions} process sessions; found in them when they had "
-            f"ended: {ISOLATION.processes} processes, {ISOLATION.files} files"
+            f"xrt: {counts['sessions']} process sessions; found in them when they had "
+            f"ended: {counts['processes']} processes, {counts['files']} files"
         )
 
 

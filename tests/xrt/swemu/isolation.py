@@ -28,14 +28,11 @@ class Isolation:
     """Tests of a run, by function.
 
     Attributes:
-      sessions, processes, files: how many process sessions there were, and what they
-        left behind.
+      counts: number of process sessions, and of processes and files that they left.
     """
 
     def __init__(self):
-        self.sessions = 0
-        self.processes = 0
-        self.files = 0
+        self.counts = {"sessions": 0, "processes": 0, "files": 0}
         self._reports: dict[str, list[pytest.TestReport]] = {}
 
     def run(self, item: pytest.Item, runtime: Runtime) -> None:
@@ -63,9 +60,9 @@ class Isolation:
             finally:
                 leftovers = sandbox.close()
             reports = _reports(items, file, finished)
-        self.sessions += 1
-        self.processes += len(leftovers.processes)
-        self.files += len(leftovers.files)
+        self.counts["sessions"] += 1
+        self.counts["processes"] += len(leftovers.processes)
+        self.counts["files"] += len(leftovers.files)
         if problem := _problem(leftovers, finished):
             last = items[-1]
             reports[last.nodeid].append(_failure(last, "teardown", problem))
