@@ -10,7 +10,8 @@ waits for always get room (windows.py).
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -114,9 +115,16 @@ def fetches_of(calls: Sequence[Call], places: Places) -> tuple[Fetch, ...]:
     return tuple(Fetch(unit, first, last) for unit, (first, last) in found)
 
 
-def reused_bytes(fetches: Sequence[Fetch]) -> int:
-    """Bytes that calls of a step find in memory, because the call before used them."""
-    return sum(one.unit.num_bytes * (one.last - one.first) for one in fetches)
+def reused_bytes(
+    fetches: Sequence[Fetch], calls: Sequence[Call], places: Places
+) -> int:
+    """Bytes that calls of a step find in memory, because a call before used them."""
+    used = sum(
+        unit.num_bytes
+        for call in calls
+        for unit in {places.unit(piece) for piece in call.pieces}
+    )
+    return used - sum(fetch.unit.num_bytes for fetch in fetches)
 
 
 def window_bytes(fetches: Sequence[Fetch], num_calls: int) -> int:
@@ -160,7 +168,7 @@ class Fetcher:
         self._changed = threading.Condition()
         self._ready: dict[tuple[Unit, int], Brought] = {}
         self._for_update: dict[Unit, tuple[Array, Lease]] = {}
-        self._serving = _serving(fetches)
+        self._lasts = _lasts(fetches)
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._is_stopped = False
@@ -183,7 +191,8 @@ class Fetcher:
         Raises:
           BaseException: The exception that stopped the reads.
         """
-        key = (unit, self._serving[unit, number])
+        lasts = self._lasts[unit]
+        key = (unit, lasts[bisect_left(lasts, number)])
         counts = self.counts
         with self._changed:
             counts.num_fetches += 1
@@ -280,12 +289,9 @@ class Fetcher:
         return True
 
 
-def _serving(fetches: Sequence[Fetch]) -> Mapping[tuple[Unit, int], int]:
-    """Maps each unit and call to the last call of the fetch that serves it."""
-    return dict(_served(fetches))
-
-
-def _served(fetches: Sequence[Fetch]) -> Iterator[tuple[tuple[Unit, int], int]]:
+def _lasts(fetches: Sequence[Fetch]) -> Mapping[Unit, Sequence[int]]:
+    """Maps each unit to the last calls of its fetches, in order."""
+    found: dict[Unit, list[int]] = {}
     for fetch in fetches:
-        for number in range(fetch.first, fetch.last + 1):
-            yield (fetch.unit, number), fetch.last
+        found.setdefault(fetch.unit, []).append(fetch.last)
+    return found

@@ -1,19 +1,56 @@
-"""Chooses the params that updates take from memory instead of the drive.
+"""Chooses the params that stay in memory instead of being read again.
 
-The last read of a unit before its gradient is complete may serve its update, too. The
-unit then stays in memory until it is updated.
+A read may serve the calls of a later one. The last read of a unit before its gradient
+is complete may serve its update, too; the unit then stays until it is updated.
 
 Invariant: the memory of a step stays within the limit; beyond it a unit is read again.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from jaxinf.stream.calls import Call
 from jaxinf.stream.fetch import Fetch, held_bytes, page_bytes
 from jaxinf.stream.places import Places, Unit
 
-__all__ = ["completions", "hand_over"]
+__all__ = ["completions", "hand_over", "keep_between"]
+
+
+def keep_between(
+    fetches: Sequence[Fetch], num_calls: int, limit_bytes: int
+) -> tuple[Fetch, ...]:
+    """Joins reads of the same unit, those that are nearest to each other first.
+
+    Args:
+      fetches: The reads of a step, in order.
+      num_calls: Number of calls in a step.
+      limit_bytes: Memory for units; at least `window_bytes` of the reads.
+    """
+    held = held_bytes(fetches, num_calls)
+    before: dict[int, int] = {}  # by read, the one that serves its calls
+    pairs = sorted(
+        _pairs(fetches), key=lambda p: fetches[p[1]].first - fetches[p[0]].last
+    )
+    for one, other in pairs:
+        between = slice(fetches[one].end + 2, fetches[other].first)
+        num_bytes = page_bytes(fetches[one].unit)
+        if held[between].max(initial=0) + num_bytes <= limit_bytes:
+            held[between] += num_bytes
+            before[other] = one
+    joined = list(fetches)
+    for other in sorted(before, reverse=True):
+        one = before[other]
+        joined[one] = replace(joined[one], last=joined[other].last)
+    return tuple(fetch for i, fetch in enumerate(joined) if i not in before)
+
+
+def _pairs(fetches: Sequence[Fetch]) -> Iterator[tuple[int, int]]:
+    """Yields the numbers of successive reads of the same unit."""
+    last: dict[Unit, int] = {}
+    for number, fetch in enumerate(fetches):
+        if fetch.unit in last:
+            yield last[fetch.unit], number
+        last[fetch.unit] = number
 
 
 def completions(calls: Sequence[Call], places: Places) -> Mapping[Unit, int]:

@@ -14,7 +14,7 @@ class StreamMetrics:
 
     Attributes:
       fetched_drive_bytes: Bytes of params read from drives.
-      fetched_memory_bytes: Bytes of params that a program found in memory, because the
+      fetched_memory_bytes: Bytes of params that a program found in memory, because a
         program before it had used them.
       spilled_memory_bytes, spilled_drive_bytes: Bytes of gradients that waited for the
         last one, in memory and in a file.

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxinf.errors import StreamError
 from jaxinf.stream.fetch import Fetcher, Source, fetches_of, page_bytes, window_bytes
-from jaxinf.stream.handover import completions, hand_over
+from jaxinf.stream.handover import completions, hand_over, keep_between
 from jaxinf.stream.memory import NUM_STAGED, Division
 from jaxinf.stream.places import Places, Unit
 from jaxinf.stream.plan import Plan
@@ -46,7 +46,9 @@ def make_fetcher(
     room = window_bytes(fetches, len(calls)) + spare
     is_staged = division.staged > 0
     largest = max((page_bytes(fetch.unit) for fetch in fetches), default=0)
-    limit = room - spare // 2
+    # The rest is for reading ahead.
+    fetches = keep_between(fetches, len(calls), room - spare // 2)
+    limit = room - spare // 4
     if is_staged:
         limit = division.staged - NUM_STAGED * largest
         if limit < 0:

@@ -59,8 +59,9 @@ def plan_text(
     head = (
         f"{len(traced.names)} leaves of {format_bytes(held_bytes)}; "
         f"{len(programs.forward)} segments, {len(calls.calls)} calls of "
-        f"{len(numbers)} programs a step ({policy}); {format_bytes(fetched_bytes)} of "
-        f"params read, {format_bytes(peak_bytes)} of memory at most"
+        f"{len(numbers)} programs a step ({policy}); at most "
+        f"{format_bytes(fetched_bytes)} of params read, {format_bytes(peak_bytes)} of "
+        "memory"
     )
     lines = [head, "", f"{'segment':>9}  {'forward':>7}  {'backward':>8}  params"]
     for _, group in groupby(_rows(traced, programs, numbers), lambda r: r.programs):

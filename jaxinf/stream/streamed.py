@@ -494,7 +494,7 @@ class StreamedStep:
             fetcher,
             updates,
             places,
-            reused_bytes(fetcher.fetches),
+            reused_bytes(fetcher.fetches, calls, places),
             traffic,
         )
 

@@ -9,7 +9,7 @@ from zoo import ZOO
 import jaxinf
 from jaxinf.stream import reading
 from jaxinf.stream.fetch import Fetch, Fetcher, window_bytes
-from jaxinf.stream.handover import hand_over
+from jaxinf.stream.handover import hand_over, keep_between
 from jaxinf.stream.places import Unit
 from jaxinf.stream.windows import HostWindow
 
@@ -63,6 +63,31 @@ def test_units_that_wait_least_are_handed_over_first():
 def test_without_room_units_are_read_again():
     fetches = [Fetch(unit(0), 0, 0), Fetch(unit(1), 3, 3)]
     assert handed(fetches, {unit(0): 5, unit(1): 3}, 1) == {1: 3}
+
+
+def joined(fetches, limit_pages):
+    found = keep_between(fetches, NUM_CALLS, limit_pages * PAGE_BYTES)
+    assert window_bytes(found, NUM_CALLS) <= limit_pages * PAGE_BYTES
+    return [(fetch.unit.leaf, fetch.first, fetch.last) for fetch in found]
+
+
+def test_units_stay_between_calls_as_far_as_memory_goes():
+    fetches = [
+        Fetch(unit(0), 0, 0),
+        Fetch(unit(1), 1, 1),
+        Fetch(unit(2), 2, 3),
+        Fetch(unit(1), 5, 5),
+        Fetch(unit(0), 7, 7),
+    ]
+    assert joined(fetches, 2) == [(0, 0, 0), (1, 1, 5), (2, 2, 3), (0, 7, 7)]
+    assert joined(fetches, 3) == [(0, 0, 7), (1, 1, 5), (2, 2, 3)]
+    larger = [*fetches[:3], Fetch(unit(3), 3, 4), *fetches[3:]]
+    assert joined(larger, 2) == [(f.unit.leaf, f.first, f.last) for f in larger]
+
+
+def test_a_unit_stays_for_all_calls_that_read_it():
+    fetches = [Fetch(unit(0), n, n) for n in (0, 3, 6)]
+    assert joined(fetches, 1) == [(0, 0, 6)]
 
 
 def test_staged_units_are_in_memory_only_for_their_update():
