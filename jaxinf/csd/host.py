@@ -165,14 +165,15 @@ class HostCsd:
 
     def read(self, transfers: Sequence[Transfer]) -> None:
         """Drive → buffers."""
-        self._transfers.read([_piece(transfer) for transfer in transfers])
-        for transfer in transfers:
-            place = transfer.extent.buffer_offset_bytes
-            _own(transfer.buffer).known[place] = None
+        buffers = [_own(transfer.buffer) for transfer in transfers]
+        self._transfers.read(list(map(_piece, buffers, transfers)))
+        for buffer, transfer in zip(buffers, transfers, strict=True):
+            buffer.known[transfer.extent.buffer_offset_bytes] = None
 
     def write(self, transfers: Sequence[Transfer]) -> None:
         """Buffers → drive."""
-        self._transfers.write([_piece(transfer) for transfer in transfers])
+        buffers = [_own(transfer.buffer) for transfer in transfers]
+        self._transfers.write(list(map(_piece, buffers, transfers)))
 
     def checksum(self, buffer: CsdBuffer, extent: Extent) -> int | None:
         """Returns the checksum from the last update or computes it; None after a read.
@@ -323,11 +324,11 @@ def _own(buffer: CsdBuffer) -> _HostBuffer:
     return buffer
 
 
-def _piece(transfer: Transfer) -> Piece:
-    buffer, extent, file, _ = transfer
+def _piece(buffer: _HostBuffer, transfer: Transfer) -> Piece:
+    _, extent, file, _ = transfer
     return Piece(
         file,
-        _own(buffer).memory,
+        buffer.memory,
         extent.buffer_offset_bytes,
         extent.file_offset_bytes,
         extent.num_bytes,

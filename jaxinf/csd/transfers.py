@@ -79,12 +79,15 @@ class Transfers:
         done = native.move([piece.file for piece in pieces], places, writes=writes)
         if done is None:
             return pieces
-        moved = sum(num_bytes for num_bytes in done if num_bytes > 0)
+        left, moved = [], sum(done)
+        if pieces and min(done) < 0:
+            left = [piece for piece, n in zip(pieces, done, strict=True) if n < 0]
+            moved = sum([n for n in done if n > 0])
         if writes:
             self._meters.add(drive_write_bytes=moved)
         else:
             self._meters.add(drive_read_bytes=moved)
-        return [p for p, num_bytes in zip(pieces, done, strict=True) if num_bytes < 0]
+        return left
 
 
 def _request(piece: Piece) -> tuple[Any, ...]:

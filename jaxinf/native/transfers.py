@@ -38,7 +38,7 @@ def move(
     native = function()
     if native is None:
         return None
-    paths = b"".join([os.fsencode(file) + b"\0" for file in files])
+    paths = os.fsencode("\0".join(map(str, files))) + b"\0"
     done = array("q", bytes(8 * len(files)))
     native(
         len(files),
