@@ -150,8 +150,9 @@ def test_text_of_a_leaf(trained, run):
     assert "█" in result.out
 
 
-@pytest.mark.parametrize("width", [80, 120])
-@pytest.mark.parametrize("words", [[], ["--leaf", "h/0/kernel"]])
+@pytest.mark.parametrize(
+    ("words", "width"), [([], 80), (["--leaf", "h/0/kernel"], 80), ([], 120)]
+)
 def test_terminal(trained, width, words):
     text = _on_terminal(["inspect", str(trained.path), *words], width)
     paths = (str(trained.path), "zarr.open_array")

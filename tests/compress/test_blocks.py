@@ -49,8 +49,17 @@ def test_largest_of_each_chunk(shape, chunk_elements):
     np.testing.assert_array_equal(dense, expected_dense(leaf, grid, compression))
 
 
-@pytest.mark.parametrize("selection", ["exact", "threshold"])
-@pytest.mark.parametrize("values", [None, "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("selection", "values"),
+    [
+        ("exact", None),
+        ("threshold", "bfloat16"),
+        ("exact", "float16"),
+        pytest.param("threshold", None, marks=pytest.mark.long),
+        pytest.param("exact", "bfloat16", marks=pytest.mark.long),
+        pytest.param("threshold", "float16", marks=pytest.mark.long),
+    ],
+)
 def test_what_is_sent_and_what_is_left_add_up(selection, values):
     leaf, held = leaf_of((300, 200)), leaf_of((300, 200), 1)
     leaf[7, 7] = 1e6  # beyond float16

@@ -51,6 +51,7 @@ def test_the_bits_of_jitted_optax(open_store, durability):
     same(store.params(like=found), found)
 
 
+@pytest.mark.long
 def test_adamw_with_a_schedule_of_steps(open_store):
     tx = clipped(lambda step: jnp.where(step < 1, 2, 3), optax.adamw(1e-2))
     expected, _ = train(tx.gradient_transformation(), 8)

@@ -31,8 +31,8 @@ GUARANTEES = {name + form: guarantee for name, form, guarantee in ROWS}
 ACCEPTED = [name for name, guarantee in GUARANTEES.items() if guarantee != "refused"]
 # `make test` has one optimizer for each way of working, of a family of a hundred.
 IN_SHORT = {
-    "adamw", "lion", "contrib.schedule_free_adamw", "noisy_sgd", "polyak_sgd",
-    "MultiSteps", "apply_if_finite", "inject_hyperparams", "set_to_zero",
+    "lion", "contrib.schedule_free_adamw", "noisy_sgd", "polyak_sgd",
+    "apply_if_finite", "set_to_zero",
 }  # fmt: skip
 NUM_STEPS = 8
 # Losses of eight steps, each within 17 units of float32: 2e-6 each, at most.

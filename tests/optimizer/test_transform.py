@@ -19,11 +19,6 @@ OPTIMIZERS = {
     "adamw masked decay": lambda: optax.adamw(
         1e-2, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
     ),
-    "sgd": lambda: optax.sgd(1e-2),
-    "sgd nesterov": lambda: optax.sgd(1e-2, momentum=0.9, nesterov=True),
-    "lion": lambda: optax.lion(1e-3),
-    "adagrad": lambda: optax.adagrad(1e-1),
-    "rmsprop": lambda: optax.rmsprop(1e-3),
     "bf16 mu": lambda: optax.adam(1e-2, mu_dtype=jnp.bfloat16),
     "hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),
     "accumulate": lambda: optax.MultiSteps(optax.adamw(1e-2), 3),

@@ -268,7 +268,6 @@ def test_same_bits_on_four_devices_and_after_changes_of_mesh(place, run_python):
 LONG = pytest.mark.long
 HOWS = [
     ("shardings", "buffer", 20),
-    ("jitted", "buffer", 20),
     *[
         pytest.param(how, callback, 1000, marks=LONG)
         for how in ("shardings", "jitted", "eager")

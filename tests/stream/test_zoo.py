@@ -34,6 +34,7 @@ def assert_close(found, expected, tolerance):
 
 SLOW = ("gpt2_bfloat16", "linen", "linen_dropout", "linen_remat", "linen_scan")
 SLOW += ("linen_scan_remat_dropout", "conv_batch_norm", "gpt2_nano", "nnx_batch_norm")
+SLOW += ("moe_map", "scan_twice_cast", "scan_nested", "stack_by_index")
 
 
 @pytest.mark.parametrize(

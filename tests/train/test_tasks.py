@@ -59,7 +59,7 @@ def task(tmp_path, tiny):
 @pytest.mark.parametrize(
     ("model", "data", "words"),
     [
-        ("gpt2", "pairs", ()),
+        pytest.param("gpt2", "pairs", (), marks=pytest.mark.long),
         pytest.param("bert", "texts", ("--task", "masked-lm"), marks=pytest.mark.long),
         pytest.param("vit", "images", (), marks=pytest.mark.long),
         pytest.param("t5", "pairs", (), marks=pytest.mark.long),
