@@ -186,3 +186,20 @@ def test_compression():
     assert found["kept"] == 400
     assert found["found"] > 0.95
     assert min(v for name, v in found.items() if name.endswith("_ms")) > 0
+
+
+@pytest.mark.long
+def test_activations_peak_is_as_planned(tmp_path):
+    sizes = ("--hidden", 128, "--length", 512, "--batch", 1, "--layers", 4)
+    options = ("--stack", "gpt", "--rounds", 2, "--share", 0.7, "--limit", 0)
+    done = run_script(
+        "repro_ssdtrain.py", "--store", tmp_path, "--json", *sizes, *options
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["peak_ratio"] <= 0.7
+    assert found["time_ratio"] > 0
+    planned = found["stacks"]["gpt"]["planned 0.70"]
+    assert planned["peak_bytes"] == planned["planned_peak_bytes"]
+    assert planned["written_bytes"] > 0
+    assert not [*tmp_path.iterdir()]

@@ -4,7 +4,7 @@ Invariant: a step's memory is as planned at every call, however fast the drive i
 value's memory is free from one given call to another.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -47,21 +47,21 @@ def least_offloaded_bytes(
 
 
 def fitted(
-    calls: Calls, budget_bytes: int, temp_bytes: Mapping[str, int] | None = None
+    calls: Calls, budget_bytes: int, memory: Callable[[Calls], Sequence[int]]
 ) -> Calls:
     """Returns the calls with as few absences as the budget needs.
 
     Of the values in memory the one that is needed last leaves (Belady's rule). Values
     come back in the order of their use, as early as the budget allows. The result
-    exceeds a budget below `least_offloaded_bytes`.
+    exceeds a budget that is too small even if all leave.
 
     Args:
       calls: Calls without absences.
-      budget_bytes: The most memory of a step, as in `Calls.peak_bytes`.
-      temp_bytes: As for `Calls.peak_bytes`.
+      budget_bytes: The most memory of a step.
+      memory: Returns the memory during each call, such as `Calls.call_bytes`.
     """
     calls = replace(calls, absences={})
-    used = np.array(calls.call_bytes(temp_bytes), np.int64)
+    used = np.array(memory(calls), np.int64)
     candidates = _candidates(calls)
     left = _leave(used, candidates, budget_bytes)
     return replace(calls, absences=_return(used, left, budget_bytes))

@@ -186,6 +186,23 @@ class Calls:
             change[absence.back - 1] += self.lives[slot].num_bytes
         return list(accumulate(change[:-1]))
 
+    def value_bytes(self) -> list[int]:
+        """Returns the bytes of values during each call: held ones, and new ones.
+
+        The call after it waits with room for its outputs. Neither params, temporaries
+        nor gradients count.
+        """
+        made = [
+            sum(self.lives[slot].num_bytes for slot in call.outputs if slot is not None)
+            for call in self.calls
+        ]
+        return [
+            held + own + after
+            for held, own, after in zip(
+                self.held_bytes(), made, [*made[1:], 0], strict=True
+            )
+        ]
+
     @cached_property
     def lives(self) -> Mapping[Slot, "Life"]:
         """The calls that make and read each value."""

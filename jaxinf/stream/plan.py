@@ -71,7 +71,9 @@ class Plan:
           budget_bytes: Memory for a step's programs; at least `peak_bytes`.
           temp_bytes: Temporaries of the compiled programs by key.
         """
-        calls = fitted(self.calls, budget_bytes, temp_bytes)
+        calls = fitted(
+            self.calls, budget_bytes, lambda calls: calls.call_bytes(temp_bytes)
+        )
         peak = calls.peak_bytes(temp_bytes)
         return replace(self, calls=calls, peak_bytes=peak)
 

@@ -22,12 +22,15 @@ class Values:
 
     Attributes:
       num_bytes: Bytes that are written to drives in a step, and read again.
+      peak_bytes: Most bytes of values in memory in the last step.
     """
 
     num_bytes = 0
 
     def __init__(self) -> None:
         self._held: dict[Slot, jax.Array] = {}
+        self._dropped_bytes: dict[int, int] = {}
+        self._now_bytes = self._most_bytes = self.peak_bytes = 0
 
     def __getitem__(self, slot: Slot) -> jax.Array:
         return self._held[slot]
@@ -40,18 +43,27 @@ class Values:
         for slot, output in zip(slots, outputs, strict=True):
             if slot is not None:
                 self._held[slot] = output
+                self._count(output.nbytes)
 
     def after(self, number: int, drops: Sequence[Slot]) -> None:
         """Drops what no call after that of this number reads."""
-        for slot in drops:
-            del self._held[slot]
+        dropped = [self._held.pop(slot) for slot in drops]
+        self._dropped_bytes[number] = sum(value.nbytes for value in dropped)
 
     def done(self, number: int) -> None:
         """Notes that a call has run and reads nothing more."""
+        self._count(-self._dropped_bytes.pop(number))
 
     def reset(self) -> None:
         """Drops everything; no call may be under way."""
         self._held.clear()
+        self._dropped_bytes.clear()
+        self.peak_bytes, self._most_bytes = self._most_bytes, 0
+        self._now_bytes = 0
+
+    def _count(self, num_bytes: int) -> None:
+        self._now_bytes += num_bytes
+        self._most_bytes = max(self._most_bytes, self._now_bytes)
 
     def counts(self) -> CacheCounts:
         """Returns the traffic of values since the last call."""
@@ -79,7 +91,7 @@ class Offloaded(Values):
         self._scratch = scratch
         absences = calls.absences
         self._absences = absences
-        self._avals = {slot: calls.lives[slot].aval for slot in absences}
+        self._lives = {slot: calls.lives[slot] for slot in absences}
         scratch.reset()
         places = {
             slot: scratch.allocate(calls.lives[slot].num_bytes) for slot in absences
@@ -105,8 +117,10 @@ class Offloaded(Values):
         """Waits for values that must be gone, and starts to read others."""
         for slot in self._gone.get(number, ()):
             self.cache.gone(slot)
+            self._count(-self._lives[slot].num_bytes)
         for slot in self._back.get(number, ()):
             self.cache.bring(slot)
+            self._count(self._lives[slot].num_bytes)
 
     def after(self, number: int, drops: Sequence[Slot]) -> None:
         """Drops values, and starts to write others."""
@@ -117,6 +131,7 @@ class Offloaded(Values):
 
     def done(self, number: int) -> None:
         """Frees memory that the call of that number was the last to read."""
+        super().done(number)
         for slot in self._ends.get(number, ()):
             self._away.discard(slot)
             self.cache.release(slot)
@@ -141,9 +156,9 @@ class Offloaded(Values):
         raw, value = self.cache.take(slot)
         if raw is None:
             return value
-        aval = self._avals[slot]
-        num_bytes = aval.size * aval.dtype.itemsize
-        array = raw[:num_bytes].view(aval.dtype).reshape(aval.shape)
+        life = self._lives[slot]
+        aval = life.aval
+        array = raw[: life.num_bytes].view(aval.dtype).reshape(aval.shape)
         return jax.device_put(array)
 
 

@@ -2,7 +2,6 @@
 
 import errno
 import os
-from collections import defaultdict
 
 import jax
 import numpy as np
@@ -16,9 +15,10 @@ from jaxinf.activations import Scratch
 from jaxinf.errors import StoreIOError, StoreSpaceError, StreamError
 from jaxinf.stream import absences
 from jaxinf.stream.absences import fitted, least_offloaded_bytes
+from jaxinf.stream.calls import Calls
 from jaxinf.stream.plan import Plan
 from jaxinf.stream.run import Runner, compiled_temp_bytes
-from jaxinf.stream.values import Offloaded
+from jaxinf.stream.values import Offloaded, Values
 
 CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
 TX = optax.adam(1e-2)
@@ -74,55 +74,27 @@ def test_bits_are_those_of_keep(name, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-class Metered(Offloaded):
-    """Counts the bytes of values in memory at each call."""
-
-    def __init__(self, calls, scratch):
-        super().__init__(calls, scratch)
-        self.sizes = {slot: life.num_bytes for slot, life in calls.lives.items()}
-        self.in_memory, self.found, self.ended = set(), {}, set()
-
-    def before(self, number):
-        super().before(number)
-        self.in_memory -= set(self._gone.get(number, ()))
-        self.in_memory |= set(self._back.get(number, ()))
-        self.found[number - 1] = sum(self.sizes[slot] for slot in self.in_memory)
-
-    def put(self, slots, outputs):
-        super().put(slots, outputs)
-        self.coming = [slot for slot in slots if slot is not None]
-
-    def after(self, number, drops):
-        super().after(number, drops)
-        # What was dropped is freed, and what was made counts, when the call has run.
-        self.in_memory -= self.ended
-        self.in_memory |= set(self.made_before)
-        self.made_before, self.ended = self.coming, set(drops)
-
-    made_before = ()
-
-
 def test_memory_is_as_planned(tmp_path):
     program = ZOO["l2_penalty"](depth=8)
     offload = plans(prepared(program))[1]
     temps = compiled_temp_bytes(offload, executables := {})
     least = least_offloaded_bytes(offload.calls, temps)
     plan = offload.fitted(least, temps)
-    values = Metered(plan.calls, Scratch([tmp_path]))
+    values = Offloaded(plan.calls, Scratch([tmp_path]))
     streamed(program, plan, executables, values=values)
-    held = plan.calls.held_bytes()
-    found = [values.found[n] for n in range(len(held) - 1)]
-    assert max(found) == pytest.approx(max(held), rel=0.02)
-    assert max(held) < 0.7 * max(offload.calls.held_bytes())
+    assert values.peak_bytes == max(plan.calls.value_bytes())
+    in_memory = Values()
+    streamed(program, offload, executables, values=in_memory)
+    assert in_memory.peak_bytes == max(offload.calls.value_bytes())
+    assert values.peak_bytes < 0.7 * in_memory.peak_bytes
     values.close()
 
 
 def test_the_value_needed_last_leaves_first():
     calls = plans(prepared(ZOO["gpt2_nano"]()))[1].calls
-    none = defaultdict(int)
-    most = calls.peak_bytes(none)
-    assert not fitted(calls, most, none).absences
-    one = fitted(calls, most - 1, none).absences
+    most = calls.peak_bytes()
+    assert not fitted(calls, most, Calls.call_bytes).absences
+    one = fitted(calls, most - 1, Calls.call_bytes).absences
     needed = {slot: absence.needed for slot, absence in one.items()}
     others = [
         life.reads[-1]
@@ -138,10 +110,9 @@ def test_the_value_needed_last_leaves_first():
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
 def test_values_come_back_in_the_order_of_use(share):
     calls = plans(prepared(ZOO["l2_penalty"](depth=8)))[1].calls
-    none = defaultdict(int)
-    least, most = least_offloaded_bytes(calls, none), calls.peak_bytes(none)
-    found = fitted(calls, int(least + share * (most - least)), none)
-    assert found.peak_bytes(none) <= int(least + share * (most - least))
+    least, most = least_offloaded_bytes(calls), calls.peak_bytes()
+    found = fitted(calls, int(least + share * (most - least)), Calls.call_bytes)
+    assert found.peak_bytes() <= int(least + share * (most - least))
     ordered = sorted(found.absences.values(), key=lambda one: one.needed)
     assert [one.back for one in ordered] == sorted(one.back for one in ordered)
 

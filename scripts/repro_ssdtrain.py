@@ -1,0 +1,422 @@
+"""SSDTrain's measure: peak of activations and time of a step, for four policies.
+
+    keep        all values that backward needs stay in memory
+    recompute   every segment runs forward again
+    offload     all values that can leave are on the drive meanwhile
+    planned     keep, offload or recompute by plan, in a share of keep's memory
+
+The stacks have the shape of the paper's BERT, GPT and T5 (2408.10013): 4 layers and a
+hidden size of 8192, the latter divided by 16. Programs have one core, transfers and
+Python the other. The drive is held to the write bandwidth that the paper requires of
+one: the activations of a step in half its time (section III-D). --limit 0 takes the
+drive as it is. The peak is that of values between programs, about which a policy
+decides. Temporaries within a program are the same for all; the JSON has them. Times
+are of steps of loss and gradients in turns: the median ratio to keep's of the same
+round, and its 95 % interval by order statistics.
+--curve adds batch sizes 1 to 8 for all policies (the ROK curve). Without options the
+script takes some minutes on a quiet machine.
+"""
+
+# ruff: noqa: E402
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+HOST_CORE, DEVICE_CORE = 1, 0
+if len(os.sched_getaffinity(0)) > 1 and __name__ == "__main__":
+    os.sched_setaffinity(0, {DEVICE_CORE})  # JAX's threads start here
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinf.activations import RateLimits, Scratch
+from jaxinf.stream import Runner, prepare
+from jaxinf.stream.absences import fitted
+from jaxinf.stream.calls import Calls
+from jaxinf.stream.choice import Choice, Profile, choose
+from jaxinf.stream.cut import choose_cuts
+from jaxinf.stream.plan import Plan, Prepared
+from jaxinf.stream.run import Executables, compiled_temp_bytes
+from jaxinf.stream.values import Offloaded, Values
+
+PAPER_HIDDEN, SCALE, LAYERS, HEAD = 8192, 16, 4, 64
+SHARES = [0.40, 0.53]
+LIMITS = [1 << n for n in range(28, 22, -1)]
+# The memory of keep may be this much above that of the best cuts for keep.
+TOLERANCE = 1.1
+PROFILED_STEPS = 3
+PUBLISHED = "peak -28 to -40 %, -47 % at most, almost no time (2408.10013)"
+
+
+# --- the stacks --------------------------------------------------------------------
+
+
+def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Layer norm without a bias."""
+    centred = x - jnp.mean(x, -1, keepdims=True)
+    variance = jnp.mean(centred * centred, -1, keepdims=True)
+    return centred * jax.lax.rsqrt(variance + 1e-5) * scale
+
+
+def attend(p: Any, x: jax.Array, y: jax.Array, *, is_causal: bool) -> jax.Array:
+    """Attention of x over y."""
+    batch, length, hidden = x.shape
+    heads = hidden // HEAD
+
+    def split(z: jax.Array) -> jax.Array:
+        return z.reshape(batch, -1, heads, HEAD)
+
+    q, k, v = split(x @ p["q"]), split(y @ p["k"]), split(y @ p["v"])
+    scores = jnp.einsum("bqnd,bknd->bnqk", q, k) / math.sqrt(HEAD)
+    if is_causal:
+        seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+        scores = jnp.where(seen, scores, -1e30)
+    mixed = jnp.einsum("bnqk,bknd->bqnd", jax.nn.softmax(scores), v)
+    return mixed.reshape(batch, length, hidden) @ p["o"]
+
+
+def mlp(p: Any, x: jax.Array) -> jax.Array:
+    """The two-layer perceptron."""
+    return jax.nn.gelu(x @ p["up"]) @ p["down"]
+
+
+def bert(params: Any, x: jax.Array) -> jax.Array:
+    """Layers with norms after each part."""
+    for p in params:
+        x = norm(x + attend(p["self"], x, x, is_causal=False), p["n1"])
+        x = norm(x + mlp(p, x), p["n2"])
+    return x
+
+
+def gpt(params: Any, x: jax.Array) -> jax.Array:
+    """Causal layers with norms before each part."""
+    for p in params:
+        z = norm(x, p["n1"])
+        x = x + attend(p["self"], z, z, is_causal=True)
+        x = x + mlp(p, norm(x, p["n2"]))
+    return x
+
+
+def t5(params: Any, x: jax.Array) -> jax.Array:
+    """An encoder, and a decoder that attends to it; half of the layers each."""
+    half = len(params) // 2
+    seen = x
+    for p in params[:half]:
+        z = norm(seen, p["n1"])
+        seen = seen + attend(p["self"], z, z, is_causal=False)
+        seen = seen + mlp(p, norm(seen, p["n2"]))
+    for p in params[half:]:
+        z = norm(x, p["n1"])
+        x = x + attend(p["self"], z, z, is_causal=True)
+        x = x + attend(p["cross"], norm(x, p["n3"]), seen, is_causal=False)
+        x = x + mlp(p, norm(x, p["n2"]))
+    return x
+
+
+STACKS: dict[str, Callable[..., jax.Array]] = {"bert": bert, "gpt": gpt, "t5": t5}
+
+
+def make_params(name: str, hidden: int, layers: int) -> Any:
+    """Random params; a decoder's layers have two attentions."""
+    rng = np.random.default_rng(0)
+
+    def dense(*shape: int) -> Any:
+        scale = 0.5 / math.sqrt(shape[0])
+        return (scale * rng.standard_normal(shape)).astype(np.float32)
+
+    def attention() -> Any:
+        return {key: dense(hidden, hidden) for key in "qkvo"}
+
+    found = []
+    for layer in range(layers):
+        one = {"up": dense(hidden, 4 * hidden), "down": dense(4 * hidden, hidden)}
+        one |= {key: np.ones(hidden, np.float32) for key in ("n1", "n2")}
+        one["self"] = attention()
+        if name == "t5" and layer >= layers // 2:
+            one |= {"cross": attention(), "n3": np.ones(hidden, np.float32)}
+        found.append(one)
+    return found
+
+
+# --- runs --------------------------------------------------------------------------
+
+
+@dataclass
+class Policy:
+    """A way to run a stack's step, and its times."""
+
+    name: str
+    runner: Runner
+    choice: Choice | None
+    seconds: list[float]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes of values in the last step."""
+        return self.runner.values.peak_bytes
+
+
+class Stack:
+    """One stack at one batch size, with a plan's programs for all policies."""
+
+    def __init__(self, name: str, arguments: argparse.Namespace, batch: int) -> None:
+        hidden, layers = arguments.hidden, arguments.layers
+        params = make_params(name, hidden, layers)
+        rng = np.random.default_rng(1)
+        shape = (batch, arguments.length, hidden)
+        self.batch = {k: rng.standard_normal(shape).astype(np.float32) for k in "xy"}
+
+        def loss(params: Any, batch: Any) -> jax.Array:
+            return jnp.mean((STACKS[name](params, batch["x"]) - batch["y"]) ** 2)
+
+        self.leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(params)]
+        self.name, self.place = name, arguments.store
+        self.ready: Prepared = prepare(loss, params, self.batch)
+        self.plan = self._cut()
+        self.executables: Executables = {}
+        self.temps = compiled_temp_bytes(self.plan, self.executables)
+        self.keep = self.policy("keep", self.planned("keep"))
+        self.profile = self._profiled(arguments.limit)
+        self.limits = RateLimits(self.profile.write, self.profile.read)
+
+    def _cut(self) -> Plan:
+        """The cuts with which offloading saves most, among those that suit keep."""
+        times, tokens = self.ready.lifetimes, self.ready.tokens
+        cuts = dict.fromkeys(choose_cuts(times, tokens, limit) for limit in LIMITS)
+        plans = [self.ready.plan_of(one, "offload") for one in cuts]
+        kept = [max(plan.calls.value_bytes()) for plan in plans]
+        good = [
+            plan
+            for plan, most in zip(plans, kept, strict=True)
+            if most <= TOLERANCE * min(kept)
+        ]
+        return min(good, key=least_bytes)
+
+    def planned(self, policy: Any) -> Plan:
+        """The plan with the same programs under another policy."""
+        return self.ready.plan_of(self.plan.cuts, policy)
+
+    def policy(
+        self, name: str, plan: Plan, values: Values | None = None, choice: Any = None
+    ) -> Policy:
+        """A policy, compiled."""
+        return Policy(name, Runner(plan, self.executables, values=values), choice, [])
+
+    def with_calls(self, name: str, calls: Calls, choice: Any = None) -> Policy:
+        """A policy whose values may leave for the drive."""
+        limits = self.limits if math.isfinite(self.profile.write) else None
+        values = Offloaded(calls, Scratch([self.place], limits=limits))
+        return self.policy(name, replace(self.plan, calls=calls), values, choice)
+
+    def chosen(self, share: float) -> Policy:
+        """The plan in a share of keep's memory."""
+        budget = int(share * self.keep.peak_bytes)
+        graph = self.ready.lifetimes.graph
+        choice = choose(
+            graph, self.plan.programs, budget, Calls.value_bytes, self.profile
+        )
+        if choice is None:
+            least = max(fitted(self.plan.calls, 0, Calls.value_bytes).value_bytes())
+            sys.exit(
+                f"{self.name}: {budget} bytes, but no plan takes less than {least}"
+            )
+        return self.with_calls(f"planned {share:.2f}", choice.calls, choice)
+
+    def step(self, policy: Policy) -> float:
+        """Seconds of a step."""
+        began_s = time.perf_counter()
+        loss, _ = policy.runner(
+            self.batch,
+            lambda _, piece: piece.of(self.leaves[piece.leaf]),
+            lambda piece, gradient: None,
+        )
+        loss.block_until_ready()
+        return time.perf_counter() - began_s
+
+    def _profiled(self, limit: float) -> Profile:
+        """Measures the programs, and gives the drive its bandwidth."""
+        spans: list[tuple[float, float]] = []
+        self.keep.runner._record = lambda *span: spans.append(span)
+        found: defaultdict[str, list[float]] = defaultdict(list)
+        steps = []
+        self.step(self.keep)
+        for _ in range(PROFILED_STEPS):
+            spans.clear()
+            steps.append(self.step(self.keep))
+            calls = self.keep.runner.plan.calls.calls
+            for call, (began_s, ended_s) in zip(calls, spans, strict=True):
+                found[call.program.key].append(ended_s - began_s)
+        self.keep.runner._record = lambda began_s, ended_s: None
+        seconds = {key: statistics.median(times) for key, times in found.items()}
+        for program in self.plan.distinct:
+            seconds.setdefault(program.key, 0.0)
+        half_s = statistics.median(steps) / 2
+        rate = limit * self.keep.peak_bytes / half_s if limit else math.inf
+        return Profile(seconds, rate, rate)
+
+
+def least_bytes(plan: Plan) -> int:
+    """Peak of values if all that can are on the drive meanwhile."""
+    return max(fitted(plan.calls, 0, Calls.value_bytes).value_bytes())
+
+
+def interval(values: list[float]) -> tuple[float, float, float]:
+    """The median, and the ends of its 95 % interval by order statistics."""
+    ordered, count = sorted(values), len(values)
+    below = 0.0
+    rank = 0
+    while rank < count // 2:
+        below += math.comb(count, rank) / 2**count
+        if 2 * below > 0.05:
+            break
+        rank += 1
+    low = max(0, rank - 1)
+    return statistics.median(ordered), ordered[low], ordered[count - 1 - low]
+
+
+def in_turns(stack: Stack, policies: list[Policy], rounds: int) -> None:
+    """Steps of all policies in turns; every other round the other way round."""
+    for policy in policies:
+        stack.step(policy)
+    for turn in range(rounds):
+        order = policies if turn % 2 else policies[::-1]
+        for policy in order:
+            policy.seconds.append(stack.step(policy))
+
+
+def measured(stack: Stack, policies: list[Policy]) -> dict[str, Any]:
+    """Peaks and times, over those of keep."""
+    keep = stack.keep
+    found = {}
+    for policy in policies:
+        pairs = zip(policy.seconds, keep.seconds, strict=True)
+        ratio, low, high = interval([own / kept for own, kept in pairs])
+        calls = policy.runner.plan.calls
+        one: dict[str, Any] = {
+            "peak_bytes": policy.peak_bytes,
+            "planned_peak_bytes": max(calls.value_bytes()),
+            "peak_ratio": round(policy.peak_bytes / keep.peak_bytes, 4),
+            "time_ratio": round(ratio, 4),
+            "time_interval": [round(low, 4), round(high, 4)],
+            "step_s": round(statistics.median(policy.seconds), 4),
+            "written_bytes": policy.runner.values.num_bytes,
+            "temporary_bytes": max(stack.temps.values()),
+        }
+        if policy.choice is not None:
+            one["expected_s"] = round(policy.choice.expected_s, 4)
+            one["num_repeated"] = len(policy.choice.repeated)
+        found[policy.name] = one
+    return found
+
+
+def show(name: str, found: dict[str, Any]) -> None:
+    """Prints a table of policies."""
+    print(f"\n{name:14} {'peak MiB':>9} {'of keep':>8} {'s/step':>8} {'of keep':>20}")
+    for policy, one in found.items():
+        low, high = one["time_interval"]
+        print(
+            f"{policy:14} {one['peak_bytes'] / 2**20:9.1f} {one['peak_ratio']:8.2f} "
+            f"{one['step_s']:8.3f} {one['time_ratio']:6.3f} [{low:.3f}, {high:.3f}]"
+        )
+
+
+def curve(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The ROK curve: all policies at batch sizes 1 to 8."""
+    found: dict[str, Any] = {}
+    for name in arguments.stack:
+        for batch in (1, 2, 4, 8):
+            stack = Stack(name, arguments, batch)
+            policies = all_policies(stack, arguments.share[0])
+            in_turns(stack, policies, arguments.curve)
+            found[f"{name} {batch}"] = measured(stack, policies)
+            show(f"{name} x {batch}", found[f"{name} {batch}"])
+            for policy in policies:
+                policy.runner.values.close()
+    return found
+
+
+def all_policies(stack: Stack, share: float) -> list[Policy]:
+    """Keep, recompute, offload all, and the plan in a share of keep's memory."""
+    least = fitted(stack.plan.calls, 0, Calls.value_bytes)
+    return [
+        stack.keep,
+        stack.policy("recompute", stack.planned("recompute")),
+        stack.with_calls("offload", least),
+        stack.chosen(share),
+    ]
+
+
+def parse() -> argparse.Namespace:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--store", type=Path, required=True, help="place on the drive")
+    parser.add_argument("--json", action="store_true", help="print JSON at the end")
+    parser.add_argument(
+        "--limit", type=float, default=1.0, help="of the drive; 0: none"
+    )
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--hidden", type=int, default=PAPER_HIDDEN // SCALE)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--stack", nargs="+", choices=STACKS, default=list(STACKS))
+    parser.add_argument("--share", type=float, nargs="+", default=SHARES)
+    parser.add_argument("--curve", type=int, default=0, metavar="ROUNDS")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measures all stacks."""
+    arguments = parse()
+    arguments.store.mkdir(parents=True, exist_ok=True)
+    jnp.zeros(1).block_until_ready()  # JAX's threads now have their core
+    if len(os.sched_getaffinity(0)) == 1 and (os.cpu_count() or 1) > 1:
+        os.sched_setaffinity(0, {HOST_CORE})
+        print(f"programs on core {DEVICE_CORE}, Python and transfers on {HOST_CORE}")
+    print(f"published: {PUBLISHED}")
+    stacks = {}
+    for name in arguments.stack:
+        stack = Stack(name, arguments, arguments.batch)
+        policies = [stack.keep, *(stack.chosen(share) for share in arguments.share)]
+        for policy in policies[1:]:
+            print(f"{name} {policy.name}: {policy.choice}")
+        in_turns(stack, policies, arguments.rounds)
+        stacks[name] = measured(stack, policies)
+        stacks[name]["drive_bytes_per_s"] = stack.profile.write
+        show(name, {p.name: stacks[name][p.name] for p in policies})
+        for policy in policies:
+            policy.runner.values.close()
+    found: dict[str, Any] = {
+        name: getattr(arguments, name)
+        for name in ("batch", "length", "hidden", "layers")
+    }
+    found |= {"scale": PAPER_HIDDEN / arguments.hidden, "rounds": arguments.rounds}
+    worst = {}
+    for share in arguments.share:
+        ones = [one[f"planned {share:.2f}"] for one in stacks.values()]
+        worst[share] = {
+            "peak_ratio": max(one["peak_ratio"] for one in ones),
+            "time_ratio": max(one["time_ratio"] for one in ones),
+            "time_ratio_upper": max(one["time_interval"][1] for one in ones),
+        }
+    found |= {**worst[arguments.share[0]], "shares": worst}
+    found |= {"load_average": round(os.getloadavg()[0], 2), "stacks": stacks}
+    if arguments.curve:
+        found["curve"] = curve(arguments)
+    if arguments.json:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
