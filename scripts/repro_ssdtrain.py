@@ -40,7 +40,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinf.activations import RateLimits, Scratch
+from jaxinf.activations import RateLimits, Scratch, Wear
 from jaxinf.stream import Runner, prepare
 from jaxinf.stream.absences import fitted
 from jaxinf.stream.calls import Calls
@@ -331,6 +331,15 @@ def show(name: str, found: dict[str, Any]) -> None:
         )
 
 
+def tell_wear(policy: Policy, endurance_tbw: float | None) -> None:
+    """Prints what a policy writes, and how long drives last."""
+    step_s = statistics.median(policy.seconds)
+    wear = Wear(policy.runner.values.num_bytes, step_s, endurance_tbw)
+    print(f"{policy.name}: {wear}")
+    if wear.warning:
+        print(wear.warning)
+
+
 def curve(arguments: argparse.Namespace) -> dict[str, Any]:
     """The ROK curve: all policies at batch sizes 1 to 8."""
     found: dict[str, Any] = {}
@@ -371,6 +380,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=PAPER_HIDDEN // SCALE)
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--stack", nargs="+", choices=STACKS, default=list(STACKS))
+    parser.add_argument("--endurance-tbw", type=float, help="of the drive, in TB")
     parser.add_argument("--share", type=float, nargs="+", default=SHARES)
     parser.add_argument("--curve", type=int, default=0, metavar="ROUNDS")
     return parser.parse_args()
@@ -395,6 +405,8 @@ def main() -> None:
         stacks[name] = measured(stack, policies)
         stacks[name]["drive_bytes_per_s"] = stack.profile.write
         show(name, {p.name: stacks[name][p.name] for p in policies})
+        for policy in policies[1:]:
+            tell_wear(policy, arguments.endurance_tbw)
         for policy in policies:
             policy.runner.values.close()
     found: dict[str, Any] = {

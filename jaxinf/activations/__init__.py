@@ -14,8 +14,10 @@ from jaxinf.activations.scratch import (
     aligned,
     raw_bytes,
 )
+from jaxinf.activations.wear import ENDURANCE_TBW, Wear
 
 __all__ = [
+    "ENDURANCE_TBW",
     "PART_BYTES",
     "Cache",
     "CacheCounts",
@@ -23,6 +25,7 @@ __all__ = [
     "Place",
     "RateLimits",
     "Scratch",
+    "Wear",
     "aligned",
     "raw_bytes",
     "writing_bytes",
