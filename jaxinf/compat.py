@@ -48,6 +48,8 @@ key classes, ``keystr``     of ``jax.tree_util``. Other classes: names of leaves
                             ``flax.serialization.to_bytes`` of a state fails
 frames of ``MultiSteps``    optax's own callers are looked at. Not a method any more:
                             ``MultiSteps(smart_update(…))`` is not refused
+placeholder of params       of ``optax.tree.map_params``, not public. Renamed: that
+                            function fails for a state
 schedule of ``MultiSteps``  not public. Not there: ``MultiSteps(tx, 1)`` stores a sum
 bits of ``jax.random``      computed as Threefry of each element's index. Computed
                             otherwise: streaming draws other first params than jitted
@@ -120,6 +122,7 @@ __all__ = [
     "has_buffer_callback",
     "is_in_callback",
     "is_inside_multi_steps",
+    "is_params_placeholder",
     "is_single_step",
     "is_tracing",
     "key_name",
@@ -557,6 +560,12 @@ def is_single_step(tx: Any) -> bool:
         return False
     assert callable(every), "it has a qualified name"
     return inspect.getclosurevars(every).nonlocals == {"every_k_schedule": 1}
+
+
+def is_params_placeholder(params: Any) -> bool:
+    """Whether params are what ``optax.tree.map_params`` gives to an ``init``."""
+    kind = type(params)
+    return kind.__name__ == "_ParamsPlaceholder" and kind.__module__[:5] == "optax"
 
 
 # ---- Flax

@@ -57,10 +57,14 @@ def compare_chunk(
         raise found
 
 
-def same_values(a: Array, b: Array) -> bool:
+def same_values(a: Array, b: Array, *, bound: float = 0.0) -> bool:
     """Compares element by element; NaNs are equal, and so are zeros and denormals.
 
     JAX on a CPU flushes denormals and NumPy does not, so that is no difference.
+
+    Args:
+      a, b: arrays of one shape.
+      bound: a difference that does not count.
     """
     wide_a, wide_b = a.astype(np.float32), b.astype(np.float32)
     same = wide_a == wide_b
@@ -69,6 +73,8 @@ def same_values(a: Array, b: Array) -> bool:
     tiny = np.finfo(np.float32).tiny
     same |= (np.abs(wide_a) < tiny) & (np.abs(wide_b) < tiny)
     same |= np.isnan(wide_a) & np.isnan(wide_b)
+    if bound:
+        same |= np.abs(wide_a - wide_b) <= bound
     return bool(same.all())
 
 

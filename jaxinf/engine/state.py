@@ -107,7 +107,8 @@ def same_params(
 ) -> bool:
     """Whether params equal a step's master params, rounded to their dtype.
 
-    Chunks with exactly the params' bits are compared by checksum, others are read.
+    Chunks with exactly the params' bits are compared by checksum, others are read. A
+    leaf that the record calls inexact may differ by as much as it says.
 
     Args:
       opened: the store.
@@ -128,12 +129,13 @@ def same_params(
             if _checksum(params, chunks[number], origin) != sums[number]
         ]
     differing: list[int] = []
+    bound = commit.inexact.get(record.name, 0.0)
 
     def visit(piece: Piece) -> None:
         given = gather(
             params, piece.chunk, tuple(origin), piece.start, piece.values.size
         )
-        if not same_values(piece.values, given):
+        if not same_values(piece.values, given, bound=bound):
             differing.append(piece.number)
 
     _each_piece(opened, reader, leaf, params.dtype, numbers, visit)

@@ -13,8 +13,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from jaxinf.engine.annotations import Annotations
@@ -80,7 +81,7 @@ class StepEngine:
         self._arrivals: _Arrivals = {}
         self._nan_scalars: tuple[str, ...] = ()
         self._is_finite = True  # every gradient of the step so far
-        self._inexact: frozenset[int] = frozenset()
+        self._kept: set[int] = set()  # leaves that the step leaves as they are
         self._metrics: deque[StepMetrics] = deque(maxlen=_NUM_METRICS_KEPT)
         self._counted = opened.meters.snapshot()
 
@@ -110,6 +111,8 @@ class StepEngine:
             if bad and self._opened.num_uncommitted and not self._arrivals:
                 self.wait()  # otherwise the overwritten steps would be lost
                 raise nan_scalar_error(self._opened, step + 1, bad, ())
+            inexact = self._opened.finished.inexact
+            self._kept |= {one.leaf for one in requests if isinstance(one, KeptLeaf)}
             found = [
                 kept_tasks(self._opened, request)
                 if isinstance(request, KeptLeaf)
@@ -117,7 +120,7 @@ class StepEngine:
                     self._opened,
                     request,
                     step + 1,
-                    is_exact=request.leaf not in self._inexact,
+                    inexact=inexact.get(self._name(request.leaf)),
                 )
                 for request in requests
             ]
@@ -169,7 +172,7 @@ class StepEngine:
         step: int,
         scalars: Sequence[ScalarState],
         skipped_steps: int,
-        inexact: Iterable[int] = (),
+        inexact: Mapping[int, float] = MappingProxyType({}),
     ) -> None:
         """Ends the step after `step` in the background, when all leaves are updated.
 
@@ -181,7 +184,8 @@ class StepEngine:
           scalars: the optimizer's new scalar state.
           skipped_steps: number of steps skipped so far.
           inexact: leaves whose 16-bit params at the caller differ in bits from
-            `UpdateRequest.out`; the next step does not use the caller's.
+            `UpdateRequest.out`, and the greatest difference. The next step does not
+            use the caller's.
 
         Raises:
           NonFiniteScalarError: the gradients are finite, and a kernel computed with a
@@ -195,14 +199,16 @@ class StepEngine:
                 self.abandon()
                 self.wait()  # commits the steps before
                 raise error
+            before = self._opened.finished.inexact
+            still = {name: before[name] for name in self._kept_names() & before.keys()}
             record = CommitRecord(
                 step=step,
                 scalar_state=tuple(scalars),
                 skipped_steps=skipped_steps,
                 payload=self._annotations.take(step),
+                inexact=still | {self._name(n): bound for n, bound in inexact.items()},
             )
             _check_complete(self._opened, self._arrivals)
-            self._inexact = frozenset(inexact)
             self._commit_thread = threading.Thread(
                 target=self._end_step,
                 args=(record, self._arrivals, time.monotonic()),
@@ -336,8 +342,14 @@ class StepEngine:
                     self._counted = opened.meters.snapshot()
                 self._is_open, self._started_s = True, time.monotonic()
 
+    def _name(self, leaf: int) -> str:
+        return self._opened.directory.manifest.leaves[leaf].name
+
+    def _kept_names(self) -> set[str]:
+        return {self._name(leaf) for leaf in self._kept}
+
     def _end_arrivals(self) -> None:
-        self._arrivals, self._is_open = {}, False
+        self._arrivals, self._is_open, self._kept = {}, False, set()
         self._nan_scalars, self._is_finite = (), True
 
     @property

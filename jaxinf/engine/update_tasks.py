@@ -64,7 +64,7 @@ def compute_nothing(csd: Csd, buffer: CsdBuffer, tells: Collection[int]) -> None
 
 
 def request_tasks(
-    opened: OpenStore, request: UpdateRequest, step: int, *, is_exact: bool
+    opened: OpenStore, request: UpdateRequest, step: int, *, inexact: float | None
 ) -> RequestTasks:
     """Makes the tasks of an update; they raise the errors of `SubgroupUpdate.run`.
 
@@ -72,10 +72,11 @@ def request_tasks(
       opened: the store.
       request: the request.
       step: the step after the update.
-      is_exact: whether the caller's 16-bit params must equal the store's to the bit.
+      inexact: the greatest difference of the caller's 16-bit params from the store's;
+        None if they must be equal to the bit.
     """
     kernel = specialise(request.kernel, request.inputs.scalars)
-    given = _given(opened, request) if is_exact else None
+    given = _given(opened, request)
     tasks, updates = [], []
     for layout in opened.layouts(request.leaf, request.origin, request.gradient.shape):
         loads, stores = _moved(kernel, layout.slots, request.feedback is not None)
@@ -89,7 +90,8 @@ def request_tasks(
         # whole can no longer be compared later.
         is_part = layout.subgroup.num_elements < chunk.num_elements
         is_whole = not (is_part and opened.num_uncommitted > 0)
-        is_taken = given is not None and 0 in loads and is_whole
+        is_given = given is not None and 0 in loads
+        is_taken = is_given and is_whole and inexact is None
         if is_taken:
             loads -= {0}
         update = SubgroupUpdate(
@@ -100,7 +102,9 @@ def request_tasks(
             kernel,
             rounding_of(layout, step),
             given=given if is_taken else None,
-            is_probed=is_exact and is_first and request.probe.size > 0 and 0 in loads,
+            compared=given if is_given and inexact is not None else None,
+            is_probed=is_first and request.probe.size > 0 and 0 in loads,
+            inexact=inexact or 0.0,
             is_whole=is_whole,
         )
         updates.append(update)

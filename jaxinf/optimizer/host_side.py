@@ -32,6 +32,7 @@ from jaxinf.typing import Array
 __all__ = [
     "BOUND",
     "COMMITTED",
+    "EXACT",
     "SKIPPED",
     "UNBOUND",
     "HostSide",
@@ -44,6 +45,9 @@ BOUND, UNBOUND = 0, 1
 
 COMMITTED, SKIPPED = 0, 1
 """Verdict on a step; or `callback.FAILED`."""
+
+EXACT = -1.0
+"""In place of a difference: params equal the store's to the bit."""
 
 _LOG = logging.getLogger("jaxinf")
 
@@ -219,8 +223,8 @@ class HostSide:
           description: the description of the store.
           verdict: the result.
           arguments: step and skipped steps of the state; for each leaf the status, and
-            whether its updated 16-bit params differ from the store's in any bit; the
-            new scalar state.
+            the greatest difference of its updated 16-bit params from the store's, or
+            `EXACT`; the new scalar state.
         """
         step, skipped, statuses, inexact, scalars = arguments
         self.store.training.check()
@@ -233,7 +237,7 @@ class HostSide:
             verdict[...] = SKIPPED
         else:
             named = named_scalars(description, scalars)
-            leaves = np.flatnonzero(inexact).tolist()
+            leaves = {int(n): float(inexact[n]) for n in np.flatnonzero(inexact >= 0)}
             training.steps.finish(int(step), named, int(skipped), leaves)
             verdict[...] = COMMITTED
 

@@ -25,6 +25,7 @@ __all__ = [
     "check_state",
     "first_state",
     "next_state",
+    "placeholder_state",
     "raw",
 ]
 
@@ -161,6 +162,12 @@ def next_state(
         optimizer.unflatten(kept[:num]),
         jax.tree.structure(state.error_feedback).unflatten(kept[num:]),
     )
+
+
+def placeholder_state(optimizer: PyTree, feedback: PyTree) -> SmartUpdateState:
+    """Makes the state with placeholders that ``optax.tree.map_params`` looks at."""
+    zero = jnp.int32(0)
+    return SmartUpdateState(zero, zero, optimizer, feedback)
 
 
 def check_state(

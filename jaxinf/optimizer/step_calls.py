@@ -228,7 +228,13 @@ class StepCalls:
         inexact: jax.Array,
         scalars: Sequence[jax.Array],
     ) -> jax.Array:
-        """Ends the step; returns an int32: committed, skipped or failed."""
+        """Ends the step; returns an int32: committed, skipped or failed.
+
+        Args:
+          results: results of all leaves.
+          inexact: for each leaf, see `HostSide.commit`.
+          scalars: the new scalar state.
+        """
         state = self._state
         statuses = jnp.stack([result.status for result in results])
         return call_once(

@@ -22,9 +22,9 @@ from jaxinf.optimizer.host_side import HostSide, NonFinitePolicy
 from jaxinf.optimizer.initialising import init_state
 from jaxinf.optimizer.sharding import on_one_mesh
 from jaxinf.optimizer.single_step import single_step
-from jaxinf.optimizer.state import SmartUpdateState
+from jaxinf.optimizer.state import SmartUpdateState, placeholder_state
 from jaxinf.optimizer.updating import run_update
-from jaxinf.optimizer.wrapped import Wrapped
+from jaxinf.optimizer.wrapped import UpdateDtype, Wrapped
 from jaxinf.typing import PathLikeStr, PyTree
 
 __all__ = ["smart_update"]
@@ -39,6 +39,7 @@ def smart_update(
     on_existing: OnExisting = "resume",
     shardings: PyTree | None = None,
     extra_args: Mapping[str, Any] | None = None,
+    updates: UpdateDtype = "gradient",
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optax optimizer so that its state lives in a store on drives.
 
@@ -67,13 +68,18 @@ def smart_update(
         ``jit`` or ``eval_shape``; by default those of the params that `init` is given.
       extra_args: example values for a transformation whose `update` needs extra
         arguments; only shapes and dtypes count.
+      updates: the dtype of updates of 16-bit params. ``"gradient"``: the gradient's, as
+        optax promises, if that is also the params'. Where such an update cannot lead
+        exactly to the rounded master (an element loses more than half of its magnitude,
+        or changes its sign), the params are one rounding of the update away from it
+        until the next step. ``"float32"``: they are the rounded master.
 
     Returns:
       The transformation. Its `init` makes the store, or gives the state of one that
       agrees with the optimizer and the tree; only one leaf of type
-      `jaxinf.typing.DeferredArray` at a time is in memory. Its `update` returns fp32
-      updates, to be applied unchanged with ``optax.apply_updates``; they bring bfloat16
-      and float16 params exactly to the rounded master params.
+      `jaxinf.typing.DeferredArray` at a time is in memory. Its `update` returns
+      updates to be applied unchanged with ``optax.apply_updates``. For fp32 params they
+      are fp32; for others see `updates`.
 
     Raises:
       UnsupportedTransformError: from `init` and `update`, if `tx` is not elementwise.
@@ -88,6 +94,8 @@ def smart_update(
         raise ValueError(
             f'on_existing={on_existing!r}: expected "resume", "restart" or "error"'
         )
+    if updates not in get_args(UpdateDtype):
+        raise ValueError(f'updates={updates!r}: expected "gradient" or "float32"')
     owned = store if isinstance(store, Store) else open_store(store)
     check_compression(compress, owned)
     wrapped = Wrapped(
@@ -97,6 +105,7 @@ def smart_update(
         on_one_mesh(jax.tree.leaves(shardings)),
         dict(extra_args or {}),
         on_existing,
+        updates,
     )
     return optax.GradientTransformationExtraArgs(
         partial(_init, wrapped), _update_function(wrapped)
@@ -104,6 +113,9 @@ def smart_update(
 
 
 def _init(wrapped: Wrapped, params: PyTree) -> SmartUpdateState:
+    if compat.is_params_placeholder(params):
+        feedback = params if wrapped.has_feedback else ()
+        return placeholder_state(wrapped.tx.init(params), feedback)
     _refuse_outer_multi_steps()
     check_device_configuration()
     wrapped.check()

@@ -13,11 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import NamedSharding
 
 from jaxinf.engine import StoreDescription
 from jaxinf.optimizer.callback import FAILED
+from jaxinf.optimizer.change import change
 from jaxinf.optimizer.entering import entering
 from jaxinf.optimizer.host_side import COMMITTED
 from jaxinf.optimizer.leaf_call import HostCall
@@ -91,14 +91,16 @@ def run_update(
         for group in step.groups(leaves)
     )
     changes = [
-        _change(one.array, p)
-        for one, p in zip(results, on_device or [None] * len(results), strict=True)
+        change(one.array, p, wrapped.update_dtype(g, p))
+        for one, p, g in zip(
+            results, on_device or [None] * len(results), gradients, strict=True
+        )
     ]
-    inexact = jnp.stack([flag for _, flag in changes])
+    inexact = jnp.stack([difference for _, difference in changes])
     verdict = step.commit(results, inexact, new)
     left = [one.feedback for one in results][: len(feedback)]
     return (
-        treedef.unflatten([_applied(verdict, change) for change, _ in changes]),
+        treedef.unflatten([_applied(verdict, update) for update, _ in changes]),
         next_state(state, verdict, [*old, *feedback], [*new, *left]),
     )
 
@@ -140,26 +142,6 @@ def _device_params(
     tx = wrapped.tx
     jax.eval_shape(lambda g: tx.update(g, tx.init(g), None, **extra_args), updates)
     return []
-
-
-def _change(
-    result: jax.Array | None, params: jax.Array | None
-) -> tuple[jax.Array | None, jax.Array]:
-    """Returns the fp32 update for a host's result, and whether it is inexact.
-
-    There is no result, and no update, for a leaf that stays as it is. For 16-bit params
-    the update is the difference to the new ones. In rare cases no float32 number leads
-    from the old to the new (from a power of two to far below its last bit, or between
-    denormals). Then the updated params are one rounding away from the store's, and the
-    next step must not use them in place of those.
-    """
-    if result is None or result.dtype == jnp.float32:
-        return result, jnp.bool_(False)
-    assert params is not None
-    change = result.astype(jnp.float32) - params.astype(jnp.float32)
-    reached = (params + change).astype(result.dtype)
-    bits = [lax.bitcast_convert_type(x, jnp.uint16) for x in (reached, result)]
-    return change, jnp.any(bits[0] != bits[1])
 
 
 def _applied(verdict: jax.Array, update: jax.Array | None) -> jax.Array | None:

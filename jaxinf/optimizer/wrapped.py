@@ -7,9 +7,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
@@ -27,7 +28,10 @@ from jaxinf.optimizer.sharding import shard_counts
 from jaxinf.program import InitProgram, UpdateProgram, trace_init, trace_update
 from jaxinf.typing import PyTree
 
-__all__ = ["Wrapped"]
+__all__ = ["UpdateDtype", "Wrapped"]
+
+UpdateDtype: TypeAlias = Literal["gradient", "float32"]
+"""The dtype of updates of 16-bit params; see `jaxinf.smart_update`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +45,7 @@ class Wrapped:
       given_shardings: shardings of the params' leaves from the caller; may be empty.
       example_args: examples of other arguments of the optimizer's update.
       on_existing: the action of `init` on a store that has steps.
+      updates: the dtype of updates of 16-bit params.
     """
 
     tx: optax.GradientTransformationExtraArgs
@@ -49,6 +54,7 @@ class Wrapped:
     given_shardings: tuple[NamedSharding, ...]
     example_args: Mapping[str, Any]
     on_existing: OnExisting = "resume"
+    updates: UpdateDtype = "gradient"
 
     @property
     def store(self) -> Store:
@@ -67,6 +73,15 @@ class Wrapped:
         They are the caller's, or those of the params in the last `init` on the store.
         """
         return self.given_shardings or self.store.training.shardings
+
+    def update_dtype(
+        self, gradient: jax.Array | None, params: jax.Array | None
+    ) -> np.dtype:
+        """Returns the dtype of a leaf's update, if its params are of 16 bits."""
+        if self.updates == "float32" or gradient is None or params is None:
+            return np.dtype(np.float32)
+        is_own = gradient.dtype == params.dtype
+        return gradient.dtype if is_own else np.dtype(np.float32)
 
     def check(self) -> None:
         """Raises the exception that stopped the store, if any."""

@@ -95,6 +95,8 @@ class CommitRecord:
       checksums: CRC-32C of each chunk, uint32, by array name in grid order.
       documents: result of `stock_documents`; empty in an export, which has other
         documents.
+      inexact: leaves by name whose 16-bit params on the JAX device were not the rounded
+        master after the step; with the greatest difference.
       committed_at: time of the commit for people to read, UTC.
     """
 
@@ -104,13 +106,14 @@ class CommitRecord:
     payload: JsonValue = None
     checksums: Mapping[str, Array] = field(default_factory=dict)
     documents: Mapping[str, str] = field(default_factory=dict)
+    inexact: Mapping[str, float] = field(default_factory=dict)
     committed_at: str = field(
         default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds")
     )
 
     def to_json(self) -> dict[str, Any]:
         """Returns its form on disk."""
-        return {
+        document = {
             "format_version": FORMAT_VERSION,
             "step": self.step,
             "skipped_steps": self.skipped_steps,
@@ -123,6 +126,12 @@ class CommitRecord:
                 for name, sums in self.checksums.items()
             },
         }
+        if self.inexact:
+            document["inexact"] = {
+                name: np.array(bound, ">f4").tobytes().hex()
+                for name, bound in self.inexact.items()
+            }
+        return document
 
     def write(self, path: Path) -> None:
         """Writes the record; blocks until it is durable."""
@@ -169,6 +178,12 @@ class CommitRecord:
             for leaf in manifest.leaves
             for state in leaf.states
         }
+        unknown = self.inexact.keys() - {leaf.name for leaf in manifest.leaves}
+        if unknown:
+            raise StoreFormatError(
+                f"{path}: inexact: expected leaves of jaxinf.json, found "
+                f"{', '.join(sorted(unknown))}; the two are not of one store: {_REMEDY}"
+            )
         for name in {**arrays, **self.checksums}:
             expected = len(arrays[name].csds) if name in arrays else 0
             found = len(self.checksums.get(name, ()))
@@ -197,7 +212,20 @@ class CommitRecord:
                 name: np.frombuffer(bytes.fromhex(text), ">u4").astype(np.uint32)
                 for name, text in document["checksums"].items()
             },
+            inexact={
+                name: _bound(name, text)
+                for name, text in document.get("inexact", {}).items()
+            },
         )
+
+
+def _bound(name: str, text: str) -> float:
+    bound = float(np.frombuffer(bytes.fromhex(text), ">f4")[0])
+    if not 0 <= bound < math.inf:
+        raise SchemaError(
+            f"inexact {name}: expected a finite bound >= 0, found {bound}"
+        )
+    return bound
 
 
 def _says(text: str, value: Array) -> bool:

@@ -71,6 +71,10 @@ _SCALAR = Record(
     {"value": Text()},
 )
 
+_INEXACT: dict[str, Kind] = {
+    "inexact": Mapped(Text("[0-9a-f]{8}", "a float32 as 8 hex digits"))
+}
+
 _RECORD: dict[str, Kind] = {
     "step": Whole(0, MOST_STEP),
     "skipped_steps": Whole(0, MOST_STEP),
@@ -102,7 +106,8 @@ RECORD: dict[int, Record] = {
             **_RECORD,
             "documents": Mapped(_SEAL, OneOf((*_DOCUMENTS, "*/zarr.json"))),
             "crc32c": _SEAL,
-        }
+        },
+        _INEXACT,
     ),
 }
 """``commit.json``, by format version."""

@@ -66,7 +66,11 @@ def _smart(
     compression = config.compression
     try:
         tx = smart_update(
-            optimizer, store, compress=compression, nonfinite=config.nonfinite
+            optimizer,
+            store,
+            compress=compression,
+            nonfinite=config.nonfinite,
+            updates="float32",  # a resumed run has the params of the store
         )
     except ValueError as error:
         store.close()

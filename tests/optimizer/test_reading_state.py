@@ -162,3 +162,17 @@ def test_states_pass_through_other_tools(open_store, place):
         jax.tree.map(np.testing.assert_array_equal, part, state)
     updates, _ = tx.update(GRADIENTS, parts[-1], params)
     assert jax.tree.structure(updates) == jax.tree.structure(PARAMS)
+
+
+def test_map_params_maps_what_is_like_the_params(open_store):
+    tx = jaxinf.smart_update(
+        optax.adam(1e-2),
+        open_store(),
+        compress=jaxinf.top_k(0.5, error_feedback=True),
+    )
+    state = tx.init(PARAMS)
+    mapped = optax.tree.map_params(tx, lambda x: x + 1, state)
+    assert jax.tree.structure(mapped) == jax.tree.structure(state)
+    assert int(mapped.step) == 0
+    for name in PARAMS:
+        np.testing.assert_array_equal(mapped.error_feedback[name], 1)

@@ -11,6 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from jaxinf.errors import StoreFormatError
 from jaxinf.store import CommitRecord, ScalarState
+from jaxinf.store.documents import write_document
 
 DTYPES = [
     np.dtype(f"{kind}{num_bytes}")
@@ -86,6 +87,7 @@ def test_record(tmp_path):
         "scalar_state": (),
         "skipped_steps": 3,
         "payload": {"position": [1, 2], "text": "ü", "none": None},
+        "inexact": {"a/b": 0.0, "ü": 2.0**-30},
         "committed_at": "then",
     }
     assert round_trip(tmp_path, **fields) == CommitRecord(**fields)
@@ -112,3 +114,13 @@ def test_a_damaged_record_is_refused(tmp_path, text):
         StoreFormatError, match=r"commit.json: expected the record of a"
     ):
         CommitRecord.read(path)
+
+
+@pytest.mark.parametrize("text", ["bf800000", "7f800000", "7fc00000", "3f8000", 1.0])
+def test_a_bound_is_a_finite_number(tmp_path, text):
+    document = CommitRecord(step=1, scalar_state=()).to_json() | {
+        "inexact": {"a": text}
+    }
+    write_document(tmp_path / "commit.json", document)
+    with pytest.raises(StoreFormatError, match="inexact"):
+        CommitRecord.read(tmp_path / "commit.json")

@@ -1,0 +1,208 @@
+"""Updates of 16-bit params have the gradient's dtype, and lose nothing over time."""
+
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxinf
+
+DTYPES = [jnp.bfloat16, jnp.float16]
+SIZE = 5000
+
+
+def numbers(seed, dtype, scale=1.0):
+    return (scale * jax.random.normal(jax.random.key(seed), (SIZE,))).astype(dtype)
+
+
+def steps_of(tx):
+    """A jitted step; the update is applied in another computation, as it is given."""
+    update = jax.jit(tx.update)
+
+    def step(params, state, gradients):
+        updates, state = update(gradients, state, params)
+        assert updates["w"].dtype == params["w"].dtype
+        return jax.jit(optax.apply_updates)(params, updates), state
+
+    return step
+
+
+def applied(params: dict[str, Any], updates: Any) -> dict[str, Any]:
+    return {
+        name: p if updates[name] is None else p + updates[name]
+        for name, p in params.items()
+    }
+
+
+def bounds_of(store):
+    record = json.loads((store.path / "current" / "commit.json").read_text())
+    return {
+        name: np.frombuffer(bytes.fromhex(text), ">f4")[0]
+        for name, text in record.get("inexact", {}).items()
+    }
+
+
+def differences(store, params):
+    """Params less the rounded master; at most what the record says."""
+    jax.block_until_ready(params)
+    store.wait()
+    held = np.asarray(store.params(like=params)["w"], np.float64)
+    found = np.abs(np.asarray(params["w"], np.float64) - held)
+    assert found.max() <= bounds_of(store).get("w", 0.0)
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1e-4, 1e-2])
+def test_small_updates_are_exact(tmp_path, dtype, scale):
+    """No element changes its sign or loses half of its magnitude."""
+    params = {"w": jnp.abs(numbers(0, dtype)) + jnp.ones((), dtype)}
+    with jaxinf.open_store(tmp_path / "store") as store:
+        tx = jaxinf.smart_update(optax.sgd(scale), store)
+        step, state = steps_of(tx), tx.init(params)
+        for seed in range(1, 9):
+            params, state = step(params, state, {"w": numbers(seed, dtype)})
+            assert not differences(store, params).any()
+            assert not bounds_of(store)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [0.7, 30.0])
+def test_huge_updates_are_a_rounding_away_until_the_next(tmp_path, dtype, scale):
+    params = {"w": numbers(0, dtype)}
+    plain = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    path = tmp_path / "store"
+    with jaxinf.open_store(path) as store:
+        tx = jaxinf.smart_update(optax.sgd(scale), store)
+        step, state = steps_of(tx), tx.init(params)
+        for seed in range(1, 6):
+            gradients = {"w": numbers(seed, dtype)}
+            before = np.abs(np.asarray(params["w"], np.float64))
+            params, state = step(params, state, gradients)
+            plain = optax.apply_updates(
+                plain, jax.tree.map(lambda g: -scale * g.astype(jnp.float32), gradients)
+            )
+            found = differences(store, params)
+            np.testing.assert_array_equal(store.read("params", "w"), plain["w"])
+            # One rounding of the update, whose magnitude is at most the sum of both.
+            most = before + np.abs(np.asarray(plain["w"]))
+            epsilon = float(jnp.finfo(dtype).eps)
+            assert (found <= most * epsilon).all()
+        assert found.any()
+        params, state = step(params, state, {"w": jnp.zeros((SIZE,), dtype)})
+        assert np.median(differences(store, params)) == 0
+    # The run goes on with params that differ from the store's, and not with others.
+    with jaxinf.open_store(path) as store:
+        tx = jaxinf.smart_update(optax.sgd(scale), store)
+        state = tx.init(params)
+        wrong = {"w": params["w"] + jnp.ones((), dtype)}
+        gradients = {"w": numbers(7, dtype)}
+        with pytest.raises(jaxinf.StoreMismatchError, match="the params are not those"):
+            tx.update(gradients, state, wrong)
+    with jaxinf.open_store(path) as store:
+        tx = jaxinf.smart_update(optax.sgd(scale), store)
+        state = tx.init(params)
+        params, state = steps_of(tx)(params, state, gradients)
+        differences(store, params)
+
+
+def test_float32_updates_reach_the_rounded_master(tmp_path):
+    params = {"w": numbers(0, jnp.bfloat16)}
+    with jaxinf.open_store(tmp_path / "store") as store:
+        tx = jaxinf.smart_update(optax.sgd(0.7), store, updates="float32")
+        state = tx.init(params)
+        for seed in range(1, 4):
+            gradients = {"w": numbers(seed, jnp.bfloat16)}
+            updates, state = jax.jit(tx.update)(gradients, state, params)
+            assert updates["w"].dtype == jnp.float32
+            params = optax.apply_updates(params, updates)
+            assert not differences(store, params).any()
+    with pytest.raises(ValueError, match='expected "gradient" or "float32"'):
+        jaxinf.smart_update(optax.sgd(0.7), tmp_path / "store", updates="bfloat16")
+
+
+def test_gradients_of_another_dtype_have_float32_updates(tmp_path):
+    params = {"w": numbers(0, jnp.bfloat16), "x": numbers(0, jnp.float32)}
+    tx = jaxinf.smart_update(optax.sgd(0.7), tmp_path / "store")
+    gradients = {"w": numbers(1, jnp.float32), "x": numbers(1, jnp.bfloat16)}
+    updates, _ = jax.jit(tx.update)(gradients, tx.init(params), params)
+    assert {leaf.dtype for leaf in updates.values()} == {jnp.dtype(jnp.float32)}
+    jaxinf.close(tmp_path / "store")
+
+
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.long)]
+)
+def test_a_thousand_steps_do_not_drift(tmp_path, dtype):
+    """Params cross zero again and again; the store's master has the bits of optax."""
+    inner = optax.adam(1e-2)
+    master = {"w": 0.03 * jax.random.normal(jax.random.key(0), (200,))}
+    params = jax.tree.map(lambda p: p.astype(dtype), master)
+    master = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    epsilon = float(jnp.finfo(dtype).eps)
+    means = []
+    with jaxinf.open_store(tmp_path / "store", durability=100) as store:
+        tx = jaxinf.smart_update(inner, store)
+        step, state, plain = steps_of(tx), tx.init(params), inner.init(master)
+        update = jax.jit(inner.update)
+        draw = jax.jit(lambda n: jax.random.normal(jax.random.key(n), (200,), dtype))
+        for number in range(1000):
+            drawn, before = draw(number), np.abs(np.asarray(params["w"], np.float64))
+            params, state = step(params, state, {"w": drawn})
+            wide = {"w": drawn.astype(jnp.float32)}
+            updates, plain = update(wide, plain, master)
+            master = jax.jit(optax.apply_updates)(master, updates)
+            rounded = np.asarray(master["w"].astype(dtype), np.float64)
+            found = np.abs(np.asarray(params["w"], np.float64) - rounded)
+            most = before + np.abs(rounded)
+            assert (found <= 2 * epsilon * most).all()
+            means.append(found.mean())
+        store.wait(state)
+        np.testing.assert_array_equal(store.read("params", "w"), master["w"])
+        differences(store, params)
+    assert np.mean(means[-100:]) < 2 * np.mean(means[:100])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, *DTYPES])
+def test_a_step_is_skipped_by_cond(tmp_path, dtype):
+    params = {"w": numbers(0, dtype)}
+    with jaxinf.open_store(tmp_path / "store") as store:
+        tx = jaxinf.smart_update(optax.adam(1e-2), store)
+        state = tx.init(params)
+
+        @jax.jit
+        def step(params, state, gradients, ok):
+            updates, state = jax.lax.cond(
+                ok,
+                lambda: tx.update(gradients, state, params),
+                lambda: (jax.tree.map(jnp.zeros_like, gradients), state),
+            )
+            return optax.apply_updates(params, updates), state
+
+        for number, ok in enumerate((True, False, False, True)):
+            old = params
+            params, state = step(params, state, {"w": numbers(number, dtype)}, ok)
+            assert bool(jnp.all(old["w"] == params["w"])) != ok
+        store.wait(state)
+        assert store.step == int(state.step) == 2
+        differences(store, params)
+
+
+@pytest.mark.parametrize("durability", ["step", 3])
+def test_a_leaf_without_a_gradient_stays_inexact(tmp_path, durability):
+    params = {"w": numbers(0, jnp.bfloat16), "x": numbers(1, jnp.bfloat16)}
+    with jaxinf.open_store(tmp_path / "store", durability=durability) as store:
+        tx = jaxinf.smart_update(optax.sgd(0.7), store)
+        state = tx.init(params)
+        for seed, has_gradient in enumerate((True, False, False, True)):
+            gradient = numbers(seed, jnp.bfloat16) if has_gradient else None
+            gradients = {"w": gradient, "x": numbers(9, jnp.bfloat16)}
+            updates, state = tx.update(gradients, state, params)
+            params = applied(params, updates)
+            store.wait(state)
+            assert "w" in bounds_of(store)
+            differences(store, params)
