@@ -22,12 +22,14 @@ The passes imitate XLA's:
 * *fusions*: every output of the update has its own loop. The loop reads the outputs
   that it depends on from memory and computes all else again, so a value's uses are
   counted in each loop separately. An expensive value (a division, a root) that several
-  loops use gets its own loop.
+  loops use gets its own loop, and so does one that a reduction reads, too.
 * *contraction*: LLVM turns an addition of a product that is used nowhere else into a
   fused multiply-add. With two such products the first operand is fused, after the
   operands have been put in order of *rank* (LLVM's Reassociate): a load ranks by its
-  place in the loop, an operation one above its highest operand. A first operand with a
-  negative literal factor goes second: LLVM subtracts its opposite.
+  place in the loop, an operation one above its highest operand. XLA emits a loop by
+  distance from its root, the farthest first, so that loads of deep values come first.
+  A first operand with a negative literal factor goes second: LLVM subtracts its
+  opposite.
 
 XLA itself is not consistent in a few cases, and there the last bits may differ: adam
 with Nesterov momentum on leaves of one element, or with bfloat16 mu on leaves large
@@ -78,7 +80,8 @@ def lower(kernel: Kernel) -> LoweredBody:
         if dtype not in (BFLOAT16, FLOAT16)
     ]
     outputs = stored if update is None else [update, *stored]
-    roots = {value for value in outputs if isinstance(value, Result)}
+    reduced = [values[number] for number in kernel.reduced]
+    roots = {value for value in (*outputs, *reduced) if isinstance(value, Result)}
     roots |= _shared(simple.equations, roots)
     fuser = _Fuser(simple.equations, roots)
     # The equations of the stored values come first, then those of the update.
@@ -337,10 +340,14 @@ class _Loop:
         self.reads: list[Result] = []
         self._source = source
         self._uniform = uniform_results(source)
+        self._stored = stored
         self._uses: dict[Operand, int] = {root: 1}
         self._ranks: dict[Operand, int] = {}
-        self._num_loads = 0
-        self._visit(root, stored)
+        order = self._order(root)
+        loads = [value for value in order if not self._is_computed(value)]
+        self.reads += [value for value in loads if isinstance(value, Result)]
+        self._ranks |= {value: 1 + number for number, value in enumerate(loads)}
+        self._rank(root)
 
     def computes(self, result: Result) -> bool:
         """Whether the loop computes a value instead of reading it."""
@@ -390,21 +397,57 @@ class _Loop:
         assert isinstance(operand, Result)
         return self._source[operand.index].inputs
 
-    def _visit(self, operand: Operand, stored: set[Result]) -> None:
-        """Counts uses and ranks values, depth first as XLA's code computes them."""
-        if operand in self._ranks:
-            return
-        if isinstance(operand, Constant) or _is_uniform(operand, self._uniform):
+    def _order(self, root: Result) -> list[Operand]:
+        """Lists loads and operations in the order in which XLA emits them.
+
+        It emits what is farthest from the root first: by the longest way to it. Values
+        of one distance are in the order of their uses.
+        """
+        levels: list[list[Operand]] = [[root]]
+        while levels[-1]:
+            needed = [x for value in levels[-1] for x in self._needed(value)]
+            levels.append(list(dict.fromkeys(needed)))
+        farthest_first = [value for level in reversed(levels) for value in level]
+        return list(dict.fromkeys(farthest_first))
+
+    def _needed(self, value: Operand) -> list[Operand]:
+        """Returns the loads and operations that an operation needs, in XLA's order."""
+        if not self._is_computed(value):
+            return []
+        assert isinstance(value, Result)
+        equation = self._source[value.index]
+        inputs = equation.inputs
+        if equation.op == "select_n":  # XLA has the value for true first
+            inputs = (inputs[0], *reversed(inputs[1:]))
+        found = map(self._without_unit, inputs)
+        return [x for x in found if not _is_uniform(x, self._uniform)]
+
+    def _is_computed(self, operand: Operand) -> bool:
+        return isinstance(operand, Result) and operand not in self._stored
+
+    def _without_unit(self, operand: Operand) -> Operand:
+        """Skips a product with 1, which XLA drops."""
+        if isinstance(operand, Result) and operand not in self._stored:
+            equation = self._source[operand.index]
+            others = [x for x in equation.inputs if _unit(x) <= 0]
+            if equation.op == "mul" and len(others) == 1:
+                return self._without_unit(others[0])
+        return operand
+
+    def _rank(self, operand: Operand) -> int:
+        """Counts uses and ranks operations."""
+        if operand not in self._ranks and not self._is_computed(operand):
             self._ranks[operand] = 0
-        if isinstance(operand, Result) and operand not in stored:
-            inputs = self._source[operand.index].inputs
-            for value in inputs:
-                self._visit(value, stored)
-                self._uses[value] = self._uses.get(value, 0) + 1
-            top = 1 + max(self._ranks[value] for value in inputs)
-            self._ranks.setdefault(operand, top)
         elif operand not in self._ranks:
-            if isinstance(operand, Result):
-                self.reads.append(operand)
-            self._num_loads += 1
-            self._ranks[operand] = self._num_loads
+            assert isinstance(operand, Result)
+            inputs = self._source[operand.index].inputs
+            top = 0
+            for value in inputs:
+                top = max(top, self._rank(value))
+                self._uses[value] = self._uses.get(value, 0) + 1
+            is_dropped = self._without_unit(operand) != operand
+            if _is_uniform(operand, self._uniform):
+                self._ranks[operand] = 0
+            else:
+                self._ranks[operand] = top if is_dropped else top + 1
+        return self._ranks[operand]

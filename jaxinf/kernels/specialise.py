@@ -129,7 +129,12 @@ class _Folder:
             update = self._value(self._kernel.update)
             update = None if _is_zero(update) else update
         new_slots = tuple(map(self._value, self._kernel.new_slots))
-        return _without_dead_code(self._kernel, self._equations, update, new_slots)
+        reduced = [self._values[number] for number in self._kernel.reduced]
+        kernel = replace(
+            self._kernel,
+            reduced=tuple(v.index for v in reduced if isinstance(v, Result)),
+        )
+        return _without_dead_code(kernel, self._equations, update, new_slots)
 
     def _value(self, operand: Operand) -> Operand:
         if isinstance(operand, Result):
@@ -208,4 +213,5 @@ def _without_dead_code(
         ),
         update=None if update is None else moved(update),
         new_slots=tuple(map(moved, new_slots)),
+        reduced=tuple(places[old] for old in kernel.reduced if old in places),
     )

@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding
 
 from jaxinf.compress import TopK
 from jaxinf.engine import Store, StoreDescription, describe
-from jaxinf.errors import UnsupportedTransformError
 from jaxinf.optimizer.compressing import (
     check_program,
     gradient_forms,
@@ -111,12 +110,6 @@ class Wrapped:
                 f"grads, state, params, {', '.join(f'{name}=…' for name in names)})"
             ) from None
         check_program(self.compression, update)
-        if update.recall is not None and self.store.training.options.state == "int8":
-            raise UnsupportedTransformError(
-                f"{self.store.path}: this optimizer computes a quantity of the sum of "
-                "gradients that optax.MultiSteps keeps, such as its norm, and the "
-                'store keeps state as int8; open a new one with state="bf16" or "fp32"'
-            )
         return trace_init(self.tx, params), update
 
     def describe(

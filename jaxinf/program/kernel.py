@@ -29,6 +29,8 @@ class Kernel:
       reciprocals: For each scalar, whether XLA multiplies by its reciprocal instead of
         dividing by it. It does if the scalar is broadcast and has no other use in the
         update of all leaves. Empty for none.
+      reduced: Numbers of the equations whose values the prologue reduces, too. XLA
+        computes each in a loop of its own, and the others read it from memory.
     """
 
     slots: tuple[str, ...]
@@ -39,6 +41,7 @@ class Kernel:
     update: Operand | None
     new_slots: tuple[Operand, ...]
     reciprocals: tuple[bool, ...] = ()
+    reduced: tuple[int, ...] = ()
 
     def __hash__(self) -> int:
         return self._hash

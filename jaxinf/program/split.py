@@ -97,6 +97,17 @@ class BodyBuilder:
             stack.pop()
         return self._known[root]
 
+    def also_used_by(self, nodes: Sequence[Node]) -> tuple[int, ...]:
+        """Numbers of the equations whose values enter nodes outside of the body."""
+        used = {
+            operand.index
+            for node in nodes
+            if not any(value in self._known for value in node.outputs)
+            for operand in map(self._known.get, node.inputs)
+            if isinstance(operand, Result)
+        }
+        return tuple(sorted(used))
+
     def _terminal(self, value: Value) -> Operand | None:
         """Returns the operand if no equation is needed, otherwise None."""
         if value in self.inputs:

@@ -19,7 +19,14 @@ import optax
 from jaxinf import compat
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.program.arguments import ExtraArgs
-from jaxinf.program.graph import Graph, Value, build_graph, local_owners, prune
+from jaxinf.program.graph import (
+    Graph,
+    Node,
+    Value,
+    build_graph,
+    local_owners,
+    prune,
+)
 from jaxinf.program.ir import Constant, Input, Operand
 from jaxinf.program.kernel import Kernel
 from jaxinf.program.partials import DividedPrologue, divide_prologue
@@ -268,6 +275,8 @@ class _Parts:
     new_scalar_state: Sequence[Value]
     local: Mapping[int, set[Value]]
     uses: Mapping[Value, int]
+    nodes: Sequence[Node]
+    has_recalled: bool
 
     @classmethod
     def of(
@@ -299,6 +308,8 @@ class _Parts:
             new_scalar_state=[new_state[index] for index in layout.scalar_indices],
             local=_local_values(graph, infos, recalled),
             uses=_uses(graph),
+            nodes=prune(graph.nodes, graph.outputs),
+            has_recalled=bool(recalled),
         )
 
 
@@ -368,6 +379,7 @@ def _leaf_kernel(
         update=None if _is_zero(update) else update,
         new_slots=tuple(new_slots),
         reciprocals=_reciprocals(builder, parts.uses),
+        reduced=builder.also_used_by(parts.nodes) if parts.has_recalled else (),
     ), builder
 
 

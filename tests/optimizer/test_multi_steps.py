@@ -1,5 +1,7 @@
 """`MultiSteps` around a clip: the last micro-step takes the norm of the stored sum."""
 
+import signal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,14 +53,20 @@ def test_the_bits_of_jitted_optax(open_store, durability):
     same(store.params(like=found), found)
 
 
-@pytest.mark.long
-def test_adamw_with_a_schedule_of_steps(open_store):
-    tx = clipped(lambda step: jnp.where(step < 1, 2, 3), optax.adamw(1e-2))
+@pytest.mark.parametrize("most", [1.0, 0.5, 1e9])
+@pytest.mark.parametrize("use_grad_mean", [True, False])
+def test_adamw_with_a_schedule_of_steps(open_store, most, use_grad_mean):
+    tx = optax.MultiSteps(
+        optax.chain(optax.clip_by_global_norm(most), optax.adamw(1e-2)),
+        lambda step: jnp.where(step < 1, 2, 3),
+        use_grad_mean=use_grad_mean,
+    )
     expected, _ = train(tx.gradient_transformation(), 8)
     found, _ = train(jaxinf.smart_update(tx, open_store()), 8)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-7), found, expected
-    )
+    for name in ("w", "b"):
+        np.testing.assert_array_equal(found[name], expected[name])
+    # XLA computes a leaf of one element beside the scalars, with other roundings.
+    np.testing.assert_allclose(found["scale"], expected["scale"], 1e-6)
 
 
 def test_only_the_last_micro_step_hands_the_sum_back(open_store):
@@ -136,17 +144,69 @@ def test_compressed_gradients_have_no_whole_sum(open_store, place):
     assert not (place / "store").exists()
 
 
-def test_a_sum_in_8_bits_is_refused(open_store, place):
-    tx = jaxinf.smart_update(clipped(2), open_store(state="int8"))
-    with pytest.raises(jaxinf.UnsupportedTransformError, match="keeps state as int8"):
-        tx.init(make(0))
-    assert not (place / "store").exists()
+@pytest.mark.parametrize("state", ["int8", "bf16"])
+def test_the_sum_is_exact_beside_state_in_fewer_bits(open_store, state):
+    inner = optax.adam(1e-2)
+    plain = clipped(2, inner).gradient_transformation()
+    for num in (2, 3):  # mu and nu have a part in the second emission
+        expected, held = train(plain, num)
+        store = open_store(f"store-{num}", state=state)
+        found, _ = train(jaxinf.smart_update(clipped(2, inner), store), num)
+        same(found, expected)
+        store.wait()
+        for name in found:
+            np.testing.assert_array_equal(
+                store.read("acc_grads", name), held.acc_grads[name]
+            )
+    codecs = {s.name: s.codec for s in store.manifest.leaves[2].states}
+    assert (codecs["mu"], codecs["acc_grads"]) == (state, "")
+    expected, _ = train(plain, 6)
+    store.close()
+    store = open_store("store-6", state=state)
+    found, _ = train(jaxinf.smart_update(clipped(2, inner), store), 6)
+    for name in found:
+        np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=0.01)
 
 
 def test_a_norm_of_other_state_is_refused(open_store):
     tx = jaxinf.smart_update(optax.MultiSteps(optax.lamb(1e-2), 2), open_store())
     with pytest.raises(jaxinf.UnsupportedTransformError, match="reduce_sum"):
         tx.init(make(0))
+
+
+KILLED = """
+import os, signal, sys
+import jax, numpy as np, jaxinf
+sys.path.insert(0, sys.argv[2])
+from test_multi_steps import clipped, make, train
+store = jaxinf.open_store(sys.argv[1] + "/store")
+tx = jaxinf.smart_update(clipped(2), store)
+params, state = train(tx, 1)
+store.wait(state)
+np.savez(sys.argv[1] + "/params.npz", **params)
+recall = store.training.steps.recall
+
+def last(*arguments):
+    recall(*arguments)
+    print("recalled", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+store.training.steps.recall = last
+tx.update(make(2), state, params)
+"""
+
+
+def test_killed_between_the_rounds(open_store, run_python, place, request):
+    result = run_python(KILLED, place, request.path.parent, check=False)
+    assert (result.returncode, result.stdout) == (-signal.SIGKILL, "recalled\n")
+    store = open_store()
+    assert store.step == 1
+    _, held = train(clipped(2).gradient_transformation(), 1)
+    np.testing.assert_array_equal(store.read("acc_grads", "w"), held.acc_grads["w"])
+    params = {k: jnp.asarray(v) for k, v in np.load(place / "params.npz").items()}
+    tx = jaxinf.smart_update(clipped(2), store)
+    found, _ = train(tx, 3, params=params, state=tx.init(params), first=2)
+    same(found, train(clipped(2).gradient_transformation(), 4)[0])
 
 
 ON_MESH = """
