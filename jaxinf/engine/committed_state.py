@@ -3,6 +3,8 @@
 Invariant: nothing here changes a store, except that `wait` commits finished steps.
 """
 
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -167,14 +169,25 @@ class CommittedState:
           state: number of the state in the manifest; not a coded one.
         """
         shape, dtype = tuple(like.shape), np.dtype(like.dtype)
+        opened = self.training.opened
+
+        def read_box(origin: Sequence[int], extent: Sequence[int]) -> np.ndarray:
+            out = np.empty(extent, dtype)
+            read_state(opened, number, out, origin, state)
+            return out
+
+        @cache
+        def whole() -> np.ndarray:
+            return read_box([0] * len(shape), shape)
 
         def read(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
             bounds = [s.indices(n) for s, n in zip(index, shape, strict=True)]
-            out = np.empty([stop - start for start, stop, _ in bounds], dtype)
             origin = [start for start, _, _ in bounds]
-            read_state(self.training.opened, number, out, origin, state)
-            return out
+            extent = [stop - start for start, stop, _ in bounds]
+            if not opened.divides(number, origin, extent):
+                return whole()[index]
+            return read_box(origin, extent)
 
         sharding = getattr(like, "sharding", None)
         # As uncommitted as `like`; otherwise a jitted step would be compiled again.

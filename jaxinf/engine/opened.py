@@ -222,3 +222,12 @@ class OpenStore:
                 f"boundaries of this run ({error}); run on a mesh whose shards are "
                 "whole multiples, or on one JAX device"
             ) from error
+
+    def divides(self, leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
+        """Whether a box of a leaf consists of whole chunks."""
+        grid = self.directory.manifest.leaves[leaf].grid
+        try:
+            covers(grid, tuple(origin), tuple(extent))
+        except ValueError:
+            return False
+        return True

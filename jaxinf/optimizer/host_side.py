@@ -98,6 +98,20 @@ class HostSide:
         training = self.store.training
         return GuardedHost(host, training.fail, training.fail_beside_others, self._warn)
 
+    def warn_of_gathering(self, num_devices: int) -> None:
+        """Warns once that the store was made for whole leaves, not for the shards."""
+        if not self._has_warned:
+            self._has_warned = True
+            _LOG.warning(
+                "%s: init did not know how the params are sharded, as in jit(init, "
+                "out_shardings=…), so the store's chunks do not divide at the shards, "
+                "and each gradient is gathered on all %d devices. Make a new store "
+                "with smart_update(tx, store, shardings=…), or call tx.init(params) "
+                "outside of jit",
+                self.store.path,
+                num_devices,
+            )
+
     def _warn(self, num_devices: int) -> None:
         if not self._has_warned:
             self._has_warned = True

@@ -19,6 +19,7 @@ from jaxinf.engine import StoreDescription
 from jaxinf.optimizer.callback import FAILED
 from jaxinf.optimizer.change import change
 from jaxinf.optimizer.entering import entering
+from jaxinf.optimizer.gathering import moved, stored_shardings
 from jaxinf.optimizer.host_side import COMMITTED
 from jaxinf.optimizer.leaf_call import HostCall
 from jaxinf.optimizer.sharding import traced_shardings
@@ -55,7 +56,11 @@ def run_update(
     known = updates if params is None else params
     treedef = jax.tree.structure(known)
     gradients = treedef.flatten_up_to(updates)
-    shardings = shardings or traced_shardings(jax.tree.leaves(known))
+    own = shardings or traced_shardings(jax.tree.leaves(known))
+    if not shardings:
+        shardings = stored_shardings(wrapped.store, own, jax.tree.leaves(known))
+        if shardings != own:
+            wrapped.host.warn_of_gathering(own[0].mesh.size)
     init, program = wrapped.trace(known, extra_args)
     description = wrapped.describe(init, program, shardings)
     old = jax.tree.leaves(state.optimizer)
@@ -72,37 +77,58 @@ def run_update(
     seen = [z if g is None else g for g, z in zip(gradients, stand_ins, strict=True)]
     given = (seen, on_device or stand_ins, old, extra_args)
     step = StepCalls(wrapped, description, shardings, state)
-    bound = step.bind(on_device)
-    leaves = step.leaf_calls(gradients, on_device, feedback)
+    sent = moved(on_device, own[: len(on_device)], shardings[: len(on_device)])
+    bound = step.bind(sent)
+    leaves = step.leaf_calls(
+        moved(gradients, own, shardings),
+        sent,
+        moved(feedback, own[: len(feedback)], shardings[: len(feedback)]),
+    )
     recalled: list[jax.Array] = []
     if program.recall is not None:
         before, _ = program.prologue(*given, recalled=stand_ins)
         is_due = before[program.recall.counter] == 0
         recalled, bound = step.recall(program.recall.slots, leaves, is_due, bound)
+        recalled = moved(recalled, shardings, own)
     new, inputs = program.prologue(*given, recalled=recalled)
     kept = LeafInputs((), ())
     inputs = [
-        kept if g is None else own for g, own in zip(gradients, inputs, strict=True)
+        kept if g is None else one for g, one in zip(gradients, inputs, strict=True)
     ]
+    if shardings != own:
+        inputs = [
+            _moved_inputs(one, a, b)
+            for one, a, b in zip(inputs, own, shardings, strict=True)
+        ]
     results = step.run(
         HostCall.of(
             [leaves[n] for n in group], [inputs[n] for n in group], state.step, bound
         )
         for group in step.groups(leaves)
     )
+    arrays = moved([one.array for one in results], shardings, own)
     changes = [
-        change(one.array, p, wrapped.update_dtype(g, p))
-        for one, p, g in zip(
-            results, on_device or [None] * len(results), gradients, strict=True
+        change(array, p, wrapped.update_dtype(g, p))
+        for array, p, g in zip(
+            arrays, on_device or [None] * len(arrays), gradients, strict=True
         )
     ]
     inexact = jnp.stack([difference for _, difference in changes])
     verdict = step.commit(results, inexact, new)
     left = [one.feedback for one in results][: len(feedback)]
+    left = moved(left, shardings[: len(left)], own[: len(left)])
     return (
         treedef.unflatten([_applied(verdict, update) for update, _ in changes]),
         next_state(state, verdict, [*old, *feedback], [*new, *left]),
     )
+
+
+def _moved_inputs(
+    inputs: LeafInputs, present: NamedSharding, wanted: NamedSharding
+) -> LeafInputs:
+    num = len(inputs.arrays)
+    arrays = moved(inputs.arrays, [present] * num, [wanted] * num)
+    return LeafInputs(inputs.scalars, tuple(arrays))
 
 
 def _check_gradients(

@@ -42,7 +42,6 @@ CASES = {
     "adam_hardly_clipped": optax.chain(
         optax.clip_by_global_norm(1e9), optax.adam(1e-2)
     ),
-    "accumulated": optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
     "sgd": optax.sgd(0.1),
     "sgd_schedule": optax.sgd(SCHEDULE),
     "sgd_rate_1": optax.sgd(1.0),

@@ -58,7 +58,7 @@ def test_the_bits_of_jitted_optax(open_store, durability):
 def test_adamw_with_a_schedule_of_steps(open_store, most, use_grad_mean):
     tx = optax.MultiSteps(
         optax.chain(optax.clip_by_global_norm(most), optax.adamw(1e-2)),
-        lambda step: jnp.where(step < 1, 2, 3),
+        lambda step: jnp.where(jnp.less(step, 1), 2, 3),
         use_grad_mean=use_grad_mean,
     )
     expected, _ = train(tx.gradient_transformation(), 8)

@@ -107,6 +107,28 @@ save(sys.argv[1] + "/traced.npz", store.params(like=params, state=state))
 """
 )
 
+OUT_SHARDINGS = (
+    COMMON
+    + """
+mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+store = jaxinf.open_store(sys.argv[1] + "/out")
+tx = jaxinf.smart_update(adamw(), store)
+shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+
+def init():
+    params = make(0)
+    return params, tx.init(params)
+
+with jax.set_mesh(mesh):
+    out = shardings, NamedSharding(mesh, P())
+    params, state = jax.jit(init, out_shardings=out)()
+    params, state = steps(tx, params, state, mesh, range(1, 7))
+for name, value in params.items():
+    assert value.sharding.is_equivalent_to(shardings[name], value.ndim), name
+save(sys.argv[1] + "/out.npz", store.params(like=params, state=state))
+"""
+)
+
 SECOND_INIT = (
     COMMON
     + """
@@ -263,6 +285,15 @@ def test_same_bits_on_four_devices_and_after_changes_of_mesh(place, run_python):
             np.testing.assert_array_equal(found[leaf], expected[leaf], err_msg=leaf)
     refused = run_python(REFUSED_MESH, place, **DEVICES)
     assert "run on a mesh whose shards are" in refused.stdout
+
+
+def test_shardings_that_only_the_results_of_init_have(place, run_python):
+    run_python(ONE_DEVICE, place)
+    result = run_python(OUT_SHARDINGS, place, **DEVICES)
+    assert result.stderr.count("init did not know how the params are sharded") == 1
+    expected, found = (np.load(place / f"{name}.npz") for name in ("one", "out"))
+    for leaf in expected.files:
+        np.testing.assert_array_equal(found[leaf], expected[leaf], err_msg=leaf)
 
 
 LONG = pytest.mark.long

@@ -3,6 +3,9 @@
 import re
 from pathlib import Path
 
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint as ocp
 import pytest
 
 import jaxinf
@@ -44,3 +47,24 @@ def test_every_subject_has_a_snippet():
     words = "Linen NNX Equinox Haiku Orbax Mesh Schedules Reading LoRA EMA Accumulation"
     missing = [w for w in words.split() if not any(w in name for name in SNIPPETS)]
     assert not missing
+
+
+def test_a_checkpoint_of_before_the_change(place):
+    """Orbax's own words, which the page quotes, and ours."""
+    params, plain = {"w": jnp.ones((8, 4))}, optax.adamw(1e-3)
+    tx = jaxinf.smart_update(plain, place / "store")
+    state = tx.init(params)
+    with ocp.CheckpointManager(place / "checkpoints") as manager:
+        kept = {"params": params, "state": plain.init(params)}
+        manager.save(1, args=ocp.args.StandardSave(kept))
+        manager.wait_until_finished()
+        like = ocp.args.StandardRestore({"params": params, "state": state})
+        with pytest.raises(ValueError, match="tree structures do not match") as error:
+            manager.restore(1, args=like)
+        quoted = re.search(r'"(User-provided [^"]*)"', PAGE.read_text())
+        assert quoted
+        assert " ".join(quoted[1].split()) in str(error.value)
+        restored = manager.restore(1, args=ocp.args.StandardRestore())
+    with pytest.raises(TypeError, match="import CHECKPOINT"):
+        tx.update(params, restored["state"], params)
+    jaxinf.close(place / "store")
