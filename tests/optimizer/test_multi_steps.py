@@ -53,8 +53,16 @@ def test_the_bits_of_jitted_optax(open_store, durability):
     same(store.params(like=found), found)
 
 
-@pytest.mark.parametrize("most", [1.0, 0.5, 1e9])
-@pytest.mark.parametrize("use_grad_mean", [True, False])
+@pytest.mark.parametrize(
+    ("most", "use_grad_mean"),
+    [
+        (0.5, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [(1.0, True), (1e9, True), (1.0, False), (0.5, False)]
+        ),
+    ],
+)
 def test_adamw_with_a_schedule_of_steps(open_store, most, use_grad_mean):
     tx = optax.MultiSteps(
         optax.chain(optax.clip_by_global_norm(most), optax.adamw(1e-2)),
