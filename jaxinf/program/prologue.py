@@ -32,13 +32,26 @@ class LeafInputs:
 
 
 @dataclass(frozen=True, eq=False)
+class _Wanted:
+    """The values that one leaf's kernel reads."""
+
+    shape: tuple[int, ...]
+    scalars: tuple[Value, ...]
+    arrays: tuple[Value, ...]
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        return self.scalars + self.arrays
+
+
+@dataclass(frozen=True, eq=False)
 class Prologue:
     """A pruned graph, and which of its values are the outputs."""
 
     nodes: tuple[Node, ...]
     inputs: tuple[Value, ...]
     scalar_state: tuple[Value, ...]
-    leaves: tuple[BodyBuilder, ...]
+    leaves: tuple[_Wanted, ...]
 
     @classmethod
     def of(
@@ -49,10 +62,12 @@ class Prologue:
         leaves: Sequence[BodyBuilder],
     ) -> "Prologue":
         """Prunes `nodes` to those that the new scalar state and the bodies need."""
-        wanted = [*scalar_state, *(v for leaf in leaves for v in _wanted(leaf))]
-        return cls(
-            prune(nodes, wanted), tuple(inputs), tuple(scalar_state), tuple(leaves)
+        own = tuple(
+            _Wanted(leaf.info.shape, tuple(leaf.scalars), tuple(leaf.arrays))
+            for leaf in leaves
         )
+        wanted = [*scalar_state, *(value for leaf in own for value in leaf.values)]
+        return cls(prune(nodes, wanted), tuple(inputs), tuple(scalar_state), own)
 
     def reads(self, inputs: Iterable[Value]) -> bool:
         """Whether any output depends on one of these inputs."""
@@ -69,7 +84,7 @@ class Prologue:
 
     def wanted(self) -> list[Value]:
         """All results: the new scalar state, then the inputs of each body."""
-        own = (value for leaf in self.leaves for value in _wanted(leaf))
+        own = (value for leaf in self.leaves for value in leaf.values)
         return [*self.scalar_state, *own]
 
     def outputs_from(
@@ -84,12 +99,8 @@ class Prologue:
         ]
 
 
-def _wanted(leaf: BodyBuilder) -> list[Value]:
-    return [*leaf.scalars, *leaf.arrays]
-
-
 def _leaf_inputs(
-    leaf: BodyBuilder, results: Any, known: dict[Value, jax.Array]
+    leaf: _Wanted, results: Any, known: dict[Value, jax.Array]
 ) -> LeafInputs:
     """Takes a leaf's inputs from `results`; leaves share the scalars in `known`."""
     for value in leaf.scalars:
@@ -98,8 +109,7 @@ def _leaf_inputs(
             dtype = scalar_dtype(value.dtype)
             known[value] = jnp.reshape(found, ()).astype(dtype)
     scalars = tuple(known[value] for value in leaf.scalars)
-    shape = leaf.info.shape
-    arrays = tuple(jnp.broadcast_to(next(results), shape) for _ in leaf.arrays)
+    arrays = tuple(jnp.broadcast_to(next(results), leaf.shape) for _ in leaf.arrays)
     return LeafInputs(scalars, arrays)
 
 

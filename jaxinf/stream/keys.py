@@ -6,7 +6,7 @@ Invariant: two programs have the same key only if they can share an executable. 
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -24,9 +24,18 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _OBJECT = re.compile(r"#\d+")
 
 
-def stable(text: str) -> str:
-    """Returns a digest of `text` that is the same in every process."""
-    return hashlib.sha256(_OBJECT.sub("", text).encode()).hexdigest()
+def stable(lines: Iterable[str]) -> str:
+    """Returns a digest of `lines` that is the same in every process."""
+    return _digest(_OBJECT.sub("", line) for line in lines)
+
+
+def _digest(lines: Iterable[str]) -> str:
+    """Digests line by line: the text of a deep model would take tens of MB."""
+    found, separator = hashlib.sha256(), b""
+    for line in lines:
+        found.update(separator + line.encode())
+        separator = b"\n"
+    return found.hexdigest()
 
 
 class Keys:
@@ -37,6 +46,7 @@ class Keys:
         self._objects: dict[Any, int] = {}
         self._kept: list[Any] = []
         self._nodes: dict[Node, str] = {}
+        self._texts: dict[str, str] = {}
 
     def node(self, node: Node) -> str:
         """Text of a node's computation and the types of its operands."""
@@ -44,25 +54,30 @@ class Keys:
             inputs = ",".join(map(self._input, node.inputs))
             outputs = ",".join(_aval(value.aval) for value in node.outputs)
             text = f"{node.name}{self._static(node)}({inputs})->{outputs}"
-            self._nodes[node] = text
+            self._nodes[node] = self._texts.setdefault(text, text)
         return self._nodes[node]
 
     def program(
         self, inputs: Sequence[Value], nodes: Sequence[Node], outputs: Sequence[Value]
     ) -> str:
-        """Text of a program's computation: its nodes with numbered values."""
+        """Key of a program: equal ones of the same graph have equal keys."""
+        return _digest(self.lines(inputs, nodes, outputs))
+
+    def lines(
+        self, inputs: Sequence[Value], nodes: Sequence[Node], outputs: Sequence[Value]
+    ) -> Iterator[str]:
+        """Yields the text of a program's computation: nodes with numbered values."""
         numbers = {value: i for i, value in enumerate(inputs)}
-        lines = [",".join(_aval(value.aval) for value in inputs)]
+        yield ",".join(_aval(value.aval) for value in inputs)
         for node in nodes:
             read = [
                 self._input(value) if is_literal(value) else str(numbers[value])
                 for value in node.inputs
             ]
-            lines.append(f"{self.node(node)}<{','.join(read)}")
+            yield f"{self.node(node)}<{','.join(read)}"
             for value in node.outputs:
                 numbers[value] = len(numbers)
-        lines.append(",".join(str(numbers[value]) for value in outputs))
-        return "\n".join(lines)
+        yield ",".join(str(numbers[value]) for value in outputs)
 
     def _input(self, value: Value) -> str:
         text = _aval(value.aval)

@@ -5,6 +5,7 @@ Invariant: the sum of the parts never exceeds the whole.
 
 import contextlib
 import ctypes
+import gc
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -175,10 +176,13 @@ def _params_text(device: DeviceLimit, least_bytes: int) -> str:
 
 
 def return_freed_memory() -> None:
-    """Lets glibc give freed arrays back to the system, for the rest of the process.
+    """Gives freed memory back to the system, now and from now on; does so with glibc.
 
-    Otherwise memory that XLA's CPU client frees would stay with the process, up to the
-    peak. Other C libraries return it by themselves.
+    Otherwise the memory that tracing, compilation and XLA's CPU client free would stay
+    with the process, up to the peak. Other C libraries return it by themselves.
     """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+    libc = ctypes.CDLL(None)
+    gc.collect()  # a traced program's nodes and values refer to each other
+    with contextlib.suppress(AttributeError):
+        libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+        libc.malloc_trim(0)

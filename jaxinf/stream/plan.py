@@ -6,7 +6,8 @@ Invariant: the same jaxpr and the same cuts give the same programs, in every pro
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import chain
 from typing import Any
 
 from jaxinf.errors import StreamError
@@ -59,6 +60,24 @@ class Plan:
             self.traced, self.programs, self.calls, self.policy, self.peak_bytes
         )
 
+    def without_graph(self) -> "Plan":
+        """Returns a plan to run and to print, for when its programs are compiled.
+
+        The graph of a deep model takes about 1 MiB a layer.
+        """
+        light = cache(Program.without_nodes)
+        calls = (replace(one, program=light(one.program)) for one in self.calls.calls)
+        return replace(
+            self,
+            traced=replace(self.traced, closed=None),
+            programs=Programs(
+                tuple(map(light, self.programs.forward)),
+                tuple(one and light(one) for one in self.programs.backward),
+                tuple(map(light, self.programs.free)),
+            ),
+            calls=replace(self.calls, calls=tuple(calls)),
+        )
+
     @property
     def is_offloaded(self) -> bool:
         """Whether values may be on a drive for a part of a step."""
@@ -109,10 +128,10 @@ class Prepared:
             for value in node.inputs
             if value.origin is not None
         }
-        origins = "\n".join(str(value.origin) for value in inputs)
+        lines = self.keys.lines(tuple(inputs), graph.nodes, graph.outputs)
+        origins = (str(value.origin) for value in inputs)
         targets = "\n".join(map(str, graph.gradients))
-        text = self.keys.program(tuple(inputs), graph.nodes, graph.outputs)
-        return stable("\n".join([text, origins, targets, *self.traced.names]))
+        return stable(chain(lines, origins, [targets], self.traced.names))
 
     @property
     def gradient_pieces(self) -> tuple[Piece, ...]:

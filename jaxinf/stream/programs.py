@@ -26,7 +26,7 @@ class Program:
     Attributes:
       name: Direction and number of its segment.
       inputs: Values that it reads: params, batch, other programs' outputs.
-      nodes: Its nodes, in order.
+      nodes: Its nodes, in order; none in a program `without_nodes`.
       outputs: Its results.
       key: Equal for programs that can share an executable.
     """
@@ -36,6 +36,12 @@ class Program:
     nodes: tuple[Node, ...]
     outputs: tuple[Value, ...]
     key: str
+
+    def without_nodes(self) -> "Program":
+        """Returns the program with no link to the graph, which can then be freed."""
+        inputs = tuple(Value(v.aval, origin=v.origin) for v in self.inputs)
+        outputs = tuple(Value(v.aval) for v in self.outputs)
+        return Program(self.name, inputs, (), outputs, self.key)
 
     def temp_bytes(self) -> int:
         """Estimated memory beside inputs and outputs."""

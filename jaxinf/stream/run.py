@@ -73,7 +73,7 @@ class Runner:
     """Runs the steps of a plan; compiles its programs when made.
 
     Args:
-      plan: The plan.
+      plan: The plan; the runner keeps it without its graph.
       executables: As for `compile_plan`.
       record: Takes the times between which each call ran, by `time.perf_counter`.
       values: Holds values between calls; by default in memory.
@@ -90,13 +90,13 @@ class Runner:
         record: Callable[[float, float], None] = lambda began_s, ended_s: None,
         values: Values | None = None,
     ) -> None:
-        self.plan = plan
         self.values = Values() if values is None else values
         self.waited_s = 0.0
         self._record = record
         self._executables = compile_plan(
             plan, {} if executables is None else executables
         )
+        self.plan = plan.without_graph()
         self.dispatched_s = 0.0
         self._in_flight: deque[tuple[int, float, jax.Array | None]] = deque()
         self._numbers: dict[int, jax.Array] = {}

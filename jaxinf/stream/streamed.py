@@ -312,6 +312,7 @@ class StreamedStep:
                 del leaf  # the next one is made in its memory
             training.finish_initialisation(scalars)
         self._num_skipped = training.opened.finished.skipped_steps
+        return_freed_memory()  # of traces and of the first params
 
     def _fitting(self, avals: PyTree, batch: PyTree) -> Prepared:
         """Traces the loss function, and refuses one that no plan can fit in memory."""
@@ -417,6 +418,7 @@ class StreamedStep:
         key = (tree, *((leaf.shape, leaf.dtype) for leaf in leaves))
         if key not in self._bound:
             self._bound[key] = self._make_bound(self._params, batch)
+            return_freed_memory()  # of planning and compilation
         return self._bound[key]
 
     def _make_bound(self, params: PyTree, batch: PyTree) -> _Bound:

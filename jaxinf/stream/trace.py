@@ -7,7 +7,6 @@ stored.
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -29,7 +28,9 @@ class Traced:
     """A traced `value_and_grad`.
 
     Attributes:
-      closed: Its jaxpr, from params, batch and seed to loss, aux and gradients.
+      closed: Its jaxpr, from params, batch and seed to loss, aux and gradients; None
+        once its programs are compiled.
+      consts: Arrays that the loss function, or one that it calls, closed over.
       names: Paths of the params' leaves.
       params: Their abstract values.
       params_tree, batch_tree, aux_tree: Tree structures.
@@ -39,6 +40,7 @@ class Traced:
     """
 
     closed: Any
+    consts: tuple[Any, ...]
     names: tuple[str, ...]
     params: tuple[Any, ...]
     params_tree: Any
@@ -47,11 +49,6 @@ class Traced:
     num_aux: int
     aux_tree: Any
     seed_dtype: Any
-
-    @cached_property
-    def consts(self) -> Sequence[Any]:
-        """Arrays that the loss function, or one that it calls, closed over."""
-        return [const for const, _ in _closed_over(self.closed).values()]
 
 
 def check_params(params: PyTree) -> list[jax.ShapeDtypeStruct]:
@@ -116,6 +113,7 @@ def trace(
     _warn_of_consts(closed)
     return Traced(
         closed,
+        tuple(const for const, _ in _closed_over(closed).values()),
         names,
         tuple(leaves),
         params_tree,
