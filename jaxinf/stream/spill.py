@@ -36,6 +36,7 @@ class Spill:
       meters: Counters of the bytes on the drive.
 
     Attributes:
+      capacity_bytes: Capacity in memory.
       written_bytes: Bytes written to the file since `reset`, in whole pages.
       kept_bytes: Bytes kept in memory since `reset`.
     """
@@ -45,7 +46,7 @@ class Spill:
     ) -> None:
         self._scratch = Scratch([folder], meters, content="gradients")
         self._bounce: Array | None = None
-        self._capacity_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes
         self._held: dict[Piece, jax.Array | Array | _OnFile] = {}
         self._held_bytes = 0
         self.written_bytes = self.kept_bytes = 0
@@ -57,7 +58,7 @@ class Spill:
           StoreSpaceError, StoreIOError: The drive is full, or failed.
         """
         assert key not in self._held, "a value leaves once"
-        if self._held_bytes + value.nbytes <= self._capacity_bytes:
+        if self._held_bytes + value.nbytes <= self.capacity_bytes:
             self._held[key] = value
             self._held_bytes += value.nbytes
             self.kept_bytes += value.nbytes

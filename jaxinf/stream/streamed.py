@@ -11,62 +11,40 @@ Invariant: a step writes updates to the slot that is not committed. So a crash a
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property, partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxinf.activations import CacheCounts, Scratch, writing_bytes
+from jaxinf.activations import CacheCounts
 from jaxinf.compress import TopK
-from jaxinf.engine import ParamsReader, Store, Training, describe, open_store
+from jaxinf.engine import Store, describe, open_store
 from jaxinf.errors import StreamError
 from jaxinf.io import ByteCounts
 from jaxinf.program import trace_init, trace_update
+from jaxinf.stream.bound import Binder, Bound, Options
 from jaxinf.stream.calls import POLICIES, Policy
-from jaxinf.stream.deferred import Deferred
 from jaxinf.stream.fetch import (
     FetchCounts,
-    Fetcher,
-    reused_bytes,
 )
 from jaxinf.stream.graph import Piece
 from jaxinf.stream.initial import initial_inputs, trace_params
 from jaxinf.stream.interrupts import Interrupts
-from jaxinf.stream.kept import keep_plan, kept_plan
 from jaxinf.stream.memory import (
-    READER_BYTES,
-    DeviceLimit,
-    Division,
-    device_limit,
     divide,
     return_freed_memory,
     store_memory_bytes,
 )
 from jaxinf.stream.metrics import StreamMetrics
-from jaxinf.stream.places import Places, Unit, shard_counts
+from jaxinf.stream.places import shard_counts
 from jaxinf.stream.plan import Plan, Prepared, least_bytes, prepare
-from jaxinf.stream.reading import make_fetcher
-from jaxinf.stream.run import (
-    Executables,
-    Runner,
-    compiled_bytes,
-    compiled_temp_bytes,
-)
-from jaxinf.stream.spill import Spill
 from jaxinf.stream.trace import abstract, check_params
-from jaxinf.stream.traffic import planned_traffic, reads_params, spilled_bytes
 from jaxinf.stream.updates import (
     NonFinitePolicy,
-    Updates,
     check_program,
 )
-from jaxinf.stream.values import Offloaded, Values
 from jaxinf.typing import Array, JsonValue, PathLikeStr, PyTree
 
 __all__ = ["StreamedStep", "stream"]
@@ -154,62 +132,14 @@ def stream(
         owned = store
     else:
         owned = open_store(store, memory_bytes=store_memory_bytes(memory_bytes))
-    options = _Options(
+    options = Options(
         memory_bytes, device_memory_bytes, has_aux, policy, replan, nonfinite
     )
     return StreamedStep(loss_fn, tx, owned, options)
 
 
-@dataclass(frozen=True)
-class _Options:
-    memory_bytes: int
-    device_memory_bytes: int | None
-    has_aux: bool
-    policy: Policy
-    replan: bool
-    nonfinite: NonFinitePolicy
-
-
-@dataclass(frozen=True)
-class _Bound:
-    """The plan and runner for batches of one shape."""
-
-    runner: Runner
-    fetcher: Fetcher
-    updates: Updates
-    places: Places
-    reused_bytes: int
-    traffic: ByteCounts
-
-
 # Part of the memory that the store's buffers take while the first step is made.
 _INIT_SHARE = 4
-
-
-class _Source:
-    """Reads units of the store's current step."""
-
-    def __init__(self, training: Training, memory_bytes: int) -> None:
-        self._training = training
-        self._memory_bytes = memory_bytes
-        self._reader: ParamsReader | None = None
-
-    def begin(self) -> None:
-        """Begins a step; there is no commit before it ends."""
-        self.close()
-        self._reader = self._training.params_reader(self._memory_bytes)
-
-    def read(self, unit: Unit, out: Array) -> None:
-        """Fills `out` with a unit; blocks."""
-        assert self._reader is not None
-        with self._training.opened.timeline.span("fetch"):
-            self._reader.read(unit.leaf, out.reshape(unit.extent), unit.origin)
-
-    def close(self) -> None:
-        """Frees its memory."""
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
 
 
 class StreamedStep:
@@ -224,19 +154,19 @@ class StreamedStep:
         loss_fn: Callable[..., Any],
         tx: optax.GradientTransformation,
         store: Store,
-        options: _Options,
+        options: Options,
     ) -> None:
         self.store = store
         self._loss_fn = loss_fn
         self._tx = optax.with_extra_args_support(tx)
         self._options = options
         self._params: PyTree | None = None
-        self._bound: dict[Any, _Bound] = {}
-        self._last: _Bound | None = None
+        self._bound: dict[Any, Bound] = {}
+        self._last: Bound | None = None
         self._waited_s = 0.0  # in the last step, for the store
         self._values = CacheCounts()
         self._num_skipped = 0
-        self._executables: Executables = {}
+        self._binder = Binder(store, self._tx, options)
         self._interrupts = Interrupts()
         return_freed_memory()
 
@@ -285,10 +215,10 @@ class StreamedStep:
         batch: PyTree,
     ) -> None:
         training, whole = self.store.training, self._options.memory_bytes
-        if self._options.policy == "offload" and not self._device_limit.is_host:
+        if self._options.policy == "offload" and not self._binder.device_limit.is_host:
             raise StreamError(
-                f'policy="offload": not supported yet on {self._device}, which has '
-                'memory of its own; use "recompute" or "keep"'
+                f'policy="offload": not supported yet on {self._binder.device}, which '
+                'has memory of its own; use "recompute" or "keep"'
             )
         shapes = [leaf.shape for leaf in check_params(avals)]
         pieces = () if batch is None else self._fitting(avals, batch).gradient_pieces
@@ -300,7 +230,7 @@ class StreamedStep:
         self._params = avals
         made: Iterator[Array] = iter(())
         if training.commit is None:
-            device_bytes = self._device_limit.num_bytes or whole
+            device_bytes = self._binder.device_limit.num_bytes or whole
             made = iter(leaves(min(device_bytes, whole - whole // _INIT_SHARE)))
         if training.bind(description, may_create=True):
             training.opened.limit_memory(whole // _INIT_SHARE)
@@ -319,7 +249,7 @@ class StreamedStep:
         ready, options = self._prepare(avals, batch), self._options
         sizes = ready.lifetimes.sizes
         largest = max((sizes[piece] for piece in ready.gradient_pieces), default=0)
-        division = divide(options.memory_bytes, 0, largest, self._device_limit)
+        division = divide(options.memory_bytes, 0, largest, self._binder.device_limit)
         ready.plan(division.programs, options.policy, least_bytes, division.limit)
         return ready
 
@@ -374,7 +304,7 @@ class StreamedStep:
                 raise
         return loss, aux if self._options.has_aux else None
 
-    def _run(self, bound: _Bound, batch: PyTree) -> tuple[jax.Array, PyTree]:
+    def _run(self, bound: Bound, batch: PyTree) -> tuple[jax.Array, PyTree]:
         try:
             bound.fetcher.begin()
             return bound.runner(
@@ -387,28 +317,19 @@ class StreamedStep:
             bound.runner.settle()  # before the memory that they read is freed
             bound.fetcher.stop()
 
-    def _fetched(self, bound: _Bound, number: int, piece: Any) -> jax.Array:
+    def _fetched(self, bound: Bound, number: int, piece: Any) -> jax.Array:
         self._interrupts.check()
         unit = bound.places.unit(piece)
         array = bound.fetcher.get(number, unit)
         part = bound.places.part(unit, piece)
         return part.of(array) if part.index or part.rows else array
 
-    def _hand_out(self, bound: _Bound, piece: Piece, gradient: jax.Array) -> None:
-        if not self._device_limit.is_host:
+    def _hand_out(self, bound: Bound, piece: Piece, gradient: jax.Array) -> None:
+        if not self._binder.device_limit.is_host:
             gradient.copy_to_host_async()
         bound.updates.hand_out(piece, gradient)
 
-    @cached_property
-    def _device(self) -> Any:
-        (device,) = jnp.zeros(()).devices()
-        return device
-
-    @cached_property
-    def _device_limit(self) -> DeviceLimit:
-        return device_limit(self._device, self._options.device_memory_bytes)
-
-    def _bound_for(self, batch: PyTree) -> _Bound:
+    def _bound_for(self, batch: PyTree) -> Bound:
         if self._params is None:
             raise StreamError(
                 "jaxinf.stream: call step.init or step.load first; with a store that "
@@ -417,112 +338,11 @@ class StreamedStep:
         leaves, tree = jax.tree.flatten(abstract(batch))
         key = (tree, *((leaf.shape, leaf.dtype) for leaf in leaves))
         if key not in self._bound:
-            self._bound[key] = self._make_bound(self._params, batch)
+            self._bound[key] = self._binder.bind(
+                self._prepare(self._params, batch), self._params
+            )
             return_freed_memory()  # of planning and compilation
         return self._bound[key]
-
-    def _make_bound(self, params: PyTree, batch: PyTree) -> _Bound:
-        training, options = self.store.training, self._options
-        ready = self._prepare(params, batch)
-        traced = ready.traced
-        shapes = [leaf.shape for leaf in traced.params]
-        dtypes = [leaf.dtype for leaf in traced.params]
-        places = Places(shapes, dtypes, training.can_move)
-        largest = max(
-            (places.unit(piece).num_bytes for piece in ready.gradient_pieces), default=0
-        )
-        division = divide(
-            options.memory_bytes,
-            training.opened.limit_memory(0),
-            largest,
-            self._device_limit,
-        )
-        scratch = Scratch(self._drives(), training.opened.meters)
-        if options.policy == "offload":
-            division = division.without(writing_bytes(scratch.num_drives))
-        plan = self._plan(ready, division)
-        values = Values()
-        if plan.is_offloaded:
-            temps = compiled_temp_bytes(plan, self._executables)
-            plan = plan.fitted(division.programs, temps)
-            values = Offloaded(plan.calls, scratch)
-        training.opened.limit_memory(division.ring)
-        calls = plan.calls.calls
-        program = trace_update(self._tx, params)
-        rewrites = training.options.rewrites_steps
-        is_deferred = program.reads_gradients or rewrites
-        fetcher = make_fetcher(
-            _Source(training, READER_BYTES),
-            plan,
-            places,
-            division,
-            self._device,
-            lambda unit: (
-                not is_deferred and reads_params(training.opened, unit, program)
-            ),
-        )
-        spilled = division.gradients // 2 if is_deferred else 0
-        spill = Spill(self._folder(), spilled, training.opened.meters)
-        deferred = Deferred(program, spill, is_checked=rewrites)
-        updates = Updates(
-            training,
-            program,
-            places,
-            min(division.gradients - spilled, division.leaving),
-            fetcher,
-            deferred if is_deferred else None,
-            options.nonfinite,
-        )
-        updates.check(ready.gradient_pieces)
-        sizes = [
-            ready.lifetimes.sizes[piece]
-            for call in calls
-            for piece, _ in call.gradients
-        ]
-        traffic = planned_traffic(
-            training.opened,
-            fetcher.fetches,
-            {places.unit(piece) for piece in ready.gradient_pieces},
-            program,
-            values.num_bytes + (spilled_bytes(sizes, spilled) if is_deferred else 0),
-        )
-        return _Bound(
-            Runner(
-                plan,
-                self._executables,
-                partial(training.opened.timeline.add, "program"),
-                values,
-            ),
-            fetcher,
-            updates,
-            places,
-            reused_bytes(fetcher.fetches, calls, places),
-            traffic,
-        )
-
-    def _folder(self) -> Path:
-        folder = self.store.path / "stream"
-        folder.mkdir(exist_ok=True)
-        return folder
-
-    def _drives(self) -> list[Path]:
-        """A folder on each of the store's drives."""
-        directory = self.store.training.opened.directory
-        if not directory.manifest.csds:
-            return [self._folder()]
-        return [directory.csd_directory(csd) for csd in range(directory.num_csds)]
-
-    def _plan(self, ready: Prepared, division: Division) -> Plan:
-        budget, policy = division.programs, self._options.policy
-        folder = self.store.path
-        measure = partial(compiled_bytes, executables=self._executables)
-        if not self._options.replan:
-            plan = kept_plan(folder, ready, budget, policy, measure, division.limit)
-            if plan is not None:
-                return plan
-        plan = ready.plan(budget, policy, measure, division.limit)
-        keep_plan(folder, ready, plan)
-        return plan
 
     # --- control -------------------------------------------------------------------
 

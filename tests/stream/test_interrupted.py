@@ -3,7 +3,6 @@
 import errno
 import os
 import signal
-import sys
 from pathlib import Path
 
 import jax
@@ -19,7 +18,6 @@ from jaxinf.interrupts import interrupts
 from jaxinf.stream.interrupts import Interrupts
 from jaxinf.stream.updates import Updates
 
-STREAMED = sys.modules[jaxinf.StreamedStep.__module__]
 NAMES = ("tied_and_unused", "l2_penalty", "scan_twice_cast")
 DURABILITIES = ("step", 3, "checkpoint")
 CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}

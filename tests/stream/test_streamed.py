@@ -1,8 +1,8 @@
 """Training by `jaxinf.stream`: against optax in memory, resumed, killed, refused."""
 
 import errno
+import importlib
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,9 +21,8 @@ from jaxinf.program import trace_update
 from jaxinf.stream.graph import Piece
 from jaxinf.stream.norms import GradientScalars
 from jaxinf.stream.spill import Spill
-from jaxinf.stream.traffic import spilled_bytes
 
-STREAMED = sys.modules[jaxinf.StreamedStep.__module__]
+BOUND = importlib.import_module("jaxinf.stream.bound")
 CLIP = optax.clip_by_global_norm(0.1)
 CLIPPED = optax.chain(CLIP, optax.adamw(1e-3))
 MEMORY_BYTES = 256 << 20
@@ -452,7 +451,7 @@ def test_spilled_to_the_drive_has_the_bits_of_memory(streamed, monkeypatch):
     assert not spill_of(held).written_bytes
 
     monkeypatch.setattr(
-        STREAMED, "Spill", lambda folder, _, meters: Spill(folder, 0, meters)
+        BOUND, "Spill", lambda folder, _, meters: Spill(folder, 0, meters)
     )
     spilled = streamed(program, CLIPPED, "spilled")
     spilled.load(program.params)
@@ -490,7 +489,7 @@ def test_a_full_drive_refuses_the_step_while_gradients_are_spilled(
 ):
     program = ZOO["tied_and_unused"]()
     monkeypatch.setattr(
-        STREAMED, "Spill", lambda folder, _, meters: Spill(folder, 0, meters)
+        BOUND, "Spill", lambda folder, _, meters: Spill(folder, 0, meters)
     )
     step = streamed(program, CLIPPED)
     step.load(program.params)
@@ -519,10 +518,7 @@ def test_drives_move_what_the_plan_says(name, tx, streamed, monkeypatch):
     # Gradients that wait do so in memory up to here, then on the drive.
     few = 8192
     monkeypatch.setattr(
-        STREAMED, "Spill", lambda folder, _, meters: Spill(folder, few, meters)
-    )
-    monkeypatch.setattr(
-        STREAMED, "spilled_bytes", lambda sizes, _: spilled_bytes(sizes, few)
+        BOUND, "Spill", lambda folder, _, meters: Spill(folder, few, meters)
     )
     step = streamed(program, tx)
     step.load(program.params, batch=program.batch)
