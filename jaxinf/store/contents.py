@@ -188,13 +188,17 @@ class StoreContents:
 def _leaf_difference(old: LeafContents, new: LeafContents) -> list[str]:
     lines = []
     if old.shape != new.shape:
-        lines.append(f"leaf {old.name}: shape {old.shape} in the store, {new.shape}")
+        lines.append(
+            f"leaf {old.name}: shape {old.shape} in the store, {new.shape} given"
+        )
     if old.dtype != new.dtype:
-        lines.append(f"leaf {old.name}: params {old.dtype} in the store, {new.dtype}")
+        lines.append(
+            f"leaf {old.name}: params {old.dtype} in the store, {new.dtype} given"
+        )
     if old.slots != new.slots:
         lines.append(
             f"leaf {old.name}: states {_states_text(old.slots)} in the store, "
-            f"{_states_text(new.slots)}"
+            f"{_states_text(new.slots)} given"
         )
     return lines
 

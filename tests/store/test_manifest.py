@@ -193,10 +193,10 @@ def test_tree_difference_says_what_differs(manifest_of):
     assert ours.tree_difference(theirs) == [
         "- leaf embed%2F%25/0: in the store only",
         "+ leaf new/one: not in the store",
-        "leaf h0/attn/kernel: shape (97, 129) in the store, (97, 128)",
-        "leaf h0/attn/kernel: params float32 in the store, bfloat16",
+        "leaf h0/attn/kernel: shape (97, 129) in the store, (97, 128) given",
+        "leaf h0/attn/kernel: params float32 in the store, bfloat16 given",
         "leaf h0/attn/bias: states (params float32, mu bfloat16, count int32) in the "
-        "store, (params float32, mu bfloat16)",
+        "store, (params float32, mu bfloat16) given",
     ]
 
 
