@@ -47,7 +47,7 @@ def make(path, name):
         "scalar": jnp.float32(2),
     }
     with jaxinf.open_store(path, master=MASTERS[name]) as store:
-        tx = jaxinf.smart_update(optimizer(name), store)
+        tx = jaxinf.smart_update(optimizer(name), store, updates="float32")
         state = tx.init(params)
         for number in range(3):
             store.annotate(number + 1, {"at": number + 1})
