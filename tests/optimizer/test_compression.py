@@ -272,7 +272,9 @@ def test_skipped_step_leaves_no_trace(open_store):
 @pytest.mark.long
 def test_16_bit_params(open_store):
     store = open_store(**OPTIONS)
-    tx = jaxinf.smart_update(optax.sgd(1.0), store, compress=jaxinf.top_k(0.3))
+    tx = jaxinf.smart_update(
+        optax.sgd(1.0), store, compress=jaxinf.top_k(0.3), updates="float32"
+    )
     params, gradients = make(0, jnp.bfloat16), make(1, jnp.bfloat16)
     updates, state = jax.jit(tx.update)(gradients, tx.init(params), params)
     moved = jax.tree.map(lambda u: np.count_nonzero(u), updates)
