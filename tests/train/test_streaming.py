@@ -51,7 +51,8 @@ def test_a_run_goes_on_in_other_modes(
         assert None not in line.values()
         streamed = line["stream"]
         assert list(streamed) == FIELDS
-        assert num_bytes < streamed["fetched_drive_bytes"] < 3 * num_bytes
+        # Each at least once: params may stay in memory between their programs.
+        assert num_bytes <= streamed["fetched_drive_bytes"] < 3 * num_bytes
         assert streamed["spilled_memory_bytes"] == num_bytes
         assert streamed["spilled_drive_bytes"] == 0
         assert 0 <= streamed["prefetch_hit_rate"] <= 1
