@@ -200,6 +200,11 @@ class BufferPool:
             self._shrink_idle(max(0, self.capacity_bytes - self._used_bytes))
             self._changed.notify_all()
 
+    def free_idle(self) -> None:
+        """Frees the memory of buffers that are not lent."""
+        with self._changed:
+            self._shrink_idle(0)
+
     def close(self) -> None:
         """Frees idle memory and fails all waiters, present and future.
 

@@ -31,7 +31,7 @@ from jaxinf.stream.memory import (
 )
 from jaxinf.stream.places import Places, Unit
 from jaxinf.stream.plan import Plan, Prepared
-from jaxinf.stream.reading import make_fetcher
+from jaxinf.stream.reading import make_reading
 from jaxinf.stream.run import (
     Executables,
     Runner,
@@ -64,7 +64,17 @@ class Options:
 
 @dataclass(frozen=True)
 class Bound:
-    """The plan and runner for batches of one shape."""
+    """The plan and runner for batches of one shape.
+
+    Attributes:
+      runner: Runs the plan.
+      fetcher: Reads params.
+      updates: Updates them.
+      places: The store's units.
+      reused_bytes: See `jaxinf.stream.fetch.reused_bytes`.
+      traffic: Of a step, on the drive.
+      store_bytes: Memory for the store's buffers.
+    """
 
     runner: Runner
     fetcher: Fetcher
@@ -72,6 +82,7 @@ class Bound:
     places: Places
     reused_bytes: int
     traffic: ByteCounts
+    store_bytes: int
 
 
 class Binder:
@@ -135,12 +146,11 @@ class Binder:
             temps = compiled_temp_bytes(plan, self._executables)
             plan = plan.fitted(division.programs, temps)
             values = Offloaded(plan.calls, scratch)
-        training.opened.limit_memory(division.ring)
         program = trace_update(self._tx, params)
         deferred = self._deferred(program, division)
         spilled = 0 if deferred is None else deferred.spill.capacity_bytes
-        fetcher = make_fetcher(
-            _Source(training, READER_BYTES),
+        fetcher, unused_bytes = make_reading(
+            partial(_Source, training, READER_BYTES),
             plan,
             places,
             division,
@@ -177,6 +187,7 @@ class Binder:
                 program,
                 values.num_bytes + on_drive,
             ),
+            division.ring + unused_bytes,
         )
 
     def _deferred(self, program: UpdateProgram, division: Division) -> Deferred | None:
@@ -215,26 +226,44 @@ class Binder:
 
 
 class _Source:
-    """Reads units of the store's current step."""
+    """Reads units of the store's current step.
 
-    def __init__(self, training: Training, memory_bytes: int) -> None:
+    Until the first of them are read, the store prefetches no state for updates, since
+    programs wait for params first.
+
+    Args:
+      training: The store.
+      memory_bytes: Memory for reads.
+      num_first: Number of units that have room when a step begins.
+    """
+
+    def __init__(self, training: Training, memory_bytes: int, num_first: int) -> None:
         self._training = training
         self._memory_bytes = memory_bytes
+        self._num_first = num_first
+        self._num_read = 0
         self._reader: ParamsReader | None = None
 
     def begin(self) -> None:
         """Begins a step; there is no commit before it ends."""
         self.close()
         self._reader = self._training.params_reader(self._memory_bytes)
+        self._num_read = 0
+        self._training.opened.handler.hold_prefetches(self._num_first > 0)
 
     def read(self, unit: Unit, out: Array) -> None:
         """Fills `out` with a unit; blocks."""
         assert self._reader is not None
-        with self._training.opened.timeline.span("fetch"):
+        opened = self._training.opened
+        with opened.timeline.span("fetch"):
             self._reader.read(unit.leaf, out.reshape(unit.extent), unit.origin)
+        self._num_read += 1
+        if self._num_read == self._num_first:
+            opened.handler.hold_prefetches(False)
 
     def close(self) -> None:
         """Frees its memory."""
+        self._training.opened.handler.hold_prefetches(False)
         if self._reader is not None:
             self._reader.close()
             self._reader = None

@@ -240,6 +240,11 @@ class Fetcher:
         self._free_all()
         self._source.close()
 
+    def rest(self) -> None:
+        """Frees the memory until the next step; no step is under way."""
+        self._free_updates()
+        self._window.rest()
+
     def close(self) -> None:
         """Stops, and frees the memory."""
         self.stop()

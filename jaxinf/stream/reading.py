@@ -4,8 +4,10 @@ Invariant: the memory of params is what the plan leaves for them, on the host an
 JAX device.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 from jaxinf.errors import StreamError
 from jaxinf.stream.fetch import Fetcher, Source, fetches_of, page_bytes, window_bytes
@@ -15,21 +17,34 @@ from jaxinf.stream.places import Places, Unit
 from jaxinf.stream.plan import Plan
 from jaxinf.stream.windows import DeviceWindow, HostWindow
 
-__all__ = ["make_fetcher"]
+__all__ = ["Reading", "make_reading"]
 
 
-def make_fetcher(
-    source: Source,
+class Reading(NamedTuple):
+    """The reads of a plan.
+
+    Attributes:
+      fetcher: Reads ahead.
+      unused_bytes: Memory of the programs that no param needs.
+    """
+
+    fetcher: Fetcher
+    unused_bytes: int
+
+
+def make_reading(
+    make_source: Callable[[int], Source],
     plan: Plan,
     places: Places,
     division: Division,
     device: Any,
     can_take: Callable[[Unit], bool],
-) -> Fetcher:
+) -> Reading:
     """Makes the fetcher of a plan.
 
     Args:
-      source: The source of units.
+      make_source: Makes the source of units, given the number of units that have room
+        when a step begins.
       plan: The plan.
       places: The store's units.
       division: Memory.
@@ -64,7 +79,10 @@ def make_fetcher(
         limit_bytes=limit,
         is_staged=is_staged,
     )
-    if not is_staged:
-        return Fetcher(source, fetches, HostWindow(room))
-    window = DeviceWindow(device, room, division.staged - largest)
-    return Fetcher(source, fetches, window)
+    sums = list(accumulate(page_bytes(fetch.unit) for fetch in fetches))
+    source = make_source(bisect_right(sums, room))
+    if is_staged:
+        window = DeviceWindow(device, room, division.staged - largest)
+        return Reading(Fetcher(source, fetches, window), 0)
+    needed = min(room, max(sums, default=0))
+    return Reading(Fetcher(source, fetches, HostWindow(needed)), room - needed)

@@ -281,8 +281,7 @@ class StreamedStep:
         """
         training = self.store.training
         training.check()
-        bound = self._bound_for(batch)
-        self._last = bound
+        bound = self._take_turn(self._bound_for(batch))
         began_s = time.perf_counter()
         training.join()
         self._waited_s = time.perf_counter() - began_s
@@ -328,6 +327,14 @@ class StreamedStep:
         if not self._binder.device_limit.is_host:
             gradient.copy_to_host_async()
         bound.updates.hand_out(piece, gradient)
+
+    def _take_turn(self, bound: Bound) -> Bound:
+        """Gives the memory to a plan; the step before may have been of another."""
+        if self._last is not None and self._last is not bound:
+            self._last.fetcher.rest()
+        self.store.training.opened.limit_memory(bound.store_bytes)
+        self._last = bound
+        return bound
 
     def _bound_for(self, batch: PyTree) -> Bound:
         if self._params is None:

@@ -76,6 +76,10 @@ class Window(Protocol):
         """Waits for copies that are under way."""
         ...
 
+    def rest(self) -> None:
+        """Frees the memory until `bring`; nothing is in it."""
+        ...
+
     def close(self) -> None:
         """Frees the memory."""
         ...
@@ -117,6 +121,10 @@ class HostWindow:
 
     def settle(self) -> None:
         """Nothing is copied."""
+
+    def rest(self) -> None:
+        """As `Window.rest`."""
+        self._pool.free_idle()
 
     def close(self) -> None:
         """As `Window.close`."""
@@ -185,6 +193,11 @@ class DeviceWindow:
                 jax.block_until_ready(on_device)
             finally:
                 buffer.release()
+
+    def rest(self) -> None:
+        """As `Window.rest`."""
+        self.settle()
+        self._pool.free_idle()
 
     def close(self) -> None:
         """As `Window.close`."""

@@ -131,6 +131,16 @@ def test_resident_memory_stays_within_the_capacity():
     assert _rss_bytes() - before < 4 << 20
 
 
+def test_idle_memory_is_freed():
+    pool, before = BufferPool(64 << 20), _rss_bytes()
+    held = pool.acquire(8 << 20)
+    with pool.acquire(32 << 20) as buffer:
+        held.array[:] = buffer.array[:] = 1
+    pool.free_idle()
+    assert _rss_bytes() - before < 12 << 20
+    assert (held.array == 1).all()
+
+
 def _huge_ranges():
     """Where this process has asked for huge pages: first and last address."""
     ranges, where = [], (0, 0)

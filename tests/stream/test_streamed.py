@@ -259,8 +259,14 @@ def test_batches_of_two_shapes_have_a_plan_each(streamed):
     half = jax.tree.map(lambda x: x[:4], program.batch)
     step = streamed(program, tx)
     step.load(program.params)
+    pool = step.store.training.opened.fleet._pool
+    idle = []
     for batch in (program.batch, half, program.batch):
         step(batch)
+        bounds = step._bound.values()
+        idle.append(sum(b.fetcher._window._pool._idle_bytes > 0 for b in bounds))
+        assert pool.capacity_bytes + step.plan.peak_bytes <= MEMORY_BYTES
+    assert idle == [1, 1, 1]  # one plan has the memory at a time
     _, expected = in_memory(program, tx, [program.batch, half, program.batch])
     assert_near(step.store.params(like=program.params), expected)
     assert len(list((step.store.path / "stream").iterdir())) == 2

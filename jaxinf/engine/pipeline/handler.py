@@ -134,6 +134,12 @@ class TransferHandler:
             self._queues.prefetch(tasks)
             self._to_do.notify()
 
+    def hold_prefetches(self, is_holding: bool) -> None:
+        """Lets no prefetch begin while `is_holding`; others use the drive meanwhile."""
+        with self._to_do:
+            self._queues.is_holding = is_holding
+            self._wake_worker()
+
     def drain(self) -> None:
         """Blocks until every submitted task is written (not: durably).
 

@@ -48,6 +48,7 @@ class Queues:
       num_unfinished: number of submitted tasks that are not computed and written.
       num_draining: number of threads that wait until that is 0.
       is_stopped: whether no more units may begin.
+      is_holding: whether no more prefetches may begin.
     """
 
     def __init__(self, csds: Sequence[CsdTraits], limits: Limits) -> None:
@@ -63,7 +64,7 @@ class Queues:
         self.residents: set[Resident] = set()
         self.num_moving = self.num_computing = self.num_prefetching = 0
         self.num_unfinished = self.num_draining = 0
-        self.is_stopped = False
+        self.is_stopped = self.is_holding = False
         self._num_seen = 0
 
     def memory_of(self, task: Task) -> Memory:

@@ -111,6 +111,8 @@ def _next_eviction(queues: Queues) -> Evict | None:
 
 def _first_due(queues: Queues) -> Iterable[NumberedTask] | None:
     """Returns the prefetches of the next CSD in turn, if memory may have room."""
+    if queues.is_holding:
+        return None
     first, first_number = None, 0
     for csd, due in enumerate(queues.due):
         memory = queues.memories[queues.csds[csd].memory]
