@@ -26,13 +26,14 @@ from jaxinf.errors import (
     UnsupportedTransformError,
 )
 from jaxinf.optimizer import SmartUpdateState, smart_update
-from jaxinf.stream import StreamedStep, stream
+from jaxinf.stream import InMemoryStep, StreamedFunction, StreamedStep, stream
 
 __version__ = _version("jaxinf")
 
 __all__ = [
     "DeviceConfigurationError",
     "DivergedParamsError",
+    "InMemoryStep",
     "JaxinfError",
     "NonFiniteGradientError",
     "NonFiniteScalarError",
@@ -48,6 +49,7 @@ __all__ = [
     "StoreMismatchError",
     "StoreSpaceError",
     "StreamError",
+    "StreamedFunction",
     "StreamedStep",
     "TopK",
     "UnsupportedTransformError",

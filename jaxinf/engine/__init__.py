@@ -23,7 +23,7 @@ from jaxinf.engine.store import (
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.training import Training
 from jaxinf.engine.update_request import KeptLeaf, UpdateRequest
-from jaxinf.engine.update_tasks import can_take, moved_states
+from jaxinf.engine.update_tasks import can_take, changes_params, moved_states
 
 __all__ = [
     "DEFAULT_MEMORY_BYTES",
@@ -44,6 +44,7 @@ __all__ = [
     "UpdateRequest",
     "VerifyMode",
     "can_take",
+    "changes_params",
     "check_announced",
     "close",
     "convert_store",

@@ -142,14 +142,19 @@ class CommittedState:
         """
         self.wait(state)
         leaves, treedef = jax.tree.flatten(like)
-        self._check_like(trained(like))
+        self.check_like(trained(like))
         places = [place for place, leaf in enumerate(leaves) if is_trained(leaf)]
         with self.training.paused():
             for number, place in enumerate(places):
                 leaves[place] = self.read_leaf(number, leaves[place])
         return jax.tree.unflatten(treedef, leaves)
 
-    def _check_like(self, like: PyTree) -> None:
+    def check_like(self, like: PyTree) -> None:
+        """Compares a tree of arrays, or of shapes and dtypes, with the store's leaves.
+
+        Raises:
+          StoreMismatchError: `like` has other leaves or shapes than the store.
+        """
         held = [(leaf.name, leaf.shape) for leaf in self.manifest.leaves]
         asked = [(leaf_name(i.path), i.shape) for i in leaf_infos(like)]
         if held != asked:

@@ -70,6 +70,12 @@ class UpdateRequest:
         return np.dtype(np.float32) if self.out is None else self.out.dtype
 
     @property
+    def returns_params(self) -> bool:
+        """Whether the result depends on the params."""
+        is_wanted = self.wants_params and self.out is not None
+        return is_wanted or self.out_dtype != np.float32
+
+    @property
     def link_up_bytes(self) -> int:
         """Bytes that return over the link."""
         return 0 if self.out is None else self.out.nbytes

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from jaxinf.csd import Csd, CsdBuffer, is_idle
+from jaxinf.csd import Csd, CsdBuffer, ScalarInputs, is_idle
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.pipeline import Task
 from jaxinf.engine.subgroup_arrays import rounding_of
@@ -25,6 +25,7 @@ from jaxinf.typing import Array
 __all__ = [
     "RequestTasks",
     "can_take",
+    "changes_params",
     "compute_nothing",
     "kept_tasks",
     "moved_states",
@@ -80,7 +81,7 @@ def request_tasks(
     tasks, updates = [], []
     for layout in opened.layouts(request.leaf, request.origin, request.gradient.shape):
         loads, stores = _moved(kernel, layout.slots, request.feedback is not None)
-        if request.out_dtype != np.float32:  # the result depends on the params
+        if request.returns_params:
             loads |= {0}
         chunk = opened.directory.chunks[request.leaf][layout.subgroup.chunk]
         is_first = (
@@ -136,6 +137,11 @@ def can_take(opened: OpenStore, leaf: int, dtype: np.dtype) -> bool:
     """
     stored = opened.directory.manifest.leaves[leaf].states[0]
     return opened.options.csd.takes_params and dtype == dtype_of(stored.dtype)
+
+
+def changes_params(kernel: Kernel, inputs: ScalarInputs) -> bool:
+    """Whether an update with these scalars changes the params."""
+    return "params" not in specialise(kernel, inputs.scalars).unchanged
 
 
 def moved_states(

@@ -5,17 +5,24 @@ parts of that one jaxpr run.
 """
 
 from jaxinf.stream.calls import Policy
+from jaxinf.stream.function import StreamedFunction
+from jaxinf.stream.in_memory import InMemoryStep
+from jaxinf.stream.keeping import check_keep
+from jaxinf.stream.making import stream
 from jaxinf.stream.memory import store_memory_bytes
 from jaxinf.stream.plan import Plan, prepare
 from jaxinf.stream.run import Runner
-from jaxinf.stream.streamed import StreamedStep, stream
+from jaxinf.stream.streamed import StreamedStep
 from jaxinf.stream.updates import check_program
 
 __all__ = [
+    "InMemoryStep",
     "Plan",
     "Policy",
     "Runner",
+    "StreamedFunction",
     "StreamedStep",
+    "check_keep",
     "check_program",
     "prepare",
     "store_memory_bytes",

@@ -3,7 +3,8 @@
 Invariant: what a bound step takes stays within the memory of the options.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,13 @@ import jax.numpy as jnp
 import optax
 
 from jaxinf.activations import Scratch, writing_bytes
-from jaxinf.engine import ParamsReader, Store, Training
+from jaxinf.engine import Store, Training
 from jaxinf.io import ByteCounts
 from jaxinf.program import UpdateProgram, trace_update
 from jaxinf.stream.calls import Policy
 from jaxinf.stream.deferred import Deferred
-from jaxinf.stream.fetch import (
-    Fetcher,
-    reused_bytes,
-)
+from jaxinf.stream.fetch import Fetcher, reused_bytes
+from jaxinf.stream.keeping import Keep, Keeper, beside
 from jaxinf.stream.kept import keep_plan, kept_plan
 from jaxinf.stream.memory import (
     READER_BYTES,
@@ -29,23 +28,29 @@ from jaxinf.stream.memory import (
     device_limit,
     divide,
 )
+from jaxinf.stream.micro import Accumulation, sum_bytes
 from jaxinf.stream.places import Places, Unit
 from jaxinf.stream.plan import Plan, Prepared
-from jaxinf.stream.reading import make_reading
+from jaxinf.stream.reading import make_window, planned_fetches
+from jaxinf.stream.resident import Resident
 from jaxinf.stream.run import (
     Executables,
     Runner,
     compiled_bytes,
     compiled_temp_bytes,
 )
+from jaxinf.stream.source import StoreSource, version_of
 from jaxinf.stream.spill import Spill
-from jaxinf.stream.traffic import planned_traffic, reads_params, spilled_bytes
-from jaxinf.stream.updates import (
-    NonFinitePolicy,
-    Updates,
+from jaxinf.stream.supply import Supply
+from jaxinf.stream.traffic import (
+    is_parted,
+    planned_traffic,
+    reads_params,
+    spilled_bytes,
 )
+from jaxinf.stream.updates import NonFinitePolicy, Updates
 from jaxinf.stream.values import Offloaded, Values
-from jaxinf.typing import Array, PyTree
+from jaxinf.typing import PyTree
 
 __all__ = ["Binder", "Bound", "Options"]
 
@@ -60,6 +65,8 @@ class Options:
     policy: Policy
     replan: bool
     nonfinite: NonFinitePolicy
+    keep: Keep = None
+    micro_batches: int = 1
 
 
 @dataclass(frozen=True)
@@ -68,18 +75,18 @@ class Bound:
 
     Attributes:
       runner: Runs the plan.
-      fetcher: Reads params.
+      supply: Params.
       updates: Updates them.
-      places: The store's units.
+      sums: Adds up gradients of the parts of a batch.
       reused_bytes: See `jaxinf.stream.fetch.reused_bytes`.
       traffic: Of a step, on the drive.
       store_bytes: Memory for the store's buffers.
     """
 
     runner: Runner
-    fetcher: Fetcher
+    supply: Supply
     updates: Updates
-    places: Places
+    sums: Accumulation
     reused_bytes: int
     traffic: ByteCounts
     store_bytes: int
@@ -116,6 +123,11 @@ class Binder:
         """The limit of the JAX device's memory."""
         return device_limit(self.device, self._options.device_memory_bytes)
 
+    @cached_property
+    def resident(self) -> Resident:
+        """Params that stay between steps; those of all shapes of batches."""
+        return Resident(self.device, is_host=self.device_limit.is_host)
+
     def bind(self, ready: Prepared, params: PyTree) -> Bound:
         """Plans, compiles and divides the memory; blocks.
 
@@ -140,31 +152,55 @@ class Binder:
         scratch = Scratch(self._drives(), training.opened.meters)
         if options.policy == "offload":
             division = division.without(writing_bytes(scratch.num_drives))
-        plan = self._plan(ready, division)
+        program = trace_update(self._tx, params)
+        deferred = self._deferred(program, division)
+        takers = _Takers(training, program, is_deferred=deferred is not None)
+        keeper = Keeper(
+            options.keep,
+            places,
+            units,
+            division,
+            lambda plan, part: (
+                planned_fetches(plan, places, part, takers.from_read).fetches
+            ),
+            takers.reads,
+            partial(compiled_bytes, executables=self._executables),
+        )
+        plan, keeping = keeper.applied(self._plan(ready, division, keeper.peak_bytes))
+        division = beside(division, keeping)
         values = Values()
         if plan.is_offloaded:
             temps = compiled_temp_bytes(plan, self._executables)
             plan = plan.fitted(division.programs, temps)
             values = Offloaded(plan.calls, scratch)
-        program = trace_update(self._tx, params)
-        deferred = self._deferred(program, division)
         spilled = 0 if deferred is None else deferred.spill.capacity_bytes
-        fetcher, unused_bytes = make_reading(
-            partial(_Source, training, READER_BYTES),
-            plan,
+        reading = planned_fetches(
+            plan, places, division, takers.from_read, keeping.units
+        )
+        fetches = reading.fetches
+        early = [replace(fetch, gradient=None) for fetch in fetches]
+        num_early = options.micro_batches - 1
+        sums = self._sums(division)
+        source = StoreSource(training, READER_BYTES, reading.num_first)
+        window, unused_bytes = make_window(reading, division, self.device)
+        gives = frozenset(filter(takers.from_memory, keeping.units))
+        supply = Supply(
             places,
-            division,
-            self.device,
-            lambda unit: (
-                deferred is None and reads_params(training.opened, unit, program)
-            ),
+            Fetcher(source, fetches, window),
+            source,
+            self.resident,
+            early=Fetcher(source, early, window) if num_early else None,
+            stays=keeping.units,
+            in_place=keeping.in_place,
+            gives=gives,
+            version=lambda: version_of(training),
         )
         updates = Updates(
             training,
             program,
             places,
             min(division.gradients - spilled, division.leaving),
-            fetcher,
+            supply,
             deferred,
             options.nonfinite,
         )
@@ -173,22 +209,30 @@ class Binder:
         sizes = ready.lifetimes.sizes
         given = [sizes[piece] for call in calls for piece, _ in call.gradients]
         on_drive = 0 if deferred is None else spilled_bytes(given, spilled)
+        avals = {p: v.aval for p, v in ready.lifetimes.graph.gradients.items()}
+        summed = [sum_bytes(avals[p]) for call in calls for p, _ in call.gradients]
+        on_drive += num_early * spilled_bytes(summed, sums.capacity_bytes)
         record = partial(training.opened.timeline.add, "program")
         return Bound(
             Runner(plan, self._executables, record, values),
-            fetcher,
+            supply,
             updates,
-            places,
-            reused_bytes(fetcher.fetches, calls, places),
+            sums,
+            (1 + num_early) * reused_bytes(fetches, calls, places),
             planned_traffic(
                 training.opened,
-                fetcher.fetches,
+                (*(early * num_early), *fetches),
                 units,
                 program,
-                values.num_bytes + on_drive,
+                (1 + num_early) * values.num_bytes + on_drive,
+                gives,
             ),
             division.ring + unused_bytes,
         )
+
+    def close(self) -> None:
+        """Frees the params that stay; the bound steps are closed."""
+        self.resident.drop()
 
     def _deferred(self, program: UpdateProgram, division: Division) -> Deferred | None:
         """Makes room for gradients that wait for the last one; None if none waits."""
@@ -199,6 +243,14 @@ class Binder:
         capacity = division.gradients // 2
         spill = Spill(self._folder(), capacity, training.opened.meters)
         return Deferred(program, spill, is_checked=rewrites)
+
+    def _sums(self, division: Division) -> Accumulation:
+        """Makes room for sums of gradients, half of that for gradients which wait."""
+        opened = self._store.training.opened
+        count = self._options.micro_batches
+        capacity = division.gradients // 4 if count > 1 else 0
+        spill = Spill(self._folder(), capacity, opened.meters)
+        return Accumulation(count, spill, min(capacity, division.leaving))
 
     def _folder(self) -> Path:
         folder = self._store.path / "stream"
@@ -212,10 +264,11 @@ class Binder:
             return [self._folder()]
         return [directory.csd_directory(csd) for csd in range(directory.num_csds)]
 
-    def _plan(self, ready: Prepared, division: Division) -> Plan:
+    def _plan(
+        self, ready: Prepared, division: Division, measure: Callable[[Plan], int]
+    ) -> Plan:
         budget, policy = division.programs, self._options.policy
         folder = self._store.path
-        measure = partial(compiled_bytes, executables=self._executables)
         if not self._options.replan:
             plan = kept_plan(folder, ready, budget, policy, measure, division.limit)
             if plan is not None:
@@ -225,45 +278,29 @@ class Binder:
         return plan
 
 
-class _Source:
-    """Reads units of the store's current step.
+class _Takers:
+    """The units whose update takes params that are in memory."""
 
-    Until the first of them are read, the store prefetches no state for updates, since
-    programs wait for params first.
-
-    Args:
-      training: The store.
-      memory_bytes: Memory for reads.
-      num_first: Number of units that have room when a step begins.
-    """
-
-    def __init__(self, training: Training, memory_bytes: int, num_first: int) -> None:
+    def __init__(
+        self, training: Training, program: UpdateProgram, *, is_deferred: bool
+    ) -> None:
         self._training = training
-        self._memory_bytes = memory_bytes
-        self._num_first = num_first
-        self._num_read = 0
-        self._reader: ParamsReader | None = None
+        self._program = program
+        self._is_deferred = is_deferred
 
-    def begin(self) -> None:
-        """Begins a step; there is no commit before it ends."""
-        self.close()
-        self._reader = self._training.params_reader(self._memory_bytes)
-        self._num_read = 0
-        self._training.opened.handler.hold_prefetches(self._num_first > 0)
+    def reads(self, unit: Unit) -> bool:
+        """Whether a unit's update reads params that could be given to it."""
+        return reads_params(self._training.opened, unit, self._program)
 
-    def read(self, unit: Unit, out: Array) -> None:
-        """Fills `out` with a unit; blocks."""
-        assert self._reader is not None
-        opened = self._training.opened
-        with opened.timeline.span("fetch"):
-            self._reader.read(unit.leaf, out.reshape(unit.extent), unit.origin)
-        self._num_read += 1
-        if self._num_read == self._num_first:
-            opened.handler.hold_prefetches(False)
+    def from_read(self, unit: Unit) -> bool:
+        """Whether a unit's update can take what was read for a program."""
+        return not self._is_deferred and self.reads(unit)
 
-    def close(self) -> None:
-        """Frees its memory."""
-        self._training.opened.handler.hold_prefetches(False)
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
+    def from_memory(self, unit: Unit) -> bool:
+        """Whether a unit's update can take what stays between steps.
+
+        A chunk that a step overwrites in parts cannot be compared with its checksum.
+        """
+        rewrites = self._training.options.rewrites_steps
+        is_known = not (rewrites and is_parted(self._training.opened, unit))
+        return is_known and self.reads(unit)

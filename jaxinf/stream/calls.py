@@ -67,9 +67,8 @@ class Call:
         """Bytes of params that it reads."""
         return sum(size for _, size in self._sized())
 
-    def num_new_bytes(self, before: "Call") -> int:
-        """Bytes of params that it reads, without those of the previous call."""
-        held = set(before.pieces)
+    def bytes_beside(self, held: Container[Piece]) -> int:
+        """Bytes of params that it reads, without those of parts that are there."""
         return sum(size for piece, size in self._sized() if piece not in held)
 
     def _sized(self) -> Iterator[tuple[Piece, int]]:
@@ -104,12 +103,14 @@ class Calls:
       results: Slots of the loss and of aux's leaves.
       absences: Values that are on a drive for a time.
       lenders: Values whose memory outputs may reuse; None for all at their last use.
+      resident: Parts of params that are in memory in any case, and do not count.
     """
 
     calls: tuple[Call, ...]
     results: tuple[Slot, ...]
     absences: Mapping[Slot, Absence] = field(default_factory=dict)
     lenders: frozenset[Slot] | None = None
+    resident: frozenset[Piece] = frozenset()
 
     @cached_property
     def donated(self) -> Mapping[str, tuple[int, ...]]:
@@ -218,10 +219,15 @@ class Calls:
 
     def _own_bytes(self, call: Call, after: Call | None, temp_bytes: int) -> int:
         """Bytes of a call's params, temporaries and outputs, and of the next one's."""
-        own = call.num_fetched_bytes + temp_bytes + self._new_bytes(call)
+        own = self.fetched_bytes(call) + temp_bytes + self._new_bytes(call)
         if after is not None:
-            own += self._new_bytes(after) + after.num_new_bytes(call)
+            own += self._new_bytes(after) + self.fetched_bytes(after, call)
         return own
+
+    def fetched_bytes(self, call: Call, before: Call | None = None) -> int:
+        """Bytes of params that a call reads and that the one before it does not."""
+        pieces = () if before is None else before.pieces
+        return call.bytes_beside(self.resident.union(pieces))
 
     def _new_bytes(self, call: Call) -> int:
         """Bytes of a call's outputs that do not reuse an input's memory."""

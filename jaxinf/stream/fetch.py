@@ -179,6 +179,8 @@ class Fetcher:
         self.stop()
         self._free_updates()
         self._is_stopped, self._error = False, None
+        if not self.fetches:
+            return
         self._source.begin()
         self._thread = threading.Thread(
             target=self._run, name="jaxinf-fetch", daemon=True

@@ -19,6 +19,7 @@ __all__ = [
     "Division",
     "device_limit",
     "divide",
+    "divide_reading",
     "return_freed_memory",
     "store_memory_bytes",
 ]
@@ -167,6 +168,23 @@ def divide(
             f"gradient ({gradient_bytes} bytes) and for the program's params; raise it"
         )
     return Division(ring, gradients, programs, rest, leaving, "device_memory_bytes")
+
+
+def divide_reading(memory_bytes: int, device: DeviceLimit = DeviceLimit()) -> Division:
+    """Divides the memory of programs that read params and update nothing.
+
+    Args:
+      memory_bytes: All host memory.
+      device: The limit on the device's memory.
+    """
+    rest = memory_bytes - min(READER_BYTES, memory_bytes // _RING_SHARE)
+    limit = "device_memory_bytes"
+    if device.num_bytes is None:
+        return Division(0, 0, rest, 0, 0, "memory_bytes")
+    if device.is_host:
+        limit = limit if device.num_bytes < rest else "memory_bytes"
+        return Division(0, 0, min(rest, device.num_bytes), 0, 0, limit)
+    return Division(0, 0, device.num_bytes, rest, 0, limit)
 
 
 def _params_text(device: DeviceLimit, least_bytes: int) -> str:

@@ -43,20 +43,21 @@ Atom: TypeAlias = Value | Stack
 
 
 def build_graph(traced: Traced) -> Graph:
-    """Builds the graph of a traced loss and gradient; drops nodes without effect."""
+    """Builds the graph of a traced function; drops nodes without effect."""
     builder = _Builder(traced)
     avals = [var.aval for var in traced.closed.jaxpr.invars]
     num_params, num_batch = len(traced.params), len(traced.batch)
     origins: list[Origin] = [
         *(Piece(i) for i in range(num_params)),
         *(Batch(i) for i in range(num_batch)),
-        Seed(),
     ]
+    if traced.seed_dtype is not None:
+        origins.append(Seed())
     inputs = [
         builder.input(origin, aval) for origin, aval in zip(origins, avals, strict=True)
     ]
     outputs = builder.inline(traced.closed, inputs)
-    num_results = 1 + traced.num_aux
+    num_results = traced.num_results
     results = tuple(builder.computed(atom) for atom in outputs[:num_results])
     gradients = {
         piece: builder.computed(value)

@@ -22,10 +22,17 @@ from jaxinf.stream.peel import build_graph
 from jaxinf.stream.programs import Program, Programs, make_programs
 from jaxinf.stream.report import plan_text
 from jaxinf.stream.schedule import schedule
-from jaxinf.stream.trace import Traced, trace
+from jaxinf.stream.trace import Traced, trace, trace_function
 from jaxinf.typing import PyTree
 
-__all__ = ["PLAN_VERSION", "Plan", "Prepared", "least_bytes", "prepare"]
+__all__ = [
+    "PLAN_VERSION",
+    "Plan",
+    "Prepared",
+    "least_bytes",
+    "prepare",
+    "prepare_function",
+]
 
 PLAN_VERSION = 1
 """Changed whenever equal cuts would give other programs, and so other bits."""
@@ -46,6 +53,7 @@ class Plan:
       calls: Their calls.
       policy: The treatment of values that backward needs.
       peak_bytes: The peak memory of a step, as estimated before compilation.
+      kept_bytes: Memory of params that stay between steps, in addition.
     """
 
     traced: Traced
@@ -54,10 +62,16 @@ class Plan:
     calls: Calls
     policy: Policy
     peak_bytes: int
+    kept_bytes: int = 0
 
     def __str__(self) -> str:
         return plan_text(
-            self.traced, self.programs, self.calls, self.policy, self.peak_bytes
+            self.traced,
+            self.programs,
+            self.calls,
+            self.policy,
+            self.peak_bytes,
+            self.kept_bytes,
         )
 
     def without_graph(self) -> "Plan":
@@ -233,7 +247,15 @@ def prepare(
     loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, *, has_aux: bool = False
 ) -> Prepared:
     """Traces `loss_fn` and orders its nodes; raises the errors of `trace`."""
-    traced = trace(loss_fn, params, batch, has_aux=has_aux)
+    return _prepared(trace(loss_fn, params, batch, has_aux=has_aux))
+
+
+def prepare_function(fn: Callable[..., Any], params: PyTree, batch: PyTree) -> Prepared:
+    """Traces `fn`, which has no gradient; raises the errors of `trace_function`."""
+    return _prepared(trace_function(fn, params, batch))
+
+
+def _prepared(traced: Traced) -> Prepared:
     graph = build_graph(traced)
     classes = classify(graph)
     return Prepared(traced, Lifetimes(graph, classes, schedule(graph, classes)), Keys())

@@ -5,66 +5,83 @@ JAX device.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 from jaxinf.errors import StreamError
-from jaxinf.stream.fetch import Fetcher, Source, fetches_of, page_bytes, window_bytes
+from jaxinf.stream.fetch import Fetch, fetches_of, page_bytes, window_bytes
 from jaxinf.stream.handover import completions, hand_over, keep_between
 from jaxinf.stream.memory import NUM_STAGED, Division
 from jaxinf.stream.places import Places, Unit
 from jaxinf.stream.plan import Plan
-from jaxinf.stream.windows import DeviceWindow, HostWindow
+from jaxinf.stream.windows import DeviceWindow, HostWindow, Window
 
-__all__ = ["Reading", "make_reading"]
+__all__ = ["Reading", "make_window", "planned_fetches"]
 
 
 class Reading(NamedTuple):
     """The reads of a plan.
 
     Attributes:
-      fetcher: Reads ahead.
-      unused_bytes: Memory of the programs that no param needs.
+      fetches: The reads of a step, in order.
+      room_bytes: Memory for their units on the device.
     """
 
-    fetcher: Fetcher
-    unused_bytes: int
+    fetches: tuple[Fetch, ...]
+    room_bytes: int
+
+    @property
+    def num_first(self) -> int:
+        """Number of units that have room when a step begins."""
+        return bisect_right(self._sums, self.room_bytes)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Memory on the device that units can use."""
+        return min(self.room_bytes, max(self._sums, default=0))
+
+    @property
+    def largest_bytes(self) -> int:
+        """Bytes of the largest unit."""
+        return max((page_bytes(fetch.unit) for fetch in self.fetches), default=0)
+
+    @property
+    def _sums(self) -> list[int]:
+        return list(accumulate(page_bytes(fetch.unit) for fetch in self.fetches))
 
 
-def make_reading(
-    make_source: Callable[[int], Source],
+def planned_fetches(
     plan: Plan,
     places: Places,
     division: Division,
-    device: Any,
     can_take: Callable[[Unit], bool],
+    stays: Container[Unit] = (),
 ) -> Reading:
-    """Makes the fetcher of a plan.
+    """Plans the reads of a step.
 
     Args:
-      make_source: Makes the source of units, given the number of units that have room
-        when a step begins.
       plan: The plan.
       places: The store's units.
       division: Memory.
-      device: The JAX device.
       can_take: Whether the update of a unit can take params that were read for a
         program.
+      stays: Units that are in memory and not read.
 
     Raises:
       StreamError: The host has no room for params on their way to the device.
     """
     calls = plan.calls.calls
     fetches = fetches_of(calls, places)
+    fetches = tuple(fetch for fetch in fetches if fetch.unit not in stays)
     spare = max(0, division.programs - plan.peak_bytes)
     room = window_bytes(fetches, len(calls)) + spare
     is_staged = division.staged > 0
-    largest = max((page_bytes(fetch.unit) for fetch in fetches), default=0)
     # The rest is for reading ahead.
     fetches = keep_between(fetches, len(calls), room - spare // 2)
     limit = room - spare // 4
     if is_staged:
+        largest = Reading(fetches, room).largest_bytes
         limit = division.staged - NUM_STAGED * largest
         if limit < 0:
             raise StreamError(
@@ -79,10 +96,14 @@ def make_reading(
         limit_bytes=limit,
         is_staged=is_staged,
     )
-    sums = list(accumulate(page_bytes(fetch.unit) for fetch in fetches))
-    source = make_source(bisect_right(sums, room))
-    if is_staged:
-        window = DeviceWindow(device, room, division.staged - largest)
-        return Reading(Fetcher(source, fetches, window), 0)
-    needed = min(room, max(sums, default=0))
-    return Reading(Fetcher(source, fetches, HostWindow(needed)), room - needed)
+    return Reading(fetches, room)
+
+
+def make_window(
+    reading: Reading, division: Division, device: Any
+) -> tuple[Window, int]:
+    """Makes the window for reads; returns it and the memory that no param needs."""
+    room = reading.room_bytes
+    if division.staged:
+        return DeviceWindow(device, room, division.staged - reading.largest_bytes), 0
+    return HostWindow(reading.needed_bytes), room - reading.needed_bytes

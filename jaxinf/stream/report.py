@@ -39,6 +39,7 @@ def plan_text(
     calls: Calls,
     policy: Policy,
     peak_bytes: int,
+    kept_bytes: int = 0,
 ) -> str:
     """The segments of a plan, a line each, after the cost of a step.
 
@@ -48,11 +49,12 @@ def plan_text(
       calls: Their calls.
       policy: The treatment of values that backward needs.
       peak_bytes: The peak memory of a step.
+      kept_bytes: Memory of params that stay between steps, in addition.
     """
     held_bytes = sum(aval_bytes(leaf) for leaf in traced.params)
     first, *others = calls.calls
-    fetched_bytes = first.num_fetched_bytes + sum(
-        after.num_new_bytes(before)
+    fetched_bytes = calls.fetched_bytes(first) + sum(
+        calls.fetched_bytes(after, before)
         for before, after in zip(calls.calls, others, strict=False)
     )
     numbers = _numbers(calls)
@@ -63,6 +65,8 @@ def plan_text(
         f"{format_bytes(fetched_bytes)} of params read, {format_bytes(peak_bytes)} of "
         "memory"
     )
+    if kept_bytes:
+        head += f"; {format_bytes(kept_bytes)} of params stay"
     lines = [head, "", f"{'segment':>9}  {'forward':>7}  {'backward':>8}  params"]
     for _, group in groupby(_rows(traced, programs, numbers), lambda r: r.programs):
         lines.append(_line(list(group)))

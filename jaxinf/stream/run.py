@@ -101,7 +101,7 @@ class Runner:
         self._in_flight: deque[tuple[int, float, jax.Array | None]] = deque()
         self._numbers: dict[int, jax.Array] = {}
         self._consts = [jax.numpy.asarray(c) for c in plan.traced.consts]
-        self._seed = jax.numpy.ones((), plan.traced.seed_dtype)
+        self._seed = jax.numpy.ones((), plan.traced.seed_dtype or np.float32)
 
     def __call__(
         self,
@@ -109,7 +109,7 @@ class Runner:
         fetch: Callable[[int, Piece], Any],
         hand_out: Callable[[Piece, jax.Array], None],
         done: Callable[[int], None] = lambda number: None,
-    ) -> tuple[jax.Array, PyTree]:
+    ) -> tuple[jax.Array | None, PyTree]:
         """Runs one step.
 
         Args:
@@ -119,7 +119,7 @@ class Runner:
           done: Takes the number of each call that has run and reads nothing more.
 
         Returns:
-          The loss and aux.
+          The loss, None if there is none, and aux.
         """
         leaves = [jax.numpy.asarray(leaf) for leaf in jax.tree.leaves(batch)]
         values = self.values
@@ -154,7 +154,8 @@ class Runner:
             del outputs, output
         while in_flight:
             await_first()
-        loss, *aux = (values[slot] for slot in self.plan.calls.results)
+        aux = [values[slot] for slot in self.plan.calls.results]
+        loss = None if self.plan.traced.seed_dtype is None else aux.pop(0)
         values.reset()
         return loss, self.plan.traced.aux_tree.unflatten(aux)
 

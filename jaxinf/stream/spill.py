@@ -38,7 +38,7 @@ class Spill:
     Attributes:
       capacity_bytes: Capacity in memory.
       written_bytes: Bytes written to the file since `reset`, in whole pages.
-      kept_bytes: Bytes kept in memory since `reset`.
+      kept_bytes: Most bytes kept in memory since `reset`.
     """
 
     def __init__(
@@ -48,11 +48,14 @@ class Spill:
         self._bounce: Array | None = None
         self.capacity_bytes = capacity_bytes
         self._held: dict[Piece, jax.Array | Array | _OnFile] = {}
+        self._places: dict[Piece, Place] = {}
         self._held_bytes = 0
         self.written_bytes = self.kept_bytes = 0
 
     def put(self, key: Piece, value: jax.Array | Array) -> None:
         """Takes a value; blocks while it is written.
+
+        One that was taken since `reset` and comes again has its old place in the file.
 
         Raises:
           StoreSpaceError, StoreIOError: The drive is full, or failed.
@@ -61,9 +64,12 @@ class Spill:
         if self._held_bytes + value.nbytes <= self.capacity_bytes:
             self._held[key] = value
             self._held_bytes += value.nbytes
-            self.kept_bytes += value.nbytes
+            self.kept_bytes = max(self.kept_bytes, self._held_bytes)
             return
-        self._held[key] = self._write(np.asarray(value, order="C"))
+        self._held[key] = self._write(key, np.asarray(value, order="C"))
+
+    def __contains__(self, key: Piece) -> bool:
+        return key in self._held
 
     def take(self, key: Piece) -> Array:
         """Returns and removes a value; blocks while it is read."""
@@ -80,6 +86,7 @@ class Spill:
     def reset(self) -> None:
         """Drops all values and reuses the file's space."""
         self._held.clear()
+        self._places.clear()
         self._scratch.reset()
         self._held_bytes = self.written_bytes = self.kept_bytes = 0
 
@@ -89,9 +96,11 @@ class Spill:
         self._bounce = None
         self._scratch.close()
 
-    def _write(self, value: Array) -> _OnFile:
-        place = self._scratch.allocate(value.nbytes)
-        self._scratch.reserve()
+    def _write(self, key: Piece, value: Array) -> _OnFile:
+        if key not in self._places:
+            self._places[key] = self._scratch.allocate(value.nbytes)
+            self._scratch.reserve()
+        place = self._places[key]
         if self._bounce is None:
             self._bounce = aligned(PART_BYTES)
         for part in place.parts:

@@ -1,4 +1,4 @@
-"""`jaxinf.stream`: a training step that never has all params in memory.
+"""A training step that never has all params in memory, made by `jaxinf.stream`.
 
     batch ─► programs, one after another ─► loss
               ▲ params read ahead   │ gradients, each as soon as it is complete
@@ -10,132 +10,35 @@ Invariant: a step writes updates to the slot that is not committed. So a crash a
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 import optax
 
 from jaxinf.activations import CacheCounts
-from jaxinf.compress import TopK
-from jaxinf.engine import Store, describe, open_store
+from jaxinf.engine import Store, describe
 from jaxinf.errors import StreamError
 from jaxinf.io import ByteCounts
 from jaxinf.program import trace_init, trace_update
 from jaxinf.stream.bound import Binder, Bound, Options
-from jaxinf.stream.calls import POLICIES, Policy
-from jaxinf.stream.fetch import (
-    FetchCounts,
-)
+from jaxinf.stream.fetch import FetchCounts
+from jaxinf.stream.function import FunctionOptions, StreamedFunction
 from jaxinf.stream.graph import Piece
 from jaxinf.stream.initial import initial_inputs, trace_params
 from jaxinf.stream.interrupts import Interrupts
-from jaxinf.stream.memory import (
-    divide,
-    return_freed_memory,
-    store_memory_bytes,
-)
+from jaxinf.stream.memory import divide, return_freed_memory
 from jaxinf.stream.metrics import StreamMetrics
+from jaxinf.stream.micro import first_part, parts_of, together
 from jaxinf.stream.places import shard_counts
 from jaxinf.stream.plan import Plan, Prepared, least_bytes, prepare
 from jaxinf.stream.trace import abstract, check_params
-from jaxinf.stream.updates import (
-    NonFinitePolicy,
-    check_program,
-)
-from jaxinf.typing import Array, JsonValue, PathLikeStr, PyTree
+from jaxinf.stream.updates import check_program
+from jaxinf.typing import Array, JsonValue, PyTree
 
-__all__ = ["StreamedStep", "stream"]
-
-
-def stream(
-    loss_fn: Callable[..., Any],
-    tx: optax.GradientTransformation | None = None,
-    store: Store | PathLikeStr | None = None,
-    *,
-    memory_bytes: int,
-    device_memory_bytes: int | None = None,
-    has_aux: bool = False,
-    policy: Policy = "recompute",
-    keep: Literal["params"] | int | None = None,
-    micro_batches: int = 1,
-    replan: bool = False,
-    nonfinite: NonFinitePolicy = "error",
-    compress: TopK | None = None,
-    extra_args: Mapping[str, Any] | None = None,
-) -> "StreamedStep":
-    """Makes a training step for a model that need not fit in memory.
-
-    The loss function is used as it is. It is traced together with its gradient, and
-    that program is cut into parts. Each part reads the params it needs from the store
-    and hands its gradients back to it.
-
-    Args:
-      loss_fn: ``loss_fn(params, batch)`` gives a scalar, with `has_aux` a pair of it
-        and any pytree. Traced by JAX: no side effects.
-      tx: Any optimizer that `jaxinf.smart_update` takes, if it needs no more from other
-        leaves than scalars of their gradients, such as the norm. Gradients are then
-        spilled, to memory and to the store's drive, and updates follow the last one.
-      store: From `jaxinf.open_store`, or a path. Its own memory budget is not used.
-      memory_bytes: All host memory of a step, including the store's buffers, on top of
-        the memory that the process has before.
-      device_memory_bytes: Memory of the JAX device for params, values and temporaries,
-        if it has its own; by default most of what is free. `memory_bytes` then limits
-        what is on the host. On a CPU it limits that part of `memory_bytes`.
-      has_aux: Whether the loss comes with a second result.
-      policy: ``"recompute"`` computes activations again for the backward pass, segment
-        by segment; ``"keep"`` keeps them in memory; ``"offload"`` keeps as many as
-        `memory_bytes` allows, and the others on the drive. The bits are the same.
-      replan: Whether to replace a kept plan that does not fit.
-      nonfinite: The effect of a gradient with NaN or Inf: ``"error"``, ``"skip"`` or
-        ``"allow"``, as for `jaxinf.smart_update`.
-      keep, micro_batches, compress, extra_args: Not implemented
-        yet; any value but the default is refused.
-
-    Returns:
-      The step: `StreamedStep.init` or `StreamedStep.load` first, then call it.
-
-    Raises:
-      ValueError: An argument is out of range, or not implemented yet.
-    """
-    missing = {
-        "keep": keep is not None,
-        "micro_batches": micro_batches != 1,
-        "compress": compress is not None,
-        "extra_args": bool(extra_args),
-        "tx=None": tx is None,
-        "store=None": store is None,
-    }
-    for name, is_given in missing.items():
-        if is_given:
-            raise ValueError(
-                f"jaxinf.stream: {name} is not supported yet; leave it at its default, "
-                "or give an optimizer and a store"
-            )
-    assert tx is not None
-    assert store is not None
-    if policy not in POLICIES:
-        raise ValueError(f"policy={policy!r}: expected one of {', '.join(POLICIES)}")
-    if nonfinite not in ("error", "skip", "allow"):
-        raise ValueError(
-            f'nonfinite={nonfinite!r}: expected "error", "skip" or "allow"'
-        )
-    if memory_bytes < 1:
-        raise ValueError(f"memory_bytes={memory_bytes}: expected at least 1")
-    if device_memory_bytes is not None and device_memory_bytes < 1:
-        raise ValueError(
-            f"device_memory_bytes={device_memory_bytes}: expected at least 1"
-        )
-    if isinstance(store, Store):
-        owned = store
-    else:
-        owned = open_store(store, memory_bytes=store_memory_bytes(memory_bytes))
-    options = Options(
-        memory_bytes, device_memory_bytes, has_aux, policy, replan, nonfinite
-    )
-    return StreamedStep(loss_fn, tx, owned, options)
+__all__ = ["StreamedStep"]
 
 
 # Part of the memory that the store's buffers take while the first step is made.
@@ -166,6 +69,7 @@ class StreamedStep:
         self._waited_s = 0.0  # in the last step, for the store
         self._values = CacheCounts()
         self._num_skipped = 0
+        self._functions: list[StreamedFunction] = []
         self._binder = Binder(store, self._tx, options)
         self._interrupts = Interrupts()
         return_freed_memory()
@@ -254,7 +158,8 @@ class StreamedStep:
         return ready
 
     def _prepare(self, avals: PyTree, batch: PyTree) -> Prepared:
-        return prepare(self._loss_fn, avals, batch, has_aux=self._options.has_aux)
+        part = first_part(batch, self._options.micro_batches)
+        return prepare(self._loss_fn, avals, part, has_aux=self._options.has_aux)
 
     # --- steps ---------------------------------------------------------------------
 
@@ -281,11 +186,13 @@ class StreamedStep:
         """
         training = self.store.training
         training.check()
+        for function in self._functions:
+            function.rest()
         bound = self._take_turn(self._bound_for(batch))
         began_s = time.perf_counter()
         training.join()
         self._waited_s = time.perf_counter() - began_s
-        bound.fetcher.counts = FetchCounts()
+        bound.supply.counts = FetchCounts()
         bound.updates.waited_s = 0.0
         bound.runner.values.counts()
         with self._interrupts.held_back():
@@ -293,45 +200,75 @@ class StreamedStep:
             try:
                 loss, aux = self._run(bound, batch)
                 self._values = bound.runner.values.counts()
-                self._waited_s += bound.updates.waited_s
+                self._waited_s += bound.sums.waited_s or bound.updates.waited_s
                 began_s = time.perf_counter()
                 has_advanced = bound.updates.finish(self._interrupts.check)
+                if has_advanced:
+                    bound.supply.end()
                 self._num_skipped += not has_advanced
                 self._waited_s += time.perf_counter() - began_s
             except BaseException:
+                bound.sums.abandon()
                 bound.updates.abandon()
                 raise
         return loss, aux if self._options.has_aux else None
 
     def _run(self, bound: Bound, batch: PyTree) -> tuple[jax.Array, PyTree]:
+        count, runner = self._options.micro_batches, bound.runner
+        if count == 1:
+            return self._run_part(bound, batch, bound.updates.hand_out)
+        results, dispatched_s, waited_s = [], 0.0, 0.0
+        for number, part in enumerate(parts_of(batch, count)):
+            bound.sums.begin(number, bound.updates.hand_out)
+            results.append(
+                self._run_part(bound, part, bound.sums.put, is_last=number == count - 1)
+            )
+            bound.sums.end()
+            dispatched_s += runner.dispatched_s
+            waited_s += runner.waited_s
+        runner.dispatched_s, runner.waited_s = dispatched_s, waited_s
+        return together(results)
+
+    def _run_part(
+        self,
+        bound: Bound,
+        batch: PyTree,
+        sink: Callable[[Piece, jax.Array], None],
+        *,
+        is_last: bool = True,
+    ) -> tuple[jax.Array, PyTree]:
         try:
-            bound.fetcher.begin()
-            return bound.runner(
+            bound.supply.begin(self._interrupts.check, is_last=is_last)
+            loss, aux = bound.runner(
                 batch,
                 lambda number, piece: self._fetched(bound, number, piece),
-                lambda piece, gradient: self._hand_out(bound, piece, gradient),
-                bound.fetcher.done,
+                lambda piece, gradient: self._hand_out(sink, piece, gradient),
+                bound.supply.done,
             )
         finally:
             bound.runner.settle()  # before the memory that they read is freed
-            bound.fetcher.stop()
+            bound.supply.stop()
+        assert loss is not None, "a step has a loss"
+        return loss, aux
 
-    def _fetched(self, bound: Bound, number: int, piece: Any) -> jax.Array:
+    def _fetched(self, bound: Bound, number: int, piece: Piece) -> jax.Array:
         self._interrupts.check()
-        unit = bound.places.unit(piece)
-        array = bound.fetcher.get(number, unit)
-        part = bound.places.part(unit, piece)
-        return part.of(array) if part.index or part.rows else array
+        return bound.supply.get(number, piece)
 
-    def _hand_out(self, bound: Bound, piece: Piece, gradient: jax.Array) -> None:
+    def _hand_out(
+        self,
+        sink: Callable[[Piece, jax.Array], None],
+        piece: Piece,
+        gradient: jax.Array,
+    ) -> None:
         if not self._binder.device_limit.is_host:
             gradient.copy_to_host_async()
-        bound.updates.hand_out(piece, gradient)
+        sink(piece, gradient)
 
     def _take_turn(self, bound: Bound) -> Bound:
         """Gives the memory to a plan; the step before may have been of another."""
         if self._last is not None and self._last is not bound:
-            self._last.fetcher.rest()
+            self._last.supply.rest()
         self.store.training.opened.limit_memory(bound.store_bytes)
         self._last = bound
         return bound
@@ -350,6 +287,40 @@ class StreamedStep:
             )
             return_freed_memory()  # of planning and compilation
         return self._bound[key]
+
+    def function(self, fn: Callable[..., Any]) -> StreamedFunction:
+        """Makes a function of the params without a gradient, in this step's memory.
+
+        Args:
+          fn: ``fn(params, batch)`` returns any pytree. Traced: no side effects.
+
+        Returns:
+          As `jaxinf.stream` without an optimizer; closed with this step.
+        """
+        options, last = self._options, self._last
+        kept = 0 if last is None else last.runner.plan.kept_bytes
+        whole, device = options.memory_bytes, options.device_memory_bytes
+        host = whole - (whole // _INIT_SHARE if last is None else last.store_bytes)
+        if self._binder.device_limit.is_host:
+            host -= kept
+        elif device is not None:
+            device -= kept
+        stays = () if last is None else last.supply.stays
+        made = StreamedFunction(
+            fn,
+            self.store,
+            FunctionOptions(host, device),
+            shared=(self._binder.resident, stays),
+            before=self._rest,
+        )
+        if self._params is not None:
+            made.load(self._params)
+        self._functions.append(made)
+        return made
+
+    def _rest(self) -> None:
+        for bound in self._bound.values():
+            bound.supply.rest()
 
     # --- control -------------------------------------------------------------------
 
@@ -372,13 +343,14 @@ class StreamedStep:
         bound = self._last
         if bound is None:
             return None
-        counts, values = bound.fetcher.counts, self._values
+        counts, values = bound.supply.counts, self._values
         in_memory, on_drive = bound.updates.spilled_bytes
+        sums_in_memory, sums_on_drive = bound.sums.spilled_bytes
         return StreamMetrics(
             fetched_drive_bytes=counts.num_bytes,
             fetched_memory_bytes=bound.reused_bytes,
-            spilled_memory_bytes=in_memory,
-            spilled_drive_bytes=on_drive,
+            spilled_memory_bytes=in_memory + sums_in_memory,
+            spilled_drive_bytes=on_drive + sums_on_drive,
             offloaded_drive_bytes=values.num_written_bytes,
             prefetch_hit_rate=counts.hit_rate,
             waited_params_s=counts.waited_s,
@@ -414,10 +386,14 @@ class StreamedStep:
         self.store.close()
 
     def _close_bound(self) -> None:
+        for function in self._functions:
+            function.close()
         for bound in self._bound.values():
             bound.runner.values.close()
-            bound.fetcher.close()
+            bound.supply.close()
+            bound.sums.close()
             bound.updates.close()
+        self._binder.close()
 
     def __enter__(self) -> "StreamedStep":
         return self

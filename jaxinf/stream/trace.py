@@ -1,4 +1,4 @@
-"""Traces a loss function together with its gradient.
+"""Traces a loss function together with its gradient, or another function alone.
 
 Invariant: unsupported functions are refused here by name, before anything is planned or
 stored.
@@ -18,25 +18,27 @@ from jaxinf.errors import StreamError
 from jaxinf.stream.graph import aval_bytes
 from jaxinf.typing import PyTree
 
-__all__ = ["Traced", "abstract", "check_params", "trace"]
+__all__ = ["Traced", "abstract", "check_params", "trace", "trace_function"]
 
 _LARGE_CONSTS_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A traced `value_and_grad`.
+    """A traced `value_and_grad`, or another function.
 
     Attributes:
       closed: Its jaxpr, from params, batch and seed to loss, aux and gradients; None
-        once its programs are compiled.
+        once its programs are compiled. Of another function: from params and batch to
+        aux.
       consts: Arrays that the loss function, or one that it calls, closed over.
       names: Paths of the params' leaves.
       params: Their abstract values.
       params_tree, batch_tree, aux_tree: Tree structures.
       batch: Abstract values of the batch's leaves.
       num_aux: Number of aux's leaves.
-      seed_dtype: The loss's dtype, in which the cotangent is given.
+      seed_dtype: The loss's dtype, in which the cotangent is given; None if there is
+        no loss.
     """
 
     closed: Any
@@ -49,6 +51,11 @@ class Traced:
     num_aux: int
     aux_tree: Any
     seed_dtype: Any
+
+    @property
+    def num_results(self) -> int:
+        """Number of results that are no gradients."""
+        return self.num_aux + (self.seed_dtype is not None)
 
 
 def check_params(params: PyTree) -> list[jax.ShapeDtypeStruct]:
@@ -125,6 +132,46 @@ def trace(
     )
 
 
+def trace_function(fn: Callable[..., Any], params: PyTree, batch: PyTree) -> Traced:
+    """Traces `fn(params, batch)`, which returns any pytree.
+
+    Args:
+      fn: The function.
+      params: Tree of arrays or abstract values, all floating.
+      batch: Tree of arrays or abstract values.
+
+    Raises:
+      StreamError: A leaf of params is not a floating array, or the function has side
+        effects.
+    """
+    paths, params_tree = jax.tree_util.tree_flatten_with_path(params)
+    leaves = check_params(params)
+    batch_leaves, batch_tree = jax.tree.flatten(abstract(batch))
+    out_trees = []
+
+    def flat(flat_params: Sequence[Any], flat_batch: Sequence[Any]) -> Any:
+        out = fn(params_tree.unflatten(flat_params), batch_tree.unflatten(flat_batch))
+        out_leaves, out_tree = jax.tree.flatten(out)
+        out_trees.append(out_tree)
+        return out_leaves
+
+    closed = jax.make_jaxpr(flat)(leaves, batch_leaves)
+    _check_effects(closed)
+    _warn_of_consts(closed)
+    return Traced(
+        closed,
+        tuple(const for const, _ in _closed_over(closed).values()),
+        tuple(_path_name(path) for path, _ in paths),
+        tuple(leaves),
+        params_tree,
+        tuple(batch_leaves),
+        batch_tree,
+        out_trees[-1].num_leaves,
+        out_trees[-1],
+        None,
+    )
+
+
 def _abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
@@ -186,7 +233,7 @@ def _check_effects(closed: Any) -> None:
         return
     names = sorted(_effectful(closed.jaxpr))
     raise StreamError(
-        "the loss function: expected no side effects, because parts of it run twice "
+        "the function: expected no side effects, because parts of it run twice "
         f"a step, found {', '.join(names) or 'effects'}; return values to print or "
         "store as aux (has_aux=True)"
     )
@@ -236,7 +283,7 @@ def _warn_of_consts(closed: Any) -> None:
     largest, eqn = max(large, key=lambda one: aval_bytes(one[0]))
     place = "" if eqn is None else f", read at {source_line(eqn)}"
     warnings.warn(
-        f"the loss function closes over {len(large)} arrays of {total_bytes} bytes "
+        f"the function closes over {len(large)} arrays of {total_bytes} bytes "
         f"(the largest: {np.dtype(largest.dtype).name}{list(largest.shape)}{place}), "
         "which stay in memory and are not trained; pass them in params, or in the "
         'batch: step({**batch, "table": table})',

@@ -4,7 +4,7 @@ Invariant: the meters of a step show exactly these bytes. An optimizer that leav
 alone in some steps moves fewer in those.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from jaxinf.engine import OpenStore, SubgroupLayout, can_take, moved_states
 from jaxinf.io import ByteCounts
@@ -13,7 +13,7 @@ from jaxinf.program import UpdateProgram
 from jaxinf.stream.fetch import Fetch
 from jaxinf.stream.places import Unit
 
-__all__ = ["planned_traffic", "reads_params", "spilled_bytes"]
+__all__ = ["is_parted", "planned_traffic", "reads_params", "spilled_bytes"]
 
 _PARAMS = 0  # the first of a leaf's states
 
@@ -24,6 +24,7 @@ def planned_traffic(
     units: Iterable[Unit],
     program: UpdateProgram,
     spilled: int,
+    given: Container[Unit] = (),
 ) -> ByteCounts:
     """Returns what a step moves on the drive.
 
@@ -33,6 +34,7 @@ def planned_traffic(
       units: The units that are updated.
       program: The optimizer.
       spilled: Bytes of gradients and activations that are written and read back.
+      given: Units whose update takes params that stay in memory.
     """
     read = written = spilled
     taken = {fetch.unit for fetch in fetches if fetch.gradient is not None}
@@ -43,7 +45,7 @@ def planned_traffic(
         kernel = program.leaves[unit.leaf].kernel
         for layout in _layouts(opened, unit):
             loads, stores = moved_states(kernel, layout)
-            if unit in taken:
+            if unit in taken or unit in given:
                 loads -= {_PARAMS}
             read += _moved_bytes(opened, layout, sorted(loads))
             written += _moved_bytes(opened, layout, stores)
@@ -60,6 +62,15 @@ def reads_params(opened: OpenStore, unit: Unit, program: UpdateProgram) -> bool:
     kernel = program.leaves[unit.leaf].kernel
     return any(
         _PARAMS in moved_states(kernel, layout)[0] for layout in _layouts(opened, unit)
+    )
+
+
+def is_parted(opened: OpenStore, unit: Unit) -> bool:
+    """Whether a chunk of a unit is read and written in several parts."""
+    return any(
+        layout.subgroup.num_elements
+        < opened.directory.chunks[unit.leaf][layout.subgroup.chunk].num_elements
+        for layout in _layouts(opened, unit)
     )
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinf.csd import ScalarInputs
-from jaxinf.engine import Training, UpdateRequest
+from jaxinf.engine import Training, UpdateRequest, changes_params
 from jaxinf.errors import NonFiniteGradientError, UnsupportedTransformError
 from jaxinf.program import LeafInputs, UpdateProgram
 from jaxinf.store import ScalarState
@@ -66,6 +66,10 @@ class FetchedParams(Protocol):
 
     def take(self, unit: Unit) -> Array | None:
         """Returns a unit's master params, which stay until `free`; None if not held."""
+        ...
+
+    def target(self, unit: Unit) -> Array | None:
+        """Returns memory for a unit's new params until `free`; None if not needed."""
         ...
 
     def free(self, unit: Unit) -> None:
@@ -146,7 +150,7 @@ class Updates:
             self._deferred.begin()
             self._start_thread(self._defer)
 
-    def hand_out(self, piece: Piece, gradient: jax.Array) -> None:
+    def hand_out(self, piece: Piece, gradient: jax.Array | Array) -> None:
         """Takes a complete gradient; blocks while too many wait.
 
         Raises:
@@ -345,16 +349,21 @@ class Updates:
         return self._gathering.pop(unit).array
 
     def _request(self, unit: Unit, gradient: Array) -> UpdateRequest:
-        params = self._fetched.take(unit)
+        kernel = self._program.leaves[unit.leaf].kernel
+        inputs = self._inputs[unit.leaf]
+        params, out = self._fetched.take(unit), None
+        if changes_params(kernel, inputs):
+            out = self._fetched.target(unit)
         return UpdateRequest(
             leaf=unit.leaf,
-            kernel=self._program.leaves[unit.leaf].kernel,
+            kernel=kernel,
             origin=unit.origin,
             gradient=gradient.reshape(unit.extent),
-            inputs=self._inputs[unit.leaf],
-            out=None,
+            inputs=inputs,
+            out=None if out is None else out.reshape(unit.extent),
             probe=_NO_PARAMS,
             params=None if params is None else params.reshape(unit.extent),
+            wants_params=out is not None,
         )
 
     def _non_finite(self) -> NonFiniteGradientError:

@@ -17,6 +17,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxinf.io import BufferPool
 from jaxinf.io.buffers import Buffer
+from jaxinf.io.pages import PAGE_BYTES
 from jaxinf.stream.places import Unit
 from jaxinf.typing import Array
 
@@ -93,7 +94,7 @@ class HostWindow:
     """
 
     def __init__(self, capacity_bytes: int) -> None:
-        self._pool = BufferPool(max(capacity_bytes, 1))
+        self._pool = BufferPool(max(capacity_bytes, PAGE_BYTES))
 
     def bring(
         self,
@@ -148,7 +149,7 @@ class DeviceWindow:
         self._pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
         self._sharding = SingleDeviceSharding(device)
         self._room = _Room(device_bytes)
-        self._pool = BufferPool(max(host_bytes, 1))
+        self._pool = BufferPool(max(host_bytes, PAGE_BYTES))
         self._copying: tuple[jax.Array, Lease] | None = None
 
     def bring(

@@ -396,8 +396,6 @@ def test_bad_input_is_refused_before_a_store_is_made(
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("keep", "params"),
-        ("micro_batches", 2),
         ("compress", jaxinf.top_k(0.1)),
         ("extra_args", {"value": 1.0}),
     ],

@@ -1,0 +1,280 @@
+"""Functions of a store's params without a gradient: evaluation, generation.
+
+    batch ─► programs, one after another ─► results
+              ▲ params read ahead
+              └──────── store
+
+Invariant: a call reads one finished step of the store, and writes nothing.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinf.engine import Store
+from jaxinf.errors import StreamError
+from jaxinf.stream.fetch import FetchCounts, Fetcher
+from jaxinf.stream.interrupts import Interrupts
+from jaxinf.stream.keeping import Keep, Keeper, Keeping, beside
+from jaxinf.stream.memory import (
+    READER_BYTES,
+    Division,
+    device_limit,
+    divide_reading,
+    return_freed_memory,
+)
+from jaxinf.stream.places import Places, Unit
+from jaxinf.stream.plan import Plan, Prepared, prepare_function
+from jaxinf.stream.reading import make_window, planned_fetches
+from jaxinf.stream.resident import Resident
+from jaxinf.stream.run import Executables, Runner, compiled_bytes
+from jaxinf.stream.source import StoreSource, version_of
+from jaxinf.stream.supply import Supply
+from jaxinf.stream.trace import abstract, check_params
+from jaxinf.typing import PyTree
+
+__all__ = ["FunctionOptions", "StreamedFunction"]
+
+
+@dataclass(frozen=True)
+class FunctionOptions:
+    """Options of `jaxinf.stream` for a function without a gradient."""
+
+    memory_bytes: int
+    device_memory_bytes: int | None = None
+    keep: Keep = None
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """The plan and runner for batches of one shape."""
+
+    runner: Runner
+    supply: Supply
+
+
+class StreamedFunction:
+    """Made by `jaxinf.stream`; also a context manager. Not thread-safe.
+
+    ``f(batch)`` returns the outputs of ``fn(params, batch)`` for the params of the
+    store's last finished step. No step may run meanwhile.
+
+    Args:
+      fn: The function.
+      store: The store.
+      options: Memory.
+      closes: Whether `close` closes the store.
+      shared: Params of the store that a step keeps in memory; what of them stays.
+      before: Called before each call.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        store: Store,
+        options: FunctionOptions,
+        *,
+        closes: bool = False,
+        shared: tuple[Resident, Collection[Unit]] | None = None,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.store = store
+        self._fn = fn
+        self._options = options
+        self._closes = closes
+        (self._device,) = jnp.zeros(()).devices()
+        limit = device_limit(self._device, options.device_memory_bytes)
+        self._limit = limit
+        self._is_shared = shared is not None
+        self._resident, self._shared = shared or (
+            Resident(self._device, is_host=limit.is_host),
+            (),
+        )
+        self._before = before
+        self._params: PyTree | None = None
+        self._bound: dict[Any, _Bound] = {}
+        self._last: _Bound | None = None
+        self._executables: Executables = {}
+        self._interrupts = Interrupts()
+
+    def load(self, params: PyTree) -> None:
+        """Tells the tree of the params, if it is not made of nested dicts alone.
+
+        Args:
+          params: Tree of arrays, or of shapes and dtypes; values are not used.
+
+        Raises:
+          StoreMismatchError: The store holds another tree.
+          StreamError: A leaf is not an array of floating-point numbers.
+        """
+        check_params(params)
+        self.store.check_like(params)
+        self._params = abstract(params)
+
+    def compile(self, batch: PyTree) -> Plan:
+        """Plans and compiles for batches like this one; otherwise the first call does.
+
+        Args:
+          batch: Arrays, or shapes and dtypes.
+
+        Raises:
+          StreamError: The function cannot be cut to fit, or has side effects.
+        """
+        return self._bound_for(batch).runner.plan
+
+    def __call__(self, batch: PyTree) -> PyTree:
+        """Returns the function's outputs; blocks until its last program is under way.
+
+        Raises:
+          BaseException: The exception that stopped the store.
+        """
+        self._before()
+        self.store.training.join()
+        bound = self._last = self._bound_for(batch)
+        bound.supply.counts = FetchCounts()
+        with self._interrupts.held_back():
+            try:
+                bound.supply.begin(self._interrupts.check)
+                _, out = bound.runner(
+                    batch,
+                    partial(self._fetched, bound),
+                    _no_gradient,
+                    bound.supply.done,
+                )
+            finally:
+                bound.runner.settle()  # before the memory that they read is freed
+                bound.supply.stop()
+        return out
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the last call; None before the first."""
+        return None if self._last is None else self._last.runner.plan
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes of params that the last call read from drives."""
+        return 0 if self._last is None else self._last.supply.counts.num_bytes
+
+    def rest(self) -> None:
+        """Frees the memory for reading until the next call."""
+        for bound in self._bound.values():
+            bound.supply.rest()
+
+    def close(self) -> None:
+        """Frees the memory; closes the store if it was given as a path. Idempotent."""
+        for bound in self._bound.values():
+            bound.supply.close()
+        if not self._is_shared:
+            self._resident.drop()
+        if self._closes:
+            self.store.close()
+
+    def __enter__(self) -> "StreamedFunction":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # --- inside --------------------------------------------------------------------
+
+    def _fetched(self, bound: _Bound, number: int, piece: Any) -> jax.Array:
+        self._interrupts.check()
+        return bound.supply.get(number, piece)
+
+    def _bound_for(self, batch: PyTree) -> _Bound:
+        if self._params is None:
+            self._params = _tree_of(self.store)
+        leaves, tree = jax.tree.flatten(abstract(batch))
+        key = (tree, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        if key not in self._bound:
+            ready = prepare_function(self._fn, self._params, batch)
+            self._bound[key] = self._bind(ready)
+            return_freed_memory()  # of planning and compilation
+        return self._bound[key]
+
+    def _bind(self, ready: Prepared) -> _Bound:
+        training, params = self.store.training, ready.traced.params
+        places = Places(
+            [leaf.shape for leaf in params],
+            [leaf.dtype for leaf in params],
+            training.can_move,
+        )
+        division = divide_reading(self._options.memory_bytes, self._limit)
+        plan, keeping = self._planned(ready, places, division)
+        division = beside(division, keeping)
+        stays = keeping.units | frozenset(self._shared)
+        reading = planned_fetches(plan, places, division, _never, stays)
+        source = StoreSource(training, READER_BYTES, reading.num_first)
+        window, _ = make_window(reading, division, self._device)
+        supply = Supply(
+            places,
+            Fetcher(source, reading.fetches, window),
+            source,
+            self._resident,
+            stays=stays,
+            version=lambda: version_of(training),
+            is_shared=self._is_shared,
+        )
+        record = partial(training.opened.timeline.add, "program")
+        return _Bound(Runner(plan, self._executables, record), supply)
+
+    def _planned(
+        self, ready: Prepared, places: Places, division: Division
+    ) -> tuple[Plan, Keeping]:
+        units = {places.unit(piece) for piece in ready.lifetimes.sizes}
+        keeper = Keeper(
+            self._options.keep,
+            places,
+            units,
+            division,
+            lambda plan, part: planned_fetches(plan, places, part, _never).fetches,
+            _never,
+            partial(compiled_bytes, executables=self._executables),
+        )
+        plan = ready.plan(division.programs, "keep", keeper.peak_bytes, division.limit)
+        return keeper.applied(plan)
+
+
+def _never(unit: Unit) -> bool:
+    return False
+
+
+def _no_gradient(piece: Any, gradient: jax.Array) -> None:
+    raise AssertionError("a function without a gradient")
+
+
+def _tree_of(store: Store) -> PyTree:
+    """The store's params as nested dicts of shapes and dtypes.
+
+    Raises:
+      StreamError: They are in another tree.
+    """
+    tree: Any = {}
+    for leaf in store.manifest.leaves:
+        held = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
+        if not leaf.path:
+            return held
+        inner = tree
+        for key in leaf.path[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[leaf.path[-1]] = held
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    if [tuple(key.key for key in path) for path in paths] != [
+        leaf.path for leaf in store.manifest.leaves
+    ]:
+        raise StreamError(
+            f"{store.path}: its params are no nested dicts; tell their tree first: "
+            "f.load(params), of which only shapes and dtypes count"
+        )
+    return tree

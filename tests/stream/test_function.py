@@ -1,0 +1,162 @@
+"""Functions of a store's params without a gradient: results, memory, what stays."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from zoo import ZOO, normal
+
+import jaxinf
+from jaxinf.errors import StoreFormatError, StoreMismatchError, StreamError
+
+MEMORY_BYTES = 256 << 20
+CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
+ADAM = optax.adam(1e-2)
+
+
+def started(program, store, **options):
+    """A step of a new store."""
+    step = jaxinf.stream(
+        program.loss,
+        ADAM,
+        store,
+        memory_bytes=MEMORY_BYTES,
+        has_aux=program.has_aux,
+        **options,
+    )
+    step.load(program.params, batch=program.batch)
+    return step
+
+
+def assert_near(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(
+        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["tied_and_unused", "scan_nested", "moe_cond"])
+def test_outputs_are_those_of_one_jit(name, open_store):
+    program = ZOO[name]()
+    step = started(program, open_store(**CHUNKS))
+
+    def fn(params, batch):
+        return {"loss": program.loss(params, batch), "batch": batch, "three": 3}
+
+    f = jaxinf.stream(fn, store=step.store, memory_bytes=MEMORY_BYTES)
+    f.load(program.params)
+    for _ in range(2):
+        step(program.batch)
+        params = step.store.params(like=program.params)
+        assert_near(f(program.batch), jax.jit(fn)(params, program.batch))
+    assert f.plan is not None
+    f.close()
+    step(program.batch)  # the store is still open
+
+
+def deep(params, batch):
+    for i in range(64):
+        batch = batch + jnp.tanh(batch @ params[f"layer{i}"]["w"])
+    return batch
+
+
+DEEP = {f"layer{i}": {"w": normal(i, 128, 128) / 30} for i in range(64)}
+
+
+def test_params_larger_than_memory_in_a_store_given_by_its_path(open_store):
+    with started(ZOO["l2_penalty"](depth=2), open_store("other", **CHUNKS)):
+        pass
+    store = open_store("store", **CHUNKS)
+    step = jaxinf.stream(
+        lambda params, batch: jnp.sum(deep(params, batch)),
+        optax.sgd(0.1),
+        store,
+        memory_bytes=MEMORY_BYTES,
+    )
+    batch = normal(100, 8, 128)
+    step.load(DEEP, batch=batch)
+    step.close()
+    with jaxinf.stream(deep, store=store.path, memory_bytes=2 << 20) as f:
+        assert sum(leaf.nbytes for leaf in jax.tree.leaves(DEEP)) >= 4 << 20
+        np.testing.assert_allclose(f(batch), deep(DEEP, batch), rtol=1e-4, atol=1e-4)
+        assert f.plan is not None
+        assert f.plan.peak_bytes < 2 << 20
+        path = f.store.path
+    jaxinf.open_store(path).close()  # the lock is free
+
+
+def test_what_stays_is_read_again_after_a_step(open_store):
+    program = ZOO["tied_and_unused"]()
+    step = started(program, open_store(**CHUNKS))
+    f = jaxinf.stream(
+        program.loss, store=step.store, memory_bytes=MEMORY_BYTES, keep="params"
+    )
+    f.load(program.params)
+    found, fetched, losses = [], [], []
+    for num_steps in (0, 0, 2):
+        losses += [float(step(program.batch)[0]) for _ in range(num_steps)]
+        found.append(float(f(program.batch)))
+        fetched.append(f.fetched_bytes)
+    losses.append(float(step(program.batch)[0]))
+    np.testing.assert_allclose(found, [losses[0], losses[0], losses[2]], rtol=1e-6)
+    assert fetched[0] > 0
+    assert fetched == [fetched[0], 0, fetched[0]]
+
+
+@pytest.mark.parametrize("keep", [None, "params"])
+def test_a_function_of_a_step_reads_what_the_step_keeps(keep, open_store):
+    program = ZOO["tied_and_unused"]()
+    plain = started(program, open_store("plain", **CHUNKS))
+    expected = [float(plain(program.batch)[0]) for _ in range(3)]
+    step = started(program, open_store("store", **CHUNKS), keep=keep)
+    losses = [float(step(program.batch)[0])]
+    f = step.function(program.loss)
+    found = f(program.batch)
+    assert (f.fetched_bytes == 0) == (keep == "params")
+    losses += [float(step(program.batch)[0]) for _ in range(2)]
+    assert losses == expected
+    np.testing.assert_allclose(found, losses[1], rtol=1e-6)
+
+
+def test_another_tree_is_refused(open_store):
+    params = [normal(i, 4, 4) for i in range(11)]
+
+    def fn(params, batch):
+        return sum(jnp.sum(leaf) for leaf in params) * batch
+
+    store = open_store(**CHUNKS)
+    step = jaxinf.stream(fn, optax.sgd(0.1), store, memory_bytes=MEMORY_BYTES)
+    f = jaxinf.stream(fn, store=store, memory_bytes=MEMORY_BYTES)
+    with pytest.raises(StoreFormatError, match=r"empty until tx.init has run"):
+        f(np.float32(1))
+    step.load(params)
+    with pytest.raises(StreamError, match=r"no nested dicts; tell their tree first"):
+        f(np.float32(1))
+    with pytest.raises(StoreMismatchError, match="`like` has other leaves"):
+        f.load(params[1:])
+    f.load(params)
+    np.testing.assert_allclose(f(np.float32(1)), fn(params, 1), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("has_aux", True), ("policy", "keep"), ("replan", True), ("nonfinite", "skip")],
+)
+def test_options_without_effect_are_refused(option, value, open_store):
+    with pytest.raises(ValueError, match=f"{option} has no effect on a function"):
+        jaxinf.stream(
+            lambda p, b: b,  # pyright: ignore[reportArgumentType]
+            store=open_store(),
+            memory_bytes=1 << 30,
+            **{option: value},
+        )
+
+
+def test_a_function_too_large_for_the_memory_is_refused(open_store):
+    step = started(ZOO["tied_and_unused"](), open_store(**CHUNKS))
+    f = jaxinf.stream(lambda p, b: p, store=step.store, memory_bytes=4096)
+    f.load(ZOO["tied_and_unused"]().params)
+    with pytest.raises(StreamError, match=r"raise memory_bytes by \d+"):
+        f(np.float32(1))
