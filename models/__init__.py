@@ -21,7 +21,7 @@ from .registry import (
     num_params,
     split,
 )
-from .sampling import generate
+from .sampling import generate, generate_by, next_token
 from .t5 import T5, T5Config
 from .vit import ViT, ViTConfig
 
@@ -53,8 +53,10 @@ __all__ = [
     "config_to_json",
     "family_of",
     "generate",
+    "generate_by",
     "loss",
     "make_model",
+    "next_token",
     "num_params",
     "score",
     "split",

@@ -1,9 +1,10 @@
-"""Samples text from a language model, with one compiled step.
+"""Samples text from a language model, with one compiled function of its params.
 
 Invariant: shapes are fixed for a whole call, so it compiles at most once.
 """
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from flax import nnx
 
 from .registry import Params, split
 
-__all__ = ["generate"]
+__all__ = ["generate", "generate_by", "next_token"]
 
 
 def generate(
@@ -45,22 +46,51 @@ def generate(
         ValueError: the prompt is empty, a count or the temperature is negative, or the
             context is longer than the model's.
     """
+    graphdef, params = split(model)
+    return generate_by(
+        lambda window: _next_token(graphdef, params, window),
+        prompt_tokens,
+        num_tokens,
+        key=key,
+        temperature=temperature,
+        num_positions=model.config.num_positions,
+        max_context=max_context,
+    )
+
+
+def generate_by(
+    draw: Callable[[Mapping[str, jax.Array]], jax.Array],
+    prompt_tokens: jax.Array,
+    num_tokens: int,
+    *,
+    key: jax.Array,
+    num_positions: int,
+    temperature: float = 1.0,
+    max_context: int | None = None,
+) -> jax.Array:
+    """As `generate`, for a model whose params need not be in memory.
+
+    Args:
+      draw: returns `next_token` of the model and its argument.
+      prompt_tokens, num_tokens, key, temperature, max_context: as `generate`.
+      num_positions: most tokens that the model can see.
+
+    Returns:
+        int32 [batch, num_tokens], without the prompt.
+    """
     prompt = jnp.asarray(prompt_tokens, jnp.int32)
-    num_positions = model.config.num_positions
     context_limit = num_positions if max_context is None else max_context
     _check(prompt, num_tokens, temperature, context_limit, num_positions)
-    graphdef, params = split(model)
     # A power of two, so that calls of similar length share one compilation.
     length = prompt.shape[1] + num_tokens
-    window = min(context_limit, 1 << (length - 1).bit_length())
-    prompt = prompt[:, -window:]
+    most = min(context_limit, 1 << (length - 1).bit_length())
+    prompt = prompt[:, -most:]
     filled = jnp.int32(prompt.shape[1])
-    context = jnp.pad(prompt, ((0, 0), (0, window - prompt.shape[1])))
+    context = jnp.pad(prompt, ((0, 0), (0, most - prompt.shape[1])))
     tokens = [jnp.zeros((prompt.shape[0], 0), jnp.int32)]
     for step_key in jax.random.split(key, num_tokens):
-        token = _sample(
-            graphdef, params, context, filled, step_key, jnp.float32(temperature)
-        )
+        window = {"tokens": context, "filled": filled, "key": step_key}
+        token = draw({**window, "temperature": jnp.float32(temperature)})
         context, filled = _append(context, filled, token)
         tokens.append(token[:, None])
     return jnp.concatenate(tokens, axis=1)
@@ -90,24 +120,32 @@ def _check(
         )
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _sample(
-    graphdef: Any,
-    params: Params,
-    context: jax.Array,
-    filled: jax.Array,
-    key: jax.Array,
-    temperature: jax.Array,
-) -> jax.Array:
-    """Draws the token after the first `filled` of `context`: int32 [batch]."""
-    model = nnx.merge(graphdef, params)
+def next_token(model: Any, window: Mapping[str, jax.Array]) -> jax.Array:
+    """Draws the token after a window.
+
+    Args:
+      model: the language model.
+      window: ``tokens``, int [batch, length], of which the first ``filled`` count; a
+        random ``key``; and the ``temperature``.
+
+    Returns:
+      int32 [batch].
+    """
     last = jax.lax.dynamic_index_in_dim(
-        model.hidden(context), filled - 1, axis=1, keepdims=False
+        model.hidden(window["tokens"]), window["filled"] - 1, axis=1, keepdims=False
     )
-    logits = model.head(last)
-    drawn = jax.random.categorical(key, logits / jnp.maximum(temperature, 1e-6))
+    logits, temperature = model.head(last), window["temperature"]
+    likely = logits / jnp.maximum(temperature, 1e-6)
+    drawn = jax.random.categorical(window["key"], likely)
     token = jnp.where(temperature > 0, drawn, jnp.argmax(logits, axis=-1))
     return token.astype(jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _next_token(
+    graphdef: Any, params: Params, window: Mapping[str, jax.Array]
+) -> jax.Array:
+    return next_token(nnx.merge(graphdef, params), window)
 
 
 @jax.jit

@@ -58,6 +58,16 @@ class Backend(Protocol):
         """Compiles the training step; only the arguments' shapes count."""
         ...
 
+    def function(
+        self, fn: Callable[[PyTree, Any], Any]
+    ) -> Callable[[PyTree, Any], Any]:
+        """Returns ``fn(params, batch)`` to be called with the params of the loop.
+
+        Args:
+          fn: returns any pytree; it is traced, and has no side effects.
+        """
+        ...
+
     def announce(self, state: Any, position: Mapping[str, JsonValue]) -> None:
         """Sets the payload of the next commit: its position in the data."""
         ...

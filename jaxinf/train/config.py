@@ -28,7 +28,7 @@ from jaxinf.engine import (
     StateFormat,
     VerifyMode,
 )
-from jaxinf.stream import Policy
+from jaxinf.stream import Policy, check_keep
 from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.options import DataOptions, check_options
 from jaxinf.train.data.options import shown as _shown
@@ -96,6 +96,10 @@ class TrainConfig(DataOptions):
     # pass. keep: they stay in memory. offload: those that --memory has no room for are
     # on the drive meanwhile. The bits are the same.
     policy: Policy = "recompute"
+
+    # For --mode stream: params that stay in memory between steps: all (params), or so
+    # many bytes of them, such as 2GiB, which are a part of --memory.
+    keep: Annotated[str | None, _shown("{params,BYTES}", "none")] = None
 
     # For --mode stream: replace a plan kept in the store that does not fit --memory.
     replan: bool = False
@@ -461,8 +465,8 @@ def _check_optimizer(config: TrainConfig) -> None:
         )
 
 
-_OF_STREAMING = ("memory", "device_memory", "policy", "replan")
-_NOT_STREAMED = ("memory_bytes", "compress", "reference", "eval_every", "keep_best")
+_OF_STREAMING = ("memory", "device_memory", "policy", "keep", "replan")
+_NOT_STREAMED = ("memory_bytes", "compress", "reference")
 
 
 def _check_streaming(config: TrainConfig) -> None:
@@ -482,11 +486,10 @@ def _check_streaming(config: TrainConfig) -> None:
             "--memory: expected the bytes of host memory that a step may take, such as "
             "4GiB, got nothing; --mode stream needs it"
         )
-    if config.sample_bytes:
-        raise UsageError(
-            f"--sample-bytes {config.sample_bytes}: --mode stream takes no sample, "
-            "since params are never in memory as a whole; leave it out"
-        )
+    try:
+        check_keep(config.keep)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from error
     if not config.steps:
         raise UsageError(
             "--steps 0: imports in --mode update; go on with --mode stream and the "
@@ -499,8 +502,8 @@ _IN_PLACE = {
     "memory": ", and give --memory-bytes, or --mode stream",
     "device_memory": ", or give --mode stream",
     "policy": ", or give --mode stream",
+    "keep": ", or give --mode stream",
     "replan": ", or give --mode stream",
-    "eval_every": "; --mode update evaluates the same --store",
 }
 
 

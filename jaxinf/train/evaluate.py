@@ -5,7 +5,6 @@ params, data and seed.
 """
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -13,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxinf_models import Scores, TaskName, generate, num_params, score
+from jaxinf_models import Scores, generate_by, next_token, num_params, score
 
+from jaxinf.train.backend import Backend
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch, one_epoch
 from jaxinf.train.data.parts import TrainingData
@@ -68,8 +68,19 @@ class TextEntropy:
 class Evaluator:
     """Evaluates params of one model on the held-out data."""
 
-    def __init__(self, config: TrainConfig, data: TrainingData, graphdef: Any) -> None:
-        self._config, self._data, self._graphdef = config, data, graphdef
+    def __init__(
+        self, config: TrainConfig, data: TrainingData, graphdef: Any, backend: Backend
+    ) -> None:
+        self._config, self._data = config, data
+
+        def scores(params: PyTree, batch: Any) -> Scores:
+            return score(nnx.merge(graphdef, params), config.task_name, batch)
+
+        def draw(params: PyTree, window: Any) -> jax.Array:
+            return next_token(nnx.merge(graphdef, params), window)
+
+        self._score = backend.function(scores)
+        self._draw = backend.function(draw)
         self._batches = one_epoch(
             data.validation,
             batch_size=config.batch_size,
@@ -79,11 +90,10 @@ class Evaluator:
 
     def evaluate(self, params: PyTree) -> Evaluation:
         """Returns means over the same batches in every call."""
-        task = self._config.task_name
         total = np.zeros(3)
         for number in range(self._num_batches()):
             batch = self._batches[number]
-            total += np.array(_score(self._graphdef, task, params, batch), np.float64)
+            total += np.array(self._score(params, batch), np.float64)
         loss, weight, correct = total
         return Evaluation(float(loss / weight), float(correct / weight))
 
@@ -112,12 +122,13 @@ class Evaluator:
             fitting = max(_SAMPLE_BUDGET / cost, _MIN_SAMPLE_TOKENS)
             num_new = int(min(fitting, _SAMPLE_TOKENS))
         prompt = text[: min(_PROMPT_TOKENS, config.seq_len)]
-        tokens = generate(
-            nnx.merge(self._graphdef, params),
+        tokens = generate_by(
+            lambda window: self._draw(params, window),
             jnp.asarray(prompt, jnp.int32)[None],
             num_new,
             key=jax.random.key(config.seed),
             temperature=_TEMPERATURE,
+            num_positions=getattr(config.model_config, "num_positions", config.seq_len),
             max_context=config.seq_len,
         )
         return tokenizer.decode(prompt), tokenizer.decode(np.asarray(tokens[0]))
@@ -127,8 +138,3 @@ def num_tokens(batch: Batch) -> int:
     """Counts the tokens of a batch with padding, or its images."""
     names = [name for name in ("tokens", "decoder_tokens") if name in batch]
     return sum(batch[name].size for name in names) or len(batch["labels"])
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _score(graphdef: Any, task: TaskName, params: PyTree, batch: Any) -> Scores:
-    return score(nnx.merge(graphdef, params), task, batch)

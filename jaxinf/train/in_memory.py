@@ -72,6 +72,12 @@ class InMemory:
             task=self._config.task_name,
         )
 
+    def function(
+        self, fn: Callable[[PyTree, Any], Any]
+    ) -> Callable[[PyTree, Any], Any]:
+        """See `Backend`."""
+        return jax.jit(fn)
+
     def announce(self, state: Any, position: Mapping[str, JsonValue]) -> None:
         """See `Backend`: does nothing."""
 

@@ -86,8 +86,7 @@ def train(
         if run.step < config.steps:
             say_stopped(console, config, run.step, command)
             return
-        if config.mode != "stream":
-            say_evaluation(console, run.evaluate(), run.evaluator, run.params)
+        say_evaluation(console, run.evaluate(), run.evaluator, run.params)
         say_results(console, config, backend)
 
 
@@ -138,13 +137,18 @@ class _Run:
         self._backend, self._console = backend, console
         self._identity = Identity(config, data)
         self._graphdef, like = abstract_params(config.model_config)
-        self.evaluator = Evaluator(config, data, self._graphdef)
         self.step = self._first_step()
         self.params, self._state = backend.init(
             lambda: _first_params(config), like, first_payload(config), batches[0]
         )
         self._num_skipped = backend.num_skipped(self._state)
+        self._data = data
         self._open_logs()
+
+    @functools.cached_property
+    def evaluator(self) -> Evaluator:
+        """Made at the first evaluation, in the memory that training has left then."""
+        return Evaluator(self._config, self._data, self._graphdef, self._backend)
 
     def _first_step(self) -> int:
         payload = self._backend.committed()

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import optax
 
 from jaxinf.engine import Store
@@ -151,6 +152,12 @@ class OnStore(KeptInStore):
             *(params, state, batch),
             task=self._config.task_name,
         )
+
+    def function(
+        self, fn: Callable[[PyTree, Any], Any]
+    ) -> Callable[[PyTree, Any], Any]:
+        """See `Backend`."""
+        return jax.jit(fn)
 
     @property
     def _boundaries(self) -> Boundaries:

@@ -80,6 +80,13 @@ class Streamed(KeptInStore):
 
         return run
 
+    def function(
+        self, fn: Callable[[PyTree, Any], Any]
+    ) -> Callable[[PyTree, Any], Any]:
+        """See `Backend`: the params are those of the store."""
+        made = self._step.function(fn)
+        return lambda params, batch: made(batch)
+
     def costs(self, state: Any, *, is_skipped: bool) -> Costs:
         """See `Backend`."""
         metrics = self._step.metrics
@@ -119,6 +126,7 @@ def _streamed_step(
         memory_bytes=config.memory,
         device_memory_bytes=config.device_memory,
         policy=config.policy,
+        keep=config.keep,
         replan=config.replan,
         nonfinite=config.nonfinite,
     )

@@ -264,7 +264,9 @@ def test_batches_of_two_shapes_have_a_plan_each(streamed):
     for batch in (program.batch, half, program.batch):
         step(batch)
         bounds = step._bound.values()
-        idle.append(sum(b.fetcher._window._pool._idle_bytes > 0 for b in bounds))
+        idle.append(
+            sum(b.supply._fetcher._window._pool._idle_bytes > 0 for b in bounds)
+        )
         assert pool.capacity_bytes + step.plan.peak_bytes <= MEMORY_BYTES
     assert idle == [1, 1, 1]  # one plan has the memory at a time
     _, expected = in_memory(program, tx, [program.batch, half, program.batch])

@@ -68,6 +68,22 @@ def test_stopped_and_resumed_is_uninterrupted(run, losses, tmp_path):
     assert losses(tmp_path / "parts-log") == losses(tmp_path / "whole-log")
 
 
+def test_evaluation_and_sample_are_those_of_mode_update(run, tmp_path, capsys):
+    words = ("--steps", 4, "--eval-every", 2, "--sample-bytes", 6, "--keep-best")
+    found = []
+    for mode in ((), STREAM, (*STREAM, "--keep", "params")):
+        where = tmp_path / f"store{len(found)}"
+        assert run("--store", where, *words, *mode) == 0
+        log = (tmp_path / f"store{len(found)}-log/validation.jsonl").read_text()
+        lines = [json.loads(line) for line in log.splitlines()]
+        sample = capsys.readouterr().out.split("sample, after")[1].split("store  ")[0]
+        found.append(([line["loss"] for line in lines], sample))
+        assert (where / "checkpoints/best").exists()
+    for losses, sample in found[1:]:
+        np.testing.assert_allclose(losses, found[0][0], rtol=1e-4)
+        assert sample == found[0][1]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "words",
@@ -136,11 +152,11 @@ def test_every_model_streams(run, losses, tmp_path, model):
         (STREAM[:2], "--memory: expected the bytes"),
         (("--memory", "1GiB"), "--memory: --mode update does not have it"),
         (("--policy", "keep"), "--policy: --mode update does not have it"),
+        (("--keep", "params"), "--keep: --mode update does not have it"),
+        ((*STREAM, "--keep", "some"), "--keep='some': expected \"params\" or bytes"),
         (("--device-memory", "1GiB"), "--device-memory: --mode update does not have"),
         ((*STREAM, "--memory-bytes", "1GiB"), "give --memory"),
         ((*STREAM, "--compress", "top_k:0.1"), "--compress: --mode stream does not"),
-        ((*STREAM, "--eval-every", 1), "--mode update evaluates the same --store"),
-        ((*STREAM, "--sample-bytes", 5), "--sample-bytes 5: --mode stream takes no"),
         (
             (*STREAM, "--optimizer", "lamb", "--learning-rate", 1),
             "--optimizer lamb: it cannot run in --mode stream",
