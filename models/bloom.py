@@ -10,7 +10,7 @@ published weights do.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from .layers import (
     INIT_STDDEV,
     Key,
     ModelConfig,
+    Past,
     Remat,
     attention_mask,
     dropout,
@@ -106,11 +107,21 @@ class Attention(nnx.Module):
         self.proj = _projection(config, num_features, rngs=rngs)
 
     def __call__(
-        self, x: jax.Array, bias: jax.Array, mask: jax.Array | None = None
+        self,
+        x: jax.Array,
+        bias: jax.Array,
+        mask: jax.Array | None = None,
+        past: Past | None = None,
     ) -> jax.Array:
         """Maps [batch, seq, features] to the same shape and dtype."""
         heads = split_heads(self.qkv(x), self.num_heads)
         q, k, v = jnp.split(heads, 3, axis=-1)
+        if past is not None:
+            seen = past.extend(k, v)
+            mixed = jax.nn.dot_product_attention(
+                q, past.keys, past.values, bias, mask=seen
+            )
+            return self.proj(join_heads(mixed))
         mixed = jax.nn.dot_product_attention(q, k, v, bias, mask, is_causal=True)
         return self.proj(join_heads(mixed))
 
@@ -144,10 +155,11 @@ class Block(nnx.Module):
         bias: jax.Array,
         mask: jax.Array | None = None,
         key: Key = None,
+        past: Past | None = None,
     ) -> jax.Array:
         """Maps [batch, seq, features] to the same shape and dtype."""
         key_1, key_2 = split_key(key, 2)
-        x = x + dropout(self.attn(self.ln_1(x), bias, mask), self.dropout, key_1)
+        x = x + dropout(self.attn(self.ln_1(x), bias, mask, past), self.dropout, key_1)
         return x + dropout(self.mlp(self.ln_2(x)), self.dropout, key_2)
 
 
@@ -201,6 +213,19 @@ class Bloom(nnx.Module):
     ) -> jax.Array:
         """Next-token logits: int [batch, seq] to float32 [batch, seq, vocab]."""
         return self.head(self.hidden(tokens, segments=segments))
+
+    def continued(self, tokens: jax.Array, pasts: Sequence[Past]) -> jax.Array:
+        """`hidden` of tokens that follow others, whose keys and values are known.
+
+        Args:
+          tokens: int [batch, seq].
+          pasts: for each layer, the tokens before; it gets these.
+        """
+        x = self.ln_0(look_up(self.config, self.wte, tokens))
+        length = pasts[0].keys.shape[1]
+        bias = alibi(self.config.num_heads, length)
+        x = run_blocks(self.blocks, x, key=None, remat=None, pasts=pasts, bias=bias)
+        return self.ln_f(x)
 
     def output(self) -> tuple[jax.Array, None]:
         """The output head: a table of [vocab, features], and no bias."""

@@ -7,7 +7,7 @@ nested dict that any optimizer or store can take.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from .layers import (
     INIT_STDDEV,
     Key,
     ModelConfig,
+    Past,
     Remat,
     attention_mask,
     check_length,
@@ -83,12 +84,18 @@ class Attention(nnx.Module):
         self.qkv = linear(config, num_features, 3 * num_features, rngs=rngs)
         self.proj = _projection(config, num_features, rngs=rngs)
 
-    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, mask: jax.Array | None = None, past: Past | None = None
+    ) -> jax.Array:
         """Maps [batch, seq, features] to the same shape and dtype."""
         q, k, v = (
             split_heads(part, self.num_heads)
             for part in jnp.split(self.qkv(x), 3, axis=-1)
         )
+        if past is not None:
+            seen = past.extend(k, v)
+            mixed = jax.nn.dot_product_attention(q, past.keys, past.values, mask=seen)
+            return self.proj(join_heads(mixed))
         # The softmax is in fp32.
         mixed = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True)
         return self.proj(join_heads(mixed))
@@ -118,11 +125,15 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs=rngs)
 
     def __call__(
-        self, x: jax.Array, mask: jax.Array | None = None, key: Key = None
+        self,
+        x: jax.Array,
+        mask: jax.Array | None = None,
+        key: Key = None,
+        past: Past | None = None,
     ) -> jax.Array:
         """Maps [batch, seq, features] to the same shape and dtype."""
         key_1, key_2 = split_key(key, 2)
-        x = x + dropout(self.attn(self.ln_1(x), mask), self.dropout, key_1)
+        x = x + dropout(self.attn(self.ln_1(x), mask, past), self.dropout, key_1)
         return x + dropout(self.mlp(self.ln_2(x)), self.dropout, key_2)
 
 
@@ -189,6 +200,19 @@ class GPT2(nnx.Module):
     ) -> jax.Array:
         """Next-token logits: int [batch, seq] to float32 [batch, seq, vocab]."""
         return self.head(self.hidden(tokens, segments=segments))
+
+    def continued(self, tokens: jax.Array, pasts: Sequence[Past]) -> jax.Array:
+        """`hidden` of tokens that follow others, whose keys and values are known.
+
+        Args:
+          tokens: int [batch, seq].
+          pasts: for each layer, the tokens before; it gets these.
+        """
+        seq = tokens.shape[-1]
+        x = look_up(self.config, self.wte, tokens)
+        rows = jax.lax.dynamic_slice_in_dim(self.wpe[...], pasts[0].filled, seq)
+        x = x + rows.astype(self.config.dtype)
+        return self.ln_f(run_blocks(self.blocks, x, key=None, remat=None, pasts=pasts))
 
     def output(self) -> tuple[jax.Array, None]:
         """The output head: a table of [vocab, features], and no bias."""

@@ -9,7 +9,7 @@ Invariant: all differences between these models are fields of the config.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import jax
@@ -20,6 +20,7 @@ from .layers import (
     INIT_STDDEV,
     Key,
     ModelConfig,
+    Past,
     Remat,
     attention_mask,
     check_length,
@@ -211,7 +212,11 @@ class Attention(nnx.Module):
             self.k_norm = _norm(config, config.features_a_head, rngs=rngs)
 
     def __call__(
-        self, x: jax.Array, angles: jax.Array, mask: jax.Array | None = None
+        self,
+        x: jax.Array,
+        angles: jax.Array,
+        mask: jax.Array | None = None,
+        past: Past | None = None,
     ) -> jax.Array:
         """Maps [batch, seq, features] to the same shape and dtype."""
         config = self.config
@@ -220,9 +225,14 @@ class Attention(nnx.Module):
         v = split_heads(self.v(x), config.num_kv_heads)
         if config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, angles), rotate(k, angles)
+        if past is not None:
+            seen = past.extend(k, v, config.window)
+            mixed = jax.nn.dot_product_attention(q, past.keys, past.values, mask=seen)
+            return self.proj(join_heads(mixed))
         mixed = jax.nn.dot_product_attention(
-            rotate(q, angles),
-            rotate(k, angles),
+            q,
+            k,
             v,
             mask=mask,
             is_causal=True,
@@ -263,10 +273,12 @@ class Block(nnx.Module):
         angles: jax.Array,
         mask: jax.Array | None = None,
         key: Key = None,
+        past: Past | None = None,
     ) -> jax.Array:
         """Maps [batch, seq, features] to the same shape and dtype."""
         key_1, key_2 = split_key(key, 2)
-        x = x + dropout(self.attn(self.ln_1(x), angles, mask), self.dropout, key_1)
+        mixed = self.attn(self.ln_1(x), angles, mask, past)
+        x = x + dropout(mixed, self.dropout, key_1)
         return x + dropout(self.mlp(self.ln_2(x)), self.dropout, key_2)
 
 
@@ -329,6 +341,19 @@ class Llama(nnx.Module):
     ) -> jax.Array:
         """Next-token logits: int [batch, seq] to float32 [batch, seq, vocab]."""
         return self.head(self.hidden(tokens, segments=segments))
+
+    def continued(self, tokens: jax.Array, pasts: Sequence[Past]) -> jax.Array:
+        """`hidden` of tokens that follow others, whose keys and values are known.
+
+        Args:
+          tokens: int [batch, seq].
+          pasts: for each layer, the tokens before; it gets these.
+        """
+        positions = pasts[0].filled + jnp.arange(tokens.shape[-1])[None]
+        angles = positions[..., None] * rope_frequencies(self.config)
+        x = look_up(self.config, self.wte, tokens)
+        x = run_blocks(self.blocks, x, key=None, remat=None, pasts=pasts, angles=angles)
+        return self.ln_f(x)
 
     def output(self) -> tuple[jax.Array, None]:
         """The output head: a table of [vocab, features], and no bias."""

@@ -1,19 +1,23 @@
-"""Samples text from a language model, with one compiled function of its params.
+"""Samples text from a language model, with a compiled function of its params.
 
-Invariant: shapes are fixed for a whole call, so it compiles at most once.
+Invariant: shapes are fixed for a whole call, so it compiles at most twice.
 """
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
+from .layers import Past
 from .registry import Params, split
 
 __all__ = ["generate", "generate_by", "next_token"]
+
+Inputs: TypeAlias = Mapping[str, Any]
 
 
 def generate(
@@ -25,9 +29,11 @@ def generate(
     temperature: float = 1.0,
     max_context: int | None = None,
 ) -> jax.Array:
-    """Continues a prompt, without a cache of keys and values.
+    """Continues a prompt.
 
-    A full window drops its oldest token. Only the end of a longer prompt is used.
+    Keys and values of earlier tokens are kept. A full window drops its oldest token,
+    which changes all positions, so each token then computes the window anew. Only the
+    end of a longer prompt is used.
 
     Args:
       model: the language model.
@@ -48,23 +54,23 @@ def generate(
     """
     graphdef, params = split(model)
     return generate_by(
-        lambda window: _next_token(graphdef, params, window),
+        lambda inputs: _next_token(graphdef, params, inputs),
+        model.config,
         prompt_tokens,
         num_tokens,
         key=key,
         temperature=temperature,
-        num_positions=model.config.num_positions,
         max_context=max_context,
     )
 
 
 def generate_by(
-    draw: Callable[[Mapping[str, jax.Array]], jax.Array],
+    draw: Callable[[Inputs], tuple[jax.Array, Sequence[Any]]],
+    config: Any,
     prompt_tokens: jax.Array,
     num_tokens: int,
     *,
     key: jax.Array,
-    num_positions: int,
     temperature: float = 1.0,
     max_context: int | None = None,
 ) -> jax.Array:
@@ -72,32 +78,54 @@ def generate_by(
 
     Args:
       draw: returns `next_token` of the model and its argument.
+      config: the model's.
       prompt_tokens, num_tokens, key, temperature, max_context: as `generate`.
-      num_positions: most tokens that the model can see.
 
     Returns:
         int32 [batch, num_tokens], without the prompt.
     """
-    prompt = jnp.asarray(prompt_tokens, jnp.int32)
+    text = np.asarray(prompt_tokens, np.int32)
+    first = text.shape[-1]
+    num_positions = getattr(config, "num_positions", max_context or first + num_tokens)
     context_limit = num_positions if max_context is None else max_context
-    _check(prompt, num_tokens, temperature, context_limit, num_positions)
+    _check(text, num_tokens, temperature, context_limit, num_positions)
     # A power of two, so that calls of similar length share one compilation.
-    length = prompt.shape[1] + num_tokens
-    most = min(context_limit, 1 << (length - 1).bit_length())
-    prompt = prompt[:, -most:]
-    filled = jnp.int32(prompt.shape[1])
-    context = jnp.pad(prompt, ((0, 0), (0, most - prompt.shape[1])))
-    tokens = [jnp.zeros((prompt.shape[0], 0), jnp.int32)]
+    most = min(context_limit, 1 << (first + num_tokens - 1).bit_length())
+    past, known = _empty(config, len(text), most), 0
     for step_key in jax.random.split(key, num_tokens):
-        window = {"tokens": context, "filled": filled, "key": step_key}
-        token = draw({**window, "temperature": jnp.float32(temperature)})
-        context, filled = _append(context, filled, token)
-        tokens.append(token[:, None])
-    return jnp.concatenate(tokens, axis=1)
+        seen = text[:, -most:]
+        if not known or seen.shape[1] != known + 1:
+            known = 0
+        new = seen[:, known:]
+        count = new.shape[1]
+        if not known:
+            new = np.pad(new, ((0, 0), (0, most - count)))
+        token, past = draw(
+            {
+                "tokens": new,
+                "count": np.int32(count),
+                "filled": np.int32(known),
+                "past": past,
+                "key": step_key,
+                "temperature": np.float32(temperature),
+            }
+        )
+        known += count
+        text = np.concatenate([text, np.asarray(token)[:, None]], axis=1)
+    return jnp.asarray(text[:, first:])
+
+
+def _empty(config: Any, batch_size: int, length: int) -> list[Any]:
+    """Room for the keys and values of each layer."""
+    num_heads = getattr(config, "num_kv_heads", config.num_heads)
+    usual = config.num_features // config.num_heads
+    shape = batch_size, length, num_heads, getattr(config, "features_a_head", usual)
+    zeros = jnp.zeros(shape, config.dtype)
+    return [(zeros, zeros)] * config.num_layers
 
 
 def _check(
-    prompt: jax.Array,
+    prompt: np.ndarray,
     num_tokens: int,
     temperature: float,
     context_limit: int,
@@ -120,40 +148,34 @@ def _check(
         )
 
 
-def next_token(model: Any, window: Mapping[str, jax.Array]) -> jax.Array:
-    """Draws the token after a window.
+def next_token(model: Any, inputs: Inputs) -> tuple[jax.Array, list[Any]]:
+    """Draws the token after others.
 
     Args:
       model: the language model.
-      window: ``tokens``, int [batch, length], of which the first ``filled`` count; a
-        random ``key``; and the ``temperature``.
+      inputs: new ``tokens``, int [batch, length], of which the first ``count`` count;
+        ``past``, keys and values of each layer, of which the first ``filled`` are of
+        the tokens before; a random ``key``; and the ``temperature``.
 
     Returns:
-      int32 [batch].
+      The token, int32 [batch], and ``past`` with the new ones.
     """
+    pasts = [Past(*held, inputs["filled"]) for held in inputs["past"]]
     last = jax.lax.dynamic_index_in_dim(
-        model.hidden(window["tokens"]), window["filled"] - 1, axis=1, keepdims=False
+        model.continued(inputs["tokens"], pasts),
+        inputs["count"] - 1,
+        axis=1,
+        keepdims=False,
     )
-    logits, temperature = model.head(last), window["temperature"]
+    logits, temperature = model.head(last), inputs["temperature"]
     likely = logits / jnp.maximum(temperature, 1e-6)
-    drawn = jax.random.categorical(window["key"], likely)
+    drawn = jax.random.categorical(inputs["key"], likely)
     token = jnp.where(temperature > 0, drawn, jnp.argmax(logits, axis=-1))
-    return token.astype(jnp.int32)
+    return token.astype(jnp.int32), [(past.keys, past.values) for past in pasts]
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _next_token(
-    graphdef: Any, params: Params, window: Mapping[str, jax.Array]
-) -> jax.Array:
-    return next_token(nnx.merge(graphdef, params), window)
-
-
-@jax.jit
-def _append(
-    context: jax.Array, filled: jax.Array, token: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Appends a token to the context; a full window drops its oldest."""
-    full = filled == context.shape[1]
-    context = jnp.where(full, jnp.roll(context, -1, axis=1), context)
-    filled = jnp.where(full, filled, filled + 1)
-    return context.at[:, filled - 1].set(token), filled
+    graphdef: Any, params: Params, inputs: Inputs
+) -> tuple[jax.Array, list[Any]]:
+    return next_token(nnx.merge(graphdef, params), inputs)

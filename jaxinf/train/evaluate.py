@@ -76,8 +76,8 @@ class Evaluator:
         def scores(params: PyTree, batch: Any) -> Scores:
             return score(nnx.merge(graphdef, params), config.task_name, batch)
 
-        def draw(params: PyTree, window: Any) -> jax.Array:
-            return next_token(nnx.merge(graphdef, params), window)
+        def draw(params: PyTree, inputs: Any) -> Any:
+            return next_token(nnx.merge(graphdef, params), inputs)
 
         self._score = backend.function(scores)
         self._draw = backend.function(draw)
@@ -123,12 +123,12 @@ class Evaluator:
             num_new = int(min(fitting, _SAMPLE_TOKENS))
         prompt = text[: min(_PROMPT_TOKENS, config.seq_len)]
         tokens = generate_by(
-            lambda window: self._draw(params, window),
+            lambda inputs: self._draw(params, inputs),
+            config.model_config,
             jnp.asarray(prompt, jnp.int32)[None],
             num_new,
             key=jax.random.key(config.seed),
             temperature=_TEMPERATURE,
-            num_positions=getattr(config.model_config, "num_positions", config.seq_len),
             max_context=config.seq_len,
         )
         return tokenizer.decode(prompt), tokenizer.decode(np.asarray(tokens[0]))

@@ -286,13 +286,14 @@ def test_generate_samples_by_key_and_temperature():
     np.testing.assert_array_equal(draw(0, 1e-6), draw(1, 0))
 
 
-def test_generate_compiles_once():
+def test_generate_compiles_twice():
+    """For the prompt, and for each token after it."""
     model, prompt = build(), tokens_of((1, 2))
-    sampling._sample.clear_cache()
+    sampling._next_token.clear_cache()
     for num_tokens, temperature in [(14, 1.0), (10, 0), (12, 0.5)]:
         key = jax.random.key(num_tokens)
         generate(model, prompt, num_tokens, key=key, temperature=temperature)
-    assert sampling._sample._cache_size() == 1
+    assert sampling._next_token._cache_size() == 2
 
 
 @pytest.mark.parametrize("prompt_length", [1, 16, 40])
