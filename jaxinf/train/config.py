@@ -101,6 +101,10 @@ class TrainConfig(DataOptions):
     # many bytes of them, such as 2GiB, which are a part of --memory.
     keep: Annotated[str | None, _shown("{params,BYTES}", "none")] = None
 
+    # For --mode stream: parts of a batch that run one after another, so that
+    # activations take the memory of a part; their gradients are averaged.
+    micro_batches: int = 1
+
     # For --mode stream: replace a plan kept in the store that does not fit --memory.
     replan: bool = False
 
@@ -384,6 +388,7 @@ def _check_ranges(config: TrainConfig) -> None:
         ("memory_bytes", 1),
         ("memory", 1),
         ("device_memory", 1),
+        ("micro_batches", 1),
         ("warmup_steps", 0),
         ("clip_norm", 0),
         ("seed", 0),
@@ -465,7 +470,8 @@ def _check_optimizer(config: TrainConfig) -> None:
         )
 
 
-_OF_STREAMING = ("memory", "device_memory", "policy", "keep", "replan")
+_OF_STREAMING = ("memory", "device_memory", "policy", "keep", "micro_batches")
+_OF_STREAMING += ("replan",)
 _NOT_STREAMED = ("memory_bytes", "compress", "reference")
 
 
@@ -503,6 +509,7 @@ _IN_PLACE = {
     "device_memory": ", or give --mode stream",
     "policy": ", or give --mode stream",
     "keep": ", or give --mode stream",
+    "micro_batches": ", or give --mode stream",
     "replan": ", or give --mode stream",
 }
 

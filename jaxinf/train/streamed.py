@@ -127,6 +127,7 @@ def _streamed_step(
         device_memory_bytes=config.device_memory,
         policy=config.policy,
         keep=config.keep,
+        micro_batches=config.micro_batches,
         replan=config.replan,
         nonfinite=config.nonfinite,
     )

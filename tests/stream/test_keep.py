@@ -14,6 +14,7 @@ from zoo import ZOO, Program, normal
 
 import jaxinf
 from jaxinf.errors import StreamError
+from jaxinf.store import StoreDirectory
 from jaxinf.stream import memory
 from jaxinf.stream.fetch import Fetch
 from jaxinf.stream.keeping import Keeper, updated_in_place
@@ -213,18 +214,38 @@ def test_after_a_step_that_ended_early(tx, is_error, started, monkeypatch):
     assert_same_states(kept.store, plain.store)
 
 
+def test_after_a_commit_that_failed(started, monkeypatch):
+    program = small()
+    plain = started(program, "plain")
+    kept = started(program, "kept", keep="params")
+    found = run(kept, program, 2)
+    kept.store.wait()
+
+    def fail(self, slot, record):
+        raise OSError("the drive is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreDirectory, "publish", fail)
+        run(kept, program, 1)
+        with pytest.raises(OSError, match="the drive is gone"):
+            run(kept, program, 1)
+    kept.close()
+    again = started(program, "kept", keep="params")
+    assert again.store.step == 2
+    found += run(again, program, 2)
+    assert found == run(plain, program)
+    assert_same_states(again.store, plain.store)
+
+
 def test_steps_made_elsewhere_are_noticed(started):
-    """Two steps of one store take turns; it is resumed between runs, too."""
+    """Two steps of one store take turns."""
     program = small()
     plain = started(program, "plain")
     one = started(program, "kept", keep="params")
     other = started(program, "", store=one.store, keep="params", policy="keep")
-    found = run(one, program, 1) + run(other, program, 1) + run(one, program, 1)
-    one.close()
-    again = started(program, "kept", keep="params")
-    found += run(again, program, 1)
+    found = run(one, program, 1) + run(other, program, 1) + run(one, program, 2)
     assert found == run(plain, program)
-    assert_same_states(again.store, plain.store)
+    assert_same_states(one.store, plain.store)
 
 
 # --- the choice ------------------------------------------------------------------

@@ -68,6 +68,16 @@ def test_stopped_and_resumed_is_uninterrupted(run, losses, tmp_path):
     assert losses(tmp_path / "parts-log") == losses(tmp_path / "whole-log")
 
 
+def test_micro_batches_have_the_losses_of_the_whole(
+    run, losses, uninterrupted, tmp_path
+):
+    words = ("--store", tmp_path / "store", *STREAM, "--micro-batches", 2)
+    assert run(*words, "--steps", 3) == 0
+    np.testing.assert_allclose(
+        losses(tmp_path / "store-log"), uninterrupted[:3], rtol=1e-4
+    )
+
+
 def test_evaluation_and_sample_are_those_of_mode_update(run, tmp_path, capsys):
     words = ("--steps", 4, "--eval-every", 2, "--sample-bytes", 6, "--keep-best")
     found = []
