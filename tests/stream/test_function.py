@@ -9,6 +9,7 @@ from zoo import ZOO, normal
 
 import jaxinf
 from jaxinf.errors import StoreFormatError, StoreMismatchError, StreamError
+from jaxinf.stream import memory
 
 MEMORY_BYTES = 256 << 20
 CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
@@ -163,3 +164,24 @@ def test_a_function_too_large_for_the_memory_is_refused(open_store):
     f.load(program.params)
     with pytest.raises(StreamError, match=r"raise memory_bytes by \d+"):
         f(np.float32(1))
+
+
+def test_on_a_device_with_memory_of_its_own(open_store, monkeypatch):
+    program = ZOO["l2_penalty"](depth=2)
+    step = started(program, open_store(**CHUNKS))
+    expected = float(step(program.batch)[0])
+    step.close()
+    monkeypatch.setattr(memory, "device_is_host", lambda device: False)
+    f = jaxinf.stream(
+        program.loss,
+        store=open_store(**CHUNKS),
+        memory_bytes=MEMORY_BYTES,
+        device_memory_bytes=64 << 20,
+        keep="64KiB",
+    )
+    f.load(program.params)
+    found = [float(f(program.batch)) for _ in range(2)]
+    assert found[0] == found[1]
+    assert found[0] != expected  # the params of the step after
+    one_jit = jax.jit(program.loss)(f.store.params(like=program.params), program.batch)
+    np.testing.assert_allclose(found[0], one_jit, rtol=1e-5)
