@@ -7,7 +7,7 @@ Invariant: updates have the bits of jitted optax on the same gradients. A step t
   early leaves params and state as they were.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import TracebackType
@@ -30,6 +30,7 @@ from jaxinf.stream.memory import (
     return_freed_memory,
 )
 from jaxinf.stream.micro import first_part, parts_of, together
+from jaxinf.stream.plain import PlainOptax, WholeGradients, are_finite
 from jaxinf.stream.plan import Plan, Prepared, prepare
 from jaxinf.stream.run import (
     Executables,
@@ -75,7 +76,7 @@ class InMemoryStep:
         self._loss_fn = loss_fn
         self._options = options
         self._scratch = scratch
-        self._optimizer = _Optimizer(tx)
+        self._optimizer = PlainOptax(tx)
         self._bound: dict[Any, _Bound] = {}
         self._last: _Bound | None = None
         self._executables: Executables = {}
@@ -158,7 +159,7 @@ class InMemoryStep:
         bound = self._last = self._bound_for(batch)
         bound.values.counts()
         count = self._options.micro_batches
-        gradients = _Gradients(bound.runner.plan, count)
+        gradients = WholeGradients(bound.runner.plan, count)
         with self._interrupts.held_back():
             results = [
                 self._run(bound, part, gradients) for part in parts_of(batch, count)
@@ -169,7 +170,7 @@ class InMemoryStep:
         return loss, aux if self._options.has_aux else None
 
     def _run(
-        self, bound: _Bound, batch: PyTree, gradients: "_Gradients"
+        self, bound: _Bound, batch: PyTree, gradients: WholeGradients
     ) -> tuple[jax.Array, PyTree]:
         leaves = jax.tree.leaves(self._optimizer.params)
 
@@ -188,7 +189,7 @@ class InMemoryStep:
     def _update(self, plan: Plan, gradients: list[jax.Array]) -> None:
         names, policy = plan.traced.names, self._options.nonfinite
         if policy != "allow":
-            finite = _are_finite(gradients)
+            finite = are_finite(gradients)
             bad = [name for name, is_ok in zip(names, finite, strict=True) if not is_ok]
             if bad and policy == "error":
                 raise NonFiniteGradientError(
@@ -312,125 +313,3 @@ class InMemoryStep:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-@dataclass(frozen=True)
-class _Trained:
-    """Params and optax's state."""
-
-    params: PyTree
-    state: PyTree
-
-
-class _Optimizer:
-    """Plain optax: its update and the addition are each a jit."""
-
-    def __init__(self, tx: optax.GradientTransformation) -> None:
-        self._tx = tx
-        self._trained: _Trained | None = None
-        self._is_lent = False
-        self._compiled: dict[bool, tuple[Callable[..., Any], Callable[..., Any]]] = {}
-
-    @property
-    def params(self) -> PyTree:
-        """The params; the next update may reuse their memory."""
-        return self._current.params
-
-    def state_bytes(self, params: PyTree) -> int:
-        """Bytes of the state for params of these shapes."""
-        return sum(
-            map(aval_bytes, jax.tree.leaves(jax.eval_shape(self._tx.init, params)))
-        )
-
-    def begin(self, params: PyTree, state: PyTree) -> None:
-        """Takes params and state; None for the first state."""
-        if state is None:
-            state = jax.jit(self._tx.init)(params)
-        self._trained, self._is_lent = _Trained(params, state), False
-
-    def lend(self) -> _Trained:
-        """Returns params and state, whose memory no update reuses from now on."""
-        self._is_lent = True
-        return self._current
-
-    def update(self, gradients: PyTree) -> None:
-        """Updates params and state; the gradients' memory is reused."""
-        held, donates = self._current, not self._is_lent
-        if donates not in self._compiled:
-            self._compiled[donates] = (
-                jax.jit(self._tx.update, donate_argnums=(0, 1) if donates else (0,)),
-                jax.jit(optax.apply_updates, donate_argnums=(0,) if donates else ()),
-            )
-        update, add = self._compiled[donates]
-        updates, state = update(gradients, held.state, held.params)
-        self._trained = _Trained(add(held.params, updates), state)
-        self._is_lent = False
-
-    @property
-    def _current(self) -> _Trained:
-        if self._trained is None:
-            raise StreamError("jaxinf.stream: call step.init or step.load first")
-        return self._trained
-
-
-class _Gradients:
-    """The gradients of one step, whole or in slices of stacks."""
-
-    def __init__(self, plan: Plan, num_parts: int) -> None:
-        self._dtypes = [leaf.dtype for leaf in plan.traced.params]
-        self._num_parts = num_parts
-        self._held: dict[int, dict[tuple[int, ...], jax.Array]] = {}
-
-    def add(self, piece: Piece, gradient: jax.Array) -> None:
-        """Takes a complete gradient of a part of the batch."""
-        own = self._held.setdefault(piece.leaf, {})
-        if piece.index in own:
-            gradient = _sum(own[piece.index], gradient)
-        elif self._num_parts > 1:
-            gradient = gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
-        own[piece.index] = gradient
-
-    def take(self, others: Collection[int]) -> list[jax.Array]:
-        """Returns the gradient of each leaf, the mean over the parts.
-
-        The update reuses their memory, so each is an array of its own.
-
-        Args:
-          others: Identities of arrays that somebody else has.
-        """
-        taken = set(others)
-        found = []
-        for leaf, dtype in enumerate(self._dtypes):
-            whole = self._whole(leaf)
-            if self._num_parts > 1:
-                whole = _mean(whole, self._num_parts).astype(dtype)
-            if id(whole) in taken:
-                whole = jnp.copy(whole)
-            taken.add(id(whole))
-            found.append(whole)
-        return found
-
-    def _whole(self, leaf: int) -> jax.Array:
-        own = self._held.pop(leaf)
-        depth = len(next(iter(own)))
-        for _ in range(depth):
-            rows: dict[tuple[int, ...], list[jax.Array]] = {}
-            for index in sorted(own):
-                rows.setdefault(index[:-1], []).append(own[index])
-            own = {index: jnp.stack(parts) for index, parts in rows.items()}
-        return own[()]
-
-
-@jax.jit
-def _sum(total: jax.Array, more: jax.Array) -> jax.Array:
-    return total + more
-
-
-@jax.jit
-def _mean(total: jax.Array, count: int) -> jax.Array:
-    return total / count
-
-
-@jax.jit
-def _are_finite(gradients: Sequence[jax.Array]) -> list[jax.Array]:
-    return [jnp.all(jnp.isfinite(gradient)) for gradient in gradients]

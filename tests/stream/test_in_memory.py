@@ -10,7 +10,7 @@ from zoo import ZOO, normal
 
 import jaxinf
 from jaxinf.errors import StreamError
-from jaxinf.stream import in_memory
+from jaxinf.stream.plain import WholeGradients
 
 MEMORY_BYTES = 64 << 20
 TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
@@ -43,14 +43,14 @@ def assert_same(one, other):
 )
 def test_updates_are_those_of_jitted_optax(name, monkeypatch):
     program = ZOO[name]()
-    taken, take = [], in_memory._Gradients.take
+    taken, take = [], WholeGradients.take
 
     def recording(self, others):
         found = take(self, others)
         taken.append([np.array(gradient) for gradient in found])
         return found
 
-    monkeypatch.setattr(in_memory._Gradients, "take", recording)
+    monkeypatch.setattr(WholeGradients, "take", recording)
     step = made(program)
     step.load(program.params)
     losses = run(step, program)
