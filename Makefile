@@ -9,7 +9,7 @@ XRT_PACKAGES := libxrt1 libxrt-dev uuid-dev binutils g++
 SOURCES := pyproject.toml setup.py $(shell find jaxinf hls models -name '*.py' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help train big test test-long test-models test-compilers test-newest test-hls test-cards test-xrt test-faults faults lint clean
+.PHONY: help train big bigger test test-long test-models test-compilers test-newest test-hls test-cards test-xrt test-faults faults lint clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -35,6 +35,9 @@ train: $(VENV)/installed  ## train a small GPT-2 on source code, its state on th
 
 big: $(VENV)/installed  ## GPT-2 XL under a limit of 2 GiB: trained, killed, resumed (44 GB)
 	$(BIN)/python scripts/big.py --store runs/big
+
+bigger: $(VENV)/installed  ## 6.7 billion params under a limit of 6 GiB: trained, exported (54 GB)
+	$(BIN)/python scripts/bigger.py --store runs/bigger
 
 test: $(VENV)/installed  ## the test suite, on the installed package
 	$(BIN)/pytest -n auto --dist loadfile -m 'not faults and not hls and not cards and not long' \

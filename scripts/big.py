@@ -7,48 +7,37 @@ by one jit, and the losses are compared.
 
     python scripts/big.py --store /mnt/nvme0/big
 
-The limit holds for all processes of the run. RLIMIT_DATA stops an allocation that would
-exceed it, as far as it counts (private writable memory, touched or not). In addition,
-a watcher ends the run when resident memory passes the limit.
+The limit holds for all processes of the run.
 """
 
-import contextlib
-import json
-import os
-import resource
 import shutil
-import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
+from big_rig import (
+    BYTES,
+    Watcher,
+    check_disk,
+    check_losses,
+    committed_step,
+    losses,
+    trainer,
+)
 from jaxinf_models import PRESETS, num_params
 
-from jaxinf.terminal import format_bytes, parse_bytes
+from jaxinf.terminal import format_bytes
 
 # Two slots of params, mu and nu, and the gradients that wait for the norm.
 BYTES_A_PARAM = 2 * 12 + 4
 # Memory beside `--memory`: Python, JAX, the traced model and its programs. With 704 MiB
 # GPT-2 XL came within 70 MiB of 2 GiB.
 OWN_BYTES = 768 << 20
-# RLIMIT_DATA counts stacks and arenas that nobody touches, too.
-UNTOUCHED_BYTES = 1 << 30
 CHECKED_STEPS = 5
 TOLERANCE = 1e-4
-_POLL_S = 0.05
-
-_BYTES = tyro.constructors.PrimitiveConstructorSpec[int](
-    nargs=1,
-    metavar="BYTES",
-    instance_from_str=lambda words: parse_bytes(words[0]),
-    is_instance=lambda value: isinstance(value, int),
-    str_from_instance=lambda value: [format_bytes(value).replace(" ", "")],
-)
 
 
 @dataclass(frozen=True)
@@ -70,7 +59,7 @@ class Options:
     store: Path
     preset: str = "xl"
     small: str = "nano"
-    limit: Annotated[int, _BYTES] = 2 << 30
+    limit: Annotated[int, BYTES] = 2 << 30
     steps: int = 4
     kill_after: int = 2
     kill_delay_s: float = 10.0
@@ -78,88 +67,11 @@ class Options:
     keep: bool = False
 
 
-class Watcher:
-    """Runs a command in a process group whose resident memory stays below a limit.
-
-    Args:
-      command: The command; its output is passed on.
-      limit_bytes: The limit.
-
-    Attributes:
-      peak_bytes: The most that was resident.
-    """
-
-    def __init__(self, command: Sequence[str], limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self.peak_bytes = 0
-        self._process = subprocess.Popen(command, start_new_session=True)
-        data_bytes = limit_bytes + UNTOUCHED_BYTES
-        limits = (data_bytes, data_bytes)
-        resource.prlimit(self._process.pid, resource.RLIMIT_DATA, limits)
-
-    def wait(self, until: Callable[[], bool] = lambda: False) -> int | None:
-        """Waits until the command ends or `until` holds; returns its exit status.
-
-        Raises:
-          SystemExit: Resident memory passed the limit; the group was killed.
-        """
-        while (status := self._process.poll()) is None and not until():
-            resident = sum(_resident_bytes(self._process.pid))
-            self.peak_bytes = max(self.peak_bytes, resident)
-            if self.peak_bytes > self._limit_bytes:
-                self.kill()
-                raise SystemExit(
-                    f"big: {format_bytes(self.peak_bytes)} resident, expected at most "
-                    f"{format_bytes(self._limit_bytes)}; the run was killed"
-                )
-            time.sleep(_POLL_S)
-        return status
-
-    def kill(self) -> None:
-        """Kills the group, and waits for its end; idempotent."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-
-def _resident_bytes(group: int) -> Iterator[int]:
-    """Resident memory of each process of a group; its peak, as the kernel keeps it."""
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdecimal():
-            continue
-        with contextlib.suppress(OSError, ValueError, StopIteration):
-            if os.getpgid(int(folder.name)) != group:
-                continue
-            lines = (folder / "status").read_text().splitlines()
-            peak = next(line for line in lines if line.startswith("VmHWM"))
-            yield int(peak.split()[1]) << 10
-
-
-def check_disk(options: Options) -> None:
-    """Refuses a drive without room.
-
-    Raises:
-      SystemExit: Says how many bytes are missing.
-    """
-    needed = BYTES_A_PARAM * num_params(PRESETS[options.preset])
-    free = shutil.disk_usage(options.store).free
-    print(f"disk    {needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free", flush=True)
-    if free < needed:
-        raise SystemExit(
-            f"big: {options.store}: expected {needed / 1e9:.1f} GB free, found "
-            f"{free / 1e9:.1f} GB; name a directory on a larger drive with --store, or "
-            "a smaller model with --preset"
-        )
-
-
-def trainer(options: Options, place: Path, *words: str) -> list[str]:
-    """The command of a run whose store and logs are in `place`."""
-    program = [sys.executable, "-m", "jaxinf.train", "--optimizer", "adamw"]
-    program += ["--clip-norm", "1", "--batch-size", "1"]
+def adamw(options: Options, place: Path, *words: str) -> list[str]:
+    """The command of a run whose log is in `place`."""
     # At the preset's rate the losses of a few steps without warm-up go up and down.
-    program += ["--warmup-steps", "0", "--learning-rate", "2e-5"]
-    program += ["--seq-len", str(options.seq_len), "--log-dir", str(place / "log")]
-    return [*program, *words]
+    clipped = ("--clip-norm", "1", "--learning-rate", "2e-5")
+    return trainer(place, options.seq_len, *clipped, *words)
 
 
 def streamed(options: Options, place: Path, preset: str, steps: int) -> list[str]:
@@ -167,15 +79,7 @@ def streamed(options: Options, place: Path, preset: str, steps: int) -> list[str
     memory = ("--mode", "stream", "--memory", str(options.limit - OWN_BYTES))
     store = ("--store", str(place / "store"))
     words = ("--preset", preset, "--steps", str(steps))
-    return trainer(options, place, *memory, *store, *words)
-
-
-def losses(place: Path) -> list[float]:
-    """The losses of a run's steps; each step has one line."""
-    lines = (place / "log/metrics.jsonl").read_text().splitlines()
-    entries = [json.loads(line) for line in lines]
-    assert [entry["step"] for entry in entries] == list(range(1, len(entries) + 1))
-    return [entry["loss"] for entry in entries]
+    return adamw(options, place, *memory, *store, *words)
 
 
 def check_small(options: Options, root: Path) -> None:
@@ -188,26 +92,11 @@ def check_small(options: Options, root: Path) -> None:
     words = ("--preset", options.small, "--steps", str(CHECKED_STEPS))
     commands = (
         streamed(options, small, options.small, CHECKED_STEPS),
-        trainer(options, memory, "--mode", "memory", "--sample-bytes", "0", *words),
+        adamw(options, memory, "--mode", "memory", "--sample-bytes", "0", *words),
     )
     for command in commands:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    found, expected = losses(small), losses(memory)
-    differences = [abs(a - b) / b for a, b in zip(found, expected, strict=True)]
-    print(
-        f"check   {options.small}, {CHECKED_STEPS} steps: losses differ from those of "
-        f"one jit by at most {max(differences):.1e} of themselves",
-        flush=True,
-    )
-    if max(differences) > TOLERANCE:
-        raise SystemExit(f"big: expected losses {expected}, found {found}")
-
-
-def committed_step(store: Path) -> int:
-    """The step that a store has committed; -1 if none."""
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads((store / "current/commit.json").read_text())["step"]
-    return -1
+    check_losses(f"{options.small} and one jit", small, memory, TOLERANCE)
 
 
 def train(options: Options, root: Path) -> int:
@@ -224,7 +113,7 @@ def train(options: Options, root: Path) -> int:
         late_s = time.monotonic() + options.kill_delay_s
         status = first.wait(lambda: time.monotonic() > late_s)
         if status is not None:
-            raise SystemExit(f"big: the run ended with {status} before it was killed")
+            raise SystemExit(f"the run ended with {status} before it was killed")
     finally:
         first.kill()
     step = committed_step(big / "store")
@@ -234,13 +123,13 @@ def train(options: Options, root: Path) -> int:
     second = Watcher(command, options.limit)
     try:
         if second.wait():
-            raise SystemExit("big: the resumed run failed")
+            raise SystemExit("the resumed run failed")
     finally:
         second.kill()
     found = losses(big)
     print(f"losses  {' '.join(f'{loss:.4f}' for loss in found)}")
     if len(found) != options.steps or not found[-1] < found[0]:
-        raise SystemExit(f"big: expected {options.steps} losses that fall")
+        raise SystemExit(f"expected {options.steps} losses that fall")
     return max(first.peak_bytes, second.peak_bytes)
 
 
@@ -248,10 +137,10 @@ def main() -> None:
     """Checks, trains, prints."""
     options = tyro.cli(Options, description=__doc__)
     options.store.mkdir(parents=True, exist_ok=True)
-    check_disk(options)
     began_s = time.monotonic()
     root = options.store / "run"
     shutil.rmtree(root, ignore_errors=True)
+    check_disk(options.store, BYTES_A_PARAM * num_params(PRESETS[options.preset]))
     try:
         check_small(options, root)
         peak_bytes = train(options, root)

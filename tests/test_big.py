@@ -1,4 +1,4 @@
-"""`make big`: the limit of memory, the check of the drive, a run of a small model."""
+"""`make big` and `bigger`: the limits of memory and disk, runs of small models."""
 
 import resource
 import shutil
@@ -6,11 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import big
+import bigger
 import pytest
-from big import BYTES_A_PARAM, UNTOUCHED_BYTES, Options, Watcher, check_disk
-from jaxinf_models import PRESETS, num_params
+from big_rig import UNTOUCHED_BYTES, Watcher, check_disk
+from jaxinf_models import MODELS, PRESETS, num_params
 
-SCRIPT = Path(__file__).parents[1] / "scripts/big.py"
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 MIB = 1 << 20
 
 
@@ -35,7 +37,7 @@ def test_an_allocation_beyond_the_limit_fails():
 
 
 def test_a_small_drive_is_refused(tmp_path, monkeypatch):
-    needed = BYTES_A_PARAM * num_params(PRESETS["xl"])
+    needed = big.BYTES_A_PARAM * num_params(PRESETS["xl"])
     assert 43e9 < needed < 44e9
     usage = shutil.disk_usage(tmp_path)
     for free in (needed - 1, needed):
@@ -44,19 +46,38 @@ def test_a_small_drive_is_refused(tmp_path, monkeypatch):
         )
         if free < needed:
             with pytest.raises(SystemExit, match=r"expected 43.6 GB free, found 43.6"):
-                check_disk(Options(tmp_path))
+                check_disk(tmp_path, needed)
         else:
-            check_disk(Options(tmp_path))
+            check_disk(tmp_path, needed)
+
+
+def test_the_bigger_model_has_6_7_billion_params():
+    count = num_params(MODELS["llama"].presets[bigger.Options(Path()).preset])
+    assert round(count / 1e9, 1) == 6.7
+    assert 54e9 < bigger.BYTES_A_PARAM * count < 54.5e9
+
+
+def run(script, place, *words):
+    command = [sys.executable, str(SCRIPTS / script), "--store", str(place), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not [*place.iterdir()]
+    return done.stdout
 
 
 @pytest.mark.long
 def test_a_small_model_is_killed_and_trains_on(place):
     words = ["--preset", "nano", "--steps", "40", "--kill-after", "2"]
-    command = [sys.executable, str(SCRIPT), "--store", str(place), *words]
-    command += ["--kill-delay-s", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "resuming at step" in done.stdout
-    assert "losses differ from those of one jit by at most" in done.stdout
-    assert "limit 2.00 GiB" in done.stdout
-    assert not [*place.iterdir()]
+    said = run("big.py", place, *words, "--kill-delay-s", "0")
+    assert "resuming at step" in said
+    assert "nano and one jit: losses of 5 steps differ by at most" in said
+    assert "limit 2.00 GiB" in said
+
+
+@pytest.mark.long
+def test_a_small_model_of_few_bits_is_trained_and_exported(place):
+    said = run("bigger.py", place, "--preset", "nano", "--small", "nano")
+    assert "nano and params in memory: losses of 5 steps differ by at most" in said
+    assert "trimmed " in said
+    assert "\nexport  " in said
+    assert "limit 6.00 GiB" in said
