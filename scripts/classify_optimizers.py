@@ -23,7 +23,8 @@ import optax
 import optax.contrib
 
 from jaxinf.errors import UnsupportedTransformError
-from jaxinf.program import trace_init, trace_update
+from jaxinf.program import Passes, trace_init, trace_update
+from jaxinf.stream import check_init, passes_for, trace_optimizer
 from jaxinf.train.optimizers import optax_optimizers
 
 PAGE = Path(__file__).parents[1] / "docs" / "optimizers.md"
@@ -68,6 +69,7 @@ class Row:
     state_bytes: int | None = None
     slots: Sequence[str] = ()
     notes: Sequence[str] = field(default_factory=list)
+    streamed: str = REFUSED
 
 
 # --- Factories ----------------------------------------------------------------------
@@ -326,6 +328,7 @@ def _case_of(name: str, factory: Callable[..., Any]) -> Case:
 def classify(name: str, case: Case) -> Row:
     """Traces one transformation and classifies the result."""
     params = case.params(PARAMS)
+    streamed = passes(case)
     function, comma, form = name.partition(",")
     label = f"`{function}`{comma}{form}"
     notes = [case.about] if case.about else []
@@ -335,7 +338,8 @@ def classify(name: str, case: Case) -> Row:
             program = trace_update(tx, params, case.extra_args(params))
             trace_init(tx, params)
     except UnsupportedTransformError as error:
-        return Row(name, label, REFUSED, notes=[*notes, _gist(str(error))])
+        notes.append(_gist(str(error)))
+        return Row(name, label, REFUSED, notes=notes, streamed=streamed)
     except Exception as error:  # optax may raise anything
         reason = str(error).splitlines()[0]
         return Row(name, label, REFUSED, notes=[*notes, f"optax: {reason}"])
@@ -354,6 +358,35 @@ def classify(name: str, case: Case) -> Row:
         sum(slot.dtype.itemsize for slot in leaf.slots),
         [f"`{slot.name}`" for slot in leaf.slots],
         notes,
+        streamed,
+    )
+
+
+def passes(case: Case) -> str:
+    """Returns how `jaxinf.stream` runs an optimizer, in words for the table."""
+    params = case.params(PARAMS)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # optax's deprecations
+            tx = case.make()
+            program = trace_optimizer(tx, params, case.extra_args(params))
+            check_init(trace_init(tx, params))
+            found = passes_for(program)
+    except Exception:  # optax may raise anything; the refusal is among the remarks
+        return REFUSED
+    words = ["at once" if found.num_passes == 1 else f"{found.num_passes} passes"]
+    if reads_state(found):
+        words.append("state twice")
+    return ", ".join(words)
+
+
+def reads_state(found: Passes) -> bool:
+    """Whether a pass reads stored state before the kernel does."""
+    return any(
+        value in found.recalled
+        for number in range(found.num_passes)
+        for leaf in range(len(found.gradients))
+        if (part := found.part(number, leaf)) is not None
+        for value in part.own
     )
 
 
@@ -418,12 +451,14 @@ def _summary(optimizers: Sequence[Row], others: Sequence[Row]) -> str:
 def _table(title: str, rows: Sequence[Row]) -> str:
     order = (EXACT, NEAR, REFUSED)
     lines = [
-        f"| {title} | near storage | state, bytes a param | stored | remarks |",
-        "|---|---|---|---|---|",
+        f"| {title} | near storage | streamed | state, bytes a param | stored | "
+        "remarks |",
+        "|---|---|---|---|---|---|",
     ]
     for row in sorted(rows, key=lambda row: order.index(row.guarantee)):
         size = "" if row.state_bytes is None else str(row.state_bytes)
-        cells = (row.label, row.guarantee, size, ", ".join(row.slots))
+        slots = ", ".join(row.slots)
+        cells = (row.label, row.guarantee, row.streamed, size, slots)
         lines.append(f"| {' | '.join(cells)} | {'; '.join(row.notes)} |")
     return "\n".join(lines)
 

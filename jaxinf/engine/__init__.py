@@ -4,6 +4,12 @@ Invariant: host memory does not grow with the model; a step is all or nothing.
 """
 
 from jaxinf.engine.chunks import VerifyMode
+from jaxinf.engine.compression import (
+    check_compressed,
+    check_compression,
+    gradient_forms,
+    keeps_feedback,
+)
 from jaxinf.engine.convert import convert_store
 from jaxinf.engine.description import LeafDescription, StoreDescription, describe
 from jaxinf.engine.failure import check_announced
@@ -46,9 +52,13 @@ __all__ = [
     "can_take",
     "changes_params",
     "check_announced",
+    "check_compressed",
+    "check_compression",
     "close",
     "convert_store",
     "describe",
+    "gradient_forms",
+    "keeps_feedback",
     "moved_states",
     "open_store",
     "store_of",

@@ -82,6 +82,7 @@ class StepEngine:
         self._nan_scalars: tuple[str, ...] = ()
         self._is_finite = True  # every gradient of the step so far
         self._kept: set[int] = set()  # leaves that the step leaves as they are
+        self._recalls_again = False
         self._metrics: deque[StepMetrics] = deque(maxlen=_NUM_METRICS_KEPT)
         self._counted = opened.meters.snapshot()
 
@@ -147,18 +148,21 @@ class StepEngine:
             self._is_finite = False
         return finite
 
-    def recall(self, step: int, *requests: SlotRequest) -> None:
+    def recall(self, step: int, *requests: SlotRequest, repeats: bool = False) -> None:
         """Reads slots before the step's first update; blocks until every `out` is full.
 
         Args:
           step: the step of the caller's state.
           requests: the slots.
+          repeats: whether the next step will do the same, so that nothing is to be
+            read ahead for its updates.
 
         Raises:
           StaleStateError, StoreError: as `update`.
         """
         with self._guard:
             self._begin(step)
+            self._recalls_again |= repeats
             tasks = [
                 task for one in requests for task in recall_tasks(self._opened, one)
             ]
@@ -211,7 +215,7 @@ class StepEngine:
             _check_complete(self._opened, self._arrivals)
             self._commit_thread = threading.Thread(
                 target=self._end_step,
-                args=(record, self._arrivals, time.monotonic()),
+                args=(record, self._coming, time.monotonic()),
                 name="jaxinf-commit",
                 daemon=True,
             )
@@ -348,7 +352,16 @@ class StepEngine:
     def _kept_names(self) -> set[str]:
         return {self._name(leaf) for leaf in self._kept}
 
+    @property
+    def _coming(self) -> _Arrivals:
+        """The subgroups that the next step will probably update first.
+
+        One that reads slots before would take what was read ahead for its updates.
+        """
+        return {} if self._recalls_again else self._arrivals
+
     def _end_arrivals(self) -> None:
+        self._recalls_again = False
         self._arrivals, self._is_open, self._kept = {}, False, set()
         self._nan_scalars, self._is_finite = (), True
 

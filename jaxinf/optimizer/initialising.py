@@ -27,9 +27,9 @@ from jaxinf.optimizer.sharding import (
     shard_indices,
     traced_shardings,
 )
-from jaxinf.optimizer.state import SmartUpdateState, first_state, raw
+from jaxinf.optimizer.state import SmartUpdateState, first_state
 from jaxinf.optimizer.wrapped import Wrapped
-from jaxinf.program import InitProgram, trained
+from jaxinf.program import InitProgram, plain, trained
 from jaxinf.typing import PyTree
 
 __all__ = ["init_state"]
@@ -94,7 +94,7 @@ def _init_eagerly(
             bounds = [s.indices(n) for s, n in zip(index, leaf.shape, strict=True)]
             extent = [stop - start for start, stop, _ in bounds]
             host.check_box(number, [start for start, _, _ in bounds], extent)
-    held = host.held_state([np.asarray(raw(value)) for value in initial])
+    held = host.held_state([np.asarray(plain(value)) for value in initial])
     if (mesh := mesh_of(wrapped.shardings)) is not None:
         held = jax.device_put(held, NamedSharding(mesh, PartitionSpec()))
     feedback: list[jax.Array] = []
@@ -138,7 +138,7 @@ def _init_traced(
         )
         statuses.append(placed.status)
         feedback += [] if placed.array is None else [placed.array]
-    scalars = [raw(value) for value in initial]
+    scalars = [plain(value) for value in initial]
     counter = jax.ShapeDtypeStruct((), np.int32)
     avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in scalars]
     held = call_once(

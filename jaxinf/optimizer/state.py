@@ -26,7 +26,6 @@ __all__ = [
     "first_state",
     "next_state",
     "placeholder_state",
-    "raw",
 ]
 
 
@@ -94,13 +93,6 @@ class SmartUpdateState(NamedTuple):
 # With several JAX devices a callback must not raise. The next call that gets the state
 # of a store that has stopped does.
 compat.register_checked(SmartUpdateState, check_announced)
-
-
-def raw(value: jax.Array) -> jax.Array:
-    """Returns typed PRNG keys as plain numbers."""
-    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return jax.random.key_data(value)
-    return value
 
 
 def first_state(
@@ -201,7 +193,7 @@ def check_state(
 
 
 def _typed(value: Any, like: jax.Array) -> jax.Array:
-    """The reverse of `raw`."""
+    """The reverse of `plain`."""
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(value, impl=jax.random.key_impl(like))
     return jnp.asarray(value, like.dtype)

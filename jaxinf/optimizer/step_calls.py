@@ -45,9 +45,9 @@ from jaxinf.optimizer.leaf_call import (
     send,
 )
 from jaxinf.optimizer.sharding import Axis, mesh_of
-from jaxinf.optimizer.state import SmartUpdateState, raw
+from jaxinf.optimizer.state import SmartUpdateState
 from jaxinf.optimizer.wrapped import Wrapped
-from jaxinf.program import StateSlot
+from jaxinf.program import StateSlot, plain
 
 __all__ = ["StepCalls"]
 
@@ -245,7 +245,7 @@ class StepCalls:
                 state.skipped_steps,
                 statuses,
                 inexact,
-                [raw(scalar) for scalar in scalars],
+                [plain(scalar) for scalar in scalars],
             ),
             jax.ShapeDtypeStruct((), np.int32),
         )

@@ -13,10 +13,9 @@ from jax.sharding import NamedSharding
 
 from jaxinf import compat
 from jaxinf.compress import TopK
-from jaxinf.engine import Store, open_store
+from jaxinf.engine import Store, check_compression, open_store
 from jaxinf.optimizer.aligning import align
 from jaxinf.optimizer.callback import check_device_configuration
-from jaxinf.optimizer.compressing import check_compression
 from jaxinf.optimizer.host_init import OnExisting
 from jaxinf.optimizer.host_side import HostSide, NonFinitePolicy
 from jaxinf.optimizer.initialising import init_state

@@ -86,6 +86,7 @@ def run_update(
     )
     recalled: list[jax.Array] = []
     if program.recall is not None:
+        assert program.recall.counter is not None, "smart_update recalls sums only"
         before, _ = program.prologue(*given, recalled=stand_ins)
         is_due = before[program.recall.counter] == 0
         recalled, bound = step.recall(program.recall.slots, leaves, is_due, bound)

@@ -3,7 +3,6 @@
 Invariant: nothing here changes; the store keeps the data that `init` gets from a run.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,16 +14,24 @@ import optax
 from jax.sharding import NamedSharding
 
 from jaxinf.compress import TopK
-from jaxinf.engine import Store, StoreDescription, describe
-from jaxinf.optimizer.compressing import (
-    check_program,
+from jaxinf.engine import (
+    Store,
+    StoreDescription,
+    check_compressed,
+    describe,
     gradient_forms,
     keeps_feedback,
 )
 from jaxinf.optimizer.host_init import OnExisting
 from jaxinf.optimizer.host_side import HostSide
 from jaxinf.optimizer.sharding import shard_counts
-from jaxinf.program import InitProgram, UpdateProgram, trace_init, trace_update
+from jaxinf.program import (
+    InitProgram,
+    UpdateProgram,
+    missing_arguments,
+    trace_init,
+    trace_update,
+)
 from jaxinf.typing import PyTree
 
 __all__ = ["UpdateDtype", "Wrapped"]
@@ -99,7 +106,7 @@ class Wrapped:
         try:
             update = trace_update(self.tx, params, extra_args, may_recall=True)
         except TypeError as error:
-            names = _missing(str(error))
+            names = missing_arguments(error)
             if not names:
                 raise
             examples = ", ".join(f'"{name}": 0.0' for name in names)
@@ -109,7 +116,7 @@ class Wrapped:
                 f"extra_args={{{examples}}}), and its value to each update: tx.update("
                 f"grads, state, params, {', '.join(f'{name}=…' for name in names)})"
             ) from None
-        check_program(self.compression, update)
+        check_compressed(self.compression, update)
         return trace_init(self.tx, params), update
 
     def describe(
@@ -134,9 +141,3 @@ class Wrapped:
     def structure_of_feedback(self, params: PyTree) -> Any:
         """The tree of the state's error feedback."""
         return jax.tree.structure(params if self.has_feedback else ())
-
-
-def _missing(message: str) -> list[str]:
-    """The arguments that a call lacked, as Python's error names them."""
-    found = re.search(r"missing \d+ required keyword-only arguments?: (.*)", message)
-    return re.findall(r"'(\w+)'", found.group(1)) if found else []

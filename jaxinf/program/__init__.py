@@ -5,30 +5,35 @@ name. `trace_update` divides ``tx.update`` into a *prologue* (scalars and reduct
 run in JAX) and one elementwise `Kernel` per leaf, run on chunks near the storage.
 """
 
+from jaxinf.program.arguments import missing_arguments
 from jaxinf.program.init import InitProgram, LeafInit, trace_init
 from jaxinf.program.kernel import InitKernel, Kernel
-from jaxinf.program.partials import DividedPrologue
-from jaxinf.program.prologue import LeafInputs
+from jaxinf.program.parts import LeafPart
+from jaxinf.program.passes import Passes
+from jaxinf.program.prologue import LeafInputs, plain
 from jaxinf.program.recall import Recall
 from jaxinf.program.state import StateLayout, StateSlot, state_layout
 from jaxinf.program.tree import LeafInfo, is_trained, leaf_infos, trained
 from jaxinf.program.update import LeafUpdate, UpdateProgram, trace_update
 
 __all__ = [
-    "DividedPrologue",
     "InitKernel",
     "InitProgram",
     "Kernel",
     "LeafInfo",
     "LeafInit",
     "LeafInputs",
+    "LeafPart",
     "LeafUpdate",
+    "Passes",
     "Recall",
     "StateLayout",
     "StateSlot",
     "UpdateProgram",
     "is_trained",
     "leaf_infos",
+    "missing_arguments",
+    "plain",
     "state_layout",
     "trace_init",
     "trace_update",

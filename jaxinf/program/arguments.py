@@ -3,6 +3,7 @@
 Invariant: a program runs only with the kind of arguments with which it was traced.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["ExtraArgs"]
+__all__ = ["ExtraArgs", "missing_arguments"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,11 +22,13 @@ class ExtraArgs:
       treedef: Structure of the whole mapping.
       avals: Avals of the leaves that are inputs.
       static: Per leaf, the fixed value in a 1-tuple; None for an input.
+      dynamic_names: The argument that each input belongs to.
     """
 
     treedef: Any
     avals: tuple[jax.ShapeDtypeStruct, ...]
     static: tuple[tuple[Any] | None, ...]
+    dynamic_names: tuple[str, ...]
 
     @classmethod
     def of(cls, extra_args: Mapping[str, Any]) -> "ExtraArgs":
@@ -33,7 +36,13 @@ class ExtraArgs:
         leaves, treedef = jax.tree.flatten(dict(extra_args))
         avals = tuple(_aval(leaf) for leaf in leaves if _is_dynamic(leaf))
         static = tuple(None if _is_dynamic(leaf) else (leaf,) for leaf in leaves)
-        return cls(treedef, avals, static)
+        names = tuple(
+            name
+            for name in sorted(extra_args)
+            for leaf in jax.tree.leaves(extra_args[name])
+            if _is_dynamic(leaf)
+        )
+        return cls(treedef, avals, static, names)
 
     def rebuild(self, dynamic: Sequence[jax.Array]) -> dict[str, Any]:
         """Returns the mapping with `dynamic` as its inputs."""
@@ -92,3 +101,10 @@ def _mismatch(expected: str, found: str) -> ValueError:
         f"extra_args: expected {expected}, as the update was traced, found {found}; "
         "pass the same names, shapes and fixed values at every step"
     )
+
+
+def missing_arguments(error: TypeError) -> list[str]:
+    """Returns the keyword arguments that a call lacked, as Python's error names."""
+    pattern = r"missing \d+ required keyword-only arguments?: (.*)"
+    found = re.search(pattern, str(error))
+    return re.findall(r"'(\w+)'", found.group(1)) if found else []

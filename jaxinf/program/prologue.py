@@ -14,7 +14,7 @@ from jaxinf.program.graph import Node, Value, evaluate, prune
 from jaxinf.program.ir import scalar_dtype
 from jaxinf.program.split import BodyBuilder
 
-__all__ = ["LeafInputs", "Prologue"]
+__all__ = ["LeafInputs", "Prologue", "plain"]
 
 
 @jax.tree_util.register_dataclass
@@ -115,3 +115,10 @@ def _leaf_inputs(
 
 def _as_array(value: Any) -> jax.Array:
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
+
+
+def plain(value: jax.Array) -> jax.Array:
+    """Returns typed PRNG keys as plain numbers."""
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(value)
+    return value

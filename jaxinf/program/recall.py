@@ -1,7 +1,11 @@
-"""Stored state that a prologue needs: the sum of gradients of an ``optax.MultiSteps``.
+"""Stored state that a prologue needs.
+
+The sum of gradients of an ``optax.MultiSteps``, in some steps:
 
     other micro-steps:  gradient ─► kernel
     last micro-step:    sum ─► prologue (mean, its norm) ─► scalars ─► kernel
+
+All state, for optimizers that reduce over it, such as LAMB.
 
 Invariant: a kernel reads the same slot by itself, so that a prologue gets copies.
 """
@@ -12,21 +16,33 @@ from dataclasses import dataclass
 from jaxinf.program.state import StateLayout, StateSlot
 from jaxinf.typing import KeyPath
 
-__all__ = ["Recall", "find_recall"]
+__all__ = ["Recall", "find_recall", "recall_all"]
 
 
 @dataclass(frozen=True)
 class Recall:
-    """A slot of each leaf that a prologue needs in some steps.
+    """Slots that a prologue needs.
 
     Attributes:
-      slots: The slot of each leaf.
+      slots: The slots, those of a leaf behind those of the leaf before.
+      leaves: The leaf of each slot.
       counter: Index in the scalar state of a count. A step whose new count is 0 needs
-        the slots; in others finite numbers may take their place.
+        the slots; in others finite numbers may take their place. None if each step
+        needs them.
     """
 
     slots: tuple[StateSlot, ...]
-    counter: int
+    leaves: tuple[int, ...]
+    counter: int | None
+
+
+def recall_all(layout: StateLayout) -> Recall | None:
+    """Returns all slots; None without any."""
+    pairs = [(slot, leaf) for leaf, own in enumerate(layout.slots) for slot in own]
+    if not pairs:
+        return None
+    slots, leaves = zip(*pairs, strict=True)
+    return Recall(slots, leaves, None)
 
 
 def find_recall(layout: StateLayout) -> Recall | None:
@@ -37,7 +53,8 @@ def find_recall(layout: StateLayout) -> Recall | None:
         prefix = (*keys[:-1], ("field", "acc_grads"))
         slots = [_slot_below(own, layout, prefix) for own in layout.slots]
         if all(slots):
-            return Recall(tuple(slot for slot in slots if slot), counter)
+            found = tuple(slot for slot in slots if slot)
+            return Recall(found, tuple(range(len(found))), counter)
     return None
 
 

@@ -25,7 +25,13 @@ from jaxinf.program.ir import (
 )
 from jaxinf.program.tree import LeafInfo
 
-__all__ = ["BodyBuilder", "is_elementwise", "refusal", "stored_culprit"]
+__all__ = [
+    "BodyBuilder",
+    "is_elementwise",
+    "origin_of",
+    "refusal",
+    "stored_culprit",
+]
 
 _REMEDY = (
     "near storage an update must be elementwise in stored state; use an optimizer "
@@ -211,12 +217,21 @@ def stored_culprit(values: Sequence[Value]) -> Node | None:
 
 def refusal(where: str, node: Node) -> UnsupportedTransformError:
     """Makes the error for stored state that enters `node`."""
-    names = [(f, n) for source in node.sources for f, n in _frames(source)]
+    names = _callers(node)
     found = f"the primitive {node.primitive.name}{_origin(names)}"
     return UnsupportedTransformError(
         f"{where}: expected an update elementwise in stored optimizer state, found "
         f"{found} on it; {_remedy(names)}"
     )
+
+
+def origin_of(node: Node) -> str:
+    """Returns the caller of a primitive outside JAX in words; may be empty."""
+    return _origin(_callers(node))
+
+
+def _callers(node: Node) -> list[tuple[str, str]]:
+    return [caller for source in node.sources for caller in _frames(source)]
 
 
 def _keeps_shape(node: Node) -> bool:

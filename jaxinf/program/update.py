@@ -7,7 +7,7 @@ and gradients computes, up to rounding; leaves with equal bodies share one `Kern
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,9 +29,9 @@ from jaxinf.program.graph import (
 )
 from jaxinf.program.ir import Constant, Input, Operand
 from jaxinf.program.kernel import Kernel
-from jaxinf.program.partials import DividedPrologue, divide_prologue
+from jaxinf.program.passes import Passes
 from jaxinf.program.prologue import LeafInputs, Prologue
-from jaxinf.program.recall import Recall, find_recall
+from jaxinf.program.recall import Recall, find_recall, recall_all
 from jaxinf.program.split import BodyBuilder, is_elementwise, refusal, stored_culprit
 from jaxinf.program.state import (
     StateLayout,
@@ -89,7 +89,7 @@ class UpdateProgram:
           gradients, params: Flat leaves, each in its own dtype.
           scalar_state: The flat state leaves that are not slots.
           extra_args: As given to `trace_update`, with this step's values.
-          recalled: Each leaf's slot of `recall`, if there is one.
+          recalled: The slots of `recall`, if there is one.
 
         Returns:
           The new scalar state and, per leaf, the inputs of its kernel.
@@ -112,19 +112,59 @@ class UpdateProgram:
         """Whether the prologue depends on gradients, such as their norm."""
         return self._prologue.reads(self._prologue.inputs[: len(self.leaves)])
 
-    @property
-    def reads_params(self) -> bool:
-        """Whether the prologue depends on params, such as their norm."""
-        num = len(self.leaves)
-        return self._prologue.reads(self._prologue.inputs[num : 2 * num])
-
-    def divided(self) -> DividedPrologue:
+    def passes(
+        self, *, sliced: Set[int] = frozenset(), late: Set[str] = frozenset()
+    ) -> Passes:
         """Returns the prologue for gradients that arrive one by one.
 
+        Args:
+          sliced: Leaves whose gradients arrive in slices along leading axes.
+          late: Names of extra arguments that are known after the first pass only.
+
         Raises:
-          UnsupportedTransformError: It needs more than scalars of them.
+          UnsupportedTransformError: It needs too much of all leaves, or too many
+            passes.
         """
-        return divide_prologue(self._prologue, len(self.leaves), self.num_scalar_state)
+        inputs, num = self._prologue.inputs, len(self.leaves)
+        recalled = {}
+        if self.recall is not None:
+            own = zip(self.recall.leaves, self.recall.slots, strict=True)
+            last = inputs[len(inputs) - len(self.recall.slots) :]
+            recalled = dict(zip(last, own, strict=True))
+        first = 2 * num + self.num_scalar_state
+        extra = zip(inputs[first:], self._extra_args.dynamic_names, strict=False)
+        return Passes(
+            self._prologue,
+            inputs[:num],
+            inputs[num : 2 * num],
+            recalled,
+            frozenset(value for value, name in extra if name in late),
+            sliced,
+        )
+
+    def numbers(
+        self,
+        scalar_state: Sequence[jax.Array],
+        extra_args: Mapping[str, Any] | None = None,
+    ) -> dict[Value, jax.Array]:
+        """Returns the inputs of `passes` that belong to no leaf.
+
+        Args:
+          scalar_state: The flat state leaves that are not slots; typed PRNG keys may be
+            plain numbers.
+          extra_args: As given to `trace_update`, with this step's values.
+
+        Raises:
+          ValueError: The arguments are not of the kind the program was traced with.
+        """
+        extra = self._extra_args.dynamic_values(extra_args or {})
+        first = 2 * len(self.leaves)
+        given = [*scalar_state, *extra]
+        inputs = self._prologue.inputs[first : first + len(given)]
+        return {
+            value: _typed(array, value)
+            for value, array in zip(inputs, given, strict=True)
+        }
 
     def fingerprint(self) -> str:
         """SHA-256 over the kernels and slots; the same for other literal values."""
@@ -141,6 +181,7 @@ def trace_update(
     extra_args: Mapping[str, Any] | None = None,
     *,
     may_recall: bool = False,
+    may_recall_all: bool = False,
 ) -> UpdateProgram:
     """Traces ``tx.update`` and divides it; nothing is computed on real data.
 
@@ -152,6 +193,7 @@ def trace_update(
         inputs of the program; other values (bool, str, callables) are fixed here.
       may_recall: Whether the prologue may need stored state, if it cannot be divided
         otherwise; see `Recall`.
+      may_recall_all: Whether it may need all stored state, in every step.
 
     Raises:
       TypeError, ValueError: See `leaf_infos`.
@@ -163,13 +205,16 @@ def trace_update(
     layout = layout_of(jax.eval_shape(tx.init, avals), avals)
     extra = ExtraArgs.of(extra_args or {})
     infos = leaf_infos(params)
-    try:
-        return _divided(tx, avals, layout, extra, infos, None)
-    except UnsupportedTransformError:
-        recall = find_recall(layout) if may_recall else None
-        if recall is None:
-            raise
-    return _divided(tx, avals, layout, extra, infos, recall)
+    recalls: list[Recall | None] = [None]
+    recalls += [find_recall(layout)] if may_recall else []
+    recalls += [recall_all(layout)] if may_recall_all else []
+    refusals = []
+    for recall in dict.fromkeys(recalls):
+        try:
+            return _divided(tx, avals, layout, extra, infos, recall)
+        except UnsupportedTransformError as error:
+            refusals.append(error)
+    raise refusals[0]
 
 
 def _divided(
@@ -226,8 +271,9 @@ def _update_graph(
 
     avals = [*leaves, *leaves, *layout.avals, *extra.avals]
     stored = [False] * len(avals)
+    recalled = set() if recall is None else set(recall.slots)
     for slot in (slot for slots in layout.slots for slot in slots):
-        stored[2 * num + slot.state_index] = recall is None or slot not in recall.slots
+        stored[2 * num + slot.state_index] = slot not in recalled
     return build_graph(jax.make_jaxpr(update)(*avals), stored)
 
 
@@ -293,6 +339,7 @@ class _Parts:
         extra = graph.inputs[2 * num + num_state :]
         slots = () if recall is None else recall.slots
         recalled = [state[slot.state_index] for slot in slots]
+        owners = () if recall is None else recall.leaves
         return cls(
             gradients=graph.inputs[:num],
             params=graph.inputs[num : 2 * num],
@@ -306,7 +353,7 @@ class _Parts:
                 *recalled,
             ],
             new_scalar_state=[new_state[index] for index in layout.scalar_indices],
-            local=_local_values(graph, infos, recalled),
+            local=_local_values(graph, infos, zip(recalled, owners, strict=True)),
             uses=_uses(graph),
             nodes=prune(graph.nodes, graph.outputs),
             has_recalled=bool(recalled),
@@ -314,7 +361,7 @@ class _Parts:
 
 
 def _local_values(
-    graph: Graph, infos: Sequence[LeafInfo], recalled: Sequence[Value]
+    graph: Graph, infos: Sequence[LeafInfo], recalled: Iterable[tuple[Value, int]]
 ) -> dict[int, set[Value]]:
     """Returns values of 0-d leaves that are elementwise in their own inputs.
 
@@ -322,12 +369,9 @@ def _local_values(
     read the master params, and the body is that of other leaves.
     """
     num = len(infos)
-    own = [graph.inputs[:num], graph.inputs[num : 2 * num]]
+    own = [(value, n % num) for n, value in enumerate(graph.inputs[: 2 * num])]
     owners = {
-        values[index]: index
-        for index, info in enumerate(infos)
-        if not info.shape
-        for values in (own if not recalled else [*own, recalled])
+        value: index for value, index in [*own, *recalled] if not infos[index].shape
     }
     local: dict[int, set[Value]] = {}
     for value, index in local_owners(graph, owners, is_elementwise).items():
@@ -397,3 +441,14 @@ def _reciprocals(builder: BodyBuilder, uses: Mapping[Value, int]) -> tuple[bool,
 
 def _is_zero(operand: Operand) -> bool:
     return isinstance(operand, Constant) and bool(np.all(operand.value == 0))
+
+
+def _typed(array: jax.Array, like: Value) -> jax.Array:
+    """Returns plain numbers as the typed PRNG keys that a program takes."""
+    is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
+    if not is_key or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return array
+    kinds: list[Any] = []  # only a key itself tells, if it is traced
+    aval = jax.ShapeDtypeStruct(like.shape, like.dtype)
+    jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), aval)
+    return jax.random.wrap_key_data(array, impl=kinds[0])

@@ -7,13 +7,14 @@ parts of that one jaxpr run.
 from jaxinf.stream.calls import Policy
 from jaxinf.stream.function import StreamedFunction
 from jaxinf.stream.in_memory import InMemoryStep
+from jaxinf.stream.initial import check_init
 from jaxinf.stream.keeping import check_keep
 from jaxinf.stream.making import stream
 from jaxinf.stream.memory import store_memory_bytes
+from jaxinf.stream.optimizer import passes_for, trace_optimizer
 from jaxinf.stream.plan import Plan, prepare
 from jaxinf.stream.run import Runner
 from jaxinf.stream.streamed import StreamedStep
-from jaxinf.stream.updates import check_program
 
 __all__ = [
     "InMemoryStep",
@@ -22,9 +23,11 @@ __all__ = [
     "Runner",
     "StreamedFunction",
     "StreamedStep",
+    "check_init",
     "check_keep",
-    "check_program",
+    "passes_for",
     "prepare",
     "store_memory_bytes",
     "stream",
+    "trace_optimizer",
 ]

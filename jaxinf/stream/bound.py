@@ -3,8 +3,8 @@
 Invariant: what a bound step takes stays within the memory of the options.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,15 @@ import jax.numpy as jnp
 import optax
 
 from jaxinf.activations import Scratch, writing_bytes
+from jaxinf.compress import TopK
 from jaxinf.engine import Store, Training
 from jaxinf.io import ByteCounts
-from jaxinf.program import UpdateProgram, trace_update
+from jaxinf.program import Passes, UpdateProgram
 from jaxinf.stream.calls import Policy
+from jaxinf.stream.compressing import Compressor
 from jaxinf.stream.deferred import Deferred
 from jaxinf.stream.fetch import Fetcher, reused_bytes
+from jaxinf.stream.graph import Piece
 from jaxinf.stream.keeping import Keep, Keeper, beside
 from jaxinf.stream.kept import keep_plan, kept_plan
 from jaxinf.stream.memory import (
@@ -29,6 +32,8 @@ from jaxinf.stream.memory import (
     divide,
 )
 from jaxinf.stream.micro import Accumulation, sum_bytes
+from jaxinf.stream.optimizer import passes_for, trace_optimizer
+from jaxinf.stream.passes import PassRunner
 from jaxinf.stream.places import Places, Unit
 from jaxinf.stream.plan import Plan, Prepared
 from jaxinf.stream.reading import make_window, planned_fetches
@@ -43,6 +48,7 @@ from jaxinf.stream.source import StoreSource, version_of
 from jaxinf.stream.spill import Spill
 from jaxinf.stream.supply import Supply
 from jaxinf.stream.traffic import (
+    Waiting,
     is_parted,
     planned_traffic,
     reads_params,
@@ -67,6 +73,8 @@ class Options:
     nonfinite: NonFinitePolicy
     keep: Keep = None
     micro_batches: int = 1
+    compress: TopK | None = None
+    extra_args: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -141,7 +149,10 @@ class Binder:
         training, options = self._store.training, self._options
         shapes = [leaf.shape for leaf in ready.traced.params]
         dtypes = [leaf.dtype for leaf in ready.traced.params]
-        places = Places(shapes, dtypes, training.can_move)
+        program = trace_optimizer(self._tx, params, options.extra_args)
+        passes = passes_for(program, ready.gradient_pieces)
+        places = Places(shapes, dtypes, partial(self._can_move, whole=passes.whole))
+        numbers = PassRunner(training, program, passes)
         units = {places.unit(piece) for piece in ready.gradient_pieces}
         division = divide(
             options.memory_bytes,
@@ -149,12 +160,20 @@ class Binder:
             max((unit.num_bytes for unit in units), default=0),
             self.device_limit,
         )
+        compressor = Compressor(training, options.compress)
+        arrivals = _arrivals(ready.gradient_pieces, shapes, passes.whole)
+        division = division.without(
+            max(numbers.compile(arrivals), compressor.compile(units)),
+            "computing numbers of its gradients",
+            is_on_device=True,
+        )
         scratch = Scratch(self._drives(), training.opened.meters)
         if options.policy == "offload":
-            division = division.without(writing_bytes(scratch.num_drives))
-        program = trace_update(self._tx, params)
-        deferred = self._deferred(program, division)
-        takers = _Takers(training, program, is_deferred=deferred is not None)
+            division = division.without(
+                writing_bytes(scratch.num_drives), "writing its values to drives"
+            )
+        deferred = self._deferred(program, passes, division)
+        takers = _Takers(training, program, passes, is_deferred=deferred is not None)
         keeper = Keeper(
             options.keep,
             places,
@@ -198,20 +217,24 @@ class Binder:
         updates = Updates(
             training,
             program,
+            numbers,
+            compressor,
             places,
             min(division.gradients - spilled, division.leaving),
             supply,
             deferred,
             options.nonfinite,
         )
-        updates.check(ready.gradient_pieces)
         calls = plan.calls.calls
         sizes = ready.lifetimes.sizes
         given = [sizes[piece] for call in calls for piece, _ in call.gradients]
         on_drive = 0 if deferred is None else spilled_bytes(given, spilled)
+        on_drive_reads = on_drive * max(1, passes.num_passes - 1)
         avals = {p: v.aval for p, v in ready.lifetimes.graph.gradients.items()}
         summed = [sum_bytes(avals[p]) for call in calls for p, _ in call.gradients]
-        on_drive += num_early * spilled_bytes(summed, sums.capacity_bytes)
+        moved = (1 + num_early) * values.num_bytes
+        moved += num_early * spilled_bytes(summed, sums.capacity_bytes)
+        waiting = Waiting(written=moved + on_drive, read=moved + on_drive_reads)
         record = partial(training.opened.timeline.add, "program")
         return Bound(
             Runner(plan, self._executables, record, values),
@@ -224,7 +247,8 @@ class Binder:
                 (*(early * num_early), *fetches),
                 units,
                 program,
-                (1 + num_early) * values.num_bytes + on_drive,
+                passes,
+                waiting,
                 gives,
             ),
             division.ring + unused_bytes,
@@ -234,11 +258,22 @@ class Binder:
         """Frees the params that stay; the bound steps are closed."""
         self.resident.drop()
 
-    def _deferred(self, program: UpdateProgram, division: Division) -> Deferred | None:
+    def _can_move(
+        self,
+        leaf: int,
+        origin: Sequence[int],
+        extent: Sequence[int],
+        whole: Set[int],
+    ) -> bool:
+        return leaf not in whole and self._store.training.can_move(leaf, origin, extent)
+
+    def _deferred(
+        self, program: UpdateProgram, passes: Passes, division: Division
+    ) -> Deferred | None:
         """Makes room for gradients that wait for the last one; None if none waits."""
         training = self._store.training
         rewrites = training.options.rewrites_steps
-        if not (program.reads_gradients or rewrites):
+        if passes.num_passes == 1 and not rewrites:
             return None
         capacity = division.gradients // 2
         spill = Spill(self._folder(), capacity, training.opened.meters)
@@ -278,19 +313,41 @@ class Binder:
         return plan
 
 
+def _arrivals(
+    pieces: Iterable[Piece],
+    shapes: Sequence[tuple[int, ...]],
+    whole: Set[int],
+) -> Mapping[int, list[tuple[int, ...]]]:
+    """Returns the shapes in which each leaf's gradients are given to the passes."""
+    found: dict[int, list[tuple[int, ...]]] = {}
+    for piece in pieces:
+        shape, depth = shapes[piece.leaf], len(piece.index)
+        if piece.leaf not in whole:
+            shape = (*(1,) * depth, *shape[depth:])
+        found.setdefault(piece.leaf, []).append(shape)
+    return found
+
+
 class _Takers:
     """The units whose update takes params that are in memory."""
 
     def __init__(
-        self, training: Training, program: UpdateProgram, *, is_deferred: bool
+        self,
+        training: Training,
+        program: UpdateProgram,
+        passes: Passes,
+        *,
+        is_deferred: bool,
     ) -> None:
         self._training = training
         self._program = program
+        self._passes = passes
         self._is_deferred = is_deferred
 
     def reads(self, unit: Unit) -> bool:
         """Whether a unit's update reads params that could be given to it."""
-        return reads_params(self._training.opened, unit, self._program)
+        opened = self._training.opened
+        return reads_params(opened, unit, self._program, self._passes)
 
     def from_read(self, unit: Unit) -> bool:
         """Whether a unit's update can take what was read for a program."""

@@ -3,15 +3,13 @@
 Invariant: nothing of the store is written while gradients arrive here.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxinf.program import UpdateProgram
 from jaxinf.stream.graph import Piece
-from jaxinf.stream.norms import GradientScalars
 from jaxinf.stream.spill import Spill
 from jaxinf.typing import Array
 
@@ -21,7 +19,7 @@ _PIECE_ELEMENTS = 1 << 18
 
 
 class Deferred:
-    """Spills a step's gradients, and gathers the scalars that the optimizer needs.
+    """Spills a step's gradients.
 
     Args:
       program: The optimizer.
@@ -29,7 +27,6 @@ class Deferred:
       is_checked: Whether gradients must be known to be finite before the first update.
 
     Attributes:
-      norms: The scalars of gradients that the optimizer reads; None if it reads none.
       bad: Names of leaves whose gradient has NaN or Inf, if checked.
     """
 
@@ -39,28 +36,23 @@ class Deferred:
         self._program = program
         self._is_checked = is_checked
         self.spill = spill
-        self.norms = GradientScalars(program) if program.reads_gradients else None
         self.bad: list[str] = []
-
-    def check(self, pieces: Sequence[Piece]) -> None:
-        """Refuses gradients that arrive in parts if they are needed whole."""
-        if self.norms is not None:
-            self.norms.check(pieces)
 
     def begin(self) -> None:
         """Prepares for the gradients of a step."""
         self.bad = []
         self.spill.reset()
-        if self.norms is not None:
-            self.norms.begin()
 
     def add(self, piece: Piece, gradient: jax.Array | Array) -> None:
         """Takes a gradient; blocks while it is written."""
         if self._is_checked and not is_finite(np.asarray(gradient)):
             self.bad.append(self._program.leaves[piece.leaf].info.name)
-        if self.norms is not None:
-            self.norms.add(piece, jnp.asarray(gradient))
         self.spill.put(piece, np.asarray(gradient))  # it need not stay on the device
+
+    def each(self) -> Iterator[tuple[Piece, Array]]:
+        """Yields the gradients, in the order in which they came; they stay."""
+        for piece in self.spill.pieces():
+            yield piece, self.spill.look(piece)
 
     def take_all(self) -> Iterator[tuple[Piece, Array]]:
         """Yields the gradients, in the order in which they came."""

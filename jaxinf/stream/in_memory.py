@@ -274,7 +274,9 @@ class InMemoryStep:
                     'policy="offload": not supported yet on a device with memory of '
                     'its own; use "recompute" or "keep"'
                 )
-            division = division.without(writing_bytes(1))
+            division = division.without(
+                writing_bytes(1), "writing its values to drives"
+            )
         return division
 
     # --- control -------------------------------------------------------------------

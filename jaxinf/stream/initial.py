@@ -15,7 +15,7 @@ import numpy as np
 from jaxinf import compat
 from jaxinf.csd import ScalarInputs
 from jaxinf.errors import StreamError, UnsupportedTransformError
-from jaxinf.program import InitProgram
+from jaxinf.program import InitProgram, plain
 from jaxinf.program.graph import Node, Value, bind
 from jaxinf.store import ScalarState, encode_path
 from jaxinf.stream.graph import Batch, Const, Number, Origin, is_literal
@@ -25,7 +25,13 @@ from jaxinf.stream.threefry import can_fuse, fused_bits
 from jaxinf.stream.trace import abstract
 from jaxinf.typing import Array, PyTree
 
-__all__ = ["CompiledLeaves", "LeafMaker", "initial_inputs", "trace_params"]
+__all__ = [
+    "CompiledLeaves",
+    "LeafMaker",
+    "check_init",
+    "initial_inputs",
+    "trace_params",
+]
 
 _DRAWN = "random_bits"
 
@@ -271,12 +277,7 @@ def initial_inputs(
     Raises:
       UnsupportedTransformError: The state depends on params.
     """
-    if program.reads_params or any(one.kernel.array_dtypes for one in program.leaves):
-        raise UnsupportedTransformError(
-            "jaxinf.stream: expected an optimizer whose first state is made leaf by "
-            "leaf, found one that computes something of all params first; use "
-            "jaxinf.smart_update"
-        )
+    check_init(program)
 
     def compute() -> Any:
         stand_ins = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
@@ -286,10 +287,24 @@ def initial_inputs(
     scalars, inputs = jax.jit(compute)()
     paths = map(encode_path, program.layout.scalar_keys)
     state = [
-        ScalarState(path, np.array(value))
+        ScalarState(path, np.array(plain(value)))
         for path, value in zip(paths, scalars, strict=True)
     ]
     return state, {
         leaf: ScalarInputs(tuple(np.asarray(scalar) for scalar in own))
         for leaf, own in enumerate(inputs)
     }
+
+
+def check_init(program: InitProgram) -> None:
+    """Refuses a first state that needs more than one leaf's params.
+
+    Raises:
+      UnsupportedTransformError: The state depends on all params.
+    """
+    if program.reads_params or any(one.kernel.array_dtypes for one in program.leaves):
+        raise UnsupportedTransformError(
+            "jaxinf.stream: expected an optimizer whose first state is made leaf by "
+            "leaf, found one that computes something of all params first; use "
+            "jaxinf.smart_update"
+        )

@@ -71,13 +71,16 @@ class Keys:
         yield ",".join(_aval(value.aval) for value in inputs)
         for node in nodes:
             read = [
-                self._input(value) if is_literal(value) else str(numbers[value])
+                str(numbers[value]) if value in numbers else self._input(value)
                 for value in node.inputs
             ]
             yield f"{self.node(node)}<{','.join(read)}"
             for value in node.outputs:
                 numbers[value] = len(numbers)
-        yield ",".join(str(numbers[value]) for value in outputs)
+        yield ",".join(
+            str(numbers[value]) if value in numbers else self._input(value)
+            for value in outputs
+        )
 
     def _input(self, value: Value) -> str:
         text = _aval(value.aval)

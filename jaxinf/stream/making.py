@@ -10,7 +10,7 @@ from typing import Any, Literal, overload
 import optax
 
 from jaxinf.compress import TopK
-from jaxinf.engine import Store, open_store
+from jaxinf.engine import Store, check_compression, open_store
 from jaxinf.stream.bound import Options
 from jaxinf.stream.calls import POLICIES, Policy
 from jaxinf.stream.function import FunctionOptions, StreamedFunction
@@ -105,9 +105,9 @@ def stream(
     Args:
       loss_fn: ``loss_fn(params, batch)`` gives a scalar, with `has_aux` a pair of it
         and any pytree; without `tx` any pytree. Traced by JAX: no side effects.
-      tx: Any optimizer that `jaxinf.smart_update` takes, if it needs no more from other
-        leaves than scalars of their gradients, such as the norm. Gradients are then
-        spilled, to memory and to the store's drive, and updates follow the last one.
+      tx: An optax transformation (docs/optimizers.md lists them). If a leaf's update
+        needs numbers of all gradients, such as their norm, gradients are spilled, to
+        memory and to the store's drive, and updates follow the last one.
       store: From `jaxinf.open_store`, or a path. Its own memory budget is not used.
         None for plain optax in memory, with ``keep="params"``.
       memory_bytes: All host memory of a step, including the store's buffers, on top of
@@ -128,7 +128,10 @@ def stream(
       micro_batches: Number of equal parts of a batch that run one after another, each
         in the memory of a part. Their gradients are averaged, so losses are those of
         the whole batch if the loss is a mean over it. aux gets a first axis of parts.
-      compress, extra_args: Not implemented yet; any value but the default is refused.
+      compress: As for `jaxinf.smart_update`.
+      extra_args: Further arguments of the optimizer's update, with an example for each;
+        numbers and arrays are also the values of steps that are given none. ``"value"``
+        is each step's loss, unless a step is given another.
       scratch: Without `store`, a folder on a drive for the values of ``"offload"``; by
         default the folder for temporary files, which some systems have in memory.
 
@@ -138,17 +141,8 @@ def stream(
       `store` an `InMemoryStep`.
 
     Raises:
-      ValueError: An argument is out of range, or not implemented yet.
+      ValueError: An argument is out of range, or has no effect.
     """
-    missing = {
-        "compress": compress is not None,
-        "extra_args": bool(extra_args),
-    }
-    for name, is_given in missing.items():
-        if is_given:
-            raise ValueError(
-                f"jaxinf.stream: {name} is not supported yet; leave it at its default"
-            )
     if policy not in POLICIES:
         raise ValueError(f"policy={policy!r}: expected one of {', '.join(POLICIES)}")
     if nonfinite not in ("error", "skip", "allow"):
@@ -171,6 +165,8 @@ def stream(
             replan=replan,
             micro_batches=micro_batches != 1,
             nonfinite=nonfinite != "error",
+            compress=compress is not None,
+            extra_args=bool(extra_args),
         )
     options = Options(
         memory_bytes,
@@ -181,6 +177,8 @@ def stream(
         nonfinite,
         keeps,
         micro_batches,
+        compress,
+        dict(extra_args or {}),
     )
     if store is None:
         _check_in_memory(options, has_optimizer=tx is not None)
@@ -202,6 +200,7 @@ def stream(
             FunctionOptions(memory_bytes, device_memory_bytes, keeps),
             closes=owned is not store,
         )
+    check_compression(compress, owned)
     return StreamedStep(loss_fn, tx, owned, options)
 
 
@@ -211,6 +210,11 @@ def _check_in_memory(options: Options, *, has_optimizer: bool) -> None:
             "jaxinf.stream: expected a store (store=), or an optimizer (tx=) and "
             'keep="params" to train with params and state in memory'
         )
+    for name in ("compress", "extra_args"):
+        if getattr(options, name):
+            raise ValueError(
+                f"jaxinf.stream: {name} has no effect without a store; leave it out"
+            )
     if options.replan:
         raise ValueError(
             "jaxinf.stream: replan has no effect without a store, which keeps plans; "

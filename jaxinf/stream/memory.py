@@ -73,19 +73,28 @@ class Division:
     leaving: int
     limit: str
 
-    def without(self, num_bytes: int) -> "Division":
+    def without(
+        self, num_bytes: int, purpose: str, *, is_on_device: bool = False
+    ) -> "Division":
         """Returns the same with less of the host's memory for the programs.
+
+        Args:
+          num_bytes: The bytes.
+          purpose: What takes them, for errors.
+          is_on_device: Whether the device's memory is meant instead.
 
         Raises:
           StreamError: Nothing is left for them.
         """
-        host_bytes = self.staged or self.programs
+        is_staged = self.staged > 0 and not is_on_device
+        host_bytes = self.staged if is_staged else self.programs
         if num_bytes >= host_bytes:
+            limit = self.limit if is_on_device else "memory_bytes"
             raise StreamError(
-                f"memory_bytes: it leaves {host_bytes} bytes for the program, and "
-                f"writing its values to drives takes {num_bytes}; raise memory_bytes"
+                f"{limit}: it leaves {host_bytes} bytes for the program, and "
+                f"{purpose} takes {num_bytes}; raise {limit}"
             )
-        if self.staged:
+        if is_staged:
             return replace(self, staged=self.staged - num_bytes)
         return replace(self, programs=self.programs - num_bytes)
 

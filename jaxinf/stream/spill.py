@@ -79,6 +79,11 @@ class Spill:
         self._held_bytes -= held.nbytes
         return np.asarray(held)
 
+    def look(self, key: Piece) -> Array:
+        """Returns a value, which stays; blocks while it is read."""
+        held = self._held[key]
+        return self._read(held) if isinstance(held, _OnFile) else np.asarray(held)
+
     def pieces(self) -> list[Piece]:
         """Keys of the values, in the order of `put`."""
         return list(self._held)

@@ -10,7 +10,8 @@ Invariant: a step writes updates to the slot that is not committed. So a crash a
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -19,10 +20,16 @@ import numpy as np
 import optax
 
 from jaxinf.activations import CacheCounts
-from jaxinf.engine import Store, describe
+from jaxinf.engine import (
+    Store,
+    check_compressed,
+    describe,
+    gradient_forms,
+    keeps_feedback,
+)
 from jaxinf.errors import StreamError
 from jaxinf.io import ByteCounts
-from jaxinf.program import trace_init, trace_update
+from jaxinf.program import trace_init
 from jaxinf.stream.bound import Binder, Bound, Options
 from jaxinf.stream.fetch import FetchCounts
 from jaxinf.stream.function import FunctionOptions, StreamedFunction
@@ -32,10 +39,10 @@ from jaxinf.stream.interrupts import Interrupts
 from jaxinf.stream.memory import divide, return_freed_memory
 from jaxinf.stream.metrics import StreamMetrics
 from jaxinf.stream.micro import first_part, parts_of, together
+from jaxinf.stream.optimizer import passes_for, trace_optimizer
 from jaxinf.stream.places import shard_counts
 from jaxinf.stream.plan import Plan, Prepared, least_bytes, prepare
 from jaxinf.stream.trace import abstract, check_params
-from jaxinf.stream.updates import check_program
 from jaxinf.typing import Array, JsonValue, PyTree
 
 __all__ = ["StreamedStep"]
@@ -127,10 +134,19 @@ class StreamedStep:
         shapes = [leaf.shape for leaf in check_params(avals)]
         pieces = () if batch is None else self._fitting(avals, batch).gradient_pieces
         counts = shard_counts(shapes, pieces)
-        update, first = trace_update(self._tx, avals), trace_init(self._tx, avals)
-        check_program(update)
+        update = trace_optimizer(self._tx, avals, self._options.extra_args)
+        passes_for(update, pieces)
+        first = trace_init(self._tx, avals)
         scalars, inputs = initial_inputs(first, jax.tree.leaves(avals))
-        description = describe(update, first, [counts[i] for i in range(len(shapes))])
+        compress = self._options.compress
+        check_compressed(compress, update)
+        description = describe(
+            update,
+            first,
+            [counts[i] for i in range(len(shapes))],
+            has_feedback=keeps_feedback(compress),
+            forms=partial(gradient_forms, compress),
+        )
         self._params = avals
         made: Iterator[Array] = iter(())
         if training.commit is None:
@@ -174,13 +190,20 @@ class StreamedStep:
         """
         return self._bound_for(batch).runner.plan
 
-    def __call__(self, batch: PyTree) -> tuple[jax.Array, PyTree]:
+    def __call__(
+        self, batch: PyTree, extra_args: Mapping[str, Any] | None = None
+    ) -> tuple[jax.Array, PyTree]:
         """Runs one step; blocks until all its gradients are handed out.
+
+        Args:
+          batch: As the loss function takes it.
+          extra_args: This step's values of `stream`'s `extra_args`.
 
         Returns:
           The loss, and aux; None without `has_aux`.
 
         Raises:
+          ValueError: `extra_args` has other names or shapes than `stream`'s.
           NonFiniteGradientError: The step was refused; the store stays where it was.
           BaseException: The exception that stopped the store.
         """
@@ -189,6 +212,7 @@ class StreamedStep:
         for function in self._functions:
             function.rest()
         bound = self._take_turn(self._bound_for(batch))
+        given = {**self._options.extra_args, **(extra_args or {})}
         began_s = time.perf_counter()
         training.join()
         self._waited_s = time.perf_counter() - began_s
@@ -196,13 +220,15 @@ class StreamedStep:
         bound.updates.waited_s = 0.0
         bound.runner.values.counts()
         with self._interrupts.held_back():
-            bound.updates.begin()
+            bound.updates.begin(given)
             try:
                 loss, aux = self._run(bound, batch)
                 self._values = bound.runner.values.counts()
                 self._waited_s += bound.sums.waited_s or bound.updates.waited_s
                 began_s = time.perf_counter()
-                has_advanced = bound.updates.finish(self._interrupts.check)
+                if "value" in given and "value" not in (extra_args or {}):
+                    given["value"] = loss
+                has_advanced = bound.updates.finish(given, self._interrupts.check)
                 if has_advanced:
                     bound.supply.end()
                 self._num_skipped += not has_advanced

@@ -4,18 +4,34 @@ Invariant: the meters of a step show exactly these bytes. An optimizer that leav
 alone in some steps moves fewer in those.
 """
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from jaxinf.engine import OpenStore, SubgroupLayout, can_take, moved_states
 from jaxinf.io import ByteCounts
 from jaxinf.io.pages import page_ceil
-from jaxinf.program import UpdateProgram
+from jaxinf.program import Passes, UpdateProgram
+from jaxinf.store import MASTER_PARAMS
 from jaxinf.stream.fetch import Fetch
 from jaxinf.stream.places import Unit
 
-__all__ = ["is_parted", "planned_traffic", "reads_params", "spilled_bytes"]
+__all__ = [
+    "Waiting",
+    "is_parted",
+    "planned_traffic",
+    "reads_params",
+    "spilled_bytes",
+]
 
 _PARAMS = 0  # the first of a leaf's states
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Bytes of gradients and activations that wait on the drive, in a step."""
+
+    written: int
+    read: int
 
 
 def planned_traffic(
@@ -23,7 +39,8 @@ def planned_traffic(
     fetches: Sequence[Fetch],
     units: Iterable[Unit],
     program: UpdateProgram,
-    spilled: int,
+    passes: Passes,
+    waiting: Waiting,
     given: Container[Unit] = (),
 ) -> ByteCounts:
     """Returns what a step moves on the drive.
@@ -33,32 +50,56 @@ def planned_traffic(
       fetches: The reads of params.
       units: The units that are updated.
       program: The optimizer.
-      spilled: Bytes of gradients and activations that are written and read back.
+      passes: Its passes.
+      waiting: What is written and read back.
       given: Units whose update takes params that stay in memory.
     """
-    read = written = spilled
+    read, written = waiting.read, waiting.written
     taken = {fetch.unit for fetch in fetches if fetch.gradient is not None}
     for fetch in fetches:
         for layout in _layouts(opened, fetch.unit):
             read += _moved_bytes(opened, layout, [_PARAMS])
     for unit in units:
         kernel = program.leaves[unit.leaf].kernel
+        has_params = unit in taken or unit in given
         for layout in _layouts(opened, unit):
             loads, stores = moved_states(kernel, layout)
-            if unit in taken or unit in given:
+            if has_params:
                 loads -= {_PARAMS}
             read += _moved_bytes(opened, layout, sorted(loads))
             written += _moved_bytes(opened, layout, stores)
+            for names in _read_by_passes(passes, unit, has_params):
+                states = [layout.slots.index(name) for name in names]
+                read += _moved_bytes(opened, layout, states)
     return ByteCounts(drive_read_bytes=read, drive_write_bytes=written)
 
 
-def reads_params(opened: OpenStore, unit: Unit, program: UpdateProgram) -> bool:
+def _read_by_passes(
+    passes: Passes, unit: Unit, is_taken: bool
+) -> Iterator[Sequence[str]]:
+    """Yields the states that each pass reads of a unit."""
+    for number in range(passes.num_passes):
+        part = passes.part(number, unit.leaf)
+        if part is None:
+            continue
+        names = [passes.recalled[v][1].name for v in part.own if v in passes.recalled]
+        if passes.params[unit.leaf] in part.own and not is_taken:
+            names.append(MASTER_PARAMS)
+        yield names
+
+
+def reads_params(
+    opened: OpenStore, unit: Unit, program: UpdateProgram, passes: Passes
+) -> bool:
     """Whether a unit's update reads its params, and can take them from a read before.
 
     They must be what is stored: `float32`, or the stored half of a split master.
     """
     if not opened.options.takes_params or not can_take(opened, unit.leaf, unit.dtype):
         return False
+    part = passes.part(passes.num_passes - 1, unit.leaf)
+    if part is not None and passes.params[unit.leaf] in part.own:
+        return True
     kernel = program.leaves[unit.leaf].kernel
     return any(
         _PARAMS in moved_states(kernel, layout)[0] for layout in _layouts(opened, unit)

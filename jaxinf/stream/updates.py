@@ -10,25 +10,24 @@ Invariant: the store advances by one step if every gradient arrived and was fini
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxinf.csd import ScalarInputs
 from jaxinf.engine import Training, UpdateRequest, changes_params
-from jaxinf.errors import NonFiniteGradientError, UnsupportedTransformError
-from jaxinf.program import LeafInputs, UpdateProgram
+from jaxinf.errors import NonFiniteGradientError
+from jaxinf.program import UpdateProgram
 from jaxinf.store import ScalarState
-from jaxinf.stream.deferred import Deferred
+from jaxinf.stream.compressing import Compressor
+from jaxinf.stream.deferred import Deferred, is_finite
 from jaxinf.stream.graph import Piece
+from jaxinf.stream.passes import PassRunner
 from jaxinf.stream.places import Places, Unit
-from jaxinf.stream.scalars import KernelScalars
 from jaxinf.typing import Array
 
-__all__ = ["FetchedParams", "NonFinitePolicy", "Updates", "check_program"]
+__all__ = ["FetchedParams", "NonFinitePolicy", "Updates"]
 
 NonFinitePolicy: TypeAlias = Literal["error", "skip", "allow"]
 
@@ -36,29 +35,6 @@ _Handed: TypeAlias = tuple[Unit, Piece, jax.Array | Array]
 # Gradients up to this long share a call of the engine.
 _SHORT_BYTES = 1 << 20
 _NO_PARAMS = np.empty(0, np.float32)
-
-
-def check_program(program: UpdateProgram) -> None:
-    """Refuses an optimizer that needs more from all leaves than scalars of gradients.
-
-    Raises:
-      UnsupportedTransformError: Names the need and the remedy.
-    """
-    if program.reads_params:
-        raise UnsupportedTransformError(
-            "jaxinf.stream: expected an optimizer that updates each leaf from its own "
-            "params, found one that computes something of all params first, such as "
-            "their norm; leave that out, or use jaxinf.smart_update"
-        )
-    arrays = [leaf.info.name for leaf in program.leaves if leaf.kernel.array_dtypes]
-    if arrays:
-        raise UnsupportedTransformError(
-            "jaxinf.stream: expected an optimizer whose updates read scalars beside "
-            f"their state, found one that reads whole arrays (leaf {arrays[0]}); use "
-            "jaxinf.smart_update"
-        )
-    if program.reads_gradients:
-        program.divided()
 
 
 class FetchedParams(Protocol):
@@ -80,13 +56,15 @@ class FetchedParams(Protocol):
 class Updates:
     """The optimizer's side of a streamed step.
 
-    Gradients are deferred if the optimizer needs a scalar of all of them, such as their
+    Gradients are deferred if the optimizer needs numbers of all of them, such as their
     norm, or if a step overwrites one that is not committed. Updates then start when all
     have arrived, and with them all reads of params are over.
 
     Args:
       training: The store.
-      program: The optimizer, traced; `check_program` has passed.
+      program: The optimizer, traced.
+      passes: Its passes over the gradients.
+      compressor: Compresses gradients, if that is on.
       places: The store's units.
       capacity_bytes: Bytes of gradients that may wait; one is always accepted.
       fetched: Params that updates take instead of reading them.
@@ -101,6 +79,8 @@ class Updates:
         self,
         training: Training,
         program: UpdateProgram,
+        passes: PassRunner,
+        compressor: Compressor,
         places: Places,
         capacity_bytes: int,
         fetched: FetchedParams,
@@ -114,35 +94,30 @@ class Updates:
         self._nonfinite: NonFinitePolicy = nonfinite
         self._fetched = fetched
         self._deferred = deferred
-        self._norms = None if deferred is None else deferred.norms
-        self._prologue = KernelScalars(self._compute_prologue)
+        self._passes = passes
+        self._compressor = compressor
         self._changed = threading.Condition()
         self._queue: deque[_Handed] = deque()
         self._waiting_bytes = 0
         self._gathering: dict[Unit, _Gathered] = {}
         self._error: BaseException | None = None
         self._bad: list[str] = []
-        self._scalars: list[jax.Array] = []
-        self._inputs: Sequence[ScalarInputs] = ()
         self._step = 0
         self._thread: threading.Thread | None = None
         self._is_ending = False
         self._num_skipped = 0
         self.waited_s = 0.0
 
-    def check(self, pieces: Sequence[Piece]) -> None:
-        """Refuses gradients that arrive in parts if they are needed whole."""
-        if self._deferred is not None:
-            self._deferred.check(pieces)
-
     # --- a step --------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Computes the kernels' scalars, and gets ready for gradients."""
-        record = self._training.opened.finished
-        self._step = record.step
-        if self._norms is None:
-            self._scalars, self._inputs = self._prologue(self._scalar_state())
+    def begin(self, extra_args: Mapping[str, Any]) -> None:
+        """Computes the first numbers, and gets ready for gradients.
+
+        Args:
+          extra_args: As for `PassRunner.begin`.
+        """
+        self._step = self._training.opened.finished.step
+        self._passes.begin(extra_args)
         self._gathering, self._bad, self._error = {}, [], None
         if self._deferred is None:
             self._start_thread(self._update)
@@ -158,10 +133,15 @@ class Updates:
         """
         self._put(piece, gradient)
 
-    def finish(self, check: Callable[[], None] = lambda: None) -> bool:
+    def finish(
+        self,
+        extra_args: Mapping[str, Any],
+        check: Callable[[], None] = lambda: None,
+    ) -> bool:
         """Waits for all updates and ends the step; returns whether the store advanced.
 
         Args:
+          extra_args: As for `begin`, now with those that are known late.
           check: Called where the step can be given up; raises if it must be.
 
         Raises:
@@ -169,11 +149,13 @@ class Updates:
           BaseException: The exception that stopped the updates.
         """
         self._end_thread()
+        self._passes.give(extra_args)
         if self._deferred is not None:
             self._bad = list(self._deferred.bad)
             if not self._is_refused:
                 self._update_deferred(self._deferred, check)
         if self._is_refused:
+            self._passes.close()
             self._training.steps.abandon()
             if self._nonfinite == "skip":
                 self._num_skipped += 1
@@ -182,8 +164,8 @@ class Updates:
         assert not self._gathering, "every part of a unit has its gradient"
         record = self._training.opened.finished
         scalars = [
-            ScalarState(old.path, np.array(new))
-            for old, new in zip(record.scalar_state, self._scalars, strict=True)
+            ScalarState(old.path, new)
+            for old, new in zip(record.scalar_state, self._passes.finish(), strict=True)
         ]
         num_skipped = record.skipped_steps + self._num_skipped
         self._training.steps.finish(self._step, scalars, num_skipped)
@@ -197,6 +179,7 @@ class Updates:
         self._end_thread(check=False)
         if self._deferred is not None:
             self._deferred.spill.reset()
+        self._passes.close()
         self._training.steps.abandon()
 
     @property
@@ -208,6 +191,7 @@ class Updates:
 
     def close(self) -> None:
         """Frees the spill's file."""
+        self._passes.close()
         if self._deferred is not None:
             self._deferred.spill.close()
 
@@ -218,9 +202,17 @@ class Updates:
         return bool(self._bad) and self._nonfinite != "allow"
 
     def _update_deferred(self, deferred: Deferred, check: Callable[[], None]) -> None:
-        """Runs the second pass. Writes over an uncommitted step are not interrupted."""
-        if self._norms is not None:
-            self._scalars, self._inputs = self._norms.combine(self._scalar_state())
+        """Runs the other passes.
+
+        Writes over an uncommitted step are not interrupted.
+        """
+        for number in range(1, self._passes.num_passes):
+            self._passes.advance()
+            if number == self._passes.num_passes - 1:
+                break
+            for piece, gradient in deferred.each():
+                check()
+                self._passes.add(piece, gradient)
         check()
         overwrites = self._training.opened.num_uncommitted > 0
         self._start_thread(self._update)
@@ -248,19 +240,6 @@ class Updates:
             self._waiting_bytes += gradient.nbytes
             self._queue.append((unit, piece, gradient))
             self._changed.notify_all()
-
-    def _compute_prologue(
-        self, scalar_state: Sequence[jax.Array]
-    ) -> tuple[list[jax.Array], list[LeafInputs]]:
-        # None of these is computed, because nothing reads them.
-        stand_ins = [
-            jnp.zeros(leaf.info.shape, leaf.info.dtype) for leaf in self._program.leaves
-        ]
-        return self._program.prologue(stand_ins, stand_ins, scalar_state)
-
-    def _scalar_state(self) -> list[jax.Array]:
-        record = self._training.opened.finished
-        return [jnp.asarray(scalar.value) for scalar in record.scalar_state]
 
     def _start_thread(self, action: Callable[[Sequence[_Handed]], None]) -> None:
         """Starts a thread that passes what is queued to `action`."""
@@ -318,14 +297,25 @@ class Updates:
 
     def _defer(self, taken: Sequence[_Handed]) -> None:
         assert self._deferred is not None
-        for _, piece, gradient in taken:
+        for unit, piece, gradient in taken:
+            if piece.leaf in self._passes.passes.whole:
+                whole = self._gathered(unit, piece, np.asarray(gradient))
+                if whole is None:
+                    continue
+                piece, gradient = Piece(unit.leaf), whole
+            self._passes.add(piece, gradient)
             self._deferred.add(piece, gradient)
 
     def _update(self, taken: Sequence[_Handed]) -> None:
         requests: dict[Unit, UpdateRequest] = {}
         for unit, piece, gradient in taken:
             whole = self._gathered(unit, piece, np.asarray(gradient))
-            if whole is not None:
+            if whole is None:
+                continue
+            if self._is_held(whole):
+                self._bad.append(self._program.leaves[unit.leaf].info.name)
+                self._fetched.free(unit)
+            else:
                 requests[unit] = self._request(unit, whole)
         if not requests:
             return
@@ -348,22 +338,30 @@ class Updates:
             return None
         return self._gathering.pop(unit).array
 
+    def _is_held(self, gradient: Array) -> bool:
+        """Whether a gradient refuses the step, which the CSDs could not tell."""
+        is_checked = self._compressor.is_on and self._nonfinite != "allow"
+        return is_checked and not is_finite(gradient)
+
     def _request(self, unit: Unit, gradient: Array) -> UpdateRequest:
         kernel = self._program.leaves[unit.leaf].kernel
-        inputs = self._inputs[unit.leaf]
         params, out = self._fetched.take(unit), None
+        gradient = gradient.reshape(unit.extent)
+        inputs = self._passes.inputs(unit.leaf, gradient, params)
         if changes_params(kernel, inputs):
             out = self._fetched.target(unit)
+        sent, feedback = self._compressor(unit, gradient, self._step)
         return UpdateRequest(
             leaf=unit.leaf,
             kernel=kernel,
             origin=unit.origin,
-            gradient=gradient.reshape(unit.extent),
+            gradient=sent,
             inputs=inputs,
             out=None if out is None else out.reshape(unit.extent),
             probe=_NO_PARAMS,
             params=None if params is None else params.reshape(unit.extent),
             wants_params=out is not None,
+            feedback=feedback,
         )
 
     def _non_finite(self) -> NonFiniteGradientError:

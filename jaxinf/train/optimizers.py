@@ -20,7 +20,7 @@ from jaxinf_models import num_params
 from jaxinf.command_line import UsageError
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.program import trace_init, trace_update
-from jaxinf.stream import check_program
+from jaxinf.stream import check_init, passes_for, trace_optimizer
 from jaxinf.train.config import TrainConfig
 
 __all__ = [
@@ -84,10 +84,12 @@ def check_optimizer(config: TrainConfig) -> None:
         state = jax.eval_shape(optimizer.init, params)
         jax.eval_shape(optimizer.update, params, state, params)
         if config.mode != "memory":
-            trace_init(optimizer, params)
-            update = trace_update(optimizer, params)
+            first = trace_init(optimizer, params)
             if config.mode == "stream":
-                check_program(update)
+                check_init(first)
+                passes_for(trace_optimizer(optimizer, params))
+            else:
+                trace_update(optimizer, params)
     except UnsupportedTransformError as error:
         raise UsageError(
             f"--optimizer {config.optimizer}: it cannot run in --mode {config.mode} "

@@ -208,10 +208,10 @@ def test_handlers_of_the_programs_own_are_called_at_once(open_store, monkeypatch
     monkeypatch.setattr(
         Updates,
         "finish",
-        lambda self, check, finish=Updates.finish: (
+        lambda self, *args, finish=Updates.finish: (
             os.kill(os.getpid(), signal.SIGINT),
             seen.append("finish"),
-            finish(self, check),
+            finish(self, *args),
         ),
     )
     before = signal.signal(signal.SIGINT, lambda *_: seen.append("handler"))

@@ -17,9 +17,6 @@ import jaxinf
 from jaxinf.engine import ParamsReader
 from jaxinf.errors import StoreFormatError, StoreMismatchError, StreamError
 from jaxinf.io.pages import page_ceil
-from jaxinf.program import trace_update
-from jaxinf.stream.graph import Piece
-from jaxinf.stream.norms import GradientScalars
 from jaxinf.stream.spill import Spill
 
 BOUND = importlib.import_module("jaxinf.stream.bound")
@@ -395,44 +392,6 @@ def test_bad_input_is_refused_before_a_store_is_made(
     assert not step.store.path.exists()
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("compress", jaxinf.top_k(0.1)),
-        ("extra_args", {"value": 1.0}),
-    ],
-)
-def test_what_is_not_there_yet_is_refused_by_name(option, value, open_store):
-    with pytest.raises(ValueError, match=rf"{option} is not supported yet"):
-        jaxinf.stream(
-            lambda p, b: 0.0,
-            optax.sgd(0.1),
-            open_store(),
-            memory_bytes=1 << 30,
-            **{option: value},
-        )
-
-
-@pytest.mark.parametrize(
-    ("tx", "message"),
-    [
-        (
-            optax.chain(
-                optax.clip_by_global_norm(1.0), optax.normalize_by_update_norm()
-            ),
-            "scalars of each gradient, .* found its gradient of shape",
-        ),
-        (optax.adaptive_grad_clip(0.1), "something of all params first"),
-    ],
-)
-def test_optimizers_that_need_more_than_a_norm_are_refused(tx, message, streamed):
-    program = ZOO["l2_penalty"](depth=2)
-    step = streamed(program, optax.chain(tx, optax.sgd(0.1)))
-    with pytest.raises(jaxinf.UnsupportedTransformError, match=message):
-        step.load(program.params)
-    assert not step.store.exists
-
-
 @pytest.mark.parametrize("name", ["tied_and_unused", "stack_by_index"])
 def test_clipping_is_that_of_optax(name, streamed):
     program = ZOO[name]()
@@ -468,26 +427,6 @@ def test_spilled_to_the_drive_has_the_bits_of_memory(streamed, monkeypatch):
     assert_equal(*(step.store.params(like=program.params) for step in (held, spilled)))
     plans = {path.suffix for path in (spilled.store.path / "stream").iterdir()}
     assert plans == {".json"}
-
-
-def test_a_norm_of_leaves_has_the_bits_of_optax():
-    shapes = [(50, 7), (333,), (), (8, 16, 3), (1000, 40)]
-    gradients = [normal(i, *shape) for i, shape in enumerate(shapes)]
-    gradients = [jnp.asarray(g, jnp.float32) for g in gradients]
-    program = trace_update(CLIPPED, gradients)
-    scalars = GradientScalars(program)
-    for leaf in (3, 0, 4, 2, 1):
-        scalars.add(Piece(leaf), gradients[leaf])
-    state = [jnp.asarray(x) for x in [0] * program.num_scalar_state]
-    _, found = scalars.combine([x.astype(jnp.int32) for x in state])
-    zeros = [jnp.zeros_like(g) for g in gradients]
-    _, expected = jax.jit(program.prologue)(
-        gradients, zeros, [x.astype(jnp.int32) for x in state]
-    )
-    for own, other in zip(found, expected, strict=True):
-        assert_equal(own.scalars, other.scalars)
-        assert own is found[0], "leaves share what is equal"
-    assert_equal(found[0].scalars[0].size, 1)
 
 
 def test_a_full_drive_refuses_the_step_while_gradients_are_spilled(

@@ -1,0 +1,133 @@
+"""The pass over gradients in which each value of a prologue can be computed.
+
+Invariant: a value has an owner if it depends on the arrays of one leaf alone. Other
+values are numbers, or do not depend on any leaf.
+"""
+
+import math
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from jaxinf.errors import UnsupportedTransformError
+from jaxinf.program.graph import Node, Value
+from jaxinf.program.parts import TOTALS, is_spread
+from jaxinf.program.split import is_elementwise, origin_of
+
+__all__ = ["Flow", "flow_of", "is_light", "is_one", "too_much"]
+
+
+@dataclass(frozen=True)
+class Flow:
+    """The passes in which values can be computed.
+
+    Attributes:
+      owners: The leaf of each value that depends on one leaf alone.
+      stages: The first pass in which a value can be computed by its leaf's part; by any
+        part, if it has no owner.
+      numbers: The first pass in which any part can have a value, as a number.
+      gathered: Sums, maxima and minima of leaves in slices, with their leaves.
+      mixed: Values without an owner that depend on leaves.
+      spread: Arrays without an owner whose elements are equal, as long as any slice.
+    """
+
+    owners: dict[Value, int]
+    stages: dict[Value, int]
+    numbers: dict[Value, int]
+    gathered: dict[Value, int]
+    mixed: set[Value]
+    spread: set[Value]
+
+    def put(self, value: Value, stage: int) -> None:
+        """Notes a value whose owner is known."""
+        self.stages[value] = stage
+        if value not in self.owners:
+            self.numbers[value] = stage
+        elif value.node is None or not is_light(value.node):
+            self.numbers[value] = stage + 1
+        else:
+            read = (v for v in value.node.inputs if v.constant is None)
+            self.numbers[value] = max(self.numbers[v] for v in read)
+
+
+def flow_of(
+    nodes: Sequence[Node],
+    inputs: Sequence[Value],
+    owners: Mapping[Value, int],
+    gradients: Sequence[Value],
+    late: Set[Value],
+    sliced: Set[int],
+) -> Flow:
+    """Follows values through a prologue.
+
+    Args:
+      nodes, inputs: The prologue.
+      owners: The leaf of each input that is a leaf's own.
+      gradients: The inputs that are gradients, by leaf.
+      late: Numbers that are known after the first pass only.
+      sliced: Leaves whose gradients arrive in slices.
+
+    Raises:
+      UnsupportedTransformError: Arrays of several leaves meet.
+    """
+    flow = Flow(dict(owners), {}, {}, {}, set(), set())
+    for value in inputs:
+        flow.put(value, int(value in late))
+    from_slices = {gradients[leaf] for leaf in sliced}
+    for node in nodes:
+        read = [value for value in node.inputs if value.constant is None]
+        own = {v: flow.owners[v] for v in read if v in flow.owners}
+        stage = max((flow.stages[value] for value in read), default=0)
+        if len(leaves := set(own.values())) == 1:
+            if _is_total(node) and from_slices.issuperset(own):
+                flow.gathered.update(dict.fromkeys(node.outputs, next(iter(leaves))))
+                leaves, stage = set(), stage + 1
+            elif leaves <= sliced and _follows(node, from_slices, flow.spread):
+                from_slices.update(node.outputs)
+        elif leaves:
+            leaves = {leaf for value, leaf in own.items() if not is_one(value)}
+            if len(leaves) > 1:
+                raise too_much(next(v for v in own if not is_one(v)))
+            foreign = (v for v, leaf in own.items() if leaf not in leaves)
+            stage = max([stage, *(flow.numbers[value] for value in foreign)])
+        if not leaves and (is_spread(node) or _follows(node, flow.spread)):
+            flow.spread.update(value for value in node.outputs if value.shape)
+        if not leaves and (own or not flow.mixed.isdisjoint(read)):
+            flow.mixed.update(node.outputs)
+        for value in node.outputs:
+            flow.owners.update((value, leaf) for leaf in leaves)
+            flow.put(value, stage)
+    return flow
+
+
+def is_one(value: Value) -> bool:
+    """Whether a value is a single number."""
+    return math.prod(value.shape) == 1
+
+
+def is_light(node: Node) -> bool:
+    """Whether a node computes numbers from numbers."""
+    return not any(value.shape for value in (*node.inputs, *node.outputs))
+
+
+def _is_total(node: Node) -> bool:
+    """Whether a node takes a sum, maximum or minimum of all of a gradient."""
+    return node.name in TOTALS and not node.outputs[0].shape
+
+
+def _follows(node: Node, *known: Set[Value]) -> bool:
+    """Whether an element of a node's result follows from those of known arrays."""
+    return is_elementwise(node) and all(
+        not value.shape or any(value in arrays for arrays in known)
+        for value in node.inputs
+    )
+
+
+def too_much(value: Value) -> UnsupportedTransformError:
+    """Makes the error for an array that other leaves would need."""
+    name = "its gradient" if value.node is None else f"a result of {value.node.name}"
+    where = "" if value.node is None else origin_of(value.node)
+    return UnsupportedTransformError(
+        "optimizer: expected to need only a few numbers of each leaf, such as its "
+        f"norm, from other leaves, found {name}{where} of shape {value.shape}; use an "
+        "optimizer without it, or jaxinf.smart_update"
+    )

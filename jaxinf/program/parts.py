@@ -1,0 +1,142 @@
+"""The computations of passes over gradients: on one leaf, and on numbers alone.
+
+Invariant: a part reads arrays of one leaf only. A combination reads none.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxinf.program.graph import Node, Value, bind
+from jaxinf.program.ir import scalar_dtype
+
+__all__ = ["TOTALS", "Combination", "LeafPart", "is_spread"]
+
+TOTALS: Mapping[str, Callable[..., jax.Array]] = {
+    "reduce_sum": jnp.add,
+    "reduce_max": jnp.maximum,
+    "reduce_min": jnp.minimum,
+    "reduce_and": jnp.logical_and,
+    "reduce_or": jnp.logical_or,
+}
+"""Reductions of slices, and how their results are combined."""
+
+
+@dataclass(frozen=True, eq=False)
+class LeafPart:
+    """The computation of one pass on one leaf.
+
+    Attributes:
+      leaf: The leaf's number.
+      shape: Its shape.
+      own: The leaf's inputs: gradient, params, recalled slots.
+      numbers: Further inputs, known before the pass.
+      nodes: The computation.
+      exports: Numbers for later passes.
+      scalars, arrays: Inputs of the leaf's kernel.
+      is_sliced: Whether slices of the gradient are enough; `gather` then combines what
+        each gives.
+    """
+
+    leaf: int
+    shape: tuple[int, ...]
+    own: tuple[Value, ...]
+    numbers: tuple[Value, ...]
+    nodes: tuple[Node, ...]
+    exports: tuple[Value, ...]
+    scalars: tuple[Value, ...]
+    arrays: tuple[Value, ...]
+    is_sliced: bool
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        """All inputs, in the order of a call."""
+        return self.own + self.numbers
+
+    @property
+    def outputs(self) -> tuple[Value, ...]:
+        """All results, in the order of a call."""
+        return self.exports + self.scalars + self.arrays
+
+    def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
+        """Computes the results; traceable. A slice keeps its leading axes."""
+        env: dict[Value, Any] = {}
+        for value, array in zip(self.inputs, arrays, strict=True):
+            is_other = value in self.own and array.dtype != value.dtype
+            env[value] = array.astype(value.dtype) if is_other else array
+
+        def read(value: Value) -> Any:
+            return env[value] if value.constant is None else value.constant
+
+        for node in self.nodes:
+            operands = [read(value) for value in node.inputs]
+            if self.is_sliced and is_spread(node):  # as long as the slice
+                env[node.outputs[0]] = lax.broadcast(
+                    operands[0], env[self.own[0]].shape
+                )
+            else:
+                env.update(zip(node.outputs, bind(node, operands), strict=True))
+        return [
+            *(_as_array(read(value)) for value in self.exports),
+            *(_as_scalar(read(value), value) for value in self.scalars),
+            *(jnp.broadcast_to(read(value), self.shape) for value in self.arrays),
+        ]
+
+    def gather(
+        self, some: Sequence[jax.Array], more: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """Combines the exports of two slices."""
+        made = {value: node for node in self.nodes for value in node.outputs}
+        return [
+            TOTALS[made[value].name](one, other)
+            for value, one, other in zip(self.exports, some, more, strict=True)
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class Combination:
+    """The computation between two passes, on numbers alone.
+
+    Attributes:
+      inputs: Numbers that are known.
+      nodes: The computation.
+      numbers: Its results as they are.
+      scalars: Its results as kernels take them.
+    """
+
+    inputs: tuple[Value, ...]
+    nodes: tuple[Node, ...]
+    numbers: tuple[Value, ...]
+    scalars: tuple[Value, ...]
+
+    def __call__(self, *arrays: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Computes the results; traceable."""
+        env: dict[Value, Any] = dict(zip(self.inputs, arrays, strict=True))
+
+        def read(value: Value) -> Any:
+            return env[value] if value.constant is None else value.constant
+
+        for node in self.nodes:
+            operands = [read(value) for value in node.inputs]
+            env.update(zip(node.outputs, bind(node, operands), strict=True))
+        return (
+            [_as_array(read(value)) for value in self.numbers],
+            [_as_scalar(read(value), value) for value in self.scalars],
+        )
+
+
+def is_spread(node: Node) -> bool:
+    """Whether a node makes an array of equal elements."""
+    return node.name == "broadcast_in_dim" and not node.inputs[0].shape
+
+
+def _as_scalar(found: Any, value: Value) -> jax.Array:
+    return jnp.reshape(found, ()).astype(scalar_dtype(value.dtype))
+
+
+def _as_array(found: Any) -> jax.Array:
+    return found if isinstance(found, jax.Array) else jnp.asarray(found)
