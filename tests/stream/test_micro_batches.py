@@ -1,6 +1,8 @@
 """Micro-batches: losses and updates of the whole batch, sums on the drive, refusals."""
 
 import importlib
+import os
+import signal
 from pathlib import Path
 
 import jax
@@ -12,6 +14,7 @@ from zoo import normal
 
 import jaxinf
 from jaxinf.errors import StreamError
+from jaxinf.stream.micro import Accumulation
 from jaxinf.stream.spill import Spill
 
 BOUND = importlib.import_module("jaxinf.stream.bound")
@@ -136,6 +139,33 @@ def test_a_step_that_fails_leaves_the_store_at_the_step_before(started, monkeypa
         patch.setattr(Spill, "put", failing)
         with pytest.raises(OSError, match="the drive is gone"):
             step(BATCH)
+    assert step.store.step == 1
+    assert found + run(step, 2) == expected
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_ctrl_c_in_a_part_leaves_the_step_before(count, started, monkeypatch):
+    """In the first part, and in the last one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    plain = started("plain", CLIPPED, micro_batches=2)
+    expected = run(plain)
+    step = started("store", CLIPPED, micro_batches=2)
+    found = run(step, 1)
+    put, calls = Accumulation.put, []
+
+    def interrupting(self, piece, gradient):
+        calls.append(piece)
+        if len(calls) == count:
+            os.kill(os.getpid(), signal.SIGINT)
+        put(self, piece, gradient)
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Accumulation, "put", interrupting)
+            with pytest.raises(KeyboardInterrupt):
+                step(BATCH)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert step.store.step == 1
     assert found + run(step, 2) == expected
 

@@ -127,13 +127,14 @@ def everything_leaves(monkeypatch):
     monkeypatch.setattr(Plan, "fitted", lambda self, _, temps: real(self, 0, temps))
 
 
-def opened(open_store, name, policy, program, tx=TX, **options):
+def opened(open_store, name, policy, program, tx=TX, keep=None, **options):
     step = jaxinf.stream(
         program.loss,
         tx,
         open_store(name, **CHUNKS, **options),
         memory_bytes=256 << 20,
         policy=policy,
+        keep=keep,
     )
     step.load(program.params, batch=program.batch)
     return step
@@ -167,10 +168,13 @@ def test_training_is_that_of_keep(open_store, everything_leaves, place, num_csds
     ]
 
 
-def test_the_meters_show_the_planned_traffic(open_store, everything_leaves):
+@pytest.mark.parametrize("keep", [None, "params"])
+def test_the_meters_show_the_planned_traffic(open_store, everything_leaves, keep):
     program = ZOO["scan_remat_reverse"]()
-    step = opened(open_store, "store", "offload", program)
+    step = opened(open_store, "store", "offload", program, keep=keep)
     losses(step, program, 3)
+    assert step.metrics.offloaded_drive_bytes > 0
+    assert (step.metrics.fetched_drive_bytes > 0) == (keep is None)
     step.store.wait()
     found, planned = step.store.metrics.traffic, step.traffic
     assert found.drive_read_bytes == planned.drive_read_bytes
