@@ -113,6 +113,24 @@ def test_steps_have_the_bits_of_params_that_are_read(name, tx, durability, start
     assert_same_states(kept.store, plain.store)
 
 
+@pytest.mark.parametrize(
+    ("tx", "options"),
+    [
+        (optax.lamb(1e-2), {}),
+        (optax.apply_if_finite(ADAM, 2), {}),
+        (ADAM, {"compress": jaxinf.top_k(0.1)}),
+    ],
+    ids=["lamb", "if finite", "compress"],
+)
+def test_steps_of_several_passes_and_of_parts_of_gradients(tx, options, started):
+    program = small()
+    plain = started(program, "plain", tx, **options)
+    kept = started(program, "kept", tx, keep="params", **options)
+    assert run(kept, program) == run(plain, program)
+    read_bytes(kept)
+    assert_same_states(kept.store, plain.store)
+
+
 def test_a_step_of_adam_moves_20_bytes_a_param(started):
     def loss(params, batch):
         return jnp.mean(jnp.tanh(batch @ params["in"]) @ params["out"])
