@@ -2,8 +2,9 @@
 
 It has 6.7 billion params; with AdamW in float32 they would take 81 GB. Here params have
 16 bits and are their own master (`--master none`), and the moments have 8 bits. The
-trainer streams two steps under a limit of resident memory, the store gives the space of
-its spare slot back, and the step is exported for transformers under the same limit.
+trainer streams two steps under a limit of resident memory. Then, under the same limit,
+a loss is computed of the store's params, the store gives the space of its spare slot
+back, and the step is exported for transformers.
 First a small model is trained both streamed and with all params in memory, and the
 losses are compared.
 
@@ -126,6 +127,19 @@ class Run:
                 f"nothing, found {found[0]:.4f}"
             )
 
+    def infer(self) -> None:
+        """Computes a loss of the params in the store.
+
+        Raises:
+          SystemExit: The command failed.
+        """
+        script = str(Path(__file__).with_name("store_loss.py"))
+        options = self._options
+        words = ("--store", str(self._store), "--preset", options.preset)
+        words += ("--memory", str(options.limit - OWN_BYTES))
+        words += ("--seq-len", str(options.seq_len))
+        self._watch("inferred", [sys.executable, script, *words])
+
     def export(self) -> None:
         """Frees the spare slot, and exports the step.
 
@@ -156,7 +170,7 @@ class Run:
             raise SystemExit(f"{name} failed with {status}")
         self.peak_bytes = max(self.peak_bytes, watcher.peak_bytes)
         print(
-            f"{name:7} {time.monotonic() - began_s:.0f} s, "
+            f"{name:8} {time.monotonic() - began_s:.0f} s, "
             f"{format_bytes(watcher.peak_bytes)} resident at most",
             flush=True,
         )
@@ -182,7 +196,7 @@ def streamed(options: Options, place: Path) -> list[str]:
 
 
 def main() -> None:
-    """Checks, trains, exports, prints."""
+    """Checks, trains, infers, exports, prints."""
     options = tyro.cli(Options, description=__doc__)
     options.store.mkdir(parents=True, exist_ok=True)
     count = num_params(MODELS["llama"].presets[options.preset])
@@ -195,6 +209,7 @@ def main() -> None:
     try:
         run.check_small()
         run.train()
+        run.infer()
         run.export()
     finally:
         if not options.keep:

@@ -22,7 +22,7 @@ from jaxinf.cli.terminal import show_progress
 from jaxinf.command_line import ByteSize, UsageError
 from jaxinf.engine import MasterFormat, StateFormat, convert_store
 from jaxinf.errors import JaxinfError
-from jaxinf.store import migrate, rebalance
+from jaxinf.store import migrate, rebalance, trim_store
 from jaxinf.terminal import format_bytes, printable
 
 __all__ = ["Checkpoint", "Doctor", "Inspect", "Store", "Verify", "main"]
@@ -298,13 +298,31 @@ class _Rebalance:
 
 
 @dataclass(frozen=True)
+class _Trim:
+    """Free the space of the slot that the next step will write: half of the store.
+
+    The committed step and all checkpoints stay. The store must not be open. A run that
+    goes on takes the space again.
+    """
+
+    store: Annotated[
+        tyro.conf.Positional[str], option("The store's directory.", "STORE")
+    ]
+
+    def run(self) -> None:
+        path = Path(self.store).expanduser().absolute()
+        print(f"{path}: {format_bytes(trim_store(path))} freed")
+
+
+@dataclass(frozen=True)
 class Store:
-    """Change a store's format or drives."""
+    """Change a store's format or drives, or free space."""
 
     action: (
         Annotated[_Migrate, tyro.conf.subcommand("migrate")]
         | Annotated[_Convert, tyro.conf.subcommand("convert")]
         | Annotated[_Rebalance, tyro.conf.subcommand("rebalance")]
+        | Annotated[_Trim, tyro.conf.subcommand("trim")]
     )
 
     def run(self) -> int:

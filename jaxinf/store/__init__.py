@@ -63,6 +63,7 @@ from jaxinf.store.schemas import LOCK, PLAN
 from jaxinf.store.snapshot import pinned_step, prune_snapshots, snapshot
 from jaxinf.store.space import check_free_space, stored_bytes
 from jaxinf.store.stock_documents import stock_documents
+from jaxinf.store.trimming import trim_store
 from jaxinf.store.verify import Verifier, step_bytes
 from jaxinf.store.views import find_leaf, open_array
 
@@ -140,5 +141,6 @@ __all__ = [
     "stock_documents",
     "stored_bytes",
     "stray_checkpoints",
+    "trim_store",
     "verify_spare",
 ]
