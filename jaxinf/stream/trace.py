@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinf.compat import ClosedJaxpr, key_name, source_line
+from jaxinf.compat import ClosedJaxpr, Tracer, key_name, source_line
 from jaxinf.errors import StreamError
 from jaxinf.stream.graph import aval_bytes
 from jaxinf.typing import PyTree
@@ -69,8 +69,28 @@ def check_params(params: PyTree) -> list[jax.ShapeDtypeStruct]:
 
 
 def abstract(tree: PyTree) -> PyTree:
-    """`tree` with each array replaced by its shape and dtype."""
+    """`tree` with each array replaced by its shape and dtype.
+
+    Raises:
+      StreamError: An array is on several devices.
+    """
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        _check_device(path, leaf)
     return jax.tree.map(_abstract_leaf, tree)
+
+
+def _check_device(path: tuple[Any, ...], leaf: Any) -> None:
+    """Refuses an array on several devices, since a plan is one device's."""
+    is_known = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+    devices = leaf.sharding.device_set if is_known else ()
+    if len(devices) > 1:
+        name = "/".join(map(key_name, path)) or "one"
+        raise StreamError(
+            f"jaxinf.stream: expected arrays on one device, the plan's, found {name} "
+            f"on {len(devices)}; pass NumPy arrays, or put them on one device "
+            "(jax.device_put(x, jax.devices()[0])). Streaming does not use several "
+            "devices yet; jaxinf.smart_update does"
+        )
 
 
 def trace(
