@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinf.compat import ClosedJaxpr, Tracer, key_name, source_line
+from jaxinf import compat
+from jaxinf.compat import ClosedJaxpr, key_name, source_line
 from jaxinf.errors import StreamError
 from jaxinf.stream.graph import aval_bytes
 from jaxinf.typing import PyTree
@@ -81,7 +82,7 @@ def abstract(tree: PyTree) -> PyTree:
 
 def _check_device(path: tuple[Any, ...], leaf: Any) -> None:
     """Refuses an array on several devices, since a plan is one device's."""
-    is_known = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+    is_known = isinstance(leaf, jax.Array) and not isinstance(leaf, compat.Tracer)
     devices = leaf.sharding.device_set if is_known else ()
     if len(devices) > 1:
         name = "/".join(map(key_name, path)) or "one"
