@@ -44,10 +44,11 @@ from jaxinf.activations import RateLimits, Scratch, Wear
 from jaxinf.stream import Runner, prepare
 from jaxinf.stream.absences import fitted
 from jaxinf.stream.calls import Calls
-from jaxinf.stream.choice import Choice, Profile, choose
-from jaxinf.stream.cut import choose_cuts
+from jaxinf.stream.choice import Choice, Problem, choose
+from jaxinf.stream.cut import choose_cuts, isolated
 from jaxinf.stream.plan import Plan, Prepared
 from jaxinf.stream.run import Executables, compiled_temp_bytes
+from jaxinf.stream.simulated import Profile
 from jaxinf.stream.values import Offloaded, Values
 
 PAPER_HIDDEN, SCALE, LAYERS, HEAD = 8192, 16, 4, 64
@@ -193,7 +194,8 @@ class Stack:
     def _cut(self) -> Plan:
         """The cuts with which offloading saves most, among those that suit keep."""
         times, tokens = self.ready.lifetimes, self.ready.tokens
-        cuts = dict.fromkeys(choose_cuts(times, tokens, limit) for limit in LIMITS)
+        coarse = [choose_cuts(times, tokens, limit) for limit in LIMITS]
+        cuts = dict.fromkeys([*coarse, *(isolated(times, one) for one in coarse)])
         plans = [self.ready.plan_of(one, "offload") for one in cuts]
         kept = [max(plan.calls.value_bytes()) for plan in plans]
         good = [
@@ -223,9 +225,8 @@ class Stack:
         """The plan in a share of keep's memory."""
         budget = int(share * self.keep.peak_bytes)
         graph = self.ready.lifetimes.graph
-        choice = choose(
-            graph, self.plan.programs, budget, Calls.value_bytes, self.profile
-        )
+        problem = Problem(graph, self.plan.programs, budget, Calls.value_bytes)
+        choice = choose(problem, self.profile)
         if choice is None:
             least = max(fitted(self.plan.calls, 0, Calls.value_bytes).value_bytes())
             sys.exit(

@@ -4,7 +4,7 @@ Invariant: a step's memory is as planned at every call, however fast the drive i
 value's memory is free from one given call to another.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -14,7 +14,14 @@ import numpy as np
 
 from jaxinf.stream.calls import Absence, Calls, Life, Slot
 
-__all__ = ["SMALL_BYTES", "fitted", "least_offloaded_bytes"]
+__all__ = [
+    "SMALL_BYTES",
+    "Candidate",
+    "candidates",
+    "fitted",
+    "least_offloaded_bytes",
+    "leaving",
+]
 
 SMALL_BYTES = 64 << 10
 """Smaller values stay in memory."""
@@ -25,8 +32,13 @@ _WRITING = 2
 
 
 @dataclass(frozen=True, eq=False)
-class _Candidate:
-    """A value that may leave between two calls that use it."""
+class Candidate:
+    """A value that may leave between two calls that use it.
+
+    Attributes:
+      slot, life: The value.
+      last, needed: Numbers of the two calls.
+    """
 
     slot: Slot
     life: Life
@@ -43,7 +55,7 @@ def least_offloaded_bytes(
     calls: Calls, temp_bytes: Mapping[str, int] | None = None
 ) -> int:
     """The least peak memory of a step; arguments as for `Calls.peak_bytes`."""
-    return int(_least(calls, temp_bytes, _candidates(calls)).max(initial=0))
+    return int(_least(calls, temp_bytes, candidates(calls)).max(initial=0))
 
 
 def fitted(
@@ -62,23 +74,42 @@ def fitted(
     """
     calls = replace(calls, absences={})
     used = np.array(memory(calls), np.int64)
-    candidates = _candidates(calls)
-    left = _leave(used, candidates, budget_bytes)
+    left = _leave(used, candidates(calls), budget_bytes)
+    return replace(calls, absences=_return(used, left, budget_bytes))
+
+
+def leaving(
+    calls: Calls,
+    chosen: Collection[Candidate],
+    budget_bytes: int,
+    memory: Callable[[Calls], Sequence[int]],
+) -> Calls:
+    """Returns the calls with given absences: each value leaves as soon as it can.
+
+    Args:
+      calls: Calls without absences.
+      chosen: Values of `candidates`.
+      budget_bytes, memory: As for `fitted`.
+    """
+    used = np.array(memory(calls), np.int64)
+    left = {one: one.positions.start for one in chosen}
+    for one in chosen:
+        used[one.positions] -= one.life.num_bytes
     return replace(calls, absences=_return(used, left, budget_bytes))
 
 
 def _leave(
-    used: np.ndarray, candidates: list[_Candidate], budget_bytes: int
-) -> dict[_Candidate, int]:
+    used: np.ndarray, those: list[Candidate], budget_bytes: int
+) -> dict[Candidate, int]:
     """The first position at which each chosen value is absent; updates `used`."""
-    left: dict[_Candidate, int] = {}
+    left: dict[Candidate, int] = {}
     for position in range(len(used)):
         if used[position] <= budget_bytes:
             continue
         ranked = sorted(
             (
                 one
-                for one in candidates
+                for one in those
                 if one not in left
                 and one.positions.start <= position < one.positions.stop
             ),
@@ -92,7 +123,7 @@ def _leave(
 
 
 def _return(
-    used: np.ndarray, left: Mapping[_Candidate, int], budget_bytes: int
+    used: np.ndarray, left: Mapping[Candidate, int], budget_bytes: int
 ) -> dict[Slot, Absence]:
     """Lets values come back as early as there is room, in the order of their use."""
     absences: dict[Slot, Absence] = {}
@@ -106,21 +137,24 @@ def _return(
             back -= 1
         used[back:stop] += one.life.num_bytes
         earliest = max(earliest, back)
-        absences[one.slot] = Absence(one.last, start + 1, back + 1, one.needed)
+        absences[one.slot] = Absence(one.life.made, start + 1, back + 1, one.needed)
     return absences
 
 
 def _least(
-    calls: Calls, temp_bytes: Mapping[str, int] | None, candidates: list[_Candidate]
+    calls: Calls, temp_bytes: Mapping[str, int] | None, those: list[Candidate]
 ) -> np.ndarray:
     used = np.array(calls.call_bytes(temp_bytes), np.int64)
-    for one in candidates:
+    for one in those:
         used[one.positions] -= one.life.num_bytes
     return used
 
 
-def _candidates(calls: Calls) -> list[_Candidate]:
-    """Values that may leave: neither small, nor results, nor handed to others."""
+def candidates(calls: Calls) -> list[Candidate]:
+    """Returns the values that may leave.
+
+    They are neither small, nor results, nor handed to others.
+    """
     pinned: set[object] = set(calls.results)
     for call in calls.calls:
         pinned.update(call.outputs[i] for _, i in call.gradients)
@@ -136,5 +170,5 @@ def _candidates(calls: Calls) -> list[_Candidate]:
             pairwise(uses), key=lambda gap: gap[1] - gap[0], default=(0, 0)
         )
         if needed - last > _WRITING:
-            found.append(_Candidate(slot, life, last, needed))
+            found.append(Candidate(slot, life, last, needed))
     return found

@@ -5,14 +5,14 @@ it. To recompute, the same program is called again, so its values have the same 
 """
 
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, zip_longest
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 from jaxinf.program.graph import Value
-from jaxinf.stream.graph import Graph, Origin, Piece, aval_bytes, num_bytes
+from jaxinf.stream.graph import Origin, Piece, aval_bytes, num_bytes
 from jaxinf.stream.programs import Program, Programs
 
 __all__ = [
@@ -23,11 +23,26 @@ __all__ = [
     "Life",
     "Policy",
     "Slot",
+    "Targets",
     "make_calls",
 ]
 
 Policy: TypeAlias = Literal["recompute", "keep", "offload"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
+
+
+class Targets(Protocol):
+    """What a program computes; a `Graph`, or what is left of it."""
+
+    @property
+    def results(self) -> Sequence[Value]:
+        """The loss and aux's leaves."""
+        ...
+
+    @property
+    def gradients(self) -> Mapping[Piece, Value]:
+        """Gradients by the parts of params that they belong to."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +97,7 @@ class Absence:
     """The time in which a value is on a drive and not in memory.
 
     Attributes:
-      written: The call after which it is written.
+      written: The call that makes it, after which it is written.
       gone: The first call before which its memory must be free.
       back: The first call before which its memory is taken again, to read it.
       needed: The next call that reads it.
@@ -268,7 +283,7 @@ def _smallest(call: Call, given_up: Container[Origin | Slot | None]) -> int | No
 
 
 def make_calls(
-    graph: Graph,
+    targets: Targets,
     programs: Programs,
     policy: Policy,
     repeated: Container[int] = (),
@@ -276,12 +291,12 @@ def make_calls(
     """Makes the calls of one step under a policy.
 
     Args:
-      graph: The whole program.
+      targets: Results and gradients of the whole program.
       programs: Its segments' programs.
       policy: The treatment of values that backward needs.
       repeated: With `"offload"`, segments that run forward again.
     """
-    builder = _Builder(graph)
+    builder = _Builder(targets)
     last = len(programs.forward) - 1
     if policy == "recompute":
         repeated = range(last)
@@ -312,10 +327,10 @@ def make_calls(
 
 
 class _Builder:
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, targets: Targets) -> None:
+        self.results = targets.results
         self.targets: dict[Value, list[Piece]] = {}
-        for piece, value in graph.gradients.items():
+        for piece, value in targets.gradients.items():
             self.targets.setdefault(value, []).append(piece)
         self.drafts: list[tuple[Program, list[Origin | Slot], list[Slot], bool]] = []
         self.slots: dict[Value, Slot] = {}
@@ -323,7 +338,7 @@ class _Builder:
         self.num_slots = 0
 
     def call(self, segment: int, program: Program) -> None:
-        if program.nodes:
+        if program.outputs:
             inputs = [self._read(value) for value in program.inputs]
             outputs = [self._slot() for _ in program.outputs]
             self.slots.update(zip(program.outputs, outputs, strict=True))
@@ -339,7 +354,7 @@ class _Builder:
         self.drafts.append((forward, inputs, outputs, True))
 
     def finish(self) -> Calls:
-        results = tuple(self.slots[value] for value in self.graph.results)
+        results = tuple(self.slots[value] for value in self.results)
         last: dict[Slot, int] = {}
         for i, (_, inputs, _, _) in enumerate(self.drafts):
             last.update({ref: i for ref in inputs if isinstance(ref, Slot)})

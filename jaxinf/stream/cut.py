@@ -8,11 +8,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from jaxinf.stream.graph import Piece
+from jaxinf.program.graph import Node
+from jaxinf.stream.graph import Piece, num_bytes
 from jaxinf.stream.lifetimes import Lifetimes
 from jaxinf.stream.periods import Run, find_runs
 
-__all__ = ["choose_cuts", "segment_bytes"]
+__all__ = ["choose_cuts", "isolated", "segment_bytes"]
 
 # Smaller blocks share a segment: each program costs a dispatch.
 _SMALL_BYTES = 4 << 20
@@ -21,6 +22,10 @@ _SEGMENT_COST = 1 << 16
 # The cost of a byte above the limit, if no cut can avoid it.
 _EXCESS_COST = 64
 _MAX_CANDIDATES = 400
+# A product of matrices with fewer terms a sum is cheap to compute again for its bytes:
+# that of queries and keys has 64 or 128.
+_FEW_TERMS = 128
+_LARGE_BYTES = 1 << 20
 # Factor by which a cut may exceed the cheapest one, to save a block.
 _PHASE_TOLERANCE = 1.5
 
@@ -47,6 +52,27 @@ def choose_cuts(
         cuts += chooser.units(blocks)
     cuts += chooser.divide(cuts[-1], num_nodes)
     return tuple(cuts)
+
+
+def isolated(lifetimes: Lifetimes, cuts: Sequence[int]) -> tuple[int, ...]:
+    """Gives large values that are cheap to compute segments of their own.
+
+    So they can be computed again without the rest of their segment.
+    """
+    found = set(cuts)
+    for i, node in enumerate(lifetimes.order.forward):
+        is_large = num_bytes(node.outputs) >= _LARGE_BYTES
+        if is_large and _num_terms(node) <= _FEW_TERMS:
+            found |= {i, i + 1}
+    return tuple(sorted(found))
+
+
+def _num_terms(node: Node) -> float:
+    """Products in a sum of a product of matrices; infinite for other operations."""
+    if node.name != "dot_general":
+        return float("inf")
+    (axes, _), _ = node.params["dimension_numbers"]
+    return float(np.prod([node.inputs[0].shape[axis] for axis in axes]))
 
 
 def segment_bytes(lifetimes: Lifetimes, start: int, end: int) -> int:

@@ -58,7 +58,8 @@ class Values:
         """Drops everything; no call may be under way."""
         self._held.clear()
         self._dropped_bytes.clear()
-        self.peak_bytes, self._most_bytes = self._most_bytes, 0
+        if self._most_bytes:  # else it was reset before
+            self.peak_bytes, self._most_bytes = self._most_bytes, 0
         self._now_bytes = 0
 
     def _count(self, num_bytes: int) -> None:
@@ -102,7 +103,8 @@ class Offloaded(Values):
         ends = {slot: calls.lives[slot].reads[-1] for slot in absences}
         self.cache = Cache(scratch, places, _most_back(calls, sizes))
         in_order = sorted(absences.items(), key=lambda item: item[1].needed)
-        self._writes = _by_call((s, one.written) for s, one in in_order[::-1])
+        first_gone = sorted(in_order, key=lambda item: item[1].gone)
+        self._writes = _by_call((s, one.written) for s, one in first_gone)
         self._gone = _by_call((s, one.gone) for s, one in in_order)
         self._back = _by_call((s, one.back) for s, one in in_order)
         self._ends = _by_call(ends.items())
@@ -117,17 +119,18 @@ class Offloaded(Values):
         """Waits for values that must be gone, and starts to read others."""
         for slot in self._gone.get(number, ()):
             self.cache.gone(slot)
+            del self._held[slot]
+            self._away.add(slot)
             self._count(-self._lives[slot].num_bytes)
         for slot in self._back.get(number, ()):
             self.cache.bring(slot)
             self._count(self._lives[slot].num_bytes)
 
     def after(self, number: int, drops: Sequence[Slot]) -> None:
-        """Drops values, and starts to write others."""
+        """Drops values, and starts to write others, which may still be read."""
         super().after(number, drops)
         for slot in self._writes.get(number, ()):
-            self.cache.leave(slot, self._held.pop(slot))
-            self._away.add(slot)
+            self.cache.leave(slot, self._held[slot])
 
     def done(self, number: int) -> None:
         """Frees memory that the call of that number was the last to read."""

@@ -12,7 +12,8 @@ from jaxinf.activations import Scratch
 from jaxinf.stream import absences, choice
 from jaxinf.stream.absences import fitted
 from jaxinf.stream.calls import Calls, make_calls
-from jaxinf.stream.choice import Profile, choose, simulate
+from jaxinf.stream.choice import Problem, choose, rules_of
+from jaxinf.stream.simulated import Profile, simulate
 from jaxinf.stream.values import Offloaded
 
 
@@ -41,6 +42,10 @@ def budget_of(plan, share):
     return int(share * max(plan.calls.value_bytes()))
 
 
+def chosen(graph, plan, budget, rates):
+    return choose(Problem(graph, plan.programs, budget, Calls.value_bytes), rates)
+
+
 def every_choice(graph, plan, budget, rates):
     """The time of each set of segments that fits."""
     segments = range(len(plan.programs.forward) - 1)
@@ -63,7 +68,7 @@ def test_no_choice_is_faster(share, rate, most_exhaustive, monkeypatch):
     monkeypatch.setattr(choice, "_MOST_EXHAUSTIVE", most_exhaustive)
     _, graph, plan = cut()
     budget, rates = budget_of(plan, share), profile(plan, rate)
-    found = choose(graph, plan.programs, budget, Calls.value_bytes, rates)
+    found = chosen(graph, plan, budget, rates)
     every = every_choice(graph, plan, budget, rates)
     assert (found is None) == (not every)
     if found is None:
@@ -72,17 +77,18 @@ def test_no_choice_is_faster(share, rate, most_exhaustive, monkeypatch):
     assert found.expected_s == pytest.approx(simulate(found.calls, rates))
     assert found.expected_s <= 1.02 * min(every.values())
     assert found.bound_s <= found.expected_s
-    # The baselines: offload alone, and all segments again.
-    for rule in (frozenset(), frozenset(range(len(plan.programs.forward) - 1))):
-        assert found.expected_s <= every.get(rule, float("inf"))
+    assert set(found.rules) == {"keep", "recompute", "offload", "greedy", "SSDTrain"}
+    assert found.expected_s <= min(found.rules.values())
+    assert found.rules["offload"] == every.get(frozenset(), float("inf"))
+    everything = frozenset(range(len(plan.programs.forward) - 1))
+    assert found.rules["recompute"] >= every.get(everything, 0.0)
 
 
 def test_a_fast_drive_offloads_and_a_slow_one_recomputes():
     _, graph, plan = cut()
     budget = budget_of(plan, 0.7)
     fast, slow = (
-        choose(graph, plan.programs, budget, Calls.value_bytes, profile(plan, rate))
-        for rate in (1e9, 10.0)
+        chosen(graph, plan, budget, profile(plan, rate)) for rate in (1e9, 10.0)
     )
     assert not fast.repeated
     assert fast.offloaded_bytes > 0
@@ -92,26 +98,45 @@ def test_a_fast_drive_offloads_and_a_slow_one_recomputes():
     assert "0 segments run forward again" in str(fast)
 
 
+def test_ssdtrain_s_rule_keeps_what_the_drive_cannot_take():
+    _, graph, plan = cut()
+    most, written = budget_of(plan, 1.0), []
+    for rate in (1e9, 1500.0, 300.0, 1.0):
+        problem = Problem(graph, plan.programs, most, Calls.value_bytes)
+        written.append(
+            rules_of(problem, profile(plan, rate))["SSDTrain"].offloaded_bytes
+        )
+    assert written == sorted(written, reverse=True)
+    assert written[0] > written[-1] == 0
+
+
+def test_params_that_are_read_slowly_cost_time():
+    _, graph, plan = cut()
+    rates = replace(profile(plan, 1e9), params=10.0)
+    calls = make_calls(graph, plan.programs, "offload")
+    alone, read = (simulate(calls, rates, one) for one in ({}, {3: 1000}))
+    assert read > alone
+    assert read > 100.0
+
+
 def test_what_fits_stays():
     _, graph, plan = cut()
     budget = budget_of(plan, 1.0)
-    found = choose(graph, plan.programs, budget, Calls.value_bytes, profile(plan, 1.0))
+    found = chosen(graph, plan, budget, profile(plan, 1.0))
     assert not found.repeated
     assert not found.calls.absences
 
 
 def test_a_budget_that_is_too_small_has_no_plan():
     _, graph, plan = cut()
-    assert (
-        choose(graph, plan.programs, 1, Calls.value_bytes, profile(plan, 1.0)) is None
-    )
+    assert chosen(graph, plan, 1, profile(plan, 1.0)) is None
 
 
 @pytest.mark.parametrize("rate", [1500.0, 1e9])
 def test_a_chosen_plan_has_the_bits_of_keep(rate, tmp_path):
     program, graph, plan = cut()
     budget, rates = budget_of(plan, 0.6), profile(plan, rate)
-    found = choose(graph, plan.programs, budget, Calls.value_bytes, rates)
+    found = chosen(graph, plan, budget, rates)
     executables = {}
     expected = streamed(program, plan, executables)
     num_compiled = len(executables)
