@@ -242,6 +242,7 @@ class Stack:
             lambda _, piece: piece.of(self.leaves[piece.leaf]),
             lambda piece, gradient: None,
         )
+        assert loss is not None, "a step has a loss"
         loss.block_until_ready()
         return time.perf_counter() - began_s
 
