@@ -160,7 +160,8 @@ def next_token(model: Any, inputs: Inputs) -> tuple[jax.Array, list[Any]]:
     Returns:
       The token, int32 [batch], and ``past`` with the new ones.
     """
-    pasts = [Past(*held, inputs["filled"]) for held in inputs["past"]]
+    filled = inputs["filled"]
+    pasts = [Past(keys, values, filled) for keys, values in inputs["past"]]
     last = jax.lax.dynamic_index_in_dim(
         model.continued(inputs["tokens"], pasts),
         inputs["count"] - 1,
