@@ -210,13 +210,13 @@ def test_slices_of_stacks(tx, name, open_store):
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-5)
 
 
-def test_a_runner_combines_slices():
+def test_a_runner_combines_slices(open_store):
     """The sum of a stack is that of its slices' sums; a leaf that is whole is exact."""
     params = {"s": jnp.zeros((3, 8, 5)), "w": jnp.zeros((7, 9))}
     program = trace_optimizer(optax.chain(CLIP, optax.sgd(0.1)), params)
     passes = passes_for(program, [Piece(0, (i,)) for i in range(3)])
     assert (passes.num_passes, passes.whole) == (2, set())
-    runner = PassRunner(None, program, passes)  # type: ignore[arg-type]
+    runner = PassRunner(open_store().training, program, passes)
     stack = np.asarray(jax.random.normal(jax.random.key(0), (3, 8, 5)))
     runner._env = {}
     for i in range(3):
