@@ -7,7 +7,7 @@ Invariant: the mean of a step's gradients is handed on once; until then the sums
 memory as far as there is room, and beyond that on the drive.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jaxinf.compat import key_name
 from jaxinf.errors import StreamError
 from jaxinf.stream.graph import Piece
 from jaxinf.stream.spill import Spill
-from jaxinf.stream.stage import Stage
+from jaxinf.stream.stage import Handed, Stage
 from jaxinf.stream.trace import abstract
 from jaxinf.typing import Array, PyTree
 
@@ -112,10 +112,12 @@ class Accumulation:
         if not number:
             self._spill.reset()
             self._stage.waited_s = 0.0
-        if number < self._count - 1:
-            self._stage.start(self._add)
-        else:
-            self._stage.start(lambda piece, g: hand_on(piece, self._mean(piece, g)))
+
+        def finish(taken: Sequence[Handed]) -> None:
+            for piece, gradient in taken:
+                hand_on(piece, self._mean(piece, gradient))
+
+        self._stage.start(self._add if number < self._count - 1 else finish)
 
     def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
         """Takes a gradient; blocks while too many wait."""
@@ -144,8 +146,9 @@ class Accumulation:
         """Bytes of the last step's sums that waited in memory and in the file."""
         return self._spill.kept_bytes, self._spill.written_bytes
 
-    def _add(self, piece: Piece, gradient: jax.Array | Array) -> None:
-        self._spill.put(piece, self._sum(piece, gradient))
+    def _add(self, taken: Sequence[Handed]) -> None:
+        for piece, gradient in taken:
+            self._spill.put(piece, self._sum(piece, gradient))
 
     def _sum(self, piece: Piece, gradient: jax.Array | Array) -> Array:
         """The sum in float32, or in the gradient's dtype if that is longer."""

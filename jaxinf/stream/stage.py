@@ -6,7 +6,7 @@ Invariant: what waits for it is bounded in bytes; one item is always accepted.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import jax
@@ -14,9 +14,12 @@ import jax
 from jaxinf.stream.graph import Piece
 from jaxinf.typing import Array
 
-__all__ = ["Action", "Stage"]
+__all__ = ["Action", "Handed", "Stage"]
 
-Action: TypeAlias = Callable[[Piece, jax.Array | Array], None]
+Handed: TypeAlias = tuple[Piece, jax.Array | Array]
+"""A piece of a leaf and its gradient."""
+
+Action: TypeAlias = Callable[[Sequence[Handed]], None]
 
 
 class Stage:
@@ -25,16 +28,18 @@ class Stage:
     Args:
       name: Of the thread.
       capacity_bytes: Bytes of gradients that may wait.
+      short_bytes: Gradients up to this long are passed on together, if several wait.
 
     Attributes:
       waited_s: Time that gradients waited for room since the last reset.
     """
 
-    def __init__(self, name: str, capacity_bytes: int) -> None:
+    def __init__(self, name: str, capacity_bytes: int, short_bytes: int = 0) -> None:
         self._name = name
         self._capacity_bytes = capacity_bytes
+        self._short_bytes = short_bytes
         self._changed = threading.Condition()
-        self._queue: deque[tuple[Piece, jax.Array | Array]] = deque()
+        self._queue: deque[Handed] = deque()
         self._waiting_bytes = 0
         self._is_ending = False
         self._error: BaseException | None = None
@@ -98,11 +103,10 @@ class Stage:
 
     def _run(self, action: Action) -> None:
         try:
-            while (taken := self._next()) is not None:
-                piece, gradient = taken
-                num_bytes = gradient.nbytes
-                action(piece, gradient)
-                del taken, gradient
+            while taken := self._next():
+                num_bytes = sum(gradient.nbytes for _, gradient in taken)
+                action(taken)
+                del taken
                 with self._changed:
                     self._waiting_bytes -= num_bytes
                     self._changed.notify_all()
@@ -112,7 +116,14 @@ class Stage:
                 self._queue.clear()
                 self._changed.notify_all()
 
-    def _next(self) -> tuple[Piece, jax.Array | Array] | None:
+    def _next(self) -> list[Handed]:
+        """Returns the next gradient, or several short ones; none at the end. Blocks."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._is_ending)
-            return self._queue.popleft() if self._queue else None
+            taken = [self._queue.popleft()] if self._queue else []
+            while taken and self._queue and self._is_short(taken[-1], self._queue[0]):
+                taken.append(self._queue.popleft())
+            return taken
+
+    def _is_short(self, *handed: Handed) -> bool:
+        return all(gradient.nbytes <= self._short_bytes for _, gradient in handed)

@@ -217,7 +217,6 @@ class StreamedStep:
         training.join()
         self._waited_s = time.perf_counter() - began_s
         bound.supply.counts = FetchCounts()
-        bound.updates.waited_s = 0.0
         bound.runner.values.counts()
         with self._interrupts.held_back():
             bound.updates.begin(given)

@@ -7,9 +7,6 @@ Invariant: the store advances by one step if every gradient arrived and was fini
   otherwise it does not advance.
 """
 
-import threading
-import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -25,13 +22,13 @@ from jaxinf.stream.deferred import Deferred, is_finite
 from jaxinf.stream.graph import Piece
 from jaxinf.stream.passes import PassRunner
 from jaxinf.stream.places import Places, Unit
+from jaxinf.stream.stage import Handed, Stage
 from jaxinf.typing import Array
 
 __all__ = ["FetchedParams", "NonFinitePolicy", "Updates"]
 
 NonFinitePolicy: TypeAlias = Literal["error", "skip", "allow"]
 
-_Handed: TypeAlias = tuple[Unit, Piece, jax.Array | Array]
 # Gradients up to this long share a call of the engine.
 _SHORT_BYTES = 1 << 20
 _NO_PARAMS = np.empty(0, np.float32)
@@ -70,9 +67,6 @@ class Updates:
       fetched: Params that updates take instead of reading them.
       deferred: Takes gradients until the last one arrives; None if none waits.
       nonfinite: The effect of a non-finite gradient.
-
-    Attributes:
-      waited_s: Time that gradients waited for room since the last reset.
     """
 
     def __init__(
@@ -90,23 +84,16 @@ class Updates:
         self._training = training
         self._program = program
         self._places = places
-        self._capacity_bytes = capacity_bytes
+        self._stage = Stage("jaxinf-updates", capacity_bytes, _SHORT_BYTES)
         self._nonfinite: NonFinitePolicy = nonfinite
         self._fetched = fetched
         self._deferred = deferred
         self._passes = passes
         self._compressor = compressor
-        self._changed = threading.Condition()
-        self._queue: deque[_Handed] = deque()
-        self._waiting_bytes = 0
         self._gathering: dict[Unit, _Gathered] = {}
-        self._error: BaseException | None = None
         self._bad: list[str] = []
         self._step = 0
-        self._thread: threading.Thread | None = None
-        self._is_ending = False
         self._num_skipped = 0
-        self.waited_s = 0.0
 
     # --- a step --------------------------------------------------------------------
 
@@ -118,12 +105,13 @@ class Updates:
         """
         self._step = self._training.opened.finished.step
         self._passes.begin(extra_args)
-        self._gathering, self._bad, self._error = {}, [], None
+        self._gathering, self._bad = {}, []
+        self._stage.waited_s = 0.0
         if self._deferred is None:
-            self._start_thread(self._update)
+            self._stage.start(self._update)
         else:
             self._deferred.begin()
-            self._start_thread(self._defer)
+            self._stage.start(self._defer)
 
     def hand_out(self, piece: Piece, gradient: jax.Array | Array) -> None:
         """Takes a complete gradient; blocks while too many wait.
@@ -131,7 +119,7 @@ class Updates:
         Raises:
           BaseException: The exception that stopped the updates.
         """
-        self._put(piece, gradient)
+        self._stage.put(piece, gradient)
 
     def finish(
         self,
@@ -148,7 +136,7 @@ class Updates:
           NonFiniteGradientError: The step was refused.
           BaseException: The exception that stopped the updates.
         """
-        self._end_thread()
+        self._stage.end()
         self._passes.give(extra_args)
         if self._deferred is not None:
             self._bad = list(self._deferred.bad)
@@ -174,13 +162,16 @@ class Updates:
 
     def abandon(self) -> None:
         """Abandons the step without a commit."""
-        with self._changed:
-            self._queue.clear()
-        self._end_thread(check=False)
+        self._stage.abandon()
         if self._deferred is not None:
             self._deferred.spill.reset()
         self._passes.close()
         self._training.steps.abandon()
+
+    @property
+    def waited_s(self) -> float:
+        """Time that the last step's gradients waited for room."""
+        return self._stage.waited_s
 
     @property
     def spilled_bytes(self) -> tuple[int, int]:
@@ -215,90 +206,18 @@ class Updates:
                 self._passes.add(piece, gradient)
         check()
         overwrites = self._training.opened.num_uncommitted > 0
-        self._start_thread(self._update)
+        self._stage.start(self._update)
         for piece, gradient in deferred.take_all():
-            self._put(piece, gradient)
+            self._stage.put(piece, gradient)
             if not overwrites:
                 check()
-        self._end_thread()
+        self._stage.end()
 
-    def _put(self, piece: Piece, gradient: jax.Array | Array) -> None:
-        """Queues a gradient for the thread; blocks while too many wait."""
-        unit = self._places.unit(piece)
-        with self._changed:
-            began_s = time.perf_counter()
-            self._changed.wait_for(
-                lambda: (
-                    self._error is not None
-                    or not self._waiting_bytes
-                    or self._waiting_bytes + gradient.nbytes <= self._capacity_bytes
-                )
-            )
-            self.waited_s += time.perf_counter() - began_s
-            if self._error is not None:
-                raise self._error
-            self._waiting_bytes += gradient.nbytes
-            self._queue.append((unit, piece, gradient))
-            self._changed.notify_all()
-
-    def _start_thread(self, action: Callable[[Sequence[_Handed]], None]) -> None:
-        """Starts a thread that passes what is queued to `action`."""
-        self._queue.clear()
-        self._waiting_bytes, self._is_ending = 0, False
-        self._thread = threading.Thread(
-            target=self._run, args=(action,), name="jaxinf-updates", daemon=True
-        )
-        self._thread.start()
-
-    def _end_thread(self, *, check: bool = True) -> None:
-        """Waits until all that was queued is done; with `check` raises its error."""
-        with self._changed:
-            self._is_ending = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if check and self._error is not None:
-            raise self._error
-
-    def _run(self, action: Callable[[Sequence[_Handed]], None]) -> None:
-        try:
-            while True:
-                taken = self._next()
-                if not taken:
-                    return
-                num_bytes = sum(gradient.nbytes for _, _, gradient in taken)
-                action(taken)
-                del taken
-                with self._changed:
-                    self._waiting_bytes -= num_bytes
-                    self._changed.notify_all()
-        except BaseException as error:
-            with self._changed:
-                self._error = error
-                self._queue.clear()
-                self._changed.notify_all()
-
-    def _next(self) -> list[_Handed]:
-        """Returns the next gradient to apply, or several short ones; none at the end.
-
-        Blocks until there is one.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._is_ending)
-            taken: list[_Handed] = []
-            while self._queue and (
-                not taken or self._queue[0][2].nbytes <= _SHORT_BYTES
-            ):
-                taken.append(self._queue.popleft())
-                if taken[-1][2].nbytes > _SHORT_BYTES:
-                    break
-            return taken
-
-    def _defer(self, taken: Sequence[_Handed]) -> None:
+    def _defer(self, taken: Sequence[Handed]) -> None:
         assert self._deferred is not None
-        for unit, piece, gradient in taken:
+        for piece, gradient in taken:
             if piece.leaf in self._passes.passes.whole:
+                unit = self._places.unit(piece)
                 whole = self._gathered(unit, piece, np.asarray(gradient))
                 if whole is None:
                     continue
@@ -306,9 +225,10 @@ class Updates:
             self._passes.add(piece, gradient)
             self._deferred.add(piece, gradient)
 
-    def _update(self, taken: Sequence[_Handed]) -> None:
+    def _update(self, taken: Sequence[Handed]) -> None:
         requests: dict[Unit, UpdateRequest] = {}
-        for unit, piece, gradient in taken:
+        for piece, gradient in taken:
+            unit = self._places.unit(piece)
             whole = self._gathered(unit, piece, np.asarray(gradient))
             if whole is None:
                 continue
