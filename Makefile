@@ -8,6 +8,9 @@ NEWEST_PYTHON ?= $(firstword $(foreach v,3.14 3.13 3.12 3.11,$(shell python$(v) 
 XRT_PACKAGES := libxrt1 libxrt-dev uuid-dev binutils g++
 SOURCES := pyproject.toml setup.py $(shell find jaxinf hls models -name '*.py' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 
+# Tests that pytest has rewritten are kept for the next stage, whatever the shell says.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help train big bigger test test-long test-models test-compilers test-newest test-hls test-cards test-xrt test-faults faults lint clean
 

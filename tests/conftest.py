@@ -1,5 +1,6 @@
 """Fixtures that every part of the suite uses."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -38,6 +39,16 @@ def keeps_what_is_compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
     jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def older_objects_are_not_searched_for_garbage() -> None:
+    """Freezes modules, tests and caches, so that a collection takes milliseconds.
+
+    Each step that is planned collects garbage, which took longer than its compilation.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
