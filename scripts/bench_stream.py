@@ -12,6 +12,7 @@ step of each turn does not count; it pays for work that another has left over.
                      interval that has the median with 95 % confidence
     bytes_ratio      the same of bytes read and written on the drive
     dispatch_share   of a step: the host's time in calls of compiled programs
+    clip_ratio       with --clip-norm: over a streamed step without clipping, in turns
     compile_s        of all programs, and of one jit of loss and gradient; without trace
 
 With --timeline FILE the spans of a step are kept, for scripts/plot_timeline.py.
@@ -52,10 +53,15 @@ class Streamed:
       arguments: of the program.
       store: where it is; several may share one.
       policy: of `jaxinf.stream`.
+      clip_norm: 0: none.
     """
 
     def __init__(
-        self, arguments: argparse.Namespace, store: jaxinf.Store, policy: Policy
+        self,
+        arguments: argparse.Namespace,
+        store: jaxinf.Store,
+        policy: Policy,
+        clip_norm: float,
     ) -> None:
         config = PRESETS[arguments.preset]
         graphdef, _ = abstract_params(config)
@@ -67,7 +73,7 @@ class Streamed:
         self.loss_fn = loss_fn
         self.step: StreamedStep = jaxinf.stream(
             loss_fn,
-            optimizer(arguments.clip_norm),
+            optimizer(clip_norm),
             store,
             memory_bytes=arguments.memory,
             policy=policy,
@@ -102,13 +108,15 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     tx = optimizer(arguments.clip_norm)
     update_store = jaxinf.open_store(place / "update", memory_bytes=arguments.ring)
     update = Trainer(arguments, jaxinf.smart_update(tx, update_store))
-    store = jaxinf.open_store(place / "stream")
-    streamed = {name: Streamed(arguments, store, name) for name in arguments.policy}
+    streamed = streamed_steps(arguments, place / "stream", arguments.clip_norm)
+    unclipped: dict[Policy, Streamed] = {}
+    if arguments.clip_norm:
+        unclipped = streamed_steps(arguments, place / "unclipped", 0.0)
     for turn in range(arguments.reps):
         update.turn(arguments, 2 * turn)
         update_store.wait()
         time.sleep(DRAIN_S)  # what is read ahead would be in the other's time
-        for one in streamed.values():
+        for one in (*streamed.values(), *unclipped.values()):
             one.turn(arguments, 2 * turn)
             time.sleep(DRAIN_S)
         show_pair(turn, update, streamed)
@@ -126,12 +134,34 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     }
     for name, one in streamed.items():
         found[name] = figures(one, update.seconds, found["update_drive_bytes"])
+    for name, one in unclipped.items():
+        clipped_ratios = pairwise(streamed[name].seconds, one.seconds)
+        found[name] |= {
+            "clip_ratio": round(statistics.median(clipped_ratios), 4),
+            "clip_interval": [round(one, 4) for one in interval(clipped_ratios)],
+            "unclipped_drive_bytes": one.drive_bytes,
+        }
     if arguments.timeline:
         keep_timeline(arguments, next(iter(streamed.values())))
-    for one in streamed.values():
+    for one in (*streamed.values(), *unclipped.values()):
         one.step.close()
     update_store.close()
     return found
+
+
+def streamed_steps(
+    arguments: argparse.Namespace, place: Path, clip_norm: float
+) -> dict[Policy, Streamed]:
+    """One for each policy, all on one store."""
+    store = jaxinf.open_store(place)
+    return {
+        name: Streamed(arguments, store, name, clip_norm) for name in arguments.policy
+    }
+
+
+def pairwise(some: Sequence[float], others: Sequence[float]) -> list[float]:
+    """The ratios of pairs."""
+    return [a / b for a, b in zip(some, others, strict=True)]
 
 
 def keep_timeline(arguments: argparse.Namespace, streamed: Streamed) -> None:
@@ -193,10 +223,8 @@ def figures(
     """Returns the figures of one policy."""
     plan = streamed.step.plan
     assert plan is not None
-    ratios = [a / b for a, b in zip(streamed.seconds, update_s, strict=True)]
-    shares = [
-        a / b for a, b in zip(streamed.dispatched_s, streamed.seconds, strict=True)
-    ]
+    ratios = pairwise(streamed.seconds, update_s)
+    shares = pairwise(streamed.dispatched_s, streamed.seconds)
     return {
         "step_s": round(statistics.median(streamed.seconds), 4),
         "ratio": round(statistics.median(ratios), 4),
