@@ -16,6 +16,7 @@ from jaxinf.engine.failure import check_announced
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.options import Durability, MasterChoice, MasterFormat, StateFormat
 from jaxinf.engine.recalled import SlotRequest
+from jaxinf.engine.sharding import distinct_shards, shard_counts
 from jaxinf.engine.state import ParamsReader
 from jaxinf.engine.steps import StepMetrics
 from jaxinf.engine.store import (
@@ -57,10 +58,12 @@ __all__ = [
     "close",
     "convert_store",
     "describe",
+    "distinct_shards",
     "gradient_forms",
     "keeps_feedback",
     "moved_states",
     "open_store",
+    "shard_counts",
     "store_of",
     "store_with_id",
 ]

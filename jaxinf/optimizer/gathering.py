@@ -12,8 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxinf.engine import Store
-from jaxinf.optimizer.sharding import shard_counts
+from jaxinf.engine import Store, shard_counts
 
 __all__ = ["moved", "stored_shardings"]
 

@@ -14,14 +14,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinf import compat
 from jaxinf.csd import ScalarInputs
-from jaxinf.engine import StoreDescription
+from jaxinf.engine import StoreDescription, distinct_shards
 from jaxinf.optimizer.callback import call_once
 from jaxinf.optimizer.deferred import run_prologue
 from jaxinf.optimizer.entering import entering
 from jaxinf.optimizer.host_init import HostInit
 from jaxinf.optimizer.leaf_call import HostCall, leaf_call, send
 from jaxinf.optimizer.sharding import (
-    distinct_shards,
     mesh_of,
     on_one_mesh,
     shard_indices,

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -19,10 +18,8 @@ __all__ = [
     "Axis",
     "Split",
     "axis_indices",
-    "distinct_shards",
     "mesh_of",
     "on_one_mesh",
-    "shard_counts",
     "shard_indices",
     "shard_origin",
     "split_of",
@@ -125,32 +122,8 @@ def shard_origin(split: Split, device: Array, shape: Sequence[int]) -> tuple[int
     return tuple(origin)
 
 
-def shard_counts(
-    sharding: NamedSharding | None, shape: Sequence[int]
-) -> tuple[int, ...]:
-    """Returns the number of shards along each dimension; all 1 without a sharding."""
-    if sharding is None:
-        return (1,) * len(shape)
-    local = sharding.shard_shape(tuple(shape))
-    pairs = zip(shape, local, strict=True)
-    return tuple(whole // part if part else 1 for whole, part in pairs)
-
-
 def shard_indices(leaf: Any) -> list[tuple[slice, ...]]:
     """Returns the index of each part of an array in this process; reads nothing."""
     if not isinstance(getattr(leaf, "sharding", None), NamedSharding):
         return [(slice(None),) * len(leaf.shape)]
     return [s.index for s in leaf.addressable_shards if s.replica_id == 0]
-
-
-def distinct_shards(leaf: Any) -> list[tuple[tuple[slice, ...], Array]]:
-    """Yields index and data of each part of an array in this process, replicas once.
-
-    The data are views if the platform supports them, as a CPU does.
-    """
-    sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
-        array = np.asarray(leaf)
-        return [((slice(None),) * array.ndim, array)]
-    shards = [s for s in leaf.addressable_shards if s.replica_id == 0]
-    return [(shard.index, np.asarray(shard.data)) for shard in shards]

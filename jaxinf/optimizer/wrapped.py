@@ -21,10 +21,10 @@ from jaxinf.engine import (
     describe,
     gradient_forms,
     keeps_feedback,
+    shard_counts,
 )
 from jaxinf.optimizer.host_init import OnExisting
 from jaxinf.optimizer.host_side import HostSide
-from jaxinf.optimizer.sharding import shard_counts
 from jaxinf.program import (
     InitProgram,
     UpdateProgram,
