@@ -17,12 +17,12 @@ from jaxinf.compress import TopK
 from jaxinf.engine import Store, Training
 from jaxinf.io import ByteCounts
 from jaxinf.program import Passes, UpdateProgram
-from jaxinf.stream.calls import Policy
+from jaxinf.stream.calls import Call, Policy
 from jaxinf.stream.compressing import Compressor
 from jaxinf.stream.deferred import Deferred
-from jaxinf.stream.fetch import Fetcher, reused_bytes
+from jaxinf.stream.fetch import Fetch, Fetcher, reused_bytes
 from jaxinf.stream.graph import Piece
-from jaxinf.stream.keeping import Keep, Keeper, beside
+from jaxinf.stream.keeping import Keep, Keeper, Keeping, beside
 from jaxinf.stream.kept import keep_plan, kept_plan
 from jaxinf.stream.memory import (
     READER_BYTES,
@@ -36,7 +36,7 @@ from jaxinf.stream.optimizer import passes_for, trace_optimizer
 from jaxinf.stream.passes import PassRunner
 from jaxinf.stream.places import Places, Unit
 from jaxinf.stream.plan import Plan, Prepared
-from jaxinf.stream.reading import make_window, planned_fetches
+from jaxinf.stream.reading import Reading, make_window, planned_fetches
 from jaxinf.stream.resident import Resident
 from jaxinf.stream.run import (
     Executables,
@@ -56,6 +56,7 @@ from jaxinf.stream.traffic import (
 )
 from jaxinf.stream.updates import NonFinitePolicy, Updates
 from jaxinf.stream.values import Offloaded, Values
+from jaxinf.stream.windows import Window
 from jaxinf.typing import PyTree
 
 __all__ = ["Binder", "Bound", "Options"]
@@ -98,6 +99,41 @@ class Bound:
     reused_bytes: int
     traffic: ByteCounts
     store_bytes: int
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """What runs a step and does not depend on the order of its calls.
+
+    Attributes:
+      division: Memory, without that of params that stay.
+      gradient_bytes, sum_bytes: Bytes of each gradient, and of its sum over parts of a
+        batch.
+    """
+
+    program: UpdateProgram
+    passes: Passes
+    numbers: PassRunner
+    places: Places
+    units: Set[Unit]
+    compressor: Compressor
+    division: Division
+    deferred: Deferred | None
+    takers: "_Takers"
+    keeping: Keeping
+    sums: Accumulation
+    gradient_bytes: Mapping[Piece, int]
+    sum_bytes: Mapping[Piece, int]
+
+    @property
+    def spilled(self) -> int:
+        """Memory for gradients that wait for the last one."""
+        return 0 if self.deferred is None else self.deferred.spill.capacity_bytes
+
+    @cached_property
+    def gives(self) -> frozenset[Unit]:
+        """Units that stay, and that updates can take."""
+        return frozenset(filter(self.takers.from_memory, self.keeping.units))
 
 
 class Binder:
@@ -146,6 +182,14 @@ class Binder:
         Raises:
           StreamError: The program cannot be cut to fit, or the kept plan is another's.
         """
+        frame, plan = self._framed(ready, params)
+        if plan.is_offloaded:
+            temps = compiled_temp_bytes(plan, self._executables)
+            plan = plan.fitted(frame.division.programs, temps)
+        return self._bound(frame, plan)
+
+    def _framed(self, ready: Prepared, params: PyTree) -> "tuple[_Frame, Plan]":
+        """Divides the memory, then cuts the program to fit its part."""
         training, options = self._store.training, self._options
         shapes = [leaf.shape for leaf in ready.traced.params]
         dtypes = [leaf.dtype for leaf in ready.traced.params]
@@ -154,23 +198,16 @@ class Binder:
         places = Places(shapes, dtypes, partial(self._can_move, whole=passes.whole))
         numbers = PassRunner(training, program, passes)
         units = {places.unit(piece) for piece in ready.gradient_pieces}
-        division = divide(
-            options.memory_bytes,
-            training.opened.limit_memory(0),
-            max((unit.num_bytes for unit in units), default=0),
-            self.device_limit,
-        )
         compressor = Compressor(training, options.compress)
         arrivals = _arrivals(ready.gradient_pieces, shapes, passes.whole)
-        division = division.without(
+        division = self._division(units).without(
             max(numbers.compile(arrivals), compressor.compile(units)),
             "computing numbers of its gradients",
             is_on_device=True,
         )
-        scratch = Scratch(self._drives(), training.opened.meters)
         if options.policy == "offload":
             division = division.without(
-                writing_bytes(scratch.num_drives), "writing its values to drives"
+                writing_bytes(len(self._drives())), "writing its values to drives"
             )
         deferred = self._deferred(program, passes, division)
         takers = _Takers(training, program, passes, is_deferred=deferred is not None)
@@ -186,72 +223,112 @@ class Binder:
             partial(compiled_bytes, executables=self._executables),
         )
         plan, keeping = keeper.applied(self._plan(ready, division, keeper.peak_bytes))
-        division = beside(division, keeping)
+        avals = {p: v.aval for p, v in ready.lifetimes.graph.gradients.items()}
+        frame = _Frame(
+            program,
+            passes,
+            numbers,
+            places,
+            units,
+            compressor,
+            beside(division, keeping),
+            deferred,
+            takers,
+            keeping,
+            self._sums(division),
+            {piece: ready.lifetimes.sizes[piece] for piece in avals},
+            {piece: sum_bytes(aval) for piece, aval in avals.items()},
+        )
+        return frame, plan
+
+    def _division(self, units: Set[Unit]) -> Division:
+        return divide(
+            self._options.memory_bytes,
+            self._store.training.opened.limit_memory(0),
+            max((unit.num_bytes for unit in units), default=0),
+            self.device_limit,
+        )
+
+    def _bound(self, frame: "_Frame", plan: Plan) -> Bound:
+        """Makes what runs a plan's calls, from what does not depend on them."""
+        training, options, division = (
+            self._store.training,
+            self._options,
+            frame.division,
+        )
         values = Values()
         if plan.is_offloaded:
-            temps = compiled_temp_bytes(plan, self._executables)
-            plan = plan.fitted(division.programs, temps)
+            scratch = Scratch(self._drives(), training.opened.meters)
             values = Offloaded(plan.calls, scratch)
-        spilled = 0 if deferred is None else deferred.spill.capacity_bytes
         reading = planned_fetches(
-            plan, places, division, takers.from_read, keeping.units
+            plan, frame.places, division, frame.takers.from_read, frame.keeping.units
         )
-        fetches = reading.fetches
-        early = [replace(fetch, gradient=None) for fetch in fetches]
-        num_early = options.micro_batches - 1
-        sums = self._sums(division)
-        source = StoreSource(training, READER_BYTES, reading.num_first)
         window, unused_bytes = make_window(reading, division, self.device)
-        gives = frozenset(filter(takers.from_memory, keeping.units))
-        supply = Supply(
-            places,
-            Fetcher(source, fetches, window),
-            source,
-            self.resident,
-            early=Fetcher(source, early, window) if num_early else None,
-            stays=keeping.units,
-            in_place=keeping.in_place,
-            gives=gives,
-            version=lambda: version_of(training),
-        )
+        supply = self._supply(frame, reading, window)
         updates = Updates(
             training,
-            program,
-            numbers,
-            compressor,
-            places,
-            min(division.gradients - spilled, division.leaving),
+            frame.program,
+            frame.numbers,
+            frame.compressor,
+            frame.places,
+            min(division.gradients - frame.spilled, division.leaving),
             supply,
-            deferred,
+            frame.deferred,
             options.nonfinite,
         )
-        calls = plan.calls.calls
-        sizes = ready.lifetimes.sizes
-        given = [sizes[piece] for call in calls for piece, _ in call.gradients]
-        on_drive = 0 if deferred is None else spilled_bytes(given, spilled)
-        on_drive_reads = on_drive * max(1, passes.num_passes - 1)
-        avals = {p: v.aval for p, v in ready.lifetimes.graph.gradients.items()}
-        summed = [sum_bytes(avals[p]) for call in calls for p, _ in call.gradients]
-        moved = (1 + num_early) * values.num_bytes
-        moved += num_early * spilled_bytes(summed, sums.capacity_bytes)
-        waiting = Waiting(written=moved + on_drive, read=moved + on_drive_reads)
+        fetches, calls = reading.fetches, plan.calls.calls
         record = partial(training.opened.timeline.add, "program")
         return Bound(
             Runner(plan, self._executables, record, values),
             supply,
             updates,
-            sums,
-            (1 + num_early) * reused_bytes(fetches, calls, places),
-            planned_traffic(
-                training.opened,
-                (*(early * num_early), *fetches),
-                units,
-                program,
-                passes,
-                waiting,
-                gives,
-            ),
+            frame.sums,
+            options.micro_batches * reused_bytes(fetches, calls, frame.places),
+            self._traffic(frame, calls, fetches, values.num_bytes),
             division.ring + unused_bytes,
+        )
+
+    def _supply(self, frame: "_Frame", reading: Reading, window: Window) -> Supply:
+        training, keeping = self._store.training, frame.keeping
+        source = StoreSource(training, READER_BYTES, reading.num_first)
+        early = Fetcher(source, _early(reading.fetches), window)
+        return Supply(
+            frame.places,
+            Fetcher(source, reading.fetches, window),
+            source,
+            self.resident,
+            early=early if self._options.micro_batches > 1 else None,
+            stays=keeping.units,
+            in_place=keeping.in_place,
+            gives=frame.gives,
+            version=lambda: version_of(training),
+        )
+
+    def _traffic(
+        self,
+        frame: "_Frame",
+        calls: Sequence[Call],
+        fetches: Sequence[Fetch],
+        value_bytes: int,
+    ) -> ByteCounts:
+        """Bytes that a step moves on the drive."""
+        num_early = self._options.micro_batches - 1
+        pieces = [piece for call in calls for piece, _ in call.gradients]
+        given = [frame.gradient_bytes[piece] for piece in pieces]
+        deferred = frame.deferred
+        on_drive = 0 if deferred is None else spilled_bytes(given, frame.spilled)
+        on_drive_reads = on_drive * max(1, frame.passes.num_passes - 1)
+        summed = [frame.sum_bytes[piece] for piece in pieces]
+        moved = (1 + num_early) * value_bytes
+        moved += num_early * spilled_bytes(summed, frame.sums.capacity_bytes)
+        return planned_traffic(
+            self._store.training.opened,
+            (*(_early(fetches) * num_early), *fetches),
+            frame.units,
+            frame.program,
+            frame.passes,
+            Waiting(written=moved + on_drive, read=moved + on_drive_reads),
+            frame.gives,
         )
 
     def close(self) -> None:
@@ -311,6 +388,11 @@ class Binder:
         plan = ready.plan(budget, policy, measure, division.limit)
         keep_plan(folder, ready, plan)
         return plan
+
+
+def _early(fetches: Sequence[Fetch]) -> tuple[Fetch, ...]:
+    """The same reads for parts of a batch without updates."""
+    return tuple(replace(fetch, gradient=None) for fetch in fetches)
 
 
 def _arrivals(
