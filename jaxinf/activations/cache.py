@@ -4,7 +4,7 @@
     bring ─► threads read  ─► take          … to here; release ends it
 
 Invariant: a value that is taken has the bits that it left with, whether it comes from
-the drive or was still on its way out.
+the drive or was still on its way out. One that is coded has lost low bits on the drive.
 """
 
 import threading
@@ -60,12 +60,14 @@ class _Entry:
       value: The value while it leaves; None when its memory is free.
       buffer: Memory into which it is read; None before.
       num_parts: Number of its parts that are still to be moved.
+      written: Its parts, as they were written.
     """
 
     place: Place
     value: Any = None
     buffer: Buffer | None = None
     num_parts: int = 0
+    written: list[Part] = field(default_factory=list)
 
 
 class _Job(NamedTuple):
@@ -149,7 +151,7 @@ class Cache:
         entry = self._entries[key]
         if entry.value is not None:
             return
-        entry.buffer = self._pool.acquire(entry.place.num_bytes, block=False)
+        entry.buffer = self._pool.acquire(entry.place.memory_bytes, block=False)
         assert entry.buffer is not None, "the plan has room for what comes back"
         self._submit(key, entry, writes=False)
 
@@ -223,8 +225,9 @@ class Cache:
         if not self._threads:
             self._start()
         with self._changed:
-            entry.num_parts = len(entry.place.parts)
-            for part in entry.place.parts:
+            parts = entry.place.parts if writes else entry.written
+            entry.num_parts = len(parts)
+            for part in parts:
                 self._jobs[part.drive].append(_Job(key, entry, part, writes))
             self._changed.notify_all()
 
@@ -253,13 +256,11 @@ class Cache:
     def _run(self, drive: int) -> None:
         with BufferPool(PART_BYTES).acquire(PART_BYTES) as bounce:
             while (job := self._next(drive)) is not None:
-                error = self._moved(job, bounce.array)
+                error = self._move(job, bounce.array)
                 with self._changed:
                     self._num_running -= 1
                     job.entry.num_parts -= 1
                     self._error = self._error or error
-                    if error is None:
-                        self._count(job)
                     del job  # it holds the value
                     self._changed.notify_all()
 
@@ -273,18 +274,24 @@ class Cache:
             self._num_running += 1
             return jobs.popleft()
 
-    def _moved(self, job: _Job, bounce: Array) -> BaseException | None:
+    def _move(self, job: _Job, bounce: Array) -> BaseException | None:
         """Moves a part; returns the error that prevented it."""
+        entry = job.entry
         try:
             if job.writes:
                 # This waits until it is computed.
-                raw = raw_bytes(np.asarray(job.entry.value))
+                raw = raw_bytes(np.asarray(entry.value))
                 with self._timed(self._clocks.write):
-                    self._scratch.write(job.part, raw, bounce)
+                    written = self._scratch.write(job.part, raw, bounce)
+                with self._changed:
+                    entry.written.append(written)
+                    self.counts.num_written_bytes += written.num_bytes
             else:
-                assert job.entry.buffer is not None
+                assert entry.buffer is not None
                 with self._timed(self._clocks.read):
-                    self._scratch.read(job.part, job.entry.buffer.array)
+                    self._scratch.read(job.part, entry.buffer.array, bounce)
+                with self._changed:
+                    self.counts.num_read_bytes += job.part.num_bytes
         except BaseException as error:
             return error
         return None
@@ -298,10 +305,3 @@ class Cache:
         finally:
             with self._changed:
                 clock.stop()
-
-    def _count(self, job: _Job) -> None:
-        length = job.part.stop - job.part.start
-        if job.writes:
-            self.counts.num_written_bytes += length
-        else:
-            self.counts.num_read_bytes += length

@@ -1,6 +1,6 @@
 """Files without names, in which values wait on one or more drives.
 
-    value ─► parts of up to 4 MiB ─► drive 0, drive 1, …, drive 0, …
+    value ─► parts of up to 4 MiB ─► in fewer bits? ─► drive 0, drive 1, …, drive 0, …
 
 Invariant: the files have no name, so they disappear with the process, however it ends,
 and runs that share a folder never meet. They are never synced.
@@ -14,11 +14,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from jaxinf.activations.forms import Coding
 from jaxinf.csd.throttled import Server
 from jaxinf.io import ByteMeters, read_into, write_from
 from jaxinf.io.failures import translated
@@ -33,6 +34,7 @@ __all__ = [
     "Scratch",
     "aligned",
     "raw_bytes",
+    "stored_bytes",
 ]
 
 PART_BYTES = 4 << 20
@@ -58,12 +60,20 @@ class Part:
       drive: Number of the drive.
       offset_bytes: Position in the drive's file, in whole pages.
       start, stop: Positions in the value, in bytes.
+      coding: The form of its numbers; None if they are stored as they are.
     """
 
     drive: int
     offset_bytes: int
     start: int
     stop: int
+    coding: Coding | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the drive."""
+        length = self.stop - self.start
+        return length if self.coding is None else self.coding.stored_bytes(length)
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,11 @@ class Place:
     @property
     def num_bytes(self) -> int:
         """Bytes that are moved each way: whole pages."""
+        return sum(page_ceil(part.num_bytes) for part in self.parts)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory for the value when it has come back: whole pages."""
         return sum(page_ceil(part.stop - part.start) for part in self.parts)
 
 
@@ -113,16 +128,18 @@ class Scratch:
         """Number of files."""
         return len(self._folders)
 
-    def allocate(self, num_bytes: int) -> Place:
-        """Returns a place for a value; its parts take turns on the drives."""
+    def allocate(self, num_bytes: int, coding: Coding | None = None) -> Place:
+        """Returns a place for a value; its parts take turns on the drives.
+
+        A part that is coded has room for one that is not.
+        """
         parts = []
-        for start in range(0, max(num_bytes, 1), PART_BYTES):
-            stop = min(start + PART_BYTES, num_bytes)
+        for start, stop in _runs(num_bytes):
             drive, self._next_drive = (
                 self._next_drive,
                 (self._next_drive + 1) % self.num_drives,
             )
-            parts.append(Part(drive, self._ends[drive], start, stop))
+            parts.append(Part(drive, self._ends[drive], start, stop, coding))
             self._ends[drive] += page_ceil(stop - start)
         return Place(tuple(parts))
 
@@ -150,7 +167,7 @@ class Scratch:
         self._ends = [0] * len(self._folders)
         self._next_drive = 0
 
-    def write(self, part: Part, raw: Array, bounce: Array) -> None:
+    def write(self, part: Part, raw: Array, bounce: Array) -> Part:
         """Writes a part of a value; blocks.
 
         Args:
@@ -158,13 +175,22 @@ class Scratch:
           raw: The whole value, `uint8`, contiguous.
           bounce: Page-aligned memory for a part, which the drive reads.
 
+        Returns:
+          The part to read, without a coding if its numbers cannot be coded.
+
         Raises:
           StoreSpaceError, StoreIOError: The drive is full, or failed.
         """
         self._open()
-        length = part.stop - part.start
+        run, coding = raw[part.start : part.stop], part.coding
+        if coding and not coding.encode(
+            run, bounce[: part.num_bytes], start=part.start
+        ):
+            part = replace(part, coding=None)
+        length = part.num_bytes
         padded = bounce[: page_ceil(length)]
-        padded[:length] = raw[part.start : part.stop]
+        if part.coding is None:
+            padded[:length] = run
         padded[length:] = 0
         with self._held_up(part.drive, length, self._limits.write):
             write_from(
@@ -175,27 +201,35 @@ class Scratch:
                 meters=self._meters,
                 shown=self._shown(part.drive),
             )
+        return part
 
-    def read(self, part: Part, out: Array) -> None:
+    def read(self, part: Part, out: Array, bounce: Array | None = None) -> None:
         """Reads a part into the whole value's memory; blocks.
 
         Args:
-          part: The part.
+          part: The part, as `write` has returned it.
           out: `uint8`, page-aligned, with room for the value in whole pages.
+          bounce: As for `write`; only needed for a part that is coded.
 
         Raises:
           StoreIOError: The drive failed.
         """
-        length = page_ceil(part.stop - part.start)
+        length = page_ceil(part.num_bytes)
+        target = out[part.start : part.start + length]
+        if part.coding is not None:
+            assert bounce is not None, "a coded part is read into memory of its own"
+            target = bounce[:length]
         with self._held_up(part.drive, length, self._limits.read):
             read_into(
                 self._path(part.drive),
-                out[part.start : part.start + length],
+                target,
                 part.offset_bytes,
                 length,
                 meters=self._meters,
                 shown=self._shown(part.drive),
             )
+        if part.coding is not None:
+            part.coding.decode(target[: part.num_bytes], out[part.start : part.stop])
 
     def close(self) -> None:
         """Closes the files, which removes them; idempotent."""
@@ -233,6 +267,14 @@ class Scratch:
             time.sleep(delay_s)
 
 
+def stored_bytes(num_bytes: int, coding: Coding | None = None) -> int:
+    """Returns the bytes that a value takes on drives, in whole pages of each part."""
+    runs = [stop - start for start, stop in _runs(num_bytes)]
+    if coding is not None:
+        runs = [coding.stored_bytes(run) for run in runs]
+    return sum(map(page_ceil, runs))
+
+
 def aligned(num_bytes: int) -> Array:
     """Returns page-aligned memory of whole pages, `uint8`, for one value."""
     return np.frombuffer(mmap.mmap(-1, max(page_ceil(num_bytes), PAGE_BYTES)), np.uint8)
@@ -241,6 +283,12 @@ def aligned(num_bytes: int) -> Array:
 def raw_bytes(value: Array) -> Array:
     """Returns the bytes of an array, `uint8`; a copy if it is not contiguous."""
     return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+
+
+def _runs(num_bytes: int) -> Iterator[tuple[int, int]]:
+    """The first byte of each part, and that after its last."""
+    for start in range(0, max(num_bytes, 1), PART_BYTES):
+        yield start, min(start + PART_BYTES, num_bytes)
 
 
 def _nameless(folder: Path) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 __all__ = [
+    "BLOCK_CODES",
     "COMPILERS",
     "GENERATED",
     "HELPERS",
@@ -45,7 +46,8 @@ INCLUDE = Path(__file__).parent / "cpp"
 GENERATED = Path(__file__).parent / "generated"
 RSQRT_ESTIMATES = INCLUDE / "rsqrt_estimates.cpp"
 TRANSFERS = INCLUDE / "transfers.cpp"
-HELPERS = (RSQRT_ESTIMATES, TRANSFERS)
+BLOCK_CODES = INCLUDE / "block_codes.cpp"
+HELPERS = (RSQRT_ESTIMATES, TRANSFERS, BLOCK_CODES)
 """Sources that are compiled beside kernels."""
 PREBUILT = Path(__file__).parent / "prebuilt"
 

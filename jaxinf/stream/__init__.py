@@ -4,6 +4,7 @@ Invariant: a user's loss function is traced with its gradient and never changed;
 parts of that one jaxpr run.
 """
 
+from jaxinf.activations import Form
 from jaxinf.stream.calls import Policy
 from jaxinf.stream.function import StreamedFunction
 from jaxinf.stream.in_memory import InMemoryStep
@@ -17,6 +18,7 @@ from jaxinf.stream.run import Runner
 from jaxinf.stream.streamed import StreamedStep
 
 __all__ = [
+    "Form",
     "InMemoryStep",
     "Plan",
     "Policy",

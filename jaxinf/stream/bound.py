@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from jaxinf.activations import Scratch, writing_bytes
+from jaxinf.activations import Form, Scratch, writing_bytes
 from jaxinf.compress import TopK
 from jaxinf.engine import Store, Training
 from jaxinf.io import ByteCounts
@@ -76,6 +76,7 @@ class Options:
     micro_batches: int = 1
     compress: TopK | None = None
     extra_args: Mapping[str, Any] = field(default_factory=dict)
+    activations: Form | None = None
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,9 @@ class Binder:
         frame, plan = self._framed(ready, params)
         if plan.is_offloaded:
             temps = compiled_temp_bytes(plan, self._executables)
-            plan = plan.fitted(frame.division.programs, temps)
+            plan = plan.fitted(
+                frame.division.programs, temps, self._options.activations
+            )
         return self._bound(frame, plan)
 
     def _framed(self, ready: Prepared, params: PyTree) -> "tuple[_Frame, Plan]":

@@ -11,6 +11,7 @@ from functools import cached_property
 from itertools import accumulate, zip_longest
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
+from jaxinf.activations import Coding, Form, coding_of, stored_bytes
 from jaxinf.program.graph import Value
 from jaxinf.stream.graph import Origin, Piece, aval_bytes, num_bytes
 from jaxinf.stream.programs import Program, Programs
@@ -119,6 +120,7 @@ class Calls:
       absences: Values that are on a drive for a time.
       lenders: Values whose memory outputs may reuse; None for all at their last use.
       resident: Parts of params that are in memory in any case, and do not count.
+      form: Form of values on drives that only backward reads later; None for exact.
     """
 
     calls: tuple[Call, ...]
@@ -126,6 +128,7 @@ class Calls:
     absences: Mapping[Slot, Absence] = field(default_factory=dict)
     lenders: frozenset[Slot] | None = None
     resident: frozenset[Piece] = frozenset()
+    form: Form | None = None
 
     @cached_property
     def donated(self) -> Mapping[str, tuple[int, ...]]:
@@ -218,6 +221,31 @@ class Calls:
                 self.held_bytes(), made, [*made[1:], 0], strict=True
             )
         ]
+
+    @cached_property
+    def num_forward(self) -> int:
+        """Number of calls before the first that belongs to backward."""
+        for number, call in enumerate(self.calls):
+            if call.is_repeat or call.program.name.startswith("backward"):
+                return number
+        return len(self.calls)
+
+    def coding(self, slot: Slot, needed: int) -> Coding | None:
+        """Returns the form of a value on a drive; None if its bits are kept.
+
+        Forward is exact: what it reads again keeps its bits.
+
+        Args:
+          slot: The value.
+          needed: The first call that reads it when it is back.
+        """
+        if needed < self.num_forward:
+            return None
+        return coding_of(self.form, self.lives[slot].aval.dtype, slot.number)
+
+    def stored_bytes(self, slot: Slot, needed: int) -> int:
+        """Returns the bytes of a value on drives; arguments as for `coding`."""
+        return stored_bytes(self.lives[slot].num_bytes, self.coding(slot, needed))
 
     @cached_property
     def lives(self) -> Mapping[Slot, "Life"]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
-from jaxinf.io.pages import page_ceil
+from jaxinf.activations import Form
 from jaxinf.stream.absences import fitted
 from jaxinf.stream.calls import Absence, Calls, Slot, Targets, make_calls
 from jaxinf.stream.graph import num_bytes
@@ -47,6 +47,7 @@ class Problem:
       memory: Returns the memory during each call, such as `Calls.call_bytes`.
       fetched: Returns for calls and their peak memory the bytes of params that are read
         for each call, by its number.
+      form: Form of values on drives; see `Calls`.
     """
 
     targets: Targets
@@ -54,6 +55,7 @@ class Problem:
     budget_bytes: int
     memory: Callable[[Calls], Sequence[int]]
     fetched: Callable[[Calls, int], Mapping[int, int]] = _nothing_fetched
+    form: Form | None = None
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,8 @@ class Choice:
     @property
     def offloaded_bytes(self) -> int:
         """Bytes of values that are written in a step."""
-        lives = self.calls.lives
-        return sum(page_ceil(lives[slot].num_bytes) for slot in self.calls.absences)
+        absences = self.calls.absences.items()
+        return sum(self.calls.stored_bytes(slot, one.needed) for slot, one in absences)
 
     @property
     def value_bytes(self) -> int:
@@ -238,7 +240,8 @@ class _Search:
 
     def _calls(self, repeated: frozenset[int]) -> Calls:
         problem = self._problem
-        return make_calls(problem.targets, problem.programs, "offload", repeated)
+        calls = make_calls(problem.targets, problem.programs, "offload", repeated)
+        return replace(calls, form=problem.form)
 
 
 def _rank(choice: Choice) -> tuple[float, int, list[int]]:

@@ -227,7 +227,7 @@ class InMemoryStep:
         values = Values()
         if plan.is_offloaded:
             temps = compiled_temp_bytes(plan, self._executables)
-            plan = plan.fitted(budget, temps)
+            plan = plan.fitted(budget, temps, self._options.activations)
             values = Offloaded(plan.calls, Scratch([self._scratch]))
         return _Bound(Runner(plan, self._executables, values=values), values)
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, overload
 
 import optax
 
+from jaxinf.activations import FORMS, Form
 from jaxinf.compress import TopK
 from jaxinf.engine import Store, check_compression, open_store
 from jaxinf.stream.bound import Options
@@ -52,6 +53,7 @@ def stream(
     nonfinite: NonFinitePolicy = "error",
     compress: TopK | None = None,
     extra_args: Mapping[str, Any] | None = None,
+    activations: Form | None = None,
 ) -> StreamedStep: ...
 
 
@@ -69,6 +71,7 @@ def stream(
     micro_batches: int = 1,
     nonfinite: NonFinitePolicy = "error",
     scratch: PathLikeStr | None = None,
+    activations: Form | None = None,
 ) -> InMemoryStep: ...
 
 
@@ -88,6 +91,7 @@ def stream(
     compress: TopK | None = None,
     extra_args: Mapping[str, Any] | None = None,
     scratch: PathLikeStr | None = None,
+    activations: Form | None = None,
 ) -> StreamedStep | StreamedFunction | InMemoryStep:
     """Makes a training step for a model that need not fit in memory.
 
@@ -134,6 +138,10 @@ def stream(
         is each step's loss, unless a step is given another.
       scratch: Without `store`, a folder on a drive for the values of ``"offload"``; by
         default the folder for temporary files, which some systems have in memory.
+      activations: With ``"offload"``, the form of floating-point values on the drive:
+        ``"bf16"``, or ``"int8"`` in blocks of 256 with a scale; by default they are
+        exact. Losses keep their bits, since forward reads nothing that has been
+        rounded; gradients do not, and depend on which values leave.
 
     Returns:
       The step: `StreamedStep.init` or `StreamedStep.load` first, then call it. Without
@@ -167,6 +175,14 @@ def stream(
             nonfinite=nonfinite != "error",
             compress=compress is not None,
             extra_args=bool(extra_args),
+            activations=activations is not None,
+        )
+    if activations not in (None, *FORMS):
+        raise ValueError(f"activations={activations!r}: expected 'bf16' or 'int8'")
+    if activations is not None and policy in ("recompute", "keep"):
+        raise ValueError(
+            f'activations={activations!r}: no value leaves with policy="{policy}"; '
+            'leave it out, or give policy="offload"'
         )
     options = Options(
         memory_bytes,
@@ -179,6 +195,7 @@ def stream(
         micro_batches,
         compress,
         dict(extra_args or {}),
+        activations,
     )
     if store is None:
         _check_in_memory(options, has_optimizer=tx is not None)

@@ -10,6 +10,7 @@ from functools import cache, cached_property
 from itertools import chain
 from typing import Any
 
+from jaxinf.activations import Form
 from jaxinf.errors import StreamError
 from jaxinf.stream.absences import fitted, least_offloaded_bytes
 from jaxinf.stream.calls import Calls, Policy, make_calls
@@ -97,15 +98,23 @@ class Plan:
         """Whether values may be on a drive for a part of a step."""
         return self.policy == "offload"
 
-    def fitted(self, budget_bytes: int, temp_bytes: Mapping[str, int]) -> "Plan":
+    def fitted(
+        self,
+        budget_bytes: int,
+        temp_bytes: Mapping[str, int],
+        form: Form | None = None,
+    ) -> "Plan":
         """Returns the plan with as many values on a drive as the budget needs.
 
         Args:
           budget_bytes: Memory for a step's programs; at least `peak_bytes`.
           temp_bytes: Temporaries of the compiled programs by key.
+          form: Form of values on drives; see `Calls`.
         """
         calls = fitted(
-            self.calls, budget_bytes, lambda calls: calls.call_bytes(temp_bytes)
+            replace(self.calls, form=form),
+            budget_bytes,
+            lambda calls: calls.call_bytes(temp_bytes),
         )
         peak = calls.peak_bytes(temp_bytes)
         return replace(self, calls=calls, peak_bytes=peak)

@@ -50,16 +50,17 @@ def _adaptive(calls: Calls, budget: int, memory: Memory, profile: Profile) -> Ca
     made: dict[int, list[Candidate]] = {}
     for one in candidates(calls):
         made.setdefault(one.life.made, []).append(one)
-    forward = _num_forward(calls)
-    seconds = [profile.seconds[call.program.key] for call in calls.calls[:forward]]
+    forward = calls.calls[: calls.num_forward]
+    seconds = [profile.seconds[call.program.key] for call in forward]
     left_s = 3 * sum(seconds)
     before_bytes = 0
     chosen: list[Candidate] = []
-    for number in range(forward):
-        own_bytes = sum(one.life.num_bytes for one in made.get(number, ()))
+    for number in range(len(forward)):
+        own = made.get(number, ())
+        own_bytes = sum(calls.stored_bytes(one.slot, one.needed) for one in own)
         if before_bytes + 2 * own_bytes > profile.write * left_s:
             break
-        chosen += made.get(number, ())
+        chosen += own
         before_bytes += own_bytes
         left_s -= 2 * seconds[number]
     return leaving(calls, chosen, budget, memory)
@@ -73,11 +74,3 @@ RULES: Mapping[str, Callable[[Calls, int, Memory, Profile], Calls]] = {
 }
 """Rules by name. Each takes calls without absences, the budget, the memory of calls,
 and measured times, and returns calls that may exceed the budget."""
-
-
-def _num_forward(calls: Calls) -> int:
-    """Number of calls before the first that belongs to backward."""
-    for number, call in enumerate(calls.calls):
-        if call.is_repeat or call.program.name.startswith("backward"):
-            return number
-    return len(calls.calls)

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from jaxinf.io.pages import page_ceil
 from jaxinf.stream.calls import Absence, Calls, Slot
 
 __all__ = ["Profile", "simulate"]
@@ -85,7 +84,7 @@ def simulate(
 
 @dataclass(frozen=True)
 class _Events:
-    """Values by the number of the call at which something happens to them."""
+    """Bytes of values on drives; values by the call at which something happens."""
 
     bytes: Mapping[Slot, int]
     writes: Mapping[int, list[Slot]]
@@ -106,7 +105,7 @@ def _events(calls: Calls) -> _Events:
         return found
 
     return _Events(
-        {slot: page_ceil(calls.lives[slot].num_bytes) for slot in calls.absences},
+        {slot: calls.stored_bytes(slot, one.needed) for slot, one in in_order},
         by(lambda one: one.written, lambda one: one.gone),
         by(lambda one: one.gone),
         by(lambda one: one.back),

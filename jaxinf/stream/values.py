@@ -3,7 +3,8 @@
     call a makes v ─► … ─► written ─► gone … back ─► call b reads v
                               memory is free in between
 
-Invariant: a value that was on a drive has the bits that it left with.
+Invariant: a value that was on a drive has the bits that it left with, unless the calls
+give it a form in fewer bits.
 """
 
 from collections import defaultdict
@@ -95,11 +96,14 @@ class Offloaded(Values):
         self._lives = {slot: calls.lives[slot] for slot in absences}
         scratch.reset()
         places = {
-            slot: scratch.allocate(calls.lives[slot].num_bytes) for slot in absences
+            slot: scratch.allocate(
+                calls.lives[slot].num_bytes, calls.coding(slot, one.needed)
+            )
+            for slot, one in absences.items()
         }
         scratch.reserve()
         self.num_bytes = sum(place.num_bytes for place in places.values())
-        sizes = {slot: place.num_bytes for slot, place in places.items()}
+        sizes = {slot: place.memory_bytes for slot, place in places.items()}
         ends = {slot: calls.lives[slot].reads[-1] for slot in absences}
         self.cache = Cache(scratch, places, _most_back(calls, sizes))
         in_order = sorted(absences.items(), key=lambda item: item[1].needed)

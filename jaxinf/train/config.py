@@ -28,7 +28,7 @@ from jaxinf.engine import (
     StateFormat,
     VerifyMode,
 )
-from jaxinf.stream import Policy, check_keep
+from jaxinf.stream import Form, Policy, check_keep
 from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.options import DataOptions, check_options
 from jaxinf.train.data.options import shown as _shown
@@ -96,6 +96,10 @@ class TrainConfig(DataOptions):
     # pass. keep: they stay in memory. offload: those that --memory has no room for are
     # on the drive meanwhile. The bits are the same.
     policy: Policy = "recompute"
+
+    # For --policy offload: the form of floating-point activations on the drive. A step's
+    # loss keeps its bits, gradients do not (docs/streaming.md).
+    activations: Annotated[Form | None, _shown("{bf16,int8}", "none")] = None
 
     # For --mode stream: params that stay in memory between steps: all (params), or so
     # many bytes of them, such as 2GiB, which are a part of --memory.
@@ -471,7 +475,7 @@ def _check_optimizer(config: TrainConfig) -> None:
 
 
 _OF_STREAMING = ("memory", "device_memory", "policy", "keep", "micro_batches")
-_OF_STREAMING += ("replan",)
+_OF_STREAMING += ("replan", "activations")
 _NOT_STREAMED = ("memory_bytes", "compress", "reference")
 
 
@@ -496,6 +500,11 @@ def _check_streaming(config: TrainConfig) -> None:
         check_keep(config.keep)
     except ValueError as error:
         raise UsageError(f"--{error}") from error
+    if config.activations is not None and config.policy in ("recompute", "keep"):
+        raise UsageError(
+            f"--activations {config.activations}: no activation leaves with --policy "
+            f"{config.policy}; leave it out, or give --policy offload"
+        )
     if not config.steps:
         raise UsageError(
             "--steps 0: imports in --mode update; go on with --mode stream and the "
@@ -508,6 +517,7 @@ _IN_PLACE = {
     "memory": ", and give --memory-bytes, or --mode stream",
     "device_memory": ", or give --mode stream",
     "policy": ", or give --mode stream",
+    "activations": ", or give --mode stream",
     "keep": ", or give --mode stream",
     "micro_batches": ", or give --mode stream",
     "replan": ", or give --mode stream",

@@ -126,6 +126,7 @@ def _streamed_step(
         memory_bytes=config.memory,
         device_memory_bytes=config.device_memory,
         policy=config.policy,
+        activations=config.activations,
         keep=config.keep,
         micro_batches=config.micro_batches,
         replan=config.replan,

@@ -124,7 +124,9 @@ def test_values_come_back_in_the_order_of_use(share):
 def everything_leaves(monkeypatch):
     """Lets every value leave that can, although the budget has room."""
     real = Plan.fitted
-    monkeypatch.setattr(Plan, "fitted", lambda self, _, temps: real(self, 0, temps))
+    monkeypatch.setattr(
+        Plan, "fitted", lambda self, _, temps, form=None: real(self, 0, temps, form)
+    )
 
 
 def opened(open_store, name, policy, program, tx=TX, keep=None, **options):

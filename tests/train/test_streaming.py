@@ -11,6 +11,7 @@ from jaxinf_models.llama import LlamaConfig
 from jaxinf_models.t5 import T5Config
 from jaxinf_models.vit import ViTConfig
 
+from jaxinf.stream import Plan, absences
 from jaxinf.terminal import make_console
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.metrics import StepLine
@@ -76,6 +77,25 @@ def test_micro_batches_have_the_losses_of_the_whole(
     np.testing.assert_allclose(
         losses(tmp_path / "store-log"), uninterrupted[:3], rtol=1e-4
     )
+
+
+def test_activations_in_eight_bits(
+    run, losses, lines, uninterrupted, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(absences, "SMALL_BYTES", 1)
+    real = Plan.fitted
+    monkeypatch.setattr(
+        Plan, "fitted", lambda self, _, temps, form=None: real(self, 0, temps, form)
+    )
+    moved = {}
+    for form in ("none", "int8"):
+        words = ("--store", tmp_path / form, *STREAM, "--policy", "offload")
+        words += () if form == "none" else ("--activations", form)
+        assert run(*words, "--steps", 3) == 0
+        log = tmp_path / f"{form}-log"
+        moved[form] = lines(log)[0]["stream"]["offloaded_drive_bytes"]
+        np.testing.assert_allclose(losses(log), uninterrupted[:3], rtol=2e-3)
+    assert 0 < moved["int8"] < 0.3 * moved["none"]
 
 
 def test_evaluation_and_sample_are_those_of_mode_update(run, tmp_path, capsys):
@@ -165,6 +185,11 @@ def test_every_model_streams(run, losses, tmp_path, model):
         (("--keep", "params"), "--keep: --mode update does not have it"),
         ((*STREAM, "--keep", "some"), "--keep='some': expected \"params\" or bytes"),
         (("--device-memory", "1GiB"), "--device-memory: --mode update does not have"),
+        (("--activations", "int8"), "--activations: --mode update does not have"),
+        (
+            (*STREAM, "--activations", "int8"),
+            "--activations int8: no activation leaves with --policy recompute",
+        ),
         ((*STREAM, "--memory-bytes", "1GiB"), "give --memory"),
         ((*STREAM, "--compress", "top_k:0.1"), "--compress: --mode stream does not"),
         (
