@@ -97,8 +97,8 @@ class TrainConfig(DataOptions):
     # on the drive meanwhile. The bits are the same.
     policy: Policy = "recompute"
 
-    # For --policy offload: the form of floating-point activations on the drive. A step's
-    # loss keeps its bits, gradients do not (docs/streaming.md).
+    # For --policy offload: the form of floating-point activations on the drive. Losses
+    # keep their bits, gradients do not (docs/streaming.md).
     activations: Annotated[Form | None, _shown("{bf16,int8}", "none")] = None
 
     # For --mode stream: params that stay in memory between steps: all (params), or so
