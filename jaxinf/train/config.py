@@ -376,7 +376,13 @@ def _check_compression(config: TrainConfig) -> None:
     compression = config.compression
     if compression is None or not compression.error_feedback:
         return
-    if config.mode == "update" and config.durability not in ("step", 1):
+    if config.mode == "stream" and config.clip_norm:
+        raise UsageError(
+            f"--compress {config.compress}: with --mode stream the global norm would "
+            "miss what error feedback adds; give --clip-norm 0, or leave error "
+            "feedback out"
+        )
+    if config.mode != "memory" and config.durability not in ("step", 1):
         raise UsageError(
             f"--compress {config.compress}: each step commits its error feedback, "
             f"expected --durability step, got {config.durability}; leave error "
@@ -476,7 +482,7 @@ def _check_optimizer(config: TrainConfig) -> None:
 
 _OF_STREAMING = ("memory", "device_memory", "policy", "keep", "micro_batches")
 _OF_STREAMING += ("replan", "activations")
-_NOT_STREAMED = ("memory_bytes", "compress", "reference")
+_NOT_STREAMED = ("memory_bytes", "reference")
 
 
 def _check_streaming(config: TrainConfig) -> None:

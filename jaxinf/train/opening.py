@@ -3,8 +3,6 @@
 Invariant: nothing is written to a store here.
 """
 
-from typing import Any
-
 import optax
 
 from jaxinf.command_line import UsageError
@@ -14,9 +12,8 @@ from jaxinf.stream import store_memory_bytes
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.in_memory import InMemory
 from jaxinf.train.on_store import OnStore
-from jaxinf.train.optimizers import make_clipping
+from jaxinf.train.optimizers import behind_clipping
 from jaxinf.train.streamed import Streamed
-from jaxinf.typing import PyTree
 
 __all__ = ["open_backend"]
 
@@ -75,14 +72,4 @@ def _smart(
     except ValueError as error:
         store.close()
         raise UsageError(f"--compress {config.compress}: {error}") from error
-    if compression is None:
-        return tx
-    clipping = make_clipping(config)
-
-    def update(
-        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, Any]:
-        clipped, _ = clipping.update(updates, optax.EmptyState(), params)
-        return tx.update(clipped, state, params, **extra_args)
-
-    return optax.GradientTransformationExtraArgs(tx.init, update)
+    return tx if compression is None else behind_clipping(config, tx)

@@ -20,6 +20,7 @@ from jaxinf.train.backend import NO_TRAFFIC, Costs
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch
 from jaxinf.train.on_store import KeptInStore
+from jaxinf.train.optimizers import behind_clipping
 from jaxinf.train.step import TrainStep
 from jaxinf.typing import JsonValue, PyTree
 
@@ -119,6 +120,8 @@ def _streamed_step(
         return task_loss(nnx.merge(graphdef, params), config.task_name, batch)
 
     assert config.memory is not None
+    if config.compress is not None:
+        optimizer = behind_clipping(config, optimizer)
     return stream(
         loss_fn,
         optimizer,
@@ -131,4 +134,5 @@ def _streamed_step(
         micro_batches=config.micro_batches,
         replan=config.replan,
         nonfinite=config.nonfinite,
+        compress=config.compression,
     )

@@ -5,6 +5,10 @@ import json
 import pytest
 
 
+def assert_alike(found, expected):
+    assert dict(found) == pytest.approx(dict(expected), rel=1e-4)
+
+
 @pytest.mark.long
 def test_update_has_the_bits_of_memory_and_resumes(run, losses, tmp_path):
     compress = ("--compress", "top_k:0.1,error_feedback=true,warmup_steps=2")
@@ -27,6 +31,39 @@ def test_link_traffic_of_a_step(run, lines, tmp_path):
     # Includes the fp32 params, which replace reads of the master.
     assert down == [2 * dense, 2 * dense, 1.5 * dense, 1.5 * dense]
     assert up == [dense] * 4
+
+
+def test_a_streamed_run_goes_on_with_one_that_was_not(run, losses, lines, tmp_path):
+    compress = ("--compress", "top_k:0.1", "--clip-norm", 0)
+    store = ("--store", tmp_path / "store", *compress)
+    stream = ("--mode", "stream", "--memory", "256MiB")
+    assert run(*store, "--steps", 3) == 0
+    assert run(*store, *stream, "--steps", 6) == 0
+    assert run(*store, "--steps", 7) == 0
+    memory = ("--mode", "memory", "--log-dir", tmp_path / "log", *compress)
+    assert run(*memory, "--steps", 7) == 0
+    assert_alike(losses(tmp_path / "store-log"), losses(tmp_path / "log"))
+    found = lines(tmp_path / "store-log")
+    down = {line["link_down_bytes"] for line in found}  # with the params
+    assert len(down) == 1
+    assert down.pop() < 1.2 * found[0]["link_up_bytes"]
+
+
+def test_a_streamed_run_clips_what_it_sends(run, losses, tmp_path):
+    compress = ("--compress", "top_k:0.1", "--clip-norm", 0.1, "--steps", 3)
+    stream = ("--mode", "stream", "--memory", "256MiB")
+    assert run("--store", tmp_path / "store", *stream, *compress) == 0
+    assert run("--mode", "memory", "--log-dir", tmp_path / "log", *compress) == 0
+    assert_alike(losses(tmp_path / "store-log"), losses(tmp_path / "log"))
+
+
+def test_a_streamed_run_has_no_norm_of_error_feedback(run, tmp_path, capsys):
+    compress = ("--compress", "top_k:0.1,error_feedback=true", "--steps", 2)
+    words = ("--store", tmp_path / "store", "--mode", "stream", "--memory", "256MiB")
+    assert run(*words, *compress) == 2
+    assert "give --clip-norm 0, or leave error feedback" in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
+    assert run(*words, *compress, "--clip-norm", 0) == 0
 
 
 @pytest.mark.parametrize("mode", [("--mode", "memory"), ()])

@@ -191,7 +191,6 @@ def test_every_model_streams(run, losses, tmp_path, model):
             "--activations int8: no activation leaves with --policy recompute",
         ),
         ((*STREAM, "--memory-bytes", "1GiB"), "give --memory"),
-        ((*STREAM, "--compress", "top_k:0.1"), "--compress: --mode stream does not"),
         (
             (*STREAM, "--optimizer", "dog", "--learning-rate", 1),
             "--optimizer dog: it cannot run in --mode stream",
