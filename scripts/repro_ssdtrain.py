@@ -13,7 +13,8 @@ drive as it is. The peak is that of values between programs, about which a polic
 decides. Temporaries within a program are the same for all; the JSON has them. Times
 are of steps of loss and gradients in turns: the median ratio to keep's of the same
 round, and its 95 % interval by order statistics.
---curve adds batch sizes 1 to 8 for all policies (the ROK curve). Without options the
+--rok measures all policies at batch sizes 1 to 8 instead (the ROK curve, section IV-C);
+recompute has cuts of its own there, those with the lowest peak. Without options the
 script takes some minutes on a quiet machine.
 """
 
@@ -39,8 +40,9 @@ if len(os.sched_getaffinity(0)) > 1 and __name__ == "__main__":
 import jax
 import jax.numpy as jnp
 import numpy as np
+import ssdtrain_rok
 
-from jaxinf.activations import RateLimits, Scratch, Wear
+from jaxinf.activations import FORMS, RateLimits, Scratch, Wear
 from jaxinf.stream import Runner, prepare
 from jaxinf.stream.absences import fitted
 from jaxinf.stream.calls import Calls
@@ -182,7 +184,7 @@ class Stack:
             return jnp.mean((STACKS[name](params, batch["x"]) - batch["y"]) ** 2)
 
         self.leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(params)]
-        self.name, self.place = name, arguments.store
+        self.name, self.place, self.form = name, arguments.store, arguments.activations
         self.ready: Prepared = prepare(loss, params, self.batch)
         self.plan = self._cut()
         self.executables: Executables = {}
@@ -193,10 +195,7 @@ class Stack:
 
     def _cut(self) -> Plan:
         """The cuts with which offloading saves most, among those that suit keep."""
-        times, tokens = self.ready.lifetimes, self.ready.tokens
-        coarse = [choose_cuts(times, tokens, limit) for limit in LIMITS]
-        cuts = dict.fromkeys([*coarse, *(isolated(times, one) for one in coarse)])
-        plans = [self.ready.plan_of(one, "offload") for one in cuts]
+        plans = [self.ready.plan_of(one, "offload") for one in self._all_cuts()]
         kept = [max(plan.calls.value_bytes()) for plan in plans]
         good = [
             plan
@@ -204,6 +203,12 @@ class Stack:
             if most <= TOLERANCE * min(kept)
         ]
         return min(good, key=least_bytes)
+
+    def _all_cuts(self) -> list[tuple[int, ...]]:
+        """Cuts to choose from, from long segments to short ones."""
+        times, tokens = self.ready.lifetimes, self.ready.tokens
+        coarse = [choose_cuts(times, tokens, limit) for limit in LIMITS]
+        return list(dict.fromkeys([*coarse, *(isolated(times, c) for c in coarse)]))
 
     def planned(self, policy: Any) -> Plan:
         """The plan with the same programs under another policy."""
@@ -222,17 +227,32 @@ class Stack:
         return self.policy(name, replace(self.plan, calls=calls), values, choice)
 
     def chosen(self, share: float) -> Policy:
-        """The plan in a share of keep's memory."""
+        """The plan in a share of keep's memory; ends the program if there is none."""
+        policy = self.find(share)
+        if policy is None:
+            sys.exit(
+                f"{self.name}: {share:.2f} of {self.keep.peak_bytes} bytes, but no "
+                f"plan takes less than {least_bytes(self.plan)}"
+            )
+        return policy
+
+    def find(self, share: float) -> Policy | None:
+        """The plan in a share of keep's memory; None if there is none."""
         budget = int(share * self.keep.peak_bytes)
         graph = self.ready.lifetimes.graph
-        problem = Problem(graph, self.plan.programs, budget, Calls.value_bytes)
+        problem = Problem(
+            graph, self.plan.programs, budget, Calls.value_bytes, form=self.form
+        )
         choice = choose(problem, self.profile)
         if choice is None:
-            least = max(fitted(self.plan.calls, 0, Calls.value_bytes).value_bytes())
-            sys.exit(
-                f"{self.name}: {budget} bytes, but no plan takes less than {least}"
-            )
+            return None
         return self.with_calls(f"planned {share:.2f}", choice.calls, choice)
+
+    def recompute(self) -> Policy:
+        """Recomputation of all segments, at the cuts with which its peak is lowest."""
+        plans = [self.ready.plan_of(cuts, "recompute") for cuts in self._all_cuts()]
+        best = min(plans, key=lambda plan: max(plan.calls.value_bytes()))
+        return self.policy("recompute", best)
 
     def step(self, policy: Policy) -> float:
         """Seconds of a step."""
@@ -344,28 +364,39 @@ def tell_wear(policy: Policy, endurance_tbw: float | None) -> None:
 
 def curve(arguments: argparse.Namespace) -> dict[str, Any]:
     """The ROK curve: all policies at batch sizes 1 to 8."""
-    found: dict[str, Any] = {}
+    points: dict[str, Any] = {}
     for name in arguments.stack:
         for batch in (1, 2, 4, 8):
             stack = Stack(name, arguments, batch)
-            policies = all_policies(stack, arguments.share[0])
-            in_turns(stack, policies, arguments.curve)
-            found[f"{name} {batch}"] = measured(stack, policies)
-            show(f"{name} x {batch}", found[f"{name} {batch}"])
+            policies = all_policies(stack, arguments.share)
+            in_turns(stack, policies, arguments.rok)
+            found = points[f"{name} {batch}"] = measured(stack, policies)
+            for one in found.values():
+                one["tokens_per_s"] = round(batch * arguments.length / one["step_s"], 1)
+            show(f"{name} x {batch}", found)
             for policy in policies:
                 policy.runner.values.close()
-    return found
+    return {"points": points, "statements": ssdtrain_rok.statements(points)}
 
 
-def all_policies(stack: Stack, share: float) -> list[Policy]:
-    """Keep, recompute, offload all, and the plan in a share of keep's memory."""
-    least = fitted(stack.plan.calls, 0, Calls.value_bytes)
+def all_policies(stack: Stack, shares: list[float]) -> list[Policy]:
+    """Keep, recompute, offload all, and plans in shares of keep's memory."""
+    calls = replace(stack.plan.calls, form=stack.form)
+    least = fitted(calls, 0, Calls.value_bytes)
+    planned = (stack.find(share) for share in shares)
     return [
         stack.keep,
-        stack.policy("recompute", stack.planned("recompute")),
+        stack.recompute(),
         stack.with_calls("offload", least),
-        stack.chosen(share),
+        *(policy for policy in planned if policy is not None),
     ]
+
+
+def described(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The sizes of the stacks."""
+    names = ("length", "hidden", "layers", "activations")
+    sizes: dict[str, Any] = {name: getattr(arguments, name) for name in names}
+    return sizes | {"scale": PAPER_HIDDEN / arguments.hidden}
 
 
 def parse() -> argparse.Namespace:
@@ -383,9 +414,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--stack", nargs="+", choices=STACKS, default=list(STACKS))
     parser.add_argument("--endurance-tbw", type=float, help="of the drive, in TB")
+    parser.add_argument("--activations", choices=FORMS, help="form on the drive")
     parser.add_argument("--share", type=float, nargs="+", default=SHARES)
-    parser.add_argument("--curve", type=int, default=0, metavar="ROUNDS")
-    return parser.parse_args()
+    parser.add_argument(
+        "--rok", type=int, nargs="?", const=5, metavar="ROUNDS", help="the ROK curve"
+    )
+    parser.add_argument("--plot", type=Path, help="picture of the ROK curve")
+    arguments = parser.parse_args()
+    if arguments.plot is not None and arguments.rok is None:
+        parser.error("--plot: it draws the ROK curve; give --rok")
+    return arguments
 
 
 def main() -> None:
@@ -396,6 +434,12 @@ def main() -> None:
     if len(os.sched_getaffinity(0)) == 1 and (os.cpu_count() or 1) > 1:
         os.sched_setaffinity(0, {HOST_CORE})
         print(f"programs on core {DEVICE_CORE}, Python and transfers on {HOST_CORE}")
+    if arguments.rok is not None:
+        found = described(arguments) | {"rounds": arguments.rok} | curve(arguments)
+        ssdtrain_rok.show(found["points"], arguments.plot)
+        if arguments.json:
+            print(json.dumps(found))
+        return
     print(f"published: {PUBLISHED}")
     stacks = {}
     for name in arguments.stack:
@@ -411,11 +455,8 @@ def main() -> None:
             tell_wear(policy, arguments.endurance_tbw)
         for policy in policies:
             policy.runner.values.close()
-    found: dict[str, Any] = {
-        name: getattr(arguments, name)
-        for name in ("batch", "length", "hidden", "layers")
-    }
-    found |= {"scale": PAPER_HIDDEN / arguments.hidden, "rounds": arguments.rounds}
+    found = described(arguments) | {"batch": arguments.batch}
+    found |= {"rounds": arguments.rounds}
     worst = {}
     for share in arguments.share:
         ones = [one[f"planned {share:.2f}"] for one in stacks.values()]
@@ -426,8 +467,6 @@ def main() -> None:
         }
     found |= {**worst[arguments.share[0]], "shares": worst}
     found |= {"load_average": round(os.getloadavg()[0], 2), "stacks": stacks}
-    if arguments.curve:
-        found["curve"] = curve(arguments)
     if arguments.json:
         print(json.dumps(found))
 
