@@ -1,7 +1,8 @@
 """The ROK curve of scripts/repro_ssdtrain.py: table, published statements, plot.
 
 One point is one policy at one batch size: the peak of values between programs, and the
-throughput (2408.10013, section IV-C). Recomputed work does not count as throughput.
+throughput (2408.10013, section IV-C), which is that of keep's fastest step over the
+median ratio of a policy's time to keep's. Recomputed work does not count.
 
     python scripts/repro_ssdtrain.py --store DIR --rok --json --plot rok.png
 

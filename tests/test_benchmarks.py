@@ -203,3 +203,44 @@ def test_activations_peak_is_as_planned(tmp_path):
     assert planned["peak_bytes"] == planned["planned_peak_bytes"]
     assert planned["written_bytes"] > 0
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.long
+def test_the_rok_curve(tmp_path):
+    sizes = ("--hidden", 128, "--length", 256, "--layers", 2, "--stack", "gpt")
+    options = ("--rok", 1, "--limit", 0, "--json")
+    done = run_script("repro_ssdtrain.py", "--store", tmp_path, *sizes, *options)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert list(found["points"]) == [f"gpt {batch}" for batch in (1, 2, 4, 8)]
+    for one in found["points"].values():
+        assert one["offload"]["peak_bytes"] < one["keep"]["peak_bytes"]
+        assert one["recompute"]["peak_bytes"] < one["keep"]["peak_bytes"]
+        assert one["keep"]["tokens_per_s"] > 0
+    low, high = found["statements"]["offload: peak over keep's"]
+    assert 0 < low <= high < 1
+
+
+@pytest.mark.long
+def test_errors_of_coded_activations(tmp_path):
+    options = ("--model", "gpt2", "--batch", 2)
+    done = run_script("activation_forms.py", "--store", tmp_path, *options)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()[1:]]
+    errors = {form: float(whole) for _, form, _, whole, *_ in rows}
+    written = {form: float(num_mib) for _, form, num_mib, *_ in rows}
+    assert errors["exact"] == 0
+    assert 0 < errors["bf16"] < 0.01
+    assert errors["bf16"] < errors["int8"] < 0.05
+    assert written["int8"] < written["bf16"] < written["exact"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("chunk", [0, 256])
+def test_offload_takes_longer_sequences(tmp_path, chunk):
+    options = ("--memory", "48MiB", "--hidden", 128, "--chunk", chunk, "--run")
+    done = run_script("longest_sequence.py", "--store", tmp_path, *options)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert 0 < found["keep"]["length"] < found["offload"]["length"]
+    assert found["offload"]["written_bytes"] > 0 == found["keep"]["written_bytes"]
