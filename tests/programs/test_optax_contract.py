@@ -17,9 +17,6 @@ import pytest
 
 import jaxinf
 
-pytest.importorskip("sklearn", reason="optax's tests import it")
-from optax._src import alias_test
-
 NUM_STEPS = 3
 UNUSED = {"value": 0.0}
 
@@ -77,11 +74,19 @@ class Aliases:
         return wrapped
 
 
-NAMES = unittest.TestLoader().getTestCaseNames(alias_test.AliasTest)
-NUM_TOGETHER = 36
+NUM_GROUPS = 16
 
 
-def few_steps(patch):
+@pytest.fixture(scope="module")
+def alias_test():
+    """optax's tests, which take seconds to import."""
+    pytest.importorskip("sklearn", reason="optax's tests import it")
+    from optax._src import alias_test
+
+    return alias_test
+
+
+def few_steps(patch, alias_test):
     """Shortens an optimization, whose end is then not what the test expects."""
     patch.setattr(
         alias_test, "range", lambda n: range(min(n, NUM_STEPS)), raising=False
@@ -108,13 +113,15 @@ def run(test):
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Casting from complex:DeprecationWarning")
-@pytest.mark.parametrize("first", range(0, len(NAMES), NUM_TOGETHER))
-def test_optax(first, tmp_path, monkeypatch):
+@pytest.mark.parametrize("group", range(NUM_GROUPS))
+def test_optax(group, alias_test, tmp_path, monkeypatch):
     monkeypatch.setattr(alias_test, "alias", Aliases(alias_test.alias, tmp_path))
+    names = unittest.TestLoader().getTestCaseNames(alias_test.AliasTest)
+    assert names
     wrong = []
-    for name in NAMES[first : first + NUM_TOGETHER]:
+    for name in names[group::NUM_GROUPS]:
         with monkeypatch.context() as patch:
             if name.startswith("test_optimization"):
-                few_steps(patch)
+                few_steps(patch, alias_test)
             wrong.append(run(alias_test.AliasTest(name)))
     assert not any(wrong), "\n".join(filter(None, wrong))
