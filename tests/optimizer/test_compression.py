@@ -181,9 +181,8 @@ def test_error_feedback_costs_the_link_its_own_bytes(open_store):
     assert store.metrics.traffic.link_down_bytes == 4 * 256_000 * 1.02
 
 
-@pytest.mark.parametrize(
-    "jit_init", [False, pytest.param(True, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("jit_init", [False, True])
 def test_resume_is_the_uninterrupted_run_to_the_bit(jit_init, open_store):
     compression = jaxinf.top_k(0.05, error_feedback=True, warmup_steps=1)
 

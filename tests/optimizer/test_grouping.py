@@ -111,7 +111,10 @@ def train(path, compress, *, freezes):
         ("buffer", None, True),
         ("io", None, False),
         pytest.param("start", None, True, marks=pytest.mark.long),
-        ("buffer", jaxinf.top_k(0.1, error_feedback=True, warmup_steps=1), False),
+        pytest.param(
+            *("buffer", jaxinf.top_k(0.1, error_feedback=True, warmup_steps=1), False),
+            marks=pytest.mark.long,
+        ),
         pytest.param("start", jaxinf.top_k(0.1), False, marks=pytest.mark.long),
     ],
 )

@@ -47,8 +47,15 @@ def run(path, *, num_steps=5, tx=None, params=None, bad_steps=(), **options):
         return held, jax.device_get(params), store.metrics.traffic
 
 
-@pytest.mark.parametrize("memory_bytes", [1 << 20, 1 << 26])
-@pytest.mark.parametrize("durability", ["step", 3])
+@pytest.mark.parametrize(
+    ("durability", "memory_bytes"),
+    [
+        (3, 1 << 20),
+        ("step", 1 << 26),
+        pytest.param("step", 1 << 20, marks=pytest.mark.long),
+        pytest.param(3, 1 << 26, marks=pytest.mark.long),
+    ],
+)
 def test_the_same_bits_for_a_third_less_reading(place, memory_bytes, durability):
     options = {"memory_bytes": memory_bytes, "durability": durability}
     held, params, traffic = run(place / "auto", num_workers=2, **options)

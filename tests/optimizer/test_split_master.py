@@ -141,6 +141,7 @@ def test_bytes_on_the_drive(tmp_path, state):
             assert abs(found - wanted * NUM_PARAMS) < PADDING + small
 
 
+@pytest.mark.long
 def test_both_halves_are_read_where_the_params_are_not_at_hand(tmp_path, monkeypatch):
     *_, given = run(tmp_path / "given", 3)
     monkeypatch.setenv("JAXINF_CALLBACK", "io")

@@ -83,7 +83,18 @@ def assert_same(a, b):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+IN_SHORT = ("adamw schedule clip", "accumulate", "frozen part")
+
+
+def each_of(names):
+    """Makes parameters of a test; those not in `IN_SHORT` are marked as long."""
+    return [
+        pytest.param(name, marks=[] if name in IN_SHORT else pytest.mark.long)
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize("name", each_of(OPTIMIZERS))
 def test_trains_as_plain_optax_does(name, open_store):
     expected, _, _ = train(OPTIMIZERS[name](), make_params(), 9)
     store = open_store()
@@ -180,7 +191,9 @@ def test_all_leaves_as_one(open_store):
     assert len(store.manifest.leaves) == 1
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(jnp.float32, marks=pytest.mark.long), jnp.bfloat16]
+)
 def test_all_kinds_of_callbacks_give_the_same_bits(dtype, open_store, monkeypatch):
     results = []
     for kind in ("buffer", "io", "start"):
@@ -295,7 +308,7 @@ def test_flax_linen_train_state(open_store):
     np.testing.assert_allclose(smart, losses(optax.adamw(1e-2)), rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["adamw schedule clip", "accumulate", "hyperparams"])
+@pytest.mark.parametrize("name", each_of(["adamw schedule clip", "hyperparams"]))
 def test_resume_is_the_uninterrupted_run_to_the_bit(name, open_store):
     whole, final, _ = train(
         jaxinf.smart_update(OPTIMIZERS[name](), open_store("whole")), make_params(), 10

@@ -227,9 +227,14 @@ except Exception as error:
     ("how", "handled", "callback", "raised"),
     [
         ("jitted", "raised", "buffer", "jax.errors.JaxRuntimeError"),
-        ("jitted", "raised", "io", "jax.errors.JaxRuntimeError"),
+        pytest.param(
+            *("jitted", "raised", "io", "jax.errors.JaxRuntimeError"),
+            marks=pytest.mark.long,
+        ),
         ("eagerly", "raised", "io", "jaxinf.errors.NonFiniteGradientError"),
-        ("jitted", "caught", "io", "JaxRuntimeError"),
+        pytest.param(
+            *("jitted", "caught", "io", "JaxRuntimeError"), marks=pytest.mark.long
+        ),
     ],
 )
 def test_one_mistake_is_one_error_and_a_line_at_exit(

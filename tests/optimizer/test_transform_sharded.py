@@ -278,22 +278,15 @@ def test_same_bits_on_four_devices_and_after_changes_of_mesh(place, run_python):
     run_python(OTHER_MESH, place, **DEVICES)
     run_python(TRACED_INIT, place, JAXINF_CALLBACK="start", **DEVICES)
     run_python(SECOND_INIT, place, **DEVICES)
+    result = run_python(OUT_SHARDINGS, place, **DEVICES)
+    assert result.stderr.count("init did not know how the params are sharded") == 1
     expected = np.load(place / "one.npz")
-    for name in ("four", "traced", "twice"):
+    for name in ("four", "traced", "twice", "out"):
         found = np.load(place / f"{name}.npz")
         for leaf in expected.files:
             np.testing.assert_array_equal(found[leaf], expected[leaf], err_msg=leaf)
     refused = run_python(REFUSED_MESH, place, **DEVICES)
     assert "run on a mesh whose shards are" in refused.stdout
-
-
-def test_shardings_that_only_the_results_of_init_have(place, run_python):
-    run_python(ONE_DEVICE, place)
-    result = run_python(OUT_SHARDINGS, place, **DEVICES)
-    assert result.stderr.count("init did not know how the params are sharded") == 1
-    expected, found = (np.load(place / f"{name}.npz") for name in ("one", "out"))
-    for leaf in expected.files:
-        np.testing.assert_array_equal(found[leaf], expected[leaf], err_msg=leaf)
 
 
 LONG = pytest.mark.long
@@ -324,6 +317,7 @@ def test_failure_beside_collectives(place, run_python, how, callback, repeats):
         assert store.step == 1
 
 
+@pytest.mark.long
 def test_a_failure_that_nothing_asked_about_is_the_exit_status(place, run_python):
     result = run_python(FAILURE, place, "last", 0, check=False, **DEVICES)
     assert result.returncode == 1

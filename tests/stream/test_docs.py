@@ -26,8 +26,15 @@ def test_there_is_a_snippet_for_each_library():
     assert len(SNIPPETS) == len(NAMES)
 
 
-@pytest.mark.parametrize("snippet", SNIPPETS, ids=NAMES)
-def test_snippets_run(snippet, place):
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.long) for name in NAMES[:-1]),
+        NAMES[-1],
+    ],
+)
+def test_snippets_run(name, place):
+    snippet = SNIPPETS[NAMES.index(name)]
     names = {
         "eqx": eqx,
         "hk": hk,

@@ -152,9 +152,13 @@ def trained(step, program):
 
 
 @pytest.mark.parametrize(
-    "name", ["stack_by_index", "tied_and_unused", "half_precision_loss"]
+    ("name", "policy"),
+    [
+        ("stack_by_index", "keep"),
+        ("tied_and_unused", "recompute"),
+        ("half_precision_loss", "recompute"),
+    ],
 )
-@pytest.mark.parametrize("policy", ["recompute", "keep"])
 def test_params_from_memory_give_the_bits_of_params_from_the_drive(
     name, policy, open_store, monkeypatch
 ):

@@ -116,7 +116,7 @@ def test_steps_have_the_bits_of_params_that_are_read(name, tx, durability, start
 @pytest.mark.parametrize(
     ("tx", "options"),
     [
-        (optax.lamb(1e-2), {}),
+        pytest.param(optax.lamb(1e-2), {}, marks=pytest.mark.long),
         (optax.apply_if_finite(ADAM, 2), {}),
         (ADAM, {"compress": jaxinf.top_k(0.1)}),
     ],
@@ -145,7 +145,9 @@ def test_a_step_of_adam_moves_20_bytes_a_param(started):
     assert step.traffic.drive_write_bytes == 12 * num_params
 
 
-@pytest.mark.parametrize("master", ["auto", "stored"])
+@pytest.mark.parametrize(
+    "master", ["auto", pytest.param("stored", marks=pytest.mark.long)]
+)
 def test_16_bit_params_stay_as_the_store_has_them(master, started, open_store):
     program = small()
     half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), program.params)
@@ -204,8 +206,9 @@ def pythons_handler():
 
 
 @pytest.mark.usefixtures("pythons_handler")
-@pytest.mark.parametrize("tx", [ADAM, CLIPPED], ids=["adam", "clipped"])
-@pytest.mark.parametrize("is_error", [False, True], ids=["ctrl-c", "error"])
+@pytest.mark.parametrize(
+    ("tx", "is_error"), [(CLIPPED, False), (ADAM, True)], ids=["ctrl-c", "error"]
+)
 def test_after_a_step_that_ended_early(tx, is_error, started, monkeypatch):
     program = small()
     plain = started(program, "plain", tx)

@@ -76,8 +76,9 @@ def assert_near(one, other, **tolerance):
         np.testing.assert_allclose(found, expected, **tolerance)
 
 
-@pytest.mark.parametrize("tx", [ADAM, CLIPPED], ids=["adam", "clipped"])
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(
+    ("tx", "count"), [(ADAM, 2), (CLIPPED, 3)], ids=["adam", "clipped"]
+)
 def test_losses_are_those_of_the_whole_batch(tx, count, started):
     whole = started("whole", tx)
     parts = started("parts", tx, micro_batches=count, keep="params")

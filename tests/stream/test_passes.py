@@ -147,7 +147,10 @@ def assert_near(found, expected):
     [
         optax.chain(CLIP, optax.adamw(1e-2)),
         optax.apply_if_finite(optax.adam(1e-2), 3),
-        optax.chain(optax.clip_by_block_rms(0.1), optax.adamw(1e-2)),
+        pytest.param(
+            optax.chain(optax.clip_by_block_rms(0.1), optax.adamw(1e-2)),
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["clipped", "finite", "block"],
 )
@@ -157,7 +160,12 @@ def test_bits_are_those_of_jitted_optax(tx, open_store):
 
 
 @pytest.mark.parametrize(
-    "tx", [THREE, optax.chain(CLIP, optax.lamb(1e-2))], ids=["three", "lamb"]
+    "tx",
+    [
+        THREE,
+        pytest.param(optax.chain(CLIP, optax.lamb(1e-2)), marks=pytest.mark.long),
+    ],
+    ids=["three", "lamb"],
 )
 def test_numbers_of_what_is_clipped(tx, open_store):
     batches = [tree(seed) for seed in range(1, 4)]
@@ -177,7 +185,7 @@ def test_scaled_losses_skip_what_is_not_finite(open_store):
     [
         optax.chain(optax.clip_by_block_rms(0.1), optax.adam(1e-2)),
         optax.chain(optax.centralize(), optax.sgd(0.1)),
-        THREE,
+        pytest.param(THREE, marks=pytest.mark.long),
         pytest.param(optax.lamb(1e-2), marks=pytest.mark.long),
     ],
     ids=["sums", "whole", "three", "lamb"],

@@ -77,7 +77,7 @@ def assert_near(found, expected):
     [
         "tied_and_unused",
         pytest.param("l2_penalty", marks=pytest.mark.long),
-        "scan_twice_cast",
+        pytest.param("scan_twice_cast", marks=pytest.mark.long),
         pytest.param("scan_remat_reverse", marks=pytest.mark.long),
     ],
 )
@@ -197,7 +197,10 @@ def _haiku_init(key):
     return model.init(key, jnp.ones((2, 64)))
 
 
-@pytest.mark.parametrize("name", INITS)
+@pytest.mark.parametrize(
+    "name",
+    [*(pytest.param(n, marks=pytest.mark.long) for n in ("linen", "haiku")), "stack"],
+)
 def test_leaves_are_made_as_jitted_init_makes_them(name, streamed):
     init, key = INITS[name], jax.random.key(5)
     program = replace(ZOO["l2_penalty"](), loss=lambda p, b: jnp.sum(b))
@@ -456,8 +459,11 @@ def test_a_full_drive_refuses_the_step_while_gradients_are_spilled(
     assert step.store.step == 2
 
 
-@pytest.mark.parametrize("tx", [optax.adam(1e-2), CLIPPED], ids=["adam", "clipped"])
-@pytest.mark.parametrize("name", ["stack_by_index", "tied_and_unused"])
+@pytest.mark.parametrize(
+    ("name", "tx"),
+    [("stack_by_index", CLIPPED), ("tied_and_unused", optax.adam(1e-2))],
+    ids=["clipped", "adam"],
+)
 def test_drives_move_what_the_plan_says(name, tx, streamed, monkeypatch):
     program = ZOO[name]()
     # Gradients that wait do so in memory up to here, then on the drive.
