@@ -117,6 +117,18 @@ NAMES = ("jaxinf.json", "slots", "current", "commit.json")
 ONE_IN = {"pinned": 10 if LONG else 1000, "kept": 10 if LONG else 1000}
 
 
+# Each script on one drive or on three CSDs; `JAXINF_FAULTS=long` has both of all.
+NUM_CSDS = {
+    "plain": (0, 3),
+    "frozen": (3,),
+    "rare": (0,),
+    "pinned": (3,),
+    "kept": (0, 3),
+    "rolled back": (3,),
+    "made anew": (0,),
+}
+
+
 def runs(*names):
     """Parametrises a test with runs; the longer ones only if there is time."""
     return pytest.mark.parametrize(
@@ -128,7 +140,7 @@ def runs(*names):
                 marks=[] if (name, num_csds) == ("plain", 0) else [pytest.mark.faults],
             )
             for name in names
-            for num_csds in ((0,) if name == "made anew" and not LONG else (0, 3))
+            for num_csds in ((0, 3) if LONG else NUM_CSDS[name])
         ],
         indirect=True,
     )
