@@ -371,10 +371,6 @@ def curve(arguments: argparse.Namespace) -> dict[str, Any]:
             policies = all_policies(stack, arguments.share)
             in_turns(stack, policies, arguments.rok)
             found = points[f"{name} {batch}"] = measured(stack, policies)
-            # Of keep's fastest step, so that a machine's other work is not in a curve.
-            most = batch * arguments.length / min(stack.keep.seconds)
-            for one in found.values():
-                one["tokens_per_s"] = round(most / one["time_ratio"], 1)
             show(f"{name} x {batch}", found)
             for policy in policies:
                 policy.runner.values.close()
