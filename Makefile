@@ -8,6 +8,8 @@ NEWEST_PYTHON ?= $(firstword $(foreach v,3.14 3.13 3.12 3.11,$(shell python$(v) 
 XRT_PACKAGES := libxrt1 libxrt-dev uuid-dev binutils g++
 SOURCES := pyproject.toml setup.py $(shell find jaxinf hls models -name '*.py' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 
+# Only these are collected by stages of few tests; importing all takes each process seconds.
+files-with = $(shell grep -rl --include='test_*.py' '$1' tests)
 # Tests that pytest has rewritten are kept for the next stage, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -47,7 +49,7 @@ test: $(VENV)/installed  ## the test suite, on the installed package
 	  --ignore tests/models --ignore tests/faults tests
 
 test-long: $(VENV)/installed  ## families that make test has a part of: every optimizer
-	$(BIN)/pytest -n auto -m long tests
+	$(BIN)/pytest -n auto -m long $(call files-with,mark.long)
 
 test-models: $(VENV)/installed  ## the models, and their PyTorch originals (installs torch)
 	$(BIN)/python -m pip install --quiet torch==2.13.0
@@ -66,7 +68,7 @@ test-hls: $(VENV)/installed  ## card kernels: testbenches, and every variant aga
 	$(BIN)/pytest -n auto -m hls tests/hls
 
 test-cards: $(VENV)/installed  ## emulated cards: every kind of update, crashes, damage
-	$(BIN)/pytest -n auto -m cards tests
+	$(BIN)/pytest -n auto -m cards tests/csd $(call files-with,mark.cards)
 	JAXINF_TEST_CSD=emulated $(BIN)/pytest -n auto -m 'not cards' $(addprefix \
 	  tests/engine/test_,$(addsuffix .py,crash durability failures integrity order steps))
 
