@@ -78,9 +78,9 @@ def losses(lines):
 
 @pytest.fixture(scope="session")
 def uninterrupted(run, losses):
-    """Steps and losses of a run of 300 steps, in mode update, with the defaults."""
+    """Steps and losses of a run of 120 steps, in mode update, with the defaults."""
     with memory_directory() as root:
-        assert run("--store", root / "store", "--steps", 300) == 0
+        assert run("--store", root / "store", "--steps", 120) == 0
         return losses(root / "store-log")
 
 

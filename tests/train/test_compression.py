@@ -22,6 +22,7 @@ def test_update_has_the_bits_of_memory_and_resumes(run, losses, tmp_path):
     assert all("error_feedback" in leaf["states"][-1] for leaf in manifest["leaves"])
 
 
+@pytest.mark.long
 def test_link_traffic_of_a_step(run, lines, tmp_path):
     words = ("--store", tmp_path / "store", "--steps", 4, "--compress")
     assert run(*words, "top_k:0.5,warmup_steps=2") == 0

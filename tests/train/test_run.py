@@ -17,8 +17,8 @@ KEYS += ["rss_bytes"]
 
 def test_modes_agree(run, losses, uninterrupted, tmp_path):
     log = tmp_path / "memory"
-    assert run("--mode", "memory", "--steps", 100, "--log-dir", log) == 0
-    np.testing.assert_allclose(losses(log), uninterrupted[:100], rtol=1e-4)
+    assert run("--mode", "memory", "--steps", 60, "--log-dir", log) == 0
+    np.testing.assert_allclose(losses(log), uninterrupted[:60], rtol=1e-4)
     assert uninterrupted[-1][1] < uninterrupted[0][1] - 2
 
 
@@ -126,18 +126,14 @@ def test_commit_says_where_in_the_data(run, tmp_path):
 # --- optimizers and options -----------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "words",
     [
         "adam --schedule cosine",
-        *(
-            pytest.param(words, marks=pytest.mark.long)
-            for words in (
-                "sgd --learning-rate 0.1 --momentum 0 --clip-norm 0",
-                "lion --learning-rate 3e-4 --weight-decay 0.5",
-                "adagrad --learning-rate 0.05 --warmup-steps 0",
-            )
-        ),
+        "sgd --learning-rate 0.1 --momentum 0 --clip-norm 0",
+        "lion --learning-rate 3e-4 --weight-decay 0.5",
+        "adagrad --learning-rate 0.05 --warmup-steps 0",
     ],
 )
 def test_optimizers_agree_in_both_modes(run, losses, tmp_path, words):
@@ -180,9 +176,8 @@ def test_nonfinite_error(run, losses, tmp_path, capsys, mode):
     assert [step for step, _ in losses(log)] == [1]
 
 
-@pytest.mark.parametrize(
-    "mode", [pytest.param("memory", marks=pytest.mark.long), "update"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["memory", "update"])
 def test_nonfinite_skip(run, losses, tmp_path, capsys, mode):
     place = ("--store", tmp_path / "store") if mode == "update" else ()
     log = tmp_path / "log"

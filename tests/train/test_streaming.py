@@ -98,6 +98,7 @@ def test_activations_in_eight_bits(
     assert 0 < moved["int8"] < 0.3 * moved["none"]
 
 
+@pytest.mark.long
 def test_evaluation_and_sample_are_those_of_mode_update(run, tmp_path, capsys):
     words = ("--steps", 4, "--eval-every", 2, "--sample-bytes", 6, "--keep-best")
     found = []

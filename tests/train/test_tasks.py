@@ -178,6 +178,7 @@ def test_image_that_is_damaged_ends_the_run_by_name(task, tmp_path, capsys):
 # --- resuming -------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_position_of_another_loader_is_refused_by_name(task, tmp_path, capsys):
     where = ("--store", tmp_path / "store", "--steps")
     assert task("gpt2", "pairs", *where, 2) == 0
