@@ -70,13 +70,13 @@ OPTIMIZERS = {
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [
-        ("plain", "adamw"),
+        ("feedback", "momentum"),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in [
+                ("plain", "adamw"),
                 ("everything", "momentum"),
                 ("exact", "accumulate"),
-                ("feedback", "momentum"),
                 ("16 bits", "adamw"),
                 ("warm-up", "adamw"),
             ]
