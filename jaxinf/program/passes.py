@@ -92,6 +92,12 @@ class Passes:
         ]
         return {part.leaf for part in parts if not part.is_sliced}
 
+    @cached_property
+    def computed(self) -> Set[int]:
+        """Leaves of which the last pass computes something; they are needed whole."""
+        last = self.num_passes - 1
+        return {leaf for number, leaf in self._parts if number == last}
+
     def part(self, number: int, leaf: int) -> LeafPart | None:
         """Returns the computation of a pass on a leaf; None if there is none."""
         return self._parts.get((number, leaf))

@@ -131,6 +131,7 @@ PLAN = Record(
         "fingerprint": Text(most_bytes=256),
         "cuts": Listed(Whole(0)),
     },
+    optional={"mesh": Mapped(Whole(1))},
     others=ANYTHING,
 )
 """``stream/<digest>.json``."""

@@ -9,7 +9,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import optax
 
 from jaxinf.activations import Form, Scratch, writing_bytes
@@ -28,6 +27,7 @@ from jaxinf.stream.memory import (
     READER_BYTES,
     DeviceLimit,
     Division,
+    default_device,
     device_limit,
     divide,
 )
@@ -159,9 +159,8 @@ class Binder:
 
     @cached_property
     def device(self) -> Any:
-        """The JAX device that programs run on."""
-        (device,) = jnp.zeros(()).devices()
-        return device
+        """The JAX device that programs run on; on a mesh, one like all of them."""
+        return default_device()
 
     @cached_property
     def device_limit(self) -> DeviceLimit:
@@ -195,10 +194,13 @@ class Binder:
         """Divides the memory, then cuts the program to fit its part."""
         training, options = self._store.training, self._options
         shapes = [leaf.shape for leaf in ready.traced.params]
-        dtypes = [leaf.dtype for leaf in ready.traced.params]
         program = trace_optimizer(self._tx, params, options.extra_args)
         passes = passes_for(program, ready.gradient_pieces)
-        places = Places(shapes, dtypes, partial(self._can_move, whole=passes.whole))
+        places = Places(
+            ready.traced.params,
+            partial(self._can_move, whole=passes.whole),
+            range(len(shapes)) if options.compress else passes.computed,
+        )
         numbers = PassRunner(training, program, passes)
         units = {places.unit(piece) for piece in ready.gradient_pieces}
         compressor = Compressor(training, options.compress)
@@ -207,6 +209,10 @@ class Binder:
             max(numbers.compile(arrivals), compressor.compile(units)),
             "computing numbers of its gradients",
             is_on_device=True,
+        )
+        division = division.without(
+            self._gathered_bytes(ready, places, passes),
+            "moving shards of params that are not stored alone",
         )
         if options.policy == "offload":
             division = division.without(
@@ -243,6 +249,16 @@ class Binder:
             {piece: sum_bytes(aval) for piece, aval in avals.items()},
         )
         return frame, plan
+
+    def _gathered_bytes(self, ready: Prepared, places: Places, passes: Passes) -> int:
+        """Memory to gather shards: one unit that is read, and one that is updated."""
+        units = {places.unit(piece) for piece in ready.lifetimes.sizes}
+        rewrites = self._store.training.options.rewrites_steps
+        waits = passes.num_passes > 1 or rewrites or self._options.micro_batches > 1
+        apart = [unit for unit in units if len(unit.shards) > 1]
+        undivided = [unit.num_bytes for unit in apart if not unit.is_divided]
+        updated = [unit.num_bytes for unit in apart] if waits else undivided
+        return max(undivided, default=0) + 2 * max(updated, default=0)
 
     def _division(self, units: Set[Unit]) -> Division:
         return divide(
@@ -436,7 +452,7 @@ class _Takers:
 
     def from_read(self, unit: Unit) -> bool:
         """Whether a unit's update can take what was read for a program."""
-        return not self._is_deferred and self.reads(unit)
+        return unit.is_divided and not self._is_deferred and self.reads(unit)
 
     def from_memory(self, unit: Unit) -> bool:
         """Whether a unit's update can take what stays between steps.
@@ -445,4 +461,4 @@ class _Takers:
         """
         rewrites = self._training.options.rewrites_steps
         is_known = not (rewrites and is_parted(self._training.opened, unit))
-        return is_known and self.reads(unit)
+        return unit.is_divided and is_known and self.reads(unit)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 from jaxinf.activations import Coding, Form, coding_of, stored_bytes
@@ -121,6 +121,8 @@ class Calls:
       lenders: Values whose memory outputs may reuse; None for all at their last use.
       resident: Parts of params that are in memory in any case, and do not count.
       form: Form of values on drives that only backward reads later; None for exact.
+      output_bytes: On several devices, the bytes of each call's outputs on all of them;
+        None for one device.
     """
 
     calls: tuple[Call, ...]
@@ -129,6 +131,7 @@ class Calls:
     lenders: frozenset[Slot] | None = None
     resident: frozenset[Piece] = frozenset()
     form: Form | None = None
+    output_bytes: Sequence[Sequence[int]] | None = None
 
     @cached_property
     def donated(self) -> Mapping[str, tuple[int, ...]]:
@@ -183,9 +186,9 @@ class Calls:
             programs = {call.program.key: call.program for call in self.calls}
             temp_bytes = {key: one.temp_bytes() for key, one in programs.items()}
         return [
-            held + self._own_bytes(call, after, temp_bytes[call.program.key])
-            for held, call, after in zip_longest(
-                self.held_bytes(), self.calls, self.calls[1:]
+            held + self._own_bytes(number, temp_bytes[call.program.key])
+            for number, (held, call) in enumerate(
+                zip(self.held_bytes(), self.calls, strict=True)
             )
         ]
 
@@ -255,16 +258,20 @@ class Calls:
             for ref in dict.fromkeys(call.inputs):
                 if isinstance(ref, Slot):
                     lives[ref].reads.append(i)
-            for slot, value in zip(call.outputs, call.program.outputs, strict=True):
+            for slot, value, own in zip(
+                call.outputs, call.program.outputs, self._made_bytes[i], strict=True
+            ):
                 if slot is not None:
-                    lives[slot] = Life(i, [], aval_bytes(value.aval), value.aval)
+                    lives[slot] = Life(i, [], own, value.aval)
         return lives
 
-    def _own_bytes(self, call: Call, after: Call | None, temp_bytes: int) -> int:
+    def _own_bytes(self, number: int, temp_bytes: int) -> int:
         """Bytes of a call's params, temporaries and outputs, and of the next one's."""
-        own = self.fetched_bytes(call) + temp_bytes + self._new_bytes(call)
-        if after is not None:
-            own += self._new_bytes(after) + self.fetched_bytes(after, call)
+        call = self.calls[number]
+        own = self.fetched_bytes(call) + temp_bytes + self._new_bytes(number)
+        if number + 1 < len(self.calls):
+            own += self._new_bytes(number + 1)
+            own += self.fetched_bytes(self.calls[number + 1], call)
         return own
 
     def fetched_bytes(self, call: Call, before: Call | None = None) -> int:
@@ -272,11 +279,21 @@ class Calls:
         pieces = () if before is None else before.pieces
         return call.bytes_beside(self.resident.union(pieces))
 
-    def _new_bytes(self, call: Call) -> int:
+    def _new_bytes(self, number: int) -> int:
         """Bytes of a call's outputs that do not reuse an input's memory."""
-        program = call.program
+        program = self.calls[number].program
         taken = (program.inputs[i] for i in self.donated[program.key])
-        return num_bytes(program.outputs) - num_bytes(taken)
+        return sum(self._made_bytes[number]) - num_bytes(taken)
+
+    @cached_property
+    def _made_bytes(self) -> Sequence[Sequence[int]]:
+        """Bytes of each call's outputs."""
+        if self.output_bytes is not None:
+            return self.output_bytes
+        return [
+            [aval_bytes(value.aval) for value in call.program.outputs]
+            for call in self.calls
+        ]
 
 
 @dataclass(frozen=True)

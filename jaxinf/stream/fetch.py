@@ -44,8 +44,8 @@ class Source(Protocol):
         """Prepares for the reads of a step."""
         ...
 
-    def read(self, unit: Unit, out: Array) -> None:
-        """Fills an array of the unit's shape and dtype; blocks."""
+    def read(self, unit: Unit, shards: Sequence[Array]) -> None:
+        """Fills arrays with the unit's shards; blocks."""
         ...
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ def held_bytes(fetches: Sequence[Fetch], num_calls: int) -> np.ndarray:
 
 def page_bytes(unit: Unit) -> int:
     """Bytes of a unit in whole pages."""
-    return page_ceil(max(unit.num_bytes, 1))
+    return page_ceil(max(unit.held_bytes, 1))
 
 
 class Fetcher:
@@ -167,7 +167,7 @@ class Fetcher:
         self._window = window
         self._changed = threading.Condition()
         self._ready: dict[tuple[Unit, int], Brought] = {}
-        self._for_update: dict[Unit, tuple[Array, Lease]] = {}
+        self._for_update: dict[Unit, tuple[Sequence[Array], Lease]] = {}
         self._lasts = _lasts(fetches)
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -214,14 +214,14 @@ class Fetcher:
         for one in held:
             one.calls.release()
 
-    def take(self, unit: Unit) -> Array | None:
+    def take(self, unit: Unit) -> Sequence[Array] | None:
         """Returns the params of a unit whose gradient is complete, for its update.
 
-        They stay until `free`. None if the update has to read them.
+        They are its shards, and stay until `free`. None if the update has to read them.
         """
         with self._changed:
-            array, _ = self._for_update.get(unit, (None, None))
-        return array
+            shards, _ = self._for_update.get(unit, (None, None))
+        return shards
 
     def free(self, unit: Unit) -> None:
         """Frees what `take` returned."""
@@ -281,7 +281,7 @@ class Fetcher:
         unit = fetch.unit
         brought = self._window.bring(
             unit,
-            lambda array: self._source.read(unit, array),
+            lambda shards: self._source.read(unit, shards),
             lambda: self._is_stopped,
             is_for_update=fetch.gradient is not None,
         )
@@ -291,7 +291,7 @@ class Fetcher:
             self.counts.num_bytes += unit.num_bytes
             self._ready[unit, fetch.last] = brought
             if brought.update is not None:
-                self._for_update[unit] = brought.array, brought.update
+                self._for_update[unit] = brought.shards, brought.update
             self._changed.notify_all()
         return True
 

@@ -24,10 +24,13 @@ from jaxinf.stream.keeping import Keep, Keeper, Keeping, beside
 from jaxinf.stream.memory import (
     READER_BYTES,
     Division,
+    check_mesh,
+    default_device,
     device_limit,
     divide_reading,
     return_freed_memory,
 )
+from jaxinf.stream.meshes import outside_mesh
 from jaxinf.stream.places import Places, Unit
 from jaxinf.stream.plan import Plan, Prepared, prepare_function
 from jaxinf.stream.reading import make_window, planned_fetches
@@ -87,7 +90,7 @@ class StreamedFunction:
         self._fn = fn
         self._options = options
         self._closes = closes
-        (self._device,) = jnp.zeros(()).devices()
+        self._device = default_device()
         limit = device_limit(self._device, options.device_memory_bytes)
         self._limit = limit
         self._is_shared = shared is not None
@@ -106,7 +109,8 @@ class StreamedFunction:
         """Tells the tree of the params, if it is not made of nested dicts alone.
 
         Args:
-          params: Tree of arrays, or of shapes and dtypes; values are not used.
+          params: Tree of arrays, or of shapes and dtypes; values are not used. Those
+            with a sharding over several devices are read shard by shard.
 
         Raises:
           StoreMismatchError: The store holds another tree.
@@ -136,6 +140,10 @@ class StreamedFunction:
         self._before()
         self.store.training.join()
         bound = self._last = self._bound_for(batch)
+        with outside_mesh():
+            return self._run(bound, batch)
+
+    def _run(self, bound: _Bound, batch: PyTree) -> PyTree:
         bound.supply.counts = FetchCounts()
         with self._interrupts.held_back():
             try:
@@ -196,21 +204,22 @@ class StreamedFunction:
         if self._params is None:
             self._params = _tree_of(self.store)
         leaves, tree = jax.tree.flatten(abstract(batch))
-        key = (tree, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        key = (tree, *((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
         if key not in self._bound:
             ready = prepare_function(self._fn, self._params, batch)
-            self._bound[key] = self._bind(ready)
+            with outside_mesh():
+                self._bound[key] = self._bind(ready)
             return_freed_memory()  # of planning and compilation
         return self._bound[key]
 
     def _bind(self, ready: Prepared) -> _Bound:
-        training, params = self.store.training, ready.traced.params
-        places = Places(
-            [leaf.shape for leaf in params],
-            [leaf.dtype for leaf in params],
-            training.can_move,
+        training = self.store.training
+        check_mesh(ready.traced.mesh, self._limit, "recompute")
+        places = Places(ready.traced.params, training.can_move)
+        division = divide_reading(self._options.memory_bytes, self._limit).without(
+            places.gathered_bytes(map(places.unit, ready.lifetimes.sizes)),
+            "reading params that the store's chunks do not divide as the mesh does",
         )
-        division = divide_reading(self._options.memory_bytes, self._limit)
         plan, keeping = self._planned(ready, places, division)
         division = beside(division, keeping)
         stays = keeping.units | frozenset(self._shared)

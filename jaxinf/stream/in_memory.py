@@ -26,9 +26,11 @@ from jaxinf.stream.interrupts import Interrupts
 from jaxinf.stream.memory import (
     DeviceLimit,
     Division,
+    default_device,
     device_limit,
     return_freed_memory,
 )
+from jaxinf.stream.meshes import mesh_text
 from jaxinf.stream.micro import first_part, parts_of, together
 from jaxinf.stream.plain import PlainOptax, WholeGradients, are_finite
 from jaxinf.stream.plan import Plan, Prepared, prepare
@@ -206,8 +208,7 @@ class InMemoryStep:
 
     @cached_property
     def _limit(self) -> DeviceLimit:
-        (device,) = jnp.zeros(()).devices()
-        return device_limit(device, self._options.device_memory_bytes)
+        return device_limit(default_device(), self._options.device_memory_bytes)
 
     def _bound_for(self, batch: PyTree) -> _Bound:
         leaves, tree = jax.tree.flatten(abstract(batch))
@@ -220,7 +221,15 @@ class InMemoryStep:
 
     def _prepare(self, params: PyTree, batch: PyTree) -> Prepared:
         part = first_part(batch, self._options.micro_batches)
-        return prepare(self._loss_fn, params, part, has_aux=self._options.has_aux)
+        ready = prepare(self._loss_fn, params, part, has_aux=self._options.has_aux)
+        if ready.traced.mesh is not None:
+            raise StreamError(
+                "jaxinf.stream: expected arrays on one device, found "
+                f"{mesh_text(ready.traced.mesh)}, which streaming does not use without "
+                "a store yet; give a store, or put all arrays on one device "
+                "(jax.device_put(x, jax.devices()[0]))"
+            )
+        return ready
 
     def _bind(self, ready: Prepared) -> _Bound:
         plan, budget = self._planned(ready)

@@ -7,16 +7,19 @@ Invariant: a kept plan is used, or refused by name; it is never replaced unless 
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from jax.sharding import Mesh
 
 from jaxinf.errors import StoreError, StoreFormatError, StreamError
 from jaxinf.io import read_bounded, write_json_atomically
 from jaxinf.schema import MOST_BYTES, SchemaError, check_json
 from jaxinf.store import PLAN
 from jaxinf.stream.calls import Policy
+from jaxinf.stream.meshes import axes_text
 from jaxinf.stream.plan import PLAN_VERSION, Plan, Prepared
 
 __all__ = ["keep_plan", "kept_plan"]
@@ -41,18 +44,21 @@ def kept_plan(
       limit: The argument that sets the budget.
 
     Raises:
-      StreamError: The plan is for another function or version, or needs more memory.
+      StreamError: The plan is for another function, version or mesh, or needs more
+        memory.
       StoreFormatError: The plan is damaged.
     """
     path = _path(folder, ready)
     if not path.exists():
         return None
     kept = _read(path)
+    _check_mesh(path, kept, ready.traced.mesh)
     if kept["version"] != PLAN_VERSION or kept["fingerprint"] != ready.fingerprint:
         raise StreamError(
             f"{path}: the store was trained with another loss function for params and "
-            "batches of these shapes, or by another version of jaxinf or JAX; pass "
-            "replan=True to go on with this one and replace the kept plan"
+            "batches of these shapes, with other shardings of these, or by another "
+            "version of jaxinf or JAX; pass replan=True to go on with this one and "
+            "replace the kept plan"
         )
     plan = ready.plan_of(kept["cuts"], policy)
     peak = measure(plan)
@@ -70,12 +76,24 @@ def keep_plan(folder: Path, ready: Prepared, plan: Plan) -> None:
     """Keeps a plan for later runs."""
     path = _path(folder, ready)
     path.parent.mkdir(exist_ok=True)
-    content = {
+    content: dict[str, Any] = {
         "version": PLAN_VERSION,
         "fingerprint": ready.fingerprint,
         "cuts": list(plan.cuts),
     }
+    if ready.traced.mesh is not None:
+        content["mesh"] = dict(ready.traced.mesh.shape)
     write_json_atomically(path, content)
+
+
+def _check_mesh(path: Path, kept: Mapping[str, Any], mesh: Mesh | None) -> None:
+    before, now = kept.get("mesh", {}), dict(mesh.shape) if mesh else {}
+    if before != now:
+        raise StreamError(
+            f"{path}: the store was trained on {axes_text(before)}, found arrays on "
+            f"{axes_text(now)}; use a mesh like that, or pass replan=True to go on "
+            "with this one and replace the kept plan (bits then differ from here on)"
+        )
 
 
 def _path(folder: Path, ready: Prepared) -> Path:

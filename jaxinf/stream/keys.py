@@ -16,6 +16,7 @@ import numpy as np
 from jaxinf import compat
 from jaxinf.program.graph import Node, Value
 from jaxinf.stream.graph import is_literal
+from jaxinf.stream.meshes import typed_sharding
 
 __all__ = ["Keys", "stable"]
 
@@ -158,7 +159,9 @@ def _is_plain_array(item: Any) -> bool:
 def _aval(aval: Any) -> str:
     weak = "~" if getattr(aval, "weak_type", False) else ""
     shape = ",".join(map(str, getattr(aval, "shape", ())))
-    return f"{getattr(aval, 'dtype', aval)}{weak}[{shape}]"
+    typed = typed_sharding(aval)
+    on = "" if typed is None else f"@{typed.spec}{typed.mesh.shape_tuple}"
+    return f"{getattr(aval, 'dtype', aval)}{weak}[{shape}]{on}"
 
 
 def _array(array: np.ndarray) -> str:

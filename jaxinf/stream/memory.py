@@ -9,14 +9,21 @@ import gc
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
 from jaxinf.errors import StreamError
 from jaxinf.io.pages import page_ceil
+from jaxinf.stream.meshes import mesh_text
 
 __all__ = [
     "NUM_STAGED",
     "READER_BYTES",
     "DeviceLimit",
     "Division",
+    "check_mesh",
+    "default_device",
     "device_limit",
     "divide",
     "divide_reading",
@@ -102,6 +109,38 @@ class Division:
 def store_memory_bytes(memory_bytes: int) -> int:
     """The `memory_bytes` to open a store with, which decide how it divides chunks."""
     return max(_MIN_STORE_BYTES, memory_bytes // _RING_SHARE)
+
+
+def default_device() -> Any:
+    """Returns the JAX device that new arrays are put on."""
+    (device,) = jax.device_put(np.zeros(())).devices()
+    return device
+
+
+def check_mesh(mesh: Mesh | None, limit: DeviceLimit, policy: str) -> None:
+    """Refuses what does not run on several devices.
+
+    Args:
+      mesh: The devices; None for one.
+      limit: Of each device's memory.
+      policy: The treatment of values that backward needs.
+
+    Raises:
+      StreamError: Names it.
+    """
+    if mesh is None:
+        return
+    if policy == "offload":
+        raise StreamError(
+            f'policy="offload": not supported yet on several devices, found '
+            f'{mesh_text(mesh)}; use "recompute" or "keep"'
+        )
+    if not limit.is_host:
+        raise StreamError(
+            f"jaxinf.stream: expected devices that share the host's memory, found "
+            f"{mesh_text(mesh)} with memory of their own, which streaming does not use "
+            "yet; put all arrays on one (jax.device_put(x, jax.devices()[0]))"
+        )
 
 
 def device_is_host(device: Any) -> bool:

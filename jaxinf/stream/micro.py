@@ -17,6 +17,7 @@ import numpy as np
 from jaxinf.compat import key_name
 from jaxinf.errors import StreamError
 from jaxinf.stream.graph import Piece
+from jaxinf.stream.shards import Gradient
 from jaxinf.stream.spill import Spill
 from jaxinf.stream.stage import Handed, Stage
 from jaxinf.stream.trace import abstract
@@ -57,12 +58,27 @@ def first_part(batch: PyTree, count: int) -> PyTree:
         return shapes
     length = _length(shapes, count) // count
 
-    def part(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def part(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         if not leaf.shape:
             return leaf
-        return jax.ShapeDtypeStruct((length, *leaf.shape[1:]), leaf.dtype)
+        aval = leaf.update(shape=(length, *leaf.shape[1:]))
+        _check_shards("/".join(map(key_name, path)), aval, count)
+        return aval
 
-    return jax.tree.map(part, shapes)
+    return jax.tree_util.tree_map_with_path(part, shapes)
+
+
+def _check_shards(name: str, part: jax.ShapeDtypeStruct, count: int) -> None:
+    if part.sharding is None:
+        return
+    try:
+        part.sharding.shard_shape(part.shape)
+    except ValueError as error:
+        raise StreamError(
+            f"micro_batches={count}: expected parts that divide over the mesh, found "
+            f"{part.shape[0]} rows of {name} for each part, sharded by "
+            f"{part.sharding.spec}; take fewer parts or a larger batch"
+        ) from error
 
 
 def sum_bytes(gradient: Any) -> int:
@@ -100,9 +116,7 @@ class Accumulation:
         self.capacity_bytes = spill.capacity_bytes
         self._stage = Stage("jaxinf-sums", capacity_bytes)
 
-    def begin(
-        self, number: int, hand_on: Callable[[Piece, jax.Array | Array], None]
-    ) -> None:
+    def begin(self, number: int, hand_on: Callable[[Piece, Gradient], None]) -> None:
         """Prepares for the gradients of a part.
 
         Args:
@@ -119,7 +133,7 @@ class Accumulation:
 
         self._stage.start(self._add if number < self._count - 1 else finish)
 
-    def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
+    def put(self, piece: Piece, gradient: Gradient) -> None:
         """Takes a gradient; blocks while too many wait."""
         self._stage.put(piece, gradient)
 
@@ -150,7 +164,7 @@ class Accumulation:
         for piece, gradient in taken:
             self._spill.put(piece, self._sum(piece, gradient))
 
-    def _sum(self, piece: Piece, gradient: jax.Array | Array) -> Array:
+    def _sum(self, piece: Piece, gradient: Gradient) -> Array:
         """The sum in float32, or in the gradient's dtype if that is longer."""
         array = np.asarray(gradient)
         if piece not in self._spill:
@@ -158,7 +172,7 @@ class Accumulation:
         total = self._spill.take(piece)
         return np.add(total, array, out=total)
 
-    def _mean(self, piece: Piece, gradient: jax.Array | Array) -> Array:
+    def _mean(self, piece: Piece, gradient: Gradient) -> Array:
         total = self._sum(piece, gradient)
         np.divide(total, self._count, out=total)
         return total.astype(gradient.dtype, copy=False)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinf import compat
 from jaxinf.program.graph import Node, Value, interpret, prune
@@ -25,10 +26,13 @@ from jaxinf.stream.graph import (
     Seed,
     is_literal,
 )
+from jaxinf.stream.meshes import item_aval, typed_sharding
 from jaxinf.stream.primitives import POINTWISE
 from jaxinf.stream.trace import Traced
 
 __all__ = ["build_graph"]
+
+_CONSTRAINT = "sharding_constraint"
 
 
 @dataclass(eq=False, slots=True, repr=False)
@@ -89,6 +93,7 @@ class _Builder:
         self._whole: dict[Stack, Value] = {}
         self._zeros: set[Value] = set()
         self._sliced: set[tuple[int, ...]] = set()
+        self._thinned: dict[int, tuple[Any, Mapping[str, Any]]] = {}
 
     def input(self, origin: Origin, aval: Any) -> Value:
         """Returns the value of an input, the same one for the same origin."""
@@ -204,7 +209,7 @@ class _Builder:
 
     def _piece_item(self, value: Value, piece: Piece, i: int) -> Value:
         row = i + (piece.rows[0] if piece.rows else 0)
-        aval = _item_aval(value.aval)
+        aval = item_aval(value.aval)
         return self.input(Piece(piece.leaf, (*piece.index, row)), aval)
 
     def _computed_item(self, value: Value, i: int) -> Value:
@@ -218,10 +223,10 @@ class _Builder:
             copy = Node(
                 node.primitive,
                 tuple(self._value(part) for part in parts),
-                node.params,
+                self._item_params(node.name, node.params),
                 context=node.context,
             )
-            return self._append(copy, [_item_aval(value.aval)])[0]
+            return self._append(copy, [item_aval(value.aval)])[0]
         number = self.input(Number(i), jax.typeof(np.int32(0)))
         return self._call(_take, value, number)
 
@@ -232,14 +237,17 @@ class _Builder:
             "broadcast_dimensions": tuple(
                 dim - 1 for dim in node.params["broadcast_dimensions"]
             ),
+            "sharding": typed_sharding(item_aval(value.aval)),
         }
         copy = Node(node.primitive, node.inputs, params, context=node.context)
-        return self._append(copy, [_item_aval(value.aval)])[0]
+        return self._append(copy, [item_aval(value.aval)])[0]
 
     # Special cases for stacks and slices of params; None for the ordinary treatment.
 
     def _pointwise(self, eqn: Any, inputs: Sequence[Atom]) -> Atom | None:
         aval = eqn.outvars[0].aval
+        if eqn.primitive.name == _CONSTRAINT and not _is_named(eqn):
+            return None
         same = all(atom.aval.shape in ((), aval.shape) for atom in inputs)
         if not same or not any(isinstance(atom, Stack) for atom in inputs):
             return None
@@ -254,12 +262,32 @@ class _Builder:
             present = [part for part in parts if part not in self._zeros]
             if len(present) < 2:
                 return (present or parts)[0]
-        item = _item_aval(aval)
+        item = item_aval(aval)
+        params = self._item_params(eqn.primitive.name, eqn.params)
         if any(isinstance(part, Stack) for part in parts):
-            return self._pointwise(_Like(eqn, item), parts) or parts[0]
+            return self._pointwise(_Like(eqn, item, params), parts) or parts[0]
         values = tuple(self._value(part) for part in parts)
-        node = Node(eqn.primitive, values, eqn.params, context=eqn.ctx)
+        node = Node(eqn.primitive, values, params, context=eqn.ctx)
         return self._append(node, [item])[0]
+
+    def _item_params(self, name: str, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The parameters of a pointwise equation for one element of a stack.
+
+        They are one object for all elements.
+        """
+        if name != _CONSTRAINT:
+            return params
+        key = id(params)
+        if key not in self._thinned:
+            sharding, free = params["sharding"], params["unconstrained_dims"]
+            spec = PartitionSpec(*tuple(sharding.spec)[1:])
+            own = {
+                **params,
+                "sharding": sharding.update(spec=spec),
+                "unconstrained_dims": frozenset(dim - 1 for dim in free if dim),
+            }
+            self._thinned[key] = params, own
+        return self._thinned[key][1]
 
     def _slice(self, eqn: Any, inputs: Sequence[Atom]) -> Atom | None:
         """Returns rows of a param or of a stack without the rest."""
@@ -314,7 +342,7 @@ class _Builder:
         rows = [self.item(atom, i) for i in range(atom.aval.shape[0])]
         if not low + high:
             return Stack(aval, tuple(rows))
-        zero = self._zero(_item_aval(aval))
+        zero = self._zero(item_aval(aval))
         return Stack(aval, (zero,) * low + tuple(rows) + (zero,) * high)
 
     def _zero(self, aval: Any) -> Value:
@@ -329,14 +357,11 @@ class _Like:
 
     eqn: Any
     aval: Any
+    params: Mapping[str, Any]
 
     @property
     def primitive(self) -> Any:
         return self.eqn.primitive
-
-    @property
-    def params(self) -> Mapping[str, Any]:
-        return self.eqn.params
 
     @property
     def ctx(self) -> Any:
@@ -357,8 +382,14 @@ _SPECIAL: dict[str, Callable[..., Atom | None]] = {
 def _is_same_shape(node: Node) -> bool:
     if node.name not in POINTWISE or len(node.outputs) != 1:
         return False
+    if node.name == _CONSTRAINT and not _is_named(node):
+        return False
     shape = node.outputs[0].aval.shape
     return all(value.aval.shape in ((), shape) for value in node.inputs)
+
+
+def _is_named(node: Any) -> bool:
+    return isinstance(node.params["sharding"], NamedSharding)
 
 
 def _take(array: jax.Array, i: jax.Array) -> jax.Array:
@@ -370,12 +401,13 @@ def _take(array: jax.Array, i: jax.Array) -> jax.Array:
     return lax.squeeze(row, (0,))
 
 
-def _item_aval(aval: Any) -> Any:
-    return aval.update(shape=aval.shape[1:])
-
-
 def _struct(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+    return jax.ShapeDtypeStruct(
+        aval.shape,
+        aval.dtype,
+        weak_type=aval.weak_type,
+        sharding=typed_sharding(aval),
+    )
 
 
 def _literal(literal: Any) -> Value:

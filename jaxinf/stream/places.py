@@ -4,14 +4,28 @@ Invariant: a unit consists of whole chunks of the store, so it is read, updated 
 alone.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
+from jaxinf.engine import shard_counts
 from jaxinf.stream.graph import Piece
+from jaxinf.stream.meshes import piece_sharding
+from jaxinf.stream.shards import (
+    Box,
+    boxes_of,
+    make_array,
+    packed_bytes,
+    packed_views,
+)
+from jaxinf.typing import Array
 
-__all__ = ["Places", "Unit", "shard_counts"]
+__all__ = ["Places", "Unit", "part_counts"]
 
 # A leaf with smaller slices is one unit: they are not worth chunks of their own.
 _MIN_SLICE_BYTES = 256 << 10
@@ -26,12 +40,47 @@ class Unit:
       index: Position on its leading axes; empty for the whole.
       shape: Shape of the part, without the indexed axes.
       dtype: Dtype of the params on the JAX device.
+      sharding: Its sharding over the mesh; None for one device.
+      is_divided: Whether the store moves each of its shards alone.
     """
 
     leaf: int
     index: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: np.dtype
+    sharding: NamedSharding | None = None
+    is_divided: bool = field(default=True, compare=False)
+
+    @cached_property
+    def shards(self) -> tuple[Box, ...]:
+        """Its distinct shards; one on one device."""
+        return boxes_of(self.sharding, self.shape)
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """The parts that the store moves: the shards, or all at once."""
+        return self.shards if self.is_divided else boxes_of(None, self.shape)
+
+    @cached_property
+    def held_bytes(self) -> int:
+        """Bytes in the host's memory, where each shard is aligned."""
+        return packed_bytes(self.shards, self.dtype)
+
+    def views(self, memory: Array) -> tuple[Array, ...]:
+        """Returns the arrays of its shards in `held_bytes` of memory."""
+        return packed_views(memory, self.shards, self.dtype)
+
+    def on_devices(self, shards: Sequence[Array], device: Any = None) -> jax.Array:
+        """Puts its shards on their devices, or on the one given; blocks."""
+        return make_array(shards, self.shape, self.sharding or device)
+
+    def origin_of(self, box: Box) -> tuple[int, ...]:
+        """Index in the leaf of a part's first element."""
+        return (*self.index, *box.start)
+
+    def extent_of(self, box: Box) -> tuple[int, ...]:
+        """Shape of a part in the leaf."""
+        return (*(1 for _ in self.index), *box.shape)
 
     @property
     def num_bytes(self) -> int:
@@ -53,19 +102,21 @@ class Places:
     """The units of a store.
 
     Args:
-      shapes, dtypes: Shapes and dtypes of the params' leaves.
+      leaves: Abstract values of the params' leaves; with a mesh they have shardings.
       can_move: Whether a box of a leaf (leaf, origin, extent) consists of whole chunks.
+      undivided: Leaves whose shards the store does not move alone in any case.
     """
 
     def __init__(
         self,
-        shapes: Sequence[tuple[int, ...]],
-        dtypes: Sequence[np.dtype],
+        leaves: Sequence[jax.ShapeDtypeStruct],
         can_move: Callable[[int, tuple[int, ...], tuple[int, ...]], bool],
+        undivided: Container[int] = (),
     ) -> None:
-        self._shapes = shapes
-        self._dtypes = dtypes
+        self._leaves = leaves
+        self._shapes = [leaf.shape for leaf in leaves]
         self._can_move = can_move
+        self._undivided = undivided
         self._units: dict[tuple[int, tuple[int, ...]], Unit] = {}
         self._depths: dict[tuple[int, int], int] = {}
 
@@ -76,6 +127,11 @@ class Places:
             self._units[key] = self._find(*key)
         return self._units[key]
 
+    def gathered_bytes(self, units: Iterable[Unit]) -> int:
+        """Memory to move the largest of the units whose shards do not move alone."""
+        found = (unit.num_bytes for unit in units if not unit.is_divided)
+        return max(found, default=0)
+
     @staticmethod
     def part(unit: Unit, piece: Piece) -> Piece:
         """Returns the piece of the unit's array for a piece of the leaf."""
@@ -83,8 +139,18 @@ class Places:
 
     def _find(self, leaf: int, index: tuple[int, ...]) -> Unit:
         own = index[: self._depth(leaf, len(index))]
-        shape = self._shapes[leaf][len(own) :]
-        return Unit(leaf, own, shape, np.dtype(self._dtypes[leaf]))
+        shape, aval = self._shapes[leaf][len(own) :], self._leaves[leaf]
+        sharding = piece_sharding(aval.sharding, Piece(leaf, own))
+        unit = Unit(leaf, own, shape, np.dtype(aval.dtype), sharding)
+        return replace(unit, is_divided=self._divides(unit))
+
+    def _divides(self, unit: Unit) -> bool:
+        if len(unit.shards) == 1:
+            return True
+        return unit.leaf not in self._undivided and all(
+            self._can_move(unit.leaf, unit.origin_of(box), unit.extent_of(box))
+            for box in unit.shards
+        )
 
     def _depth(self, leaf: int, most: int) -> int:
         """Counts the leading axes, up to `most`, on which chunks have the length 1."""
@@ -101,20 +167,20 @@ class Places:
         return self._depths[key]
 
 
-def shard_counts(
-    shapes: Sequence[tuple[int, ...]], gradients: Iterable[Piece]
-) -> Mapping[int, tuple[int, ...]]:
+def part_counts(
+    leaves: Sequence[jax.ShapeDtypeStruct], gradients: Iterable[Piece]
+) -> list[tuple[int, ...]]:
     """Returns for each leaf the number of parts along each axis, in a new store.
 
     Args:
-      shapes: Shapes of the leaves.
+      leaves: Abstract values of the leaves.
       gradients: The pieces of complete gradients.
     """
     depths = {piece.leaf: len(piece.index) for piece in gradients}
-    counts = {}
-    for leaf, shape in enumerate(shapes):
-        depth = depths.get(leaf, 0)
+    counts = []
+    for leaf, aval in enumerate(leaves):
+        depth, shape = depths.get(leaf, 0), aval.shape
         while depth and 4 * np.prod(shape[depth:], dtype=np.int64) < _MIN_SLICE_BYTES:
             depth -= 1
-        counts[leaf] = (*shape[:depth], *(1 for _ in shape[depth:]))
+        counts.append((*shape[:depth], *shard_counts(aval.sharding, shape)[depth:]))
     return counts

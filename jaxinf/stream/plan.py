@@ -154,7 +154,11 @@ class Prepared:
         lines = self.keys.lines(tuple(inputs), graph.nodes, graph.outputs)
         origins = (str(value.origin) for value in inputs)
         targets = "\n".join(map(str, graph.gradients))
-        return stable(chain(lines, origins, [targets], self.traced.names))
+        traced = self.traced
+        specs: list[str] = []
+        if traced.mesh is not None:
+            specs = [str(a.sharding.spec) for a in (*traced.params, *traced.batch)]
+        return stable(chain(lines, origins, [targets], traced.names, specs))
 
     @property
     def gradient_pieces(self) -> tuple[Piece, ...]:
@@ -217,6 +221,8 @@ class Prepared:
         """Makes the plan with given cuts."""
         programs = make_programs(self.lifetimes, cuts, self.keys)
         calls = make_calls(self.lifetimes.graph, programs, policy)
+        if self.traced.mesh is not None:  # shardings of values are not known yet
+            calls = replace(calls, lenders=frozenset())
         peak = (
             least_offloaded_bytes(calls) if policy == "offload" else calls.peak_bytes()
         )

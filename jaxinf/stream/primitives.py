@@ -12,7 +12,8 @@ POINTWISE = ELEMENTWISE | frozenset(
     acos acosh add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e
     bitcast_convert_type clz copy copy_p cosh digamma erf erf_inv erfc imag is_finite
     lgamma mul optimization_barrier population_count real shift_left
-    shift_right_arithmetic shift_right_logical sinh stop_gradient tan
+    sharding_constraint shift_right_arithmetic shift_right_logical sinh stop_gradient
+    tan
     """.split()
 )
 """Primitives that compute each element from the elements at the same position."""

@@ -110,10 +110,30 @@ def make_programs(lifetimes: Lifetimes, cuts: Sequence[int], keys: Keys) -> Prog
     return Programs(tuple(forward[::-1]), tuple(backward), tuple(free))
 
 
-def compile_program(program: Program, donated: Sequence[int] = ()) -> Any:
-    """Compiles `program`; blocks."""
-    avals = [_struct(value.aval) for value in program.inputs]
-    function = jax.jit(_function(program), donate_argnums=tuple(donated))
+def compile_program(
+    program: Program,
+    donated: Sequence[int] = (),
+    inputs: Sequence[Any] = (),
+    outputs: Sequence[Any] = (),
+) -> Any:
+    """Compiles `program`; blocks.
+
+    Args:
+      program: The program.
+      donated: Inputs whose memory an output may reuse.
+      inputs: Shardings of its inputs; none for one device.
+      outputs: Shardings that outputs must have, None where JAX chooses one.
+    """
+    shardings = inputs or [None] * len(program.inputs)
+    avals = [
+        _struct(value.aval, sharding)
+        for value, sharding in zip(program.inputs, shardings, strict=True)
+    ]
+    function = jax.jit(
+        _function(program),
+        donate_argnums=tuple(donated),
+        out_shardings=list(outputs) or None,
+    )
     return function.lower(*avals).compile()
 
 
@@ -208,5 +228,7 @@ def _function(program: Program) -> Callable[..., list[jax.Array]]:
     return run
 
 
-def _struct(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+def _struct(aval: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding
+    )

@@ -7,15 +7,15 @@ Invariant: a unit has the bits of the store's last finished step. If a step was 
   after its update, or another has been made elsewhere, it is read again.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
 import jax
-import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxinf.activations import aligned
 from jaxinf.stream.places import Unit
+from jaxinf.stream.shards import shards_of
 from jaxinf.typing import Array
 
 __all__ = ["Resident", "Version"]
@@ -39,10 +39,11 @@ class Resident:
         self._sharding = SingleDeviceSharding(device)
         self._is_host = is_host
         self._version: Version = (None, -1)
-        self._on_host: dict[Unit, Array] = {}  # what programs read, if that is there
+        # What programs read, if that is there: the shards of each unit.
+        self._on_host: dict[Unit, Sequence[Array]] = {}
         self._on_device: dict[Unit, jax.Array] = {}
         self._changed: set[Unit] = set()
-        self._next: dict[Unit, Array] = {}  # values for the next step
+        self._next: dict[Unit, Sequence[Array]] = {}  # values for the next step
         self._in_place: Collection[Unit] = ()
 
     def begin(
@@ -71,26 +72,28 @@ class Resident:
         self._version, self._in_place = version, in_place
         return [unit for unit in units if unit not in self._on_device]
 
-    def bring(self, unit: Unit, read: Callable[[Unit, Array], None]) -> None:
+    def bring(self, unit: Unit, read: Callable[[Unit, Sequence[Array]], None]) -> None:
         """Reads a unit; blocks.
 
         Args:
           unit: The unit.
-          read: Fills an array with it; may raise.
+          read: Fills arrays with its shards; may raise.
         """
-        array = _new(unit)
-        read(unit, array)
-        self._hold(unit, array)
+        shards = _new(unit)
+        read(unit, shards)
+        self._hold(unit, shards)
 
     def get(self, unit: Unit) -> jax.Array:
         """Returns a unit for programs of the step."""
         return self._on_device[unit]
 
-    def take(self, unit: Unit) -> Array:
-        """Returns a unit's params on the host, for its update."""
-        return self._on_host[unit] if self._is_host else np.asarray(self.get(unit))
+    def take(self, unit: Unit) -> Sequence[Array]:
+        """Returns the shards of a unit's params on the host, for its update."""
+        if self._is_host:
+            return self._on_host[unit]
+        return shards_of(self.get(unit), unit.shards)
 
-    def target(self, unit: Unit) -> Array:
+    def target(self, unit: Unit) -> Sequence[Array]:
         """Returns memory for the new params: where `take`'s are, if that is possible.
 
         No program that reads the unit may be under way, if it is updated in place.
@@ -106,7 +109,7 @@ class Resident:
         """Notes that the update has filled the `target`."""
         if unit not in self._changed or unit not in self._in_place:
             return
-        self._hold(unit, self._next.pop(unit, self._on_host.get(unit)))
+        self._hold(unit, self._next.pop(unit, None) or self._on_host[unit])
 
     def end(self) -> None:
         """Notes that the store has advanced by this step."""
@@ -122,10 +125,10 @@ class Resident:
             self._forget(unit)
         self._next.clear()
 
-    def _hold(self, unit: Unit, array: Any) -> None:
+    def _hold(self, unit: Unit, shards: Sequence[Array]) -> None:
         if self._is_host:
-            self._on_host[unit] = array
-        self._on_device[unit] = jax.device_put(array, self._sharding)
+            self._on_host[unit] = shards
+        self._on_device[unit] = unit.on_devices(shards, self._sharding)
 
     def _forget(self, unit: Unit) -> None:
         """Drops a unit. An update that was given up may still write to its memory."""
@@ -133,6 +136,5 @@ class Resident:
         self._on_device.pop(unit, None)
 
 
-def _new(unit: Unit) -> Array:
-    memory = aligned(unit.num_bytes)
-    return memory[: unit.num_bytes].view(unit.dtype).reshape(unit.shape)
+def _new(unit: Unit) -> Sequence[Array]:
+    return unit.views(aligned(unit.held_bytes))

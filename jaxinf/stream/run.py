@@ -8,16 +8,21 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from jax.dtypes import result_type
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinf.stream.absences import least_offloaded_bytes
 from jaxinf.stream.calls import Call, Slot
 from jaxinf.stream.graph import Batch, Const, Number, Origin, Piece, Seed
 from jaxinf.stream.plan import Plan
 from jaxinf.stream.programs import compile_program
+from jaxinf.stream.shardings import Shardings, const_sharding, output_bytes
 from jaxinf.stream.values import Values
 from jaxinf.typing import PyTree
 
@@ -32,24 +37,31 @@ __all__ = [
 MAX_IN_FLIGHT = 2
 
 
-Executables: TypeAlias = dict[tuple[str, tuple[int, ...]], Any]
-"""Compiled programs by key and donated inputs."""
+Executables: TypeAlias = dict[tuple[Any, ...], Any]
+"""Compiled programs by key, donated inputs, and shardings of inputs and outputs."""
 
 
-def compile_plan(plan: Plan, executables: Executables) -> Mapping[str, Any]:
-    """Compiles a plan's programs unless they are known; returns them by key. Blocks.
+def compile_plan(plan: Plan, executables: Executables) -> Sequence[Any]:
+    """Compiles a plan's programs unless they are known; returns one a call. Blocks.
+
+    On several devices JAX chooses the shardings of values. A program is compiled for
+    those of its inputs, so that equal blocks share one as soon as their inputs' agree.
 
     Args:
       plan: The plan.
       executables: Programs compiled before; new ones are added.
     """
-    found = {}
-    for program in plan.distinct:
+    found = []
+    shardings = Shardings(plan)
+    for call in plan.calls.calls:
+        program = call.program
         donated = plan.calls.donated[program.key]
-        known = (program.key, donated)
+        inputs, outputs = shardings.inputs(call), shardings.outputs(call)
+        known = (program.key, donated, inputs, outputs)
         if known not in executables:
-            executables[known] = compile_program(program, donated)
-        found[program.key] = executables[known]
+            executables[known] = compile_program(program, donated, inputs, outputs)
+        shardings.note(call, executables[known])
+        found.append(executables[known])
     return found
 
 
@@ -58,15 +70,23 @@ def compiled_bytes(plan: Plan, executables: Executables) -> int:
     temps = compiled_temp_bytes(plan, executables)
     if plan.is_offloaded:
         return least_offloaded_bytes(plan.calls, temps)
-    return plan.calls.peak_bytes(temps)
+    compiled = compile_plan(plan, executables)
+    calls = replace(plan.calls, output_bytes=output_bytes(plan, compiled))
+    return calls.peak_bytes(temps)
 
 
 def compiled_temp_bytes(plan: Plan, executables: Executables) -> Mapping[str, int]:
-    """Returns the temporaries of a plan's programs as reported by XLA; blocks."""
-    return {
-        key: executable.memory_analysis().temp_size_in_bytes
-        for key, executable in compile_plan(plan, executables).items()
-    }
+    """Returns the temporaries of a plan's programs as reported by XLA; blocks.
+
+    On several devices those of all.
+    """
+    found: dict[str, int] = {}
+    num_devices = 1 if plan.traced.mesh is None else plan.traced.mesh.size
+    compiled = compile_plan(plan, executables)
+    for call, executable in zip(plan.calls.calls, compiled, strict=True):
+        own = executable.memory_analysis().temp_size_in_bytes * num_devices
+        found[call.program.key] = max(own, found.get(call.program.key, 0))
+    return found
 
 
 class Runner:
@@ -100,8 +120,12 @@ class Runner:
         self.dispatched_s = 0.0
         self._in_flight: deque[tuple[int, float, jax.Array | None]] = deque()
         self._numbers: dict[int, jax.Array] = {}
-        self._consts = [jax.numpy.asarray(c) for c in plan.traced.consts]
-        self._seed = jax.numpy.ones((), plan.traced.seed_dtype or np.float32)
+        self._put = partial(_put, mesh=plan.traced.mesh)
+        self._consts = [
+            self._put(const, const_sharding(const, plan.traced.mesh))
+            for const in plan.traced.consts
+        ]
+        self._seed = self._put(np.ones((), plan.traced.seed_dtype or np.float32))
 
     def __call__(
         self,
@@ -121,7 +145,12 @@ class Runner:
         Returns:
           The loss, None if there is none, and aux.
         """
-        leaves = [jax.numpy.asarray(leaf) for leaf in jax.tree.leaves(batch)]
+        leaves = [
+            self._put(leaf, aval.sharding)
+            for leaf, aval in zip(
+                jax.tree.leaves(batch), self.plan.traced.batch, strict=True
+            )
+        ]
         values = self.values
         in_flight = self._in_flight
         self.dispatched_s = self.waited_s = ended_s = 0.0
@@ -196,11 +225,19 @@ class Runner:
 
         inputs = [read(ref) for ref in call.inputs]
         began_s = time.perf_counter()
-        outputs = self._executables[call.program.key](*inputs)
+        outputs = self._executables[number](*inputs)
         self.dispatched_s += time.perf_counter() - began_s
         return outputs
 
     def _number(self, number: int) -> jax.Array:
         if number not in self._numbers:
-            self._numbers[number] = jax.numpy.asarray(np.int32(number))
+            self._numbers[number] = self._put(np.int32(number))
         return self._numbers[number]
+
+
+def _put(leaf: Any, sharding: Any = None, *, mesh: Mesh | None) -> jax.Array:
+    """Returns an array on the device, or sharded; replicated if nothing is said."""
+    array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf, result_type(leaf))
+    if mesh is None:
+        return jax.numpy.asarray(array)
+    return jax.device_put(array, sharding or NamedSharding(mesh, PartitionSpec()))

@@ -3,6 +3,10 @@
 Invariant: reads are of the store's last finished step.
 """
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from jaxinf.engine import ParamsReader, Training
 from jaxinf.stream.places import Unit
 from jaxinf.stream.resident import Version
@@ -42,12 +46,18 @@ class StoreSource:
         self._num_read = 0
         self._training.opened.handler.hold_prefetches(self._num_first > 0)
 
-    def read(self, unit: Unit, out: Array) -> None:
-        """Fills `out` with a unit; blocks."""
+    def read(self, unit: Unit, shards: Sequence[Array]) -> None:
+        """Fills arrays with a unit's shards; blocks."""
         assert self._reader is not None
         opened = self._training.opened
         with opened.timeline.span("fetch"):
-            self._reader.read(unit.leaf, out.reshape(unit.extent), unit.origin)
+            parts = shards if unit.is_divided else [np.empty(unit.shape, unit.dtype)]
+            for box, part in zip(unit.boxes, parts, strict=True):
+                out = part.reshape(unit.extent_of(box))
+                self._reader.read(unit.leaf, out, unit.origin_of(box))
+            if not unit.is_divided:
+                for box, shard in zip(unit.shards, shards, strict=True):
+                    shard[...] = parts[0][box.slices]
         self._num_read += 1
         if self._num_read == self._num_first:
             opened.handler.hold_prefetches(False)

@@ -9,14 +9,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-import jax
-
 from jaxinf.stream.graph import Piece
-from jaxinf.typing import Array
+from jaxinf.stream.shards import Gradient
 
 __all__ = ["Action", "Handed", "Stage"]
 
-Handed: TypeAlias = tuple[Piece, jax.Array | Array]
+Handed: TypeAlias = tuple[Piece, Gradient]
 """A piece of a leaf and its gradient."""
 
 Action: TypeAlias = Callable[[Sequence[Handed]], None]
@@ -55,7 +53,7 @@ class Stage:
         )
         self._thread.start()
 
-    def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
+    def put(self, piece: Piece, gradient: Gradient) -> None:
         """Takes a gradient; blocks while too many wait.
 
         Raises:

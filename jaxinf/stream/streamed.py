@@ -10,13 +10,12 @@ Invariant: a step writes updates to the slot that is not committed. So a crash a
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
-import numpy as np
 import optax
 
 from jaxinf.activations import CacheCounts
@@ -24,6 +23,7 @@ from jaxinf.engine import (
     Store,
     check_compressed,
     describe,
+    distinct_shards,
     gradient_forms,
     keeps_feedback,
 )
@@ -36,17 +36,26 @@ from jaxinf.stream.function import FunctionOptions, StreamedFunction
 from jaxinf.stream.graph import Piece
 from jaxinf.stream.initial import initial_inputs, trace_params
 from jaxinf.stream.interrupts import Interrupts
-from jaxinf.stream.memory import divide, return_freed_memory
+from jaxinf.stream.memory import check_mesh, divide, return_freed_memory
+from jaxinf.stream.meshes import (
+    mesh_of,
+    outside_mesh,
+    sharded_like,
+    without_shardings,
+)
 from jaxinf.stream.metrics import StreamMetrics
 from jaxinf.stream.micro import first_part, parts_of, together
 from jaxinf.stream.optimizer import passes_for, trace_optimizer
-from jaxinf.stream.places import shard_counts
+from jaxinf.stream.places import part_counts
 from jaxinf.stream.plan import Plan, Prepared, least_bytes, prepare
-from jaxinf.stream.trace import abstract, check_params
+from jaxinf.stream.shards import Gradient, handed_out
+from jaxinf.stream.trace import abstract, check_params, param_names
 from jaxinf.typing import Array, JsonValue, PyTree
 
 __all__ = ["StreamedStep"]
 
+Shard: TypeAlias = tuple[tuple[slice, ...], Array]
+"""A part of a leaf: its index, and its numbers."""
 
 # Part of the memory that the store's buffers take while the first step is made.
 _INIT_SHARE = 4
@@ -84,7 +93,11 @@ class StreamedStep:
     # --- params --------------------------------------------------------------------
 
     def init(
-        self, init_fn: Callable[..., PyTree], *args: Any, batch: PyTree = None
+        self,
+        init_fn: Callable[..., PyTree],
+        *args: Any,
+        batch: PyTree = None,
+        shardings: PyTree = None,
     ) -> None:
         """Makes the store's first step leaf by leaf, or resumes an existing store.
 
@@ -94,6 +107,7 @@ class StreamedStep:
           args: Its arguments, such as a random key.
           batch: Arrays, or shapes and dtypes, of a batch. With it a new store's chunks
             suit the program: each slice of stacked layers has its own.
+          shardings: Tree of ``NamedSharding`` like the params, for several devices.
 
         Raises:
           StoreMismatchError: The store holds another tree or optimizer.
@@ -101,13 +115,20 @@ class StreamedStep:
             streamed; nothing is written.
         """
         maker = trace_params(init_fn, *args)
-        self._bind(maker.avals, maker.compile, batch)
+        avals = sharded_like(maker.avals, shardings)
+
+        def leaves(memory_bytes: int) -> Iterator[Iterable[Shard]]:
+            for leaf in maker.compile(memory_bytes):
+                yield distinct_shards(leaf)
+
+        self._bind(avals, leaves, batch)
 
     def load(self, params: PyTree, *, batch: PyTree = None) -> None:
         """Makes the store's first step from given params, or resumes a store.
 
         Args:
-          params: Tree of arrays; memory-mapped ones are read leaf by leaf.
+          params: Tree of arrays; memory-mapped ones are read leaf by leaf. Those on
+            several devices say how the store's leaves are sharded over them.
           batch: As for `init`.
 
         Raises:
@@ -117,13 +138,23 @@ class StreamedStep:
         """
         check_params(params)
         leaves = jax.tree.leaves(params)
-        self._bind(abstract(params), lambda _: map(np.asarray, leaves), batch)
+        self._bind(abstract(params), lambda _: map(distinct_shards, leaves), batch)
 
     def _bind(
         self,
         avals: PyTree,
-        leaves: Callable[[int], Iterable[Array]],
+        leaves: Callable[[int], Iterable[Iterable[Shard]]],
         batch: PyTree,
+    ) -> None:
+        pieces = () if batch is None else self._fitting(avals, batch).gradient_pieces
+        with outside_mesh():
+            self._bind_pieces(avals, leaves, pieces)
+
+    def _bind_pieces(
+        self,
+        avals: PyTree,
+        leaves: Callable[[int], Iterable[Iterable[Shard]]],
+        pieces: Sequence[Piece],
     ) -> None:
         training, whole = self.store.training, self._options.memory_bytes
         if self._options.policy == "offload" and not self._binder.device_limit.is_host:
@@ -131,35 +162,39 @@ class StreamedStep:
                 f'policy="offload": not supported yet on {self._binder.device}, which '
                 'has memory of its own; use "recompute" or "keep"'
             )
-        shapes = [leaf.shape for leaf in check_params(avals)]
-        pieces = () if batch is None else self._fitting(avals, batch).gradient_pieces
-        counts = shard_counts(shapes, pieces)
-        update = trace_optimizer(self._tx, avals, self._options.extra_args)
+        held = check_params(avals)
+        mesh = mesh_of(
+            zip(param_names(avals), [leaf.sharding for leaf in held], strict=True)
+        )
+        check_mesh(mesh, self._binder.device_limit, self._options.policy)
+        plain = without_shardings(avals)
+        update = trace_optimizer(self._tx, plain, self._options.extra_args)
         passes_for(update, pieces)
-        first = trace_init(self._tx, avals)
-        scalars, inputs = initial_inputs(first, jax.tree.leaves(avals))
+        first = trace_init(self._tx, plain)
+        scalars, inputs = initial_inputs(first, jax.tree.leaves(plain))
         compress = self._options.compress
         check_compressed(compress, update)
         description = describe(
             update,
             first,
-            [counts[i] for i in range(len(shapes))],
+            part_counts(held, pieces),
             has_feedback=keeps_feedback(compress),
             forms=partial(gradient_forms, compress),
         )
         self._params = avals
-        made: Iterator[Array] = iter(())
+        made: Iterator[Iterable[Shard]] = iter(())
         if training.commit is None:
             device_bytes = self._binder.device_limit.num_bytes or whole
             made = iter(leaves(min(device_bytes, whole - whole // _INIT_SHARE)))
         if training.bind(description, may_create=True):
             training.opened.limit_memory(whole // _INIT_SHARE)
-            for number in range(len(shapes)):
-                leaf = next(made)
-                training.initialise(
-                    description, number, leaf, [0] * leaf.ndim, inputs[number]
-                )
-                del leaf  # the next one is made in its memory
+            for number in range(len(held)):
+                for index, shard in next(made):
+                    origin = [dim.start or 0 for dim in index]
+                    training.initialise(
+                        description, number, shard, origin, inputs[number]
+                    )
+                    del shard  # the next leaf is made in its memory
             training.finish_initialisation(scalars)
         self._num_skipped = training.opened.finished.skipped_steps
         return_freed_memory()  # of traces and of the first params
@@ -174,8 +209,11 @@ class StreamedStep:
         return ready
 
     def _prepare(self, avals: PyTree, batch: PyTree) -> Prepared:
-        part = first_part(batch, self._options.micro_batches)
-        return prepare(self._loss_fn, avals, part, has_aux=self._options.has_aux)
+        options = self._options
+        part = first_part(batch, options.micro_batches)
+        ready = prepare(self._loss_fn, avals, part, has_aux=options.has_aux)
+        check_mesh(ready.traced.mesh, self._binder.device_limit, options.policy)
+        return ready
 
     # --- steps ---------------------------------------------------------------------
 
@@ -212,6 +250,13 @@ class StreamedStep:
         for function in self._functions:
             function.rest()
         bound = self._take_turn(self._bound_for(batch))
+        with outside_mesh():
+            return self._step(bound, batch, extra_args)
+
+    def _step(
+        self, bound: Bound, batch: PyTree, extra_args: Mapping[str, Any] | None
+    ) -> tuple[jax.Array, PyTree]:
+        training = self.store.training
         given = {**self._options.extra_args, **(extra_args or {})}
         began_s = time.perf_counter()
         training.join()
@@ -258,7 +303,7 @@ class StreamedStep:
         self,
         bound: Bound,
         batch: PyTree,
-        sink: Callable[[Piece, jax.Array], None],
+        sink: Callable[[Piece, Gradient], None],
         *,
         is_last: bool = True,
     ) -> tuple[jax.Array, PyTree]:
@@ -282,13 +327,14 @@ class StreamedStep:
 
     def _hand_out(
         self,
-        sink: Callable[[Piece, jax.Array], None],
+        sink: Callable[[Piece, Gradient], None],
         piece: Piece,
         gradient: jax.Array,
     ) -> None:
+        handed = handed_out(gradient)
         if not self._binder.device_limit.is_host:
-            gradient.copy_to_host_async()
-        sink(piece, gradient)
+            handed.copy_to_host_async()
+        sink(piece, handed)
 
     def _take_turn(self, bound: Bound) -> Bound:
         """Gives the memory to a plan; the step before may have been of another."""
@@ -305,11 +351,13 @@ class StreamedStep:
                 "has a step they resume it"
             )
         leaves, tree = jax.tree.flatten(abstract(batch))
-        key = (tree, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        key = (tree, *((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
         if key not in self._bound:
-            self._bound[key] = self._binder.bind(
-                self._prepare(self._params, batch), self._params
-            )
+            ready = self._prepare(self._params, batch)
+            with outside_mesh():
+                self._bound[key] = self._binder.bind(
+                    ready, without_shardings(self._params)
+                )
             return_freed_memory()  # of planning and compilation
         return self._bound[key]
 

@@ -3,12 +3,13 @@
 Invariant: a unit comes from one of the two, in all calls of a step and in its update.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 
 from jaxinf.stream.fetch import FetchCounts, Fetcher, Source
 from jaxinf.stream.graph import Piece
+from jaxinf.stream.meshes import piece_sharding
 from jaxinf.stream.places import Places, Unit
 from jaxinf.stream.resident import Resident, Version
 from jaxinf.typing import Array
@@ -91,7 +92,11 @@ class Supply:
         else:
             array = self._active.get(number, unit)
         part = self._places.part(unit, piece)
-        return part.of(array) if part.index or part.rows else array
+        if not part.index and not part.rows:
+            return array
+        if unit.sharding is None:
+            return part.of(array)
+        return jax.device_put(part.of(array), piece_sharding(unit.sharding, part))
 
     def done(self, number: int) -> None:
         """Notes that a call has run; frees what no later call needs."""
@@ -101,13 +106,13 @@ class Supply:
         """Ends the reads; no program may be in flight."""
         self._active.stop()
 
-    def take(self, unit: Unit) -> Array | None:
-        """Returns params for a unit's update; None if it has to read them."""
+    def take(self, unit: Unit) -> Sequence[Array] | None:
+        """Returns a unit's shards for its update; None if it has to read them."""
         if unit not in self.stays:
             return self._fetcher.take(unit)
         return self._resident.take(unit) if unit in self._gives else None
 
-    def target(self, unit: Unit) -> Array | None:
+    def target(self, unit: Unit) -> Sequence[Array] | None:
         """Returns memory for a unit's new params; None if they are not needed here."""
         return self._resident.target(unit) if unit in self.stays else None
 

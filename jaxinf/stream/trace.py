@@ -12,14 +12,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from jaxinf import compat
 from jaxinf.compat import ClosedJaxpr, key_name, source_line
 from jaxinf.errors import StreamError
 from jaxinf.stream.graph import aval_bytes
+from jaxinf.stream.meshes import (
+    current_mesh,
+    mesh_in_program,
+    mesh_of,
+    on_mesh,
+    sharding_of,
+)
 from jaxinf.typing import PyTree
 
-__all__ = ["Traced", "abstract", "check_params", "trace", "trace_function"]
+__all__ = [
+    "Traced",
+    "abstract",
+    "check_params",
+    "param_names",
+    "trace",
+    "trace_function",
+]
 
 _LARGE_CONSTS_BYTES = 1 << 20
 
@@ -34,12 +48,13 @@ class Traced:
         aux.
       consts: Arrays that the loss function, or one that it calls, closed over.
       names: Paths of the params' leaves.
-      params: Their abstract values.
+      params: Their abstract values; with a mesh each has a sharding over it.
       params_tree, batch_tree, aux_tree: Tree structures.
-      batch: Abstract values of the batch's leaves.
+      batch: Abstract values of the batch's leaves; shardings as of `params`.
       num_aux: Number of aux's leaves.
       seed_dtype: The loss's dtype, in which the cotangent is given; None if there is
         no loss.
+      mesh: The devices; None for one.
     """
 
     closed: Any
@@ -52,6 +67,7 @@ class Traced:
     num_aux: int
     aux_tree: Any
     seed_dtype: Any
+    mesh: Mesh | None = None
 
     @property
     def num_results(self) -> int:
@@ -69,29 +85,21 @@ def check_params(params: PyTree) -> list[jax.ShapeDtypeStruct]:
     return [_param_leaf(_path_name(path), leaf) for path, leaf in paths]
 
 
+def param_names(params: PyTree) -> list[str]:
+    """Paths of the leaves of params."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(params)
+    return [_path_name(path) for path, _ in paths]
+
+
 def abstract(tree: PyTree) -> PyTree:
     """`tree` with each array replaced by its shape and dtype.
 
+    Those on several devices have a sharding, too.
+
     Raises:
-      StreamError: An array is on several devices.
+      StreamError: An array is on several devices in another way.
     """
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        _check_device(path, leaf)
-    return jax.tree.map(_abstract_leaf, tree)
-
-
-def _check_device(path: tuple[Any, ...], leaf: Any) -> None:
-    """Refuses an array on several devices, since a plan is one device's."""
-    is_known = isinstance(leaf, jax.Array) and not isinstance(leaf, compat.Tracer)
-    devices = leaf.sharding.device_set if is_known else ()
-    if len(devices) > 1:
-        name = "/".join(map(key_name, path)) or "one"
-        raise StreamError(
-            f"jaxinf.stream: expected arrays on one device, the plan's, found {name} "
-            f"on {len(devices)}; pass NumPy arrays, or put them on one device "
-            "(jax.device_put(x, jax.devices()[0])). Streaming does not use several "
-            "devices yet; jaxinf.smart_update does"
-        )
+    return jax.tree_util.tree_map_with_path(_abstract_leaf, tree)
 
 
 def trace(
@@ -109,10 +117,11 @@ def trace(
       StreamError: A leaf of params is not a floating array, the loss is not a scalar,
         or the function has side effects.
     """
-    paths, params_tree = jax.tree_util.tree_flatten_with_path(params)
-    names = tuple(_path_name(path) for path, _ in paths)
+    params_tree = jax.tree.structure(params)
     leaves = check_params(params)
     batch_leaves, batch_tree = jax.tree.flatten(abstract(batch))
+    mesh = _mesh_of(params, batch)
+    leaves, batch_leaves = on_mesh(leaves, mesh), on_mesh(batch_leaves, mesh)
     out = jax.eval_shape(
         loss_fn,
         params_tree.unflatten(leaves),
@@ -135,21 +144,23 @@ def trace(
         )
         return [value, *jax.tree.leaves(rest), *pull_back(seed)[0]]
 
-    seed = jax.ShapeDtypeStruct((), loss.dtype)
+    [seed] = on_mesh([jax.ShapeDtypeStruct((), loss.dtype)], mesh)
     closed = jax.make_jaxpr(loss_and_gradients)(leaves, batch_leaves, seed)
+    mesh = mesh_in_program(closed, mesh)
     _check_effects(closed)
     _warn_of_consts(closed)
     return Traced(
         closed,
         tuple(const for const, _ in _closed_over(closed).values()),
-        names,
-        tuple(leaves),
+        tuple(param_names(params)),
+        tuple(on_mesh(leaves, mesh)),
         params_tree,
-        tuple(batch_leaves),
+        tuple(on_mesh(batch_leaves, mesh)),
         batch_tree,
         len(aux_leaves),
         aux_tree,
         loss.dtype,
+        mesh,
     )
 
 
@@ -165,9 +176,11 @@ def trace_function(fn: Callable[..., Any], params: PyTree, batch: PyTree) -> Tra
       StreamError: A leaf of params is not a floating array, or the function has side
         effects.
     """
-    paths, params_tree = jax.tree_util.tree_flatten_with_path(params)
+    params_tree = jax.tree.structure(params)
     leaves = check_params(params)
     batch_leaves, batch_tree = jax.tree.flatten(abstract(batch))
+    mesh = _mesh_of(params, batch)
+    leaves, batch_leaves = on_mesh(leaves, mesh), on_mesh(batch_leaves, mesh)
     out_trees = []
 
     def flat(flat_params: Sequence[Any], flat_batch: Sequence[Any]) -> Any:
@@ -177,28 +190,42 @@ def trace_function(fn: Callable[..., Any], params: PyTree, batch: PyTree) -> Tra
         return out_leaves
 
     closed = jax.make_jaxpr(flat)(leaves, batch_leaves)
+    mesh = mesh_in_program(closed, mesh)
     _check_effects(closed)
     _warn_of_consts(closed)
     return Traced(
         closed,
         tuple(const for const, _ in _closed_over(closed).values()),
-        tuple(_path_name(path) for path, _ in paths),
-        tuple(leaves),
+        tuple(param_names(params)),
+        tuple(on_mesh(leaves, mesh)),
         params_tree,
-        tuple(batch_leaves),
+        tuple(on_mesh(batch_leaves, mesh)),
         batch_tree,
         out_trees[-1].num_leaves,
         out_trees[-1],
         None,
+        mesh,
     )
 
 
-def _abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
+def _mesh_of(params: PyTree, batch: PyTree) -> Mesh | None:
+    """The mesh of the arrays, or of ``jax.set_mesh``."""
+    paths = [
+        *jax.tree_util.tree_flatten_with_path(params)[0],
+        *jax.tree_util.tree_flatten_with_path(batch)[0],
+    ]
+    names = ((_path_name(path), leaf) for path, leaf in paths)
+    named = ((name, sharding_of(name, leaf)) for name, leaf in names)
+    return mesh_of(named) or current_mesh()
+
+
+def _abstract_leaf(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        leaf = jnp.asarray(leaf)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        leaf = np.asarray(leaf, jax.dtypes.result_type(leaf))
+    sharding = sharding_of(_path_name(path), leaf)
+    if isinstance(leaf, jax.ShapeDtypeStruct) and sharding is leaf.sharding:
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _path_name(path: tuple[Any, ...]) -> str:
@@ -218,7 +245,8 @@ def _param_leaf(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
             f"gradient, found {leaf.dtype}; pass it as part of the batch, and return "
             "its new value as aux (NNX: nnx.split(model, nnx.Param, ...))"
         )
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    sharding = sharding_of(name, leaf)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _check_result(out: Any, has_aux: bool) -> tuple[Any, PyTree]:

@@ -138,7 +138,14 @@ def _layouts(opened: OpenStore, unit: Unit) -> Sequence[SubgroupLayout]:
 def _moved_bytes(
     opened: OpenStore, layout: SubgroupLayout, states: Iterable[int]
 ) -> int:
-    """Whole pages, but for a leaf without axes, whose file is one element long."""
-    is_scalar = not opened.directory.manifest.leaves[layout.subgroup.leaf].shape
-    sizes = (layout.extents[state].num_bytes for state in states)
-    return sum(size if is_scalar else page_ceil(size) for size in sizes)
+    """Whole pages, but no more than the file has, whose end may be odd."""
+    leaf, number = layout.subgroup.leaf, layout.subgroup.chunk
+    stored = opened.directory.chunks[leaf][number].stored_elements
+    records = opened.directory.manifest.leaves[leaf].states
+    moved = 0
+    for state in states:
+        extent = layout.extents[state]
+        file_bytes = records[state].num_elements(stored) * extent.dtype.itemsize
+        left = file_bytes - extent.file_offset_bytes
+        moved += min(page_ceil(extent.num_bytes), left)
+    return moved

@@ -8,11 +8,12 @@ Invariant: the store advances by one step if every gradient arrived and was fini
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, Protocol, TypeAlias
 
-import jax
 import numpy as np
 
+from jaxinf.csd import ScalarInputs
 from jaxinf.engine import Training, UpdateRequest, changes_params
 from jaxinf.errors import NonFiniteGradientError
 from jaxinf.program import UpdateProgram
@@ -22,6 +23,7 @@ from jaxinf.stream.deferred import Deferred, is_finite
 from jaxinf.stream.graph import Piece
 from jaxinf.stream.passes import PassRunner
 from jaxinf.stream.places import Places, Unit
+from jaxinf.stream.shards import Gradient, shards_of, whole
 from jaxinf.stream.stage import Handed, Stage
 from jaxinf.typing import Array
 
@@ -37,12 +39,15 @@ _NO_PARAMS = np.empty(0, np.float32)
 class FetchedParams(Protocol):
     """Params that were read for programs and that updates may take."""
 
-    def take(self, unit: Unit) -> Array | None:
-        """Returns a unit's master params, which stay until `free`; None if not held."""
+    def take(self, unit: Unit) -> Sequence[Array] | None:
+        """Returns a unit's shards of params, which stay until `free`; None if not held.
+
+        Those of a unit that the store does not move by shards are never held.
+        """
         ...
 
-    def target(self, unit: Unit) -> Array | None:
-        """Returns memory for a unit's new params until `free`; None if not needed."""
+    def target(self, unit: Unit) -> Sequence[Array] | None:
+        """Returns memory for a unit's new shards until `free`; None if not needed."""
         ...
 
     def free(self, unit: Unit) -> None:
@@ -113,7 +118,7 @@ class Updates:
             self._deferred.begin()
             self._stage.start(self._defer)
 
-    def hand_out(self, piece: Piece, gradient: jax.Array | Array) -> None:
+    def hand_out(self, piece: Piece, gradient: Gradient) -> None:
         """Takes a complete gradient; blocks while too many wait.
 
         Raises:
@@ -215,74 +220,89 @@ class Updates:
 
     def _defer(self, taken: Sequence[Handed]) -> None:
         assert self._deferred is not None
-        for piece, gradient in taken:
+        for piece, handed in taken:
+            gradient = whole(handed)
             if piece.leaf in self._passes.passes.whole:
                 unit = self._places.unit(piece)
-                whole = self._gathered(unit, piece, np.asarray(gradient))
-                if whole is None:
+                gathered = self._gathered(unit, piece, gradient)
+                if gathered is None:
                     continue
-                piece, gradient = Piece(unit.leaf), whole
+                piece, gradient = Piece(unit.leaf), np.asarray(gathered)
             self._passes.add(piece, gradient)
             self._deferred.add(piece, gradient)
 
     def _update(self, taken: Sequence[Handed]) -> None:
-        requests: dict[Unit, UpdateRequest] = {}
+        asked: dict[Unit, _Asked] = {}
         for piece, gradient in taken:
             unit = self._places.unit(piece)
-            whole = self._gathered(unit, piece, np.asarray(gradient))
-            if whole is None:
+            gathered = self._gathered(unit, piece, gradient)
+            if gathered is None:
                 continue
-            if self._is_held(whole):
+            if self._is_held(gathered):
                 self._bad.append(self._program.leaves[unit.leaf].info.name)
                 self._fetched.free(unit)
             else:
-                requests[unit] = self._request(unit, whole)
+                asked[unit] = self._ask(unit, gathered)
+        requests = [request for one in asked.values() for request in one.requests]
         if not requests:
             return
-        finite = self._training.steps.update(self._step, *requests.values())
-        for unit in requests:
+        finite = self._training.steps.update(self._step, *requests)
+        for unit, one in asked.items():
+            one.end()
             self._fetched.free(unit)
         self._bad += [
             self._program.leaves[request.leaf].info.name
-            for request, is_finite in zip(requests.values(), finite, strict=True)
+            for request, is_finite in zip(requests, finite, strict=True)
             if not is_finite
         ]
 
-    def _gathered(self, unit: Unit, piece: Piece, gradient: Array) -> Array | None:
+    def _gathered(
+        self, unit: Unit, piece: Piece, gradient: Gradient
+    ) -> Gradient | None:
         """Returns the gradient of the whole unit; None while parts are missing."""
         part = self._places.part(unit, piece)
         if not part.index:
             return gradient
         gathered = self._gathering.setdefault(unit, _Gathered(unit))
-        if not gathered.add(part, gradient):
+        if not gathered.add(part, np.asarray(gradient)):
             return None
         return self._gathering.pop(unit).array
 
-    def _is_held(self, gradient: Array) -> bool:
+    def _is_held(self, gradient: Gradient) -> bool:
         """Whether a gradient refuses the step, which the CSDs could not tell."""
         is_checked = self._compressor.is_on and self._nonfinite != "allow"
-        return is_checked and not is_finite(gradient)
+        return is_checked and not is_finite(np.asarray(gradient))
 
-    def _request(self, unit: Unit, gradient: Array) -> UpdateRequest:
-        kernel = self._program.leaves[unit.leaf].kernel
-        params, out = self._fetched.take(unit), None
-        gradient = gradient.reshape(unit.extent)
-        inputs = self._passes.inputs(unit.leaf, gradient, params)
-        if changes_params(kernel, inputs):
-            out = self._fetched.target(unit)
-        sent, feedback = self._compressor(unit, gradient, self._step)
-        return UpdateRequest(
-            leaf=unit.leaf,
-            kernel=kernel,
-            origin=unit.origin,
-            gradient=sent,
-            inputs=inputs,
-            out=None if out is None else out.reshape(unit.extent),
-            probe=_NO_PARAMS,
-            params=None if params is None else params.reshape(unit.extent),
-            wants_params=out is not None,
-            feedback=feedback,
-        )
+    def _ask(self, unit: Unit, gradient: Gradient) -> "_Asked":
+        """Makes the requests for a unit's update: one for each part that moves."""
+        params = self._fetched.take(unit)
+        assert params is None or unit.is_divided, "the update takes parts that it moves"
+        parts = shards_of(gradient, unit.boxes)
+        inputs = ScalarInputs(())
+        requests = []
+        for number, (box, part) in enumerate(zip(unit.boxes, parts, strict=True)):
+            part = part.reshape(unit.extent_of(box))
+            given = None if params is None else params[number]
+            if not number:  # a unit in parts has none but scalars, the same for all
+                inputs = self._passes.inputs(unit.leaf, part, given)
+            sent, feedback = self._compressor(unit, part, self._step)
+            requests.append(
+                UpdateRequest(
+                    leaf=unit.leaf,
+                    kernel=self._program.leaves[unit.leaf].kernel,
+                    origin=unit.origin_of(box),
+                    gradient=sent,
+                    inputs=inputs,
+                    out=None,
+                    probe=_NO_PARAMS,
+                    params=None if given is None else given.reshape(part.shape),
+                    feedback=feedback,
+                )
+            )
+        asked = _Asked(unit, requests)
+        if changes_params(requests[0].kernel, inputs):
+            asked.fill(self._fetched.target(unit))
+        return asked
 
     def _non_finite(self) -> NonFiniteGradientError:
         names = list(dict.fromkeys(self._bad))
@@ -293,6 +313,38 @@ class Updates:
             f"step {self._step}. Lower the learning rate or clip the gradients, or "
             'pass nonfinite="skip" to go on without such steps'
         )
+
+
+class _Asked:
+    """The requests for the update of a unit."""
+
+    def __init__(self, unit: Unit, requests: list[UpdateRequest]) -> None:
+        self._unit = unit
+        self.requests = requests
+        self._target: Sequence[Array] = ()
+
+    def fill(self, target: Sequence[Array] | None) -> None:
+        """Asks for the new params, too: in the memory of the unit's shards."""
+        if target is None:
+            return
+        unit, outs = self._unit, target
+        if not unit.is_divided:
+            self._target, outs = target, [np.empty(unit.shape, unit.dtype)]
+        self.requests = [
+            replace(
+                request,
+                out=out.reshape(unit.extent_of(box)),
+                wants_params=True,
+            )
+            for request, box, out in zip(self.requests, unit.boxes, outs, strict=True)
+        ]
+
+    def end(self) -> None:
+        """Notes that all is updated."""
+        for box, shard in zip(self._unit.shards, self._target, strict=False):
+            out = self.requests[0].out
+            assert out is not None, "the new params of all shards"
+            shard[...] = out.reshape(self._unit.shape)[box.slices]
 
 
 class _Gathered:

@@ -8,7 +8,7 @@ only when no program, no copy and no update can still read it.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,13 +42,13 @@ class Brought:
     Attributes:
       on_device: For programs.
       calls: Memory that the programs need.
-      array: For the update: the unit on the host.
+      shards: For the update: the unit's shards on the host.
       update: Memory that the update needs; None if it does not take the unit.
     """
 
     on_device: jax.Array
     calls: Lease
-    array: Array
+    shards: Sequence[Array]
     update: Lease | None
 
 
@@ -58,7 +58,7 @@ class Window(Protocol):
     def bring(
         self,
         unit: Unit,
-        read: Callable[[Array], None],
+        read: Callable[[Sequence[Array]], None],
         is_stopped: Callable[[], bool],
         *,
         is_for_update: bool,
@@ -67,7 +67,7 @@ class Window(Protocol):
 
         Args:
           unit: The unit.
-          read: Fills an array of the unit's shape and dtype; blocks.
+          read: Fills arrays with the unit's shards; blocks.
           is_stopped: Whether the step is given up.
           is_for_update: Whether the unit's update takes it, too.
         """
@@ -99,7 +99,7 @@ class HostWindow:
     def bring(
         self,
         unit: Unit,
-        read: Callable[[Array], None],
+        read: Callable[[Sequence[Array]], None],
         is_stopped: Callable[[], bool],
         *,
         is_for_update: bool,
@@ -109,16 +109,16 @@ class HostWindow:
         if buffer is None:
             return None
         try:
-            array = _view(buffer, unit)
-            read(array)
-            on_device = jax.device_put(array)
+            shards = unit.views(buffer.array)
+            read(shards)
+            on_device = unit.on_devices(shards)
         except BaseException:
             buffer.release()
             raise
         if not is_for_update:
-            return Brought(on_device, buffer, array, None)
+            return Brought(on_device, buffer, shards, None)
         shared = _Shared(buffer, 2)
-        return Brought(on_device, shared, array, shared)
+        return Brought(on_device, shared, shards, shared)
 
     def settle(self) -> None:
         """Nothing is copied."""
@@ -155,7 +155,7 @@ class DeviceWindow:
     def bring(
         self,
         unit: Unit,
-        read: Callable[[Array], None],
+        read: Callable[[Sequence[Array]], None],
         is_stopped: Callable[[], bool],
         *,
         is_for_update: bool,
@@ -166,14 +166,14 @@ class DeviceWindow:
             return None
         room = None
         try:
-            array = _view(buffer, unit)
-            read(array)
+            shards = unit.views(buffer.array)
+            read(shards)
             self.settle()
             room = self._room.acquire(unit.num_bytes, is_stopped)
             if room is None:
                 buffer.release()
                 return None
-            pinned = jax.device_put(array, self._pinned)
+            pinned = unit.on_devices(shards, self._pinned)
             on_device = jax.device_put(pinned, self._sharding)
         except BaseException:
             buffer.release()
@@ -183,7 +183,7 @@ class DeviceWindow:
         # The pinned array may be the buffer itself, as on a CPU.
         shared = _Shared(buffer, 1 + is_for_update)
         self._copying = on_device, shared
-        return Brought(on_device, room, array, shared if is_for_update else None)
+        return Brought(on_device, room, shards, shared if is_for_update else None)
 
     def settle(self) -> None:
         """Waits for the copy that is under way, and frees its source."""
@@ -263,11 +263,7 @@ def _acquire(
 ) -> Buffer | None:
     while not is_stopped():
         try:
-            return pool.acquire(max(unit.num_bytes, 1), timeout_s=_LOOK_S)
+            return pool.acquire(max(unit.held_bytes, 1), timeout_s=_LOOK_S)
         except TimeoutError:
             continue
     return None
-
-
-def _view(buffer: Buffer, unit: Unit) -> Array:
-    return buffer.array[: unit.num_bytes].view(unit.dtype).reshape(unit.shape)

@@ -40,9 +40,9 @@ class Numbers:
     def begin(self):
         self.read_leaves.clear()
 
-    def read(self, unit, out):
+    def read(self, unit, shards):
         self.read_leaves.append(unit.leaf)
-        out[...] = unit.leaf
+        shards[0][...] = unit.leaf
 
     def close(self):
         pass
@@ -99,7 +99,8 @@ def test_units_for_updates_stay_on_the_host():
         fetcher.get(leaf, unit(leaf))
         fetcher.done(leaf)
     for leaf in range(3):
-        np.testing.assert_array_equal(fetcher.take(unit(leaf)), np.full(1024, leaf))
+        taken = fetcher.take(unit(leaf))
+        np.testing.assert_array_equal(taken, np.full((1, 1024), leaf))
         fetcher.free(unit(leaf))
         assert fetcher.take(unit(leaf)) is None
     fetcher.close()

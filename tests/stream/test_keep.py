@@ -290,11 +290,7 @@ def test_units_that_are_read_most_stay_first():
     program = ZOO["l2_penalty"](depth=3)
     ready = prepared(program)
     plan = ready.plan(MEMORY_BYTES)
-    places = Places(
-        [leaf.shape for leaf in ready.traced.params],
-        [leaf.dtype for leaf in ready.traced.params],
-        lambda *_: True,
-    )
+    places = Places(ready.traced.params, lambda *_: True)
     units = sorted(map(places.unit, ready.gradient_pieces), key=lambda u: u.leaf)
     large = [unit for unit in units if unit.num_bytes == 4096]
     fetches = [Fetch(large[0], 0, 0), Fetch(large[1], 1, 1), Fetch(large[2], 2, 2)]
@@ -326,11 +322,7 @@ def test_units_that_are_read_most_stay_first():
 def test_a_unit_that_is_read_after_its_gradient_is_not_overwritten():
     ready = prepared(ZOO["tied_and_unused"]())
     calls = ready.plan(MEMORY_BYTES).calls.calls
-    places = Places(
-        [leaf.shape for leaf in ready.traced.params],
-        [leaf.dtype for leaf in ready.traced.params],
-        lambda *_: True,
-    )
+    places = Places(ready.traced.params, lambda *_: True)
     in_place = updated_in_place(calls, places)
     assert in_place
     reader = next(call for call in calls if call.pieces)
