@@ -27,10 +27,10 @@ from jaxinf.stream.memory import (
     READER_BYTES,
     DeviceLimit,
     Division,
-    default_device,
     device_limit,
     divide,
 )
+from jaxinf.stream.meshes import default_device
 from jaxinf.stream.micro import Accumulation, sum_bytes
 from jaxinf.stream.optimizer import passes_for, trace_optimizer
 from jaxinf.stream.passes import PassRunner

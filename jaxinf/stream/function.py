@@ -25,12 +25,11 @@ from jaxinf.stream.memory import (
     READER_BYTES,
     Division,
     check_mesh,
-    default_device,
     device_limit,
     divide_reading,
     return_freed_memory,
 )
-from jaxinf.stream.meshes import outside_mesh
+from jaxinf.stream.meshes import default_device, outside_mesh
 from jaxinf.stream.places import Places, Unit
 from jaxinf.stream.plan import Plan, Prepared, prepare_function
 from jaxinf.stream.reading import make_window, planned_fetches

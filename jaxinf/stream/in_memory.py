@@ -26,11 +26,10 @@ from jaxinf.stream.interrupts import Interrupts
 from jaxinf.stream.memory import (
     DeviceLimit,
     Division,
-    default_device,
     device_limit,
     return_freed_memory,
 )
-from jaxinf.stream.meshes import mesh_text
+from jaxinf.stream.meshes import default_device, mesh_text
 from jaxinf.stream.micro import first_part, parts_of, together
 from jaxinf.stream.plain import PlainOptax, WholeGradients, are_finite
 from jaxinf.stream.plan import Plan, Prepared, prepare

@@ -4,6 +4,7 @@ Invariant: each leaf has the bits of jitted `init_fn`; only one leaf at a time i
 memory.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from jaxinf.program.graph import Node, Value, bind
 from jaxinf.store import ScalarState, encode_path
 from jaxinf.stream.graph import Batch, Const, Number, Origin, is_literal
 from jaxinf.stream.keys import Keys
+from jaxinf.stream.meshes import has_explicit_axes, on_one_device, outside_mesh
 from jaxinf.stream.primitives import LIGHT
 from jaxinf.stream.threefry import can_fuse, fused_bits
 from jaxinf.stream.trace import abstract
@@ -39,6 +41,7 @@ _DRAWN = "random_bits"
 def trace_params(init_fn: Callable[..., PyTree], *args: Any) -> "LeafMaker":
     """Traces ``init_fn(*args)``; nothing is computed."""
     flat, tree = jax.tree.flatten(args)
+    flat = [on_one_device(leaf) for leaf in flat]
     out_tree: list[Any] = []
 
     def flat_init(*leaves: Any) -> list[Any]:
@@ -46,7 +49,9 @@ def trace_params(init_fn: Callable[..., PyTree], *args: Any) -> "LeafMaker":
         out_tree.append(structure)
         return out
 
-    closed = jax.make_jaxpr(flat_init)(*(abstract(leaf) for leaf in flat))
+    # Numbers do not depend on the mesh, but types with explicit axes would.
+    with outside_mesh() if has_explicit_axes() else contextlib.nullcontext():
+        closed = jax.make_jaxpr(flat_init)(*(abstract(leaf) for leaf in flat))
     if closed.effects:
         raise StreamError(
             "init_fn: expected a function without side effects, found "
@@ -146,7 +151,7 @@ class CompiledLeaves:
             case Batch():
                 return jnp.asarray(self.maker.arguments[origin.leaf])
             case Const():
-                return jnp.asarray(self.maker.consts[origin.number])
+                return jnp.asarray(on_one_device(self.maker.consts[origin.number]))
             case Number():
                 return jnp.asarray(origin.number, dtype)
         raise AssertionError(origin)
@@ -183,6 +188,8 @@ class _Builder:
         callee = compat.called_jaxpr(eqn.primitive.name, eqn.params)
         if callee is not None:
             return self.inline(callee, inputs)
+        if eqn.primitive.name == "sharding_constraint":
+            return inputs  # a leaf is made on one device
         if eqn.primitive.name == "random_fold_in":
             inputs = [inputs[0], self._as_argument(inputs[1])]
         node = Node(eqn.primitive, tuple(inputs), eqn.params, context=eqn.ctx)

@@ -9,8 +9,6 @@ import gc
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxinf.errors import StreamError
@@ -23,7 +21,6 @@ __all__ = [
     "DeviceLimit",
     "Division",
     "check_mesh",
-    "default_device",
     "device_limit",
     "divide",
     "divide_reading",
@@ -109,12 +106,6 @@ class Division:
 def store_memory_bytes(memory_bytes: int) -> int:
     """The `memory_bytes` to open a store with, which decide how it divides chunks."""
     return max(_MIN_STORE_BYTES, memory_bytes // _RING_SHARE)
-
-
-def default_device() -> Any:
-    """Returns the JAX device that new arrays are put on."""
-    (device,) = jax.device_put(np.zeros(())).devices()
-    return device
 
 
 def check_mesh(mesh: Mesh | None, limit: DeviceLimit, policy: str) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxinf import compat
 from jaxinf.errors import StreamError
@@ -20,11 +21,14 @@ from jaxinf.typing import PyTree
 __all__ = [
     "axes_text",
     "current_mesh",
+    "default_device",
+    "has_explicit_axes",
     "item_aval",
     "mesh_in_program",
     "mesh_of",
     "mesh_text",
     "on_mesh",
+    "on_one_device",
     "outside_mesh",
     "piece_sharding",
     "placed_bytes",
@@ -115,6 +119,25 @@ def outside_mesh() -> Iterator[None]:
         return
     with jax.set_mesh(None):
         yield
+
+
+def has_explicit_axes() -> bool:
+    """Whether ``jax.set_mesh`` has set a mesh whose axes are part of types."""
+    return AxisType.Explicit in jax.sharding.get_mesh().axis_types
+
+
+def default_device() -> Any:
+    """Returns the JAX device that new arrays are put on."""
+    (device,) = jax.device_put(np.zeros(())).devices()
+    return device
+
+
+def on_one_device(leaf: Any) -> Any:
+    """Returns an array on one device, if it is on several."""
+    is_known = isinstance(leaf, jax.Array) and not isinstance(leaf, compat.Tracer)
+    if is_known and len(leaf.devices()) > 1:
+        return jax.device_put(leaf, default_device())
+    return leaf
 
 
 def mesh_in_program(closed: Any, known: Mesh | None) -> Mesh | None:

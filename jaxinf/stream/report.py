@@ -9,6 +9,7 @@ from itertools import groupby
 
 from jaxinf.stream.calls import Calls, Policy
 from jaxinf.stream.graph import Piece, aval_bytes
+from jaxinf.stream.meshes import mesh_text
 from jaxinf.stream.programs import Program, Programs
 from jaxinf.stream.trace import Traced
 from jaxinf.terminal import format_bytes
@@ -65,6 +66,8 @@ def plan_text(
         f"{format_bytes(fetched_bytes)} of params read, {format_bytes(peak_bytes)} of "
         "memory"
     )
+    if traced.mesh is not None:
+        head += f"; on {mesh_text(traced.mesh)}"
     if kept_bytes:
         head += f"; {format_bytes(kept_bytes)} of params stay"
     lines = [head, "", f"{'segment':>9}  {'forward':>7}  {'backward':>8}  params"]

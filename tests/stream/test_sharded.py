@@ -285,7 +285,8 @@ shardings = {name: NamedSharding(one.mesh, spec) for name, spec in SPECS.items()
 store = opened("init")
 step = streamed(one, store)
 step.init(init, key, batch=one.batch, shardings=shardings)
-assert_same_bits(store.params(like=one.params), jax.jit(init)(key))
+first = jax.jit(init)(key)
+assert_same_bits(store.params(like=one.params), first)
 counts = {leaf.name: leaf.shard_counts for leaf in store.manifest.leaves}
 assert counts["up"] == (3, 1, 2) and counts["shift"] == (1, 1), counts
 losses = trained(step, one, 2)
@@ -295,7 +296,29 @@ step = streamed(one, store)
 step.init(init, key, shardings=shardings)
 assert store.step == 2
 assert trained(step, one, 1)[0] < losses[0]
+assert "on 4 devices (data=2, model=2)" in str(step.plan)
 step.close()
+
+# Under jax.set_mesh a new key is replicated over the mesh.
+for kind in ("specs", "explicit"):
+    one = make(kind)
+    shardings = {name: NamedSharding(one.mesh, spec) for name, spec in SPECS.items()}
+
+    def placed(key):
+        params = init(key)
+        if kind == "specs":
+            params["out"] = jax.lax.with_sharding_constraint(params["out"], P("data"))
+        return params
+
+    store = opened(kind)
+    step = streamed(one, store)
+    with one.entered():
+        key = jax.random.key(3)
+        assert len(key.devices()) == 4
+        step.init(placed, key, batch=one.batch, shardings=shardings)
+    assert_same_bits(store.params(like=one.params), first)
+    np.testing.assert_allclose(trained(step, one, 1)[0], losses[0], rtol=1e-5)
+    step.close()
 """
 
 
