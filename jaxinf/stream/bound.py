@@ -196,11 +196,7 @@ class Binder:
         shapes = [leaf.shape for leaf in ready.traced.params]
         program = trace_optimizer(self._tx, params, options.extra_args)
         passes = passes_for(program, ready.gradient_pieces)
-        places = Places(
-            ready.traced.params,
-            partial(self._can_move, whole=passes.whole),
-            range(len(shapes)) if options.compress else passes.computed,
-        )
+        places = self._places(ready, passes)
         numbers = PassRunner(training, program, passes)
         units = {places.unit(piece) for piece in ready.gradient_pieces}
         compressor = Compressor(training, options.compress)
@@ -249,6 +245,14 @@ class Binder:
             {piece: sum_bytes(aval) for piece, aval in avals.items()},
         )
         return frame, plan
+
+    def _places(self, ready: Prepared, passes: Passes) -> Places:
+        params = ready.traced.params
+        return Places(
+            params,
+            partial(self._can_move, whole=passes.whole),
+            range(len(params)) if self._options.compress else passes.computed,
+        )
 
     def _gathered_bytes(self, ready: Prepared, places: Places, passes: Passes) -> int:
         """Memory to gather shards: one unit that is read, and one that is updated."""

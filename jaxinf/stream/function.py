@@ -215,9 +215,10 @@ class StreamedFunction:
         training = self.store.training
         check_mesh(ready.traced.mesh, self._limit, "recompute")
         places = Places(ready.traced.params, training.can_move)
+        units = map(places.unit, ready.lifetimes.sizes)
         division = divide_reading(self._options.memory_bytes, self._limit).without(
-            places.gathered_bytes(map(places.unit, ready.lifetimes.sizes)),
-            "reading params that the store's chunks do not divide as the mesh does",
+            max((u.num_bytes for u in units if not u.is_divided), default=0),
+            "reading shards of params that are not stored alone",
         )
         plan, keeping = self._planned(ready, places, division)
         division = beside(division, keeping)

@@ -89,8 +89,7 @@ def mesh_of(named: Iterable[tuple[str, NamedSharding | None]]) -> Mesh | None:
     for name, sharding in named:
         if sharding is None:
             continue
-        mesh = sharding.mesh
-        assert isinstance(mesh, Mesh), "its devices are known"
+        mesh = _mesh(sharding)
         if first is None:
             first = name, mesh
         elif mesh != first[1]:
@@ -100,6 +99,12 @@ def mesh_of(named: Iterable[tuple[str, NamedSharding | None]]) -> Mesh | None:
                 "params and the batch on one"
             )
     return None if first is None else first[1]
+
+
+def _mesh(sharding: NamedSharding) -> Mesh:
+    mesh = sharding.mesh
+    assert isinstance(mesh, Mesh), "its devices are known"
+    return mesh
 
 
 def current_mesh() -> Mesh | None:
@@ -195,19 +200,33 @@ def sharded_like(avals: PyTree, shardings: PyTree) -> PyTree:
     """
     if shardings is None:
         return avals
-    is_sharding = lambda one: isinstance(one, NamedSharding)  # noqa: E731
-    found, tree = jax.tree.flatten(shardings, is_leaf=is_sharding)
-    if tree != jax.tree.structure(avals) or not all(map(is_sharding, found)):
+    found, tree = jax.tree.flatten(shardings)
+    is_each_one = all(isinstance(one, NamedSharding) for one in found)
+    if tree != jax.tree.structure(avals) or not is_each_one:
         raise StreamError(
             "shardings: expected a NamedSharding for each leaf of the params, in a "
             f"tree {jax.tree.structure(avals)}, found {tree}"
         )
-    leaves = jax.tree.leaves(avals)
-    for leaf, sharding in zip(leaves, found, strict=True):
-        sharding.shard_shape(leaf.shape)
+    paths, _ = jax.tree_util.tree_flatten_with_path(avals)
     return tree.unflatten(
-        [leaf.update(sharding=one) for leaf, one in zip(leaves, found, strict=True)]
+        [
+            _sharded(path, leaf, sharding)
+            for (path, leaf), sharding in zip(paths, found, strict=True)
+        ]
     )
+
+
+def _sharded(path: Any, leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> Any:
+    try:
+        sharding.shard_shape(leaf.shape)
+    except ValueError as error:
+        name = "/".join(map(compat.key_name, path))
+        raise StreamError(
+            f"shardings: expected one that divides {name} of shape {leaf.shape} "
+            f"evenly, found {sharding.spec} over {mesh_text(_mesh(sharding))}; pad the "
+            "leaf, or shard another dimension"
+        ) from error
+    return leaf.update(sharding=sharding)
 
 
 def without_shardings(avals: PyTree) -> PyTree:

@@ -127,11 +127,6 @@ class Places:
             self._units[key] = self._find(*key)
         return self._units[key]
 
-    def gathered_bytes(self, units: Iterable[Unit]) -> int:
-        """Memory to move the largest of the units whose shards do not move alone."""
-        found = (unit.num_bytes for unit in units if not unit.is_divided)
-        return max(found, default=0)
-
     @staticmethod
     def part(unit: Unit, piece: Piece) -> Piece:
         """Returns the piece of the unit's array for a piece of the leaf."""

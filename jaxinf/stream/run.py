@@ -145,12 +145,7 @@ class Runner:
         Returns:
           The loss, None if there is none, and aux.
         """
-        leaves = [
-            self._put(leaf, aval.sharding)
-            for leaf, aval in zip(
-                jax.tree.leaves(batch), self.plan.traced.batch, strict=True
-            )
-        ]
+        leaves = self._placed(batch)
         values = self.values
         in_flight = self._in_flight
         self.dispatched_s = self.waited_s = ended_s = 0.0
@@ -195,6 +190,13 @@ class Runner:
             with contextlib.suppress(RuntimeError):  # the step's own error is raised
                 jax.block_until_ready(output)
         self.values.reset()
+
+    def _placed(self, batch: PyTree) -> list[jax.Array]:
+        leaves, avals = jax.tree.leaves(batch), self.plan.traced.batch
+        return [
+            self._put(leaf, aval.sharding)
+            for leaf, aval in zip(leaves, avals, strict=True)
+        ]
 
     def _await(self, outputs: Any) -> None:
         began_s = time.perf_counter()

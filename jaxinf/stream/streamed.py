@@ -19,8 +19,10 @@ import jax
 import optax
 
 from jaxinf.activations import CacheCounts
+from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
     Store,
+    StoreDescription,
     check_compressed,
     describe,
     distinct_shards,
@@ -115,13 +117,11 @@ class StreamedStep:
             streamed; nothing is written.
         """
         maker = trace_params(init_fn, *args)
-        avals = sharded_like(maker.avals, shardings)
-
-        def leaves(memory_bytes: int) -> Iterator[Iterable[Shard]]:
-            for leaf in maker.compile(memory_bytes):
-                yield distinct_shards(leaf)
-
-        self._bind(avals, leaves, batch)
+        self._bind(
+            sharded_like(maker.avals, shardings),
+            lambda memory_bytes: map(distinct_shards, maker.compile(memory_bytes)),
+            batch,
+        )
 
     def load(self, params: PyTree, *, batch: PyTree = None) -> None:
         """Makes the store's first step from given params, or resumes a store.
@@ -189,15 +189,22 @@ class StreamedStep:
         if training.bind(description, may_create=True):
             training.opened.limit_memory(whole // _INIT_SHARE)
             for number in range(len(held)):
-                for index, shard in next(made):
-                    origin = [dim.start or 0 for dim in index]
-                    training.initialise(
-                        description, number, shard, origin, inputs[number]
-                    )
-                    del shard  # the next leaf is made in its memory
+                # The next leaf is made in its memory.
+                self._initialise(description, number, next(made), inputs[number])
             training.finish_initialisation(scalars)
         self._num_skipped = training.opened.finished.skipped_steps
         return_freed_memory()  # of traces and of the first params
+
+    def _initialise(
+        self,
+        description: StoreDescription,
+        leaf: int,
+        shards: Iterable[Shard],
+        inputs: ScalarInputs,
+    ) -> None:
+        for index, shard in shards:
+            origin = [dim.start or 0 for dim in index]
+            self.store.training.initialise(description, leaf, shard, origin, inputs)
 
     def _fitting(self, avals: PyTree, batch: PyTree) -> Prepared:
         """Traces the loss function, and refuses one that no plan can fit in memory."""

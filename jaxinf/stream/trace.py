@@ -7,6 +7,7 @@ stored.
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -117,23 +118,12 @@ def trace(
       StreamError: A leaf of params is not a floating array, the loss is not a scalar,
         or the function has side effects.
     """
-    params_tree = jax.tree.structure(params)
-    leaves = check_params(params)
-    batch_leaves, batch_tree = jax.tree.flatten(abstract(batch))
-    mesh = _mesh_of(params, batch)
-    leaves, batch_leaves = on_mesh(leaves, mesh), on_mesh(batch_leaves, mesh)
-    out = jax.eval_shape(
-        loss_fn,
-        params_tree.unflatten(leaves),
-        batch_tree.unflatten(batch_leaves),
-    )
+    given = _Arguments.of(params, batch)
+    out = given.call(partial(jax.eval_shape, loss_fn), given.params, given.batch)
     loss, aux = _check_result(out, has_aux)
-    aux_leaves, aux_tree = jax.tree.flatten(aux)
 
     def flat(flat_params: Sequence[Any], flat_batch: Sequence[Any]) -> Any:
-        out = loss_fn(
-            params_tree.unflatten(flat_params), batch_tree.unflatten(flat_batch)
-        )
+        out = given.call(loss_fn, flat_params, flat_batch)
         return out if has_aux else (out, ())
 
     def loss_and_gradients(
@@ -144,24 +134,9 @@ def trace(
         )
         return [value, *jax.tree.leaves(rest), *pull_back(seed)[0]]
 
-    [seed] = on_mesh([jax.ShapeDtypeStruct((), loss.dtype)], mesh)
-    closed = jax.make_jaxpr(loss_and_gradients)(leaves, batch_leaves, seed)
-    mesh = mesh_in_program(closed, mesh)
-    _check_effects(closed)
-    _warn_of_consts(closed)
-    return Traced(
-        closed,
-        tuple(const for const, _ in _closed_over(closed).values()),
-        tuple(param_names(params)),
-        tuple(on_mesh(leaves, mesh)),
-        params_tree,
-        tuple(on_mesh(batch_leaves, mesh)),
-        batch_tree,
-        len(aux_leaves),
-        aux_tree,
-        loss.dtype,
-        mesh,
-    )
+    [seed] = on_mesh([jax.ShapeDtypeStruct((), loss.dtype)], given.mesh)
+    closed = jax.make_jaxpr(loss_and_gradients)(given.params, given.batch, seed)
+    return given.traced(closed, jax.tree.structure(aux), loss.dtype)
 
 
 def trace_function(fn: Callable[..., Any], params: PyTree, batch: PyTree) -> Traced:
@@ -176,36 +151,73 @@ def trace_function(fn: Callable[..., Any], params: PyTree, batch: PyTree) -> Tra
       StreamError: A leaf of params is not a floating array, or the function has side
         effects.
     """
-    params_tree = jax.tree.structure(params)
-    leaves = check_params(params)
-    batch_leaves, batch_tree = jax.tree.flatten(abstract(batch))
-    mesh = _mesh_of(params, batch)
-    leaves, batch_leaves = on_mesh(leaves, mesh), on_mesh(batch_leaves, mesh)
+    given = _Arguments.of(params, batch)
     out_trees = []
 
     def flat(flat_params: Sequence[Any], flat_batch: Sequence[Any]) -> Any:
-        out = fn(params_tree.unflatten(flat_params), batch_tree.unflatten(flat_batch))
-        out_leaves, out_tree = jax.tree.flatten(out)
+        out_leaves, out_tree = jax.tree.flatten(given.call(fn, flat_params, flat_batch))
         out_trees.append(out_tree)
         return out_leaves
 
-    closed = jax.make_jaxpr(flat)(leaves, batch_leaves)
-    mesh = mesh_in_program(closed, mesh)
-    _check_effects(closed)
-    _warn_of_consts(closed)
-    return Traced(
-        closed,
-        tuple(const for const, _ in _closed_over(closed).values()),
-        tuple(param_names(params)),
-        tuple(on_mesh(leaves, mesh)),
-        params_tree,
-        tuple(on_mesh(batch_leaves, mesh)),
-        batch_tree,
-        out_trees[-1].num_leaves,
-        out_trees[-1],
-        None,
-        mesh,
-    )
+    closed = jax.make_jaxpr(flat)(given.params, given.batch)
+    return given.traced(closed, out_trees[-1], None)
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """Abstract values of params and of a batch, as flat lists.
+
+    Attributes:
+      names: Paths of the params' leaves.
+      params, batch: The leaves; with a mesh each has a sharding over it.
+      params_tree, batch_tree: Their structures.
+      mesh: The devices that the arrays, or ``jax.set_mesh``, name.
+    """
+
+    names: tuple[str, ...]
+    params: list[jax.ShapeDtypeStruct]
+    batch: list[jax.ShapeDtypeStruct]
+    params_tree: Any
+    batch_tree: Any
+    mesh: Mesh | None
+
+    @classmethod
+    def of(cls, params: PyTree, batch: PyTree) -> "_Arguments":
+        leaves, mesh = check_params(params), _mesh_of(params, batch)
+        batch_leaves, batch_tree = jax.tree.flatten(abstract(batch))
+        return cls(
+            tuple(param_names(params)),
+            on_mesh(leaves, mesh),
+            on_mesh(batch_leaves, mesh),
+            jax.tree.structure(params),
+            batch_tree,
+            mesh,
+        )
+
+    def call(
+        self, fn: Callable[..., Any], params: Sequence[Any], batch: Sequence[Any]
+    ) -> Any:
+        """Calls a function with trees of these leaves."""
+        return fn(self.params_tree.unflatten(params), self.batch_tree.unflatten(batch))
+
+    def traced(self, closed: Any, aux_tree: Any, seed_dtype: Any) -> Traced:
+        """Returns a trace with these arguments, on a mesh that only it may name."""
+        mesh = mesh_in_program(closed, self.mesh)
+        _check_effects(closed)
+        _warn_of_consts(closed)
+        return Traced(
+            closed,
+            tuple(const for const, _ in _closed_over(closed).values()),
+            self.names,
+            tuple(on_mesh(self.params, mesh)),
+            self.params_tree,
+            tuple(on_mesh(self.batch, mesh)),
+            self.batch_tree,
+            aux_tree.num_leaves,
+            aux_tree,
+            seed_dtype,
+            mesh,
+        )
 
 
 def _mesh_of(params: PyTree, batch: PyTree) -> Mesh | None:
@@ -336,5 +348,5 @@ def _warn_of_consts(closed: Any) -> None:
         f"(the largest: {np.dtype(largest.dtype).name}{list(largest.shape)}{place}), "
         "which stay in memory and are not trained; pass them in params, or in the "
         'batch: step({**batch, "table": table})',
-        stacklevel=4,
+        stacklevel=5,
     )
