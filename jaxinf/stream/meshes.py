@@ -23,6 +23,7 @@ __all__ = [
     "current_mesh",
     "default_device",
     "has_explicit_axes",
+    "is_sharded",
     "item_aval",
     "mesh_in_program",
     "mesh_of",
@@ -137,12 +138,15 @@ def default_device() -> Any:
     return device
 
 
+def is_sharded(leaf: Any) -> bool:
+    """Whether an array is on several devices."""
+    is_known = isinstance(leaf, jax.Array) and not isinstance(leaf, compat.Tracer)
+    return is_known and len(leaf.devices()) > 1
+
+
 def on_one_device(leaf: Any) -> Any:
     """Returns an array on one device, if it is on several."""
-    is_known = isinstance(leaf, jax.Array) and not isinstance(leaf, compat.Tracer)
-    if is_known and len(leaf.devices()) > 1:
-        return jax.device_put(leaf, default_device())
-    return leaf
+    return jax.device_put(leaf, default_device()) if is_sharded(leaf) else leaf
 
 
 def mesh_in_program(closed: Any, known: Mesh | None) -> Mesh | None:

@@ -13,10 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxinf.compat import key_name
 from jaxinf.errors import StreamError
 from jaxinf.stream.graph import Piece
+from jaxinf.stream.meshes import is_sharded
 from jaxinf.stream.shards import Gradient
 from jaxinf.stream.spill import Spill
 from jaxinf.stream.stage import Handed, Stage
@@ -43,7 +45,10 @@ def parts_of(batch: PyTree, count: int) -> list[PyTree]:
     def part(leaf: Any, number: int) -> Any:
         if not np.ndim(leaf):
             return leaf
-        return leaf[number * length : (number + 1) * length]
+        first, end = number * length, (number + 1) * length
+        if is_sharded(leaf):  # with explicit axes, indexing does not know the result's
+            return lax.slice_in_dim(leaf, first, end)
+        return leaf[first:end]
 
     return [
         jax.tree.map(lambda leaf, n=number: part(leaf, n), batch)

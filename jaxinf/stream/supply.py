@@ -6,6 +6,7 @@ Invariant: a unit comes from one of the two, in all calls of a step and in its u
 from collections.abc import Callable, Collection, Sequence
 
 import jax
+from jax import lax
 
 from jaxinf.stream.fetch import FetchCounts, Fetcher, Source
 from jaxinf.stream.graph import Piece
@@ -96,7 +97,11 @@ class Supply:
             return array
         if unit.sharding is None:
             return part.of(array)
-        return jax.device_put(part.of(array), piece_sharding(unit.sharding, part))
+        for number in part.index:
+            array = lax.index_in_dim(array, number, keepdims=False)
+        if part.rows is not None:
+            array = lax.slice_in_dim(array, *part.rows)
+        return jax.device_put(array, piece_sharding(unit.sharding, part))
 
     def done(self, number: int) -> None:
         """Notes that a call has run; frees what no later call needs."""

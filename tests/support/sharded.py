@@ -22,7 +22,7 @@ SPECS = {
     "first": P(None, "model"),
     "up": P(None, None, "model"),
     "down": P(None, "model", None),
-    "shift": P(),
+    "shift": P(None, "model"),
     "out": P("data", "model"),
 }
 BATCH = {"x": P("data"), "y": P("data")}
@@ -81,6 +81,7 @@ def _shard(x, up, down, shift):
 
 def _typed(x, up, down, shift):
     hidden = jax.nn.gelu(jnp.matmul(x, up, out_sharding=P("data", "model")))
+    shift = jax.sharding.reshard(shift, P(None))
     return x + jnp.matmul(hidden, down, out_sharding=P("data", None)) + shift
 
 
