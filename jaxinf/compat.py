@@ -33,6 +33,9 @@ modules of callbacks        move with JAX's. Moved: Ctrl-C just before or behind
                             while it is compiled
 ``manual_axes``             of the mesh in use. Not there: an update in ``pmap`` fails
                             with an error of JAX's
+shardings in types          of abstract values, and parameters of
+                            ``sharding_constraint``. Others: streaming on several
+                            devices fails while it is traced
 ``get_bind_params``         of primitives, with the equation's context. Another result:
                             the prologue fails while it is traced
 names of primitives         an unknown one: ``tx.init`` refuses the optimizer and names

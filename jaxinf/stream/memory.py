@@ -121,9 +121,9 @@ def check_mesh(mesh: Mesh | None, limit: DeviceLimit, policy: str) -> None:
     """
     if mesh is None:
         return
-    if policy == "offload":
+    if policy not in ("recompute", "keep"):
         raise StreamError(
-            f'policy="offload": not supported yet on several devices, found '
+            f'policy="{policy}": not supported yet on several devices, found '
             f'{mesh_text(mesh)}; use "recompute" or "keep"'
         )
     if not limit.is_host:

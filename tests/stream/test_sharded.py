@@ -268,10 +268,56 @@ assert not store.exists
 # A mesh that only the loss function sets: all arrays are replicated on it.
 step = streamed(one, store)
 step.load(host_params, batch=host_batch)
-losses = [float(step(host_batch)[0]) for _ in range(3)]
+losses = [float(step(host_batch)[0]) for _ in range(2)]
+bad = {**host_batch, "x": np.full_like(host_batch["x"], np.nan)}
+try:
+    step(bad)
+except jaxinf.NonFiniteGradientError as error:
+    assert "the store stays at step 2" in str(error), error
+else:
+    raise AssertionError("not refused")
+losses.append(float(step(host_batch)[0]))
 np.testing.assert_allclose(losses, on_one_device(one)[0], rtol=1e-5)
 assert step.plan.traced.mesh == one.mesh
 step.close()
+"""
+
+ZOO = """
+from zoo import ZOO
+
+auto = (jax.sharding.AxisType.Auto,) * 2
+mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=auto)
+
+def spec(leaf):
+    if not leaf.ndim or any(n % 2 for n in leaf.shape[-2:]):
+        return P()
+    both = ("data", "model") if leaf.ndim > 2 else (None, "model")
+    return P(*[None] * (leaf.ndim - 2), *both[-leaf.ndim:])
+
+def put(leaf, spec):
+    return jax.device_put(leaf, NamedSharding(mesh, spec))
+
+program = ZOO[sys.argv[2]]()
+params = jax.tree.map(lambda leaf: put(leaf, spec(np.asarray(leaf))), program.params)
+rows = lambda leaf: P("data") if leaf.ndim and leaf.shape[0] % 2 == 0 else P()
+batch = jax.tree.map(lambda leaf: put(leaf, rows(leaf)), program.batch)
+found = []
+for name, tree, of, policy in [
+    ("one", program.params, program.batch, "keep"),
+    ("keep", params, batch, "keep"),
+    ("recompute", params, batch, "recompute"),
+]:
+    with opened(name) as store:
+        step = jaxinf.stream(program.loss, optax.sgd(0.1), store, policy=policy,
+                             memory_bytes=4 * MEMORY_BYTES, has_aux=program.has_aux)
+        step.load(tree, batch=of)
+        losses = [float(step(of)[0]) for _ in range(3)]
+        assert_moves_as_planned(step)
+        found.append((losses, store.params(like=program.params)))
+one, keep, recompute = found
+assert keep[0] == recompute[0]
+assert_same_bits(keep[1], recompute[1])
+np.testing.assert_allclose(keep[0], one[0], rtol=1e-4)
 """
 
 INIT = """
@@ -352,6 +398,15 @@ LONG = pytest.mark.long
 )
 def test_training_is_that_of_one_device(kind, on_four):
     on_four(TRAINING, kind)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "name",
+    ["tied_and_unused", "linen_scan", "scan_nested", "scan_twice_cast", "moe_map"],
+)
+def test_programs_of_the_zoo(name, on_four):
+    on_four(ZOO, name)
 
 
 def test_params_are_made_by_an_init_function(on_four):
