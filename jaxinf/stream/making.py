@@ -106,6 +106,9 @@ def stream(
     Without `store`, but with ``keep="params"``, params and optax's state are in memory,
     and only the activations are streamed.
 
+    With a store, params and batches may be sharded over a mesh of devices that share
+    the host's memory (docs/streaming.md, "Several devices").
+
     Args:
       loss_fn: ``loss_fn(params, batch)`` gives a scalar, with `has_aux` a pair of it
         and any pytree; without `tx` any pytree. Traced by JAX: no side effects.
