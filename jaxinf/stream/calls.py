@@ -121,7 +121,7 @@ class Calls:
       lenders: Values whose memory outputs may reuse; None for all at their last use.
       resident: Parts of params that are in memory in any case, and do not count.
       form: Form of values on drives that only backward reads later; None for exact.
-      output_bytes: On several devices, the bytes of each call's outputs on all of them;
+      output_bytes: On several devices, the bytes of each call's outputs in one memory;
         None for one device.
     """
 

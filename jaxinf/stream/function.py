@@ -24,7 +24,6 @@ from jaxinf.stream.keeping import Keep, Keeper, Keeping, beside
 from jaxinf.stream.memory import (
     READER_BYTES,
     Division,
-    check_mesh,
     device_limit,
     divide_reading,
     return_freed_memory,
@@ -213,7 +212,6 @@ class StreamedFunction:
 
     def _bind(self, ready: Prepared) -> _Bound:
         training = self.store.training
-        check_mesh(ready.traced.mesh, self._limit, "recompute")
         places = Places(ready.traced.params, training.can_move)
         units = map(places.unit, ready.lifetimes.sizes)
         division = divide_reading(self._options.memory_bytes, self._limit).without(

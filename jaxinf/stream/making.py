@@ -106,8 +106,8 @@ def stream(
     Without `store`, but with ``keep="params"``, params and optax's state are in memory,
     and only the activations are streamed.
 
-    With a store, params and batches may be sharded over a mesh of devices that share
-    the host's memory (docs/streaming.md, "Several devices").
+    With a store, params and batches may be sharded over a mesh of this process's
+    devices (docs/streaming.md, "Several devices").
 
     Args:
       loss_fn: ``loss_fn(params, batch)`` gives a scalar, with `has_aux` a pair of it
@@ -121,7 +121,8 @@ def stream(
         the memory that the process has before.
       device_memory_bytes: Memory of the JAX device for params, values and temporaries,
         if it has its own; by default most of what is free. `memory_bytes` then limits
-        what is on the host. On a CPU it limits that part of `memory_bytes`.
+        what is on the host. On a CPU it limits that part of `memory_bytes`. Of several
+        devices it limits each.
       has_aux: Whether the loss comes with a second result.
       policy: ``"recompute"`` computes activations again for the backward pass, segment
         by segment; ``"keep"`` keeps them in memory; ``"offload"`` keeps as many as

@@ -108,30 +108,28 @@ def store_memory_bytes(memory_bytes: int) -> int:
     return max(_MIN_STORE_BYTES, memory_bytes // _RING_SHARE)
 
 
-def check_mesh(mesh: Mesh | None, limit: DeviceLimit, policy: str) -> None:
+def check_mesh(mesh: Mesh | None, policy: str) -> None:
     """Refuses what does not run on several devices.
 
     Args:
       mesh: The devices; None for one.
-      limit: Of each device's memory.
       policy: The treatment of values that backward needs.
 
     Raises:
       StreamError: Names it.
     """
-    if mesh is None:
-        return
-    if policy not in ("recompute", "keep"):
+    if mesh is not None and policy not in ("recompute", "keep"):
         raise StreamError(
             f'policy="{policy}": not supported yet on several devices, found '
             f'{mesh_text(mesh)}; use "recompute" or "keep"'
         )
-    if not limit.is_host:
-        raise StreamError(
-            f"jaxinf.stream: expected devices that share the host's memory, found "
-            f"{mesh_text(mesh)} with memory of their own, which streaming does not use "
-            "yet; put all arrays on one (jax.device_put(x, jax.devices()[0]))"
-        )
+
+
+def num_together(mesh: Mesh | None) -> int:
+    """Returns the number of a mesh's devices that share one limited memory."""
+    if mesh is None or not device_is_host(mesh.devices.flat[0]):
+        return 1
+    return mesh.size
 
 
 def device_is_host(device: Any) -> bool:

@@ -32,7 +32,7 @@ __all__ = [
     "on_one_device",
     "outside_mesh",
     "piece_sharding",
-    "placed_bytes",
+    "shard_bytes",
     "sharded_like",
     "sharding_of",
     "typed_sharding",
@@ -269,14 +269,12 @@ def item_aval(aval: Any) -> Any:
     return aval.update(shape=aval.shape[1:], sharding=sharding.update(spec=spec))
 
 
-def placed_bytes(num_bytes: int, shape: Sequence[int], sharding: Any) -> int:
-    """Bytes on all devices of an array that takes `num_bytes` on one."""
-    if sharding is None or not num_bytes:
-        return num_bytes
+def shard_bytes(num_bytes: int, shape: Sequence[int], sharding: Any) -> int:
+    """Bytes on each device of an array of `num_bytes`."""
+    if not num_bytes:
+        return 0
     local = sharding.shard_shape(tuple(shape))
-    for whole, part in zip(shape, local, strict=True):
-        num_bytes = num_bytes * part // whole
-    return num_bytes * len(sharding.device_set)
+    return num_bytes * math.prod(local) // math.prod(shape)
 
 
 def mesh_text(mesh: Mesh | None) -> str:

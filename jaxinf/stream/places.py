@@ -70,7 +70,9 @@ class Unit:
         """Returns the arrays of its shards in `held_bytes` of memory."""
         return packed_views(memory, self.shards, self.dtype)
 
-    def on_devices(self, shards: Sequence[Array], device: Any = None) -> jax.Array:
+    def on_devices(
+        self, shards: Sequence[Array | jax.Array], device: Any = None
+    ) -> jax.Array:
         """Puts its shards on their devices, or on the one given; blocks."""
         return make_array(shards, self.shape, self.sharding or device)
 

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxinf.stream.absences import least_offloaded_bytes
 from jaxinf.stream.calls import Call, Slot
 from jaxinf.stream.graph import Batch, Const, Number, Origin, Piece, Seed
+from jaxinf.stream.memory import num_together
 from jaxinf.stream.plan import Plan
 from jaxinf.stream.programs import compile_program
 from jaxinf.stream.shardings import Shardings, const_sharding, output_bytes
@@ -78,10 +79,10 @@ def compiled_bytes(plan: Plan, executables: Executables) -> int:
 def compiled_temp_bytes(plan: Plan, executables: Executables) -> Mapping[str, int]:
     """Returns the temporaries of a plan's programs as reported by XLA; blocks.
 
-    On several devices those of all.
+    Those of all devices that share the host's memory, or of one with its own.
     """
     found: dict[str, int] = {}
-    num_devices = 1 if plan.traced.mesh is None else plan.traced.mesh.size
+    num_devices = num_together(plan.traced.mesh)
     compiled = compile_plan(plan, executables)
     for call, executable in zip(plan.calls.calls, compiled, strict=True):
         own = executable.memory_analysis().temp_size_in_bytes * num_devices

@@ -11,7 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinf.stream.calls import Call, Slot
 from jaxinf.stream.graph import Batch, Const, Origin, Piece, aval_bytes
-from jaxinf.stream.meshes import piece_sharding, placed_bytes, typed_sharding
+from jaxinf.stream.memory import num_together
+from jaxinf.stream.meshes import piece_sharding, shard_bytes, typed_sharding
 from jaxinf.stream.plan import Plan
 
 __all__ = ["Shardings", "const_sharding", "output_bytes"]
@@ -94,12 +95,17 @@ def const_sharding(const: Any, mesh: Mesh | None) -> Any:
 
 
 def output_bytes(plan: Plan, compiled: Sequence[Any]) -> Sequence[Sequence[int]] | None:
-    """Returns the bytes of each call's outputs on all devices; None for one device."""
-    if plan.traced.mesh is None:
+    """Returns the bytes of each call's outputs; None for one device.
+
+    Those on all devices that share the host's memory, or on one with its own.
+    """
+    mesh = plan.traced.mesh
+    if mesh is None:
         return None
+    num = num_together(mesh)
     return [
         [
-            placed_bytes(aval_bytes(value.aval), value.shape, sharding)
+            num * shard_bytes(aval_bytes(value.aval), value.shape, sharding)
             for value, sharding in zip(
                 call.program.outputs, executable.output_shardings, strict=True
             )

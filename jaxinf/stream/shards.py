@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jaxinf.typing import Array
 
@@ -107,7 +107,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def make_array(
-    shards: Sequence[Array], shape: tuple[int, ...], sharding: Any
+    shards: Sequence[Array | jax.Array], shape: tuple[int, ...], sharding: Any
 ) -> jax.Array:
     """Puts shards on their devices; those with the host's memory read them in place.
 
@@ -118,7 +118,10 @@ def make_array(
     """
     if not isinstance(sharding, NamedSharding):
         return jax.device_put(shards[0], sharding)
-    parts = [jax.device_put(shards[n], d) for d, n in _shares(sharding, shape)[1]]
+    parts = [
+        jax.device_put(shards[number], SingleDeviceSharding(device))
+        for device, number in _shares(sharding, shape)[1]
+    ]
     return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
 

@@ -166,7 +166,7 @@ class StreamedStep:
         mesh = mesh_of(
             zip(param_names(avals), [leaf.sharding for leaf in held], strict=True)
         )
-        check_mesh(mesh, self._binder.device_limit, self._options.policy)
+        check_mesh(mesh, self._options.policy)
         plain = without_shardings(avals)
         update = trace_optimizer(self._tx, plain, self._options.extra_args)
         passes_for(update, pieces)
@@ -219,7 +219,7 @@ class StreamedStep:
         options = self._options
         part = first_part(batch, options.micro_batches)
         ready = prepare(self._loss_fn, avals, part, has_aux=options.has_aux)
-        check_mesh(ready.traced.mesh, self._binder.device_limit, options.policy)
+        check_mesh(ready.traced.mesh, options.policy)
         return ready
 
     # --- steps ---------------------------------------------------------------------

@@ -173,8 +173,9 @@ class DeviceWindow:
             if room is None:
                 buffer.release()
                 return None
-            pinned = unit.on_devices(shards, self._pinned)
-            on_device = jax.device_put(pinned, self._sharding)
+            # Devices copy from one pinned array for each shard.
+            pinned = [jax.device_put(shard, self._pinned) for shard in shards]
+            on_device = unit.on_devices(pinned, self._sharding)
         except BaseException:
             buffer.release()
             if room is not None:

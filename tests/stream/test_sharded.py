@@ -161,6 +161,51 @@ for name in sys.argv[2:]:
             assert_near(found, store.params(like=one.on_host[0]))
 """
 
+OWN_MEMORY = """
+one = make("named")
+losses = []
+for name, tx, options in [
+    ("host", optax.adam(1e-2), {}),
+    ("device", optax.adam(1e-2), {"device_memory_bytes": 32 << 20}),
+    ("kept", optax.adam(1e-2), {"device_memory_bytes": 32 << 20, "keep": "params"}),
+]:
+    if name != "host":
+        memory = importlib.import_module("jaxinf.stream.memory")
+        memory.device_is_host = lambda device: False
+    with opened(name) as store:
+        step = streamed(one, store, tx, **options)
+        step.load(one.params, batch=one.batch)
+        losses.append((trained(step, one, 3), store.params(like=one.params)))
+        assert_moves_as_planned(step)
+        assert losses[-1][0] == losses[0][0]
+        assert_same_bits(losses[-1][1], losses[0][1])
+"""
+
+REPLICAS = """
+from jaxinf.stream.places import Unit
+from jaxinf.stream.windows import HostWindow
+
+mesh = make("named").mesh
+spec, shape = P(None, "model"), (16, 50)
+unit = Unit(0, (), shape, np.dtype(np.float32), NamedSharding(mesh, spec))
+expected = np.arange(16 * 50, dtype=np.float32).reshape(shape)
+
+def read(shards):
+    for box, shard in zip(unit.shards, shards, strict=True):
+        shard[...] = expected[box.slices]
+
+window = HostWindow(4 * 4096)
+brought = window.bring(unit, read, lambda: False, is_for_update=False)
+np.testing.assert_array_equal(brought.on_device, expected)
+assert len(brought.shards) == 2
+there = {
+    (shard.index[1].start or 0, shard.data.unsafe_buffer_pointer())
+    for shard in brought.on_device.addressable_shards
+}
+first, second = brought.shards
+assert there == {(0, first.ctypes.data), (25, second.ctypes.data)}, there
+"""
+
 FUNCTION = """
 one = make("named")
 
@@ -425,6 +470,15 @@ def test_params_are_made_by_an_init_function(on_four):
 )
 def test_options_are_as_on_one_device(cases, on_four):
     on_four(OPTIONS, *cases)
+
+
+def test_replicas_share_the_memory_that_was_read_into(on_four):
+    on_four(REPLICAS)
+
+
+@pytest.mark.long
+def test_devices_with_memory_of_their_own(on_four):
+    on_four(OWN_MEMORY)
 
 
 @pytest.mark.long
