@@ -206,6 +206,7 @@ tx.update(make(2), state, params)
 """
 
 
+@pytest.mark.long
 def test_killed_between_the_rounds(open_store, run_python, place, request):
     result = run_python(KILLED, place, request.path.parent, check=False)
     assert (result.returncode, result.stdout) == (-signal.SIGKILL, "recalled\n")

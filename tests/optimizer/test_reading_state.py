@@ -62,6 +62,7 @@ def test_hyperparams_that_are_injected_around_the_store(open_store):
         np.testing.assert_allclose(updates["w"], -rate, rtol=1e-3)
 
 
+@pytest.mark.long
 def test_steps_of_accumulation_are_those_of_optax(open_store):
     plain = optax.MultiSteps(optax.adam(1e-2), 3)
     _, _, state = start(open_store(), plain, 4)

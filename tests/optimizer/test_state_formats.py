@@ -189,6 +189,7 @@ def test_sums_of_gradients_are_not_coded(place):
     assert held["a", "mu"].dtype == np.uint8
 
 
+@pytest.mark.long
 def test_numpy_computes_with_the_same_codes(place, monkeypatch):
     compiled, _, _ = run(place / "compiled", 5, state="int8")
     monkeypatch.setenv("JAXINF_KERNELS", "numpy")

@@ -230,6 +230,7 @@ def test_multi_steps_outside_is_refused(open_store):
         tx.init(make_params())
 
 
+@pytest.mark.long
 def test_extra_args_reach_the_optimizer(open_store):
     plain = optax.chain(
         optax.sgd(1e-2), optax.contrib.reduce_on_plateau(patience=1, cooldown=0)
@@ -279,6 +280,7 @@ def nnx_losses(tx):
     return [float(step(model, optimizer)) for _ in range(6)]
 
 
+@pytest.mark.long
 def test_flax_nnx_optimizer(open_store):
     store = open_store()
     smart = nnx_losses(jaxinf.smart_update(optax.adamw(1e-2), store))

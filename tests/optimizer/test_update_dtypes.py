@@ -134,9 +134,8 @@ def test_gradients_of_another_dtype_have_float32_updates(tmp_path):
     jaxinf.close(tmp_path / "store")
 
 
-@pytest.mark.parametrize(
-    "dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_thousand_steps_do_not_drift(tmp_path, dtype):
     """Params cross zero again and again; the store's master has the bits of optax."""
     inner = optax.adam(1e-2)

@@ -126,6 +126,7 @@ def test_the_programs_own_orbax_saves_and_restores(tmp_path):
     assert_same(second.params(), whole.params())
 
 
+@pytest.mark.long
 def test_micro_batches():
     program = ZOO["l2_penalty"](depth=3)
     whole, parts = made(program), made(program, micro_batches=4)

@@ -259,7 +259,8 @@ for seed in range(1, 4):
 """
 
 
-@pytest.mark.parametrize("call", [3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("call", [3, 4])
 def test_killed_between_passes_the_committed_step_is_whole(
     call, open_store, run_python, place
 ):

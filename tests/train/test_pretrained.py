@@ -149,6 +149,7 @@ def test_a_run_goes_on_with_its_own_model(place, text, capsys):
     )
 
 
+@pytest.mark.long
 def test_an_imported_model_is_named_to_a_command_without_it(place, text, capsys):
     write_folder(place / "hf", LLAMA)
     common = ("--data", text, "--batch-size", 2, "--seq-len", 8, "--sample-bytes", 0)
