@@ -137,7 +137,8 @@ LONG = {
     "adam_eps_root", "adam_nesterov", "adamw_no_decay", "sgd_rate_1",
     "momentum_rate_1", "nesterov_bfloat16", "sgd_decay", "lion_no_decay",
     "lion_one_beta", "rmsprop", "rmsprop_all", "adabelief", "adadelta", "adamax",
-    "amsgrad", "lars", "radam", "yogi",
+    "amsgrad", "lars", "radam", "yogi", "adam_bfloat16", "adam_clipped_by_half",
+    "adam_hardly_clipped",
 }  # fmt: skip
 
 
