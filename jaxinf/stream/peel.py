@@ -6,6 +6,7 @@ whole. So a layer's params are an input of their own, and their gradient an outp
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -123,7 +124,9 @@ class _Builder:
         name = eqn.primitive.name
         callee = compat.called_jaxpr(name, eqn.params, checkpoints=False)
         if callee is not None:
-            return self.inline(callee, inputs)
+            given = self._constrained(inputs, eqn.params.get("in_shardings", ()))
+            outputs = self.inline(callee, given)
+            return self._constrained(outputs, eqn.params.get("out_shardings", ()))
         if name == "scan":
             xs = inputs[eqn.params["num_consts"] + eqn.params["num_carry"] :]
             if any(self._is_stacked(atom) for atom in xs):
@@ -141,6 +144,21 @@ class _Builder:
             context=eqn.ctx,
         )
         return self._append(node, [var.aval for var in eqn.outvars])
+
+    def _constrained(
+        self, atoms: Sequence[Atom], shardings: Sequence[Any]
+    ) -> list[Atom]:
+        """Returns the values of a jit with the shardings that it gives them.
+
+        A stack, which does not exist as an array, stays as it is.
+        """
+        found = list(atoms)
+        for i, sharding in enumerate(shardings):
+            atom, is_named = found[i], isinstance(sharding, NamedSharding)
+            if is_named and sharding.mesh.size > 1 and isinstance(atom, Value):
+                constrain = partial(lax.with_sharding_constraint, shardings=sharding)
+                found[i] = self._call(constrain, atom)
+        return found
 
     def _append(self, node: Node, avals: Sequence[Any]) -> tuple[Value, ...]:
         node.outputs = tuple(Value(aval, node=node) for aval in avals)

@@ -14,7 +14,7 @@ import jax, jax.numpy as jnp, numpy as np, optax, jaxinf
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxinf.errors import StreamError
 from jaxinf.stream import Runner, prepare
-from sharded import KINDS, SPECS, assert_near, assert_same_bits, make, trained
+from sharded import SPECS, assert_near, assert_same_bits, make, trained
 
 importlib.import_module("jaxinf.stream.places")._MIN_SLICE_BYTES = 4096
 ROOT = sys.argv[1]
@@ -54,36 +54,36 @@ def refusal(call, *args, **kwargs):
 """
 
 PROGRAMS = """
-for kind in KINDS:
-    one = make(kind)
-    with one.entered():
-        expected = jax.jit(jax.value_and_grad(one.loss))(one.params, one.batch)
-        ready = prepare(one.loss, one.params, one.batch)
-    held = jax.tree.leaves(one.params)
-    largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(expected[1]))
-    found = {}
-    for policy in ("recompute", "keep"):
-        plan = ready.plan(600_000, policy)
-        gradients = found[policy] = {}
+kind = sys.argv[2]
+one = make(kind)
+with one.entered():
+    expected = jax.jit(jax.value_and_grad(one.loss))(one.params, one.batch)
+    ready = prepare(one.loss, one.params, one.batch)
+held = jax.tree.leaves(one.params)
+largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(expected[1]))
+found = {}
+for policy in ("recompute", "keep"):
+    plan = ready.plan(600_000, policy)
+    gradients = found[policy] = {}
 
-        def part(_, piece):
-            array = held[piece.leaf]
-            sharding = array.sharding
-            spec = P(*sharding.spec[len(piece.index):])
-            return jax.device_put(piece.of(array), sharding.update(spec=spec))
+    def part(_, piece):
+        array = held[piece.leaf]
+        sharding = array.sharding
+        spec = P(*sharding.spec[len(piece.index):])
+        return jax.device_put(piece.of(array), sharding.update(spec=spec))
 
-        loss, _ = Runner(plan, {})(one.batch, part, gradients.__setitem__)
-        assert abs(float(loss) - float(expected[0])) < 1e-6, kind
-    assert set(found["keep"]) == set(found["recompute"]) == set(ready.gradient_pieces)
-    assert len(found["keep"]) == 3 * 3 + 2, "stacks come out in slices"
-    for piece, gradient in found["keep"].items():
-        name, leaf = sorted(SPECS)[piece.leaf], jax.tree.leaves(expected[1])[piece.leaf]
-        assert_same_bits(gradient, found["recompute"][piece])
-        error = np.abs(np.asarray(gradient) - np.asarray(leaf)[piece.index]).max()
-        assert error <= 1e-6 * largest, (kind, piece)
-        spec = P(*tuple(SPECS[name])[len(piece.index):])
-        there = NamedSharding(one.mesh, spec)
-        assert gradient.sharding.is_equivalent_to(there, gradient.ndim), (kind, piece)
+    loss, _ = Runner(plan, {})(one.batch, part, gradients.__setitem__)
+    assert abs(float(loss) - float(expected[0])) < 1e-6, kind
+assert set(found["keep"]) == set(found["recompute"]) == set(ready.gradient_pieces)
+assert len(found["keep"]) == 3 * 3 + 2, "stacks come out in slices"
+for piece, gradient in found["keep"].items():
+    name, leaf = sorted(SPECS)[piece.leaf], jax.tree.leaves(expected[1])[piece.leaf]
+    assert_same_bits(gradient, found["recompute"][piece])
+    error = np.abs(np.asarray(gradient) - np.asarray(leaf)[piece.index]).max()
+    assert error <= 1e-6 * largest, (kind, piece)
+    spec = P(*tuple(SPECS[name])[len(piece.index):])
+    there = NamedSharding(one.mesh, spec)
+    assert gradient.sharding.is_equivalent_to(there, gradient.ndim), (kind, piece)
 """
 
 TRAINING = """
@@ -425,21 +425,23 @@ def on_four(run_python, place):
     return run
 
 
-def test_programs_are_those_of_one_jit(on_four):
-    on_four(PROGRAMS)
-
-
 LONG = pytest.mark.long
+OTHER_KINDS = [
+    pytest.param("specs", marks=LONG),
+    pytest.param("shard_map", marks=LONG),
+    pytest.param("jit", marks=LONG),
+]
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [
-        "named",
-        pytest.param("specs", marks=LONG),
-        pytest.param("shard_map", marks=LONG),
-        pytest.param("explicit", marks=LONG),
-    ],
+    "kind", ["explicit", pytest.param("named", marks=LONG), *OTHER_KINDS]
+)
+def test_programs_are_those_of_one_jit(kind, on_four):
+    on_four(PROGRAMS, kind)
+
+
+@pytest.mark.parametrize(
+    "kind", ["named", pytest.param("explicit", marks=LONG), *OTHER_KINDS]
 )
 def test_training_is_that_of_one_device(kind, on_four):
     on_four(TRAINING, kind)
@@ -454,6 +456,7 @@ def test_programs_of_the_zoo(name, on_four):
     on_four(ZOO, name)
 
 
+@pytest.mark.long
 def test_params_are_made_by_an_init_function(on_four):
     on_four(INIT)
 

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-__all__ = ["KINDS", "OnMesh", "make"]
+__all__ = ["SPECS", "OnMesh", "assert_near", "assert_same_bits", "make", "trained"]
 
 ROWS, WIDTH, DEPTH = 8, 32, 3
 SPECS = {
@@ -102,7 +102,7 @@ def _same(x):
 
 
 def make(kind, depth=DEPTH):
-    """Makes the program of a kind, one of `KINDS`."""
+    """Makes a program that is told of the mesh by "named", "specs", …: see `losses`."""
     axis = AxisType.Explicit if kind == "explicit" else AxisType.Auto
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(axis, axis))
     losses = {
@@ -128,6 +128,18 @@ def make(kind, depth=DEPTH):
                 out_specs=P("data"),
             ),
         ),
+        "jit": partial(
+            _loss,
+            constrained=_same,
+            block=jax.jit(
+                _dense,
+                in_shardings=tuple(
+                    NamedSharding(mesh, spec)
+                    for spec in (P("data"), P(None, "model"), P("model"), P())
+                ),
+                out_shardings=NamedSharding(mesh, P("data")),
+            ),
+        ),
         "explicit": _typed_loss,
     }
     params, batch = _numbers(depth)
@@ -144,9 +156,6 @@ def make(kind, depth=DEPTH):
         (params, batch),
         sets_mesh=kind in ("specs", "explicit"),
     )
-
-
-KINDS = ("named", "specs", "shard_map", "explicit")
 
 
 def trained(step, one, num_steps):
