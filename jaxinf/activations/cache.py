@@ -17,7 +17,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxinf.activations.scratch import PART_BYTES, Part, Place, Scratch, raw_bytes
+from jaxinf.activations.scratch import (
+    PART_BYTES,
+    Part,
+    Place,
+    Scratch,
+    aligned,
+    raw_bytes,
+)
 from jaxinf.io import BufferPool
 from jaxinf.io.buffers import Buffer
 from jaxinf.io.pages import PAGE_BYTES
@@ -60,6 +67,7 @@ class _Entry:
       value: The value while it leaves; None when its memory is free.
       buffer: Memory into which it is read; None before.
       num_parts: Number of its parts that are still to be moved.
+      error: What prevented it from being read.
       written: Its parts, as they were written.
     """
 
@@ -67,6 +75,7 @@ class _Entry:
     value: Any = None
     buffer: Buffer | None = None
     num_parts: int = 0
+    error: BaseException | None = None
     written: list[Part] = field(default_factory=list)
 
 
@@ -163,7 +172,7 @@ class Cache:
           until `release`; or, instead of them, the value itself if it was not `gone`.
 
         Raises:
-          StoreIOError: The drive failed.
+          StoreIOError: The drive failed. Other values can still be taken.
         """
         entry = self._entries[key]
         if entry.value is not None:
@@ -172,6 +181,23 @@ class Cache:
         assert entry.buffer is not None, "a value is brought before it is taken"
         self._await(entry)
         return entry.buffer.array, None
+
+    def look(self, key: Any) -> tuple[Array | None, Any]:
+        """Returns a value as `take` does, also before `bring`; blocks.
+
+        Its memory is the caller's if it has to be read.
+
+        Raises:
+          KeyError: The value is not here.
+          StoreIOError: The drive failed.
+        """
+        entry = self._entries[key]
+        if entry.value is not None:
+            return None, entry.value
+        raw, bounce = aligned(entry.place.memory_bytes), aligned(PART_BYTES)
+        for part in entry.written:
+            self._scratch.read(part, raw, bounce)
+        return raw, None
 
     def release(self, key: Any) -> None:
         """Frees the memory of a value that nothing reads any more.
@@ -238,8 +264,9 @@ class Cache:
                 lambda: not entry.num_parts or self._error is not None
             )
             self.counts.waited_s += time.perf_counter() - began_s
-            if self._error is not None:
-                raise self._error
+            error = self._error or entry.error
+        if error is not None:
+            raise error
 
     def _start(self) -> None:
         for drive in range(self._scratch.num_drives):
@@ -260,7 +287,10 @@ class Cache:
                 with self._changed:
                     self._num_running -= 1
                     job.entry.num_parts -= 1
-                    self._error = self._error or error
+                    if error is not None and job.writes:
+                        self._error = self._error or error
+                    elif error is not None:  # it may be computed again
+                        job.entry.error = job.entry.error or error
                     del job  # it holds the value
                     self._changed.notify_all()
 

@@ -1,4 +1,4 @@
-"""The wear of drives by values that are written in every step.
+"""The wear of drives by what is written in every step.
 
 Invariant: a prediction is for a drive of 1 TB of its class, or for the endurance given.
 """
@@ -51,7 +51,7 @@ class Wear:
             return None
         months = 12 * self.years(self.endurance_tbw)
         return (
-            f"activations: {format_bytes(int(self.day_bytes))} a day wear a drive of "
+            f"{format_bytes(int(self.day_bytes))} written a day wear a drive of "
             f"{self.endurance_tbw:g} TBW out in {months:.1f} "
             "months by its rating; give the step more memory, or use another drive"
         )

@@ -14,10 +14,12 @@ from jaxinf.stream.making import stream
 from jaxinf.stream.memory import store_memory_bytes
 from jaxinf.stream.optimizer import passes_for, trace_optimizer
 from jaxinf.stream.plan import Plan, prepare
+from jaxinf.stream.planner import Forecast
 from jaxinf.stream.run import Runner
 from jaxinf.stream.streamed import StreamedStep
 
 __all__ = [
+    "Forecast",
     "Form",
     "InMemoryStep",
     "Plan",

@@ -16,10 +16,11 @@ from jaxinf.compress import TopK
 from jaxinf.engine import Store, Training
 from jaxinf.io import ByteCounts
 from jaxinf.program import Passes, UpdateProgram
-from jaxinf.stream.calls import Call, Policy
+from jaxinf.stream.calls import Call, Calls, Policy, Targets
+from jaxinf.stream.choice import Problem
 from jaxinf.stream.compressing import Compressor
 from jaxinf.stream.deferred import Deferred
-from jaxinf.stream.fetch import Fetch, Fetcher, reused_bytes
+from jaxinf.stream.fetch import Fetch, FetchCounts, Fetcher, reused_bytes
 from jaxinf.stream.graph import Piece
 from jaxinf.stream.keeping import Keep, Keeper, Keeping, beside
 from jaxinf.stream.kept import keep_plan, kept_plan
@@ -36,13 +37,14 @@ from jaxinf.stream.optimizer import passes_for, trace_optimizer
 from jaxinf.stream.passes import PassRunner
 from jaxinf.stream.places import Places, Unit
 from jaxinf.stream.plan import Plan, Prepared
+from jaxinf.stream.planned import Planned
 from jaxinf.stream.reading import Reading, make_window, planned_fetches
 from jaxinf.stream.resident import Resident
 from jaxinf.stream.run import (
+    CompiledMemory,
     Executables,
     Runner,
     compiled_bytes,
-    compiled_temp_bytes,
 )
 from jaxinf.stream.source import StoreSource, version_of
 from jaxinf.stream.spill import Spill
@@ -77,6 +79,7 @@ class Options:
     compress: TopK | None = None
     extra_args: Mapping[str, Any] = field(default_factory=dict)
     activations: Form | None = None
+    endurance_tbw: float | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,8 @@ class Bound:
       reused_bytes: See `jaxinf.stream.fetch.reused_bytes`.
       traffic: Of a step, on the drive.
       store_bytes: Memory for the store's buffers.
+      frame: What does not depend on the order of the calls.
+      planned: With `"plan"`, what plans the step.
     """
 
     runner: Runner
@@ -100,6 +105,28 @@ class Bound:
     reused_bytes: int
     traffic: ByteCounts
     store_bytes: int
+    frame: "_Frame"
+    planned: Planned | None
+
+    def begin(self) -> None:
+        """Begins to measure a step."""
+        self.supply.counts = FetchCounts()
+        self.runner.values.counts()
+        if self.planned is not None:
+            self.planned.begin()
+
+    def close(self) -> None:
+        """Frees memory and files; idempotent."""
+        self.close_calls()
+        self.sums.close()
+        self.updates.close()
+        if self.planned is not None:
+            self.planned.close()
+
+    def close_calls(self) -> None:
+        """Frees what depends on the order of the calls; idempotent."""
+        self.runner.values.close()
+        self.supply.close()
 
 
 @dataclass(frozen=True)
@@ -183,12 +210,64 @@ class Binder:
           StreamError: The program cannot be cut to fit, or the kept plan is another's.
         """
         frame, plan = self._framed(ready, params)
-        if plan.is_offloaded:
-            temps = compiled_temp_bytes(plan, self._executables)
-            plan = plan.fitted(
-                frame.division.programs, temps, self._options.activations
-            )
-        return self._bound(frame, plan)
+        if not plan.is_offloaded:
+            return self._bound(frame, plan)
+        memory = CompiledMemory(
+            plan,
+            self._executables,
+            frame.division.programs,
+            self._options.activations,
+        )
+        if self._options.policy == "offload":
+            return self._bound(frame, memory.fitted())
+        problem = self._problem(ready.lifetimes.graph, frame, plan, memory)
+        planned = Planned(plan, problem, self._options.micro_batches)
+        return self._bound(frame, planned.plan, planned)
+
+    def rebind(self, bound: Bound) -> Bound:
+        """Returns the same bound to what its planner has chosen; closes the old one.
+
+        No step may be under way, nor its commit.
+        """
+        assert bound.planned is not None, "only a planned step changes"
+        bound.close_calls()
+        found = self._bound(bound.frame, bound.planned.plan, bound.planned)
+        bound.planned.is_changed = False
+        return found
+
+    def _problem(
+        self, targets: Targets, frame: "_Frame", plan: Plan, memory: CompiledMemory
+    ) -> Problem:
+        """What there is to choose for a plan with these programs."""
+
+        def fetched(calls: Calls, peak_bytes: int) -> Mapping[int, int]:
+            found: dict[int, int] = {}
+            for fetch in self._reading(
+                frame, replace(plan, calls=calls, peak_bytes=peak_bytes)
+            ).fetches:
+                size = fetch.unit.num_bytes
+                found[fetch.first] = found.get(fetch.first, 0) + size
+            return found
+
+        return Problem(
+            targets,
+            plan.programs,
+            frame.division.programs,
+            memory.call_bytes,
+            frame.keeping.pieces,
+            memory.admits,
+            fetched,
+            self._options.activations,
+        )
+
+    def _reading(self, frame: "_Frame", plan: Plan) -> Reading:
+        return planned_fetches(
+            plan,
+            frame.places,
+            frame.division,
+            frame.takers.from_read,
+            frame.keeping.units,
+        )
 
     def _framed(self, ready: Prepared, params: PyTree) -> "tuple[_Frame, Plan]":
         """Divides the memory, then cuts the program to fit its part."""
@@ -210,23 +289,13 @@ class Binder:
             self._gathered_bytes(ready, places, passes),
             "moving shards of params that are not stored alone",
         )
-        if options.policy == "offload":
+        if options.policy in ("offload", "plan"):
             division = division.without(
                 writing_bytes(len(self._drives())), "writing its values to drives"
             )
         deferred = self._deferred(program, passes, division)
         takers = _Takers(training, program, passes, is_deferred=deferred is not None)
-        keeper = Keeper(
-            options.keep,
-            places,
-            units,
-            division,
-            lambda plan, part: (
-                planned_fetches(plan, places, part, takers.from_read).fetches
-            ),
-            takers.reads,
-            partial(compiled_bytes, executables=self._executables),
-        )
+        keeper = self._keeper(places, units, division, takers)
         plan, keeping = keeper.applied(self._plan(ready, division, keeper.peak_bytes))
         avals = {p: v.aval for p, v in ready.lifetimes.graph.gradients.items()}
         frame = _Frame(
@@ -245,6 +314,21 @@ class Binder:
             {piece: sum_bytes(aval) for piece, aval in avals.items()},
         )
         return frame, plan
+
+    def _keeper(
+        self, places: Places, units: Set[Unit], division: Division, takers: "_Takers"
+    ) -> Keeper:
+        return Keeper(
+            self._options.keep,
+            places,
+            units,
+            division,
+            lambda plan, part: (
+                planned_fetches(plan, places, part, takers.from_read).fetches
+            ),
+            takers.reads,
+            partial(compiled_bytes, executables=self._executables),
+        )
 
     def _places(self, ready: Prepared, passes: Passes) -> Places:
         params = ready.traced.params
@@ -272,7 +356,9 @@ class Binder:
             self.device_limit,
         )
 
-    def _bound(self, frame: "_Frame", plan: Plan) -> Bound:
+    def _bound(
+        self, frame: "_Frame", plan: Plan, planned: Planned | None = None
+    ) -> Bound:
         """Makes what runs a plan's calls, from what does not depend on them."""
         training, options, division = (
             self._store.training,
@@ -283,9 +369,7 @@ class Binder:
         if plan.is_offloaded:
             scratch = Scratch(self._drives(), training.opened.meters)
             values = Offloaded(plan.calls, scratch)
-        reading = planned_fetches(
-            plan, frame.places, division, frame.takers.from_read, frame.keeping.units
-        )
+        reading = self._reading(frame, plan)
         window, unused_bytes = make_window(reading, division, self.device)
         supply = self._supply(frame, reading, window)
         updates = Updates(
@@ -301,14 +385,17 @@ class Binder:
         )
         fetches, calls = reading.fetches, plan.calls.calls
         record = partial(training.opened.timeline.add, "program")
+        watch = None if planned is None else planned.watch
         return Bound(
-            Runner(plan, self._executables, record, values),
+            Runner(plan, self._executables, record, values, watch),
             supply,
             updates,
             frame.sums,
             options.micro_batches * reused_bytes(fetches, calls, frame.places),
             self._traffic(frame, calls, fetches, values.num_bytes),
             division.ring + unused_bytes,
+            frame,
+            planned,
         )
 
     def _supply(self, frame: "_Frame", reading: Reading, window: Window) -> Supply:

@@ -28,7 +28,7 @@ __all__ = [
     "make_calls",
 ]
 
-Policy: TypeAlias = Literal["recompute", "keep", "offload"]
+Policy: TypeAlias = Literal["recompute", "keep", "offload", "plan"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 
@@ -118,7 +118,8 @@ class Calls:
       calls: The calls, in order.
       results: Slots of the loss and of aux's leaves.
       absences: Values that are on a drive for a time.
-      lenders: Values whose memory outputs may reuse; None for all at their last use.
+      lenders: Values whose memory outputs may reuse; None for all at their last use
+        that are never on a drive.
       resident: Parts of params that are in memory in any case, and do not count.
       form: Form of values on drives that only backward reads later; None for exact.
       output_bytes: On several devices, the bytes of each call's outputs in one memory;
@@ -151,11 +152,19 @@ class Calls:
                 and ref in call.drops
                 and ref not in handed
                 and (self.lenders is None or ref in self.lenders)
+                and ref not in self.absences
             }
             key = call.program.key
             found[key] = found.get(key, own) & own
         programs = {call.program.key: call.program for call in self.calls}
         return {key: _paired(programs[key], own) for key, own in found.items()}
+
+    def lent(self) -> "Calls":
+        """Returns the calls in which all values lend their memory, but absent ones.
+
+        That takes less memory, and time: new memory has to be cleared.
+        """
+        return replace(self, lenders=None)
 
     @cached_property
     def fences(self) -> tuple[int | None, ...]:
@@ -339,7 +348,7 @@ def make_calls(
       targets: Results and gradients of the whole program.
       programs: Its segments' programs.
       policy: The treatment of values that backward needs.
-      repeated: With `"offload"`, segments that run forward again.
+      repeated: With `"offload"` and `"plan"`, segments that run forward again.
     """
     builder = _Builder(targets)
     last = len(programs.forward) - 1
@@ -357,8 +366,8 @@ def make_calls(
     for program in programs.free:
         builder.call(-1, program)
     calls = builder.finish()
-    if policy == "offload":
-        # The same in every plan with these programs, so that none compiles again.
+    if policy in ("offload", "plan"):
+        # Others may leave, and then lend nothing, so memory is planned without that.
         backward = {id(program) for program in programs.backward}
         lenders = frozenset(
             slot

@@ -18,7 +18,7 @@ from itertools import combinations
 from jaxinf.activations import Form
 from jaxinf.stream.absences import fitted
 from jaxinf.stream.calls import Absence, Calls, Slot, Targets, make_calls
-from jaxinf.stream.graph import num_bytes
+from jaxinf.stream.graph import Piece, num_bytes
 from jaxinf.stream.programs import Programs
 from jaxinf.stream.rules import RULES
 from jaxinf.stream.simulated import Profile, simulate
@@ -45,6 +45,8 @@ class Problem:
       programs: Its segments' programs.
       budget_bytes: The most memory of a step.
       memory: Returns the memory during each call, such as `Calls.call_bytes`.
+      resident: Parts of params that are in memory in any case.
+      admits: Returns whether calls that were chosen do fit; may compile them.
       fetched: Returns for calls and their peak memory the bytes of params that are read
         for each call, by its number.
       form: Form of values on drives; see `Calls`.
@@ -54,6 +56,8 @@ class Problem:
     programs: Programs
     budget_bytes: int
     memory: Callable[[Calls], Sequence[int]]
+    resident: frozenset[Piece] = frozenset()
+    admits: Callable[[Calls], bool] = lambda calls: True
     fetched: Callable[[Calls, int], Mapping[int, int]] = _nothing_fetched
     form: Form | None = None
 
@@ -84,6 +88,11 @@ class Choice:
     def key(self) -> tuple[frozenset[int], frozenset[tuple[Slot, Absence]]]:
         """Equal for choices that run alike."""
         return self.repeated, frozenset(self.calls.absences.items())
+
+    @property
+    def leaves(self) -> bool:
+        """Whether values leave for a drive."""
+        return bool(self.calls.absences)
 
     @property
     def offloaded_bytes(self) -> int:
@@ -167,9 +176,8 @@ class _Search:
         programs = problem.programs
         once = self._calls(frozenset())
         times = profile.seconds_of(once)
-        self._bound_s = (
-            sum(times[call.program.key] for call in once.calls) + profile.outside_s
-        )
+        once_s = sum(times[call.program.key] for call in once.calls)
+        self._bound_s = profile.num_parts * once_s + profile.outside_s
         every = self._calls(frozenset(range(len(programs.forward) - 1)))
         again = {id(call.program) for call in every.calls if call.is_repeat}
         self.segments = [
@@ -183,11 +191,10 @@ class _Search:
         if len(self.tried) >= _MOST_TRIED:
             return
         self.tried.add(repeated)
-        problem = self._problem
-        self._consider(
-            repeated,
-            fitted(self._calls(repeated), problem.budget_bytes, problem.memory),
-        )
+        problem, calls = self._problem, self._calls(repeated)
+        if self._consider(repeated, calls) is None:
+            calls = fitted(calls, problem.budget_bytes, problem.memory)
+            self._consider(repeated, calls)
 
     def try_rules(self) -> None:
         """Simulates simple rules."""
@@ -227,7 +234,7 @@ class _Search:
 
     def _consider(self, repeated: frozenset[int], calls: Calls) -> Choice | None:
         """Simulates calls, and keeps the best; returns None if they do not fit."""
-        problem = self._problem
+        problem, calls = self._problem, calls.lent()
         peak = max(problem.memory(calls), default=0)
         if peak > problem.budget_bytes:
             return None
@@ -240,8 +247,8 @@ class _Search:
 
     def _calls(self, repeated: frozenset[int]) -> Calls:
         problem = self._problem
-        calls = make_calls(problem.targets, problem.programs, "offload", repeated)
-        return replace(calls, form=problem.form)
+        calls = make_calls(problem.targets, problem.programs, "plan", repeated)
+        return replace(calls, resident=problem.resident, form=problem.form)
 
 
 def _rank(choice: Choice) -> tuple[float, int, list[int]]:

@@ -48,6 +48,10 @@ class Source(Protocol):
         """Fills arrays with the unit's shards; blocks."""
         ...
 
+    def read_again(self, unit: Unit, shards: Sequence[Array]) -> None:
+        """Fills arrays with a unit's shards beside the reads of a step; blocks."""
+        ...
+
     def close(self) -> None:
         """Ends the reads of a step."""
         ...
@@ -84,12 +88,14 @@ class FetchCounts:
       num_fetches, num_ready: Number of units that calls requested, and of those that
         were already there.
       waited_s: Time that calls waited.
+      read_s: Time in which units were read.
     """
 
     num_bytes: int = 0
     num_fetches: int = 0
     num_ready: int = 0
     waited_s: float = 0.0
+    read_s: float = 0.0
 
     @property
     def hit_rate(self) -> float:
@@ -281,7 +287,7 @@ class Fetcher:
         unit = fetch.unit
         brought = self._window.bring(
             unit,
-            lambda shards: self._source.read(unit, shards),
+            lambda shards: self._read(unit, shards),
             lambda: self._is_stopped,
             is_for_update=fetch.gradient is not None,
         )
@@ -294,6 +300,11 @@ class Fetcher:
                 self._for_update[unit] = brought.shards, brought.update
             self._changed.notify_all()
         return True
+
+    def _read(self, unit: Unit, shards: Sequence[Array]) -> None:
+        began_s = time.perf_counter()
+        self._source.read(unit, shards)
+        self.counts.read_s += time.perf_counter() - began_s
 
 
 def _lasts(fetches: Sequence[Fetch]) -> Mapping[Unit, Sequence[int]]:

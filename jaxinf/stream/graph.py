@@ -4,11 +4,10 @@ Invariant: a value with an `origin` is that input; a value with neither an origi
 node is a literal.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
-
-import numpy as np
 
 from jaxinf.program.graph import Node, Value
 
@@ -101,7 +100,7 @@ def aval_bytes(aval: Any) -> int:
     if shape is None:
         return 0
     itemsize = getattr(aval.dtype, "itemsize", 16)
-    return int(np.prod(shape, dtype=np.int64)) * itemsize
+    return math.prod(shape) * itemsize
 
 
 def num_bytes(values: Iterable[Value]) -> int:

@@ -7,6 +7,7 @@ Invariant: updates have the bits of jitted optax on the same gradients. A step t
   early leaves params and state as they were.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -17,10 +18,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxinf.activations import Scratch, writing_bytes
+from jaxinf.activations import Scratch, Wear, writing_bytes
 from jaxinf.errors import NonFiniteGradientError, StreamError
 from jaxinf.io import ByteCounts
 from jaxinf.stream.bound import Options
+from jaxinf.stream.choice import Problem
 from jaxinf.stream.graph import Piece, aval_bytes
 from jaxinf.stream.interrupts import Interrupts
 from jaxinf.stream.memory import (
@@ -33,14 +35,17 @@ from jaxinf.stream.meshes import default_device, mesh_text
 from jaxinf.stream.micro import first_part, parts_of, together
 from jaxinf.stream.plain import PlainOptax, WholeGradients, are_finite
 from jaxinf.stream.plan import Plan, Prepared, prepare
+from jaxinf.stream.planned import Planned, shown_plan
+from jaxinf.stream.planner import Forecast
 from jaxinf.stream.run import (
+    CompiledMemory,
     Executables,
     Runner,
     compiled_bytes,
-    compiled_temp_bytes,
 )
 from jaxinf.stream.trace import abstract, check_params
 from jaxinf.stream.values import Offloaded, Values
+from jaxinf.stream.wearing import Wearing
 from jaxinf.typing import PathLikeStr, PyTree
 
 __all__ = ["InMemoryStep"]
@@ -52,6 +57,13 @@ class _Bound:
 
     runner: Runner
     values: Values
+    planned: Planned | None
+
+    def close(self) -> None:
+        """Frees memory and files; idempotent."""
+        self.values.close()
+        if self.planned is not None:
+            self.planned.close()
 
 
 class InMemoryStep:
@@ -64,7 +76,7 @@ class InMemoryStep:
       loss_fn: The loss function.
       tx: Any optax optimizer.
       options: Memory, policy and so on.
-      scratch: A folder on a drive for values of ``"offload"``.
+      scratch: A folder on a drive for values of ``"offload"`` and ``"plan"``.
     """
 
     def __init__(
@@ -83,6 +95,7 @@ class InMemoryStep:
         self._executables: Executables = {}
         self._interrupts = Interrupts()
         self._num_skipped = 0
+        self._wearing = Wearing(options.endurance_tbw)
         return_freed_memory()
 
     # --- params --------------------------------------------------------------------
@@ -157,8 +170,11 @@ class InMemoryStep:
         Raises:
           NonFiniteGradientError: The step was refused.
         """
+        called_s = time.perf_counter()
         bound = self._last = self._bound_for(batch)
         bound.values.counts()
+        if bound.planned is not None:
+            bound.planned.begin()
         count = self._options.micro_batches
         gradients = WholeGradients(bound.runner.plan, count)
         with self._interrupts.held_back():
@@ -168,6 +184,11 @@ class InMemoryStep:
             loss, aux = together(results)
             handed = {id(leaf) for leaf in jax.tree.leaves(results)}
             self._update(bound.runner.plan, gradients.take(handed))
+        step_s = time.perf_counter() - called_s
+        self._wearing.add(step_s, bound.values.num_bytes * count)
+        if bound.planned is not None:
+            counts, peak_bytes = bound.values.counts(), bound.values.peak_bytes
+            bound.planned.observe(step_s, counts, peak_bytes)
         return loss, aux if self._options.has_aux else None
 
     def _run(
@@ -181,7 +202,9 @@ class InMemoryStep:
             return piece.of(leaf) if piece.index or piece.rows else leaf
 
         try:
-            loss, aux = bound.runner(batch, fetch, gradients.add)
+            loss, aux = bound.runner(
+                batch, fetch, gradients.add, again=lambda piece: fetch(0, piece)
+            )
         finally:
             bound.runner.settle()
         assert loss is not None, "a step has a loss"
@@ -216,6 +239,11 @@ class InMemoryStep:
             params = abstract(self._optimizer.params)
             self._bound[key] = self._bind(self._prepare(params, batch))
             return_freed_memory()  # of planning and compilation
+        bound = self._bound[key]
+        if bound.planned is not None and bound.planned.is_changed:
+            bound.values.close()
+            self._bound[key] = self._running(bound.planned.plan, bound.planned)
+            bound.planned.is_changed = False
         return self._bound[key]
 
     def _prepare(self, params: PyTree, batch: PyTree) -> Prepared:
@@ -232,12 +260,31 @@ class InMemoryStep:
 
     def _bind(self, ready: Prepared) -> _Bound:
         plan, budget = self._planned(ready)
+        if not plan.is_offloaded:
+            return self._running(plan)
+        form = self._options.activations
+        memory = CompiledMemory(plan, self._executables, budget, form)
+        if self._options.policy == "offload":
+            return self._running(memory.fitted())
+        problem = Problem(
+            ready.lifetimes.graph,
+            plan.programs,
+            budget,
+            memory.call_bytes,
+            plan.calls.resident,
+            memory.admits,
+            form=form,
+        )
+        planned = Planned(plan, problem, self._options.micro_batches)
+        return self._running(planned.plan, planned)
+
+    def _running(self, plan: Plan, planned: Planned | None = None) -> _Bound:
         values = Values()
         if plan.is_offloaded:
-            temps = compiled_temp_bytes(plan, self._executables)
-            plan = plan.fitted(budget, temps, self._options.activations)
             values = Offloaded(plan.calls, Scratch([self._scratch]))
-        return _Bound(Runner(plan, self._executables, values=values), values)
+        watch = None if planned is None else planned.watch
+        runner = Runner(plan, self._executables, values=values, watch=watch)
+        return _Bound(runner, values, planned)
 
     def _planned(self, ready: Prepared) -> tuple[Plan, int]:
         """Returns a plan, and the memory for its programs beside params and so on."""
@@ -257,7 +304,7 @@ class InMemoryStep:
         def beside(plan: Plan) -> Plan:
             pieces = {p for call in plan.calls.calls for p in call.pieces}
             whole = frozenset(p for p in pieces if not p.index and not p.rows)
-            return replace(plan, calls=replace(plan.calls, resident=whole))
+            return plan.beside(whole)
 
         plan = ready.plan(
             division.programs,
@@ -276,11 +323,11 @@ class InMemoryStep:
         if own is not None and (not limit.is_host or own < num_bytes):
             num_bytes, name = own, "device_memory_bytes"
         division = Division(0, 0, num_bytes, 0, 0, name)
-        if options.policy == "offload":
+        if options.policy in ("offload", "plan"):
             if not limit.is_host:
                 raise StreamError(
-                    'policy="offload": not supported yet on a device with memory of '
-                    'its own; use "recompute" or "keep"'
+                    f'policy="{options.policy}": not supported yet on a device with '
+                    'memory of its own; use "recompute" or "keep"'
                 )
             division = division.without(
                 writing_bytes(1), "writing its values to drives"
@@ -292,7 +339,22 @@ class InMemoryStep:
     @property
     def plan(self) -> Plan | None:
         """The plan of the last step; None before the first."""
-        return None if self._last is None else self._last.runner.plan
+        bound = self._last
+        return bound and shown_plan(bound.runner.plan, bound.planned, self.wear)
+
+    @property
+    def forecast(self) -> Forecast | None:
+        """With ``"plan"``, expected and found time and memory of a step.
+
+        None while the first steps are measured.
+        """
+        planned = None if self._last is None else self._last.planned
+        return None if planned is None else planned.forecast
+
+    @property
+    def wear(self) -> Wear | None:
+        """Activations written by the last steps, and how long the drive lasts."""
+        return self._wearing.wear
 
     @property
     def traffic(self) -> ByteCounts | None:
@@ -310,7 +372,7 @@ class InMemoryStep:
     def close(self) -> None:
         """Frees memory and files; idempotent. The params stay available."""
         for bound in self._bound.values():
-            bound.values.close()
+            bound.close()
         self._bound.clear()
 
     def __enter__(self) -> "InMemoryStep":

@@ -60,11 +60,7 @@ class Keeping:
 
     def applied(self, plan: Plan) -> Plan:
         """Returns the plan with these units in memory; they do not count in calls."""
-        return replace(
-            plan,
-            calls=replace(plan.calls, resident=self.pieces),
-            kept_bytes=self.num_bytes,
-        )
+        return replace(plan.beside(self.pieces), kept_bytes=self.num_bytes)
 
 
 class Keeper:
@@ -116,7 +112,7 @@ class Keeper:
         if not self._amount:
             return Keeping()
         calls = plan.calls.calls
-        in_place = updated_in_place(calls, self._places)
+        in_place = updated_in_place(calls, self._places, _read_again(plan))
         twice = completions(calls, self._places).keys() - in_place
         sizes = {
             unit: page_bytes(unit) * (2 if unit in twice else 1)
@@ -194,15 +190,41 @@ def beside(division: Division, keeping: Keeping) -> Division:
     return replace(division, programs=programs, staged=staged)
 
 
-def updated_in_place(calls: Sequence[Call], places: Places) -> frozenset[Unit]:
+def _read_again(plan: Plan) -> Callable[[Call], Sequence[Piece]]:
+    """The params that are read beside a call if its segment runs forward again.
+
+    A plan may choose that, and a value that is lost on a drive is computed again.
+    """
+    if not plan.is_offloaded:
+        return lambda call: ()
+    programs = plan.programs
+    found = {
+        id(backward): [
+            value.origin for value in forward.inputs if isinstance(value.origin, Piece)
+        ]
+        for forward, backward in zip(programs.forward, programs.backward, strict=True)
+    }
+    return lambda call: found.get(id(call.program), ())
+
+
+def updated_in_place(
+    calls: Sequence[Call],
+    places: Places,
+    read_again: Callable[[Call], Sequence[Piece]] = lambda call: (),
+) -> frozenset[Unit]:
     """Returns the units whose params no program reads when their gradient is there.
 
     The program before the one that completes the gradient may still run, unless that
     one waits for it.
+
+    Args:
+      calls: The calls of a step.
+      places: The store's units.
+      read_again: Returns what may be read in addition just before a call.
     """
     readers: dict[Unit, set[int]] = {}
     for number, call in enumerate(calls):
-        for piece in call.pieces:
+        for piece in (*call.pieces, *read_again(call)):
             readers.setdefault(places.unit(piece), set()).add(number)
 
     def is_over(reader: int, last: int) -> bool:

@@ -54,6 +54,7 @@ def stream(
     compress: TopK | None = None,
     extra_args: Mapping[str, Any] | None = None,
     activations: Form | None = None,
+    endurance_tbw: float | None = None,
 ) -> StreamedStep: ...
 
 
@@ -72,6 +73,7 @@ def stream(
     nonfinite: NonFinitePolicy = "error",
     scratch: PathLikeStr | None = None,
     activations: Form | None = None,
+    endurance_tbw: float | None = None,
 ) -> InMemoryStep: ...
 
 
@@ -90,6 +92,7 @@ def stream(
     nonfinite: NonFinitePolicy = "error",
     compress: TopK | None = None,
     extra_args: Mapping[str, Any] | None = None,
+    endurance_tbw: float | None = None,
     scratch: PathLikeStr | None = None,
     activations: Form | None = None,
 ) -> StreamedStep | StreamedFunction | InMemoryStep:
@@ -126,7 +129,9 @@ def stream(
       has_aux: Whether the loss comes with a second result.
       policy: ``"recompute"`` computes activations again for the backward pass, segment
         by segment; ``"keep"`` keeps them in memory; ``"offload"`` keeps as many as
-        `memory_bytes` allows, and the others on the drive. The bits are the same.
+        `memory_bytes` allows, and the others on the drive; ``"plan"`` measures its
+        first steps, and then does for each value what makes a step fastest. The bits
+        are the same.
       replan: Whether to replace a kept plan that does not fit.
       nonfinite: The effect of a gradient with NaN or Inf: ``"error"``, ``"skip"`` or
         ``"allow"``, as for `jaxinf.smart_update`.
@@ -140,12 +145,16 @@ def stream(
       extra_args: Further arguments of the optimizer's update, with an example for each;
         numbers and arrays are also the values of steps that are given none. ``"value"``
         is each step's loss, unless a step is given another.
-      scratch: Without `store`, a folder on a drive for the values of ``"offload"``; by
-        default the folder for temporary files, which some systems have in memory.
-      activations: With ``"offload"``, the form of floating-point values on the drive:
-        ``"bf16"``, or ``"int8"`` in blocks of 256 with a scale; by default they are
-        exact. Losses keep their bits, since forward reads nothing that has been
-        rounded; gradients do not, and depend on which values leave.
+      scratch: Without `store`, a folder on a drive for the values of ``"offload"`` and
+        ``"plan"``; by default the folder for temporary files, which some systems have
+        in memory.
+      activations: With ``"offload"`` and ``"plan"``, the form of floating-point values
+        on the drive: ``"bf16"``, or ``"int8"`` in blocks of 256 with a scale; by
+        default they are exact. Losses keep their bits, since forward reads nothing that
+        has been rounded; gradients do not, and depend on which values leave.
+      endurance_tbw: Rated writes of the drives, in TB: a step warns if it wears them
+        out within a year. Without it `StreamedStep.wear` says how long drives of common
+        classes last.
 
     Returns:
       The step: `StreamedStep.init` or `StreamedStep.load` first, then call it. Without
@@ -165,6 +174,8 @@ def stream(
         raise ValueError(f"micro_batches={micro_batches}: expected at least 1")
     if memory_bytes < 1:
         raise ValueError(f"memory_bytes={memory_bytes}: expected at least 1")
+    if endurance_tbw is not None and endurance_tbw <= 0:
+        raise ValueError(f"endurance_tbw={endurance_tbw}: expected more than 0")
     if device_memory_bytes is not None and device_memory_bytes < 1:
         raise ValueError(
             f"device_memory_bytes={device_memory_bytes}: expected at least 1"
@@ -180,6 +191,7 @@ def stream(
             compress=compress is not None,
             extra_args=bool(extra_args),
             activations=activations is not None,
+            endurance_tbw=endurance_tbw is not None,
         )
     if activations not in (None, *FORMS):
         raise ValueError(f"activations={activations!r}: expected 'bf16' or 'int8'")
@@ -200,6 +212,7 @@ def stream(
         compress,
         dict(extra_args or {}),
         activations,
+        endurance_tbw,
     )
     if store is None:
         _check_in_memory(options, has_optimizer=tx is not None)

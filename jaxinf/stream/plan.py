@@ -3,6 +3,7 @@
 Invariant: the same jaxpr and the same cuts give the same programs, in every process.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,10 +11,11 @@ from functools import cache, cached_property
 from itertools import chain
 from typing import Any
 
-from jaxinf.activations import Form
+from jaxinf.activations import Form, Wear
 from jaxinf.errors import StreamError
 from jaxinf.stream.absences import fitted, least_offloaded_bytes
 from jaxinf.stream.calls import Calls, Policy, make_calls
+from jaxinf.stream.choice import Choice
 from jaxinf.stream.classify import classify
 from jaxinf.stream.cut import choose_cuts
 from jaxinf.stream.graph import Piece
@@ -55,6 +57,9 @@ class Plan:
       policy: The treatment of values that backward needs.
       peak_bytes: The peak memory of a step, as estimated before compilation.
       kept_bytes: Memory of params that stay between steps, in addition.
+      again: With `"plan"`, the calls if all segments run forward again.
+      choice: With `"plan"`, what was chosen for values and segments.
+      wear: With `"plan"`, the wear of drives by the last steps.
     """
 
     traced: Traced
@@ -64,6 +69,9 @@ class Plan:
     policy: Policy
     peak_bytes: int
     kept_bytes: int = 0
+    again: Calls | None = None
+    choice: Choice | None = None
+    wear: Wear | None = None
 
     def __str__(self) -> str:
         return plan_text(
@@ -73,6 +81,8 @@ class Plan:
             self.policy,
             self.peak_bytes,
             self.kept_bytes,
+            self.choice,
+            self.wear,
         )
 
     def without_graph(self) -> "Plan":
@@ -91,12 +101,26 @@ class Plan:
                 tuple(map(light, self.programs.free)),
             ),
             calls=replace(self.calls, calls=tuple(calls)),
+            again=None,
+            choice=None,
         )
 
     @property
     def is_offloaded(self) -> bool:
         """Whether values may be on a drive for a part of a step."""
-        return self.policy == "offload"
+        return self.policy in ("offload", "plan")
+
+    def beside(self, pieces: frozenset[Piece]) -> "Plan":
+        """Returns the plan with parts of params that are in memory in any case."""
+        again = self.again and replace(self.again, resident=pieces)
+        return replace(self, calls=replace(self.calls, resident=pieces), again=again)
+
+    def least_bytes(self, temp_bytes: Mapping[str, int] | None = None) -> int:
+        """Returns the least memory of a step; argument as for `Calls.peak_bytes`."""
+        if not self.is_offloaded:
+            return self.calls.peak_bytes(temp_bytes)
+        every = (self.calls, self.again) if self.again else (self.calls,)
+        return min(least_offloaded_bytes(calls, temp_bytes) for calls in every)
 
     def fitted(
         self,
@@ -104,20 +128,30 @@ class Plan:
         temp_bytes: Mapping[str, int],
         form: Form | None = None,
     ) -> "Plan":
-        """Returns the plan with as many values on a drive as the budget needs.
+        """Returns the plan with as few values on a drive as the budget allows.
 
         Args:
           budget_bytes: Memory for a step's programs; at least `peak_bytes`.
           temp_bytes: Temporaries of the compiled programs by key.
           form: Form of values on drives; see `Calls`.
         """
-        calls = fitted(
-            replace(self.calls, form=form),
-            budget_bytes,
-            lambda calls: calls.call_bytes(temp_bytes),
-        )
-        peak = calls.peak_bytes(temp_bytes)
-        return replace(self, calls=calls, peak_bytes=peak)
+        own = replace(self.calls, form=form)
+        calls = own.lent()
+        if calls.peak_bytes(temp_bytes) > budget_bytes:
+            calls = fitted(
+                own, budget_bytes, lambda calls: calls.call_bytes(temp_bytes)
+            ).lent()
+        return replace(self, calls=calls, peak_bytes=calls.peak_bytes(temp_bytes))
+
+    def chosen(self, choice: Choice) -> "Plan":
+        """Returns the plan with the calls of a choice."""
+        peak = choice.peak_bytes
+        return replace(self, calls=choice.calls, peak_bytes=peak, choice=choice)
+
+    @property
+    def temp_bytes(self) -> Mapping[str, int]:
+        """Temporaries of the programs by key, as estimated before compilation."""
+        return {program.key: program.temp_bytes() for program in self.distinct}
 
     @property
     def distinct(self) -> tuple[Program, ...]:
@@ -185,7 +219,10 @@ class Prepared:
           StreamError: No cut fits; names the params that are too large.
         """
         best: tuple[int, Plan] | None = None
-        for plan in self._plans(budget_bytes, policy):
+        plans = self._plans(budget_bytes, policy)
+        if policy == "plan":
+            plans = sorted(plans, key=lambda plan: _leaving_bytes(plan, budget_bytes))
+        for plan in plans:
             peak = least_bytes(plan)
             if measure is None:
                 peak = plan.peak_bytes
@@ -207,8 +244,11 @@ class Prepared:
 
         A segment may take a third of the budget: one runs, one waits, one is fetched.
         """
-        largest = self.lifetimes.piece_bytes(self.lifetimes.sizes).bit_length()
-        limits = [1 << n for n in range(largest, max(0, largest - _MAX_HALVINGS), -1)]
+        bits = self.lifetimes.piece_bytes(self.lifetimes.sizes).bit_length()
+        least = max(0, bits - _MAX_HALVINGS)
+        if policy == "plan":  # values may need more than params
+            bits = max(bits, budget_bytes.bit_length())
+        limits = [1 << n for n in range(bits, least, -1)]
         first = [limit for limit in limits if _SHARE * limit <= budget_bytes]
         seen: set[tuple[int, ...]] = set()
         for limit in (*first, *(limit for limit in limits if limit not in first)):
@@ -220,13 +260,15 @@ class Prepared:
     def plan_of(self, cuts: Sequence[int], policy: Policy = "recompute") -> Plan:
         """Makes the plan with given cuts."""
         programs = make_programs(self.lifetimes, cuts, self.keys)
-        calls = make_calls(self.lifetimes.graph, programs, policy)
+        graph, again = self.lifetimes.graph, None
+        calls = make_calls(graph, programs, policy)
         if self.traced.mesh is not None:  # shardings of values are not known yet
             calls = replace(calls, lenders=frozenset())
-        peak = (
-            least_offloaded_bytes(calls) if policy == "offload" else calls.peak_bytes()
-        )
-        return Plan(self.traced, tuple(cuts), programs, calls, policy, peak)
+        if policy == "plan":
+            every = range(len(programs.forward) - 1)
+            again = make_calls(graph, programs, policy, every)
+        plan = Plan(self.traced, tuple(cuts), programs, calls, policy, 0, again=again)
+        return replace(plan, peak_bytes=plan.least_bytes())
 
     def _refusal(
         self, needed_bytes: int, best: Plan, budget_bytes: int, limit: str
@@ -253,9 +295,16 @@ class Prepared:
 
 def least_bytes(plan: Plan) -> int:
     """The memory that a plan takes at least: that without temporaries."""
-    if plan.is_offloaded:
-        return least_offloaded_bytes(plan.calls, defaultdict(int))
-    return plan.calls.peak_bytes(defaultdict(int))
+    return plan.least_bytes(defaultdict(int))
+
+
+def _leaving_bytes(plan: Plan, budget_bytes: int) -> float:
+    """An estimate of the bytes that leave in a step if none runs forward again."""
+    found = plan.fitted(budget_bytes, plan.temp_bytes)
+    if found.peak_bytes > budget_bytes:
+        return math.inf
+    calls = found.calls
+    return sum(calls.lives[slot].num_bytes for slot in calls.absences)
 
 
 def prepare(

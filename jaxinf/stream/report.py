@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from jaxinf.activations import Wear
 from jaxinf.stream.calls import Calls, Policy
+from jaxinf.stream.choice import Choice
 from jaxinf.stream.graph import Piece, aval_bytes
 from jaxinf.stream.meshes import mesh_text
 from jaxinf.stream.programs import Program, Programs
@@ -41,6 +43,8 @@ def plan_text(
     policy: Policy,
     peak_bytes: int,
     kept_bytes: int = 0,
+    choice: Choice | None = None,
+    wear: Wear | None = None,
 ) -> str:
     """The segments of a plan, a line each, after the cost of a step.
 
@@ -51,6 +55,8 @@ def plan_text(
       policy: The treatment of values that backward needs.
       peak_bytes: The peak memory of a step.
       kept_bytes: Memory of params that stay between steps, in addition.
+      choice: What was chosen for values and segments.
+      wear: The wear of drives.
     """
     held_bytes = sum(aval_bytes(leaf) for leaf in traced.params)
     first, *others = calls.calls
@@ -70,6 +76,10 @@ def plan_text(
         head += f"; on {mesh_text(traced.mesh)}"
     if kept_bytes:
         head += f"; {format_bytes(kept_bytes)} of params stay"
+    if choice is not None:
+        head += f"\n{choice}"
+    if wear is not None:
+        head += f"\n{wear}"
     lines = [head, "", f"{'segment':>9}  {'forward':>7}  {'backward':>8}  params"]
     for _, group in groupby(_rows(traced, programs, numbers), lambda r: r.programs):
         lines.append(_line(list(group)))

@@ -6,8 +6,9 @@ asynchronous dispatch alone every param would be in memory at once.
 
 import contextlib
 import time
+import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -17,17 +18,21 @@ import numpy as np
 from jax.dtypes import result_type
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinf.stream.absences import least_offloaded_bytes
-from jaxinf.stream.calls import Call, Slot
+from jaxinf.activations import Form
+from jaxinf.errors import StoreIOError
+from jaxinf.stream.again import computed_again
+from jaxinf.stream.calls import Call, Calls, Slot
 from jaxinf.stream.graph import Batch, Const, Number, Origin, Piece, Seed
 from jaxinf.stream.memory import num_together
 from jaxinf.stream.plan import Plan
 from jaxinf.stream.programs import compile_program
 from jaxinf.stream.shardings import Shardings, const_sharding, output_bytes
 from jaxinf.stream.values import Values
+from jaxinf.stream.watching import Watch
 from jaxinf.typing import PyTree
 
 __all__ = [
+    "CompiledMemory",
     "Executables",
     "Runner",
     "compile_plan",
@@ -70,24 +75,78 @@ def compiled_bytes(plan: Plan, executables: Executables) -> int:
     """Returns the memory of a step, with temporaries as reported by XLA; blocks."""
     temps = compiled_temp_bytes(plan, executables)
     if plan.is_offloaded:
-        return least_offloaded_bytes(plan.calls, temps)
+        return plan.least_bytes(temps)
     compiled = compile_plan(plan, executables)
     calls = replace(plan.calls, output_bytes=output_bytes(plan, compiled))
     return calls.peak_bytes(temps)
 
 
-def compiled_temp_bytes(plan: Plan, executables: Executables) -> Mapping[str, int]:
+def compiled_temp_bytes(plan: Plan, executables: Executables) -> dict[str, int]:
     """Returns the temporaries of a plan's programs as reported by XLA; blocks.
 
     Those of all devices that share the host's memory, or of one with its own.
     """
     found: dict[str, int] = {}
     num_devices = num_together(plan.traced.mesh)
+    if plan.is_offloaded:
+        plan = replace(plan, calls=plan.calls.lent())
     compiled = compile_plan(plan, executables)
     for call, executable in zip(plan.calls.calls, compiled, strict=True):
         own = executable.memory_analysis().temp_size_in_bytes * num_devices
         found[call.program.key] = max(own, found.get(call.program.key, 0))
     return found
+
+
+class CompiledMemory:
+    """Memory of a plan's programs in whatever order they are called.
+
+    A program is compiled anew where its outputs may reuse other values' memory, and may
+    then take other temporaries. Those of the largest variant count.
+
+    Args:
+      plan: The plan, with its graph.
+      executables: As for `compile_plan`.
+      budget_bytes: Memory of a step's programs.
+      form: Form of values on drives; see `Calls`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        executables: Executables,
+        budget_bytes: int,
+        form: Form | None = None,
+    ) -> None:
+        self._plan = plan
+        self._executables = executables
+        self._budget_bytes = budget_bytes
+        self._form: Form | None = form
+        self._temps = compiled_temp_bytes(plan, executables)
+
+    def call_bytes(self, calls: Calls) -> Sequence[int]:
+        """Returns the memory during each call, as it is known so far."""
+        return calls.call_bytes(self._temps)
+
+    def admits(self, calls: Calls) -> bool:
+        """Compiles the programs of calls, and returns whether these fit; blocks."""
+        plan = replace(self._plan, calls=calls)
+        compiled = compile_plan(plan, self._executables)
+        for call, executable in zip(calls.calls, compiled, strict=True):
+            key = call.program.key
+            temp_bytes = executable.memory_analysis().temp_size_in_bytes
+            self._temps[key] = max(self._temps.get(key, 0), temp_bytes)
+        return max(self.call_bytes(calls), default=0) <= self._budget_bytes
+
+    def fitted(self) -> Plan:
+        """Returns the plan with as few values on a drive as possible; blocks."""
+        temps: dict[str, int] = {}
+        plan = self._plan
+        while temps != self._temps:
+            temps = dict(self._temps)
+            plan = self._plan.fitted(self._budget_bytes, temps, self._form)
+            if self.admits(plan.calls):
+                break
+        return plan
 
 
 class Runner:
@@ -98,6 +157,7 @@ class Runner:
       executables: As for `compile_plan`.
       record: Takes the times between which each call ran, by `time.perf_counter`.
       values: Holds values between calls; by default in memory.
+      watch: Measures the calls; None if no one asks.
 
     Attributes:
       dispatched_s: Time that the last step took to hand programs to the device.
@@ -110,15 +170,17 @@ class Runner:
         executables: Executables | None = None,
         record: Callable[[float, float], None] = lambda began_s, ended_s: None,
         values: Values | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self.values = Values() if values is None else values
         self.waited_s = 0.0
-        self._record = record
+        self._record, self._watch = record, watch
         self._executables = compile_plan(
             plan, {} if executables is None else executables
         )
         self.plan = plan.without_graph()
         self.dispatched_s = 0.0
+        self._again: Callable[[Piece], Any] | None = None
         self._in_flight: deque[tuple[int, float, jax.Array | None]] = deque()
         self._numbers: dict[int, jax.Array] = {}
         self._put = partial(_put, mesh=plan.traced.mesh)
@@ -134,6 +196,7 @@ class Runner:
         fetch: Callable[[int, Piece], Any],
         hand_out: Callable[[Piece, jax.Array], None],
         done: Callable[[int], None] = lambda number: None,
+        again: Callable[[Piece], Any] | None = None,
     ) -> tuple[jax.Array | None, PyTree]:
         """Runs one step.
 
@@ -142,11 +205,14 @@ class Runner:
           fetch: Returns a part of the params for the call of that number.
           hand_out: Takes a complete gradient; called in the order of completion.
           done: Takes the number of each call that has run and reads nothing more.
+          again: Returns a part of the params that no call is waiting for; without it
+            a value that a drive does not give back ends the step.
 
         Returns:
           The loss, None if there is none, and aux.
         """
         leaves = self._placed(batch)
+        self._again = again
         values = self.values
         in_flight = self._in_flight
         self.dispatched_s = self.waited_s = ended_s = 0.0
@@ -165,12 +231,7 @@ class Runner:
             if len(in_flight) == MAX_IN_FLIGHT:
                 await_first()
             values.before(number)
-            outputs = self._call(number, call, leaves, fetch)
-            called_s = time.perf_counter()
-            fence = self.plan.calls.fences[number]
-            if fence is None:  # the next call may reuse the memory of all outputs
-                self._await(outputs)
-            output = None if fence is None else outputs[fence]
+            outputs, called_s, output = self._dispatch(number, call, leaves, fetch)
             in_flight.append((number, called_s, output))
             values.put(call.outputs, outputs)
             values.after(number, call.drops)
@@ -204,33 +265,80 @@ class Runner:
         jax.block_until_ready(outputs)
         self.waited_s += time.perf_counter() - began_s
 
-    def _call(
+    def _dispatch(
         self,
         number: int,
         call: Call,
         batch: Sequence[jax.Array],
         fetch: Callable[[int, Piece], Any],
-    ) -> Sequence[jax.Array]:
+    ) -> tuple[Sequence[jax.Array], float, jax.Array | None]:
+        """Returns a call's outputs, when it was called, and an output to wait for."""
+        inputs = self._inputs(number, call, batch, fetch)
+        began_s = time.perf_counter()
+        outputs = self._executables[number](*inputs)
+        called_s = time.perf_counter()
+        self.dispatched_s += called_s - began_s
+        fence = self.plan.calls.fences[number]
+        if fence is None:  # the next call may reuse the memory of all outputs
+            self._await(outputs)
+        output = None if fence is None else outputs[fence]
+        if self._watch is not None:
+            self._watch.called(began_s, output)
+        return outputs, called_s, output
+
+    def _inputs(
+        self,
+        number: int,
+        call: Call,
+        batch: Sequence[jax.Array],
+        fetch: Callable[[int, Piece], Any],
+    ) -> list[Any]:
         def read(ref: Origin | Slot) -> Any:
             match ref:
                 case Slot():
-                    return self.values[ref]
+                    return self._value(ref, batch)
                 case Piece():
                     return fetch(number, ref)
-                case Batch():
-                    return batch[ref.leaf]
-                case Const():
-                    return self._consts[ref.number]
-                case Seed():
-                    return self._seed
-                case Number():
-                    return self._number(ref.number)
+                case _:
+                    return self._given(ref, batch)
 
-        inputs = [read(ref) for ref in call.inputs]
-        began_s = time.perf_counter()
-        outputs = self._executables[number](*inputs)
-        self.dispatched_s += time.perf_counter() - began_s
-        return outputs
+        return [read(ref) for ref in call.inputs]
+
+    def _given(self, ref: Origin, batch: Sequence[jax.Array]) -> Any:
+        match ref:
+            case Batch():
+                return batch[ref.leaf]
+            case Const():
+                return self._consts[ref.number]
+            case Seed():
+                return self._seed
+            case Number():
+                return self._number(ref.number)
+            case Piece():
+                raise AssertionError("params are fetched")
+
+    def _value(self, slot: Slot, batch: Sequence[jax.Array]) -> jax.Array:
+        """Returns a value; computes it again if a drive does not give it back."""
+        try:
+            return self.values[slot]
+        except StoreIOError as error:
+            again = self._again
+            if again is None:
+                raise
+            value = computed_again(
+                slot,
+                self.plan.calls,
+                self._executables,
+                self.values,
+                lambda ref: (
+                    again(ref) if isinstance(ref, Piece) else self._given(ref, batch)
+                ),
+            )
+            if value is None:
+                raise
+            warnings.warn(f"{error}; the value was computed again", stacklevel=2)
+        self.values.give(slot, value)
+        return value
 
     def _number(self, number: int) -> jax.Array:
         if number not in self._numbers:

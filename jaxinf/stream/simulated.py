@@ -27,6 +27,7 @@ class Profile:
     Attributes:
       seconds: Time of a call by its program's key, beside transfers of values.
       alone: The same without such transfers; None if it is not known.
+      num_parts: Number of times that the calls run in a step.
       write, read: Bandwidth for values that leave and come back, in bytes a second.
       params: Bandwidth for params.
       outside_s: Time of a step before its first call and after its last one.
@@ -38,6 +39,7 @@ class Profile:
     params: float = math.inf
     outside_s: float = 0.0
     alone: Mapping[str, float] | None = None
+    num_parts: int = 1
 
     def seconds_of(self, calls: Calls) -> Mapping[str, float]:
         """Times of programs in given calls: some of their values leave, or none."""
@@ -79,7 +81,7 @@ def simulate(
             ready.append(params_s)
         began_s = max([ends[-1], handed_s, *ready])
         ends = [*ends[1:], began_s + seconds[call.program.key]]
-    return ends[-1] + profile.outside_s
+    return profile.num_parts * ends[-1] + profile.outside_s
 
 
 @dataclass(frozen=True)

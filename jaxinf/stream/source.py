@@ -4,6 +4,7 @@ Invariant: reads are of the store's last finished step.
 """
 
 from collections.abc import Sequence
+from contextlib import closing
 
 import numpy as np
 
@@ -51,16 +52,15 @@ class StoreSource:
         assert self._reader is not None
         opened = self._training.opened
         with opened.timeline.span("fetch"):
-            parts = shards if unit.is_divided else [np.empty(unit.shape, unit.dtype)]
-            for box, part in zip(unit.boxes, parts, strict=True):
-                out = part.reshape(unit.extent_of(box))
-                self._reader.read(unit.leaf, out, unit.origin_of(box))
-            if not unit.is_divided:
-                for box, shard in zip(unit.shards, shards, strict=True):
-                    shard[...] = parts[0][box.slices]
+            _read(self._reader, unit, shards)
         self._num_read += 1
         if self._num_read == self._num_first:
             opened.handler.hold_prefetches(False)
+
+    def read_again(self, unit: Unit, shards: Sequence[Array]) -> None:
+        """Fills arrays with a unit's shards, whatever else is read; blocks."""
+        with closing(self._training.params_reader(self._memory_bytes)) as reader:
+            _read(reader, unit, shards)
 
     def close(self) -> None:
         """Frees its memory."""
@@ -68,3 +68,12 @@ class StoreSource:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
+
+
+def _read(reader: ParamsReader, unit: Unit, shards: Sequence[Array]) -> None:
+    parts = shards if unit.is_divided else [np.empty(unit.shape, unit.dtype)]
+    for box, part in zip(unit.boxes, parts, strict=True):
+        reader.read(unit.leaf, part.reshape(unit.extent_of(box)), unit.origin_of(box))
+    if not unit.is_divided:
+        for box, shard in zip(unit.shards, shards, strict=True):
+            shard[...] = parts[0][box.slices]

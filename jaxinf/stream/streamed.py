@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import jax
 import optax
 
-from jaxinf.activations import CacheCounts
+from jaxinf.activations import CacheCounts, Wear
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
     Store,
@@ -33,7 +33,6 @@ from jaxinf.errors import StreamError
 from jaxinf.io import ByteCounts
 from jaxinf.program import trace_init
 from jaxinf.stream.bound import Binder, Bound, Options
-from jaxinf.stream.fetch import FetchCounts
 from jaxinf.stream.function import FunctionOptions, StreamedFunction
 from jaxinf.stream.graph import Piece
 from jaxinf.stream.initial import initial_inputs, trace_params
@@ -50,8 +49,11 @@ from jaxinf.stream.micro import first_part, parts_of, together
 from jaxinf.stream.optimizer import passes_for, trace_optimizer
 from jaxinf.stream.places import part_counts
 from jaxinf.stream.plan import Plan, Prepared, least_bytes, prepare
+from jaxinf.stream.planned import shown_plan
+from jaxinf.stream.planner import Forecast
 from jaxinf.stream.shards import Gradient, handed_out
 from jaxinf.stream.trace import abstract, check_params, param_names
+from jaxinf.stream.wearing import Wearing
 from jaxinf.typing import Array, JsonValue, PyTree
 
 __all__ = ["StreamedStep"]
@@ -87,6 +89,7 @@ class StreamedStep:
         self._waited_s = 0.0  # in the last step, for the store
         self._values = CacheCounts()
         self._num_skipped = 0
+        self._wearing = Wearing(options.endurance_tbw)
         self._functions: list[StreamedFunction] = []
         self._binder = Binder(store, self._tx, options)
         self._interrupts = Interrupts()
@@ -157,9 +160,11 @@ class StreamedStep:
         pieces: Sequence[Piece],
     ) -> None:
         training, whole = self.store.training, self._options.memory_bytes
-        if self._options.policy == "offload" and not self._binder.device_limit.is_host:
+        policy = self._options.policy
+        offloads = policy in ("offload", "plan")
+        if offloads and not self._binder.device_limit.is_host:
             raise StreamError(
-                f'policy="offload": not supported yet on {self._binder.device}, which '
+                f'policy="{policy}": not supported yet on {self._binder.device}, which '
                 'has memory of its own; use "recompute" or "keep"'
             )
         held = check_params(avals)
@@ -254,11 +259,14 @@ class StreamedStep:
         """
         training = self.store.training
         training.check()
+        called_s = time.perf_counter()
         for function in self._functions:
             function.rest()
         bound = self._take_turn(self._bound_for(batch))
         with outside_mesh():
-            return self._step(bound, batch, extra_args)
+            results = self._step(bound, batch, extra_args)
+        self._observe(bound, time.perf_counter() - called_s)
+        return results
 
     def _step(
         self, bound: Bound, batch: PyTree, extra_args: Mapping[str, Any] | None
@@ -268,8 +276,7 @@ class StreamedStep:
         began_s = time.perf_counter()
         training.join()
         self._waited_s = time.perf_counter() - began_s
-        bound.supply.counts = FetchCounts()
-        bound.runner.values.counts()
+        bound.begin()
         with self._interrupts.held_back():
             bound.updates.begin(given)
             try:
@@ -289,6 +296,12 @@ class StreamedStep:
                 bound.updates.abandon()
                 raise
         return loss, aux if self._options.has_aux else None
+
+    def _observe(self, bound: Bound, step_s: float) -> None:
+        self._wearing.add(step_s, bound.traffic.drive_write_bytes)
+        if bound.planned is not None:
+            peak_bytes = bound.runner.values.peak_bytes
+            bound.planned.observe(step_s, self._values, peak_bytes, bound.supply.counts)
 
     def _run(self, bound: Bound, batch: PyTree) -> tuple[jax.Array, PyTree]:
         count, runner = self._options.micro_batches, bound.runner
@@ -321,6 +334,7 @@ class StreamedStep:
                 lambda number, piece: self._fetched(bound, number, piece),
                 lambda piece, gradient: self._hand_out(sink, piece, gradient),
                 bound.supply.done,
+                bound.supply.again,
             )
         finally:
             bound.runner.settle()  # before the memory that they read is freed
@@ -366,6 +380,12 @@ class StreamedStep:
                     ready, without_shardings(self._params)
                 )
             return_freed_memory()  # of planning and compilation
+        bound = self._bound[key]
+        if bound.planned is not None and bound.planned.is_changed:
+            self.store.training.join()  # its updates may still take params
+            self._bound[key] = self._binder.rebind(bound)
+            if self._last is bound:
+                self._last = self._bound[key]
         return self._bound[key]
 
     def function(self, fn: Callable[..., Any]) -> StreamedFunction:
@@ -407,7 +427,25 @@ class StreamedStep:
     @property
     def plan(self) -> Plan | None:
         """The plan of the last step; None before the first."""
-        return None if self._last is None else self._last.runner.plan
+        bound = self._last
+        return bound and shown_plan(bound.runner.plan, bound.planned, self.wear)
+
+    @property
+    def forecast(self) -> Forecast | None:
+        """With ``"plan"``, expected and found time and memory of a step.
+
+        None while the first steps are measured.
+        """
+        planned = None if self._last is None else self._last.planned
+        return None if planned is None else planned.forecast
+
+    @property
+    def wear(self) -> Wear | None:
+        """Bytes written by the last steps, and how long drives last; None before one.
+
+        State counts, and activations and gradients that wait on drives.
+        """
+        return self._wearing.wear
 
     @property
     def traffic(self) -> ByteCounts | None:
@@ -469,10 +507,7 @@ class StreamedStep:
         for function in self._functions:
             function.close()
         for bound in self._bound.values():
-            bound.runner.values.close()
-            bound.supply.close()
-            bound.sums.close()
-            bound.updates.close()
+            bound.close()
         self._binder.close()
 
     def __enter__(self) -> "StreamedStep":

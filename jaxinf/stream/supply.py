@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 import jax
 from jax import lax
 
+from jaxinf.activations import aligned
 from jaxinf.stream.fetch import FetchCounts, Fetcher, Source
 from jaxinf.stream.graph import Piece
 from jaxinf.stream.meshes import piece_sharding
@@ -92,6 +93,18 @@ class Supply:
             array = self._resident.get(unit)
         else:
             array = self._active.get(number, unit)
+        return self._part(unit, piece, array)
+
+    def again(self, piece: Piece) -> jax.Array:
+        """Returns a part of the params beside the plan; blocks while it is read."""
+        unit = self._places.unit(piece)
+        if unit in self.stays:
+            return self._part(unit, piece, self._resident.get(unit))
+        shards = unit.views(aligned(unit.held_bytes))
+        self._source.read_again(unit, shards)
+        return self._part(unit, piece, unit.on_devices(shards))
+
+    def _part(self, unit: Unit, piece: Piece, array: jax.Array) -> jax.Array:
         part = self._places.part(unit, piece)
         if not part.index and not part.rows:
             return array

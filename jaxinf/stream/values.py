@@ -9,11 +9,13 @@ give it a form in fewer bits.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 
 from jaxinf.activations import Cache, CacheCounts, Scratch
 from jaxinf.stream.calls import Calls, Slot
+from jaxinf.typing import Array
 
 __all__ = ["Offloaded", "Values"]
 
@@ -35,6 +37,18 @@ class Values:
 
     def __getitem__(self, slot: Slot) -> jax.Array:
         return self._held[slot]
+
+    def look(self, slot: Slot) -> jax.Array | None:
+        """Returns a value that is here or can be read, else None; blocks.
+
+        Raises:
+          StoreIOError: The drive failed.
+        """
+        return self._held.get(slot)
+
+    def give(self, slot: Slot, value: jax.Array) -> None:
+        """Takes a value in place of one that could not be read."""
+        self._held[slot] = value
 
     def before(self, number: int) -> None:
         """Makes ready what the call of that number needs; may block."""
@@ -119,6 +133,12 @@ class Offloaded(Values):
             self._held[slot] = self._taken(slot)
         return self._held[slot]
 
+    def look(self, slot: Slot) -> jax.Array | None:
+        """As `Values.look`."""
+        if slot in self._held or slot not in self._away:
+            return self._held.get(slot)
+        return self._array(slot, *self.cache.look(slot))
+
     def before(self, number: int) -> None:
         """Waits for values that must be gone, and starts to read others."""
         for slot in self._gone.get(number, ()):
@@ -160,7 +180,9 @@ class Offloaded(Values):
         self._scratch.close()
 
     def _taken(self, slot: Slot) -> jax.Array:
-        raw, value = self.cache.take(slot)
+        return self._array(slot, *self.cache.take(slot))
+
+    def _array(self, slot: Slot, raw: Array | None, value: Any) -> jax.Array:
         if raw is None:
             return value
         life = self._lives[slot]

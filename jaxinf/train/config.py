@@ -94,7 +94,8 @@ class TrainConfig(DataOptions):
 
     # For --mode stream. recompute: activations are computed again for the backward
     # pass. keep: they stay in memory. offload: those that --memory has no room for are
-    # on the drive meanwhile. The bits are the same.
+    # on the drive meanwhile. plan: whichever makes a step fastest, by the times of the
+    # first steps. The bits are the same.
     policy: Policy = "recompute"
 
     # For --policy offload: the form of floating-point activations on the drive. Losses
@@ -108,6 +109,10 @@ class TrainConfig(DataOptions):
     # For --mode stream: parts of a batch that run one after another, so that
     # activations take the memory of a part; their gradients are averaged.
     micro_batches: int = 1
+
+    # For --mode stream: rated writes of the drives, in TB. A run warns if its steps
+    # wear them out within a year. By default the summary is for common classes.
+    endurance_tbw: Annotated[float | None, _shown("TB", "none")] = None
 
     # For --mode stream: replace a plan kept in the store that does not fit --memory.
     replan: bool = False
@@ -481,7 +486,7 @@ def _check_optimizer(config: TrainConfig) -> None:
 
 
 _OF_STREAMING = ("memory", "device_memory", "policy", "keep", "micro_batches")
-_OF_STREAMING += ("replan", "activations")
+_OF_STREAMING += ("replan", "activations", "endurance_tbw")
 _NOT_STREAMED = ("memory_bytes", "reference")
 
 
@@ -527,6 +532,7 @@ _IN_PLACE = {
     "keep": ", or give --mode stream",
     "micro_batches": ", or give --mode stream",
     "replan": ", or give --mode stream",
+    "endurance_tbw": ", or give --mode stream",
 }
 
 

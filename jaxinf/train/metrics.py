@@ -17,6 +17,7 @@ import resource
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 __all__ = ["JsonLines", "MetricsLog", "StepLine", "peak_rss_bytes", "rss_bytes"]
 
@@ -41,8 +42,8 @@ class StepLine:
       link_down_bytes: bytes over the host link to the CSDs: gradients.
       link_up_bytes: bytes over the host link from the CSDs: updates or new params.
       rss_bytes: resident memory of the process after the step.
-      stream: in mode stream the fields of `jaxinf.stream.StreamMetrics`; the line of
-        another mode does not have it.
+      stream: in mode stream the fields of `jaxinf.stream.StreamMetrics`, and with
+        ``--policy plan`` its `forecast`; the line of another mode does not have it.
 
     If a process was killed after a commit and before it wrote the line, all fields but
     `step` are null.
@@ -58,7 +59,7 @@ class StepLine:
     link_down_bytes: int | None = None
     link_up_bytes: int | None = None
     rss_bytes: int | None = None
-    stream: Mapping[str, float] | None = None
+    stream: Mapping[str, Any] | None = None
 
     def to_json(self) -> str:
         """Returns the line without its newline; NaN, which JSON lacks, becomes null."""

@@ -19,6 +19,7 @@ from jaxinf.train.evaluate import Evaluation, Evaluator, TextEntropy
 from jaxinf.train.metrics import peak_rss_bytes
 from jaxinf.train.on_store import KeptInStore, OnStore
 from jaxinf.train.optimizers import peak_learning_rate
+from jaxinf.train.streamed import Streamed
 from jaxinf.typing import PyTree
 
 __all__ = [
@@ -86,6 +87,8 @@ def say_results(console: Console, config: TrainConfig, backend: Backend) -> None
             f"{format_bytes(_store_bytes(backend.store))} on disk\n"
             f"        look inside with: jaxinf inspect {shlex.quote(str(path))}"
         )
+    if isinstance(backend, Streamed):
+        console.print("\n".join(backend.summary()))
     if isinstance(backend, OnStore):
         console.print(
             f"buffers at most {format_bytes(backend.store.peak_memory_bytes)} of "

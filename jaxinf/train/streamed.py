@@ -93,10 +93,27 @@ class Streamed(KeptInStore):
         metrics = self._step.metrics
         assert metrics is not None
         streamed = {"stream": dataclasses.asdict(metrics)}
+        forecast = self._step.forecast
+        if forecast is not None:
+            streamed["stream"]["forecast"] = dataclasses.asdict(forecast)
         if is_skipped:
             return lambda: NO_TRAFFIC | streamed
         number = self._number
         return lambda: self._costs_of(number) | streamed
+
+    def summary(self) -> list[str]:
+        """Lines on the plan and on the wear of drives, for the end of a run."""
+        plan, forecast, wear = self._step.plan, self._step.forecast, self._step.wear
+        lines = []
+        if plan is not None and plan.choice is not None:
+            lines.append(f"plan    {plan.choice}")
+        if forecast is not None:
+            lines.append(f"        {forecast}")
+        if wear is not None:
+            lines.append(f"wear    {wear}")
+            if wear.warning is not None:
+                lines.append(f"        {wear.warning}")
+        return lines
 
     def num_skipped(self, state: Any) -> int:
         """See `Backend`."""
@@ -135,4 +152,5 @@ def _streamed_step(
         replan=config.replan,
         nonfinite=config.nonfinite,
         compress=config.compression,
+        endurance_tbw=config.endurance_tbw,
     )

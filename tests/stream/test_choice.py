@@ -139,10 +139,8 @@ def test_a_chosen_plan_has_the_bits_of_keep(rate, tmp_path):
     found = chosen(graph, plan, budget, rates)
     executables = {}
     expected = streamed(program, plan, executables)
-    num_compiled = len(executables)
     values = Offloaded(found.calls, Scratch([tmp_path]))
     mixed = replace(plan, calls=found.calls)
     assert_same_bits(streamed(program, mixed, executables, values=values), expected)
     assert values.peak_bytes == found.peak_bytes
-    assert len(executables) == num_compiled, "a choice compiles nothing"
     values.close()

@@ -174,15 +174,16 @@ def test_a_device_that_is_too_small_is_named(open_store):
         )
 
 
+@pytest.mark.parametrize("policy", ["offload", "plan"])
 @pytest.mark.usefixtures("own_memory")
-def test_values_on_drives_are_refused_there(open_store):
+def test_values_on_drives_are_refused_there(open_store, policy):
     store = open_store("store", **CHUNKS)
-    with pytest.raises(StreamError, match='policy="offload": not supported yet'):
+    with pytest.raises(StreamError, match=f'policy="{policy}": not supported yet'):
         trained(
             store,
             ZOO["l2_penalty"](depth=3),
             optax.sgd(0.1),
-            "offload",
+            policy,
             device_memory_bytes=64 << 20,
         )
     assert not store.exists

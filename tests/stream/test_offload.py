@@ -183,35 +183,82 @@ def test_the_meters_show_the_planned_traffic(open_store, everything_leaves, keep
     assert found.drive_write_bytes == planned.drive_write_bytes
 
 
+def failing(patched, call, code, numbers):
+    """Lets calls of these numbers fail, on files that have no name."""
+    real, hits = getattr(os, call), []
+
+    def fail(fd, *args):
+        if "(deleted)" in os.readlink(f"/proc/self/fd/{fd}"):
+            hits.append(fd)
+            if len(hits) in numbers:
+                raise OSError(code, os.strerror(code))
+        return real(fd, *args)
+
+    patched.setattr(os, call, fail)
+
+
 @pytest.mark.parametrize(
-    ("call", "code", "kind"),
-    [("pwritev", errno.ENOSPC, StoreSpaceError), ("preadv", errno.EIO, StoreIOError)],
+    ("code", "kind"), [(errno.ENOSPC, StoreSpaceError), (errno.EIO, StoreIOError)]
 )
 def test_a_drive_that_fails_in_mid_step(
-    open_store, everything_leaves, monkeypatch, call, code, kind
+    open_store, everything_leaves, monkeypatch, code, kind
 ):
     program = ZOO["l2_penalty"]()
     step = opened(open_store, "store", "offload", program)
     kept = opened(open_store, "keep", "keep", program)
     losses(step, program, 1)
     step.store.wait()
-    real, hits = getattr(os, call), []
-
-    def fail(fd, *args):
-        if "(deleted)" in os.readlink(f"/proc/self/fd/{fd}"):
-            hits.append(fd)
-            if len(hits) == 3:
-                raise OSError(code, os.strerror(code))
-        return real(fd, *args)
-
     with monkeypatch.context() as patched:
-        patched.setattr(os, call, fail)
+        failing(patched, "pwritev", code, [3])
         with pytest.raises(kind, match=r"stream \(a file of activations\)"):
             step(program.batch)
     assert step.store.step == 1
     losses(step, program, 2)
     losses(kept, program, 3)
     assert step.store.step == 3
+    assert_same_params(step, kept, program)
+
+
+@pytest.mark.parametrize("keep", [None, "params"])
+@pytest.mark.parametrize("numbers", [[1], range(1, 1000)], ids=["one", "all"])
+def test_a_value_that_cannot_be_read_is_computed_again(
+    open_store, everything_leaves, monkeypatch, numbers, keep
+):
+    program = ZOO["l2_penalty"]()
+    step = opened(open_store, "store", "offload", program, keep=keep)
+    kept = opened(open_store, "keep", "keep", program)
+    found, expected = losses(step, program, 1), losses(kept, program, 4)
+    step.store.wait()
+    with monkeypatch.context() as patched:
+        failing(patched, "preadv", errno.EIO, numbers)
+        message = r"stream \(a file of activations\).*the value was computed again"
+        with pytest.warns(UserWarning, match=message) as told:
+            found += losses(step, program, 1)
+    assert len(told) == 1 if len(numbers) == 1 else len(told) > 1
+    assert found + losses(step, program, 2) == expected
+    assert step.store.step == 4
+    assert_same_params(step, kept, program)
+
+
+def test_a_value_of_backward_that_cannot_be_read_ends_the_step(
+    open_store, everything_leaves, monkeypatch
+):
+    program = ZOO["equinox_cast_first"]()
+    step = opened(open_store, "store", "offload", program)
+    kept = opened(open_store, "keep", "keep", program)
+    losses(step, program, 1)
+    step.store.wait()
+    message = r"stream \(a file of activations\)"
+    with monkeypatch.context() as patched:
+        failing(patched, "preadv", errno.EIO, range(1, 1000))
+        with (
+            pytest.warns(UserWarning, match="computed again"),
+            pytest.raises(StoreIOError, match=message),
+        ):
+            step(program.batch)
+    assert step.store.step == 1
+    losses(step, program, 2)
+    losses(kept, program, 3)
     assert_same_params(step, kept, program)
 
 

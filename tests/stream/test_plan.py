@@ -243,3 +243,20 @@ def test_an_expensive_equation_is_never_run_by_two_programs():
     heavy = [n for p in programs for n in p.nodes if n.name == "dot_general"]
     assert len(heavy) == len(set(heavy))
     assert len(heavy) > 3 * 10
+
+
+def test_a_planned_program_is_cut_where_few_bytes_leave():
+    """Values are larger than all params; the usual cuts are too fine for them."""
+    program = ZOO["gpt2_nano"]()
+    batch = jax.tree.map(lambda x: np.zeros((64, *x.shape[1:]), x.dtype), program.batch)
+    ready = prepare(program.loss, program.params, batch)
+    whole = ready.plan(1 << 40, "plan")
+    budget = max(whole.calls.call_bytes(whole.temp_bytes)) * 7 // 8
+    planned, offloaded = (ready.plan(budget, name) for name in ("plan", "offload"))
+    left = [plan.fitted(budget, plan.temp_bytes) for plan in (planned, offloaded)]
+    few, many = (
+        sum(one.calls.lives[slot].num_bytes for slot in one.calls.absences)
+        for one in left
+    )
+    assert few < many
+    assert len(planned.cuts) < len(offloaded.cuts)

@@ -69,6 +69,23 @@ def test_stopped_and_resumed_is_uninterrupted(run, losses, tmp_path):
     assert losses(tmp_path / "parts-log") == losses(tmp_path / "whole-log")
 
 
+def test_a_planned_run_has_the_losses_of_keep(run, losses, lines, tmp_path, capsys):
+    plan = (*STREAM, "--policy", "plan", "--endurance-tbw", 1e9)
+    assert run("--store", tmp_path / "plan", *plan, "--steps", 4) == 0
+    told = capsys.readouterr().out
+    assert "plan    0 values of 0 B leave, 0 segments run forward again" in told
+    assert "        expected" in told
+    assert "wear    " in told
+    assert "years by rating: 1e+09 TBW" in told
+    assert "forecast" not in lines(tmp_path / "plan-log")[0]["stream"]
+    forecast = lines(tmp_path / "plan-log")[-1]["stream"]["forecast"]
+    assert forecast["found_peak_bytes"] == forecast["expected_peak_bytes"]
+    assert run("--store", tmp_path / "keep", *plan, "--steps", 1) == 0  # the same cuts
+    keep = (*STREAM, "--policy", "keep", "--steps", 4)
+    assert run("--store", tmp_path / "keep", *keep) == 0
+    assert losses(tmp_path / "plan-log") == losses(tmp_path / "keep-log")
+
+
 def test_micro_batches_have_the_losses_of_the_whole(
     run, losses, uninterrupted, tmp_path
 ):
