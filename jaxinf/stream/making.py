@@ -198,7 +198,7 @@ def stream(
     if activations is not None and policy in ("recompute", "keep"):
         raise ValueError(
             f'activations={activations!r}: no value leaves with policy="{policy}"; '
-            'leave it out, or give policy="offload"'
+            'leave it out, or give policy="offload" or "plan"'
         )
     options = Options(
         memory_bytes,
