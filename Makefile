@@ -87,7 +87,7 @@ faults: $(VENV)/installed  ## the long fault campaign: more of the same, an hour
 	  $(BIN)/pytest -n auto --timeout 7200 -rP tests/faults
 
 lint: $(VENV)/installed  ## ruff and pyright
-	$(BIN)/python -m pip install --quiet '.[dev]'
+	$(BIN)/python -m pip install --quiet '.[dev,test-xrt]'
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
