@@ -1,47 +1,18 @@
 """Values on a drive that fails: real reads and writes, made to fail."""
 
 import errno
-import json
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-
-HERE = Path(__file__).parent
+from shim import asked
 
 
 @pytest.fixture(scope="module")
 def child(tmp_path_factory):
     """Starts `stream_child`, once for all cases, since the start takes seconds."""
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler to build the shim with")
-    library = tmp_path_factory.mktemp("shim") / "shim.so"
-    flags = ["-shared", "-fPIC", "-O1", "-o", library, HERE / "shim.c", "-ldl"]
-    subprocess.run([compiler, *flags], check=True)
-    environment = {**os.environ, "LD_PRELOAD": str(library), "JAX_PLATFORMS": "cpu"}
     folder = tmp_path_factory.mktemp("values")
-    with subprocess.Popen(
-        [sys.executable, HERE / "stream_child.py", folder],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        stdin, stdout = process.stdin, process.stdout
-
-        def ask(**case):
-            print(json.dumps(case), file=stdin)
-            stdin.flush()
-            return json.loads(stdout.readline())
-
+    build = tmp_path_factory.mktemp("shim")
+    with asked("stream_child.py", folder, build=build) as ask:
         yield ask
-        stdin.close()
     assert not list(folder.iterdir())
 
 

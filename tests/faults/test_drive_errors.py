@@ -1,51 +1,27 @@
 """A drive that answers EIO, and a clock that goes back: real calls, made to fail."""
 
 import errno
-import json
-import os
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from shim import asked
 
-HERE = Path(__file__).parent
 STEP = 3
 
 
 @pytest.fixture(scope="module")
 def child(tmp_path_factory):
     """Starts `shim_child`, once for all cases, since the start takes seconds."""
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler to build the shim with")
-    library = tmp_path_factory.mktemp("shim") / "shim.so"
-    flags = ["-shared", "-fPIC", "-O1", "-o", library, HERE / "shim.c", "-ldl"]
-    subprocess.run([compiler, *flags], check=True)
-    environment = {**os.environ, "LD_PRELOAD": str(library), "JAX_PLATFORMS": "cpu"}
-    with subprocess.Popen(
-        [sys.executable, HERE / "shim_child.py"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        stdin, stdout = process.stdin, process.stdout
+    with asked("shim_child.py", build=tmp_path_factory.mktemp("shim")) as send:
 
         def ask(path, num_csds=0, **case):
             roots = [str(path.parent / f"csd{number}") for number in range(num_csds)]
             for root in roots:
                 Path(root).mkdir()
-            print(json.dumps({"path": str(path), "csds": roots, **case}), file=stdin)
-            stdin.flush()
-            return json.loads(stdout.readline())
+            return send(path=str(path), csds=roots, **case)
 
         yield ask
-        stdin.close()
 
 
 CASES = {

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-__all__ = ["SPECS", "OnMesh", "assert_near", "assert_same_bits", "make", "trained"]
+__all__ = ["SPECS", "OnMesh", "make", "trained"]
 
 ROWS, WIDTH, DEPTH = 8, 32, 3
 SPECS = {
@@ -162,17 +162,3 @@ def trained(step, one, num_steps):
     """Runs steps on a mesh; returns their losses."""
     with one.entered():
         return [float(step(one.batch)[0]) for _ in range(num_steps)]
-
-
-def assert_same_bits(found, expected):
-    for one, other in zip(
-        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
-    ):
-        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
-
-
-def assert_near(found, expected):
-    for one, other in zip(
-        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
-    ):
-        np.testing.assert_allclose(one, other, rtol=0, atol=2e-5)

@@ -5,7 +5,7 @@ import numpy as np
 
 from jaxinf.stream import Runner, prepare
 
-__all__ = ["assert_same_bits", "numbers", "prepared", "streamed"]
+__all__ = ["assert_near", "assert_same_bits", "numbers", "prepared", "streamed"]
 
 
 def prepared(program):
@@ -48,3 +48,8 @@ def numbers(tree):
 def assert_same_bits(found, expected):
     for one, other in zip(numbers(found), numbers(expected), strict=True):
         assert one.tobytes() == other.tobytes()
+
+
+def assert_near(found, expected, atol):
+    for one, other in zip(numbers(found), numbers(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=atol)

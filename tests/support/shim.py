@@ -1,0 +1,58 @@
+"""Programs whose real calls of the operating system are made to fail."""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+__all__ = ["Ask", "asked"]
+
+FAULTS = Path(__file__).parent.parent / "faults"
+
+Ask = Callable[..., dict[str, Any]]
+"""Sends a case to a program, by keywords, and returns its answer."""
+
+
+@contextlib.contextmanager
+def asked(script: str, *words: Path, build: Path) -> Iterator[Ask]:
+    """Runs a script of tests/faults beside the shim; the script reads cases by line.
+
+    Args:
+      script: Name of the file.
+      words: Its arguments.
+      build: An empty directory for the shim.
+    """
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        if os.environ.get("JAXINF_REQUIRE_MOUNTS") == "1":
+            pytest.fail("make test-faults needs a C compiler to build the shim with")
+        pytest.skip("no C compiler to build the shim with")
+    library = build / "shim.so"
+    flags = ["-shared", "-fPIC", "-O1", "-o", library, FAULTS / "shim.c", "-ldl"]
+    subprocess.run([compiler, *flags], check=True)
+    environment = {**os.environ, "LD_PRELOAD": str(library), "JAX_PLATFORMS": "cpu"}
+    with subprocess.Popen(
+        [sys.executable, FAULTS / script, *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        stdin, stdout = process.stdin, process.stdout
+
+        def ask(**case: Any) -> dict[str, Any]:
+            print(json.dumps(case), file=stdin)
+            stdin.flush()
+            return json.loads(stdout.readline())
+
+        yield ask
+        stdin.close()
