@@ -10,7 +10,6 @@ Invariant: a call reads one finished step of the store, and writes nothing.
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxinf.engine import Store
 from jaxinf.errors import StreamError
+from jaxinf.stream.base import Closing
 from jaxinf.stream.fetch import FetchCounts, Fetcher
 from jaxinf.stream.interrupts import Interrupts
 from jaxinf.stream.keeping import Keep, Keeper, Keeping, beside
@@ -59,7 +59,7 @@ class _Bound:
     supply: Supply
 
 
-class StreamedFunction:
+class StreamedFunction(Closing):
     """Made by `jaxinf.stream`; also a context manager. Not thread-safe.
 
     ``f(batch)`` returns the outputs of ``fn(params, batch)`` for the params of the
@@ -180,17 +180,6 @@ class StreamedFunction:
             self._resident.drop()
         if self._closes:
             self.store.close()
-
-    def __enter__(self) -> "StreamedFunction":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # --- inside --------------------------------------------------------------------
 

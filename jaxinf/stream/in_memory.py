@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -21,6 +20,7 @@ import optax
 from jaxinf.activations import Scratch, Wear, writing_bytes
 from jaxinf.errors import NonFiniteGradientError, StreamError
 from jaxinf.io import ByteCounts
+from jaxinf.stream.base import PlannedStep
 from jaxinf.stream.bound import Options
 from jaxinf.stream.choice import Problem
 from jaxinf.stream.graph import Piece, aval_bytes
@@ -35,8 +35,7 @@ from jaxinf.stream.meshes import default_device, mesh_text
 from jaxinf.stream.micro import first_part, parts_of, together
 from jaxinf.stream.plain import PlainOptax, WholeGradients, are_finite
 from jaxinf.stream.plan import Plan, Prepared, prepare
-from jaxinf.stream.planned import Planned, shown_plan
-from jaxinf.stream.planner import Forecast
+from jaxinf.stream.planned import Planned
 from jaxinf.stream.run import (
     CompiledMemory,
     Executables,
@@ -66,7 +65,7 @@ class _Bound:
             self.planned.close()
 
 
-class InMemoryStep:
+class InMemoryStep(PlannedStep[_Bound]):
     """Made by `jaxinf.stream` without a store; also a context manager.
 
     ``loss, aux = step(batch)`` runs one step; aux is None without `has_aux`. Params
@@ -91,10 +90,8 @@ class InMemoryStep:
         self._scratch = scratch
         self._optimizer = PlainOptax(tx)
         self._bound: dict[Any, _Bound] = {}
-        self._last: _Bound | None = None
         self._executables: Executables = {}
         self._interrupts = Interrupts()
-        self._num_skipped = 0
         self._wearing = Wearing(options.endurance_tbw)
         return_freed_memory()
 
@@ -337,21 +334,6 @@ class InMemoryStep:
     # --- control -------------------------------------------------------------------
 
     @property
-    def plan(self) -> Plan | None:
-        """The plan of the last step; None before the first."""
-        bound = self._last
-        return bound and shown_plan(bound.runner.plan, bound.planned, self.wear)
-
-    @property
-    def forecast(self) -> Forecast | None:
-        """With ``"plan"``, expected and found time and memory of a step.
-
-        None while the first steps are measured.
-        """
-        planned = None if self._last is None else self._last.planned
-        return None if planned is None else planned.forecast
-
-    @property
     def wear(self) -> Wear | None:
         """Activations written by the last steps, and how long the drive lasts."""
         return self._wearing.wear
@@ -364,24 +346,8 @@ class InMemoryStep:
         moved = self._last.values.num_bytes * self._options.micro_batches
         return ByteCounts(drive_read_bytes=moved, drive_write_bytes=moved)
 
-    @property
-    def num_skipped(self) -> int:
-        """Number of steps skipped for a non-finite gradient, with ``"skip"``."""
-        return self._num_skipped
-
     def close(self) -> None:
         """Frees memory and files; idempotent. The params stay available."""
         for bound in self._bound.values():
             bound.close()
         self._bound.clear()
-
-    def __enter__(self) -> "InMemoryStep":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

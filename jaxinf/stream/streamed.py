@@ -32,6 +32,7 @@ from jaxinf.engine import (
 from jaxinf.errors import StreamError
 from jaxinf.io import ByteCounts
 from jaxinf.program import trace_init
+from jaxinf.stream.base import PlannedStep
 from jaxinf.stream.bound import Binder, Bound, Options
 from jaxinf.stream.function import FunctionOptions, StreamedFunction
 from jaxinf.stream.graph import Piece
@@ -49,8 +50,6 @@ from jaxinf.stream.micro import first_part, parts_of, together
 from jaxinf.stream.optimizer import passes_for, trace_optimizer
 from jaxinf.stream.places import part_counts
 from jaxinf.stream.plan import Plan, Prepared, least_bytes, prepare
-from jaxinf.stream.planned import shown_plan
-from jaxinf.stream.planner import Forecast
 from jaxinf.stream.shards import Gradient, handed_out
 from jaxinf.stream.trace import abstract, check_params, param_names
 from jaxinf.stream.wearing import Wearing
@@ -65,7 +64,7 @@ Shard: TypeAlias = tuple[tuple[slice, ...], Array]
 _INIT_SHARE = 4
 
 
-class StreamedStep:
+class StreamedStep(PlannedStep[Bound]):
     """Made by `jaxinf.stream`; also a context manager. Not thread-safe.
 
     ``loss, aux = step(batch)`` runs one step and starts its commit; aux is None without
@@ -85,10 +84,8 @@ class StreamedStep:
         self._options = options
         self._params: PyTree | None = None
         self._bound: dict[Any, Bound] = {}
-        self._last: Bound | None = None
         self._waited_s = 0.0  # in the last step, for the store
         self._values = CacheCounts()
-        self._num_skipped = 0
         self._wearing = Wearing(options.endurance_tbw)
         self._functions: list[StreamedFunction] = []
         self._binder = Binder(store, self._tx, options)
@@ -425,21 +422,6 @@ class StreamedStep:
     # --- control -------------------------------------------------------------------
 
     @property
-    def plan(self) -> Plan | None:
-        """The plan of the last step; None before the first."""
-        bound = self._last
-        return bound and shown_plan(bound.runner.plan, bound.planned, self.wear)
-
-    @property
-    def forecast(self) -> Forecast | None:
-        """With ``"plan"``, expected and found time and memory of a step.
-
-        None while the first steps are measured.
-        """
-        planned = None if self._last is None else self._last.planned
-        return None if planned is None else planned.forecast
-
-    @property
     def wear(self) -> Wear | None:
         """Bytes written by the last steps, and how long drives last; None before one.
 
@@ -478,11 +460,6 @@ class StreamedStep:
             dispatched_s=bound.runner.dispatched_s,
         )
 
-    @property
-    def num_skipped(self) -> int:
-        """Number of steps skipped for a non-finite gradient, with ``"skip"``."""
-        return self._num_skipped
-
     def annotate(self, payload: JsonValue) -> None:
         """Sets the caller's payload for the commit of the next step.
 
@@ -509,9 +486,6 @@ class StreamedStep:
         for bound in self._bound.values():
             bound.close()
         self._binder.close()
-
-    def __enter__(self) -> "StreamedStep":
-        return self
 
     def __exit__(
         self,
