@@ -5,7 +5,13 @@ from dataclasses import replace
 import numpy as np
 import optax
 import pytest
-from streaming import assert_same_bits, prepared, streamed
+from streaming import (
+    FORM_LIMITS,
+    assert_same_bits,
+    prepared,
+    relative_error,
+    streamed,
+)
 from zoo import ZOO
 
 import jaxinf
@@ -17,9 +23,6 @@ from jaxinf.stream.plan import Plan
 from jaxinf.stream.run import compiled_temp_bytes
 from jaxinf.stream.simulated import Profile, simulate
 from jaxinf.stream.values import Offloaded
-
-# Most relative errors of all gradients together.
-LIMITS = {"bf16": 0.01, "int8": 0.06}
 
 
 @pytest.fixture(autouse=True)
@@ -36,20 +39,10 @@ def planned(program, form):
     return keep, offload.fitted(0, temps, form), executables
 
 
-def relative_error(found, expected):
-    pairs = zip(found, expected, strict=True)
-    wrong = [
-        np.linalg.norm(np.subtract(one, two, dtype=np.float64)) for one, two in pairs
-    ]
-    return np.linalg.norm(wrong) / np.linalg.norm(
-        [np.linalg.norm(one.astype(np.float64)) for one in expected]
-    )
-
-
 LONG = ("linen", "gpt2_bfloat16", "u_net", "conv_batch_norm", "linen_dropout")
 
 
-@pytest.mark.parametrize("form", LIMITS)
+@pytest.mark.parametrize("form", FORM_LIMITS)
 @pytest.mark.parametrize(
     "name",
     [
@@ -65,7 +58,7 @@ def test_losses_keep_their_bits_and_gradients_are_near(name, form, tmp_path):
     first = streamed(program, plan, executables, values=values)
     assert_same_bits(first[:2], (loss, aux))
     assert_same_bits(streamed(program, plan, executables, values=values), first)
-    assert relative_error(first[2], gradients) < LIMITS[form]
+    assert relative_error(first[2], gradients) < FORM_LIMITS[form]
     is_coded = [
         plan.calls.coding(slot, one.needed) is not None
         for slot, one in plan.calls.absences.items()

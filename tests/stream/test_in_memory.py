@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from streaming import assert_same_bits
 from zoo import ZOO, normal
 
 import jaxinf
@@ -29,13 +30,6 @@ def made(program, tx=TX, memory_bytes=MEMORY_BYTES, **options):
 
 def run(step, program, num_steps=3):
     return [float(step(program.batch)[0]) for _ in range(num_steps)]
-
-
-def assert_same(one, other):
-    for found, expected in zip(
-        jax.tree.leaves(one), jax.tree.leaves(other), strict=True
-    ):
-        np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -66,8 +60,8 @@ def test_updates_are_those_of_jitted_optax(name, monkeypatch):
         tree = jax.tree.unflatten(jax.tree.structure(params), gradients)
         updates, state = update(tree, state, params)
         params = add(params, updates)
-    assert_same(step.params(), params)
-    assert_same(step.state(), state)
+    assert_same_bits(step.params(), params)
+    assert_same_bits(step.state(), state)
 
 
 def wide(params, batch):
@@ -123,7 +117,7 @@ def test_the_programs_own_orbax_saves_and_restores(tmp_path):
     second.load(restored["params"], state=restored["state"])
     found += run(second, program, 2)
     assert found == expected
-    assert_same(second.params(), whole.params())
+    assert_same_bits(second.params(), whole.params())
 
 
 @pytest.mark.long
@@ -149,7 +143,7 @@ def test_a_refused_step_changes_nothing(nonfinite):
     else:
         step(bad)
         assert step.num_skipped == 1
-    assert_same((step.params(), step.state()), before)
+    assert_same_bits((step.params(), step.state()), before)
     run(step, program, 1)
 
 

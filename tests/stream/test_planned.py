@@ -8,7 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from streaming import assert_same_bits, prepared, streamed
+from streaming import (
+    FORM_LIMITS,
+    assert_same_bits,
+    prepared,
+    relative_error,
+    streamed,
+)
 from zoo import ZOO, normal
 
 import jaxinf
@@ -172,6 +178,62 @@ def test_without_a_store(place):
         step.close()
     np.testing.assert_allclose(found[0], found[1], rtol=1e-6)  # the cuts differ
     assert not list(place.iterdir())
+
+
+# Params stay, and the state of the first is the gradient.
+SEEN = optax.chain(optax.trace(0.0), optax.scale(0.0))
+
+
+def seen(step):
+    """Gradients of the last step."""
+    if isinstance(step, jaxinf.InMemoryStep):
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(step.state())]
+    step.store.wait()
+    leaves = step.store.manifest.leaves
+    return [step.store.read("trace", "/".join(leaf.path)) for leaf in leaves]
+
+
+def stored_bytes(calls):
+    return sum(calls.stored_bytes(s, one.needed) for s, one in calls.absences.items())
+
+
+@pytest.mark.parametrize("with_store", [True, False])
+def test_values_in_fewer_bits(open_store, place, with_store):
+    """In a budget that neither keeping nor recomputing everything fits."""
+    losses, gradients, written = {}, {}, {}
+    for form in (None, *FORM_LIMITS):
+        options = {"policy": "plan", "activations": form}
+        if with_store:
+            store = open_store(str(form), chunk_elements=4096)
+            step = jaxinf.stream(wide, SEEN, store, memory_bytes=28 << 20, **options)
+        else:
+            options |= {"keep": "params", "scratch": place}
+            step = jaxinf.stream(wide, SEEN, memory_bytes=18 << 20, **options)
+        step.load(LAYERS, batch=BATCH)
+        losses[form], gradients[form] = [], []
+        for _ in range(6):
+            losses[form].append(float(step(BATCH)[0]))
+            gradients[form].append(seen(step))
+            calls = step.plan.calls
+            assert calls.form == form
+            assert calls.absences
+        written[form] = stored_bytes(calls)
+        raw = sum(calls.lives[slot].num_bytes for slot in calls.absences)
+        assert written[form] < raw or form is None
+        assert step.wear.step_bytes == step.traffic.drive_write_bytes
+        if with_store:
+            assert step.metrics.offloaded_drive_bytes == written[form]
+            assert step.store.metrics.traffic.drive_write_bytes == step.wear.step_bytes
+        else:
+            assert step.wear.step_bytes == written[form]
+        step.close()
+    assert losses["bf16"] == losses["int8"] == losses[None] == losses[None][:1] * 6
+    exact = gradients[None][0]
+    for form, limit in FORM_LIMITS.items():
+        for one in gradients[form]:
+            assert 0 < relative_error(one, exact) < limit
+    for one in gradients[None]:
+        assert_same_bits(one, exact)
 
 
 def test_a_budget_below_the_largest_value_is_refused(open_store):

@@ -5,7 +5,18 @@ import numpy as np
 
 from jaxinf.stream import Runner, prepare
 
-__all__ = ["assert_near", "assert_same_bits", "numbers", "prepared", "streamed"]
+__all__ = [
+    "FORM_LIMITS",
+    "assert_near",
+    "assert_same_bits",
+    "numbers",
+    "prepared",
+    "relative_error",
+    "streamed",
+]
+
+FORM_LIMITS = {"bf16": 0.01, "int8": 0.06}
+"""Most relative errors of all gradients together, by the form of values on drives."""
 
 
 def prepared(program):
@@ -53,3 +64,14 @@ def assert_same_bits(found, expected):
 def assert_near(found, expected, atol):
     for one, other in zip(numbers(found), numbers(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=atol)
+
+
+def relative_error(found, expected):
+    """The norm of the difference of two lists of arrays, over that of the second."""
+    pairs = zip(found, expected, strict=True)
+    wrong = [
+        np.linalg.norm(np.subtract(one, two, dtype=np.float64)) for one, two in pairs
+    ]
+    return np.linalg.norm(wrong) / np.linalg.norm(
+        [np.linalg.norm(one.astype(np.float64)) for one in expected]
+    )
