@@ -72,8 +72,8 @@ def _check_local(mesh: Mesh, name: str) -> None:
     if any(d.process_index != jax.process_index() for d in mesh.devices.flat):
         raise StreamError(
             f"jaxinf.stream: expected devices of this process, found {name} on a mesh "
-            "of several processes, which streaming does not use yet; "
-            "jaxinf.smart_update does"
+            "of several processes, which jaxinf does not use yet; make a mesh of "
+            "jax.local_devices()"
         )
 
 

@@ -222,26 +222,26 @@ class _Arguments:
 
 def _mesh_of(params: PyTree, batch: PyTree) -> Mesh | None:
     """The mesh of the arrays, or of ``jax.set_mesh``."""
-    paths = [
-        *jax.tree_util.tree_flatten_with_path(params)[0],
-        *jax.tree_util.tree_flatten_with_path(batch)[0],
-    ]
-    names = ((_path_name(path), leaf) for path, leaf in paths)
-    named = ((name, sharding_of(name, leaf)) for name, leaf in names)
+    named = (
+        (name, sharding_of(name, leaf))
+        for tree, whole in ((params, "params"), (batch, "the batch"))
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+        for name in [_path_name(path, whole)]
+    )
     return mesh_of(named) or current_mesh()
 
 
 def _abstract_leaf(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         leaf = np.asarray(leaf, jax.dtypes.result_type(leaf))
-    sharding = sharding_of(_path_name(path), leaf)
+    sharding = sharding_of(_path_name(path, "the array"), leaf)
     if isinstance(leaf, jax.ShapeDtypeStruct) and sharding is leaf.sharding:
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _path_name(path: tuple[Any, ...]) -> str:
-    return "/".join(map(key_name, path)) or "params"
+def _path_name(path: tuple[Any, ...], whole: str = "params") -> str:
+    return "/".join(map(key_name, path)) or whole
 
 
 def _param_leaf(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
