@@ -69,7 +69,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A plan's expected time and memory, and those that were found.
+    """What was chosen; its expected time and memory, and those that were found.
 
     Attributes:
       expected_s: Expected time of a step.
@@ -78,6 +78,9 @@ class Forecast:
       num_steps: Number of these steps, at most 9. The first of a plan does not count.
       expected_peak_bytes, found_peak_bytes: The most bytes of values in memory.
       num_choices: How often a plan was chosen by measured times.
+      num_offloaded, offloaded_bytes: Number of values that leave for a drive, and their
+        bytes there; of each part of the batch.
+      num_repeated: Number of segments that run forward again.
     """
 
     expected_s: float
@@ -87,6 +90,9 @@ class Forecast:
     expected_peak_bytes: int
     found_peak_bytes: int
     num_choices: int
+    num_offloaded: int
+    offloaded_bytes: int
+    num_repeated: int
 
     def __str__(self) -> str:
         text = (
@@ -153,6 +159,9 @@ class Planner:
             self.choice.value_bytes,
             self._peak_bytes,
             self.num_choices,
+            len(self.choice.calls.absences),
+            self.choice.offloaded_bytes,
+            len(self.choice.repeated),
         )
 
     def _is_due(self) -> bool:

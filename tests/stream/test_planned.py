@@ -153,8 +153,13 @@ def test_the_meters_show_the_planned_traffic(open_store):
 def test_a_plan_is_printed(open_store):
     step = opened(open_store, "plan", "plan", 28 << 20)
     assert "run forward again" not in str(step.compile(BATCH))
+    assert step.forecast is None
     losses(step, 3)
-    text = str(step.plan)
+    forecast, text = step.forecast, str(step.plan)
+    assert f"{forecast.num_offloaded} values of " in text
+    assert f"leave, {forecast.num_repeated} segments run forward again" in text
+    assert forecast.num_offloaded
+    assert forecast.offloaded_bytes == step.metrics.offloaded_drive_bytes
     assert "calls of" in text
     assert "(plan)" in text
     assert "run forward again; expected" in text

@@ -80,6 +80,8 @@ def test_a_planned_run_has_the_losses_of_keep(run, losses, lines, tmp_path, caps
     assert "forecast" not in lines(tmp_path / "plan-log")[0]["stream"]
     forecast = lines(tmp_path / "plan-log")[-1]["stream"]["forecast"]
     assert forecast["found_peak_bytes"] == forecast["expected_peak_bytes"]
+    chosen = ("num_offloaded", "offloaded_bytes", "num_repeated")
+    assert [forecast[name] for name in chosen] == [0, 0, 0]
     assert run("--store", tmp_path / "keep", *plan, "--steps", 1) == 0  # the same cuts
     keep = (*STREAM, "--policy", "keep", "--steps", 4)
     assert run("--store", tmp_path / "keep", *keep) == 0
