@@ -221,7 +221,7 @@ class Binder:
         if self._options.policy == "offload":
             return self._bound(frame, memory.fitted())
         problem = self._problem(ready.lifetimes.graph, frame, plan, memory)
-        planned = Planned(plan, problem, self._options.micro_batches)
+        planned = Planned(plan, problem, self._options.micro_batches, self._drives())
         return self._bound(frame, planned.plan, planned)
 
     def rebind(self, bound: Bound) -> Bound:

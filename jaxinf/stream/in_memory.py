@@ -272,7 +272,8 @@ class InMemoryStep(PlannedStep[_Bound]):
             memory.admits,
             form=form,
         )
-        planned = Planned(plan, problem, self._options.micro_batches)
+        parts, folders = self._options.micro_batches, [self._scratch]
+        planned = Planned(plan, problem, parts, folders)
         return self._running(planned.plan, planned)
 
     def _running(self, plan: Plan, planned: Planned | None = None) -> _Bound:

@@ -3,14 +3,18 @@
 Invariant: nothing is measured for a step that ended early.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from jaxinf.activations import CacheCounts, Wear
 from jaxinf.stream.choice import Problem
 from jaxinf.stream.fetch import FetchCounts
 from jaxinf.stream.plan import Plan
-from jaxinf.stream.planner import Forecast, Moved, Observed, Planner
+from jaxinf.stream.planner import Forecast, Observed, Planner
+from jaxinf.stream.probing import probe
+from jaxinf.stream.retrying import Moved
 from jaxinf.stream.watching import Watch
+from jaxinf.typing import PathLikeStr
 
 __all__ = ["Planned", "shown_plan"]
 
@@ -22,14 +26,22 @@ class Planned:
       plan: The step's programs; their graph stays in memory.
       problem: What there is to choose.
       num_parts: Number of times that the calls run in a step.
+      folders: A folder on each drive that values may leave for.
 
     Attributes:
       watch: Measures the step's calls.
       is_changed: Whether the next step has to be bound to another choice.
     """
 
-    def __init__(self, plan: Plan, problem: Problem, num_parts: int) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        problem: Problem,
+        num_parts: int,
+        folders: Sequence[PathLikeStr],
+    ) -> None:
         self._plan = plan
+        self._folders = folders
         self._planner = Planner(problem, num_parts)
         self.watch = Watch()
         self.is_changed = False
@@ -77,6 +89,9 @@ class Planned:
             moved["params"] = Moved(params.num_bytes, params.read_s)
         step = Observed(step_s, self.watch.take(), moved, peak_bytes)
         self.is_changed = self._planner.observe(step) or self.is_changed
+        if self._planner.is_probe_due:
+            moved = probe(self._folders)
+            self.is_changed = self._planner.probed(moved) or self.is_changed
 
     def close(self) -> None:
         """Ends the thread; idempotent."""

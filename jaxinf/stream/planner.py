@@ -4,9 +4,12 @@
     (recompute)                                    ▲                            │
                                                    └────────────────────────────┘
 
+A drive that was left is probed between steps: a few bytes are written and read. It is
+tried again if it has become faster.
+
 Invariant: a choice changes time, memory and traffic, never bits. What was found counts
 more than what was expected, so a choice that turns out slower than recomputing all does
-not stay.
+not stay. `Retrying` bounds the time of probes and of tries.
 """
 
 import math
@@ -15,13 +18,14 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxinf.stream.choice import Choice, Problem, choose, rules_of
+from jaxinf.stream.retrying import Moved, Retrying
 from jaxinf.stream.simulated import Profile, simulate
 from jaxinf.terminal import format_bytes
 
-__all__ = ["Forecast", "Moved", "Observed", "Planner"]
+__all__ = ["Forecast", "Observed", "Planner"]
 
 # Steps whose medians count, and the fewest of them before they are believed.
 _WINDOW, _LEAST = 9, 5
@@ -41,13 +45,6 @@ _ASSUMED = 4e9
 _TRIES = 4
 # Rules that are safe: they need no drive.
 _SAFE = ("keep", "recompute")
-
-
-class Moved(NamedTuple):
-    """Bytes that were moved, and the time in which they were."""
-
-    num_bytes: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -132,18 +129,35 @@ class Planner:
         self._peak_bytes = 0
         self._safe_s = math.inf
         self._is_assumed = False
+        self._retrying = Retrying(_NUM_TRIED + 1, _LEAST + 1)
 
     def observe(self, step: Observed) -> bool:
         """Takes the measures of a step; returns whether `choice` is another now."""
         self._num_steps += 1
         self._num_since += 1
         self._peak_bytes = step.peak_bytes
+        self._retrying.step(step.step_s)
         if self._num_steps == 1:  # memory and files were new
             self._found[self.choice.key] = deque(maxlen=_WINDOW)
             return False
         self._found[self.choice.key].append(step.step_s)
         self._measured.add(self.choice, step)
         return self._is_due() and self._choose()
+
+    @property
+    def is_probe_due(self) -> bool:
+        """Whether a drive that was left should be probed now."""
+        return self._retrying.is_due
+
+    def probed(self, moved: Mapping[str, Moved]) -> bool:
+        """Takes what a probe has `"written"` and `"read"`; returns as `observe`."""
+        ratios = self._retrying.probed(moved, _CHANGED)
+        if ratios is None:
+            return False
+        self._measured.scale(ratios)
+        is_other = self._choose()
+        self._is_assumed = is_other  # it is judged after a few steps
+        return is_other
 
     @property
     def forecast(self) -> Forecast | None:
@@ -202,6 +216,10 @@ class Planner:
                 rules=next_one.rules,
             )
             return False
+        if self.choice.leaves and not next_one.leaves:
+            self._retrying.left(now_s - self._found_s(next_one))
+        elif next_one.leaves:
+            self._retrying.taken()
         self.choice = next_one
         self._is_assumed = self._measured.is_assumed(next_one)
         self._num_steps = 0
@@ -247,6 +265,12 @@ class _Measured:
         for name, moved in step.moved.items():
             if moved.num_bytes and moved.seconds > 0:
                 self._rates[name].append(moved.num_bytes / moved.seconds)
+
+    def scale(self, ratios: Mapping[str, float]) -> None:
+        """Takes rates to be so many times what they were."""
+        for name in self._rates.keys() & ratios.keys():
+            rate = ratios[name] * statistics.median(self._rates[name])
+            self._rates[name] = deque([rate], maxlen=_WINDOW)
 
     def is_changed(self) -> bool:
         """Whether a drive is much slower or faster than in the last profile."""

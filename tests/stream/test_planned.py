@@ -18,10 +18,11 @@ from streaming import (
 from zoo import ZOO, normal
 
 import jaxinf
-from jaxinf.activations import Scratch
+from jaxinf.activations import PART_BYTES, Scratch
 from jaxinf.errors import StreamError
 from jaxinf.stream import absences
 from jaxinf.stream.choice import Problem, choose, rules_of
+from jaxinf.stream.probing import probe
 from jaxinf.stream.run import CompiledMemory
 from jaxinf.stream.simulated import Profile
 from jaxinf.stream.values import Offloaded
@@ -239,6 +240,19 @@ def test_values_in_fewer_bits(open_store, place, with_store):
             assert 0 < relative_error(one, exact) < limit
     for one in gradients[None]:
         assert_same_bits(one, exact)
+
+
+def test_a_probe_leaves_nothing(place):
+    found = probe([place, place])
+    assert list(found) == ["written", "read"]
+    for moved in found.values():
+        assert moved.num_bytes == 2 * PART_BYTES
+        assert moved.seconds > 0
+    assert not list(place.iterdir())
+
+
+def test_a_probe_of_a_drive_that_fails_tells_nothing(place):
+    assert probe([place / "gone"]) == {}
 
 
 def test_a_budget_below_the_largest_value_is_refused(open_store):

@@ -10,11 +10,14 @@ from zoo import ZOO
 from jaxinf.stream import absences
 from jaxinf.stream.calls import Calls
 from jaxinf.stream.choice import Choice, Problem, choose, rules_of
-from jaxinf.stream.planner import Moved, Observed, Planner
+from jaxinf.stream.planner import Observed, Planner
+from jaxinf.stream.retrying import Moved
 from jaxinf.stream.simulated import Profile, simulate
 
 # More steps than the planner needs to try a drive, and to leave it again.
 SETTLED = 40
+# Bytes of a probe; a step has some thousands.
+PROBED = 20
 
 
 @pytest.fixture(autouse=True)
@@ -36,11 +39,16 @@ class World:
     Attributes:
       rate: Bandwidth of the drive; a step of programs takes some 24 s.
       slowdown: Factor on the time of steps whose values leave.
+      probe: Rate that a probe finds over `rate`; 2 just after the drive was left. None
+        for no probes.
+      probes_s: Time of probes.
     """
 
     problem: Problem
     rate: float
     slowdown: float = 1.0
+    probe: float | None = None
+    probes_s: float = 0.0
 
     @property
     def profile(self):
@@ -68,9 +76,20 @@ class World:
         """Times of steps."""
         found = []
         for _ in range(num_steps):
-            found.append(self.seconds(planner.choice))
-            planner.observe(self.step(planner.choice))
+            chosen = planner.choice
+            found.append(self.seconds(chosen))
+            planner.observe(self.step(chosen))
+            if self.probe is not None and planner.is_probe_due:
+                factor = 2.0 if chosen.leaves else self.probe
+                moved = Moved(PROBED, PROBED / (factor * self.rate))
+                self.probes_s += 2 * moved.seconds
+                planner.probed({"written": moved, "read": moved})
         return found
+
+    def lost_s(self, found):
+        """The time of probes, and of steps beyond that of the best safe rule."""
+        safe_s = self.safe_s()
+        return self.probes_s + sum(max(0.0, one - safe_s) for one in found)
 
     def safe_s(self):
         rules = rules_of(self.problem, self.profile)
@@ -178,3 +197,53 @@ def test_what_does_not_fit_when_compiled_is_not_run():
     first = planner.choice
     around.run(planner)
     assert planner.choice.key == first.key
+
+
+def test_a_drive_that_was_slow_for_a_time_is_used_again():
+    around = world(0.9, 1e9, probe=2.0)
+    planner = Planner(around.problem)
+    found = around.run(planner)
+    fast_s = around.seconds(planner.choice)
+    assert planner.choice.leaves
+    around.rate = 100.0
+    slow = around.run(planner, 30)
+    assert not planner.choice.leaves
+    without_s = around.seconds(planner.choice)
+    around.rate = 1e9
+    found += slow + around.run(planner, 2000)
+    assert planner.choice.leaves
+    assert around.seconds(planner.choice) <= 1.02 * fast_s < without_s
+    assert around.lost_s(found) <= 0.02 * sum(found)
+
+
+def test_probes_that_promise_too_much_cost_little():
+    around = world(0.9, 100.0, probe=2.0)
+    planner = Planner(around.problem)
+    around.run(planner)
+    assert not planner.choice.leaves
+    around.probe, around.probes_s = 1e7, 0.0
+    found = around.run(planner, 8000)
+    assert max(found) > around.safe_s(), "it was tried"
+    assert around.lost_s(found) <= 0.02 * sum(found)
+
+
+def test_a_drive_that_changes_often_is_not_followed():
+    around, alone = (world(0.9, 1e9, probe=probe) for probe in (2.0, None))
+    planners = [Planner(one.problem) for one in (around, alone)]
+    total_s = [0.0, 0.0]
+    for number in range(120):
+        for i, one in enumerate((around, alone)):
+            one.rate = 1e9 if number % 2 else 100.0
+            total_s[i] += sum(one.run(planners[i], 50))
+    assert total_s[0] + around.probes_s <= 1.02 * total_s[1]
+
+
+def test_a_drive_that_stays_slow_is_probed_and_not_tried():
+    around = world(0.9, 1.0, probe=2.0)
+    planner = Planner(around.problem)
+    around.run(planner)
+    first_s, around.probes_s = around.probes_s, 0.0
+    assert first_s
+    found = around.run(planner, 3000)
+    assert max(found) <= around.safe_s()
+    assert 0 < around.probes_s <= 0.005 * sum(found)
