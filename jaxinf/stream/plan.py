@@ -17,7 +17,7 @@ from jaxinf.stream.absences import fitted, least_offloaded_bytes
 from jaxinf.stream.calls import Calls, Policy, make_calls
 from jaxinf.stream.choice import Choice
 from jaxinf.stream.classify import classify
-from jaxinf.stream.cut import choose_cuts
+from jaxinf.stream.cut import choose_cuts, segment_bytes
 from jaxinf.stream.graph import Piece
 from jaxinf.stream.keys import Keys, stable
 from jaxinf.stream.lifetimes import Lifetimes
@@ -243,19 +243,58 @@ class Prepared:
         """Yields plans to try, each once: with ever smaller segments, then larger ones.
 
         A segment may take a third of the budget: one runs, one waits, one is fetched.
+        Segments with more bytes than all params suit values that have more. They come
+        first if they are half as many and a step takes no more memory, and else last.
+        """
+        usual, large = self._limits(budget_bytes, policy)
+        most = budget_bytes // _SHARE
+        usual.sort(key=lambda limit: limit > most)
+        fitting = [limit for limit in large if limit <= most]
+        made: dict[tuple[int, ...], Plan] = {}
+        first: list[Plan] = []
+        if fitting and policy in ("recompute", "keep"):
+            plans = self._cut(usual, policy, made)
+            fine = next((one for one in plans if one.peak_bytes <= budget_bytes), None)
+            coarse = self._cut(fitting, policy, made)
+            first = [one for one in coarse if fine is None or _is_better(one, fine)]
+        yield from first
+        for plan in self._cut([*usual, *large], policy, made):
+            if all(plan is not other for other in first):
+                yield plan
+
+    def _limits(self, budget_bytes: int, policy: Policy) -> tuple[list[int], list[int]]:
+        """Bytes of segments to try, each list in falling order.
+
+        Returns:
+          Those up to the bytes of all params; more, up to those of the whole program.
         """
         bits = self.lifetimes.piece_bytes(self.lifetimes.sizes).bit_length()
         least = max(0, bits - _MAX_HALVINGS)
-        if policy == "plan":  # values may need more than params
-            bits = max(bits, budget_bytes.bit_length())
-        limits = [1 << n for n in range(bits, least, -1)]
-        first = [limit for limit in limits if _SHARE * limit <= budget_bytes]
+        num_nodes = len(self.lifetimes.order.forward)
+        most = segment_bytes(self.lifetimes, 0, num_nodes) if num_nodes else 0
+        whole = most.bit_length()
+        if policy == "plan":  # it compares all cuts
+            bits = whole = max(bits, budget_bytes.bit_length())
+        return (
+            [1 << n for n in range(bits, least, -1)],
+            [1 << n for n in range(whole, bits, -1)],
+        )
+
+    def _cut(
+        self,
+        limits: Sequence[int],
+        policy: Policy,
+        made: dict[tuple[int, ...], Plan],
+    ) -> Iterator[Plan]:
+        """Yields the plans for limits of segments, each once; keeps them in `made`."""
         seen: set[tuple[int, ...]] = set()
-        for limit in (*first, *(limit for limit in limits if limit not in first)):
+        for limit in limits:
             cuts = choose_cuts(self.lifetimes, self.tokens, limit)
             if cuts not in seen:
                 seen.add(cuts)
-                yield self.plan_of(cuts, policy)
+                if cuts not in made:
+                    made[cuts] = self.plan_of(cuts, policy)
+                yield made[cuts]
 
     def plan_of(self, cuts: Sequence[int], policy: Policy = "recompute") -> Plan:
         """Makes the plan with given cuts."""
@@ -296,6 +335,12 @@ class Prepared:
 def least_bytes(plan: Plan) -> int:
     """The memory that a plan takes at least: that without temporaries."""
     return plan.least_bytes(defaultdict(int))
+
+
+def _is_better(coarse: Plan, fine: Plan) -> bool:
+    """Whether cuts save many segments and no memory is lost, by estimates."""
+    is_far_coarser = 2 * len(coarse.programs.forward) <= len(fine.programs.forward)
+    return is_far_coarser and coarse.peak_bytes <= fine.peak_bytes
 
 
 def _leaving_bytes(plan: Plan, budget_bytes: int) -> float:

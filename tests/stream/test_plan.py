@@ -260,3 +260,25 @@ def test_a_planned_program_is_cut_where_few_bytes_leave():
     )
     assert few < many
     assert len(planned.cuts) < len(offloaded.cuts)
+
+
+def wide(params, batch):
+    x = batch
+    for w in params:
+        x = jnp.tanh(x @ w) + jnp.sin(x)
+    return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "keep"])
+def test_cuts_are_coarse_where_values_are_larger_than_params(policy):
+    layers = [np.zeros((32, 32), np.float32)] * 12
+    ready = prepare(wide, layers, np.zeros((4096, 32), np.float32))
+    num_bytes = ready.lifetimes.piece_bytes(ready.lifetimes.sizes)
+    cuts = choose_cuts(ready.lifetimes, ready.tokens, num_bytes)
+    fine = ready.plan_of(cuts, policy)
+    smallest = ready.smallest_bytes(policy)
+    assert smallest < fine.peak_bytes
+    for budget in (smallest, fine.peak_bytes, 4 * fine.peak_bytes):
+        plan = ready.plan(budget, policy)
+        assert len(plan.cuts) < len(fine.cuts) / 2
+        assert plan.peak_bytes <= min(budget, fine.peak_bytes)

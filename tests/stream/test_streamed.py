@@ -2,6 +2,7 @@
 
 import errno
 import importlib
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -292,6 +293,23 @@ def test_a_damaged_plan_is_named(streamed):
     again.load(program.params)
     with pytest.raises(StoreFormatError, match=kept.name):
         again(program.batch)
+
+
+def test_a_kept_plan_is_used_whatever_would_be_chosen_now(streamed):
+    program, tx = ZOO["l2_penalty"](depth=3), optax.sgd(0.1)
+    step = streamed(program, tx)
+    step.load(program.params)
+    cuts = step.compile(program.batch).cuts
+    step.close()
+    (kept,) = (step.store.path / "stream").iterdir()
+    content = json.loads(kept.read_text())
+    assert tuple(content["cuts"]) == cuts
+    content["cuts"] = sorted({*cuts, cuts[0] + 1, cuts[-1] - 1})
+    kept.write_text(json.dumps(content))
+    again = streamed(program, tx)
+    again.load(program.params)
+    run(again, program, 1)
+    assert list(again.plan.cuts) == content["cuts"] != list(cuts)
 
 
 def test_a_plan_that_does_not_fit_is_refused(streamed, open_store):
