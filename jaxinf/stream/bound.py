@@ -16,7 +16,7 @@ from jaxinf.compress import TopK
 from jaxinf.engine import Store, Training
 from jaxinf.io import ByteCounts
 from jaxinf.program import Passes, UpdateProgram
-from jaxinf.stream.calls import Call, Calls, Policy, Targets
+from jaxinf.stream.calls import Call, Calls, Policy
 from jaxinf.stream.choice import Problem
 from jaxinf.stream.compressing import Compressor
 from jaxinf.stream.deferred import Deferred
@@ -46,6 +46,7 @@ from jaxinf.stream.run import (
     Runner,
     compiled_bytes,
 )
+from jaxinf.stream.sequence import Targets
 from jaxinf.stream.source import StoreSource, version_of
 from jaxinf.stream.spill import Spill
 from jaxinf.stream.supply import Supply

@@ -9,12 +9,11 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from jaxinf.activations import Coding, Form, coding_of, stored_bytes
-from jaxinf.program.graph import Value
 from jaxinf.stream.graph import Origin, Piece, aval_bytes, num_bytes
-from jaxinf.stream.programs import Program, Programs
+from jaxinf.stream.programs import Program
 
 __all__ = [
     "POLICIES",
@@ -24,26 +23,10 @@ __all__ = [
     "Life",
     "Policy",
     "Slot",
-    "Targets",
-    "make_calls",
 ]
 
 Policy: TypeAlias = Literal["recompute", "keep", "offload", "plan"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
-
-
-class Targets(Protocol):
-    """What a program computes; a `Graph`, or what is left of it."""
-
-    @property
-    def results(self) -> Sequence[Value]:
-        """The loss and aux's leaves."""
-        ...
-
-    @property
-    def gradients(self) -> Mapping[Piece, Value]:
-        """Gradients by the parts of params that they belong to."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,116 +317,3 @@ def _smallest(call: Call, given_up: Container[Origin | Slot | None]) -> int | No
         if call.outputs[i] is None or call.outputs[i] not in given_up
     }
     return min(sizes, key=sizes.__getitem__, default=None)
-
-
-def make_calls(
-    targets: Targets,
-    programs: Programs,
-    policy: Policy,
-    repeated: Container[int] = (),
-) -> Calls:
-    """Makes the calls of one step under a policy.
-
-    Args:
-      targets: Results and gradients of the whole program.
-      programs: Its segments' programs.
-      policy: The treatment of values that backward needs.
-      repeated: With `"offload"` and `"plan"`, segments that run forward again.
-    """
-    builder = _Builder(targets)
-    last = len(programs.forward) - 1
-    if policy == "recompute":
-        repeated = range(last)
-    for k, program in enumerate(programs.forward):
-        builder.call(k, program)
-    for k in range(last, -1, -1):
-        program = programs.backward[k]
-        if program is None:
-            continue
-        if k in repeated:
-            builder.repeat(k, programs.forward[k], program)
-        builder.call(k, program)
-    for program in programs.free:
-        builder.call(-1, program)
-    calls = builder.finish()
-    if policy in ("offload", "plan"):
-        # Others may leave, and then lend nothing, so memory is planned without that.
-        backward = {id(program) for program in programs.backward}
-        lenders = frozenset(
-            slot
-            for call in calls.calls
-            if id(call.program) in backward
-            for slot in call.outputs
-            if slot is not None
-        )
-        calls = replace(calls, lenders=lenders)
-    return calls
-
-
-class _Builder:
-    def __init__(self, targets: Targets) -> None:
-        self.results = targets.results
-        self.targets: dict[Value, list[Piece]] = {}
-        for piece, value in targets.gradients.items():
-            self.targets.setdefault(value, []).append(piece)
-        self.drafts: list[tuple[Program, list[Origin | Slot], list[Slot], bool]] = []
-        self.slots: dict[Value, Slot] = {}
-        self.repeated: dict[Value, Slot] = {}
-        self.num_slots = 0
-
-    def call(self, segment: int, program: Program) -> None:
-        if program.outputs:
-            inputs = [self._read(value) for value in program.inputs]
-            outputs = [self._slot() for _ in program.outputs]
-            self.slots.update(zip(program.outputs, outputs, strict=True))
-            self.drafts.append((program, inputs, outputs, False))
-        self.repeated = {}
-
-    def repeat(self, segment: int, forward: Program, reader: Program) -> None:
-        if not set(forward.outputs) & set(reader.inputs):
-            return
-        inputs = [self._read(value) for value in forward.inputs]
-        outputs = [self._slot() for _ in forward.outputs]
-        self.repeated = dict(zip(forward.outputs, outputs, strict=True))
-        self.drafts.append((forward, inputs, outputs, True))
-
-    def finish(self) -> Calls:
-        results = tuple(self.slots[value] for value in self.results)
-        last: dict[Slot, int] = {}
-        for i, (_, inputs, _, _) in enumerate(self.drafts):
-            last.update({ref: i for ref in inputs if isinstance(ref, Slot)})
-        last.update(dict.fromkeys(results, len(self.drafts)))
-        calls = []
-        for i, (program, inputs, outputs, is_repeat) in enumerate(self.drafts):
-            drops = {
-                slot: None
-                for slot in inputs
-                if isinstance(slot, Slot) and last[slot] == i
-            }
-            calls.append(
-                Call(
-                    program,
-                    tuple(inputs),
-                    tuple(slot if slot in last else None for slot in outputs),
-                    tuple(drops),
-                    () if is_repeat else self._gradients(program),
-                    is_repeat,
-                )
-            )
-        return Calls(tuple(calls), results)
-
-    def _gradients(self, program: Program) -> tuple[tuple[Piece, int], ...]:
-        return tuple(
-            (piece, i)
-            for i, value in enumerate(program.outputs)
-            for piece in self.targets.get(value, ())
-        )
-
-    def _read(self, value: Value) -> Origin | Slot:
-        if value.origin is not None:
-            return value.origin
-        return self.repeated.get(value) or self.slots[value]
-
-    def _slot(self) -> Slot:
-        self.num_slots += 1
-        return Slot(self.num_slots - 1)

@@ -13,23 +13,29 @@ Invariant: a choice changes time, memory and traffic, never bits.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import product
+from typing import TypeAlias
 
 from jaxinf.activations import Form
 from jaxinf.stream.absences import fitted
-from jaxinf.stream.calls import Absence, Calls, Slot, Targets, make_calls
+from jaxinf.stream.calls import Absence, Calls, Slot
 from jaxinf.stream.graph import Piece, num_bytes
 from jaxinf.stream.programs import Programs
 from jaxinf.stream.rules import RULES
+from jaxinf.stream.sequence import Reach, Repeats, Targets, make_calls
 from jaxinf.stream.simulated import Profile, simulate
 from jaxinf.terminal import format_bytes
 
 __all__ = ["Choice", "Problem", "choose", "rules_of"]
 
-# Fewer segments than this are searched completely.
-_MOST_EXHAUSTIVE = 7
-_MOST_ROUNDS = 4
+# No more choices of segments than these are searched completely.
+_MOST_EXHAUSTIVE = 128
+_NUM_CLIMBS = 4
 _MOST_TRIED = 400
+# Times of programs and drives vary by so much. A plan without any room for that waits.
+_SLOW = 0.9
+
+_Chosen: TypeAlias = frozenset[tuple[int, Reach]]
 
 
 def _nothing_fetched(calls: Calls, peak_bytes: int) -> Mapping[int, int]:
@@ -67,27 +73,30 @@ class Choice:
     """A plan of a step, and what it is expected to cost.
 
     Attributes:
-      repeated: Segments that run forward again.
+      repeats: Segments that run forward again.
       calls: The calls, with absences.
       peak_bytes: The step's peak memory.
       expected_s: The step's simulated time.
+      slow_s: The same with drives that are a tenth slower. Choices are compared by it.
       bound_s: A time that no plan can beat: that of the programs, each run once.
       num_tried: Number of sets of segments that were simulated.
       rules: Simulated times of simple rules; infinite for those that do not fit.
     """
 
-    repeated: frozenset[int]
+    repeats: Repeats
     calls: Calls = field(repr=False)
     peak_bytes: int
     expected_s: float
+    slow_s: float
     bound_s: float
     num_tried: int = 1
     rules: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def key(self) -> tuple[frozenset[int], frozenset[tuple[Slot, Absence]]]:
+    def key(self) -> tuple[_Chosen, frozenset[tuple[Slot, Absence]]]:
         """Equal for choices that run alike."""
-        return self.repeated, frozenset(self.calls.absences.items())
+        absences = self.calls.absences.items()
+        return frozenset(self.repeats.items()), frozenset(absences)
 
     @property
     def leaves(self) -> bool:
@@ -113,7 +122,7 @@ class Choice:
         )
         return (
             f"{len(self.calls.absences)} values of "
-            f"{format_bytes(self.offloaded_bytes)} leave, {len(self.repeated)} "
+            f"{format_bytes(self.offloaded_bytes)} leave, {len(self.repeats)} "
             f"segments run forward again; expected {self.expected_s:.3f} s a step, at "
             f"most {over:.1%} above the best, {format_bytes(self.peak_bytes)} of "
             f"memory and {format_bytes(self.value_bytes)} of values; by rules: {rules}"
@@ -123,28 +132,20 @@ class Choice:
 def choose(problem: Problem, profile: Profile) -> Choice | None:
     """Returns the fastest plan that fits; None if none fits.
 
-    Up to 7 segments are searched completely. For more, the search starts with the sets
-    that a rule would give (none, all, the first, the last or the cheapest n) and then
-    changes one segment at a time as long as that helps.
+    Few segments are searched completely. For more, the search tries sets that a rule
+    would give (none, all, the first, the last or the cheapest n), and changes the best
+    of them by one segment at a time as long as that helps.
     """
     search = _Search(problem, profile)
     search.try_rules()
-    segments = search.segments
-    if len(segments) <= _MOST_EXHAUSTIVE:
-        for size in range(len(segments) + 1):
-            for chosen in combinations(segments, size):
-                search.try_one(frozenset(chosen))
+    if search.num_sets <= _MOST_EXHAUSTIVE:
+        for chosen in product(*((None, *own) for own in search.options.values())):
+            search.try_one(frozenset(filter(None, chosen)))
         return search.found()
-    for chosen in _starts(segments, search.cheapest()):
+    for chosen in search.starts():
         search.try_one(chosen)
-    for _ in range(_MOST_ROUNDS):
-        before = search.best
-        if before is None:
-            break
-        for segment in segments:
-            search.try_one(search.best.repeated ^ {segment} if search.best else None)
-        if search.best is before:
-            break
+    for chosen in sorted(search.tried, key=search.tried.__getitem__)[:_NUM_CLIMBS]:
+        search.climb(chosen)
     return search.found()
 
 
@@ -155,74 +156,87 @@ def rules_of(problem: Problem, profile: Profile) -> Mapping[str, Choice]:
     return search.by_rule
 
 
-def _starts(
-    segments: Sequence[int], cheapest: Sequence[int]
-) -> Iterator[frozenset[int]]:
-    step = max(1, len(segments) // 16)
-    for count in (*range(0, len(segments), step), len(segments)):
-        yield frozenset(segments[:count])
-        yield frozenset(segments[len(segments) - count :])
-        yield frozenset(cheapest[:count])
-
-
 class _Search:
     """The sets of segments tried so far, and the best."""
 
     def __init__(self, problem: Problem, profile: Profile) -> None:
         self._problem, self._profile = problem, profile
-        self.tried: set[frozenset[int]] = set()
+        self._slow = replace(
+            profile, write=_SLOW * profile.write, read=_SLOW * profile.read
+        )
+        self.tried: dict[_Chosen, float] = {}
         self.best: Choice | None = None
         self.by_rule: dict[str, Choice] = {}
-        programs = problem.programs
-        once = self._calls(frozenset())
-        times = profile.seconds_of(once)
-        once_s = sum(times[call.program.key] for call in once.calls)
+        times = profile.seconds_of(self._calls({}))
+        forward = problem.programs.forward
+        once_s = sum(times[call.program.key] for call in self._calls({}).calls)
         self._bound_s = profile.num_parts * once_s + profile.outside_s
-        every = self._calls(frozenset(range(len(programs.forward) - 1)))
-        again = {id(call.program) for call in every.calls if call.is_repeat}
-        self.segments = [
-            k for k, program in enumerate(programs.forward) if id(program) in again
-        ]
+        self.options = {k: own for k in range(len(forward) - 1) if (own := self._of(k))}
 
-    def try_one(self, repeated: frozenset[int] | None) -> None:
-        """Simulates a set of segments that run again."""
-        if repeated is None or repeated in self.tried:
-            return
-        if len(self.tried) >= _MOST_TRIED:
-            return
-        self.tried.add(repeated)
-        problem, calls = self._problem, self._calls(repeated)
-        if self._consider(repeated, calls) is None:
-            calls = fitted(calls, problem.budget_bytes, problem.memory)
-            self._consider(repeated, calls)
+    @property
+    def num_sets(self) -> int:
+        """Number of all sets of segments."""
+        return math.prod(1 + len(own) for own in self.options.values())
+
+    def starts(self) -> Iterator[_Chosen]:
+        """Sets of segments to begin with."""
+        own = [options[0] for options in self.options.values()]
+        every = [one for options in self.options.values() for one in options]
+        orders = [own, own[::-1], *(sorted(of, key=self._cost) for of in (own, every))]
+        step = max(1, len(own) // 16)
+        for count in (*range(0, len(own), step), len(own)):
+            for order in orders:
+                # Of a segment's options the first one counts.
+                yield frozenset(dict(reversed(order[:count])).items())
+
+    def climb(self, chosen: _Chosen) -> None:
+        """Changes a set by one segment at a time as long as that helps."""
+        best_s = self.try_one(chosen)
+        is_better = True
+        while is_better:
+            is_better = False
+            for segment, options in self.options.items():
+                for option in (None, *options):
+                    other = {k: reach for k, reach in chosen if k != segment}
+                    other.update([option] if option else [])
+                    other_s = self.try_one(frozenset(other.items()))
+                    if other_s < best_s:
+                        chosen, best_s = frozenset(other.items()), other_s
+                        is_better = True
+
+    def try_one(self, chosen: _Chosen) -> float:
+        """Simulates a set of segments that run again; returns its `slow_s`.
+
+        It is infinite if the set does not fit, or too many have been tried.
+        """
+        if chosen not in self.tried:
+            if len(self.tried) >= _MOST_TRIED:
+                return math.inf
+            problem, repeats = self._problem, dict(sorted(chosen))
+            calls = self._calls(repeats)
+            found = self._consider(repeats, calls)
+            if found is None:
+                calls = fitted(calls, problem.budget_bytes, problem.memory)
+                found = self._consider(repeats, calls)
+            self.tried[chosen] = math.inf if found is None else found.slow_s
+        return self.tried[chosen]
 
     def try_rules(self) -> None:
         """Simulates simple rules."""
         problem = self._problem
-        once = self._calls(frozenset())
-        every = frozenset(self.segments)
-        tried = {
-            name: (
-                frozenset[int](),
-                rule(once, problem.budget_bytes, problem.memory, self._profile),
-            )
+        once = self._calls({})
+        every: Repeats = {
+            k: "own" for k, options in self.options.items() if (k, "own") in options
+        }
+        tried: dict[str, tuple[Repeats, Calls]] = {
+            name: ({}, rule(once, problem.budget_bytes, problem.memory, self._profile))
             for name, rule in RULES.items()
         }
         tried["recompute"] = every, self._calls(every)
-        for name, (repeated, calls) in tried.items():
-            choice = self._consider(repeated, calls)
+        for name, (repeats, calls) in tried.items():
+            choice = self._consider(repeats, calls)
             if choice is not None:
                 self.by_rule[name] = choice
-
-    def cheapest(self) -> list[int]:
-        """Segments by the time that running them again costs for each byte it saves."""
-        forward = self._problem.programs.forward
-
-        def cost(k: int) -> float:
-            size = num_bytes(forward[k].outputs)
-            return self._profile.seconds[forward[k].key] / max(size, 1)
-
-        return sorted(self.segments, key=cost)
 
     def found(self) -> Choice | None:
         """The best, with the times of the rules."""
@@ -232,29 +246,57 @@ class _Search:
         }
         return self.best and replace(self.best, num_tried=len(self.tried), rules=times)
 
-    def _consider(self, repeated: frozenset[int], calls: Calls) -> Choice | None:
+    def _of(self, segment: int) -> list[tuple[int, Reach]]:
+        """The ways in which a segment may run again, other than not at all."""
+        programs = self._problem.programs
+        made = set(programs.forward[segment].outputs)
+        readers = [
+            k for k, one in enumerate(programs.backward) if one and made & {*one.inputs}
+        ]
+        if not readers:
+            return []
+        if readers == [segment]:
+            return [(segment, "own")]
+        return [(segment, "own")] * (segment in readers) + [(segment, "all")]
+
+    def _cost(self, option: tuple[int, Reach]) -> float:
+        """The time that running a segment again costs for each byte it saves."""
+        programs, (segment, reach) = self._problem.programs, option
+        forward, backward = programs.forward[segment], programs.backward[segment]
+        read = {
+            value
+            for one in (programs.backward if reach == "all" else [backward])
+            if one is not None
+            for value in one.inputs
+        }
+        size = num_bytes(read & {*forward.outputs})
+        return self._profile.seconds[forward.key] / max(size, 1)
+
+    def _consider(self, repeats: Repeats, calls: Calls) -> Choice | None:
         """Simulates calls, and keeps the best; returns None if they do not fit."""
         problem, calls = self._problem, calls.lent()
         peak = max(problem.memory(calls), default=0)
         if peak > problem.budget_bytes:
             return None
         fetched = problem.fetched(calls, peak)
-        expected_s = simulate(calls, self._profile, fetched)
-        found = Choice(repeated, calls, peak, expected_s, self._bound_s)
+        expected_s, slow_s = (
+            simulate(calls, one, fetched) for one in (self._profile, self._slow)
+        )
+        found = Choice(repeats, calls, peak, expected_s, slow_s, self._bound_s)
         if self.best is None or _rank(found) < _rank(self.best):
             self.best = found
         return found
 
-    def _calls(self, repeated: frozenset[int]) -> Calls:
+    def _calls(self, repeats: Repeats) -> Calls:
         problem = self._problem
-        calls = make_calls(problem.targets, problem.programs, "plan", repeated)
+        calls = make_calls(problem.targets, problem.programs, "plan", repeats)
         return replace(calls, resident=problem.resident, form=problem.form)
 
 
-def _rank(choice: Choice) -> tuple[float, int, list[int]]:
+def _rank(choice: Choice) -> tuple[float, int, list[tuple[int, Reach]]]:
     """By time, then by wear of the drive."""
     return (
-        round(choice.expected_s, 6),
+        round(choice.slow_s, 6),
         choice.offloaded_bytes,
-        sorted(choice.repeated),
+        sorted(choice.repeats.items()),
     )

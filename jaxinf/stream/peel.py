@@ -29,6 +29,7 @@ from jaxinf.stream.graph import (
 )
 from jaxinf.stream.meshes import item_aval, typed_sharding
 from jaxinf.stream.primitives import POINTWISE
+from jaxinf.stream.products import turned_products
 from jaxinf.stream.trace import Traced
 
 __all__ = ["build_graph"]
@@ -70,7 +71,8 @@ def build_graph(traced: Traced) -> Graph:
         for piece, value in _pieces(leaf, atom)
     }
     wanted = (*results, *gradients.values())
-    return Graph(prune(builder.nodes, wanted), results, gradients)
+    nodes = turned_products(prune(builder.nodes, wanted), wanted)
+    return Graph(nodes, results, gradients)
 
 
 def _pieces(

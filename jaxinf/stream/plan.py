@@ -14,7 +14,7 @@ from typing import Any
 from jaxinf.activations import Form, Wear
 from jaxinf.errors import StreamError
 from jaxinf.stream.absences import fitted, least_offloaded_bytes
-from jaxinf.stream.calls import Calls, Policy, make_calls
+from jaxinf.stream.calls import Calls, Policy
 from jaxinf.stream.choice import Choice
 from jaxinf.stream.classify import classify
 from jaxinf.stream.cut import choose_cuts, segment_bytes
@@ -25,6 +25,7 @@ from jaxinf.stream.peel import build_graph
 from jaxinf.stream.programs import Program, Programs, make_programs
 from jaxinf.stream.report import plan_text
 from jaxinf.stream.schedule import schedule
+from jaxinf.stream.sequence import Repeats, make_calls
 from jaxinf.stream.trace import Traced, trace, trace_function
 from jaxinf.typing import PyTree
 
@@ -37,7 +38,7 @@ __all__ = [
     "prepare_function",
 ]
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 """Changed whenever equal cuts would give other programs, and so other bits."""
 
 # A segment may take the budget divided by this.
@@ -304,7 +305,7 @@ class Prepared:
         if self.traced.mesh is not None:  # shardings of values are not known yet
             calls = replace(calls, lenders=frozenset())
         if policy == "plan":
-            every = range(len(programs.forward) - 1)
+            every: Repeats = dict.fromkeys(range(len(programs.forward) - 1), "own")
             again = make_calls(graph, programs, policy, every)
         plan = Plan(self.traced, tuple(cuts), programs, calls, policy, 0, again=again)
         return replace(plan, peak_bytes=plan.least_bytes())

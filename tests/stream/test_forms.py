@@ -114,8 +114,8 @@ def test_the_planner_recomputes_less_with_shorter_values():
     exact = choose(problem, rates)
     coded = choose(replace(problem, form="int8"), rates)
     assert coded.calls.form == "int8"
-    assert coded.expected_s <= exact.expected_s
-    assert len(coded.repeated) <= len(exact.repeated)
+    assert coded.slow_s <= exact.slow_s
+    assert len(coded.repeats) <= len(exact.repeats)
 
 
 @pytest.fixture

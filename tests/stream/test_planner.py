@@ -125,7 +125,7 @@ def test_the_first_steps_need_no_drive():
     around = world(0.9, 10.0)
     planner = Planner(around.problem)
     assert not planner.choice.leaves
-    assert planner.choice.repeated
+    assert planner.choice.repeats
     assert planner.forecast is None
     around.run(planner, 2)
     assert planner.forecast is not None
