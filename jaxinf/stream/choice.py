@@ -187,7 +187,8 @@ class _Search:
         for count in (*range(0, len(own), step), len(own)):
             for order in orders:
                 # Of a segment's options the first one counts.
-                yield frozenset(dict(reversed(order[:count])).items())
+                first = {one[0]: one for one in reversed(order[:count])}
+                yield frozenset(first.values())
 
     def climb(self, chosen: _Chosen) -> None:
         """Changes a set by one segment at a time as long as that helps."""
@@ -197,12 +198,11 @@ class _Search:
             is_better = False
             for segment, options in self.options.items():
                 for option in (None, *options):
-                    other = {k: reach for k, reach in chosen if k != segment}
-                    other.update([option] if option else [])
-                    other_s = self.try_one(frozenset(other.items()))
+                    rest = {one for one in chosen if one[0] != segment}
+                    other = frozenset(rest | {option} if option else rest)
+                    other_s = self.try_one(other)
                     if other_s < best_s:
-                        chosen, best_s = frozenset(other.items()), other_s
-                        is_better = True
+                        chosen, best_s, is_better = other, other_s, True
 
     def try_one(self, chosen: _Chosen) -> float:
         """Simulates a set of segments that run again; returns its `slow_s`.
@@ -255,9 +255,10 @@ class _Search:
         ]
         if not readers:
             return []
-        if readers == [segment]:
-            return [(segment, "own")]
-        return [(segment, "own")] * (segment in readers) + [(segment, "all")]
+        reaches: list[Reach] = ["own"] if segment in readers else []
+        if readers != [segment]:
+            reaches.append("all")
+        return [(segment, reach) for reach in reaches]
 
     def _cost(self, option: tuple[int, Reach]) -> float:
         """The time that running a segment again costs for each byte it saves."""

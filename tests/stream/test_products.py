@@ -92,4 +92,4 @@ def test_gradients_are_those_of_one_jit(name):
         expected_loss, _ = expected_loss
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
     assert_near(gradients, jax.tree.leaves(expected), 1e-6 * float(largest))
-    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
