@@ -17,7 +17,7 @@ from jaxinf.stream.absences import fitted, least_offloaded_bytes
 from jaxinf.stream.calls import Calls, Policy
 from jaxinf.stream.choice import Choice
 from jaxinf.stream.classify import classify
-from jaxinf.stream.cut import choose_cuts, segment_bytes
+from jaxinf.stream.cut import choose_cuts, isolated, segment_bytes
 from jaxinf.stream.graph import Piece
 from jaxinf.stream.keys import Keys, stable
 from jaxinf.stream.lifetimes import Lifetimes
@@ -291,6 +291,8 @@ class Prepared:
         seen: set[tuple[int, ...]] = set()
         for limit in limits:
             cuts = choose_cuts(self.lifetimes, self.tokens, limit)
+            if policy == "plan":
+                cuts = isolated(self.lifetimes, cuts)
             if cuts not in seen:
                 seen.add(cuts)
                 if cuts not in made:

@@ -175,7 +175,7 @@ class Planner:
             self.num_choices,
             len(self.choice.calls.absences),
             self.choice.offloaded_bytes,
-            len(self.choice.repeated),
+            len(self.choice.repeats),
         )
 
     def _is_due(self) -> bool:
