@@ -57,6 +57,9 @@ schedule of ``MultiSteps``  not public. Not there: ``MultiSteps(tx, 1)`` stores 
 bits of ``jax.random``      computed as Threefry of each element's index. Computed
                             otherwise: streaming draws other first params than jitted
                             code for leaves that are large beside the budget
+library fusions of XLA       an option of its CPU compiler. Not there, or other names:
+                            programs take the default, and may take more memory than
+                            is planned
 Orbax's handler, key type   written to a checkpoint's metadata. Moved: Orbax restores it
                             only when it is told the handler
 ==========================  ==========================================================
@@ -65,6 +68,7 @@ Beyond names: `jaxinf.kernels.lowering` follows what XLA's CPU compiler does wit
 update. Another XLA may round otherwise; ``tests/kernels/test_bits.py`` compares.
 """
 
+import functools
 import inspect
 import logging
 import os
@@ -142,6 +146,7 @@ __all__ = [
     "source_line",
     "static_params",
     "without_examples",
+    "without_library_reductions",
 ]
 
 # ---- how a computation calls the host
@@ -343,6 +348,37 @@ def _refuse_derivative(*_: Any, **refusals: Any) -> None:
 
 batching.primitive_batchers[_WITHOUT_EXAMPLES] = _squeeze_examples
 ad.primitive_jvps[_WITHOUT_EXAMPLES] = _refuse_derivative
+
+
+# ---- compilation
+
+_LIBRARY_FUSIONS = "xla_cpu_experimental_ynn_fusion_type"
+_WITHOUT_REDUCTIONS = (
+    "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_INDIVIDUAL_CONVOLUTION"
+)
+
+
+def without_library_reductions() -> dict[str, Any] | None:
+    """Returns options for XLA's CPU compiler that keep reductions from YNNPACK.
+
+    Products and convolutions go there, as by default. None if this XLA does not know
+    the option, or if the user has set it in ``XLA_FLAGS``.
+    """
+    if _LIBRARY_FUSIONS in os.environ.get("XLA_FLAGS", ""):
+        return None
+    options = {_LIBRARY_FUSIONS: _WITHOUT_REDUCTIONS}
+    return options if _is_compiled_with(_LIBRARY_FUSIONS, _WITHOUT_REDUCTIONS) else None
+
+
+@functools.cache
+def _is_compiled_with(option: str, value: str) -> bool:
+    """Whether XLA's compiler takes the option with this value."""
+    lowered = jax.jit(lambda: jax.numpy.zeros(())).lower()
+    try:
+        lowered.compile(compiler_options={option: value})
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
 
 
 # ---- random numbers

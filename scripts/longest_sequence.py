@@ -8,7 +8,8 @@ length^2 bytes. --chunk computes it for so many queries at a time, and again in
 backward, so that memory is linear in the length. Lengths are tried in steps of --grain;
 a length is taken if its programs are compiled and planned within the memory. --run
 trains one step at the longest length, in a process of its own, and prints its time and
-the growth of the process's resident memory.
+the growth of the process's resident memory beside the budget of the plan. --policy and
+--length train one step of that length instead, without a search.
 """
 
 import argparse
@@ -133,7 +134,7 @@ def longest(arguments: argparse.Namespace, policy: str) -> int:
 
 def in_process(policy: str, length: int) -> dict[str, Any]:
     """Trains a step in a process of its own, with the same arguments."""
-    command = [sys.executable, *sys.argv, "--only", policy, str(length)]
+    command = [sys.executable, *sys.argv, "--policy", policy, "--length", str(length)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -149,17 +150,23 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--grain", type=int, default=256)
     parser.add_argument("--activations", choices=FORMS)
     parser.add_argument("--run", action="store_true", help="train a step of each")
-    parser.add_argument("--only", nargs=2, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    parser.add_argument("--policy", choices=POLICIES, help="of one step; with --length")
+    parser.add_argument("--length", type=int, help="tokens of one step; with --policy")
+    arguments = parser.parse_args()
+    if (arguments.policy is None) != (arguments.length is None):
+        parser.error("--policy and --length belong together")
+    if arguments.chunk and (arguments.length or arguments.grain) % arguments.chunk:
+        parser.error("--length or --grain: not a multiple of --chunk")
+    return arguments
 
 
 def main() -> None:
     """Prints a line for each policy, and JSON at the end."""
     arguments = parse()
     arguments.store.mkdir(parents=True, exist_ok=True)
-    if arguments.only:
-        policy, length = arguments.only
-        print(json.dumps(Stack(arguments, policy).run(int(length))))
+    if arguments.policy:
+        found = Stack(arguments, arguments.policy).run(arguments.length)
+        print(json.dumps({**found, "memory_bytes": arguments.memory}))
         return
     found: dict[str, Any] = {}
     for policy in POLICIES:
@@ -171,7 +178,8 @@ def main() -> None:
             one |= in_process(policy, length)
             line += (
                 f"; {one['step_s']} s, {format_bytes(one['grown_bytes'])} more "
-                f"resident, {format_bytes(one['written_bytes'])} written"
+                f"resident of {format_bytes(arguments.memory)} planned, "
+                f"{format_bytes(one['written_bytes'])} written"
             )
         print(line, flush=True)
     sizes = {k: getattr(arguments, k) for k in ("memory", "hidden", "layers", "chunk")}

@@ -15,6 +15,7 @@ from jaxinf.stream.graph import aval_bytes, is_literal, num_bytes
 from jaxinf.stream.keys import Keys
 from jaxinf.stream.lifetimes import Lifetimes
 from jaxinf.stream.primitives import LIGHT
+from jaxinf.stream.unreported import compiler_options
 
 __all__ = ["Program", "Programs", "compile_program", "make_programs"]
 
@@ -134,7 +135,8 @@ def compile_program(
         donate_argnums=tuple(donated),
         out_shardings=list(outputs) or None,
     )
-    return function.lower(*avals).compile()
+    lowered = function.lower(*avals)
+    return lowered.compile(compiler_options=compiler_options(program.nodes))
 
 
 class _Maker:
