@@ -7,13 +7,11 @@ Invariant: a value that is taken has the bits that it left with, whether it come
 the drive or was still on its way out. One that is coded has lost low bits on the drive.
 """
 
-import threading
 import time
-from collections import deque
-from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +23,7 @@ from jaxinf.activations.scratch import (
     aligned,
     raw_bytes,
 )
+from jaxinf.activations.workers import Job, Workers
 from jaxinf.io import BufferPool
 from jaxinf.io.buffers import Buffer
 from jaxinf.io.pages import PAGE_BYTES
@@ -79,38 +78,6 @@ class _Entry:
     written: list[Part] = field(default_factory=list)
 
 
-class _Job(NamedTuple):
-    key: Hashable
-    entry: _Entry
-    part: Part
-    writes: bool
-
-
-@dataclass
-class _Clock:
-    """Adds up the time in which at least one job of a direction runs."""
-
-    num_running: int = 0
-    since_s: float = 0.0
-    total_s: float = 0.0
-
-    def start(self) -> None:
-        if not self.num_running:
-            self.since_s = time.perf_counter()
-        self.num_running += 1
-
-    def stop(self) -> None:
-        self.num_running -= 1
-        if not self.num_running:
-            self.total_s += time.perf_counter() - self.since_s
-
-
-@dataclass
-class _Clocks:
-    write: _Clock = field(default_factory=_Clock)
-    read: _Clock = field(default_factory=_Clock)
-
-
 class Cache:
     """Moves values to drives and back, on threads of its own. Used from one thread.
 
@@ -126,13 +93,10 @@ class Cache:
         self._scratch = scratch
         self._places = places
         self._pool = BufferPool(max(capacity_bytes, PAGE_BYTES))
-        self._changed = threading.Condition()
         self._entries: dict[Any, _Entry] = {}
-        self._jobs: list[deque[_Job]] = [deque() for _ in range(scratch.num_drives)]
-        self._num_running = 0
-        self._clocks = _Clocks()
-        self._threads: list[threading.Thread] = []
-        self._is_closed = False
+        self._workers = Workers(
+            [_THREADS_PER_DRIVE] * scratch.num_drives, ("write", "read")
+        )
         self._error: BaseException | None = None
         self.counts = CacheCounts()
 
@@ -143,7 +107,7 @@ class Cache:
         """
         entry = _Entry(self._places[key], value)
         self._entries[key] = entry
-        self._submit(key, entry, writes=True)
+        self._write(entry)
 
     def gone(self, key: Any) -> None:
         """Frees a value's memory; blocks until it is written.
@@ -162,7 +126,7 @@ class Cache:
             return
         entry.buffer = self._pool.acquire(entry.place.memory_bytes, block=False)
         assert entry.buffer is not None, "the plan has room for what comes back"
-        self._submit(key, entry, writes=False)
+        self._read(entry, entry.buffer.array)
 
     def take(self, key: Any) -> tuple[Array | None, Any]:
         """Returns a value; blocks until it has been read.
@@ -212,12 +176,9 @@ class Cache:
 
     def reset(self) -> None:
         """Drops all values; blocks until no transfer is under way."""
-        with self._changed:
-            for jobs in self._jobs:
-                jobs.clear()
-            self._changed.wait_for(lambda: not self._num_running)
-            self._error = None
-            entries, self._entries = self._entries, {}
+        self._workers.reset()
+        self._error = None
+        entries, self._entries = self._entries, {}
         for entry in entries.values():
             if entry.buffer is not None:
                 entry.buffer.release()
@@ -228,110 +189,69 @@ class Cache:
     def close(self) -> None:
         """Drops everything and ends the threads; idempotent."""
         self.reset()
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
-        self._threads = []
+        self._workers.close()
         self._pool.close()
 
     def take_counts(self) -> CacheCounts:
         """Returns the counts since the last call."""
         counts, self.counts = self.counts, CacheCounts()
-        with self._changed:
-            clocks = self._clocks
-            counts.write_s, clocks.write.total_s = clocks.write.total_s, 0.0
-            counts.read_s, clocks.read.total_s = clocks.read.total_s, 0.0
+        counts.write_s = self._workers.take_s("write")
+        counts.read_s = self._workers.take_s("read")
         return counts
 
     # --- threads -------------------------------------------------------------------
 
-    def _submit(self, key: Any, entry: _Entry, *, writes: bool) -> None:
-        if not self._threads:
-            self._start()
-        with self._changed:
-            parts = entry.place.parts if writes else entry.written
+    def _write(self, entry: _Entry) -> None:
+        def move(part: Part, bounce: Array) -> Part:
+            # This waits until it is computed.
+            raw = raw_bytes(np.asarray(entry.value))
+            with self._workers.timed("write"):
+                return self._scratch.write(part, raw, bounce)
+
+        def ended(part: Part | None, error: BaseException | None) -> None:
+            entry.num_parts -= 1
+            if part is None:
+                self._error = self._error or error
+                return
+            entry.written.append(part)
+            self.counts.num_written_bytes += part.num_bytes
+
+        self._submit(entry, entry.place.parts, move, ended)
+
+    def _read(self, entry: _Entry, out: Array) -> None:
+        def move(part: Part, bounce: Array) -> Part:
+            with self._workers.timed("read"):
+                self._scratch.read(part, out, bounce)
+            return part
+
+        def ended(part: Part | None, error: BaseException | None) -> None:
+            entry.num_parts -= 1
+            if part is None:  # it may be computed again
+                entry.error = entry.error or error
+                return
+            self.counts.num_read_bytes += part.num_bytes
+
+        self._submit(entry, entry.written, move, ended)
+
+    def _submit(
+        self,
+        entry: _Entry,
+        parts: Sequence[Part],
+        move: Callable[[Part, Array], Part],
+        ended: Callable[[Part | None, BaseException | None], None],
+    ) -> None:
+        with self._workers.changed:
             entry.num_parts = len(parts)
             for part in parts:
-                self._jobs[part.drive].append(_Job(key, entry, part, writes))
-            self._changed.notify_all()
+                self._workers.submit(part.drive, Job(partial(move, part), ended))
 
     def _await(self, entry: _Entry) -> None:
         began_s = time.perf_counter()
-        with self._changed:
-            self._changed.wait_for(
+        with self._workers.changed:
+            self._workers.changed.wait_for(
                 lambda: not entry.num_parts or self._error is not None
             )
             self.counts.waited_s += time.perf_counter() - began_s
             error = self._error or entry.error
         if error is not None:
             raise error
-
-    def _start(self) -> None:
-        for drive in range(self._scratch.num_drives):
-            for _ in range(_THREADS_PER_DRIVE):
-                thread = threading.Thread(
-                    target=self._run,
-                    args=(drive,),
-                    name="jaxinf-activations",
-                    daemon=True,
-                )
-                self._threads.append(thread)
-                thread.start()
-
-    def _run(self, drive: int) -> None:
-        with BufferPool(PART_BYTES).acquire(PART_BYTES) as bounce:
-            while (job := self._next(drive)) is not None:
-                error = self._move(job, bounce.array)
-                with self._changed:
-                    self._num_running -= 1
-                    job.entry.num_parts -= 1
-                    if error is not None and job.writes:
-                        self._error = self._error or error
-                    elif error is not None:  # it may be computed again
-                        job.entry.error = job.entry.error or error
-                    del job  # it holds the value
-                    self._changed.notify_all()
-
-    def _next(self, drive: int) -> _Job | None:
-        """The next job of a drive; blocks until there is one. None at the end."""
-        jobs = self._jobs[drive]
-        with self._changed:
-            self._changed.wait_for(lambda: jobs or self._is_closed)
-            if self._is_closed:
-                return None
-            self._num_running += 1
-            return jobs.popleft()
-
-    def _move(self, job: _Job, bounce: Array) -> BaseException | None:
-        """Moves a part; returns the error that prevented it."""
-        entry = job.entry
-        try:
-            if job.writes:
-                # This waits until it is computed.
-                raw = raw_bytes(np.asarray(entry.value))
-                with self._timed(self._clocks.write):
-                    written = self._scratch.write(job.part, raw, bounce)
-                with self._changed:
-                    entry.written.append(written)
-                    self.counts.num_written_bytes += written.num_bytes
-            else:
-                assert entry.buffer is not None
-                with self._timed(self._clocks.read):
-                    self._scratch.read(job.part, entry.buffer.array, bounce)
-                with self._changed:
-                    self.counts.num_read_bytes += job.part.num_bytes
-        except BaseException as error:
-            return error
-        return None
-
-    @contextmanager
-    def _timed(self, clock: _Clock) -> Iterator[None]:
-        with self._changed:
-            clock.start()
-        try:
-            yield
-        finally:
-            with self._changed:
-                clock.stop()
