@@ -16,11 +16,13 @@ from jaxinf.activations.scratch import (
     raw_bytes,
     stored_bytes,
 )
+from jaxinf.activations.tiers import NUM_COPIES, TieredCache
 from jaxinf.activations.wear import ENDURANCE_TBW, Wear
 
 __all__ = [
     "ENDURANCE_TBW",
     "FORMS",
+    "NUM_COPIES",
     "PART_BYTES",
     "Cache",
     "CacheCounts",
@@ -30,6 +32,7 @@ __all__ = [
     "Place",
     "RateLimits",
     "Scratch",
+    "TieredCache",
     "Wear",
     "aligned",
     "coding_of",

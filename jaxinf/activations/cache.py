@@ -29,14 +29,14 @@ from jaxinf.io.buffers import Buffer
 from jaxinf.io.pages import PAGE_BYTES
 from jaxinf.typing import Array
 
-__all__ = ["Cache", "CacheCounts", "writing_bytes"]
+__all__ = ["THREADS_PER_DRIVE", "Cache", "CacheCounts", "writing_bytes"]
 
-_THREADS_PER_DRIVE = 2
+THREADS_PER_DRIVE = 2
 
 
 def writing_bytes(num_drives: int) -> int:
     """Memory of a cache for writing, beside that of the values."""
-    return num_drives * _THREADS_PER_DRIVE * PART_BYTES
+    return num_drives * THREADS_PER_DRIVE * PART_BYTES
 
 
 @dataclass
@@ -48,6 +48,9 @@ class CacheCounts:
       write_s, read_s: Times in which some drive wrote, or read.
       waited_s: Time that the caller waited for either.
       num_forwarded: Number of values handed back before they had left.
+      num_out_bytes, num_back_bytes: Bytes copied from a device with memory of its own
+        to the host, and back.
+      out_s, back_s: Times of these copies.
     """
 
     num_written_bytes: int = 0
@@ -56,6 +59,10 @@ class CacheCounts:
     read_s: float = 0.0
     waited_s: float = 0.0
     num_forwarded: int = 0
+    num_out_bytes: int = 0
+    num_back_bytes: int = 0
+    out_s: float = 0.0
+    back_s: float = 0.0
 
 
 @dataclass
@@ -95,7 +102,7 @@ class Cache:
         self._pool = BufferPool(max(capacity_bytes, PAGE_BYTES))
         self._entries: dict[Any, _Entry] = {}
         self._workers = Workers(
-            [_THREADS_PER_DRIVE] * scratch.num_drives, ("write", "read")
+            [THREADS_PER_DRIVE] * scratch.num_drives, ("write", "read")
         )
         self._error: BaseException | None = None
         self.counts = CacheCounts()

@@ -38,7 +38,7 @@ from jaxinf.stream.passes import PassRunner
 from jaxinf.stream.places import Places, Unit
 from jaxinf.stream.plan import Plan, Prepared
 from jaxinf.stream.planned import Planned
-from jaxinf.stream.reading import Reading, make_window, planned_fetches
+from jaxinf.stream.reading import Reading, host_bytes, make_window, planned_fetches
 from jaxinf.stream.resident import Resident
 from jaxinf.stream.run import (
     CompiledMemory,
@@ -50,6 +50,13 @@ from jaxinf.stream.sequence import Targets
 from jaxinf.stream.source import StoreSource, version_of
 from jaxinf.stream.spill import Spill
 from jaxinf.stream.supply import Supply
+from jaxinf.stream.tiers import (
+    Tiers,
+    beside_values,
+    check_leaving,
+    check_tiers,
+    plan_tiers,
+)
 from jaxinf.stream.traffic import (
     Waiting,
     is_parted,
@@ -58,7 +65,7 @@ from jaxinf.stream.traffic import (
     spilled_bytes,
 )
 from jaxinf.stream.updates import NonFinitePolicy, Updates
-from jaxinf.stream.values import Offloaded, Values
+from jaxinf.stream.values import Offloaded, Tiered, Values
 from jaxinf.stream.windows import Window
 from jaxinf.typing import PyTree
 
@@ -138,6 +145,8 @@ class _Frame:
       division: Memory, without that of params that stay.
       gradient_bytes, sum_bytes: Bytes of each gradient, and of its sum over parts of a
         batch.
+      host_bytes: Memory of the host for values that leave a device with memory of its
+        own: what is not for params on their way there.
     """
 
     program: UpdateProgram
@@ -153,6 +162,7 @@ class _Frame:
     sums: Accumulation
     gradient_bytes: Mapping[Piece, int]
     sum_bytes: Mapping[Piece, int]
+    host_bytes: int
 
     @property
     def spilled(self) -> int:
@@ -221,6 +231,13 @@ class Binder:
         )
         if self._options.policy == "offload":
             return self._bound(frame, memory.fitted())
+        if frame.division.staged:
+            check_leaving(
+                plan.ways,
+                frame.division.programs,
+                memory.call_bytes,
+                frame.host_bytes,
+            )
         problem = self._problem(ready.lifetimes.graph, frame, plan, memory)
         planned = Planned(plan, problem, self._options.micro_batches, self._drives())
         return self._bound(frame, planned.plan, planned)
@@ -259,13 +276,14 @@ class Binder:
             memory.admits,
             fetched,
             self._options.activations,
+            partial(_tiers, frame),
         )
 
     def _reading(self, frame: "_Frame", plan: Plan) -> Reading:
         return planned_fetches(
             plan,
             frame.places,
-            frame.division,
+            beside_values(frame.division, _tiers(frame, plan.calls)),
             frame.takers.from_read,
             frame.keeping.units,
         )
@@ -313,6 +331,7 @@ class Binder:
             self._sums(division),
             {piece: ready.lifetimes.sizes[piece] for piece in avals},
             {piece: sum_bytes(aval) for piece, aval in avals.items()},
+            host_bytes(plan, places, division, keeping.units),
         )
         return frame, plan
 
@@ -361,15 +380,10 @@ class Binder:
         self, frame: "_Frame", plan: Plan, planned: Planned | None = None
     ) -> Bound:
         """Makes what runs a plan's calls, from what does not depend on them."""
-        training, options, division = (
-            self._store.training,
-            self._options,
-            frame.division,
-        )
-        values = Values()
-        if plan.is_offloaded:
-            scratch = Scratch(self._drives(), training.opened.meters)
-            values = Offloaded(plan.calls, scratch)
+        training, options = self._store.training, self._options
+        tiers = _tiers(frame, plan.calls)
+        division = beside_values(frame.division, tiers)
+        values = self._values(frame, plan, tiers)
         reading = self._reading(frame, plan)
         window, unused_bytes = make_window(reading, division, self.device)
         supply = self._supply(frame, reading, window)
@@ -398,6 +412,16 @@ class Binder:
             frame,
             planned,
         )
+
+    def _values(self, frame: "_Frame", plan: Plan, tiers: Tiers | None) -> Values:
+        if not plan.is_offloaded:
+            return Values()
+        if tiers is not None:
+            check_tiers(tiers, frame.host_bytes)
+        scratch = Scratch(self._drives(), self._store.training.opened.meters)
+        if tiers is None:
+            return Offloaded(plan.calls, scratch)
+        return Tiered(plan.calls, scratch, tiers)
 
     def _supply(self, frame: "_Frame", reading: Reading, window: Window) -> Supply:
         training, keeping = self._store.training, frame.keeping
@@ -499,6 +523,11 @@ class Binder:
         plan = ready.plan(budget, policy, measure, division.limit)
         keep_plan(folder, ready, plan)
         return plan
+
+
+def _tiers(frame: _Frame, calls: Calls) -> Tiers | None:
+    """Where values wait; None if the device's memory is the host's."""
+    return plan_tiers(calls, frame.host_bytes) if frame.division.staged else None
 
 
 def _early(fetches: Sequence[Fetch]) -> tuple[Fetch, ...]:

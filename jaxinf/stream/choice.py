@@ -24,6 +24,7 @@ from jaxinf.stream.programs import Programs
 from jaxinf.stream.rules import RULES
 from jaxinf.stream.sequence import Reach, Repeats, Targets, make_calls
 from jaxinf.stream.simulated import Profile, simulate
+from jaxinf.stream.tiers import Tiers
 from jaxinf.terminal import format_bytes
 
 __all__ = ["Choice", "Problem", "choose", "rules_of"]
@@ -56,6 +57,8 @@ class Problem:
       fetched: Returns for calls and their peak memory the bytes of params that are read
         for each call, by its number.
       form: Form of values on drives; see `Calls`.
+      tiers: Returns where values of calls wait; None if the device's memory is the
+        host's.
     """
 
     targets: Targets
@@ -66,6 +69,7 @@ class Problem:
     admits: Callable[[Calls], bool] = lambda calls: True
     fetched: Callable[[Calls, int], Mapping[int, int]] = _nothing_fetched
     form: Form | None = None
+    tiers: Callable[[Calls], Tiers | None] = lambda calls: None
 
 
 @dataclass(frozen=True)
@@ -277,11 +281,12 @@ class _Search:
         """Simulates calls, and keeps the best; returns None if they do not fit."""
         problem, calls = self._problem, calls.lent()
         peak = max(problem.memory(calls), default=0)
-        if peak > problem.budget_bytes:
+        tiers = problem.tiers(calls)
+        if peak > problem.budget_bytes or (tiers is not None and not tiers.fits):
             return None
         fetched = problem.fetched(calls, peak)
         expected_s, slow_s = (
-            simulate(calls, one, fetched) for one in (self._profile, self._slow)
+            simulate(calls, one, fetched, tiers) for one in (self._profile, self._slow)
         )
         found = Choice(repeats, calls, peak, expected_s, slow_s, self._bound_s)
         if self.best is None or _rank(found) < _rank(self.best):

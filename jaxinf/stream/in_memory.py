@@ -22,6 +22,7 @@ from jaxinf.errors import NonFiniteGradientError, StreamError
 from jaxinf.io import ByteCounts
 from jaxinf.stream.base import PlannedStep
 from jaxinf.stream.bound import Options
+from jaxinf.stream.calls import Calls
 from jaxinf.stream.choice import Problem
 from jaxinf.stream.graph import Piece, aval_bytes
 from jaxinf.stream.interrupts import Interrupts
@@ -41,9 +42,11 @@ from jaxinf.stream.run import (
     Executables,
     Runner,
     compiled_bytes,
+    compiled_temp_bytes,
 )
+from jaxinf.stream.tiers import Tiers, check_leaving, check_tiers, plan_tiers
 from jaxinf.stream.trace import abstract, check_params
-from jaxinf.stream.values import Offloaded, Values
+from jaxinf.stream.values import Offloaded, Tiered, Values
 from jaxinf.stream.wearing import Wearing
 from jaxinf.typing import PathLikeStr, PyTree
 
@@ -271,18 +274,31 @@ class InMemoryStep(PlannedStep[_Bound]):
             plan.calls.resident,
             memory.admits,
             form=form,
+            tiers=self._tiers,
         )
         parts, folders = self._options.micro_batches, [self._scratch]
         planned = Planned(plan, problem, parts, folders)
         return self._running(planned.plan, planned)
 
     def _running(self, plan: Plan, planned: Planned | None = None) -> _Bound:
-        values = Values()
-        if plan.is_offloaded:
-            values = Offloaded(plan.calls, Scratch([self._scratch]))
+        values = self._values(plan)
         watch = None if planned is None else planned.watch
         runner = Runner(plan, self._executables, values=values, watch=watch)
         return _Bound(runner, values, planned)
+
+    def _values(self, plan: Plan) -> Values:
+        if not plan.is_offloaded:
+            return Values()
+        tiers = self._tiers(plan.calls)
+        if tiers is None:
+            return Offloaded(plan.calls, Scratch([self._scratch]))
+        check_tiers(tiers, self._division().staged)
+        return Tiered(plan.calls, Scratch([self._scratch]), tiers)
+
+    def _tiers(self, calls: Calls) -> Tiers | None:
+        """Where values wait; None if the device's memory is the host's."""
+        host_bytes = self._division().staged
+        return plan_tiers(calls, host_bytes) if host_bytes else None
 
     def _planned(self, ready: Prepared) -> tuple[Plan, int]:
         """Returns a plan, and the memory for its programs beside params and so on."""
@@ -312,7 +328,16 @@ class InMemoryStep(PlannedStep[_Bound]):
         )
         peak = plan.peak_bytes - held
         plan = replace(beside(plan), peak_bytes=peak, kept_bytes=kept)
-        return plan, division.programs - held
+        budget = division.programs - held
+        if plan.is_offloaded and division.staged:
+            temps = compiled_temp_bytes(plan, self._executables)
+            check_leaving(
+                plan.ways,
+                budget,
+                lambda calls: calls.call_bytes(temps),
+                division.staged,
+            )
+        return plan, budget
 
     def _division(self) -> Division:
         options, limit = self._options, self._limit
@@ -320,13 +345,9 @@ class InMemoryStep(PlannedStep[_Bound]):
         own = limit.num_bytes
         if own is not None and (not limit.is_host or own < num_bytes):
             num_bytes, name = own, "device_memory_bytes"
-        division = Division(0, 0, num_bytes, 0, 0, name)
+        staged = 0 if limit.is_host else options.memory_bytes
+        division = Division(0, 0, num_bytes, staged, 0, name)
         if options.policy in ("offload", "plan"):
-            if not limit.is_host:
-                raise StreamError(
-                    f'policy="{options.policy}": not supported yet on a device with '
-                    'memory of its own; use "recompute" or "keep"'
-                )
             division = division.without(
                 writing_bytes(1), "writing its values to drives"
             )

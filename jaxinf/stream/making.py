@@ -124,14 +124,15 @@ def stream(
         the memory that the process has before.
       device_memory_bytes: Memory of the JAX device for params, values and temporaries,
         if it has its own; by default most of what is free. `memory_bytes` then limits
-        what is on the host. On a CPU it limits that part of `memory_bytes`. Of several
-        devices it limits each.
+        what is on the host, values that have left the device included. On a CPU it
+        limits that part of `memory_bytes`. Of several devices it limits each.
       has_aux: Whether the loss comes with a second result.
       policy: ``"recompute"`` computes activations again for the backward pass, segment
         by segment; ``"keep"`` keeps them in memory; ``"offload"`` keeps as many as
-        `memory_bytes` allows, and the others on the drive; ``"plan"`` measures its
-        first steps, and then does for each value what makes a step fastest. The bits
-        are the same.
+        `memory_bytes` allows, and the others on the drive (those of a device with its
+        own memory on the host, and on the drive what has no room there); ``"plan"``
+        measures its first steps, and then does for each value what makes a step
+        fastest. The bits are the same.
       replan: Whether to replace a kept plan that does not fit.
       nonfinite: The effect of a gradient with NaN or Inf: ``"error"``, ``"skip"`` or
         ``"allow"``, as for `jaxinf.smart_update`.

@@ -20,6 +20,8 @@ class StreamMetrics:
         last one, in memory and in a file.
       offloaded_drive_bytes: Bytes of activations that were on a drive meanwhile,
         written once and read once.
+      offloaded_host_bytes: Bytes of activations that left a device with memory of its
+        own for the host, those on drives included.
       prefetch_hit_rate: Share of the reads that had ended when a program asked.
       waited_params_s: Time that programs waited for params.
       waited_values_s: Time that the host waited for activations to be written or read.
@@ -34,6 +36,7 @@ class StreamMetrics:
     spilled_memory_bytes: int
     spilled_drive_bytes: int
     offloaded_drive_bytes: int
+    offloaded_host_bytes: int
     prefetch_hit_rate: float
     waited_params_s: float
     waited_values_s: float

@@ -120,8 +120,12 @@ class Plan:
         """Returns the least memory of a step; argument as for `Calls.peak_bytes`."""
         if not self.is_offloaded:
             return self.calls.peak_bytes(temp_bytes)
-        every = (self.calls, self.again) if self.again else (self.calls,)
-        return min(least_offloaded_bytes(calls, temp_bytes) for calls in every)
+        return min(least_offloaded_bytes(calls, temp_bytes) for calls in self.ways)
+
+    @property
+    def ways(self) -> tuple[Calls, ...]:
+        """The calls, and with `"plan"` those if all segments run forward again."""
+        return (self.calls, self.again) if self.again else (self.calls,)
 
     def fitted(
         self,

@@ -84,6 +84,8 @@ class Planned:
         moved = {
             "written": Moved(values.num_written_bytes, values.write_s),
             "read": Moved(values.num_read_bytes, values.read_s),
+            "out": Moved(values.num_out_bytes, values.out_s),
+            "back": Moved(values.num_back_bytes, values.back_s),
         }
         if params is not None:
             moved["params"] = Moved(params.num_bytes, params.read_s)

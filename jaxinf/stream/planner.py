@@ -54,7 +54,8 @@ class Observed:
     Attributes:
       step_s: Time of the step.
       call_s: Time of each call, in order; of all parts of the batch in turn.
-      moved: Values that were `"written"` and `"read"`, and `"params"`, which were read.
+      moved: Values that were `"written"` and `"read"`, and `"params"`, which were read;
+        of a device with memory of its own, values that went `"out"` and `"back"`.
       peak_bytes: The most bytes of values in memory.
     """
 
@@ -281,8 +282,10 @@ class _Measured:
 
     def is_assumed(self, choice: Choice) -> bool:
         """Whether a bandwidth that a choice depends on is not measured."""
-        is_known = "written" in self._rates and "read" in self._rates
-        return choice.leaves and not is_known
+        tiers = self._problem.tiers(choice.calls)
+        names = {"written", "read"} if tiers is None or tiers.on_drive else set()
+        names |= {"out", "back"} if tiers is not None else set()
+        return choice.leaves and not names <= self._rates.keys()
 
     def profile(self, choice: Choice, found_s: float) -> Profile:
         """Returns measured times and rates.
@@ -300,9 +303,12 @@ class _Measured:
             rates["params"],
             alone=_completed(alone, beside),
             num_parts=self._num_parts,
+            out=rates.get("out", math.inf),
+            back=rates.get("back", math.inf),
         )
         fetched = self._problem.fetched(choice.calls, choice.peak_bytes)
-        simulated_s = simulate(choice.calls, profile, fetched)
+        tiers = self._problem.tiers(choice.calls)
+        simulated_s = simulate(choice.calls, profile, fetched, tiers)
         return replace(profile, outside_s=max(0.0, found_s - simulated_s))
 
 

@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from jaxinf.errors import StreamError
+from jaxinf.io.pages import PAGE_BYTES
 from jaxinf.stream.fetch import Fetch, fetches_of, page_bytes, window_bytes
 from jaxinf.stream.handover import completions, hand_over, keep_between
 from jaxinf.stream.memory import NUM_STAGED, Division
@@ -17,7 +18,7 @@ from jaxinf.stream.places import Places, Unit
 from jaxinf.stream.plan import Plan
 from jaxinf.stream.windows import DeviceWindow, HostWindow, Window
 
-__all__ = ["Reading", "make_window", "planned_fetches"]
+__all__ = ["Reading", "host_bytes", "make_window", "planned_fetches"]
 
 
 class Reading(NamedTuple):
@@ -97,6 +98,21 @@ def planned_fetches(
         is_staged=is_staged,
     )
     return Reading(fetches, room)
+
+
+def host_bytes(
+    plan: Plan, places: Places, division: Division, stays: Container[Unit]
+) -> int:
+    """Returns the host's memory that params on their way to the device do not take.
+
+    Arguments as for `planned_fetches`. 0 if the device's memory is the host's.
+    """
+    if not division.staged:
+        return 0
+    pieces = {piece for call in plan.calls.calls for piece in call.pieces}
+    units = (places.unit(piece) for piece in pieces)
+    sizes = [page_bytes(unit) for unit in units if unit not in stays]
+    return division.staged - NUM_STAGED * max(sizes, default=PAGE_BYTES)
 
 
 def make_window(

@@ -10,6 +10,7 @@ Invariant: a step writes updates to the slot that is not committed. So a crash a
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
@@ -18,7 +19,7 @@ from typing import Any, TypeAlias
 import jax
 import optax
 
-from jaxinf.activations import CacheCounts, Wear
+from jaxinf.activations import CacheCounts, Wear, writing_bytes
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
     Store,
@@ -31,6 +32,7 @@ from jaxinf.engine import (
 )
 from jaxinf.errors import StreamError
 from jaxinf.io import ByteCounts
+from jaxinf.io.pages import page_ceil
 from jaxinf.program import trace_init
 from jaxinf.stream.base import PlannedStep
 from jaxinf.stream.bound import Binder, Bound, Options
@@ -38,7 +40,12 @@ from jaxinf.stream.function import FunctionOptions, StreamedFunction
 from jaxinf.stream.graph import Piece
 from jaxinf.stream.initial import initial_inputs, trace_params
 from jaxinf.stream.interrupts import Interrupts
-from jaxinf.stream.memory import check_mesh, divide, return_freed_memory
+from jaxinf.stream.memory import (
+    NUM_STAGED,
+    check_mesh,
+    divide,
+    return_freed_memory,
+)
 from jaxinf.stream.meshes import (
     mesh_of,
     outside_mesh,
@@ -51,6 +58,7 @@ from jaxinf.stream.optimizer import passes_for, trace_optimizer
 from jaxinf.stream.places import part_counts
 from jaxinf.stream.plan import Plan, Prepared, least_bytes, prepare
 from jaxinf.stream.shards import Gradient, handed_out
+from jaxinf.stream.tiers import check_leaving
 from jaxinf.stream.trace import abstract, check_params, param_names
 from jaxinf.stream.wearing import Wearing
 from jaxinf.typing import Array, JsonValue, PyTree
@@ -157,13 +165,6 @@ class StreamedStep(PlannedStep[Bound]):
         pieces: Sequence[Piece],
     ) -> None:
         training, whole = self.store.training, self._options.memory_bytes
-        policy = self._options.policy
-        offloads = policy in ("offload", "plan")
-        if offloads and not self._binder.device_limit.is_host:
-            raise StreamError(
-                f'policy="{policy}": not supported yet on {self._binder.device}, which '
-                'has memory of its own; use "recompute" or "keep"'
-            )
         held = check_params(avals)
         mesh = mesh_of(
             zip(param_names(avals), [leaf.sharding for leaf in held], strict=True)
@@ -214,7 +215,17 @@ class StreamedStep(PlannedStep[Bound]):
         sizes = ready.lifetimes.sizes
         largest = max((sizes[piece] for piece in ready.gradient_pieces), default=0)
         division = divide(options.memory_bytes, 0, largest, self._binder.device_limit)
-        ready.plan(division.programs, options.policy, least_bytes, division.limit)
+        plan = ready.plan(
+            division.programs, options.policy, least_bytes, division.limit
+        )
+        if plan.is_offloaded and division.staged and not self.store.exists:
+            on_way = 0 if options.keep else NUM_STAGED * page_ceil(largest)
+            check_leaving(
+                plan.ways,
+                division.programs,
+                lambda calls: calls.call_bytes(defaultdict(int)),
+                division.staged - on_way - writing_bytes(1),
+            )
         return ready
 
     def _prepare(self, avals: PyTree, batch: PyTree) -> Prepared:
@@ -452,6 +463,7 @@ class StreamedStep(PlannedStep[Bound]):
             spilled_memory_bytes=in_memory + sums_in_memory,
             spilled_drive_bytes=on_drive + sums_on_drive,
             offloaded_drive_bytes=values.num_written_bytes,
+            offloaded_host_bytes=values.num_out_bytes,
             prefetch_hit_rate=counts.hit_rate,
             waited_params_s=counts.waited_s,
             waited_values_s=values.waited_s,

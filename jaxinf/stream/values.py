@@ -3,28 +3,33 @@
     call a makes v ─► … ─► written ─► gone … back ─► call b reads v
                               memory is free in between
 
-Invariant: a value that was on a drive has the bits that it left with, unless the calls
+Where the device has memory of its own, a value is gone when the host has it.
+
+Invariant: a value that was away has the bits that it left with, unless the calls
 give it a form in fewer bits.
 """
 
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from jaxinf.activations import Cache, CacheCounts, Scratch
+from jaxinf.activations import Cache, CacheCounts, Place, Scratch, TieredCache
 from jaxinf.stream.calls import Calls, Slot
+from jaxinf.stream.tiers import Tiers
 from jaxinf.typing import Array
 
-__all__ = ["Offloaded", "Values"]
+__all__ = ["Offloaded", "Tiered", "Values"]
 
 
 class Values:
     """All values are in memory. Used from one thread.
 
     Attributes:
-      num_bytes: Bytes that are written to drives in a step, and read again.
+      num_bytes: Bytes that are written to drives in a step, and read again; at most, as
+        a value that is still on its way out comes back from memory.
       peak_bytes: Most bytes of values in memory in the last step.
     """
 
@@ -90,36 +95,33 @@ class Values:
         self.reset()
 
 
-class Offloaded(Values):
-    """Some values are on a drive for a part of the step, as the calls' absences say.
+class _Absent(Values):
+    """Some values are elsewhere for a part of the step, as the calls' absences say.
 
     Args:
       calls: The calls of a step.
-      scratch: Files for the values; closed with this.
+      scratch: Files for values on drives; closed with this.
+      places: Places of the values on drives.
+      cache: The values on their way; closed with this.
 
     Attributes:
       num_bytes: As for `Values`.
-      cache: The values on their way.
     """
 
-    def __init__(self, calls: Calls, scratch: Scratch) -> None:
+    def __init__(
+        self,
+        calls: Calls,
+        scratch: Scratch,
+        places: Mapping[Slot, Place],
+        cache: Cache | TieredCache,
+    ) -> None:
         super().__init__()
         self._scratch = scratch
+        self._cache = cache
         absences = calls.absences
-        self._absences = absences
         self._lives = {slot: calls.lives[slot] for slot in absences}
-        scratch.reset()
-        places = {
-            slot: scratch.allocate(
-                calls.lives[slot].num_bytes, calls.coding(slot, one.needed)
-            )
-            for slot, one in absences.items()
-        }
-        scratch.reserve()
         self.num_bytes = sum(place.num_bytes for place in places.values())
-        sizes = {slot: place.memory_bytes for slot, place in places.items()}
         ends = {slot: calls.lives[slot].reads[-1] for slot in absences}
-        self.cache = Cache(scratch, places, _most_back(calls, sizes))
         in_order = sorted(absences.items(), key=lambda item: item[1].needed)
         first_gone = sorted(in_order, key=lambda item: item[1].gone)
         self._writes = _by_call((s, one.written) for s, one in first_gone)
@@ -137,50 +139,76 @@ class Offloaded(Values):
         """As `Values.look`."""
         if slot in self._held or slot not in self._away:
             return self._held.get(slot)
-        return self._array(slot, *self.cache.look(slot))
+        return self._looked(slot)
 
     def before(self, number: int) -> None:
-        """Waits for values that must be gone, and starts to read others."""
+        """Waits for values that must be gone, and lets others come back."""
         for slot in self._gone.get(number, ()):
-            self.cache.gone(slot)
+            self._cache.gone(slot)
             del self._held[slot]
             self._away.add(slot)
             self._count(-self._lives[slot].num_bytes)
         for slot in self._back.get(number, ()):
-            self.cache.bring(slot)
+            self._cache.bring(slot)
             self._count(self._lives[slot].num_bytes)
 
     def after(self, number: int, drops: Sequence[Slot]) -> None:
-        """Drops values, and starts to write others, which may still be read."""
+        """Drops values, and lets others leave, which may still be read."""
         super().after(number, drops)
         for slot in self._writes.get(number, ()):
-            self.cache.leave(slot, self._held[slot])
+            self._cache.leave(slot, self._held[slot])
 
     def done(self, number: int) -> None:
         """Frees memory that the call of that number was the last to read."""
         super().done(number)
         for slot in self._ends.get(number, ()):
             self._away.discard(slot)
-            self.cache.release(slot)
+            self._cache.release(slot)
 
     def reset(self) -> None:
         """Drops everything; blocks until no transfer is under way."""
         super().reset()
         self._away.clear()
-        self.cache.reset()
+        self._cache.reset()
 
     def counts(self) -> CacheCounts:
         """Returns the traffic of values since the last call."""
-        return self.cache.take_counts()
+        return self._cache.take_counts()
 
     def close(self) -> None:
         """Frees memory and ends the threads; idempotent."""
         super().close()
-        self.cache.close()
+        self._cache.close()
         self._scratch.close()
 
+    @abstractmethod
     def _taken(self, slot: Slot) -> jax.Array:
-        return self._array(slot, *self.cache.take(slot))
+        """Returns a value that has been brought back; blocks."""
+
+    @abstractmethod
+    def _looked(self, slot: Slot) -> jax.Array:
+        """Returns a value that is gone, whether it has been brought back or not."""
+
+
+class Offloaded(_Absent):
+    """Values leave the host's memory, which is the device's, for drives.
+
+    Args:
+      calls: The calls of a step.
+      scratch: Files for the values; closed with this.
+    """
+
+    def __init__(self, calls: Calls, scratch: Scratch) -> None:
+        places = _placed(calls, scratch, calls.absences)
+        sizes = {slot: place.memory_bytes for slot, place in places.items()}
+        self._drives = Cache(scratch, places, _most_back(calls, sizes))
+        super().__init__(calls, scratch, places, self._drives)
+
+    def _taken(self, slot: Slot) -> jax.Array:
+        return self._array(slot, *self._drives.take(slot))
+
+    def _looked(self, slot: Slot) -> jax.Array:
+        return self._array(slot, *self._drives.look(slot))
 
     def _array(self, slot: Slot, raw: Array | None, value: Any) -> jax.Array:
         if raw is None:
@@ -189,6 +217,54 @@ class Offloaded(Values):
         aval = life.aval
         array = raw[: life.num_bytes].view(aval.dtype).reshape(aval.shape)
         return jax.device_put(array)
+
+
+class Tiered(_Absent):
+    """Values leave a device with memory of its own for the host, and some for drives.
+
+    Args:
+      calls: The calls of a step.
+      scratch: Files for the values; closed with this.
+      tiers: Where each waits, and memory of the host.
+    """
+
+    def __init__(self, calls: Calls, scratch: Scratch, tiers: Tiers) -> None:
+        assert tiers.fits, "the host has room"
+        places = _placed(calls, scratch, tiers.on_drive)
+        self._tiers = TieredCache(
+            scratch,
+            {slot: calls.lives[slot].aval for slot in calls.absences},
+            places,
+            tiers.leaving_bytes,
+            tiers.buffer_bytes,
+        )
+        self._room = tiers.room
+        super().__init__(calls, scratch, places, self._tiers)
+
+    def before(self, number: int) -> None:
+        """Waits for values that must be gone, and lets others come back."""
+        if self._room:
+            self._tiers.advance(self._room[number])
+        super().before(number)
+
+    def _taken(self, slot: Slot) -> jax.Array:
+        return self._tiers.take(slot)
+
+    def _looked(self, slot: Slot) -> jax.Array:
+        return self._tiers.look(slot)
+
+
+def _placed(
+    calls: Calls, scratch: Scratch, slots: Iterable[Slot]
+) -> Mapping[Slot, Place]:
+    """Takes room on drives for values."""
+    scratch.reset()
+    places: dict[Slot, Place] = {}
+    for slot in slots:
+        coding = calls.coding(slot, calls.absences[slot].needed)
+        places[slot] = scratch.allocate(calls.lives[slot].num_bytes, coding)
+    scratch.reserve()
+    return places
 
 
 def _by_call(pairs: Iterable[tuple[Slot, int]]) -> Mapping[int, list[Slot]]:

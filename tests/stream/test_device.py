@@ -174,21 +174,6 @@ def test_a_device_that_is_too_small_is_named(open_store):
         )
 
 
-@pytest.mark.parametrize("policy", ["offload", "plan"])
-@pytest.mark.usefixtures("own_memory")
-def test_values_on_drives_are_refused_there(open_store, policy):
-    store = open_store("store", **CHUNKS)
-    with pytest.raises(StreamError, match=f'policy="{policy}": not supported yet'):
-        trained(
-            store,
-            ZOO["l2_penalty"](depth=3),
-            optax.sgd(0.1),
-            policy,
-            device_memory_bytes=64 << 20,
-        )
-    assert not store.exists
-
-
 def test_on_a_cpu_it_limits_a_part_of_the_host_memory(open_store):
     program, tx = ZOO["l2_penalty"](depth=3), optax.sgd(0.1)
     with pytest.raises(StreamError, match="raise device_memory_bytes by"):

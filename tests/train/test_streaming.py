@@ -19,7 +19,8 @@ from jaxinf.train.progress import Progress
 
 STREAM = ("--mode", "stream", "--memory", "256MiB")
 FIELDS = ["fetched_drive_bytes", "fetched_memory_bytes", "spilled_memory_bytes"]
-FIELDS += ["spilled_drive_bytes", "offloaded_drive_bytes", "prefetch_hit_rate"]
+FIELDS += ["spilled_drive_bytes", "offloaded_drive_bytes", "offloaded_host_bytes"]
+FIELDS += ["prefetch_hit_rate"]
 FIELDS += ["waited_params_s", "waited_values_s", "waited_device_s"]
 FIELDS += ["waited_updates_s", "dispatched_s"]
 PAIRS = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(60)]
