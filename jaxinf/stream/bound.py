@@ -316,6 +316,7 @@ class Binder:
         takers = _Takers(training, program, passes, is_deferred=deferred is not None)
         keeper = self._keeper(places, units, division, takers)
         plan, keeping = keeper.applied(self._plan(ready, division, keeper.peak_bytes))
+        division = beside(division, keeping)
         avals = {p: v.aval for p, v in ready.lifetimes.graph.gradients.items()}
         frame = _Frame(
             program,
@@ -324,7 +325,7 @@ class Binder:
             places,
             units,
             compressor,
-            beside(division, keeping),
+            division,
             deferred,
             takers,
             keeping,

@@ -1,6 +1,7 @@
 """Values on their way to the host, to drives and back: bits, order, room, failures."""
 
 import errno
+import gc
 import os
 import threading
 import time
@@ -28,6 +29,19 @@ def values():
     }
 
 
+def all_pinned_bytes():
+    arrays = jax.live_arrays()
+    return sum(x.nbytes for x in arrays if x.sharding.memory_kind == "pinned_host")
+
+
+@pytest.fixture
+def pinned_bytes():
+    """Counts pinned memory that the test takes."""
+    gc.collect()
+    before = all_pinned_bytes()
+    return lambda: all_pinned_bytes() - before
+
+
 @pytest.fixture
 def cache(tmp_path):
     scratch = Scratch([tmp_path])
@@ -38,10 +52,6 @@ def cache(tmp_path):
     yield found
     found.close()
     scratch.close()
-
-
-def on_kind(kind):
-    return sum(x.nbytes for x in jax.live_arrays() if x.sharding.memory_kind == kind)
 
 
 def left(cache, held, keys):
@@ -75,17 +85,17 @@ def test_values_come_back(cache):
         cache.reset()
 
 
-def test_what_stays_on_the_host_is_not_written(cache, monkeypatch):
+def test_what_stays_on_the_host_is_not_written(cache, monkeypatch, pinned_bytes):
     monkeypatch.setattr(os, "pwritev", lambda *args: pytest.fail("written"))
     held, expected = values(), values()
     left(cache, held, ["a", "d"])
-    assert on_kind("pinned_host") == SIZES["a"] + SIZES["d"]
+    assert pinned_bytes() == SIZES["a"] + SIZES["d"]
     for key in ("d", "a"):
         np.testing.assert_array_equal(cache.look(key), expected[key])
         cache.bring(key)
         np.testing.assert_array_equal(cache.take(key), expected[key])
         cache.release(key)
-    assert on_kind("pinned_host") == 0
+    assert pinned_bytes() == 0
 
 
 class Gate:
@@ -109,7 +119,7 @@ class Gate:
         self.opened.set()
 
 
-def test_the_host_is_not_filled_while_a_drive_is_slow(cache, monkeypatch):
+def test_the_host_is_not_filled_while_a_drive_is_slow(cache, monkeypatch, pinned_bytes):
     held, expected = values(), values()
     cache.advance(LARGEST)
     with Gate(monkeypatch, "pwritev") as gate:
@@ -117,7 +127,7 @@ def test_the_host_is_not_filled_while_a_drive_is_slow(cache, monkeypatch):
         cache.leave("b", held["b"])
         assert gate.reached.wait(60)
         cache.gone("c")  # the host has it
-        assert on_kind("pinned_host") == SIZES["c"]
+        assert pinned_bytes() == SIZES["c"]
         assert cache.take_counts().num_out_bytes == SIZES["c"]  # no room for the other
     cache.gone("b")
     for key in ON_DRIVE:
@@ -126,16 +136,18 @@ def test_the_host_is_not_filled_while_a_drive_is_slow(cache, monkeypatch):
         cache.release(key)
 
 
-def test_a_value_that_is_still_on_the_host_comes_back_from_there(cache, monkeypatch):
+def test_a_value_that_is_still_on_the_host_comes_back_from_there(
+    cache, monkeypatch, pinned_bytes
+):
     monkeypatch.setattr(os, "preadv", lambda *args: pytest.fail("read"))
     held, expected = values(), values()
     with Gate(monkeypatch, "pwritev"):
         left(cache, held, ["c"])
         cache.bring("c")
         np.testing.assert_array_equal(cache.take("c"), expected["c"])
-        assert on_kind("pinned_host") == SIZES["c"]  # the drive still reads it
+        assert pinned_bytes() == SIZES["c"]  # the drive still reads it
     cache.release("c")
-    assert on_kind("pinned_host") == 0
+    assert pinned_bytes() == 0
     left(cache, held, ["b"])  # it has the room of the other when that is written
     assert cache.take_counts().num_forwarded == 1
 
@@ -158,13 +170,13 @@ def test_values_are_read_ahead_as_far_as_there_is_room(cache, monkeypatch):
     assert len(reads) == 4  # c has two parts; b was read twice
 
 
-def test_reset_drops_everything(cache):
+def test_reset_drops_everything(cache, pinned_bytes):
     cache.advance(LARGEST)
     for key, value in values().items():
         cache.leave(key, value)
     cache.reset()
     cache.take_counts()
-    assert on_kind("pinned_host") == 0
+    assert pinned_bytes() == 0
     test_values_come_back(cache)
 
 
