@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -122,6 +123,7 @@ class Scratch:
         self._ends = [0] * len(folders)
         self._reserved = [0] * len(folders)
         self._next_drive = 0
+        self._opening = threading.Lock()
 
     @property
     def num_drives(self) -> int:
@@ -239,8 +241,12 @@ class Scratch:
         self._reserved = [0] * len(self._folders)
 
     def _open(self) -> None:
-        if self._files:
-            return
+        # One of the threads that write first; the others' parts would be lost.
+        with self._opening:
+            if not self._files:
+                self._make_files()
+
+    def _make_files(self) -> None:
         with contextlib.ExitStack() as opened:
             files = []
             for drive, folder in enumerate(self._folders):

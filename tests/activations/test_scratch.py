@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -47,6 +48,30 @@ def test_values_come_back(tmp_path, num_drives):
     )
     assert not any(list(folder.iterdir()) for folder in folders)
     scratch.close()
+    scratch.close()
+
+
+def test_threads_that_write_first_share_a_file(tmp_path, monkeypatch):
+    real, made = os.open, []
+
+    def slow(path, flags, *args, **kwargs):
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            made.append(path)
+            time.sleep(0.05)  # so that others begin to write, too
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", slow)
+    scratch = Scratch([tmp_path])
+    value = np.arange(4 * PART_BYTES, dtype=np.uint8)
+    place = scratch.allocate(value.nbytes)
+
+    def write(part):
+        scratch.write(part, value, aligned(PART_BYTES))
+
+    with ThreadPoolExecutor(len(place.parts)) as threads:
+        list(threads.map(write, place.parts))
+    assert made == [tmp_path]
+    np.testing.assert_array_equal(moved(scratch, place, value), value)
     scratch.close()
 
 
