@@ -21,12 +21,6 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
 CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
 
 
-@pytest.fixture
-def own_memory(monkeypatch):
-    """Makes the CPU a device with memory of its own."""
-    monkeypatch.setattr(memory, "device_is_host", lambda device: False)
-
-
 def unit(leaf):
     return Unit(leaf, (), (1024,), np.dtype(np.float32))
 

@@ -3,7 +3,6 @@ memory and to drives."""
 
 import errno
 import gc
-import os
 import shutil
 import weakref
 
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from nameless_files import failing
 from streaming import assert_same_bits, prepared, streamed
 from zoo import ZOO, normal
 
@@ -19,7 +19,7 @@ import jaxinf
 from jaxinf.activations import NUM_COPIES, RateLimits, Scratch
 from jaxinf.errors import StoreIOError, StoreSpaceError, StreamError
 from jaxinf.io.pages import page_ceil
-from jaxinf.stream import absences, memory
+from jaxinf.stream import absences
 from jaxinf.stream.absences import least_offloaded_bytes
 from jaxinf.stream.run import compiled_temp_bytes
 from jaxinf.stream.simulated import Profile, simulate
@@ -231,12 +231,6 @@ DEVICE_BYTES = 9 << 19
 HOSTS = {"host": 64 << 20, "drives": 17 << 20}
 
 
-@pytest.fixture
-def own_memory(monkeypatch):
-    """Makes the CPU a device with memory of its own."""
-    monkeypatch.setattr(memory, "device_is_host", lambda device: False)
-
-
 def opened(open_store, name, policy, memory_bytes, device=DEVICE_BYTES, **options):
     step = jaxinf.stream(
         wide,
@@ -368,20 +362,6 @@ def test_a_host_that_is_too_small_is_named(open_store, place, policy):
     )
     with pytest.raises(StreamError, match=message):
         step.load(LAYERS, batch=BATCH)
-
-
-def failing(patched, call, code, numbers):
-    """Lets calls of these numbers fail, on files that have no name."""
-    real, hits = getattr(os, call), []
-
-    def fail(fd, *args):
-        if "(deleted)" in os.readlink(f"/proc/self/fd/{fd}"):
-            hits.append(fd)
-            if len(hits) in numbers:
-                raise OSError(code, os.strerror(code))
-        return real(fd, *args)
-
-    patched.setattr(os, call, fail)
 
 
 @pytest.mark.usefixtures("own_memory")

@@ -1,12 +1,12 @@
 """Values that wait on a drive: bits, memory as planned, traffic, failures."""
 
 import errno
-import os
 
 import jax
 import numpy as np
 import optax
 import pytest
+from nameless_files import failing
 from streaming import assert_same_bits, prepared, streamed
 from zoo import ZOO
 
@@ -181,20 +181,6 @@ def test_the_meters_show_the_planned_traffic(open_store, everything_leaves, keep
     found, planned = step.store.metrics.traffic, step.traffic
     assert found.drive_read_bytes == planned.drive_read_bytes
     assert found.drive_write_bytes == planned.drive_write_bytes
-
-
-def failing(patched, call, code, numbers):
-    """Lets calls of these numbers fail, on files that have no name."""
-    real, hits = getattr(os, call), []
-
-    def fail(fd, *args):
-        if "(deleted)" in os.readlink(f"/proc/self/fd/{fd}"):
-            hits.append(fd)
-            if len(hits) in numbers:
-                raise OSError(code, os.strerror(code))
-        return real(fd, *args)
-
-    patched.setattr(os, call, fail)
 
 
 @pytest.mark.parametrize(
