@@ -68,10 +68,13 @@ class Workers:
         self._num_running = 0
         self._clocks = {kind: _Clock() for kind in kinds}
         self._threads: list[threading.Thread] = []
+        self._is_resetting = False
         self._is_closed = False
 
     def submit(self, queue: int, job: Job) -> None:
         """Adds a job to a queue; the caller has the lock."""
+        if self._is_resetting:  # what ends a job may submit another
+            return
         if not self._threads:
             self._start()
         self._jobs[queue].append(job)
@@ -97,11 +100,16 @@ class Workers:
         return total_s
 
     def reset(self) -> None:
-        """Drops jobs that have not begun; blocks until none runs."""
+        """Drops jobs that have not begun; blocks until none runs.
+
+        Those that are submitted meanwhile are dropped, too.
+        """
         with self.changed:
+            self._is_resetting = True
             for jobs in self._jobs:
                 jobs.clear()
             self.changed.wait_for(lambda: not self._num_running)
+            self._is_resetting = False
 
     def close(self) -> None:
         """Ends the threads; idempotent."""
