@@ -1,6 +1,6 @@
 """Divides the values that leave a device with memory of its own: host, or drives.
 
-    host's memory    values that stay ─── fewest when most are away, by next use
+    host's memory    values that stay: those that are needed soonest
                      values on their way to drives, in turns
                      values that are read ahead, as far as the others leave room
 
@@ -67,12 +67,13 @@ def plan_tiers(calls: Calls, host_bytes: int) -> Tiers:
     """
     sizes = {slot: page_ceil(calls.lives[slot].num_bytes) for slot in calls.absences}
     waiting = _waiting(calls, sizes)
-    if max(waiting, default=0) <= host_bytes:
-        return Tiers((), 0, max(waiting, default=0))
+    everything = max(waiting, default=0)
+    if everything <= host_bytes:
+        return Tiers((), 0, everything)
     largest = max(sizes.values())
     least = 2 * NUM_COPIES * largest
     if host_bytes < least:
-        return Tiers((), least, 0)
+        return Tiers((), min(least, everything), 0)
     more = min(largest, page_floor((host_bytes - least) // _WAY_SHARE))
     leaving, returning = NUM_COPIES * largest + more, NUM_COPIES * largest + more
     left = _left(calls, sizes, waiting, host_bytes - leaving - returning)
@@ -94,10 +95,10 @@ def check_tiers(tiers: Tiers, host_bytes: int) -> None:
     if not tiers.fits:
         raise StreamError(
             f"memory_bytes: it leaves {max(host_bytes, 0)} bytes of the host for "
-            f"values that leave the device; expected {tiers.least_bytes}, "
-            f"{2 * NUM_COPIES} x the largest of them, which are on their way to "
-            f"drives and back; raise memory_bytes by "
-            f"{tiers.least_bytes - max(host_bytes, 0)}, or device_memory_bytes"
+            f"values that leave the device; expected {tiers.least_bytes}, for all of "
+            f"them or for {2 * NUM_COPIES} x the largest, on its way to drives and "
+            "back; raise memory_bytes by at least "
+            f"{tiers.least_bytes - max(host_bytes, 0)}, or raise device_memory_bytes"
         )
 
 
