@@ -84,7 +84,7 @@ class Streamed:
         )
         self.seconds: list[float] = []
         self.dispatched_s: list[float] = []
-        self.drive_bytes = 0
+        self.drive_bytes = self.offloaded_bytes = 0
         self.first_s = self._step(batch(arguments, 0))  # traces, plans and compiles
 
     def turn(self, arguments: argparse.Namespace, first: int) -> None:
@@ -93,6 +93,7 @@ class Streamed:
         self.seconds.append(self._step(batch(arguments, first + 1)))
         assert self.step.metrics is not None
         self.dispatched_s.append(self.step.metrics.dispatched_s)
+        self.offloaded_bytes = self.step.metrics.offloaded_drive_bytes
         self.step.store.wait()
         self.drive_bytes = drive_bytes(self.step.store)
 
@@ -236,6 +237,8 @@ def figures(
         "calls": len(plan.calls.calls),
         "programs": len(plan.distinct),
         "peak_bytes": plan.peak_bytes,
+        "offloaded_bytes": streamed.offloaded_bytes,
+        "forecast": str(streamed.step.forecast or ""),
     }
 
 

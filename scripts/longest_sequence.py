@@ -9,11 +9,14 @@ backward, so that memory is linear in the length. Lengths are tried in steps of 
 a length is taken if its programs are compiled and planned within the memory. --run
 trains one step at the longest length, in a process of its own, and prints its time and
 the growth of the process's resident memory beside the budget of the plan. --policy and
---length train one step of that length instead, without a search.
+--length train one step of that length instead, without a search. --turns and --length
+train steps of all policies in turns, "plan" included. If --memory is too small for one,
+it gets twice as much until that is enough.
 """
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -32,6 +35,9 @@ from jaxinf.errors import StreamError
 from jaxinf.terminal import format_bytes, parse_bytes
 
 POLICIES = ("keep", "recompute", "offload")
+LEAVING = ("offload", "plan")
+# A plan is made of what the first steps measure.
+NUM_FIRST = 4
 
 
 def chunked(p: Any, x: jax.Array, chunk: int) -> jax.Array:
@@ -56,16 +62,18 @@ def chunked(p: Any, x: jax.Array, chunk: int) -> jax.Array:
 class Stack:
     """The stack of one run, and its step."""
 
-    def __init__(self, arguments: argparse.Namespace, policy: Any) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, policy: Any, memory_bytes: int = 0
+    ) -> None:
         self.hidden, self.chunk = arguments.hidden, arguments.chunk
         self.params = make_params("gpt", self.hidden, arguments.layers)
         self.step = jaxinf.stream(
             self.loss,
             optax.sgd(0.1),
-            memory_bytes=arguments.memory,
+            memory_bytes=memory_bytes or arguments.memory,
             keep="params",
             policy=policy,
-            activations=arguments.activations if policy == "offload" else None,
+            activations=arguments.activations if policy in LEAVING else None,
             scratch=arguments.store,
         )
         self.step.load(self.params)
@@ -93,22 +101,36 @@ class Stack:
             self.step.close()
         return True
 
-    def run(self, length: int) -> dict[str, Any]:
-        """Trains one step; returns its time, traffic and memory."""
+    def batch(self, length: int) -> dict[str, np.ndarray]:
+        """A sequence and its target, of shape `(1, length, hidden)`."""
         rng = np.random.default_rng(1)
         shape = (1, length, self.hidden)
-        batch = {k: rng.standard_normal(shape).astype(np.float32) for k in "xy"}
-        self.step.compile(batch)
-        Path("/proc/self/clear_refs").write_text("5")
-        before, began_s = status_bytes("VmRSS"), time.perf_counter()
+        return {k: rng.standard_normal(shape).astype(np.float32) for k in "xy"}
+
+    def seconds(self, batch: dict[str, np.ndarray]) -> float:
+        """Seconds of a step."""
+        began_s = time.perf_counter()
         loss, _ = self.step(batch)
         assert np.isfinite(float(loss))
-        traffic = self.step.traffic
+        return time.perf_counter() - began_s
+
+    def run(self, length: int) -> dict[str, Any]:
+        """Trains one step; returns its time, traffic and memory."""
+        batch = self.batch(length)
+        self.step.compile(batch)
+        Path("/proc/self/clear_refs").write_text("5")
+        before, step_s = status_bytes("VmRSS"), self.seconds(batch)
         return {
-            "step_s": round(time.perf_counter() - began_s, 1),
+            "step_s": round(step_s, 1),
             "grown_bytes": status_bytes("VmHWM") - before,
-            "written_bytes": 0 if traffic is None else traffic.drive_write_bytes,
+            "written_bytes": self.written_bytes,
         }
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes that a step writes to the drive."""
+        traffic = self.step.traffic
+        return 0 if traffic is None else traffic.drive_write_bytes
 
 
 def status_bytes(name: str) -> int:
@@ -139,6 +161,53 @@ def in_process(policy: str, length: int) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def fitting(arguments: argparse.Namespace, policy: str) -> tuple[Stack, int]:
+    """A stack whose plan fits, and its memory."""
+    memory_bytes = arguments.memory
+    while True:
+        stack = Stack(arguments, policy, memory_bytes)
+        try:
+            stack.step.compile(stack.batch(arguments.length))
+        except StreamError:
+            stack.step.close()
+            memory_bytes *= 2
+        else:
+            return stack, memory_bytes
+
+
+def in_turns(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Times and traffic of steps of all policies, one after another in each turn."""
+    stacks = {name: fitting(arguments, name) for name in (*POLICIES, "plan")}
+    times: dict[str, list[float]] = {name: [] for name in stacks}
+    for name, (stack, _) in stacks.items():
+        for _ in range(NUM_FIRST if name == "plan" else 1):
+            stack.seconds(stack.batch(arguments.length))
+    for turn in range(arguments.turns):
+        for name in list(stacks)[:: 1 if turn % 2 else -1]:
+            stack, _ = stacks[name]
+            times[name].append(stack.seconds(stack.batch(arguments.length)))
+    found: dict[str, Any] = {}
+    for name, (stack, memory_bytes) in stacks.items():
+        ratios = [a / b for a, b in zip(times[name], times["keep"], strict=True)]
+        one = found[name] = {
+            "memory_bytes": memory_bytes,
+            "step_s": round(statistics.median(times[name]), 2),
+            "ratio": round(statistics.median(ratios), 3),
+            "ratio_range": [round(min(ratios), 3), round(max(ratios), 3)],
+            "written_bytes": stack.written_bytes,
+        }
+        print(
+            f"{name:10} {format_bytes(memory_bytes):>9}  {one['step_s']:7.2f} s  "
+            f"{one['ratio']:.2f} of keep's {one['ratio_range']}  "
+            f"{format_bytes(one['written_bytes'])} written"
+        )
+        if name == "plan":
+            print(stack.step.plan)
+            print(stack.step.forecast)
+        stack.step.close()
+    return found
+
+
 def parse() -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -151,10 +220,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--activations", choices=FORMS)
     parser.add_argument("--run", action="store_true", help="train a step of each")
     parser.add_argument("--policy", choices=POLICIES, help="of one step; with --length")
-    parser.add_argument("--length", type=int, help="tokens of one step; with --policy")
+    parser.add_argument("--turns", type=int, help="of steps of all; with --length")
+    parser.add_argument("--length", type=int, help="tokens, with --policy or --turns")
     arguments = parser.parse_args()
-    if (arguments.policy is None) != (arguments.length is None):
-        parser.error("--policy and --length belong together")
+    options = (arguments.policy, arguments.turns, arguments.length)
+    if sum(option is not None for option in options) not in (0, 2) or (
+        arguments.policy and arguments.turns
+    ):
+        parser.error("--length goes with one of --policy and --turns")
     if arguments.chunk and (arguments.length or arguments.grain) % arguments.chunk:
         parser.error("--length or --grain: not a multiple of --chunk")
     return arguments
@@ -167,6 +240,9 @@ def main() -> None:
     if arguments.policy:
         found = Stack(arguments, arguments.policy).run(arguments.length)
         print(json.dumps({**found, "memory_bytes": arguments.memory}))
+        return
+    if arguments.turns:
+        print(json.dumps(in_turns(arguments)))
         return
     found: dict[str, Any] = {}
     for policy in POLICIES:

@@ -413,7 +413,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--limit", type=float, default=1.0, help="of the drive; 0: none"
     )
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--hidden", type=int, default=PAPER_HIDDEN // SCALE)

@@ -244,3 +244,22 @@ def test_offload_takes_longer_sequences(tmp_path, chunk):
     found = json.loads(done.stdout.splitlines()[-1])
     assert 0 < found["keep"]["length"] < found["offload"]["length"]
     assert found["offload"]["written_bytes"] > 0 == found["keep"]["written_bytes"]
+
+
+@pytest.mark.long
+def test_a_long_sequence_in_turns(tmp_path):
+    options = ("--memory", "48MiB", "--hidden", 128, "--chunk", 256)
+    turns = ("--length", 1024, "--turns", 1)
+    done = run_script("longest_sequence.py", "--store", tmp_path, *options, *turns)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert list(found) == ["keep", "recompute", "offload", "plan"]
+    assert found["keep"]["ratio"] == 1
+    assert found["offload"]["written_bytes"] > 0 == found["keep"]["written_bytes"]
+    assert "expected" in done.stdout
+
+
+def test_a_length_needs_something_to_do():
+    done = run_script("longest_sequence.py", "--store", "here", "--length", 512)
+    assert done.returncode == 2
+    assert "--length goes with one of --policy and --turns" in done.stderr
