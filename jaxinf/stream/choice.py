@@ -33,8 +33,6 @@ __all__ = ["Choice", "Problem", "choose", "rules_of"]
 _MOST_EXHAUSTIVE = 128
 _NUM_CLIMBS = 4
 _MOST_TRIED = 400
-# Times of programs and drives vary by so much. A plan without any room for that waits.
-_SLOW = 0.9
 
 _Chosen: TypeAlias = frozenset[tuple[int, Reach]]
 
@@ -81,7 +79,6 @@ class Choice:
       calls: The calls, with absences.
       peak_bytes: The step's peak memory.
       expected_s: The step's simulated time.
-      slow_s: The same with drives that are a tenth slower. Choices are compared by it.
       bound_s: A time that no plan can beat: that of the programs, each run once.
       num_tried: Number of sets of segments that were simulated.
       rules: Simulated times of simple rules; infinite for those that do not fit.
@@ -91,7 +88,6 @@ class Choice:
     calls: Calls = field(repr=False)
     peak_bytes: int
     expected_s: float
-    slow_s: float
     bound_s: float
     num_tried: int = 1
     rules: Mapping[str, float] = field(default_factory=dict)
@@ -165,9 +161,6 @@ class _Search:
 
     def __init__(self, problem: Problem, profile: Profile) -> None:
         self._problem, self._profile = problem, profile
-        self._slow = replace(
-            profile, write=_SLOW * profile.write, read=_SLOW * profile.read
-        )
         self.tried: dict[_Chosen, float] = {}
         self.best: Choice | None = None
         self.by_rule: dict[str, Choice] = {}
@@ -209,7 +202,7 @@ class _Search:
                         chosen, best_s, is_better = other, other_s, True
 
     def try_one(self, chosen: _Chosen) -> float:
-        """Simulates a set of segments that run again; returns its `slow_s`.
+        """Simulates a set of segments that run again; returns its time.
 
         It is infinite if the set does not fit, or too many have been tried.
         """
@@ -222,7 +215,7 @@ class _Search:
             if found is None:
                 calls = fitted(calls, problem.budget_bytes, problem.memory)
                 found = self._consider(repeats, calls)
-            self.tried[chosen] = math.inf if found is None else found.slow_s
+            self.tried[chosen] = math.inf if found is None else found.expected_s
         return self.tried[chosen]
 
     def try_rules(self) -> None:
@@ -285,10 +278,8 @@ class _Search:
         if peak > problem.budget_bytes or (tiers is not None and not tiers.fits):
             return None
         fetched = problem.fetched(calls, peak)
-        expected_s, slow_s = (
-            simulate(calls, one, fetched, tiers) for one in (self._profile, self._slow)
-        )
-        found = Choice(repeats, calls, peak, expected_s, slow_s, self._bound_s)
+        expected_s = simulate(calls, self._profile, fetched, tiers)
+        found = Choice(repeats, calls, peak, expected_s, self._bound_s)
         if self.best is None or _rank(found) < _rank(self.best):
             self.best = found
         return found
@@ -302,7 +293,7 @@ class _Search:
 def _rank(choice: Choice) -> tuple[float, int, list[tuple[int, Reach]]]:
     """By time, then by wear of the drive."""
     return (
-        round(choice.slow_s, 6),
+        round(choice.expected_s, 6),
         choice.offloaded_bytes,
         sorted(choice.repeats.items()),
     )

@@ -47,12 +47,8 @@ def chosen(graph, plan, budget, rates):
     return choose(Problem(graph, plan.programs, budget, Calls.value_bytes), rates)
 
 
-def slower(rates):
-    return replace(rates, write=0.9 * rates.write, read=0.9 * rates.read)
-
-
 def every_choice(graph, plan, budget, rates):
-    """The time of each set of segments that fits, with drives a tenth slower."""
+    """The time of each set of segments that fits."""
     segments = range(len(plan.programs.forward) - 1)
     found = {}
     for reaches in product((None, "own", "all"), repeat=len(segments)):
@@ -60,7 +56,7 @@ def every_choice(graph, plan, budget, rates):
         calls = make_calls(graph, plan.programs, "offload", repeats)
         calls = fitted(calls, budget, Calls.value_bytes)
         if max(calls.value_bytes()) <= budget:
-            found[frozenset(repeats.items())] = simulate(calls, slower(rates))
+            found[frozenset(repeats.items())] = simulate(calls, rates)
     return found
 
 
@@ -85,17 +81,13 @@ def test_no_choice_is_faster(share, rate, most_exhaustive, monkeypatch):
         return
     assert found.peak_bytes <= budget
     assert found.expected_s == pytest.approx(simulate(found.calls, rates))
-    assert found.slow_s == pytest.approx(simulate(found.calls, slower(rates)))
-    assert found.slow_s <= 1.02 * min(every.values())
+    assert found.expected_s <= 1.02 * min(every.values())
     assert found.bound_s <= found.expected_s
     assert set(found.rules) == {"keep", "recompute", "offload", "greedy", "SSDTrain"}
-    rules = rules_of(Problem(graph, plan.programs, budget, Calls.value_bytes), rates)
-    assert found.slow_s <= min((one.slow_s for one in rules.values()), default=1e9)
-    assert {name: found.rules[name] for name in rules} == {
-        name: one.expected_s for name, one in rules.items()
-    }
-    offload = rules.get("offload")
-    assert (offload and offload.slow_s) == every.get(frozenset())
+    assert found.expected_s <= min(found.rules.values())
+    assert found.rules["offload"] == every.get(frozenset(), float("inf"))
+    everything = frozenset((k, "own") for k in range(len(plan.programs.forward) - 1))
+    assert found.rules["recompute"] >= every.get(everything, 0.0)
 
 
 def test_a_fast_drive_offloads_and_a_slow_one_recomputes():
