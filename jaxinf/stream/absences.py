@@ -5,7 +5,7 @@ value's memory is free from one given call to another.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import jax
@@ -72,10 +72,10 @@ def fitted(
       budget_bytes: The most memory of a step.
       memory: Returns the memory during each call, such as `Calls.call_bytes`.
     """
-    calls = replace(calls, absences={})
+    calls = calls.absent({})
     used = np.array(memory(calls), np.int64)
     left = _leave(used, candidates(calls), budget_bytes)
-    return replace(calls, absences=_return(used, left, budget_bytes))
+    return calls.absent(_return(used, left, budget_bytes))
 
 
 def leaving(
@@ -95,7 +95,7 @@ def leaving(
     left = {one: one.positions.start for one in chosen}
     for one in chosen:
         used[one.positions] -= one.life.num_bytes
-    return replace(calls, absences=_return(used, left, budget_bytes))
+    return calls.absent(_return(used, left, budget_bytes))
 
 
 def _leave(

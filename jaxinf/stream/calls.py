@@ -5,14 +5,14 @@ it. To recompute, the same program is called again, so its values have the same 
 """
 
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from jaxinf.activations import Coding, Form, coding_of, stored_bytes
-from jaxinf.stream.graph import Origin, Piece, aval_bytes, num_bytes
+from jaxinf.stream.graph import Origin, Piece
 from jaxinf.stream.programs import Program
 
 __all__ = [
@@ -29,8 +29,7 @@ Policy: TypeAlias = Literal["recompute", "keep", "offload", "plan"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """A place for a value, from the call that makes it to the last that reads it."""
 
     number: int
@@ -59,21 +58,16 @@ class Call:
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """Parts of params that it reads, in the order of its inputs."""
-        return tuple(origin for origin in self.inputs if isinstance(origin, Piece))
+        return tuple(piece for piece, _ in self.program.params)
 
     @property
     def num_fetched_bytes(self) -> int:
         """Bytes of params that it reads."""
-        return sum(size for _, size in self._sized())
+        return sum(size for _, size in self.program.params)
 
     def bytes_beside(self, held: Container[Piece]) -> int:
         """Bytes of params that it reads, without those of parts that are there."""
-        return sum(size for piece, size in self._sized() if piece not in held)
-
-    def _sized(self) -> Iterator[tuple[Piece, int]]:
-        for origin, value in zip(self.inputs, self.program.inputs, strict=True):
-            if isinstance(origin, Piece):
-                yield origin, aval_bytes(value.aval)
+        return sum(size for piece, size in self.program.params if piece not in held)
 
 
 @dataclass(frozen=True)
@@ -128,15 +122,14 @@ class Calls:
         } | set(self.results)
         found: dict[str, set[int]] = {}
         for call in self.calls:
-            own = {
-                i
-                for i, ref in enumerate(call.inputs)
-                if isinstance(ref, Slot)
-                and ref in call.drops
-                and ref not in handed
-                and (self.lenders is None or ref in self.lenders)
-                and ref not in self.absences
+            lent = {
+                slot
+                for slot in call.drops
+                if slot not in handed
+                and (self.lenders is None or slot in self.lenders)
+                and slot not in self.absences
             }
+            own = {i for i, ref in enumerate(call.inputs) if lent and ref in lent}
             key = call.program.key
             found[key] = found.get(key, own) & own
         programs = {call.program.key: call.program for call in self.calls}
@@ -147,7 +140,17 @@ class Calls:
 
         That takes less memory, and time: new memory has to be cleared.
         """
-        return replace(self, lenders=None)
+        return self._varied(lenders=None)
+
+    def absent(self, absences: Mapping[Slot, Absence]) -> "Calls":
+        """Returns the calls with other absences."""
+        return self._varied(absences=absences)
+
+    def _varied(self, **changes: Any) -> "Calls":
+        """Returns the calls with changes that the values' lives do not depend on."""
+        calls = replace(self, **changes)
+        calls.__dict__["lives"] = self.lives
+        return calls
 
     @cached_property
     def fences(self) -> tuple[int | None, ...]:
@@ -274,18 +277,15 @@ class Calls:
     def _new_bytes(self, number: int) -> int:
         """Bytes of a call's outputs that do not reuse an input's memory."""
         program = self.calls[number].program
-        taken = (program.inputs[i] for i in self.donated[program.key])
-        return sum(self._made_bytes[number]) - num_bytes(taken)
+        taken = sum(program.input_bytes[i] for i in self.donated[program.key])
+        return sum(self._made_bytes[number]) - taken
 
     @cached_property
     def _made_bytes(self) -> Sequence[Sequence[int]]:
         """Bytes of each call's outputs."""
         if self.output_bytes is not None:
             return self.output_bytes
-        return [
-            [aval_bytes(value.aval) for value in call.program.outputs]
-            for call in self.calls
-        ]
+        return [call.program.output_bytes for call in self.calls]
 
 
 @dataclass(frozen=True)
@@ -312,8 +312,8 @@ def _paired(program: Program, inputs: set[int]) -> tuple[int, ...]:
 
 def _smallest(call: Call, given_up: Container[Origin | Slot | None]) -> int | None:
     sizes = {
-        i: aval_bytes(value.aval)
-        for i, value in enumerate(call.program.outputs)
+        i: num_bytes
+        for i, num_bytes in enumerate(call.program.output_bytes)
         if call.outputs[i] is None or call.outputs[i] not in given_up
     }
     return min(sizes, key=sizes.__getitem__, default=None)

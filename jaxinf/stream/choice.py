@@ -31,8 +31,10 @@ __all__ = ["Choice", "Problem", "choose", "rules_of"]
 
 # No more choices of segments than these are searched completely.
 _MOST_EXHAUSTIVE = 128
-_NUM_CLIMBS = 4
-_MOST_TRIED = 400
+_NUM_CLIMBS = 8
+# So many calls are simulated in all, some 10 us each, and at least so many sets.
+_MOST_CALLS = 16_000
+_LEAST_TRIED = 100
 
 _Chosen: TypeAlias = frozenset[tuple[int, Reach]]
 
@@ -164,9 +166,11 @@ class _Search:
         self.tried: dict[_Chosen, float] = {}
         self.best: Choice | None = None
         self.by_rule: dict[str, Choice] = {}
-        times = profile.seconds_of(self._calls({}))
+        once = self._calls({})
+        times = profile.seconds_of(once)
         forward = problem.programs.forward
-        once_s = sum(times[call.program.key] for call in self._calls({}).calls)
+        once_s = sum(times[call.program.key] for call in once.calls)
+        self._most_tried = max(_LEAST_TRIED, _MOST_CALLS // max(len(once.calls), 1))
         self._bound_s = profile.num_parts * once_s + profile.outside_s
         self.options = {k: own for k in range(len(forward) - 1) if (own := self._of(k))}
 
@@ -207,7 +211,7 @@ class _Search:
         It is infinite if the set does not fit, or too many have been tried.
         """
         if chosen not in self.tried:
-            if len(self.tried) >= _MOST_TRIED:
+            if len(self.tried) >= self._most_tried:
                 return math.inf
             problem, repeats = self._problem, dict(sorted(chosen))
             calls = self._calls(repeats)

@@ -6,12 +6,13 @@ and, in backward, the cheap forward nodes of the segment. All other values are i
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
 
 from jaxinf.program.graph import Node, Value, bind
-from jaxinf.stream.graph import aval_bytes, is_literal, num_bytes
+from jaxinf.stream.graph import Piece, aval_bytes, is_literal, num_bytes
 from jaxinf.stream.keys import Keys
 from jaxinf.stream.lifetimes import Lifetimes
 from jaxinf.stream.primitives import LIGHT
@@ -37,6 +38,25 @@ class Program:
     nodes: tuple[Node, ...]
     outputs: tuple[Value, ...]
     key: str
+
+    @cached_property
+    def params(self) -> tuple[tuple[Piece, int], ...]:
+        """The parts of params that it reads, in the order of its inputs, and bytes."""
+        return tuple(
+            (value.origin, num_bytes)
+            for value, num_bytes in zip(self.inputs, self.input_bytes, strict=True)
+            if isinstance(value.origin, Piece)
+        )
+
+    @cached_property
+    def input_bytes(self) -> tuple[int, ...]:
+        """Bytes of each of its inputs."""
+        return tuple(aval_bytes(value.aval) for value in self.inputs)
+
+    @cached_property
+    def output_bytes(self) -> tuple[int, ...]:
+        """Bytes of each of its outputs."""
+        return tuple(aval_bytes(value.aval) for value in self.outputs)
 
     def without_nodes(self) -> "Program":
         """Returns the program with no link to the graph, which can then be freed."""

@@ -71,7 +71,7 @@ def every_time(share, rate):
 @pytest.mark.parametrize("most_exhaustive", [1 << 20, 0], ids=["all", "searched"])
 def test_no_choice_is_faster(share, rate, most_exhaustive, monkeypatch):
     monkeypatch.setattr(choice, "_MOST_EXHAUSTIVE", most_exhaustive)
-    monkeypatch.setattr(choice, "_MOST_TRIED", most_exhaustive or 400)
+    monkeypatch.setattr(choice, "_LEAST_TRIED", most_exhaustive or 100)
     _, graph, plan = cut(6)
     budget, rates = budget_of(plan, share), profile(plan, rate)
     found = chosen(graph, plan, budget, rates)
