@@ -22,7 +22,13 @@ from jaxinf.stream.calls import Absence, Calls, Slot
 from jaxinf.stream.graph import Piece, num_bytes
 from jaxinf.stream.programs import Programs
 from jaxinf.stream.rules import RULES
-from jaxinf.stream.sequence import Reach, Repeats, Targets, make_calls
+from jaxinf.stream.sequence import (
+    Reach,
+    Repeats,
+    Targets,
+    all_repeats,
+    make_calls,
+)
 from jaxinf.stream.simulated import Profile, simulate
 from jaxinf.stream.tiers import Tiers
 from jaxinf.terminal import format_bytes
@@ -226,9 +232,7 @@ class _Search:
         """Simulates simple rules."""
         problem = self._problem
         once = self._calls({})
-        every: Repeats = {
-            k: "own" for k, options in self.options.items() if (k, "own") in options
-        }
+        every = all_repeats(problem.programs)
         tried: dict[str, tuple[Repeats, Calls]] = {
             name: ({}, rule(once, problem.budget_bytes, problem.memory, self._profile))
             for name, rule in RULES.items()

@@ -25,7 +25,7 @@ from jaxinf.stream.peel import build_graph
 from jaxinf.stream.programs import Program, Programs, make_programs
 from jaxinf.stream.report import plan_text
 from jaxinf.stream.schedule import schedule
-from jaxinf.stream.sequence import Repeats, make_calls
+from jaxinf.stream.sequence import all_repeats, make_calls
 from jaxinf.stream.trace import Traced, trace, trace_function
 from jaxinf.typing import PyTree
 
@@ -311,8 +311,7 @@ class Prepared:
         if self.traced.mesh is not None:  # shardings of values are not known yet
             calls = replace(calls, lenders=frozenset())
         if policy == "plan":
-            every: Repeats = dict.fromkeys(range(len(programs.forward) - 1), "own")
-            again = make_calls(graph, programs, policy, every)
+            again = make_calls(graph, programs, policy, all_repeats(programs))
         plan = Plan(self.traced, tuple(cuts), programs, calls, policy, 0, again=again)
         return replace(plan, peak_bytes=plan.least_bytes())
 

@@ -18,7 +18,7 @@ from jaxinf.stream.calls import Call, Calls, Policy, Slot
 from jaxinf.stream.graph import Origin, Piece
 from jaxinf.stream.programs import Program, Programs
 
-__all__ = ["Reach", "Repeats", "Targets", "make_calls"]
+__all__ = ["Reach", "Repeats", "Targets", "all_repeats", "make_calls"]
 
 Reach: TypeAlias = Literal["own", "all"]
 
@@ -42,6 +42,18 @@ class Targets(Protocol):
     def gradients(self) -> Mapping[Piece, Value]:
         """Gradients by the parts of params that they belong to."""
         ...
+
+
+def all_repeats(programs: Programs) -> Repeats:
+    """Returns that every segment but the last runs forward again.
+
+    For its own backward part if that reads what it makes, else for all parts.
+    """
+    pairs = zip(programs.forward[:-1], programs.backward, strict=False)
+    return {
+        k: "own" if backward and {*forward.outputs} & {*backward.inputs} else "all"
+        for k, (forward, backward) in enumerate(pairs)
+    }
 
 
 def make_calls(

@@ -13,7 +13,7 @@ from jaxinf.stream import absences, choice
 from jaxinf.stream.absences import fitted
 from jaxinf.stream.calls import Calls
 from jaxinf.stream.choice import Problem, choose, rules_of
-from jaxinf.stream.sequence import make_calls
+from jaxinf.stream.sequence import all_repeats, make_calls
 from jaxinf.stream.simulated import Profile, simulate
 from jaxinf.stream.values import Offloaded
 
@@ -172,3 +172,18 @@ def test_segments_that_run_again_for_all_parts_have_the_bits_of_keep(name, which
     assert max(calls.held_bytes()) <= max(kept.held_bytes()) or not forgotten
     mixed = replace(plan, calls=calls)
     assert_same_bits(streamed(program, mixed, executables), expected)
+
+
+def test_recomputing_all_holds_no_scores():
+    """They have a segment of their own, whose backward part does not read them."""
+    program = ZOO["gpt2_nano"]()
+    ready = prepared(program)
+    plan = ready.plan(ready.smallest_bytes("offload") * 5 // 4, "plan")
+    repeats = all_repeats(plan.programs)
+    assert set(repeats.values()) == {"own", "all"}
+    graph = ready.lifetimes.graph
+    own = {k: reach for k, reach in repeats.items() if reach == "own"}
+    every, others = (
+        make_calls(graph, plan.programs, "plan", which) for which in (repeats, own)
+    )
+    assert max(every.held_bytes()) < max(others.held_bytes())

@@ -350,10 +350,15 @@ def test_a_step_is_planned_by_what_it_measures(open_store):
     found = losses(step, 9)
     keep = kept(open_store, step)
     assert found == losses(keep, 9)
+    for _ in range(20):  # a plan that was just made again is shown after the next step
+        if "run forward again; expected" in str(step.plan):
+            break
+        losses(step, 1)
+    else:
+        pytest.fail("no plan was shown")
     forecast = step.forecast
     assert forecast is not None
     assert forecast.found_peak_bytes == forecast.expected_peak_bytes
-    assert "run forward again; expected" in str(step.plan)
 
 
 @pytest.mark.usefixtures("own_memory")
