@@ -198,15 +198,16 @@ class Stack:
     def _cut(self) -> tuple[Plan, int]:
         """The cuts with which offloading saves most, and the lowest peak of keep.
 
-        The cuts are among those that suit keep. In these, large values that are cheap
-        to compute again have segments of their own.
+        The cuts are among those that suit keep. If possible, large values that are
+        cheap to compute again have segments of their own in them.
         """
         plans = {cuts: self.ready.plan_of(cuts, "offload") for cuts in self._all_cuts()}
         kept = {cuts: max(plan.calls.value_bytes()) for cuts, plan in plans.items()}
         least = min(kept.values())
-        fine = [isolated(self.ready.lifetimes, cuts) for cuts in plans]
-        good = [cuts for cuts in fine if kept[cuts] <= TOLERANCE * least]
-        return plans[min(good, key=lambda cuts: least_bytes(plans[cuts]))], least
+        good = {cuts for cuts, most in kept.items() if most <= TOLERANCE * least}
+        fine = {isolated(self.ready.lifetimes, cuts) for cuts in plans}
+        chosen = [cuts for cuts in plans if cuts in (good & fine or good)]
+        return plans[min(chosen, key=lambda cuts: least_bytes(plans[cuts]))], least
 
     def _all_cuts(self) -> list[tuple[int, ...]]:
         """Cuts to choose from, from long segments to short ones."""
