@@ -4,7 +4,12 @@ Invariant: memory stays within the budget that the user set, every byte moved is
 counted once, and a failed call raises an error that names the file and the remedy.
 """
 
-from jaxinf.io.bounded import check_holds, check_regular, read_bounded
+from jaxinf.io.bounded import (
+    MACHINE_MEMORY_BYTES,
+    check_holds,
+    check_regular,
+    read_bounded,
+)
 from jaxinf.io.buffers import Buffer, BufferPool
 from jaxinf.io.checksums import crc32c, crc32c_combine
 from jaxinf.io.direct import DirectIO, read_into, write_from
@@ -21,6 +26,7 @@ from jaxinf.io.meters import ByteCounts, ByteMeters
 from jaxinf.io.support import supports_direct
 
 __all__ = [
+    "MACHINE_MEMORY_BYTES",
     "Buffer",
     "BufferPool",
     "ByteCounts",

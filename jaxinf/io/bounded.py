@@ -12,7 +12,10 @@ from jaxinf.errors import StoreIOError
 from jaxinf.io.failures import translated
 from jaxinf.typing import PathLikeStr
 
-__all__ = ["check_holds", "check_regular", "read_bounded"]
+__all__ = ["MACHINE_MEMORY_BYTES", "check_holds", "check_regular", "read_bounded"]
+
+MACHINE_MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+"""Limit of an array that is read as a whole."""
 
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",

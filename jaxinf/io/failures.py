@@ -25,7 +25,7 @@ _SPACE_REMEDIES = {
 }
 
 _REMEDIES = {
-    errno.ENOENT: "restore it from a checkpoint, or mount the drive",
+    errno.ENOENT: "restore it from a checkpoint, mount the drive, or undo a rename",
     errno.EACCES: "give this user access",
     errno.EPERM: "give this user access",
     errno.EROFS: "mount the file system writable",

@@ -55,19 +55,19 @@ DOCUMENTS = [
     "tensors/model-1.safetensors",
 ]
 
-_TEXTS = [
+TEXTS = [
     *("", ".", "..", "../../outside", "/", "/proc/self/mem", "a/b", "\0", "\x1b[2J"),
     *("\ud800", "\u202e", "NaN", "-1", "9" * 5000, "float128", "object", "V16", "U4"),
     *("params", "scale", "split", "int8", "a" * 300, "00" * 9, "[0].x", "['\\N{}']"),
 ]
-_NUMBERS = [
+NUMBERS = [
     *(-1, 0, 1, 2, 3, 7, 4096, 2**31 - 1, 2**31, 2**32, 2**62, 2**63, 2**64, 10**40),
     *(-(2**63), 1.5, -0.0, 1e308, True, False),
 ]
-_OTHERS = [None, [], {}, [[]], [{}], {"": {}}, [1] * 3000]
+OTHERS = [None, [], {}, [[]], [{}], {"": {}}, [1] * 3000]
 
 
-def _nested(depth):
+def nested(depth):
     value = []
     for _ in range(depth):
         value = [value]
@@ -75,10 +75,10 @@ def _nested(depth):
 
 
 VALUES = st.one_of(
-    st.sampled_from(_TEXTS),
-    st.sampled_from(_NUMBERS),
-    st.sampled_from(_OTHERS),
-    st.sampled_from([_nested(90), _nested(200)]),
+    st.sampled_from(TEXTS),
+    st.sampled_from(NUMBERS),
+    st.sampled_from(OTHERS),
+    st.sampled_from([nested(90), nested(200)]),
     st.text(max_size=8),
     st.integers(),
     st.floats(),

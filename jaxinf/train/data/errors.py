@@ -1,13 +1,35 @@
 """Errors of data, and optional packages for some kinds of data."""
 
+import contextlib
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["DataError", "optional_import"]
+from jaxinf.errors import JaxinfError
+
+__all__ = ["DataError", "optional_import", "refusing"]
 
 
-class DataError(Exception):
+class DataError(JaxinfError):
     """Unsuitable data: the message gives place, expectation and remedy."""
+
+
+@contextlib.contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Makes every failure of a package that parses a stranger's data a `DataError`.
+
+    Packages document few of the exceptions that damaged data leads to, and a panic of
+    Rust is no `Exception`.
+
+    Args:
+      what: place and expectation, the beginning of the error.
+    """
+    try:
+        yield
+    except (JaxinfError, GeneratorExit, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise DataError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def optional_import(module: str, *, what: str, extra: str = "data") -> Any:
@@ -27,6 +49,5 @@ def optional_import(module: str, *, what: str, extra: str = "data") -> Any:
         package = module.partition(".")[0]
         raise DataError(
             f"{what}: needs {package}, which is not installed ({error}); install it "
-            f"with: pip install 'jaxinf[{extra}]' (in a checkout: "
-            f"pip install '.[{extra}]')"
+            f"in a checkout of jaxinf, with: pip install '.[{extra}]'"
         ) from error

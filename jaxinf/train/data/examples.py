@@ -5,19 +5,33 @@
     {"messages": [{"role", "content"}, …]}   the assistant's messages are learned
     {"text": …, "label": n}                  the label is learned
 
+A model's own chat template, where there is one, decides the text of messages.
+
 Invariant: a record has exactly one of these forms, or is refused with file and line.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
+from jaxinf.schema import shown
 from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.records import PLAIN_TEXT, Record
 
-__all__ = ["Example", "ExampleKind", "Part", "read_examples"]
+__all__ = ["MOST_LABELS", "Example", "ExampleKind", "MessageForm", "Part",
+           "read_examples", "used_fields"]  # fmt: skip
 
 ExampleKind: TypeAlias = Literal["text", "dialogue", "labelled"]
+
+MOST_LABELS = 1 << 31
+"""Classes that an int32 label can tell apart."""
+
+_DIALOGUE_FIELDS = ("prompt", "response", "messages")
+MessageForm: TypeAlias = Callable[
+    [str, Sequence[Mapping[str, str]]], list[tuple[str, bool]]
+]
+"""Takes the place of a record and its messages; returns texts, which joined are the
+whole, and whether each is learned."""
 
 _ROLES = ("system", "user", "assistant", "tool")
 
@@ -47,6 +61,7 @@ class Example:
       parts: in their order.
       label: the label of a ``labelled`` example.
       has_text_field: whether the text is from a record's field.
+      is_joined: whether the parts are one text for the tokenizer.
     """
 
     where: str
@@ -54,10 +69,20 @@ class Example:
     parts: tuple[Part, ...]
     label: int | None = None
     has_text_field: bool = False
+    is_joined: bool = False
+
+
+def used_fields(text_field: str) -> set[str]:
+    """Returns the names of all fields that `read_examples` looks at."""
+    return {text_field, "label", *_DIALOGUE_FIELDS}
 
 
 def read_examples(
-    records: Iterable[Record], *, text_field: str, unused: set[str]
+    records: Iterable[Record],
+    *,
+    text_field: str,
+    unused: set[str],
+    message_form: MessageForm | None = None,
 ) -> Iterator[Example]:
     """Yields the examples of records.
 
@@ -65,38 +90,45 @@ def read_examples(
       records: records of one or more files.
       text_field: name of the field with the text.
       unused: receives the names of unused fields.
+      message_form: the model's own form of messages; by default `_plain_form`.
 
     Raises:
-      DataError: a record has no known form, or another one than the record before.
+      DataError: a record has no known form, or another one than the record before, or
+        `message_form` refuses its messages.
     """
     first: Example | None = None
     for record in records:
-        example = _example_of(record, text_field, unused)
+        example = _example_of(record, text_field, unused, message_form)
         first = first or example
         if example.kind != first.kind:
             raise DataError(
                 f"{example.where}: expected records of one kind, found one with "
-                f"fields {sorted(record.fields)} after those of {first.where}, which "
+                f"fields {record.names} after those of {first.where}, which "
                 f"are {first.kind}; train on them one after the other"
             )
         yield example
 
 
-def _example_of(record: Record, text_field: str, unused: set[str]) -> Example:
+def _example_of(
+    record: Record, text_field: str, unused: set[str], form: MessageForm | None
+) -> Example:
     fields = {name: v for name, v in record.fields.items() if v is not None}
-    if PLAIN_TEXT in fields:
+    if isinstance(fields.get(PLAIN_TEXT), bytes):  # JSON has no bytes
         return Example(record.where, "text", (Part(fields[PLAIN_TEXT], has_end=True),))
     known = {text_field, "label"} if text_field in fields else _dialogue_fields(fields)
     if not known:
         raise DataError(
             f"{record.where}: expected a field {text_field!r} (--text-field), the "
             "fields 'prompt' and 'response', or 'messages'; found "
-            f"{sorted(fields) or 'no fields'}"
+            f"{sorted({*fields, *record.unread}) or 'no fields'}"
         )
-    unused |= set(fields) - known
+    unused |= {*fields, *record.unread} - known
     if "messages" in known:
-        parts = tuple(_messages(record.where, fields["messages"]))
-        return Example(record.where, "dialogue", parts)
+        messages = _messages(record.where, fields["messages"])
+        if form is None:
+            return Example(record.where, "dialogue", tuple(_plain_form(messages)))
+        parts = tuple(Part(*part) for part in form(record.where, messages))
+        return Example(record.where, "dialogue", parts, is_joined=True)
     if "prompt" in known:
         prompt, response = (_text(record, fields, n) for n in ("prompt", "response"))
         parts = (Part(prompt, is_learned=False), Part(response, has_end=True))
@@ -126,38 +158,43 @@ def _text(record: Record, fields: Mapping[str, Any], name: str) -> str | bytes:
 
 def _label(where: str, fields: Mapping[str, Any]) -> int:
     label = fields["label"]
-    if not isinstance(label, int) or isinstance(label, bool) or label < 0:
+    if type(label) is not int or not 0 <= label < MOST_LABELS:
         raise DataError(
-            f"{where}: expected a label of 0 or more, found {label!r}; number the "
-            "classes from 0"
+            f"{where}: expected a label of 0 or more, found {shown(label)}; number the "
+            f"classes from 0, all below {MOST_LABELS}"
         )
     return label
 
 
-def _messages(where: str, messages: Any) -> Iterator[Part]:
-    """Joins ``<|role|>``, newline, content; an end follows the assistant's messages."""
+def _messages(where: str, messages: Any) -> list[dict[str, str]]:
     if not isinstance(messages, list) or not messages:
-        raise DataError(f"{where}: expected a list of messages, found {messages!r}")
-    roles = []
-    for number, message in enumerate(messages, 1):
-        role, content = _message(f"{where}: message {number}", message)
-        roles.append(role)
-        is_learned = role == "assistant"
-        yield Part(f"<|{role}|>\n", is_learned=False)
-        yield Part(content, is_learned=is_learned, has_end=is_learned)
-        yield Part("\n", is_learned=False)
+        raise DataError(
+            f"{where}: expected a list of messages, found {shown(messages)}"
+        )
+    found = [_message(f"{where}: message {n}", m) for n, m in enumerate(messages, 1)]
+    roles = {message["role"] for message in found}
     if "assistant" not in roles:
         raise DataError(
             f"{where}: expected a message of the assistant, from which the model "
-            f"learns; found roles {roles}"
+            f"learns; found roles {sorted(roles)}"
         )
+    return found
 
 
-def _message(where: str, message: Any) -> tuple[str, str]:
+def _plain_form(messages: Sequence[Mapping[str, str]]) -> Iterator[Part]:
+    """Joins ``<|role|>``, newline, content; an end follows the assistant's messages."""
+    for message in messages:
+        is_learned = message["role"] == "assistant"
+        yield Part(f"<|{message['role']}|>\n", is_learned=False)
+        yield Part(message["content"], is_learned=is_learned, has_end=is_learned)
+        yield Part("\n", is_learned=False)
+
+
+def _message(where: str, message: Any) -> dict[str, str]:
     fields = message if isinstance(message, dict) else {}
     role, content = fields.get("role"), fields.get("content")
-    if role not in _ROLES:
-        raise DataError(f"{where}: expected a role of {_ROLES}, found {role!r}")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise DataError(f"{where}: expected a role of {_ROLES}, found {shown(role)}")
     if not isinstance(content, str) or not content:
-        raise DataError(f"{where}: expected text as content, found {content!r}")
-    return role, content
+        raise DataError(f"{where}: expected text as content, found {shown(content)}")
+    return {"role": role, "content": content}

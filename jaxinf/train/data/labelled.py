@@ -63,6 +63,8 @@ def _parts(options: DataOptions, shape: ImageShape) -> tuple[Images, Images, int
         names = _add(root, train, names)
     for root in held_roots:
         names = _add(root, held, names)
+    if not train and held:
+        raise DataError(f"{options.data[0]}: expected images to train on, found none")
     if not held:
         train, held = _hold_out(train, options.validation_fraction)
     labels = [picture.label for picture in (*train, *held)]
@@ -111,18 +113,24 @@ def _add(
         found, own = folder_images(path)
         if names is not None and names != own:
             raise DataError(
-                f"{path}: expected folders of the classes {names}, found {own}"
+                f"{path}: expected folders of the classes {_listed(names)}, found "
+                f"{_listed(own)}"
             )
         pictures += found
         return own
     elif is_saved_dataset(path) or path.suffix == ".parquet":
-        pictures += record_images(read_records(path))
+        pictures += record_images(read_records(path, ("image", "label")))
     else:
         raise DataError(
             f"{path}: expected images: a folder for each class, an .npz, a .parquet "
             "or a saved dataset"
         )
     return names
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return f"{names[:8]}{more}"
 
 
 def _hold_out(

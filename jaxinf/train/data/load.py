@@ -19,7 +19,9 @@ def load_data(
     options: DataOptions,
     *,
     task: TaskName,
-    seq_len: int,
+    seq_len: int | None,
+    most_tokens: int | None = None,
+    is_pretrained: bool = False,
     image_shape: ImageShape | None = None,
 ) -> TrainingData:
     """Reads all data of a run (blocks); images are decoded later.
@@ -27,7 +29,7 @@ def load_data(
     Args:
       options: the user's options.
       task: the task of the rows.
-      seq_len: tokens in a row.
+      seq_len, most_tokens, is_pretrained: as `load_texts`.
       image_shape: the image shape of a model that takes images.
 
     Raises:
@@ -36,4 +38,10 @@ def load_data(
     """
     if image_shape is not None:
         return load_images(options, image_shape)
-    return load_texts(options, task=task, seq_len=seq_len)
+    return load_texts(
+        options,
+        task=task,
+        seq_len=seq_len,
+        most_tokens=most_tokens,
+        is_pretrained=is_pretrained,
+    )

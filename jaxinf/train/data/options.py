@@ -74,8 +74,11 @@ def check_options(
     ):
         if not 0 < value < 1:
             raise DataError(f"--{name}: expected more than 0, less than 1, got {value}")
-    if options.num_labels is not None and options.num_labels < 2:
-        raise DataError(f"--num-labels: expected at least 2, got {options.num_labels}")
+    if not 2 <= (options.num_labels or 2) <= 1 << 31:
+        raise DataError(
+            f"--num-labels: expected at least 2, at most {1 << 31}, got "
+            f"{options.num_labels}"
+        )
     if options.validation:
         _check_unset(
             options, "validation_fraction", "--validation says what to hold out"

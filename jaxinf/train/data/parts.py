@@ -30,6 +30,8 @@ class TrainingData:
       notes: remarks about the data for the user.
       held_out_tokens: ids of the held-out text, for statistics and prompts; empty if
         the task is not to continue text.
+      seq_len: tokens in a row; 0 for images.
+      prompt: ids for the model to continue, held out; None as above.
     """
 
     train: Rows
@@ -41,6 +43,8 @@ class TrainingData:
     identity: dict[str, JsonValue]
     notes: tuple[str, ...]
     held_out_tokens: Array | None
+    seq_len: int = 0
+    prompt: Array | None = None
 
 
 def digest_of(parts: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.examples import Example
-from jaxinf.train.data.tokenizers import Text, Tokenizer
+from jaxinf.train.data.tokenizers import FileTokenizer, Text, Tokenizer
 from jaxinf.typing import Array
 
 __all__ = ["Encoded", "Sequences", "encode_examples", "join"]
@@ -150,7 +150,8 @@ def encode_examples(
     Args:
       examples: examples of one kind.
       tokenizer: the tokenizer.
-      learn_all: whether prompts are learned, too.
+      learn_all: whether prompts are learned, too; parts that are joined say it
+        themselves.
 
     Yields:
       The parts of an example, in their order.
@@ -160,14 +161,39 @@ def encode_examples(
     """
     coming = iter(examples)
     while group := list(itertools.islice(coming, _EXAMPLES_AT_ONCE)):
-        texts: list[Text] = [(e.where, p.text) for e in group for p in e.parts]
+        apart = [example for example in group if not example.is_joined]
+        texts: list[Text] = [(e.where, p.text) for e in apart for p in e.parts]
         ids = iter(tokenizer.encode(texts))
+        joined = iter(_encoded_whole(tokenizer, [e for e in group if e.is_joined]))
         for example in group:
-            yield [
-                _encoded(example.where, part_ids, part.is_learned or learn_all, end)
-                for part, part_ids in zip(example.parts, ids, strict=False)
-                for end in [tokenizer.end if part.has_end else None]
-            ]
+            yield (
+                [next(joined)]
+                if example.is_joined
+                else [
+                    _encoded(example.where, part_ids, part.is_learned or learn_all, end)
+                    for part, part_ids in zip(example.parts, ids, strict=False)
+                    for end in [tokenizer.end if part.has_end else None]
+                ]
+            )
+
+
+def _encoded_whole(
+    tokenizer: Tokenizer, examples: Sequence[Example]
+) -> Iterator[Encoded]:
+    """Encodes parts as one text; a token is learned if any of its characters is."""
+    if not examples:
+        return
+    assert isinstance(tokenizer, FileTokenizer)
+    texts = [(e.where, "".join(str(p.text) for p in e.parts)) for e in examples]
+    encodings = tokenizer.encode_with_places(texts)
+    for example, (ids, places) in zip(examples, encodings, strict=True):
+        is_learned, at = np.zeros(len(ids), np.bool_), 0
+        for part in example.parts:
+            end = at + len(part.text)
+            if part.is_learned:
+                is_learned |= (places[:, 0] < end) & (places[:, 1] > at)
+            at = end
+        yield Encoded(example.where, ids, is_learned, -1)
 
 
 def _encoded(where: str, ids: Array, is_learned: bool, end: int | None) -> Encoded:

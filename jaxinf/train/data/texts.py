@@ -3,13 +3,25 @@
 Invariant: all texts of a run are of one kind, which suits its task.
 """
 
+import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
+import numpy as np
 from jaxinf_models import TaskName
 
+from jaxinf.terminal import printable
+from jaxinf.train.data.chat import ChatRenderer
 from jaxinf.train.data.errors import DataError
-from jaxinf.train.data.examples import Example, ExampleKind, read_examples
+from jaxinf.train.data.examples import (
+    Example,
+    ExampleKind,
+    MessageForm,
+    read_examples,
+    used_fields,
+)
 from jaxinf.train.data.files import find_files, standard_library_files
 from jaxinf.train.data.labelled import labels_of
 from jaxinf.train.data.masking import Masking
@@ -20,6 +32,7 @@ from jaxinf.train.data.records import read_records
 from jaxinf.train.data.sequences import Encoded, Sequences, encode_examples, join
 from jaxinf.train.data.splits import by_split, held_out_split
 from jaxinf.train.data.tokenizers import open_tokenizer
+from jaxinf.typing import Array
 
 __all__ = ["load_texts"]
 
@@ -35,30 +48,66 @@ _MEANT = {
     "labelled": "a text and its label",
 }
 
+# Names of unused fields that are printed, and characters of each.
+_MOST_NAMES, _MOST_NAME_CHARS = 20, 60
 
-def load_texts(options: DataOptions, *, task: TaskName, seq_len: int) -> TrainingData:
+# A row of the longest example would otherwise take any memory.
+_MOST_USUAL_TOKENS = 1024
+_ROUNDED_TO = 16
+_PROMPT_TOKENS = 32
+
+
+def load_texts(
+    options: DataOptions,
+    *,
+    task: TaskName,
+    seq_len: int | None,
+    most_tokens: int | None = None,
+    is_pretrained: bool = False,
+) -> TrainingData:
     """Reads texts (blocks), in the steps that all tasks share.
+
+    Args:
+      options: the user's options.
+      task: the task of the rows.
+      seq_len: tokens in a row; None for those of the longest example.
+      most_tokens: most tokens in a row for the model; None for no limit.
+      is_pretrained: whether messages must have the model's own form.
 
     Raises:
       DataError: the data is empty or malformed.
       OSError: a file cannot be read.
     """
-    return _TextLoader(options, task, seq_len).load()
+    most = min(_MOST_USUAL_TOKENS, most_tokens or _MOST_USUAL_TOKENS)
+    with _TextLoader(options, task, seq_len, most, is_pretrained) as loader:
+        return loader.load()
 
 
-class _TextLoader:
+class _TextLoader(contextlib.ExitStack):
     """Reads the parts of one run."""
 
-    def __init__(self, options: DataOptions, task: TaskName, seq_len: int) -> None:
-        self._options, self._seq_len = options, seq_len
+    def __init__(
+        self,
+        options: DataOptions,
+        task: TaskName,
+        seq_len: int | None,
+        most_usual_tokens: int,
+        is_pretrained: bool,
+    ) -> None:
+        super().__init__()
+        self._options = options
+        self._seq_len, self._most_usual_tokens = seq_len or 0, most_usual_tokens
         self._task: TaskName = task
         self._tokenizer = open_tokenizer(options.tokenizer)
+        self._is_pretrained = is_pretrained
         self._unused: set[str] = set()
         self._notes: list[str] = []
         self._kind: ExampleKind | None = None
         self._has_field = False
+        self._num_json = 0
 
     def load(self) -> TrainingData:
+        """Reads, holds out and packs."""
         options = self._options
         files = find_files(options.data) if options.data else standard_library_files()
         train_files, held_files = by_split(files)
@@ -85,9 +134,13 @@ class _TextLoader:
     def _read(self, files: Sequence[Path], flag: str) -> list[Sequences]:
         """Returns one list of sequences, or sources and answers in the same order."""
         options = self._options
-        records = (record for path in files for record in read_records(path))
+        used = used_fields(options.text_field)
+        records = (record for path in files for record in read_records(path, used))
         examples = read_examples(
-            records, text_field=options.text_field, unused=self._unused
+            records,
+            text_field=options.text_field,
+            unused=self._unused,
+            message_form=self._message_form(),
         )
         encoded = list(self._encoded(self._checked(examples, flag)))
         if not encoded:
@@ -95,10 +148,33 @@ class _TextLoader:
                 f"{flag}: expected {_MEANT[_EXPECTED[self._task][0]]}, found "
                 f"{len(files)} file(s) without a record"
             )
+        self._seq_len = self._seq_len or self._usual_length(encoded)
+        encoded = self._fitting(encoded, flag)
         if self._task != "seq2seq":
             return [Sequences.of(whole for (whole,) in encoded)]
         encoded.sort(key=lambda pair: (pair[0].digest(), pair[1].digest()))
         return [Sequences.in_order(side) for side in zip(*encoded, strict=True)]
+
+    def _message_form(self) -> MessageForm | None:
+        """Returns the form of the tokenizer's chat template, where there is one."""
+        tokenizer = self._tokenizer
+        learn_all = self._options.loss_on == "all"
+        if tokenizer.chat is not None:
+            renderer = ChatRenderer(tokenizer.chat)
+            self.callback(renderer.close)
+            return functools.partial(renderer.render, learn_all=learn_all)
+        if not self._is_pretrained or tokenizer.name == "bytes":
+            return None
+
+        def refuse(where: str, messages: object) -> NoReturn:
+            raise DataError(
+                f"{where}: expected a chat template beside {tokenizer.name}, in "
+                "chat_template.jinja or tokenizer_config.json, which says in what form "
+                "the model of --from knows messages; found none: copy the template of "
+                "its chat model, or give prompt and response in place of messages"
+            )
+
+        return refuse
 
     def _checked(self, examples: Iterable[Example], flag: str) -> Iterator[Example]:
         expected = _EXPECTED[self._task]
@@ -109,13 +185,15 @@ class _TextLoader:
                     f"{example.where}: --task {self._task} expects {meant}, {flag} has "
                     f"{_MEANT[example.kind]}"
                 )
-            if self._task == "seq2seq" and len(example.parts) != 2:
+            is_pair = len(example.parts) == 2 and not example.is_joined
+            if self._task == "seq2seq" and not is_pair:
                 raise DataError(
                     f"{example.where}: --task seq2seq expects a prompt and a response, "
                     "found messages"
                 )
             self._kind = example.kind
             self._has_field |= example.has_text_field
+            self._num_json += example.where.endswith(".json")
             if self._kind == "text" and self._options.loss_on == "all":
                 raise DataError(
                     "--loss-on all: texts have no prompts and are learned whole; leave "
@@ -132,22 +210,46 @@ class _TextLoader:
                 labels.append(example.label)
                 yield example
 
-        num_dropped = num_cut = 0
         encoded = encode_examples(noted(examples), self._tokenizer, learn_all=learn_all)
         for number, parts in enumerate(encoded):
             if self._task == "seq2seq":
-                num_cut += any(part.tokens.size > self._seq_len for part in parts)
                 yield tuple(join([part], None) for part in parts)
-                continue
-            whole = join(parts, labels[number])
-            if self._kind != "text":
-                limit = self._seq_len + (self._kind == "dialogue")
-                num_cut += whole.tokens.size > limit
-                if self._kind == "dialogue" and not whole.is_learned[1:limit].any():
-                    num_dropped += 1
-                    continue
-            yield (whole,)
-        self._note_cut(num_cut, num_dropped)
+            else:
+                yield (join(parts, labels[number]),)
+
+    def _usual_length(self, encoded: Sequence[tuple[Encoded, ...]]) -> int:
+        """Returns the tokens of the longest example, within limits."""
+        sizes = [part.tokens.size for parts in encoded for part in parts]
+        longest = -(-max(sizes) // _ROUNDED_TO) * _ROUNDED_TO
+        if self._kind == "text":  # the part that is held out must have rows, too
+            held = int(sum(sizes) * self._options.validation_fraction)
+            longest = min(longest, held // 2)
+        return max(2, min(longest, self._most_usual_tokens))
+
+    def _fitting(
+        self, encoded: list[tuple[Encoded, ...]], flag: str
+    ) -> list[tuple[Encoded, ...]]:
+        """Leaves out examples whose answers begin after the cut.
+
+        Raises:
+          DataError: none is left.
+        """
+        if self._kind == "text":
+            return encoded
+        limit = self._seq_len + (self._kind == "dialogue" and self._task != "seq2seq")
+        cut = [any(part.tokens.size > limit for part in parts) for parts in encoded]
+        kept = encoded
+        if self._kind == "dialogue" and self._task != "seq2seq":
+            kept = [p for p in encoded if p[0].is_learned[1:limit].any()]
+        if not kept:
+            starts = [1 + int(np.argmax(p[0].is_learned[1:])) for p in encoded]
+            raise DataError(
+                f"{flag}: expected an answer within --seq-len {self._seq_len} tokens, "
+                f"found {len(encoded):,} examples whose answers all begin later, the "
+                f"first after {min(starts):,} tokens; give a --seq-len above that"
+            )
+        self._note_cut(sum(cut), len(encoded) - len(kept))
+        return kept
 
     def _note_cut(self, num_cut: int, num_dropped: int) -> None:
         if num_cut:
@@ -179,8 +281,15 @@ class _TextLoader:
         if not is_text:
             unit, num, num_held = "examples", len(parts[0]), len(held[0])
         if self._unused:
-            names = ", ".join(sorted(self._unused))
+            first = sorted(self._unused)[:_MOST_NAMES]
+            names = ", ".join(printable(name[:_MOST_NAME_CHARS]) for name in first)
+            names += ", …" if len(first) < len(self._unused) else ""
             self._notes.append(f"fields of records that are not used: {names}")
+        if self._num_json:
+            self._notes.append(
+                f"{self._num_json:,} .json files that are no list of records, read as "
+                "text"
+            )
         num_labels = None
         if self._task == "classification":
             labels = [*parts[0].labels.tolist(), *held[0].labels.tolist()]
@@ -199,7 +308,18 @@ class _TextLoader:
             },
             notes=tuple(self._notes),
             held_out_tokens=held[0].tokens if self._task == "causal-lm" else None,
+            seq_len=self._seq_len,
+            prompt=self._prompt(held[0]) if self._task == "causal-lm" else None,
         )
+
+    def _prompt(self, held: Sequences) -> Array:
+        """Returns the beginning of a text, or a whole prompt that has room."""
+        for number in range(len(held)):
+            tokens, is_learned = held[number]
+            start = int(np.argmax(is_learned))
+            if 0 < start < self._seq_len:
+                return tokens[:start]
+        return held.tokens[: min(_PROMPT_TOKENS, self._seq_len)]
 
     def _rows(self, parts: list[Sequences], name: str) -> Rows:
         seq_len, pad = self._seq_len, self._tokenizer.pad

@@ -4,20 +4,31 @@ Invariant: a tokenizer is immutable, and its fingerprint decides its ids.
 """
 
 import hashlib
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from jaxinf.train.data.errors import DataError, optional_import
+from jaxinf.errors import StoreIOError
+from jaxinf.io import read_bounded
+from jaxinf.schema import MOST_BYTES, SchemaError, parse_json
+from jaxinf.train.data.chat import ChatTemplate, read_chat_template
+from jaxinf.train.data.errors import DataError, optional_import, refusing
 from jaxinf.typing import Array
 
-__all__ = ["ByteTokenizer", "FileTokenizer", "Text", "Tokenizer", "open_tokenizer"]
+__all__ = [
+    "ByteTokenizer", "FileTokenizer", "Text", "Tokenizer", "open_tokenizer",
+    "tokenizer_in",
+]  # fmt: skip
 
 Text: TypeAlias = tuple[str, str | bytes]
 """The place of a text, for errors, and the text."""
+
+# Files of tokenizers that are not read; their owners can save a tokenizer.json.
+_OTHER_FORMS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+_OTHER_FORMS += ("vocab.json", "merges.txt", "vocab.txt", "tekken.json")
+_BYTE_IDS = 257  # the bytes and the mask
 
 # In the order of preference, without a tokenizer_config.json that names one.
 _ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
@@ -36,6 +47,7 @@ class Tokenizer(Protocol):
       start: id at the beginning of an answer, for a decoder.
       pad: id for padding, which has no effect.
       fingerprint: text that changes whenever ids may change.
+      chat: its own form of conversations, or None.
     """
 
     name: str
@@ -45,6 +57,7 @@ class Tokenizer(Protocol):
     start: int
     pad: int
     fingerprint: str
+    chat: ChatTemplate | None
 
     def encode(self, texts: Sequence[Text]) -> list[Array]:
         """Returns the ids of each text, uint8 to uint32 [n], without an end.
@@ -70,6 +83,7 @@ class ByteTokenizer:
     start = 256
     pad = 0
     fingerprint = "bytes"
+    chat: ChatTemplate | None = None
 
     def encode(self, texts: Sequence[Text]) -> list[Array]:
         """See `Tokenizer`."""
@@ -100,19 +114,19 @@ class FileTokenizer:
             )
         package = optional_import("tokenizers", what=f"--tokenizer {path}")
         content = path.read_bytes()
-        try:
+        what = (
+            f"--tokenizer {path}: expected a tokenizer.json of the tokenizers package"
+        )
+        with refusing(what):
             self._tokenizer = package.Tokenizer.from_buffer(content)
-        except Exception as error:  # the package raises no narrower exception
-            raise DataError(
-                f"--tokenizer {path}: expected a tokenizer.json of the tokenizers "
-                f"package: {error}"
-            ) from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise DataError(f"--tokenizer {path}: expected tokens, found none")
-        named = _special_tokens(path.with_name("tokenizer_config.json"))
+        config = _read_config(path.with_name("tokenizer_config.json"))
+        named = _special_tokens(config)
+        self.chat = read_chat_template(path.parent, config, named)
         self.name = str(path)
         self.vocab_size = max(vocabulary.values()) + 1
         self.end = _find(vocabulary, named.get("eos_token"), _ENDS)
@@ -129,13 +143,45 @@ class FileTokenizer:
         strings = [
             _as_str(where, b) for (where, _), b in zip(texts, decoded, strict=True)
         ]
-        encodings = self._tokenizer.encode_batch_fast(strings, add_special_tokens=False)
-        return [np.array(encoding.ids, self._dtype) for encoding in encodings]
+        first = texts[0][0] if texts else "no text"
+        with refusing(
+            f"--tokenizer {self.name}: expected ids of {first} and what follows"
+        ):
+            encode = self._tokenizer.encode_batch_fast
+            encodings = encode(strings, add_special_tokens=False)
+            found = [np.array(encoding.ids, np.uint32) for encoding in encodings]
+        largest = max((int(ids.max()) for ids in found if ids.size), default=0)
+        if largest >= self.vocab_size:
+            raise DataError(
+                f"--tokenizer {self.name}: expected ids below {self.vocab_size}, as "
+                f"its vocabulary has, found {largest}"
+            )
+        return [ids.astype(self._dtype) for ids in found]
+
+    def encode_with_places(
+        self, texts: Sequence[tuple[str, str]]
+    ) -> list[tuple[Array, Array]]:
+        """Returns the ids of each text, and the characters that each id stands for.
+
+        Returns:
+          Ids as `encode` gives them, and int64 [n, 2]: first character, and the one
+          after the last.
+
+        Raises:
+          DataError: a text cannot be read; names its place.
+        """
+        strings = [_as_str(where, _as_bytes(where, text)) for where, text in texts]
+        encodings = self._tokenizer.encode_batch(strings, add_special_tokens=False)
+        return [
+            (np.array(e.ids, self._dtype), np.array(e.offsets, np.int64).reshape(-1, 2))
+            for e in encodings
+        ]
 
     def decode(self, ids: Array) -> bytes:
         """See `Tokenizer`."""
         known = [int(i) for i in np.asarray(ids) if i < self.vocab_size]
-        return self._tokenizer.decode(known, skip_special_tokens=False).encode()
+        with refusing(f"--tokenizer {self.name}: expected a text for ids"):
+            return self._tokenizer.decode(known, skip_special_tokens=False).encode()
 
 
 def open_tokenizer(path: Path | None) -> Tokenizer:
@@ -145,6 +191,33 @@ def open_tokenizer(path: Path | None) -> Tokenizer:
       DataError: as `FileTokenizer`.
     """
     return ByteTokenizer() if path is None else FileTokenizer(path.expanduser())
+
+
+def tokenizer_in(folder: Path, num_ids: int) -> Path | None:
+    """Finds the tokenizer of a checkpoint; None if its model reads bytes.
+
+    Args:
+      folder: the checkpoint's folder.
+      num_ids: rows of the model's embedding.
+
+    Raises:
+      DataError: its tokenizer has another form, or it has none and more ids than bytes.
+    """
+    path = folder.expanduser() / "tokenizer.json"
+    if path.is_file():
+        return path
+    others = [name for name in _OTHER_FORMS if path.with_name(name).exists()]
+    if not others and num_ids <= _BYTE_IDS:
+        return None
+    found = f"found {' and '.join(others)} alone, which is not read here"
+    remedy = "save the tokenizer anew with a current transformers, which writes one"
+    if not others:
+        found = f"found no tokenizer, and a model of {num_ids} ids, more than bytes"
+        remedy = "copy it from where the weights are from"
+    raise DataError(
+        f"--from {folder}: expected a tokenizer.json, {found}; {remedy}, or name one "
+        "with --tokenizer"
+    )
 
 
 def _as_bytes(where: str, text: str | bytes) -> bytes:
@@ -166,15 +239,19 @@ def _as_str(where: str, text: bytes) -> str:
         ) from error
 
 
-def _special_tokens(path: Path) -> dict[str, str]:
+def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        document = json.loads(path.read_bytes())
-    except ValueError as error:
+        document = parse_json(read_bounded(path, MOST_BYTES))
+    except (SchemaError, StoreIOError) as error:
         raise DataError(f"{path}: expected JSON: {error}") from error
+    return document if isinstance(document, dict) else {}
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     found = {}
-    for name, value in document.items() if isinstance(document, dict) else ():
+    for name, value in config.items():
         content: Any = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(content, str):
             found[name] = content

@@ -27,13 +27,15 @@ def write(tmp_path):
 def load():
     """Loads data from paths, with arguments of `DataOptions` and `load_data`."""
 
-    def call(*paths, task="causal-lm", seq_len=8, image_shape=None, **options):
+    def call(*paths, task="causal-lm", seq_len=8, **options):
+        names = ("most_tokens", "is_pretrained", "image_shape")
+        own = {name: options.pop(name) for name in names if name in options}
         data = tuple(str(path) for path in paths)
         return load_data(
             DataOptions(data=data, **options),
             task=task,
             seq_len=seq_len,
-            image_shape=image_shape,
+            **own,
         )
 
     return call

@@ -1,6 +1,9 @@
 """Images from folders, arrays and tables: pixels, classes, refusals."""
 
 import io
+import struct
+import zipfile
+import zlib
 
 import numpy as np
 import pyarrow as pa
@@ -8,6 +11,7 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
+from jaxinf.train.data import images
 from jaxinf.train.data.errors import DataError
 
 
@@ -81,11 +85,11 @@ def test_classes_of_the_parts_have_to_agree(classify, folder, tmp_path):
 
 
 def test_arrays(classify, tmp_path):
-    images, labels = pixels_of(0, 6, 4, 4, 3), np.arange(6) % 3
-    np.savez(tmp_path / "a.npz", images=images, labels=labels)
+    pixels, labels = pixels_of(0, 6, 4, 4, 3), np.arange(6) % 3
+    np.savez(tmp_path / "a.npz", images=pixels, labels=labels)
     data = classify(tmp_path / "a.npz")
     assert data.num_labels == 3
-    expected = {i.tobytes() for i in images.astype(np.float32) / 255 * 2 - 1}
+    expected = {i.tobytes() for i in pixels.astype(np.float32) / 255 * 2 - 1}
     rows = all_rows(data.train) + all_rows(data.validation)
     assert {row["images"].tobytes() for row in rows} == expected
 
@@ -206,3 +210,118 @@ def test_table_without_images(classify, tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(DataError, match="row 1: expected the bytes of an image"):
         classify(tmp_path / "a.parquet")
+
+
+def jpeg(pixels, **options):
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "jpeg", quality=90, **options)
+    return file.getvalue()
+
+
+def of_size(content, mark, skip, form, *size):
+    at = content.index(mark) + skip
+    packed = struct.pack(form, *size)
+    return content[:at] + packed + content[at + len(packed) :]
+
+
+def with_bomb(folder, suffix, content):
+    for path in folder.glob("*/*.png"):
+        path.unlink()
+        path.with_suffix(suffix).write_bytes(content)
+
+
+def test_large_jpeg_is_decoded_at_a_half(classify, folder, monkeypatch):
+    monkeypatch.setattr(images, "MOST_PIXELS", 32 * 32)
+    shades = np.repeat(np.arange(0, 256, 4, dtype=np.uint8)[None], 64, axis=0)
+    with_bomb(folder, ".jpg", jpeg(shades))
+    decoded = []
+    resized = images._resized
+    monkeypatch.setattr(
+        images,
+        "_resized",
+        lambda i, *rest: decoded.append(i.shape) or resized(i, *rest),
+    )
+    row = classify(folder, shape=(4, 4, 1)).train[0]["images"][0, :, 0]
+    assert decoded == [(32, 32)]
+    np.testing.assert_allclose(row, [-0.75, -0.25, 0.25, 0.75], atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "content"),
+    [
+        (".png", of_size(png(pixels_of(0, 4, 4, 3)), b"IHDR", 4, ">I", 1 << 26)),
+        (".gif", b"GIF89a" + b"\xff" * 4 + b"\0\0\0,\0\0\0\0\1\0\1\0\0\2\0;"),
+        (".ppm", b"P6\n9000 9000\n255\n"),
+        (
+            ".jpg",
+            of_size(jpeg(pixels_of(0, 4, 4)), b"\xff\xc0", 5, ">HH", 40000, 40000),
+        ),
+        (
+            ".jpg",
+            of_size(
+                jpeg(pixels_of(0, 4, 4), progressive=True),
+                *(b"\xff\xc2", 5, ">HH", 9000, 9000),
+            ),
+        ),
+    ],
+)
+def test_decompression_bombs_are_refused(classify, folder, suffix, content):
+    if suffix == ".png":
+        head = content[12:29]
+        content = content[:29] + struct.pack(">I", zlib.crc32(head)) + content[33:]
+    with_bomb(folder, suffix, content)
+    # Pillow has a limit of its own for larger ones that are no JPEG.
+    with pytest.raises(DataError, match=r"at most 67,108,864 pixels|Decompression"):
+        classify(folder).train[0]
+
+
+def lying_npz(path, descr, shape, data=b""):
+    header = repr({"descr": descr, "fortran_order": False, "shape": shape}) + "\n"
+    member = b"\x93NUMPY\1\0" + struct.pack("<H", len(header)) + header.encode() + data
+    np.savez(path, labels=np.arange(4))
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("images.npy", member)
+
+
+@pytest.mark.parametrize(
+    ("descr", "shape"),
+    [
+        ("|u1", (4, 2**20, 2**20)),
+        ("|u1", (4, -4, 4)),
+        ("|V0", (2**40, 4, 4)),
+        ("<f8", (4, 4, 4)),
+        ("|O", (4, 2, 2)),
+        ("|u1", (4, 0, 2**40)),
+    ],
+)
+def test_arrays_that_their_file_does_not_hold(classify, tmp_path, descr, shape):
+    lying_npz(tmp_path / "a.npz", descr, shape, bytes(64))
+    with pytest.raises(DataError, match=r"a.npz: expected .*(bytes|found|objects)"):
+        classify(tmp_path / "a.npz")
+
+
+def test_archives_that_are_damaged_or_too_large(classify, tmp_path, monkeypatch):
+    path = tmp_path / "a.npz"
+    lying_npz(path, "|u1", (4, 4, 4), bytes(64))
+    assert len(classify(path).train) == 3
+    monkeypatch.setattr(images, "MACHINE_MEMORY_BYTES", 200)
+    with pytest.raises(DataError, match="and this machine has 200"):
+        classify(path)
+    whole = path.read_bytes()
+    for cut in (3, 40, len(whole) - 30):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(DataError, match=r"a.npz: expected arrays of NumPy: BadZip"):
+            classify(path)
+
+
+def test_pixels_have_to_be_finite(classify, tmp_path):
+    np.savez(tmp_path / "a.npz", images=np.full((3, 4, 4), np.inf), labels=np.arange(3))
+    with pytest.raises(DataError, match="expected finite pixels"):
+        classify(tmp_path / "a.npz").train[0]
+
+
+def test_labels_beyond_int32(classify, tmp_path):
+    rows = [{"image": png(pixels_of(n, 4, 4, 3)), "label": 2**31 + n} for n in range(4)]
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="row 1: expected an integer label"):
+        classify(tmp_path / "a.parquet", num_labels=2**32)

@@ -198,6 +198,27 @@ def test_fields_without_a_use_are_said(load, write):
     assert data.notes == ("fields of records that are not used: id",)
 
 
+def test_answers_that_all_begin_after_the_cut(load, write):
+    path = write("a.jsonl", [{"prompt": "p" * 30, "response": "r"}] * 5)
+    with pytest.raises(DataError, match=r"5 examples whose .* after 30 tokens; give a"):
+        load(path, seq_len=8)
+    assert load(path, seq_len=31).prompt.size
+
+
+def test_usual_length_of_rows_and_prompt(load, write):
+    pairs = [{"prompt": "ab", "response": "c" * n} for n in (3, 60)] * 20
+    data = load(write("a.jsonl", pairs), seq_len=None, most_tokens=1000)
+    assert (data.seq_len, data.train[0]["tokens"].size) == (64, 64)
+    assert data.prompt.tobytes() == b"ab"
+    assert load(write("b.jsonl", pairs), seq_len=None, most_tokens=32).seq_len == 32
+    assert load(write("a.txt", "text " * 400), seq_len=None).seq_len == 50
+
+
+def test_json_that_is_read_as_text_is_said(load, write):
+    data = load(write("a.json", json.dumps({"key": "value" * 99})))
+    assert "1 .json files that are no list of records, read as text" in data.notes
+
+
 def test_field_of_the_text(load, write):
     path = write("a.jsonl", [{"body": record["text"]} for record in TEXTS])
     assert (

@@ -1,6 +1,7 @@
 """Bytes and tokenizer.json: ids, special tokens, refusals."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -92,3 +93,34 @@ def test_files_that_are_none(tmp_path, content):
         path.write_bytes(content)
     with pytest.raises(DataError, match=r"--tokenizer .*tokenizer.json: expected"):
         open_tokenizer(path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {
+                "model": {
+                    "type": "BPE",
+                    "vocab": {"a": 0, "b": 1, "ab": 2},
+                    "merges": ["a b"],
+                    "continuing_subword_prefix": "#" * 9,
+                }
+            },
+            "expected a tokenizer.json of the tokenizers package: PanicException",
+        ),
+        (
+            {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+            "expected ids of a.txt and what follows: PanicException",
+        ),
+        (
+            {"model": {"type": "WordLevel", "vocab": {"one": 1}, "unk_token": "?"}},
+            "expected ids of a.txt and what follows: Exception: WordLevel error",
+        ),
+    ],
+)
+def test_a_tokenizer_that_panics(file, changed, message):
+    path = file()
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with pytest.raises(DataError, match=re.escape(message)):
+        open_tokenizer(path).encode([("a.txt", "nine")])
