@@ -28,6 +28,7 @@ def generate(
     key: jax.Array,
     temperature: float = 1.0,
     max_context: int | None = None,
+    end: int | None = None,
 ) -> jax.Array:
     """Continues a prompt.
 
@@ -44,9 +45,10 @@ def generate(
       max_context: most tokens that the model sees, by default and at most
         `num_positions`. If it was trained on shorter sequences, give their length:
         positions beyond it were never trained.
+      end: a token after which a sequence is over; stops when all are.
 
     Returns:
-        int32 [batch, num_tokens], without the prompt.
+        int32 [batch, num_tokens], without the prompt; fewer tokens if all end before.
 
     Raises:
         ValueError: the prompt is empty, a count or the temperature is negative, or the
@@ -61,6 +63,7 @@ def generate(
         key=key,
         temperature=temperature,
         max_context=max_context,
+        end=end,
     )
 
 
@@ -73,16 +76,17 @@ def generate_by(
     key: jax.Array,
     temperature: float = 1.0,
     max_context: int | None = None,
+    end: int | None = None,
 ) -> jax.Array:
     """As `generate`, for a model whose params need not be in memory.
 
     Args:
       draw: returns `next_token` of the model and its argument.
       config: the model's.
-      prompt_tokens, num_tokens, key, temperature, max_context: as `generate`.
+      prompt_tokens, num_tokens, key, temperature, max_context, end: as `generate`.
 
     Returns:
-        int32 [batch, num_tokens], without the prompt.
+        As `generate`.
     """
     text = np.asarray(prompt_tokens, np.int32)
     first = text.shape[-1]
@@ -112,6 +116,8 @@ def generate_by(
         )
         known += count
         text = np.concatenate([text, np.asarray(token)[:, None]], axis=1)
+        if end is not None and (text[:, first:] == end).any(axis=1).all():
+            break
     return jnp.asarray(text[:, first:])
 
 

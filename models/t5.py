@@ -63,6 +63,12 @@ class T5Config(ModelConfig):
                 f"T5Config.num_buckets: expected an even number of at least 4, got "
                 f"{self.num_buckets}"
             )
+        if self.max_distance <= self.num_buckets // 2:
+            raise ValueError(
+                "T5Config.max_distance: expected more than the distances with a bucket "
+                f"each, num_buckets / 2 = {self.num_buckets // 2}, got "
+                f"{self.max_distance}"
+            )
 
 
 def _version_1_1(*sizes: int) -> T5Config:

@@ -55,7 +55,8 @@ class Trainer:
         self.seconds: list[float] = []
         example = batch(arguments, 0)
         self._step: TrainStep = compile_train_step(
-            graphdef, tx, boundaries, self.params, self.state, example
+            *(graphdef, tx, boundaries, self.params, self.state, example),
+            is_clipped=arguments.clip_norm > 0,
         )
 
     def turn(self, arguments: argparse.Namespace, first: int) -> None:
@@ -67,7 +68,7 @@ class Trainer:
     def step(self, data: dict[str, np.ndarray]) -> None:
         """Runs and times one step."""
         began = time.perf_counter()
-        self.params, self.state, loss = jax.block_until_ready(
+        self.params, self.state, (loss, _) = jax.block_until_ready(
             self._step(self.params, self.state, data)
         )
         self.seconds.append(time.perf_counter() - began)

@@ -1,7 +1,7 @@
 """A plain optax loop on scikit-learn's digits, which can also run on a drive.
 
-The loop is ordinary: an MLP, Adam, minibatches. With `--store DIR` only the line that
-makes the optimizer changes:
+The loop is ordinary: an MLP, Adam, minibatches. With `--store DIR` the line that makes
+the optimizer changes, and a run that was stopped goes on:
 
     python scripts/digits.py
     python scripts/digits.py --store /mnt/nvme0/digits
@@ -42,9 +42,12 @@ def main(store=None, num_steps=400):
     images, labels = load_digits(return_X_y=True)
     x, y = jnp.asarray(images / 16.0, jnp.float32), jnp.asarray(labels)
     params = init_params(jax.random.key(0))
-    tx = optax.adam(1e-3)
+    tx, first = optax.adam(1e-3), 0
     if store is not None:
         tx = jaxinf.smart_update(optax.adam(1e-3), store)  # the one line
+        kept = jaxinf.store_of(store)
+        if kept.exists:  # of an earlier run
+            params, first = kept.params(like=params), kept.step
     state = tx.init(params)
 
     @jax.jit
@@ -54,9 +57,11 @@ def main(store=None, num_steps=400):
         return optax.apply_updates(params, updates), state
 
     batches = np.random.default_rng(0).integers(0, 1400, (num_steps, 64))
-    for rows in batches:
+    for rows in batches[first:]:
         params, state = step(params, state, x[rows], y[rows])
     accuracy = float((logits_of(params, x[1400:]).argmax(1) == y[1400:]).mean())
+    if store is not None:
+        jaxinf.close(store)
     print(f"test accuracy {accuracy:.4f} after {num_steps} steps")
     return accuracy
 

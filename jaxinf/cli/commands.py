@@ -44,7 +44,7 @@ class Inspect:
     leaf: Annotated[
         str | None,
         option(
-            "Read this leaf, e.g. h/0/attn/qkv/kernel: statistics and a histogram of "
+            "Read this leaf, e.g. h0/attn/qkv/kernel: statistics and a histogram of "
             "each of its states.",
             "NAME",
         ),

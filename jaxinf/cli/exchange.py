@@ -29,6 +29,7 @@ from jaxinf.exchange import (
     import_checkpoint,
     import_export,
     is_own_export,
+    kept_tokenizer,
 )
 from jaxinf.store import Manifest, find_checkpoint
 from jaxinf.terminal import format_bytes, make_console
@@ -95,6 +96,7 @@ class Export:
                         step,
                         destination,
                         dtype=self.dtype,
+                        beside=kept_tokenizer(store),
                         max_file_bytes=self.max_file,
                         memory_bytes=self.memory,
                         progress=progress,

@@ -34,8 +34,10 @@ __all__ = ["ADAM_STEP_BYTES", "ADAM_STORED_BYTES", "Place", "look_at_place"]
 ADAM_STORED_BYTES = 24
 """Bytes of a param with Adam in fp32: three states of 4 bytes in two slots."""
 
-ADAM_STEP_BYTES = 24
-"""Bytes that a step moves for each param: 12 read, 12 written."""
+ADAM_STEP_BYTES = 20
+"""Bytes that a step moves for each float32 param: 8 read, 12 written.
+
+The params come with the gradients where they are in the host's memory, as on a CPU."""
 
 _SHARE_OF_FREE = 4  # the temporary file takes at most a quarter of the free space
 

@@ -20,6 +20,7 @@ from jaxinf.store import (
     Verifier,
     checkpoint_names,
     find_checkpoint,
+    plan_damages,
     step_bytes,
     stray_checkpoints,
 )
@@ -54,9 +55,17 @@ def run(store: str, *, name: str | None, as_json: bool) -> bool:
         verifier = Verifier(step.directory)
         for title, place in _steps(step, name):
             with show_progress(title) as progress:
-                reports.append((title, verifier.verify(place, progress)))
+                damages = verifier.verify(place, progress)
+            if place.exists():  # a run may have removed a checkpoint meanwhile
+                reports.append((title, damages))
+            elif name is not None:
+                find_checkpoint(step.directory, name)
         if name is None:
-            add = [*_slot_links(step, verifier), *stray_checkpoints(step.directory)]
+            add = [
+                *_slot_links(step, verifier),
+                *stray_checkpoints(step.directory),
+                *plan_damages(step.directory.path),
+            ]
             reports[0][1].extend(d for d in add if d not in reports[0][1])
         num_bytes = step_bytes(step.directory)
     if as_json:

@@ -6,13 +6,22 @@ Invariant: memory stays within a budget for leaves of any size, unless another t
 
 from jaxinf.exchange.huggingface_config import Architecture, write_config
 from jaxinf.exchange.huggingface_export import export_huggingface
-from jaxinf.exchange.huggingface_source import HuggingFaceFolder, TensorLeaf
+from jaxinf.exchange.huggingface_source import (
+    HuggingFaceFolder,
+    TensorLeaf,
+    read_config_file,
+)
 from jaxinf.exchange.orbax_export import export_orbax
 from jaxinf.exchange.own_import import import_export, is_own_export
 from jaxinf.exchange.safetensors_export import export_safetensors
 from jaxinf.exchange.safetensors_writer import DEFAULT_FILE_BYTES
 from jaxinf.exchange.step_files import DEFAULT_MEMORY_BYTES, StepFiles
 from jaxinf.exchange.store_import import ImportReport, import_checkpoint
+from jaxinf.exchange.tokenizer_files import (
+    keep_tokenizer,
+    kept_tokenizer,
+    tokenizer_files,
+)
 
 __all__ = [
     "DEFAULT_FILE_BYTES",
@@ -28,5 +37,9 @@ __all__ = [
     "import_checkpoint",
     "import_export",
     "is_own_export",
+    "keep_tokenizer",
+    "kept_tokenizer",
+    "read_config_file",
+    "tokenizer_files",
     "write_config",
 ]

@@ -31,9 +31,11 @@ _LABELS = ("id2label", "label2id")
 Fields = dict[str, Any]
 
 _COUNT = Whole(0, 2**31)
+_ROPE_BASE = Number(2, 2**62)  # of less, all frequencies are alike, or none is finite
+_FACTOR = Number(0, 2**20)
 _KINDS: Mapping[str, Kind] = {
     "dropout": Number(0, 1),
-    "norm_epsilon": Number(0, 1),
+    "norm_epsilon": Number(1e-30, 0.1),
     "tied_embeddings": Flag(),
 }
 """Our field → its kind; all others are counts."""
@@ -44,16 +46,15 @@ _ROPE = Record(
         "rope_type": Text(),
         "type": Text(),
         "original_max_position_embeddings": Number(1),
-        **dict.fromkeys(
-            ("rope_theta", "factor", "low_freq_factor", "high_freq_factor"), Number()
-        ),
+        "rope_theta": _ROPE_BASE,
+        **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), _FACTOR),
     },
     others=ANYTHING,
 )
 _OTHER_KINDS: Mapping[str, Kind] = {
     "rope_parameters": _ROPE,
     "rope_scaling": _ROPE,
-    "rope_theta": Number(),
+    "rope_theta": _ROPE_BASE,
     "id2label": Mapped(ANYTHING),
     "label2id": Mapped(ANYTHING),
     "tie_word_embeddings": Flag(),

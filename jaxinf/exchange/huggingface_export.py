@@ -30,6 +30,7 @@ def export_huggingface(
     destination: Path,
     *,
     dtype: str | None = None,
+    beside: Mapping[str, bytes] | None = None,
     max_file_bytes: int = DEFAULT_FILE_BYTES,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     progress: ProgressCallback | None = None,
@@ -44,6 +45,7 @@ def export_huggingface(
       destination: a directory that does not exist yet.
       dtype: dtype of the tensors: float32, bfloat16 or float16, rounded to nearest
         even; by default that of the params on the JAX device.
+      beside: further files by name: those of the tokenizer.
       max_file_bytes: size at which another file begins; a tensor is never split.
       memory_bytes: memory for data in transit.
       progress: called with the bytes of elements done and those in all.
@@ -66,7 +68,7 @@ def export_huggingface(
         destination,
         tensors,
         {"format": "pt"},
-        lambda: {"config.json": config},
+        lambda: {**(beside or {}), "config.json": config},
         max_file_bytes=max_file_bytes,
         memory_bytes=memory_bytes,
         progress=progress,

@@ -1,11 +1,13 @@
 """A Hugging Face checkpoint folder: config.json and safetensors, checked, then read.
 
 Invariant: only headers are read until a leaf is requested, which is then read piece by
-  piece; no file outside the folder is opened.
+  piece; no file outside the folder is opened, but for the blobs of a hub's cache.
 """
 
 import math
 import mmap
+import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +22,20 @@ from jaxinf.exchange.safetensors_format import read_header
 from jaxinf.exchange.safetensors_source import index_places
 from jaxinf.exchange.safetensors_writer import INDEX_NAME, WEIGHTS_NAME
 from jaxinf.exchange.schemas import ANY_OBJECT
-from jaxinf.exchange.sources import FileArray, SourceArray
+from jaxinf.exchange.sources import FileArray, SourceArray, within
 from jaxinf.store import read_foreign
 from jaxinf.typing import FLOAT_DTYPES, Array, DeferredArray
 
-__all__ = ["HuggingFaceFolder", "TensorLeaf"]
+__all__ = ["HuggingFaceFolder", "TensorLeaf", "read_config_file"]
 
 _PIECE_BYTES = 1 << 18
 _MAX_LINES = 20
+_LAYERS = ("num_layers", "num_decoder_layers")
+_FREE = ("num_positions", "window", "max_distance", "num_labels")
+"""Counts that shape no tensor, or not in every checkpoint."""
+
+_MOST_LABELS = 1 << 16
+"""Limit without the weight of a classifier."""
 
 
 class TensorLeaf(DeferredArray):
@@ -90,7 +98,7 @@ class HuggingFaceFolder:
                 f"{path}: expected a Hugging Face checkpoint folder, found {found}; "
                 "check the path"
             )
-        config = path / "config.json"
+        config = within(path, "config.json")
         architecture = read_config(_read_json(config), where=str(config))
         return cls(path, architecture, _read_tensors(path))
 
@@ -99,21 +107,42 @@ class HuggingFaceFolder:
         """The names of its tensors."""
         return TABLES[self.architecture.table]
 
-    def check_size(self) -> None:
-        """Refuses a config with more layers than there are tensors.
+    def check_counts(self) -> None:
+        """Refuses a config with larger counts than its tensors can have.
 
         Laying out such a model could otherwise take forever.
 
         Raises:
-          ExchangeError: the config has too many layers.
+          ExchangeError: names the count and its limit.
         """
-        for name in ("num_layers", "num_decoder_layers"):
-            count = self.architecture.fields.get(name, 0)
-            if not isinstance(count, int) or count > len(self.tensors):
+        for name, count in self.architecture.fields.items():
+            if type(count) is not int:
+                continue
+            limit, why = self._limit(name)
+            if count > limit:
                 raise ExchangeError(
                     f"{self.path / 'config.json'}: {name} of {count}, expected at most "
-                    f"as many as there are tensors, found {len(self.tensors)}"
+                    f"{limit}, {why}; give the config.json that belongs to the weights"
                 )
+
+    def _limit(self, name: str) -> tuple[int, str]:
+        if name in _LAYERS:
+            numbered = (re.sub(r"\.\d+\.", ".{}.", n, count=1) for n in self.tensors)
+            most = max(Counter(numbered).values(), default=0)
+            return most, "the number of tensors of one kind"
+        if name == "num_labels":
+            head = self.tensors.get("classifier.weight")
+            if head is not None and head.shape:
+                return head.shape[0], "the rows of classifier.weight"
+            return _MOST_LABELS, "for a checkpoint without classifier.weight"
+        if name in _FREE:
+            return 1 << 31, "for any model"
+        most = max((math.prod(x.shape) for x in self.tensors.values()), default=0)
+        return most, "the elements of the largest tensor"
+
+    def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Like `leaves`, but reads no tensor, so that tied ones may differ."""
+        _Matcher(self, shapes, np.dtype(np.float32), reads=False).run()
 
     def leaves(
         self, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype[Any]
@@ -143,7 +172,10 @@ class _Matcher:
         folder: HuggingFaceFolder,
         shapes: Mapping[str, tuple[int, ...]],
         dtype: np.dtype[Any],
+        *,
+        reads: bool = True,
     ) -> None:
+        self._reads = reads
         self._where, self._table = folder.path, folder.table
         self._shapes, self._dtype = shapes, dtype
         self._names = {path: self._table.find(path) for path in shapes}
@@ -195,7 +227,7 @@ class _Matcher:
                 continue
             if name not in self._found:
                 self._found[name] = self._found.pop(alias)
-            elif not _same(self._found[alias], self._found[name]):
+            elif self._reads and not _same(self._found[alias], self._found[name]):
                 self._problems.append(
                     f"{alias}: expected the values of {name}, with which the config "
                     "says that it is tied, found others"
@@ -251,6 +283,16 @@ class _Matcher:
         ]
 
 
+def read_config_file(path: Path) -> Architecture:
+    """Reads a config.json that has no weights.
+
+    Raises:
+      ExchangeError: it cannot be read, or the architecture is not known.
+    """
+    document = read_foreign(path, ANY_OBJECT, "a config.json", "check the file")
+    return read_config(document, where=str(path))
+
+
 def _new_pages(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """Allocates an array that is returned to the system with its last reference.
 
@@ -273,7 +315,7 @@ def _read_tensors(folder: Path) -> dict[str, SourceArray]:
     places = _places(folder)
     tensors: dict[str, SourceArray] = {}
     for file in sorted(set(places.values())) or [WEIGHTS_NAME]:
-        path = folder / file
+        path = within(folder, file)
         header = read_header(path)
         for name, info in header.tensors.items():
             if places and places.get(name) != file:
@@ -303,7 +345,7 @@ def _places(folder: Path) -> dict[str, str]:
                 "(save_pretrained does)"
             )
         return {}
-    return index_places(index)
+    return index_places(within(folder, INDEX_NAME))
 
 
 def _read_json(path: Path) -> Any:

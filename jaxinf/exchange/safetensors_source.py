@@ -9,7 +9,7 @@ from jaxinf.errors import ExchangeError
 from jaxinf.exchange.safetensors_format import read_header
 from jaxinf.exchange.safetensors_writer import INDEX_NAME
 from jaxinf.exchange.schemas import INDEX
-from jaxinf.exchange.sources import FileArray, SourceArray
+from jaxinf.exchange.sources import FileArray, SourceArray, within
 from jaxinf.store import read_foreign
 
 __all__ = ["index_places", "is_safetensors", "read_safetensors"]
@@ -60,6 +60,8 @@ def _in_directory(path: Path) -> list[Path]:
     if not path.is_dir():
         return []
     index = path / INDEX_NAME
-    if not index.is_file():
-        return sorted(path.glob("*" + _SUFFIX))
-    return [path / name for name in sorted(set(index_places(index).values()))]
+    if index.is_file():
+        names = sorted(set(index_places(within(path, INDEX_NAME)).values()))
+    else:
+        names = sorted(file.name for file in path.glob("*" + _SUFFIX))
+    return [within(path, name) for name in names]

@@ -21,7 +21,7 @@ from jaxinf.io.failures import translated
 from jaxinf.layout import DEFAULT_CHUNK_ELEMENTS, LeafGrid
 from jaxinf.typing import Array
 
-__all__ = ["FileArray", "SourceArray", "TensorstoreArray", "read_whole"]
+__all__ = ["FileArray", "SourceArray", "TensorstoreArray", "read_whole", "within"]
 
 _MAX_READS_IN_FLIGHT = 4
 
@@ -172,6 +172,28 @@ def _block_shape(
         if room > 1:
             block[dim] = min(block[dim] * room, whole[dim])
     return block
+
+
+def within(folder: Path, name: str) -> Path:
+    """Returns the path of a file in a folder whose links are a stranger's.
+
+    A link may lead to another file of the folder. In a hub's cache, where the folder is
+    ``snapshots/REVISION``, it may lead to a file of ``blobs``, too.
+
+    Raises:
+      ExchangeError: the name is a link, or behind one, that leads elsewhere.
+    """
+    path, root = folder / name, Path(os.path.realpath(folder))
+    target = Path(os.path.realpath(path))
+    is_blob = root.parent.name == "snapshots" and (
+        target.parent == root.parent.parent / "blobs"
+    )
+    if not (is_blob or target.is_relative_to(root)):
+        raise ExchangeError(
+            f"{path}: expected a file in this folder, found a link to {target}, which "
+            "is not followed; copy the file into the folder if it belongs there"
+        )
+    return path
 
 
 def read_whole(array: SourceArray) -> Array:

@@ -1,8 +1,9 @@
 """``python -m jaxinf.train``: the command line of the trainer.
 
 Invariant: a known error is one message on standard error, without a traceback. The exit
-  status is 2 for an error in the command line, and 1 for one of the store, the drives
-  or the numbers.
+  status is 2 for an error in the command line, 1 for one of the store, the drives or
+  the numbers, and 130 or 143 if SIGINT or SIGTERM stopped the run before its last step,
+  which is committed.
 """
 
 import logging
@@ -15,8 +16,8 @@ import tyro
 from jaxinf import compat
 from jaxinf.command_line import UsageError
 from jaxinf.errors import JaxinfError
+from jaxinf.terminal import printable
 from jaxinf.train.config import TrainConfig
-from jaxinf.train.data.errors import DataError
 from jaxinf.train.loop import train
 
 __all__ = ["main"]
@@ -36,14 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # keeps the exception, which becomes the message here.
     logging.getLogger(compat.CALLBACK_LOGGER).setLevel(logging.CRITICAL)
     try:
-        train(config, command=shlex.join([*_PROGRAM.split(), *_to_resume(words)]))
+        command = shlex.join([*_PROGRAM.split(), *_to_resume(words)])
+        signal_number = train(config, command=command)
     except UsageError as error:
         return _fail(2, error)
-    except (JaxinfError, DataError, OSError) as error:
+    except (JaxinfError, OSError) as error:
         return _fail(1, error)
     except KeyboardInterrupt:
         return 130
-    return 0
+    return signal_number and 128 + signal_number
 
 
 def _to_resume(words: Sequence[str]) -> list[str]:
@@ -59,7 +61,8 @@ def _to_resume(words: Sequence[str]) -> list[str]:
 
 
 def _fail(status: int, error: Exception) -> int:
-    print(f"jaxinf.train: {error}", file=sys.stderr)
+    text = printable(str(error), keep="\n")
+    print(f"jaxinf.train: {text}", file=sys.stderr)
     return status
 
 

@@ -32,14 +32,14 @@ from jaxinf.stream import Form, Policy, check_keep
 from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.options import DataOptions, check_options
 from jaxinf.train.data.options import shown as _shown
-from jaxinf.train.pretrained import read_model_config
+from jaxinf.train.pretrained import read_config_file, read_model_config
 from jaxinf.typing import JsonValue
 
 __all__ = ["TrainConfig", "check"]
 
 ModelName: TypeAlias = Literal["gpt2", "bert", "t5", "vit", "bloom", "llama"]
 DTypeName: TypeAlias = Literal["float32", "bfloat16"]
-ScheduleName: TypeAlias = Literal["constant", "cosine"]
+ScheduleName: TypeAlias = Literal["constant", "cosine", "linear", "wsd"]
 ReferenceName: TypeAlias = Literal["fused", "split"]
 
 
@@ -129,6 +129,16 @@ class TrainConfig(DataOptions):
     # 0.9 M params, small 124 M, medium 355 M, large 774 M and xl 1558 M.
     preset: Annotated[str, tyro.conf.arg(metavar="NAME")] = "nano"
 
+    # A model of a size of your own: a file in the form of Hugging Face's config.json,
+    # which sets architecture and size in place of --model and --preset
+    # (docs/models.md).
+    model_file: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            name="model-config", metavar="FILE", help_behavior_hint="(default: none)"
+        ),
+    ] = None
+
     # Start from the weights in a Hugging Face checkpoint folder. Its config.json sets
     # architecture and size, so give neither --model nor --preset. With --steps 0 the
     # weights are imported into the store, leaf by leaf, and nothing is trained.
@@ -151,7 +161,10 @@ class TrainConfig(DataOptions):
 
     # Tokens in a sequence; without a --tokenizer a token is a byte. Longer sequences
     # cost more; for nano, 64 is nearly as good as more.
-    seq_len: int = 64
+    seq_len: Annotated[
+        int | None,
+        _shown("INT", "64; with --from the longest example, at most 1024"),
+    ] = None
 
     # The name of an optimizer of optax or optax.contrib. Arguments without a flag here
     # have optax's defaults. docs/optimizers.md lists the optimizers that can run near
@@ -164,21 +177,27 @@ class TrainConfig(DataOptions):
     # Peak learning rate. Required for optimizers other than adam and adamw.
     learning_rate: Annotated[
         float | None,
-        _shown("RATE", "by size: 2e-3 nano, 6e-4 at 124 M, 2e-4 at 1.5 B params"),
+        _shown(
+            "RATE",
+            "by size: 2e-3 nano, 6e-4 at 124 M, 2e-4 at 1.5 B params; with --from a "
+            "tenth",
+        ),
     ] = None
 
     # Decoupled weight decay, for adamw and lion.
-    weight_decay: Annotated[float | None, _shown("FACTOR", "0.1")] = None
+    weight_decay: Annotated[float | None, _shown("FACTOR", "0.1; 0 with --from")] = None
 
     # Momentum of sgd; with 0 none is stored.
     momentum: Annotated[float | None, _shown("FACTOR", "0.9")] = None
 
-    # The learning rate after the warm-up: constant, or falling as a cosine to a tenth
-    # at --steps. Use constant if you may extend the run later.
+    # The learning rate after the warm-up: constant; falling as a cosine to a tenth at
+    # --steps; falling linearly to 0 there; or wsd, constant until the last fifth of
+    # --steps, in which it falls linearly to 0. Use constant if you may extend the run
+    # later: it can end with wsd.
     schedule: ScheduleName = "constant"
 
     # Steps in which the learning rate rises linearly to its peak.
-    warmup_steps: int = 50
+    warmup_steps: Annotated[int | None, _shown("INT", "50; 30 with --from")] = None
 
     # Clip gradients to this global norm; 0 is off. With clipping, updates start only
     # when all gradients are known.
@@ -273,14 +292,19 @@ class TrainConfig(DataOptions):
     @property
     def model_config(self) -> ModelConfig:
         """The model's configuration, with the head for the task."""
-        if self.source is None:
-            base = self.family.presets[self.preset]
-        else:
-            base = read_model_config(self.source)
         precise = dataclasses.replace(
-            base, dtype=self.dtype, param_dtype=self.param_dtype
+            self._size, dtype=self.dtype, param_dtype=self.param_dtype
         )
         return config_for(precise, self.task_name, num_labels=self.num_labels)
+
+    @property
+    def _size(self) -> ModelConfig:
+        """The model's configuration as a file or a preset has it."""
+        if self.source is not None:
+            return read_model_config(self.source)
+        if self.model_file is not None:
+            return read_config_file(self.model_file)
+        return MODELS[self.model].presets[self.preset]
 
     @property
     def task_name(self) -> TaskName:
@@ -290,16 +314,17 @@ class TrainConfig(DataOptions):
     @property
     def family(self) -> ModelFamily:
         """The architecture."""
-        if self.source is None:
+        if self.source is None and self.model_file is None:
             return MODELS[self.model]
-        return family_of(read_model_config(self.source))
+        return family_of(self._size)
 
     @property
     def model_name(self) -> str:
         """The architecture and its size, for people."""
-        if self.source is None:
+        place = self.source or self.model_file
+        if place is None:
             return f"{self.model} {self.preset}"
-        return f"{self.family.name} of {self.source}"
+        return f"{self.family.name} of {place}"
 
     @property
     def takes_images(self) -> bool:
@@ -428,7 +453,7 @@ def _check_ranges(config: TrainConfig) -> None:
 
 def _check_model(config: TrainConfig) -> None:
     presets = MODELS[config.model].presets
-    if config.source is not None:
+    if config.source is not None or config.model_file is not None:
         _check_source(config)
     elif config.preset not in presets:
         raise UsageError(
@@ -442,12 +467,13 @@ def _check_model(config: TrainConfig) -> None:
             f"--task {config.task_name}: expected one of {config.family.name}'s, "
             f"{', '.join(tasks)}; --model with that task: {', '.join(able)}"
         )
-    seq_len_field = next(f for f in dataclasses.fields(config) if f.name == "seq_len")
-    if config.takes_images and config.seq_len != seq_len_field.default:
+    if config.seq_len is None:
+        return
+    if config.takes_images:
         raise UsageError("--seq-len: the model takes images; leave it out")
     limit = getattr(config.model_config, "num_positions", None)
     if limit is not None and config.seq_len > limit and config.steps:
-        owner = f"preset {config.preset}" if config.source is None else config.source
+        owner = config.source or config.model_file or f"preset {config.preset}"
         raise UsageError(
             f"--seq-len: expected at most {limit}, the positions of {owner}, got "
             f"{config.seq_len}"
@@ -455,14 +481,16 @@ def _check_model(config: TrainConfig) -> None:
 
 
 def _check_source(config: TrainConfig) -> None:
-    """Refuses flags that contradict the checkpoint's config.json."""
+    """Refuses flags that contradict the config.json of --from or --model-config."""
+    given = f"--from {config.source}"
+    others = ["model", "preset", "model_file"]
+    if config.source is None:
+        given = f"--model-config {config.model_file}"
+        others.remove("model_file")
     for field in dataclasses.fields(config):
-        is_of_model = field.name in ("model", "preset")
-        if is_of_model and getattr(config, field.name) != field.default:
-            raise UsageError(
-                f"{_flag(field.name)}: --from {config.source} says which model it is; "
-                "leave it out"
-            )
+        if field.name in others and getattr(config, field.name) != field.default:
+            flag = _flag(field.name.replace("file", "config"))
+            raise UsageError(f"{flag}: {given} says which model it is; leave it out")
     if config.mode == "memory" and not config.steps:
         raise UsageError(
             "--steps 0: --mode memory has no store to import into; leave it out, or "

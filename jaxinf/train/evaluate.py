@@ -30,7 +30,6 @@ _MIN_BATCHES, _MAX_BATCHES = 4, 64
 _SAMPLE_BUDGET = 1.2e11
 _SAMPLE_TOKENS = 200
 _MIN_SAMPLE_TOKENS = 8
-_PROMPT_TOKENS = 32
 _TEMPERATURE = 0.8  # below 1, because a small model's rare bytes are mostly noise
 
 
@@ -112,16 +111,15 @@ class Evaluator:
 
     def sample(self, params: PyTree) -> tuple[bytes, bytes]:
         """Returns a prompt from the held-out text and the model's continuation."""
-        config, text = self._config, self._data.held_out_tokens
-        tokenizer = self._data.tokenizer
-        if text is None or tokenizer is None or config.sample_bytes == 0:
+        config, prompt = self._config, self._data.prompt
+        tokenizer, seq_len = self._data.tokenizer, self._data.seq_len
+        if prompt is None or tokenizer is None or config.sample_bytes == 0:
             return b"", b""
         num_new = config.sample_bytes
         if num_new is None:
-            cost = num_params(config.model_config) * config.seq_len
+            cost = num_params(config.model_config) * seq_len
             fitting = max(_SAMPLE_BUDGET / cost, _MIN_SAMPLE_TOKENS)
             num_new = int(min(fitting, _SAMPLE_TOKENS))
-        prompt = text[: min(_PROMPT_TOKENS, config.seq_len)]
         tokens = generate_by(
             lambda inputs: self._draw(params, inputs),
             config.model_config,
@@ -129,9 +127,13 @@ class Evaluator:
             num_new,
             key=jax.random.key(config.seed),
             temperature=_TEMPERATURE,
-            max_context=config.seq_len,
+            max_context=seq_len,
+            end=tokenizer.end,
         )
-        return tokenizer.decode(prompt), tokenizer.decode(np.asarray(tokens[0]))
+        drawn = [int(token) for token in tokens[0]]
+        if tokenizer.end in drawn:
+            drawn = drawn[: drawn.index(tokenizer.end)]
+        return tokenizer.decode(prompt), tokenizer.decode(np.array(drawn, np.int64))
 
 
 def num_tokens(batch: Batch) -> int:

@@ -70,6 +70,7 @@ class InMemory:
             self._config.reference,
             *(params, state, batch),
             task=self._config.task_name,
+            is_clipped=self._config.clip_norm > 0,
         )
 
     def function(

@@ -13,24 +13,35 @@ from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.images import ImageShape
 from jaxinf.train.data.load import TrainingData, load_data
 from jaxinf.train.data.loader import Batches
+from jaxinf.train.data.tokenizers import tokenizer_in
 
-__all__ = ["load", "make_batches"]
+__all__ = ["load", "make_batches", "with_tokenizer"]
+
+_SEQ_LEN = 64
 
 
 def load(config: TrainConfig) -> tuple[TrainConfig, TrainingData]:
     """Reads a run's data (blocks).
 
     Returns:
-      The config, with the data's number of classes, and the data.
+      The config, with the data's number of classes, the tokenizer, and the length of
+      rows, and the data.
 
     Raises:
       UsageError: the data is empty, malformed, or unsuitable for this model.
     """
     try:
+        config = with_tokenizer(config)
+        limit = getattr(config.model_config, "num_positions", None)
+        seq_len = config.seq_len
+        if seq_len is None and config.source is None:
+            seq_len = min(_SEQ_LEN, limit or _SEQ_LEN)
         data = load_data(
             config,
             task=config.task_name,
-            seq_len=config.seq_len,
+            seq_len=seq_len,
+            most_tokens=limit,
+            is_pretrained=config.source is not None,
             image_shape=_image_shape(config),
         )
         for rows in (data.train, data.validation):
@@ -40,7 +51,19 @@ def load(config: TrainConfig) -> tuple[TrainConfig, TrainingData]:
     _check_vocabulary(config, data)
     if data.num_labels is not None:
         config = dataclasses.replace(config, num_labels=data.num_labels)
-    return config, data
+    return dataclasses.replace(config, seq_len=data.seq_len or None), data
+
+
+def with_tokenizer(config: TrainConfig) -> TrainConfig:
+    """Returns the config with the tokenizer of the checkpoint's folder, if it has one.
+
+    Raises:
+      DataError: the folder's tokenizer cannot be read here.
+    """
+    num_ids = getattr(config.model_config, "vocab_size", None)
+    if config.tokenizer is not None or config.source is None or num_ids is None:
+        return config
+    return dataclasses.replace(config, tokenizer=tokenizer_in(config.source, num_ids))
 
 
 def make_batches(config: TrainConfig, data: TrainingData) -> Batches:
@@ -84,6 +107,6 @@ def _check_vocabulary(config: TrainConfig, data: TrainingData) -> None:
         raise UsageError(
             f"--tokenizer {data.tokenizer.name}: expected ids below {num_rows}, the "
             f"rows of the embedding of {config.model_name}, found ids up to "
-            f"{largest}; give the tokenizer that the model was made with, or a "
-            "larger preset"
+            f"{largest}; give the tokenizer that the model was made with"
+            f"{', or a larger model' if config.source is None else ''}"
         )

@@ -10,9 +10,11 @@ Invariant: batch n is a function of the data, the seed and n alone, and each com
 import contextlib
 import dataclasses
 import functools
+import importlib.metadata
 import json
 import platform
 import time
+from pathlib import Path
 
 import jax
 import optax
@@ -44,6 +46,7 @@ from jaxinf.train.report import (
     say_stopped,
 )
 from jaxinf.train.resume import Identity, first_payload
+from jaxinf.train.schedules import learning_rates, resolved_settings
 from jaxinf.train.signals import StopRequest
 from jaxinf.train.step import TrainStep
 from jaxinf.typing import PyTree
@@ -56,13 +59,16 @@ _IMPORT_BYTES, _IMPORT_LEAF_BYTES = 4 << 20, 64 << 10
 
 def train(
     config: TrainConfig, *, command: str = "", console: Console | None = None
-) -> None:
+) -> int:
     """Trains, or resumes training, until `config.steps`; blocks.
 
     Args:
       config: the run's configuration.
       command: the command to show the user for resuming the run.
       console: the console to print to; by default standard output.
+
+    Returns:
+      The number of the signal that stopped it, or 0 if it reached its last step.
 
     Raises:
       UsageError: the config asks for something impossible.
@@ -73,7 +79,7 @@ def train(
     console = console or make_console(soft_wrap=True)
     if not config.steps:
         _import(config, console)
-        return
+        return 0
     with console.status("reading the data"):
         config, data = load(config)
     batches = make_batches(config, data)
@@ -82,12 +88,13 @@ def train(
         contextlib.closing(open_backend(config, make_optimizer(config))) as backend,
         contextlib.closing(_Run(config, data, batches, backend, console)) as run,
     ):
-        run.go()
+        signal_number = run.go()
         if run.step < config.steps:
             say_stopped(console, config, run.step, command)
-            return
+            return signal_number
         say_evaluation(console, run.evaluate(), run.evaluator, run.params)
         say_results(console, config, backend)
+        return 0
 
 
 def _import(config: TrainConfig, console: Console) -> None:
@@ -142,6 +149,8 @@ class _Run:
             lambda: _first_params(config), like, first_payload(config), batches[0]
         )
         self._num_skipped = backend.num_skipped(self._state)
+        self._num_updates = backend.committed_step(self._state)
+        self._learning_rate = learning_rates(config)
         self._data = data
         self._open_logs()
 
@@ -165,22 +174,33 @@ class _Run:
         self._metrics = MetricsLog(logs, self.step)
         self._validation = JsonLines(logs / "validation.jsonl", self.step)
         self._best = Best(self._backend, logs / "validation.jsonl")
+        self._write_config(logs)
+
+    def _write_config(self, logs: Path) -> None:
+        """Writes config.json, or that of a resumed run beside it."""
+        path = logs / "config.json"
+        if path.exists() and self.step:
+            path = logs / f"config.{self.step}.json"
+        elif path.exists():
+            path.replace(logs / "config.previous.json")
         versions = {
+            "jaxinf": importlib.metadata.version("jaxinf"),
             "python": platform.python_version(),
             "jax": jax.__version__,
             "optax": optax.__version__,
         }
-        document = self._config.to_json() | {"versions": versions}
-        (logs / "config.json").write_text(json.dumps(document, indent=1) + "\n")
+        document = self._config.to_json() | resolved_settings(self._config)
+        document["versions"] = versions
+        path.write_text(json.dumps(document, indent=1) + "\n")
 
-    def go(self) -> None:
-        """Trains until the config's last step, or until a signal."""
+    def go(self) -> int:
+        """Trains until the last step, or until a signal; returns its number or 0."""
         first, last = self.step, self._config.steps
         if first >= last:
             self._console.print(
                 f"already at step {first}, nothing to train: --steps is {last}"
             )
-            return
+            return 0
         train_step = self._compile()
         unit = "images" if self._config.takes_images else "tokens"
         coming = self._batches.starting_at(Batches.position_of(first))
@@ -197,6 +217,7 @@ class _Run:
                 if self._is_eval_due():
                     found = self.evaluate()
                     self._console.print(f"step {self.step}: {describe(found)}")
+        return stop.number
 
     def _compile(self) -> TrainStep:
         """Compiles before the first step, so that its time is like the others'."""
@@ -214,7 +235,7 @@ class _Run:
         self._backend.announce(self._state, position)
         started_s = time.monotonic()
         try:
-            self.params, self._state, loss = jax.block_until_ready(
+            self.params, self._state, (loss, norm) = jax.block_until_ready(
                 train_step(self.params, self._state, batch)
             )
         except jax.errors.JaxRuntimeError:
@@ -222,9 +243,14 @@ class _Run:
             raise
         step_s = time.monotonic() - started_s
         self.step += 1
+        rate = self._learning_rate(self._num_updates)
         is_skipped = self._note_skipped()
+        self._num_updates += not is_skipped
         line = StepLine(
-            self.step, float(loss), num_tokens(batch), step_s, rss_bytes=rss_bytes()
+            *(self.step, float(loss), num_tokens(batch), step_s),
+            rss_bytes=rss_bytes(),
+            learning_rate=rate,
+            gradient_norm=None if norm is None else float(norm),
         )
         recorder.add(line, self._backend.costs(self._state, is_skipped=is_skipped))
 

@@ -42,6 +42,9 @@ class StepLine:
       link_down_bytes: bytes over the host link to the CSDs: gradients.
       link_up_bytes: bytes over the host link from the CSDs: updates or new params.
       rss_bytes: resident memory of the process after the step.
+      learning_rate: the rate of the step's update.
+      gradient_norm: global norm of the gradients, before clipping; null if it is not
+        finite, and in mode stream, where the gradients never exist at once.
       stream: in mode stream the fields of `jaxinf.stream.StreamMetrics`, and with
         ``--policy plan`` its `forecast`; the line of another mode does not have it.
 
@@ -59,13 +62,16 @@ class StepLine:
     link_down_bytes: int | None = None
     link_up_bytes: int | None = None
     rss_bytes: int | None = None
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
     stream: Mapping[str, Any] | None = None
 
     def to_json(self) -> str:
         """Returns the line without its newline; NaN, which JSON lacks, becomes null."""
         fields = dataclasses.asdict(self)
-        if self.loss is not None and not math.isfinite(self.loss):
-            fields["loss"] = None
+        for name in ("loss", "gradient_norm"):
+            if fields[name] is not None and not math.isfinite(fields[name]):
+                fields[name] = None
         if self.stream is None:
             del fields["stream"]
         return json.dumps(fields)

@@ -13,6 +13,7 @@ import optax
 
 from jaxinf.engine import Store
 from jaxinf.errors import StoreMismatchError
+from jaxinf.exchange import keep_tokenizer, tokenizer_files
 from jaxinf.optimizer import SmartUpdateState
 from jaxinf.train.backend import NO_TRAFFIC, Costs
 from jaxinf.train.config import TrainConfig
@@ -27,7 +28,8 @@ __all__ = ["KeptInStore", "OnStore"]
 class KeptInStore(abc.ABC):
     """A backend whose run is kept in a store."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, config: TrainConfig, store: Store) -> None:
+        self._config = config
         self.store = store
 
     def committed(self) -> JsonValue:
@@ -56,8 +58,17 @@ class KeptInStore(abc.ABC):
         raise StoreMismatchError(
             f"{self.store.path}: the store was made with "
             f"{describe_architecture(theirs)}, this command has "
-            f"{describe_architecture(ours)}; give the --from, or the --model, "
-            "--preset and --task, that made it, or another --store"
+            f"{describe_architecture(ours)}; give the --from, the "
+            "--model-config, or the --model, --preset and --task that made it, or "
+            "another --store"
+        )
+
+    def _tokenizer_files(self) -> dict[str, bytes]:
+        """Reads the files that a new store keeps for exports."""
+        tokenizer, weights = self._config.tokenizer, self._config.source
+        return tokenizer_files(
+            tokenizer=tokenizer and tokenizer.expanduser(),
+            weights=weights and weights.expanduser(),
         )
 
     def announce(self, state: Any, position: Mapping[str, JsonValue]) -> None:
@@ -115,8 +126,7 @@ class OnStore(KeptInStore):
         store: Store,
         tx: optax.GradientTransformationExtraArgs,
     ) -> None:
-        super().__init__(store)
-        self._config = config
+        super().__init__(config, store)
         self._tx = tx
 
     def init(
@@ -136,8 +146,10 @@ class OnStore(KeptInStore):
 
     def begin(self, params: PyTree, first: Mapping[str, JsonValue]) -> SmartUpdateState:
         """Makes the store of new params, or compares them with those of its step 0."""
+        files = self._tokenizer_files()
         self._note_new(first)
         state = self._tx.init(params)
+        keep_tokenizer(self.store.path, files)
         assert isinstance(state, SmartUpdateState)
         return state
 
@@ -151,6 +163,7 @@ class OnStore(KeptInStore):
             self._boundaries,
             *(params, state, batch),
             task=self._config.task_name,
+            is_clipped=self._config.clip_norm > 0,
         )
 
     def function(

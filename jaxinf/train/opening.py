@@ -44,6 +44,7 @@ def open_backend(
             restore=config.restore,
             master=config.master,
             state=config.state,
+            keep_saved=0,  # the trainer goes on from the store alone
         )
     except (ValueError, NotADirectoryError) as error:
         raise UsageError(str(error)) from error

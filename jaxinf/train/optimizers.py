@@ -7,7 +7,6 @@ configures one, and both modes use the same result.
 import difflib
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,34 +14,29 @@ import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
-from jaxinf_models import num_params
 
 from jaxinf.command_line import UsageError
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.program import trace_init, trace_update
 from jaxinf.stream import check_init, passes_for, trace_optimizer
 from jaxinf.train.config import TrainConfig
+from jaxinf.train.schedules import (
+    make_schedule,
+    num_warmup_steps,
+    peak_learning_rate,
+    weight_decay,
+)
 from jaxinf.typing import PyTree
 
 __all__ = [
-    "behind_clipping", "check_optimizer", "make_clipping", "make_optimizer",
-    "optax_optimizers", "peak_learning_rate",
-]  # fmt: skip
+    "behind_clipping",
+    "check_optimizer",
+    "make_clipping",
+    "make_optimizer",
+    "optax_optimizers",
+]
 
-# nano: measured over 1,000 steps of the default run, 2e-3 ends at 1.97, 3e-3 at 1.99
-# and 5e-3 at 2.43. The others: Brown et al. 2020 (GPT-3), table 2.1, at the sizes that
-# lie between these bounds.
-_LEARNING_RATES = {
-    20e6: 2e-3,
-    250e6: 6e-4,
-    600e6: 3e-4,
-    1.2e9: 2.5e-4,
-    5e9: 2e-4,
-    math.inf: 1.2e-4,
-}
-_WEIGHT_DECAY = 0.1  # GPT-3, and every GPT-2 reproduction since
 _MOMENTUM = 0.9
-_COSINE_FLOOR = 0.1  # of the peak, as in GPT-3
 
 _NUMBERS = {"none": None, "true": True, "false": False}
 
@@ -156,14 +150,6 @@ def behind_clipping(
     return optax.GradientTransformationExtraArgs(clipped.init, update)
 
 
-def peak_learning_rate(config: TrainConfig) -> float:
-    """Returns the given rate, or the default for a model of this size."""
-    if config.learning_rate is not None:
-        return config.learning_rate
-    size = num_params(config.model_config)
-    return next(rate for bound, rate in _LEARNING_RATES.items() if size < bound)
-
-
 _RATES = ("learning_rate", "max_learning_rate")
 
 
@@ -187,9 +173,9 @@ def _find(name: str) -> Callable[..., optax.GradientTransformation]:
 
 def _flags(config: TrainConfig) -> dict[str, Any]:
     """Returns options with a flag or default of ours; `check` restricts the flags."""
-    if config.optimizer in ("adamw", "lion"):
-        given = config.weight_decay
-        return {"weight_decay": _WEIGHT_DECAY if given is None else given}
+    decay = weight_decay(config)
+    if decay is not None:
+        return {"weight_decay": decay}
     if config.optimizer == "sgd":
         momentum = _MOMENTUM if config.momentum is None else config.momentum
         return {"momentum": momentum or None}
@@ -199,26 +185,15 @@ def _flags(config: TrainConfig) -> dict[str, Any]:
 def _rate(config: TrainConfig, parameter: inspect.Parameter) -> Any:
     """Returns the schedule, or a number for optimizers that take only a number."""
     if "Callable" in str(parameter.annotation):
-        return _schedule(config)
-    if config.schedule != "constant" or config.warmup_steps:
+        return make_schedule(config)
+    num_warmup = num_warmup_steps(config)
+    if config.schedule != "constant" or num_warmup:
         raise UsageError(
             f"--optimizer {config.optimizer}: expected one learning rate for the whole "
             f"run, got --schedule {config.schedule} --warmup-steps "
-            f"{config.warmup_steps}; give --schedule constant --warmup-steps 0"
+            f"{num_warmup}; give --schedule constant --warmup-steps 0"
         )
     return peak_learning_rate(config)
-
-
-def _schedule(config: TrainConfig) -> optax.ScalarOrSchedule:
-    peak, num_warmup = peak_learning_rate(config), config.warmup_steps
-    if config.schedule == "constant":
-        after = optax.constant_schedule(peak)
-    else:
-        num_left = max(1, config.steps - num_warmup)
-        after = optax.cosine_decay_schedule(peak, num_left, alpha=_COSINE_FLOOR)
-    # Starts at peak / (n + 1), because a first step at rate 0 would waste a batch.
-    warmup = optax.linear_schedule(peak / (num_warmup + 1), peak, num_warmup)
-    return optax.join_schedules([warmup, after], [num_warmup]) if num_warmup else after
 
 
 # --- --optimizer-args --------------------------------------------------------------

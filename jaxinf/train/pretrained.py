@@ -4,6 +4,7 @@ Invariant: the whole config and all weights are checked before a store is made; 
 that only one leaf at a time is in memory.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,9 +23,9 @@ from jaxinf_models import (
     split,
 )
 
-from jaxinf import compat
+from jaxinf import compat, exchange
 from jaxinf.errors import ExchangeError
-from jaxinf.exchange import HuggingFaceFolder
+from jaxinf.exchange import Architecture, HuggingFaceFolder
 from jaxinf.typing import DeferredArray, JsonValue, PyTree
 
 __all__ = [
@@ -33,8 +34,11 @@ __all__ = [
     "describe_architecture",
     "held_params",
     "is_deferred",
+    "read_config_file",
     "read_model_config",
 ]
+
+_MOST_LAYERS = 1000
 
 
 @functools.lru_cache(maxsize=4)
@@ -46,18 +50,67 @@ def read_model_config(folder: Path) -> ModelConfig:
     """Returns the configuration of a checkpoint's model, in float32.
 
     Raises:
-      ExchangeError: the folder, its config or its headers cannot be read.
+      ExchangeError: the folder, its config or its headers cannot be read, or do not
+        belong together.
     """
-    checkpoint = _folder(folder.expanduser().absolute())
-    checkpoint.check_size()
-    found = checkpoint.architecture
+    return _config(folder.expanduser().absolute())
+
+
+@functools.lru_cache(maxsize=4)
+def _config(folder: Path) -> ModelConfig:
+    checkpoint = _folder(folder)
+    checkpoint.check_counts()
+    config, shapes = _config_of(checkpoint.architecture, folder / "config.json")
+    checkpoint.check_shapes(shapes)
+    return config
+
+
+@functools.lru_cache(maxsize=4)
+def read_config_file(path: Path) -> ModelConfig:
+    """Returns the configuration in a config.json without weights, in float32.
+
+    Raises:
+      ExchangeError: the file cannot be read, or is the config of no model here.
+    """
+    found = exchange.read_config_file(path.expanduser())
+    for name in ("num_layers", "num_decoder_layers"):
+        if found.fields.get(name, 0) > _MOST_LAYERS:
+            raise ExchangeError(
+                f"{path}: {name} of {found.fields[name]}, expected at most "
+                f"{_MOST_LAYERS}; larger models take too long to lay out"
+            )
+    return _config_of(found, path)[0]
+
+
+def _config_of(
+    found: Architecture, path: Path
+) -> tuple[ModelConfig, dict[str, tuple[int, ...]]]:
+    """Returns the configuration, and the shapes of the model's params by path."""
     try:
-        return config_from_json(found.model, found.fields)
-    except (ValueError, TypeError) as error:
+        config = config_from_json(found.model, found.fields)
+        shapes = {path: leaf.shape for path, leaf in _leaves(config).items()}
+    except (ValueError, TypeError, ArithmeticError) as error:
         raise ExchangeError(
-            f"{folder / 'config.json'}: expected the config of a {found.model_type}, "
-            f"found one that cannot be: {error}"
+            f"{path}: expected the config of a {found.model_type}, found one that "
+            f"cannot be: {error}"
         ) from error
+    return config, shapes
+
+
+def _leaves(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    return {_path(keys): leaf for keys, leaf in _flat(_abstract(config))}
+
+
+def _abstract(config: ModelConfig) -> PyTree:
+    """Returns the tree of a model's params, with their shapes; dtypes are float32."""
+    # Tracing a large model takes seconds.
+    plain = dataclasses.replace(config, dtype="float32", param_dtype="float32")
+    return _traced(plain)
+
+
+@functools.lru_cache(maxsize=4)
+def _traced(config: ModelConfig) -> PyTree:
+    return abstract_params(config)[1]
 
 
 def architecture_of(
@@ -95,8 +148,8 @@ def deferred_params(folder: Path, config: ModelConfig, seed: int) -> PyTree:
     Raises:
       ExchangeError: tensors are missing, too many, or of other shapes; lists all.
     """
-    _, like = abstract_params(config)
-    shapes = {_path(keys): leaf.shape for keys, leaf in _flat(like)}
+    like = _abstract(config)
+    shapes = {path: leaf.shape for path, leaf in _leaves(config).items()}
     checkpoint = _folder(folder.expanduser().absolute())
     leaves = checkpoint.leaves(shapes, np.dtype(config.param_dtype))
     new = {path for path, leaf in leaves.items() if leaf is None}

@@ -100,9 +100,9 @@ class Progress:
 
     def _text(self, line: StepLine) -> str:
         return (
-            f"step {line.step}/{self._last}  loss {self._loss:.3f}  "
-            f"{self._tokens_per_s:,.0f} {self._unit}/s{self._drive}{self._stream}  "
-            f"memory {format_bytes(line.rss_bytes or 0)}{self._left(line.step)}"
+            f"step {line.step}/{self._last}{self._left(line.step)}  "
+            f"loss {self._loss:.3f}  {self._tokens_per_s:,.0f} {self._unit}/s  "
+            f"memory {format_bytes(line.rss_bytes or 0)}{self._drive}{self._stream}"
         )
 
     def _left(self, step: int) -> str:

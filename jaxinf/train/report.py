@@ -18,7 +18,11 @@ from jaxinf.train.data.parts import TrainingData
 from jaxinf.train.evaluate import Evaluation, Evaluator, TextEntropy
 from jaxinf.train.metrics import peak_rss_bytes
 from jaxinf.train.on_store import KeptInStore, OnStore
-from jaxinf.train.optimizers import peak_learning_rate
+from jaxinf.train.schedules import (
+    num_warmup_steps,
+    peak_learning_rate,
+    weight_decay,
+)
 from jaxinf.train.streamed import Streamed
 from jaxinf.typing import PyTree
 
@@ -35,24 +39,40 @@ def say_config(console: Console, config: TrainConfig, data: TrainingData) -> Non
     """Describes the run in a few lines."""
     model = config.model_config
     source = "Python's standard library" if not config.data else " ".join(config.data)
+    notes = "".join(f"        {note}\n" for note in data.notes)
     batch = f"{config.batch_size} images"
     if data.tokenizer is not None:
         unit = "bytes" if data.tokenizer.name == "bytes" else "tokens"
         batch = f"{config.batch_size} x {config.seq_len} {unit}"
+        if config.source is not None:
+            notes += f"        tokens by {data.tokenizer.name}\n"
     place = "memory" if config.store is None else f"store {config.store.absolute()}"
-    notes = "".join(f"        {note}\n" for note in data.notes)
     console.print(
         f"model   {config.model_name}: {num_params(model):,} params in "
         f"{config.param_dtype}, computed in {config.dtype}\n"
         f"task    {config.task_name}\n"
         f"data    {source}: {data.description}\n"
         f"{notes}"
-        f"steps   {config.steps} of {batch}, {config.optimizer}, "
-        f"learning rate {peak_learning_rate(config):g} ({config.schedule}), "
-        f"seed {config.seed}\n"
+        f"steps   {config.steps} of {batch}, seed {config.seed}\n"
+        f"rate    {_rate_line(config)}\n"
         f"{_compression_line(config)}"
         f"state   in {place}; logs in {config.logs}"
     )
+
+
+def _rate_line(config: TrainConfig) -> str:
+    """Describes the optimizer; says where fine-tuning has other defaults."""
+    decay, num_warmup = weight_decay(config), num_warmup_steps(config)
+    line = f"{config.optimizer}, learning rate {peak_learning_rate(config):g}, "
+    line += f"{config.schedule} after {num_warmup} steps of warm-up"
+    if decay is not None:
+        line += f", weight decay {decay:g}"
+    given = (config.learning_rate, config.warmup_steps)
+    if decay is not None:
+        given += (config.weight_decay,)
+    if config.source is None or None not in given:
+        return line
+    return f"{line} (defaults for fine-tuning, without flags)"
 
 
 def _compression_line(config: TrainConfig) -> str:
@@ -74,7 +94,8 @@ def say_evaluation(
     if entropy is not None:
         console.print(_judgement(found, entropy))
     prompt, text = map(_shown, evaluator.sample(params))
-    if text:
+    if prompt:
+        text = text or "(the end, at once)"
         console.print(f"\nsample, after {prompt!r}:\n{text}\n")
 
 

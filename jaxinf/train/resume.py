@@ -12,8 +12,8 @@ from jaxinf.errors import StoreMismatchError
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch, Batches, batch_checksum
 from jaxinf.train.data.parts import TrainingData
-from jaxinf.train.optimizers import peak_learning_rate
 from jaxinf.train.pretrained import architecture_of
+from jaxinf.train.schedules import resolved_settings
 from jaxinf.typing import JsonValue
 
 __all__ = ["Identity", "first_payload"]
@@ -43,11 +43,12 @@ class Identity:
 
     def __init__(self, config: TrainConfig, data: TrainingData) -> None:
         self._where = config.store
+        self._model_flag = "--model and --preset"
+        if config.source or config.model_file:
+            self._model_flag = "--from" if config.source else "--model-config"
         self._architecture = _architecture(config)
         self._batch_size = config.batch_size
-        settings = config.to_json()
-        settings["learning_rate"] = peak_learning_rate(config)
-        settings["task"] = config.task_name
+        settings = config.to_json() | resolved_settings(config)
         self._settings = {name: settings[name] for name in (*_FIXED, *_FREE, "steps")}
         self._data = data.identity
         self._version = importlib.metadata.version(_LOADER)
@@ -88,7 +89,8 @@ class Identity:
             for name in _FIXED
             if held["settings"].get(name) != self._settings[name]
         ]
-        differences += self._other_fields(held.get("architecture"))
+        if not any(line.startswith(("--model:", "--preset:")) for line in differences):
+            differences += self._other_fields(held.get("architecture"))
         if held["data"] != self._data:
             differences.append(
                 f"--data: the run has {_describe(held['data'])}, this command "
@@ -139,8 +141,8 @@ class Identity:
         theirs, ours = held["fields"], self._architecture["fields"]
         assert isinstance(ours, Mapping)
         return [
-            f"--from: {name} of the run's model is {theirs.get(name)}, of this "
-            f"command's {ours.get(name)}"
+            f"{self._model_flag}: {name} of the run's model is {theirs.get(name)}, of "
+            f"this command's {ours.get(name)}"
             for name in sorted({*theirs, *ours})
             if theirs.get(name) != ours.get(name)
         ]
@@ -149,7 +151,7 @@ class Identity:
         """Lists settings that differ from the run's and apply from here on."""
         held = _read(payload, self._where)["settings"]
         names: list[str] = list(_FREE)
-        if self._settings["schedule"] == "cosine":
+        if self._settings["schedule"] != "constant":
             names.append("steps")  # the length of the decay
         return [
             f"{name} {held.get(name)} -> {self._settings[name]}"

@@ -25,17 +25,20 @@ class StopRequest:
 
     Args:
       on_request: called once, from another thread, with the first signal's name.
+
+    Attributes:
+      number: the first signal's number, or 0 before.
     """
 
     def __init__(self, on_request: Callable[[str], None]) -> None:
         self._on_request = on_request
-        self._requested = threading.Event()
+        self.number = 0
         self._previous: dict[signal.Signals, object] = {}
 
     @property
     def is_requested(self) -> bool:
         """Whether a signal has arrived."""
-        return self._requested.is_set()
+        return self.number != 0
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is not threading.main_thread():
@@ -69,11 +72,11 @@ class StopRequest:
             number = received[0]
             if number not in _SIGNALS:
                 continue
-            if self._requested.is_set():
+            if self.number:
                 if sys.stdout.isatty():
                     os.write(sys.stdout.fileno(), _SHOW_CURSOR.encode())
                 os._exit(128 + number)
-            self._requested.set()
+            self.number = number
             self._on_request(signal.Signals(number).name)
 
 

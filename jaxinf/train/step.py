@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from jaxinf_models import TaskName, task_loss
@@ -28,8 +29,10 @@ __all__ = ["Boundaries", "TrainStep", "compile_train_step"]
 
 Boundaries: TypeAlias = Literal["fused", "halves", "split"]
 
-TrainStep: TypeAlias = Callable[..., tuple[PyTree, Any, jax.Array]]
-"""``(params, state, batch) -> (params, state, loss)``; donates the first two."""
+TrainStep: TypeAlias = Callable[..., tuple[PyTree, Any, tuple[jax.Array, Any]]]
+"""``(params, state, batch) -> (params, state, (loss, norm))``; donates the first two.
+
+The norm is that of all gradients, float32; None where a step does not have it."""
 
 
 def compile_train_step(
@@ -38,6 +41,7 @@ def compile_train_step(
     boundaries: Boundaries,
     *example: Any,
     task: TaskName = "causal-lm",
+    is_clipped: bool = True,
 ) -> TrainStep:
     """Compiles the step.
 
@@ -47,6 +51,7 @@ def compile_train_step(
       boundaries: The division into jits; see the module.
       example: Params, state and a batch; only their shapes count.
       task: The task, which decides the loss.
+      is_clipped: Whether the optimizer computes the norm of the gradients.
     """
 
     def gradients_of(params: PyTree, batch: Any) -> tuple[Any, PyTree]:
@@ -55,13 +60,15 @@ def compile_train_step(
 
         return jax.value_and_grad(loss_of)(params)
 
-    def update(gradients: PyTree, state: Any, params: PyTree) -> tuple[PyTree, Any]:
+    def update(gradients: PyTree, state: Any, params: PyTree) -> Any:
+        norm = _norm(gradients, is_clipped=is_clipped)
         updates, state = tx.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state
+        return optax.apply_updates(params, updates), state, norm
 
-    def step(params: PyTree, state: Any, batch: Any) -> tuple[PyTree, Any, jax.Array]:
+    def step(params: PyTree, state: Any, batch: Any) -> Any:
         value, gradients = gradients_of(params, batch)
-        return *update(gradients, state, params), value
+        params, state, norm = update(gradients, state, params)
+        return params, state, (value, norm)
 
     params, state, batch = example
     if boundaries == "fused":
@@ -72,26 +79,50 @@ def compile_train_step(
     if boundaries == "halves":
         second = _compile(update, (gradients, state, params), donated=(1, 2))
     else:
-        second = _compile_apart(tx, gradients, state, params)
+        second = _compile_apart(tx, gradients, state, params, is_clipped=is_clipped)
 
-    def run(params: PyTree, state: Any, batch: Any) -> tuple[PyTree, Any, jax.Array]:
+    def run(params: PyTree, state: Any, batch: Any) -> Any:
         value, gradients = first(params, batch)
-        return *second(gradients, state, params), value
+        params, state, norm = second(gradients, state, params)
+        return params, state, (value, norm)
 
     return run
 
 
+def _norm(gradients: PyTree, *, is_clipped: bool) -> jax.Array:
+    """The norm that clipping computes, or one of finished gradients.
+
+    The barrier keeps XLA from making gradients in another way where nothing else in the
+    step waits for them all.
+    """
+    if not is_clipped:
+        gradients = jax.tree.map(jax.lax.optimization_barrier, gradients)
+    return optax.tree.norm(gradients).astype(jnp.float32)
+
+
 def _compile_apart(
-    tx: optax.GradientTransformation, gradients: PyTree, state: Any, params: PyTree
-) -> Callable[..., tuple[PyTree, Any]]:
+    tx: optax.GradientTransformation,
+    gradients: PyTree,
+    state: Any,
+    params: PyTree,
+    *,
+    is_clipped: bool,
+) -> Callable[..., tuple[PyTree, Any, jax.Array]]:
     """Compiles `tx.update` and the addition separately."""
-    update = _compile(tx.update, (gradients, state, params), donated=(0, 1))
+
+    def update_of(gradients: PyTree, state: Any, params: PyTree) -> Any:
+        norm = _norm(gradients, is_clipped=is_clipped)
+        return *tx.update(gradients, state, params), norm
+
+    update = _compile(update_of, (gradients, state, params), donated=(0, 1))
     updates, _ = jax.eval_shape(tx.update, gradients, state, params)
     add = _compile(optax.apply_updates, (params, updates), donated=(0,))
 
-    def run(gradients: PyTree, state: Any, params: PyTree) -> tuple[PyTree, Any]:
-        updates, state = update(gradients, state, params)
-        return add(params, updates), state
+    def run(
+        gradients: PyTree, state: Any, params: PyTree
+    ) -> tuple[PyTree, Any, jax.Array]:
+        updates, state, norm = update(gradients, state, params)
+        return add(params, updates), state, norm
 
     return run
 

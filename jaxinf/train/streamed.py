@@ -4,8 +4,9 @@ Invariant: params and optimizer state exist in the store alone, so the loop hold
   neither.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -15,6 +16,8 @@ from jaxinf_models import abstract_params, task_loss
 
 from jaxinf.command_line import UsageError
 from jaxinf.engine import Store
+from jaxinf.errors import BudgetError, StreamError
+from jaxinf.exchange import keep_tokenizer
 from jaxinf.stream import StreamedStep, stream
 from jaxinf.train.backend import NO_TRAFFIC, Costs
 from jaxinf.train.config import TrainConfig
@@ -25,6 +28,8 @@ from jaxinf.train.step import TrainStep
 from jaxinf.typing import JsonValue, PyTree
 
 __all__ = ["Streamed"]
+
+_FLAGS = {"memory_bytes": "--memory", "device_memory_bytes": "--device-memory"}
 
 
 class Streamed(KeptInStore):
@@ -37,8 +42,7 @@ class Streamed(KeptInStore):
     def __init__(
         self, config: TrainConfig, store: Store, optimizer: optax.GradientTransformation
     ) -> None:
-        super().__init__(store)
-        self._config = config
+        super().__init__(config, store)
         try:
             self._step = _streamed_step(config, store, optimizer)
         except ValueError as error:
@@ -55,14 +59,17 @@ class Streamed(KeptInStore):
     ) -> tuple[Any, Any]:
         """See `Backend`."""
         shapes = jax.eval_shape(lambda: batch)
-        if self.store.exists and self.store.step > 0:
-            self._step.load(like)  # only compared: the store has them
-        else:
-            self._note_new(first)
-            if self._config.source is None:
-                self._step.init(new_params, batch=shapes)
+        with _named_flags():
+            if self.store.exists and self.store.step > 0:
+                self._step.load(like)  # only compared: the store has them
             else:
-                self._step.load(new_params(), batch=shapes)
+                files = self._tokenizer_files()
+                self._note_new(first)
+                if self._config.source is None:
+                    self._step.init(new_params, batch=shapes)
+                else:
+                    self._step.load(new_params(), batch=shapes)
+                keep_tokenizer(self.store.path, files)
         self._num_skipped, self._number = self._step.num_skipped, self.store.step
         return None, None
 
@@ -70,14 +77,15 @@ class Streamed(KeptInStore):
         self, graphdef: Any, params: PyTree, state: Any, batch: Batch
     ) -> TrainStep:
         """See `Backend`."""
-        self._step.compile(batch)
+        with _named_flags():
+            self._step.compile(batch)
 
         def run(params: PyTree, state: Any, batch: Batch) -> Any:
             loss, _ = self._step(batch)
             if self._step.num_skipped == self._num_skipped:
                 self._number += 1
             self._num_skipped = self._step.num_skipped
-            return params, state, loss
+            return params, state, (loss, None)
 
         return run
 
@@ -86,7 +94,12 @@ class Streamed(KeptInStore):
     ) -> Callable[[PyTree, Any], Any]:
         """See `Backend`: the params are those of the store."""
         made = self._step.function(fn)
-        return lambda params, batch: made(batch)
+
+        def call(params: PyTree, batch: Any) -> Any:
+            with _named_flags():
+                return made(batch)
+
+        return call
 
     def costs(self, state: Any, *, is_skipped: bool) -> Costs:
         """See `Backend`."""
@@ -126,6 +139,15 @@ class Streamed(KeptInStore):
     def close(self) -> None:
         """See `Backend`."""
         self._step.close()
+
+
+@contextlib.contextmanager
+def _named_flags() -> Iterator[None]:
+    """Makes a refused budget name the flags, not the arguments of `stream`."""
+    try:
+        yield
+    except BudgetError as error:
+        raise StreamError(error.text(_FLAGS)) from error
 
 
 def _streamed_step(

@@ -10,7 +10,7 @@ import pytest
 
 import jaxinf
 from jaxinf.cli import main
-from jaxinf.store import StoreDirectory
+from jaxinf.store import StoreDirectory, Verifier, remove_checkpoint
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -71,6 +71,20 @@ def test_verify_says_what_is_damaged(store, capsys):
     assert main(["verify", str(store), "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
     assert [len(step["damages"]) for step in document["steps"]] == [3, 0]
+
+
+def test_verify_beside_a_run_that_removes_a_checkpoint(store, capsys, monkeypatch):
+    assert main(["checkpoint", str(store), "save", "old"]) == 0
+    verify = Verifier.verify
+
+    def verify_late(self, place, progress):
+        if place.name == "old":
+            remove_checkpoint(self._directory, "old")
+        return verify(self, place, progress)
+
+    monkeypatch.setattr(Verifier, "verify", verify_late)
+    assert main(["verify", str(store)]) == 0
+    assert "old" not in capsys.readouterr().out.split("clean", 1)[1]
 
 
 def test_a_truncated_chunk(store, capsys):

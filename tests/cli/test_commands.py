@@ -1,11 +1,14 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
+import jax
 import pytest
 
+import jaxinf
 from jaxinf.cli import main
 from jaxinf.terminal import format_bytes, format_count, parse_bytes
 
@@ -88,6 +91,29 @@ def test_parse_bytes(text, num_bytes):
 def test_parse_bytes_refuses(text):
     with pytest.raises(ValueError, match="expected a number of bytes such as 1GiB"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize("value", ["4 elephants", 0, 1.5, "0B"])
+def test_sizes_that_functions_refuse(value, tmp_path):
+    for make in (
+        partial(jaxinf.open_store, tmp_path / "store"),
+        partial(jaxinf.stream, lambda p, b: p, store=tmp_path / "store"),
+    ):
+        with pytest.raises(ValueError, match=f"memory_bytes={value!r}: expected"):
+            make(memory_bytes=value)
+
+
+def test_sizes_as_text(tmp_path):
+    with jaxinf.open_store(tmp_path / "one", memory_bytes="96MiB") as store:
+        assert store.training.options.memory_bytes == 96 << 20
+    with jaxinf.stream(
+        jax.tree.map,
+        store=tmp_path / "two",
+        memory_bytes="1GiB",
+        device_memory_bytes="0.5GiB",
+    ) as made:
+        found = made._options
+    assert (found.memory_bytes, found.device_memory_bytes) == (1 << 30, 1 << 29)
 
 
 def test_format():

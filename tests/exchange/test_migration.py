@@ -4,7 +4,8 @@ The reference of the bits is three separate jits: gradients, `tx.update`,
 `optax.apply_updates` (CONTRIBUTING.md, "Bits are a contract").
 """
 
-import functools
+import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from orbax.checkpoint.experimental import v1
 
 import jaxinf
 from jaxinf.errors import ExchangeError, StoreLockedError, StoreMismatchError
-from jaxinf.exchange import export_orbax, export_safetensors, import_checkpoint
+from jaxinf.exchange import export_safetensors, import_checkpoint
 
 OPTIMIZERS = {
     "adamw": lambda: optax.adamw(1e-2),
@@ -409,31 +410,20 @@ def test_a_damaged_tree(saved):
         import_checkpoint(source, store)
 
 
-def test_back_to_plain_optax(tmp_path):
-    """docs/checkpoints.md: an export restored into optax's own state."""
-    tx, params = OPTIMIZERS["chain"](), make_params()
-    make_store(tmp_path / "store", tx, params)
-    _, losses = go_on(tmp_path / "store", tx, params, NUM_STEPS)
-    with jaxinf.open_store(tmp_path / "store") as store, store.snapshot() as path:
-        export_orbax(jaxinf.exchange.StepFiles(path, store.manifest), tmp_path / "to")
+def test_orbax_says_so_and_we_name_the_way(tmp_path):
+    """A checkpoint of plain optax does not fit; docs/integrations.md quotes Orbax."""
+    params, plain = {"w": jnp.ones((8, 4))}, optax.adamw(1e-3)
+    save_standard(tmp_path / "saved", params, plain.init(params))
+    tx = jaxinf.smart_update(plain, tmp_path / "store")
+    like = {"params": params, "opt_state": tx.init(params)}
     with ocp.StandardCheckpointer() as checkpointer:
-        tree = checkpointer.restore(tmp_path / "to")
-
-    def as_params(tree):
-        """Lists came back as dicts: finds each leaf by its path."""
-        keys = jax.tree_util.tree_map_with_path(
-            lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"),
-            params,
-        )
-        return jax.tree.map(
-            lambda key: jnp.asarray(functools.reduce(dict.get, key.split("/"), tree)),
-            keys,
-        )
-
-    count = jnp.int32(NUM_STEPS)
-    moments = {"mu": as_params(tree["mu"]), "nu": as_params(tree["nu"])}
-    state = optax.tree_utils.tree_set(tx.init(params), count=count, **moments)
-    restored = as_params(tree["params"])
-    found = train(tx, restored, state, NUM_STEPS, NUM_STEPS + 4)[2]
-    expected = train(tx, params, tx.init(params), 0, NUM_STEPS + 4)[2]
-    np.testing.assert_array_equal([*losses, *found], expected)
+        with pytest.raises(ValueError, match="tree structures do not match") as error:
+            checkpointer.restore(tmp_path / "saved", like)
+        restored = checkpointer.restore(tmp_path / "saved")
+    page = Path(__file__).parents[2] / "docs" / "integrations.md"
+    quoted = re.search(r'"(User-provided [^"]*)"', page.read_text())
+    assert quoted
+    assert " ".join(quoted[1].split()) in str(error.value)
+    with pytest.raises(TypeError, match="import CHECKPOINT"):
+        tx.update(params, restored["opt_state"], params)
+    jaxinf.close(tmp_path / "store")

@@ -45,3 +45,14 @@ def test_greedy_tokens_are_the_likeliest(model):
         logits = model.head(model.hidden(jnp.asarray(text[:, -8:])))
         text = np.append(text, np.argmax(logits[:, -1:], axis=-1), axis=1)
     np.testing.assert_array_equal(out, text[:, 3:])
+
+
+def test_sampling_stops_when_every_sequence_has_ended():
+    model = make_model(CONFIGS["gpt2"], rngs=nnx.Rngs(0))
+    prompt = jnp.array([[1, 2], [3, 4]])
+    whole = np.asarray(generate(model, prompt, 9, key=jax.random.key(0)))
+    end = next(n for n in whole[0] if n in whole[1])  # drawn in both
+    last = max(list(row).index(end) for row in whole)
+    found = generate(model, prompt, 9, key=jax.random.key(0), end=int(end))
+    np.testing.assert_array_equal(found, whole[:, : last + 1])
+    assert last < 8

@@ -1,16 +1,22 @@
 """`--optimizer` by optax's names, `--optimizer-args`, and the reference for bits."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from jaxinf_models import GPT2Config, make_model, split, task_loss
 
 from jaxinf.command_line import UsageError
 from jaxinf.native import toolchain
 from jaxinf.train.__main__ import main
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.optimizers import check_optimizer, make_optimizer, optax_optimizers
+from jaxinf.train.schedules import learning_rates
+from jaxinf.train.step import compile_train_step
 
+TINY = GPT2Config(32, 8, num_layers=1, num_heads=1, num_features=8)
 PARAMS = {"w": jnp.linspace(-1, 1, 12).reshape(3, 4), "b": jnp.ones(4)}
 FIXED = {"schedule": "constant", "warmup_steps": 0, "clip_norm": 0.0}
 
@@ -52,6 +58,42 @@ def test_arguments_are_optaxs(optimizer, words, expected):
     found = updates_of(make_optimizer(config(optimizer, *words)))
     for name, value in updates_of(expected).items():
         np.testing.assert_array_equal(found[name], value)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1, 1, 1, 1, 1]),
+        ("linear", [0.5, 1, 8 / 9, 7 / 9, 5 / 9, 1 / 9]),
+        ("wsd", [0.5, 1, 1, 1, 1, 0.5]),
+    ],
+)
+def test_schedules(schedule, expected):
+    options = {"schedule": schedule, "warmup_steps": 1, "steps": 10}
+    rates = learning_rates(config(learning_rate=1.0, **options))
+    found = [rates(count) for count in (0, 1, 2, 3, 5, 9)]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("is_clipped", [True, False])
+@pytest.mark.parametrize("boundaries", ["fused", "halves", "split"])
+def test_norm_of_a_steps_gradients(boundaries, is_clipped):
+    graphdef, params = split(make_model(TINY, rngs=nnx.Rngs(0)))
+    tokens = np.arange(16, dtype=np.int32).reshape(2, 8)
+    batch = {"tokens": tokens, "targets": tokens + 1}
+    tx = optax.sgd(0.5)
+    tx = optax.chain(optax.clip_by_global_norm(0.1), tx) if is_clipped else tx
+    example = (params, tx.init(params), batch)
+    step = compile_train_step(
+        *(graphdef, tx, boundaries, *example), is_clipped=is_clipped
+    )
+
+    def loss_of(params):
+        return task_loss(nnx.merge(graphdef, params), "causal-lm", batch)
+
+    expected = optax.tree.norm(jax.grad(loss_of)(params))
+    _, _, (_, norm) = step(*example)
+    np.testing.assert_allclose(norm, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
 from jaxinf_models import (
     BertConfig,
@@ -23,10 +24,12 @@ from safetensors.numpy import load_file, save_file
 
 import jaxinf
 from jaxinf.cli import main as jaxinf_main
+from jaxinf.errors import ExchangeError
 from jaxinf.exchange import Architecture, write_config
 from jaxinf.exchange.huggingface_names import TABLES
+from jaxinf.exchange.safetensors_source import read_safetensors
 from jaxinf.train.__main__ import main
-from jaxinf.train.pretrained import deferred_params
+from jaxinf.train.pretrained import deferred_params, read_model_config
 
 INDEX = "model.safetensors.index.json"
 LLAMA = LlamaConfig(256, 16, 2, 4, 2, 32, 48, window=7)
@@ -135,6 +138,116 @@ def test_training_begins_with_the_weights_and_resumes(place, text):
     assert jaxinf_main(words) == 0
     config = json.loads((place / "out" / "config.json").read_text())
     assert (config["model_type"], config["sliding_window"]) == ("mistral", 7)
+
+
+CHAT = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def write_chat_model(folder):
+    """A model with a tokenizer of bytes, of which one id is added, and a template."""
+    write_folder(folder, dataclasses.replace(LLAMA, vocab_size=257, num_positions=64))
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    words = {character: n for n, character in enumerate(alphabet)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(words, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": "<end>", "chat_template": CHAT}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text("{}")
+
+
+@pytest.fixture
+def messages(place):
+    """A file of conversations, the longest of 53 tokens."""
+    records = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{n}+1="},
+                {"role": "assistant", "content": str(n + 1) * (1 + n % 4)},
+            ]
+        }
+        for n in range(10, 50)
+    ]
+    file = place / "chat.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def test_fine_tuning_has_the_models_tokenizer_and_defaults_of_its_own(
+    place, messages, capsys
+):
+    write_chat_model(place / "hf")
+    words = ("--from", place / "hf", "--store", place / "s", "--data", messages)
+    words += ("--batch-size", 2, "--sample-bytes", 0, "--steps")
+    assert train(*words, 2) == 0
+    out = capsys.readouterr().out
+    assert f"tokens by {place / 'hf' / 'tokenizer.json'}" in out
+    assert (
+        "learning rate 0.0002, constant after 30 steps of warm-up, weight decay 0"
+        in (out)
+    )
+    log = place / "s-log"
+    first = (log / "config.json").read_text()
+    document = json.loads(first)
+    assert document["versions"]["jaxinf"] == jaxinf.__version__
+    names = ("seq_len", "learning_rate", "weight_decay", "warmup_steps", "tokenizer")
+    expected = [48, pytest.approx(2e-4), 0, 30, str(place / "hf" / "tokenizer.json")]
+    assert [document[name] for name in names] == expected
+    assert train(*words, 3, "--learning-rate", 1e-3) == 0
+    assert (log / "config.json").read_text() == first
+    assert json.loads((log / "config.2.json").read_text())["learning_rate"] == 1e-3
+    lines = [json.loads(x) for x in (log / "metrics.jsonl").read_text().splitlines()]
+    rates = [pytest.approx(rate, 1e-5) for rate in (2e-4 / 31, 4e-4 / 31, 3e-3 / 31)]
+    assert [line["learning_rate"] for line in lines] == rates
+    export = ["checkpoint", str(place / "s"), "export", str(place / "out")]
+    assert jaxinf_main([*export, "--format", "huggingface"]) == 0
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        copy = (place / "out" / name).read_bytes()
+        assert copy == (place / "hf" / name).read_bytes()
+
+
+def only_sentencepiece(folder):
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+
+
+def no_tokenizer(folder):
+    write_folder(folder / "new", dataclasses.replace(LLAMA, vocab_size=300))
+    for path in (folder / "new").iterdir():
+        path.replace(folder / path.name)
+    (folder / "tokenizer.json").unlink()
+
+
+def no_template(folder):
+    (folder / "tokenizer_config.json").write_text("{}")
+
+
+def link_outside(folder):
+    (folder / "generation_config.json").unlink()
+    (folder / "generation_config.json").symlink_to("/etc/hostname")
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (only_sentencepiece, "found tokenizer.model alone, which is not read here"),
+        (no_tokenizer, "found no tokenizer, and a model of 300 ids, more than bytes"),
+        (no_template, "chat.jsonl:1: expected a chat template beside"),
+        (link_outside, "generation_config.json: expected a file of its folder"),
+    ],
+)
+def test_fine_tuning_without_the_models_form_is_refused(
+    place, messages, capsys, change, expected
+):
+    write_chat_model(place / "hf")
+    change(place / "hf")
+    words = ("--from", place / "hf", "--store", place / "s", "--data", messages)
+    assert train(*words, "--steps", 1) in (1, 2)
+    assert expected in capsys.readouterr().err
+    assert not (place / "s").exists()
 
 
 def test_a_run_goes_on_with_its_own_model(place, text, capsys):
@@ -254,7 +367,7 @@ REFUSALS = {
     ),
     "one-layer-more": (
         change_config(num_hidden_layers=3),
-        "model.layers.2.mlp.up_proj.weight: missing",
+        "num_layers of 3, expected at most 2",
     ),
     "other-shape": (change_config(vocab_size=255), f"{WTE}: expected shape [255, 32]"),
     "tied-with-others": (
@@ -349,3 +462,59 @@ def test_only_a_step_that_says_its_model_is_exported(place, capsys):
     assert jaxinf_main([*words, "--format", "huggingface"]) == 1
     assert "which model it is of" in capsys.readouterr().err
     assert not (place / "out").exists()
+
+
+HOSTILE = {
+    "vit": [
+        (
+            {"id2label": None, "num_labels": 2**31},
+            "num_labels of 2147483648",
+        ),
+        ({"image_size": 16}, "expected shape"),
+        ({"num_channels": 2**30}, "num_channels of 1073741824, expected at most"),
+    ],
+    "llama": [
+        ({"num_hidden_layers": 2**31}, "num_layers of 2147483648, expected at most 2"),
+        ({"vocab_size": 2**31}, "vocab_size of 2147483648, expected at most"),
+        ({"rope_theta": 0}, "rope_theta: expected a number from 2"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps: expected a number from"),
+        ({"sliding_window": 0}, "window: expected at least 1"),
+    ],
+    "t5": [({"relative_attention_max_distance": 8}, "max_distance: expected more")],
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_counts_are_bounded_by_the_weights(place, name):
+    write_folder(place / "hf", MODELS[name])
+    config = place / "hf" / "config.json"
+    whole = json.loads(config.read_text())
+    for number, (change, expected) in enumerate(HOSTILE[name]):
+        folder = place / str(number)
+        shutil.copytree(place / "hf", folder)
+        (folder / "config.json").write_text(json.dumps(whole | change))
+        with pytest.raises(ExchangeError, match=expected):
+            read_model_config(folder)
+
+
+def test_links_stay_in_the_folder_or_in_the_blobs_of_a_hub(place):
+    write_folder(place / "hf", LLAMA)
+    cache = place / "models--a"
+    snapshot = cache / "snapshots" / "rev"
+    snapshot.mkdir(parents=True)
+    (cache / "blobs").mkdir()
+    for number, file in enumerate((place / "hf").iterdir()):
+        file.rename(cache / "blobs" / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    read_model_config(snapshot)
+    (place / "by-link").symlink_to(snapshot)  # the user's own path may be a link
+    read_model_config(place / "by-link")
+    for name in ("config.json", INDEX, "model-00001-of-00002.safetensors"):
+        elsewhere = place / f"outside-{name}"
+        shutil.copytree(snapshot, place / name, symlinks=False)
+        (place / name / name).rename(elsewhere)
+        (place / name / name).symlink_to(elsewhere)
+        with pytest.raises(ExchangeError, match=r"found a link to .*outside-"):
+            read_model_config(place / name)
+    with pytest.raises(ExchangeError, match="found a link to"):
+        read_safetensors(place / INDEX)

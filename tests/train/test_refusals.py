@@ -28,6 +28,7 @@ def test_resume_with_other_settings_is_refused(run, losses, tmp_path, capsys):
         assert expected in err
         assert "at step 2" in err
         assert "another --store" in err
+        assert "--from" not in err
     assert losses(tmp_path / "store-log") == before
 
 

@@ -12,7 +12,7 @@ import jaxinf
 
 KEYS = ["step", "loss", "tokens", "step_s", "update_s"]
 KEYS += ["drive_read_bytes", "drive_write_bytes", "link_down_bytes", "link_up_bytes"]
-KEYS += ["rss_bytes"]
+KEYS += ["rss_bytes", "learning_rate", "gradient_norm"]
 
 
 def test_modes_agree(run, losses, uninterrupted, tmp_path):
@@ -34,6 +34,7 @@ def test_metrics_of_update(run, lines, tmp_path):
         assert list(line) == KEYS
         assert None not in line.values()
         assert line["tokens"] == 16
+        assert line["learning_rate"] == pytest.approx(2e-3 * line["step"] / 51)
         assert 0 < line["update_s"] < line["step_s"]
         assert line["link_up_bytes"] == 4 * num_params
         assert line["link_down_bytes"] == 8 * num_params  # gradients and params
@@ -121,6 +122,40 @@ def test_commit_says_where_in_the_data(run, tmp_path):
     assert payload["loader"]["state"] == {"next_index": 3}
     assert payload["settings"]["seed"] == 0
     assert len(payload["data"]["sha256"]) == 64
+
+
+def test_a_model_of_a_size_of_ones_own(run, tmp_path, capsys):
+    sizes = {"vocab_size": 256, "n_positions": 8, "n_layer": 1, "n_head": 3}
+    file = tmp_path / "config.json"
+    document = {"model_type": "gpt2", **sizes, "n_embd": 12}
+    file.write_text(json.dumps(document))
+    words = ("--store", tmp_path / "store", "--model-config", file, "--steps")
+    assert run(*words, 1) == 0
+    with jaxinf.open_store(tmp_path / "store") as store:
+        payload: Any = store.payload
+        assert store.read("params", "wpe").shape == (8, 12)
+    assert payload["architecture"]["fields"]["num_heads"] == 3
+    file = tmp_path / "other.json"
+    file.write_text(json.dumps(document | {"n_head": 2}))
+    words = ("--store", tmp_path / "store", "--steps", 2, "--model-config", file)
+    assert run(*words) == 1
+    err = capsys.readouterr().err
+    assert "--model-config: num_heads of the run's model is 3, of this command's 2" in (
+        err
+    )
+    assert "--from" not in err
+    assert run(*words, "--preset", "small") == 2
+    assert "--preset: --model-config" in capsys.readouterr().err
+
+
+def test_a_sample_begins_with_a_whole_prompt_and_ends_at_the_end(run, tmp_path, capsys):
+    data = tmp_path / "a.jsonl"
+    data.write_text(json.dumps({"prompt": "<a>", "response": "<b>"}) + "\n")
+    data.write_text(data.read_text() * 40)
+    words = ("--mode", "memory", "--log-dir", tmp_path / "log", "--sample-bytes", 20)
+    words += ("--learning-rate", 0.02, "--warmup-steps", 5, "--steps", 60)
+    assert run(*words, data=data) == 0
+    assert "sample, after '<a>':\n<b>\n\n" in capsys.readouterr().out
 
 
 # --- optimizers and options -----------------------------------------------------------

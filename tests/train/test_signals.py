@@ -63,7 +63,7 @@ def test_signal_commits_and_resumes(
     wait_for_steps(tmp_path / "store-log", 5)
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (0, "")
+    assert (process.returncode, err) == (128 + number, "")
     assert f"{number.name}: finishing this step" in out
     step = int(re.search(r"stopped after step (\d+) of 9999", out)[1])
     command = shlex.split(out.strip().splitlines()[-1])

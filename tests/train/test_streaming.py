@@ -1,6 +1,7 @@
 """Runs in mode stream: like other modes, resumed, on every model, refused."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -226,10 +227,13 @@ def test_refused(run, tmp_path, capsys, words, expected):
 
 
 def test_a_memory_too_small_is_refused_before_a_step(run, tmp_path, capsys):
-    words = ("--mode", "stream", "--memory", "64KiB", "--steps", 1)
-    assert run("--store", tmp_path / "store", *words) == 1
-    assert "memory_bytes: it leaves" in capsys.readouterr().err
+    words = ("--store", tmp_path / "store", "--mode", "stream", "--steps", 1)
+    assert run(*words, "--memory", "64KiB") == 1
+    told = capsys.readouterr().err
+    assert "--memory: expected room for the store's buffers" in told
     assert not (tmp_path / "store").exists()
+    (works,) = re.findall(r"--memory (\d+MiB) works", told)
+    assert run(*words, "--memory", works) == 0
 
 
 def test_waiting_times_are_shown(capsys):
@@ -242,3 +246,4 @@ def test_waiting_times_are_shown(capsys):
     shown.step(StepLine(2, 2.0, 16, 4.0))
     _, last = capsys.readouterr().out.splitlines()
     assert "prefetched 50%  waited s: params 1.2, device 2.5, updates 0.0" in last
+    assert last.index("0:00 left") < 40

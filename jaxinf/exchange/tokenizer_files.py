@@ -1,0 +1,94 @@
+"""The files of a tokenizer beside a model's weights: kept in a store, and exported.
+
+    folder of weights ──► STORE/tokenizer/ ──► folder of an export
+
+Invariant: only files with these names are copied, whole and without a change; none is
+read by a link out of its folder.
+"""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from jaxinf.errors import ExchangeError
+from jaxinf.io import read_bounded, write_bytes_atomically
+from jaxinf.schema import MOST_BYTES
+
+__all__ = ["keep_tokenizer", "kept_tokenizer", "tokenizer_files"]
+
+_OF_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+_OF_TOKENIZERS += ("added_tokens.json", "chat_template.jinja", "tokenizer.model")
+_OF_TOKENIZERS += ("spiece.model", "vocab.json", "merges.txt", "vocab.txt")
+_OF_MODELS = ("generation_config.json", "preprocessor_config.json")
+_FOLDER = "tokenizer"
+
+
+def tokenizer_files(
+    *, tokenizer: Path | None = None, weights: Path | None = None
+) -> dict[str, bytes]:
+    """Reads the files of a tokenizer, by name.
+
+    Args:
+      tokenizer: the ``tokenizer.json``, or its folder; by default that of the weights.
+      weights: the folder of the weights that a run begins with.
+
+    Raises:
+      ExchangeError: a file is a link out of its folder.
+      StoreIOError: a file cannot be read, or is larger than 64 MiB.
+    """
+    if tokenizer is not None and tokenizer.is_dir():
+        tokenizer /= "tokenizer.json"
+    files: dict[str, Path] = {}
+    if weights is not None:
+        files = {name: weights / name for name in _OF_MODELS}
+    folder = weights if tokenizer is None else tokenizer.parent
+    if folder is not None:
+        files |= {name: folder / name for name in _OF_TOKENIZERS}
+    if tokenizer is not None:
+        files["tokenizer.json"] = tokenizer
+    found = {name: path for name, path in files.items() if path.is_file()}
+    for path in found.values():
+        _check_inside(path)
+    return {name: read_bounded(path, MOST_BYTES) for name, path in found.items()}
+
+
+def keep_tokenizer(store: Path, files: Mapping[str, bytes]) -> None:
+    """Writes a tokenizer's files into a store, in place of those kept before; blocks.
+
+    Raises:
+      StoreSpaceError, StoreIOError: they cannot be written.
+    """
+    place = store / _FOLDER
+    shutil.rmtree(place, ignore_errors=True)
+    if files:
+        place.mkdir()
+    for name, content in files.items():
+        write_bytes_atomically(place / name, content)
+
+
+def kept_tokenizer(store: Path) -> Mapping[str, bytes]:
+    """Returns the files that a store keeps, by name.
+
+    Raises:
+      StoreIOError: a file cannot be read, is too large, or is a link.
+    """
+    place = store / _FOLDER
+    if place.is_symlink():
+        return {}
+    return {
+        name: read_bounded(place / name, MOST_BYTES, follows_links=False)
+        for name in (*_OF_TOKENIZERS, *_OF_MODELS)
+        if (place / name).is_file()
+    }
+
+
+def _check_inside(path: Path) -> None:
+    """Refuses a link out of a folder, but for one into the blobs of a hub's cache."""
+    folder, found = path.parent.resolve(), path.resolve()
+    blobs = folder.parent.parent / "blobs"
+    is_cached = folder.parent.name == "snapshots" and found.parent == blobs
+    if found.parent != folder and not is_cached:
+        raise ExchangeError(
+            f"{path}: expected a file of its folder, found a link to {found}, which an "
+            "export would copy; put the file itself there"
+        )
