@@ -1,4 +1,4 @@
-"""Ctrl-C while the main thread runs a callback of JAX's.
+"""Ctrl-C while the main thread runs a callback of JAX's, or waits for a thread.
 
     SIGINT ─► handler ─► no callback is running ─► KeyboardInterrupt
                     └──► one is: a watcher calls the handler again when it has returned
@@ -16,9 +16,10 @@ from types import FrameType
 
 from jaxinf import compat
 
-__all__ = ["Interrupts", "interrupts", "is_replaceable"]
+__all__ = ["Ending", "Interrupts", "interrupts"]
 
 _POLL_S = 1e-4
+_WAIT_S = 0.1
 _PATIENCE_S = 1.0
 
 
@@ -97,6 +98,28 @@ interrupts = Interrupts()
 """The interrupts of this process."""
 
 
-def is_replaceable(handler: object) -> bool:
-    """Whether a handler of SIGINT is Python's own or the one of `interrupts`."""
-    return handler is signal.default_int_handler or handler == interrupts.handle
+class Ending:
+    """The end of another thread's work. A wait may be interrupted anywhere.
+
+    `threading.Thread.join` is not used: before Python 3.13 one that Ctrl-C has ended
+    takes the thread for ended, and the next one does not wait.
+
+    Attributes:
+      is_reached: Whether the work has ended.
+    """
+
+    def __init__(self) -> None:
+        self.is_reached = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def reach(self) -> None:
+        """Notes the end, once."""
+        self.is_reached = True
+        self._lock.release()
+
+    def wait(self) -> None:
+        """Blocks until the end. Several threads may wait."""
+        while not self.is_reached:
+            if self._lock.acquire(timeout=_WAIT_S):  # the flag tells, this wakes
+                self._lock.release()

@@ -6,14 +6,17 @@ printed text is never taken for markup.
 
 import re
 import sys
+from operator import index
 from typing import IO
 
 from rich.console import Console
 
 __all__ = [
+    "exact_bytes",
     "format_bytes",
     "format_count",
     "format_rate",
+    "given_bytes",
     "make_console",
     "parse_bytes",
     "printable",
@@ -38,6 +41,14 @@ def format_bytes(num_bytes: int) -> str:
     if unit == 0:
         return f"{num_bytes} B"
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {_BINARY[unit]}"
+
+
+def exact_bytes(num_bytes: int) -> str:
+    """Formats a size so that `parse_bytes` reads the same: ``1344MiB``, ``4097``."""
+    for unit in reversed(range(1, len(_BINARY))):
+        if num_bytes and num_bytes % 1024**unit == 0:
+            return f"{num_bytes // 1024**unit}{_BINARY[unit]}"
+    return str(num_bytes)
 
 
 def format_count(count: float) -> str:
@@ -67,6 +78,28 @@ def parse_bytes(text: str) -> int:
             f"{text!r}: expected a number of bytes such as 1GiB, 512MiB or 1048576"
         )
     return int(float(match[1]) * factor)
+
+
+def given_bytes(name: str, value: int | str, *, least: int = 1) -> int:
+    """Returns an argument in bytes: a number, or a text as for `parse_bytes`.
+
+    Args:
+      name: the argument's name, for the error.
+      value: its value.
+      least: the least number of bytes.
+
+    Raises:
+      ValueError: it is not a size, or less than `least`.
+    """
+    try:
+        num_bytes = parse_bytes(value) if isinstance(value, str) else index(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f'{name}={value!r}: expected a number of bytes, or a size such as "4GiB"'
+        ) from error
+    if num_bytes < least:
+        raise ValueError(f"{name}={value!r}: expected at least {least}")
+    return num_bytes
 
 
 def make_console(file: IO[str] | None = None, *, soft_wrap: bool = False) -> Console:

@@ -52,7 +52,7 @@ class PlannedStep(Closing, Generic[_Bound]):
     """A training step with or without a store.
 
     Attributes:
-      _last: What the last step ran; None before the first.
+      _last: What the last step ran, or the next one will; None before one is planned.
       _num_skipped: Number of skipped steps.
     """
 
@@ -61,7 +61,7 @@ class PlannedStep(Closing, Generic[_Bound]):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the last step; None before the first."""
+        """The plan of the last step, or of the first once it is planned; else None."""
         bound = self._last
         if bound is None:
             return None

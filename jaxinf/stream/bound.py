@@ -7,15 +7,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import optax
 
 from jaxinf.activations import Form, Scratch, writing_bytes
 from jaxinf.compress import TopK
-from jaxinf.engine import Store, Training
+from jaxinf.engine import Store, StoreShape
 from jaxinf.io import ByteCounts
-from jaxinf.program import Passes, UpdateProgram
+from jaxinf.program import (
+    NonFinitePolicy,
+    Passes,
+    UpdateProgram,
+    effect_of_nonfinite,
+)
+from jaxinf.store import plans_folder
+from jaxinf.stream.budgets import planned_within
 from jaxinf.stream.calls import Call, Calls, Policy
 from jaxinf.stream.choice import Problem
 from jaxinf.stream.compressing import Compressor
@@ -45,6 +52,7 @@ from jaxinf.stream.run import (
     Executables,
     Runner,
     compiled_bytes,
+    compiled_temp_bytes,
 )
 from jaxinf.stream.sequence import Targets
 from jaxinf.stream.source import StoreSource, version_of
@@ -64,7 +72,7 @@ from jaxinf.stream.traffic import (
     reads_params,
     spilled_bytes,
 )
-from jaxinf.stream.updates import NonFinitePolicy, Updates
+from jaxinf.stream.updates import Updates
 from jaxinf.stream.values import Offloaded, Tiered, Values
 from jaxinf.stream.windows import Window
 from jaxinf.typing import PyTree
@@ -81,13 +89,21 @@ class Options:
     has_aux: bool
     policy: Policy
     replan: bool
-    nonfinite: NonFinitePolicy
+    nonfinite: NonFinitePolicy | None
     keep: Keep = None
     micro_batches: int = 1
     compress: TopK | None = None
     extra_args: Mapping[str, Any] = field(default_factory=dict)
     activations: Form | None = None
     endurance_tbw: float | None = None
+
+    @property
+    def limits(self) -> Mapping[str, int]:
+        """The budgets that are given, by argument."""
+        limits = {"memory_bytes": self.memory_bytes}
+        if self.device_memory_bytes is not None:
+            limits["device_memory_bytes"] = self.device_memory_bytes
+        return limits
 
 
 @dataclass(frozen=True)
@@ -135,6 +151,46 @@ class Bound:
         """Frees what depends on the order of the calls; idempotent."""
         self.runner.values.close()
         self.supply.close()
+
+
+@dataclass(frozen=True)
+class _Basis:
+    """What is planned, whatever the memory.
+
+    Attributes:
+      ready: The loss function.
+      shape: The store's chunks.
+      numbers_bytes: Memory of the device for numbers of gradients.
+      gathered_bytes: Memory of the host to gather shards.
+    """
+
+    ready: Prepared
+    shape: StoreShape
+    program: UpdateProgram
+    passes: Passes
+    numbers: PassRunner
+    places: Places
+    units: Set[Unit]
+    compressor: Compressor
+    takers: "_Takers"
+    numbers_bytes: int
+    gathered_bytes: int
+
+
+class _Fitted(NamedTuple):
+    """A plan that fits.
+
+    Attributes:
+      plan: The plan, without what stays.
+      keeping: What stays.
+      division: Memory, without that of what stays.
+      is_kept: Whether the store has the plan already.
+    """
+
+    plan: Plan
+    keeping: Keeping
+    division: Division
+    is_kept: bool
 
 
 @dataclass(frozen=True)
@@ -220,7 +276,11 @@ class Binder:
         Raises:
           StreamError: The program cannot be cut to fit, or the kept plan is another's.
         """
-        frame, plan = self._framed(ready, params)
+        basis = self._basis(ready, params, self._store.training.opened)
+        fitted = planned_within(self._options.limits, partial(self._fitted, basis))
+        if not fitted.is_kept:
+            keep_plan(self._store.path, ready, fitted.plan)
+        frame, plan = self._frame(basis, fitted), fitted.plan
         if not plan.is_offloaded:
             return self._bound(frame, plan)
         memory = CompiledMemory(
@@ -231,13 +291,6 @@ class Binder:
         )
         if self._options.policy == "offload":
             return self._bound(frame, memory.fitted())
-        if frame.division.staged:
-            check_leaving(
-                plan.ways,
-                frame.division.programs,
-                memory.call_bytes,
-                frame.host_bytes,
-            )
         problem = self._problem(ready.lifetimes.graph, frame, plan, memory)
         planned = Planned(plan, problem, self._options.micro_batches, self._drives())
         return self._bound(frame, planned.plan, planned)
@@ -288,53 +341,104 @@ class Binder:
             frame.keeping.units,
         )
 
-    def _framed(self, ready: Prepared, params: PyTree) -> "tuple[_Frame, Plan]":
-        """Divides the memory, then cuts the program to fit its part."""
+    def check(
+        self, ready: Prepared, params: PyTree, shape: StoreShape
+    ) -> Callable[[Mapping[str, int]], object]:
+        """Returns what plans for a store that need not be there, and writes nothing.
+
+        Args:
+          ready, params: As for `bind`.
+          shape: The store's chunks.
+        """
+        return partial(self._fitted, self._basis(ready, params, shape))
+
+    def _basis(self, ready: Prepared, params: PyTree, shape: StoreShape) -> _Basis:
         training, options = self._store.training, self._options
         shapes = [leaf.shape for leaf in ready.traced.params]
         program = trace_optimizer(self._tx, params, options.extra_args)
         passes = passes_for(program, ready.gradient_pieces)
-        places = self._places(ready, passes)
+        places = self._places(ready, passes, shape)
         numbers = PassRunner(training, program, passes)
         units = {places.unit(piece) for piece in ready.gradient_pieces}
-        compressor = Compressor(training, options.compress)
+        compressor = Compressor(training, options.compress, shape)
         arrivals = _arrivals(ready.gradient_pieces, shapes, passes.whole)
-        division = self._division(units).without(
-            max(numbers.compile(arrivals), compressor.compile(units)),
-            "computing numbers of its gradients",
-            is_on_device=True,
-        )
-        division = division.without(
-            self._gathered_bytes(ready, places, passes),
-            "moving shards of params that are not stored alone",
-        )
-        if options.policy in ("offload", "plan"):
-            division = division.without(
-                writing_bytes(len(self._drives())), "writing its values to drives"
-            )
-        deferred = self._deferred(program, passes, division)
-        takers = _Takers(training, program, passes, is_deferred=deferred is not None)
-        keeper = self._keeper(places, units, division, takers)
-        plan, keeping = keeper.applied(self._plan(ready, division, keeper.peak_bytes))
-        division = beside(division, keeping)
-        avals = {p: v.aval for p, v in ready.lifetimes.graph.gradients.items()}
-        frame = _Frame(
+        return _Basis(
+            ready,
+            shape,
             program,
             passes,
             numbers,
             places,
             units,
             compressor,
+            _Takers(shape, program, passes, is_deferred=self._is_deferred(passes)),
+            max(numbers.compile(arrivals), compressor.compile(units)),
+            self._gathered_bytes(ready, places, passes),
+        )
+
+    def _fitted(self, basis: _Basis, limits: Mapping[str, int]) -> _Fitted:
+        """Divides the memory, then cuts the program to fit its part; writes nothing."""
+        options, places = self._options, basis.places
+        division = self._division(basis, limits).without(
+            basis.numbers_bytes, "computing numbers of its gradients", is_on_device=True
+        )
+        division = division.without(
+            basis.gathered_bytes,
+            "moving shards of params that are not stored alone",
+        )
+        if options.policy in ("offload", "plan"):
+            num_drives = max(1, basis.shape.directory.num_csds)
+            division = division.without(
+                writing_bytes(num_drives), "writing its values to drives"
+            )
+        keeper = self._keeper(places, basis.units, division, basis.takers)
+        plan = self._kept(basis.ready, division, keeper.peak_bytes)
+        is_kept = plan is not None
+        plan = plan or basis.ready.plan(
+            division.programs, options.policy, keeper.peak_bytes, division.limit
+        )
+        plan, keeping = keeper.applied(plan)
+        division = beside(division, keeping)
+        if division.staged:
+            self._check_staged(basis, plan, keeping, division)
+        return _Fitted(plan, keeping, division, is_kept)
+
+    def _check_staged(
+        self, basis: _Basis, plan: Plan, keeping: Keeping, division: Division
+    ) -> None:
+        """Refuses a host without room for what is on its way to or from the device."""
+        if plan.is_offloaded:
+            temps = compiled_temp_bytes(plan, self._executables)
+            check_leaving(
+                plan.ways,
+                division.programs,
+                lambda calls: calls.call_bytes(temps),
+                host_bytes(plan, basis.places, division, keeping.units),
+            )
+        planned_fetches(
+            plan, basis.places, division, basis.takers.from_read, keeping.units
+        )
+
+    def _frame(self, basis: _Basis, fitted: _Fitted) -> "_Frame":
+        ready, places = basis.ready, basis.places
+        division, keeping = fitted.division, fitted.keeping
+        avals = {p: v.aval for p, v in ready.lifetimes.graph.gradients.items()}
+        return _Frame(
+            basis.program,
+            basis.passes,
+            basis.numbers,
+            places,
+            basis.units,
+            basis.compressor,
             division,
-            deferred,
-            takers,
+            self._deferred(basis.program, basis.passes, division),
+            basis.takers,
             keeping,
             self._sums(division),
             {piece: ready.lifetimes.sizes[piece] for piece in avals},
             {piece: sum_bytes(aval) for piece, aval in avals.items()},
-            host_bytes(plan, places, division, keeping.units),
+            host_bytes(fitted.plan, places, division, keeping.units),
         )
-        return frame, plan
 
     def _keeper(
         self, places: Places, units: Set[Unit], division: Division, takers: "_Takers"
@@ -351,11 +455,15 @@ class Binder:
             partial(compiled_bytes, executables=self._executables),
         )
 
-    def _places(self, ready: Prepared, passes: Passes) -> Places:
+    def _places(self, ready: Prepared, passes: Passes, shape: StoreShape) -> Places:
         params = ready.traced.params
+
+        def can_move(leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
+            return leaf not in passes.whole and shape.can_move(leaf, origin, extent)
+
         return Places(
             params,
-            partial(self._can_move, whole=passes.whole),
+            can_move,
             range(len(params)) if self._options.compress else passes.computed,
         )
 
@@ -369,12 +477,15 @@ class Binder:
         updated = [unit.num_bytes for unit in apart] if waits else undivided
         return max(undivided, default=0) + 2 * max(updated, default=0)
 
-    def _division(self, units: Set[Unit]) -> Division:
+    def _division(self, basis: _Basis, limits: Mapping[str, int]) -> Division:
+        device = self.device_limit
+        if "device_memory_bytes" in limits:
+            device = replace(device, num_bytes=limits["device_memory_bytes"])
         return divide(
-            self._options.memory_bytes,
-            self._store.training.opened.limit_memory(0),
-            max((unit.num_bytes for unit in units), default=0),
-            self.device_limit,
+            limits["memory_bytes"],
+            basis.shape.least_memory_bytes,
+            max((unit.num_bytes for unit in basis.units), default=0),
+            device,
         )
 
     def _bound(
@@ -397,7 +508,7 @@ class Binder:
             min(division.gradients - frame.spilled, division.leaving),
             supply,
             frame.deferred,
-            options.nonfinite,
+            effect_of_nonfinite(options.nonfinite, is_guarded=frame.program.is_guarded),
         )
         fetches, calls = reading.fetches, plan.calls.calls
         record = partial(training.opened.timeline.add, "program")
@@ -471,26 +582,20 @@ class Binder:
         """Frees the params that stay; the bound steps are closed."""
         self.resident.drop()
 
-    def _can_move(
-        self,
-        leaf: int,
-        origin: Sequence[int],
-        extent: Sequence[int],
-        whole: Set[int],
-    ) -> bool:
-        return leaf not in whole and self._store.training.can_move(leaf, origin, extent)
+    def _is_deferred(self, passes: Passes) -> bool:
+        """Whether gradients wait for the last one."""
+        return passes.num_passes > 1 or self._store.training.options.rewrites_steps
 
     def _deferred(
         self, program: UpdateProgram, passes: Passes, division: Division
     ) -> Deferred | None:
         """Makes room for gradients that wait for the last one; None if none waits."""
         training = self._store.training
-        rewrites = training.options.rewrites_steps
-        if passes.num_passes == 1 and not rewrites:
+        if not self._is_deferred(passes):
             return None
         capacity = division.gradients // 2
         spill = Spill(self._folder(), capacity, training.opened.meters)
-        return Deferred(program, spill, is_checked=rewrites)
+        return Deferred(program, spill, is_checked=training.options.rewrites_steps)
 
     def _sums(self, division: Division) -> Accumulation:
         """Makes room for sums of gradients, half of that for gradients which wait."""
@@ -501,9 +606,7 @@ class Binder:
         return Accumulation(count, spill, min(capacity, division.leaving))
 
     def _folder(self) -> Path:
-        folder = self._store.path / "stream"
-        folder.mkdir(exist_ok=True)
-        return folder
+        return plans_folder(self._store.path)
 
     def _drives(self) -> list[Path]:
         """A folder on each of the store's drives."""
@@ -512,18 +615,20 @@ class Binder:
             return [self._folder()]
         return [directory.csd_directory(csd) for csd in range(directory.num_csds)]
 
-    def _plan(
+    def _kept(
         self, ready: Prepared, division: Division, measure: Callable[[Plan], int]
-    ) -> Plan:
-        budget, policy = division.programs, self._options.policy
-        folder = self._store.path
-        if not self._options.replan:
-            plan = kept_plan(folder, ready, budget, policy, measure, division.limit)
-            if plan is not None:
-                return plan
-        plan = ready.plan(budget, policy, measure, division.limit)
-        keep_plan(folder, ready, plan)
-        return plan
+    ) -> Plan | None:
+        """The store's plan, if there is one and it is to be used."""
+        if self._options.replan:
+            return None
+        return kept_plan(
+            self._store.path,
+            ready,
+            division.programs,
+            self._options.policy,
+            measure,
+            division.limit,
+        )
 
 
 def _tiers(frame: _Frame, calls: Calls) -> Tiers | None:
@@ -556,21 +661,20 @@ class _Takers:
 
     def __init__(
         self,
-        training: Training,
+        shape: StoreShape,
         program: UpdateProgram,
         passes: Passes,
         *,
         is_deferred: bool,
     ) -> None:
-        self._training = training
+        self._shape = shape
         self._program = program
         self._passes = passes
         self._is_deferred = is_deferred
 
     def reads(self, unit: Unit) -> bool:
         """Whether a unit's update reads params that could be given to it."""
-        opened = self._training.opened
-        return reads_params(opened, unit, self._program, self._passes)
+        return reads_params(self._shape, unit, self._program, self._passes)
 
     def from_read(self, unit: Unit) -> bool:
         """Whether a unit's update can take what was read for a program."""
@@ -581,6 +685,6 @@ class _Takers:
 
         A chunk that a step overwrites in parts cannot be compared with its checksum.
         """
-        rewrites = self._training.options.rewrites_steps
-        is_known = not (rewrites and is_parted(self._training.opened, unit))
+        rewrites = self._shape.options.rewrites_steps
+        is_known = not (rewrites and is_parted(self._shape, unit))
         return unit.is_divided and is_known and self.reads(unit)

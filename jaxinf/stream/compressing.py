@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinf.compress import SparseLeaf, TopK, compress_leaf
-from jaxinf.engine import Training, keeps_feedback
+from jaxinf.engine import StoreShape, Training, keeps_feedback
 from jaxinf.layout import LeafGrid
 from jaxinf.stream.places import Unit
 from jaxinf.typing import Array
@@ -26,11 +26,15 @@ class Compressor:
 
     Args:
       training: The store.
+      shape: Its chunks.
       compression: The compression; None sends gradients as they are.
     """
 
-    def __init__(self, training: Training, compression: TopK | None) -> None:
+    def __init__(
+        self, training: Training, compression: TopK | None, shape: StoreShape
+    ) -> None:
         self._training = training
+        self._shape = shape
         self._compression = compression
         self._compiled: dict[Any, Any] = {}
 
@@ -92,7 +96,7 @@ class Compressor:
         return self._compiled[key]
 
     def _grid(self, unit: Unit) -> LeafGrid:
-        leaf = self._training.opened.directory.manifest.leaves[unit.leaf]
+        leaf = self._shape.directory.manifest.leaves[unit.leaf]
         return LeafGrid(unit.extent, leaf.grid.chunk_shape)
 
 

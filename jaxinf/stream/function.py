@@ -7,8 +7,8 @@
 Invariant: a call reads one finished step of the store, and writes nothing.
 """
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from jaxinf.engine import Store
 from jaxinf.errors import StreamError
 from jaxinf.stream.base import Closing
+from jaxinf.stream.budgets import planned_within
 from jaxinf.stream.fetch import FetchCounts, Fetcher
-from jaxinf.stream.interrupts import Interrupts
+from jaxinf.stream.graph import Piece, aval_bytes
 from jaxinf.stream.keeping import Keep, Keeper, Keeping, beside
 from jaxinf.stream.memory import (
     READER_BYTES,
@@ -37,18 +38,28 @@ from jaxinf.stream.run import Executables, Runner, compiled_bytes
 from jaxinf.stream.source import StoreSource, version_of
 from jaxinf.stream.supply import Supply
 from jaxinf.stream.trace import abstract, check_params
+from jaxinf.stream.turns import Check, Turns, check_not_traced
 from jaxinf.typing import PyTree
 
 __all__ = ["FunctionOptions", "StreamedFunction"]
 
+# A function of a step reads so much less ahead, for what its compilation takes.
+_OWN_SHARE = 6
+
 
 @dataclass(frozen=True)
 class FunctionOptions:
-    """Options of `jaxinf.stream` for a function without a gradient."""
+    """Options of `jaxinf.stream` for a function without a gradient.
+
+    Attributes:
+      memory_bytes, device_memory_bytes, keep: As for `jaxinf.stream`.
+      share: Returns the part of these budgets, by argument, that the function has.
+    """
 
     memory_bytes: int
     device_memory_bytes: int | None = None
     keep: Keep = None
+    share: Callable[[Mapping[str, int]], Mapping[str, int]] = lambda limits: limits
 
 
 @dataclass(frozen=True)
@@ -72,6 +83,7 @@ class StreamedFunction(Closing):
       closes: Whether `close` closes the store.
       shared: Params of the store that a step keeps in memory; what of them stays.
       before: Called before each call.
+      turns: Those of the step; by default its own.
     """
 
     def __init__(
@@ -83,6 +95,7 @@ class StreamedFunction(Closing):
         closes: bool = False,
         shared: tuple[Resident, Collection[Unit]] | None = None,
         before: Callable[[], None] = lambda: None,
+        turns: Turns | None = None,
     ) -> None:
         self.store = store
         self._fn = fn
@@ -101,7 +114,7 @@ class StreamedFunction(Closing):
         self._bound: dict[Any, _Bound] = {}
         self._last: _Bound | None = None
         self._executables: Executables = {}
-        self._interrupts = Interrupts()
+        self._turns = turns or Turns()
 
     def load(self, params: PyTree) -> None:
         """Tells the tree of the params, if it is not made of nested dicts alone.
@@ -135,26 +148,33 @@ class StreamedFunction(Closing):
         Raises:
           BaseException: The exception that stopped the store.
         """
-        self._before()
-        self.store.training.join()
-        bound = self._last = self._bound_for(batch)
-        with outside_mesh():
-            return self._run(bound, batch)
+        check_not_traced(batch)
+        self._turns.settle()
+        bound = self._bound_for(batch)
 
-    def _run(self, bound: _Bound, batch: PyTree) -> PyTree:
+        def body(check: Check) -> PyTree:
+            self._before()
+            self.store.training.join()
+            if self._last is not None and self._last is not bound:
+                self._last.supply.rest()
+            self._last = bound
+            with outside_mesh():
+                return self._run(bound, batch, check)
+
+        return self._turns.run(body)
+
+    def _run(self, bound: _Bound, batch: PyTree, check: Check) -> PyTree:
+        def fetch(number: int, piece: Piece) -> jax.Array:
+            check()
+            return bound.supply.get(number, piece)
+
         bound.supply.counts = FetchCounts()
-        with self._interrupts.held_back():
-            try:
-                bound.supply.begin(self._interrupts.check)
-                _, out = bound.runner(
-                    batch,
-                    partial(self._fetched, bound),
-                    _no_gradient,
-                    bound.supply.done,
-                )
-            finally:
-                bound.runner.settle()  # before the memory that they read is freed
-                bound.supply.stop()
+        try:
+            bound.supply.begin(check)
+            _, out = bound.runner(batch, fetch, _no_gradient, bound.supply.done)
+        finally:
+            bound.runner.settle()  # before the memory that they read is freed
+            bound.supply.stop()
         return out
 
     @property
@@ -174,18 +194,17 @@ class StreamedFunction(Closing):
 
     def close(self) -> None:
         """Frees the memory; closes the store if it was given as a path. Idempotent."""
-        for bound in self._bound.values():
-            bound.supply.close()
-        if not self._is_shared:
-            self._resident.drop()
-        if self._closes:
-            self.store.close()
+        try:
+            self._turns.settle()
+            for bound in self._bound.values():
+                bound.supply.close()
+            if not self._is_shared:
+                self._resident.drop()
+        finally:
+            if self._closes:
+                self.store.close()
 
     # --- inside --------------------------------------------------------------------
-
-    def _fetched(self, bound: _Bound, number: int, piece: Any) -> jax.Array:
-        self._interrupts.check()
-        return bound.supply.get(number, piece)
 
     def _bound_for(self, batch: PyTree) -> _Bound:
         if self._params is None:
@@ -202,13 +221,16 @@ class StreamedFunction(Closing):
     def _bind(self, ready: Prepared) -> _Bound:
         training = self.store.training
         places = Places(ready.traced.params, training.can_move)
-        units = map(places.unit, ready.lifetimes.sizes)
-        division = divide_reading(self._options.memory_bytes, self._limit).without(
-            max((u.num_bytes for u in units if not u.is_divided), default=0),
-            "reading shards of params that are not stored alone",
+        limits = {"memory_bytes": self._options.memory_bytes}
+        if self._options.device_memory_bytes is not None:
+            limits["device_memory_bytes"] = self._options.device_memory_bytes
+        plan, keeping, division = planned_within(
+            limits, partial(self._planned, ready, places)
         )
-        plan, keeping = self._planned(ready, places, division)
-        division = beside(division, keeping)
+        if self._is_shared and self._limit.is_host:
+            # A step's own programs stay in memory beside those of its functions.
+            less = division.programs - self._options.memory_bytes // _OWN_SHARE
+            division = replace(division, programs=max(plan.peak_bytes, less))
         stays = keeping.units | frozenset(self._shared)
         reading = planned_fetches(plan, places, division, _never, stays)
         source = StoreSource(training, READER_BYTES, reading.num_first)
@@ -226,9 +248,10 @@ class StreamedFunction(Closing):
         return _Bound(Runner(plan, self._executables, record), supply)
 
     def _planned(
-        self, ready: Prepared, places: Places, division: Division
-    ) -> tuple[Plan, Keeping]:
+        self, ready: Prepared, places: Places, limits: Mapping[str, int]
+    ) -> tuple[Plan, Keeping, Division]:
         units = {places.unit(piece) for piece in ready.lifetimes.sizes}
+        division = self._division(ready, units, limits)
         keeper = Keeper(
             self._options.keep,
             places,
@@ -239,14 +262,29 @@ class StreamedFunction(Closing):
             partial(compiled_bytes, executables=self._executables),
         )
         plan = ready.plan(division.programs, "keep", keeper.peak_bytes, division.limit)
-        return keeper.applied(plan)
+        plan, keeping = keeper.applied(plan)
+        return plan, keeping, beside(division, keeping)
+
+    def _division(
+        self, ready: Prepared, units: Collection[Unit], limits: Mapping[str, int]
+    ) -> Division:
+        shared, device = self._options.share(limits), self._limit
+        if "device_memory_bytes" in shared:
+            device = replace(device, num_bytes=shared["device_memory_bytes"])
+        division = divide_reading(shared["memory_bytes"], device).without(
+            max((u.num_bytes for u in units if not u.is_divided), default=0),
+            "reading shards of params that are not stored alone",
+        )
+        return division.without(
+            sum(map(aval_bytes, ready.traced.batch)), "its batch", is_on_device=True
+        )
 
 
 def _never(unit: Unit) -> bool:
     return False
 
 
-def _no_gradient(piece: Any, gradient: jax.Array) -> None:
+def _no_gradient(piece: Piece, gradient: jax.Array) -> None:
     raise AssertionError("a function without a gradient")
 
 

@@ -8,7 +8,7 @@ Invariant: updates have the bits of jitted optax on the same gradients. A step t
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -18,14 +18,15 @@ import jax.numpy as jnp
 import optax
 
 from jaxinf.activations import Scratch, Wear, writing_bytes
-from jaxinf.errors import NonFiniteGradientError, StreamError
+from jaxinf.errors import BudgetError, NonFiniteGradientError, StreamError
 from jaxinf.io import ByteCounts
+from jaxinf.program import effect_of_nonfinite
 from jaxinf.stream.base import PlannedStep
 from jaxinf.stream.bound import Options
+from jaxinf.stream.budgets import planned_within
 from jaxinf.stream.calls import Calls
 from jaxinf.stream.choice import Problem
 from jaxinf.stream.graph import Piece, aval_bytes
-from jaxinf.stream.interrupts import Interrupts
 from jaxinf.stream.memory import (
     DeviceLimit,
     Division,
@@ -46,6 +47,7 @@ from jaxinf.stream.run import (
 )
 from jaxinf.stream.tiers import Tiers, check_leaving, check_tiers, plan_tiers
 from jaxinf.stream.trace import abstract, check_params
+from jaxinf.stream.turns import Check, Turns, check_not_traced
 from jaxinf.stream.values import Offloaded, Tiered, Values
 from jaxinf.stream.wearing import Wearing
 from jaxinf.typing import PathLikeStr, PyTree
@@ -94,7 +96,7 @@ class InMemoryStep(PlannedStep[_Bound]):
         self._optimizer = PlainOptax(tx)
         self._bound: dict[Any, _Bound] = {}
         self._executables: Executables = {}
-        self._interrupts = Interrupts()
+        self._turns = Turns()
         self._wearing = Wearing(options.endurance_tbw)
         return_freed_memory()
 
@@ -116,6 +118,8 @@ class InMemoryStep(PlannedStep[_Bound]):
         """
         self._check(jax.eval_shape(init_fn, *args), batch)
         self._optimizer.begin(jax.jit(init_fn)(*args), None)
+        if batch is not None:
+            self.compile(batch)
 
     def load(
         self, params: PyTree, *, state: PyTree = None, batch: PyTree = None
@@ -134,13 +138,17 @@ class InMemoryStep(PlannedStep[_Bound]):
         self._check(params, batch)
         own = partial(jax.tree.map, lambda leaf: jnp.array(leaf, copy=True))
         self._optimizer.begin(own(params), None if state is None else own(state))
+        if batch is not None:
+            self.compile(batch)
 
     def params(self) -> PyTree:
         """Returns the params, which later steps leave alone."""
+        self._turns.settle()
         return self._optimizer.lend().params
 
     def state(self) -> PyTree:
         """Returns optax's state, which later steps leave alone."""
+        self._turns.settle()
         return self._optimizer.lend().state
 
     def _check(self, params: PyTree, batch: PyTree) -> None:
@@ -159,7 +167,9 @@ class InMemoryStep(PlannedStep[_Bound]):
         Raises:
           StreamError: The program cannot be cut to fit.
         """
-        return self._bound_for(batch).runner.plan
+        self._turns.settle()
+        self._last = self._current(self._bound_for(batch))
+        return self._last.runner.plan
 
     def __call__(self, batch: PyTree) -> tuple[jax.Array, PyTree]:
         """Runs one step.
@@ -170,34 +180,47 @@ class InMemoryStep(PlannedStep[_Bound]):
         Raises:
           NonFiniteGradientError: The step was refused.
         """
+        check_not_traced(batch)
+        self._turns.settle()
         called_s = time.perf_counter()
-        bound = self._last = self._bound_for(batch)
+        key = self._bound_for(batch)
+
+        def body(check: Check) -> tuple[tuple[jax.Array, PyTree], float, int]:
+            bound = self._last = self._current(key)
+            results = self._step(bound, batch, check)
+            step_s = time.perf_counter() - called_s
+            if bound.planned is not None:
+                counts, peak_bytes = bound.values.counts(), bound.values.peak_bytes
+                bound.planned.observe(step_s, counts, peak_bytes)
+            return results, step_s, bound.values.num_bytes
+
+        results, step_s, moved_bytes = self._turns.run(body)
+        self._wearing.add(step_s, moved_bytes * self._options.micro_batches)
+        return results
+
+    def _step(
+        self, bound: _Bound, batch: PyTree, check: Check
+    ) -> tuple[jax.Array, PyTree]:
         bound.values.counts()
         if bound.planned is not None:
             bound.planned.begin()
         count = self._options.micro_batches
         gradients = WholeGradients(bound.runner.plan, count)
-        with self._interrupts.held_back():
-            results = [
-                self._run(bound, part, gradients) for part in parts_of(batch, count)
-            ]
-            loss, aux = together(results)
-            handed = {id(leaf) for leaf in jax.tree.leaves(results)}
-            self._update(bound.runner.plan, gradients.take(handed))
-        step_s = time.perf_counter() - called_s
-        self._wearing.add(step_s, bound.values.num_bytes * count)
-        if bound.planned is not None:
-            counts, peak_bytes = bound.values.counts(), bound.values.peak_bytes
-            bound.planned.observe(step_s, counts, peak_bytes)
+        results = [
+            self._run(bound, part, gradients, check) for part in parts_of(batch, count)
+        ]
+        loss, aux = together(results)
+        handed = {id(leaf) for leaf in jax.tree.leaves(results)}
+        self._update(bound.runner.plan, gradients.take(handed))
         return loss, aux if self._options.has_aux else None
 
     def _run(
-        self, bound: _Bound, batch: PyTree, gradients: WholeGradients
+        self, bound: _Bound, batch: PyTree, gradients: WholeGradients, check: Check
     ) -> tuple[jax.Array, PyTree]:
         leaves = jax.tree.leaves(self._optimizer.params)
 
         def fetch(number: int, piece: Piece) -> jax.Array:
-            self._interrupts.check()
+            check()
             leaf = leaves[piece.leaf]
             return piece.of(leaf) if piece.index or piece.rows else leaf
 
@@ -211,7 +234,10 @@ class InMemoryStep(PlannedStep[_Bound]):
         return loss, aux
 
     def _update(self, plan: Plan, gradients: list[jax.Array]) -> None:
-        names, policy = plan.traced.names, self._options.nonfinite
+        names = plan.traced.names
+        policy = effect_of_nonfinite(
+            self._options.nonfinite, is_guarded=self._optimizer.is_guarded
+        )
         if policy != "allow":
             finite = are_finite(gradients)
             bad = [name for name, is_ok in zip(names, finite, strict=True) if not is_ok]
@@ -232,13 +258,18 @@ class InMemoryStep(PlannedStep[_Bound]):
     def _limit(self) -> DeviceLimit:
         return device_limit(default_device(), self._options.device_memory_bytes)
 
-    def _bound_for(self, batch: PyTree) -> _Bound:
+    def _bound_for(self, batch: PyTree) -> Any:
+        """Binds batches of this shape unless they are, and returns their key."""
         leaves, tree = jax.tree.flatten(abstract(batch))
         key = (tree, *((leaf.shape, leaf.dtype) for leaf in leaves))
         if key not in self._bound:
             params = abstract(self._optimizer.params)
             self._bound[key] = self._bind(self._prepare(params, batch))
             return_freed_memory()  # of planning and compilation
+        return key
+
+    def _current(self, key: Any) -> _Bound:
+        """Returns what batches are bound to, as their planner has chosen by now."""
         bound = self._bound[key]
         if bound.planned is not None and bound.planned.is_changed:
             bound.values.close()
@@ -302,17 +333,22 @@ class InMemoryStep(PlannedStep[_Bound]):
 
     def _planned(self, ready: Prepared) -> tuple[Plan, int]:
         """Returns a plan, and the memory for its programs beside params and so on."""
-        division = self._division()
+        return planned_within(self._options.limits, partial(self._fitted, ready))
+
+    def _fitted(self, ready: Prepared, limits: Mapping[str, int]) -> tuple[Plan, int]:
+        division = self._division(limits)
         traced = ready.traced
         kept = sum(map(aval_bytes, traced.params))
         held = 2 * kept + self._optimizer.state_bytes(
             traced.params_tree.unflatten(traced.params)
         )
         if held > division.programs:
-            raise StreamError(
-                f"{division.limit}: expected room for params, gradients and optax's "
-                f"state, {held} bytes, found {division.programs}; raise "
-                f"{division.limit}, or give a store, which keeps the state on drives"
+            raise BudgetError(
+                division.limit,
+                f"expected room for params, gradients and optax's state, {held} bytes, "
+                f"found {division.programs}",
+                held - division.programs + 1,
+                ", or give a store, which keeps the state on drives",
             )
 
         def beside(plan: Plan) -> Plan:
@@ -339,13 +375,15 @@ class InMemoryStep(PlannedStep[_Bound]):
             )
         return plan, budget
 
-    def _division(self) -> Division:
+    def _division(self, limits: Mapping[str, int] | None = None) -> Division:
         options, limit = self._options, self._limit
-        num_bytes, name = options.memory_bytes, "memory_bytes"
-        own = limit.num_bytes
+        limits = options.limits if limits is None else limits
+        memory_bytes = limits["memory_bytes"]
+        num_bytes, name = memory_bytes, "memory_bytes"
+        own = limits.get("device_memory_bytes", limit.num_bytes)
         if own is not None and (not limit.is_host or own < num_bytes):
             num_bytes, name = own, "device_memory_bytes"
-        staged = 0 if limit.is_host else options.memory_bytes
+        staged = 0 if limit.is_host else memory_bytes
         division = Division(0, 0, num_bytes, staged, 0, name)
         if options.policy in ("offload", "plan"):
             division = division.without(
@@ -370,6 +408,7 @@ class InMemoryStep(PlannedStep[_Bound]):
 
     def close(self) -> None:
         """Frees memory and files; idempotent. The params stay available."""
+        self._turns.settle()
         for bound in self._bound.values():
             bound.close()
         self._bound.clear()

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxinf import compat
 from jaxinf.csd import ScalarInputs
-from jaxinf.errors import StreamError, UnsupportedTransformError
+from jaxinf.errors import BudgetError, StreamError, UnsupportedTransformError
 from jaxinf.program import InitProgram, plain
 from jaxinf.program.graph import Node, Value, bind
 from jaxinf.store import ScalarState, encode_path
@@ -94,7 +94,7 @@ class LeafMaker:
           memory_bytes: Memory for one leaf and its temporaries.
 
         Raises:
-          StreamError: A leaf needs more; names it and the bytes.
+          BudgetError: A leaf needs more; names it and the bytes.
         """
         keys = Keys()
         compiled: dict[str, Any] = {}
@@ -121,10 +121,12 @@ class LeafMaker:
                 return executable
         path = jax.tree_util.tree_flatten_with_path(self.avals)[0][number][0]
         name = "/".join(map(compat.key_name, path))
-        raise StreamError(
-            f"init_fn: leaf {name} takes {needed} bytes to make, memory_bytes "
-            f"leaves {memory_bytes}; raise memory_bytes, divide the leaf in the "
-            "model, or load params made elsewhere (step.load)"
+        raise BudgetError(
+            "memory_bytes",
+            f"init_fn: leaf {name} takes {needed} bytes to make, found {memory_bytes}",
+            needed - memory_bytes,
+            "; or divide the leaf in the model, or load params made elsewhere "
+            "(step.load)",
         )
 
 

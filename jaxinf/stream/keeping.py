@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeAlias
 
-from jaxinf.errors import StreamError
+from jaxinf.errors import BudgetError
 from jaxinf.stream.calls import Call, Slot
 from jaxinf.stream.fetch import Fetch, page_bytes
 from jaxinf.stream.graph import Piece
@@ -17,7 +17,7 @@ from jaxinf.stream.handover import completions
 from jaxinf.stream.memory import Division
 from jaxinf.stream.places import Places, Unit
 from jaxinf.stream.plan import Plan
-from jaxinf.terminal import parse_bytes
+from jaxinf.terminal import given_bytes
 
 __all__ = ["Keep", "Keeper", "Keeping", "beside", "check_keep", "updated_in_place"]
 
@@ -32,14 +32,12 @@ def check_keep(keep: int | str | None) -> Keep:
     """
     if keep is None or keep == "params":
         return keep
-    text = f'keep={keep!r}: expected "params" or bytes, such as "2GiB"'
     try:
-        num_bytes = parse_bytes(keep) if isinstance(keep, str) else int(keep)
+        return given_bytes("keep", keep, least=0)
     except ValueError as error:
-        raise ValueError(text) from error
-    if num_bytes < 0:
-        raise ValueError(text)
-    return num_bytes
+        raise ValueError(
+            f'keep={keep!r}: expected "params" or bytes, such as "2GiB"'
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ class Keeper:
         self._rereads = rereads
         self._measure = measure
         if self._amount > division.programs:
-            raise StreamError(self._refusal())
+            raise self._refusal()
 
     def peak_bytes(self, plan: Plan) -> int:
         """Returns the memory of a step's programs, with what stays."""
@@ -167,12 +165,14 @@ class Keeper:
 
         return sorted((u for u in self._updated if found[u]), key=rank)
 
-    def _refusal(self) -> str:
+    def _refusal(self) -> BudgetError:
         division = self._division
-        return (
+        return BudgetError(
+            division.limit,
             f"keep={self._keep!r}: expected room for {self._amount} bytes of params "
-            f"that stay, found {division.programs}, which {division.limit} leaves for "
-            f"the program; raise {division.limit}, or keep fewer bytes"
+            f"that stay, found {division.programs}, which are left for the program",
+            self._amount - division.programs,
+            ", or keep fewer bytes",
         )
 
 

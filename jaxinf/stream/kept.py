@@ -1,12 +1,13 @@
 """Plans kept in a store, because bits depend on the cuts of a program.
 
-    STORE/stream/<digest of leaves and batch>.json    version, fingerprint, cuts
+    STORE/stream/<digest of leaves and batch>.json    version, fingerprint, cuts, …
 
 Invariant: a kept plan is used, or refused by name; it is never replaced unless the user
   asks.
 """
 
 import hashlib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxinf.errors import StoreError, StoreFormatError, StreamError
-from jaxinf.io import read_bounded, write_json_atomically
-from jaxinf.schema import MOST_BYTES, SchemaError, check_json
-from jaxinf.store import PLAN
+from jaxinf.errors import BudgetError, StoreFormatError, StreamError
+from jaxinf.store import check_plans_folder, plans_folder, read_plan, write_document
 from jaxinf.stream.calls import Policy
 from jaxinf.stream.meshes import axes_text
 from jaxinf.stream.plan import PLAN_VERSION, Plan, Prepared
@@ -44,14 +43,14 @@ def kept_plan(
       limit: The argument that sets the budget.
 
     Raises:
-      StreamError: The plan is for another function, version or mesh, or needs more
-        memory.
+      StreamError: The plan is for another function, version or mesh.
+      BudgetError: It needs more memory.
       StoreFormatError: The plan is damaged.
     """
-    path = _path(folder, ready)
-    if not path.exists():
+    path = check_plans_folder(folder) / _name(ready)
+    if not os.path.lexists(path):
         return None
-    kept = _read(path)
+    kept = read_plan(path)
     _check_mesh(path, kept, ready.traced.mesh)
     if kept["version"] != PLAN_VERSION or kept["fingerprint"] != ready.fingerprint:
         raise StreamError(
@@ -60,22 +59,29 @@ def kept_plan(
             "version of jaxinf or JAX; pass replan=True to go on with this one and "
             "replace the kept plan"
         )
+    num_nodes = len(ready.lifetimes.order.forward)
+    if kept["cuts"][-1] != num_nodes:
+        raise StoreFormatError(
+            f"{path}: expected cuts of a program of {num_nodes} nodes, found "
+            f"{kept['cuts']}; the file was edited or damaged: remove it, and the "
+            "program is planned anew (its bits may differ then)"
+        )
     plan = ready.plan_of(kept["cuts"], policy)
     peak = measure(plan)
     if peak > budget_bytes:
-        raise StreamError(
-            f"{path}: the plan that the store was trained with takes "
-            f"{peak} bytes, {limit} leaves {budget_bytes} for it; "
-            f"raise {limit}, or pass replan=True for another plan (bits then "
-            "differ from here on)"
+        raise BudgetError(
+            limit,
+            f"it leaves {budget_bytes} bytes for the plan that the store was trained "
+            f"with ({path}), which takes {peak}",
+            peak - budget_bytes,
+            ", or pass replan=True for another plan (bits then differ from here on)",
         )
     return replace(plan, peak_bytes=peak)
 
 
 def keep_plan(folder: Path, ready: Prepared, plan: Plan) -> None:
     """Keeps a plan for later runs."""
-    path = _path(folder, ready)
-    path.parent.mkdir(exist_ok=True)
+    path = plans_folder(folder) / _name(ready)
     content: dict[str, Any] = {
         "version": PLAN_VERSION,
         "fingerprint": ready.fingerprint,
@@ -83,7 +89,7 @@ def keep_plan(folder: Path, ready: Prepared, plan: Plan) -> None:
     }
     if ready.traced.mesh is not None:
         content["mesh"] = dict(ready.traced.mesh.shape)
-    write_json_atomically(path, content)
+    write_document(path, content)
 
 
 def _check_mesh(path: Path, kept: Mapping[str, Any], mesh: Mesh | None) -> None:
@@ -96,7 +102,7 @@ def _check_mesh(path: Path, kept: Mapping[str, Any], mesh: Mesh | None) -> None:
         )
 
 
-def _path(folder: Path, ready: Prepared) -> Path:
+def _name(ready: Prepared) -> str:
     traced = ready.traced
     leaves = [
         f"{name}:{aval.dtype}{aval.shape}"
@@ -104,21 +110,4 @@ def _path(folder: Path, ready: Prepared) -> Path:
     ]
     batch = [f"{aval.dtype}{aval.shape}" for aval in traced.batch]
     text = "\n".join([*leaves, "", *batch])
-    return folder / "stream" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        kept = check_json(read_bounded(path, MOST_BYTES, follows_links=False), PLAN)
-    except (StoreError, SchemaError) as error:
-        raise _damaged(path) from error
-    if kept["cuts"] != sorted(set(kept["cuts"])):
-        raise _damaged(path)
-    return kept
-
-
-def _damaged(path: Path) -> StoreFormatError:
-    return StoreFormatError(
-        f"{path}: expected a plan of a streamed program, found something else; remove "
-        "the file, and the program is planned anew"
-    )
+    return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"

@@ -3,6 +3,7 @@
 Invariant: an option that has no effect is refused by name.
 """
 
+import math
 import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, overload
@@ -12,6 +13,7 @@ import optax
 from jaxinf.activations import FORMS, Form
 from jaxinf.compress import TopK
 from jaxinf.engine import Store, check_compression, open_store
+from jaxinf.program import NonFinitePolicy, check_nonfinite
 from jaxinf.stream.bound import Options
 from jaxinf.stream.calls import POLICIES, Policy
 from jaxinf.stream.function import FunctionOptions, StreamedFunction
@@ -19,7 +21,7 @@ from jaxinf.stream.in_memory import InMemoryStep
 from jaxinf.stream.keeping import check_keep
 from jaxinf.stream.memory import store_memory_bytes
 from jaxinf.stream.streamed import StreamedStep
-from jaxinf.stream.updates import NonFinitePolicy
+from jaxinf.terminal import given_bytes
 from jaxinf.typing import PathLikeStr
 
 __all__ = ["stream"]
@@ -31,8 +33,8 @@ def stream(
     tx: None = None,
     store: Store | PathLikeStr | None = None,
     *,
-    memory_bytes: int,
-    device_memory_bytes: int | None = None,
+    memory_bytes: int | str,
+    device_memory_bytes: int | str | None = None,
     keep: Literal["params"] | int | str | None = None,
 ) -> StreamedFunction: ...
 
@@ -43,14 +45,14 @@ def stream(
     tx: optax.GradientTransformation,
     store: Store | PathLikeStr,
     *,
-    memory_bytes: int,
-    device_memory_bytes: int | None = None,
+    memory_bytes: int | str,
+    device_memory_bytes: int | str | None = None,
     has_aux: bool = False,
     policy: Policy = "recompute",
     keep: Literal["params"] | int | str | None = None,
     micro_batches: int = 1,
     replan: bool = False,
-    nonfinite: NonFinitePolicy = "error",
+    nonfinite: NonFinitePolicy | None = None,
     compress: TopK | None = None,
     extra_args: Mapping[str, Any] | None = None,
     activations: Form | None = None,
@@ -64,13 +66,13 @@ def stream(
     tx: optax.GradientTransformation,
     store: None = None,
     *,
-    memory_bytes: int,
-    device_memory_bytes: int | None = None,
+    memory_bytes: int | str,
+    device_memory_bytes: int | str | None = None,
     has_aux: bool = False,
     policy: Policy = "recompute",
     keep: Literal["params"],
     micro_batches: int = 1,
-    nonfinite: NonFinitePolicy = "error",
+    nonfinite: NonFinitePolicy | None = None,
     scratch: PathLikeStr | None = None,
     activations: Form | None = None,
     endurance_tbw: float | None = None,
@@ -82,14 +84,14 @@ def stream(
     tx: optax.GradientTransformation | None = None,
     store: Store | PathLikeStr | None = None,
     *,
-    memory_bytes: int,
-    device_memory_bytes: int | None = None,
+    memory_bytes: int | str,
+    device_memory_bytes: int | str | None = None,
     has_aux: bool = False,
     policy: Policy = "recompute",
     keep: Literal["params"] | int | str | None = None,
     micro_batches: int = 1,
     replan: bool = False,
-    nonfinite: NonFinitePolicy = "error",
+    nonfinite: NonFinitePolicy | None = None,
     compress: TopK | None = None,
     extra_args: Mapping[str, Any] | None = None,
     endurance_tbw: float | None = None,
@@ -121,7 +123,8 @@ def stream(
       store: From `jaxinf.open_store`, or a path. Its own memory budget is not used.
         None for plain optax in memory, with ``keep="params"``.
       memory_bytes: All host memory of a step, including the store's buffers, on top of
-        the memory that the process has before.
+        the memory that the process has before; in bytes, or as a text such as
+        ``"4GiB"``.
       device_memory_bytes: Memory of the JAX device for params, values and temporaries,
         if it has its own; by default most of what is free. `memory_bytes` then limits
         what is on the host, values that have left the device included. On a CPU it
@@ -135,7 +138,7 @@ def stream(
         fastest. The bits are the same.
       replan: Whether to replace a kept plan that does not fit.
       nonfinite: The effect of a gradient with NaN or Inf: ``"error"``, ``"skip"`` or
-        ``"allow"``, as for `jaxinf.smart_update`.
+        ``"allow"``, with the default of `jaxinf.smart_update`.
       keep: Params that stay on the JAX device between steps: ``"params"`` for all, or
         the most bytes, such as ``"2GiB"``; of the params those that save most traffic.
         They are a part of `memory_bytes`, or of the device's memory if it has its own.
@@ -167,20 +170,16 @@ def stream(
     """
     if policy not in POLICIES:
         raise ValueError(f"policy={policy!r}: expected one of {', '.join(POLICIES)}")
-    if nonfinite not in ("error", "skip", "allow"):
-        raise ValueError(
-            f'nonfinite={nonfinite!r}: expected "error", "skip" or "allow"'
-        )
+    check_nonfinite(nonfinite)
     if micro_batches < 1:
         raise ValueError(f"micro_batches={micro_batches}: expected at least 1")
-    if memory_bytes < 1:
-        raise ValueError(f"memory_bytes={memory_bytes}: expected at least 1")
-    if endurance_tbw is not None and endurance_tbw <= 0:
-        raise ValueError(f"endurance_tbw={endurance_tbw}: expected more than 0")
-    if device_memory_bytes is not None and device_memory_bytes < 1:
+    memory_bytes = given_bytes("memory_bytes", memory_bytes)
+    if endurance_tbw is not None and not 0 < endurance_tbw < math.inf:
         raise ValueError(
-            f"device_memory_bytes={device_memory_bytes}: expected at least 1"
+            f"endurance_tbw={endurance_tbw}: expected a finite number above 0"
         )
+    if device_memory_bytes is not None:
+        device_memory_bytes = given_bytes("device_memory_bytes", device_memory_bytes)
     keeps = check_keep(keep)
     if tx is None:
         _check_function(
@@ -188,7 +187,7 @@ def stream(
             policy=policy != "recompute",
             replan=replan,
             micro_batches=micro_batches != 1,
-            nonfinite=nonfinite != "error",
+            nonfinite=nonfinite is not None,
             compress=compress is not None,
             extra_args=bool(extra_args),
             activations=activations is not None,

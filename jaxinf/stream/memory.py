@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxinf.errors import StreamError
+from jaxinf.errors import BudgetError, StreamError
 from jaxinf.io.pages import page_ceil
 from jaxinf.stream.meshes import mesh_text
 
@@ -88,15 +88,17 @@ class Division:
           is_on_device: Whether the device's memory is meant instead.
 
         Raises:
-          StreamError: Nothing is left for them.
+          BudgetError: Nothing is left for them.
         """
         is_staged = self.staged > 0 and not is_on_device
         host_bytes = self.staged if is_staged else self.programs
         if num_bytes >= host_bytes:
             limit = self.limit if is_on_device else "memory_bytes"
-            raise StreamError(
-                f"{limit}: it leaves {host_bytes} bytes for the program, and "
-                f"{purpose} takes {num_bytes}; raise {limit}"
+            raise BudgetError(
+                limit,
+                f"it leaves {host_bytes} bytes for the program, and {purpose} takes "
+                f"{num_bytes}",
+                num_bytes - host_bytes + 1,
             )
         if is_staged:
             return replace(self, staged=self.staged - num_bytes)
@@ -176,7 +178,7 @@ def divide(
       device: The limit on the device's memory.
 
     Raises:
-      StreamError: No memory is left for the programs.
+      BudgetError: No memory is left for the programs.
     """
     ring = max(ring_bytes, min(memory_bytes // _RING_SHARE, _MAX_RING_BYTES))
     gradients = max(gradient_bytes, memory_bytes // _RING_SHARE)
@@ -184,10 +186,12 @@ def divide(
     rest = memory_bytes - ring - gradients - reader
     least = 1 if device.is_host else NUM_STAGED * page_ceil(gradient_bytes)
     if rest < least:
-        raise StreamError(
-            f"memory_bytes={memory_bytes}: expected room for the store's buffers "
-            f"({ring_bytes} bytes), for the largest gradient ({gradient_bytes} bytes) "
-            f"and for {_params_text(device, least)}; raise memory_bytes"
+        raise BudgetError(
+            "memory_bytes",
+            f"expected room for the store's buffers ({ring_bytes} bytes), for the "
+            f"largest gradient ({gradient_bytes} bytes) and for "
+            f"{_params_text(device, least)}, found {memory_bytes}",
+            least - rest,
         )
     if device.num_bytes is None:
         return Division(ring, gradients, rest, 0, gradients, "memory_bytes")
@@ -200,9 +204,11 @@ def divide(
     leaving = min(gradients, max(gradient_bytes, device.num_bytes // _RING_SHARE))
     programs = device.num_bytes - leaving
     if programs <= 0:
-        raise StreamError(
-            f"device_memory_bytes={device.num_bytes}: expected room for the largest "
-            f"gradient ({gradient_bytes} bytes) and for the program's params; raise it"
+        raise BudgetError(
+            "device_memory_bytes",
+            f"expected room for the largest gradient ({gradient_bytes} bytes) and for "
+            f"the program's params, found {device.num_bytes}",
+            1 - programs,
         )
     return Division(ring, gradients, programs, rest, leaving, "device_memory_bytes")
 

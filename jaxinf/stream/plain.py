@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxinf.errors import StreamError
+from jaxinf.program import is_guarded
 from jaxinf.stream.graph import Piece, aval_bytes
 from jaxinf.stream.plan import Plan
 from jaxinf.typing import PyTree
@@ -41,6 +42,11 @@ class PlainOptax:
     def params(self) -> PyTree:
         """The params; the next update may reuse their memory."""
         return self._current.params
+
+    @property
+    def is_guarded(self) -> bool:
+        """See `jaxinf.program.is_guarded`."""
+        return is_guarded(self._current.state)
 
     def state_bytes(self, params: PyTree) -> int:
         """Bytes of the state for params of these shapes."""

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any
 
 from jaxinf.activations import Form, Wear
-from jaxinf.errors import StreamError
+from jaxinf.errors import BudgetError
 from jaxinf.stream.absences import fitted, least_offloaded_bytes
 from jaxinf.stream.calls import Calls, Policy
 from jaxinf.stream.choice import Choice
@@ -221,7 +221,7 @@ class Prepared:
           limit: The argument that sets the budget.
 
         Raises:
-          StreamError: No cut fits; names the params that are too large.
+          BudgetError: No cut fits; names the params that are too large.
         """
         best: tuple[int, Plan] | None = None
         plans = self._plans(budget_bytes, policy)
@@ -238,7 +238,7 @@ class Prepared:
             if best is None or peak < best[0]:
                 best = (peak, plan)
         assert best is not None, "there is a plan for every limit"
-        raise StreamError(self._refusal(*best, budget_bytes, limit))
+        raise self._refusal(*best, budget_bytes, limit)
 
     def smallest_bytes(self, policy: Policy = "recompute") -> int:
         """Returns the smallest budget that `plan` accepts by estimates."""
@@ -317,19 +317,20 @@ class Prepared:
 
     def _refusal(
         self, needed_bytes: int, best: Plan, budget_bytes: int, limit: str
-    ) -> str:
+    ) -> BudgetError:
         worst = max(best.calls.calls, key=lambda call: call.num_fetched_bytes)
         sizes = self.lifetimes.sizes
         pieces = sorted(set(worst.pieces), key=lambda p: -sizes[p])[:4]
         named = ", ".join(f"{self._name(p)} ({sizes[p]} bytes)" for p in pieces)
         lives = best.calls.lives.values()
         value_bytes = max((life.num_bytes for life in lives), default=0)
-        return (
-            f"{limit}: it leaves {budget_bytes} bytes for params, values and "
-            f"temporaries of the program, whose smallest cut takes {needed_bytes}, "
-            f"with {named}; the largest value between programs has {value_bytes} "
-            f"bytes; raise {limit} by {needed_bytes - budget_bytes}, or "
-            "give a smaller batch"
+        return BudgetError(
+            limit,
+            f"it leaves {budget_bytes} bytes for params, values and temporaries of the "
+            f"program, whose smallest cut takes {needed_bytes}, with {named}; the "
+            f"largest value between programs has {value_bytes} bytes",
+            needed_bytes - budget_bytes,
+            ", or give a smaller batch",
         )
 
     def _name(self, piece: Piece) -> str:

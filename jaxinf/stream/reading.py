@@ -9,7 +9,7 @@ from collections.abc import Callable, Container
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from jaxinf.errors import StreamError
+from jaxinf.errors import BudgetError
 from jaxinf.io.pages import PAGE_BYTES
 from jaxinf.stream.fetch import Fetch, fetches_of, page_bytes, window_bytes
 from jaxinf.stream.handover import completions, hand_over, keep_between
@@ -70,7 +70,7 @@ def planned_fetches(
       stays: Units that are in memory and not read.
 
     Raises:
-      StreamError: The host has no room for params on their way to the device.
+      BudgetError: The host has no room for params on their way to the device.
     """
     calls = plan.calls.calls
     fetches = fetches_of(calls, places)
@@ -85,9 +85,11 @@ def planned_fetches(
         largest = Reading(fetches, room).largest_bytes
         limit = division.staged - NUM_STAGED * largest
         if limit < 0:
-            raise StreamError(
-                f"memory_bytes: it leaves {division.staged} bytes for params on their "
-                f"way to the device, which take {NUM_STAGED} x {largest}; raise it"
+            raise BudgetError(
+                "memory_bytes",
+                f"it leaves {division.staged} bytes for params on their way to the "
+                f"device, which take {NUM_STAGED} x {largest}",
+                -limit,
             )
     fetches = hand_over(
         fetches,

@@ -10,8 +10,7 @@ Invariant: a step writes updates to the slot that is not committed. So a crash a
 """
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -19,7 +18,7 @@ from typing import Any, TypeAlias
 import jax
 import optax
 
-from jaxinf.activations import CacheCounts, Wear, writing_bytes
+from jaxinf.activations import CacheCounts, Wear
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
     Store,
@@ -32,18 +31,15 @@ from jaxinf.engine import (
 )
 from jaxinf.errors import StreamError
 from jaxinf.io import ByteCounts
-from jaxinf.io.pages import page_ceil
 from jaxinf.program import trace_init
 from jaxinf.stream.base import PlannedStep
 from jaxinf.stream.bound import Binder, Bound, Options
+from jaxinf.stream.budgets import planned_within
 from jaxinf.stream.function import FunctionOptions, StreamedFunction
 from jaxinf.stream.graph import Piece
 from jaxinf.stream.initial import initial_inputs, trace_params
-from jaxinf.stream.interrupts import Interrupts
 from jaxinf.stream.memory import (
-    NUM_STAGED,
     check_mesh,
-    divide,
     return_freed_memory,
 )
 from jaxinf.stream.meshes import (
@@ -56,10 +52,10 @@ from jaxinf.stream.metrics import StreamMetrics
 from jaxinf.stream.micro import first_part, parts_of, together
 from jaxinf.stream.optimizer import passes_for, trace_optimizer
 from jaxinf.stream.places import part_counts
-from jaxinf.stream.plan import Plan, Prepared, least_bytes, prepare
+from jaxinf.stream.plan import Plan, Prepared, prepare
 from jaxinf.stream.shards import Gradient, handed_out
-from jaxinf.stream.tiers import check_leaving
 from jaxinf.stream.trace import abstract, check_params, param_names
+from jaxinf.stream.turns import Check, Turns, check_not_traced
 from jaxinf.stream.wearing import Wearing
 from jaxinf.typing import Array, JsonValue, PyTree
 
@@ -97,7 +93,7 @@ class StreamedStep(PlannedStep[Bound]):
         self._wearing = Wearing(options.endurance_tbw)
         self._functions: list[StreamedFunction] = []
         self._binder = Binder(store, self._tx, options)
-        self._interrupts = Interrupts()
+        self._turns = Turns()
         return_freed_memory()
 
     # --- params --------------------------------------------------------------------
@@ -116,13 +112,15 @@ class StreamedStep(PlannedStep[Bound]):
             only for a new store, one leaf at a time, with the bits of jitted `init_fn`.
           args: Its arguments, such as a random key.
           batch: Arrays, or shapes and dtypes, of a batch. With it a new store's chunks
-            suit the program: each slice of stacked layers has its own.
+            suit the program: each slice of stacked layers has its own. Its steps are
+            planned and compiled here, before anything is written.
           shardings: Tree of ``NamedSharding`` like the params, for several devices.
 
         Raises:
           StoreMismatchError: The store holds another tree or optimizer.
-          StreamError: A leaf is too large to be made, or the loss function cannot be
-            streamed; nothing is written.
+          BudgetError: With `batch`, memory does not suffice for a step, or for making
+            a leaf; names a budget that does. Nothing is written.
+          StreamError: The loss function cannot be streamed; nothing is written.
         """
         maker = trace_params(init_fn, *args)
         self._bind(
@@ -141,6 +139,7 @@ class StreamedStep(PlannedStep[Bound]):
 
         Raises:
           StoreMismatchError: The store holds another tree or optimizer.
+          BudgetError: As for `init`.
           StreamError: A leaf is not an array of floating-point numbers, or the loss
             function cannot be streamed; nothing is written.
         """
@@ -154,16 +153,19 @@ class StreamedStep(PlannedStep[Bound]):
         leaves: Callable[[int], Iterable[Iterable[Shard]]],
         batch: PyTree,
     ) -> None:
-        pieces = () if batch is None else self._fitting(avals, batch).gradient_pieces
+        ready = None if batch is None else self._prepare(avals, batch)
         with outside_mesh():
-            self._bind_pieces(avals, leaves, pieces)
+            self._bind_pieces(avals, leaves, ready)
+        if batch is not None:
+            self.compile(batch)
 
     def _bind_pieces(
         self,
         avals: PyTree,
         leaves: Callable[[int], Iterable[Iterable[Shard]]],
-        pieces: Sequence[Piece],
+        ready: Prepared | None,
     ) -> None:
+        pieces = () if ready is None else ready.gradient_pieces
         training, whole = self.store.training, self._options.memory_bytes
         held = check_params(avals)
         mesh = mesh_of(
@@ -184,12 +186,14 @@ class StreamedStep(PlannedStep[Bound]):
             has_feedback=keeps_feedback(compress),
             forms=partial(gradient_forms, compress),
         )
-        self._params = avals
         made: Iterator[Iterable[Shard]] = iter(())
         if training.commit is None:
-            device_bytes = self._binder.device_limit.num_bytes or whole
-            made = iter(leaves(min(device_bytes, whole - whole // _INIT_SHARE)))
-        if training.bind(description, may_create=True):
+            check = None
+            if ready is not None:
+                check = self._binder.check(ready, plain, training.shape(description))
+            made = iter(self._making(leaves, check))
+        self._params = avals
+        if training.bind(description, may_create=True, uses_budget=False):
             training.opened.limit_memory(whole // _INIT_SHARE)
             for number in range(len(held)):
                 # The next leaf is made in its memory.
@@ -209,24 +213,22 @@ class StreamedStep(PlannedStep[Bound]):
             origin = [dim.start or 0 for dim in index]
             self.store.training.initialise(description, leaf, shard, origin, inputs)
 
-    def _fitting(self, avals: PyTree, batch: PyTree) -> Prepared:
-        """Traces the loss function, and refuses one that no plan can fit in memory."""
-        ready, options = self._prepare(avals, batch), self._options
-        sizes = ready.lifetimes.sizes
-        largest = max((sizes[piece] for piece in ready.gradient_pieces), default=0)
-        division = divide(options.memory_bytes, 0, largest, self._binder.device_limit)
-        plan = ready.plan(
-            division.programs, options.policy, least_bytes, division.limit
-        )
-        if plan.is_offloaded and division.staged and not self.store.exists:
-            on_way = 0 if options.keep else NUM_STAGED * page_ceil(largest)
-            check_leaving(
-                plan.ways,
-                division.programs,
-                lambda calls: calls.call_bytes(defaultdict(int)),
-                division.staged - on_way - writing_bytes(1),
-            )
-        return ready
+    def _making(
+        self,
+        leaves: Callable[[int], Iterable[Iterable[Shard]]],
+        check: Callable[[Mapping[str, int]], object] | None,
+    ) -> Iterable[Iterable[Shard]]:
+        """Returns the leaves to be made, if they and the program fit in memory."""
+
+        def plan(limits: Mapping[str, int]) -> Iterable[Iterable[Shard]]:
+            whole = limits["memory_bytes"]
+            device_bytes = limits.get("device_memory_bytes") or whole
+            made = leaves(min(device_bytes, whole - whole // _INIT_SHARE))
+            if check is not None:
+                check(limits)
+            return made
+
+        return planned_within(self._options.limits, plan)
 
     def _prepare(self, avals: PyTree, batch: PyTree) -> Prepared:
         options = self._options
@@ -246,7 +248,10 @@ class StreamedStep(PlannedStep[Bound]):
         Raises:
           StreamError: The program cannot be cut to fit, or the kept plan is another's.
         """
-        return self._bound_for(batch).runner.plan
+        self._turns.settle()
+        key = self._bound_for(batch)
+        bound = self._turns.run(lambda check: self._take_turn(self._current(key)))
+        return bound.runner.plan
 
     def __call__(
         self, batch: PyTree, extra_args: Mapping[str, Any] | None = None
@@ -265,19 +270,32 @@ class StreamedStep(PlannedStep[Bound]):
           NonFiniteGradientError: The step was refused; the store stays where it was.
           BaseException: The exception that stopped the store.
         """
-        training = self.store.training
-        training.check()
+        check_not_traced(batch, extra_args)
+        self._turns.settle()
+        self.store.training.check()
         called_s = time.perf_counter()
-        for function in self._functions:
-            function.rest()
-        bound = self._take_turn(self._bound_for(batch))
-        with outside_mesh():
-            results = self._step(bound, batch, extra_args)
-        self._observe(bound, time.perf_counter() - called_s)
+        key = self._bound_for(batch)
+
+        def body(check: Check) -> tuple[tuple[jax.Array, PyTree], float, int]:
+            for function in self._functions:
+                function.rest()
+            bound = self._take_turn(self._current(key))
+            with outside_mesh():
+                results = self._step(bound, batch, extra_args, check)
+            step_s = time.perf_counter() - called_s
+            self._observe(bound, step_s)
+            return results, step_s, bound.traffic.drive_write_bytes
+
+        results, step_s, written_bytes = self._turns.run(body)
+        self._wearing.add(step_s, written_bytes)
         return results
 
     def _step(
-        self, bound: Bound, batch: PyTree, extra_args: Mapping[str, Any] | None
+        self,
+        bound: Bound,
+        batch: PyTree,
+        extra_args: Mapping[str, Any] | None,
+        check: Check,
     ) -> tuple[jax.Array, PyTree]:
         training = self.store.training
         given = {**self._options.extra_args, **(extra_args or {})}
@@ -285,41 +303,42 @@ class StreamedStep(PlannedStep[Bound]):
         training.join()
         self._waited_s = time.perf_counter() - began_s
         bound.begin()
-        with self._interrupts.held_back():
-            bound.updates.begin(given)
-            try:
-                loss, aux = self._run(bound, batch)
-                self._values = bound.runner.values.counts()
-                self._waited_s += bound.sums.waited_s or bound.updates.waited_s
-                began_s = time.perf_counter()
-                if "value" in given and "value" not in (extra_args or {}):
-                    given["value"] = loss
-                has_advanced = bound.updates.finish(given, self._interrupts.check)
-                if has_advanced:
-                    bound.supply.end()
-                self._num_skipped += not has_advanced
-                self._waited_s += time.perf_counter() - began_s
-            except BaseException:
-                bound.sums.abandon()
-                bound.updates.abandon()
-                raise
+        bound.updates.begin(given)
+        try:
+            loss, aux = self._run(bound, batch, check)
+            self._values = bound.runner.values.counts()
+            self._waited_s += bound.sums.waited_s or bound.updates.waited_s
+            began_s = time.perf_counter()
+            if "value" in given and "value" not in (extra_args or {}):
+                given["value"] = loss
+            has_advanced = bound.updates.finish(given, check)
+            if has_advanced:
+                bound.supply.end()
+            self._num_skipped += not has_advanced
+            self._waited_s += time.perf_counter() - began_s
+        except BaseException:
+            bound.sums.abandon()
+            bound.updates.abandon()
+            raise
         return loss, aux if self._options.has_aux else None
 
     def _observe(self, bound: Bound, step_s: float) -> None:
-        self._wearing.add(step_s, bound.traffic.drive_write_bytes)
         if bound.planned is not None:
             peak_bytes = bound.runner.values.peak_bytes
             bound.planned.observe(step_s, self._values, peak_bytes, bound.supply.counts)
 
-    def _run(self, bound: Bound, batch: PyTree) -> tuple[jax.Array, PyTree]:
+    def _run(
+        self, bound: Bound, batch: PyTree, check: Check
+    ) -> tuple[jax.Array, PyTree]:
         count, runner = self._options.micro_batches, bound.runner
         if count == 1:
-            return self._run_part(bound, batch, bound.updates.hand_out)
+            return self._run_part(bound, batch, bound.updates.hand_out, check)
         results, dispatched_s, waited_s = [], 0.0, 0.0
         for number, part in enumerate(parts_of(batch, count)):
             bound.sums.begin(number, bound.updates.hand_out)
+            is_last = number == count - 1
             results.append(
-                self._run_part(bound, part, bound.sums.put, is_last=number == count - 1)
+                self._run_part(bound, part, bound.sums.put, check, is_last=is_last)
             )
             bound.sums.end()
             dispatched_s += runner.dispatched_s
@@ -332,14 +351,19 @@ class StreamedStep(PlannedStep[Bound]):
         bound: Bound,
         batch: PyTree,
         sink: Callable[[Piece, Gradient], None],
+        check: Check,
         *,
         is_last: bool = True,
     ) -> tuple[jax.Array, PyTree]:
+        def fetch(number: int, piece: Piece) -> jax.Array:
+            check()
+            return bound.supply.get(number, piece)
+
         try:
-            bound.supply.begin(self._interrupts.check, is_last=is_last)
+            bound.supply.begin(check, is_last=is_last)
             loss, aux = bound.runner(
                 batch,
-                lambda number, piece: self._fetched(bound, number, piece),
+                fetch,
                 lambda piece, gradient: self._hand_out(sink, piece, gradient),
                 bound.supply.done,
                 bound.supply.again,
@@ -349,10 +373,6 @@ class StreamedStep(PlannedStep[Bound]):
             bound.supply.stop()
         assert loss is not None, "a step has a loss"
         return loss, aux
-
-    def _fetched(self, bound: Bound, number: int, piece: Piece) -> jax.Array:
-        self._interrupts.check()
-        return bound.supply.get(number, piece)
 
     def _hand_out(
         self,
@@ -373,7 +393,8 @@ class StreamedStep(PlannedStep[Bound]):
         self._last = bound
         return bound
 
-    def _bound_for(self, batch: PyTree) -> Bound:
+    def _bound_for(self, batch: PyTree) -> Any:
+        """Binds batches of this shape unless they are, and returns their key."""
         if self._params is None:
             raise StreamError(
                 "jaxinf.stream: call step.init or step.load first; with a store that "
@@ -388,6 +409,10 @@ class StreamedStep(PlannedStep[Bound]):
                     ready, without_shardings(self._params)
                 )
             return_freed_memory()  # of planning and compilation
+        return key
+
+    def _current(self, key: Any) -> Bound:
+        """Returns what batches are bound to, as their planner has chosen by now."""
         bound = self._bound[key]
         if bound.planned is not None and bound.planned.is_changed:
             self.store.training.join()  # its updates may still take params
@@ -407,28 +432,43 @@ class StreamedStep(PlannedStep[Bound]):
         """
         options, last = self._options, self._last
         kept = 0 if last is None else last.runner.plan.kept_bytes
-        whole, device = options.memory_bytes, options.device_memory_bytes
-        host = whole - (whole // _INIT_SHARE if last is None else last.store_bytes)
-        if self._binder.device_limit.is_host:
-            host -= kept
-        elif device is not None:
-            device -= kept
+        held = 0 if last is None else last.store_bytes
+
+        def share(limits: Mapping[str, int]) -> Mapping[str, int]:
+            whole, shared = limits["memory_bytes"], dict(limits)
+            if last is None or whole != options.memory_bytes:
+                shared["memory_bytes"] -= max(held, whole // _INIT_SHARE)
+            else:
+                shared["memory_bytes"] -= held
+            on_device = not self._binder.device_limit.is_host
+            name = "device_memory_bytes" if on_device else "memory_bytes"
+            if name in shared:
+                shared[name] -= kept
+            return shared
+
         stays = () if last is None else last.supply.stays
         made = StreamedFunction(
             fn,
             self.store,
-            FunctionOptions(host, device),
+            FunctionOptions(
+                options.memory_bytes, options.device_memory_bytes, share=share
+            ),
             shared=(self._binder.resident, stays),
-            before=self._rest,
+            before=lambda: self._rest(made),
+            turns=self._turns,
         )
         if self._params is not None:
             made.load(self._params)
         self._functions.append(made)
         return made
 
-    def _rest(self) -> None:
+    def _rest(self, function: StreamedFunction) -> None:
+        """Gives the memory of the step and of its other functions to one of them."""
         for bound in self._bound.values():
             bound.supply.rest()
+        for other in self._functions:
+            if other is not function:
+                other.rest()
 
     # --- control -------------------------------------------------------------------
 
@@ -452,7 +492,7 @@ class StreamedStep(PlannedStep[Bound]):
     def metrics(self) -> StreamMetrics | None:
         """Metrics of the last step; None before the first."""
         bound = self._last
-        if bound is None:
+        if bound is None or self.wear is None:
             return None
         counts, values = bound.supply.counts, self._values
         in_memory, on_drive = bound.updates.spilled_bytes
@@ -489,10 +529,13 @@ class StreamedStep(PlannedStep[Bound]):
 
     def close(self) -> None:
         """Finishes the commit in flight and closes the store; idempotent."""
-        self._close_bound()
-        self.store.close()
+        try:
+            self._close_bound()
+        finally:
+            self.store.close()
 
     def _close_bound(self) -> None:
+        self._turns.settle()
         for function in self._functions:
             function.close()
         for bound in self._bound.values():
@@ -505,5 +548,7 @@ class StreamedStep(PlannedStep[Bound]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._close_bound()
-        self.store.__exit__(kind, error, trace)
+        try:
+            self._close_bound()
+        finally:
+            self.store.__exit__(kind, error, trace)

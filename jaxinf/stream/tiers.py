@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from jaxinf.activations import NUM_COPIES
-from jaxinf.errors import StreamError
+from jaxinf.errors import BudgetError
 from jaxinf.io.pages import page_ceil, page_floor
 from jaxinf.stream.absences import fitted
 from jaxinf.stream.calls import Calls, Slot
@@ -90,15 +90,16 @@ def check_tiers(tiers: Tiers, host_bytes: int) -> None:
     """Refuses a host whose memory is too small for what is on its way.
 
     Raises:
-      StreamError: Names the bytes that are missing.
+      BudgetError: Names the bytes that are missing.
     """
     if not tiers.fits:
-        raise StreamError(
-            f"memory_bytes: it leaves {max(host_bytes, 0)} bytes of the host for "
-            f"values that leave the device; expected {tiers.least_bytes}, for all of "
-            f"them or for {2 * NUM_COPIES} x the largest, on its way to drives and "
-            "back; raise memory_bytes by at least "
-            f"{tiers.least_bytes - max(host_bytes, 0)}, or raise device_memory_bytes"
+        raise BudgetError(
+            "memory_bytes",
+            f"it leaves {max(host_bytes, 0)} bytes of the host for values that leave "
+            f"the device; expected {tiers.least_bytes}, for all of them or for "
+            f"{2 * NUM_COPIES} x the largest, on its way to drives and back",
+            tiers.least_bytes - host_bytes,
+            ", or raise device_memory_bytes",
         )
 
 
@@ -124,7 +125,7 @@ def check_leaving(
       host_bytes: The most memory of the host for values.
 
     Raises:
-      StreamError: As `check_tiers`.
+      BudgetError: As `check_tiers`.
     """
     found = None
     for calls in every:

@@ -7,7 +7,13 @@ alone in some steps moves fewer in those.
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxinf.engine import OpenStore, SubgroupLayout, can_take, moved_states
+from jaxinf.engine import (
+    OpenStore,
+    StoreShape,
+    SubgroupLayout,
+    can_take,
+    moved_states,
+)
 from jaxinf.io import ByteCounts
 from jaxinf.io.pages import page_ceil
 from jaxinf.program import Passes, UpdateProgram
@@ -89,7 +95,7 @@ def _read_by_passes(
 
 
 def reads_params(
-    opened: OpenStore, unit: Unit, program: UpdateProgram, passes: Passes
+    opened: StoreShape, unit: Unit, program: UpdateProgram, passes: Passes
 ) -> bool:
     """Whether a unit's update reads its params, and can take them from a read before.
 
@@ -106,7 +112,7 @@ def reads_params(
     )
 
 
-def is_parted(opened: OpenStore, unit: Unit) -> bool:
+def is_parted(opened: StoreShape, unit: Unit) -> bool:
     """Whether a chunk of a unit is read and written in several parts."""
     return any(
         layout.subgroup.num_elements
@@ -131,7 +137,7 @@ def spilled_bytes(gradients: Iterable[int], capacity_bytes: int) -> int:
     return spilled
 
 
-def _layouts(opened: OpenStore, unit: Unit) -> Sequence[SubgroupLayout]:
+def _layouts(opened: StoreShape, unit: Unit) -> Sequence[SubgroupLayout]:
     return opened.layouts(unit.leaf, unit.origin, unit.extent)
 
 

@@ -9,14 +9,14 @@ Invariant: the store advances by one step if every gradient arrived and was fini
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
 
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import Training, UpdateRequest, changes_params
 from jaxinf.errors import NonFiniteGradientError
-from jaxinf.program import UpdateProgram
+from jaxinf.program import NonFinitePolicy, UpdateProgram
 from jaxinf.store import ScalarState
 from jaxinf.stream.compressing import Compressor
 from jaxinf.stream.deferred import Deferred, is_finite
@@ -27,9 +27,8 @@ from jaxinf.stream.shards import Gradient, shards_of, whole
 from jaxinf.stream.stage import Handed, Stage
 from jaxinf.typing import Array
 
-__all__ = ["FetchedParams", "NonFinitePolicy", "Updates"]
+__all__ = ["FetchedParams", "Updates"]
 
-NonFinitePolicy: TypeAlias = Literal["error", "skip", "allow"]
 
 # Gradients up to this long share a call of the engine.
 _SHORT_BYTES = 1 << 20
@@ -311,7 +310,7 @@ class Updates:
             f"step {self._step + 1}: NaN or Inf in the gradient of "
             f"{', '.join(names[:5])}{more}; the step was refused, the store stays at "
             f"step {self._step}. Lower the learning rate or clip the gradients, or "
-            'pass nonfinite="skip" to go on without such steps'
+            'pass nonfinite="skip" to go on without such steps, as with a loss scale'
         )
 
 

@@ -158,7 +158,7 @@ def test_steps_have_the_same_bits(name, policy, tx, open_store, monkeypatch):
 def test_a_device_that_is_too_small_is_named(open_store):
     program = ZOO["l2_penalty"](depth=3)
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(program.params))
-    with pytest.raises(StreamError, match="raise device_memory_bytes by"):
+    with pytest.raises(StreamError, match=r"device_memory_bytes=.* works"):
         trained(
             open_store("store", **CHUNKS),
             program,
@@ -170,7 +170,7 @@ def test_a_device_that_is_too_small_is_named(open_store):
 
 def test_on_a_cpu_it_limits_a_part_of_the_host_memory(open_store):
     program, tx = ZOO["l2_penalty"](depth=3), optax.sgd(0.1)
-    with pytest.raises(StreamError, match="raise device_memory_bytes by"):
+    with pytest.raises(StreamError, match=r"device_memory_bytes=.* works"):
         trained(
             open_store("store", **CHUNKS),
             program,
@@ -221,5 +221,5 @@ def test_memory_is_divided_between_host_and_device():
     assert (limited.programs, limited.staged) == (1 << 20, 0)
     with pytest.raises(StreamError, match=r"on their way to the device \(\d+ bytes\)"):
         divide(64 << 20, 0, 15 << 20, DeviceLimit(1 << 30, is_host=False))
-    with pytest.raises(StreamError, match="device_memory_bytes=1024: expected room"):
+    with pytest.raises(StreamError, match="device_memory_bytes: expected room"):
         divide(1 << 30, 0, 1 << 20, DeviceLimit(1024, is_host=False))

@@ -123,6 +123,43 @@ def test_a_function_of_a_step_reads_what_the_step_keeps(keep, open_store):
     np.testing.assert_allclose(found, losses[1], rtol=1e-6)
 
 
+def test_functions_of_a_step_read_in_its_memory_in_turn(open_store):
+    program = ZOO["l2_penalty"](depth=3)
+    step = started(program, open_store(**CHUNKS))
+    step(program.batch)
+    one, other = step.function(program.loss), step.function(program.loss)
+    half = jax.tree.map(lambda leaf: np.asarray(leaf)[:1], program.batch)
+
+    def room():
+        bounds = [b for made in (step, one, other) for b in made._bound.values()]
+        pools = [bound.supply._fetcher._window._pool for bound in bounds]
+        assert all(pool.capacity_bytes <= MEMORY_BYTES for pool in pools)
+        return [pool._idle_bytes for pool in pools if pool._idle_bytes]
+
+    for run, batch in (
+        (one, program.batch),
+        (other, program.batch),
+        (other, half),
+        (one, half),
+        (step, program.batch),
+    ):
+        run(batch)
+        step.store.wait()
+        assert len(room()) == 1, "what ran before has kept its memory"
+    plans = [b.runner.plan for f in (one, other) for b in f._bound.values()]
+    assert max(plan.peak_bytes for plan in plans) <= step.plan.peak_bytes
+
+
+def test_the_batch_of_a_function_is_in_its_memory(open_store):
+    program = ZOO["l2_penalty"](depth=2)
+    step = started(program, open_store(**CHUNKS))
+    step(program.batch)
+    past = np.zeros(MEMORY_BYTES // 4, np.float32)
+    f = step.function(lambda p, b: jnp.sum(b))
+    with pytest.raises(StreamError, match=r"its batch takes \d+; .* works"):
+        f(past)
+
+
 def test_another_tree_is_refused(open_store):
     params = [normal(i, 4, 4) for i in range(11)]
 
@@ -162,7 +199,7 @@ def test_a_function_too_large_for_the_memory_is_refused(open_store):
     step = started(program, open_store(**CHUNKS))
     f = jaxinf.stream(lambda p, b: p, store=step.store, memory_bytes=4096)
     f.load(program.params)
-    with pytest.raises(StreamError, match=r"raise memory_bytes by \d+"):
+    with pytest.raises(StreamError, match=r'memory_bytes="\d+MiB" works'):
         f(np.float32(1))
 
 

@@ -3,6 +3,9 @@
 import errno
 import os
 import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -14,8 +17,6 @@ from zoo import ZOO
 import jaxinf
 from jaxinf.engine import ParamsReader
 from jaxinf.errors import StoreCorruptError
-from jaxinf.interrupts import interrupts
-from jaxinf.stream.interrupts import Interrupts
 from jaxinf.stream.updates import Updates
 
 NAMES = ("tied_and_unused", "l2_penalty", "scan_twice_cast")
@@ -203,6 +204,7 @@ def test_ctrl_c_ends_a_step_and_training_goes_on(
 
 def test_handlers_of_the_programs_own_are_called_at_once(open_store, monkeypatch):
     program, seen = ZOO["l2_penalty"](depth=2), []
+    handled = threading.Event()
     step = open_step(open_store, "store", program)
     train(step, program, 1)
     monkeypatch.setattr(
@@ -210,11 +212,14 @@ def test_handlers_of_the_programs_own_are_called_at_once(open_store, monkeypatch
         "finish",
         lambda self, *args, finish=Updates.finish: (
             os.kill(os.getpid(), signal.SIGINT),
+            handled.wait(60),
             seen.append("finish"),
             finish(self, *args),
-        ),
+        )[-1],
     )
-    before = signal.signal(signal.SIGINT, lambda *_: seen.append("handler"))
+    before = signal.signal(
+        signal.SIGINT, lambda *_: (seen.append("handler"), handled.set())
+    )
     try:
         train(step, program, 2)
     finally:
@@ -388,21 +393,39 @@ def test_damaged_params_are_named_and_not_trained_on(open_store):
         again.store.check()
 
 
-@pytest.mark.parametrize("handler", [signal.default_int_handler, interrupts.handle])
-def test_an_interrupt_waits_beside_either_handler(handler):
-    """A program may use `smart_update`, which has a handler of its own, before."""
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        reached = []
+# --- Ctrl-C at each line ---------------------------------------------------------
 
-        def interrupted():
-            with Interrupts().held_back():
-                signal.raise_signal(signal.SIGINT)
-                reached.append("the body's end")
+CASES = [
+    ("store", policy, parts, again)
+    for policy in ("recompute", "keep", "offload", "plan")
+    for parts in (1, 4)
+    for again in ("", "again")
+]
+CASES += [("memory", p, n, "again") for _, p, n, again in CASES if again]
+CASES += [("function", "recompute", 1, again) for again in ("", "again")]
 
-        with pytest.raises(KeyboardInterrupt):
-            interrupted()
-        assert reached
-        assert signal.getsignal(signal.SIGINT) == handler
-    finally:
-        signal.signal(signal.SIGINT, before)
+# All lines of all cases take hours: JAXINF_INTERRUPTS=1 pytest -m long -k any_line …
+EVERY = int(os.environ.get("JAXINF_INTERRUPTS", "100"))
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("every", "what", "policy", "parts", "again"),
+    [
+        (20, "store", "recompute", 4, "again"),
+        *(pytest.param(EVERY, *case, marks=pytest.mark.long) for case in CASES),
+    ],
+)
+def test_after_ctrl_c_at_any_line_the_next_step_runs(
+    every, what, policy, parts, again, place
+):
+    program = Path(__file__).parents[1] / "support" / "interrupting.py"
+    words = [place, policy, parts, what, every, again]
+    ran = subprocess.run(
+        [sys.executable, program, *map(str, words)],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not ran.returncode, ran.stdout + ran.stderr

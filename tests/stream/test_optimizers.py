@@ -120,3 +120,22 @@ def test_an_optimizer_is_that_of_optax(name, open_store, monkeypatch):
 
 def test_those_in_short_are_streamed():
     assert set(TESTED) > IN_SHORT
+
+
+def test_what_optax_wraps_is_known_by_its_state(place):
+    def loss_of(params, rows):
+        return jnp.mean(rows @ params["w"])
+
+    params, rows = {"w": jnp.ones((8, 4))}, jnp.ones((2, 8))
+    tx = optax.apply_if_finite(optax.sgd(1.0), 2)
+    stored = jaxinf.stream(loss_of, tx, place / "store", memory_bytes=1 << 26)
+    in_memory = jaxinf.stream(loss_of, tx, keep="params", memory_bytes=1 << 26)
+    for step in (stored, in_memory):
+        step.init(lambda: params, batch=rows)
+        step(rows * jnp.inf)
+        assert [float(step(rows)[0]), float(step(rows)[0]) < 8] == [8, True]
+    stored.close()
+    tx = optax.lookahead(optax.sgd(1.0), 5, 0.5)
+    step = jaxinf.stream(loss_of, tx, place / "other", memory_bytes=1 << 26)
+    with pytest.raises(jaxinf.UnsupportedTransformError, match=r"^optax.lookahead:"):
+        step.init(lambda: params, batch=rows)

@@ -3,9 +3,14 @@
 import errno
 import importlib
 import json
+import math
 import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +21,21 @@ from streaming import assert_near, assert_same_bits
 from zoo import ZOO, normal
 
 import jaxinf
+from jaxinf.cli import main
 from jaxinf.engine import ParamsReader
-from jaxinf.errors import StoreFormatError, StoreMismatchError, StreamError
+from jaxinf.errors import (
+    BudgetError,
+    StoreFormatError,
+    StoreIOError,
+    StoreMismatchError,
+    StreamError,
+)
 from jaxinf.io.pages import page_ceil
+from jaxinf.store import plan_damages, seal
+from jaxinf.stream import prepare
+from jaxinf.stream.budgets import planned_within
 from jaxinf.stream.spill import Spill
+from jaxinf.terminal import parse_bytes
 
 BOUND = importlib.import_module("jaxinf.stream.bound")
 CLIP = optax.clip_by_global_norm(0.1)
@@ -305,11 +321,87 @@ def test_a_kept_plan_is_used_whatever_would_be_chosen_now(streamed):
     content = json.loads(kept.read_text())
     assert tuple(content["cuts"]) == cuts
     content["cuts"] = sorted({*cuts, cuts[0] + 1, cuts[-1] - 1})
+    del content["crc32c"]  # as plans were written at first
     kept.write_text(json.dumps(content))
     again = streamed(program, tx)
     again.load(program.params)
     run(again, program, 1)
     assert list(again.plan.cuts) == content["cuts"] != list(cuts)
+    assert kept.read_bytes() == seal(content)
+
+
+def edited(content, **changes):
+    bare = {key: value for key, value in content.items() if key != "crc32c"}
+    return bare | changes
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda held: json.dumps(held | {"cuts": [0, held["cuts"][-1]]}), "checksum"),
+        (lambda held: seal(edited(held, colour="red")), "expected no key 'colour'"),
+        (lambda held: seal(edited(held, cuts=[])), "numbers that rise from 0"),
+        (lambda held: seal(edited(held, cuts=[0, 5, 5])), "numbers that rise from 0"),
+        (lambda held: seal(edited(held, cuts=[0, 10**9])), "cuts of a program of"),
+        (lambda held: json.dumps(edited(held, cuts=[0, 1])), "cuts of a program of"),
+    ],
+)
+def test_a_changed_plan_is_refused(change, problem, streamed, capsys):
+    program = ZOO["l2_penalty"](depth=3)
+    step = streamed(program, optax.sgd(0.1))
+    step.load(program.params)
+    step.compile(program.batch)
+    (kept,) = (step.store.path / "stream").iterdir()
+    step.close()
+    assert main(["verify", str(step.store.path)]) == 0
+    changed = change(json.loads(kept.read_text()))
+    kept.write_bytes(changed if isinstance(changed, bytes) else changed.encode())
+    again = streamed(program, optax.sgd(0.1))
+    again.load(program.params)
+    with pytest.raises(StoreFormatError, match=rf"{kept.name}.*{problem}"):
+        again(program.batch)
+    again.close()
+    is_known = "of a program" not in problem  # which verify does not have
+    assert main(["verify", str(again.store.path)]) == int(is_known)
+    assert (kept.name in capsys.readouterr().out) is is_known
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_plans_have_a_folder_or_are_refused(kind, streamed, tmp_path, capsys):
+    program = ZOO["l2_penalty"](depth=2)
+    step = streamed(program, optax.sgd(0.1))
+    step.load(program.params)
+    folder, target = step.store.path / "stream", tmp_path / "elsewhere"
+    target.mkdir()
+    folder.write_text("") if kind == "file" else folder.symlink_to(target)
+    for _ in range(2):
+        with pytest.raises(StoreFormatError, match="the folder of streamed programs"):
+            step(program.batch)
+    assert not any(target.iterdir())
+    assert next(plan_damages(step.store.path)).file == folder
+    step.close()
+    assert main(["verify", str(step.store.path)]) == 1
+    assert str(folder) in "".join(capsys.readouterr())
+    folder.unlink()
+    again = streamed(program, optax.sgd(0.1))
+    again.load(program.params)
+    run(again, program, 1)
+
+
+def test_plans_that_cannot_be_written_are_named(streamed, monkeypatch):
+    program = ZOO["l2_penalty"](depth=2)
+    step = streamed(program, optax.sgd(0.1))
+    step.load(program.params)
+
+    def refused(*args, **options):
+        raise OSError(errno.EROFS, "")
+
+    for name in ("mkdir", "replace"):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, name, refused)
+            with pytest.raises(StoreIOError, match=r"stream.*EROFS.*mount"):
+                step(program.batch)
+    run(step, program, 1)
 
 
 def test_a_plan_that_does_not_fit_is_refused(streamed, open_store):
@@ -324,9 +416,53 @@ def test_a_plan_that_does_not_fit_is_refused(streamed, open_store):
         program.loss, optax.sgd(0.1), open_store(**CHUNKS), memory_bytes=too_little
     )
     less.load(program.params)
-    with pytest.raises(StreamError, match="raise memory_bytes, or pass replan=True"):
+    message = r'memory_bytes="\d+MiB" works, or pass replan=True'
+    with pytest.raises(StreamError, match=message):
         less(program.batch)
     assert less.store.step == 1
+
+
+def test_a_refused_budget_names_one_that_works(open_store):
+    program = ZOO["l2_penalty"](depth=2)
+    store = open_store(**CHUNKS)
+
+    def start(memory_bytes):
+        step = jaxinf.stream(
+            program.loss, optax.sgd(0.1), store, memory_bytes=memory_bytes
+        )
+        if store.exists:
+            step.load(program.params, batch=program.batch)
+        else:
+            step.init(lambda: program.params, batch=program.batch)
+        return step
+
+    for message in ("memory_bytes: it leaves", "with .* or pass replan=True"):
+        with pytest.raises(BudgetError, match=message) as refused:
+            start("32KiB")
+        assert store.exists is ("replan" in message)
+        assert store.path.exists() is store.exists
+        (works,) = re.findall(r'memory_bytes="(\d+MiB)" works', str(refused.value))
+        assert parse_bytes(works) < 64 << 20
+        step = start(works)
+        assert "segments" in str(step.plan)
+        assert step.metrics is None
+        run(step, program, 1)
+
+
+def test_the_search_for_a_budget_is_bounded():
+    program = ZOO["l2_penalty"](depth=2)
+    ready = prepare(program.loss, program.params, program.batch)
+    budgets = []
+
+    def plan(limits):
+        budgets.append(limits["memory_bytes"])
+        return ready.plan(0)
+
+    with pytest.raises(BudgetError, match="raise memory_bytes by at least"):
+        planned_within({"memory_bytes": 1 << 20}, plan)
+    assert budgets == sorted(set(budgets))
+    assert 5 < len(budgets) < 20
+    assert budgets[-1] > 8 * budgets[0]
 
 
 def test_a_commit_has_the_payload_of_its_step(streamed):
@@ -383,7 +519,7 @@ VAST = {"w": jax.ShapeDtypeStruct((4 << 20,), jnp.float32)}
             lambda p, b: jnp.sum(jnp.sin(p["w"])),
             VAST,
             StreamError,
-            r"takes \d+, with w \(16777216 bytes\);.* raise memory_bytes by \d+",
+            r"takes \d+, with w \(16777216 bytes\);.* memory_bytes=\"\d+MiB\" works",
         ),
     ],
 )
@@ -507,3 +643,93 @@ def test_a_failing_drive_stops_the_step(streamed, monkeypatch):
     monkeypatch.undo()
     run(step, program, 1)
     assert step.store.step == 2
+
+
+# --- where a step is called ---------------------------------------------------------
+
+
+def called(step, batch):
+    return lambda x: x * step(batch)[0]
+
+
+@pytest.mark.parametrize(
+    "traced",
+    [
+        lambda step, batch: jax.jit(lambda batch: step(batch)[0])(batch),
+        lambda step, batch: jax.jit(called(step, batch))(1.0),
+        lambda step, batch: jax.grad(called(step, batch))(1.0),
+        lambda step, batch: jax.vmap(called(step, batch))(jnp.ones(2)),
+        lambda step, batch: jax.jit(step.function(lambda p, b: b))(batch),
+    ],
+)
+def test_a_call_inside_a_traced_function_is_refused(traced, streamed):
+    program = ZOO["l2_penalty"](depth=2)
+    step = streamed(program, CLIP)
+    step.load(program.params)
+    with pytest.raises(StreamError, match=r"found a call inside .* JAX traces"):
+        traced(step, program.batch)
+    assert step.store.step == 0
+
+
+def test_a_step_under_way_in_another_thread_is_not_joined(streamed, monkeypatch):
+    program, begun, ends = ZOO["l2_penalty"](depth=2), Event(), Event()
+    step = streamed(program, optax.adam(1e-3))
+    step.load(program.params)
+    read = ParamsReader.read
+
+    def waiting(self, *args):
+        begun.set()
+        ends.wait(60)
+        return read(self, *args)
+
+    monkeypatch.setattr(ParamsReader, "read", waiting)
+    with ThreadPoolExecutor(1) as other:
+        under_way = other.submit(step, program.batch)
+        assert begun.wait(60)
+        calls = step, step.function(program.loss), lambda batch: step.compile(batch)
+        for call in calls:
+            with pytest.raises(StreamError, match="found a step under way in another"):
+                call(program.batch)
+        ends.set()
+        under_way.result()
+    step(program.batch)
+    step.store.wait()
+    assert step.store.step == 2
+
+
+@pytest.mark.parametrize("state", [None, "int8"])
+def test_the_stores_own_budget_is_not_used(state, streamed, open_store):
+    """What is too little for an update beside JAX is enough to be opened with."""
+    program = ZOO["l2_penalty"](depth=2)
+    for _ in range(2):  # a new store, and one that is there
+        store = open_store("small", memory_bytes=1 << 16, state=state)
+        step = streamed(program, optax.adam(1e-3), store=store)
+        step.load(program.params)
+        step(program.batch)
+        step.close()
+        store.close()
+    store = open_store("small", memory_bytes=1 << 16)
+    tx = jaxinf.smart_update(optax.adam(1e-3), store)
+    with pytest.raises(ValueError, match="memory_bytes=65536: 4 workers need at least"):
+        tx.init(program.params)
+
+
+@pytest.mark.parametrize("endurance_tbw", [math.nan, math.inf, 0, -1.0])
+def test_an_endurance_that_is_no_number_is_refused(endurance_tbw, streamed):
+    with pytest.raises(ValueError, match=r"endurance_tbw=\S+: expected a finite"):
+        streamed(ZOO["l2_penalty"](depth=2), CLIP, endurance_tbw=endurance_tbw)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_a_store_that_is_renamed_while_it_is_open_is_named(num_steps, streamed):
+    program = ZOO["l2_penalty"](depth=2)
+    step = streamed(program, CLIPPED)
+    step.load(program.params)
+    run(step, program, num_steps)
+    step.store.wait()
+    path = step.store.path
+    path.rename(path.with_name("renamed"))
+    with pytest.raises(StoreIOError, match=rf"^{path}/.* or undo a rename"):
+        step(program.batch)
+    with suppress(StoreIOError):  # one that read data has stopped the store
+        step.store.check()

@@ -1,0 +1,97 @@
+"""``stream/<digest>.json``: the cuts with which a program is streamed.
+
+Invariant: a plan is used as it was written, or refused by name.
+"""
+
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxinf.errors import StoreError, StoreFormatError
+from jaxinf.io.failures import translated
+from jaxinf.schema import SchemaError
+from jaxinf.store.damage import Damage
+from jaxinf.store.documents import (
+    check_seal,
+    no_document,
+    read_document,
+    write_document,
+)
+from jaxinf.store.schemas import PLAN
+from jaxinf.typing import JsonValue
+
+__all__ = ["check_plans_folder", "plan_damages", "plans_folder", "read_plan"]
+
+_WHAT = "a plan of a streamed program"
+_REMEDY = "remove the file, and the program is planned anew (its bits may differ then)"
+
+
+def check_plans_folder(store: Path) -> Path:
+    """Returns the folder of a store's plans, which may still be missing.
+
+    Raises:
+      StoreFormatError: There is something else.
+    """
+    folder = store / "stream"
+    if os.path.lexists(folder) and not stat.S_ISDIR(folder.lstat().st_mode):
+        raise StoreFormatError(
+            f"{folder}: expected the folder of streamed programs, found something "
+            "else, which is neither followed nor replaced; move it away"
+        )
+    return folder
+
+
+def plans_folder(store: Path) -> Path:
+    """Returns the folder of a store's plans; makes it if it is missing.
+
+    Raises:
+      StoreFormatError: There is something else.
+      StoreError: It cannot be made.
+    """
+    folder = check_plans_folder(store)
+    with translated("creation", folder):
+        folder.mkdir(exist_ok=True)
+    return folder
+
+
+def read_plan(path: Path) -> Mapping[str, Any]:
+    """Reads a plan; one without a checksum, as it was written before, gets it now.
+
+    Raises:
+      StoreFormatError: It is damaged, or something else.
+      StoreError: The checksum cannot be written.
+    """
+    held = _checked(path)
+    if "crc32c" not in held:
+        write_document(path, held)
+    return held
+
+
+def plan_damages(store: Path) -> Iterator[Damage]:
+    """Yields the plans of a store that cannot be used."""
+    folder = store / "stream"
+    try:
+        files = sorted(check_plans_folder(store).glob("*.json"))
+    except StoreFormatError as error:
+        yield Damage(store, folder, "streamed programs", str(error))
+        return
+    for file in files:
+        try:
+            _checked(file)
+        except StoreError as error:
+            yield Damage(store, file, _WHAT, str(error))
+
+
+def _checked(path: Path) -> dict[str, JsonValue]:
+    raw, held = read_document(path, _WHAT, _REMEDY)
+    try:
+        PLAN.check(held)
+        if "crc32c" in held:
+            check_seal(path, raw, _WHAT, _REMEDY)
+        if held["cuts"][:1] != [0] or held["cuts"] != sorted(set(held["cuts"])):
+            raise SchemaError("cuts: expected numbers that rise from 0, found others")
+    except SchemaError as error:
+        raise no_document(path, _WHAT, _REMEDY, error) from error
+    return held

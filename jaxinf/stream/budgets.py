@@ -1,0 +1,75 @@
+"""Finds a budget that suffices where another was refused.
+
+Invariant: a budget that is named was planned with, and the search is bounded in plans
+and in time.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from jaxinf.errors import BudgetError
+from jaxinf.terminal import exact_bytes
+
+__all__ = ["planned_within"]
+
+_Plan = TypeVar("_Plan")
+
+# The most plans, and the time after which no further one is begun.
+_MOST_PLANS, _MOST_S = 12, 120.0
+# A budget is divided; so much of what is added goes to the program.
+_PROGRAM_SHARE = 0.75
+
+
+def planned_within(
+    limits: Mapping[str, int], plan: Callable[[Mapping[str, int]], _Plan]
+) -> _Plan:
+    """Returns what `plan` makes of budgets, or refuses them and names some that work.
+
+    Args:
+      limits: Budgets in bytes by argument.
+      plan: Plans with other budgets, and writes nothing.
+
+    Raises:
+      BudgetError: A budget is too small.
+    """
+    try:
+        return plan(limits)
+    except BudgetError as error:
+        raise _advised(error, limits, plan) from None
+
+
+def _advised(
+    error: BudgetError,
+    limits: Mapping[str, int],
+    plan: Callable[[Mapping[str, int]], object],
+) -> BudgetError:
+    """Returns the refusal with budgets that work; blocks while it plans.
+
+    Args:
+      error: The refusal.
+      limits, plan: As for `planned_within`.
+    """
+    if error.limit not in limits:
+        return error
+    tried, last, began_s = dict(limits), error, time.monotonic()
+    for number in range(_MOST_PLANS):
+        if last.limit not in tried or time.monotonic() - began_s > _MOST_S:
+            break
+        before = tried[last.limit]
+        missing = int(last.missing_bytes / _PROGRAM_SHARE)
+        tried[last.limit] = _rounded(before + max(missing, before * (number + 1) // 16))
+        try:
+            plan(tried)
+        except BudgetError as other:
+            last = other
+            continue
+        raised = [name for name, size in tried.items() if size != limits[name]]
+        return error.advising({name: exact_bytes(tried[name]) for name in raised})
+    return error
+
+
+def _rounded(num_bytes: int) -> int:
+    """Returns whole MiB that are easily read: at most 1/32 more."""
+    unit = max(1 << 20, 1 << max(0, num_bytes.bit_length() - 6))
+    return -(-num_bytes // unit) * unit

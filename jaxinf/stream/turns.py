@@ -1,0 +1,154 @@
+"""The thread that runs steps, so that no interrupt can leave one half-way.
+
+    caller   run(body) ─► waits ─ Ctrl-C ─► gives it up, waits ─ Ctrl-C ─► raises
+    thread   body ─► body ─► …                each ends by itself or at a `check`
+
+Python raises an interrupt in the main thread, between any two instructions. Here that
+thread only waits, and a body that was given up is over before the next one begins.
+
+Invariant: bodies run one after another, and each to its end.
+"""
+
+import contextvars
+import threading
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, TypeAlias, TypeVar
+
+import jax
+
+from jaxinf import compat
+from jaxinf.errors import StreamError
+from jaxinf.interrupts import Ending
+from jaxinf.typing import PyTree
+
+__all__ = ["Check", "Turns", "check_not_traced"]
+
+Check: TypeAlias = Callable[[], None]
+"""Called where a step can be given up; raises if it is."""
+
+_T = TypeVar("_T")
+
+
+class Turns:
+    """Runs bodies on a thread of its own; one caller at a time."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[_Turn | None] = SimpleQueue()
+        self._last: _Turn | None = None
+        threading.Thread(
+            target=_serve, args=(self._queue,), name="jaxinf-step", daemon=True
+        ).start()
+        weakref.finalize(self, self._queue.put, None)
+
+    def run(self, body: Callable[[Check], _T]) -> _T:
+        """Returns what a body returns; blocks until it has ended.
+
+        An interrupt is raised when the body has ended, by itself or at its next check;
+        a second one at once.
+
+        Raises:
+          StreamError: Another thread waits for its body.
+        """
+        self._check_caller()
+        turn = self._last = _Turn(body)
+        try:
+            self._queue.put(turn)
+            turn.ending.wait()
+        except BaseException:
+            turn.is_given_up = True
+            self._queue.put(turn)  # unless it was; none runs twice
+            turn.ending.wait()
+            raise
+        return turn.take()
+
+    def settle(self) -> None:
+        """Waits for a body that was given up.
+
+        Raises:
+          StreamError: As `run`.
+        """
+        if self._last is not None and not self._last.ending.is_reached:
+            self.run(lambda check: None)
+
+    def _check_caller(self) -> None:
+        last = self._last
+        if last is not None and last.is_anothers:
+            raise StreamError(
+                "jaxinf.stream: expected one thread, found a step under way in "
+                "another; a step and its functions run one at a time, so call them "
+                "from one thread, or hold a lock"
+            )
+
+
+class _Turn:
+    """A body to run, in the caller's context, and what it returned or raised."""
+
+    def __init__(self, body: Callable[[Check], Any]) -> None:
+        self._body: Callable[[Check], Any] | None = body
+        self._context = contextvars.copy_context()
+        config: Any = jax.config  # a context of this thread's alone counts, too
+        self._device, self._x64 = config.jax_default_device, config.jax_enable_x64
+        self._caller = threading.get_ident()
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self.is_given_up = False
+        self.ending = Ending()
+
+    @property
+    def is_anothers(self) -> bool:
+        """Whether another thread than this one waits for it."""
+        is_over = self.is_given_up or self.ending.is_reached
+        return not is_over and self._caller != threading.get_ident()
+
+    def run(self) -> None:
+        """Runs the body, unless it has run."""
+        body, self._body = self._body, None
+        if body is None:
+            return
+        try:
+            self.check()
+            with jax.default_device(self._device), jax.enable_x64(self._x64):
+                self._value = self._context.run(body, self.check)
+        except BaseException as error:
+            self._error = error
+        self.ending.reach()
+
+    def check(self) -> None:
+        if self.is_given_up:
+            raise KeyboardInterrupt
+
+    def take(self) -> Any:
+        """Returns the body's value, or raises its error; forgets both."""
+        value, error = self._value, self._error
+        self._value = self._error = None
+        if error is None:
+            return value
+        try:
+            raise error
+        finally:
+            del error  # its traceback refers to this frame
+
+
+def _serve(queue: "SimpleQueue[_Turn | None]") -> None:
+    """Runs bodies until the last user of the queue is gone."""
+    while (turn := queue.get()) is not None:
+        turn.run()
+        del turn  # it would stay in memory until the next one
+
+
+def check_not_traced(*trees: PyTree) -> None:
+    """Refuses a call inside a function that JAX traces.
+
+    Raises:
+      StreamError: It is inside `jax.jit`, `jax.grad`, `jax.vmap`, …
+    """
+    leaves = jax.tree.leaves(trees)
+    is_traced = any(isinstance(leaf, compat.Tracer) for leaf in leaves)
+    if is_traced or compat.is_in_transformation():
+        raise StreamError(
+            "jaxinf.stream: a step or function reads the store and runs programs of "
+            "its own, found a call inside a function that JAX traces (jit, grad, vmap, "
+            "scan, …); call it outside. Its gradients are taken inside already"
+        )
