@@ -19,6 +19,8 @@ used here                   where it may break, and the effect
                             CPU devices may hang, which the tests of four devices show
 ``backends_are_…``          of ``jax._src``. Not there: closing a store starts JAX's
                             backend in a process that has not used it
+``trace_state_clean``       of ``jax._src``. Not there: a streamed step in an eager
+                            ``jax.grad`` or ``jax.vmap`` runs if its batch is known
 logger of callbacks         moves with JAX's modules. Moved: JAX's traceback is printed
                             before the error
 modules of callbacks        move with JAX's. Moved: Ctrl-C just before or behind a
@@ -49,8 +51,13 @@ key classes, ``keystr``     of ``jax.tree_util``. Other classes: names of leaves
                             Another text: error messages have it; no file does
 ``serialization`` of Flax    registers placeholders, where a program uses Flax. Moved:
                             ``flax.serialization.to_bytes`` of a state fails
+callers that flatten        modules of JAX, optax and Flax among the callers. Others:
+                            steps of a program's own checkpoints are not kept, or more
+                            than these, unless it calls ``store.wait(state)``
 frames of ``MultiSteps``    optax's own callers are looked at. Not a method any more:
                             ``MultiSteps(smart_update(…))`` is not refused
+frames of ``lookahead``     the same, by their module. Others: the params differ from
+                            the store's when slow ones follow, and the run stops
 placeholder of params       of ``optax.tree.map_params``, not public. Renamed: that
                             function fails for a state
 schedule of ``MultiSteps``  not public. Not there: ``MultiSteps(tx, 1)`` stores a sum
@@ -73,11 +80,12 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
 import jax
+import numpy as np
 import optax
 from jax.core import Tracer
 from jax.experimental import io_callback
@@ -103,6 +111,11 @@ try:
 except ImportError:
     backends_are_initialized = None
 
+try:
+    from jax._src.core import trace_state_clean
+except ImportError:
+    trace_state_clean = None
+
 
 __all__ = [
     "CALLBACK_LOGGER",
@@ -116,6 +129,7 @@ __all__ = [
     "Literal",
     "Primitive",
     "Tracer",
+    "array_in",
     "attribute_of",
     "bind",
     "branches",
@@ -128,6 +142,8 @@ __all__ = [
     "has_backend",
     "has_buffer_callback",
     "is_in_callback",
+    "is_in_transformation",
+    "is_inside_lookahead",
     "is_inside_multi_steps",
     "is_params_placeholder",
     "is_single_step",
@@ -232,6 +248,11 @@ def cpu_client_threads() -> int:
 def is_tracing() -> bool:
     """Whether JAX is tracing a function, so that even constants become tracers."""
     return isinstance(jax.numpy.zeros(()), Tracer)
+
+
+def is_in_transformation() -> bool:
+    """Whether JAX traces a function or runs it by `jax.grad`, `jax.vmap` and so on."""
+    return is_tracing() if trace_state_clean is None else not trace_state_clean()
 
 
 def shard_map(
@@ -533,19 +554,27 @@ def _kind_and_value(key: Any) -> tuple[str, Any]:
     return "other", str(key)
 
 
-def register_checked(kind: type[tuple[Any, ...]], check: Callable[[], None]) -> None:
+def register_checked(
+    kind: type[tuple[Any, ...]],
+    check: Callable[[], None],
+    seen: Callable[[Any], None],
+) -> None:
     """Registers a ``NamedTuple`` as a tree of its fields that JAX looks into with us.
 
     Args:
       kind: the class.
       check: is called each time that JAX flattens one, as each call of a jitted
         function does with its arguments; its exception is that call's.
+      seen: gets one that a program, or a library that saves checkpoints for it,
+        flattens with keys.
     """
     fields = kind._fields  # pyright: ignore[reportAttributeAccessIssue]
     keys = tuple(map(GetAttrKey, fields))
 
     def flatten_with_keys(value: tuple[Any, ...]) -> tuple[Any, None]:
         check()
+        if _is_for_saving():
+            seen(value)
         return tuple(zip(keys, value, strict=True)), None
 
     def flatten(value: tuple[Any, ...]) -> tuple[Any, None]:
@@ -555,6 +584,32 @@ def register_checked(kind: type[tuple[Any, ...]], check: Callable[[], None]) -> 
     jax.tree_util.register_pytree_with_keys(
         kind, flatten_with_keys, lambda _, children: kind(*children), flatten
     )
+
+
+def _is_for_saving() -> bool:
+    """Whether a flattening with keys may be for a checkpoint, judged by its caller.
+
+    JAX flattens so to name arguments in a trace, optax to find state by its name. NNX
+    does at each call of a transformed function, and in ``nnx.state``, which counts.
+    """
+    frame, within = sys._getframe(2), ""
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if module.startswith("flax.nnx."):
+            within = frame.f_code.co_name
+        elif within:
+            return within == "state"
+        elif not module.startswith(("jax._src.tree_util", "jax.tree")):
+            return not module.startswith(("jax._src.", "optax.", "chex."))
+        frame = frame.f_back
+    return False
+
+
+def array_in(value: Any) -> Any:
+    """Returns an array, or the one in an NNX variable; None for anything else."""
+    value = value.get_value() if hasattr(value, "get_value") else value
+    is_array = isinstance(value, (jax.Array, np.ndarray, np.generic))
+    return None if isinstance(value, Tracer) or not is_array else value
 
 
 def attribute_of(key: Any) -> str | None:
@@ -572,12 +627,21 @@ def path_text(path: tuple[Any, ...]) -> str:
 
 def is_inside_multi_steps() -> bool:
     """Whether a method of an ``optax.MultiSteps`` is among the callers."""
-    frame = sys._getframe(1)
+    return any(isinstance(f.f_locals.get("self"), optax.MultiSteps) for f in _callers())
+
+
+def is_inside_lookahead() -> bool:
+    """Whether a function of an ``optax.lookahead`` is among the callers."""
+    return any(
+        f.f_globals.get("__name__") == optax.lookahead.__module__ for f in _callers()
+    )
+
+
+def _callers() -> Iterator[FrameType]:
+    frame = sys._getframe(2)
     while frame is not None:
-        if isinstance(frame.f_locals.get("self"), optax.MultiSteps):
-            return True
+        yield frame
         frame = frame.f_back
-    return False
 
 
 def multi_steps_of(tx: Any) -> Any:
@@ -610,16 +674,43 @@ def is_params_placeholder(params: Any) -> bool:
 # ---- Flax
 
 
-def register_with_flax(node: type) -> None:
+def register_with_flax(
+    node: type, owner: type[tuple[Any, ...]], seen: Callable[[Any], None]
+) -> None:
     """Lets Flax's serialization pass over nodes of a tree that have no arrays.
 
     Nothing is done, and Flax is not imported, where a program does not use it.
+
+    Args:
+      node: the class of the nodes.
+      owner: a ``NamedTuple`` that has such nodes. Flax calls none of ours for it.
+      seen: gets one that Flax serializes.
     """
     flax = sys.modules.get("flax.serialization")
-    if flax is not None:
-        flax.register_serialization_state(
-            node, lambda node: {}, lambda node, state: node, override=True
-        )
+    if flax is None:
+        return
+
+    def serialized(node: Any) -> dict[str, Any]:
+        del node
+        found = _in_callers(owner, "flax.")
+        if found is not None:
+            seen(found)
+        return {}
+
+    flax.register_serialization_state(
+        node, serialized, lambda node, state: node, override=True
+    )
+
+
+def _in_callers(kind: type, module: str) -> Any:
+    """Returns a local value of a type in the nearest callers, all in one library."""
+    frame = sys._getframe(2)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(module):
+        for value in frame.f_locals.values():
+            if isinstance(value, kind):
+                return value
+        frame = frame.f_back
+    return None
 
 
 # ---- Orbax

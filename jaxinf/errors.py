@@ -5,7 +5,10 @@ arguments raise ``ValueError`` or ``TypeError`` as usual in Python; errors of a 
 drive or an optimizer are `JaxinfError`.
 """
 
+from collections.abc import Mapping
+
 __all__ = [
+    "BudgetError",
     "CsdError",
     "DeviceConfigurationError",
     "DivergedParamsError",
@@ -101,6 +104,59 @@ class DeviceConfigurationError(JaxinfError):
 
 class StreamError(JaxinfError):
     """A loss function, its params or its batch cannot be streamed."""
+
+
+class BudgetError(StreamError):
+    """A program cannot be planned in the memory that it is given.
+
+    Args:
+      limit: the argument that is too small.
+      problem: what was expected and found.
+      missing_bytes: the bytes that it lacks at least; 0 if that is not known.
+      otherwise: another remedy.
+      works: sizes by argument, such as ``"288MiB"``, with which a plan fits.
+    """
+
+    def __init__(
+        self,
+        limit: str,
+        problem: str,
+        missing_bytes: int = 0,
+        otherwise: str = "",
+        works: Mapping[str, str] | None = None,
+    ) -> None:
+        self.limit = limit
+        self.problem = problem
+        self.missing_bytes = missing_bytes
+        self.otherwise = otherwise
+        self.works = dict(works or {})
+        super().__init__(self.text({}))
+
+    def advising(self, works: Mapping[str, str]) -> "BudgetError":
+        """Returns the same with budgets that work."""
+        return BudgetError(
+            self.limit, self.problem, self.missing_bytes, self.otherwise, works
+        )
+
+    def text(self, flags: Mapping[str, str]) -> str:
+        """Returns the message.
+
+        Args:
+          flags: how a command line calls the arguments; others are those of Python.
+        """
+
+        def given(name: str, size: str) -> str:
+            return f"{flags[name]} {size}" if name in flags else f'{name}="{size}"'
+
+        name = flags.get(self.limit, self.limit)
+        if self.works:
+            found = " with ".join(given(*one) for one in self.works.items())
+            advice = f"{found} works"
+        else:
+            least = self.missing_bytes
+            by = f" by at least {least} bytes" if least > 0 else ""
+            advice = f"raise {name}{by}"
+        return f"{name}: {self.problem}; {advice}{self.otherwise}"
 
 
 class UnsupportedTransformError(JaxinfError):

@@ -16,6 +16,7 @@ from jaxinf.engine.failure import check_announced
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.options import Durability, MasterChoice, MasterFormat, StateFormat
 from jaxinf.engine.recalled import SlotRequest
+from jaxinf.engine.shape import StoreShape
 from jaxinf.engine.sharding import distinct_shards, shard_counts
 from jaxinf.engine.state import ParamsReader
 from jaxinf.engine.steps import StepMetrics
@@ -23,6 +24,7 @@ from jaxinf.engine.store import (
     DEFAULT_MEMORY_BYTES,
     Store,
     close,
+    keep_saved,
     open_store,
     store_of,
     store_with_id,
@@ -46,6 +48,7 @@ __all__ = [
     "StepMetrics",
     "Store",
     "StoreDescription",
+    "StoreShape",
     "SubgroupLayout",
     "Training",
     "UpdateRequest",
@@ -60,6 +63,7 @@ __all__ = [
     "describe",
     "distinct_shards",
     "gradient_forms",
+    "keep_saved",
     "keeps_feedback",
     "moved_states",
     "open_store",

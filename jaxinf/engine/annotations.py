@@ -60,3 +60,16 @@ class Annotations:
             payload = self._payloads.pop(step, None)
             self._payloads = {s: p for s, p in self._payloads.items() if s > step}
         return payload
+
+    def go_back(self, step: int, payload: JsonValue) -> None:
+        """Notes that the store is at an earlier step again.
+
+        Args:
+          step: the step.
+          payload: the payload of the step after it, which was given up and is likely to
+            be run again; it does not replace a newer one.
+        """
+        with self._guard:
+            self._last_taken = step
+            if payload is not None:
+                self._payloads.setdefault(step + 1, payload)

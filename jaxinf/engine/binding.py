@@ -1,16 +1,27 @@
-"""Ties a run's params and state to a step of its store, before its first step.
+"""Ties a run's params and state to a step of its store.
 
-      begin(step) ──► compare(leaf) … ──► finish: go on, or roll the store back
+      is_at? ─ no ─► begin(step) ──► compare(leaf) … ──► finish: go on, or go back
+         └──── yes ─────────────────────────────────────► step ──► advance
 
-Invariant: nothing is written before every leaf was compared with the step from which
-the run continues; only the first step of a run may go back to another step.
+Invariant: a step begins from the state of the step before it, or after every leaf was
+compared with the step from which the run continues. The first step of a run may go back
+to any step of the store, a later one only to the step before, as its last update was
+discarded. A state of a step that was given up is never taken for one that replaced it.
 """
 
 import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
+from jaxinf.engine.divergence import (
+    INIT_WITH_OTHERS,
+    RESTART,
+    UPDATE,
+    check_known,
+    stale_state,
+)
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.state import same_params
 from jaxinf.errors import StaleStateError, StoreMismatchError
@@ -24,15 +35,32 @@ from jaxinf.store import (
 )
 from jaxinf.typing import Array
 
-__all__ = ["RESTART", "Binding"]
+__all__ = ["Binding"]
 
 _LOG = logging.getLogger("jaxinf")
 
-RESTART = (
-    'or begin anew with smart_update(…, on_existing="restart"), which keeps the old '
-    "run as a checkpoint"
+_State: TypeAlias = tuple[int, int]
+"""Step and origin of a state."""
+
+_DISCARDED = (
+    "An update whose result is discarded is a step of the store, too, which goes back "
+    "only where the step before is durable (durability='step'). "
 )
-"""A remedy in several messages."""
+
+AHEAD = (
+    "The store is ahead, and nothing is lost if you go on from it: params = "
+    "store.params(like=params), state = tx.init(params), and store.step is the number "
+    "of steps done. A step that your program saves is kept if the store can see it: "
+    "call store.wait(state) before you save. Or restore your checkpoint of a step that "
+    f"is here, {RESTART}, and restore none"
+)
+"""The remedy where a program comes back to a step that was not kept."""
+
+BEHIND = (
+    "The store has not come so far: restore your checkpoint of a step that is here, or "
+    "go on from the store: params = store.params(like=params), state = tx.init(params)"
+)
+"""The remedy where the store lost steps, or is another one."""
 
 
 @dataclass
@@ -60,38 +88,66 @@ class Binding:
       roll_back: makes another step the committed one, and opens the store anew.
 
     Attributes:
-      is_bound: whether the run's params were compared with the store's.
+      origin: the origin of the states that updates return from now on, as in
+        `jaxinf.SmartUpdateState`.
     """
 
     def __init__(
         self, opened: Callable[[], OpenStore], roll_back: Callable[[str], None]
     ) -> None:
-        self.is_bound = False
+        self.origin = UPDATE
         self._opened = opened
         self._roll_back = roll_back
         self._guard = threading.Lock()
         self._candidates: list[_Candidate] = []
-        self._step = 0
+        self._state: _State = 0, UPDATE
         self._has_compared = False
+        self._at: _State | None = None  # the state that the next update should get
+        self._before: _State | None = None  # the one that the last update got
+        self._has_warned = False
 
-    def begin(self, step: int) -> None:
+    def is_at(self, step: int, origin: int) -> bool:
+        """Whether a state is the last step's, so that nothing must be compared."""
+        return self._at == (step, origin)
+
+    def begin_anew(self) -> None:
+        """Binds the run to the initial state of a new store."""
+        self._at, self._before = (0, UPDATE), None
+
+    def advance(self, step: int) -> None:
+        """Notes that an update has ended, which returns a state of a step."""
+        self._at, self._before = (step, self.origin), self._at
+
+    def release(self) -> None:
+        """Unbinds the run, so that the next step must bind it first."""
+        self._at = self._before = None
+
+    def begin(self, step: int, origin: int = UPDATE) -> None:
         """Looks for the step of the run's state; no step may be under way.
 
+        Args:
+          step: the state's step.
+          origin: its origin.
+
         Raises:
-          StaleStateError: the store has no such step; lists the existing ones.
+          StaleStateError: the store has no such step, and lists the existing ones; or
+            the run may not go back to it.
         """
         with self._guard:
             self._forget()
             opened = self._opened()
+            path = opened.options.path
+            if self._at is not None and (step, origin) != self._before:
+                raise stale_state(path, step, self._at[0])
             places, others = _places(opened, step)
             if not places:
+                why = "" if self._at is None else _DISCARDED
                 raise StaleStateError(
-                    f"{opened.options.path}: the optimizer state given to update is of "
-                    f"step {step}; the store has {'; '.join(others)}. Restore your "
-                    "checkpoint of one of these (open_store(…, keep_steps=k) keeps "
-                    f"those of every k steps), {RESTART}"
+                    f"{path}: the optimizer state given to update is of step {step}; "
+                    f"the store has {'; '.join(others)}. {why}"
+                    + (AHEAD if step < opened.commit.step else BEHIND)
                 )
-            self._step, self._has_compared = step, False
+            self._state, self._has_compared = (step, origin), False
             self._candidates = [
                 _Candidate(
                     place,
@@ -129,64 +185,76 @@ class Binding:
         """Binds the run, after a rollback if necessary; every leaf was compared.
 
         Raises:
-          StoreMismatchError: the params differ from the step's; nothing was written.
-          StaleStateError: the step does not verify any more.
+          StoreMismatchError: the params differ from the step's, or are neither given
+            nor known from `init`; nothing was written.
+          StaleStateError: the step does not verify any more; or the state is old, and
+            the params are not of its step.
         """
         with self._guard:
             opened = self._opened()
-            path = opened.options.path
+            path, (step, origin) = opened.options.path, self._state
             same = [c for c in self._candidates if not c.differing]
+            if not same and self._at is not None:
+                raise stale_state(path, step, self._at[0])
             if not same:
                 raise StoreMismatchError(
-                    f"{path}: the state given to update is of step {self._step}, the "
+                    f"{path}: the state given to update is of step {step}, the "
                     "params are not those that the store holds of that step (leaf "
-                    f"{self._candidates[0].differing}). Take the store's own, params = "
+                    f"{self._candidates[0].differing}). A store has one model (one "
+                    "store per init). Take the store's own, params = "
                     "store.params(like=params), or restore params and state from one "
                     f"checkpoint, {RESTART}"
                 )
             if not self._has_compared and opened.directory.manifest.num_params:
-                _LOG.warning(
-                    "%s: update was given no params, so they are not held against "
-                    "those of step %d in the store; give them: "
-                    "tx.update(grads, state, params)",
-                    path,
-                    self._step,
-                )
+                check_known(path, step, origin)
             self._go_on_from(opened, same)
             self._forget()
-            self.is_bound = True
-
-    def release(self) -> None:
-        """Unbinds the run, so that the next step must bind it first."""
-        self.is_bound = False
+            if origin != INIT_WITH_OTHERS:
+                self.origin = max(self.origin, origin)
+            if self._at is not None:  # its states are no longer the store's
+                self.origin = max(self.origin, INIT_WITH_OTHERS) + 1
+            self._at, self._before = self._state, None
 
     def _go_on_from(self, opened: OpenStore, same: list[_Candidate]) -> None:
         committed, before = opened.chunks.committed, opened.commit.step
+        path, (step, _) = opened.options.path, self._state
         for candidate in same:
             if candidate.place == committed:
                 return
-            if candidate.place in SLOTS:
+            is_own = candidate.place in opened.directory.published
+            if candidate.place in SLOTS and not is_own:
                 damages = verify_spare(opened.directory, candidate.place)
                 if damages:
                     first = damages[0]
                     raise StaleStateError(
-                        f"{opened.options.path}: the optimizer state given to update "
-                        f"is of step {self._step}; the store is at step {before}, and "
+                        f"{path}: the optimizer state given to update "
+                        f"is of step {step}; the store is at step {before}, and "
                         "what its other slot has of that step is overwritten in part "
-                        f"({first.what}: {first.problem}). Restore a later checkpoint "
-                        "of yours (open_store(…, keep_steps=k) keeps the steps of "
-                        f"your checkpoints), {RESTART}"
+                        f"({first.what}: {first.problem}). {AHEAD}"
                     )
             self._roll_back(candidate.place)
-            _LOG.warning(
-                "%s: rolled back from step %d to step %d (%s), of which the state "
-                "given to update is; what lies between is given up unless a checkpoint "
-                "keeps it",
-                opened.options.path,
-                before,
-                self._step,
-                candidate.place,
-            )
+            if self._at is None:
+                _LOG.warning(
+                    "%s: rolled back from step %d to step %d (%s), of which the state "
+                    "given to update is; what lies between is given up unless a "
+                    "checkpoint keeps it",
+                    path,
+                    before,
+                    step,
+                    candidate.place,
+                )
+            elif not self._has_warned:
+                self._has_warned = True
+                _LOG.warning(
+                    "%s: the result of the last update was discarded, as update is "
+                    "given the state of step %d again; the store went back to it from "
+                    "step %d. Each call of update is a step of the store, so a "
+                    "discarded one takes the time of two (jitted.lower(…).compile() "
+                    "compiles without one). This is said once",
+                    path,
+                    step,
+                    before,
+                )
             return
 
     def _forget(self) -> None:

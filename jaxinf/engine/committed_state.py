@@ -140,7 +140,7 @@ class CommittedState:
         Raises:
           StoreMismatchError: `like` has other leaves or shapes than the store.
         """
-        self.wait(state)
+        self._wait_for(state)
         leaves, treedef = jax.tree.flatten(like)
         self.check_like(trained(like))
         places = [place for place, leaf in enumerate(leaves) if is_trained(leaf)]
@@ -247,8 +247,14 @@ class CommittedState:
         """Blocks until all finished steps are durable, with any `durability`.
 
         Args:
-          state: the transform state to wait for first.
+          state: the transform state to wait for first. Its step is then kept, as one of
+            the program's own checkpoints; see `keep_saved` of `jaxinf.open_store`.
         """
+        self._wait_for(state)
+        if state is not None:
+            self.training.keep_saved()
+
+    def _wait_for(self, state: Any) -> None:
         if state is not None:
             try:
                 jax.block_until_ready(state)

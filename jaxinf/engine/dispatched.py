@@ -4,6 +4,7 @@ Invariant: nothing here holds a lock of a store, since the computations call int
 """
 
 import contextlib
+import sys
 import threading
 import time
 
@@ -12,7 +13,12 @@ import jax
 from jaxinf import compat
 from jaxinf.errors import StoreError
 
-__all__ = ["check_thread", "wait_for_dispatched"]
+__all__ = [
+    "check_thread",
+    "has_unread_failure",
+    "is_thread_of_jax",
+    "wait_for_dispatched",
+]
 
 _SHORTEST_S, _LONGEST_S = 0.0005, 0.02
 
@@ -26,12 +32,17 @@ def check_thread(what: str) -> None:
     Raises:
       StoreError: the caller is a callback.
     """
-    if isinstance(threading.current_thread(), threading._DummyThread):  # pyright: ignore
+    if is_thread_of_jax():
         raise StoreError(
             f"{what}: expected a thread of the program's, found one that Python did "
             "not start, as JAX's callbacks have: it would wait for the computation "
             "that it is part of; do it after the computation"
         )
+
+
+def is_thread_of_jax() -> bool:
+    """Whether Python did not start this thread, as those of JAX's callbacks."""
+    return isinstance(threading.current_thread(), threading._DummyThread)  # pyright: ignore
 
 
 def wait_for_dispatched() -> None:
@@ -48,6 +59,25 @@ def wait_for_dispatched() -> None:
         pause_s = min(2 * pause_s, _LONGEST_S)
     with contextlib.suppress(Exception):
         jax.effects_barrier()
+
+
+def has_unread_failure() -> bool:
+    """Whether arrays of a computation that failed are alive, and JAX's error is not.
+
+    All computations must have ended.
+    """
+    if isinstance(sys.exception(), jax.errors.JaxRuntimeError):
+        return False
+    return compat.has_backend() and any(map(_has_failed, jax.live_arrays()))
+
+
+def _has_failed(array: jax.Array) -> bool:
+    try:
+        if not array.is_deleted():
+            array.block_until_ready()
+    except jax.errors.JaxRuntimeError:
+        return not array.is_deleted()
+    return False
 
 
 def _is_ready(array: jax.Array) -> bool:

@@ -1,20 +1,42 @@
-"""Checks that the caller's params agree with the store's master.
+"""Checks that the caller's params and state agree with the store.
 
 Invariant: zeros and denormals count as equal, as JAX on a CPU flushes denormals.
 """
 
+import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from jaxinf.engine.chunks import ChunkTable
 from jaxinf.engine.subgroup_layout import SubgroupLayout
-from jaxinf.errors import DivergedParamsError
+from jaxinf.errors import DivergedParamsError, StaleStateError, StoreMismatchError
 from jaxinf.layout import gather
 from jaxinf.store import CommitRecord, StepReader, StoreDirectory
 from jaxinf.typing import Array
 
-__all__ = ["compare_chunk", "diverged_error", "same_values"]
+__all__ = [
+    "INIT_WITH_OTHERS",
+    "RESTART",
+    "UPDATE",
+    "check_known",
+    "compare_chunk",
+    "diverged_error",
+    "same_values",
+    "stale_state",
+]
+
+_LOG = logging.getLogger("jaxinf")
+
+UPDATE, INIT_WITH_OTHERS = 0, 1
+"""Origins of a state, as in `jaxinf.SmartUpdateState`; later ones are updates, too."""
+
+RESTART = (
+    'or begin anew with smart_update(…, on_existing="restart"), which keeps the old '
+    "run as a checkpoint"
+)
+"""A remedy in several messages."""
 
 
 def compare_chunk(
@@ -85,4 +107,46 @@ def diverged_error(name: str, given: Array, held: Array) -> DivergedParamsError:
         f"of (at one place they are {given}, the store's {held}); apply the returned "
         "updates unchanged (smart_update last in the chain, then "
         "optax.apply_updates), or take store.params(like=params)"
+    )
+
+
+def check_known(path: Path, step: int, origin: int) -> None:
+    """Refuses to go on without params where `init` saw others than the step's.
+
+    Raises:
+      StoreMismatchError: the state is of such an `init`.
+    """
+    if origin == INIT_WITH_OTHERS:
+        raise StoreMismatchError(
+            f"{path}: update was given no params, and a state of init, which saw other "
+            f"params than the store holds of step {step}, or none. Take the store's "
+            "own, params = store.params(like=params) and state = tx.init(params), or "
+            "restore params and state from one checkpoint, or give update the params "
+            f"so that they can be compared, tx.update(grads, state, params), {RESTART}"
+        )
+    _LOG.warning(
+        "%s: update was given no params, so they are not held against those of step "
+        "%d in the store; give them: tx.update(grads, state, params)",
+        path,
+        step,
+    )
+
+
+def stale_state(path: Path, step: int, at: int) -> StaleStateError:
+    """Makes the error for a state that is not the one of the store's last step.
+
+    Args:
+      path: the store's path.
+      step: the state's step.
+      at: the store's step.
+    """
+    given_up = " as it was before the store went back" if step == at else ""
+    return StaleStateError(
+        f"{path}: the optimizer state given to update is of step {step}{given_up}, the "
+        f"store is at step {at}. Each call of update is a step of the store, also one "
+        "whose results are thrown away (jitted.lower(…).compile() compiles without "
+        "one); give each call the state that the last one returned, and each model a "
+        "store of its own (one store per init). To go on from the store, use params = "
+        "store.params(like=params) and state = tx.init(params), or open the checkpoint "
+        "of that step"
     )

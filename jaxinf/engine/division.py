@@ -1,7 +1,7 @@
 """Divides a store's chunks into subgroups, as long as the memory allows.
 
-Invariant: every worker (on a card, every worker of its share) can hold two subgroups,
-and each subgroup starts on a page of its files.
+Invariant: every worker (on a card, every worker of its share) can hold two subgroups if
+`check_memory` accepts the budget, and each subgroup starts on a page of its files.
 """
 
 from jaxinf.engine.options import StoreOptions
@@ -13,13 +13,44 @@ from jaxinf.layout import (
 )
 from jaxinf.store import LeafRecord, Manifest
 
-__all__ = ["cut_subgroups", "longest", "subgroup_elements"]
+__all__ = [
+    "check_memory",
+    "cut_subgroups",
+    "longest",
+    "subgroup_elements",
+]
 
 _LEAST_SHARE = 4  # workers at one of several cards
 
 
 def subgroup_elements(options: StoreOptions, manifest: Manifest) -> int:
-    """Returns the longest subgroup of which every worker can hold two in the budget."""
+    """Returns the longest subgroup of which every worker can hold two in the budget.
+
+    At least the shortest possible one, for a store whose budget is not used.
+    """
+    unit, unit_bytes = _least_buffers(options, manifest)
+    fitting = options.memory_bytes // unit_bytes * unit
+    return max(unit, min(fitting, options.chunk_elements))
+
+
+def check_memory(options: StoreOptions, manifest: Manifest) -> None:
+    """Refuses a budget in which not every worker can hold two of the least subgroups.
+
+    Raises:
+      ValueError: gives the memory that is needed.
+    """
+    _, need = _least_buffers(options, manifest)
+    if options.memory_bytes < need:
+        raise ValueError(
+            f"memory_bytes={options.memory_bytes}: "
+            f"{options.workers_of(len(manifest.csds) or 1)} workers need at least "
+            f"{need} bytes for this optimizer's state; give more memory or fewer "
+            "workers"
+        )
+
+
+def _least_buffers(options: StoreOptions, manifest: Manifest) -> tuple[int, int]:
+    """Returns the length of the least subgroups, and bytes of two for each worker."""
     sizes = [sum(s.itemsize for s in leaf.states) for leaf in manifest.leaves]
     element_bytes = max(sizes, default=4)
     workers = options.workers_of(len(manifest.csds) or 1)
@@ -28,17 +59,7 @@ def subgroup_elements(options: StoreOptions, manifest: Manifest) -> int:
         workers = min(workers, max(_LEAST_SHARE, share))
     unit = max(map(_unit_elements, manifest.leaves), default=0)
     unit = max(unit, CHUNK_ALIGNMENT_ELEMENTS)
-    num_buffers = 2 * workers
-    fitting = options.memory_bytes // (num_buffers * element_bytes)
-    fitting -= fitting % unit
-    if fitting < unit:
-        need = num_buffers * element_bytes * unit
-        raise ValueError(
-            f"memory_bytes={options.memory_bytes}: {workers} "
-            f"workers need at least {need} bytes for this optimizer's state; give "
-            "more memory or fewer workers"
-        )
-    return max(unit, min(fitting, options.chunk_elements))
+    return unit, 2 * workers * element_bytes * unit
 
 
 def cut_subgroups(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from jaxinf.engine.dispatched import has_unread_failure
 from jaxinf.errors import StoreClosedError
 
 __all__ = ["Failure", "StoreHealth", "check_announced", "closed_error"]
@@ -74,6 +75,7 @@ class StoreHealth:
         self.is_closed = False
         self._path = path
         self._is_reported = False
+        self._is_raised_by_jax = False
         self.is_known = False
 
     def tell(self) -> None:
@@ -106,6 +108,10 @@ class StoreHealth:
         """What `check` has raised did not get to the program."""
         self._is_reported = self.is_known
 
+    def raised_by_jax(self) -> None:
+        """The failure fails a computation on one JAX device, whose results tell it."""
+        self._is_raised_by_jax = True
+
     def is_for(self, error: BaseException) -> bool:
         """Whether an error is a failure, and not a consequence of `close`."""
         return not (self.is_closed and isinstance(error, StoreClosedError))
@@ -114,6 +120,15 @@ class StoreHealth:
     def is_unreported(self) -> bool:
         """Whether there is a failure that `check` has not raised yet."""
         return self.failure.error is not None and not self._is_reported
+
+    @property
+    def is_untold(self) -> bool:
+        """Whether there is a failure that neither `check` nor JAX has raised.
+
+        JAX raises that of a computation at its call, or to those who read its results.
+        """
+        is_told = self._is_raised_by_jax and not has_unread_failure()
+        return self.is_unreported and not is_told
 
     def disown(self) -> None:
         """Ends the use of the store in a forked child; the parent keeps it."""

@@ -5,9 +5,7 @@ the first failure nothing more is written.
 """
 
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from jaxinf.csd import Csd, CsdFleet
 from jaxinf.engine.chunks import ChunkTable
@@ -15,10 +13,9 @@ from jaxinf.engine.division import longest
 from jaxinf.engine.failure import StoreHealth
 from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.pipeline import Timeline, TransferHandler
+from jaxinf.engine.shape import StoreShape
 from jaxinf.engine.subgroup_layout import SubgroupLayout
-from jaxinf.errors import StoreMismatchError
 from jaxinf.io import ByteMeters
-from jaxinf.layout import covers
 from jaxinf.store import CommitRecord, StoreDirectory, next_slot, stock_documents
 
 __all__ = ["OpenStore", "OpenedCsds", "StoreRun"]
@@ -62,7 +59,7 @@ class OpenedCsds:
     layouts: list[list[list[SubgroupLayout]]]
 
 
-class OpenStore:
+class OpenStore(StoreShape):
     """The files of a store, its CSDs, and the workers between them. Thread-safe.
 
     Code that touches the drive is in `jaxinf.engine.steps` and `jaxinf.engine.state`;
@@ -93,9 +90,8 @@ class OpenStore:
         csds: OpenedCsds,
         commit: CommitRecord | None,
     ) -> None:
-        self.options = run.options
+        super().__init__(run.options, directory, csds.layouts)
         self.health, self.meters, self.timeline = run.health, run.meters, run.timeline
-        self.directory = directory
         self.is_new = commit is None
         self.commit = commit or CommitRecord(step=0, scalar_state=())
         self.finished = self.commit
@@ -105,8 +101,6 @@ class OpenStore:
             first = directory.step_path(next_slot(None))
             self._documents = stock_documents(first, directory.manifest)
         self.fleet = csds.fleet
-        self._layouts = csds.layouts
-        self._boxes: dict[tuple[Any, ...], list[SubgroupLayout]] = {}
         self.chunks = ChunkTable(
             directory,
             next_slot(directory.committed_slot()),
@@ -134,11 +128,9 @@ class OpenStore:
         """Sets the limit of buffers on the host from now on, and returns it.
 
         Args:
-          num_bytes: the wanted limit. It is raised to three of the longest buffers: one
-            to read into, one to compute in, one to write from.
+          num_bytes: the wanted limit. It is raised to `least_memory_bytes`.
         """
-        needed = 3 * longest(self._layouts)[0]
-        granted = max(num_bytes, needed)
+        granted = max(num_bytes, self.least_memory_bytes)
         self.fleet.limit_memory(granted)
         return granted
 
@@ -188,46 +180,3 @@ class OpenStore:
         self.chunks.end_commit()
         self.commit = self.finished = record
         self.is_new = False
-
-    # --- subgroups -----------------------------------------------------------------
-
-    def layouts(
-        self, leaf: int, origin: Sequence[int], extent: Sequence[int]
-    ) -> Sequence[SubgroupLayout]:
-        """Returns the subgroups of a box of a leaf: a JAX device's shard, or all of it.
-
-        Raises:
-          StoreMismatchError: the box cuts a chunk, so the store does not fit the mesh.
-        """
-        box = leaf, tuple(origin), tuple(extent)
-        if box not in self._boxes:
-            self._boxes[box] = [
-                layout
-                for chunk in self.chunks_of(*box)
-                for layout in self._layouts[leaf][chunk]
-            ]
-        return self._boxes[box]
-
-    def chunks_of(
-        self, leaf: int, origin: Sequence[int], extent: Sequence[int]
-    ) -> Sequence[int]:
-        """Returns the numbers of the chunks of a box of a leaf, as for `layouts`."""
-        record = self.directory.manifest.leaves[leaf]
-        try:
-            return covers(record.grid, tuple(origin), tuple(extent))
-        except ValueError as error:
-            raise StoreMismatchError(
-                f"leaf {record.name}: the store's chunks {record.chunk_shape} (made "
-                f"for shards {record.shard_counts}) do not divide at the shard "
-                f"boundaries of this run ({error}); run on a mesh whose shards are "
-                "whole multiples, or on one JAX device"
-            ) from error
-
-    def divides(self, leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
-        """Whether a box of a leaf consists of whole chunks."""
-        grid = self.directory.manifest.leaves[leaf].grid
-        try:
-            covers(grid, tuple(origin), tuple(extent))
-        except ValueError:
-            return False
-        return True

@@ -32,8 +32,8 @@ StateFormat: TypeAlias = Literal["fp32", "bf16", "int8"]
 MasterChoice: TypeAlias = Literal["auto", "stored", "none"]
 """Format and source of the master params; see `jaxinf.open_store`."""
 
-KeepSteps: TypeAlias = int | tuple[int, int]
-"""The interval of kept steps, and their number; see `jaxinf.open_store`."""
+KeepSteps: TypeAlias = int | tuple[int, int] | tuple[int, int, int]
+"""Interval, number and offset of the kept steps; see `jaxinf.open_store`."""
 
 MasterFormat: TypeAlias = Literal["fp32", "split", "none"]
 """Format of the master of bfloat16 params; see `jaxinf.engine.convert_store`."""
@@ -61,6 +61,7 @@ class StoreOptions:
         master: MasterChoice = "auto",
         state: StateFormat | None = None,
         keep_steps: KeepSteps | None = None,
+        keep_saved: int = 2,
     ) -> None:
         if num_workers is not None and num_workers < 1:
             raise ValueError(f"num_workers={num_workers}: expected at least 1")
@@ -77,7 +78,13 @@ class StoreOptions:
         self.durability: Durability = durability
         self.keep_steps = keep_steps
         self.steps_per_commit = _steps_per_commit(durability)
-        self.keep_every, self.num_kept = _kept_steps(keep_steps)
+        self.keep_every, self.num_kept, self.keep_offset = _kept_steps(keep_steps)
+        if type(keep_saved) is not int or keep_saved < 0:
+            raise ValueError(
+                f"keep_saved={keep_saved!r}: expected the number of a program's own "
+                "checkpoints whose steps to keep, 0 for none"
+            )
+        self.keep_saved = keep_saved
         for root in csd_roots:
             if not root.is_dir():
                 raise ValueError(
@@ -135,17 +142,20 @@ def _steps_per_commit(durability: Durability) -> int | None:
     return durability
 
 
-def _kept_steps(keep_steps: KeepSteps | None) -> tuple[int, int]:
-    """Returns the interval of kept steps, and their number; zeros for none."""
+def _kept_steps(keep_steps: KeepSteps | None) -> tuple[int, int, int]:
+    """Returns interval, number and offset of the kept steps; zeros for none."""
     if keep_steps is None:
-        return 0, 0
-    pair = (keep_steps, 2) if isinstance(keep_steps, int) else tuple(keep_steps)
-    if len(pair) != 2 or not all(type(n) is int and n > 0 for n in pair):
+        return 0, 0, 0
+    given = (keep_steps, 2) if isinstance(keep_steps, int) else tuple(keep_steps)
+    every, num, offset = given if len(given) == 3 else (*given, 0, 0, 0)[:3]
+    are_numbers = len(given) in (2, 3) and all(type(n) is int for n in given)
+    if not are_numbers or min(every, num) < 1 or not 0 <= offset < every:
         raise ValueError(
-            f"keep_steps={keep_steps!r}: expected a number k of steps, or (k, n) for "
-            "the last n multiples of k, at least 1 each"
+            f"keep_steps={keep_steps!r}: expected a number k of steps, (k, n) for the "
+            "last n multiples of k, or (k, n, offset) for steps offset, offset + k, "
+            "…; k and n at least 1, the offset less than k"
         )
-    return pair[0], pair[1]
+    return every, num, offset
 
 
 def check_writable(path: Path) -> None:

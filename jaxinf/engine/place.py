@@ -11,8 +11,14 @@ from pathlib import Path
 from jaxinf.csd import open_csds
 from jaxinf.engine.admission import check_format, check_place, check_roots
 from jaxinf.engine.description import StoreDescription, kernel_needs
-from jaxinf.engine.division import cut_subgroups, longest, subgroup_elements
+from jaxinf.engine.division import (
+    check_memory,
+    cut_subgroups,
+    longest,
+    subgroup_elements,
+)
 from jaxinf.engine.opened import OpenedCsds, OpenStore, StoreRun
+from jaxinf.engine.shape import StoreShape
 from jaxinf.io.failures import translated
 from jaxinf.store import (
     CODECS,
@@ -177,7 +183,7 @@ class StorePlace:
         fleet = open_csds(
             self._options.csd,
             [Path(root) for root in manifest.csds] or [here],
-            memory_bytes=self._options.memory_bytes,
+            memory_bytes=max(self._options.memory_bytes, longest(layouts)[0]),
             meters=self._run.meters,
         )
         try:
@@ -198,10 +204,14 @@ class StorePlace:
 
     # --- a store to be made --------------------------------------------------------
 
-    def create(self, description: StoreDescription) -> OpenStore:
+    def create(self, description: StoreDescription, *, uses_budget: bool) -> OpenStore:
         """Makes a store, also in place of an unfinished one.
 
         If another process has made and closed a store in the meantime, that is opened.
+
+        Args:
+          description: its content.
+          uses_budget: whether its own memory budget will be used.
 
         Raises:
           StoreError: nothing was written; as `jaxinf.smart_update` documents.
@@ -212,6 +222,8 @@ class StorePlace:
             if found is not None:
                 return found
         manifest = self._new_manifest(description)
+        if uses_budget:
+            check_memory(self._options, manifest)
         directory = StoreDirectory(self.path, manifest)
         check_space(directory, num_more=self._options.num_kept)
         csds = self._open_csds(manifest)
@@ -225,7 +237,7 @@ class StorePlace:
                 if self.is_there():  # another process has made the store
                     csds.fleet.close()
                     self.release()
-                    return self.create(description)
+                    return self.create(description, uses_budget=uses_budget)
             directory.lock = self._lock
             create_store(directory)
         except BaseException:
@@ -235,12 +247,26 @@ class StorePlace:
 
     def _new_manifest(self, description: StoreDescription) -> Manifest:
         """Makes the manifest of the new store; removes an unfinished one."""
-        master = self._master_codec(description)
-        roots = [str(root) for root in self._options.csd_roots]
+        roots: list[str] = []
+        self._master_codec(description)  # before something is removed
         if self._lock is not None and self.is_there():
             leftover = self._leftover()
-            roots = roots or list(leftover.manifest.csds)
+            roots = list(leftover.manifest.csds)
             discard_store(leftover, self._options.csd_roots)
+        return self._manifest(description, roots)
+
+    def shape(self, description: StoreDescription) -> StoreShape:
+        """Returns the shape of a store to be made; writes nothing."""
+        manifest = self._manifest(description, [])
+        layouts = cut_subgroups(manifest, subgroup_elements(self._options, manifest))
+        return StoreShape(self._options, StoreDirectory(self.path, manifest), layouts)
+
+    def _manifest(
+        self, description: StoreDescription, held_roots: list[str]
+    ) -> Manifest:
+        """Makes a new store's manifest; without options on the roots of another."""
+        master = self._master_codec(description)
+        roots = [str(root) for root in self._options.csd_roots] or held_roots
         codec = self._options.state if self._options.state in CODECS else ""
         chunk_elements = self._options.chunk_elements
         manifest = description.manifest(roots, chunk_elements, codec, master)

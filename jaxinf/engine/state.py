@@ -34,6 +34,7 @@ __all__ = [
     "committed_reader",
     "committed_step",
     "finish_initialisation",
+    "has_params",
     "initialise",
     "read_state",
     "same_params",
@@ -121,13 +122,7 @@ def same_params(
     record = opened.directory.manifest.leaves[leaf]
     numbers = opened.chunks_of(leaf, origin, params.shape)
     if dtype_of(record.states[0].dtype) == params.dtype:
-        sums = commit.checksums[record.array_name(record.states[0].name)]
-        chunks = opened.directory.chunks[leaf]
-        numbers = [
-            number
-            for number in numbers
-            if _checksum(params, chunks[number], origin) != sums[number]
-        ]
+        numbers = list(_differing(opened, commit, leaf, params, origin))
     differing: list[int] = []
     bound = commit.inexact.get(record.name, 0.0)
 
@@ -140,6 +135,37 @@ def same_params(
 
     _each_piece(opened, reader, leaf, params.dtype, numbers, visit)
     return not differing
+
+
+def has_params(
+    opened: OpenStore, leaf: int, params: Array, origin: Sequence[int]
+) -> bool:
+    """Whether params have exactly the bits of the last committed step's; reads nothing.
+
+    Args:
+      opened: the store, without a step in flight.
+      leaf: number of the leaf.
+      params: the leaf or one shard of it, in the dtype of the store's params.
+      origin: index in the leaf of the array's first element.
+    """
+    differing = _differing(opened, opened.commit, leaf, params, origin)
+    return next(differing, None) is None
+
+
+def _differing(
+    opened: OpenStore,
+    commit: CommitRecord,
+    leaf: int,
+    params: Array,
+    origin: Sequence[int],
+) -> Iterator[int]:
+    """Yields the numbers of the chunks that have other bits, by their checksums."""
+    record = opened.directory.manifest.leaves[leaf]
+    sums = commit.checksums[record.array_name(record.states[0].name)]
+    chunks = opened.directory.chunks[leaf]
+    for number in opened.chunks_of(leaf, origin, params.shape):
+        if _checksum(params, chunks[number], origin) != sums[number]:
+            yield number
 
 
 def _checksum(params: Array, chunk: Chunk, origin: Sequence[int]) -> int:

@@ -19,7 +19,8 @@ from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from jaxinf.engine.annotations import Annotations
-from jaxinf.engine.kept_steps import is_kept, keep_step
+from jaxinf.engine.divergence import stale_state
+from jaxinf.engine.kept_steps import SavedSteps, is_kept, keep_step
 from jaxinf.engine.nan_scalars import nan_scalar_error, nan_scalars
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.pipeline import Loads, Task
@@ -27,7 +28,8 @@ from jaxinf.engine.recalled import SlotRequest, recall_tasks
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.update_request import KeptLeaf, UpdateRequest
 from jaxinf.engine.update_tasks import compute_nothing, kept_tasks, request_tasks
-from jaxinf.errors import StaleStateError, StoreError
+from jaxinf.errors import StoreError
+from jaxinf.interrupts import Ending
 from jaxinf.io import ByteCounts
 from jaxinf.layout import Subgroup
 from jaxinf.store import CommitRecord, ScalarState
@@ -69,13 +71,17 @@ _Arrivals: TypeAlias = dict[Subgroup, _Arrival]
 
 
 class StepEngine:
-    """Runs the steps of a store. Thread-safe; a step's parts may come in any order."""
+    """Runs the steps of a store. Thread-safe; a step's parts may come in any order.
+
+    Attributes:
+      saved: keeps the steps of a program's own checkpoints.
+    """
 
     def __init__(self, opened: OpenStore, annotations: Annotations) -> None:
         self._opened = opened
         self._annotations = annotations
         self._guard = threading.RLock()
-        self._commit_thread: threading.Thread | None = None
+        self._ending: Ending | None = None  # of the last step's commit
         self._is_open = False
         self._started_s = 0.0
         self._arrivals: _Arrivals = {}
@@ -83,6 +89,7 @@ class StepEngine:
         self._is_finite = True  # every gradient of the step so far
         self._kept: set[int] = set()  # leaves that the step leaves as they are
         self._recalls_again = False
+        self.saved = SavedSteps(opened)
         self._metrics: deque[StepMetrics] = deque(maxlen=_NUM_METRICS_KEPT)
         self._counted = opened.meters.snapshot()
 
@@ -213,15 +220,16 @@ class StepEngine:
                 inexact=still | {self._name(n): bound for n, bound in inexact.items()},
             )
             _check_complete(self._opened, self._arrivals)
-            self._commit_thread = threading.Thread(
+            ending = self._ending = Ending()
+            thread = threading.Thread(
                 target=self._end_step,
-                args=(record, self._coming, time.monotonic()),
+                args=(record, self._coming, time.monotonic(), ending),
                 name="jaxinf-commit",
                 daemon=True,
             )
             self._end_arrivals()
             try:
-                self._commit_thread.start()
+                thread.start()
             except RuntimeError as error:  # the process has reached its limit
                 _LOG.warning(
                     "%s: no thread to commit step %s in the background (%s); it is "
@@ -230,7 +238,6 @@ class StepEngine:
                     step,
                     error,
                 )
-                thread, self._commit_thread = self._commit_thread, None
                 thread.run()
 
     def abandon(self) -> None:
@@ -263,6 +270,19 @@ class StepEngine:
                 )
             self._publish()
 
+    def keep_saved(self, step: int) -> None:
+        """Commits and keeps a step to which the program may come back; blocks.
+
+        Args:
+          step: its number; another one than the last finished step's is ignored.
+        """
+        with self._guard:
+            self.join()
+            is_over = self._arrivals and self._opened.num_uncommitted
+            if step == self._opened.finished.step and not is_over:
+                self.wait()
+                self.saved.keep()
+
     def join(self) -> None:
         """Blocks until the last step has ended, and its commit if it has one.
 
@@ -291,7 +311,7 @@ class StepEngine:
         """
         with self._guard:
             last = self.metrics
-            if self._commit_thread is not None and (last is None or last.step < step):
+            if self._ending is not None and (last is None or last.step < step):
                 self.join()
             # A copy, since a later step's commit may append at the same time.
             return next((m for m in tuple(self._metrics) if m.step == step), None)
@@ -329,16 +349,7 @@ class StepEngine:
             else:
                 opened.check()
             if step != opened.finished.step:
-                raise StaleStateError(
-                    f"{opened.options.path}: the optimizer state given to update is "
-                    f"of step {step}, the store is at step {opened.finished.step}. "
-                    "Each call of update is a step of the store, also one whose "
-                    "results are thrown away (jitted.lower(…).compile() compiles "
-                    "without one); give each call the state that the last one "
-                    "returned. To go on from the store, use params = store.params("
-                    "like=params) and state = tx.init(params), or open the checkpoint "
-                    "of that step"
-                )
+                raise stale_state(opened.options.path, step, opened.finished.step)
             if not self._is_open:
                 if not opened.num_uncommitted:
                     opened.directory.unpublish(opened.chunks.target)
@@ -370,7 +381,11 @@ class StepEngine:
         return self._opened.finished.step + 1
 
     def _end_step(
-        self, record: CommitRecord, arrivals: _Arrivals, updated_s: float
+        self,
+        record: CommitRecord,
+        arrivals: _Arrivals,
+        updated_s: float,
+        ending: Ending,
     ) -> None:
         opened = self._opened
         try:
@@ -399,6 +414,8 @@ class StepEngine:
                 _prefetch(opened, arrivals)
         except BaseException as error:
             opened.fail(error)
+        finally:
+            ending.reach()
 
     def _publish(self) -> None:
         try:
@@ -410,10 +427,10 @@ class StepEngine:
             raise
 
     def _join_commit(self) -> None:
-        """Joins the thread, and forgets it only then: an interrupt may end the wait."""
-        if self._commit_thread is not None:
-            self._commit_thread.join()
-            self._commit_thread = None
+        """Waits for the thread, and forgets it then: an interrupt may end the wait."""
+        if self._ending is not None:
+            self._ending.wait()
+            self._ending = None
 
 
 def _check_undoable(opened: OpenStore, arrivals: _Arrivals) -> None:

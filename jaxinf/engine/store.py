@@ -13,9 +13,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from jaxinf.engine.chunks import VerifyMode
 from jaxinf.engine.committed_state import CommittedState
-from jaxinf.engine.dispatched import check_thread, wait_for_dispatched
+from jaxinf.engine.dispatched import check_thread, is_thread_of_jax, wait_for_dispatched
 from jaxinf.engine.exit_status import fail_at_exit
 from jaxinf.engine.failure import closed_error
 from jaxinf.engine.open_stores import Opened, OpenStores
@@ -36,12 +38,14 @@ from jaxinf.store import (
     save_checkpoint,
     snapshot,
 )
+from jaxinf.terminal import given_bytes
 from jaxinf.typing import JsonValue, PathLikeStr
 
 __all__ = [
     "DEFAULT_MEMORY_BYTES",
     "Store",
     "close",
+    "keep_saved",
     "open_store",
     "store_of",
     "store_with_id",
@@ -129,7 +133,7 @@ class Store(CommittedState):
           StoreMismatchError: a checkpoint of that name exists.
           StoreSpaceError: the drives have too little room; nothing was made.
         """
-        self.wait(state)
+        self._wait_for(state)
         with self.training.paused():
             return save_checkpoint(self._directory, name)
 
@@ -193,8 +197,9 @@ class Store(CommittedState):
 
         Raises:
           StoreError: it was called in a JAX callback; the store stays open.
-          BaseException: the exception that stopped the store, after everything is
-            released, unless another method has raised it before.
+          BaseException: the exception that stopped the store, once, after everything is
+            released, unless another method has raised it before, or JAX (whose error is
+            being handled, or no result of the failed computation is left to read).
         """
         held = self._opened.holders
         with _OPEN.guard:
@@ -218,7 +223,7 @@ class Store(CommittedState):
             raise
         finally:
             self._release()
-        if training.is_failure_unreported:
+        if training.is_failure_untold:
             training.check()
 
     def _release(self) -> None:
@@ -250,7 +255,7 @@ def open_store(
     *,
     csds: Sequence[PathLikeStr] | None = None,
     csd: str | None = None,
-    memory_bytes: int | None = None,
+    memory_bytes: int | str | None = None,
     num_workers: int | None = None,
     chunk_elements: int | None = None,
     durability: Durability | None = None,
@@ -259,6 +264,7 @@ def open_store(
     master: MasterChoice | None = None,
     state: StateFormat | None = None,
     keep_steps: KeepSteps | None = None,
+    keep_saved: int | None = None,
 ) -> Store:
     """Opens a store, or sets the place where `tx.init` will make one.
 
@@ -275,7 +281,8 @@ def open_store(
         beside the drive; ``"smartssd"``, the card beside it; ``"emulated"``, an
         emulated card. Options may follow: see `jaxinf.csd.parse_csd`.
       memory_bytes: all memory that state passes through: on the host; or for each card,
-        its own memory and the host's for its gradients and results. By default 512 MiB.
+        its own memory and the host's for its gradients and results; in bytes, or as a
+        text such as ``"512MiB"``, which is the default.
       num_workers: requests at the drives at once, beside the kernels; by default 4, and
         with more than two cards two for each. Many drives need more than 4.
       chunk_elements: largest chunk of a new store, in elements; by default 4 Mi.
@@ -302,11 +309,17 @@ def open_store(
         blocks of 256 with a scale for each. The update computes in float32 in any case.
         Leaves of fewer than 4,096 elements stay in float32. An existing store records
         its format.
-      keep_steps: for a program that makes its own checkpoint every k steps: ``k``, or
-        ``(k, n)``. The last n (by default 2) steps that are multiples of k are kept as
-        checkpoints named by their step, with any `durability`, so that the store has
-        the step of the program's checkpoint. Only such checkpoints are removed. `init`
-        checks that there is room for 2 + n states.
+      keep_steps: ``k``, ``(k, n)`` or ``(k, n, offset)``. The last n (by default 2)
+        steps that are multiples of k, or by offset more than these, are kept as
+        checkpoints named by their step, with any `durability`. Only such checkpoints
+        are removed. `init` checks that there is room for 2 + n states.
+      keep_saved: for a program that makes checkpoints of its own: the number of the
+        last steps that it has saved which are kept, as checkpoints ``program-STEP``, so
+        that it can go back to them; by default 2, since the last checkpoint may not be
+        complete. A step is taken for saved when the program hands its state to Orbax,
+        Flax's serialization or `wait`, or flattens it with keys. No data is copied, but
+        each takes the room of one state once the run has gone on. Where there is less
+        room, fewer are kept, and a warning at the start says so. 0 keeps none.
 
     Raises:
       ValueError: an argument is out of range, or differs from the open store's; or
@@ -316,6 +329,8 @@ def open_store(
       StoreLockedError: a live process has the store open; names the process.
       StoreFormatError: it is not a store, is damaged, or has a newer format.
     """
+    if memory_bytes is not None:
+        memory_bytes = given_bytes("memory_bytes", memory_bytes)
     given = {
         "csd_roots": None if csds is None else [_absolute(root) for root in csds],
         "csd": csd,
@@ -328,6 +343,7 @@ def open_store(
         "master": master,
         "state": state,
         "keep_steps": keep_steps,
+        "keep_saved": keep_saved,
     }
     given = {name: value for name, value in given.items() if value is not None}
     options = StoreOptions(_absolute(path), **{**_DEFAULTS, **given})
@@ -371,6 +387,28 @@ def store_with_id(store_id: str) -> Store:
     return found[0].holders[0]
 
 
+def keep_saved(store_id: str | None, step: Any) -> None:
+    """Keeps the step of a state that the program is about to save; blocks.
+
+    In a thread of JAX's, which must not wait for a step, nothing is done.
+
+    Args:
+      store_id: the state's store; None if the state does not tell, and only one open
+        store can be meant.
+      step: the number, an array; what it is computed from may still be running.
+    """
+    if is_thread_of_jax():
+        return
+    held = [one.training for one in _OPEN.all()]
+    found = [one for one in held if store_id in (None, one.store_id)]
+    if len(found) == 1 and found[0].options.keep_saved and not found[0].failure:
+        try:
+            number = int(np.asarray(step))
+        except Exception:  # it is deleted, or its step failed, which others report
+            return
+        found[0].keep_saved(number)
+
+
 def close(path: PathLikeStr) -> None:
     """Closes the store at a path with all its handles; see `Store.close`.
 
@@ -399,6 +437,8 @@ def _close_all() -> None:
     for held in _OPEN.all():
         try:
             _close_all_handles(held)
+            if held.training.is_failure_unreported:
+                held.training.check()
         except Exception as error:
             path = held.training.options.path
             _LOG.error("%s: stopped by %s: %s", path, type(error).__name__, error)

@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from jax.sharding import NamedSharding
 
@@ -17,13 +18,16 @@ from jaxinf.engine.admission import check_same
 from jaxinf.engine.annotations import Annotations
 from jaxinf.engine.binding import Binding
 from jaxinf.engine.description import StoreDescription, kernel_needs
+from jaxinf.engine.division import check_memory
 from jaxinf.engine.kept_steps import archive, check_room
 from jaxinf.engine.opened import OpenStore, StoreRun
 from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.place import StorePlace
+from jaxinf.engine.shape import StoreShape
 from jaxinf.engine.state import (
     ParamsReader,
     finish_initialisation,
+    has_params,
     initialise,
     read_state,
 )
@@ -45,6 +49,7 @@ class Training:
       options: the options of the store.
       shardings: for each leaf, the sharding of the params in the last `init`, on one
         mesh; empty if they are not sharded.
+      shapes: shapes and dtypes of these params, in the optimizer's form; None before.
       binding: the run's binding to a step of the store, made by its first step.
 
     Raises:
@@ -54,11 +59,13 @@ class Training:
     def __init__(self, options: StoreOptions) -> None:
         self.options = options
         self.shardings: tuple[NamedSharding, ...] = ()
+        self.shapes: Any = None
         self._run = StoreRun.of(options)
         self._place = StorePlace(self._run)
         self._annotations = Annotations(options.path)
         self._bound: list[StoreDescription] = []
         self._guard = threading.RLock()
+        self._is_restarted = False
         self._on_close: list[Callable[[], None]] = []
         self._opened: OpenStore | None = None
         self._steps: StepEngine | None = None
@@ -122,6 +129,16 @@ class Training:
             max_chunk_elements=self.options.chunk_elements,
         )
 
+    def shape(self, description: StoreDescription) -> StoreShape:
+        """The shape of the existing or future store; writes nothing.
+
+        Raises:
+          ValueError: the options do not suit the description.
+        """
+        if self._opened is not None:
+            return self._opened
+        return self._place.shape(description)
+
     # --- failure and end -------------------------------------------------------------
 
     def check(self) -> None:
@@ -134,6 +151,11 @@ class Training:
             self._opened.fail(error)
         elif self._run.health.is_for(error):
             self._run.health.failure.set(error)
+
+    def fail_computation(self, error: BaseException) -> None:
+        """As `fail`, for an exception that fails a computation of the program's."""
+        self.fail(error)
+        self._run.health.raised_by_jax()
 
     def tell(self) -> None:
         """As `check`, for the program itself, which knows of the failure then."""
@@ -158,6 +180,11 @@ class Training:
     def is_failure_unreported(self) -> bool:
         """Whether there is a failure that `check` has not raised yet."""
         return self._run.health.is_unreported
+
+    @property
+    def is_failure_untold(self) -> bool:
+        """Whether there is a failure that neither `check` nor JAX has raised."""
+        return self._run.health.is_untold
 
     @property
     def is_closed(self) -> bool:
@@ -194,8 +221,19 @@ class Training:
 
     # --- init ------------------------------------------------------------------------
 
-    def bind(self, description: StoreDescription, *, may_create: bool = False) -> bool:
+    def bind(
+        self,
+        description: StoreDescription,
+        *,
+        may_create: bool = False,
+        uses_budget: bool = True,
+    ) -> bool:
         """Binds the store to an optimizer and a tree; may make the store.
+
+        Args:
+          description: the content.
+          may_create: whether to make the store if there is none.
+          uses_budget: whether its own memory budget is used, and not another.
 
         Returns:
           Whether the store is new, so that every leaf must be initialised.
@@ -203,6 +241,7 @@ class Training:
         Raises:
           StoreMismatchError: the store has another content; shows the difference.
           StoreSpaceError: there is no room; nothing was written.
+          ValueError: the budget is too small for this optimizer's state.
           StaleStateError: there is no store, and none may be made here.
         """
         with self._guard:
@@ -212,15 +251,28 @@ class Training:
             if any(bound is description for bound in self._bound):
                 return self.opened.is_new
             if self.commit is None:
-                self._create(description)
+                self._create(description, uses_budget=uses_budget)
             opened = self.opened
             if not opened.is_new:
-                check_same(opened.directory, description)
+                if uses_budget:
+                    check_memory(self.options, opened.directory.manifest)
+                self._check_same(opened, description)
                 check_room(self.options, opened.directory)
                 needs = kernel_needs(description, opened.directory.manifest)
                 opened.fleet.check(needs)
             self._bound.append(description)
             return opened.is_new
+
+    def _check_same(self, opened: OpenStore, description: StoreDescription) -> None:
+        try:
+            check_same(opened.directory, description)
+        except StoreMismatchError as error:
+            if not self._bound:
+                raise
+            raise StoreMismatchError(
+                f"{error}. If these are two models that train in one process, give "
+                "each its own: one store per init, smart_update(tx, other_path)"
+            ) from None
 
     def restart(self, description: StoreDescription) -> None:
         """Keeps the existing run as a checkpoint, and waits for a new one.
@@ -234,10 +286,11 @@ class Training:
             self.wait()
             opened = self.opened
             _keep_run(opened, description)
+            self._is_restarted = True
             self._hold(self._place.begin_anew(opened))
             self._bound = [description]
 
-    def _create(self, description: StoreDescription) -> None:
+    def _create(self, description: StoreDescription, *, uses_budget: bool) -> None:
         self._bound.clear()  # an earlier init on this store did not finish
         if self._opened is not None and self._opened.directory.committed_slot():
             check_same(self._opened.directory, description)
@@ -246,11 +299,15 @@ class Training:
         unfinished, self._opened, self._steps = self._opened, None, None
         if unfinished is not None:
             unfinished.close()
-        self._hold(self._place.create(description))
+        self._hold(self._place.create(description, uses_budget=uses_budget))
 
     def _roll_back(self, place: str) -> None:
         """Makes another step of the store the committed one."""
+        given_up = self.opened.commit
         self._hold(self._place.roll_back(self.opened, place))
+        step = self.opened.commit.step
+        payload = given_up.payload if given_up.step == step + 1 else None
+        self._annotations.go_back(step, payload)
 
     def initialise(
         self,
@@ -275,7 +332,15 @@ class Training:
     def finish_initialisation(self, scalars: Sequence[ScalarState]) -> None:
         """Commits step 0; every leaf must have been initialised."""
         finish_initialisation(self.opened, scalars, self._annotations.take(0))
-        self.binding.is_bound = True
+        if self._is_restarted:  # the program may restore a state over the new one
+            self.binding.release()
+        else:
+            self.binding.begin_anew()
+        self._is_restarted = False
+
+    def has_params(self, leaf: int, params: Array, origin: Sequence[int]) -> bool:
+        """Whether params are the last committed step's; see `engine.state`."""
+        return has_params(self.opened, leaf, params, origin)
 
     def params_reader(self, memory_bytes: int) -> ParamsReader:
         """Makes a reader of the last finished step's params; a commit ends it.
@@ -287,11 +352,7 @@ class Training:
 
     def can_move(self, leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
         """Whether a box of a leaf consists of whole chunks, so it can move alone."""
-        try:
-            self.opened.layouts(leaf, origin, extent)
-        except StoreMismatchError:
-            return False
-        return True
+        return self.opened.can_move(leaf, origin, extent)
 
     def read_feedback(self, leaf: int, out: Array, origin: Sequence[int]) -> None:
         """Reads a leaf's or a shard's error feedback, the last of its states."""
@@ -323,6 +384,17 @@ class Training:
         self.check()
         if self._steps is not None:
             self._steps.join()
+
+    def keep_saved(self, step: int | None = None) -> None:
+        """Keeps a step to which the program may come back; see `StepEngine.keep_saved`.
+
+        Args:
+          step: its number; by default the last finished step's.
+        """
+        if self._steps is None or self.opened.is_new or self.is_closed:
+            return
+        step = self.opened.finished.step if step is None else step
+        self._steps.keep_saved(step)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

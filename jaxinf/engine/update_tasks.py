@@ -13,6 +13,7 @@ import numpy as np
 from jaxinf.csd import Csd, CsdBuffer, ScalarInputs, is_idle
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.pipeline import Task
+from jaxinf.engine.shape import StoreShape
 from jaxinf.engine.subgroup_arrays import rounding_of
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.engine.subgroup_update import SubgroupUpdate
@@ -130,7 +131,7 @@ def _given(opened: OpenStore, request: UpdateRequest) -> Array | None:
     return params
 
 
-def can_take(opened: OpenStore, leaf: int, dtype: np.dtype) -> bool:
+def can_take(opened: StoreShape, leaf: int, dtype: np.dtype) -> bool:
     """Whether an update can use a caller's params of a dtype in place of the store's.
 
     It does if its kernel reads them.

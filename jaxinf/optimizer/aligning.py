@@ -14,7 +14,32 @@ import jax.numpy as jnp
 from jaxinf.program import is_trained, trained
 from jaxinf.typing import PyTree
 
-__all__ = ["Aligned", "align"]
+__all__ = ["Aligned", "Shapes", "align"]
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A tree of shapes and dtypes, which can be hashed.
+
+    Attributes:
+      treedef: the tree's structure.
+      leaves: its leaves.
+    """
+
+    treedef: Any
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+
+    @classmethod
+    def of(cls, tree: PyTree) -> "Shapes":
+        """Returns those of a tree of arrays."""
+        leaves, treedef = jax.tree.flatten(tree)
+        avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+        return cls(treedef, tuple(avals))
+
+    @property
+    def tree(self) -> PyTree:
+        """The tree."""
+        return self.treedef.unflatten(self.leaves)
 
 
 @dataclass(frozen=True)
@@ -24,10 +49,13 @@ class Aligned:
     Attributes:
       gradients: a tree like that of the optimizer's leaves; None where there is none.
       params: the optimizer's leaves; None if the program gives no params.
+      shapes: shapes and dtypes of the leaves, if gradients are missing and there are no
+        params to tell them.
     """
 
     gradients: PyTree
     params: PyTree | None
+    shapes: "Shapes | None"
     _treedef: Any
     _parts: Sequence[tuple[Any, Sequence[Any]]]
 
@@ -49,28 +77,34 @@ class Aligned:
         return self._treedef.unflatten(found)
 
 
-def align(updates: PyTree, params: PyTree | None) -> Aligned:
+def align(updates: PyTree, params: PyTree | None, shapes: Shapes | None) -> Aligned:
     """Lines up gradients and params.
 
     Args:
       updates: the gradients. None may stand for that of a leaf or of a subtree, which
         has no update then.
       params: the params; None if they are not available.
+      shapes: those of the params of the last `init`, if it is known.
 
     Raises:
       ValueError: the gradients' tree is not the params'.
     """
     flat, treedef = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
-    if params is None:
+    known = params
+    if params is None and shapes is not None and any(x is None for x in flat):
+        known = shapes.tree
+    if known is None:
         parts = [(x, [] if x is None else [x]) for x in flat]
-        return Aligned(trained(updates), None, treedef, parts)
-    parts = [(g, jax.tree.leaves(part)) for g, part in _pairs(flat, treedef, params)]
-    known = trained(params)
+        return Aligned(trained(updates), None, None, treedef, parts)
+    parts = [(g, jax.tree.leaves(part)) for g, part in _pairs(flat, treedef, known)]
+    known = trained(known)
     gradients = [
         gradient for gradient, leaves in parts for leaf in leaves if is_trained(leaf)
     ]
     tree = jax.tree.structure(known).unflatten(gradients)
-    return Aligned(tree, known, treedef, parts)
+    if params is None:
+        return Aligned(tree, None, shapes, treedef, parts)
+    return Aligned(tree, known, None, treedef, parts)
 
 
 def _pairs(

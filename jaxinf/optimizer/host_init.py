@@ -2,7 +2,7 @@
 
 Invariant: only NumPy is used, as in `jaxinf.optimizer.host_side`. A store is new until
 every leaf is placed and step 0 is committed. On a store with steps the params of `init`
-are ignored; the first `update` compares its own with the store's.
+are compared with the store's; others are not refused, but noted in the state.
 """
 
 import threading
@@ -43,6 +43,7 @@ class HostInit:
         self._on_existing = on_existing
         self._guard = threading.Lock()
         self._has_begun = False
+        self._has_seen_others = False
 
     def begin(self) -> bool:
         """Begins `init`: treats a store that has steps according to `on_existing`.
@@ -65,6 +66,10 @@ class HostInit:
                     )
                 if self._on_existing == "restart":
                     training.restart(self._description)
+            if not self._has_begun:
+                # An update of others must be given params in any case.
+                dtypes = {leaf.dtype for leaf in self._description.leaves}
+                self._has_seen_others = dtypes != {"float32"}
             self._has_begun = True
         is_new = training.bind(self._description, may_create=True)
         self._store.wait()
@@ -82,6 +87,7 @@ class HostInit:
                 self.place(leaf.number, leaf.params, origin, call.inputs(leaf))
             else:
                 self.check_box(leaf.number, origin, leaf.shape)
+                self.see(leaf.number, leaf.params, origin)
             if feedback is not None and is_new:
                 feedback[...] = 0
             elif feedback is not None:
@@ -105,6 +111,24 @@ class HostInit:
         """Refuses a shard that the store's chunks do not divide at."""
         self._store.training.opened.chunks_of(number, origin, extent)
 
+    @property
+    def is_comparing(self) -> bool:
+        """Whether all params so far are those of the store's step."""
+        return not self._has_seen_others
+
+    def see(self, number: int, shard: Array | None, origin: Sequence[int] = ()) -> None:
+        """Compares a shard with the store's step, until the first difference.
+
+        Args:
+          number: number of the leaf.
+          shard: its params; None if they are not known.
+          origin: index in the leaf of the shard's first element.
+        """
+        if self.is_comparing:
+            training = self._store.training
+            is_same = shard is not None and training.has_params(number, shard, origin)
+            self._has_seen_others = not is_same
+
     def finish(
         self, outs: Sequence[Array], arguments: tuple[Array, Sequence[Array]]
     ) -> None:
@@ -119,10 +143,13 @@ class HostInit:
             out[...] = value
 
     def held_state(self, scalars: Sequence[Array]) -> list[Array]:
-        """Commits step 0 of a new store; returns step, skipped steps, scalar state.
+        """Commits step 0 of a new store; returns the beginning of the run's state.
 
         Args:
           scalars: the initial scalar state.
+
+        Returns:
+          Step, skipped steps, origin (see `SmartUpdateState`) and scalar state.
         """
         training = self._store.training
         is_new = self.begin()
@@ -131,9 +158,11 @@ class HostInit:
             training.finish_initialisation(named_scalars(self._description, scalars))
         else:
             training.binding.release()
+        training.steps.saved.tell_room()
         commit = training.opened.finished
         self._check_scalars(scalars, commit.scalar_state)
-        counters = (commit.step, commit.skipped_steps)
+        origin = int(not is_new and self._has_seen_others)
+        counters = (commit.step, commit.skipped_steps, origin)
         held = [scalar.value for scalar in commit.scalar_state]
         return [*(np.array(n, np.int32) for n in counters), *held]
 

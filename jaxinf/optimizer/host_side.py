@@ -7,7 +7,6 @@ deadlock. The first exception stops the store and is kept as it is.
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from jaxinf.optimizer.leaf_call import (
 )
 from jaxinf.optimizer.sharding import shard_origin
 from jaxinf.optimizer.started import StartedUpdates
+from jaxinf.program import NonFinitePolicy, UpdateProgram, effect_of_nonfinite
 from jaxinf.store import ScalarState
 from jaxinf.typing import Array
 
@@ -36,7 +36,6 @@ __all__ = [
     "SKIPPED",
     "UNBOUND",
     "HostSide",
-    "NonFinitePolicy",
     "named_scalars",
 ]
 
@@ -51,24 +50,28 @@ EXACT = -1.0
 
 _LOG = logging.getLogger("jaxinf")
 
-NonFinitePolicy = Literal["error", "skip", "allow"]
-
 
 class HostSide:
     """Host functions over one store.
 
     Args:
       store: the store.
-      nonfinite: the effect of a non-finite gradient.
+      nonfinite: the effect of a non-finite gradient; None for that of the optimizer.
     """
 
-    def __init__(self, store: Store, nonfinite: NonFinitePolicy) -> None:
+    def __init__(self, store: Store, nonfinite: NonFinitePolicy | None) -> None:
         self.store = store
-        self._nonfinite = nonfinite
+        self._nonfinite: NonFinitePolicy | None = nonfinite
         self._started = StartedUpdates(store)
         self._num_interrupts = interrupts.num_raised
         interrupts.install()
         self._has_warned = False
+
+    def settle(self, program: UpdateProgram) -> None:
+        """Settles the effect of a non-finite gradient, when the optimizer is known."""
+        self._nonfinite = effect_of_nonfinite(
+            self._nonfinite, is_guarded=program.is_guarded
+        )
 
     @property
     def takes_params(self) -> bool:
@@ -96,7 +99,9 @@ class HostSide:
     def guarded(self, host: Host) -> GuardedHost:
         """Wraps a host function for a callback: its exception stops the store."""
         training = self.store.training
-        return GuardedHost(host, training.fail, training.fail_beside_others, self._warn)
+        return GuardedHost(
+            host, training.fail_computation, training.fail_beside_others, self._warn
+        )
 
     def warn_of_gathering(self, num_devices: int) -> None:
         """Warns once that the store was made for whole leaves, not for the shards."""
@@ -127,25 +132,27 @@ class HostSide:
 
     # --- callbacks -----------------------------------------------------------------
 
-    def must_bind(self, description: StoreDescription, out: Array, step: Array) -> None:
+    def must_bind(
+        self, description: StoreDescription, out: Array, state: tuple[Array, Array]
+    ) -> None:
         """Callback before a step: tells whether params must be compared with the store.
 
         Args:
           description: the description of the store.
-          out: the result, int32.
-          step: the state's step.
+          out: the result and, unless that is `UNBOUND`, the new state's origin.
+          state: the state's step and origin.
         """
-        training = self.store.training
+        training, (step, origin) = self.store.training, map(int, state)
         training.bind(description)
         if self._num_interrupts != interrupts.num_raised:
             # Ctrl-C may have come before the program kept the last step's state.
             self._num_interrupts = interrupts.num_raised
             training.binding.release()
-        is_bound = training.binding.is_bound
+        is_bound = training.binding.is_at(step, origin)
         if not is_bound:
             training.wait()
-            training.binding.begin(int(step))
-        out[...] = BOUND if is_bound else UNBOUND
+            training.binding.begin(step, origin)
+        out[...] = BOUND if is_bound else UNBOUND, training.binding.origin
 
     def compare(self, outs: HostResult, call: HostCall) -> None:
         """Callback before the first step: compares params with the store's."""
@@ -159,8 +166,9 @@ class HostSide:
         """Callback when every leaf was compared: binds the run to its step."""
         del statuses
         self.store.training.check()
-        self.store.training.binding.finish()
-        out[...] = BOUND
+        binding = self.store.training.binding
+        binding.finish()
+        out[...] = BOUND, binding.origin
 
     def recall(self, slots: Sequence[str], outs: HostResult, call: HostCall) -> None:
         """Callback: before the updates of a step, reads a slot of each leaf."""
@@ -248,11 +256,13 @@ class HostSide:
             if self._nonfinite != "skip":
                 training.wait()  # commits the earlier steps
                 raise self._non_finite(description, int(step), statuses)
+            training.binding.advance(int(step))
             verdict[...] = SKIPPED
         else:
             named = named_scalars(description, scalars)
             leaves = {int(n): float(inexact[n]) for n in np.flatnonzero(inexact >= 0)}
             training.steps.finish(int(step), named, int(skipped), leaves)
+            training.binding.advance(int(step) + 1)
             verdict[...] = COMMITTED
 
     def _non_finite(
@@ -268,7 +278,7 @@ class HostSide:
             f"step {step + 1}: NaN or Inf in the gradient of {', '.join(bad[:5])}"
             f"{more}; the step was refused, {self.store.path} stays at step {step}. "
             'Lower the learning rate or clip the gradients, or pass nonfinite="skip" '
-            "to go on without such steps"
+            "to go on without such steps, as with a loss scale (DynamicScale)"
         )
 
 

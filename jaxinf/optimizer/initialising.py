@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxinf import compat
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import StoreDescription, distinct_shards
+from jaxinf.optimizer.aligning import Shapes
 from jaxinf.optimizer.callback import call_once
 from jaxinf.optimizer.deferred import run_prologue
 from jaxinf.optimizer.entering import entering
@@ -29,7 +30,7 @@ from jaxinf.optimizer.sharding import (
 from jaxinf.optimizer.state import SmartUpdateState, first_state
 from jaxinf.optimizer.wrapped import Wrapped
 from jaxinf.program import InitProgram, plain, trained
-from jaxinf.typing import PyTree
+from jaxinf.typing import DeferredArray, PyTree
 
 __all__ = ["init_state"]
 
@@ -39,7 +40,7 @@ class _Initialised(NamedTuple):
 
     Attributes:
       initial: the optimizer's first scalar state.
-      held: the store's step, skipped steps and scalar state.
+      held: step, skipped steps, origin and scalar state.
       feedback: error feedback of each leaf; empty without.
     """
 
@@ -65,6 +66,7 @@ def init_state(wrapped: Wrapped, params: PyTree) -> SmartUpdateState:
         made = _init_traced(wrapped, description, program, leaves, shardings)
     else:
         made = _init_eagerly(wrapped, description, program, leaves)
+    wrapped.store.training.shapes = Shapes.of(params)
     feedback = wrapped.structure_of_feedback(params).unflatten(made.feedback)
     store_id = wrapped.store.training.store_id
     return first_state(program, made.initial, made.held, feedback, store_id)
@@ -93,6 +95,11 @@ def _init_eagerly(
             bounds = [s.indices(n) for s, n in zip(index, leaf.shape, strict=True)]
             extent = [stop - start for start, stop, _ in bounds]
             host.check_box(number, [start for start, _, _ in bounds], extent)
+    for number, leaf in enumerate(() if is_new else leaves):
+        if isinstance(leaf, DeferredArray):
+            host.see(number, None)
+        for index, shard in distinct_shards(leaf) if host.is_comparing else ():
+            host.see(number, shard, [s.start or 0 for s in index])
     held = host.held_state([np.asarray(plain(value)) for value in initial])
     if (mesh := mesh_of(wrapped.shardings)) is not None:
         held = jax.device_put(held, NamedSharding(mesh, PartitionSpec()))
@@ -144,6 +151,6 @@ def _init_traced(
         wrapped.host.guarded(host.finish),
         mesh,
         (jnp.stack(statuses), scalars),
-        [counter, counter, *avals],
+        [counter, counter, counter, *avals],
     )
     return _Initialised(initial, held, feedback)

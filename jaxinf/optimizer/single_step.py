@@ -6,9 +6,11 @@ Invariant: updates are those of the inner optimizer; the state has the fields of
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 
+from jaxinf.optimizer.state import Zeros
 from jaxinf.typing import PyTree
 
 __all__ = ["single_step"]
@@ -21,7 +23,8 @@ def single_step(
 
     def init(params: PyTree) -> optax.MultiStepsState:
         zero = jnp.zeros((), jnp.int32)
-        return optax.MultiStepsState(zero, zero, inner.init(params), (), ())
+        sums = jax.tree.map(lambda leaf: Zeros(jnp.shape(leaf)), params)
+        return optax.MultiStepsState(zero, zero, inner.init(params), sums, ())
 
     def update(
         updates: PyTree,

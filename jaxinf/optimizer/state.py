@@ -5,15 +5,21 @@ Invariant: a state belongs to one step of the store, and advances only with it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxinf import compat
-from jaxinf.engine import StoreDescription, check_announced, store_with_id
+from jaxinf.engine import (
+    StoreDescription,
+    check_announced,
+    keep_saved,
+    store_with_id,
+)
 from jaxinf.errors import StaleStateError
+from jaxinf.optimizer.callback import FAILED
 from jaxinf.optimizer.host_side import COMMITTED, SKIPPED
 from jaxinf.program import InitProgram
 from jaxinf.store import leaf_name
@@ -22,6 +28,8 @@ from jaxinf.typing import Array, PyTree
 __all__ = [
     "SmartUpdateState",
     "Stored",
+    "StoredArray",
+    "Zeros",
     "check_state",
     "first_state",
     "next_state",
@@ -29,13 +37,13 @@ __all__ = [
 ]
 
 
-@jax.tree_util.register_static
 @dataclass(frozen=True)
-class Stored:
-    """A placeholder in the transform's state for an array that is on storage.
+class StoredArray:
+    """A placeholder for an array that is on storage, as a leaf of a tree.
 
-    It is a tree node without leaves. It knows its store by an id and not by a path, so
-    that a store may be moved.
+    Attributes of a `SmartUpdateState` consist of it: `state.acc_grads`, `state.mu`. It
+    has no values: an operation on it raises ValueError, which says how to read it.
+    It knows its store by an id and not by a path, so that a store may be moved.
 
     Attributes:
       leaf: the name of the params' leaf, its keys joined by ``/``.
@@ -60,6 +68,52 @@ class Stored:
         """
         return store_with_id(self.store_id).read(self.state, self.leaf)
 
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(self._refusal if name.isalpha() else name)
+
+    @property  # JAX gets it before it looks at the value
+    def __jax_array__(self) -> NoReturn:
+        raise ValueError(self._refusal)
+
+    @property
+    def _refusal(self) -> str:
+        return (
+            f"{self.state} of leaf {self.leaf} is in the store, not in JAX, which "
+            "cannot compute with it. Outside of jit read it, with read() of this "
+            f"placeholder or store.read({self.state!r}, {self.leaf!r}); in jit compute "
+            "with the gradients instead"
+        )
+
+
+def _refuse(placeholder: StoredArray, *_: Any, **__: Any) -> NoReturn:
+    raise ValueError(placeholder._refusal)
+
+
+_OPERATORS = "add divmod floordiv ge gt le lt matmul mod mul pow sub truediv"
+_REFLECTED = "abs neg pos radd rdivmod rfloordiv rmatmul rmod rmul rpow rsub rtruediv"
+_CONVERSIONS = "array bool float int complex index getitem iter len round"
+for _name in f"{_OPERATORS} {_REFLECTED} {_CONVERSIONS}".split():
+    setattr(StoredArray, f"__{_name}__", _refuse)
+
+
+@jax.tree_util.register_static
+class Stored(StoredArray):
+    """A `StoredArray` in the transform's state: a tree node without leaves."""
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Zeros:
+    """In the transform's state, a sum of gradients that is always zero.
+
+    It is a tree node without leaves. An attribute of the state shows an array.
+
+    Attributes:
+      shape: the array's shape.
+    """
+
+    shape: tuple[int, ...]
+
 
 class SmartUpdateState(NamedTuple):
     """State of `smart_update`, without the arrays on storage.
@@ -67,22 +121,29 @@ class SmartUpdateState(NamedTuple):
     Attributes:
       step: int32, the store's committed step that this state belongs to.
       skipped_steps: int32, steps skipped for a non-finite gradient.
+      origin: int32, the origin of the state: 0, an update, or an `init` that saw the
+        params of the store's step. 1, an `init` that saw others, or none: the next
+        update must be given params, so that they can be compared. More: an update after
+        the store went back, since another one was discarded.
       optimizer: optax's own state, with `Stored` in the place of each stored array;
         counts and hyperparameters are there to read (and hyperparameters to set). Its
         attributes are this state's, too: `state.hyperparams`, `state.gradient_step`.
+        One of stored arrays alone, such as `state.acc_grads`, is a tree like the params
+        with a `StoredArray` for each leaf.
       error_feedback: float32, a tree like the params: the sum of gradient elements that
         compression has not sent; empty without error feedback.
     """
 
     step: jax.Array
     skipped_steps: jax.Array
+    origin: jax.Array
     optimizer: PyTree
     error_feedback: PyTree = ()
 
     def __getattr__(self, name: str) -> Any:
         # Not for protocols, which would take the state for what the optimizer's is.
         if not name.startswith("_") and hasattr(self.optimizer, name):
-            return getattr(self.optimizer, name)
+            return _shown(getattr(self.optimizer, name))
         raise AttributeError(
             f"neither {type(self).__name__} nor the {type(self.optimizer).__name__} in "
             f"it has the attribute {name!r}; optax.tree_utils.tree_get(state, {name!r})"
@@ -90,9 +151,19 @@ class SmartUpdateState(NamedTuple):
         )
 
 
+def _seen(state: Any) -> None:
+    """Keeps the step of a state that the program is about to save."""
+    step = compat.array_in(state.step)
+    if step is None or compat.is_tracing():
+        return
+    nodes = jax.tree.leaves(state.optimizer, is_leaf=lambda x: isinstance(x, Stored))
+    ids = {node.store_id for node in nodes if isinstance(node, Stored)}
+    keep_saved(ids.pop() if len(ids) == 1 else None, step)
+
+
 # With several JAX devices a callback must not raise. The next call that gets the state
 # of a store that has stopped does.
-compat.register_checked(SmartUpdateState, check_announced)
+compat.register_checked(SmartUpdateState, check_announced, _seen)
 
 
 def first_state(
@@ -107,12 +178,13 @@ def first_state(
     Args:
       program: the optimizer's program.
       initial: its scalar state, for the types.
-      held: the store's step, skipped steps and scalar state.
+      held: step, skipped steps, origin and scalar state.
       feedback: error feedback, or empty.
       store_id: the id of the store of the rest.
     """
-    compat.register_with_flax(Stored)
-    step, skipped, *scalars = held
+    for node in (Stored, Zeros):
+        compat.register_with_flax(node, SmartUpdateState, _seen)
+    step, skipped, origin, *scalars = held
     layout = program.layout
     leaves: list[Any] = [None] * layout.treedef.num_leaves
     for leaf in program.leaves:
@@ -125,6 +197,7 @@ def first_state(
     return SmartUpdateState(
         jnp.asarray(step, jnp.int32),
         jnp.asarray(skipped, jnp.int32),
+        jnp.asarray(origin, jnp.int32),
         jax.tree.unflatten(layout.treedef, leaves),
         feedback,
     )
@@ -133,6 +206,7 @@ def first_state(
 def next_state(
     state: SmartUpdateState,
     verdict: jax.Array,
+    origin: jax.Array,
     old: Sequence[jax.Array],
     new: Sequence[jax.Array],
 ) -> SmartUpdateState:
@@ -141,6 +215,7 @@ def next_state(
     Args:
       state: the state before the step.
       verdict: the verdict on the step.
+      origin: the new state's origin.
       old: leaves of the optimizer's state, then of the error feedback.
       new: the same leaves for a committed step.
     """
@@ -151,6 +226,7 @@ def next_state(
     return SmartUpdateState(
         state.step + is_committed.astype(jnp.int32),
         state.skipped_steps + (verdict == SKIPPED).astype(jnp.int32),
+        jnp.where(verdict == FAILED, state.origin, origin),
         optimizer.unflatten(kept[:num]),
         jax.tree.structure(state.error_feedback).unflatten(kept[num:]),
     )
@@ -159,7 +235,7 @@ def next_state(
 def placeholder_state(optimizer: PyTree, feedback: PyTree) -> SmartUpdateState:
     """Makes the state with placeholders that ``optax.tree.map_params`` looks at."""
     zero = jnp.int32(0)
-    return SmartUpdateState(zero, zero, optimizer, feedback)
+    return SmartUpdateState(zero, zero, zero, optimizer, feedback)
 
 
 def check_state(
@@ -190,6 +266,24 @@ def check_state(
             f"compression's has {num_feedback}; make it with the init of the same "
             "transformation"
         )
+
+
+def _shown(tree: PyTree) -> PyTree:
+    """Returns a tree of placeholders alone with leaves in their place."""
+    nodes = jax.tree.leaves(tree, is_leaf=_is_placeholder)
+    if not nodes or not all(map(_is_placeholder, nodes)):
+        return tree  # not a copy: hyperparameters are set in it
+    return jax.tree.map(_leaf_of, tree, is_leaf=_is_placeholder)
+
+
+def _is_placeholder(node: Any) -> bool:
+    return isinstance(node, Stored | Zeros)
+
+
+def _leaf_of(node: Stored | Zeros) -> StoredArray | Array:
+    if isinstance(node, Zeros):
+        return np.broadcast_to(np.float32(0), node.shape)  # of four bytes
+    return StoredArray(node.leaf, node.state, node.shape, node.dtype, node.store_id)
 
 
 def _typed(value: Any, like: jax.Array) -> jax.Array:

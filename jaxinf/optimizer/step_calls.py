@@ -111,22 +111,21 @@ class StepCalls:
             calls.append(call)
         return calls
 
-    def bind(self, params: Sequence[jax.Array]) -> jax.Array:
-        """Compares the params with the store before the first step of a run.
+    def bind(self, params: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Compares the params with the store, unless the state is the last step's.
 
-        In later steps this is one call without arrays.
+        Then this is one call without arrays.
 
         Args:
           params: the leaves, or empty if they are not available.
 
         Returns:
-          int32, ready when leaves may be updated.
+          int32, ready when leaves may be updated; and the new state's origin.
         """
         must_bind = partial(self._host.must_bind, self._description)
-        counter = jax.ShapeDtypeStruct((), np.int32)
-        flag = call_once(
-            self._guarded(must_bind), self._mesh, self._state.step, counter
-        )
+        result = jax.ShapeDtypeStruct((2,), np.int32)
+        given = self._state.step, self._state.origin
+        found = call_once(self._guarded(must_bind), self._mesh, given, result)
         leaves = [
             leaf_call(number, p.ndim, *self._shardings[number : number + 1], params=p)
             for number, p in enumerate(params)
@@ -136,18 +135,19 @@ class StepCalls:
             statuses = []
             for group in self.groups(leaves):
                 call = HostCall(tuple(leaves[number] for number in group))
-                found = send(
+                results = send(
                     self._guarded(self._host.compare),
                     call,
                     [None] * len(group),
                     self._shardings_of(call),
                 )
-                statuses += [result.status for result in found]
-            compared = jnp.stack([flag, *statuses])
+                statuses += [result.status for result in results]
+            compared = jnp.stack([found[0], *statuses])
             host = self._guarded(self._host.bind)
-            return call_once(host, self._mesh, compared, counter)
+            return call_once(host, self._mesh, compared, result)
 
-        return lax.cond(flag == UNBOUND, compare, lambda: flag)
+        flag, origin = lax.cond(found[0] == UNBOUND, compare, lambda: found)
+        return flag, origin
 
     def recall(
         self,

@@ -14,16 +14,17 @@ from jax.sharding import NamedSharding
 from jaxinf import compat
 from jaxinf.compress import TopK
 from jaxinf.engine import Store, check_compression, open_store
-from jaxinf.optimizer.aligning import align
+from jaxinf.optimizer.aligning import Shapes, align
 from jaxinf.optimizer.callback import check_device_configuration
 from jaxinf.optimizer.host_init import OnExisting
-from jaxinf.optimizer.host_side import HostSide, NonFinitePolicy
+from jaxinf.optimizer.host_side import HostSide
 from jaxinf.optimizer.initialising import init_state
 from jaxinf.optimizer.sharding import on_one_mesh
 from jaxinf.optimizer.single_step import single_step
 from jaxinf.optimizer.state import SmartUpdateState, placeholder_state
 from jaxinf.optimizer.updating import run_update
 from jaxinf.optimizer.wrapped import UpdateDtype, Wrapped
+from jaxinf.program import NonFinitePolicy, check_nonfinite
 from jaxinf.typing import PathLikeStr, PyTree
 
 __all__ = ["smart_update"]
@@ -34,7 +35,7 @@ def smart_update(
     store: Store | PathLikeStr,
     *,
     compress: TopK | None = None,
-    nonfinite: NonFinitePolicy = "error",
+    nonfinite: NonFinitePolicy | None = None,
     on_existing: OnExisting = "resume",
     shardings: PyTree | None = None,
     extra_args: Mapping[str, Any] | None = None,
@@ -55,8 +56,10 @@ def smart_update(
         their norm, are computed from the dense ones.
       nonfinite: the effect of a gradient with NaN or Inf. ``"error"``: the step is
         refused and the store stops. ``"skip"``: updates are zero, and the step counts
-        in `skipped_steps`. ``"allow"``: gradients are not checked, for chains that
-        treat NaN themselves.
+        in `skipped_steps`; for a loss scale such as Flax's ``DynamicScale``, whose
+        first gradients may be Inf. ``"allow"``: gradients are not checked, for chains
+        that treat NaN themselves. By default ``"allow"`` with ``optax.apply_if_finite``
+        around the optimizer, otherwise ``"error"``.
       on_existing: the action of `init` on a store that has steps. ``"resume"`` returns
         the state of the store's last step. A program may also restore params and state
         from its own checkpoint: the first `update` compares params and step with the
@@ -85,10 +88,7 @@ def smart_update(
       ValueError: an argument is out of range, or the store cannot keep the requested
         error feedback.
     """
-    if nonfinite not in ("error", "skip", "allow"):
-        raise ValueError(
-            f'nonfinite={nonfinite!r}: expected "error", "skip" or "allow"'
-        )
+    check_nonfinite(nonfinite)
     if on_existing not in get_args(OnExisting):
         raise ValueError(
             f'on_existing={on_existing!r}: expected "resume", "restart" or "error"'
@@ -115,7 +115,7 @@ def _init(wrapped: Wrapped, params: PyTree) -> SmartUpdateState:
     if compat.is_params_placeholder(params):
         feedback = params if wrapped.has_feedback else ()
         return placeholder_state(wrapped.tx.init(params), feedback)
-    _refuse_outer_multi_steps()
+    _refuse_outer()
     check_device_configuration()
     wrapped.check()
     return init_state(wrapped, params)
@@ -131,11 +131,14 @@ def _update_function(wrapped: Wrapped) -> Any:
         dynamic: Mapping[str, Any],
         static: tuple[tuple[str, Any], ...],
         shardings: tuple[NamedSharding, ...],
+        shapes: Shapes | None,
     ) -> tuple[PyTree, SmartUpdateState]:
         extra_args = {**dynamic, **dict(static)}
-        return run_update(wrapped, updates, state, params, extra_args, shardings)
+        return run_update(
+            wrapped, updates, state, params, extra_args, shardings, shapes
+        )
 
-    jitted = jax.jit(traced, static_argnums=(4, 5))
+    jitted = jax.jit(traced, static_argnums=(4, 5, 6))
 
     def update(
         updates: PyTree,
@@ -151,16 +154,17 @@ def _update_function(wrapped: Wrapped) -> Any:
                 f'brought into a store by "jaxinf checkpoint {wrapped.store.path} '
                 'import CHECKPOINT" (docs/checkpoints.md)'
             )
-        _refuse_outer_multi_steps()
+        _refuse_outer()
         check_device_configuration()
         wrapped.check()
-        given = align(updates, params)
+        given = align(updates, params, wrapped.store.training.shapes)
         arrays = given.gradients, state, given.params
         everything = jax.tree.leaves((arrays, extra_args))
         if any(isinstance(value, compat.Tracer) for value in everything):
-            made, state = traced(*arrays, extra_args, (), wrapped.shardings)
+            fixed = wrapped.shardings, given.shapes
+            made, state = traced(*arrays, extra_args, (), *fixed)
         else:
-            made, state = run(*arrays, extra_args)
+            made, state = run(*arrays, extra_args, given.shapes)
         return given.updates(made), state
 
     def run(
@@ -168,12 +172,13 @@ def _update_function(wrapped: Wrapped) -> Any:
         state: SmartUpdateState,
         params: PyTree | None,
         extra_args: Mapping[str, Any],
+        shapes: Shapes | None,
     ) -> tuple[PyTree, SmartUpdateState]:
         dynamic = {k: v for k, v in extra_args.items() if not callable(v)}
         static = tuple((k, v) for k, v in extra_args.items() if callable(v))
         arrays = gradients, state, params
         try:
-            result = jitted(*arrays, dynamic, static, wrapped.shardings)
+            result = jitted(*arrays, dynamic, static, wrapped.shardings, shapes)
             jax.block_until_ready(result)
         except jax.errors.JaxRuntimeError as error:
             of_jax = error
@@ -195,12 +200,19 @@ def _as_transformation(
     return tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
 
 
-def _refuse_outer_multi_steps() -> None:
-    """Refuses ``MultiSteps(smart_update(…))``, with a store step per micro-step."""
+def _refuse_outer() -> None:
+    """Refuses transformations around that do more than to hand updates on."""
     if compat.is_inside_multi_steps():
         raise ValueError(
             "optax.MultiSteps(jaxinf.smart_update(tx, store), k) cannot work: optax "
             "runs the inner update at every micro-step and throws most results away, "
             "while the store keeps them. Nest them the other way: "
             "jaxinf.smart_update(optax.MultiSteps(tx, k), store)"
+        )
+    if compat.is_inside_lookahead():
+        raise ValueError(
+            "optax.lookahead(jaxinf.smart_update(tx, store), …) cannot work: optax "
+            "moves the fast params by other updates than the store's, whose master "
+            "params then differ. Leave lookahead out, and average the params in the "
+            'program (docs/integrations.md, "EMA of params")'
         )

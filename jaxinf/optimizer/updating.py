@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jaxinf.engine import StoreDescription
+from jaxinf.optimizer.aligning import Shapes
 from jaxinf.optimizer.callback import FAILED
 from jaxinf.optimizer.change import change
 from jaxinf.optimizer.entering import entering
@@ -39,6 +40,7 @@ def run_update(
     params: PyTree | None,
     extra_args: Mapping[str, Any],
     shardings: tuple[NamedSharding, ...],
+    shapes: Shapes | None,
 ) -> tuple[PyTree, SmartUpdateState]:
     """See `smart_update`; traceable.
 
@@ -49,11 +51,14 @@ def run_update(
       params: the params, all of them trained; None if they are not available.
       extra_args: other arguments of the optimizer's update.
       shardings: of the params' leaves; empty for one JAX device.
+      shapes: see `Aligned`.
     """
     updates, state, params, extra_args = entering(
         "update", (updates, state, params, dict(extra_args))
     )
     known = updates if params is None else params
+    if shapes is not None:
+        known = shapes.tree
     treedef = jax.tree.structure(known)
     gradients = treedef.flatten_up_to(updates)
     own = shardings or traced_shardings(jax.tree.leaves(known))
@@ -70,7 +75,7 @@ def run_update(
     _check_gradients(gradients, description)
     if wrapped.store.training.commit is not None:
         wrapped.store.training.bind(description)  # refuses it while it is traced
-    on_device = _device_params(wrapped, updates, params, extra_args)
+    on_device = _device_params(wrapped, known, params, extra_args)
     stand_ins = [
         jnp.zeros(leaf.shape, leaf.device_dtype) for leaf in description.leaves
     ]
@@ -78,7 +83,7 @@ def run_update(
     given = (seen, on_device or stand_ins, old, extra_args)
     step = StepCalls(wrapped, description, shardings, state)
     sent = moved(on_device, own[: len(on_device)], shardings[: len(on_device)])
-    bound = step.bind(sent)
+    bound, origin = step.bind(sent)
     leaves = step.leaf_calls(
         moved(gradients, own, shardings),
         sent,
@@ -120,7 +125,7 @@ def run_update(
     left = moved(left, shardings[: len(left)], own[: len(left)])
     return (
         treedef.unflatten([_applied(verdict, update) for update, _ in changes]),
-        next_state(state, verdict, [*old, *feedback], [*new, *left]),
+        next_state(state, verdict, origin, [*old, *feedback], [*new, *left]),
     )
 
 
@@ -150,7 +155,7 @@ def _check_gradients(
 
 def _device_params(
     wrapped: Wrapped,
-    updates: PyTree,
+    known: PyTree,
     params: PyTree | None,
     extra_args: Mapping[str, Any],
 ) -> list[jax.Array]:
@@ -161,13 +166,13 @@ def _device_params(
     """
     if params is not None:
         return jax.tree.leaves(params)
-    if any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(updates)):
+    if any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(known)):
         raise ValueError(
             "16-bit params must be given to update, tx.update(grads, state, "
             "params), because it returns the difference to them"
         )
     tx = wrapped.tx
-    jax.eval_shape(lambda g: tx.update(g, tx.init(g), None, **extra_args), updates)
+    jax.eval_shape(lambda g: tx.update(g, tx.init(g), None, **extra_args), known)
     return []
 
 

@@ -117,6 +117,7 @@ class Wrapped:
                 f"grads, state, params, {', '.join(f'{name}=…' for name in names)})"
             ) from None
         check_compressed(self.compression, update)
+        self.host.settle(update)
         return trace_init(self.tx, params), update
 
     def describe(

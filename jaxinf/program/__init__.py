@@ -1,8 +1,9 @@
 """Optimizers as programs: an optax update split between JAX and the storage.
 
 Invariant: optax is the only definition of an optimizer; nothing here knows one by
-name. `trace_update` divides ``tx.update`` into a *prologue* (scalars and reductions,
-run in JAX) and one elementwise `Kernel` per leaf, run on chunks near the storage.
+name, but `wrappers` knows two transformations around others. `trace_update` divides
+``tx.update`` into a *prologue* (scalars and reductions, run in JAX) and one elementwise
+`Kernel` per leaf, run on chunks near the storage.
 """
 
 from jaxinf.program.arguments import missing_arguments
@@ -15,6 +16,12 @@ from jaxinf.program.recall import Recall
 from jaxinf.program.state import StateLayout, StateSlot, state_layout
 from jaxinf.program.tree import LeafInfo, is_trained, leaf_infos, trained
 from jaxinf.program.update import LeafUpdate, UpdateProgram, trace_update
+from jaxinf.program.wrappers import (
+    NonFinitePolicy,
+    check_nonfinite,
+    effect_of_nonfinite,
+    is_guarded,
+)
 
 __all__ = [
     "InitKernel",
@@ -25,11 +32,15 @@ __all__ = [
     "LeafInputs",
     "LeafPart",
     "LeafUpdate",
+    "NonFinitePolicy",
     "Passes",
     "Recall",
     "StateLayout",
     "StateSlot",
     "UpdateProgram",
+    "check_nonfinite",
+    "effect_of_nonfinite",
+    "is_guarded",
     "is_trained",
     "leaf_infos",
     "missing_arguments",

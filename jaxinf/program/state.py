@@ -17,6 +17,7 @@ import optax
 from jaxinf import compat
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.program.tree import LeafInfo, leaf_infos
+from jaxinf.program.wrappers import is_guarded, refuse_lookahead
 from jaxinf.typing import FLOAT32, FLOAT_DTYPES, KeyPath, PyTree
 
 __all__ = ["StateLayout", "StateSlot", "state_layout"]
@@ -52,6 +53,7 @@ class StateLayout:
       scalar_keys: Their key paths in the form that a store keeps.
       avals: Shape and dtype of every flat state leaf.
       keys: The key path of every flat state leaf.
+      is_guarded: Whether the optimizer has a rule of its own for NaN; see `is_guarded`.
     """
 
     treedef: Any
@@ -61,6 +63,7 @@ class StateLayout:
     scalar_keys: tuple[KeyPath, ...]
     avals: tuple[jax.ShapeDtypeStruct, ...] = field(repr=False)
     keys: tuple[KeyPath, ...] = field(repr=False)
+    is_guarded: bool = False
 
 
 def as_transform(tx: Any) -> optax.GradientTransformationExtraArgs:
@@ -94,7 +97,8 @@ def state_layout(
 
     Raises:
       TypeError, ValueError: See `leaf_infos`.
-      UnsupportedTransformError: More than 64 KiB of state is not of a leaf's shape.
+      UnsupportedTransformError: More than 64 KiB of state is not of a leaf's shape, or
+        `tx` has an ``optax.lookahead``.
     """
     avals = float32_avals(params)
     return layout_of(jax.eval_shape(as_transform(tx).init, avals), avals)
@@ -103,6 +107,7 @@ def state_layout(
 def layout_of(state: PyTree, params: PyTree) -> StateLayout:
     """`state_layout` for a tree of state avals."""
     infos = leaf_infos(params)
+    refuse_lookahead(state)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
     param_keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
     owners = _owners(leaves, param_keys, infos)
@@ -121,6 +126,7 @@ def layout_of(state: PyTree, params: PyTree) -> StateLayout:
         scalar_keys=tuple(compat.path_keys(leaves[index][0]) for index in scalars),
         avals=tuple(aval for _, aval in leaves),
         keys=tuple(compat.path_keys(path) for path, _ in leaves),
+        is_guarded=is_guarded(state),
     )
 
 

@@ -63,6 +63,7 @@ class UpdateProgram:
       leaves: One per params leaf, in flattening order.
       num_scalar_state: Number of state leaves that stay in JAX.
       recall: Stored state that the prologue needs; None if it needs none.
+      is_guarded: Whether the optimizer has a rule of its own for NaN; see `is_guarded`.
     """
 
     leaves: tuple[LeafUpdate, ...]
@@ -70,6 +71,7 @@ class UpdateProgram:
     _extra_args: ExtraArgs = field(repr=False)
     _prologue: Prologue = field(repr=False)
     recall: Recall | None = None
+    is_guarded: bool = False
 
     def prologue(
         self,
@@ -243,6 +245,7 @@ def _divided(
             graph.nodes, parts.prologue_inputs, parts.new_scalar_state, builders
         ),
         recall=recall,
+        is_guarded=layout.is_guarded,
     )
 
 

@@ -5,6 +5,7 @@ Invariant: at every instant the last committed step is complete on the drives
 """
 
 from jaxinf.store.checkpoint import (
+    SAVED_PREFIX,
     CheckpointInfo,
     check_checkpoint,
     checkpoint_names,
@@ -41,9 +42,10 @@ from jaxinf.store.directory import (
     next_slot,
     other_slot,
 )
-from jaxinf.store.documents import read_foreign, seal
+from jaxinf.store.documents import read_foreign, seal, write_document
 from jaxinf.store.earlier import read_spare, restore_spare, verify_spare
 from jaxinf.store.key_paths import encode_path, path_keys
+from jaxinf.store.links import can_link
 from jaxinf.store.lock import StoreLock, lock_exclusively
 from jaxinf.store.making import is_unfinished, lay_out, making_store
 from jaxinf.store.manifest import FORMAT_VERSION, LeafRecord, Manifest
@@ -57,9 +59,15 @@ from jaxinf.store.names import (
 )
 from jaxinf.store.owned import hold_store, look_at_store, read_owned
 from jaxinf.store.owners import claim_csds
+from jaxinf.store.plans import (
+    check_plans_folder,
+    plan_damages,
+    plans_folder,
+    read_plan,
+)
 from jaxinf.store.reader import Piece, StepReader, file_checksum
 from jaxinf.store.rebalancing import Rebalanced, finish_rebalance, rebalance
-from jaxinf.store.schemas import LOCK, PLAN
+from jaxinf.store.schemas import LOCK
 from jaxinf.store.snapshot import pinned_step, prune_snapshots, snapshot
 from jaxinf.store.space import check_free_space, stored_bytes
 from jaxinf.store.stock_documents import stock_documents
@@ -74,7 +82,7 @@ __all__ = [
     "LOCK",
     "MASTER_CODECS",
     "MASTER_PARAMS",
-    "PLAN",
+    "SAVED_PREFIX",
     "SLOTS",
     "CheckpointInfo",
     "CommitRecord",
@@ -93,10 +101,12 @@ __all__ = [
     "StoreLock",
     "Verifier",
     "array_name",
+    "can_link",
     "check_checkpoint",
     "check_free_space",
     "check_leaf_paths",
     "check_never_committed",
+    "check_plans_folder",
     "check_space",
     "checkpoint_names",
     "checkpoints_to_prune",
@@ -124,10 +134,13 @@ __all__ = [
     "other_slot",
     "path_keys",
     "pinned_step",
+    "plan_damages",
+    "plans_folder",
     "prune_leftovers",
     "prune_snapshots",
     "read_foreign",
     "read_owned",
+    "read_plan",
     "read_spare",
     "rebalance",
     "remove_checkpoint",
@@ -143,4 +156,5 @@ __all__ = [
     "stray_checkpoints",
     "trim_store",
     "verify_spare",
+    "write_document",
 ]

@@ -63,6 +63,8 @@ class StoreDirectory:
       manifest: its manifest.
       lock: the writer's lock, if this process is the writer. While it is held, no other
         process changes the manifest or the store's files.
+      published: the slots that this object has published and not written to since, so
+        that their steps are whole.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class StoreDirectory:
         self.path = path
         self.manifest = manifest
         self.lock = lock
+        self.published: set[Slot] = set()
         self._replace_lock = threading.Lock()
         self._chunk_files: dict[tuple[str, int, int, str], tuple[Path, int]] = {}
 
@@ -258,6 +261,7 @@ class StoreDirectory:
         """
         self._check_lock()
         assert slot != self.committed_slot()
+        self.published.discard(slot)
         record = self.step_path(slot) / "commit.json"
         with translated("removal", record):
             record.unlink(missing_ok=True)
@@ -286,6 +290,7 @@ class StoreDirectory:
             temporary.symlink_to(f"slots/{slot}")
             temporary.rename(self.path / "current")
             fsync_directory(self.path)
+        self.published.add(slot)
 
     def _check_lock(self) -> None:
         if self.lock is not None:

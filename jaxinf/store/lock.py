@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxinf.errors import StoreFormatError, StoreLockedError
+from jaxinf.io.failures import translated
 from jaxinf.schema import SchemaError, check_json
 from jaxinf.store.schemas import LOCK
 
@@ -41,7 +42,7 @@ class LockFile:
 
     Raises:
       StoreFormatError: the path is not a regular file; it was left unchanged.
-      OSError: the file cannot be opened.
+      StoreIOError, StoreSpaceError: the file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -49,7 +50,8 @@ class LockFile:
         _check_regular(path)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         with _GUARD:
-            self.fd = os.open(path, flags, 0o644)
+            with translated("locking", path):
+                self.fd = os.open(path, flags, 0o644)
             _OPEN.add(self)
         self._status = os.fstat(self.fd)
 

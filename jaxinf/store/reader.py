@@ -7,7 +7,6 @@ Invariant: files are only read, through a few buffers of one piece each. No call
 all of a damaged chunk.
 """
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ import numpy as np
 
 from jaxinf.errors import StoreError
 from jaxinf.io import (
+    MACHINE_MEMORY_BYTES,
     BufferPool,
     ByteMeters,
     check_holds,
@@ -50,7 +50,6 @@ PIECE_BYTES = 4 << 20
 """Most bytes of a file that are in memory at a time."""
 
 _MOST_THREADS = 4
-_MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
@@ -271,10 +270,10 @@ class StepReader:
             check_holds(self._file(leaf, state, number), num_bytes)
         dtype = dtype_of(state.decoded().dtype)
         needed = leaf.grid.num_elements * dtype.itemsize
-        if needed > _MEMORY_BYTES:
+        if needed > MACHINE_MEMORY_BYTES:
             raise StoreError(
                 f"{self._places[0]}: leaf {leaf.name}, {state.name}: it takes {needed} "
-                f"bytes, and this machine has {_MEMORY_BYTES}; read it in parts "
+                f"bytes, and this machine has {MACHINE_MEMORY_BYTES}; read it in parts "
                 "(Store.tensorstore)"
             )
         out = np.empty(leaf.shape, dtype)

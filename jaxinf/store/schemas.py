@@ -131,7 +131,6 @@ PLAN = Record(
         "fingerprint": Text(most_bytes=256),
         "cuts": Listed(Whole(0)),
     },
-    optional={"mesh": Mapped(Whole(1))},
-    others=ANYTHING,
+    optional={"mesh": Mapped(Whole(1)), "crc32c": _SEAL},
 )
-"""``stream/<digest>.json``."""
+"""``stream/<digest>.json``; at first it had no checksum."""

@@ -29,6 +29,7 @@ _STEPS = ("checkpoints", "snapshots")
 _NAMES = {
     *("jaxinf.json", "rebalance.json", "lock", "publish.lock", "checkpoints.lock"),
     *("current", "current.tmp", "slots", "checkpoints", "snapshots", "stream"),
+    "tokenizer",
     *("a", "b", "store.json"),  # on a CSD
 }
 _REMEDY = (

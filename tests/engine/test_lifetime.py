@@ -139,7 +139,7 @@ def test_exit_after_a_failure_says_it(drive, place, run_python):
     result = run_python(program, place / "store", check=False)
     assert result.returncode == 1
     assert "stopped by StoreIOError: " in result.stderr
-    assert "current: commit failed: Is a directory" in result.stderr
+    assert "publish.lock: locking failed: Is a directory" in result.stderr
     (place / "store" / "publish.lock").rmdir()
     drive().init().check(2)
 

@@ -79,8 +79,10 @@ def test_too_little_memory(drive, place):
     assert not (place / "store").exists()
     driver.close()
     drive(memory_bytes=need).init().close()
+    driver = drive(memory_bytes=need - 1)
     with pytest.raises(ValueError, match="give more memory or fewer workers"):
-        drive(memory_bytes=need - 1)
+        driver.init()
+    driver.close()
     drive(memory_bytes=need - 1, num_workers=3).init().step()
 
 

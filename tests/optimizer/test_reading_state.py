@@ -69,6 +69,34 @@ def test_steps_of_accumulation_are_those_of_optax(open_store):
     assert (int(state.gradient_step), int(state.mini_step)) == (1, 1)
 
 
+def test_the_sum_of_accumulation_is_a_tree_like_the_params(open_store):
+    store = open_store()
+    _, _, state = start(store, optax.MultiSteps(optax.adam(1e-2), 2), 1)
+    store.wait(state)
+    sums = state.acc_grads
+    assert jax.tree.structure(sums) == jax.tree.structure(PARAMS)
+    read = jax.tree.map(lambda leaf: leaf.read(), sums)
+    jax.tree.map(np.testing.assert_array_equal, read, GRADIENTS)
+    said = r"acc_grads of leaf deep/0 is in the store, .* store.read\('acc_grads', 'd"
+    operations = [np.asarray, lambda x: 2 * x, lambda x: x[0], lambda x: x.T]
+    for operation in (jnp.linalg.norm, jnp.sum, *operations):
+        with pytest.raises((ValueError, AttributeError), match=said):
+            jax.tree.map(operation, sums)
+        with pytest.raises((ValueError, AttributeError), match=said):
+            jax.jit(lambda s, f=operation: jax.tree.map(f, s.acc_grads))(state)
+
+
+def test_the_sum_of_one_micro_step_is_zero(open_store):
+    plain = optax.MultiSteps(optax.adam(1e-2), 1)
+    tx, params, state = start(open_store(), plain, 1)
+    norms = jax.jit(lambda state: jax.tree.map(jnp.linalg.norm, state.acc_grads))(state)
+    assert jax.tree.map(float, norms) == {"w": 0.0, "deep": [0.0, 0.0]}
+    assert jax.tree.map(jnp.shape, state.acc_grads) == jax.tree.map(jnp.shape, PARAMS)
+    again = flax.serialization.from_bytes(state, flax.serialization.to_bytes(state))
+    _, state = tx.update(GRADIENTS, again, params)
+    assert int(state.gradient_step) == 2
+
+
 def test_counts_are_found_by_tree_get(open_store):
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
     _, _, state = start(open_store(), tx, 2)

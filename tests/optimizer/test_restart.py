@@ -1,9 +1,11 @@
 """A program with its own checkpoints: init, restore over it, continue."""
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 import jaxinf
@@ -28,19 +30,24 @@ def frozen_part():
 
 def trained(tx, start, num_steps):
     """Returns params and state after each of some jitted steps."""
-    params, state = start
+    step, run, kept = stepper(tx), start, []
+    for _ in range(num_steps):
+        run = step(run)
+        kept.append(jax.tree.map(np.asarray, run))
+    return kept
+
+
+def stepper(tx):
+    """Returns a jitted step from params and state to the next."""
 
     @jax.jit
-    def step(params, state):
+    def step(run):
+        params, state = run
         gradients = jax.tree.map(lambda p: p * 0.1 + 0.01, params)
         updates, state = tx.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
 
-    kept = []
-    for _ in range(num_steps):
-        params, state = step(params, state)
-        kept.append(jax.tree.map(np.asarray, (params, state)))
-    return kept
+    return step
 
 
 def assert_same(a, b):
@@ -86,7 +93,8 @@ def test_init_then_restore_goes_on_to_the_bit(kind, at, open_store):
     tx = jaxinf.smart_update(make_tx(), store, **options)
     made = tx.init(make_params(dtype))
     assert int(made.step) == store.step == 3
-    assert_same(made, first[2][1])
+    assert int(made.origin) == 1  # of other params
+    assert_same(made._replace(origin=np.int32(0)), first[2][1])
     rest = trained(tx, first[at - 1], 5 - at)
     assert store.step == 5
     assert_same(rest[-1], whole[-1])
@@ -110,15 +118,15 @@ def test_chunks_on_csd_roots_are_compared_where_they_lie(open_store, place):
     assert store.step == 4
 
 
-def start(open_store, num_steps=3, tx=None, **options):
+def start(open_store, num_steps=3, tx=None, name="store", **options):
     """Makes a store by a run; returns it, and the run's own record of each step."""
-    store = open_store(**options)
+    store = open_store(name, **options)
     smart = jaxinf.smart_update(optax.adam(1e-2) if tx is None else tx, store)
     params = make_params()
     state = smart.init(params)
     kept = [jax.tree.map(np.asarray, (params, state))]
     kept += trained(smart, (params, state), num_steps)
-    store.wait(kept[-1][1])
+    store.wait()
     store.close()
     return kept
 
@@ -149,8 +157,8 @@ def test_fresh_params_never_train_on_an_old_state(how, open_store, place):
     record = (place / "store" / "current" / "commit.json").read_bytes()
     with pytest.raises(
         (jaxinf.StoreMismatchError, jax.errors.JaxRuntimeError),
-        match=r"of step 3, the params are not those .*\(leaf (b|w)\)\. Take the "
-        r"store's own, params = store\.params\(like=params\), or restore .*on_existing",
+        match=r"of step 3, the params are not those .*\(leaf (b|w)\)\. .*Take "
+        r"the store's own, params = store\.params\(like=params\), or .*on_existing",
     ):
         jax.block_until_ready(how(tx.update)(params, state, params))
     with pytest.raises(jaxinf.StoreMismatchError):
@@ -164,15 +172,29 @@ def test_fresh_params_never_train_on_an_old_state(how, open_store, place):
 
 
 def test_a_step_that_the_store_has_not(open_store):
-    kept = start(open_store, 4)
-    _, tx = again(open_store)
+    kept = start(open_store, 5, name="whole")
+    start(open_store, 4)
+    store, tx = again(open_store)
     tx.init(make_params())
     params, state = kept[1]
     with pytest.raises(
         jaxinf.StaleStateError,
         match="is of step 1; the store has step 4, the current one; "
-        "step 3, its other slot",
+        r"step 3, its other slot\. The store is ahead, and nothing is lost if .*: "
+        r"params = store\.params\(like=params\), state = tx\.init\(params\), and ",
     ):
+        tx.update(params, state, params)
+    store.close()
+    store, tx = again(open_store)  # as the error says
+    params = store.params(like=params)
+    assert_same(trained(tx, (params, tx.init(params)), 1)[0], kept[5])
+
+
+def test_a_state_of_which_no_step_is(open_store):
+    params, state = start(open_store, 4, name="another")[4]
+    start(open_store, 1)
+    _, tx = again(open_store)
+    with pytest.raises(jaxinf.StaleStateError, match="not come so far: restore your"):
         tx.update(params, state, params)
 
 
@@ -212,18 +234,6 @@ def test_rolls_back_to_a_checkpoint_and_says_so(open_store, caplog):
     assert_same(rest, whole)
 
 
-def test_only_the_first_update_may_roll_back(open_store):
-    kept = start(open_store)
-    store, tx = again(open_store)
-    trained(tx, kept[3], 1)
-    assert store.step == 4
-    params, state = kept[3]
-    with pytest.raises(
-        jaxinf.StaleStateError, match="of step 3, the store is at step 4"
-    ):
-        tx.update(params, state, params)
-
-
 def test_a_second_init_binds_anew(open_store):
     store, tx = again(open_store)
     params = make_params()
@@ -238,11 +248,11 @@ def test_a_second_init_binds_anew(open_store):
 
 
 def test_without_params_it_binds_by_step_and_warns(open_store, caplog):
-    start(open_store, tx=optax.sgd(0.1, momentum=0.9))
+    kept = start(open_store, tx=optax.sgd(0.1, momentum=0.9))
     store = open_store()
     tx = jaxinf.smart_update(optax.sgd(0.1, momentum=0.9), store)
-    params = make_params()
-    store.wait(tx.update(params, tx.init(params))[1])
+    tx.init(make_params())
+    store.wait(tx.update(*kept[3])[1])
     assert store.step == 4
     assert "update was given no params" in caplog.text
 
@@ -259,6 +269,126 @@ def test_kept_steps_are_found_again(open_store):
     assert sorted(info.step for info in store.checkpoints()) == [10, 15]
 
 
+def test_kept_steps_with_an_offset(open_store):
+    kept = start(open_store, 9, keep_steps=(3, 2, 1))
+    store, tx = again(open_store)
+    assert [info.name for info in store.checkpoints()] == ["4", "7"]
+    assert_same(trained(tx, kept[4], 5)[-1], kept[9])
+
+
+def names(store):
+    return [info.name for info in store.checkpoints()]
+
+
+def test_a_step_that_the_program_saves_is_kept(open_store, place):
+    """By each signal, and by nothing else; the last two."""
+    store, tx = again(open_store)
+    params, step = make_params(), stepper(tx)
+    run = step((params, tx.init(params)))
+    state = run[1]
+    jax.jit(lambda state: state.step + 1)(state)  # names its arguments while tracing
+    jax.lax.scan(lambda state, _: (state, 0), state, None, length=1)
+    optax.tree_utils.tree_get(state, "count")
+    jax.block_until_ready(state)
+    assert not store.checkpoints()
+    jax.tree_util.tree_flatten_with_path(state)
+    assert names(store) == ["program-1"]
+    two = step(run)
+    flax.serialization.to_bytes({"opt_state": two[1]})
+    assert names(store) == ["program-1", "program-2"]
+    three = step(two)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(place / "orbax", {"params": three[0], "state": three[1]})
+    assert names(store) == ["program-2", "program-3"]
+    store.wait(step(step(three))[1])
+    jax.tree_util.tree_flatten_with_path(three[1])  # of a step that is gone
+    assert names(store) == ["program-3", "program-5"]
+    with pytest.raises(ValueError, match="'program-5': the store gives such names"):
+        store.checkpoint("program-5")
+
+
+def test_a_saved_step_is_waited_for_and_committed(open_store):
+    store, tx = again(open_store, durability="checkpoint")
+    params, step = make_params(), stepper(tx)
+    run = step(step((params, tx.init(params))))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(run[1])  # while it is under way
+    assert store.training.commit.step == 2
+    assert names(store) == ["program-2"]
+    assert leaves
+
+
+def test_a_kept_step_costs_space_and_no_traffic(open_store):
+    store, tx = again(open_store)
+    params, step = make_params(), stepper(tx)
+    run = step((params, tx.init(params)))
+    run = step(run)
+    store.wait(run[1])
+    found = {}
+    for number in (3, 4, 5):
+        run = step(run)
+        jax.block_until_ready(run)
+        found[number] = store.checkpoints()[0].own_bytes
+    assert found[3] == 0  # still a slot's
+    assert found[4] == found[5] > 0
+    costs = [store.metrics_of(number).traffic for number in (2, 3, 4, 5)]
+    assert all(cost == costs[0] for cost in costs)
+
+
+def test_a_run_that_comes_back_keeps_what_it_came_back_to(open_store):
+    """A look at `init`'s state, as of a restore, takes no kept step's place."""
+    store, tx = again(open_store)
+    params, step = make_params(), stepper(tx)
+    kept = [(params, tx.init(params))]
+    for _ in range(7):
+        kept.append(step(kept[-1]))
+        if len(kept) in (2, 4, 6):
+            store.wait(kept[-1][1])
+    store.close()
+    store, tx = again(open_store)
+    jax.tree_util.tree_flatten_with_path(tx.init(params))
+    assert names(store) == ["program-3", "program-5", "program-7"]
+    step = stepper(tx)
+    four = step(kept[3])
+    store.wait(four[1])
+    assert names(store) == ["program-3", "program-4"]
+    assert_same(step(step(step(four))), kept[7])
+
+
+def test_no_saved_steps_without_room_or_where_they_are_not_wanted(
+    open_store, monkeypatch, caplog
+):
+    store, tx = again(open_store, keep_saved=0)
+    params = make_params()
+    run = trained(tx, (params, tx.init(params)), 1)[0]
+    store.wait(run[1])
+    assert not store.checkpoints()
+    store.close()
+    with pytest.raises(ValueError, match="keep_saved=-1: expected the number"):
+        open_store(keep_saved=-1)
+    store, tx = again(open_store)
+    step = stepper(tx)
+    run = step(run)
+    store.wait(run[1])
+    assert "keep_saved" not in caplog.text
+    monkeypatch.setattr("jaxinf.store.space.os.statvfs", lambda _: Full())
+    run = step(run)
+    store.wait(run[1])
+    assert "not all of the last 2 steps that the program's own" in caplog.text
+    assert names(store) == []
+    assert store.step == 3
+    store.close()
+    caplog.clear()
+    _, tx = again(open_store)
+    tx.init(params)
+    assert "keep_saved=2: the steps of" in caplog.text
+
+
+class Full:
+    """A file system with no room."""
+
+    f_bavail = f_frsize = 0
+
+
 def test_room_for_kept_steps_is_looked_for_at_init(open_store, place):
     store = open_store(keep_steps=(5, 10**9))
     tx = jaxinf.smart_update(optax.adam(1e-2), store)
@@ -272,7 +402,9 @@ def test_room_for_kept_steps_is_looked_for_at_init(open_store, place):
         tx.init(make_params())
 
 
-@pytest.mark.parametrize("wrong", [0, (5,), (5, 0), (True, 2), "5"])
+@pytest.mark.parametrize(
+    "wrong", [0, (5,), (5, 0), (5, 2, 5), (5, 2, -1), (True, 2), "5"]
+)
 def test_keep_steps_are_numbers(wrong, open_store):
     with pytest.raises((ValueError, TypeError), match="keep_steps"):
         open_store(keep_steps=wrong)
@@ -295,6 +427,22 @@ def test_restart_keeps_the_old_run_and_begins_anew(how, open_store, caplog):
     store = open_store(restore="step-3-before-restart")
     tx = jaxinf.smart_update(optax.adam(1e-2), store)
     assert_same(trained(tx, kept[3], 1)[-1][1].step, np.int32(4))
+
+
+def test_restart_and_a_state_restored_over_the_new_one(open_store, caplog):
+    """The run goes back to the step, though `init` has begun another one."""
+    store, tx = again(open_store)
+    params = make_params()
+    two = trained(tx, (params, tx.init(params)), 2)[-1]
+    store.wait(two[1])
+    five = trained(tx, two, 3)[-1]
+    store.close()
+    store = open_store()
+    tx = jaxinf.smart_update(optax.adam(1e-2), store, on_existing="restart")
+    assert int(tx.init(params).step) == 0
+    assert_same(trained(tx, two, 3)[-1], five)
+    assert "from step 0 to step 2 (checkpoints/program-2)" in caplog.text
+    assert names(store) == ["program-2", "step-5-before-restart"]
 
 
 def test_restart_with_something_else_is_refused(open_store):

@@ -87,6 +87,92 @@ def test_nonfinite_allow_leaves_it_to_the_chain(open_store):
     assert float(params["b"][4]) == -0.5
 
 
+@pytest.mark.parametrize("durability", ["step", 3])
+@pytest.mark.parametrize("tx", [optax.adam(1e-2), optax.sgd(1e-2)], ids=["adam", "sgd"])
+def test_apply_if_finite_has_its_own_rule(open_store, durability, tx):
+    plain = optax.apply_if_finite(tx, 2)
+    store = open_store(durability=durability)
+    tx, state = start(store, plain)
+    params, expected, held = PARAMS, PARAMS, plain.init(PARAMS)
+    for is_bad in (False, True, True, False, True, True, True, False):
+        gradients = with_nan(GRADIENTS) if is_bad else GRADIENTS
+        params, state = apply(tx, gradients, state, params)
+        updates, held = jax.jit(plain.update)(gradients, held, expected)
+        expected = optax.apply_updates(expected, updates)
+        for name in PARAMS:
+            np.testing.assert_allclose(
+                np.asarray(params[name]), np.asarray(expected[name]), rtol=1e-5
+            )
+        assert int(state.notfinite_count) == int(held.notfinite_count)
+    assert np.isnan(np.asarray(params["b"])).any()  # the third in turn is accepted
+    assert int(state.step) == 8
+
+
+def test_apply_if_finite_around_a_part_keeps_no_nan_out(open_store):
+    part = optax.apply_if_finite(optax.sgd(1.0), 2)
+    tx, state = start(open_store(), optax.masked(part, {"w": True, "b": False}))
+    with pytest.raises(jaxinf.NonFiniteGradientError, match=r"loss scale \(DynamicS"):
+        tx.update(with_nan(GRADIENTS), state, PARAMS)
+
+
+def test_lookahead_is_refused_by_name(open_store, place):
+    plain, synced = optax.adam(1e-2), optax.LookaheadParams.init_synced(PARAMS)
+    tx = jaxinf.smart_update(optax.lookahead(plain, 5, 0.5), open_store())
+    for params in (PARAMS, synced):
+        with pytest.raises(
+            jaxinf.UnsupportedTransformError, match=r"^optax.lookahead: .*EMA of"
+        ):
+            tx.init(params)
+    tx = optax.lookahead(jaxinf.smart_update(plain, open_store()), 5, 0.5)
+    with pytest.raises(ValueError, match=r"lookahead\(jaxinf.smart_update\(.* cannot"):
+        tx.init(synced)
+    assert not (place / "store").exists()
+
+
+def test_two_models_need_two_stores(open_store):
+    tx, state = start(open_store())
+    with pytest.raises(jaxinf.StoreMismatchError, match="one store per init"):
+        tx.init({"other": jnp.ones(3)})
+    twin = jax.tree.map(lambda x: x + 1, PARAMS)
+    other = tx.init(twin)
+    _, state = tx.update(GRADIENTS, state, PARAMS)
+    with pytest.raises(jaxinf.StoreError, match="one store per init"):
+        tx.update(GRADIENTS, other, twin)
+
+
+def test_close_does_not_raise_what_jax_has_raised(open_store):
+    store = open_store()
+    tx, state = start(store)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="NaN or Inf in the gradient"):
+        jax.jit(tx.update)(with_nan(GRADIENTS), state, PARAMS)
+    store.close()
+    assert open_store().step == 0
+
+
+LATE = """
+import sys, jax, jax.numpy as jnp, jaxinf, optax, pytest
+tx = jaxinf.smart_update(optax.sgd(1.0), sys.argv[1])
+params = {"w": jnp.ones((8, 8))}
+state = tx.init(params)
+update = jax.jit(tx.update).lower(params, state, params).compile()
+slow = jax.jit(lambda x: jnp.nan * (x @ x @ x)[:8, :8])
+late = {"w": slow(jnp.ones((3000, 3000)))}
+try:
+    results = update(late, state, params)
+except jax.errors.JaxRuntimeError:
+    pass  # it was not late, and JAX has raised the error
+else:
+    with pytest.raises(jaxinf.NonFiniteGradientError):
+        jaxinf.close(sys.argv[1])
+jaxinf.close(sys.argv[1])
+"""
+
+
+def test_close_raises_what_nothing_has_raised(place, run_python):
+    """A call whose arguments are still computed returns before it fails."""
+    run_python(LATE, place / "store")
+
+
 def test_nonfinite_must_be_a_known_policy(open_store):
     with pytest.raises(ValueError, match=r'nonfinite=.maybe.: expected "error"'):
         jaxinf.smart_update(optax.adam(1e-3), open_store(), nonfinite="maybe")
@@ -159,17 +245,6 @@ def test_a_state_of_another_step(open_store):
     ):
         tx.update(GRADIENTS, old, params)
     store.close()
-
-
-def test_a_call_whose_results_are_thrown_away(open_store):
-    store = open_store()
-    tx, state = start(store)
-    update = jax.jit(tx.update)
-    jax.block_until_ready(update(GRADIENTS, state, PARAMS))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="Each call of update is a st"):
-        jax.block_until_ready(update(GRADIENTS, state, PARAMS))
-    with pytest.raises(jaxinf.StaleStateError):
-        store.check()
 
 
 def test_params_that_were_changed_behind_the_store(open_store):

@@ -241,13 +241,17 @@ whole = jax.tree.map(np.asarray, whole[0])
 store.close()
 
 store, tx = opened()
+assert int(tx.init(store.params(like=on(mesh, make(7)))).origin) == 0
 state = tx.init(on(mesh, make(7)))  # no params of the store's
+assert int(state.origin) == int(jax.jit(tx.init)(on(mesh, make(7))).origin) == 1
 assert all(leaf.sharding.device_set == set(mesh.devices.flat)
            for leaf in jax.tree.leaves(state))
 state = jax.tree.map(lambda x, old: jax.device_put(x, old.sharding), own[1], state)
+for seed in (5, 6):  # discarded; the second comes while the first is under way
+    steps(tx, on(mesh, own[0]), state, mesh, (seed,))
 rest, state = steps(tx, on(mesh, own[0]), state, mesh, range(3, 4))
 store.wait(state)
-assert store.step == 3
+assert store.step == 3 and int(state.origin) == 3
 jax.tree.map(np.testing.assert_array_equal, whole, jax.tree.map(np.asarray, rest))
 store.close()
 
@@ -331,3 +335,4 @@ def test_a_failure_that_nothing_asked_about_is_the_exit_status(place, run_python
 def test_restart_on_four_devices(place, run_python, callback):
     result = run_python(RESTART, place, JAXINF_CALLBACK=callback, **DEVICES)
     assert "the params are not those that the store holds" in result.stdout
+    assert result.stderr.count("result of the last update was discarded") == 1

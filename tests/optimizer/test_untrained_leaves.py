@@ -171,6 +171,29 @@ def test_a_frozen_leaf_causes_no_traffic(open_store):
     )
 
 
+@pytest.mark.parametrize("form", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_missing_gradients_without_params(open_store, form):
+    """As in Equinox, where the state is of the whole model and a layer is frozen."""
+    model, store = Network(), open_store()
+    tx, plain = jaxinf.smart_update(optax.adam(1e-2), store), optax.adam(1e-2)
+    state, expected = tx.init(model), plain.init(inexact(model))
+    gradients = eqx.filter_grad(loss_of)(model)
+    frozen = eqx.filter(gradients, trained_first(model))
+    zeros = jax.tree.map(jnp.zeros_like, gradients)
+    update = form(tx.update)
+    for given in (frozen, gradients, frozen):
+        updates, state = update(given, state)
+        found, expected = plain.update(eqx.combine(given, zeros), expected)
+        assert updates.second.weight is None or given is gradients
+        np.testing.assert_allclose(updates.first.weight, found.first.weight, rtol=1e-5)
+    assert store.step == 3 or int(state.step) == 3
+    nu = optax.tree_utils.tree_get(state, "nu").second.weight
+    store.wait(state)
+    np.testing.assert_allclose(
+        nu.read(), 0.001 * gradients.second.weight**2, rtol=1e-4, atol=1e-12
+    )
+
+
 def test_a_bad_gradient_beside_a_missing_one_is_skipped(open_store):
     params = {"w": jnp.ones((30, 4)), "b": {"x": jnp.zeros((4,)), "y": jnp.ones((2,))}}
     for durability in ("step", 3):

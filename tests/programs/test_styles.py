@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import program_styles
 import pytest
+import saving_programs
 from program_styles import STYLES, Killed, run_changed, run_plain
 
 
@@ -38,25 +39,21 @@ def test_losses_are_plain_optax_s_and_a_restart_goes_on_to_the_bit(place, style)
     assert rest == {4: whole[4], 5: whole[5]}
 
 
-def run_program(place, *styles):
+def run_program(program, place, *arguments, **environment):
     return subprocess.run(
-        [sys.executable, program_styles.__file__, place, *styles],
-        env={
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-            "PJRT_NPROC": "8",
-        },
+        [sys.executable, program.__file__, place, *map(str, arguments)],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=1200,
         check=False,
     )
 
 
 @pytest.mark.long
 def test_four_devices(place):
-    done = run_program(place, *STYLES)
+    flags = "--xla_force_host_platform_device_count=4"
+    done = run_program(program_styles, place, *STYLES, XLA_FLAGS=flags, PJRT_NPROC="8")
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:-1] == [f"{style} agrees" for style in STYLES]
 
@@ -74,7 +71,7 @@ run_changed(sys.argv[1], Path(sys.argv[2]), kill=kill)
 """
 
 
-@pytest.mark.parametrize("style", in_make_test("manager"))
+@pytest.mark.parametrize("style", in_make_test())
 def test_a_program_that_is_killed_goes_on_to_the_bit(place, run_python, style):
     whole = run_changed(style, place / "whole")
     killed = run_python(KILLED, style, place / "parts", check=False)
@@ -83,3 +80,22 @@ def test_a_program_that_is_killed_goes_on_to_the_bit(place, run_python, style):
     # A checkpoint that was not complete is one that the program does not find.
     assert min(rest) in (2, 4)
     assert rest == {number: whole[number] for number in range(min(rest), 6)}
+
+
+@pytest.mark.parametrize(
+    ("form", "way", "points"),
+    [
+        ("lm1b", "background", [15]),
+        ("nanodo", "background", [16]),
+        *(
+            pytest.param(form, way, range(2, 21, 3), marks=pytest.mark.long)
+            for form in saving_programs.FORMS
+            for way in ("sync", "background")
+        ),
+    ],
+)
+def test_a_program_goes_on_from_its_own_checkpoint(place, form, way, points):
+    """Killed at points of 20; without a setting, losses as without the kill."""
+    done = run_program(saving_programs, place, form, way, 20, *points)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("went on after step") == len(points)

@@ -2,13 +2,14 @@
 
 import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from jaxinf.errors import StoreFormatError, StoreLockedError
+from jaxinf.errors import StoreFormatError, StoreIOError, StoreLockedError
 from jaxinf.store import StoreLock
 from jaxinf.store.lock import LockFile, lock_exclusively
 
@@ -221,3 +222,15 @@ def test_a_file_that_is_never_in_place_ends_in_an_error(tmp_path, monkeypatch):
         lock_exclusively(tmp_path / "publish.lock"),
     ):
         pass
+
+
+def test_a_lock_that_cannot_be_opened_is_named(tmp_path):
+    lowest = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
+    try:
+        with pytest.raises(StoreIOError, match=r"lock: locking failed.*ulimit -n"):
+            StoreLock(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

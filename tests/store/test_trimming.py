@@ -28,7 +28,7 @@ def train(store, seeds):
         gradients = jax.tree.map(lambda p, k=key: jax.random.normal(k, p.shape), params)
         updates, state = update(gradients, state, params)
         params = optax.apply_updates(params, updates)
-    store.wait(state)
+    jax.block_until_ready(state)
     store.close()
     return params
 

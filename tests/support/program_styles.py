@@ -42,7 +42,8 @@ class Run:
 
     Attributes:
       place: an empty directory, or one with a checkpoint.
-      save: called with the optimizer's state before a checkpoint is saved.
+      save: called with the optimizer's state before it is copied to the host for a
+        checkpoint.
       mesh: the devices; None for one.
       kill: called with the number of a step before it begins.
       losses: the loss of each step, by its number.
@@ -53,6 +54,11 @@ class Run:
     mesh: Any = None
     kill: Callable[[int], None] = lambda number: None
     losses: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def store(self) -> Path:
+        """The store of a program that names one."""
+        return self.place / "store"
 
     def shared(self, tree: Any) -> Any:
         """Arrays on all devices."""
@@ -105,7 +111,6 @@ def linen(tx: Any, run: Run) -> None:
         train, loss = step(train, run.batch(number))
         run.losses[number] = float(loss)
         if (number + 1) % EVERY == 0:
-            run.save(train.opt_state)
             file.write_bytes(flax.serialization.to_bytes(train))
 
 
@@ -145,7 +150,6 @@ def nnx_optimizer(tx: Any, run: Run) -> None:
             loss = step(model, optimizer, run.batch(number))
             run.losses[number] = float(loss)
             if (number + 1) % EVERY == 0:
-                run.save(optimizer.opt_state)
                 checkpointer.save(kept[number + 1], nnx.state(both))
                 checkpointer.wait_until_finished()
 
@@ -176,7 +180,6 @@ def equinox(tx: Any, run: Run) -> None:
         model, state, loss = step(model, state, run.batch(n))
         run.losses[n] = float(loss)
         if (n + 1) % EVERY == 0:
-            run.save(state)
             whole = (model, state, jnp.asarray(n + 1, jnp.int32))
             eqx.tree_serialise_leaves(file, whole)
 
@@ -247,7 +250,6 @@ def manager(tx: Any, run: Run) -> None:
             params, state, loss = step(params, state, run.batch(number))
             run.losses[number] = float(loss)
             if (number + 1) % EVERY == 0:
-                run.save(state)
                 kept = {"params": params, "state": state}
                 steps.save(number + 1, args=ocp.args.StandardSave(kept))
 
@@ -323,7 +325,7 @@ def run_plain(style: str, place: Path, mesh: Any = None) -> dict[int, float]:
 def run_changed(style: str, place: Path, **options: Any) -> dict[int, float]:
     """The program with the optimizer's line changed; the losses up to its end."""
     (place / "own").mkdir(parents=True, exist_ok=True)
-    store = jaxinf.open_store(place / "store", keep_steps=EVERY)
+    store = jaxinf.open_store(place / "store")
     run = Run(place / "own", store.wait, **options)
     try:
         STYLES[style](jaxinf.smart_update(make_tx(), store), run)

@@ -101,6 +101,7 @@ class Driver:
             self.training.finish_initialisation(self.scalars(0))
         self.at = self.store.step
         if not is_new:
+            self.training.binding.release()
             self.bind(self.at)
         return self
 

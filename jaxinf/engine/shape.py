@@ -1,0 +1,94 @@
+"""The shape of a store: its chunks, and the subgroups that they are moved in.
+
+Invariant: it is known before the store is made, and does not change.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxinf.engine.division import longest
+from jaxinf.engine.options import StoreOptions
+from jaxinf.engine.subgroup_layout import SubgroupLayout
+from jaxinf.errors import StoreMismatchError
+from jaxinf.layout import covers
+from jaxinf.store import StoreDirectory
+
+__all__ = ["StoreShape"]
+
+
+class StoreShape:
+    """The chunks and subgroups of an existing or future store.
+
+    Args:
+      options: the options of `open_store`.
+      directory: the store, whose files may be missing.
+      layouts: its subgroups by leaf and chunk.
+    """
+
+    def __init__(
+        self,
+        options: StoreOptions,
+        directory: StoreDirectory,
+        layouts: list[list[list[SubgroupLayout]]],
+    ) -> None:
+        self.options = options
+        self.directory = directory
+        self._layouts = layouts
+        self._boxes: dict[tuple[Any, ...], list[SubgroupLayout]] = {}
+
+    @property
+    def least_memory_bytes(self) -> int:
+        """The least memory for buffers on the host, in bytes.
+
+        Three of the longest: one to read into, one to compute in, one to write from.
+        """
+        return 3 * longest(self._layouts)[0]
+
+    def can_move(self, leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
+        """Whether a box of a leaf consists of whole chunks, so it can move alone."""
+        try:
+            self.layouts(leaf, origin, extent)
+        except StoreMismatchError:
+            return False
+        return True
+
+    def layouts(
+        self, leaf: int, origin: Sequence[int], extent: Sequence[int]
+    ) -> Sequence[SubgroupLayout]:
+        """Returns the subgroups of a box of a leaf: a JAX device's shard, or all of it.
+
+        Raises:
+          StoreMismatchError: the box cuts a chunk, so the store does not fit the mesh.
+        """
+        box = leaf, tuple(origin), tuple(extent)
+        if box not in self._boxes:
+            self._boxes[box] = [
+                layout
+                for chunk in self.chunks_of(*box)
+                for layout in self._layouts[leaf][chunk]
+            ]
+        return self._boxes[box]
+
+    def chunks_of(
+        self, leaf: int, origin: Sequence[int], extent: Sequence[int]
+    ) -> Sequence[int]:
+        """Returns the numbers of the chunks of a box of a leaf, as for `layouts`."""
+        record = self.directory.manifest.leaves[leaf]
+        try:
+            return covers(record.grid, tuple(origin), tuple(extent))
+        except ValueError as error:
+            raise StoreMismatchError(
+                f"leaf {record.name}: the store's chunks {record.chunk_shape} (made "
+                f"for shards {record.shard_counts}) do not divide at the shard "
+                f"boundaries of this run ({error}); run on a mesh whose shards are "
+                "whole multiples, or on one JAX device"
+            ) from error
+
+    def divides(self, leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
+        """Whether a box of a leaf consists of whole chunks."""
+        grid = self.directory.manifest.leaves[leaf].grid
+        try:
+            covers(grid, tuple(origin), tuple(extent))
+        except ValueError:
+            return False
+        return True

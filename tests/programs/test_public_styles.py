@@ -1,0 +1,123 @@
+"""Trainers in the styles of thirteen public ones: lines changed, losses, restarts."""
+
+import difflib
+import signal
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from program_styles import Killed, Run
+from public_styles import CHANGES, RESUMING, STYLES, run_style, source_of
+
+import jaxinf
+
+LINES = {"imagenet": 1, "equinox_cnn": 2, "jax_flow": 2, "big_vision": 2}
+"""Lines that are changed or added; one in each of the others."""
+
+RESUMING_LINES = {"purejaxrl": 4}
+"""Further ones for a program without checkpoints; the same number in the others."""
+
+
+def all_changes(style: str) -> dict[str, str]:
+    return {**RESUMING.get(style, {}), **CHANGES[style]}
+
+
+def changed_lines(before: str, after: str) -> int:
+    found = difflib.ndiff(before.splitlines(), after.splitlines())
+    return sum(line.startswith("+ ") for line in found)
+
+
+def killing(*, at: int) -> Callable[[int], None]:
+    def kill(begun: int) -> None:
+        if begun == at:
+            raise Killed
+
+    return kill
+
+
+def in_make_test(*chosen: str) -> list:
+    marks = {name: [pytest.mark.long] for name in STYLES if name not in chosen}
+    return [pytest.param(name, marks=marks.get(name, [])) for name in STYLES]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_lines_changed(style):
+    plain, changed = source_of(style, {}), source_of(style, CHANGES[style])
+    assert changed_lines(plain, changed) == LINES.get(style, 1)
+    if style in RESUMING:
+        both = source_of(style, all_changes(style))
+        assert changed_lines(changed, both) == RESUMING_LINES.get(style, 4)
+
+
+@pytest.mark.parametrize("style", in_make_test("nanodo", "equinox_frozen"))
+def test_losses_are_optax_s_and_a_restart_goes_on_to_the_bit(place, style):
+    for name in ("plain", "whole", "parts"):
+        (place / name).mkdir()
+    plain = run_style(style, {}, Run(place / "plain"))
+    whole = run_style(style, CHANGES[style], Run(place / "whole"))
+    assert list(whole) == list(plain)
+    np.testing.assert_allclose([*whole.values()], [*plain.values()], rtol=1e-4)
+    assert whole[5] < whole[1]
+    run = Run(place / "parts", kill=killing(at=5))
+    with pytest.raises(Killed):
+        run_style(style, all_changes(style), run)
+    rest = run_style(style, all_changes(style), Run(place / "parts"))
+    assert rest
+    assert {**run.losses, **rest} == whole
+    assert all(run.losses[n] == rest[n] for n in run.losses.keys() & rest.keys())
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from jaxinf.engine.steps import StepEngine
+from program_styles import Run
+from public_styles import run_style
+from test_public_styles import all_changes
+
+style = sys.argv[1]
+
+def kill(number):
+    if number == 5 and style != "purejaxrl":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+finish = StepEngine.finish
+
+def finish_or_die(steps, step, *arguments):
+    if step == 3 and style == "purejaxrl":  # its steps begin in one jit
+        os.kill(os.getpid(), signal.SIGKILL)
+    return finish(steps, step, *arguments)
+
+StepEngine.finish = finish_or_die
+run_style(style, all_changes(style), Run(Path(sys.argv[2]), kill=kill))
+"""
+
+
+@pytest.mark.parametrize("style", in_make_test("purejaxrl"))
+def test_a_program_that_is_killed_goes_on_to_the_bit(place, run_python, style):
+    for name in ("whole", "parts"):
+        (place / name).mkdir()
+    whole = run_style(style, CHANGES[style], Run(place / "whole"))
+    program = f"import sys; sys.path.insert(0, {str(__file__.rpartition('/')[0])!r})\n"
+    killed = run_python(program + KILLED, style, place / "parts", check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    rest = run_style(style, all_changes(style), Run(place / "parts"))
+    assert min(rest) in (3, 4, 5)
+    assert rest == {number: whole[number] for number in rest}
+
+
+@pytest.mark.parametrize(
+    "style",
+    [
+        pytest.param("seq2seq", marks=pytest.mark.long),
+        "equinox_frozen",
+        pytest.param("haiku_transformer", marks=pytest.mark.long),
+    ],
+)
+def test_fresh_params_never_train_on_the_old_state(place, style):
+    """Without the lines that resume, the second run is refused."""
+    run_style(style, CHANGES[style], Run(place))
+    with pytest.raises(Exception, match=r"on_existing=.restart"):
+        run_style(style, CHANGES[style], Run(place))
+    with jaxinf.open_store(place / "store") as store:
+        assert store.step == 6
