@@ -26,7 +26,7 @@ from jaxinf.errors import (
     UnsupportedTransformError,
 )
 from jaxinf.optimizer import SmartUpdateState, smart_update
-from jaxinf.stream import InMemoryStep, StreamedFunction, StreamedStep, stream
+from jaxinf.streaming import InMemoryStep, StreamedFunction, StreamedStep, stream
 
 __version__ = _version("jaxinf")
 

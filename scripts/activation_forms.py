@@ -22,12 +22,13 @@ import numpy as np
 from flax import nnx
 from jaxinf_models import MODELS, loss
 
-from jaxinf.activations import FORMS, Form, Scratch
-from jaxinf.stream import Runner, prepare
-from jaxinf.stream.absences import fitted
-from jaxinf.stream.calls import Calls
-from jaxinf.stream.run import Executables
-from jaxinf.stream.values import Offloaded, Values
+from jaxinf.streaming import Runner, prepare
+from jaxinf.streaming.move.scratch import Scratch
+from jaxinf.streaming.move.values import Offloaded, Values
+from jaxinf.streaming.plan.calls import Calls
+from jaxinf.streaming.plan.forms import FORMS, Form
+from jaxinf.streaming.plan.offload import fitted
+from jaxinf.streaming.run import Executables
 
 MODEL_NAMES = ("gpt2", "llama", "bloom")
 SMALL_SHARE = 1e-3

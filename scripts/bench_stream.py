@@ -37,9 +37,9 @@ from flax import nnx
 from jaxinf_models import GPT2, PRESETS, abstract_params, loss, split
 
 import jaxinf
-from jaxinf.stream import StreamedStep, prepare
-from jaxinf.stream.calls import Policy
-from jaxinf.stream.run import compile_plan
+from jaxinf.streaming import StreamedStep, prepare
+from jaxinf.streaming.plan.calls import Policy
+from jaxinf.streaming.run import compile_plan
 from jaxinf.terminal import parse_bytes
 
 DRAIN_S = 0.5

@@ -24,7 +24,7 @@ import optax.contrib
 
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.program import Passes, trace_init, trace_update
-from jaxinf.stream import check_init, passes_for, trace_optimizer
+from jaxinf.streaming import check_init, passes_for, trace_optimizer
 from jaxinf.train.optimizers import optax_optimizers
 
 PAGE = Path(__file__).parents[1] / "docs" / "optimizers.md"

@@ -30,8 +30,8 @@ import optax
 from repro_ssdtrain import HEAD, attend, make_params, mlp, norm
 
 import jaxinf
-from jaxinf.activations import FORMS
 from jaxinf.errors import StreamError
+from jaxinf.streaming.plan.forms import FORMS
 from jaxinf.terminal import format_bytes, parse_bytes
 
 POLICIES = ("keep", "recompute", "offload")

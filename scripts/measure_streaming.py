@@ -38,9 +38,9 @@ from jaxinf_models import (
 
 import jaxinf
 from jaxinf.errors import StreamError
-from jaxinf.stream import prepare, store_memory_bytes
-from jaxinf.stream.memory import divide
-from jaxinf.stream.run import compiled_bytes
+from jaxinf.streaming import prepare, store_memory_bytes
+from jaxinf.streaming.plan.memory import divide
+from jaxinf.streaming.run import compiled_bytes
 from jaxinf.terminal import parse_bytes
 
 MIB = 1 << 20

@@ -18,11 +18,14 @@ LAYERS = [
     {"program", "native", "io", "layout", "schema", "command_line", "interrupts"},
     {"store", "kernels", "compress", "plan"},
     {"csd", "exchange"},
-    {"engine", "activations"},
-    {"optimizer", "stream"},
+    {"engine"},
+    {"optimizer", "streaming"},
     {"train", "cli"},
 ]
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
+
+ROOMS = ["program", "plan", "move", "update"]
+"""Packages of `jaxinf.streaming`, each of which may import those before it."""
 
 MAY_IMPORT_JAX = {"compat", "program", "compress", *LAYERS[4], *LAYERS[5], *LAYERS[6]}
 JAX_USERS = {"jax", "jaxlib", "flax", "optax", "orbax"}
@@ -76,6 +79,18 @@ def test_imports_go_downward(part):
                 f"{path}: {part} (layer {LAYER_OF[part]}) imports {other} "
                 f"(layer {LAYER_OF[other]})"
             )
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_of_streaming_import_downward(room):
+    above = ROOMS[ROOMS.index(room) + 1 :]
+    paths = sorted((ROOT / "jaxinf" / "streaming" / room).glob("*.py"))
+    assert paths
+    for path in paths:
+        names = [n.split(".") for n in imported(path)]
+        used = {n[2] for n in names if n[:2] == ["jaxinf", "streaming"] and n[2:]}
+        assert not used & {*above}, f"{path}: imports {', '.join(used & {*above})}"
+        assert used <= {*ROOMS}, f"{path}: imports what stands on the rooms"
 
 
 @pytest.mark.parametrize("part", sorted(set(PARTS) - MAY_IMPORT_JAX))

@@ -28,7 +28,7 @@ from jaxinf.engine import (
     StateFormat,
     VerifyMode,
 )
-from jaxinf.stream import Form, Policy, check_keep
+from jaxinf.streaming import Form, Policy, check_keep
 from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.options import DataOptions, check_options
 from jaxinf.train.data.options import shown as _shown

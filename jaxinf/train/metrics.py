@@ -45,7 +45,7 @@ class StepLine:
       learning_rate: the rate of the step's update.
       gradient_norm: global norm of the gradients, before clipping; null if it is not
         finite, and in mode stream, where the gradients never exist at once.
-      stream: in mode stream the fields of `jaxinf.stream.StreamMetrics`, and with
+      stream: in mode stream the fields of `jaxinf.streaming.StreamMetrics`, and with
         ``--policy plan`` its `forecast`; the line of another mode does not have it.
 
     If a process was killed after a commit and before it wrote the line, all fields but

@@ -8,7 +8,7 @@ import optax
 from jaxinf.command_line import UsageError
 from jaxinf.engine import Store, open_store
 from jaxinf.optimizer import smart_update
-from jaxinf.stream import store_memory_bytes
+from jaxinf.streaming import store_memory_bytes
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.in_memory import InMemory
 from jaxinf.train.on_store import OnStore

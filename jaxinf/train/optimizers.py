@@ -18,7 +18,7 @@ import optax.contrib
 from jaxinf.command_line import UsageError
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.program import trace_init, trace_update
-from jaxinf.stream import check_init, passes_for, trace_optimizer
+from jaxinf.streaming import check_init, passes_for, trace_optimizer
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.schedules import (
     make_schedule,

@@ -18,7 +18,7 @@ from jaxinf.command_line import UsageError
 from jaxinf.engine import Store
 from jaxinf.errors import BudgetError, StreamError
 from jaxinf.exchange import keep_tokenizer
-from jaxinf.stream import StreamedStep, stream
+from jaxinf.streaming import StreamedStep, stream
 from jaxinf.train.backend import NO_TRAFFIC, Costs
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch

@@ -24,7 +24,7 @@ import numpy as np
 import optax
 
 import jaxinf
-from jaxinf.stream import absences
+from jaxinf.streaming.plan import offload
 
 ROOT = Path(jaxinf.__file__).parent
 FILES = tuple(f"{ROOT / name}{os.sep}" for name in ("stream", "activations", "engine"))
@@ -218,7 +218,7 @@ KINDS = {"store": Stored, "memory": InMemory, "function": Function}
 def main(folder, policy, parts, what, every, again=""):
     global NUM_ROWS
     if policy in ("offload", "plan"):  # values are too large for its memory
-        absences.SMALL_BYTES, NUM_ROWS = 1, 8192 * int(parts)
+        offload.SMALL_BYTES, NUM_ROWS = 1, 8192 * int(parts)
     seed = f"{policy} {parts} {what} {again}"
     chosen = random.Random(seed)
     interrupting = Interrupting()

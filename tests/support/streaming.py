@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from jaxinf.stream import Runner, prepare
+from jaxinf.streaming import Runner, prepare
 
 __all__ = [
     "FORM_LIMITS",

@@ -12,7 +12,8 @@ from jaxinf_models.llama import LlamaConfig
 from jaxinf_models.t5 import T5Config
 from jaxinf_models.vit import ViTConfig
 
-from jaxinf.stream import Plan, absences
+from jaxinf.streaming import Plan
+from jaxinf.streaming.plan import offload
 from jaxinf.terminal import make_console
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.metrics import StepLine
@@ -103,7 +104,7 @@ def test_micro_batches_have_the_losses_of_the_whole(
 def test_activations_in_eight_bits(
     run, losses, lines, uninterrupted, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(absences, "SMALL_BYTES", 1)
+    monkeypatch.setattr(offload, "SMALL_BYTES", 1)
     real = Plan.fitted
     monkeypatch.setattr(
         Plan, "fitted", lambda self, _, temps, form=None: real(self, 0, temps, form)

@@ -1,0 +1,37 @@
+"""Training of models larger than memory, by cutting a loss function's program.
+
+Invariant: a user's loss function is traced with its gradient and never changed; the
+parts of that one jaxpr run.
+"""
+
+from jaxinf.streaming.api import stream
+from jaxinf.streaming.function import StreamedFunction
+from jaxinf.streaming.in_memory import InMemoryStep
+from jaxinf.streaming.plan.calls import Policy
+from jaxinf.streaming.plan.forms import Form
+from jaxinf.streaming.plan.memory import store_memory_bytes
+from jaxinf.streaming.plan.plan import Plan, prepare
+from jaxinf.streaming.plan.planner import Forecast
+from jaxinf.streaming.plan.resident import check_keep
+from jaxinf.streaming.program.initial import check_init
+from jaxinf.streaming.run import Runner
+from jaxinf.streaming.step import StreamedStep
+from jaxinf.streaming.update.optimizer import passes_for, trace_optimizer
+
+__all__ = [
+    "Forecast",
+    "Form",
+    "InMemoryStep",
+    "Plan",
+    "Policy",
+    "Runner",
+    "StreamedFunction",
+    "StreamedStep",
+    "check_init",
+    "check_keep",
+    "passes_for",
+    "prepare",
+    "store_memory_bytes",
+    "stream",
+    "trace_optimizer",
+]

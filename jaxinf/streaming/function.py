@@ -1,0 +1,315 @@
+"""Functions of a store's params without a gradient: evaluation, generation.
+
+    batch ─► programs, one after another ─► results
+              ▲ params read ahead
+              └──────── store
+
+Invariant: a call reads one finished step of the store, and writes nothing.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinf.engine import Store
+from jaxinf.errors import StreamError
+from jaxinf.streaming.base import Closing
+from jaxinf.streaming.budgets import planned_within
+from jaxinf.streaming.move.fetch import FetchCounts, Fetcher
+from jaxinf.streaming.move.params import Supply
+from jaxinf.streaming.move.resident import Resident
+from jaxinf.streaming.move.source import StoreSource, version_of
+from jaxinf.streaming.move.windows import make_window
+from jaxinf.streaming.plan.memory import (
+    READER_BYTES,
+    Division,
+    device_limit,
+    divide_reading,
+    return_freed_memory,
+)
+from jaxinf.streaming.plan.plan import Plan, Prepared, prepare_function
+from jaxinf.streaming.plan.reads import planned_fetches
+from jaxinf.streaming.plan.resident import Keep, Keeper, Keeping, beside
+from jaxinf.streaming.program.graph import Piece, aval_bytes
+from jaxinf.streaming.program.meshes import default_device, outside_mesh
+from jaxinf.streaming.program.trace import abstract, check_params
+from jaxinf.streaming.program.units import Places, Unit
+from jaxinf.streaming.run import Executables, Runner, compiled_bytes
+from jaxinf.streaming.turns import Check, Turns, check_not_traced
+from jaxinf.typing import PyTree
+
+__all__ = ["FunctionOptions", "StreamedFunction"]
+
+# A function of a step reads so much less ahead, for what its compilation takes.
+_OWN_SHARE = 6
+
+
+@dataclass(frozen=True)
+class FunctionOptions:
+    """Options of `jaxinf.stream` for a function without a gradient.
+
+    Attributes:
+      memory_bytes, device_memory_bytes, keep: As for `jaxinf.stream`.
+      share: Returns the part of these budgets, by argument, that the function has.
+    """
+
+    memory_bytes: int
+    device_memory_bytes: int | None = None
+    keep: Keep = None
+    share: Callable[[Mapping[str, int]], Mapping[str, int]] = lambda limits: limits
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """The plan and runner for batches of one shape."""
+
+    runner: Runner
+    supply: Supply
+
+
+class StreamedFunction(Closing):
+    """Made by `jaxinf.stream`; also a context manager. Not thread-safe.
+
+    ``f(batch)`` returns the outputs of ``fn(params, batch)`` for the params of the
+    store's last finished step. No step may run meanwhile.
+
+    Args:
+      fn: The function.
+      store: The store.
+      options: Memory.
+      closes: Whether `close` closes the store.
+      shared: Params of the store that a step keeps in memory; what of them stays.
+      before: Called before each call.
+      turns: Those of the step; by default its own.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        store: Store,
+        options: FunctionOptions,
+        *,
+        closes: bool = False,
+        shared: tuple[Resident, Collection[Unit]] | None = None,
+        before: Callable[[], None] = lambda: None,
+        turns: Turns | None = None,
+    ) -> None:
+        self.store = store
+        self._fn = fn
+        self._options = options
+        self._closes = closes
+        self._device = default_device()
+        limit = device_limit(self._device, options.device_memory_bytes)
+        self._limit = limit
+        self._is_shared = shared is not None
+        self._resident, self._shared = shared or (
+            Resident(self._device, is_host=limit.is_host),
+            (),
+        )
+        self._before = before
+        self._params: PyTree | None = None
+        self._bound: dict[Any, _Bound] = {}
+        self._last: _Bound | None = None
+        self._executables: Executables = {}
+        self._turns = turns or Turns()
+
+    def load(self, params: PyTree) -> None:
+        """Tells the tree of the params, if it is not made of nested dicts alone.
+
+        Args:
+          params: Tree of arrays, or of shapes and dtypes; values are not used. Those
+            with a sharding over several devices are read shard by shard.
+
+        Raises:
+          StoreMismatchError: The store holds another tree.
+          StreamError: A leaf is not an array of floating-point numbers.
+        """
+        check_params(params)
+        self.store.check_like(params)
+        self._params = abstract(params)
+
+    def compile(self, batch: PyTree) -> Plan:
+        """Plans and compiles for batches like this one; otherwise the first call does.
+
+        Args:
+          batch: Arrays, or shapes and dtypes.
+
+        Raises:
+          StreamError: The function cannot be cut to fit, or has side effects.
+        """
+        return self._bound_for(batch).runner.plan
+
+    def __call__(self, batch: PyTree) -> PyTree:
+        """Returns the function's outputs; blocks until its last program is under way.
+
+        Raises:
+          BaseException: The exception that stopped the store.
+        """
+        check_not_traced(batch)
+        self._turns.settle()
+        bound = self._bound_for(batch)
+
+        def body(check: Check) -> PyTree:
+            self._before()
+            self.store.training.join()
+            if self._last is not None and self._last is not bound:
+                self._last.supply.rest()
+            self._last = bound
+            with outside_mesh():
+                return self._run(bound, batch, check)
+
+        return self._turns.run(body)
+
+    def _run(self, bound: _Bound, batch: PyTree, check: Check) -> PyTree:
+        def fetch(number: int, piece: Piece) -> jax.Array:
+            check()
+            return bound.supply.get(number, piece)
+
+        bound.supply.counts = FetchCounts()
+        try:
+            bound.supply.begin(check)
+            _, out = bound.runner(batch, fetch, _no_gradient, bound.supply.done)
+        finally:
+            bound.runner.settle()  # before the memory that they read is freed
+            bound.supply.stop()
+        return out
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the last call; None before the first."""
+        return None if self._last is None else self._last.runner.plan
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes of params that the last call read from drives."""
+        return 0 if self._last is None else self._last.supply.counts.num_bytes
+
+    def rest(self) -> None:
+        """Frees the memory for reading until the next call."""
+        for bound in self._bound.values():
+            bound.supply.rest()
+
+    def close(self) -> None:
+        """Frees the memory; closes the store if it was given as a path. Idempotent."""
+        try:
+            self._turns.settle()
+            for bound in self._bound.values():
+                bound.supply.close()
+            if not self._is_shared:
+                self._resident.drop()
+        finally:
+            if self._closes:
+                self.store.close()
+
+    # --- inside --------------------------------------------------------------------
+
+    def _bound_for(self, batch: PyTree) -> _Bound:
+        if self._params is None:
+            self._params = _tree_of(self.store)
+        leaves, tree = jax.tree.flatten(abstract(batch))
+        key = (tree, *((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
+        if key not in self._bound:
+            ready = prepare_function(self._fn, self._params, batch)
+            with outside_mesh():
+                self._bound[key] = self._bind(ready)
+            return_freed_memory()  # of planning and compilation
+        return self._bound[key]
+
+    def _bind(self, ready: Prepared) -> _Bound:
+        training = self.store.training
+        places = Places(ready.traced.params, training.can_move)
+        limits = {"memory_bytes": self._options.memory_bytes}
+        if self._options.device_memory_bytes is not None:
+            limits["device_memory_bytes"] = self._options.device_memory_bytes
+        plan, keeping, division = planned_within(
+            limits, partial(self._planned, ready, places)
+        )
+        if self._is_shared and self._limit.is_host:
+            # A step's own programs stay in memory beside those of its functions.
+            less = division.programs - self._options.memory_bytes // _OWN_SHARE
+            division = replace(division, programs=max(plan.peak_bytes, less))
+        stays = keeping.units | frozenset(self._shared)
+        reading = planned_fetches(plan, places, division, _never, stays)
+        source = StoreSource(training, READER_BYTES, reading.num_first)
+        window, _ = make_window(reading, division, self._device)
+        supply = Supply(
+            places,
+            Fetcher(source, reading.fetches, window),
+            source,
+            self._resident,
+            stays=stays,
+            version=lambda: version_of(training),
+            is_shared=self._is_shared,
+        )
+        record = partial(training.opened.timeline.add, "program")
+        return _Bound(Runner(plan, self._executables, record), supply)
+
+    def _planned(
+        self, ready: Prepared, places: Places, limits: Mapping[str, int]
+    ) -> tuple[Plan, Keeping, Division]:
+        units = {places.unit(piece) for piece in ready.lifetimes.sizes}
+        division = self._division(ready, units, limits)
+        keeper = Keeper(
+            self._options.keep,
+            places,
+            units,
+            division,
+            lambda plan, part: planned_fetches(plan, places, part, _never).fetches,
+            _never,
+            partial(compiled_bytes, executables=self._executables),
+        )
+        plan = ready.plan(division.programs, "keep", keeper.peak_bytes, division.limit)
+        plan, keeping = keeper.applied(plan)
+        return plan, keeping, beside(division, keeping)
+
+    def _division(
+        self, ready: Prepared, units: Collection[Unit], limits: Mapping[str, int]
+    ) -> Division:
+        shared, device = self._options.share(limits), self._limit
+        if "device_memory_bytes" in shared:
+            device = replace(device, num_bytes=shared["device_memory_bytes"])
+        division = divide_reading(shared["memory_bytes"], device).without(
+            max((u.num_bytes for u in units if not u.is_divided), default=0),
+            "reading shards of params that are not stored alone",
+        )
+        return division.without(
+            sum(map(aval_bytes, ready.traced.batch)), "its batch", is_on_device=True
+        )
+
+
+def _never(unit: Unit) -> bool:
+    return False
+
+
+def _no_gradient(piece: Piece, gradient: jax.Array) -> None:
+    raise AssertionError("a function without a gradient")
+
+
+def _tree_of(store: Store) -> PyTree:
+    """The store's params as nested dicts of shapes and dtypes.
+
+    Raises:
+      StreamError: They are in another tree.
+    """
+    tree: Any = {}
+    for leaf in store.manifest.leaves:
+        held = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
+        if not leaf.path:
+            return held
+        inner = tree
+        for key in leaf.path[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[leaf.path[-1]] = held
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    if [tuple(key.key for key in path) for path in paths] != [
+        leaf.path for leaf in store.manifest.leaves
+    ]:
+        raise StreamError(
+            f"{store.path}: its params are no nested dicts; tell their tree first: "
+            "f.load(params), of which only shapes and dtypes count"
+        )
+    return tree

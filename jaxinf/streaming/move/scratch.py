@@ -1,0 +1,290 @@
+"""Files without names, in which values wait on one or more drives.
+
+    value ─► parts of up to 4 MiB ─► in fewer bits? ─► drive 0, drive 1, …, drive 0, …
+
+Invariant: the files have no name, so they disappear with the process, however it ends,
+and runs that share a folder never meet. They are never synced.
+"""
+
+import contextlib
+import errno
+import mmap
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from jaxinf.csd.throttled import Server
+from jaxinf.io import ByteMeters, read_into, write_from
+from jaxinf.io.failures import translated
+from jaxinf.io.pages import PAGE_BYTES, page_ceil
+from jaxinf.streaming.plan.forms import Coding, runs_of
+from jaxinf.typing import Array, PathLikeStr
+
+__all__ = [
+    "Part",
+    "Place",
+    "RateLimits",
+    "Scratch",
+    "aligned",
+    "raw_bytes",
+]
+
+_NO_NAMELESS = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
+_NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+
+
+@dataclass(frozen=True)
+class RateLimits:
+    """Limits of a drive, in bytes a second; None for none."""
+
+    write: float | None = None
+    read: float | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of a value's bytes, and its place on a drive.
+
+    Attributes:
+      drive: Number of the drive.
+      offset_bytes: Position in the drive's file, in whole pages.
+      start, stop: Positions in the value, in bytes.
+      coding: The form of its numbers; None if they are stored as they are.
+    """
+
+    drive: int
+    offset_bytes: int
+    start: int
+    stop: int
+    coding: Coding | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the drive."""
+        length = self.stop - self.start
+        return length if self.coding is None else self.coding.stored_bytes(length)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The parts of one value."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are moved each way: whole pages."""
+        return sum(page_ceil(part.num_bytes) for part in self.parts)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory for the value when it has come back: whole pages."""
+        return sum(page_ceil(part.stop - part.start) for part in self.parts)
+
+
+class Scratch:
+    """Files without names, one on each drive. Thread-safe, but for `allocate`.
+
+    Args:
+      folders: A folder on each drive.
+      meters: Counters of the bytes moved.
+      limits: Limits of each drive, for tests of slower ones and for shared drives.
+      content: What the files hold, for errors.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[PathLikeStr],
+        meters: ByteMeters | None = None,
+        *,
+        limits: RateLimits | None = None,
+        content: str = "activations",
+    ) -> None:
+        if not folders:
+            raise ValueError("expected a folder for values on a drive, found none")
+        self._folders = [Path(folder) for folder in folders]
+        self._meters = ByteMeters() if meters is None else meters
+        self._limits = limits or RateLimits()
+        self._content = content
+        self._servers = [Server() for _ in folders]
+        self._files: list[int] = []
+        self._ends = [0] * len(folders)
+        self._reserved = [0] * len(folders)
+        self._next_drive = 0
+        self._opening = threading.Lock()
+
+    @property
+    def num_drives(self) -> int:
+        """Number of files."""
+        return len(self._folders)
+
+    def allocate(self, num_bytes: int, coding: Coding | None = None) -> Place:
+        """Returns a place for a value; its parts take turns on the drives.
+
+        A part that is coded has room for one that is not.
+        """
+        parts = []
+        for start, stop in runs_of(num_bytes):
+            drive, self._next_drive = (
+                self._next_drive,
+                (self._next_drive + 1) % self.num_drives,
+            )
+            parts.append(Part(drive, self._ends[drive], start, stop, coding))
+            self._ends[drive] += page_ceil(stop - start)
+        return Place(tuple(parts))
+
+    def reserve(self) -> None:
+        """Takes room on the drives for all places; blocks.
+
+        Raises:
+          StoreSpaceError, StoreIOError: A drive is full, or failed.
+        """
+        self._open()
+        for drive, end in enumerate(self._ends):
+            if end <= self._reserved[drive]:
+                continue
+            with translated("reserving room", self._shown(drive)):
+                try:
+                    os.posix_fallocate(self._files[drive], 0, end)
+                except OSError as error:
+                    if error.errno not in _NO_FALLOCATE:
+                        raise
+                    os.ftruncate(self._files[drive], end)
+            self._reserved[drive] = end
+
+    def reset(self) -> None:
+        """Gives up all places; the files keep their room for new ones."""
+        self._ends = [0] * len(self._folders)
+        self._next_drive = 0
+
+    def write(self, part: Part, raw: Array, bounce: Array) -> Part:
+        """Writes a part of a value; blocks.
+
+        Args:
+          part: The part.
+          raw: The whole value, `uint8`, contiguous.
+          bounce: Page-aligned memory for a part, which the drive reads.
+
+        Returns:
+          The part to read, without a coding if its numbers cannot be coded.
+
+        Raises:
+          StoreSpaceError, StoreIOError: The drive is full, or failed.
+        """
+        self._open()
+        run, coding = raw[part.start : part.stop], part.coding
+        if coding and not coding.encode(
+            run, bounce[: part.num_bytes], start=part.start
+        ):
+            part = replace(part, coding=None)
+        length = part.num_bytes
+        padded = bounce[: page_ceil(length)]
+        if part.coding is None:
+            padded[:length] = run
+        padded[length:] = 0
+        with self._held_up(part.drive, length, self._limits.write):
+            write_from(
+                self._path(part.drive),
+                padded,
+                part.offset_bytes,
+                len(padded),
+                meters=self._meters,
+                shown=self._shown(part.drive),
+            )
+        return part
+
+    def read(self, part: Part, out: Array, bounce: Array | None = None) -> None:
+        """Reads a part into the whole value's memory; blocks.
+
+        Args:
+          part: The part, as `write` has returned it.
+          out: `uint8`, page-aligned, with room for the value in whole pages.
+          bounce: As for `write`; only needed for a part that is coded.
+
+        Raises:
+          StoreIOError: The drive failed.
+        """
+        length = page_ceil(part.num_bytes)
+        target = out[part.start : part.start + length]
+        if part.coding is not None:
+            assert bounce is not None, "a coded part is read into memory of its own"
+            target = bounce[:length]
+        with self._held_up(part.drive, length, self._limits.read):
+            read_into(
+                self._path(part.drive),
+                target,
+                part.offset_bytes,
+                length,
+                meters=self._meters,
+                shown=self._shown(part.drive),
+            )
+        if part.coding is not None:
+            part.coding.decode(target[: part.num_bytes], out[part.start : part.stop])
+
+    def close(self) -> None:
+        """Closes the files, which removes them; idempotent."""
+        files, self._files = self._files, []
+        for file in files:
+            os.close(file)
+        self._reserved = [0] * len(self._folders)
+
+    def _open(self) -> None:
+        # One of the threads that write first; the others' parts would be lost.
+        with self._opening:
+            if not self._files:
+                self._make_files()
+
+    def _make_files(self) -> None:
+        with contextlib.ExitStack() as opened:
+            files = []
+            for drive, folder in enumerate(self._folders):
+                with translated("making a file", self._shown(drive)):
+                    files.append(_nameless(folder))
+                opened.callback(os.close, files[-1])
+            self._files = files
+            opened.pop_all()
+
+    def _path(self, drive: int) -> str:
+        return f"/proc/self/fd/{self._files[drive]}"
+
+    def _shown(self, drive: int) -> str:
+        return f"{self._folders[drive]} (a file of {self._content})"
+
+    @contextmanager
+    def _held_up(
+        self, drive: int, num_bytes: int, bytes_per_s: float | None
+    ) -> Iterator[None]:
+        end_s = self._servers[drive].reserve(num_bytes, bytes_per_s)
+        yield
+        delay_s = end_s - time.monotonic()
+        if delay_s > 0:
+            time.sleep(delay_s)
+
+
+def aligned(num_bytes: int) -> Array:
+    """Returns page-aligned memory of whole pages, `uint8`, for one value."""
+    return np.frombuffer(mmap.mmap(-1, max(page_ceil(num_bytes), PAGE_BYTES)), np.uint8)
+
+
+def raw_bytes(value: Array) -> Array:
+    """Returns the bytes of an array, `uint8`; a copy if it is not contiguous."""
+    return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+
+
+def _nameless(folder: Path) -> int:
+    """Opens a new file without a name, and returns its descriptor."""
+    try:
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in _NO_NAMELESS or not folder.is_dir():
+            raise
+    descriptor, name = tempfile.mkstemp(prefix="values-", dir=folder)
+    os.unlink(name)
+    return descriptor

@@ -1,0 +1,79 @@
+"""The store as a source of params.
+
+Invariant: reads are of the store's last finished step.
+"""
+
+from collections.abc import Sequence
+from contextlib import closing
+
+import numpy as np
+
+from jaxinf.engine import ParamsReader, Training
+from jaxinf.streaming.move.resident import Version
+from jaxinf.streaming.program.units import Unit
+from jaxinf.typing import Array
+
+__all__ = ["StoreSource", "version_of"]
+
+
+def version_of(training: Training) -> Version:
+    """The open store and its last finished step."""
+    return training.opened, training.opened.finished.step
+
+
+class StoreSource:
+    """Reads units of the store's current step.
+
+    Until the first of them are read, the store prefetches no state for updates, since
+    programs wait for params first.
+
+    Args:
+      training: The store.
+      memory_bytes: Memory for reads, beside the units.
+      num_first: Number of units that have room when a step begins.
+    """
+
+    def __init__(self, training: Training, memory_bytes: int, num_first: int) -> None:
+        self._training = training
+        self._memory_bytes = memory_bytes
+        self._num_first = num_first
+        self._num_read = 0
+        self._reader: ParamsReader | None = None
+
+    def begin(self) -> None:
+        """Begins a step; there is no commit before it ends."""
+        self.close()
+        self._reader = self._training.params_reader(self._memory_bytes)
+        self._num_read = 0
+        self._training.opened.handler.hold_prefetches(self._num_first > 0)
+
+    def read(self, unit: Unit, shards: Sequence[Array]) -> None:
+        """Fills arrays with a unit's shards; blocks."""
+        assert self._reader is not None
+        opened = self._training.opened
+        with opened.timeline.span("fetch"):
+            _read(self._reader, unit, shards)
+        self._num_read += 1
+        if self._num_read == self._num_first:
+            opened.handler.hold_prefetches(False)
+
+    def read_again(self, unit: Unit, shards: Sequence[Array]) -> None:
+        """Fills arrays with a unit's shards, whatever else is read; blocks."""
+        with closing(self._training.params_reader(self._memory_bytes)) as reader:
+            _read(reader, unit, shards)
+
+    def close(self) -> None:
+        """Frees its memory."""
+        self._training.opened.handler.hold_prefetches(False)
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+
+def _read(reader: ParamsReader, unit: Unit, shards: Sequence[Array]) -> None:
+    parts = shards if unit.is_divided else [np.empty(unit.shape, unit.dtype)]
+    for box, part in zip(unit.boxes, parts, strict=True):
+        reader.read(unit.leaf, part.reshape(unit.extent_of(box)), unit.origin_of(box))
+    if not unit.is_divided:
+        for box, shard in zip(unit.shards, shards, strict=True):
+            shard[...] = parts[0][box.slices]

@@ -1,0 +1,160 @@
+"""Threads that move values: queues of jobs, and the time that they take.
+
+Invariant: the jobs of a queue begin in the order in which they were submitted. What
+ends a job runs under the lock, one at a time.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jaxinf.io import BufferPool
+from jaxinf.streaming.plan.forms import PART_BYTES
+from jaxinf.typing import Array
+
+__all__ = ["Job", "Workers"]
+
+
+class Job(NamedTuple):
+    """Work of a thread.
+
+    Attributes:
+      move: Called with page-aligned memory for a part; what it returns is for `ended`.
+      ended: Called under the lock with that, or with None and the exception.
+    """
+
+    move: Callable[[Array], Any]
+    ended: Callable[[Any, BaseException | None], None]
+
+
+@dataclass
+class _Clock:
+    """Adds up the time in which at least one job of a kind runs."""
+
+    num_running: int = 0
+    since_s: float = 0.0
+    total_s: float = 0.0
+
+    def start(self) -> None:
+        if not self.num_running:
+            self.since_s = time.perf_counter()
+        self.num_running += 1
+
+    def stop(self) -> None:
+        self.num_running -= 1
+        if not self.num_running:
+            self.total_s += time.perf_counter() - self.since_s
+
+
+class Workers:
+    """Threads for some queues; they start with the first job.
+
+    Args:
+      num_threads: Number of threads of each queue.
+      kinds: Kinds of jobs whose time is measured.
+
+    Attributes:
+      changed: The lock; notified when a job has ended.
+    """
+
+    def __init__(self, num_threads: Sequence[int], kinds: Sequence[str]) -> None:
+        self.changed = threading.Condition()
+        self._num_threads = num_threads
+        self._jobs: list[deque[Job]] = [deque() for _ in num_threads]
+        self._num_running = 0
+        self._clocks = {kind: _Clock() for kind in kinds}
+        self._threads: list[threading.Thread] = []
+        self._is_resetting = False
+        self._is_closed = False
+
+    def submit(self, queue: int, job: Job) -> None:
+        """Adds a job to a queue; the caller has the lock."""
+        if self._is_resetting:  # what ends a job may submit another
+            return
+        if not self._threads:
+            self._start()
+        self._jobs[queue].append(job)
+        self.changed.notify_all()
+
+    @contextmanager
+    def timed(self, kind: str) -> Iterator[None]:
+        """Counts the time of a part of a job."""
+        clock = self._clocks[kind]
+        with self.changed:
+            clock.start()
+        try:
+            yield
+        finally:
+            with self.changed:
+                clock.stop()
+
+    def take_s(self, kind: str) -> float:
+        """Returns the time of a kind since the last call."""
+        with self.changed:
+            clock = self._clocks[kind]
+            total_s, clock.total_s = clock.total_s, 0.0
+        return total_s
+
+    def reset(self) -> None:
+        """Drops jobs that have not begun; blocks until none runs.
+
+        Those that are submitted meanwhile are dropped, too.
+        """
+        with self.changed:
+            self._is_resetting = True
+            for jobs in self._jobs:
+                jobs.clear()
+            self.changed.wait_for(lambda: not self._num_running)
+            self._is_resetting = False
+
+    def close(self) -> None:
+        """Ends the threads; idempotent."""
+        with self.changed:
+            self._is_closed = True
+            self.changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+
+    def _start(self) -> None:
+        for queue, count in enumerate(self._num_threads):
+            for _ in range(count):
+                thread = threading.Thread(
+                    target=self._run,
+                    args=(queue,),
+                    name="jaxinf-activations",
+                    daemon=True,
+                )
+                self._threads.append(thread)
+                thread.start()
+
+    def _run(self, queue: int) -> None:
+        with BufferPool(PART_BYTES).acquire(PART_BYTES) as bounce:
+            while (job := self._next(queue)) is not None:
+                moved, error = _moved(job, bounce.array)
+                with self.changed:
+                    self._num_running -= 1
+                    job.ended(moved, error)
+                    del job, moved, error  # they hold the value
+                    self.changed.notify_all()
+
+    def _next(self, queue: int) -> Job | None:
+        """The next job of a queue; blocks until there is one. None at the end."""
+        jobs = self._jobs[queue]
+        with self.changed:
+            self.changed.wait_for(lambda: jobs or self._is_closed)
+            if self._is_closed:
+                return None
+            self._num_running += 1
+            return jobs.popleft()
+
+
+def _moved(job: Job, bounce: Array) -> tuple[Any, BaseException | None]:
+    try:
+        return job.move(bounce), None
+    except BaseException as error:
+        return None, error

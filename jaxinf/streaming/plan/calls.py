@@ -1,0 +1,319 @@
+"""The calls of one step, in order, with the values that each reads, makes and drops.
+
+Invariant: a slot is written once a step, and dropped after the last call that reads
+it. To recompute, the same program is called again, so its values have the same bits.
+"""
+
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+from jaxinf.streaming.plan.forms import Coding, Form, coding_of, stored_bytes
+from jaxinf.streaming.program.graph import Origin, Piece
+from jaxinf.streaming.program.programs import Program
+
+__all__ = [
+    "POLICIES",
+    "Absence",
+    "Call",
+    "Calls",
+    "Life",
+    "Policy",
+    "Slot",
+]
+
+Policy: TypeAlias = Literal["recompute", "keep", "offload", "plan"]
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+
+
+class Slot(NamedTuple):
+    """A place for a value, from the call that makes it to the last that reads it."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a program.
+
+    Attributes:
+      program: The program.
+      inputs: For each of its inputs, an input of the whole or a slot.
+      outputs: For each of its outputs a slot; None if no call reads it.
+      drops: Slots that no later call reads.
+      gradients: Outputs that are complete gradients, by their position.
+      is_repeat: Whether it only recomputes.
+    """
+
+    program: Program
+    inputs: tuple[Origin | Slot, ...]
+    outputs: tuple[Slot | None, ...]
+    drops: tuple[Slot, ...]
+    gradients: tuple[tuple[Piece, int], ...]
+    is_repeat: bool
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Parts of params that it reads, in the order of its inputs."""
+        return tuple(piece for piece, _ in self.program.params)
+
+    @property
+    def num_fetched_bytes(self) -> int:
+        """Bytes of params that it reads."""
+        return sum(size for _, size in self.program.params)
+
+    def bytes_beside(self, held: Container[Piece]) -> int:
+        """Bytes of params that it reads, without those of parts that are there."""
+        return sum(size for piece, size in self.program.params if piece not in held)
+
+
+@dataclass(frozen=True)
+class Absence:
+    """The time in which a value is on a drive and not in memory.
+
+    Attributes:
+      written: The call that makes it, after which it is written.
+      gone: The first call before which its memory must be free.
+      back: The first call before which its memory is taken again, to read it.
+      needed: The next call that reads it.
+    """
+
+    written: int
+    gone: int
+    back: int
+    needed: int
+
+
+@dataclass(frozen=True)
+class Calls:
+    """All calls of one step.
+
+    Attributes:
+      calls: The calls, in order.
+      results: Slots of the loss and of aux's leaves.
+      absences: Values that are on a drive for a time.
+      lenders: Values whose memory outputs may reuse; None for all at their last use
+        that are never on a drive.
+      resident: Parts of params that are in memory in any case, and do not count.
+      form: Form of values on drives that only backward reads later; None for exact.
+      output_bytes: On several devices, the bytes of each call's outputs in one memory;
+        None for one device.
+    """
+
+    calls: tuple[Call, ...]
+    results: tuple[Slot, ...]
+    absences: Mapping[Slot, Absence] = field(default_factory=dict)
+    lenders: frozenset[Slot] | None = None
+    resident: frozenset[Piece] = frozenset()
+    form: Form | None = None
+    output_bytes: Sequence[Sequence[int]] | None = None
+
+    @cached_property
+    def donated(self) -> Mapping[str, tuple[int, ...]]:
+        """Returns inputs whose memory an output may reuse, by the program's key.
+
+        No call reads such an input later, and no one else holds it.
+        """
+        handed = {
+            call.outputs[i] for call in self.calls for _, i in call.gradients
+        } | set(self.results)
+        found: dict[str, set[int]] = {}
+        for call in self.calls:
+            lent = {
+                slot
+                for slot in call.drops
+                if slot not in handed
+                and (self.lenders is None or slot in self.lenders)
+                and slot not in self.absences
+            }
+            own = {i for i, ref in enumerate(call.inputs) if lent and ref in lent}
+            key = call.program.key
+            found[key] = found.get(key, own) & own
+        programs = {call.program.key: call.program for call in self.calls}
+        return {key: _paired(programs[key], own) for key, own in found.items()}
+
+    def lent(self) -> "Calls":
+        """Returns the calls in which all values lend their memory, but absent ones.
+
+        That takes less memory, and time: new memory has to be cleared.
+        """
+        return self._varied(lenders=None)
+
+    def absent(self, absences: Mapping[Slot, Absence]) -> "Calls":
+        """Returns the calls with other absences."""
+        return self._varied(absences=absences)
+
+    def _varied(self, **changes: Any) -> "Calls":
+        """Returns the calls with changes that the values' lives do not depend on."""
+        calls = replace(self, **changes)
+        calls.__dict__["lives"] = self.lives
+        return calls
+
+    @cached_property
+    def fences(self) -> tuple[int | None, ...]:
+        """Returns for each call the smallest output whose memory no later call reuses.
+
+        None if there is no such output.
+        """
+        given_up = {
+            call.inputs[i]
+            for call in self.calls
+            for i in self.donated[call.program.key]
+        }
+        return tuple(_smallest(call, given_up) for call in self.calls)
+
+    def peak_bytes(self, temp_bytes: Mapping[str, int] | None = None) -> int:
+        """Returns the peak memory of slots, params, outputs and temporaries.
+
+        One call runs, and the next waits with its params and room for its outputs.
+
+        Args:
+          temp_bytes: Temporaries of compiled programs by key; by default estimates.
+        """
+        return max(self.call_bytes(temp_bytes), default=0)
+
+    def call_bytes(self, temp_bytes: Mapping[str, int] | None = None) -> list[int]:
+        """Returns the memory of each call while it runs; arguments as `peak_bytes`."""
+        if temp_bytes is None:
+            programs = {call.program.key: call.program for call in self.calls}
+            temp_bytes = {key: one.temp_bytes() for key, one in programs.items()}
+        return [
+            held + self._own_bytes(number, temp_bytes[call.program.key])
+            for number, (held, call) in enumerate(
+                zip(self.held_bytes(), self.calls, strict=True)
+            )
+        ]
+
+    def held_bytes(self) -> list[int]:
+        """Returns the bytes of values in memory while each call runs.
+
+        The call after it waits, so what must be gone for that one is gone. The outputs
+        of neither count.
+        """
+        change = [0] * (len(self.calls) + 1)
+        for slot, life in self.lives.items():
+            change[min(life.made + 1, len(self.calls))] += life.num_bytes
+            if life.reads and slot not in self.results:
+                change[life.reads[-1] + 1] -= life.num_bytes
+        for slot, absence in self.absences.items():
+            change[absence.gone - 1] -= self.lives[slot].num_bytes
+            change[absence.back - 1] += self.lives[slot].num_bytes
+        return list(accumulate(change[:-1]))
+
+    def value_bytes(self) -> list[int]:
+        """Returns the bytes of values during each call: held ones, and new ones.
+
+        The call after it waits with room for its outputs. Neither params, temporaries
+        nor gradients count.
+        """
+        made = [
+            sum(self.lives[slot].num_bytes for slot in call.outputs if slot is not None)
+            for call in self.calls
+        ]
+        return [
+            held + own + after
+            for held, own, after in zip(
+                self.held_bytes(), made, [*made[1:], 0], strict=True
+            )
+        ]
+
+    @cached_property
+    def num_forward(self) -> int:
+        """Number of calls before the first that belongs to backward."""
+        for number, call in enumerate(self.calls):
+            if call.is_repeat or call.program.name.startswith("backward"):
+                return number
+        return len(self.calls)
+
+    def coding(self, slot: Slot, needed: int) -> Coding | None:
+        """Returns the form of a value on a drive; None if its bits are kept.
+
+        Forward is exact: what it reads again keeps its bits.
+
+        Args:
+          slot: The value.
+          needed: The first call that reads it when it is back.
+        """
+        if needed < self.num_forward:
+            return None
+        return coding_of(self.form, self.lives[slot].aval.dtype, slot.number)
+
+    def stored_bytes(self, slot: Slot, needed: int) -> int:
+        """Returns the bytes of a value on drives; arguments as for `coding`."""
+        return stored_bytes(self.lives[slot].num_bytes, self.coding(slot, needed))
+
+    @cached_property
+    def lives(self) -> Mapping[Slot, "Life"]:
+        """The calls that make and read each value."""
+        lives: dict[Slot, Life] = {}
+        for i, call in enumerate(self.calls):
+            for ref in dict.fromkeys(call.inputs):
+                if isinstance(ref, Slot):
+                    lives[ref].reads.append(i)
+            for slot, value, own in zip(
+                call.outputs, call.program.outputs, self._made_bytes[i], strict=True
+            ):
+                if slot is not None:
+                    lives[slot] = Life(i, [], own, value.aval)
+        return lives
+
+    def _own_bytes(self, number: int, temp_bytes: int) -> int:
+        """Bytes of a call's params, temporaries and outputs, and of the next one's."""
+        call = self.calls[number]
+        own = self.fetched_bytes(call) + temp_bytes + self._new_bytes(number)
+        if number + 1 < len(self.calls):
+            own += self._new_bytes(number + 1)
+            own += self.fetched_bytes(self.calls[number + 1], call)
+        return own
+
+    def fetched_bytes(self, call: Call, before: Call | None = None) -> int:
+        """Bytes of params that a call reads and that the one before it does not."""
+        pieces = () if before is None else before.pieces
+        return call.bytes_beside(self.resident.union(pieces))
+
+    def _new_bytes(self, number: int) -> int:
+        """Bytes of a call's outputs that do not reuse an input's memory."""
+        program = self.calls[number].program
+        taken = sum(program.input_bytes[i] for i in self.donated[program.key])
+        return sum(self._made_bytes[number]) - taken
+
+    @cached_property
+    def _made_bytes(self) -> Sequence[Sequence[int]]:
+        """Bytes of each call's outputs."""
+        if self.output_bytes is not None:
+            return self.output_bytes
+        return [call.program.output_bytes for call in self.calls]
+
+
+@dataclass(frozen=True)
+class Life:
+    """The calls that make and read a value, in order, and its size and type."""
+
+    made: int
+    reads: list[int]
+    num_bytes: int
+    aval: Any
+
+
+def _paired(program: Program, inputs: set[int]) -> tuple[int, ...]:
+    """Selects one input of the same type for each output, if there is one."""
+    types = Counter((v.shape, v.dtype) for v in program.outputs)
+    chosen = []
+    for i in sorted(inputs):
+        value = program.inputs[i]
+        if types[value.shape, value.dtype]:
+            types[value.shape, value.dtype] -= 1
+            chosen.append(i)
+    return tuple(chosen)
+
+
+def _smallest(call: Call, given_up: Container[Origin | Slot | None]) -> int | None:
+    sizes = {
+        i: num_bytes
+        for i, num_bytes in enumerate(call.program.output_bytes)
+        if call.outputs[i] is None or call.outputs[i] not in given_up
+    }
+    return min(sizes, key=sizes.__getitem__, default=None)

@@ -1,0 +1,249 @@
+"""Divides the memory of host and JAX device; returns freed memory to the system.
+
+Invariant: the sum of the parts never exceeds the whole.
+"""
+
+import contextlib
+import ctypes
+import gc
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxinf.errors import BudgetError, StreamError
+from jaxinf.io.pages import page_ceil
+from jaxinf.streaming.program.meshes import mesh_text
+
+__all__ = [
+    "NUM_STAGED",
+    "READER_BYTES",
+    "DeviceLimit",
+    "Division",
+    "check_mesh",
+    "device_limit",
+    "divide",
+    "divide_reading",
+    "return_freed_memory",
+    "store_memory_bytes",
+]
+
+READER_BYTES = 16 << 20
+"""Memory for reading params beside the params themselves."""
+
+NUM_STAGED = 3
+"""The host has room for so many of the largest unit, if the device has memory of its
+own: one is read, one is copied, and its copy is pinned."""
+
+_FREE_SHARE = 0.9
+_M_MMAP_THRESHOLD = -3
+_MMAP_THRESHOLD_BYTES = 256 << 10
+_RING_SHARE = 8
+_MAX_RING_BYTES = 512 << 20
+_MIN_STORE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class DeviceLimit:
+    """The limit on the JAX device's memory.
+
+    Attributes:
+      num_bytes: The limit; None for none but the host's.
+      is_host: Whether the device's memory is the host's.
+    """
+
+    num_bytes: int | None = None
+    is_host: bool = True
+
+
+@dataclass(frozen=True)
+class Division:
+    """Bytes of memory.
+
+    Attributes:
+      ring: The store's own buffers.
+      gradients: Gradients on the host that wait for their update.
+      programs: Params, values and temporaries of a step's programs.
+      staged: Host memory for params that are on their way to the device, or wait for
+        their update; 0 if the device's memory is the host's.
+      leaving: Gradients that leave the device or wait for their update.
+      limit: The argument that limits `programs`.
+    """
+
+    ring: int
+    gradients: int
+    programs: int
+    staged: int
+    leaving: int
+    limit: str
+
+    def without(
+        self, num_bytes: int, purpose: str, *, is_on_device: bool = False
+    ) -> "Division":
+        """Returns the same with less of the host's memory for the programs.
+
+        Args:
+          num_bytes: The bytes.
+          purpose: What takes them, for errors.
+          is_on_device: Whether the device's memory is meant instead.
+
+        Raises:
+          BudgetError: Nothing is left for them.
+        """
+        is_staged = self.staged > 0 and not is_on_device
+        host_bytes = self.staged if is_staged else self.programs
+        if num_bytes >= host_bytes:
+            limit = self.limit if is_on_device else "memory_bytes"
+            raise BudgetError(
+                limit,
+                f"it leaves {host_bytes} bytes for the program, and {purpose} takes "
+                f"{num_bytes}",
+                num_bytes - host_bytes + 1,
+            )
+        if is_staged:
+            return replace(self, staged=self.staged - num_bytes)
+        return replace(self, programs=self.programs - num_bytes)
+
+
+def store_memory_bytes(memory_bytes: int) -> int:
+    """The `memory_bytes` to open a store with, which decide how it divides chunks."""
+    return max(_MIN_STORE_BYTES, memory_bytes // _RING_SHARE)
+
+
+def check_mesh(mesh: Mesh | None, policy: str) -> None:
+    """Refuses what does not run on several devices.
+
+    Args:
+      mesh: The devices; None for one.
+      policy: The treatment of values that backward needs.
+
+    Raises:
+      StreamError: Names it.
+    """
+    if mesh is not None and policy not in ("recompute", "keep"):
+        raise StreamError(
+            f'policy="{policy}": not supported yet on several devices, found '
+            f'{mesh_text(mesh)}; use "recompute" or "keep"'
+        )
+
+
+def num_together(mesh: Mesh | None) -> int:
+    """Returns the number of a mesh's devices that share one limited memory."""
+    if mesh is None or not device_is_host(mesh.devices.flat[0]):
+        return 1
+    return mesh.size
+
+
+def device_is_host(device: Any) -> bool:
+    """Whether a JAX device computes in the host's memory."""
+    return device.platform == "cpu"
+
+
+def device_limit(device: Any, num_bytes: int | None) -> DeviceLimit:
+    """Returns the limit for a JAX device.
+
+    Args:
+      device: The device, of `jax.devices`.
+      num_bytes: `device_memory_bytes`; None for most of what is free, if the device has
+        memory of its own.
+
+    Raises:
+      StreamError: The device does not say what is free.
+    """
+    is_host = device_is_host(device)
+    if num_bytes is not None or is_host:
+        return DeviceLimit(num_bytes, is_host)
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        raise StreamError(
+            f"device_memory_bytes: {device} does not tell the size of its memory; pass "
+            "the bytes that params, values and temporaries of a step may take there"
+        )
+    free_bytes = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    return DeviceLimit(int(free_bytes * _FREE_SHARE), is_host)
+
+
+def divide(
+    memory_bytes: int,
+    ring_bytes: int,
+    gradient_bytes: int,
+    device: DeviceLimit = DeviceLimit(),
+) -> Division:
+    """Divides the memory.
+
+    Args:
+      memory_bytes: All host memory of a step.
+      ring_bytes: The least size of the store's buffers.
+      gradient_bytes: Size of the largest unit, whose gradient is handed out.
+      device: The limit on the device's memory.
+
+    Raises:
+      BudgetError: No memory is left for the programs.
+    """
+    ring = max(ring_bytes, min(memory_bytes // _RING_SHARE, _MAX_RING_BYTES))
+    gradients = max(gradient_bytes, memory_bytes // _RING_SHARE)
+    reader = min(READER_BYTES, memory_bytes // _RING_SHARE)
+    rest = memory_bytes - ring - gradients - reader
+    least = 1 if device.is_host else NUM_STAGED * page_ceil(gradient_bytes)
+    if rest < least:
+        raise BudgetError(
+            "memory_bytes",
+            f"expected room for the store's buffers ({ring_bytes} bytes), for the "
+            f"largest gradient ({gradient_bytes} bytes) and for "
+            f"{_params_text(device, least)}, found {memory_bytes}",
+            least - rest,
+        )
+    if device.num_bytes is None:
+        return Division(ring, gradients, rest, 0, gradients, "memory_bytes")
+    if device.is_host:
+        is_less = device.num_bytes < rest
+        limit = "device_memory_bytes" if is_less else "memory_bytes"
+        return Division(
+            ring, gradients, min(rest, device.num_bytes), 0, gradients, limit
+        )
+    leaving = min(gradients, max(gradient_bytes, device.num_bytes // _RING_SHARE))
+    programs = device.num_bytes - leaving
+    if programs <= 0:
+        raise BudgetError(
+            "device_memory_bytes",
+            f"expected room for the largest gradient ({gradient_bytes} bytes) and for "
+            f"the program's params, found {device.num_bytes}",
+            1 - programs,
+        )
+    return Division(ring, gradients, programs, rest, leaving, "device_memory_bytes")
+
+
+def divide_reading(memory_bytes: int, device: DeviceLimit = DeviceLimit()) -> Division:
+    """Divides the memory of programs that read params and update nothing.
+
+    Args:
+      memory_bytes: All host memory.
+      device: The limit on the device's memory.
+    """
+    rest = memory_bytes - min(READER_BYTES, memory_bytes // _RING_SHARE)
+    limit = "device_memory_bytes"
+    if device.num_bytes is None:
+        return Division(0, 0, rest, 0, 0, "memory_bytes")
+    if device.is_host:
+        limit = limit if device.num_bytes < rest else "memory_bytes"
+        return Division(0, 0, min(rest, device.num_bytes), 0, 0, limit)
+    return Division(0, 0, device.num_bytes, rest, 0, limit)
+
+
+def _params_text(device: DeviceLimit, least_bytes: int) -> str:
+    if device.is_host:
+        return "the program's params"
+    return f"params on their way to the device ({least_bytes} bytes)"
+
+
+def return_freed_memory() -> None:
+    """Gives freed memory back to the system, now and from now on; does so with glibc.
+
+    Otherwise the memory that tracing, compilation and XLA's CPU client free would stay
+    with the process, up to the peak. Other C libraries return it by themselves.
+    """
+    libc = ctypes.CDLL(None)
+    gc.collect()  # a traced program's nodes and values refer to each other
+    with contextlib.suppress(AttributeError):
+        libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+        libc.malloc_trim(0)

@@ -1,0 +1,378 @@
+"""Plans a streamed step: from a loss function to the calls of its programs.
+
+Invariant: the same jaxpr and the same cuts give the same programs, in every process.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import chain
+from typing import Any
+
+from jaxinf.errors import BudgetError
+from jaxinf.streaming.plan.calls import Calls, Policy
+from jaxinf.streaming.plan.forms import Form
+from jaxinf.streaming.plan.offload import fitted, least_offloaded_bytes
+from jaxinf.streaming.plan.report import plan_text
+from jaxinf.streaming.plan.search import Choice
+from jaxinf.streaming.plan.sequence import all_repeats, make_calls
+from jaxinf.streaming.plan.wear import Wear
+from jaxinf.streaming.program.classify import classify
+from jaxinf.streaming.program.cut import choose_cuts, isolated, segment_bytes
+from jaxinf.streaming.program.graph import Piece
+from jaxinf.streaming.program.inline import build_graph
+from jaxinf.streaming.program.keys import Keys, stable
+from jaxinf.streaming.program.lifetimes import Lifetimes
+from jaxinf.streaming.program.order import schedule
+from jaxinf.streaming.program.programs import Program, Programs, make_programs
+from jaxinf.streaming.program.trace import Traced, trace, trace_function
+from jaxinf.typing import PyTree
+
+__all__ = [
+    "PLAN_VERSION",
+    "Plan",
+    "Prepared",
+    "least_bytes",
+    "prepare",
+    "prepare_function",
+]
+
+PLAN_VERSION = 2
+"""Changed whenever equal cuts would give other programs, and so other bits."""
+
+# A segment may take the budget divided by this.
+_SHARE = 3
+_MAX_HALVINGS = 14
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The programs of a step, and their calls; as a string, a table of segments.
+
+    Attributes:
+      traced: The loss function and its gradient.
+      cuts: Starts of the segments in the forward order.
+      programs: The segments' programs.
+      calls: Their calls.
+      policy: The treatment of values that backward needs.
+      peak_bytes: The peak memory of a step, as estimated before compilation.
+      kept_bytes: Memory of params that stay between steps, in addition.
+      again: With `"plan"`, the calls if all segments run forward again.
+      choice: With `"plan"`, what was chosen for values and segments.
+      wear: With `"plan"`, the wear of drives by the last steps.
+    """
+
+    traced: Traced
+    cuts: tuple[int, ...]
+    programs: Programs
+    calls: Calls
+    policy: Policy
+    peak_bytes: int
+    kept_bytes: int = 0
+    again: Calls | None = None
+    choice: Choice | None = None
+    wear: Wear | None = None
+
+    def __str__(self) -> str:
+        return plan_text(
+            self.traced,
+            self.programs,
+            self.calls,
+            self.policy,
+            self.peak_bytes,
+            self.kept_bytes,
+            self.choice,
+            self.wear,
+        )
+
+    def without_graph(self) -> "Plan":
+        """Returns a plan to run and to print, for when its programs are compiled.
+
+        The graph of a deep model takes about 1 MiB a layer.
+        """
+        light = cache(Program.without_nodes)
+        calls = (replace(one, program=light(one.program)) for one in self.calls.calls)
+        return replace(
+            self,
+            traced=replace(self.traced, closed=None),
+            programs=Programs(
+                tuple(map(light, self.programs.forward)),
+                tuple(one and light(one) for one in self.programs.backward),
+                tuple(map(light, self.programs.free)),
+            ),
+            calls=replace(self.calls, calls=tuple(calls)),
+            again=None,
+            choice=None,
+        )
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether values may be on a drive for a part of a step."""
+        return self.policy in ("offload", "plan")
+
+    def beside(self, pieces: frozenset[Piece]) -> "Plan":
+        """Returns the plan with parts of params that are in memory in any case."""
+        again = self.again and replace(self.again, resident=pieces)
+        return replace(self, calls=replace(self.calls, resident=pieces), again=again)
+
+    def least_bytes(self, temp_bytes: Mapping[str, int] | None = None) -> int:
+        """Returns the least memory of a step; argument as for `Calls.peak_bytes`."""
+        if not self.is_offloaded:
+            return self.calls.peak_bytes(temp_bytes)
+        return min(least_offloaded_bytes(calls, temp_bytes) for calls in self.ways)
+
+    @property
+    def ways(self) -> tuple[Calls, ...]:
+        """The calls, and with `"plan"` those if all segments run forward again."""
+        return (self.calls, self.again) if self.again else (self.calls,)
+
+    def fitted(
+        self,
+        budget_bytes: int,
+        temp_bytes: Mapping[str, int],
+        form: Form | None = None,
+    ) -> "Plan":
+        """Returns the plan with as few values on a drive as the budget allows.
+
+        Args:
+          budget_bytes: Memory for a step's programs; at least `peak_bytes`.
+          temp_bytes: Temporaries of the compiled programs by key.
+          form: Form of values on drives; see `Calls`.
+        """
+        own = replace(self.calls, form=form)
+        calls = own.lent()
+        if calls.peak_bytes(temp_bytes) > budget_bytes:
+            calls = fitted(
+                own, budget_bytes, lambda calls: calls.call_bytes(temp_bytes)
+            ).lent()
+        return replace(self, calls=calls, peak_bytes=calls.peak_bytes(temp_bytes))
+
+    def chosen(self, choice: Choice) -> "Plan":
+        """Returns the plan with the calls of a choice."""
+        peak = choice.peak_bytes
+        return replace(self, calls=choice.calls, peak_bytes=peak, choice=choice)
+
+    @property
+    def temp_bytes(self) -> Mapping[str, int]:
+        """Temporaries of the programs by key, as estimated before compilation."""
+        return {program.key: program.temp_bytes() for program in self.distinct}
+
+    @property
+    def distinct(self) -> tuple[Program, ...]:
+        """Programs to compile: one for each key, in the order of their first call."""
+        found: dict[str, Program] = {}
+        for call in self.calls.calls:
+            found.setdefault(call.program.key, call.program)
+        return tuple(found.values())
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A traced loss function, ready to be cut."""
+
+    traced: Traced
+    lifetimes: Lifetimes
+    keys: Keys
+
+    @cached_property
+    def tokens(self) -> list[str]:
+        """Tokens of the forward nodes; equal ones have equal computations."""
+        return [self.keys.node(node) for node in self.lifetimes.order.forward]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the whole computation, the same in every process."""
+        graph = self.lifetimes.graph
+        inputs = {
+            value: None
+            for node in graph.nodes
+            for value in node.inputs
+            if value.origin is not None
+        }
+        lines = self.keys.lines(tuple(inputs), graph.nodes, graph.outputs)
+        origins = (str(value.origin) for value in inputs)
+        targets = "\n".join(map(str, graph.gradients))
+        traced = self.traced
+        specs: list[str] = []
+        if traced.mesh is not None:
+            specs = [str(a.sharding.spec) for a in (*traced.params, *traced.batch)]
+        return stable(chain(lines, origins, [targets], traced.names, specs))
+
+    @property
+    def gradient_pieces(self) -> tuple[Piece, ...]:
+        """Parts of params whose gradients are handed out."""
+        return tuple(self.lifetimes.graph.gradients)
+
+    def plan(
+        self,
+        budget_bytes: int,
+        policy: Policy = "recompute",
+        measure: Callable[[Plan], int] | None = None,
+        limit: str = "memory_bytes",
+    ) -> Plan:
+        """Cuts the program so that a step's memory fits.
+
+        Args:
+          budget_bytes: Memory for a step's programs.
+          policy: The treatment of values that backward needs.
+          measure: Returns the memory that a plan needs; by default it is estimated. It
+            is called for plans that would fit without temporaries.
+          limit: The argument that sets the budget.
+
+        Raises:
+          BudgetError: No cut fits; names the params that are too large.
+        """
+        best: tuple[int, Plan] | None = None
+        plans = self._plans(budget_bytes, policy)
+        if policy == "plan":
+            plans = sorted(plans, key=lambda plan: _leaving_bytes(plan, budget_bytes))
+        for plan in plans:
+            peak = least_bytes(plan)
+            if measure is None:
+                peak = plan.peak_bytes
+            elif peak <= budget_bytes:
+                peak = measure(plan)
+            if peak <= budget_bytes:
+                return replace(plan, peak_bytes=peak)
+            if best is None or peak < best[0]:
+                best = (peak, plan)
+        assert best is not None, "there is a plan for every limit"
+        raise self._refusal(*best, budget_bytes, limit)
+
+    def smallest_bytes(self, policy: Policy = "recompute") -> int:
+        """Returns the smallest budget that `plan` accepts by estimates."""
+        return min(plan.peak_bytes for plan in self._plans(0, policy))
+
+    def _plans(self, budget_bytes: int, policy: Policy) -> Iterator[Plan]:
+        """Yields plans to try, each once: with ever smaller segments, then larger ones.
+
+        A segment may take a third of the budget: one runs, one waits, one is fetched.
+        Segments with more bytes than all params suit values that have more. They come
+        first if they are half as many and a step takes no more memory, and else last.
+        """
+        usual, large = self._limits(budget_bytes, policy)
+        most = budget_bytes // _SHARE
+        usual.sort(key=lambda limit: limit > most)
+        fitting = [limit for limit in large if limit <= most]
+        made: dict[tuple[int, ...], Plan] = {}
+        first: list[Plan] = []
+        if fitting and policy in ("recompute", "keep"):
+            plans = self._cut(usual, policy, made)
+            fine = next((one for one in plans if one.peak_bytes <= budget_bytes), None)
+            coarse = self._cut(fitting, policy, made)
+            first = [one for one in coarse if fine is None or _is_better(one, fine)]
+        yield from first
+        for plan in self._cut([*usual, *large], policy, made):
+            if all(plan is not other for other in first):
+                yield plan
+
+    def _limits(self, budget_bytes: int, policy: Policy) -> tuple[list[int], list[int]]:
+        """Bytes of segments to try, each list in falling order.
+
+        Returns:
+          Those up to the bytes of all params; more, up to those of the whole program.
+        """
+        bits = self.lifetimes.piece_bytes(self.lifetimes.sizes).bit_length()
+        least = max(0, bits - _MAX_HALVINGS)
+        num_nodes = len(self.lifetimes.order.forward)
+        most = segment_bytes(self.lifetimes, 0, num_nodes) if num_nodes else 0
+        whole = most.bit_length()
+        if policy == "plan":  # it compares all cuts
+            bits = whole = max(bits, budget_bytes.bit_length())
+        return (
+            [1 << n for n in range(bits, least, -1)],
+            [1 << n for n in range(whole, bits, -1)],
+        )
+
+    def _cut(
+        self,
+        limits: Sequence[int],
+        policy: Policy,
+        made: dict[tuple[int, ...], Plan],
+    ) -> Iterator[Plan]:
+        """Yields the plans for limits of segments, each once; keeps them in `made`."""
+        seen: set[tuple[int, ...]] = set()
+        for limit in limits:
+            cuts = choose_cuts(self.lifetimes, self.tokens, limit)
+            if policy == "plan":
+                cuts = isolated(self.lifetimes, cuts)
+            if cuts not in seen:
+                seen.add(cuts)
+                if cuts not in made:
+                    made[cuts] = self.plan_of(cuts, policy)
+                yield made[cuts]
+
+    def plan_of(self, cuts: Sequence[int], policy: Policy = "recompute") -> Plan:
+        """Makes the plan with given cuts."""
+        programs = make_programs(self.lifetimes, cuts, self.keys)
+        graph, again = self.lifetimes.graph, None
+        calls = make_calls(graph, programs, policy)
+        if self.traced.mesh is not None:  # shardings of values are not known yet
+            calls = replace(calls, lenders=frozenset())
+        if policy == "plan":
+            again = make_calls(graph, programs, policy, all_repeats(programs))
+        plan = Plan(self.traced, tuple(cuts), programs, calls, policy, 0, again=again)
+        return replace(plan, peak_bytes=plan.least_bytes())
+
+    def _refusal(
+        self, needed_bytes: int, best: Plan, budget_bytes: int, limit: str
+    ) -> BudgetError:
+        worst = max(best.calls.calls, key=lambda call: call.num_fetched_bytes)
+        sizes = self.lifetimes.sizes
+        pieces = sorted(set(worst.pieces), key=lambda p: -sizes[p])[:4]
+        named = ", ".join(f"{self._name(p)} ({sizes[p]} bytes)" for p in pieces)
+        lives = best.calls.lives.values()
+        value_bytes = max((life.num_bytes for life in lives), default=0)
+        return BudgetError(
+            limit,
+            f"it leaves {budget_bytes} bytes for params, values and temporaries of the "
+            f"program, whose smallest cut takes {needed_bytes}, with {named}; the "
+            f"largest value between programs has {value_bytes} bytes",
+            needed_bytes - budget_bytes,
+            ", or give a smaller batch",
+        )
+
+    def _name(self, piece: Piece) -> str:
+        index = "".join(f"[{i}]" for i in piece.index)
+        rows = f"[{piece.rows[0]}:{piece.rows[1]}]" if piece.rows else ""
+        return f"{self.traced.names[piece.leaf]}{index}{rows}"
+
+
+def least_bytes(plan: Plan) -> int:
+    """The memory that a plan takes at least: that without temporaries."""
+    return plan.least_bytes(defaultdict(int))
+
+
+def _is_better(coarse: Plan, fine: Plan) -> bool:
+    """Whether cuts save many segments and no memory is lost, by estimates."""
+    is_far_coarser = 2 * len(coarse.programs.forward) <= len(fine.programs.forward)
+    return is_far_coarser and coarse.peak_bytes <= fine.peak_bytes
+
+
+def _leaving_bytes(plan: Plan, budget_bytes: int) -> float:
+    """An estimate of the bytes that leave in a step if none runs forward again."""
+    found = plan.fitted(budget_bytes, plan.temp_bytes)
+    if found.peak_bytes > budget_bytes:
+        return math.inf
+    calls = found.calls
+    return sum(calls.lives[slot].num_bytes for slot in calls.absences)
+
+
+def prepare(
+    loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, *, has_aux: bool = False
+) -> Prepared:
+    """Traces `loss_fn` and orders its nodes; raises the errors of `trace`."""
+    return _prepared(trace(loss_fn, params, batch, has_aux=has_aux))
+
+
+def prepare_function(fn: Callable[..., Any], params: PyTree, batch: PyTree) -> Prepared:
+    """Traces `fn`, which has no gradient; raises the errors of `trace_function`."""
+    return _prepared(trace_function(fn, params, batch))
+
+
+def _prepared(traced: Traced) -> Prepared:
+    graph = build_graph(traced)
+    classes = classify(graph)
+    return Prepared(traced, Lifetimes(graph, classes, schedule(graph, classes)), Keys())

@@ -1,0 +1,239 @@
+"""Chooses the params that stay in memory between steps.
+
+Invariant: what stays takes no more than was asked for, and saves the most bytes on the
+drive for each byte of memory.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, TypeAlias
+
+from jaxinf.errors import BudgetError
+from jaxinf.streaming.plan.calls import Call, Slot
+from jaxinf.streaming.plan.memory import Division
+from jaxinf.streaming.plan.plan import Plan
+from jaxinf.streaming.plan.reads import Fetch, completions, page_bytes
+from jaxinf.streaming.program.graph import Piece
+from jaxinf.streaming.program.units import Places, Unit
+from jaxinf.terminal import given_bytes
+
+__all__ = ["Keep", "Keeper", "Keeping", "beside", "check_keep", "updated_in_place"]
+
+Keep: TypeAlias = Literal["params"] | int | None
+
+
+def check_keep(keep: int | str | None) -> Keep:
+    """Returns `keep` with an amount in bytes.
+
+    Raises:
+      ValueError: It is neither ``"params"`` nor an amount.
+    """
+    if keep is None or keep == "params":
+        return keep
+    try:
+        return given_bytes("keep", keep, least=0)
+    except ValueError as error:
+        raise ValueError(
+            f'keep={keep!r}: expected "params" or bytes, such as "2GiB"'
+        ) from error
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """Units that stay.
+
+    Attributes:
+      units: The units.
+      in_place: Those that no program reads after their update.
+      num_bytes: Memory for all.
+      pieces: The parts of params that they serve.
+    """
+
+    units: frozenset[Unit] = frozenset()
+    in_place: frozenset[Unit] = frozenset()
+    num_bytes: int = 0
+    pieces: frozenset[Piece] = frozenset()
+
+    def applied(self, plan: Plan) -> Plan:
+        """Returns the plan with these units in memory; they do not count in calls."""
+        return replace(plan.beside(self.pieces), kept_bytes=self.num_bytes)
+
+
+class Keeper:
+    """Chooses the units of a plan that stay.
+
+    Args:
+      keep: The option.
+      places: The store's units.
+      updated: Units that are updated alone; others never stay.
+      division: Memory.
+      reads: Returns the reads of a plan's step with given memory.
+      rereads: Whether an update reads the params of a unit from the drive, if no read
+        for a program serves it.
+      measure: Returns the memory of a plan's programs.
+    """
+
+    def __init__(
+        self,
+        keep: Keep,
+        places: Places,
+        updated: Collection[Unit],
+        division: Division,
+        reads: Callable[[Plan, Division], Sequence[Fetch]],
+        rereads: Callable[[Unit], bool],
+        measure: Callable[[Plan], int],
+    ) -> None:
+        self._keep = keep
+        self._places = places
+        self._updated = sorted(updated, key=lambda unit: (unit.leaf, unit.index))
+        self._division = division
+        self._reads = reads
+        self._rereads = rereads
+        self._measure = measure
+        if self._amount > division.programs:
+            raise self._refusal()
+
+    def peak_bytes(self, plan: Plan) -> int:
+        """Returns the memory of a step's programs, with what stays."""
+        keeping = self._choose(plan)
+        return keeping.num_bytes + self._measure(keeping.applied(plan))
+
+    def applied(self, plan: Plan) -> tuple[Plan, Keeping]:
+        """Returns the plan with what stays beside it, and that."""
+        keeping = self._choose(plan)
+        rest_bytes = plan.peak_bytes - keeping.num_bytes
+        return replace(keeping.applied(plan), peak_bytes=rest_bytes), keeping
+
+    def _choose(self, plan: Plan) -> Keeping:
+        if not self._amount:
+            return Keeping()
+        calls = plan.calls.calls
+        in_place = updated_in_place(calls, self._places, _read_again(plan))
+        twice = completions(calls, self._places).keys() - in_place
+        sizes = {
+            unit: page_bytes(unit) * (2 if unit in twice else 1)
+            for unit in self._updated
+        }
+        chosen: list[Unit] = []
+        left = sum(sizes.values()) if self._keep == "params" else self._amount
+        for unit in self._ranked(plan, sizes):
+            if sizes[unit] <= left:
+                left -= sizes[unit]
+                chosen.append(unit)
+        units = frozenset(chosen)
+        return Keeping(
+            units,
+            in_place & units,
+            sum(sizes[unit] for unit in chosen),
+            frozenset(
+                piece
+                for call in calls
+                for piece in call.pieces
+                if self._places.unit(piece) in units
+            ),
+        )
+
+    @cached_property
+    def _amount(self) -> int:
+        all_bytes = sum(map(page_bytes, self._updated))
+        match self._keep:
+            case None:
+                return 0
+            case int(amount):
+                return min(amount, all_bytes)
+            case _:
+                return all_bytes
+
+    def _ranked(self, plan: Plan, sizes: Mapping[Unit, int]) -> list[Unit]:
+        """The units, those first that save most; of equal ones those read far apart."""
+        if self._keep == "params":
+            return self._updated
+        programs = self._division.programs - self._amount
+        plan = replace(plan, peak_bytes=self._measure(plan))
+        found: dict[Unit, list[Fetch]] = {unit: [] for unit in self._updated}
+        for fetch in self._reads(plan, replace(self._division, programs=programs)):
+            found.setdefault(fetch.unit, []).append(fetch)
+
+        def rank(unit: Unit) -> tuple[float, int]:
+            own = found[unit]
+            is_served = any(fetch.gradient is not None for fetch in own)
+            num_reads = len(own) + (not is_served and self._rereads(unit))
+            apart = own[-1].first - own[0].last if own else 0
+            return -num_reads * unit.num_bytes / sizes[unit], -apart
+
+        return sorted((u for u in self._updated if found[u]), key=rank)
+
+    def _refusal(self) -> BudgetError:
+        division = self._division
+        return BudgetError(
+            division.limit,
+            f"keep={self._keep!r}: expected room for {self._amount} bytes of params "
+            f"that stay, found {division.programs}, which are left for the program",
+            self._amount - division.programs,
+            ", or keep fewer bytes",
+        )
+
+
+def beside(division: Division, keeping: Keeping) -> Division:
+    """Returns the memory that is left beside params that stay.
+
+    An update on the host takes a unit from a device with memory of its own, and makes
+    the new one, in host memory.
+    """
+    programs = division.programs - keeping.num_bytes
+    staged = division.staged
+    if staged:
+        largest = max((page_bytes(unit) for unit in keeping.units), default=0)
+        staged = max(1, staged - 2 * largest)
+    return replace(division, programs=programs, staged=staged)
+
+
+def _read_again(plan: Plan) -> Callable[[Call], Sequence[Piece]]:
+    """The params that are read beside a call if its segment runs forward again.
+
+    A plan may choose that, and a value that is lost on a drive is computed again.
+    """
+    if not plan.is_offloaded:
+        return lambda call: ()
+    programs = plan.programs
+    found = {
+        id(backward): [
+            value.origin for value in forward.inputs if isinstance(value.origin, Piece)
+        ]
+        for forward, backward in zip(programs.forward, programs.backward, strict=True)
+    }
+    return lambda call: found.get(id(call.program), ())
+
+
+def updated_in_place(
+    calls: Sequence[Call],
+    places: Places,
+    read_again: Callable[[Call], Sequence[Piece]] = lambda call: (),
+) -> frozenset[Unit]:
+    """Returns the units whose params no program reads when their gradient is there.
+
+    The program before the one that completes the gradient may still run, unless that
+    one waits for it.
+
+    Args:
+      calls: The calls of a step.
+      places: The store's units.
+      read_again: Returns what may be read in addition just before a call.
+    """
+    readers: dict[Unit, set[int]] = {}
+    for number, call in enumerate(calls):
+        for piece in (*call.pieces, *read_again(call)):
+            readers.setdefault(places.unit(piece), set()).add(number)
+
+    def is_over(reader: int, last: int) -> bool:
+        if reader == last - 1:
+            made = {slot for slot in calls[reader].outputs if slot is not None}
+            return bool(made & {r for r in calls[last].inputs if isinstance(r, Slot)})
+        return reader <= last
+
+    return frozenset(
+        unit
+        for unit, last in completions(calls, places).items()
+        if all(is_over(reader, last) for reader in readers.get(unit, ()))
+    )

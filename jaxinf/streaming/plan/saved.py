@@ -1,0 +1,113 @@
+"""Plans kept in a store, because bits depend on the cuts of a program.
+
+    STORE/stream/<digest of leaves and batch>.json    version, fingerprint, cuts, …
+
+Invariant: a kept plan is used, or refused by name; it is never replaced unless the user
+  asks.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxinf.errors import BudgetError, StoreFormatError, StreamError
+from jaxinf.store import check_plans_folder, plans_folder, read_plan, write_document
+from jaxinf.streaming.plan.calls import Policy
+from jaxinf.streaming.plan.plan import PLAN_VERSION, Plan, Prepared
+from jaxinf.streaming.program.meshes import axes_text
+
+__all__ = ["keep_plan", "kept_plan"]
+
+
+def kept_plan(
+    folder: Path,
+    ready: Prepared,
+    budget_bytes: int,
+    policy: Policy,
+    measure: Callable[[Plan], int],
+    limit: str,
+) -> Plan | None:
+    """Reads the store's plan for these leaves and this batch; None if there is none.
+
+    Args:
+      folder: The store's folder.
+      ready: The traced loss function.
+      budget_bytes: Memory for a step's programs.
+      policy: As for `Prepared.plan`; it is not kept.
+      measure: Returns the memory that a plan needs.
+      limit: The argument that sets the budget.
+
+    Raises:
+      StreamError: The plan is for another function, version or mesh.
+      BudgetError: It needs more memory.
+      StoreFormatError: The plan is damaged.
+    """
+    path = check_plans_folder(folder) / _name(ready)
+    if not os.path.lexists(path):
+        return None
+    kept = read_plan(path)
+    _check_mesh(path, kept, ready.traced.mesh)
+    if kept["version"] != PLAN_VERSION or kept["fingerprint"] != ready.fingerprint:
+        raise StreamError(
+            f"{path}: the store was trained with another loss function for params and "
+            "batches of these shapes, with other shardings of these, or by another "
+            "version of jaxinf or JAX; pass replan=True to go on with this one and "
+            "replace the kept plan"
+        )
+    num_nodes = len(ready.lifetimes.order.forward)
+    if kept["cuts"][-1] != num_nodes:
+        raise StoreFormatError(
+            f"{path}: expected cuts of a program of {num_nodes} nodes, found "
+            f"{kept['cuts']}; the file was edited or damaged: remove it, and the "
+            "program is planned anew (its bits may differ then)"
+        )
+    plan = ready.plan_of(kept["cuts"], policy)
+    peak = measure(plan)
+    if peak > budget_bytes:
+        raise BudgetError(
+            limit,
+            f"it leaves {budget_bytes} bytes for the plan that the store was trained "
+            f"with ({path}), which takes {peak}",
+            peak - budget_bytes,
+            ", or pass replan=True for another plan (bits then differ from here on)",
+        )
+    return replace(plan, peak_bytes=peak)
+
+
+def keep_plan(folder: Path, ready: Prepared, plan: Plan) -> None:
+    """Keeps a plan for later runs."""
+    path = plans_folder(folder) / _name(ready)
+    content: dict[str, Any] = {
+        "version": PLAN_VERSION,
+        "fingerprint": ready.fingerprint,
+        "cuts": list(plan.cuts),
+    }
+    if ready.traced.mesh is not None:
+        content["mesh"] = dict(ready.traced.mesh.shape)
+    write_document(path, content)
+
+
+def _check_mesh(path: Path, kept: Mapping[str, Any], mesh: Mesh | None) -> None:
+    before, now = kept.get("mesh", {}), dict(mesh.shape) if mesh else {}
+    if before != now:
+        raise StreamError(
+            f"{path}: the store was trained on {axes_text(before)}, found arrays on "
+            f"{axes_text(now)}; use a mesh like that, or pass replan=True to go on "
+            "with this one and replace the kept plan (bits then differ from here on)"
+        )
+
+
+def _name(ready: Prepared) -> str:
+    traced = ready.traced
+    leaves = [
+        f"{name}:{aval.dtype}{aval.shape}"
+        for name, aval in zip(traced.names, traced.params, strict=True)
+    ]
+    batch = [f"{aval.dtype}{aval.shape}" for aval in traced.batch]
+    text = "\n".join([*leaves, "", *batch])
+    return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"

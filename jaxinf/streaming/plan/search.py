@@ -1,0 +1,307 @@
+"""Chooses for each segment whether it runs forward again, and for each value whether it
+is kept or offloaded, so that a step takes the least time in the memory it has.
+
+    which segments run again ─► calls ─► absences that fit ─► simulated step ─► the best
+
+The segments that run again are searched; for each set of them Belady's rule gives the
+values that leave, and a step is simulated with measured times and bandwidths. Simple
+rules are simulated, too, and the best of all is chosen.
+
+Invariant: a choice changes time, memory and traffic, never bits.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import TypeAlias
+
+from jaxinf.streaming.plan.calls import Absence, Calls, Slot
+from jaxinf.streaming.plan.forms import Form
+from jaxinf.streaming.plan.offload import fitted
+from jaxinf.streaming.plan.rules import RULES
+from jaxinf.streaming.plan.sequence import (
+    Reach,
+    Repeats,
+    Targets,
+    all_repeats,
+    make_calls,
+)
+from jaxinf.streaming.plan.simulator import Profile, simulate
+from jaxinf.streaming.plan.tiers import Tiers
+from jaxinf.streaming.program.graph import Piece, num_bytes
+from jaxinf.streaming.program.programs import Programs
+from jaxinf.terminal import format_bytes
+
+__all__ = ["Choice", "Problem", "choose", "rules_of"]
+
+# No more choices of segments than these are searched completely.
+_MOST_EXHAUSTIVE = 128
+_NUM_CLIMBS = 8
+# So many calls are simulated in all, some 10 us each, and at least so many sets.
+_MOST_CALLS = 16_000
+_LEAST_TRIED = 100
+
+_Chosen: TypeAlias = frozenset[tuple[int, Reach]]
+
+
+def _nothing_fetched(calls: Calls, peak_bytes: int) -> Mapping[int, int]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What there is to choose, and the limits.
+
+    Attributes:
+      targets: Results and gradients of the whole program.
+      programs: Its segments' programs.
+      budget_bytes: The most memory of a step.
+      memory: Returns the memory during each call, such as `Calls.call_bytes`.
+      resident: Parts of params that are in memory in any case.
+      admits: Returns whether calls that were chosen do fit; may compile them.
+      fetched: Returns for calls and their peak memory the bytes of params that are read
+        for each call, by its number.
+      form: Form of values on drives; see `Calls`.
+      tiers: Returns where values of calls wait; None if the device's memory is the
+        host's.
+    """
+
+    targets: Targets
+    programs: Programs
+    budget_bytes: int
+    memory: Callable[[Calls], Sequence[int]]
+    resident: frozenset[Piece] = frozenset()
+    admits: Callable[[Calls], bool] = lambda calls: True
+    fetched: Callable[[Calls, int], Mapping[int, int]] = _nothing_fetched
+    form: Form | None = None
+    tiers: Callable[[Calls], Tiers | None] = lambda calls: None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan of a step, and what it is expected to cost.
+
+    Attributes:
+      repeats: Segments that run forward again.
+      calls: The calls, with absences.
+      peak_bytes: The step's peak memory.
+      expected_s: The step's simulated time.
+      bound_s: A time that no plan can beat: that of the programs, each run once.
+      num_tried: Number of sets of segments that were simulated.
+      rules: Simulated times of simple rules; infinite for those that do not fit.
+    """
+
+    repeats: Repeats
+    calls: Calls = field(repr=False)
+    peak_bytes: int
+    expected_s: float
+    bound_s: float
+    num_tried: int = 1
+    rules: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[_Chosen, frozenset[tuple[Slot, Absence]]]:
+        """Equal for choices that run alike."""
+        absences = self.calls.absences.items()
+        return frozenset(self.repeats.items()), frozenset(absences)
+
+    @property
+    def leaves(self) -> bool:
+        """Whether values leave for a drive."""
+        return bool(self.calls.absences)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of values that are written in a step."""
+        absences = self.calls.absences.items()
+        return sum(self.calls.stored_bytes(slot, one.needed) for slot, one in absences)
+
+    @property
+    def value_bytes(self) -> int:
+        """The most bytes of values in memory."""
+        return max(self.calls.value_bytes(), default=0)
+
+    def __str__(self) -> str:
+        over = self.expected_s / self.bound_s - 1 if self.bound_s else 0.0
+        rules = ", ".join(
+            f"{name} {seconds:.3f}" if math.isfinite(seconds) else f"{name} -"
+            for name, seconds in self.rules.items()
+        )
+        return (
+            f"{len(self.calls.absences)} values of "
+            f"{format_bytes(self.offloaded_bytes)} leave, {len(self.repeats)} "
+            f"segments run forward again; expected {self.expected_s:.3f} s a step, at "
+            f"most {over:.1%} above the best, {format_bytes(self.peak_bytes)} of "
+            f"memory and {format_bytes(self.value_bytes)} of values; by rules: {rules}"
+        )
+
+
+def choose(problem: Problem, profile: Profile) -> Choice | None:
+    """Returns the fastest plan that fits; None if none fits.
+
+    Few segments are searched completely. For more, the search tries sets that a rule
+    would give (none, all, the first, the last or the cheapest n), and changes the best
+    of them by one segment at a time as long as that helps.
+    """
+    search = _Search(problem, profile)
+    search.try_rules()
+    if search.num_sets <= _MOST_EXHAUSTIVE:
+        for chosen in product(*((None, *own) for own in search.options.values())):
+            search.try_one(frozenset(filter(None, chosen)))
+        return search.found()
+    for chosen in search.starts():
+        search.try_one(chosen)
+    for chosen in sorted(search.tried, key=search.tried.__getitem__)[:_NUM_CLIMBS]:
+        search.climb(chosen)
+    return search.found()
+
+
+def rules_of(problem: Problem, profile: Profile) -> Mapping[str, Choice]:
+    """Returns what simple rules choose, those that fit: keep, recompute and so on."""
+    search = _Search(problem, profile)
+    search.try_rules()
+    return search.by_rule
+
+
+class _Search:
+    """The sets of segments tried so far, and the best."""
+
+    def __init__(self, problem: Problem, profile: Profile) -> None:
+        self._problem, self._profile = problem, profile
+        self.tried: dict[_Chosen, float] = {}
+        self.best: Choice | None = None
+        self.by_rule: dict[str, Choice] = {}
+        once = self._calls({})
+        times = profile.seconds_of(once)
+        forward = problem.programs.forward
+        once_s = sum(times[call.program.key] for call in once.calls)
+        self._most_tried = max(_LEAST_TRIED, _MOST_CALLS // max(len(once.calls), 1))
+        self._bound_s = profile.num_parts * once_s + profile.outside_s
+        self.options = {k: own for k in range(len(forward) - 1) if (own := self._of(k))}
+
+    @property
+    def num_sets(self) -> int:
+        """Number of all sets of segments."""
+        return math.prod(1 + len(own) for own in self.options.values())
+
+    def starts(self) -> Iterator[_Chosen]:
+        """Sets of segments to begin with."""
+        own = [options[0] for options in self.options.values()]
+        every = [one for options in self.options.values() for one in options]
+        orders = [own, own[::-1], *(sorted(of, key=self._cost) for of in (own, every))]
+        step = max(1, len(own) // 16)
+        for count in (*range(0, len(own), step), len(own)):
+            for order in orders:
+                # Of a segment's options the first one counts.
+                first = {one[0]: one for one in reversed(order[:count])}
+                yield frozenset(first.values())
+
+    def climb(self, chosen: _Chosen) -> None:
+        """Changes a set by one segment at a time as long as that helps."""
+        best_s = self.try_one(chosen)
+        is_better = True
+        while is_better:
+            is_better = False
+            for segment, options in self.options.items():
+                for option in (None, *options):
+                    rest = {one for one in chosen if one[0] != segment}
+                    other = frozenset(rest | {option} if option else rest)
+                    other_s = self.try_one(other)
+                    if other_s < best_s:
+                        chosen, best_s, is_better = other, other_s, True
+
+    def try_one(self, chosen: _Chosen) -> float:
+        """Simulates a set of segments that run again; returns its time.
+
+        It is infinite if the set does not fit, or too many have been tried.
+        """
+        if chosen not in self.tried:
+            if len(self.tried) >= self._most_tried:
+                return math.inf
+            problem, repeats = self._problem, dict(sorted(chosen))
+            calls = self._calls(repeats)
+            found = self._consider(repeats, calls)
+            if found is None:
+                calls = fitted(calls, problem.budget_bytes, problem.memory)
+                found = self._consider(repeats, calls)
+            self.tried[chosen] = math.inf if found is None else found.expected_s
+        return self.tried[chosen]
+
+    def try_rules(self) -> None:
+        """Simulates simple rules."""
+        problem = self._problem
+        once = self._calls({})
+        every = all_repeats(problem.programs)
+        tried: dict[str, tuple[Repeats, Calls]] = {
+            name: ({}, rule(once, problem.budget_bytes, problem.memory, self._profile))
+            for name, rule in RULES.items()
+        }
+        tried["recompute"] = every, self._calls(every)
+        for name, (repeats, calls) in tried.items():
+            choice = self._consider(repeats, calls)
+            if choice is not None:
+                self.by_rule[name] = choice
+
+    def found(self) -> Choice | None:
+        """The best, with the times of the rules."""
+        times = {
+            name: self.by_rule[name].expected_s if name in self.by_rule else math.inf
+            for name in (*RULES, "recompute")
+        }
+        return self.best and replace(self.best, num_tried=len(self.tried), rules=times)
+
+    def _of(self, segment: int) -> list[tuple[int, Reach]]:
+        """The ways in which a segment may run again, other than not at all."""
+        programs = self._problem.programs
+        made = set(programs.forward[segment].outputs)
+        readers = [
+            k for k, one in enumerate(programs.backward) if one and made & {*one.inputs}
+        ]
+        if not readers:
+            return []
+        reaches: list[Reach] = ["own"] if segment in readers else []
+        if readers != [segment]:
+            reaches.append("all")
+        return [(segment, reach) for reach in reaches]
+
+    def _cost(self, option: tuple[int, Reach]) -> float:
+        """The time that running a segment again costs for each byte it saves."""
+        programs, (segment, reach) = self._problem.programs, option
+        forward, backward = programs.forward[segment], programs.backward[segment]
+        read = {
+            value
+            for one in (programs.backward if reach == "all" else [backward])
+            if one is not None
+            for value in one.inputs
+        }
+        size = num_bytes(read & {*forward.outputs})
+        return self._profile.seconds[forward.key] / max(size, 1)
+
+    def _consider(self, repeats: Repeats, calls: Calls) -> Choice | None:
+        """Simulates calls, and keeps the best; returns None if they do not fit."""
+        problem, calls = self._problem, calls.lent()
+        peak = max(problem.memory(calls), default=0)
+        tiers = problem.tiers(calls)
+        if peak > problem.budget_bytes or (tiers is not None and not tiers.fits):
+            return None
+        fetched = problem.fetched(calls, peak)
+        expected_s = simulate(calls, self._profile, fetched, tiers)
+        found = Choice(repeats, calls, peak, expected_s, self._bound_s)
+        if self.best is None or _rank(found) < _rank(self.best):
+            self.best = found
+        return found
+
+    def _calls(self, repeats: Repeats) -> Calls:
+        problem = self._problem
+        calls = make_calls(problem.targets, problem.programs, "plan", repeats)
+        return replace(calls, resident=problem.resident, form=problem.form)
+
+
+def _rank(choice: Choice) -> tuple[float, int, list[tuple[int, Reach]]]:
+    """By time, then by wear of the drive."""
+    return (
+        round(choice.expected_s, 6),
+        choice.offloaded_bytes,
+        sorted(choice.repeats.items()),
+    )

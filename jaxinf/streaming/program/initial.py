@@ -1,0 +1,323 @@
+"""Makes a model's first params leaf by leaf, with the user's own init function.
+
+Invariant: each leaf has the bits of jitted `init_fn`; only one leaf at a time is in
+memory.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinf import compat
+from jaxinf.csd import ScalarInputs
+from jaxinf.errors import BudgetError, StreamError, UnsupportedTransformError
+from jaxinf.program import InitProgram, plain
+from jaxinf.program.graph import Node, Value, bind
+from jaxinf.store import ScalarState, encode_path
+from jaxinf.streaming.program.graph import Batch, Const, Number, Origin, is_literal
+from jaxinf.streaming.program.keys import Keys
+from jaxinf.streaming.program.meshes import (
+    has_explicit_axes,
+    on_one_device,
+    outside_mesh,
+)
+from jaxinf.streaming.program.primitives import LIGHT
+from jaxinf.streaming.program.threefry import can_fuse, fused_bits
+from jaxinf.streaming.program.trace import abstract
+from jaxinf.typing import Array, PyTree
+
+__all__ = [
+    "CompiledLeaves",
+    "LeafMaker",
+    "check_init",
+    "initial_inputs",
+    "trace_params",
+]
+
+_DRAWN = "random_bits"
+
+
+def trace_params(init_fn: Callable[..., PyTree], *args: Any) -> "LeafMaker":
+    """Traces ``init_fn(*args)``; nothing is computed."""
+    flat, tree = jax.tree.flatten(args)
+    flat = [on_one_device(leaf) for leaf in flat]
+    out_tree: list[Any] = []
+
+    def flat_init(*leaves: Any) -> list[Any]:
+        out, structure = jax.tree.flatten(init_fn(*tree.unflatten(leaves)))
+        out_tree.append(structure)
+        return out
+
+    # Numbers do not depend on the mesh, but types with explicit axes would.
+    with outside_mesh() if has_explicit_axes() else contextlib.nullcontext():
+        closed = jax.make_jaxpr(flat_init)(*(abstract(leaf) for leaf in flat))
+    if closed.effects:
+        raise StreamError(
+            "init_fn: expected a function without side effects, found "
+            f"{', '.join(map(str, closed.effects))}; remove prints and stores from it"
+        )
+    builder = _Builder(closed.consts)
+    inputs: list[Value] = [
+        Value(var.aval, origin=Batch(i)) for i, var in enumerate(closed.jaxpr.invars)
+    ]
+    outputs = builder.inline(closed, inputs)
+    return LeafMaker(flat, closed.consts, out_tree[0], outputs)
+
+
+@dataclass(frozen=True)
+class LeafMaker:
+    """A traced init function, whose leaves can be made one at a time.
+
+    Attributes:
+      arguments, consts: The function's inputs.
+      tree: Structure of the params.
+      outputs: The leaves as values of its graph.
+    """
+
+    arguments: list[Any]
+    consts: list[Any]
+    tree: Any
+    outputs: list[Value]
+
+    @property
+    def avals(self) -> PyTree:
+        """Returns the params' shapes and dtypes."""
+        return self.tree.unflatten(
+            [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self.outputs]
+        )
+
+    def compile(self, memory_bytes: int) -> "CompiledLeaves":
+        """Compiles the programs of all leaves; blocks.
+
+        Args:
+          memory_bytes: Memory for one leaf and its temporaries.
+
+        Raises:
+          BudgetError: A leaf needs more; names it and the bytes.
+        """
+        keys = Keys()
+        compiled: dict[str, Any] = {}
+        programs = []
+        for number, output in enumerate(self.outputs):
+            nodes, inputs = _needed(output)
+            key = keys.program(inputs, nodes, [output])
+            if key not in compiled:
+                compiled[key] = self._fitting(number, nodes, inputs, memory_bytes)
+            programs.append((compiled[key], inputs))
+        return CompiledLeaves(self, programs)
+
+    def _fitting(
+        self, number: int, nodes: list[Node], inputs: list[Value], memory_bytes: int
+    ) -> Any:
+        needed = 0
+        for is_fused in (False, True):
+            if is_fused and not _can_fuse(nodes):
+                break
+            executable = _compile(nodes, inputs, self.outputs[number], is_fused)
+            memory = executable.memory_analysis()
+            needed = memory.temp_size_in_bytes + memory.output_size_in_bytes
+            if needed <= memory_bytes:
+                return executable
+        path = jax.tree_util.tree_flatten_with_path(self.avals)[0][number][0]
+        name = "/".join(map(compat.key_name, path))
+        raise BudgetError(
+            "memory_bytes",
+            f"init_fn: leaf {name} takes {needed} bytes to make, found {memory_bytes}",
+            needed - memory_bytes,
+            "; or divide the leaf in the model, or load params made elsewhere "
+            "(step.load)",
+        )
+
+
+@dataclass(frozen=True)
+class CompiledLeaves:
+    """Compiled programs that make the leaves of an init function.
+
+    Attributes:
+      maker: The traced function.
+      programs: For each leaf, its program and the values that this reads.
+    """
+
+    maker: LeafMaker
+    programs: Sequence[tuple[Any, Sequence[Value]]]
+
+    def __iter__(self) -> Iterator[Array]:
+        """Computes the leaves in order; the caller may drop each before the next."""
+        for executable, inputs in self.programs:
+            arguments = [self._argument(value.origin, value.dtype) for value in inputs]
+            yield np.asarray(executable(*arguments))
+
+    def _argument(self, origin: Origin, dtype: Any) -> Any:
+        match origin:
+            case Batch():
+                return jnp.asarray(self.maker.arguments[origin.leaf])
+            case Const():
+                return jnp.asarray(on_one_device(self.maker.consts[origin.number]))
+            case Number():
+                return jnp.asarray(origin.number, dtype)
+        raise AssertionError(origin)
+
+
+class _Builder:
+    """Inlines calls; folds counts of the calls of a random key into numbers.
+
+    The keys of leaves differ only in a number that a key is folded with. This number
+    becomes an argument, so leaves of one shape share one program.
+    """
+
+    def __init__(self, consts: list[Any]) -> None:
+        self._consts = {id(c): i for i, c in enumerate(consts)}
+        self._inputs: dict[tuple[Origin, Any], Value] = {}
+
+    def inline(self, jaxpr: Any, args: list[Value]) -> list[Value]:
+        consts = [self._const(const) for const in getattr(jaxpr, "consts", ())]
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        env: dict[Any, Value] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom: Any) -> Value:
+            if isinstance(atom, compat.Literal):
+                return Value(atom.aval, constant=atom.val)
+            return env[atom]
+
+        for eqn in jaxpr.eqns:
+            outputs = self._equation(eqn, [read(atom) for atom in eqn.invars])
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, inputs: list[Value]) -> list[Value]:
+        callee = compat.called_jaxpr(eqn.primitive.name, eqn.params)
+        if callee is not None:
+            return self.inline(callee, inputs)
+        if eqn.primitive.name == "sharding_constraint":
+            return inputs  # a leaf is made on one device
+        if eqn.primitive.name == "random_fold_in":
+            inputs = [inputs[0], self._as_argument(inputs[1])]
+        node = Node(eqn.primitive, tuple(inputs), eqn.params, context=eqn.ctx)
+        if _is_count(node, eqn):
+            (number,) = bind(node, [value.constant for value in inputs])
+            return [Value(eqn.outvars[0].aval, constant=np.asarray(number)[()])]
+        node.outputs = tuple(Value(var.aval, node=node) for var in eqn.outvars)
+        return list(node.outputs)
+
+    def _as_argument(self, value: Value) -> Value:
+        if not is_literal(value) or value.dtype not in (np.uint32, np.int32):
+            return value
+        return self._input(Number(int(value.constant)), value.aval)
+
+    def _const(self, array: Any) -> Value:
+        number = self._consts.setdefault(id(array), len(self._consts))
+        return self._input(Const(number), jax.typeof(array))
+
+    def _input(self, origin: Origin, aval: Any) -> Value:
+        key = (origin, aval.dtype)
+        return self._inputs.setdefault(key, Value(aval, origin=origin))
+
+
+def _is_count(node: Node, eqn: Any) -> bool:
+    """Whether a node computes an integer from integers within the program."""
+    avals = [var.aval for var in eqn.outvars]
+    return (
+        node.name in LIGHT
+        and len(avals) == 1
+        and bool(node.inputs)
+        and not avals[0].shape
+        and jnp.issubdtype(avals[0].dtype, jnp.integer)
+        and all(is_literal(value) for value in node.inputs)
+    )
+
+
+def _needed(output: Value) -> tuple[list[Node], list[Value]]:
+    """Returns the nodes that compute a value, in their own order, and their inputs."""
+    order: dict[Node, None] = {}
+    inputs: dict[Value, None] = {}
+    if output.origin is not None:
+        inputs[output] = None
+    stack = [] if output.node is None else [output.node]
+    while stack:
+        node = stack[-1]
+        pending = [v.node for v in node.inputs if v.node and v.node not in order]
+        if node not in order and pending:
+            stack += reversed(pending)
+            continue
+        stack.pop()
+        if node not in order:
+            order[node] = None
+            inputs.update((v, None) for v in node.inputs if v.origin is not None)
+    return list(order), list(inputs)
+
+
+def _can_fuse(nodes: list[Node]) -> bool:
+    drawn = [node for node in nodes if node.name == _DRAWN]
+    return bool(drawn) and all(
+        can_fuse(node.inputs[0].aval, node.params["bit_width"], node.params["shape"])
+        for node in drawn
+    )
+
+
+def _compile(
+    nodes: list[Node], inputs: list[Value], output: Value, is_fused: bool
+) -> Any:
+    """Compiles a leaf's program; if `is_fused`, draws need no memory of their own."""
+
+    def make(*args: Any) -> Any:
+        env: dict[Value, Any] = dict(zip(inputs, args, strict=True))
+        for node in nodes:
+            operands = [v.constant if is_literal(v) else env[v] for v in node.inputs]
+            if is_fused and node.name == _DRAWN:
+                results = [fused_bits(operands[0], node.params["shape"])]
+            else:
+                results = bind(node, operands)
+            env.update(zip(node.outputs, results, strict=True))
+        if is_literal(output):
+            return jnp.asarray(output.constant, output.dtype)
+        return env[output]
+
+    avals = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in inputs]
+    return jax.jit(make).lower(*avals).compile()
+
+
+def initial_inputs(
+    program: InitProgram, leaves: Sequence[jax.ShapeDtypeStruct]
+) -> tuple[list[ScalarState], Mapping[int, ScalarInputs]]:
+    """Returns the first scalar state, and the inputs of each leaf's initial state.
+
+    Raises:
+      UnsupportedTransformError: The state depends on params.
+    """
+    check_init(program)
+
+    def compute() -> Any:
+        stand_ins = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
+        scalars, inputs = program.prologue(stand_ins)
+        return scalars, [one.scalars for one in inputs]
+
+    scalars, inputs = jax.jit(compute)()
+    paths = map(encode_path, program.layout.scalar_keys)
+    state = [
+        ScalarState(path, np.array(plain(value)))
+        for path, value in zip(paths, scalars, strict=True)
+    ]
+    return state, {
+        leaf: ScalarInputs(tuple(np.asarray(scalar) for scalar in own))
+        for leaf, own in enumerate(inputs)
+    }
+
+
+def check_init(program: InitProgram) -> None:
+    """Refuses a first state that needs more than one leaf's params.
+
+    Raises:
+      UnsupportedTransformError: The state depends on all params.
+    """
+    if program.reads_params or any(one.kernel.array_dtypes for one in program.leaves):
+        raise UnsupportedTransformError(
+            "jaxinf.stream: expected an optimizer whose first state is made leaf by "
+            "leaf, found one that computes something of all params first; use "
+            "jaxinf.smart_update"
+        )

@@ -1,0 +1,434 @@
+"""A traced program as a graph: calls inlined, scans over stacked params unrolled.
+
+Invariant: the results that a peeled scan collects are stacked only if a node reads the
+whole. So a layer's params are an input of their own, and their gradient an output.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxinf import compat
+from jaxinf.program.graph import Node, Value, interpret, prune
+from jaxinf.streaming.program.graph import (
+    Batch,
+    Const,
+    Graph,
+    Number,
+    Origin,
+    Piece,
+    Seed,
+    is_literal,
+)
+from jaxinf.streaming.program.meshes import item_aval, typed_sharding
+from jaxinf.streaming.program.primitives import POINTWISE
+from jaxinf.streaming.program.trace import Traced
+from jaxinf.streaming.program.transposes import turned_products
+
+__all__ = ["build_graph"]
+
+_CONSTRAINT = "sharding_constraint"
+
+
+@dataclass(eq=False, slots=True, repr=False)
+class Stack:
+    """Values along a leading axis that does not exist as an array."""
+
+    aval: Any
+    items: tuple["Atom", ...]
+
+
+Atom: TypeAlias = Value | Stack
+
+
+def build_graph(traced: Traced) -> Graph:
+    """Builds the graph of a traced function; drops nodes without effect."""
+    builder = _Builder(traced)
+    avals = [var.aval for var in traced.closed.jaxpr.invars]
+    num_params, num_batch = len(traced.params), len(traced.batch)
+    origins: list[Origin] = [
+        *(Piece(i) for i in range(num_params)),
+        *(Batch(i) for i in range(num_batch)),
+    ]
+    if traced.seed_dtype is not None:
+        origins.append(Seed())
+    inputs = [
+        builder.input(origin, aval) for origin, aval in zip(origins, avals, strict=True)
+    ]
+    outputs = builder.inline(traced.closed, inputs)
+    num_results = traced.num_results
+    results = tuple(builder.computed(atom) for atom in outputs[:num_results])
+    gradients = {
+        piece: builder.computed(value)
+        for leaf, atom in enumerate(outputs[num_results:])
+        for piece, value in _pieces(leaf, atom)
+    }
+    wanted = (*results, *gradients.values())
+    nodes = turned_products(prune(builder.nodes, wanted), wanted)
+    return Graph(nodes, results, gradients)
+
+
+def _pieces(
+    leaf: int, atom: Atom, index: tuple[int, ...] = ()
+) -> Iterator[tuple[Piece, Atom]]:
+    if isinstance(atom, Value):
+        yield Piece(leaf, index), atom
+        return
+    for i, item in enumerate(atom.items):
+        yield from _pieces(leaf, item, (*index, i))
+
+
+class _Builder:
+    """Collects nodes; `inline` is recursive for calls and bodies of scans."""
+
+    def __init__(self, traced: Traced) -> None:
+        self.nodes: list[Node] = []
+        self._consts = {id(c): Const(i) for i, c in enumerate(traced.consts)}
+        self._inputs: dict[Origin, Value] = {}
+        self._items: dict[tuple[Value, int], Value] = {}
+        self._whole: dict[Stack, Value] = {}
+        self._zeros: set[Value] = set()
+        self._sliced: set[tuple[int, ...]] = set()
+        self._thinned: dict[int, tuple[Any, Mapping[str, Any]]] = {}
+
+    def input(self, origin: Origin, aval: Any) -> Value:
+        """Returns the value of an input, the same one for the same origin."""
+        if origin not in self._inputs:
+            self._inputs[origin] = Value(aval, origin=origin)
+        return self._inputs[origin]
+
+    def computed(self, atom: Atom) -> Value:
+        """Returns `atom` as the output of a node."""
+        value = self._value(atom)
+        if value.node is None:
+            node = Node(lax.copy_p, (value,), {})
+            return self._append(node, [value.aval])[0]
+        return value
+
+    def inline(self, jaxpr: Any, args: Sequence[Atom]) -> list[Atom]:
+        """Appends the nodes of a (closed) jaxpr applied to `args`."""
+        return interpret(
+            jaxpr,
+            args,
+            constant=self._const,
+            literal=_literal,
+            equation=self._equation,
+        )
+
+    def _equation(self, eqn: Any, inputs: list[Atom]) -> Sequence[Atom]:
+        name = eqn.primitive.name
+        callee = compat.called_jaxpr(name, eqn.params, checkpoints=False)
+        if callee is not None:
+            given = self._constrained(inputs, eqn.params.get("in_shardings", ()))
+            outputs = self.inline(callee, given)
+            return self._constrained(outputs, eqn.params.get("out_shardings", ()))
+        if name == "scan":
+            xs = inputs[eqn.params["num_consts"] + eqn.params["num_carry"] :]
+            if any(self._is_stacked(atom) for atom in xs):
+                return self._peel(eqn, inputs)
+        special = _SPECIAL.get(name)
+        found = special(self, eqn, inputs) if special else None
+        if found is None and name in POINTWISE:
+            found = self._pointwise(eqn, inputs)
+        if found is not None:
+            return [found]
+        node = Node(
+            eqn.primitive,
+            tuple(self._value(atom) for atom in inputs),
+            eqn.params,
+            context=eqn.ctx,
+        )
+        return self._append(node, [var.aval for var in eqn.outvars])
+
+    def _constrained(
+        self, atoms: Sequence[Atom], shardings: Sequence[Any]
+    ) -> list[Atom]:
+        """Returns the values of a jit with the shardings that it gives them.
+
+        A stack, which does not exist as an array, stays as it is.
+        """
+        found = list(atoms)
+        for i, sharding in enumerate(shardings):
+            atom, is_named = found[i], isinstance(sharding, NamedSharding)
+            if is_named and sharding.mesh.size > 1 and isinstance(atom, Value):
+                constrain = partial(lax.with_sharding_constraint, shardings=sharding)
+                found[i] = self._call(constrain, atom)
+        return found
+
+    def _append(self, node: Node, avals: Sequence[Any]) -> tuple[Value, ...]:
+        node.outputs = tuple(Value(aval, node=node) for aval in avals)
+        self.nodes.append(node)
+        return node.outputs
+
+    def _const(self, array: Any) -> Value:
+        origin = self._consts.setdefault(id(array), Const(len(self._consts)))
+        return self.input(origin, jax.typeof(array))
+
+    def _value(self, atom: Atom) -> Value:
+        """Returns `atom` as one value; concatenates a stack, once."""
+        if isinstance(atom, Value):
+            return atom
+        if atom not in self._whole:
+            items = [self._value(item) for item in atom.items]
+            self._whole[atom] = self._call(lambda *xs: jnp.stack(xs), *items)
+        return self._whole[atom]
+
+    def _call(self, function: Callable[..., Any], *args: Value) -> Value:
+        """Appends the nodes of `function`, traced on the types of `args`."""
+        closed = jax.make_jaxpr(function)(*(_struct(value.aval) for value in args))
+        return self._value(self.inline(closed, args)[0])
+
+    # Scans.
+
+    def _is_stacked(self, atom: Atom) -> bool:
+        """Whether slices of `atom` are available without the whole."""
+        if isinstance(atom, Stack) or isinstance(atom.origin, Piece):
+            return True
+        node = atom.node
+        return (
+            node is not None
+            and _is_same_shape(node)
+            and any(self._is_stacked(value) for value in node.inputs)
+        )
+
+    def _peel(self, eqn: Any, inputs: list[Atom]) -> list[Atom]:
+        params = eqn.params
+        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        length = params["length"]
+        consts = inputs[:num_consts]
+        carry = inputs[num_consts : num_consts + num_carry]
+        xs = inputs[num_consts + num_carry :]
+        order = range(length)
+        rows: dict[int, list[Atom]] = {}
+        for i in reversed(order) if params["reverse"] else order:
+            args = [*consts, *carry, *(self.item(x, i) for x in xs)]
+            outputs = self.inline(params["jaxpr"], args)
+            carry, rows[i] = outputs[:num_carry], outputs[num_carry:]
+        stacks = [
+            Stack(var.aval, tuple(rows[i][j] for i in order))
+            for j, var in enumerate(eqn.outvars[num_carry:])
+        ]
+        return [*carry, *stacks]
+
+    def item(self, atom: Atom, i: int) -> Atom:
+        """Returns element `i` of `atom` along its leading axis."""
+        if isinstance(atom, Stack):
+            return atom.items[i]
+        if isinstance(atom.origin, Piece):
+            return self._piece_item(atom, atom.origin, i)
+        if (atom, i) not in self._items:
+            self._items[atom, i] = self._computed_item(atom, i)
+        return self._items[atom, i]
+
+    def _piece_item(self, value: Value, piece: Piece, i: int) -> Value:
+        row = i + (piece.rows[0] if piece.rows else 0)
+        aval = item_aval(value.aval)
+        return self.input(Piece(piece.leaf, (*piece.index, row)), aval)
+
+    def _computed_item(self, value: Value, i: int) -> Value:
+        node = value.node
+        if node is not None and node.name == "broadcast_in_dim":
+            dims = node.params["broadcast_dimensions"]
+            if 0 not in dims:
+                return self._broadcast_item(value, node)
+        if node is not None and self._is_stacked(value):
+            parts = [self.item(v, i) if v.aval.shape else v for v in node.inputs]
+            copy = Node(
+                node.primitive,
+                tuple(self._value(part) for part in parts),
+                self._item_params(node.name, node.params),
+                context=node.context,
+            )
+            return self._append(copy, [item_aval(value.aval)])[0]
+        number = self.input(Number(i), jax.typeof(np.int32(0)))
+        return self._call(_take, value, number)
+
+    def _broadcast_item(self, value: Value, node: Node) -> Value:
+        params = {
+            **node.params,
+            "shape": value.aval.shape[1:],
+            "broadcast_dimensions": tuple(
+                dim - 1 for dim in node.params["broadcast_dimensions"]
+            ),
+            "sharding": typed_sharding(item_aval(value.aval)),
+        }
+        copy = Node(node.primitive, node.inputs, params, context=node.context)
+        return self._append(copy, [item_aval(value.aval)])[0]
+
+    # Special cases for stacks and slices of params; None for the ordinary treatment.
+
+    def _pointwise(self, eqn: Any, inputs: Sequence[Atom]) -> Atom | None:
+        aval = eqn.outvars[0].aval
+        if eqn.primitive.name == _CONSTRAINT and not _is_named(eqn):
+            return None
+        same = all(atom.aval.shape in ((), aval.shape) for atom in inputs)
+        if not same or not any(isinstance(atom, Stack) for atom in inputs):
+            return None
+        items = []
+        for i in range(aval.shape[0]):
+            parts = [self.item(a, i) if a.aval.shape else a for a in inputs]
+            items.append(self._pointwise_item(eqn, parts, aval))
+        return Stack(aval, tuple(items))
+
+    def _pointwise_item(self, eqn: Any, parts: list[Atom], aval: Any) -> Atom:
+        if eqn.primitive.name == "add_any":
+            present = [part for part in parts if part not in self._zeros]
+            if len(present) < 2:
+                return (present or parts)[0]
+        item = item_aval(aval)
+        params = self._item_params(eqn.primitive.name, eqn.params)
+        if any(isinstance(part, Stack) for part in parts):
+            return self._pointwise(_Like(eqn, item, params), parts) or parts[0]
+        values = tuple(self._value(part) for part in parts)
+        node = Node(eqn.primitive, values, params, context=eqn.ctx)
+        return self._append(node, [item])[0]
+
+    def _item_params(self, name: str, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The parameters of a pointwise equation for one element of a stack.
+
+        They are one object for all elements.
+        """
+        if name != _CONSTRAINT:
+            return params
+        key = id(params)
+        if key not in self._thinned:
+            sharding, free = params["sharding"], params["unconstrained_dims"]
+            spec = PartitionSpec(*tuple(sharding.spec)[1:])
+            own = {
+                **params,
+                "sharding": sharding.update(spec=spec),
+                "unconstrained_dims": frozenset(dim - 1 for dim in free if dim),
+            }
+            self._thinned[key] = params, own
+        return self._thinned[key][1]
+
+    def _slice(self, eqn: Any, inputs: Sequence[Atom]) -> Atom | None:
+        """Returns rows of a param or of a stack without the rest."""
+        (atom,) = inputs
+        params = eqn.params
+        starts, limits = params["start_indices"], params["limit_indices"]
+        shape = atom.aval.shape
+        whole = params["strides"] is None and all(
+            start == 0 and limit == extent
+            for start, limit, extent in zip(
+                starts[1:], limits[1:], shape[1:], strict=True
+            )
+        )
+        if not whole or not shape:
+            return None
+        first, last = int(starts[0]), int(limits[0])
+        aval = eqn.outvars[0].aval
+        if isinstance(atom, Stack):
+            return Stack(aval, atom.items[first:last])
+        if not isinstance(atom.origin, Piece):
+            return None
+        self._sliced.add(tuple(shape))
+        base = atom.origin.rows[0] if atom.origin.rows else 0
+        rows = (base + first, base + last)
+        return self.input(Piece(atom.origin.leaf, atom.origin.index, rows), aval)
+
+    def _squeeze(self, eqn: Any, inputs: Sequence[Atom]) -> Atom | None:
+        (atom,) = inputs
+        if eqn.outvars[0].aval.shape != atom.aval.shape[1:] or atom.aval.shape[0] != 1:
+            return None
+        is_slice = isinstance(atom, Stack) or (
+            isinstance(atom.origin, Piece) and atom.origin.rows is not None
+        )
+        return self.item(atom, 0) if is_slice else None
+
+    def _pad(self, eqn: Any, inputs: Sequence[Atom]) -> Atom | None:
+        """Returns the gradient of a slice of a stack without making the other zeros."""
+        atom, padding = inputs
+        aval = eqn.outvars[0].aval
+        config = eqn.params["padding_config"]
+        is_gradient = (
+            tuple(aval.shape) in self._sliced
+            and isinstance(padding, Value)
+            and is_literal(padding)
+            and padding.constant == 0
+            and aval.ndim > 1
+            and not any(any(map(int, dim)) for dim in config[1:])
+        )
+        low, high, inner = map(int, config[0])
+        if not is_gradient or min(low, high, inner) < 0 or inner:
+            return None
+        rows = [self.item(atom, i) for i in range(atom.aval.shape[0])]
+        if not low + high:
+            return Stack(aval, tuple(rows))
+        zero = self._zero(item_aval(aval))
+        return Stack(aval, (zero,) * low + tuple(rows) + (zero,) * high)
+
+    def _zero(self, aval: Any) -> Value:
+        zero = self._call(lambda: jnp.zeros(aval.shape, aval.dtype))
+        self._zeros.add(zero)
+        return zero
+
+
+@dataclass(frozen=True)
+class _Like:
+    """An equation for one item of a stack of stacks."""
+
+    eqn: Any
+    aval: Any
+    params: Mapping[str, Any]
+
+    @property
+    def primitive(self) -> Any:
+        return self.eqn.primitive
+
+    @property
+    def ctx(self) -> Any:
+        return self.eqn.ctx
+
+    @property
+    def outvars(self) -> tuple["_Like"]:
+        return (self,)
+
+
+_SPECIAL: dict[str, Callable[..., Atom | None]] = {
+    "slice": _Builder._slice,
+    "squeeze": _Builder._squeeze,
+    "pad": _Builder._pad,
+}
+
+
+def _is_same_shape(node: Node) -> bool:
+    if node.name not in POINTWISE or len(node.outputs) != 1:
+        return False
+    if node.name == _CONSTRAINT and not _is_named(node):
+        return False
+    shape = node.outputs[0].aval.shape
+    return all(value.aval.shape in ((), shape) for value in node.inputs)
+
+
+def _is_named(node: Any) -> bool:
+    return isinstance(node.params["sharding"], NamedSharding)
+
+
+def _take(array: jax.Array, i: jax.Array) -> jax.Array:
+    zero = jnp.int32(0)
+    starts = (i, *(zero for _ in array.shape[1:]))
+    row = lax.dynamic_slice(
+        array, starts, (1, *array.shape[1:]), allow_negative_indices=False
+    )
+    return lax.squeeze(row, (0,))
+
+
+def _struct(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(
+        aval.shape,
+        aval.dtype,
+        weak_type=aval.weak_type,
+        sharding=typed_sharding(aval),
+    )
+
+
+def _literal(literal: Any) -> Value:
+    return Value(literal.aval, constant=literal.val)

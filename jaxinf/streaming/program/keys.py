@@ -1,0 +1,169 @@
+"""Canonical text of nodes and programs: equal texts are equal computations.
+
+Invariant: two programs have the same key only if they can share an executable. Things
+  without a value to compare (a function, a mesh) are compared as objects.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinf import compat
+from jaxinf.program.graph import Node, Value
+from jaxinf.streaming.program.graph import is_literal
+from jaxinf.streaming.program.meshes import typed_sharding
+
+__all__ = ["Keys", "stable"]
+
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), np.generic, np.dtype)
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+_OBJECT = re.compile(r"#\d+")
+
+
+def stable(lines: Iterable[str]) -> str:
+    """Returns a digest of `lines` that is the same in every process."""
+    return _digest(_OBJECT.sub("", line) for line in lines)
+
+
+def _digest(lines: Iterable[str]) -> str:
+    """Digests line by line: the text of a deep model would take tens of MB."""
+    found, separator = hashlib.sha256(), b""
+    for line in lines:
+        found.update(separator + line.encode())
+        separator = b"\n"
+    return found.hexdigest()
+
+
+class Keys:
+    """Texts of nodes and programs of one graph."""
+
+    def __init__(self) -> None:
+        self._params: dict[tuple[str, int], tuple[Any, str]] = {}
+        self._objects: dict[Any, int] = {}
+        self._kept: list[Any] = []
+        self._nodes: dict[Node, str] = {}
+        self._texts: dict[str, str] = {}
+
+    def node(self, node: Node) -> str:
+        """Text of a node's computation and the types of its operands."""
+        if node not in self._nodes:
+            inputs = ",".join(map(self._input, node.inputs))
+            outputs = ",".join(_aval(value.aval) for value in node.outputs)
+            text = f"{node.name}{self._static(node)}({inputs})->{outputs}"
+            self._nodes[node] = self._texts.setdefault(text, text)
+        return self._nodes[node]
+
+    def program(
+        self, inputs: Sequence[Value], nodes: Sequence[Node], outputs: Sequence[Value]
+    ) -> str:
+        """Key of a program: equal ones of the same graph have equal keys."""
+        return _digest(self.lines(inputs, nodes, outputs))
+
+    def lines(
+        self, inputs: Sequence[Value], nodes: Sequence[Node], outputs: Sequence[Value]
+    ) -> Iterator[str]:
+        """Yields the text of a program's computation: nodes with numbered values."""
+        numbers = {value: i for i, value in enumerate(inputs)}
+        yield ",".join(_aval(value.aval) for value in inputs)
+        for node in nodes:
+            read = [
+                str(numbers[value]) if value in numbers else self._input(value)
+                for value in node.inputs
+            ]
+            yield f"{self.node(node)}<{','.join(read)}"
+            for value in node.outputs:
+                numbers[value] = len(numbers)
+        yield ",".join(
+            str(numbers[value]) if value in numbers else self._input(value)
+            for value in outputs
+        )
+
+    def _input(self, value: Value) -> str:
+        text = _aval(value.aval)
+        return f"{text}={self._text(value.constant)}" if is_literal(value) else text
+
+    def _static(self, node: Node) -> str:
+        """Parameters and context; peeled iterations share both objects."""
+        context = self._once("ctx", node.context)
+        return f"{self._once('params', node.params)}{context}"
+
+    def _once(self, kind: str, item: Any) -> str:
+        key = (kind, id(item))
+        if key not in self._params:
+            self._params[key] = (item, self._text(item))
+        return self._params[key][1]
+
+    def _text(self, item: Any) -> str:
+        if isinstance(item, compat.ClosedJaxpr):
+            consts = ",".join(map(self._text, item.consts))
+            return f"{self._jaxpr(item.jaxpr)}[{consts}]"
+        if isinstance(item, compat.Jaxpr):
+            return self._jaxpr(item)
+        if isinstance(item, np.integer):
+            return f"int:{int(item)}"
+        if isinstance(item, _PLAIN):
+            return f"{type(item).__name__}:{item!r}"
+        if isinstance(item, Mapping):
+            return f"{{{','.join(f'{k}:{self._text(v)}' for k, v in item.items())}}}"
+        if isinstance(item, Set):
+            return f"{{{','.join(sorted(map(self._text, item)))}}}"
+        if isinstance(item, (tuple, list)):
+            return f"({','.join(map(self._text, item))})"
+        if _is_plain_array(item):
+            return _array(np.asarray(item))
+        return self._object(item)
+
+    def _object(self, item: Any) -> str:
+        """Text of an object, by equality if it has one, and by name for `stable`."""
+        try:
+            number = self._objects.setdefault(item, len(self._objects))
+        except TypeError:  # not hashable: itself only
+            self._kept.append(item)
+            number = self._objects.setdefault(id(item), len(self._objects))
+        name = f"{type(item).__qualname__}:{_ADDRESS.sub('', repr(item))}"
+        return f"{name}#{number}"
+
+    def _jaxpr(self, jaxpr: Any) -> str:
+        numbers: dict[Any, int] = {}
+
+        def write(var: Any) -> str:
+            return f"{numbers.setdefault(var, len(numbers))}:{_aval(var.aval)}"
+
+        def read(atom: Any) -> str:
+            if isinstance(atom, compat.Literal):
+                return f"{_aval(atom.aval)}={self._text(atom.val)}"
+            return str(numbers[atom])
+
+        lines = [",".join(map(write, (*jaxpr.constvars, *jaxpr.invars)))]
+        for eqn in jaxpr.eqns:
+            static = f"{self._once('params', eqn.params)}{self._once('ctx', eqn.ctx)}"
+            read_text = ",".join(map(read, eqn.invars))
+            wrote = ",".join(map(write, eqn.outvars))
+            lines.append(f"{eqn.primitive.name}{static}({read_text})->{wrote}")
+        lines.append(",".join(map(read, jaxpr.outvars)))
+        return f"<{';'.join(lines)}>"
+
+
+def _is_plain_array(item: Any) -> bool:
+    """Whether it has numbers to compare: an array, or a literal of JAX."""
+    if isinstance(item, type) or not hasattr(item, "__array__"):
+        return False
+    return not jnp.issubdtype(item.dtype, jax.dtypes.extended)
+
+
+def _aval(aval: Any) -> str:
+    weak = "~" if getattr(aval, "weak_type", False) else ""
+    shape = ",".join(map(str, getattr(aval, "shape", ())))
+    typed = typed_sharding(aval)
+    on = "" if typed is None else f"@{typed.spec}{typed.mesh.shape_tuple}"
+    return f"{getattr(aval, 'dtype', aval)}{weak}[{shape}]{on}"
+
+
+def _array(array: np.ndarray) -> str:
+    digest = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+    return f"array:{array.dtype}{array.shape}{digest}"

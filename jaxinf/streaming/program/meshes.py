@@ -1,0 +1,290 @@
+"""The JAX devices of a streamed program: one mesh or none, and its inputs' shardings.
+
+Invariant: with a mesh, every input of a program is sharded over it. An input that says
+nothing is replicated.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxinf import compat
+from jaxinf.errors import StreamError
+from jaxinf.streaming.program.graph import Piece
+from jaxinf.typing import PyTree
+
+__all__ = [
+    "axes_text",
+    "current_mesh",
+    "default_device",
+    "has_explicit_axes",
+    "is_sharded",
+    "item_aval",
+    "mesh_in_program",
+    "mesh_of",
+    "mesh_text",
+    "on_mesh",
+    "on_one_device",
+    "outside_mesh",
+    "piece_sharding",
+    "shard_bytes",
+    "sharded_like",
+    "sharding_of",
+    "typed_sharding",
+    "without_shardings",
+]
+
+
+def sharding_of(name: str, leaf: Any) -> NamedSharding | None:
+    """Returns the sharding of an array over several devices; None if it has one.
+
+    Args:
+      name: Path of the array, for errors.
+      leaf: An array, or its shape and dtype.
+
+    Raises:
+      StreamError: It is on several devices in another way, or on those of another
+        process.
+    """
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None or isinstance(leaf, compat.Tracer):
+        return None
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        if sharding.mesh.size == 1:
+            return None
+        _check_local(sharding.mesh, name)
+        return NamedSharding(sharding.mesh, sharding.spec)
+    if len(getattr(sharding, "device_set", ())) == 1:
+        return None
+    raise StreamError(
+        f"jaxinf.stream: expected arrays on one device, or with a NamedSharding, found "
+        f"{name} with {sharding}; put it on the mesh (jax.device_put(x, "
+        "NamedSharding(mesh, PartitionSpec(…))))"
+    )
+
+
+def _check_local(mesh: Mesh, name: str) -> None:
+    if any(d.process_index != jax.process_index() for d in mesh.devices.flat):
+        raise StreamError(
+            f"jaxinf.stream: expected devices of this process, found {name} on a mesh "
+            "of several processes, which jaxinf does not use yet; make a mesh of "
+            "jax.local_devices()"
+        )
+
+
+def mesh_of(named: Iterable[tuple[str, NamedSharding | None]]) -> Mesh | None:
+    """Returns the mesh of arrays; None for one device.
+
+    Args:
+      named: Names of the arrays, and their shardings over several devices.
+
+    Raises:
+      StreamError: They are on several meshes.
+    """
+    first: tuple[str, Mesh] | None = None
+    for name, sharding in named:
+        if sharding is None:
+            continue
+        mesh = _mesh(sharding)
+        if first is None:
+            first = name, mesh
+        elif mesh != first[1]:
+            raise StreamError(
+                f"jaxinf.stream: expected arrays on one mesh, found {first[0]} on "
+                f"{mesh_text(first[1])} and {name} on {mesh_text(mesh)}; put all "
+                "params and the batch on one"
+            )
+    return None if first is None else first[1]
+
+
+def _mesh(sharding: NamedSharding) -> Mesh:
+    mesh = sharding.mesh
+    assert isinstance(mesh, Mesh), "its devices are known"
+    return mesh
+
+
+def current_mesh() -> Mesh | None:
+    """Returns the mesh that ``jax.set_mesh`` has set; None for one device."""
+    mesh = jax.sharding.get_mesh()
+    if mesh.size < 2:
+        return None
+    _check_local(mesh, "the mesh of jax.set_mesh")
+    return mesh
+
+
+@contextlib.contextmanager
+def outside_mesh() -> Iterator[None]:
+    """Leaves ``jax.set_mesh``, in which small arrays would go to all its devices."""
+    if jax.sharding.get_mesh().empty:
+        yield
+        return
+    with jax.set_mesh(None):
+        yield
+
+
+def has_explicit_axes() -> bool:
+    """Whether ``jax.set_mesh`` has set a mesh whose axes are part of types."""
+    return AxisType.Explicit in jax.sharding.get_mesh().axis_types
+
+
+def default_device() -> Any:
+    """Returns the JAX device that new arrays are put on."""
+    (device,) = jax.device_put(np.zeros(())).devices()
+    return device
+
+
+def is_sharded(leaf: Any) -> bool:
+    """Whether an array is on several devices."""
+    is_known = isinstance(leaf, jax.Array) and not isinstance(leaf, compat.Tracer)
+    return is_known and len(leaf.devices()) > 1
+
+
+def on_one_device(leaf: Any) -> Any:
+    """Returns an array on one device, if it is on several."""
+    return jax.device_put(leaf, default_device()) if is_sharded(leaf) else leaf
+
+
+def mesh_in_program(closed: Any, known: Mesh | None) -> Mesh | None:
+    """Returns the mesh of a traced program: the known one, or one that only it sets.
+
+    Args:
+      closed: The program's jaxpr.
+      known: The mesh of its inputs.
+
+    Raises:
+      StreamError: The program uses the devices of another mesh.
+    """
+    for mesh in _meshes(closed.jaxpr):
+        if known is None:
+            _check_local(mesh, "the loss function")
+            known = mesh
+        elif tuple(mesh.devices.flat) != tuple(known.devices.flat):
+            raise StreamError(
+                "jaxinf.stream: expected a function on the mesh of its arguments, "
+                f"{mesh_text(known)}, found one that uses {mesh_text(mesh)}; make both "
+                "of the same devices, in the same order"
+            )
+    return known
+
+
+def _meshes(jaxpr: Any) -> Iterator[Mesh]:
+    """Yields the meshes of several devices in a jaxpr's equations."""
+    for eqn in jaxpr.eqns:
+        for value in eqn.params.values():
+            for param in value if isinstance(value, (tuple, list)) else (value,):
+                mesh = getattr(param, "mesh", param)
+                if isinstance(mesh, Mesh) and mesh.size > 1:
+                    yield mesh
+                inner = getattr(param, "jaxpr", param)
+                if hasattr(inner, "eqns"):
+                    yield from _meshes(inner)
+
+
+def on_mesh(leaves: Sequence[Any], mesh: Mesh | None) -> list[jax.ShapeDtypeStruct]:
+    """Returns abstract values with a sharding each: their own, or replicated."""
+    if mesh is None:
+        return list(leaves)
+    whole = NamedSharding(mesh, PartitionSpec())
+    return [
+        leaf if leaf.sharding is not None else leaf.update(sharding=whole)
+        for leaf in leaves
+    ]
+
+
+def sharded_like(avals: PyTree, shardings: PyTree) -> PyTree:
+    """Returns abstract values with the shardings of a tree; None for one device.
+
+    Raises:
+      StreamError: The trees differ, or a leaf does not divide.
+    """
+    if shardings is None:
+        return avals
+    found, tree = jax.tree.flatten(shardings)
+    is_each_one = all(isinstance(one, NamedSharding) for one in found)
+    if tree != jax.tree.structure(avals) or not is_each_one:
+        raise StreamError(
+            "shardings: expected a NamedSharding for each leaf of the params, in a "
+            f"tree {jax.tree.structure(avals)}, found {tree}"
+        )
+    paths, _ = jax.tree_util.tree_flatten_with_path(avals)
+    return tree.unflatten(
+        [
+            _sharded(path, leaf, sharding)
+            for (path, leaf), sharding in zip(paths, found, strict=True)
+        ]
+    )
+
+
+def _sharded(path: Any, leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> Any:
+    try:
+        sharding.shard_shape(leaf.shape)
+    except ValueError as error:
+        name = "/".join(map(compat.key_name, path))
+        raise StreamError(
+            f"shardings: expected one that divides {name} of shape {leaf.shape} "
+            f"evenly, found {sharding.spec} over {mesh_text(_mesh(sharding))}; pad the "
+            "leaf, or shard another dimension"
+        ) from error
+    return leaf.update(sharding=sharding)
+
+
+def without_shardings(avals: PyTree) -> PyTree:
+    """Returns abstract values of the same arrays on one device."""
+    return jax.tree.map(lambda leaf: leaf.update(sharding=None), avals)
+
+
+def piece_sharding(sharding: NamedSharding | None, piece: Piece) -> Any:
+    """Returns the sharding of a piece, from that of its leaf; None stays None.
+
+    Axes of the mesh that divide an indexed dimension, or one of which only some rows
+    are taken, hold replicas of the piece.
+    """
+    if sharding is None:
+        return None
+    spec = tuple(sharding.spec)[len(piece.index) :]
+    if piece.rows is not None and spec:
+        spec = (None, *spec[1:])
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
+
+
+def typed_sharding(aval: Any) -> Any:
+    """Returns the sharding in a value's type, on a mesh with explicit axes, or None."""
+    sharding = getattr(aval, "sharding", None)
+    if sharding is None or sharding.mesh.empty:
+        return None
+    return sharding if any(spec is not None for spec in sharding.spec) else None
+
+
+def item_aval(aval: Any) -> Any:
+    """Returns the type of an element along the leading axis."""
+    sharding = typed_sharding(aval)
+    if sharding is None:
+        return aval.update(shape=aval.shape[1:])
+    spec = PartitionSpec(*tuple(sharding.spec)[1:])
+    return aval.update(shape=aval.shape[1:], sharding=sharding.update(spec=spec))
+
+
+def shard_bytes(num_bytes: int, shape: Sequence[int], sharding: Any) -> int:
+    """Bytes on each device of an array of `num_bytes`."""
+    if not num_bytes:
+        return 0
+    local = sharding.shard_shape(tuple(shape))
+    return num_bytes * math.prod(local) // math.prod(shape)
+
+
+def mesh_text(mesh: Mesh | None) -> str:
+    """Describes a mesh; None is one device."""
+    return axes_text({} if mesh is None else mesh.shape)
+
+
+def axes_text(sizes: Mapping[str, int]) -> str:
+    """Describes a mesh by its axes: "4 devices (data=2, model=2)"."""
+    if not sizes:
+        return "one device"
+    axes = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    return f"{math.prod(sizes.values())} devices ({axes})"

@@ -1,0 +1,256 @@
+"""Segments as programs: the nodes, inputs and outputs of each.
+
+Invariant: a program has the nodes of its own segment, the free nodes that they need,
+and, in backward, the cheap forward nodes of the segment. All other values are inputs.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from jaxinf.program.graph import Node, Value, bind
+from jaxinf.streaming.program.graph import Piece, aval_bytes, is_literal, num_bytes
+from jaxinf.streaming.program.keys import Keys
+from jaxinf.streaming.program.lifetimes import Lifetimes
+from jaxinf.streaming.program.primitives import LIGHT
+from jaxinf.streaming.program.reductions import compiler_options
+
+__all__ = ["Program", "Programs", "compile_program", "make_programs"]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """One function that is compiled and called.
+
+    Attributes:
+      name: Direction and number of its segment.
+      inputs: Values that it reads: params, batch, other programs' outputs.
+      nodes: Its nodes, in order; none in a program `without_nodes`.
+      outputs: Its results.
+      key: Equal for programs that can share an executable.
+    """
+
+    name: str
+    inputs: tuple[Value, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Value, ...]
+    key: str
+
+    @cached_property
+    def params(self) -> tuple[tuple[Piece, int], ...]:
+        """The parts of params that it reads, in the order of its inputs, and bytes."""
+        return tuple(
+            (value.origin, num_bytes)
+            for value, num_bytes in zip(self.inputs, self.input_bytes, strict=True)
+            if isinstance(value.origin, Piece)
+        )
+
+    @cached_property
+    def input_bytes(self) -> tuple[int, ...]:
+        """Bytes of each of its inputs."""
+        return tuple(aval_bytes(value.aval) for value in self.inputs)
+
+    @cached_property
+    def output_bytes(self) -> tuple[int, ...]:
+        """Bytes of each of its outputs."""
+        return tuple(aval_bytes(value.aval) for value in self.outputs)
+
+    def without_nodes(self) -> "Program":
+        """Returns the program with no link to the graph, which can then be freed."""
+        inputs = tuple(Value(v.aval, origin=v.origin) for v in self.inputs)
+        outputs = tuple(Value(v.aval) for v in self.outputs)
+        return Program(self.name, inputs, (), outputs, self.key)
+
+    def temp_bytes(self) -> int:
+        """Estimated memory beside inputs and outputs."""
+        last = {v: i for i, node in enumerate(self.nodes) for v in node.inputs}
+        last.update(dict.fromkeys(self.outputs, -1))
+        live = peak = largest = 0
+        ends: dict[int, int] = {}
+        for i, node in enumerate(self.nodes):
+            own = num_bytes(v for v in node.outputs if last.get(v, -1) >= 0)
+            if node.name in LIGHT:
+                largest = max(largest, own)
+            else:
+                live += own
+                for value in node.outputs:
+                    end = last.get(value, -1)
+                    if end >= 0:
+                        ends[end] = ends.get(end, 0) + aval_bytes(value.aval)
+            peak = max(peak, live)
+            live -= ends.pop(i, 0)
+        return peak + largest
+
+
+@dataclass(frozen=True)
+class Programs:
+    """All programs of a plan.
+
+    Attributes:
+      forward: One for each segment.
+      backward: One for each segment; None for a segment without backward nodes.
+      free: Programs of results and gradients that no segment makes.
+    """
+
+    forward: tuple[Program, ...]
+    backward: tuple[Program | None, ...]
+    free: tuple[Program, ...]
+
+
+def make_programs(lifetimes: Lifetimes, cuts: Sequence[int], keys: Keys) -> Programs:
+    """Makes the programs of the segments between `cuts`."""
+    graph, order = lifetimes.graph, lifetimes.order
+    back = [int(lifetimes.backward_cuts[cut]) for cut in cuts]
+    maker = _Maker(lifetimes, keys)
+    free = [
+        maker.make_of("free", [value])
+        for value in dict.fromkeys(graph.outputs)
+        if value.node in lifetimes.classes.free
+    ]
+    wanted = {*graph.outputs, *(v for program in free for v in program.inputs)}
+    backward: list[Program | None] = []
+    for k in range(len(cuts) - 1):
+        own = order.forward[cuts[k] : cuts[k + 1]]
+        light = {node for node in own if node in lifetimes.classes.light}
+        nodes = order.backward[back[k + 1] : back[k]]
+        program = maker.make(f"backward {k}", nodes, wanted, light)
+        backward.append(program)
+        wanted.update(program.inputs if program else ())
+    forward: list[Program] = []
+    for k in reversed(range(len(cuts) - 1)):
+        nodes = order.forward[cuts[k] : cuts[k + 1]]
+        program = maker.make(f"forward {k}", nodes, wanted)
+        if program is not None:
+            forward.append(program)
+            wanted.update(program.inputs)
+        else:
+            forward.append(Program(f"forward {k}", (), (), (), ""))
+    return Programs(tuple(forward[::-1]), tuple(backward), tuple(free))
+
+
+def compile_program(
+    program: Program,
+    donated: Sequence[int] = (),
+    inputs: Sequence[Any] = (),
+    outputs: Sequence[Any] = (),
+) -> Any:
+    """Compiles `program`; blocks.
+
+    Args:
+      program: The program.
+      donated: Inputs whose memory an output may reuse.
+      inputs: Shardings of its inputs; none for one device.
+      outputs: Shardings that outputs must have, None where JAX chooses one.
+    """
+    shardings = inputs or [None] * len(program.inputs)
+    avals = [
+        _struct(value.aval, sharding)
+        for value, sharding in zip(program.inputs, shardings, strict=True)
+    ]
+    function = jax.jit(
+        _function(program),
+        donate_argnums=tuple(donated),
+        out_shardings=list(outputs) or None,
+    )
+    lowered = function.lower(*avals)
+    return lowered.compile(compiler_options=compiler_options(program.nodes))
+
+
+class _Maker:
+    def __init__(self, lifetimes: Lifetimes, keys: Keys) -> None:
+        self.free = lifetimes.classes.free
+        self.keys = keys
+
+    def make(
+        self,
+        name: str,
+        nodes: Sequence[Node],
+        wanted: Iterable[Value],
+        light: Iterable[Node] = (),
+    ) -> Program | None:
+        """Makes the program that computes the `wanted` results of `nodes`."""
+        wanted = set(wanted)
+        outputs = [v for node in nodes for v in node.outputs if v in wanted]
+        return self.make_of(name, outputs, nodes, light) if outputs else None
+
+    def make_of(
+        self,
+        name: str,
+        outputs: Sequence[Value],
+        nodes: Sequence[Node] = (),
+        light: Iterable[Node] = (),
+    ) -> Program:
+        """Makes the program of `outputs` from `nodes`, `light` and free nodes."""
+        inside = {*nodes, *light}
+        needed = self._closure(outputs, inside)
+        roots = [node for node in nodes if node in needed]
+        roots += [v.node for v in outputs if v.node is not None]
+        inputs: dict[Value, None] = {}
+        order: dict[Node, None] = {}
+        for root in roots:
+            self._emit(root, inside, inputs, order)
+        key = self.keys.program(tuple(inputs), tuple(order), outputs)
+        return Program(name, tuple(inputs), tuple(order), tuple(outputs), key)
+
+    def _closure(self, outputs: Iterable[Value], inside: set[Node]) -> set[Node]:
+        found: set[Node] = set()
+        stack = [value.node for value in outputs]
+        while stack:
+            node = stack.pop()
+            if node is None or node in found or not self._is_own(node, inside):
+                continue
+            found.add(node)
+            stack += [value.node for value in node.inputs]
+        return found
+
+    def _is_own(self, node: Node, inside: set[Node]) -> bool:
+        return node in inside or node in self.free
+
+    def _emit(
+        self,
+        root: Node,
+        inside: set[Node],
+        inputs: dict[Value, None],
+        order: dict[Node, None],
+    ) -> None:
+        """Appends `root` after the nodes it needs, in the order of its operands."""
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            if node in order:
+                stack.pop()
+                continue
+            pending = []
+            for value in node.inputs:
+                if is_literal(value):
+                    continue
+                if value.node is None or not self._is_own(value.node, inside):
+                    inputs.setdefault(value)
+                elif value.node not in order:
+                    pending.append(value.node)
+            if pending:
+                stack += reversed(pending)
+            else:
+                order[node] = None
+                stack.pop()
+
+
+def _function(program: Program) -> Callable[..., list[jax.Array]]:
+    def run(*args: jax.Array) -> list[jax.Array]:
+        env: dict[Value, Any] = dict(zip(program.inputs, args, strict=True))
+        for node in program.nodes:
+            operands = [v.constant if is_literal(v) else env[v] for v in node.inputs]
+            env.update(zip(node.outputs, bind(node, operands), strict=True))
+        return [env[value] for value in program.outputs]
+
+    run.__name__ = program.name.replace(" ", "_")
+    return run
+
+
+def _struct(aval: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding
+    )

@@ -1,0 +1,71 @@
+"""Options of compilation that keep a program to the memory that XLA reports.
+
+Invariant: the options depend on the program and on JAX alone, not on a policy or a
+budget, so all plans that run a program run it with the same bits.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+
+from jaxinf import compat
+from jaxinf.program.graph import Node
+from jaxinf.streaming.program.graph import aval_bytes
+
+__all__ = ["compiler_options", "sums_large_products"]
+
+# glibc keeps smaller blocks anyway, so a plan is not exact to within their size.
+LARGE_BYTES = 32 << 20
+# The product of arrays with fewer axes is summed in tiles, and takes no memory
+# (docs/decisions/0027).
+NUM_AXES = 4
+
+_Equation: TypeAlias = tuple[str, Sequence[Any], Sequence[Any], Mapping[str, Any]]
+
+
+def compiler_options(nodes: Sequence[Node]) -> dict[str, Any] | None:
+    """Returns XLA's options for a program of these nodes; None for the default ones."""
+    if jax.default_backend() != "cpu" or not sums_large_products(nodes):
+        return None
+    return compat.without_library_reductions()
+
+
+def sums_large_products(nodes: Iterable[Node]) -> bool:
+    """Whether two large arrays are multiplied and the product summed, as in softmax's
+    backward part; XLA's library on a CPU then holds the product in its own memory."""
+    return _found((n.name, n.inputs, n.outputs, n.params) for n in nodes)
+
+
+def _found(equations: Iterable[_Equation]) -> bool:
+    products: set[int] = set()
+    for name, inputs, outputs, params in equations:
+        if name == "reduce_sum" and id(inputs[0]) in products:
+            return True
+        is_product = name == "mul" and all(map(_is_large, inputs))
+        is_cast = name == "convert_element_type" and id(inputs[0]) in products
+        if is_product or is_cast:
+            products.add(id(outputs[0]))
+        if any(_found(_equations(jaxpr)) for jaxpr in _bodies(params)):
+            return True
+    return False
+
+
+def _is_large(value: Any) -> bool:
+    shape = getattr(value.aval, "shape", ())
+    return len(shape) >= NUM_AXES and aval_bytes(value.aval) >= LARGE_BYTES
+
+
+def _bodies(params: Mapping[str, Any]) -> Iterator[compat.Jaxpr]:
+    """Yields the jaxprs of loops, branches and calls."""
+    for param in params.values():
+        for item in param if isinstance(param, (tuple, list)) else (param,):
+            if isinstance(item, compat.ClosedJaxpr):
+                yield item.jaxpr
+            elif isinstance(item, compat.Jaxpr):
+                yield item
+
+
+def _equations(jaxpr: compat.Jaxpr) -> Iterator[_Equation]:
+    for eqn in jaxpr.eqns:
+        yield eqn.primitive.name, eqn.invars, eqn.outvars, eqn.params

@@ -1,0 +1,352 @@
+"""Traces a loss function together with its gradient, or another function alone.
+
+Invariant: unsupported functions are refused here by name, before anything is planned or
+stored.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxinf.compat import ClosedJaxpr, key_name, source_line
+from jaxinf.errors import StreamError
+from jaxinf.streaming.program.graph import aval_bytes
+from jaxinf.streaming.program.meshes import (
+    current_mesh,
+    mesh_in_program,
+    mesh_of,
+    on_mesh,
+    sharding_of,
+)
+from jaxinf.typing import PyTree
+
+__all__ = [
+    "Traced",
+    "abstract",
+    "check_params",
+    "param_names",
+    "trace",
+    "trace_function",
+]
+
+_LARGE_CONSTS_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A traced `value_and_grad`, or another function.
+
+    Attributes:
+      closed: Its jaxpr, from params, batch and seed to loss, aux and gradients; None
+        once its programs are compiled. Of another function: from params and batch to
+        aux.
+      consts: Arrays that the loss function, or one that it calls, closed over.
+      names: Paths of the params' leaves.
+      params: Their abstract values; with a mesh each has a sharding over it.
+      params_tree, batch_tree, aux_tree: Tree structures.
+      batch: Abstract values of the batch's leaves; shardings as of `params`.
+      num_aux: Number of aux's leaves.
+      seed_dtype: The loss's dtype, in which the cotangent is given; None if there is
+        no loss.
+      mesh: The devices; None for one.
+    """
+
+    closed: Any
+    consts: tuple[Any, ...]
+    names: tuple[str, ...]
+    params: tuple[Any, ...]
+    params_tree: Any
+    batch: tuple[Any, ...]
+    batch_tree: Any
+    num_aux: int
+    aux_tree: Any
+    seed_dtype: Any
+    mesh: Mesh | None = None
+
+    @property
+    def num_results(self) -> int:
+        """Number of results that are no gradients."""
+        return self.num_aux + (self.seed_dtype is not None)
+
+
+def check_params(params: PyTree) -> list[jax.ShapeDtypeStruct]:
+    """The leaves of params as abstract values.
+
+    Raises:
+      StreamError: One of them is not an array of floating-point numbers.
+    """
+    paths, _ = jax.tree_util.tree_flatten_with_path(params)
+    return [_param_leaf(_path_name(path), leaf) for path, leaf in paths]
+
+
+def param_names(params: PyTree) -> list[str]:
+    """Paths of the leaves of params."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(params)
+    return [_path_name(path) for path, _ in paths]
+
+
+def abstract(tree: PyTree) -> PyTree:
+    """`tree` with each array replaced by its shape and dtype.
+
+    Those on several devices have a sharding, too.
+
+    Raises:
+      StreamError: An array is on several devices in another way.
+    """
+    return jax.tree_util.tree_map_with_path(_abstract_leaf, tree)
+
+
+def trace(
+    loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, *, has_aux: bool = False
+) -> Traced:
+    """Traces `loss_fn(params, batch)` and its gradient by params.
+
+    Args:
+      loss_fn: Returns a scalar loss; with `has_aux` a pair of it and any pytree.
+      params: Tree of arrays or abstract values, all floating.
+      batch: Tree of arrays or abstract values.
+      has_aux: Whether the loss comes with a second result.
+
+    Raises:
+      StreamError: A leaf of params is not a floating array, the loss is not a scalar,
+        or the function has side effects.
+    """
+    given = _Arguments.of(params, batch)
+    out = given.call(partial(jax.eval_shape, loss_fn), given.params, given.batch)
+    loss, aux = _check_result(out, has_aux)
+
+    def flat(flat_params: Sequence[Any], flat_batch: Sequence[Any]) -> Any:
+        out = given.call(loss_fn, flat_params, flat_batch)
+        return out if has_aux else (out, ())
+
+    def loss_and_gradients(
+        flat_params: Sequence[Any], flat_batch: Sequence[Any], seed: jax.Array
+    ) -> list[jax.Array]:
+        value, pull_back, rest = jax.vjp(
+            lambda p: flat(p, flat_batch), list(flat_params), has_aux=True
+        )
+        return [value, *jax.tree.leaves(rest), *pull_back(seed)[0]]
+
+    [seed] = on_mesh([jax.ShapeDtypeStruct((), loss.dtype)], given.mesh)
+    closed = jax.make_jaxpr(loss_and_gradients)(given.params, given.batch, seed)
+    return given.traced(closed, jax.tree.structure(aux), loss.dtype)
+
+
+def trace_function(fn: Callable[..., Any], params: PyTree, batch: PyTree) -> Traced:
+    """Traces `fn(params, batch)`, which returns any pytree.
+
+    Args:
+      fn: The function.
+      params: Tree of arrays or abstract values, all floating.
+      batch: Tree of arrays or abstract values.
+
+    Raises:
+      StreamError: A leaf of params is not a floating array, or the function has side
+        effects.
+    """
+    given = _Arguments.of(params, batch)
+    out_trees = []
+
+    def flat(flat_params: Sequence[Any], flat_batch: Sequence[Any]) -> Any:
+        out_leaves, out_tree = jax.tree.flatten(given.call(fn, flat_params, flat_batch))
+        out_trees.append(out_tree)
+        return out_leaves
+
+    closed = jax.make_jaxpr(flat)(given.params, given.batch)
+    return given.traced(closed, out_trees[-1], None)
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """Abstract values of params and of a batch, as flat lists.
+
+    Attributes:
+      names: Paths of the params' leaves.
+      params, batch: The leaves; with a mesh each has a sharding over it.
+      params_tree, batch_tree: Their structures.
+      mesh: The devices that the arrays, or ``jax.set_mesh``, name.
+    """
+
+    names: tuple[str, ...]
+    params: list[jax.ShapeDtypeStruct]
+    batch: list[jax.ShapeDtypeStruct]
+    params_tree: Any
+    batch_tree: Any
+    mesh: Mesh | None
+
+    @classmethod
+    def of(cls, params: PyTree, batch: PyTree) -> "_Arguments":
+        leaves, mesh = check_params(params), _mesh_of(params, batch)
+        batch_leaves, batch_tree = jax.tree.flatten(abstract(batch))
+        return cls(
+            tuple(param_names(params)),
+            on_mesh(leaves, mesh),
+            on_mesh(batch_leaves, mesh),
+            jax.tree.structure(params),
+            batch_tree,
+            mesh,
+        )
+
+    def call(
+        self, fn: Callable[..., Any], params: Sequence[Any], batch: Sequence[Any]
+    ) -> Any:
+        """Calls a function with trees of these leaves."""
+        return fn(self.params_tree.unflatten(params), self.batch_tree.unflatten(batch))
+
+    def traced(self, closed: Any, aux_tree: Any, seed_dtype: Any) -> Traced:
+        """Returns a trace with these arguments, on a mesh that only it may name."""
+        mesh = mesh_in_program(closed, self.mesh)
+        _check_effects(closed)
+        _warn_of_consts(closed)
+        return Traced(
+            closed,
+            tuple(const for const, _ in _closed_over(closed).values()),
+            self.names,
+            tuple(on_mesh(self.params, mesh)),
+            self.params_tree,
+            tuple(on_mesh(self.batch, mesh)),
+            self.batch_tree,
+            aux_tree.num_leaves,
+            aux_tree,
+            seed_dtype,
+            mesh,
+        )
+
+
+def _mesh_of(params: PyTree, batch: PyTree) -> Mesh | None:
+    """The mesh of the arrays, or of ``jax.set_mesh``."""
+    named = (
+        (name, sharding_of(name, leaf))
+        for tree, whole in ((params, "params"), (batch, "the batch"))
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+        for name in [_path_name(path, whole)]
+    )
+    return mesh_of(named) or current_mesh()
+
+
+def _abstract_leaf(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        leaf = np.asarray(leaf, jax.dtypes.result_type(leaf))
+    sharding = sharding_of(_path_name(path, "the array"), leaf)
+    if isinstance(leaf, jax.ShapeDtypeStruct) and sharding is leaf.sharding:
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _path_name(path: tuple[Any, ...], whole: str = "params") -> str:
+    return "/".join(map(key_name, path)) or whole
+
+
+def _param_leaf(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        raise StreamError(
+            f"params leaf {name}: expected an array, found {type(leaf).__name__}; "
+            "put other values into the batch, or close over it "
+            "(Equinox: equinox.partition(model, equinox.is_inexact_array))"
+        )
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        raise StreamError(
+            f"params leaf {name}: expected floating-point numbers, which have a "
+            f"gradient, found {leaf.dtype}; pass it as part of the batch, and return "
+            "its new value as aux (NNX: nnx.split(model, nnx.Param, ...))"
+        )
+    sharding = sharding_of(name, leaf)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _check_result(out: Any, has_aux: bool) -> tuple[Any, PyTree]:
+    is_pair = isinstance(out, tuple) and len(out) == 2
+    if has_aux and not is_pair:
+        raise StreamError(
+            "the loss function: expected a pair (loss, aux) because of has_aux=True, "
+            f"found {_described(out)}; return the pair, or leave has_aux out"
+        )
+    result: tuple[Any, PyTree] = out if has_aux else (out, ())
+    loss = result[0]
+    if not hasattr(loss, "shape"):
+        hint = "; pass has_aux=True if it returns (loss, aux)" if is_pair else ""
+        raise StreamError(
+            f"the loss function: expected a scalar, found {_described(loss)}{hint}"
+        )
+    if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise StreamError(
+            "the loss function: expected a floating-point scalar, found an array of "
+            f"{loss.dtype} of shape {loss.shape}; take its mean or sum"
+        )
+    return result
+
+
+def _described(out: Any) -> str:
+    if hasattr(out, "shape"):
+        return f"an array of shape {out.shape}"
+    return f"a {type(out).__name__}"
+
+
+def _check_effects(closed: Any) -> None:
+    if not closed.effects:
+        return
+    names = sorted(_effectful(closed.jaxpr))
+    raise StreamError(
+        "the function: expected no side effects, because parts of it run twice "
+        f"a step, found {', '.join(names) or 'effects'}; return values to print or "
+        "store as aux (has_aux=True)"
+    )
+
+
+def _effectful(jaxpr: Any) -> set[str]:
+    """Names of the primitives that have effects, anywhere in `jaxpr`."""
+    found: set[str] = set()
+    for eqn in jaxpr.eqns:
+        if not eqn.effects:
+            continue
+        inner = [
+            getattr(param, "jaxpr", param)
+            for value in eqn.params.values()
+            for param in (value if isinstance(value, (tuple, list)) else [value])
+            if hasattr(getattr(param, "jaxpr", param), "eqns")
+        ]
+        found |= set().union(*map(_effectful, inner)) or {eqn.primitive.name}
+    return found
+
+
+def _closed_over(closed: Any) -> dict[int, tuple[Any, Any]]:
+    """Arrays that `closed` and the functions that it calls close over.
+
+    Returns:
+      By identity, each array with the first equation that reads it, if any does.
+    """
+    found: dict[int, tuple[Any, Any]] = {}
+    eqns = closed.jaxpr.eqns
+    for const, var in zip(closed.consts, closed.jaxpr.constvars, strict=True):
+        readers = (eqn for eqn in eqns if any(atom is var for atom in eqn.invars))
+        found.setdefault(id(const), (const, next(readers, None)))
+    for eqn in eqns:
+        for param in eqn.params.values():
+            for inner in param if isinstance(param, (tuple, list)) else (param,):
+                if isinstance(inner, ClosedJaxpr):
+                    found = {**_closed_over(inner), **found}
+    return found
+
+
+def _warn_of_consts(closed: Any) -> None:
+    found = _closed_over(closed).values()
+    large = [(const, eqn) for const, eqn in found if hasattr(const, "shape")]
+    total_bytes = sum(aval_bytes(const) for const, _ in large)
+    if total_bytes <= _LARGE_CONSTS_BYTES:
+        return
+    largest, eqn = max(large, key=lambda one: aval_bytes(one[0]))
+    place = "" if eqn is None else f", read at {source_line(eqn)}"
+    warnings.warn(
+        f"the function closes over {len(large)} arrays of {total_bytes} bytes "
+        f"(the largest: {np.dtype(largest.dtype).name}{list(largest.shape)}{place}), "
+        "which stay in memory and are not trained; pass them in params, or in the "
+        'batch: step({**batch, "table": table})',
+        stacklevel=5,
+    )

@@ -1,0 +1,183 @@
+"""Places of the parts of params that programs read, in a store's leaves.
+
+Invariant: a unit consists of whole chunks of the store, so it is read, updated and held
+alone.
+"""
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxinf.engine import shard_counts
+from jaxinf.streaming.program.graph import Piece
+from jaxinf.streaming.program.meshes import piece_sharding
+from jaxinf.streaming.program.shards import (
+    Box,
+    boxes_of,
+    make_array,
+    packed_bytes,
+    packed_views,
+)
+from jaxinf.typing import Array
+
+__all__ = ["Places", "Unit", "part_counts"]
+
+# A leaf with smaller slices is one unit: they are not worth chunks of their own.
+_MIN_SLICE_BYTES = 256 << 10
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A part of a leaf that moves alone.
+
+    Attributes:
+      leaf: The leaf's number.
+      index: Position on its leading axes; empty for the whole.
+      shape: Shape of the part, without the indexed axes.
+      dtype: Dtype of the params on the JAX device.
+      sharding: Its sharding over the mesh; None for one device.
+      is_divided: Whether the store moves each of its shards alone.
+    """
+
+    leaf: int
+    index: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: NamedSharding | None = None
+    is_divided: bool = field(default=True, compare=False)
+
+    @cached_property
+    def shards(self) -> tuple[Box, ...]:
+        """Its distinct shards; one on one device."""
+        return boxes_of(self.sharding, self.shape)
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """The parts that the store moves: the shards, or all at once."""
+        return self.shards if self.is_divided else boxes_of(None, self.shape)
+
+    @cached_property
+    def held_bytes(self) -> int:
+        """Bytes in the host's memory, where each shard is aligned."""
+        return packed_bytes(self.shards, self.dtype)
+
+    def views(self, memory: Array) -> tuple[Array, ...]:
+        """Returns the arrays of its shards in `held_bytes` of memory."""
+        return packed_views(memory, self.shards, self.dtype)
+
+    def on_devices(
+        self, shards: Sequence[Array | jax.Array], device: Any = None
+    ) -> jax.Array:
+        """Puts its shards on their devices, or on the one given; blocks."""
+        return make_array(shards, self.shape, self.sharding or device)
+
+    def origin_of(self, box: Box) -> tuple[int, ...]:
+        """Index in the leaf of a part's first element."""
+        return (*self.index, *box.start)
+
+    def extent_of(self, box: Box) -> tuple[int, ...]:
+        """Shape of a part in the leaf."""
+        return (*(1 for _ in self.index), *box.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the params on the JAX device."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    @property
+    def origin(self) -> tuple[int, ...]:
+        """Index in the leaf of its first element."""
+        return (*self.index, *(0 for _ in self.shape))
+
+    @property
+    def extent(self) -> tuple[int, ...]:
+        """Its shape in the leaf."""
+        return (*(1 for _ in self.index), *self.shape)
+
+
+class Places:
+    """The units of a store.
+
+    Args:
+      leaves: Abstract values of the params' leaves; with a mesh they have shardings.
+      can_move: Whether a box of a leaf (leaf, origin, extent) consists of whole chunks.
+      undivided: Leaves whose shards the store does not move alone in any case.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[jax.ShapeDtypeStruct],
+        can_move: Callable[[int, tuple[int, ...], tuple[int, ...]], bool],
+        undivided: Container[int] = (),
+    ) -> None:
+        self._leaves = leaves
+        self._shapes = [leaf.shape for leaf in leaves]
+        self._can_move = can_move
+        self._undivided = undivided
+        self._units: dict[tuple[int, tuple[int, ...]], Unit] = {}
+        self._depths: dict[tuple[int, int], int] = {}
+
+    def unit(self, piece: Piece) -> Unit:
+        """Returns the smallest unit that contains `piece`."""
+        key = (piece.leaf, piece.index)
+        if key not in self._units:
+            self._units[key] = self._find(*key)
+        return self._units[key]
+
+    @staticmethod
+    def part(unit: Unit, piece: Piece) -> Piece:
+        """Returns the piece of the unit's array for a piece of the leaf."""
+        return Piece(piece.leaf, piece.index[len(unit.index) :], piece.rows)
+
+    def _find(self, leaf: int, index: tuple[int, ...]) -> Unit:
+        own = index[: self._depth(leaf, len(index))]
+        shape, aval = self._shapes[leaf][len(own) :], self._leaves[leaf]
+        sharding = piece_sharding(aval.sharding, Piece(leaf, own))
+        unit = Unit(leaf, own, shape, np.dtype(aval.dtype), sharding)
+        return replace(unit, is_divided=self._divides(unit))
+
+    def _divides(self, unit: Unit) -> bool:
+        if len(unit.shards) == 1:
+            return True
+        return unit.leaf not in self._undivided and all(
+            self._can_move(unit.leaf, unit.origin_of(box), unit.extent_of(box))
+            for box in unit.shards
+        )
+
+    def _depth(self, leaf: int, most: int) -> int:
+        """Counts the leading axes, up to `most`, on which chunks have the length 1."""
+        key = (leaf, most)
+        if key not in self._depths:
+            shape = self._shapes[leaf]
+            depth = most
+            # The first box decides for all, since the last one may be a partial chunk.
+            while depth and not self._can_move(
+                leaf, (0,) * len(shape), (*(1,) * depth, *shape[depth:])
+            ):
+                depth -= 1
+            self._depths[key] = depth
+        return self._depths[key]
+
+
+def part_counts(
+    leaves: Sequence[jax.ShapeDtypeStruct], gradients: Iterable[Piece]
+) -> list[tuple[int, ...]]:
+    """Returns for each leaf the number of parts along each axis, in a new store.
+
+    Args:
+      leaves: Abstract values of the leaves.
+      gradients: The pieces of complete gradients.
+    """
+    depths = {piece.leaf: len(piece.index) for piece in gradients}
+    counts = []
+    for leaf, aval in enumerate(leaves):
+        depth, shape = depths.get(leaf, 0), aval.shape
+        while depth and 4 * np.prod(shape[depth:], dtype=np.int64) < _MIN_SLICE_BYTES:
+            depth -= 1
+        counts.append((*shape[:depth], *shard_counts(aval.sharding, shape)[depth:]))
+    return counts

@@ -1,0 +1,106 @@
+"""Lets a step be planned by what its steps measure.
+
+Invariant: nothing is measured for a step that ended early.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from jaxinf.streaming.call_timer import Watch
+from jaxinf.streaming.move.cache import CacheCounts
+from jaxinf.streaming.move.fetch import FetchCounts
+from jaxinf.streaming.move.probe import probe
+from jaxinf.streaming.plan.plan import Plan
+from jaxinf.streaming.plan.planner import Forecast, Observed, Planner
+from jaxinf.streaming.plan.retrying import Moved
+from jaxinf.streaming.plan.search import Problem
+from jaxinf.streaming.plan.wear import Wear
+from jaxinf.typing import PathLikeStr
+
+__all__ = ["Planned", "shown_plan"]
+
+
+class Planned:
+    """The planner of a step, and what it measures. Used from one thread.
+
+    Args:
+      plan: The step's programs; their graph stays in memory.
+      problem: What there is to choose.
+      num_parts: Number of times that the calls run in a step.
+      folders: A folder on each drive that values may leave for.
+
+    Attributes:
+      watch: Measures the step's calls.
+      is_changed: Whether the next step has to be bound to another choice.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        problem: Problem,
+        num_parts: int,
+        folders: Sequence[PathLikeStr],
+    ) -> None:
+        self._plan = plan
+        self._folders = folders
+        self._planner = Planner(problem, num_parts)
+        self.watch = Watch()
+        self.is_changed = False
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the next step has to run."""
+        return self._plan.chosen(self._planner.choice)
+
+    def shown(self, plan: Plan, wear: Wear | None) -> Plan:
+        """Returns a plan with its choice and the wear, if measures made it."""
+        if self.forecast is None or self.is_changed:
+            return replace(plan, choice=None)
+        return replace(plan, choice=self._planner.choice, wear=wear)
+
+    @property
+    def forecast(self) -> Forecast | None:
+        """What was expected and found; None before something was chosen by measures."""
+        return self._planner.forecast
+
+    def begin(self) -> None:
+        """Begins a step; drops what one that ended early has measured."""
+        self.watch.take()
+
+    def observe(
+        self,
+        step_s: float,
+        values: CacheCounts,
+        peak_bytes: int,
+        params: FetchCounts | None = None,
+    ) -> None:
+        """Takes the measures of a step, and plans again if that is due.
+
+        Args:
+          step_s: Time of the step.
+          values: Traffic of values.
+          peak_bytes: The most bytes of values in memory.
+          params: Reads of params; None if they are in memory.
+        """
+        moved = {
+            "written": Moved(values.num_written_bytes, values.write_s),
+            "read": Moved(values.num_read_bytes, values.read_s),
+            "out": Moved(values.num_out_bytes, values.out_s),
+            "back": Moved(values.num_back_bytes, values.back_s),
+        }
+        if params is not None:
+            moved["params"] = Moved(params.num_bytes, params.read_s)
+        step = Observed(step_s, self.watch.take(), moved, peak_bytes)
+        self.is_changed = self._planner.observe(step) or self.is_changed
+        if self._planner.is_probe_due:
+            moved = probe(self._folders)
+            self.is_changed = self._planner.probed(moved) or self.is_changed
+
+    def close(self) -> None:
+        """Ends the thread; idempotent."""
+        self.watch.close()
+
+
+def shown_plan(plan: Plan, planned: Planned | None, wear: Wear | None) -> Plan:
+    """Returns a plan to print, with its choice if there is one."""
+    return plan if planned is None else planned.shown(plan, wear)

@@ -1,0 +1,354 @@
+"""Runs one step: calls programs in order, fetches params, hands out gradients.
+
+Invariant: at most two programs are in flight, so memory stays within the plan; with
+asynchronous dispatch alone every param would be in memory at once.
+"""
+
+import contextlib
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.dtypes import result_type
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxinf.errors import StoreIOError
+from jaxinf.streaming.call_timer import Watch
+from jaxinf.streaming.move.values import Values
+from jaxinf.streaming.plan.calls import Call, Calls, Slot
+from jaxinf.streaming.plan.forms import Form
+from jaxinf.streaming.plan.memory import num_together
+from jaxinf.streaming.plan.plan import Plan
+from jaxinf.streaming.plan.shardings import Shardings, const_sharding, output_bytes
+from jaxinf.streaming.program.graph import Batch, Const, Number, Origin, Piece, Seed
+from jaxinf.streaming.program.programs import compile_program
+from jaxinf.streaming.recovery import computed_again
+from jaxinf.typing import PyTree
+
+__all__ = [
+    "CompiledMemory",
+    "Executables",
+    "Runner",
+    "compile_plan",
+    "compiled_bytes",
+    "compiled_temp_bytes",
+]
+
+MAX_IN_FLIGHT = 2
+
+
+Executables: TypeAlias = dict[tuple[Any, ...], Any]
+"""Compiled programs by key, donated inputs, and shardings of inputs and outputs."""
+
+
+def compile_plan(plan: Plan, executables: Executables) -> Sequence[Any]:
+    """Compiles a plan's programs unless they are known; returns one a call. Blocks.
+
+    On several devices JAX chooses the shardings of values. A program is compiled for
+    those of its inputs, so that equal blocks share one as soon as their inputs' agree.
+
+    Args:
+      plan: The plan.
+      executables: Programs compiled before; new ones are added.
+    """
+    found = []
+    shardings = Shardings(plan)
+    for call in plan.calls.calls:
+        program = call.program
+        donated = plan.calls.donated[program.key]
+        inputs, outputs = shardings.inputs(call), shardings.outputs(call)
+        known = (program.key, donated, inputs, outputs)
+        if known not in executables:
+            executables[known] = compile_program(program, donated, inputs, outputs)
+        shardings.note(call, executables[known])
+        found.append(executables[known])
+    return found
+
+
+def compiled_bytes(plan: Plan, executables: Executables) -> int:
+    """Returns the memory of a step, with temporaries as reported by XLA; blocks."""
+    temps = compiled_temp_bytes(plan, executables)
+    if plan.is_offloaded:
+        return plan.least_bytes(temps)
+    compiled = compile_plan(plan, executables)
+    calls = replace(plan.calls, output_bytes=output_bytes(plan, compiled))
+    return calls.peak_bytes(temps)
+
+
+def compiled_temp_bytes(plan: Plan, executables: Executables) -> dict[str, int]:
+    """Returns the temporaries of a plan's programs as reported by XLA; blocks.
+
+    Those of all devices that share the host's memory, or of one with its own.
+    """
+    found: dict[str, int] = {}
+    num_devices = num_together(plan.traced.mesh)
+    if plan.is_offloaded:
+        plan = replace(plan, calls=plan.calls.lent())
+    compiled = compile_plan(plan, executables)
+    for call, executable in zip(plan.calls.calls, compiled, strict=True):
+        own = executable.memory_analysis().temp_size_in_bytes * num_devices
+        found[call.program.key] = max(own, found.get(call.program.key, 0))
+    return found
+
+
+class CompiledMemory:
+    """Memory of a plan's programs in whatever order they are called.
+
+    A program is compiled anew where its outputs may reuse other values' memory, and may
+    then take other temporaries. Those of the largest variant count.
+
+    Args:
+      plan: The plan, with its graph.
+      executables: As for `compile_plan`.
+      budget_bytes: Memory of a step's programs.
+      form: Form of values on drives; see `Calls`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        executables: Executables,
+        budget_bytes: int,
+        form: Form | None = None,
+    ) -> None:
+        self._plan = plan
+        self._executables = executables
+        self._budget_bytes = budget_bytes
+        self._form: Form | None = form
+        self._temps = compiled_temp_bytes(plan, executables)
+
+    def call_bytes(self, calls: Calls) -> Sequence[int]:
+        """Returns the memory during each call, as it is known so far."""
+        return calls.call_bytes(self._temps)
+
+    def admits(self, calls: Calls) -> bool:
+        """Compiles the programs of calls, and returns whether these fit; blocks."""
+        plan = replace(self._plan, calls=calls)
+        compiled = compile_plan(plan, self._executables)
+        for call, executable in zip(calls.calls, compiled, strict=True):
+            key = call.program.key
+            temp_bytes = executable.memory_analysis().temp_size_in_bytes
+            self._temps[key] = max(self._temps.get(key, 0), temp_bytes)
+        return max(self.call_bytes(calls), default=0) <= self._budget_bytes
+
+    def fitted(self) -> Plan:
+        """Returns the plan with as few values on a drive as possible; blocks."""
+        temps: dict[str, int] = {}
+        plan = self._plan
+        while temps != self._temps:
+            temps = dict(self._temps)
+            plan = self._plan.fitted(self._budget_bytes, temps, self._form)
+            if self.admits(plan.calls):
+                break
+        return plan
+
+
+class Runner:
+    """Runs the steps of a plan; compiles its programs when made.
+
+    Args:
+      plan: The plan; the runner keeps it without its graph.
+      executables: As for `compile_plan`.
+      record: Takes the times between which each call ran, by `time.perf_counter`.
+      values: Holds values between calls; by default in memory.
+      watch: Measures the calls; None if no one asks.
+
+    Attributes:
+      dispatched_s: Time that the last step took to hand programs to the device.
+      waited_s: Time that the last step waited for the device.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        executables: Executables | None = None,
+        record: Callable[[float, float], None] = lambda began_s, ended_s: None,
+        values: Values | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        self.values = Values() if values is None else values
+        self.waited_s = 0.0
+        self._record, self._watch = record, watch
+        self._executables = compile_plan(
+            plan, {} if executables is None else executables
+        )
+        self.plan = plan.without_graph()
+        self.dispatched_s = 0.0
+        self._again: Callable[[Piece], Any] | None = None
+        self._in_flight: deque[tuple[int, float, jax.Array | None]] = deque()
+        self._numbers: dict[int, jax.Array] = {}
+        self._put = partial(_put, mesh=plan.traced.mesh)
+        self._consts = [
+            self._put(const, const_sharding(const, plan.traced.mesh))
+            for const in plan.traced.consts
+        ]
+        self._seed = self._put(np.ones((), plan.traced.seed_dtype or np.float32))
+
+    def __call__(
+        self,
+        batch: PyTree,
+        fetch: Callable[[int, Piece], Any],
+        hand_out: Callable[[Piece, jax.Array], None],
+        done: Callable[[int], None] = lambda number: None,
+        again: Callable[[Piece], Any] | None = None,
+    ) -> tuple[jax.Array | None, PyTree]:
+        """Runs one step.
+
+        Args:
+          batch: A batch of the traced shapes.
+          fetch: Returns a part of the params for the call of that number.
+          hand_out: Takes a complete gradient; called in the order of completion.
+          done: Takes the number of each call that has run and reads nothing more.
+          again: Returns a part of the params that no call is waiting for; without it
+            a value that a drive does not give back ends the step.
+
+        Returns:
+          The loss, None if there is none, and aux.
+        """
+        leaves = self._placed(batch)
+        self._again = again
+        values = self.values
+        in_flight = self._in_flight
+        self.dispatched_s = self.waited_s = ended_s = 0.0
+
+        def await_first() -> None:
+            nonlocal ended_s
+            number, called_s, output = in_flight.popleft()
+            if output is not None:
+                self._await(output)
+            began_s, ended_s = max(called_s, ended_s), time.perf_counter()
+            self._record(began_s, ended_s)
+            values.done(number)
+            done(number)
+
+        for number, call in enumerate(self.plan.calls.calls):
+            if len(in_flight) == MAX_IN_FLIGHT:
+                await_first()
+            values.before(number)
+            outputs, called_s, output = self._dispatch(number, call, leaves, fetch)
+            in_flight.append((number, called_s, output))
+            values.put(call.outputs, outputs)
+            values.after(number, call.drops)
+            for piece, i in call.gradients:
+                hand_out(piece, outputs[i])
+            del outputs, output
+        while in_flight:
+            await_first()
+        aux = [values[slot] for slot in self.plan.calls.results]
+        loss = None if self.plan.traced.seed_dtype is None else aux.pop(0)
+        values.reset()
+        return loss, self.plan.traced.aux_tree.unflatten(aux)
+
+    def settle(self) -> None:
+        """Waits for programs that an interrupted step has left in flight."""
+        while self._in_flight:
+            *_, output = self._in_flight.popleft()
+            with contextlib.suppress(RuntimeError):  # the step's own error is raised
+                jax.block_until_ready(output)
+        self.values.reset()
+
+    def _placed(self, batch: PyTree) -> list[jax.Array]:
+        leaves, avals = jax.tree.leaves(batch), self.plan.traced.batch
+        return [
+            self._put(leaf, aval.sharding)
+            for leaf, aval in zip(leaves, avals, strict=True)
+        ]
+
+    def _await(self, outputs: Any) -> None:
+        began_s = time.perf_counter()
+        jax.block_until_ready(outputs)
+        self.waited_s += time.perf_counter() - began_s
+
+    def _dispatch(
+        self,
+        number: int,
+        call: Call,
+        batch: Sequence[jax.Array],
+        fetch: Callable[[int, Piece], Any],
+    ) -> tuple[Sequence[jax.Array], float, jax.Array | None]:
+        """Returns a call's outputs, when it was called, and an output to wait for."""
+        inputs = self._inputs(number, call, batch, fetch)
+        began_s = time.perf_counter()
+        outputs = self._executables[number](*inputs)
+        called_s = time.perf_counter()
+        self.dispatched_s += called_s - began_s
+        fence = self.plan.calls.fences[number]
+        if fence is None:  # the next call may reuse the memory of all outputs
+            self._await(outputs)
+        output = None if fence is None else outputs[fence]
+        if self._watch is not None:
+            self._watch.called(began_s, output)
+        return outputs, called_s, output
+
+    def _inputs(
+        self,
+        number: int,
+        call: Call,
+        batch: Sequence[jax.Array],
+        fetch: Callable[[int, Piece], Any],
+    ) -> list[Any]:
+        def read(ref: Origin | Slot) -> Any:
+            match ref:
+                case Slot():
+                    return self._value(ref, batch)
+                case Piece():
+                    return fetch(number, ref)
+                case _:
+                    return self._given(ref, batch)
+
+        return [read(ref) for ref in call.inputs]
+
+    def _given(self, ref: Origin, batch: Sequence[jax.Array]) -> Any:
+        match ref:
+            case Batch():
+                return batch[ref.leaf]
+            case Const():
+                return self._consts[ref.number]
+            case Seed():
+                return self._seed
+            case Number():
+                return self._number(ref.number)
+            case Piece():
+                raise AssertionError("params are fetched")
+
+    def _value(self, slot: Slot, batch: Sequence[jax.Array]) -> jax.Array:
+        """Returns a value; computes it again if a drive does not give it back."""
+        try:
+            return self.values[slot]
+        except StoreIOError as error:
+            again = self._again
+            if again is None:
+                raise
+            value = computed_again(
+                slot,
+                self.plan.calls,
+                self._executables,
+                self.values,
+                lambda ref: (
+                    again(ref) if isinstance(ref, Piece) else self._given(ref, batch)
+                ),
+            )
+            if value is None:
+                raise
+            warnings.warn(f"{error}; the value was computed again", stacklevel=2)
+        self.values.give(slot, value)
+        return value
+
+    def _number(self, number: int) -> jax.Array:
+        if number not in self._numbers:
+            self._numbers[number] = self._put(np.int32(number))
+        return self._numbers[number]
+
+
+def _put(leaf: Any, sharding: Any = None, *, mesh: Mesh | None) -> jax.Array:
+    """Returns an array on the device, or sharded; replicated if nothing is said."""
+    array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf, result_type(leaf))
+    if mesh is None:
+        return jax.numpy.asarray(array)
+    return jax.device_put(array, sharding or NamedSharding(mesh, PartitionSpec()))

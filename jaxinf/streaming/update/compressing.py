@@ -1,0 +1,105 @@
+"""Compresses the gradients of a streamed step, before they go to the CSDs.
+
+Invariant: the elements sent are those that `jaxinf.smart_update` sends of the same
+gradient, since both select chunk by chunk.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinf.compress import SparseLeaf, TopK, compress_leaf
+from jaxinf.engine import StoreShape, Training, keeps_feedback
+from jaxinf.layout import LeafGrid
+from jaxinf.streaming.program.units import Unit
+from jaxinf.typing import Array
+
+__all__ = ["Compressor"]
+
+
+class Compressor:
+    """Compresses gradients of units.
+
+    Args:
+      training: The store.
+      shape: Its chunks.
+      compression: The compression; None sends gradients as they are.
+    """
+
+    def __init__(
+        self, training: Training, compression: TopK | None, shape: StoreShape
+    ) -> None:
+        self._training = training
+        self._shape = shape
+        self._compression = compression
+        self._compiled: dict[Any, Any] = {}
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a compression."""
+        return self._compression is not None
+
+    def compile(self, units: Iterable[Unit]) -> int:
+        """Compiles the selections; returns the memory of the largest."""
+        if self._compression is None:
+            return 0
+        memories = [self._executable(unit).memory_analysis() for unit in units]
+        return max(
+            m.temp_size_in_bytes + m.output_size_in_bytes + m.argument_size_in_bytes
+            for m in memories
+        )
+
+    def __call__(
+        self, unit: Unit, gradient: Array, step: int
+    ) -> tuple[Array | SparseLeaf, Array | None]:
+        """Returns a gradient as it is sent, and the new error feedback; blocks.
+
+        Args:
+          unit: The unit.
+          gradient: Its gradient, of the unit's extent.
+          step: The store's step.
+        """
+        compression = self._compression
+        if compression is None or step < compression.warmup_steps:
+            return gradient, None
+        arrays = [jnp.asarray(gradient)]
+        if keeps_feedback(compression):
+            feedback = np.empty(unit.extent, np.float32)
+            self._training.read_feedback(unit.leaf, feedback, unit.origin)
+            arrays.append(jnp.asarray(feedback))
+        indices, values, *left = self._executable(unit)(*arrays)
+        chunks = self._grid(unit).chunks()
+        counts = [compression.num_kept(c.num_elements, unit.dtype) for c in chunks]
+        sparse = SparseLeaf(
+            shape=unit.extent,
+            indices=np.asarray(indices),
+            values=np.asarray(values),
+            counts=tuple(counts),
+            lengths=tuple(chunk.num_elements for chunk in chunks),
+        )
+        return sparse, np.asarray(left[0]) if left else None
+
+    def _executable(self, unit: Unit) -> Any:
+        assert self._compression is not None
+        grid = self._grid(unit)
+        key = grid.shape, grid.chunk_shape, unit.dtype
+        if key not in self._compiled:
+            avals = [jax.ShapeDtypeStruct(unit.extent, unit.dtype)]
+            if keeps_feedback(self._compression):
+                avals.append(jax.ShapeDtypeStruct(unit.extent, jnp.float32))
+            select = partial(_select, grid, self._compression)
+            self._compiled[key] = jax.jit(select).lower(*avals).compile()
+        return self._compiled[key]
+
+    def _grid(self, unit: Unit) -> LeafGrid:
+        leaf = self._shape.directory.manifest.leaves[unit.leaf]
+        return LeafGrid(unit.extent, leaf.grid.chunk_shape)
+
+
+def _select(grid: LeafGrid, compression: TopK, *arrays: jax.Array) -> list[jax.Array]:
+    sent, left = compress_leaf(arrays[0], grid, compression, *arrays[1:])
+    return [sent.indices, sent.values, *([] if left is None else [left])]

@@ -1,0 +1,208 @@
+"""Micro-batches: a batch in equal parts, one after another, whose gradients add up.
+
+    part 1 ─► gradients ─► spill       part k ─► gradients ─► mean ─► updates
+    part 2 ─► gradients ─► sums             sums ───────────────┘
+
+Invariant: the mean of a step's gradients is handed on once; until then the sums wait in
+memory as far as there is room, and beyond that on the drive.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxinf.compat import key_name
+from jaxinf.errors import StreamError
+from jaxinf.streaming.move.spill import Spill
+from jaxinf.streaming.move.stage import Handed, Stage
+from jaxinf.streaming.program.graph import Piece
+from jaxinf.streaming.program.meshes import is_sharded
+from jaxinf.streaming.program.shards import Gradient
+from jaxinf.streaming.program.trace import abstract
+from jaxinf.typing import Array, PyTree
+
+__all__ = ["Accumulation", "first_part", "parts_of", "sum_bytes", "together"]
+
+
+def parts_of(batch: PyTree, count: int) -> list[PyTree]:
+    """Divides a batch along the first axis of its leaves; scalars go to each part.
+
+    Args:
+      batch: Arrays.
+      count: Number of parts.
+
+    Raises:
+      StreamError: It cannot be divided; names the leaf.
+    """
+    if count == 1:
+        return [batch]
+    length = _length(batch, count) // count
+
+    def part(leaf: Any, number: int) -> Any:
+        if not np.ndim(leaf):
+            return leaf
+        first, end = number * length, (number + 1) * length
+        if is_sharded(leaf):  # with explicit axes, indexing does not know the result's
+            return lax.slice_in_dim(leaf, first, end)
+        return leaf[first:end]
+
+    return [
+        jax.tree.map(lambda leaf, n=number: part(leaf, n), batch)
+        for number in range(count)
+    ]
+
+
+def first_part(batch: PyTree, count: int) -> PyTree:
+    """Returns shapes and dtypes of each of the parts; arguments as `parts_of`."""
+    shapes = abstract(batch)
+    if count == 1:
+        return shapes
+    length = _length(shapes, count) // count
+
+    def part(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        if not leaf.shape:
+            return leaf
+        aval = leaf.update(shape=(length, *leaf.shape[1:]))
+        _check_shards("/".join(map(key_name, path)), aval, count)
+        return aval
+
+    return jax.tree_util.tree_map_with_path(part, shapes)
+
+
+def _check_shards(name: str, part: jax.ShapeDtypeStruct, count: int) -> None:
+    if part.sharding is None:
+        return
+    try:
+        part.sharding.shard_shape(part.shape)
+    except ValueError as error:
+        raise StreamError(
+            f"micro_batches={count}: expected parts that divide over the mesh, found "
+            f"{part.shape[0]} rows of {name} for each part, sharded by "
+            f"{part.sharding.spec}; take fewer parts or a larger batch"
+        ) from error
+
+
+def sum_bytes(gradient: Any) -> int:
+    """Bytes of the sum of gradients, from the abstract value of one."""
+    dtype = np.promote_types(gradient.dtype, np.float32)
+    return int(np.prod(gradient.shape, dtype=np.int64)) * dtype.itemsize
+
+
+def together(
+    results: list[tuple[jax.Array, PyTree]],
+) -> tuple[jax.Array, PyTree]:
+    """Returns the mean loss, and each aux with a first axis for the parts."""
+    if len(results) == 1:
+        return results[0]
+    losses, auxes = zip(*results, strict=True)
+    loss = jnp.mean(jnp.stack(losses))
+    return loss, jax.tree.map(lambda *leaves: jnp.stack(leaves), *auxes)
+
+
+class Accumulation:
+    """Sums gradients over the parts of a batch.
+
+    Attributes:
+      capacity_bytes: Memory for sums.
+
+    Args:
+      count: Number of parts.
+      spill: Storage for the sums.
+      capacity_bytes: Bytes of gradients that may wait to be added.
+    """
+
+    def __init__(self, count: int, spill: Spill, capacity_bytes: int) -> None:
+        self._count = count
+        self._spill = spill
+        self.capacity_bytes = spill.capacity_bytes
+        self._stage = Stage("jaxinf-sums", capacity_bytes)
+
+    def begin(self, number: int, hand_on: Callable[[Piece, Gradient], None]) -> None:
+        """Prepares for the gradients of a part.
+
+        Args:
+          number: Number of the part.
+          hand_on: Takes the mean of all gradients, which the last part completes.
+        """
+        if not number:
+            self._spill.reset()
+            self._stage.waited_s = 0.0
+
+        def finish(taken: Sequence[Handed]) -> None:
+            for piece, gradient in taken:
+                hand_on(piece, self._mean(piece, gradient))
+
+        self._stage.start(self._add if number < self._count - 1 else finish)
+
+    def put(self, piece: Piece, gradient: Gradient) -> None:
+        """Takes a gradient; blocks while too many wait."""
+        self._stage.put(piece, gradient)
+
+    def end(self) -> None:
+        """Waits until the gradients of the part are added, or handed on."""
+        self._stage.end()
+
+    def abandon(self) -> None:
+        """Drops all sums."""
+        self._stage.abandon()
+        self._spill.reset()
+
+    def close(self) -> None:
+        """Frees the file of the sums."""
+        self._spill.close()
+
+    @property
+    def waited_s(self) -> float:
+        """Time that gradients of the last step waited for room."""
+        return self._stage.waited_s
+
+    @property
+    def spilled_bytes(self) -> tuple[int, int]:
+        """Bytes of the last step's sums that waited in memory and in the file."""
+        return self._spill.kept_bytes, self._spill.written_bytes
+
+    def _add(self, taken: Sequence[Handed]) -> None:
+        for piece, gradient in taken:
+            self._spill.put(piece, self._sum(piece, gradient))
+
+    def _sum(self, piece: Piece, gradient: Gradient) -> Array:
+        """The sum in float32, or in the gradient's dtype if that is longer."""
+        array = np.asarray(gradient)
+        if piece not in self._spill:
+            return np.array(array, np.promote_types(array.dtype, np.float32))
+        total = self._spill.take(piece)
+        return np.add(total, array, out=total)
+
+    def _mean(self, piece: Piece, gradient: Gradient) -> Array:
+        total = self._sum(piece, gradient)
+        np.divide(total, self._count, out=total)
+        return total.astype(gradient.dtype, copy=False)
+
+
+def _length(batch: PyTree, count: int) -> int:
+    """The length of the first axis of all leaves that have one."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(batch)
+    shapes = {
+        "/".join(map(key_name, path)) or "the batch": np.shape(leaf)
+        for path, leaf in paths
+    }
+    arrays = {name: shape for name, shape in shapes.items() if shape}
+    longest = max((shape[0] for shape in arrays.values()), default=0)
+    for name, shape in arrays.items():
+        if shape[0] != longest or shape[0] % count:
+            raise StreamError(
+                f"micro_batches={count}: expected leaves whose first axis has one "
+                f"length that {count} divides, found {name} of shape {shape}"
+                + ("" if shape[0] == longest else f" beside others of {longest}")
+                + "; give another batch, or another number (scalars are not divided)"
+            )
+    if not arrays:
+        raise StreamError(
+            f"micro_batches={count}: expected a batch to divide, found no arrays; "
+            "leave it out"
+        )
+    return longest

@@ -1,0 +1,149 @@
+"""Plain optax over whole trees, and the gradients of a step for it.
+
+Invariant: updates have the bits of jitted optax; memory that was handed out is not
+reused.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxinf.errors import StreamError
+from jaxinf.program import is_guarded
+from jaxinf.streaming.plan.plan import Plan
+from jaxinf.streaming.program.graph import Piece, aval_bytes
+from jaxinf.typing import PyTree
+
+__all__ = ["PlainOptax", "Trained", "WholeGradients", "are_finite"]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Params and optax's state."""
+
+    params: PyTree
+    state: PyTree
+
+
+class PlainOptax:
+    """Plain optax: its update and the addition are each a jit."""
+
+    def __init__(self, tx: optax.GradientTransformation) -> None:
+        self._tx = tx
+        self._trained: Trained | None = None
+        self._is_lent = False
+        self._compiled: dict[bool, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+
+    @property
+    def params(self) -> PyTree:
+        """The params; the next update may reuse their memory."""
+        return self._current.params
+
+    @property
+    def is_guarded(self) -> bool:
+        """See `jaxinf.program.is_guarded`."""
+        return is_guarded(self._current.state)
+
+    def state_bytes(self, params: PyTree) -> int:
+        """Bytes of the state for params of these shapes."""
+        return sum(
+            map(aval_bytes, jax.tree.leaves(jax.eval_shape(self._tx.init, params)))
+        )
+
+    def begin(self, params: PyTree, state: PyTree) -> None:
+        """Takes params and state; None for the first state."""
+        if state is None:
+            state = jax.jit(self._tx.init)(params)
+        self._trained, self._is_lent = Trained(params, state), False
+
+    def lend(self) -> Trained:
+        """Returns params and state, whose memory no update reuses from now on."""
+        self._is_lent = True
+        return self._current
+
+    def update(self, gradients: PyTree) -> None:
+        """Updates params and state; the gradients' memory is reused."""
+        held, donates = self._current, not self._is_lent
+        if donates not in self._compiled:
+            self._compiled[donates] = (
+                jax.jit(self._tx.update, donate_argnums=(0, 1) if donates else (0,)),
+                jax.jit(optax.apply_updates, donate_argnums=(0,) if donates else ()),
+            )
+        update, add = self._compiled[donates]
+        updates, state = update(gradients, held.state, held.params)
+        self._trained = Trained(add(held.params, updates), state)
+        self._is_lent = False
+
+    @property
+    def _current(self) -> Trained:
+        if self._trained is None:
+            raise StreamError("jaxinf.stream: call step.init or step.load first")
+        return self._trained
+
+
+class WholeGradients:
+    """The gradients of one step, whole or in slices of stacks."""
+
+    def __init__(self, plan: Plan, num_parts: int) -> None:
+        self._dtypes = [leaf.dtype for leaf in plan.traced.params]
+        self._num_parts = num_parts
+        self._held: dict[int, dict[tuple[int, ...], jax.Array]] = {}
+
+    def add(self, piece: Piece, gradient: jax.Array) -> None:
+        """Takes a complete gradient of a part of the batch."""
+        own = self._held.setdefault(piece.leaf, {})
+        if piece.index in own:
+            gradient = _sum(own[piece.index], gradient)
+        elif self._num_parts > 1:
+            gradient = gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
+        own[piece.index] = gradient
+
+    def take(self, others: Collection[int]) -> list[jax.Array]:
+        """Returns the gradient of each leaf, the mean over the parts.
+
+        The update reuses their memory, so each is an array of its own.
+
+        Args:
+          others: Identities of arrays that somebody else has.
+        """
+        taken = set(others)
+        found = []
+        for leaf, dtype in enumerate(self._dtypes):
+            whole = self._whole(leaf)
+            if self._num_parts > 1:
+                whole = _mean(whole, self._num_parts).astype(dtype)
+            if id(whole) in taken:
+                whole = jnp.copy(whole)
+            taken.add(id(whole))
+            found.append(whole)
+        return found
+
+    def _whole(self, leaf: int) -> jax.Array:
+        own = self._held.pop(leaf)
+        depth = len(next(iter(own)))
+        for _ in range(depth):
+            rows: dict[tuple[int, ...], list[jax.Array]] = {}
+            for index in sorted(own):
+                rows.setdefault(index[:-1], []).append(own[index])
+            own = {index: jnp.stack(parts) for index, parts in rows.items()}
+        return own[()]
+
+
+@jax.jit
+def _sum(total: jax.Array, more: jax.Array) -> jax.Array:
+    return total + more
+
+
+@jax.jit
+def _mean(total: jax.Array, count: int) -> jax.Array:
+    return total / count
+
+
+@jax.jit
+def are_finite(gradients: Sequence[jax.Array]) -> list[jax.Array]:
+    """Whether each has neither NaN nor Inf."""
+    return [jnp.all(jnp.isfinite(gradient)) for gradient in gradients]

@@ -1,0 +1,59 @@
+"""An optimizer as streaming needs it: traced, in passes over gradients.
+
+Invariant: what is refused is refused before a store is made or changed.
+"""
+
+from collections.abc import Iterable, Mapping, Set
+from typing import Any
+
+import optax
+
+from jaxinf.program import Passes, UpdateProgram, missing_arguments, trace_update
+from jaxinf.streaming.program.graph import Piece
+from jaxinf.typing import PyTree
+
+__all__ = ["LATE", "passes_for", "trace_optimizer"]
+
+LATE = frozenset({"value"})
+"""Arguments of an optimizer's update that are known after the first pass: the loss."""
+
+
+def trace_optimizer(
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    extra_args: Mapping[str, Any] | None = None,
+) -> UpdateProgram:
+    """Traces an optimizer; nothing is computed.
+
+    Raises:
+      UnsupportedTransformError: Its updates cannot be made leaf by leaf.
+      TypeError: Its update needs arguments that are not given.
+    """
+    try:
+        return trace_update(
+            tx, params, extra_args, may_recall=True, may_recall_all=True
+        )
+    except TypeError as error:
+        names = missing_arguments(error)
+        if not names:
+            raise
+        examples = ", ".join(f'"{name}": 0.0' for name in names)
+        raise TypeError(
+            f"jaxinf.stream: the optimizer's update needs {', '.join(names)} ({error})."
+            f" Give examples: jaxinf.stream(…, extra_args={{{examples}}}); a step's "
+            "own values are step(batch, {…}), and value is its loss by default"
+        ) from None
+
+
+def passes_for(program: UpdateProgram, pieces: Iterable[Piece] = ()) -> Passes:
+    """Returns an optimizer's passes over gradients.
+
+    Args:
+      program: The optimizer.
+      pieces: The parts of params whose gradients arrive; by default whole leaves.
+
+    Raises:
+      UnsupportedTransformError: It needs too much of all leaves, or too many passes.
+    """
+    sliced: Set[int] = {piece.leaf for piece in pieces if piece.index}
+    return program.passes(sliced=sliced, late=LATE)

@@ -1,0 +1,257 @@
+"""Computes what an optimizer needs beside state, as gradients arrive, pass by pass.
+
+    begin ─► add, for each gradient ─► advance ─► add … ─► advance ─► inputs ─► finish
+
+Invariant: of a leaf, only the arrays of one call are in memory, and what later calls
+need of it are numbers. The numbers of a leaf that is computed as a whole have the bits
+of jitted optax; of a leaf in slices, the slices' numbers are combined.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinf.csd import ScalarInputs
+from jaxinf.engine import ParamsReader, SlotRequest, Training
+from jaxinf.io.pages import page_ceil
+from jaxinf.program import LeafPart, Passes, UpdateProgram, plain
+from jaxinf.program.graph import Value
+from jaxinf.streaming.move.scratch import aligned
+from jaxinf.streaming.plan.memory import READER_BYTES
+from jaxinf.streaming.program.graph import Piece
+from jaxinf.streaming.program.keys import Keys
+from jaxinf.typing import Array
+
+__all__ = ["PassRunner"]
+
+
+class PassRunner:
+    """Runs the passes of steps. Its calls come one after another, from any thread.
+
+    Args:
+      training: The store.
+      program: The optimizer.
+      passes: Its passes, for gradients in the pieces that will arrive.
+    """
+
+    def __init__(
+        self, training: Training, program: UpdateProgram, passes: Passes
+    ) -> None:
+        self.passes = passes
+        self._training = training
+        self._program = program
+        self._compiled: dict[Any, Any] = {}
+        self._keys = Keys()
+        self._part_keys: dict[LeafPart, str] = {}
+        self._combine = [
+            jax.jit(passes.combination(number)) for number in range(self.num_passes)
+        ]
+        self._close = jax.jit(passes.closing)
+        self._env: dict[Value, Any] = {}
+        self._kernel_scalars: dict[Value, Array] = {}
+        self._shared: dict[tuple[int, ...], ScalarInputs] = {}
+        self._given: set[int] = set()
+        self._number = 0
+        self._reader: ParamsReader | None = None
+
+    @property
+    def num_passes(self) -> int:
+        """Number of passes over the gradients."""
+        return self.passes.num_passes
+
+    def compile(self, shapes: Mapping[int, Iterable[tuple[int, ...]]]) -> int:
+        """Compiles all parts; returns the memory of the largest beside its gradient.
+
+        Args:
+          shapes: For each leaf the shapes in which gradients arrive, whole or with
+            leading axes of length 1.
+        """
+        needed = 0
+        for leaf, own in shapes.items():
+            parts = (self.passes.part(n, leaf) for n in range(self.num_passes))
+            for part in filter(None, parts):
+                for shape in set(own):
+                    memory = self._executable(part, shape).memory_analysis()
+                    size = memory.temp_size_in_bytes + memory.output_size_in_bytes
+                    size += memory.argument_size_in_bytes
+                    dtype = self._program.leaves[leaf].info.dtype
+                    size -= math.prod(shape) * dtype.itemsize
+                    needed = max(needed, size)
+        return needed
+
+    # --- a step --------------------------------------------------------------------
+
+    def begin(self, extra_args: Mapping[str, Any]) -> None:
+        """Begins the first pass of a step.
+
+        Args:
+          extra_args: Further arguments of the optimizer's update; of those that are
+            known late, any value.
+        """
+        self.close()
+        self._env = self._inputs(extra_args)
+        self._start(0)
+
+    def give(self, extra_args: Mapping[str, Any]) -> None:
+        """Takes the values of arguments that are known after the first pass."""
+        self._env |= self._inputs(extra_args)
+
+    def add(self, piece: Piece, gradient: jax.Array | Array) -> None:
+        """Computes the numbers of a gradient in this pass; blocks until they are there.
+
+        Args:
+          piece: The piece of the params; whole, unless its leaf may come in slices.
+          gradient: Its gradient.
+        """
+        part = self.passes.part(self._number, piece.leaf)
+        if part is None:
+            return
+        if part.is_sliced and piece.index:
+            gradient = gradient.reshape((1,) * len(piece.index) + gradient.shape)
+        self._note(part, self._run(part, gradient, None))
+
+    def advance(self) -> None:
+        """Ends a pass and begins the next one."""
+        self._start(self._number + 1)
+
+    def inputs(
+        self, leaf: int, gradient: jax.Array | Array, params: Array | None
+    ) -> ScalarInputs:
+        """Returns the inputs of a leaf's kernel, in the last pass; blocks.
+
+        Args:
+          leaf: The leaf's number.
+          gradient: Its gradient; a slice if nothing is computed of it.
+          params: Its params on the device, if they are in memory.
+        """
+        part, own = self.passes.part(self._number, leaf), dict[Value, Array]()
+        arrays: tuple[Array, ...] = ()
+        if part is not None:
+            outputs = self._run(part, gradient, params)
+            first, last = len(part.exports), len(part.exports) + len(part.scalars)
+            self._note(part, outputs[:first])
+            found = [np.asarray(one) for one in outputs[first:]]
+            own = dict(zip(part.scalars, found, strict=False))
+            made = dict(zip(part.arrays, found[last - first :], strict=True))
+            arrays = tuple(made[value] for value in self.passes.arrays(leaf))
+        scalars = [
+            own[value] if value in own else self._kernel_scalars[value]
+            for value in self.passes.scalars[leaf]
+        ]
+        if part is not None:
+            return ScalarInputs(tuple(scalars), arrays)
+        key = tuple(map(id, scalars))
+        return self._shared.setdefault(key, ScalarInputs(tuple(scalars)))
+
+    def finish(self) -> list[Array]:
+        """Returns the new scalar state, after the last pass."""
+        closing = self.passes.closing
+        found, _ = self._close(*(self._env[value] for value in closing.inputs))
+        new = dict(zip(closing.numbers, found, strict=True))
+        self.close()
+        return [
+            np.array(plain(new[value]) if value.constant is None else value.constant)
+            for value in self.passes.prologue.scalar_state
+        ]
+
+    def close(self) -> None:
+        """Ends the reads of a step; idempotent."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    # --- inside --------------------------------------------------------------------
+
+    def _inputs(self, extra_args: Mapping[str, Any]) -> dict[Value, Any]:
+        record = self._training.opened.finished
+        state = [jnp.asarray(scalar.value) for scalar in record.scalar_state]
+        return self._program.numbers(state, extra_args)
+
+    def _start(self, number: int) -> None:
+        self._number, self._given, self._shared = number, set(), {}
+        combination = self.passes.combination(number)
+        known = [self._env[value] for value in combination.inputs]
+        numbers, scalars = self._combine[number](*known)
+        self._env.update(zip(combination.numbers, numbers, strict=True))
+        self._kernel_scalars = {
+            value: np.asarray(one)
+            for value, one in zip(combination.scalars, scalars, strict=True)
+        }
+
+    def _note(self, part: LeafPart, found: Sequence[jax.Array]) -> None:
+        if part.leaf in self._given:
+            found = part.gather([self._env[v] for v in part.exports], found)
+        self._given.add(part.leaf)
+        self._env.update(zip(part.exports, found, strict=True))
+
+    def _run(
+        self, part: LeafPart, gradient: jax.Array | Array, params: Array | None
+    ) -> Sequence[jax.Array]:
+        executable = self._executable(part, tuple(gradient.shape))
+        arrays = [self._own(part.leaf, value, gradient, params) for value in part.own]
+        numbers = [self._env[value] for value in part.numbers]
+        return jax.block_until_ready(executable(*arrays, *numbers))
+
+    def _own(
+        self,
+        leaf: int,
+        value: Value,
+        gradient: jax.Array | Array,
+        params: Array | None,
+    ) -> Any:
+        """Returns an own input of a leaf's part."""
+        if value is self.passes.gradients[leaf]:
+            return jnp.asarray(gradient)
+        info = self._program.leaves[leaf].info
+        if value is self.passes.params[leaf]:
+            if params is not None:
+                return jnp.asarray(params.reshape(info.shape))
+            array = _empty(info.shape, info.dtype)
+            if self._reader is None:
+                self._reader = self._training.params_reader(READER_BYTES)
+            self._reader.read(leaf, array, (0,) * array.ndim)
+            return jnp.asarray(array)
+        _, slot = self.passes.recalled[value]
+        array = _empty(info.shape, slot.dtype)
+        request = SlotRequest(leaf, slot.name, (0,) * array.ndim, array)
+        step = self._training.opened.finished.step
+        self._training.steps.recall(step, request, repeats=True)
+        return jnp.asarray(array)
+
+    def _executable(self, part: LeafPart, shape: tuple[int, ...]) -> Any:
+        """Returns a part's program, compiled once for all leaves with equal ones."""
+        if part not in self._part_keys:
+            key = self._keys.program(part.inputs, part.nodes, part.outputs)
+            self._part_keys[part] = f"{key} {part.is_sliced}"
+        avals = self._avals(part, shape)
+        key = self._part_keys[part], *((aval.shape, aval.dtype) for aval in avals)
+        if key not in self._compiled:
+            self._compiled[key] = jax.jit(part).lower(*avals).compile()
+        return self._compiled[key]
+
+    def _avals(
+        self, part: LeafPart, shape: tuple[int, ...]
+    ) -> list[jax.ShapeDtypeStruct]:
+        info = self._program.leaves[part.leaf].info
+        avals = []
+        for value in part.own:
+            if value is self.passes.gradients[part.leaf]:
+                avals.append(jax.ShapeDtypeStruct(shape, info.dtype))
+            elif value in self.passes.recalled:
+                dtype = self.passes.recalled[value][1].dtype
+                avals.append(jax.ShapeDtypeStruct(info.shape, dtype))
+            else:
+                avals.append(jax.ShapeDtypeStruct(info.shape, info.dtype))
+        numbers = (jax.ShapeDtypeStruct(v.shape, v.dtype) for v in part.numbers)
+        return [*avals, *numbers]
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype) -> Array:
+    """Makes an array that JAX takes without a copy on a CPU."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = aligned(page_ceil(max(num_bytes, 1)))
+    return memory[:num_bytes].view(dtype).reshape(shape)

@@ -1,0 +1,360 @@
+"""Applies gradients near storage: each updates its leaf as soon as it arrives.
+
+    runner ─ hand_out ─► queue, bounded in bytes ─► thread: kernel near storage
+                                                      all done ─► finish: one commit
+
+Invariant: the store advances by one step if every gradient arrived and was finite;
+  otherwise it does not advance.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxinf.csd import ScalarInputs
+from jaxinf.engine import Training, UpdateRequest, changes_params
+from jaxinf.errors import NonFiniteGradientError
+from jaxinf.program import NonFinitePolicy, UpdateProgram
+from jaxinf.store import ScalarState
+from jaxinf.streaming.move.stage import Handed, Stage
+from jaxinf.streaming.program.graph import Piece
+from jaxinf.streaming.program.shards import Gradient, shards_of, whole
+from jaxinf.streaming.program.units import Places, Unit
+from jaxinf.streaming.update.compressing import Compressor
+from jaxinf.streaming.update.deferred import Deferred, is_finite
+from jaxinf.streaming.update.passes import PassRunner
+from jaxinf.typing import Array
+
+__all__ = ["FetchedParams", "Updates"]
+
+
+# Gradients up to this long share a call of the engine.
+_SHORT_BYTES = 1 << 20
+_NO_PARAMS = np.empty(0, np.float32)
+
+
+class FetchedParams(Protocol):
+    """Params that were read for programs and that updates may take."""
+
+    def take(self, unit: Unit) -> Sequence[Array] | None:
+        """Returns a unit's shards of params, which stay until `free`; None if not held.
+
+        Those of a unit that the store does not move by shards are never held.
+        """
+        ...
+
+    def target(self, unit: Unit) -> Sequence[Array] | None:
+        """Returns memory for a unit's new shards until `free`; None if not needed."""
+        ...
+
+    def free(self, unit: Unit) -> None:
+        """Notes that a unit is updated."""
+        ...
+
+
+class Updates:
+    """The optimizer's side of a streamed step.
+
+    Gradients are deferred if the optimizer needs numbers of all of them, such as their
+    norm, or if a step overwrites one that is not committed. Updates then start when all
+    have arrived, and with them all reads of params are over.
+
+    Args:
+      training: The store.
+      program: The optimizer, traced.
+      passes: Its passes over the gradients.
+      compressor: Compresses gradients, if that is on.
+      places: The store's units.
+      capacity_bytes: Bytes of gradients that may wait; one is always accepted.
+      fetched: Params that updates take instead of reading them.
+      deferred: Takes gradients until the last one arrives; None if none waits.
+      nonfinite: The effect of a non-finite gradient.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        program: UpdateProgram,
+        passes: PassRunner,
+        compressor: Compressor,
+        places: Places,
+        capacity_bytes: int,
+        fetched: FetchedParams,
+        deferred: Deferred | None,
+        nonfinite: NonFinitePolicy,
+    ) -> None:
+        self._training = training
+        self._program = program
+        self._places = places
+        self._stage = Stage("jaxinf-updates", capacity_bytes, _SHORT_BYTES)
+        self._nonfinite: NonFinitePolicy = nonfinite
+        self._fetched = fetched
+        self._deferred = deferred
+        self._passes = passes
+        self._compressor = compressor
+        self._gathering: dict[Unit, _Gathered] = {}
+        self._bad: list[str] = []
+        self._step = 0
+        self._num_skipped = 0
+
+    # --- a step --------------------------------------------------------------------
+
+    def begin(self, extra_args: Mapping[str, Any]) -> None:
+        """Computes the first numbers, and gets ready for gradients.
+
+        Args:
+          extra_args: As for `PassRunner.begin`.
+        """
+        self._step = self._training.opened.finished.step
+        self._passes.begin(extra_args)
+        self._gathering, self._bad = {}, []
+        self._stage.waited_s = 0.0
+        if self._deferred is None:
+            self._stage.start(self._update)
+        else:
+            self._deferred.begin()
+            self._stage.start(self._defer)
+
+    def hand_out(self, piece: Piece, gradient: Gradient) -> None:
+        """Takes a complete gradient; blocks while too many wait.
+
+        Raises:
+          BaseException: The exception that stopped the updates.
+        """
+        self._stage.put(piece, gradient)
+
+    def finish(
+        self,
+        extra_args: Mapping[str, Any],
+        check: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """Waits for all updates and ends the step; returns whether the store advanced.
+
+        Args:
+          extra_args: As for `begin`, now with those that are known late.
+          check: Called where the step can be given up; raises if it must be.
+
+        Raises:
+          NonFiniteGradientError: The step was refused.
+          BaseException: The exception that stopped the updates.
+        """
+        self._stage.end()
+        self._passes.give(extra_args)
+        if self._deferred is not None:
+            self._bad = list(self._deferred.bad)
+            if not self._is_refused:
+                self._update_deferred(self._deferred, check)
+        if self._is_refused:
+            self._passes.close()
+            self._training.steps.abandon()
+            if self._nonfinite == "skip":
+                self._num_skipped += 1
+                return False
+            raise self._non_finite()
+        assert not self._gathering, "every part of a unit has its gradient"
+        record = self._training.opened.finished
+        scalars = [
+            ScalarState(old.path, new)
+            for old, new in zip(record.scalar_state, self._passes.finish(), strict=True)
+        ]
+        num_skipped = record.skipped_steps + self._num_skipped
+        self._training.steps.finish(self._step, scalars, num_skipped)
+        self._num_skipped = 0
+        return True
+
+    def abandon(self) -> None:
+        """Abandons the step without a commit."""
+        self._stage.abandon()
+        if self._deferred is not None:
+            self._deferred.spill.reset()
+        self._passes.close()
+        self._training.steps.abandon()
+
+    @property
+    def waited_s(self) -> float:
+        """Time that the last step's gradients waited for room."""
+        return self._stage.waited_s
+
+    @property
+    def spilled_bytes(self) -> tuple[int, int]:
+        """Bytes of the last step's gradients that waited in memory and in the file."""
+        if self._deferred is None:
+            return 0, 0
+        return self._deferred.spill.kept_bytes, self._deferred.spill.written_bytes
+
+    def close(self) -> None:
+        """Frees the spill's file."""
+        self._passes.close()
+        if self._deferred is not None:
+            self._deferred.spill.close()
+
+    # --- inside --------------------------------------------------------------------
+
+    @property
+    def _is_refused(self) -> bool:
+        return bool(self._bad) and self._nonfinite != "allow"
+
+    def _update_deferred(self, deferred: Deferred, check: Callable[[], None]) -> None:
+        """Runs the other passes.
+
+        Writes over an uncommitted step are not interrupted.
+        """
+        for number in range(1, self._passes.num_passes):
+            self._passes.advance()
+            if number == self._passes.num_passes - 1:
+                break
+            for piece, gradient in deferred.each():
+                check()
+                self._passes.add(piece, gradient)
+        check()
+        overwrites = self._training.opened.num_uncommitted > 0
+        self._stage.start(self._update)
+        for piece, gradient in deferred.take_all():
+            self._stage.put(piece, gradient)
+            if not overwrites:
+                check()
+        self._stage.end()
+
+    def _defer(self, taken: Sequence[Handed]) -> None:
+        assert self._deferred is not None
+        for piece, handed in taken:
+            gradient = whole(handed)
+            if piece.leaf in self._passes.passes.whole:
+                unit = self._places.unit(piece)
+                gathered = self._gathered(unit, piece, gradient)
+                if gathered is None:
+                    continue
+                piece, gradient = Piece(unit.leaf), np.asarray(gathered)
+            self._passes.add(piece, gradient)
+            self._deferred.add(piece, gradient)
+
+    def _update(self, taken: Sequence[Handed]) -> None:
+        asked: dict[Unit, _Asked] = {}
+        for piece, gradient in taken:
+            unit = self._places.unit(piece)
+            gathered = self._gathered(unit, piece, gradient)
+            if gathered is None:
+                continue
+            if self._is_held(gathered):
+                self._bad.append(self._program.leaves[unit.leaf].info.name)
+                self._fetched.free(unit)
+            else:
+                asked[unit] = self._ask(unit, gathered)
+        requests = [request for one in asked.values() for request in one.requests]
+        if not requests:
+            return
+        finite = self._training.steps.update(self._step, *requests)
+        for unit, one in asked.items():
+            one.end()
+            self._fetched.free(unit)
+        self._bad += [
+            self._program.leaves[request.leaf].info.name
+            for request, is_finite in zip(requests, finite, strict=True)
+            if not is_finite
+        ]
+
+    def _gathered(
+        self, unit: Unit, piece: Piece, gradient: Gradient
+    ) -> Gradient | None:
+        """Returns the gradient of the whole unit; None while parts are missing."""
+        part = self._places.part(unit, piece)
+        if not part.index:
+            return gradient
+        gathered = self._gathering.setdefault(unit, _Gathered(unit))
+        if not gathered.add(part, np.asarray(gradient)):
+            return None
+        return self._gathering.pop(unit).array
+
+    def _is_held(self, gradient: Gradient) -> bool:
+        """Whether a gradient refuses the step, which the CSDs could not tell."""
+        is_checked = self._compressor.is_on and self._nonfinite != "allow"
+        return is_checked and not is_finite(np.asarray(gradient))
+
+    def _ask(self, unit: Unit, gradient: Gradient) -> "_Asked":
+        """Makes the requests for a unit's update: one for each part that moves."""
+        params = self._fetched.take(unit)
+        assert params is None or unit.is_divided, "the update takes parts that it moves"
+        parts = shards_of(gradient, unit.boxes)
+        inputs = ScalarInputs(())
+        requests = []
+        for number, (box, part) in enumerate(zip(unit.boxes, parts, strict=True)):
+            part = part.reshape(unit.extent_of(box))
+            given = None if params is None else params[number]
+            if not number:  # a unit in parts has none but scalars, the same for all
+                inputs = self._passes.inputs(unit.leaf, part, given)
+            sent, feedback = self._compressor(unit, part, self._step)
+            requests.append(
+                UpdateRequest(
+                    leaf=unit.leaf,
+                    kernel=self._program.leaves[unit.leaf].kernel,
+                    origin=unit.origin_of(box),
+                    gradient=sent,
+                    inputs=inputs,
+                    out=None,
+                    probe=_NO_PARAMS,
+                    params=None if given is None else given.reshape(part.shape),
+                    feedback=feedback,
+                )
+            )
+        asked = _Asked(unit, requests)
+        if changes_params(requests[0].kernel, inputs):
+            asked.fill(self._fetched.target(unit))
+        return asked
+
+    def _non_finite(self) -> NonFiniteGradientError:
+        names = list(dict.fromkeys(self._bad))
+        more = f" and {len(names) - 5} more leaves" if len(names) > 5 else ""
+        return NonFiniteGradientError(
+            f"step {self._step + 1}: NaN or Inf in the gradient of "
+            f"{', '.join(names[:5])}{more}; the step was refused, the store stays at "
+            f"step {self._step}. Lower the learning rate or clip the gradients, or "
+            'pass nonfinite="skip" to go on without such steps, as with a loss scale'
+        )
+
+
+class _Asked:
+    """The requests for the update of a unit."""
+
+    def __init__(self, unit: Unit, requests: list[UpdateRequest]) -> None:
+        self._unit = unit
+        self.requests = requests
+        self._target: Sequence[Array] = ()
+
+    def fill(self, target: Sequence[Array] | None) -> None:
+        """Asks for the new params, too: in the memory of the unit's shards."""
+        if target is None:
+            return
+        unit, outs = self._unit, target
+        if not unit.is_divided:
+            self._target, outs = target, [np.empty(unit.shape, unit.dtype)]
+        self.requests = [
+            replace(
+                request,
+                out=out.reshape(unit.extent_of(box)),
+                wants_params=True,
+            )
+            for request, box, out in zip(self.requests, unit.boxes, outs, strict=True)
+        ]
+
+    def end(self) -> None:
+        """Notes that all is updated."""
+        for box, shard in zip(self._unit.shards, self._target, strict=False):
+            out = self.requests[0].out
+            assert out is not None, "the new params of all shards"
+            shard[...] = out.reshape(self._unit.shape)[box.slices]
+
+
+class _Gathered:
+    """Gradients of the parts of a unit that is stored as a whole."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.array = np.empty(unit.shape, unit.dtype)
+        self._num_missing = self.array.size
+
+    def add(self, part: Piece, gradient: Array) -> bool:
+        """Keeps a part's gradient; returns whether it was the last."""
+        self.array[part.index] = gradient
+        self._num_missing -= gradient.size
+        return not self._num_missing

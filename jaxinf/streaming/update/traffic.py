@@ -1,0 +1,157 @@
+"""The bytes on the drive that a step's plan implies.
+
+Invariant: the meters of a step show exactly these bytes. An optimizer that leaves state
+alone in some steps moves fewer in those.
+"""
+
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from jaxinf.engine import (
+    OpenStore,
+    StoreShape,
+    SubgroupLayout,
+    can_take,
+    moved_states,
+)
+from jaxinf.io import ByteCounts
+from jaxinf.io.pages import page_ceil
+from jaxinf.program import Passes, UpdateProgram
+from jaxinf.store import MASTER_PARAMS
+from jaxinf.streaming.plan.reads import Fetch
+from jaxinf.streaming.program.units import Unit
+
+__all__ = [
+    "Waiting",
+    "is_parted",
+    "planned_traffic",
+    "reads_params",
+    "spilled_bytes",
+]
+
+_PARAMS = 0  # the first of a leaf's states
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Bytes of gradients and activations that wait on the drive, in a step."""
+
+    written: int
+    read: int
+
+
+def planned_traffic(
+    opened: OpenStore,
+    fetches: Sequence[Fetch],
+    units: Iterable[Unit],
+    program: UpdateProgram,
+    passes: Passes,
+    waiting: Waiting,
+    given: Container[Unit] = (),
+) -> ByteCounts:
+    """Returns what a step moves on the drive.
+
+    Args:
+      opened: The store.
+      fetches: The reads of params.
+      units: The units that are updated.
+      program: The optimizer.
+      passes: Its passes.
+      waiting: What is written and read back.
+      given: Units whose update takes params that stay in memory.
+    """
+    read, written = waiting.read, waiting.written
+    taken = {fetch.unit for fetch in fetches if fetch.gradient is not None}
+    for fetch in fetches:
+        for layout in _layouts(opened, fetch.unit):
+            read += _moved_bytes(opened, layout, [_PARAMS])
+    for unit in units:
+        kernel = program.leaves[unit.leaf].kernel
+        has_params = unit in taken or unit in given
+        for layout in _layouts(opened, unit):
+            loads, stores = moved_states(kernel, layout)
+            if has_params:
+                loads -= {_PARAMS}
+            read += _moved_bytes(opened, layout, sorted(loads))
+            written += _moved_bytes(opened, layout, stores)
+            for names in _read_by_passes(passes, unit, has_params):
+                states = [layout.slots.index(name) for name in names]
+                read += _moved_bytes(opened, layout, states)
+    return ByteCounts(drive_read_bytes=read, drive_write_bytes=written)
+
+
+def _read_by_passes(
+    passes: Passes, unit: Unit, is_taken: bool
+) -> Iterator[Sequence[str]]:
+    """Yields the states that each pass reads of a unit."""
+    for number in range(passes.num_passes):
+        part = passes.part(number, unit.leaf)
+        if part is None:
+            continue
+        names = [passes.recalled[v][1].name for v in part.own if v in passes.recalled]
+        if passes.params[unit.leaf] in part.own and not is_taken:
+            names.append(MASTER_PARAMS)
+        yield names
+
+
+def reads_params(
+    opened: StoreShape, unit: Unit, program: UpdateProgram, passes: Passes
+) -> bool:
+    """Whether a unit's update reads its params, and can take them from a read before.
+
+    They must be what is stored: `float32`, or the stored half of a split master.
+    """
+    if not opened.options.takes_params or not can_take(opened, unit.leaf, unit.dtype):
+        return False
+    part = passes.part(passes.num_passes - 1, unit.leaf)
+    if part is not None and passes.params[unit.leaf] in part.own:
+        return True
+    kernel = program.leaves[unit.leaf].kernel
+    return any(
+        _PARAMS in moved_states(kernel, layout)[0] for layout in _layouts(opened, unit)
+    )
+
+
+def is_parted(opened: StoreShape, unit: Unit) -> bool:
+    """Whether a chunk of a unit is read and written in several parts."""
+    return any(
+        layout.subgroup.num_elements
+        < opened.directory.chunks[unit.leaf][layout.subgroup.chunk].num_elements
+        for layout in _layouts(opened, unit)
+    )
+
+
+def spilled_bytes(gradients: Iterable[int], capacity_bytes: int) -> int:
+    """Bytes on the drive, in whole pages, of gradients beyond the memory for them.
+
+    Args:
+      gradients: Bytes of each, in the order in which they are handed out.
+      capacity_bytes: Memory for them.
+    """
+    held = spilled = 0
+    for num_bytes in gradients:
+        if held + num_bytes <= capacity_bytes:
+            held += num_bytes
+        else:
+            spilled += page_ceil(num_bytes)
+    return spilled
+
+
+def _layouts(opened: StoreShape, unit: Unit) -> Sequence[SubgroupLayout]:
+    return opened.layouts(unit.leaf, unit.origin, unit.extent)
+
+
+def _moved_bytes(
+    opened: OpenStore, layout: SubgroupLayout, states: Iterable[int]
+) -> int:
+    """Whole pages, but no more than the file has, whose end may be odd."""
+    leaf, number = layout.subgroup.leaf, layout.subgroup.chunk
+    stored = opened.directory.chunks[leaf][number].stored_elements
+    records = opened.directory.manifest.leaves[leaf].states
+    moved = 0
+    for state in states:
+        extent = layout.extents[state]
+        file_bytes = records[state].num_elements(stored) * extent.dtype.itemsize
+        left = file_bytes - extent.file_offset_bytes
+        moved += min(page_ceil(extent.num_bytes), left)
+    return moved

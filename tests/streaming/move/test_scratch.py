@@ -1,0 +1,185 @@
+"""Files without names: bits, stripes, limits, room, and what is left behind."""
+
+import errno
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from jaxinf.errors import StoreIOError, StoreSpaceError
+from jaxinf.io import ByteMeters
+from jaxinf.io.pages import page_ceil
+from jaxinf.streaming.move.scratch import RateLimits, Scratch, aligned, raw_bytes
+from jaxinf.streaming.plan.forms import PART_BYTES
+
+SIZES = [0, 1, 1023, 4095, 4096, 4097, PART_BYTES - 1, 2 * PART_BYTES + 5]
+
+
+def moved(scratch, place, value):
+    """Writes and reads a value."""
+    bounce, out = aligned(PART_BYTES), aligned(place.num_bytes)
+    for part in place.parts:
+        scratch.write(part, raw_bytes(value), bounce)
+    for part in place.parts:
+        scratch.read(part, out)
+    return out[: value.nbytes]
+
+
+@pytest.mark.parametrize("num_drives", [1, 3])
+def test_values_come_back(tmp_path, num_drives):
+    folders = [tmp_path / str(i) for i in range(num_drives)]
+    for folder in folders:
+        folder.mkdir()
+    meters = ByteMeters()
+    scratch = Scratch(folders, meters)
+    rng = np.random.default_rng(0)
+    values = [rng.integers(0, 256, size).astype(np.uint8) for size in SIZES]
+    places = [scratch.allocate(value.nbytes) for value in values]
+    scratch.reserve()
+    for value, place in zip(values, places, strict=True):
+        np.testing.assert_array_equal(moved(scratch, place, value), value)
+    counts = meters.snapshot()
+    assert counts.drive_write_bytes == sum(page_ceil(size) for size in SIZES)
+    assert counts.drive_read_bytes == counts.drive_write_bytes
+    assert {part.drive for place in places for part in place.parts} == set(
+        range(num_drives)
+    )
+    assert not any(list(folder.iterdir()) for folder in folders)
+    scratch.close()
+    scratch.close()
+
+
+def test_threads_that_write_first_share_a_file(tmp_path, monkeypatch):
+    real, made = os.open, []
+
+    def slow(path, flags, *args, **kwargs):
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            made.append(path)
+            time.sleep(0.05)  # so that others begin to write, too
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", slow)
+    scratch = Scratch([tmp_path])
+    value = np.arange(4 * PART_BYTES, dtype=np.uint8)
+    place = scratch.allocate(value.nbytes)
+
+    def write(part):
+        scratch.write(part, value, aligned(PART_BYTES))
+
+    with ThreadPoolExecutor(len(place.parts)) as threads:
+        list(threads.map(write, place.parts))
+    assert made == [tmp_path]
+    np.testing.assert_array_equal(moved(scratch, place, value), value)
+    scratch.close()
+
+
+def test_places_do_not_overlap(tmp_path):
+    scratch = Scratch([tmp_path, tmp_path])
+    ends = [0, 0]
+    for size in SIZES:
+        for part in scratch.allocate(size).parts:
+            assert part.offset_bytes == ends[part.drive]
+            ends[part.drive] += page_ceil(part.stop - part.start)
+
+
+def test_a_file_is_reused(tmp_path):
+    scratch = Scratch([tmp_path])
+    first = scratch.allocate(10_000)
+    scratch.reserve()
+    scratch.reset()
+    assert scratch.allocate(10_000) == first
+    scratch.close()
+
+
+def test_without_files_that_have_no_name(tmp_path, monkeypatch):
+    real_open = os.open
+
+    def refuse(path, flags, *args, **options):
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return real_open(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    scratch = Scratch([tmp_path])
+    place = scratch.allocate(5000)
+    scratch.reserve()
+    value = np.arange(5000, dtype=np.uint8)
+    np.testing.assert_array_equal(moved(scratch, place, value), value)
+    assert not list(tmp_path.iterdir())
+    scratch.close()
+
+
+def test_a_limit_holds_a_drive_up(tmp_path):
+    scratch = Scratch([tmp_path], limits=RateLimits(write=2.0**20))
+    place = scratch.allocate(1 << 18)
+    scratch.reserve()
+    began_s = time.monotonic()
+    moved(scratch, place, np.zeros(1 << 18, np.uint8))
+    assert time.monotonic() - began_s >= 0.25
+    scratch.close()
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    scratch = Scratch([tmp_path / "none"])
+    scratch.allocate(1)
+    with pytest.raises(StoreIOError, match=r"none \(a file of activations\): making"):
+        scratch.reserve()
+    with pytest.raises(ValueError, match="expected a folder"):
+        Scratch([])
+
+
+def test_a_full_drive_is_named(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    scratch = Scratch([tmp_path])
+    place = scratch.allocate(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        with pytest.raises(StoreSpaceError, match="reserving room failed"):
+            scratch.reserve()
+    scratch.reserve()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwritev", full)
+        with pytest.raises(StoreSpaceError, match=r"activations\): write at byte 0"):
+            moved(scratch, place, np.zeros(1, np.uint8))
+    moved(scratch, place, np.zeros(1, np.uint8))
+    scratch.close()
+
+
+KILLED = """
+import os, signal, sys
+import numpy as np
+from jaxinf.streaming.move.scratch import (Scratch, aligned)
+from jaxinf.streaming.plan.forms import PART_BYTES
+scratch = Scratch([sys.argv[1]])
+place = scratch.allocate(32 << 20)
+scratch.reserve()
+for part in place.parts:
+    scratch.write(part, np.ones(32 << 20, np.uint8), aligned(PART_BYTES))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_process_leaves_nothing(tmp_path, run_python):
+    done = run_python(KILLED, str(tmp_path), check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_runs_share_a_folder(tmp_path):
+    one, other = Scratch([tmp_path]), Scratch([tmp_path])
+    values = [np.full(9000, number, np.uint8) for number in (1, 2)]
+    places = []
+    for scratch, value in zip((one, other), values, strict=True):
+        places.append(scratch.allocate(value.nbytes))
+        scratch.reserve()
+        np.testing.assert_array_equal(moved(scratch, places[-1], value), value)
+    one.close()
+    out = aligned(places[1].num_bytes)
+    other.read(places[1].parts[0], out)
+    np.testing.assert_array_equal(out[:9000], values[1])
+    other.close()

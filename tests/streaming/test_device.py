@@ -1,0 +1,226 @@
+"""Params on a device with memory of its own: the same path, forced on a CPU."""
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import optax
+import pytest
+from zoo import ZOO
+
+import jaxinf
+from jaxinf.errors import StreamError
+from jaxinf.streaming.move.fetch import Fetcher
+from jaxinf.streaming.move.windows import DeviceWindow
+from jaxinf.streaming.plan import memory
+from jaxinf.streaming.plan.memory import DeviceLimit, device_limit, divide
+from jaxinf.streaming.plan.reads import Fetch
+from jaxinf.streaming.program.units import Unit
+
+PAGE_BYTES = 4096
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
+
+
+def unit(leaf):
+    return Unit(leaf, (), (1024,), np.dtype(np.float32))
+
+
+class Numbers:
+    """Units filled with their leaf's number."""
+
+    def __init__(self):
+        self.read_leaves = []
+
+    def begin(self):
+        self.read_leaves.clear()
+
+    def read(self, unit, shards):
+        self.read_leaves.append(unit.leaf)
+        shards[0][...] = unit.leaf
+
+    def close(self):
+        pass
+
+
+def fetcher_of(fetches, device_pages, host_pages):
+    source = Numbers()
+    window = DeviceWindow(
+        jax.devices()[0], device_pages * PAGE_BYTES, host_pages * PAGE_BYTES
+    )
+    return source, Fetcher(source, fetches, window)
+
+
+def test_buffers_are_reused_only_after_their_copy():
+    fetches = [Fetch(unit(leaf), leaf, leaf) for leaf in range(12)]
+    _, fetcher = fetcher_of(fetches, device_pages=12, host_pages=2)
+    fetcher.begin()
+    for leaf in range(12):
+        fetcher.get(leaf, unit(leaf))
+    for leaf in range(12):
+        array = fetcher.get(leaf, unit(leaf))
+        assert array.sharding.memory_kind == "device"
+        np.testing.assert_array_equal(array, np.full(1024, leaf, np.float32))
+    fetcher.close()
+
+
+def test_no_more_is_read_ahead_than_the_device_holds():
+    fetches = [Fetch(unit(leaf), leaf, leaf) for leaf in range(6)]
+    source, fetcher = fetcher_of(fetches, device_pages=2, host_pages=2)
+    fetcher.begin()
+    for leaf in range(6):
+        np.testing.assert_array_equal(fetcher.get(leaf, unit(leaf))[0], leaf)
+        assert len(source.read_leaves) <= leaf + 3  # two there, one read
+        if leaf:
+            fetcher.done(leaf - 1)
+    fetcher.close()
+
+
+def test_a_step_is_given_up_while_a_read_waits_for_the_device():
+    fetches = [Fetch(unit(0), 0, 0), Fetch(unit(1), 1, 1)]
+    _, fetcher = fetcher_of(fetches, device_pages=1, host_pages=2)
+    for _ in range(2):
+        fetcher.begin()
+        fetcher.get(0, unit(0))
+        fetcher.stop()
+    fetcher.close()
+
+
+def test_units_for_updates_stay_on_the_host():
+    fetches = [Fetch(unit(leaf), leaf, leaf, gradient=leaf) for leaf in range(3)]
+    _, fetcher = fetcher_of(fetches, device_pages=3, host_pages=3)
+    fetcher.begin()
+    for leaf in range(3):
+        fetcher.get(leaf, unit(leaf))
+        fetcher.done(leaf)
+    for leaf in range(3):
+        taken = fetcher.take(unit(leaf))
+        np.testing.assert_array_equal(taken, np.full((1, 1024), leaf))
+        fetcher.free(unit(leaf))
+        assert fetcher.take(unit(leaf)) is None
+    fetcher.close()
+
+
+def trained(store, program, tx, policy, num_steps=3, **options):
+    """Losses and states; the meters show what the plan says."""
+    step = jaxinf.stream(
+        program.loss,
+        tx,
+        store,
+        memory_bytes=256 << 20,
+        has_aux=program.has_aux,
+        policy=policy,
+        **options,
+    )
+    step.load(program.params, batch=program.batch)
+    losses = [float(step(program.batch)[0]) for _ in range(num_steps)]
+    store.wait()
+    traffic, planned = store.metrics.traffic, step.traffic
+    assert traffic.drive_read_bytes == planned.drive_read_bytes
+    assert traffic.drive_write_bytes == planned.drive_write_bytes
+    return losses, {
+        (state.name, leaf.name): store.read(state.name, leaf.name)
+        for leaf in store.manifest.leaves
+        for state in leaf.states
+        if not state.is_beside
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "tx"),
+    [
+        ("stack_by_index", "recompute", CLIPPED),
+        ("tied_and_unused", "keep", optax.adamw(1e-2)),
+        pytest.param(
+            *("half_precision_loss", "recompute", optax.adamw(1e-2)),
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_steps_have_the_same_bits(name, policy, tx, open_store, monkeypatch):
+    program = ZOO[name]()
+    expected_losses, expected = trained(
+        open_store("host", **CHUNKS), program, tx, policy
+    )
+    monkeypatch.setattr(memory, "device_is_host", lambda device: False)
+    losses, found = trained(
+        open_store("device", **CHUNKS),
+        program,
+        tx,
+        policy,
+        device_memory_bytes=64 << 20,
+    )
+    assert losses == expected_losses
+    for key, array in expected.items():
+        np.testing.assert_array_equal(found[key], array, err_msg=str(key))
+
+
+@pytest.mark.usefixtures("own_memory")
+def test_a_device_that_is_too_small_is_named(open_store):
+    program = ZOO["l2_penalty"](depth=3)
+    largest = max(leaf.nbytes for leaf in jax.tree.leaves(program.params))
+    with pytest.raises(StreamError, match=r"device_memory_bytes=.* works"):
+        trained(
+            open_store("store", **CHUNKS),
+            program,
+            optax.sgd(0.1),
+            "recompute",
+            device_memory_bytes=2 * largest,
+        )
+
+
+def test_on_a_cpu_it_limits_a_part_of_the_host_memory(open_store):
+    program, tx = ZOO["l2_penalty"](depth=3), optax.sgd(0.1)
+    with pytest.raises(StreamError, match=r"device_memory_bytes=.* works"):
+        trained(
+            open_store("store", **CHUNKS),
+            program,
+            tx,
+            "recompute",
+            device_memory_bytes=1 << 12,
+        )
+    trained(
+        open_store("store", **CHUNKS),
+        program,
+        tx,
+        "recompute",
+        device_memory_bytes=64 << 20,
+    )
+
+
+def test_no_device_memory_is_refused(open_store):
+    with pytest.raises(ValueError, match="device_memory_bytes=0: expected at least 1"):
+        jaxinf.stream(
+            lambda p, b: 0.0,
+            optax.sgd(0.1),
+            open_store(),
+            memory_bytes=1 << 30,
+            device_memory_bytes=0,
+        )
+
+
+def test_the_default_is_what_a_device_has_free():
+    device = SimpleNamespace(
+        platform="gpu",
+        memory_stats=lambda: {"bytes_limit": 3000, "bytes_in_use": 1000},
+    )
+    assert device_limit(device, None) == DeviceLimit(1800, is_host=False)
+    assert device_limit(device, 5) == DeviceLimit(5, is_host=False)
+    device.memory_stats = lambda: None
+    with pytest.raises(StreamError, match="does not tell the size of its memory"):
+        device_limit(device, None)
+    assert device_limit(jax.devices("cpu")[0], None) == DeviceLimit()
+
+
+def test_memory_is_divided_between_host_and_device():
+    own = divide(1 << 30, 0, 1 << 20, DeviceLimit(256 << 20, is_host=False))
+    alone = divide(1 << 30, 0, 1 << 20)
+    assert own.staged == alone.programs
+    assert own.programs + own.leaving == 256 << 20
+    assert own.limit == "device_memory_bytes"
+    limited = divide(1 << 30, 0, 1 << 20, DeviceLimit(1 << 20))
+    assert (limited.programs, limited.staged) == (1 << 20, 0)
+    with pytest.raises(StreamError, match=r"on their way to the device \(\d+ bytes\)"):
+        divide(64 << 20, 0, 15 << 20, DeviceLimit(1 << 30, is_host=False))
+    with pytest.raises(StreamError, match="device_memory_bytes: expected room"):
+        divide(1 << 30, 0, 1 << 20, DeviceLimit(1024, is_host=False))

@@ -1,0 +1,447 @@
+"""Values that leave a device with memory of its own, forced on a CPU: to the host's
+memory and to drives."""
+
+import errno
+import gc
+import shutil
+import weakref
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from nameless_files import failing
+from streaming import assert_same_bits, prepared, streamed
+from zoo import ZOO, normal
+
+import jaxinf
+from jaxinf.errors import StoreIOError, StoreSpaceError, StreamError
+from jaxinf.io.pages import page_ceil
+from jaxinf.streaming.move.scratch import RateLimits, Scratch
+from jaxinf.streaming.move.values import Offloaded, Tiered
+from jaxinf.streaming.plan import offload
+from jaxinf.streaming.plan.offload import least_offloaded_bytes
+from jaxinf.streaming.plan.simulator import Profile, simulate
+from jaxinf.streaming.plan.tiers import NUM_COPIES, plan_tiers
+from jaxinf.streaming.run import compiled_temp_bytes
+
+TX = optax.adam(1e-2)
+ENOUGH = 1 << 40
+
+
+@pytest.fixture
+def small_values_leave(monkeypatch):
+    monkeypatch.setattr(offload, "SMALL_BYTES", 1)
+
+
+def plans(program, form=None, share=0.0):
+    """Plans of one program: with all values in memory, and with as many away as fit."""
+    ready = prepared(program)
+    cuts = ready.plan(ready.smallest_bytes() * 3 // 2).cuts
+    keep, offload = (ready.plan_of(cuts, policy) for policy in ("keep", "offload"))
+    temps = compiled_temp_bytes(offload, executables := {})
+    least = least_offloaded_bytes(offload.calls, temps)
+    budget = least + int(share * (offload.calls.peak_bytes(temps) - least))
+    return keep, offload.fitted(budget, temps, form), executables
+
+
+def hosts(calls):
+    """Memory of the host: enough for all, the least, and between."""
+    most = plan_tiers(calls, ENOUGH).host_bytes
+    least = plan_tiers(calls, 0).least_bytes
+    return [most, *{max(least, most - 4096), least, (least + most) // 2}]
+
+
+def pinned_bytes():
+    """Pinned memory of the process, in whole pages of each array."""
+    arrays = [x for x in jax.live_arrays() if x.sharding.memory_kind == "pinned_host"]
+    return sum(page_ceil(array.nbytes) for array in arrays)
+
+
+class Watched(Tiered):
+    """Notes what is in memory while a step runs."""
+
+    def __init__(self, calls, scratch, tiers):
+        super().__init__(calls, scratch, tiers)
+        self.made = {}
+        gc.collect()
+        self.others = pinned_bytes()
+        self.most_bytes = 0
+
+    def put(self, slots, outputs):
+        super().put(slots, outputs)
+        for slot, output in zip(slots, outputs, strict=True):
+            self.made[slot] = weakref.ref(output)
+
+    def before(self, number):
+        super().before(number)
+        for slots in (self._gone[n] for n in self._gone if n <= number):
+            for slot in slots:
+                assert self.made[slot]() is None, "it is still on the device"
+        self.most_bytes = max(self.most_bytes, pinned_bytes() - self.others)
+
+
+LONG = ("gpt2_nano", "u_net", "equinox_cast_first", "scan_twice_cast", "linen_dropout")
+
+
+@pytest.mark.usefixtures("small_values_leave")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.long] if n in LONG else [])
+        for n in ("l2_penalty", "scan_remat_reverse", "haiku", "custom_rules", *LONG)
+    ],
+)
+def test_bits_are_those_of_keep(name, tmp_path):
+    program = ZOO[name]()
+    keep, plan, executables = plans(program)
+    expected = streamed(program, keep, executables)
+    for host_bytes in hosts(plan.calls):
+        tiers = plan_tiers(plan.calls, host_bytes)
+        assert tiers.fits
+        assert tiers.host_bytes <= host_bytes
+        values = Watched(plan.calls, Scratch([tmp_path]), tiers)
+        for _ in range(2):  # the second step reuses the files
+            found = streamed(program, plan, executables, values=values)
+            assert_same_bits(found, expected)
+        counts = values.counts()
+        lives = plan.calls.lives
+        sizes = {slot: lives[slot].num_bytes for slot in plan.calls.absences}
+        on_drive = sum(sizes[slot] for slot in tiers.on_drive)
+        assert bool(on_drive) == (host_bytes < hosts(plan.calls)[0])
+        assert counts.num_out_bytes == counts.num_back_bytes == 2 * sum(sizes.values())
+        assert counts.num_written_bytes == 2 * on_drive
+        assert (counts.num_read_bytes == 2 * on_drive) == (not counts.num_forwarded)
+        assert values.most_bytes <= host_bytes
+        assert values.peak_bytes == max(plan.calls.value_bytes())
+        values.close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("small_values_leave")
+def test_bits_do_not_depend_on_a_slow_drive(tmp_path):
+    program = ZOO["l2_penalty"](depth=8)
+    keep, plan, executables = plans(program)
+    least = plan_tiers(plan.calls, 0).least_bytes
+    tiers = plan_tiers(plan.calls, least)
+    assert tiers.on_drive
+    scratch = Scratch([tmp_path], limits=RateLimits(write=1e5, read=1e5))
+    values = Watched(plan.calls, scratch, tiers)
+    found = streamed(program, plan, executables, values=values)
+    assert_same_bits(found, streamed(program, keep, executables))
+    assert values.most_bytes <= least
+    values.close()
+
+
+@pytest.mark.usefixtures("small_values_leave")
+@pytest.mark.parametrize("form", ["bf16", "int8"])
+def test_coded_values_have_the_bits_of_those_without_a_device(form, tmp_path):
+    program = ZOO["l2_penalty"]()
+    keep, plan, executables = plans(program, form)
+    values = Offloaded(plan.calls, Scratch([tmp_path]))
+    expected = streamed(program, plan, executables, values=values)
+    values.close()
+    tiers = plan_tiers(plan.calls, plan_tiers(plan.calls, 0).least_bytes)
+    values = Tiered(plan.calls, Scratch([tmp_path]), tiers)
+    found = streamed(program, plan, executables, values=values)
+    counts = values.counts()
+    values.close()
+    exact = streamed(program, keep, executables)
+    assert_same_bits(found[:2], exact[:2])
+    if len(tiers.on_drive) == len(plan.calls.absences) and not counts.num_forwarded:
+        assert_same_bits(found, expected)
+    assert counts.num_written_bytes < sum(
+        plan.calls.lives[slot].num_bytes for slot in tiers.on_drive
+    )
+
+
+# --- where values wait -------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_values_leave")
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_what_is_needed_soonest_stays_on_the_host(share):
+    calls = plans(ZOO["l2_penalty"](depth=12), share=share)[1].calls
+    most = plan_tiers(calls, ENOUGH)
+    assert most.on_drive == ()
+    least = plan_tiers(calls, 0)
+    assert not least.fits
+    largest = page_ceil(max(calls.lives[slot].num_bytes for slot in calls.absences))
+    assert least.least_bytes == 2 * NUM_COPIES * largest
+    numbers = []
+    for host_bytes in range(least.least_bytes, most.host_bytes, largest):
+        tiers = plan_tiers(calls, host_bytes)
+        needed = [calls.absences[slot].needed for slot in tiers.on_drive]
+        stay = [
+            (one, page_ceil(calls.lives[slot].num_bytes))
+            for slot, one in calls.absences.items()
+            if slot not in tiers.on_drive
+        ]
+        others = [one.needed for one, _ in stay]
+        assert needed == sorted(needed)
+        assert min(needed) >= max(others, default=0)
+        assert list(tiers.room) == sorted(tiers.room)
+        assert min(tiers.room) >= largest
+        passing = tiers.leaving_bytes + (NUM_COPIES - 1) * largest
+        for number, room in enumerate(tiers.room):
+            held = sum(n for one, n in stay if one.written < number <= one.needed)
+            assert held + passing + room <= host_bytes
+        numbers.append(len(needed))
+    assert numbers[-1] < numbers[0]
+
+
+@pytest.mark.usefixtures("small_values_leave")
+def test_one_value_needs_no_way_to_a_drive():
+    calls = plans(ZOO["l2_penalty"]())[1].calls
+    slot, absence = next(iter(calls.absences.items()))
+    alone = replace(calls, absences={slot: absence})
+    size = page_ceil(calls.lives[slot].num_bytes)
+    assert plan_tiers(alone, size - 1).least_bytes == size
+    assert not plan_tiers(alone, size - 1).fits
+    assert plan_tiers(alone, size).fits
+
+
+@pytest.mark.usefixtures("small_values_leave")
+def test_a_step_is_simulated_by_link_and_drive():
+    plan = plans(ZOO["l2_penalty"](depth=8))[1]
+    calls = plan.calls
+    seconds = {program.key: 1.0 for program in plan.distinct}
+    size = sum(calls.lives[slot].num_bytes for slot in calls.absences)
+    on_host = plan_tiers(calls, ENOUGH)
+    on_drive = plan_tiers(calls, on_host.host_bytes // 2)
+    assert on_drive.on_drive
+
+    def simulated(tiers, link, drive):
+        rates = Profile(seconds, drive, drive, out=link, back=link)
+        return simulate(calls, rates, tiers=tiers)
+
+    fast, slow = 1e12, size / 100
+    alone = len(calls.calls)
+    for tiers in (on_host, on_drive):
+        assert simulated(tiers, fast, fast) == pytest.approx(alone)
+        assert simulated(tiers, slow, fast) > 1.5 * alone
+    assert simulated(on_host, fast, slow) == pytest.approx(alone)
+    assert simulated(on_drive, fast, slow) > 1.5 * alone
+    assert simulated(None, fast, slow) > simulated(on_drive, fast, slow)
+
+
+# --- whole steps -------------------------------------------------------------------
+
+
+def wide(params, batch):
+    x = batch
+    for w in params["layers"]:
+        x = jnp.tanh(x @ w) + jnp.sin(x)
+    return jnp.mean(x**2)
+
+
+LAYERS = {"layers": [normal(i, 64, 64) / 8 for i in range(12)]}
+BATCH = normal(100, 2048, 64)  # values of 512 KiB
+DEVICE_BYTES = 9 << 19
+# What leaves has room on the host, or not.
+HOSTS = {"host": 64 << 20, "drives": 17 << 20}
+
+
+def opened(
+    open_store, name, policy, memory_bytes, device=DEVICE_BYTES, like=None, **options
+):
+    step = jaxinf.stream(
+        wide,
+        TX,
+        open_store(name, chunk_elements=4096, memory_bytes=4 << 20),
+        memory_bytes=memory_bytes,
+        device_memory_bytes=device,
+        policy=policy,
+        **options,
+    )
+    if like is None:
+        step.load(LAYERS, batch=BATCH)
+    else:
+        step.load(LAYERS)
+        shutil.copytree(like.store.path / "stream", step.store.path / "stream")
+    return step
+
+
+def kept(open_store, like, **options):
+    """A step with all values in memory, and the same cuts."""
+    memory, device = 256 << 20, 64 << 20
+    return opened(open_store, "keep", "keep", memory, device, like, **options)
+
+
+def losses(step, num_steps=3):
+    return [float(step(BATCH)[0]) for _ in range(num_steps)]
+
+
+def assert_same_params(step, other):
+    found, expected = (s.store.params(like=LAYERS) for s in (step, other))
+    for one, two in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.usefixtures("own_memory")
+@pytest.mark.parametrize(
+    ("tier", "options"),
+    [
+        ("host", {}),
+        ("drives", {}),
+        ("drives", {"keep": "params"}),
+        ("drives", {"micro_batches": 2, "policy": "plan"}),
+        pytest.param("host", {"keep": "params"}, marks=pytest.mark.long),
+        pytest.param(
+            "host", {"micro_batches": 2, "policy": "plan"}, marks=pytest.mark.long
+        ),
+    ],
+    ids=str,
+)
+def test_training_is_that_of_keep(open_store, tier, options):
+    options = {"policy": "offload", **options}
+    step = opened(open_store, "step", memory_bytes=HOSTS[tier], **options)
+    found = losses(step)
+    del options["policy"]
+    keep = kept(open_store, step, **options)
+    assert found == losses(keep)
+    assert_same_params(step, keep)
+    if options.get("micro_batches", 1) == 1:
+        assert step.metrics.offloaded_host_bytes > 0
+        assert (step.metrics.offloaded_drive_bytes > 0) == (tier == "drives")
+    step.store.wait()
+    traffic, planned = step.store.metrics.traffic, step.traffic
+    assert traffic.drive_write_bytes == planned.drive_write_bytes
+    assert step.wear.step_bytes == planned.drive_write_bytes
+
+
+@pytest.mark.usefixtures("own_memory")
+@pytest.mark.parametrize(
+    ("policy", "tier"),
+    [
+        ("offload", "drives"),
+        ("plan", "host"),
+        pytest.param("offload", "host", marks=pytest.mark.long),
+        pytest.param("plan", "drives", marks=pytest.mark.long),
+    ],
+)
+def test_without_a_store(place, policy, tier):
+    found = []
+    for own, memory_bytes, device_bytes in (
+        ("keep", 64 << 20, 64 << 20),
+        (policy, HOSTS[tier] - (5 << 20), DEVICE_BYTES),
+    ):
+        step = jaxinf.stream(
+            wide,
+            TX,
+            memory_bytes=memory_bytes,
+            device_memory_bytes=device_bytes,
+            keep="params",
+            policy=own,
+            scratch=place,
+        )
+        step.load(LAYERS, batch=BATCH)
+        found.append(losses(step, 8))
+        if own == "offload":
+            assert step.plan.calls.absences
+            assert (step.traffic.drive_write_bytes > 0) == (tier == "drives")
+        assert (step.forecast is not None) == (own == "plan")
+        step.close()
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-6)  # the cuts may differ
+    assert not list(place.iterdir())
+
+
+@pytest.mark.usefixtures("own_memory")
+def test_a_step_is_planned_by_what_it_measures(open_store):
+    step = opened(open_store, "plan", "plan", HOSTS["drives"])
+    found = losses(step, 9)
+    keep = kept(open_store, step)
+    assert found == losses(keep, 9)
+    for _ in range(20):  # a plan that was just made again is shown after the next step
+        if "run forward again; expected" in str(step.plan):
+            break
+        losses(step, 1)
+    else:
+        pytest.fail("no plan was shown")
+    forecast = step.forecast
+    assert forecast is not None
+    assert forecast.found_peak_bytes == forecast.expected_peak_bytes
+
+
+@pytest.mark.usefixtures("own_memory")
+@pytest.mark.parametrize("policy", ["offload", "plan"])
+def test_a_host_that_is_too_small_is_named(open_store, place, policy):
+    message = r"memory_bytes: it leaves \d+ bytes of the host for values .* expected "
+    message += r"2097152, .* 4 x the largest, .* memory_bytes=.* works"
+    with pytest.raises(StreamError, match=message):
+        opened(open_store, "step", policy, 15 << 20)
+    assert not open_store("step").exists
+    step = jaxinf.stream(
+        wide,
+        TX,
+        memory_bytes=9 << 20,
+        device_memory_bytes=DEVICE_BYTES,
+        keep="params",
+        policy=policy,
+        scratch=place,
+    )
+    with pytest.raises(StreamError, match=message):
+        step.load(LAYERS, batch=BATCH)
+
+
+@pytest.mark.usefixtures("own_memory")
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (errno.ENOSPC, StoreSpaceError),
+        pytest.param(errno.EIO, StoreIOError, marks=pytest.mark.long),
+    ],
+)
+def test_a_drive_that_fails_in_mid_step(open_store, monkeypatch, code, kind):
+    step = opened(open_store, "step", "offload", HOSTS["drives"])
+    losses(step, 1)
+    step.store.wait()
+    with monkeypatch.context() as patched:
+        failing(patched, "pwritev", code, [3])
+        with pytest.raises(kind, match=r"stream \(a file of activations\)"):
+            step(BATCH)
+    assert step.store.step == 1
+    losses(step, 2)
+    keep = kept(open_store, step)
+    losses(keep, 3)
+    assert_same_params(step, keep)
+
+
+@pytest.mark.usefixtures("own_memory")
+def test_a_value_that_cannot_be_read_is_computed_again(open_store, monkeypatch):
+    step = opened(open_store, "step", "offload", HOSTS["drives"])
+    found = losses(step, 1)
+    step.store.wait()
+    message = r"stream \(a file of activations\).*the value was computed again"
+    with monkeypatch.context() as patched:
+        failing(patched, "preadv", errno.EIO, range(1, 1000))
+        with pytest.warns(UserWarning, match=message):
+            found += losses(step, 1)
+    found += losses(step, 2)
+    keep = kept(open_store, step)
+    assert found == losses(keep, 4)
+    assert_same_params(step, keep)
+
+
+@pytest.mark.usefixtures("own_memory")
+def test_a_step_that_is_interrupted(open_store, monkeypatch):
+    step = opened(open_store, "step", "offload", HOSTS["drives"])
+    found = losses(step, 1)
+    real, hits = Tiered.before, []
+
+    def stop(self, number):
+        real(self, number)
+        hits.append(number)
+        if len(hits) == len(self._lives):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Tiered, "before", stop)
+        with pytest.raises(KeyboardInterrupt):
+            step(BATCH)
+    found += losses(step, 2)
+    keep = kept(open_store, step)
+    assert found == losses(keep, 3)
+    assert_same_params(step, keep)

@@ -1,0 +1,431 @@
+"""Steps that end early: Ctrl-C, SIGKILL, drives that fail, for each durability."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+from zoo import ZOO
+
+import jaxinf
+from jaxinf.engine import ParamsReader
+from jaxinf.errors import StoreCorruptError
+from jaxinf.streaming.update.store_sink import Updates
+
+NAMES = ("tied_and_unused", "l2_penalty", "scan_twice_cast")
+DURABILITIES = ("step", 3, "checkpoint")
+CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
+TX = optax.adam(1e-2)
+NUM_STEPS = 4
+
+
+def batches(program):
+    """A batch for each step; all differ."""
+    keys = [np.random.default_rng(i) for i in range(NUM_STEPS)]
+    return [
+        jax.tree.map(
+            lambda x, rng=rng: (
+                x if x.dtype.kind == "i" else x + rng.random(x.shape, x.dtype)
+            ),
+            program.batch,
+        )
+        for rng in keys
+    ]
+
+
+def states(store):
+    """All that a committed step holds, by leaf and state."""
+    return {
+        (state.name, leaf.name): store.read(state.name, leaf.name)
+        for leaf in store.manifest.leaves
+        for state in leaf.states
+    }
+
+
+def assert_same_states(found, expected):
+    assert found.keys() == expected.keys()
+    for key, array in expected.items():
+        np.testing.assert_array_equal(found[key], array, err_msg=str(key))
+
+
+def open_step(open_store, name, program, tx=TX, durability="step", **options):
+    store = open_store(name, durability=durability, **CHUNKS)
+    step = jaxinf.stream(program.loss, tx, store, memory_bytes=256 << 20, **options)
+    step.load(program.params, batch=program.batch)
+    return step
+
+
+def train(step, program, until=NUM_STEPS):
+    """Steps from the last finished one on."""
+    first = finished(step)
+    return [float(step(batch)[0]) for batch in batches(program)[first:until]]
+
+
+def finished(step):
+    """The last finished step, committed or not."""
+    step.store.training.join()
+    return step.store.training.opened.finished.step
+
+
+def train_to_the_end(step, program):
+    """Trains until the last step is written."""
+    train(step, program)
+    assert finished(step) == NUM_STEPS
+
+
+@pytest.fixture
+def uninterrupted(open_store):
+    """Losses, and the states after each step that is asked for."""
+
+    def make(program, *steps, tx=TX):
+        step = open_step(open_store, "uninterrupted", program, tx)
+        losses, found = [], {}
+        for number in range(NUM_STEPS + 1):
+            if number:
+                losses += train(step, program, number)
+            if number in steps:
+                found[number] = states(step.store)
+        step.close()
+        return losses, found
+
+    return make
+
+
+@pytest.mark.parametrize("durability", DURABILITIES[1:])
+@pytest.mark.parametrize(
+    "name", [NAMES[0], *(pytest.param(n, marks=pytest.mark.long) for n in NAMES[1:])]
+)
+def test_steps_that_overwrite_others_have_the_same_bits(
+    name, durability, open_store, uninterrupted
+):
+    program = ZOO[name]()
+    losses, expected = uninterrupted(program, NUM_STEPS)
+    step = open_step(open_store, "store", program, durability=durability)
+    assert train(step, program) == losses
+    committed = {3: 3, "checkpoint": 0}[durability]
+    assert step.store.step == committed
+    step.store.wait()
+    assert step.store.step == NUM_STEPS
+    assert_same_states(states(step.store), expected[NUM_STEPS])
+
+
+def test_frozen_leaves_are_read_from_the_committed_slot(open_store, uninterrupted):
+    """Their chunks are never written, so they are not in the slot that steps write."""
+    program = ZOO["tied_and_unused"]()
+    labels = jax.tree.map(lambda _: "train", program.params)
+    labels["layers"] = jax.tree.map(lambda _: "frozen", program.params["layers"])
+    tx = optax.multi_transform({"train": TX, "frozen": optax.set_to_zero()}, labels)
+    losses, expected = uninterrupted(program, NUM_STEPS, tx=tx)
+    step = open_step(open_store, "store", program, tx, "checkpoint")
+    assert train(step, program) == losses
+    step.store.wait()
+    assert_same_states(states(step.store), expected[NUM_STEPS])
+
+
+@pytest.mark.parametrize("nonfinite", ["error", "skip"])
+def test_no_uncommitted_step_is_overwritten_for_gradients_that_are_not_finite(
+    nonfinite, open_store, uninterrupted
+):
+    program = ZOO["l2_penalty"](depth=3)
+    losses, expected = uninterrupted(program, NUM_STEPS)
+    step = open_step(
+        open_store, "store", program, durability="checkpoint", nonfinite=nonfinite
+    )
+    found = train(step, program, 2)
+    bad = jax.tree.map(lambda x: x * np.float32(np.nan), program.batch)
+    if nonfinite == "error":
+        with pytest.raises(jaxinf.NonFiniteGradientError, match="step 3: NaN or Inf"):
+            step(bad)
+    else:
+        step(bad)
+    assert found + train(step, program) == losses
+    step.store.wait()
+    assert_same_states(states(step.store), expected[NUM_STEPS])
+
+
+# --- Ctrl-C ----------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def pythons_handler():
+    """Sets Python's handler of SIGINT, which a process in the background lacks."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupt_at(monkeypatch, owner, method, count, signals=1):
+    """Sends Ctrl-C when a method is called for the count-th time from now on."""
+    original, calls = getattr(owner, method), []
+
+    def interrupting(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == count:
+            for _ in range(signals):
+                os.kill(os.getpid(), signal.SIGINT)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(owner, method, interrupting)
+
+
+@pytest.mark.parametrize("durability", ["step", "checkpoint"])
+@pytest.mark.parametrize(
+    ("owner", "method", "count"),
+    [(ParamsReader, "read", 1), (Updates, "hand_out", 2), (Updates, "_update", 1)],
+)
+def test_ctrl_c_ends_a_step_and_training_goes_on(
+    owner, method, count, durability, open_store, uninterrupted, monkeypatch
+):
+    program = ZOO["tied_and_unused"]()
+    losses, expected = uninterrupted(program, NUM_STEPS)
+    step = open_step(open_store, "store", program, durability=durability)
+    found = train(step, program, 2)
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, owner, method, count)
+        with pytest.raises(KeyboardInterrupt):
+            train(step, program, 3)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    # A second pass over a step that is not committed is never left half-way.
+    is_ended = finished(step) == 3
+    if method == "_update" and durability == "checkpoint":
+        assert is_ended
+    found += train(step, program)
+    assert found == [x for i, x in enumerate(losses) if i != 2 or not is_ended]
+    step.store.wait()
+    assert_same_states(states(step.store), expected[NUM_STEPS])
+
+
+def test_handlers_of_the_programs_own_are_called_at_once(open_store, monkeypatch):
+    program, seen = ZOO["l2_penalty"](depth=2), []
+    handled = threading.Event()
+    step = open_step(open_store, "store", program)
+    train(step, program, 1)
+    monkeypatch.setattr(
+        Updates,
+        "finish",
+        lambda self, *args, finish=Updates.finish: (
+            os.kill(os.getpid(), signal.SIGINT),
+            handled.wait(60),
+            seen.append("finish"),
+            finish(self, *args),
+        )[-1],
+    )
+    before = signal.signal(
+        signal.SIGINT, lambda *_: (seen.append("handler"), handled.set())
+    )
+    try:
+        train(step, program, 2)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == ["handler", "finish"]
+    assert step.store.step == 2
+
+
+# --- SIGKILL ---------------------------------------------------------------------
+
+PROGRAM = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+import optax, jaxinf
+from zoo import ZOO
+import test_interrupted as ours
+from jaxinf.streaming.update.store_sink import Updates
+
+path, name, durability = sys.argv[2:5]
+durability = int(durability) if durability.isdigit() else durability
+program = ZOO[name]()
+handed = 0
+update = Updates._update
+
+def killing(self, taken):
+    global handed
+    for one in taken:
+        update(self, [one])
+        handed += self._step == ours.NUM_STEPS - 1
+        if handed == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+Updates._update = killing
+step = ours.open_step(
+    lambda name, **options: jaxinf.open_store(path, **options),
+    name, program, durability=durability,
+)
+ours.train(step, program)
+step.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "durability"),
+    [
+        pytest.param(
+            name,
+            durability,
+            marks=[] if i == j == 1 else [pytest.mark.long],
+        )
+        for i, name in enumerate(NAMES)
+        for j, durability in enumerate(DURABILITIES)
+    ],
+)
+def test_killed_between_hand_outs_the_committed_step_is_whole(
+    name, durability, open_store, uninterrupted, run_python, place
+):
+    """Steps since the commit are lost and nothing else; what follows has the bits."""
+    folder = str(Path(__file__).parent)
+    program = ZOO[name]()
+    committed = {"step": NUM_STEPS - 1, 3: 3, "checkpoint": 0}[durability]
+    _, expected = uninterrupted(program, committed, NUM_STEPS)
+    killed = run_python(PROGRAM, folder, place / "store", name, durability, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    with jaxinf.open_store(place / "store") as store:
+        assert store.step == committed
+        assert_same_states(states(store), expected[committed])
+    resumed = open_step(open_store, "store", program, durability=durability)
+    train(resumed, program)
+    resumed.close()
+    with jaxinf.open_store(place / "store") as store:
+        assert store.step == NUM_STEPS
+        assert_same_states(states(store), expected[NUM_STEPS])
+
+
+KILLED_INIT = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+import jaxinf
+from jaxinf.engine import Training
+from zoo import ZOO
+import test_interrupted as ours
+
+made, kill_at = 0, int(sys.argv[3])
+initialise = Training.initialise
+
+def killing(self, *args):
+    global made
+    initialise(self, *args)
+    made += 1
+    if made == kill_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Training.initialise = killing
+ours.open_step(
+    lambda name, **options: jaxinf.open_store(sys.argv[2], **options),
+    "store", ZOO["tied_and_unused"](),
+)
+"""
+
+
+@pytest.mark.long
+def test_killed_in_init_it_begins_anew(open_store, uninterrupted, run_python, place):
+    program = ZOO["tied_and_unused"]()
+    losses, expected = uninterrupted(program, NUM_STEPS)
+    folder = str(Path(__file__).parent)
+    killed = run_python(KILLED_INIT, folder, place / "store", 5, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    step = open_step(open_store, "store", program)
+    assert not step.store.step
+    assert train(step, program) == losses
+    step.store.wait()
+    assert_same_states(states(step.store), expected[NUM_STEPS])
+
+
+# --- drives ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("durability", ["step", "checkpoint"])
+def test_a_write_that_fails_stops_the_store_at_its_committed_step(
+    durability, open_store, uninterrupted, monkeypatch
+):
+    program = ZOO["tied_and_unused"]()
+    _, expected = uninterrupted(program, 2, NUM_STEPS)
+    step = open_step(open_store, "store", program, durability=durability)
+    train(step, program, 2)
+    step.store.wait()
+    train(step, program, 3)
+    step.store.training.join()
+    committed = step.store.training.commit.step
+    assert committed == {"step": 3, "checkpoint": 2}[durability]
+
+    def fail(*args, **kwargs):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        for csd in step.store.training.opened.csds:
+            patch.setattr(csd, "write", fail)
+        with pytest.raises(OSError, match="Input/output error") as failed:
+            train_to_the_end(step, program)
+        with pytest.raises(OSError, match="Input/output error"):
+            step(program.batch)
+    lost = "1 finished steps since the commit of step 2 are lost"
+    notes = getattr(failed.value, "__notes__", [])
+    assert any(lost in note for note in notes) == (durability == "checkpoint")
+    step.close()
+    again = open_step(open_store, "store", program, durability=durability)
+    assert again.store.step == committed
+    if committed == 2:
+        assert_same_states(states(again.store), expected[2])
+    train(again, program)
+    again.store.wait()
+    assert_same_states(states(again.store), expected[NUM_STEPS])
+
+
+def test_damaged_params_are_named_and_not_trained_on(open_store):
+    program = ZOO["tied_and_unused"]()
+    step = open_step(open_store, "store", program)
+    train(step, program, 1)
+    step.close()
+    store = open_store("store", **CHUNKS)
+    (chunk, *_) = sorted((store.path / "current").glob("params.table/c/*/*"))
+    with open(chunk, "r+b") as file:
+        file.seek(40)
+        file.write(b"\x7f\x7f")
+    store.close()
+    again = open_step(open_store, "store", program)
+    with pytest.raises(StoreCorruptError, match="table"):
+        train(again, program, 2)
+    with pytest.raises(StoreCorruptError, match="table"):
+        again.store.check()
+
+
+# --- Ctrl-C at each line ---------------------------------------------------------
+
+CASES = [
+    ("store", policy, parts, again)
+    for policy in ("recompute", "keep", "offload", "plan")
+    for parts in (1, 4)
+    for again in ("", "again")
+]
+CASES += [("memory", p, n, "again") for _, p, n, again in CASES if again]
+CASES += [("function", "recompute", 1, again) for again in ("", "again")]
+
+# All lines of all cases take hours: JAXINF_INTERRUPTS=1 pytest -m long -k any_line …
+EVERY = int(os.environ.get("JAXINF_INTERRUPTS", "100"))
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("every", "what", "policy", "parts", "again"),
+    [
+        (20, "store", "recompute", 4, "again"),
+        *(pytest.param(EVERY, *case, marks=pytest.mark.long) for case in CASES),
+    ],
+)
+def test_after_ctrl_c_at_any_line_the_next_step_runs(
+    every, what, policy, parts, again, place
+):
+    program = Path(__file__).parents[1] / "support" / "interrupting.py"
+    words = [place, policy, parts, what, every, again]
+    ran = subprocess.run(
+        [sys.executable, program, *map(str, words)],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not ran.returncode, ran.stdout + ran.stderr

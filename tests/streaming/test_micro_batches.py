@@ -1,0 +1,204 @@
+"""Micro-batches: losses and updates of the whole batch, sums on the drive, refusals."""
+
+import importlib
+import os
+import signal
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from zoo import normal
+
+import jaxinf
+from jaxinf.errors import StreamError
+from jaxinf.streaming.move.spill import Spill
+from jaxinf.streaming.update.micro_batches import Accumulation
+
+BOUND = importlib.import_module("jaxinf.streaming.bound")
+CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
+ADAM = optax.adam(1e-2)
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), ADAM)
+ROWS, WIDTH, DEPTH = 12, 32, 4
+
+
+def loss_fn(params, batch):
+    x, means = jax.lax.scan(
+        lambda x, w: (x + jnp.tanh(x @ w), jnp.mean(x)), batch["x"], params["layers"]
+    )
+    x = batch["scale"] * (x @ params["out"]) @ params["out"].T
+    return jnp.mean((x - batch["y"]) ** 2), means
+
+
+PARAMS = {"layers": normal(0, DEPTH, WIDTH, WIDTH) / 6, "out": normal(1, WIDTH, 8) / 3}
+BATCH = {
+    "x": normal(2, ROWS, WIDTH),
+    "y": normal(3, ROWS, WIDTH),
+    "scale": np.float32(0.5),
+}
+
+
+@pytest.fixture
+def started(open_store):
+    def make(name, tx=ADAM, params=PARAMS, **options):
+        step = jaxinf.stream(
+            loss_fn,
+            tx,
+            open_store(name, **CHUNKS),
+            memory_bytes=256 << 20,
+            has_aux=True,
+            **options,
+        )
+        step.load(params, batch=BATCH)
+        return step
+
+    return make
+
+
+def run(step, num_steps=3):
+    return [float(step(BATCH)[0]) for _ in range(num_steps)]
+
+
+def assert_near(one, other, **tolerance):
+    for found, expected in zip(
+        *(
+            jax.tree.leaves(
+                step.store.params(
+                    like=step.plan.traced.params_tree.unflatten(step.plan.traced.params)
+                )
+            )
+            for step in (one, other)
+        ),
+        strict=True,
+    ):
+        np.testing.assert_allclose(found, expected, **tolerance)
+
+
+@pytest.mark.parametrize(
+    ("tx", "count"), [(ADAM, 2), (CLIPPED, 3)], ids=["adam", "clipped"]
+)
+def test_losses_are_those_of_the_whole_batch(tx, count, started):
+    whole = started("whole", tx)
+    parts = started("parts", tx, micro_batches=count, keep="params")
+    np.testing.assert_allclose(run(parts), run(whole), rtol=1e-5)
+    assert_near(parts, whole, rtol=0, atol=1e-4)
+    _, means = parts(BATCH)
+    assert means.shape == (count, DEPTH)
+    np.testing.assert_allclose(means.mean(axis=0), whole(BATCH)[1], atol=1e-4)
+
+
+def test_multi_steps_accumulates_as_before(started):
+    tx = optax.MultiSteps(ADAM, 2)
+    whole, parts = started("whole", tx), started("parts", tx, micro_batches=2)
+    np.testing.assert_allclose(run(parts, 4), run(whole, 4), rtol=1e-5)
+    assert_near(parts, whole, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("tx", [ADAM, CLIPPED], ids=["adam", "clipped"])
+def test_sums_on_the_drive_have_the_bits_of_memory(tx, started, monkeypatch):
+    held = started("held", tx, micro_batches=3)
+    expected = run(held)
+    assert held.metrics.spilled_drive_bytes == 0
+    monkeypatch.setattr(
+        BOUND, "Spill", lambda folder, _, meters: Spill(folder, 4096, meters)
+    )
+    spilled = started("spilled", tx, micro_batches=3)
+    assert run(spilled) == expected
+    assert_near(spilled, held, rtol=0, atol=0)
+    assert spilled.metrics.spilled_drive_bytes > 0
+    spilled.store.wait()
+    traffic, planned = spilled.store.metrics.traffic, spilled.traffic
+    assert traffic.drive_read_bytes == planned.drive_read_bytes
+    assert traffic.drive_write_bytes == planned.drive_write_bytes
+    files = {path.suffix for path in Path(spilled.store.path / "stream").iterdir()}
+    assert files == {".json"}
+
+
+def test_16_bit_gradients_add_up_in_32(started):
+    half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), PARAMS)
+    whole = started("whole", params=half)
+    parts = started("parts", params=half, micro_batches=4)
+    np.testing.assert_allclose(run(parts), run(whole), rtol=2e-2)
+
+
+def test_a_step_that_fails_leaves_the_store_at_the_step_before(started, monkeypatch):
+    plain = started("plain", micro_batches=2)
+    expected = run(plain)
+    step = started("store", micro_batches=2)
+    found = run(step, 1)
+    put, calls = Spill.put, []
+
+    def failing(self, key, value):
+        calls.append(key)
+        if len(calls) == 2:
+            raise OSError("the drive is gone")
+        put(self, key, value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Spill, "put", failing)
+        with pytest.raises(OSError, match="the drive is gone"):
+            step(BATCH)
+    assert step.store.step == 1
+    assert found + run(step, 2) == expected
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_ctrl_c_in_a_part_leaves_the_step_before(count, started, monkeypatch):
+    """In the first part, and in the last one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    plain = started("plain", CLIPPED, micro_batches=2)
+    expected = run(plain)
+    step = started("store", CLIPPED, micro_batches=2)
+    found = run(step, 1)
+    put, calls = Accumulation.put, []
+
+    def interrupting(self, piece, gradient):
+        calls.append(piece)
+        if len(calls) == count:
+            os.kill(os.getpid(), signal.SIGINT)
+        put(self, piece, gradient)
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Accumulation, "put", interrupting)
+            with pytest.raises(KeyboardInterrupt):
+                step(BATCH)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert step.store.step == 1
+    assert found + run(step, 2) == expected
+
+
+@pytest.mark.parametrize(
+    ("count", "batch", "message"),
+    [
+        (5, BATCH, r"micro_batches=5: expected .* that 5 divides, found x of shape"),
+        (
+            2,
+            {**BATCH, "y": normal(3, 4, 4)},
+            r"found y of shape \(4, 4\) beside others",
+        ),
+        (2, np.float32(1), "expected a batch to divide, found no arrays"),
+    ],
+)
+def test_a_batch_that_it_does_not_divide_is_refused(count, batch, message, open_store):
+    step = jaxinf.stream(
+        loss_fn,
+        ADAM,
+        open_store(**CHUNKS),
+        memory_bytes=256 << 20,
+        has_aux=True,
+        micro_batches=count,
+    )
+    with pytest.raises(StreamError, match=message):
+        step.load(PARAMS, batch=batch)
+    assert not step.store.exists
+
+
+def test_no_micro_batches_is_refused(open_store):
+    with pytest.raises(ValueError, match="micro_batches=0: expected at least 1"):
+        jaxinf.stream(
+            loss_fn, ADAM, open_store(), memory_bytes=1 << 30, micro_batches=0
+        )

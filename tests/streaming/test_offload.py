@@ -1,0 +1,289 @@
+"""Values that wait on a drive: bits, memory as planned, traffic, failures."""
+
+import errno
+
+import jax
+import numpy as np
+import optax
+import pytest
+from nameless_files import failing
+from streaming import assert_same_bits, prepared, streamed
+from zoo import ZOO
+
+import jaxinf
+from jaxinf.errors import StoreIOError, StoreSpaceError, StreamError
+from jaxinf.streaming.move.scratch import Scratch
+from jaxinf.streaming.move.values import Offloaded, Values
+from jaxinf.streaming.plan import offload
+from jaxinf.streaming.plan.calls import Calls
+from jaxinf.streaming.plan.offload import fitted, least_offloaded_bytes
+from jaxinf.streaming.plan.plan import Plan
+from jaxinf.streaming.run import Runner, compiled_temp_bytes
+
+CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
+TX = optax.adam(1e-2)
+
+
+@pytest.fixture(autouse=True)
+def small_values_leave(monkeypatch):
+    monkeypatch.setattr(offload, "SMALL_BYTES", 1)
+
+
+def plans(ready, policies=("keep", "offload")):
+    cuts = ready.plan(ready.smallest_bytes() * 3 // 2).cuts
+    return [ready.plan_of(cuts, policy) for policy in policies]
+
+
+LONG = ("linen", "linen_dropout", "linen_remat", "linen_scan", "conv_batch_norm")
+LONG += ("linen_scan_remat_dropout", "gpt2_bfloat16", "nnx_batch_norm", "haiku")
+LONG += ("equinox_cast_first", "moe_map", "scan_nested", "stack_by_index", "u_net")
+LONG += (
+    "gpt2_nano",
+    "scan_twice_cast",
+    "fori_loop",
+    "recurrent",
+    "micro_batches",
+    "vmapped_heads",
+    "moe_cond",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.long] if n in LONG else []) for n in ZOO],
+)
+def test_bits_are_those_of_keep(name, tmp_path):
+    program = ZOO[name]()
+    keep, offload = plans(prepared(program))
+    executables = {}
+    expected = streamed(program, keep, executables)
+    temps = compiled_temp_bytes(offload, executables)
+    least = least_offloaded_bytes(offload.calls, temps)
+    most = offload.calls.peak_bytes(temps)
+    for budget in {least, (least + most) // 2}:
+        plan = offload.fitted(budget, temps)
+        assert plan.peak_bytes <= budget
+        values = Offloaded(plan.calls, Scratch([tmp_path]))
+        for _ in range(2):  # the second step reuses the files
+            found = streamed(program, plan, executables, values=values)
+            assert_same_bits(found, expected)
+        counts = values.counts()
+        sizes = [plan.calls.lives[slot].num_bytes for slot in plan.calls.absences]
+        assert counts.num_written_bytes == counts.num_read_bytes == 2 * sum(sizes)
+        values.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_memory_is_as_planned(tmp_path):
+    program = ZOO["l2_penalty"](depth=8)
+    offload = plans(prepared(program))[1]
+    temps = compiled_temp_bytes(offload, executables := {})
+    least = least_offloaded_bytes(offload.calls, temps)
+    plan = offload.fitted(least, temps)
+    values = Offloaded(plan.calls, Scratch([tmp_path]))
+    streamed(program, plan, executables, values=values)
+    assert values.peak_bytes == max(plan.calls.value_bytes())
+    in_memory = Values()
+    streamed(program, offload, executables, values=in_memory)
+    assert in_memory.peak_bytes == max(offload.calls.value_bytes())
+    assert values.peak_bytes < 0.7 * in_memory.peak_bytes
+    values.close()
+
+
+def test_the_value_needed_last_leaves_first():
+    calls = plans(prepared(ZOO["gpt2_nano"]()))[1].calls
+    most = calls.peak_bytes()
+    assert not fitted(calls, most, Calls.call_bytes).absences
+    one = fitted(calls, most - 1, Calls.call_bytes).absences
+    needed = {slot: absence.needed for slot, absence in one.items()}
+    others = [
+        life.reads[-1]
+        for slot, life in calls.lives.items()
+        if slot not in needed and life.reads and life.made == 0
+    ]
+    assert needed
+    assert max(needed.values()) >= max(others)
+    for absence in one.values():
+        assert absence.written + 2 <= absence.gone < absence.back <= absence.needed
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
+def test_values_come_back_in_the_order_of_use(share):
+    calls = plans(prepared(ZOO["l2_penalty"](depth=8)))[1].calls
+    least, most = least_offloaded_bytes(calls), calls.peak_bytes()
+    found = fitted(calls, int(least + share * (most - least)), Calls.call_bytes)
+    assert found.peak_bytes() <= int(least + share * (most - least))
+    ordered = sorted(found.absences.values(), key=lambda one: one.needed)
+    assert [one.back for one in ordered] == sorted(one.back for one in ordered)
+
+
+# --- with a store ------------------------------------------------------------------
+
+
+@pytest.fixture
+def everything_leaves(monkeypatch):
+    """Lets every value leave that can, although the budget has room."""
+    real = Plan.fitted
+    monkeypatch.setattr(
+        Plan, "fitted", lambda self, _, temps, form=None: real(self, 0, temps, form)
+    )
+
+
+def opened(open_store, name, policy, program, tx=TX, keep=None, **options):
+    step = jaxinf.stream(
+        program.loss,
+        tx,
+        open_store(name, **CHUNKS, **options),
+        memory_bytes=256 << 20,
+        policy=policy,
+        keep=keep,
+    )
+    step.load(program.params, batch=program.batch)
+    return step
+
+
+def losses(step, program, num_steps):
+    return [float(step(program.batch)[0]) for _ in range(num_steps)]
+
+
+def assert_same_params(step, other, program):
+    found, expected = (s.store.params(like=program.params) for s in (step, other))
+    for one, two in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.parametrize("num_csds", [0, 2])
+def test_training_is_that_of_keep(open_store, everything_leaves, place, num_csds):
+    program = ZOO["l2_penalty"]()
+    csds = [place / f"csd{i}" for i in range(num_csds)]
+    for csd in csds:
+        csd.mkdir()
+    options = {"csds": csds} if csds else {}
+    offload = opened(open_store, "offload", "offload", program, **options)
+    keep = opened(open_store, "keep", "keep", program)
+    assert losses(offload, program, 3) == losses(keep, program, 3)
+    assert_same_params(offload, keep, program)
+    assert offload.metrics.offloaded_drive_bytes > 0
+    assert not keep.metrics.offloaded_drive_bytes
+    assert [path.suffix for path in (offload.store.path / "stream").iterdir()] == [
+        ".json"
+    ]
+
+
+@pytest.mark.parametrize("keep", [None, "params"])
+def test_the_meters_show_the_planned_traffic(open_store, everything_leaves, keep):
+    program = ZOO["scan_remat_reverse"]()
+    step = opened(open_store, "store", "offload", program, keep=keep)
+    losses(step, program, 3)
+    assert step.metrics.offloaded_drive_bytes > 0
+    assert (step.metrics.fetched_drive_bytes > 0) == (keep is None)
+    step.store.wait()
+    found, planned = step.store.metrics.traffic, step.traffic
+    assert found.drive_read_bytes == planned.drive_read_bytes
+    assert found.drive_write_bytes == planned.drive_write_bytes
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"), [(errno.ENOSPC, StoreSpaceError), (errno.EIO, StoreIOError)]
+)
+def test_a_drive_that_fails_in_mid_step(
+    open_store, everything_leaves, monkeypatch, code, kind
+):
+    program = ZOO["l2_penalty"]()
+    step = opened(open_store, "store", "offload", program)
+    kept = opened(open_store, "keep", "keep", program)
+    losses(step, program, 1)
+    step.store.wait()
+    with monkeypatch.context() as patched:
+        failing(patched, "pwritev", code, [3])
+        with pytest.raises(kind, match=r"stream \(a file of activations\)"):
+            step(program.batch)
+    assert step.store.step == 1
+    losses(step, program, 2)
+    losses(kept, program, 3)
+    assert step.store.step == 3
+    assert_same_params(step, kept, program)
+
+
+@pytest.mark.parametrize("keep", [None, "params"])
+@pytest.mark.parametrize("numbers", [[1], range(1, 1000)], ids=["one", "all"])
+def test_a_value_that_cannot_be_read_is_computed_again(
+    open_store, everything_leaves, monkeypatch, numbers, keep
+):
+    program = ZOO["l2_penalty"]()
+    step = opened(open_store, "store", "offload", program, keep=keep)
+    kept = opened(open_store, "keep", "keep", program)
+    found, expected = losses(step, program, 1), losses(kept, program, 4)
+    step.store.wait()
+    with monkeypatch.context() as patched:
+        failing(patched, "preadv", errno.EIO, numbers)
+        message = r"stream \(a file of activations\).*the value was computed again"
+        with pytest.warns(UserWarning, match=message) as told:
+            found += losses(step, program, 1)
+    assert len(told) == 1 if len(numbers) == 1 else len(told) > 1
+    assert found + losses(step, program, 2) == expected
+    assert step.store.step == 4
+    assert_same_params(step, kept, program)
+
+
+def test_a_value_of_backward_that_cannot_be_read_ends_the_step(
+    open_store, everything_leaves, monkeypatch
+):
+    program = ZOO["equinox_cast_first"]()
+    step = opened(open_store, "store", "offload", program)
+    kept = opened(open_store, "keep", "keep", program)
+    losses(step, program, 1)
+    step.store.wait()
+    message = r"stream \(a file of activations\)"
+    with monkeypatch.context() as patched:
+        failing(patched, "preadv", errno.EIO, range(1, 1000))
+        with (
+            pytest.warns(UserWarning, match="computed again"),
+            pytest.raises(StoreIOError, match=message),
+        ):
+            step(program.batch)
+    assert step.store.step == 1
+    losses(step, program, 2)
+    losses(kept, program, 3)
+    assert_same_params(step, kept, program)
+
+
+def test_a_budget_below_the_largest_value_is_refused(open_store):
+    program = ZOO["l2_penalty"]()
+    big = np.zeros((1 << 16, 32), np.float32)
+    step = jaxinf.stream(
+        program.loss,
+        TX,
+        open_store("store", **CHUNKS),
+        memory_bytes=40 << 20,
+        policy="offload",
+    )
+    step.load(program.params)
+    with pytest.raises(StreamError, match=r"largest value .* \d+ bytes.* works"):
+        step({"x": big, "y": big})
+    assert step.store.step == 0
+
+
+def test_runner_drops_values_of_a_step_that_failed(tmp_path):
+    program = ZOO["l2_penalty"]()
+    offload = plans(prepared(program))[1]
+    temps = compiled_temp_bytes(offload, executables := {})
+    plan = offload.fitted(0, temps)
+    values = Offloaded(plan.calls, Scratch([tmp_path]))
+    runner = Runner(plan, executables, values=values)
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(program.params)]
+
+    def stop(piece, gradient):
+        raise KeyboardInterrupt
+
+    def fetch(number, piece):
+        return piece.of(leaves[piece.leaf])
+
+    with pytest.raises(KeyboardInterrupt):
+        runner(program.batch, fetch, stop)
+    runner.settle()
+    loss, _ = runner(program.batch, fetch, lambda piece, gradient: None)
+    assert float(loss) == pytest.approx(
+        float(program.loss(program.params, program.batch))
+    )
+    values.close()

@@ -1,0 +1,283 @@
+"""Plans: the cuts of a program, the number of programs, and their contents."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from zoo import ZOO
+
+from jaxinf.errors import StreamError
+from jaxinf.streaming import Runner, prepare
+from jaxinf.streaming.program.cut import choose_cuts
+from jaxinf.streaming.program.graph import Piece
+
+SLOW = ("linen", "linen_scan_remat_dropout", "gpt2_nano", "nnx_batch_norm")
+SLOW += ("linen_scan", "haiku", "half_precision_loss")
+DEEP = (
+    *(pytest.param(name, marks=pytest.mark.long) for name in SLOW),
+    "equinox_mlp",
+    "scan_remat_reverse",
+    "stack_by_index",
+    "l2_penalty",
+)
+
+
+def prepared(name, **options):
+    program = ZOO[name](**options)
+    return prepare(program.loss, program.params, program.batch, has_aux=program.has_aux)
+
+
+def cut_in_blocks(name, depth):
+    """Makes a plan whose segments are blocks of the model."""
+    ready = prepared(name, depth=depth)
+    return ready.plan(ready.smallest_bytes() * 5 // 4)
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_more_equal_blocks_need_no_more_programs(name):
+    plans = []
+    limit_bytes = None
+    for depth in (12, 24, 48):
+        ready = prepared(name, depth=depth)
+        if limit_bytes is None:  # a little more than a block needs
+            limit_bytes = ready.lifetimes.piece_bytes(ready.lifetimes.sizes) // 6
+        cuts = choose_cuts(ready.lifetimes, ready.tokens, limit_bytes)
+        plans.append(ready.plan_of(cuts))
+    few, more, most = (len(plan.distinct) for plan in plans)
+    assert few == more == most
+    few, more, most = (len(plan.calls.calls) for plan in plans)
+    assert few < more < most
+
+
+@pytest.mark.parametrize("name", ["linen_scan", "scan_remat_reverse", "stack_by_index"])
+def test_a_stack_is_fetched_and_handed_out_a_layer_at_a_time(name):
+    depth = 6
+    plan = cut_in_blocks(name, depth)
+    fetched = [piece for call in plan.calls.calls for piece in call.pieces]
+    given = [piece for call in plan.calls.calls for piece, _ in call.gradients]
+    shapes = [leaf.shape for leaf in plan.traced.params]
+    stacks = {i for i, shape in enumerate(shapes) if shape[0] == depth}
+    assert stacks
+    for pieces in (fetched, given):
+        assert {p.index for p in pieces if p.leaf in stacks} == {
+            (i,) for i in range(depth)
+        }
+        assert not [p for p in pieces if p.leaf in stacks and p.rows]
+    order = list(dict.fromkeys(p.index[0] for p in given if p.leaf in stacks))
+    is_reverse = name == "scan_remat_reverse"
+    assert order == sorted(order, reverse=not is_reverse)
+
+
+def test_nested_stacks_are_taken_apart_to_the_last():
+    plan = cut_in_blocks_of("scan_nested")
+    given = [piece for call in plan.calls.calls for piece, _ in call.gradients]
+    assert sorted(p.index for p in given) == [(i, j) for i in range(3) for j in (0, 1)]
+
+
+def cut_in_blocks_of(name):
+    ready = prepared(name)
+    return ready.plan(ready.smallest_bytes())
+
+
+def pending_bytes(plan):
+    """Returns the most bytes of backward values that wait between two calls."""
+    sizes = {}
+    held, most = set(), 0
+    for call in plan.calls.calls:
+        for slot, value in zip(call.outputs, call.program.outputs, strict=True):
+            if slot is not None and call.program.name.startswith("backward"):
+                sizes[slot] = value.aval.size * value.aval.dtype.itemsize
+                held.add(slot)
+        held -= set(call.drops)
+        most = max(most, sum(sizes[slot] for slot in held))
+    return most
+
+
+@pytest.mark.parametrize("name", ["l2_penalty", "equinox_cast_first", "stack_by_index"])
+def test_gradients_do_not_wait_for_the_end(name):
+    plan = cut_in_blocks(name, 12)
+    all_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in plan.traced.params)
+    assert pending_bytes(plan) < all_bytes / 8
+
+
+def test_a_penalty_reads_params_where_they_are_anyway():
+    plan = cut_in_blocks("l2_penalty", 12)
+    forward = [c for c in plan.calls.calls if c.program.name.startswith("forward")]
+    fetched = [piece for call in forward for piece in call.pieces if not call.is_repeat]
+    assert len(fetched) == len(set(fetched))
+
+
+def test_rows_of_a_table_are_fetched_alone():
+    ready = prepared("gpt2_nano")
+    plan = ready.plan(ready.smallest_bytes() * 2)
+    wpe = plan.traced.names.index("wpe")
+    rows = {p for call in plan.calls.calls for p in call.pieces if p.leaf == wpe}
+    assert rows <= {Piece(wpe), Piece(wpe, rows=(0, 16))}
+
+
+def test_fingerprints_tell_programs_apart():
+    prints = {prepared(name).fingerprint for name in ("linen", "linen_remat", "haiku")}
+    prints |= {prepared("haiku", depth=5).fingerprint}
+    assert len(prints) == 4
+
+
+def test_a_budget_below_the_largest_equation_is_refused():
+    ready = prepared("tied_and_unused")
+    smallest = ready.smallest_bytes()
+    too_little = smallest // 2
+    missing = smallest - too_little
+    message = rf"leaves {too_little} .*table .*raise memory_bytes by at least {missing}"
+    with pytest.raises(StreamError, match=message):
+        ready.plan(too_little)
+    assert ready.plan(smallest).peak_bytes <= smallest
+
+
+def loss_of(params, batch):
+    return jnp.sum(params["w"] * batch)
+
+
+GOOD = {"w": np.ones(3, np.float32)}
+BATCH = np.ones(3, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({**GOOD, "n": np.arange(2)}, "leaf n: expected floating-point .* int64"),
+        ({**GOOD, "f": "text"}, "leaf f: expected an array, found str"),
+        ({**GOOD, "c": np.ones(2, np.complex64)}, "leaf c: .* found complex64"),
+    ],
+)
+def test_leaves_that_have_no_gradient_are_named(params, message):
+    with pytest.raises(StreamError, match=message):
+        prepare(loss_of, params, BATCH)
+
+
+@pytest.mark.parametrize(
+    ("loss", "has_aux", "message"),
+    [
+        (lambda p, b: p["w"] * b, False, r"a floating-point scalar, found .*\(3,\)"),
+        (lambda p, b: jnp.sum(p["w"] > b), False, "found an array of int32"),
+        (lambda p, b: (loss_of(p, b), b), False, "pass has_aux=True"),
+        (loss_of, True, r"a pair \(loss, aux\)"),
+    ],
+)
+def test_results_that_are_no_loss_are_refused(loss, has_aux, message):
+    with pytest.raises(StreamError, match=message):
+        prepare(loss, GOOD, BATCH, has_aux=has_aux)
+
+
+def test_effects_are_refused_by_name():
+    def noisy(params, batch):
+        jax.debug.print("{}", batch[0])
+        return jax.lax.cond(batch[0] > 0, loss_of, loss_of, params, batch)
+
+    with pytest.raises(StreamError, match=r"side effects.*debug_print"):
+        prepare(noisy, GOOD, BATCH)
+
+
+def test_a_while_loop_is_refused_by_jax():
+    def loop(params, batch):
+        def is_small(w):
+            return jnp.sum(w) < 10
+
+        return jnp.sum(jax.lax.while_loop(is_small, lambda w: 2 * w, params["w"]))
+
+    with pytest.raises(ValueError, match="Reverse-mode differentiation"):
+        prepare(loop, GOOD, BATCH)
+
+
+def test_large_closed_over_arrays_are_warned_of():
+    table = jnp.ones((600, 600))
+
+    def loss(params, batch):
+        return jnp.sum(table @ jnp.ones(600)) * loss_of(params, batch)
+
+    line = loss.__code__.co_firstlineno + 1
+    found = (
+        rf"1440000 bytes .*float32\[600, 600\], read at .*test_plan.py:{line}:.*"
+        "in the batch: step"
+    )
+    with pytest.warns(UserWarning, match=found):
+        prepare(loss, GOOD, BATCH)
+
+
+def test_arrays_closed_over_by_a_jit_within_are_known():
+    table = jnp.full((600, 600), 2.0)
+
+    @jax.jit
+    def inner(batch):
+        return jnp.sum(table @ jnp.resize(batch, 600))
+
+    def loss(params, batch):
+        return inner(batch) * loss_of(params, batch)
+
+    with pytest.warns(UserWarning, match="1440000 bytes"):
+        ready = prepare(loss, GOOD, BATCH)
+    plan = ready.plan(ready.smallest_bytes())
+    found, _ = Runner(plan)(BATCH, lambda _, piece: GOOD["w"], lambda *_: None)
+    assert float(found) == pytest.approx(float(loss(GOOD, BATCH)))
+
+
+def test_a_plan_prints_its_segments():
+    ready = prepared("linen_scan", depth=12)
+    limit_bytes = ready.lifetimes.piece_bytes(ready.lifetimes.sizes) // 6
+    plan = ready.plan_of(choose_cuts(ready.lifetimes, ready.tokens, limit_bytes))
+    head, _, columns, *lines = str(plan).splitlines()
+    assert f"{len(plan.calls.calls)} calls of {len(plan.distinct)} programs" in head
+    assert columns.split() == ["segment", "forward", "backward", "params"]
+    (together,) = (line for line in lines if " each: " in line)
+    first, last = together.split()[0].split("-")
+    assert int(last) > int(first)
+    assert "[0]" in together
+    assert together.endswith("[11]")
+    assert len(lines) < len(plan.programs.forward)
+
+
+def test_an_expensive_equation_is_never_run_by_two_programs():
+    """Matrix products belong to one segment; only cheap ones are computed again."""
+    ready = prepared("linen", depth=3)
+    plan = ready.plan(ready.smallest_bytes())
+    programs = [*plan.programs.forward, *filter(None, plan.programs.backward)]
+    heavy = [n for p in programs for n in p.nodes if n.name == "dot_general"]
+    assert len(heavy) == len(set(heavy))
+    assert len(heavy) > 3 * 10
+
+
+def test_a_planned_program_is_cut_where_few_bytes_leave():
+    """Values are larger than all params; the usual cuts are too fine for them."""
+    program = ZOO["gpt2_nano"]()
+    batch = jax.tree.map(lambda x: np.zeros((64, *x.shape[1:]), x.dtype), program.batch)
+    ready = prepare(program.loss, program.params, batch)
+    whole = ready.plan(1 << 40, "plan")
+    budget = max(whole.calls.call_bytes(whole.temp_bytes)) * 7 // 8
+    planned, offloaded = (ready.plan(budget, name) for name in ("plan", "offload"))
+    left = [plan.fitted(budget, plan.temp_bytes) for plan in (planned, offloaded)]
+    few, many = (
+        sum(one.calls.lives[slot].num_bytes for slot in one.calls.absences)
+        for one in left
+    )
+    assert few < many
+    assert len(planned.cuts) < len(offloaded.cuts)
+
+
+def wide(params, batch):
+    x = batch
+    for w in params:
+        x = jnp.tanh(x @ w) + jnp.sin(x)
+    return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "keep"])
+def test_cuts_are_coarse_where_values_are_larger_than_params(policy):
+    layers = [np.zeros((32, 32), np.float32)] * 12
+    ready = prepare(wide, layers, np.zeros((4096, 32), np.float32))
+    num_bytes = ready.lifetimes.piece_bytes(ready.lifetimes.sizes)
+    cuts = choose_cuts(ready.lifetimes, ready.tokens, num_bytes)
+    fine = ready.plan_of(cuts, policy)
+    smallest = ready.smallest_bytes(policy)
+    assert smallest < fine.peak_bytes
+    for budget in (smallest, fine.peak_bytes, 4 * fine.peak_bytes):
+        plan = ready.plan(budget, policy)
+        assert len(plan.cuts) < len(fine.cuts) / 2
+        assert plan.peak_bytes <= min(budget, fine.peak_bytes)

@@ -1,0 +1,89 @@
+"""A step's resident memory against its budget, where sums of products are large."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxinf import compat
+from jaxinf.streaming import prepare
+from jaxinf.streaming.program.reductions import sums_large_products
+
+MIB = 1 << 20
+LARGE, SMALL, FLAT = (1, 2, 2048, 2048), (1, 2, 64, 64), (4096, 2048)
+
+
+# Prints the growth of resident memory by each program, less what XLA reports.
+PROGRAM = """
+from pathlib import Path
+import jax, jax.numpy as jnp
+from jaxinf.streaming import prepare
+from jaxinf.streaming.program.programs import compile_program
+
+def resident(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1]) << 10
+
+def loss(p, x):
+    return jnp.sum(jnp.tanh(jnp.sum(p * x, -1)))
+
+like = jax.ShapeDtypeStruct((1, 2, 3072, 3072), jnp.float32)
+plan = prepare(loss, like, like).plan(1 << 40)
+for program in (*plan.programs.forward, *plan.programs.backward):
+    if program is None or not program.outputs:
+        continue
+    compiled = compile_program(program)
+    args = [jnp.ones(value.shape, value.dtype) for value in program.inputs]
+    for _ in range(3):
+        jax.block_until_ready(compiled(*args))
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    jax.block_until_ready(compiled(*args))
+    memory = compiled.memory_analysis()
+    reported = memory.temp_size_in_bytes + memory.output_size_in_bytes
+    print(resident("VmHWM") - before - reported)
+"""
+
+
+def looped(a, b):
+    return jax.lax.map(lambda one: jnp.sum(one[0] * one[1], -1), (a[None], b[None]))
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "expected"),
+    [
+        (lambda a, b: jnp.sum(a * b, -1), LARGE, True),
+        (lambda a, b: jnp.sum((a * b).astype(jnp.bfloat16), -1), LARGE, True),
+        (looped, LARGE, True),
+        (lambda a, b: jnp.sum(a + b, -1), LARGE, False),
+        (lambda a, b: jnp.sum(a * 2, -1) + b[..., 0], LARGE, False),
+        (lambda a, b: jnp.sum(a * b, -1), SMALL, False),
+        (lambda a, b: jnp.sum(a * b, -1), FLAT, False),
+    ],
+)
+def test_sums_of_large_products_are_found(function, shape, expected):
+    a, b = (jax.ShapeDtypeStruct(shape, jnp.float32) for _ in range(2))
+    ready = prepare(lambda p, x: jnp.sum(function(p, x)), a, b)
+    assert sums_large_products(ready.lifetimes.graph.nodes) == expected
+
+
+def test_a_flag_of_the_users_is_left_alone(monkeypatch):
+    assert compat.without_library_reductions()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_experimental_ynn_fusion_type=")
+    assert compat.without_library_reductions() is None
+
+
+def test_an_unknown_option_is_not_used(monkeypatch):
+    monkeypatch.setattr(compat, "_LIBRARY_FUSIONS", "xla_cpu_no_such_option")
+    assert compat.without_library_reductions() is None
+
+
+def test_programs_take_the_memory_that_is_reported():
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, check=True
+    )
+    unreported = [int(line) for line in done.stdout.split()]
+    assert unreported  # one for each program
+    assert max(unreported) < 36 * MIB  # half of one product

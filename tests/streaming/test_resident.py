@@ -1,0 +1,355 @@
+"""Params that stay in memory between steps: bits, traffic, choice, steps given up."""
+
+import os
+import signal
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from streaming import prepared
+from zoo import ZOO, Program, normal
+
+import jaxinf
+from jaxinf.errors import StreamError
+from jaxinf.store import StoreDirectory
+from jaxinf.streaming.plan import memory
+from jaxinf.streaming.plan.memory import Division
+from jaxinf.streaming.plan.reads import Fetch
+from jaxinf.streaming.plan.resident import Keeper, updated_in_place
+from jaxinf.streaming.program.units import Places
+from jaxinf.streaming.update.store_sink import Updates
+
+MEMORY_BYTES = 256 << 20
+CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
+ADAM = optax.adam(1e-2)
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), ADAM)
+NUM_STEPS = 4
+
+
+def small():
+    """A table that is read at both ends, a stack, and a leaf that nothing reads."""
+
+    def loss(params, batch):
+        x = params["table"][batch["tokens"]]
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])
+        return batch["scale"] * jnp.mean((x @ params["table"].T) ** 2)
+
+    params = {"table": normal(0, 64, 32), "layers": normal(1, 3, 32, 32) / 5}
+    params["unused"] = normal(2, 8)
+    batch = {"tokens": np.arange(8, dtype=np.int32), "scale": np.float32(1)}
+    return Program(loss, params, batch)
+
+
+@pytest.fixture
+def started(open_store):
+    """Opens a store, and makes or resumes its step."""
+
+    def make(program, name, tx=ADAM, store=None, durability="step", **options):
+        store = store or open_store(name, durability=durability, **CHUNKS)
+        step = jaxinf.stream(
+            program.loss,
+            tx,
+            store,
+            memory_bytes=MEMORY_BYTES,
+            has_aux=program.has_aux,
+            **options,
+        )
+        step.load(program.params, batch=program.batch)
+        return step
+
+    return make
+
+
+def run(step, program, num_steps=NUM_STEPS):
+    return [float(step(program.batch)[0]) for _ in range(num_steps)]
+
+
+def states(store):
+    store.wait()
+    return {
+        (state.name, leaf.name): store.read(state.name, leaf.name)
+        for leaf in store.manifest.leaves
+        for state in leaf.states
+        if not state.is_beside
+    }
+
+
+def assert_same_states(one, other):
+    found, expected = states(one), states(other)
+    assert found.keys() == expected.keys()
+    for key, array in expected.items():
+        np.testing.assert_array_equal(found[key], array, err_msg=str(key))
+
+
+def read_bytes(step):
+    """Bytes that the last step read; it moved what its plan says."""
+    step.store.wait()
+    traffic, planned = step.store.metrics.traffic, step.traffic
+    assert traffic.drive_read_bytes == planned.drive_read_bytes
+    assert traffic.drive_write_bytes == planned.drive_write_bytes
+    return traffic.drive_read_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "tx", "durability"),
+    [
+        ("small", ADAM, "step"),
+        ("small", CLIPPED, 3),
+        pytest.param("half_precision_loss", ADAM, "step", marks=pytest.mark.long),
+        pytest.param("scan_twice_cast", ADAM, "checkpoint", marks=pytest.mark.long),
+        pytest.param("l2_penalty", CLIPPED, "step", marks=pytest.mark.long),
+    ],
+)
+def test_steps_have_the_bits_of_params_that_are_read(name, tx, durability, started):
+    program = small() if name == "small" else ZOO[name]()
+    plain = started(program, "plain", tx, durability=durability)
+    kept = started(program, "kept", tx, durability=durability, keep="params")
+    assert run(kept, program) == run(plain, program)
+    assert read_bytes(kept) < read_bytes(plain)
+    assert kept.metrics.fetched_drive_bytes == 0
+    assert_same_states(kept.store, plain.store)
+
+
+@pytest.mark.parametrize(
+    ("tx", "options"),
+    [
+        pytest.param(optax.lamb(1e-2), {}, marks=pytest.mark.long),
+        (optax.apply_if_finite(ADAM, 2), {}),
+        (ADAM, {"compress": jaxinf.top_k(0.1)}),
+    ],
+    ids=["lamb", "if finite", "compress"],
+)
+def test_steps_of_several_passes_and_of_parts_of_gradients(tx, options, started):
+    program = small()
+    plain = started(program, "plain", tx, **options)
+    kept = started(program, "kept", tx, keep="params", **options)
+    assert run(kept, program) == run(plain, program)
+    read_bytes(kept)
+    assert_same_states(kept.store, plain.store)
+
+
+def test_a_step_of_adam_moves_20_bytes_a_param(started):
+    def loss(params, batch):
+        return jnp.mean(jnp.tanh(batch @ params["in"]) @ params["out"])
+
+    params = {"in": normal(1, 64, 1024), "out": normal(2, 1024, 64)}
+    program = replace(ZOO["l2_penalty"](), loss=loss, params=params)
+    program = replace(program, batch=normal(3, 8, 64))
+    step = started(program, "store", keep="params")
+    run(step, program, 2)
+    num_params = sum(leaf.size for leaf in params.values())
+    assert read_bytes(step) == 8 * num_params
+    assert step.traffic.drive_write_bytes == 12 * num_params
+
+
+@pytest.mark.parametrize(
+    "master", ["auto", pytest.param("stored", marks=pytest.mark.long)]
+)
+def test_16_bit_params_stay_as_the_store_has_them(master, started, open_store):
+    program = small()
+    half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), program.params)
+    program = replace(program, params=half)
+    stores = [open_store(f"{n}", master=master, **CHUNKS) for n in range(2)]
+    plain = started(program, "", store=stores[0])
+    kept = started(program, "", store=stores[1], keep="params")
+    assert run(kept, program) == run(plain, program)
+    assert read_bytes(kept) < read_bytes(plain)
+    assert_same_states(*stores)
+
+
+def test_micro_steps_leave_what_stays_alone(started):
+    program = small()
+    tx = optax.MultiSteps(ADAM, 2)
+    plain = started(program, "plain", tx)
+    kept = started(program, "kept", tx, keep="params")
+    assert run(kept, program) == run(plain, program)
+    assert_same_states(kept.store, plain.store)
+
+
+def test_on_a_device_with_memory_of_its_own(started, monkeypatch):
+    program = small()
+    plain = started(program, "plain")
+    expected = run(plain, program)
+    monkeypatch.setattr(memory, "device_is_host", lambda device: False)
+    options = {"keep": "params", "device_memory_bytes": 64 << 20}
+    kept = started(program, "kept", **options)
+    assert run(kept, program) == expected
+    read_bytes(kept)
+    assert_same_states(kept.store, plain.store)
+
+
+# --- steps that are given up -----------------------------------------------------
+
+
+@pytest.mark.parametrize("tx", [ADAM, CLIPPED], ids=["adam", "clipped"])
+def test_after_a_refused_step_params_are_those_of_the_store(tx, started):
+    program = small()
+    plain = started(program, "plain", tx)
+    kept = started(program, "kept", tx, keep="params", nonfinite="skip")
+    found = run(kept, program, 2)
+    kept({**program.batch, "scale": np.float32(np.nan)})
+    assert kept.num_skipped == 1
+    found += run(kept, program, 2)
+    assert found == run(plain, program)
+    assert_same_states(kept.store, plain.store)
+
+
+@pytest.fixture
+def pythons_handler():
+    """Sets Python's handler of SIGINT, which a process in the background lacks."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("pythons_handler")
+@pytest.mark.parametrize(
+    ("tx", "is_error"), [(CLIPPED, False), (ADAM, True)], ids=["ctrl-c", "error"]
+)
+def test_after_a_step_that_ended_early(tx, is_error, started, monkeypatch):
+    program = small()
+    plain = started(program, "plain", tx)
+    kept = started(program, "kept", tx, keep="params")
+    found = run(kept, program, 2)
+    update, calls = Updates._update, []
+
+    def ending(self, taken):
+        update(self, taken)
+        calls.append(1)
+        if is_error:
+            raise RuntimeError("given up")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Updates, "_update", ending)
+        with pytest.raises(RuntimeError if is_error else KeyboardInterrupt):
+            run(kept, program, 1)
+    assert calls
+    left = NUM_STEPS - kept.store.step
+    found += run(kept, program, left)
+    expected = run(plain, program)
+    assert found == [*expected[:2], *expected[NUM_STEPS - left :]]
+    assert_same_states(kept.store, plain.store)
+
+
+def test_after_a_commit_that_failed(started, monkeypatch):
+    program = small()
+    plain = started(program, "plain")
+    kept = started(program, "kept", keep="params")
+    found = run(kept, program, 2)
+    kept.store.wait()
+
+    def fail(self, slot, record):
+        raise OSError("the drive is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreDirectory, "publish", fail)
+        run(kept, program, 1)
+        with pytest.raises(OSError, match="the drive is gone"):
+            run(kept, program, 1)
+    kept.close()
+    again = started(program, "kept", keep="params")
+    assert again.store.step == 2
+    found += run(again, program, 2)
+    assert found == run(plain, program)
+    assert_same_states(again.store, plain.store)
+
+
+def test_steps_made_elsewhere_are_noticed(started):
+    """Two steps of one store take turns."""
+    program = small()
+    plain = started(program, "plain")
+    one = started(program, "kept", keep="params")
+    other = started(program, "", store=one.store, keep="params", policy="keep")
+    found = run(one, program, 1) + run(other, program, 1) + run(one, program, 2)
+    assert found == run(plain, program)
+    assert_same_states(one.store, plain.store)
+
+
+# --- the choice ------------------------------------------------------------------
+
+
+def test_an_amount_saves_a_part_of_the_traffic(started):
+    program = small()
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(program.params))
+    losses, found = [], []
+    for keep in (None, num_bytes // 2, "params"):
+        step = started(program, f"store{keep}", keep=keep)
+        losses.append(run(step, program))
+        found.append(read_bytes(step))
+        assert step.plan.kept_bytes <= (num_bytes // 2 if len(found) < 3 else 1 << 30)
+        assert ("of params stay" in str(step.plan)) == (keep is not None)
+    assert losses[0] == losses[1] == losses[2]
+    assert found[0] > found[1] > found[2]
+
+
+def test_units_that_are_read_most_stay_first():
+    program = ZOO["l2_penalty"](depth=3)
+    ready = prepared(program)
+    plan = ready.plan(MEMORY_BYTES)
+    places = Places(ready.traced.params, lambda *_: True)
+    units = sorted(map(places.unit, ready.gradient_pieces), key=lambda u: u.leaf)
+    large = [unit for unit in units if unit.num_bytes == 4096]
+    fetches = [Fetch(large[0], 0, 0), Fetch(large[1], 1, 1), Fetch(large[2], 2, 2)]
+    fetches += [Fetch(large[1], 4, 4), Fetch(large[2], 9, 9)]
+
+    def chosen(keep):
+        keeper = Keeper(
+            keep,
+            places,
+            units,
+            Division(0, 0, MEMORY_BYTES, 0, 0, "memory_bytes"),
+            lambda plan, division: fetches,
+            lambda unit: False,
+            lambda plan: plan.peak_bytes,
+        )
+        total = keeper.peak_bytes(plan)
+        found, keeping = keeper.applied(replace(plan, peak_bytes=total))
+        assert found.peak_bytes + found.kept_bytes == total
+        assert found.peak_bytes <= plan.peak_bytes
+        return keeping.units
+
+    assert chosen(4095) == set()
+    assert chosen(4096) == {large[2]}
+    assert chosen(3 * 4096 - 1) == {large[1], large[2]}
+    assert chosen(3 * 4096) == set(large)
+    assert chosen("params") == set(units)
+
+
+def test_a_unit_that_is_read_after_its_gradient_is_not_overwritten():
+    ready = prepared(ZOO["tied_and_unused"]())
+    calls = ready.plan(MEMORY_BYTES).calls.calls
+    places = Places(ready.traced.params, lambda *_: True)
+    in_place = updated_in_place(calls, places)
+    assert in_place
+    reader = next(call for call in calls if call.pieces)
+    again = {places.unit(piece) for piece in reader.pieces}
+    assert updated_in_place([*calls, reader], places) == in_place - again
+
+
+@pytest.mark.parametrize("keep", ["some", -1, "2 apples"])
+def test_neither_params_nor_bytes(keep, open_store):
+    with pytest.raises(ValueError, match='expected "params" or bytes'):
+        jaxinf.stream(
+            lambda p, b: 0.0,
+            ADAM,
+            open_store(),
+            memory_bytes=1 << 30,
+            keep=keep,
+        )
+
+
+def test_more_than_there_is_room_for_is_refused(open_store):
+    step = jaxinf.stream(
+        lambda p, b: sum(jnp.sum(jnp.sin(w) * b) for w in p),
+        ADAM,
+        open_store(**CHUNKS),
+        memory_bytes=32 << 20,
+        keep="params",
+    )
+    step.load([np.ones(1 << 19, np.float32) for _ in range(12)])
+    with pytest.raises(StreamError, match="keep='params': expected room for 25165824"):
+        step(np.float32(1))

@@ -1,0 +1,98 @@
+"""Every program of the zoo, cut: loss and gradients against one jit of the whole."""
+
+import hashlib
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from streaming import assert_same_bits, numbers, prepared, streamed
+from zoo import ZOO
+
+from jaxinf.streaming.move.spill import Spill
+
+# Programs that compute in 16 bits, where two programs round differently.
+HALF = ("gpt2_bfloat16", "equinox_cast_first", "scan_twice_cast", "half_precision_loss")
+
+
+def whole(program):
+    """Computes loss, aux and gradients by one jit."""
+    vg = jax.jit(jax.value_and_grad(program.loss, has_aux=program.has_aux))
+    value, gradients = vg(program.params, program.batch)
+    loss, aux = value if program.has_aux else (value, ())
+    return loss, aux, jax.tree.leaves(gradients)
+
+
+def assert_close(found, expected, tolerance):
+    """Compares gradients; the tolerance is relative to the largest of all leaves."""
+    found = [x.astype(np.float64) for x in numbers(found)]
+    expected = [x.astype(np.float64) for x in numbers(expected)]
+    largest = max((np.abs(leaf).max(initial=0) for leaf in expected), default=0)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * largest)
+
+
+SLOW = ("gpt2_bfloat16", "linen", "linen_dropout", "linen_remat", "linen_scan")
+SLOW += ("linen_scan_remat_dropout", "conv_batch_norm", "gpt2_nano", "nnx_batch_norm")
+SLOW += ("moe_map", "scan_twice_cast", "scan_nested", "stack_by_index")
+SLOW += ("moe_cond", "haiku", "fori_loop", "micro_batches")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.long] if n in SLOW else []) for n in ZOO],
+)
+def test_gradients_are_those_of_one_jit(name, tmp_path):
+    program = ZOO[name]()
+    ready = prepared(program)
+    budget_bytes = ready.smallest_bytes() * 3 // 2
+    executables = {}
+    plan = ready.plan(budget_bytes)
+    loss, aux, gradients = streamed(program, plan, executables)
+    expected_loss, expected_aux, expected = whole(program)
+    tolerance = 2e-2 if name in HALF else 1e-6
+    assert_close(gradients, expected, tolerance)
+    np.testing.assert_allclose(float(loss), float(expected_loss), rtol=tolerance)
+    assert_close(aux, expected_aux, 1e-6)
+
+    # With the same bits activations may be kept, and gradients be on a drive meanwhile.
+    keeping = ready.plan_of(plan.cuts, "keep")
+    spill = Spill(tmp_path, 0)
+    again = streamed(program, keeping, executables, spill)
+    assert_same_bits(again, (loss, aux, gradients))
+    assert spill.written_bytes >= sum(leaf.nbytes for leaf in gradients)
+    spill.close()
+
+
+def digest(name, cuts=None):
+    """The cuts of a plan, and a digest of its program and of what it computes."""
+    program = ZOO[name]()
+    ready = prepared(program)
+    if cuts is None:
+        cuts = ready.plan(ready.smallest_bytes() * 3 // 2).cuts
+    found = numbers(streamed(program, ready.plan_of(cuts), {}))
+    text = ready.fingerprint.encode() + b"".join(leaf.tobytes() for leaf in found)
+    return cuts, hashlib.sha256(text).hexdigest()
+
+
+SOME = ("l2_penalty", "scan_remat_reverse")
+
+
+@pytest.mark.parametrize(
+    "names", [SOME, pytest.param(tuple(ZOO), marks=pytest.mark.long)], ids=len
+)
+def test_a_plan_has_the_same_bits_in_another_process(names, run_python):
+    program = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from test_zoo import digest
+for name in sys.argv[2:]:
+    cuts, text = digest(name)
+    print(name, text, *cuts)
+"""
+    folder = str(Path(__file__).parent)
+    done = run_python(program, folder, *names, PYTHONHASHSEED="7")
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [line[0] for line in lines] == list(names)
+    for name, text, *cuts in lines:
+        assert digest(name, tuple(map(int, cuts)))[1] == text, name
