@@ -26,7 +26,14 @@ from jaxinf.errors import (
     UnsupportedTransformError,
 )
 from jaxinf.optimizer import SmartUpdateState, smart_update
-from jaxinf.streaming import InMemoryStep, StreamedFunction, StreamedStep, stream
+from jaxinf.streaming import (
+    InMemoryStep,
+    StreamedFunction,
+    StreamedStep,
+    stream,
+    stream_function,
+    stream_in_memory,
+)
 
 __version__ = _version("jaxinf")
 
@@ -58,5 +65,7 @@ __all__ = [
     "smart_update",
     "store_of",
     "stream",
+    "stream_function",
+    "stream_in_memory",
     "top_k",
 ]

@@ -77,7 +77,7 @@ class Streamed:
             store,
             memory_bytes=arguments.memory,
             policy=policy,
-            keep=arguments.keep,
+            resident=arguments.resident,
         )
         self.step.init(
             lambda: split(GPT2(config, rngs=nnx.Rngs(0)))[1], batch=batch(arguments, 0)
@@ -126,7 +126,7 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
         "batch": f"{arguments.batch_size} x {arguments.seq_len}",
         "clip_norm": arguments.clip_norm,
         "memory_bytes": arguments.memory,
-        "keep": arguments.keep,
+        "resident": arguments.resident,
         "load_average": round(os.getloadavg()[0], 2),
         "pairs": arguments.reps,
         "update_step_s": round(statistics.median(update.seconds), 4),
@@ -277,7 +277,7 @@ def main() -> None:
         "--policy", nargs="+", choices=POLICIES, default=POLICIES, help="by default all"
     )
     parser.add_argument(
-        "--keep", metavar="{params,BYTES}", help="params that stay between steps"
+        "--resident", metavar="{params,BYTES}", help="params that stay between steps"
     )
     parser.add_argument("--clip-norm", type=float, default=0.0, help="0: none")
     parser.add_argument("--reps", type=int, default=10, help="pairs of steps")

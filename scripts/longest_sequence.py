@@ -2,17 +2,16 @@
 
     python scripts/longest_sequence.py --store DIR
 
-The stack is that of scripts/repro_ssdtrain.py, trained by SGD with `keep="params"`, one
-sequence at a time. Its attention makes all scores of a layer at once: 4 x heads x
-length^2 bytes. --chunk computes it for so many queries at a time, and again in
-backward, so that memory is linear in the length. Lengths are tried in steps of --grain;
-a length is taken if its programs are compiled and planned within the memory. --run
-trains one step at the longest length, in a process of its own, and prints its time and
-the growth of the process's resident memory beside the budget of the plan. --policy and
---length train one step of that length instead, without a search. --turns and --length
-train steps of all policies in turns, "plan" included. If --memory is too small for one,
-it gets twice as much until that is enough.
-"""
+The stack is that of scripts/repro_ssdtrain.py, trained by SGD with
+`jaxinf.stream_in_memory`, one sequence at a time. Its attention makes all scores of a
+layer at once: 4 x heads x length^2 bytes. --chunk computes it for so many queries at a
+time, and again in backward, so that memory is linear in the length. Lengths are tried
+in steps of --grain; a length is taken if its programs are compiled and planned within
+the memory. --run trains one step at the longest length, in a process of its own, and
+prints its time and the growth of the process's resident memory beside the budget of the
+plan. --policy and --length train one step of that length instead, without a search.
+--turns and --length train steps of all policies in turns, "plan" included. If --memory
+is too small for one, it gets twice as much until that is enough. """
 
 import argparse
 import json
@@ -67,11 +66,10 @@ class Stack:
     ) -> None:
         self.hidden, self.chunk = arguments.hidden, arguments.chunk
         self.params = make_params("gpt", self.hidden, arguments.layers)
-        self.step = jaxinf.stream(
+        self.step = jaxinf.stream_in_memory(
             self.loss,
             optax.sgd(0.1),
             memory_bytes=memory_bytes or arguments.memory,
-            keep="params",
             policy=policy,
             activations=arguments.activations if policy in LEAVING else None,
             scratch=arguments.store,

@@ -40,8 +40,8 @@ def main() -> None:
     text = np.frombuffer(Path(__file__).read_bytes(), np.uint8).astype(np.int32)
     row = text[: arguments.seq_len + 1][None]
     batch = {"tokens": row[:, :-1], "targets": row[:, 1:]}
-    with jaxinf.stream(
-        loss, store=arguments.store, memory_bytes=arguments.memory
+    with jaxinf.stream_function(
+        loss, arguments.store, memory_bytes=arguments.memory
     ) as compute:
         first = float(compute(batch))
         began_s = time.perf_counter()

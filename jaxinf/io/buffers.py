@@ -132,6 +132,11 @@ class BufferPool:
         return self._used_bytes
 
     @property
+    def held_bytes(self) -> int:
+        """Memory that the pool has, lent or idle."""
+        return self._used_bytes + self._idle_bytes
+
+    @property
     def peak_bytes(self) -> int:
         """The largest `used_bytes` so far."""
         return self._peak_bytes

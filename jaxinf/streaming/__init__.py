@@ -4,7 +4,7 @@ Invariant: a user's loss function is traced with its gradient and never changed;
 parts of that one jaxpr run.
 """
 
-from jaxinf.streaming.api import stream
+from jaxinf.streaming.api import stream, stream_function, stream_in_memory
 from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.in_memory import InMemoryStep
 from jaxinf.streaming.plan.calls import Policy
@@ -12,7 +12,7 @@ from jaxinf.streaming.plan.forms import Form
 from jaxinf.streaming.plan.memory import store_memory_bytes
 from jaxinf.streaming.plan.plan import Plan, prepare
 from jaxinf.streaming.plan.planner import Forecast
-from jaxinf.streaming.plan.resident import check_keep
+from jaxinf.streaming.plan.resident import check_resident
 from jaxinf.streaming.program.initial import check_init
 from jaxinf.streaming.run import Runner
 from jaxinf.streaming.step import StreamedStep
@@ -28,10 +28,12 @@ __all__ = [
     "StreamedFunction",
     "StreamedStep",
     "check_init",
-    "check_keep",
+    "check_resident",
     "passes_for",
     "prepare",
     "store_memory_bytes",
     "stream",
+    "stream_function",
+    "stream_in_memory",
     "trace_optimizer",
 ]

@@ -8,7 +8,7 @@ Invariant: a call reads one finished step of the store, and writes nothing.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,62 +17,39 @@ import jax.numpy as jnp
 
 from jaxinf.engine import Store
 from jaxinf.errors import StreamError
-from jaxinf.streaming.base import Closing
+from jaxinf.streaming.base import Bound, Streamed
 from jaxinf.streaming.budgets import planned_within
-from jaxinf.streaming.move.fetch import FetchCounts, Fetcher
-from jaxinf.streaming.move.params import Supply
+from jaxinf.streaming.move.fetch import Fetcher
+from jaxinf.streaming.move.params import StoreParams
 from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.move.source import StoreSource, version_of
 from jaxinf.streaming.move.windows import make_window
+from jaxinf.streaming.options import Limits
 from jaxinf.streaming.plan.memory import (
     READER_BYTES,
     Division,
     device_limit,
     divide_reading,
-    return_freed_memory,
 )
 from jaxinf.streaming.plan.plan import Plan, Prepared, prepare_function
 from jaxinf.streaming.plan.reads import planned_fetches
-from jaxinf.streaming.plan.resident import Keep, Keeper, Keeping, beside
+from jaxinf.streaming.plan.resident import ResidentChooser, ResidentUnits, beside
 from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.meshes import default_device, outside_mesh
 from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.program.units import Places, Unit
-from jaxinf.streaming.run import Executables, Runner, compiled_bytes
+from jaxinf.streaming.run import Runner, compiled_bytes
 from jaxinf.streaming.turns import Check, Turns, check_not_traced
 from jaxinf.typing import PyTree
 
-__all__ = ["FunctionOptions", "StreamedFunction"]
+__all__ = ["StreamedFunction"]
 
 # A function of a step reads so much less ahead, for what its compilation takes.
 _OWN_SHARE = 6
 
 
-@dataclass(frozen=True)
-class FunctionOptions:
-    """Options of `jaxinf.stream` for a function without a gradient.
-
-    Attributes:
-      memory_bytes, device_memory_bytes, keep: As for `jaxinf.stream`.
-      share: Returns the part of these budgets, by argument, that the function has.
-    """
-
-    memory_bytes: int
-    device_memory_bytes: int | None = None
-    keep: Keep = None
-    share: Callable[[Mapping[str, int]], Mapping[str, int]] = lambda limits: limits
-
-
-@dataclass(frozen=True)
-class _Bound:
-    """The plan and runner for batches of one shape."""
-
-    runner: Runner
-    supply: Supply
-
-
-class StreamedFunction(Closing):
-    """Made by `jaxinf.stream`; also a context manager. Not thread-safe.
+class StreamedFunction(Streamed[Bound]):
+    """Made by `jaxinf.stream_function`; also a context manager. Not thread-safe.
 
     ``f(batch)`` returns the outputs of ``fn(params, batch)`` for the params of the
     store's last finished step. No step may run meanwhile.
@@ -80,8 +57,9 @@ class StreamedFunction(Closing):
     Args:
       fn: The function.
       store: The store.
-      options: Memory.
+      limits: Memory.
       closes: Whether `close` closes the store.
+      share: Returns the part of the budgets, by argument, that the function has.
       shared: Params of the store that a step keeps in memory; what of them stays.
       before: Called before each call.
       turns: Those of the step; by default its own.
@@ -91,31 +69,29 @@ class StreamedFunction(Closing):
         self,
         fn: Callable[..., Any],
         store: Store,
-        options: FunctionOptions,
+        limits: Limits,
         *,
         closes: bool = False,
+        share: Callable[[Mapping[str, int]], Mapping[str, int]] = lambda given: given,
         shared: tuple[Resident, Collection[Unit]] | None = None,
         before: Callable[[], None] = lambda: None,
         turns: Turns | None = None,
     ) -> None:
+        super().__init__(turns)
         self.store = store
         self._fn = fn
-        self._options = options
+        self._limits = limits
         self._closes = closes
+        self._share = share
         self._device = default_device()
-        limit = device_limit(self._device, options.device_memory_bytes)
-        self._limit = limit
+        self._limit = device_limit(self._device, limits.device_memory_bytes)
         self._is_shared = shared is not None
         self._resident, self._shared = shared or (
-            Resident(self._device, is_host=limit.is_host),
+            Resident(self._device, is_host=self._limit.is_host),
             (),
         )
         self._before = before
         self._params: PyTree | None = None
-        self._bound: dict[Any, _Bound] = {}
-        self._last: _Bound | None = None
-        self._executables: Executables = {}
-        self._turns = turns or Turns()
 
     def load(self, params: PyTree) -> None:
         """Tells the tree of the params, if it is not made of nested dicts alone.
@@ -132,17 +108,6 @@ class StreamedFunction(Closing):
         self.store.check_like(params)
         self._params = abstract(params)
 
-    def compile(self, batch: PyTree) -> Plan:
-        """Plans and compiles for batches like this one; otherwise the first call does.
-
-        Args:
-          batch: Arrays, or shapes and dtypes.
-
-        Raises:
-          StreamError: The function cannot be cut to fit, or has side effects.
-        """
-        return self._bound_for(batch).runner.plan
-
     def __call__(self, batch: PyTree) -> PyTree:
         """Returns the function's outputs; blocks until its last program is under way.
 
@@ -151,54 +116,34 @@ class StreamedFunction(Closing):
         """
         check_not_traced(batch)
         self._turns.settle()
-        bound = self._bound_for(batch)
+        key = self._key(batch)
 
         def body(check: Check) -> PyTree:
             self._before()
             self.store.training.join()
-            if self._last is not None and self._last is not bound:
-                self._last.supply.rest()
-            self._last = bound
+            bound = self._take_turn(key)
+            bound.begin()
             with outside_mesh():
-                return self._run(bound, batch, check)
+                return self._run(bound, batch, _no_gradient, check)[1]
 
         return self._turns.run(body)
-
-    def _run(self, bound: _Bound, batch: PyTree, check: Check) -> PyTree:
-        def fetch(number: int, piece: Piece) -> jax.Array:
-            check()
-            return bound.supply.get(number, piece)
-
-        bound.supply.counts = FetchCounts()
-        try:
-            bound.supply.begin(check)
-            _, out = bound.runner(batch, fetch, _no_gradient, bound.supply.done)
-        finally:
-            bound.runner.settle()  # before the memory that they read is freed
-            bound.supply.stop()
-        return out
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan of the last call; None before the first."""
-        return None if self._last is None else self._last.runner.plan
 
     @property
     def fetched_bytes(self) -> int:
         """Bytes of params that the last call read from drives."""
-        return 0 if self._last is None else self._last.supply.counts.num_bytes
+        return 0 if self._last is None else self._last.params.counts.num_bytes
 
     def rest(self) -> None:
         """Frees the memory for reading until the next call."""
         for bound in self._bound.values():
-            bound.supply.rest()
+            bound.params.rest()
 
     def close(self) -> None:
         """Frees the memory; closes the store if it was given as a path. Idempotent."""
         try:
             self._turns.settle()
             for bound in self._bound.values():
-                bound.supply.close()
+                bound.close()
             if not self._is_shared:
                 self._resident.drop()
         finally:
@@ -207,36 +152,26 @@ class StreamedFunction(Closing):
 
     # --- inside --------------------------------------------------------------------
 
-    def _bound_for(self, batch: PyTree) -> _Bound:
+    def _prepare(self, batch: PyTree) -> Prepared:
         if self._params is None:
             self._params = _tree_of(self.store)
-        leaves, tree = jax.tree.flatten(abstract(batch))
-        key = (tree, *((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
-        if key not in self._bound:
-            ready = prepare_function(self._fn, self._params, batch)
-            with outside_mesh():
-                self._bound[key] = self._bind(ready)
-            return_freed_memory()  # of planning and compilation
-        return self._bound[key]
+        return prepare_function(self._fn, self._params, batch)
 
-    def _bind(self, ready: Prepared) -> _Bound:
+    def _bind(self, ready: Prepared) -> Bound:
         training = self.store.training
         places = Places(ready.traced.params, training.can_move)
-        limits = {"memory_bytes": self._options.memory_bytes}
-        if self._options.device_memory_bytes is not None:
-            limits["device_memory_bytes"] = self._options.device_memory_bytes
-        plan, keeping, division = planned_within(
-            limits, partial(self._planned, ready, places)
+        plan, units, division = planned_within(
+            self._limits.budgets, partial(self._planned, ready, places)
         )
         if self._is_shared and self._limit.is_host:
             # A step's own programs stay in memory beside those of its functions.
-            less = division.programs - self._options.memory_bytes // _OWN_SHARE
+            less = division.programs - self._limits.memory_bytes // _OWN_SHARE
             division = replace(division, programs=max(plan.peak_bytes, less))
-        stays = keeping.units | frozenset(self._shared)
+        stays = units.units | frozenset(self._shared)
         reading = planned_fetches(plan, places, division, _never, stays)
         source = StoreSource(training, READER_BYTES, reading.num_first)
         window, _ = make_window(reading, division, self._device)
-        supply = Supply(
+        params = StoreParams(
             places,
             Fetcher(source, reading.fetches, window),
             source,
@@ -246,15 +181,15 @@ class StreamedFunction(Closing):
             is_shared=self._is_shared,
         )
         record = partial(training.opened.timeline.add, "program")
-        return _Bound(Runner(plan, self._executables, record), supply)
+        return Bound(Runner(plan, self._executables, record), params)
 
     def _planned(
-        self, ready: Prepared, places: Places, limits: Mapping[str, int]
-    ) -> tuple[Plan, Keeping, Division]:
+        self, ready: Prepared, places: Places, budgets: Mapping[str, int]
+    ) -> tuple[Plan, ResidentUnits, Division]:
         units = {places.unit(piece) for piece in ready.lifetimes.sizes}
-        division = self._division(ready, units, limits)
-        keeper = Keeper(
-            self._options.keep,
+        division = self._division(ready, units, budgets)
+        chooser = ResidentChooser(
+            self._limits.resident,
             places,
             units,
             division,
@@ -262,14 +197,14 @@ class StreamedFunction(Closing):
             _never,
             partial(compiled_bytes, executables=self._executables),
         )
-        plan = ready.plan(division.programs, "keep", keeper.peak_bytes, division.limit)
-        plan, keeping = keeper.applied(plan)
-        return plan, keeping, beside(division, keeping)
+        plan = ready.plan(division.programs, "keep", chooser.peak_bytes, division.limit)
+        plan, resident = chooser.applied(plan)
+        return plan, resident, beside(division, resident)
 
     def _division(
-        self, ready: Prepared, units: Collection[Unit], limits: Mapping[str, int]
+        self, ready: Prepared, units: Collection[Unit], budgets: Mapping[str, int]
     ) -> Division:
-        shared, device = self._options.share(limits), self._limit
+        shared, device = self._share(budgets), self._limit
         if "device_memory_bytes" in shared:
             device = replace(device, num_bytes=shared["device_memory_bytes"])
         division = divide_reading(shared["memory_bytes"], device).without(

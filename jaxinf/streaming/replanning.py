@@ -1,26 +1,73 @@
-"""Lets a step be planned by what its steps measure.
+"""Plans values that leave: once, or by what steps measure.
 
 Invariant: nothing is measured for a step that ended early.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from jaxinf.streaming.call_timer import Watch
 from jaxinf.streaming.move.cache import CacheCounts
 from jaxinf.streaming.move.fetch import FetchCounts
 from jaxinf.streaming.move.probe import probe
+from jaxinf.streaming.options import Options
+from jaxinf.streaming.plan.calls import Calls
 from jaxinf.streaming.plan.plan import Plan
 from jaxinf.streaming.plan.planner import Forecast, Observed, Planner
 from jaxinf.streaming.plan.retrying import Moved
-from jaxinf.streaming.plan.search import Problem
+from jaxinf.streaming.plan.search import Problem, nothing_fetched
+from jaxinf.streaming.plan.sequence import Targets
+from jaxinf.streaming.plan.tiers import Tiers
 from jaxinf.streaming.plan.wear import Wear
+from jaxinf.streaming.run import CompiledMemory, Executables
 from jaxinf.typing import PathLikeStr
 
-__all__ = ["Planned", "shown_plan"]
+__all__ = ["Replanner", "offload_planned"]
 
 
-class Planned:
+def offload_planned(
+    plan: Plan,
+    targets: Targets,
+    budget_bytes: int,
+    executables: Executables,
+    options: Options,
+    folders: Sequence[PathLikeStr],
+    tiers: Callable[[Calls], Tiers | None],
+    fetched: Callable[[Calls, int], Mapping[int, int]] = nothing_fetched,
+) -> tuple[Plan, "Replanner | None"]:
+    """Plans which values leave, if any may; with ``"plan"`` by measures. Blocks.
+
+    Args:
+      plan: The plan, with its graph.
+      targets: Results and gradients of the whole program.
+      budget_bytes: Memory of a step's programs.
+      executables: As for `compile_plan`.
+      options: The step's.
+      folders: As for `Replanner`.
+      tiers, fetched: As for `Problem`.
+    """
+    if not plan.is_offloaded:
+        return plan, None
+    form = options.activations
+    memory = CompiledMemory(plan, executables, budget_bytes, form)
+    if options.policy == "offload":
+        return memory.fitted(), None
+    problem = Problem(
+        targets,
+        plan.programs,
+        budget_bytes,
+        memory.call_bytes,
+        plan.calls.resident,
+        memory.admits,
+        fetched,
+        form,
+        tiers,
+    )
+    replanner = Replanner(plan, problem, options.micro_batches, folders)
+    return replanner.plan, replanner
+
+
+class Replanner:
     """The planner of a step, and what it measures. Used from one thread.
 
     Args:
@@ -99,8 +146,3 @@ class Planned:
     def close(self) -> None:
         """Ends the thread; idempotent."""
         self.watch.close()
-
-
-def shown_plan(plan: Plan, planned: Planned | None, wear: Wear | None) -> Plan:
-    """Returns a plan to print, with its choice if there is one."""
-    return plan if planned is None else planned.shown(plan, wear)

@@ -28,7 +28,7 @@ from jaxinf.engine import (
     StateFormat,
     VerifyMode,
 )
-from jaxinf.streaming import Form, Policy, check_keep
+from jaxinf.streaming import Form, Policy, check_resident
 from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.options import DataOptions, check_options
 from jaxinf.train.data.options import shown as _shown
@@ -104,7 +104,7 @@ class TrainConfig(DataOptions):
 
     # For --mode stream: params that stay in memory between steps: all (params), or so
     # many bytes of them, such as 2GiB, which are a part of --memory.
-    keep: Annotated[str | None, _shown("{params,BYTES}", "none")] = None
+    resident: Annotated[str | None, _shown("{params,BYTES}", "none")] = None
 
     # For --mode stream: parts of a batch that run one after another, so that
     # activations take the memory of a part; their gradients are averaged.
@@ -513,7 +513,7 @@ def _check_optimizer(config: TrainConfig) -> None:
         )
 
 
-_OF_STREAMING = ("memory", "device_memory", "policy", "keep", "micro_batches")
+_OF_STREAMING = ("memory", "device_memory", "policy", "resident", "micro_batches")
 _OF_STREAMING += ("replan", "activations", "endurance_tbw")
 _NOT_STREAMED = ("memory_bytes", "reference")
 
@@ -536,7 +536,7 @@ def _check_streaming(config: TrainConfig) -> None:
             "4GiB, got nothing; --mode stream needs it"
         )
     try:
-        check_keep(config.keep)
+        check_resident(config.resident)
     except ValueError as error:
         raise UsageError(f"--{error}") from error
     if config.activations is not None and config.policy in ("recompute", "keep"):
@@ -557,7 +557,7 @@ _IN_PLACE = {
     "device_memory": ", or give --mode stream",
     "policy": ", or give --mode stream",
     "activations": ", or give --mode stream",
-    "keep": ", or give --mode stream",
+    "resident": ", or give --mode stream",
     "micro_batches": ", or give --mode stream",
     "replan": ", or give --mode stream",
     "endurance_tbw": ", or give --mode stream",

@@ -169,7 +169,7 @@ def _streamed_step(
         device_memory_bytes=config.device_memory,
         policy=config.policy,
         activations=config.activations,
-        keep=config.keep,
+        resident=config.resident,
         micro_batches=config.micro_batches,
         replan=config.replan,
         nonfinite=config.nonfinite,

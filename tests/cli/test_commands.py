@@ -106,9 +106,9 @@ def test_sizes_that_functions_refuse(value, tmp_path):
 def test_sizes_as_text(tmp_path):
     with jaxinf.open_store(tmp_path / "one", memory_bytes="96MiB") as store:
         assert store.training.options.memory_bytes == 96 << 20
-    with jaxinf.stream(
+    with jaxinf.stream_function(
         jax.tree.map,
-        store=tmp_path / "two",
+        tmp_path / "two",
         memory_bytes="1GiB",
         device_memory_bytes="0.5GiB",
     ) as made:

@@ -28,11 +28,10 @@ def loss(params, x):
 def run(folder, case):
     """Makes steps, one of them with a failure; returns losses and what was told."""
     rng = np.random.default_rng(0)
-    step = jaxinf.stream(
+    step = jaxinf.stream_in_memory(
         loss,
         optax.adam(1e-2),
         memory_bytes=MEMORY_BYTES,
-        keep="params",
         policy=case["policy"],
         scratch=folder,
     )

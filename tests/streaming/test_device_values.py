@@ -328,12 +328,11 @@ def test_without_a_store(place, policy, tier):
         ("keep", 64 << 20, 64 << 20),
         (policy, HOSTS[tier] - (5 << 20), DEVICE_BYTES),
     ):
-        step = jaxinf.stream(
+        step = jaxinf.stream_in_memory(
             wide,
             TX,
             memory_bytes=memory_bytes,
             device_memory_bytes=device_bytes,
-            keep="params",
             policy=own,
             scratch=place,
         )
@@ -373,12 +372,11 @@ def test_a_host_that_is_too_small_is_named(open_store, place, policy):
     with pytest.raises(StreamError, match=message):
         opened(open_store, "step", policy, 15 << 20)
     assert not open_store("step").exists
-    step = jaxinf.stream(
+    step = jaxinf.stream_in_memory(
         wide,
         TX,
         memory_bytes=9 << 20,
         device_memory_bytes=DEVICE_BYTES,
-        keep="params",
         policy=policy,
         scratch=place,
     )

@@ -48,7 +48,7 @@ def test_outputs_are_those_of_one_jit(name, open_store):
     def fn(params, batch):
         return {"loss": program.loss(params, batch), "batch": batch, "three": 3}
 
-    f = jaxinf.stream(fn, store=step.store, memory_bytes=MEMORY_BYTES)
+    f = jaxinf.stream_function(fn, step.store, memory_bytes=MEMORY_BYTES)
     f.load(program.params)
     for _ in range(2):
         step(program.batch)
@@ -81,7 +81,7 @@ def test_params_larger_than_memory_in_a_store_given_by_its_path(open_store):
     batch = normal(100, 8, 128)
     step.load(DEEP, batch=batch)
     step.close()
-    with jaxinf.stream(deep, store=store.path, memory_bytes=2 << 20) as f:
+    with jaxinf.stream_function(deep, store.path, memory_bytes=2 << 20) as f:
         assert sum(leaf.nbytes for leaf in jax.tree.leaves(DEEP)) >= 4 << 20
         np.testing.assert_allclose(f(batch), deep(DEEP, batch), rtol=1e-4, atol=1e-4)
         assert f.plan is not None
@@ -93,8 +93,8 @@ def test_params_larger_than_memory_in_a_store_given_by_its_path(open_store):
 def test_what_stays_is_read_again_after_a_step(open_store):
     program = ZOO["l2_penalty"](depth=2)
     step = started(program, open_store(**CHUNKS))
-    f = jaxinf.stream(
-        program.loss, store=step.store, memory_bytes=MEMORY_BYTES, keep="params"
+    f = jaxinf.stream_function(
+        program.loss, step.store, memory_bytes=MEMORY_BYTES, resident="params"
     )
     f.load(program.params)
     found, fetched, losses = [], [], []
@@ -108,16 +108,16 @@ def test_what_stays_is_read_again_after_a_step(open_store):
     assert fetched == [fetched[0], 0, fetched[0]]
 
 
-@pytest.mark.parametrize("keep", [None, "params"])
-def test_a_function_of_a_step_reads_what_the_step_keeps(keep, open_store):
+@pytest.mark.parametrize("resident", [None, "params"])
+def test_a_function_of_a_step_reads_what_stays(resident, open_store):
     program = ZOO["l2_penalty"](depth=2)
     plain = started(program, open_store("plain", **CHUNKS))
     expected = [float(plain(program.batch)[0]) for _ in range(3)]
-    step = started(program, open_store("store", **CHUNKS), keep=keep)
+    step = started(program, open_store("store", **CHUNKS), resident=resident)
     losses = [float(step(program.batch)[0])]
     f = step.function(program.loss)
     found = f(program.batch)
-    assert (f.fetched_bytes == 0) == (keep == "params")
+    assert (f.fetched_bytes == 0) == (resident == "params")
     losses += [float(step(program.batch)[0]) for _ in range(2)]
     assert losses == expected
     np.testing.assert_allclose(found, losses[1], rtol=1e-6)
@@ -132,9 +132,9 @@ def test_functions_of_a_step_read_in_its_memory_in_turn(open_store):
 
     def room():
         bounds = [b for made in (step, one, other) for b in made._bound.values()]
-        pools = [bound.supply._fetcher._window._pool for bound in bounds]
-        assert all(pool.capacity_bytes <= MEMORY_BYTES for pool in pools)
-        return [pool._idle_bytes for pool in pools if pool._idle_bytes]
+        held = [bound.params.held_bytes for bound in bounds]
+        assert all(num_bytes <= MEMORY_BYTES for num_bytes in held)
+        return [num_bytes for num_bytes in held if num_bytes]
 
     for run, batch in (
         (one, program.batch),
@@ -168,7 +168,7 @@ def test_another_tree_is_refused(open_store):
 
     store = open_store(**CHUNKS)
     step = jaxinf.stream(fn, optax.sgd(0.1), store, memory_bytes=MEMORY_BYTES)
-    f = jaxinf.stream(fn, store=store, memory_bytes=MEMORY_BYTES)
+    f = jaxinf.stream_function(fn, store, memory_bytes=MEMORY_BYTES)
     with pytest.raises(StoreFormatError, match=r"empty until tx.init has run"):
         f(np.float32(1))
     step.load(params)
@@ -180,24 +180,10 @@ def test_another_tree_is_refused(open_store):
     np.testing.assert_allclose(f(np.float32(1)), fn(params, 1), rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("has_aux", True), ("policy", "keep"), ("replan", True), ("nonfinite", "skip")],
-)
-def test_options_without_effect_are_refused(option, value, open_store):
-    with pytest.raises(ValueError, match=f"{option} has no effect on a function"):
-        jaxinf.stream(
-            lambda p, b: b,  # pyright: ignore[reportArgumentType]
-            store=open_store(),
-            memory_bytes=1 << 30,
-            **{option: value},
-        )
-
-
 def test_a_function_too_large_for_the_memory_is_refused(open_store):
     program = ZOO["l2_penalty"](depth=2)
     step = started(program, open_store(**CHUNKS))
-    f = jaxinf.stream(lambda p, b: p, store=step.store, memory_bytes=4096)
+    f = jaxinf.stream_function(lambda p, b: p, step.store, memory_bytes=4096)
     f.load(program.params)
     with pytest.raises(StreamError, match=r'memory_bytes="\d+MiB" works'):
         f(np.float32(1))
@@ -209,12 +195,12 @@ def test_on_a_device_with_memory_of_its_own(open_store, monkeypatch):
     expected = float(step(program.batch)[0])
     step.close()
     monkeypatch.setattr(memory, "device_is_host", lambda device: False)
-    f = jaxinf.stream(
+    f = jaxinf.stream_function(
         program.loss,
-        store=open_store(**CHUNKS),
+        open_store(**CHUNKS),
         memory_bytes=MEMORY_BYTES,
         device_memory_bytes=64 << 20,
-        keep="64KiB",
+        resident="64KiB",
     )
     f.load(program.params)
     found = [float(f(program.batch)) for _ in range(2)]

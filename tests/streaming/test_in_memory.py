@@ -18,12 +18,11 @@ TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 
 
 def made(program, tx=TX, memory_bytes=MEMORY_BYTES, **options):
-    return jaxinf.stream(
+    return jaxinf.stream_in_memory(
         program.loss,
         tx,
         memory_bytes=memory_bytes,
         has_aux=program.has_aux,
-        keep="params",
         **options,
     )
 
@@ -78,11 +77,10 @@ def test_activations_alone_go_to_a_drive(place):
     batch = normal(100, 4096, 32)
     losses, peaks = [], []
     for policy, memory_bytes in (("keep", MEMORY_BYTES), ("offload", 13 << 20)):
-        step = jaxinf.stream(
+        step = jaxinf.stream_in_memory(
             wide,
             TX,
             memory_bytes=memory_bytes,
-            keep="params",
             policy=policy,
             scratch=place,
         )
@@ -145,20 +143,6 @@ def test_a_refused_step_changes_nothing(nonfinite):
         assert step.num_skipped == 1
     assert_same_bits((step.params(), step.state()), before)
     run(step, program, 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, 'expected a store .* and keep="params"'),
-        ({"keep": "1GiB", "tx": TX}, 'expected a store .* and keep="params"'),
-        ({"keep": "params", "tx": TX, "replan": True}, "replan has no effect without"),
-        ({"tx": TX, "store": "place", "scratch": "/tmp"}, "on the drives of the store"),
-    ],
-)
-def test_options_without_meaning_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        jaxinf.stream(wide, memory_bytes=1 << 30, **options)
 
 
 def test_too_little_memory_is_refused():

@@ -17,7 +17,7 @@ from zoo import ZOO
 import jaxinf
 from jaxinf.engine import ParamsReader
 from jaxinf.errors import StoreCorruptError
-from jaxinf.streaming.update.store_sink import Updates
+from jaxinf.streaming.update.store_sink import StoreSink
 
 NAMES = ("tied_and_unused", "l2_penalty", "scan_twice_cast")
 DURABILITIES = ("step", 3, "checkpoint")
@@ -178,7 +178,7 @@ def interrupt_at(monkeypatch, owner, method, count, signals=1):
 @pytest.mark.parametrize("durability", ["step", "checkpoint"])
 @pytest.mark.parametrize(
     ("owner", "method", "count"),
-    [(ParamsReader, "read", 1), (Updates, "hand_out", 2), (Updates, "_update", 1)],
+    [(ParamsReader, "read", 1), (StoreSink, "hand_out", 2), (StoreSink, "_update", 1)],
 )
 def test_ctrl_c_ends_a_step_and_training_goes_on(
     owner, method, count, durability, open_store, uninterrupted, monkeypatch
@@ -208,9 +208,9 @@ def test_handlers_of_the_programs_own_are_called_at_once(open_store, monkeypatch
     step = open_step(open_store, "store", program)
     train(step, program, 1)
     monkeypatch.setattr(
-        Updates,
+        StoreSink,
         "finish",
-        lambda self, *args, finish=Updates.finish: (
+        lambda self, *args, finish=StoreSink.finish: (
             os.kill(os.getpid(), signal.SIGINT),
             handled.wait(60),
             seen.append("finish"),
@@ -236,13 +236,13 @@ sys.path.insert(0, sys.argv[1])
 import optax, jaxinf
 from zoo import ZOO
 import test_interrupted as ours
-from jaxinf.streaming.update.store_sink import Updates
+from jaxinf.streaming.update.store_sink import StoreSink
 
 path, name, durability = sys.argv[2:5]
 durability = int(durability) if durability.isdigit() else durability
 program = ZOO[name]()
 handed = 0
-update = Updates._update
+update = StoreSink._update
 
 def killing(self, taken):
     global handed
@@ -252,7 +252,7 @@ def killing(self, taken):
         if handed == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-Updates._update = killing
+StoreSink._update = killing
 step = ours.open_step(
     lambda name, **options: jaxinf.open_store(path, **options),
     name, program, durability=durability,

@@ -129,14 +129,14 @@ def everything_leaves(monkeypatch):
     )
 
 
-def opened(open_store, name, policy, program, tx=TX, keep=None, **options):
+def opened(open_store, name, policy, program, tx=TX, resident=None, **options):
     step = jaxinf.stream(
         program.loss,
         tx,
         open_store(name, **CHUNKS, **options),
         memory_bytes=256 << 20,
         policy=policy,
-        keep=keep,
+        resident=resident,
     )
     step.load(program.params, batch=program.batch)
     return step
@@ -170,13 +170,13 @@ def test_training_is_that_of_keep(open_store, everything_leaves, place, num_csds
     ]
 
 
-@pytest.mark.parametrize("keep", [None, "params"])
-def test_the_meters_show_the_planned_traffic(open_store, everything_leaves, keep):
+@pytest.mark.parametrize("resident", [None, "params"])
+def test_the_meters_show_the_planned_traffic(open_store, everything_leaves, resident):
     program = ZOO["scan_remat_reverse"]()
-    step = opened(open_store, "store", "offload", program, keep=keep)
+    step = opened(open_store, "store", "offload", program, resident=resident)
     losses(step, program, 3)
     assert step.metrics.offloaded_drive_bytes > 0
-    assert (step.metrics.fetched_drive_bytes > 0) == (keep is None)
+    assert (step.metrics.fetched_drive_bytes > 0) == (resident is None)
     step.store.wait()
     found, planned = step.store.metrics.traffic, step.traffic
     assert found.drive_read_bytes == planned.drive_read_bytes
@@ -205,13 +205,13 @@ def test_a_drive_that_fails_in_mid_step(
     assert_same_params(step, kept, program)
 
 
-@pytest.mark.parametrize("keep", [None, "params"])
+@pytest.mark.parametrize("resident", [None, "params"])
 @pytest.mark.parametrize("numbers", [[1], range(1, 1000)], ids=["one", "all"])
 def test_a_value_that_cannot_be_read_is_computed_again(
-    open_store, everything_leaves, monkeypatch, numbers, keep
+    open_store, everything_leaves, monkeypatch, numbers, resident
 ):
     program = ZOO["l2_penalty"]()
-    step = opened(open_store, "store", "offload", program, keep=keep)
+    step = opened(open_store, "store", "offload", program, resident=resident)
     kept = opened(open_store, "keep", "keep", program)
     found, expected = losses(step, program, 1), losses(kept, program, 4)
     step.store.wait()

@@ -129,7 +129,7 @@ def test_what_optax_wraps_is_known_by_its_state(place):
     params, rows = {"w": jnp.ones((8, 4))}, jnp.ones((2, 8))
     tx = optax.apply_if_finite(optax.sgd(1.0), 2)
     stored = jaxinf.stream(loss_of, tx, place / "store", memory_bytes=1 << 26)
-    in_memory = jaxinf.stream(loss_of, tx, keep="params", memory_bytes=1 << 26)
+    in_memory = jaxinf.stream_in_memory(loss_of, tx, memory_bytes=1 << 26)
     for step in (stored, in_memory):
         step.init(lambda: params, batch=rows)
         step(rows * jnp.inf)

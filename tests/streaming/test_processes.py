@@ -50,8 +50,8 @@ with jax.set_mesh(mesh):
     refused("the mesh of jax.set_mesh", made("set").load, {"w": W}, batch=X)
 assert not root.exists(), "nothing is written"
 
-kept = jaxinf.stream(
-    loss, optax.adam(1e-2), keep="params", memory_bytes=64 << 20
+kept = jaxinf.stream_in_memory(
+    loss, optax.adam(1e-2), memory_bytes=64 << 20
 )
 for step in (made("batch"), kept):
     step.load({"w": W})

@@ -170,11 +170,10 @@ def test_a_plan_is_printed(open_store):
 def test_without_a_store(place):
     found = []
     for policy, memory_bytes in (("keep", 64 << 20), ("plan", 18 << 20)):
-        step = jaxinf.stream(
+        step = jaxinf.stream_in_memory(
             wide,
             TX,
             memory_bytes=memory_bytes,
-            keep="params",
             policy=policy,
             scratch=place,
         )
@@ -213,8 +212,8 @@ def test_values_in_fewer_bits(open_store, place, with_store):
             store = open_store(str(form), chunk_elements=4096)
             step = jaxinf.stream(wide, SEEN, store, memory_bytes=28 << 20, **options)
         else:
-            options |= {"keep": "params", "scratch": place}
-            step = jaxinf.stream(wide, SEEN, memory_bytes=18 << 20, **options)
+            options |= {"memory_bytes": 18 << 20, "scratch": place}
+            step = jaxinf.stream_in_memory(wide, SEEN, **options)
         step.load(LAYERS, batch=BATCH)
         losses[form], gradients[form] = [], []
         for _ in range(6):
@@ -263,8 +262,8 @@ def test_a_budget_below_the_largest_value_is_refused(open_store):
 
 
 def test_a_step_that_ended_early_is_not_measured(place):
-    step = jaxinf.stream(
-        wide, TX, memory_bytes=18 << 20, keep="params", policy="plan", scratch=place
+    step = jaxinf.stream_in_memory(
+        wide, TX, memory_bytes=18 << 20, policy="plan", scratch=place
     )
     step.load(LAYERS)
     losses(step, 3)
@@ -281,11 +280,10 @@ def test_a_step_that_ended_early_is_not_measured(place):
 
 
 def test_wear_is_told_once_below_a_year(place):
-    step = jaxinf.stream(
+    step = jaxinf.stream_in_memory(
         wide,
         TX,
         memory_bytes=18 << 20,
-        keep="params",
         policy="plan",
         scratch=place,
         endurance_tbw=1e-3,

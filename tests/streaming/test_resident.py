@@ -18,9 +18,9 @@ from jaxinf.store import StoreDirectory
 from jaxinf.streaming.plan import memory
 from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.plan.reads import Fetch
-from jaxinf.streaming.plan.resident import Keeper, updated_in_place
+from jaxinf.streaming.plan.resident import ResidentChooser, updated_in_place
 from jaxinf.streaming.program.units import Places
-from jaxinf.streaming.update.store_sink import Updates
+from jaxinf.streaming.update.store_sink import StoreSink
 
 MEMORY_BYTES = 256 << 20
 CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
@@ -106,7 +106,7 @@ def read_bytes(step):
 def test_steps_have_the_bits_of_params_that_are_read(name, tx, durability, started):
     program = small() if name == "small" else ZOO[name]()
     plain = started(program, "plain", tx, durability=durability)
-    kept = started(program, "kept", tx, durability=durability, keep="params")
+    kept = started(program, "kept", tx, durability=durability, resident="params")
     assert run(kept, program) == run(plain, program)
     assert read_bytes(kept) < read_bytes(plain)
     assert kept.metrics.fetched_drive_bytes == 0
@@ -125,7 +125,7 @@ def test_steps_have_the_bits_of_params_that_are_read(name, tx, durability, start
 def test_steps_of_several_passes_and_of_parts_of_gradients(tx, options, started):
     program = small()
     plain = started(program, "plain", tx, **options)
-    kept = started(program, "kept", tx, keep="params", **options)
+    kept = started(program, "kept", tx, resident="params", **options)
     assert run(kept, program) == run(plain, program)
     read_bytes(kept)
     assert_same_states(kept.store, plain.store)
@@ -138,7 +138,7 @@ def test_a_step_of_adam_moves_20_bytes_a_param(started):
     params = {"in": normal(1, 64, 1024), "out": normal(2, 1024, 64)}
     program = replace(ZOO["l2_penalty"](), loss=loss, params=params)
     program = replace(program, batch=normal(3, 8, 64))
-    step = started(program, "store", keep="params")
+    step = started(program, "store", resident="params")
     run(step, program, 2)
     num_params = sum(leaf.size for leaf in params.values())
     assert read_bytes(step) == 8 * num_params
@@ -154,7 +154,7 @@ def test_16_bit_params_stay_as_the_store_has_them(master, started, open_store):
     program = replace(program, params=half)
     stores = [open_store(f"{n}", master=master, **CHUNKS) for n in range(2)]
     plain = started(program, "", store=stores[0])
-    kept = started(program, "", store=stores[1], keep="params")
+    kept = started(program, "", store=stores[1], resident="params")
     assert run(kept, program) == run(plain, program)
     assert read_bytes(kept) < read_bytes(plain)
     assert_same_states(*stores)
@@ -164,7 +164,7 @@ def test_micro_steps_leave_what_stays_alone(started):
     program = small()
     tx = optax.MultiSteps(ADAM, 2)
     plain = started(program, "plain", tx)
-    kept = started(program, "kept", tx, keep="params")
+    kept = started(program, "kept", tx, resident="params")
     assert run(kept, program) == run(plain, program)
     assert_same_states(kept.store, plain.store)
 
@@ -188,7 +188,7 @@ def test_on_a_device_with_memory_of_its_own(started, monkeypatch):
 def test_after_a_refused_step_params_are_those_of_the_store(tx, started):
     program = small()
     plain = started(program, "plain", tx)
-    kept = started(program, "kept", tx, keep="params", nonfinite="skip")
+    kept = started(program, "kept", tx, resident="params", nonfinite="skip")
     found = run(kept, program, 2)
     kept({**program.batch, "scale": np.float32(np.nan)})
     assert kept.num_skipped == 1
@@ -212,9 +212,9 @@ def pythons_handler():
 def test_after_a_step_that_ended_early(tx, is_error, started, monkeypatch):
     program = small()
     plain = started(program, "plain", tx)
-    kept = started(program, "kept", tx, keep="params")
+    kept = started(program, "kept", tx, resident="params")
     found = run(kept, program, 2)
-    update, calls = Updates._update, []
+    update, calls = StoreSink._update, []
 
     def ending(self, taken):
         update(self, taken)
@@ -224,7 +224,7 @@ def test_after_a_step_that_ended_early(tx, is_error, started, monkeypatch):
         os.kill(os.getpid(), signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Updates, "_update", ending)
+        patch.setattr(StoreSink, "_update", ending)
         with pytest.raises(RuntimeError if is_error else KeyboardInterrupt):
             run(kept, program, 1)
     assert calls
@@ -238,7 +238,7 @@ def test_after_a_step_that_ended_early(tx, is_error, started, monkeypatch):
 def test_after_a_commit_that_failed(started, monkeypatch):
     program = small()
     plain = started(program, "plain")
-    kept = started(program, "kept", keep="params")
+    kept = started(program, "kept", resident="params")
     found = run(kept, program, 2)
     kept.store.wait()
 
@@ -251,7 +251,7 @@ def test_after_a_commit_that_failed(started, monkeypatch):
         with pytest.raises(OSError, match="the drive is gone"):
             run(kept, program, 1)
     kept.close()
-    again = started(program, "kept", keep="params")
+    again = started(program, "kept", resident="params")
     assert again.store.step == 2
     found += run(again, program, 2)
     assert found == run(plain, program)
@@ -262,8 +262,8 @@ def test_steps_made_elsewhere_are_noticed(started):
     """Two steps of one store take turns."""
     program = small()
     plain = started(program, "plain")
-    one = started(program, "kept", keep="params")
-    other = started(program, "", store=one.store, keep="params", policy="keep")
+    one = started(program, "kept", resident="params")
+    other = started(program, "", store=one.store, resident="params", policy="keep")
     found = run(one, program, 1) + run(other, program, 1) + run(one, program, 2)
     assert found == run(plain, program)
     assert_same_states(one.store, plain.store)
@@ -276,12 +276,12 @@ def test_an_amount_saves_a_part_of_the_traffic(started):
     program = small()
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(program.params))
     losses, found = [], []
-    for keep in (None, num_bytes // 2, "params"):
-        step = started(program, f"store{keep}", keep=keep)
+    for resident in (None, num_bytes // 2, "params"):
+        step = started(program, f"store{resident}", resident=resident)
         losses.append(run(step, program))
         found.append(read_bytes(step))
         assert step.plan.kept_bytes <= (num_bytes // 2 if len(found) < 3 else 1 << 30)
-        assert ("of params stay" in str(step.plan)) == (keep is not None)
+        assert ("of params stay" in str(step.plan)) == (resident is not None)
     assert losses[0] == losses[1] == losses[2]
     assert found[0] > found[1] > found[2]
 
@@ -296,9 +296,9 @@ def test_units_that_are_read_most_stay_first():
     fetches = [Fetch(large[0], 0, 0), Fetch(large[1], 1, 1), Fetch(large[2], 2, 2)]
     fetches += [Fetch(large[1], 4, 4), Fetch(large[2], 9, 9)]
 
-    def chosen(keep):
-        keeper = Keeper(
-            keep,
+    def chosen(resident):
+        chooser = ResidentChooser(
+            resident,
             places,
             units,
             Division(0, 0, MEMORY_BYTES, 0, 0, "memory_bytes"),
@@ -306,11 +306,11 @@ def test_units_that_are_read_most_stay_first():
             lambda unit: False,
             lambda plan: plan.peak_bytes,
         )
-        total = keeper.peak_bytes(plan)
-        found, keeping = keeper.applied(replace(plan, peak_bytes=total))
+        total = chooser.peak_bytes(plan)
+        found, stays = chooser.applied(replace(plan, peak_bytes=total))
         assert found.peak_bytes + found.kept_bytes == total
         assert found.peak_bytes <= plan.peak_bytes
-        return keeping.units
+        return stays.units
 
     assert chosen(4095) == set()
     assert chosen(4096) == {large[2]}
@@ -330,15 +330,15 @@ def test_a_unit_that_is_read_after_its_gradient_is_not_overwritten():
     assert updated_in_place([*calls, reader], places) == in_place - again
 
 
-@pytest.mark.parametrize("keep", ["some", -1, "2 apples"])
-def test_neither_params_nor_bytes(keep, open_store):
+@pytest.mark.parametrize("resident", ["some", -1, "2 apples"])
+def test_neither_params_nor_bytes(resident, open_store):
     with pytest.raises(ValueError, match='expected "params" or bytes'):
         jaxinf.stream(
             lambda p, b: 0.0,
             ADAM,
             open_store(),
             memory_bytes=1 << 30,
-            keep=keep,
+            resident=resident,
         )
 
 
@@ -348,8 +348,8 @@ def test_more_than_there_is_room_for_is_refused(open_store):
         ADAM,
         open_store(**CHUNKS),
         memory_bytes=32 << 20,
-        keep="params",
+        resident="params",
     )
     step.load([np.ones(1 << 19, np.float32) for _ in range(12)])
-    with pytest.raises(StreamError, match="keep='params': expected room for 25165824"):
+    with pytest.raises(StreamError, match="'params': expected room for 25165824"):
         step(np.float32(1))

@@ -214,7 +214,7 @@ def outputs(params, batch):
     return {"loss": one.loss(params, batch), "first": batch["x"] @ params["first"]}
 
 with opened("function") as store:
-    step = streamed(one, store, keep="params")
+    step = streamed(one, store, resident="params")
     step.load(one.params, batch=one.batch)
     trained(step, one, 1)
     shared = step.function(outputs)
@@ -226,12 +226,12 @@ with opened("function") as store:
     np.testing.assert_allclose(found["first"], expected["first"], atol=1e-5)
     step.close()
 with opened("function") as store:
-    alone = jaxinf.stream(outputs, store=store, memory_bytes=MEMORY_BYTES)
+    alone = jaxinf.stream_function(outputs, store, memory_bytes=MEMORY_BYTES)
     alone.load(one.params)
     assert_same_bits(alone(one.batch), found)
     assert alone.fetched_bytes == sum(p.nbytes for p in jax.tree.leaves(params))
     # Params of which nothing is said are replicated, and read once for all devices.
-    whole = jaxinf.stream(outputs, store=store, memory_bytes=MEMORY_BYTES)
+    whole = jaxinf.stream_function(outputs, store, memory_bytes=MEMORY_BYTES)
     np.testing.assert_allclose(whole(one.batch)["loss"], found["loss"], rtol=1e-6)
     assert whole.fetched_bytes == alone.fetched_bytes
 """
@@ -305,8 +305,8 @@ found = refusal(step.load, host_params, batch=halved)
 assert "expected a function on the mesh of its arguments, 2 devices (data=2)" in found
 found = refusal(step.init, lambda: host_params, shardings=SPECS)
 assert "expected a NamedSharding for each leaf" in found, found
-in_memory = jaxinf.stream(
-    one.loss, optax.sgd(0.1), memory_bytes=MEMORY_BYTES, keep="params"
+in_memory = jaxinf.stream_in_memory(
+    one.loss, optax.sgd(0.1), memory_bytes=MEMORY_BYTES
 )
 assert "without a store" in refusal(in_memory.load, one.params, batch=one.batch)
 assert not store.exists

@@ -9,7 +9,6 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from threading import Event
 
 import jax
@@ -267,10 +266,7 @@ def test_batches_of_two_shapes_have_a_plan_each(streamed):
     idle = []
     for batch in (program.batch, half, program.batch):
         step(batch)
-        bounds = step._bound.values()
-        idle.append(
-            sum(b.supply._fetcher._window._pool._idle_bytes > 0 for b in bounds)
-        )
+        idle.append(sum(b.params.held_bytes > 0 for b in step._bound.values()))
         assert pool.capacity_bytes + step.plan.peak_bytes <= MEMORY_BYTES
     assert idle == [1, 1, 1]  # one plan has the memory at a time
     _, expected = in_memory(program, tx, [program.batch, half, program.batch])
@@ -546,18 +542,12 @@ def test_clipping_is_that_of_optax(name, streamed):
     assert_near(step.store.params(like=program.params), expected, 2e-5)
 
 
-def spill_of(step):
-    """The step's spill; without deferred gradients one that holds none."""
-    deferred = step._last.updates._deferred
-    return Spill(Path(), 0) if deferred is None else deferred.spill
-
-
 def test_spilled_to_the_drive_has_the_bits_of_memory(streamed, monkeypatch):
     program = ZOO["tied_and_unused"]()
     held = streamed(program, CLIPPED, "held")
     held.load(program.params)
     run(held, program, 2)
-    assert not spill_of(held).written_bytes
+    assert not held.metrics.spilled_drive_bytes
 
     monkeypatch.setattr(
         BOUND, "Spill", lambda folder, _, meters: Spill(folder, 0, meters)
@@ -565,7 +555,7 @@ def test_spilled_to_the_drive_has_the_bits_of_memory(streamed, monkeypatch):
     spilled = streamed(program, CLIPPED, "spilled")
     spilled.load(program.params)
     run(spilled, program, 2)
-    assert spill_of(spilled).written_bytes == sum(
+    assert spilled.metrics.spilled_drive_bytes == sum(
         page_ceil(leaf.nbytes) for leaf in jax.tree.leaves(program.params)
     )
     assert_same_bits(
@@ -625,7 +615,7 @@ def test_drives_move_what_the_plan_says(name, tx, streamed, monkeypatch):
     all_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(program.params))
     assert traffic.drive_write_bytes >= 3 * all_bytes
     assert traffic.drive_read_bytes >= 3 * all_bytes
-    assert (spill_of(step).written_bytes > 0) == (tx is CLIPPED)
+    assert (step.metrics.spilled_drive_bytes > 0) == (tx is CLIPPED)
 
 
 def test_a_failing_drive_stops_the_step(streamed, monkeypatch):

@@ -163,11 +163,10 @@ class InMemory:
 
     def __init__(self, path, policy, parts):
         memory_bytes = 64 << 20 if policy in ("keep", "recompute") else 17 << 20
-        self.step = jaxinf.stream(
+        self.step = jaxinf.stream_in_memory(
             loss_fn,
             TX,
             memory_bytes=memory_bytes,
-            keep="params",
             policy=policy,
             micro_batches=parts,
             scratch=path.parent,
@@ -241,7 +240,7 @@ def main(folder, policy, parts, what, every, again=""):
         interrupting.record(step.run, number)
         number += 1
     lines = list(interrupting.lines)
-    leaves = any(line.startswith("activations/cache.py") for line in lines)
+    leaves = any(line.startswith("streaming/move/cache.py") for line in lines)
     assert leaves or policy != "offload" or what == "function"
     began_s, num_counted = time.monotonic(), 0
     for line in lines[chosen.randrange(int(every)) :: int(every)]:

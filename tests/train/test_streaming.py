@@ -124,7 +124,7 @@ def test_activations_in_eight_bits(
 def test_evaluation_and_sample_are_those_of_mode_update(run, tmp_path, capsys):
     words = ("--steps", 4, "--eval-every", 2, "--sample-bytes", 6, "--keep-best")
     found = []
-    for mode in ((), STREAM, (*STREAM, "--keep", "params")):
+    for mode in ((), STREAM, (*STREAM, "--resident", "params")):
         where = tmp_path / f"store{len(found)}"
         assert run("--store", where, *words, *mode) == 0
         log = (tmp_path / f"store{len(found)}-log/validation.jsonl").read_text()
@@ -205,8 +205,11 @@ def test_every_model_streams(run, losses, tmp_path, model):
         (STREAM[:2], "--memory: expected the bytes"),
         (("--memory", "1GiB"), "--memory: --mode update does not have it"),
         (("--policy", "keep"), "--policy: --mode update does not have it"),
-        (("--keep", "params"), "--keep: --mode update does not have it"),
-        ((*STREAM, "--keep", "some"), "--keep='some': expected \"params\" or bytes"),
+        (("--resident", "params"), "--resident: --mode update does not have it"),
+        (
+            (*STREAM, "--resident", "some"),
+            "--resident='some': expected \"params\"",
+        ),
         (("--device-memory", "1GiB"), "--device-memory: --mode update does not have"),
         (("--activations", "int8"), "--activations: --mode update does not have"),
         (

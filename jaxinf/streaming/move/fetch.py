@@ -164,6 +164,11 @@ class Fetcher:
         self._free_all()
         self._source.close()
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the host that reads have now."""
+        return self._window.held_bytes
+
     def rest(self) -> None:
         """Frees the memory until the next step; no step is under way."""
         self._free_updates()

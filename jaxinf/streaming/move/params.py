@@ -1,4 +1,4 @@
-"""The params of a step: read ahead of the programs, or in memory from the step before.
+"""The params of a step: read ahead of the programs, or in memory.
 
 Invariant: a unit comes from one of the two, in all calls of a step and in its update.
 """
@@ -16,11 +16,11 @@ from jaxinf.streaming.program.meshes import piece_sharding
 from jaxinf.streaming.program.units import Places, Unit
 from jaxinf.typing import Array
 
-__all__ = ["Supply"]
+__all__ = ["MemoryParams", "StoreParams"]
 
 
-class Supply:
-    """Params for programs and for updates.
+class StoreParams:
+    """Params of a store, for programs and for updates.
 
     Args:
       places: The store's units.
@@ -145,6 +145,11 @@ class Supply:
         """Notes that the store has advanced by this step."""
         self._resident.end()
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the host for reading that is held now."""
+        return self._fetcher.held_bytes
+
     def rest(self) -> None:
         """Frees the memory for reading until the next step."""
         self._fetcher.rest()
@@ -153,3 +158,48 @@ class Supply:
         """Stops, and frees the memory for reading; what stays may be another's, too."""
         self._early.close()
         self._fetcher.close()
+
+
+class MemoryParams:
+    """Params that are all in memory.
+
+    Args:
+      leaves: Returns them; called when a run begins.
+
+    Attributes:
+      counts: Nothing, as none is read.
+    """
+
+    def __init__(self, leaves: Callable[[], Sequence[jax.Array]]) -> None:
+        self._leaves = leaves
+        self._held: Sequence[jax.Array] = ()
+        self.counts = FetchCounts()
+
+    def begin(self, check: Callable[[], None], *, is_last: bool = True) -> None:
+        """Gets ready for a run."""
+        self._held = self._leaves()
+
+    def get(self, number: int, piece: Piece) -> jax.Array:
+        """Returns a part of the params."""
+        return self.again(piece)
+
+    def again(self, piece: Piece) -> jax.Array:
+        """Returns a part of the params."""
+        leaf = self._held[piece.leaf]
+        return piece.of(leaf) if piece.index or piece.rows else leaf
+
+    def stop(self) -> None:
+        """Ends a run; an update may take the params' memory now."""
+        self._held = ()
+
+    def done(self, number: int) -> None:
+        """Nothing is freed."""
+
+    def end(self) -> None:
+        """The next run finds the new params."""
+
+    def rest(self) -> None:
+        """Nothing is freed."""
+
+    def close(self) -> None:
+        """Nothing is freed."""

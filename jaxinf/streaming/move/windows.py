@@ -79,6 +79,11 @@ class Window(Protocol):
         """Waits for copies that are under way."""
         ...
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the host that the window has now."""
+        ...
+
     def rest(self) -> None:
         """Frees the memory until `bring`; nothing is in it."""
         ...
@@ -124,6 +129,11 @@ class HostWindow:
 
     def settle(self) -> None:
         """Nothing is copied."""
+
+    @property
+    def held_bytes(self) -> int:
+        """As `Window.held_bytes`."""
+        return self._pool.held_bytes
 
     def rest(self) -> None:
         """As `Window.rest`."""
@@ -197,6 +207,11 @@ class DeviceWindow:
                 jax.block_until_ready(on_device)
             finally:
                 buffer.release()
+
+    @property
+    def held_bytes(self) -> int:
+        """As `Window.held_bytes`."""
+        return self._pool.held_bytes
 
     def rest(self) -> None:
         """As `Window.rest`."""

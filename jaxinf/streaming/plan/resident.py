@@ -18,29 +18,36 @@ from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.units import Places, Unit
 from jaxinf.terminal import given_bytes
 
-__all__ = ["Keep", "Keeper", "Keeping", "beside", "check_keep", "updated_in_place"]
+__all__ = [
+    "Resident",
+    "ResidentChooser",
+    "ResidentUnits",
+    "beside",
+    "check_resident",
+    "updated_in_place",
+]
 
-Keep: TypeAlias = Literal["params"] | int | None
+Resident: TypeAlias = Literal["params"] | int | None
 
 
-def check_keep(keep: int | str | None) -> Keep:
-    """Returns `keep` with an amount in bytes.
+def check_resident(resident: int | str | None) -> Resident:
+    """Returns `resident` with an amount in bytes.
 
     Raises:
       ValueError: It is neither ``"params"`` nor an amount.
     """
-    if keep is None or keep == "params":
-        return keep
+    if resident is None or resident == "params":
+        return resident
     try:
-        return given_bytes("keep", keep, least=0)
+        return given_bytes("resident", resident, least=0)
     except ValueError as error:
         raise ValueError(
-            f'keep={keep!r}: expected "params" or bytes, such as "2GiB"'
+            f'resident={resident!r}: expected "params" or bytes, such as "2GiB"'
         ) from error
 
 
 @dataclass(frozen=True)
-class Keeping:
+class ResidentUnits:
     """Units that stay.
 
     Attributes:
@@ -60,11 +67,11 @@ class Keeping:
         return replace(plan.beside(self.pieces), kept_bytes=self.num_bytes)
 
 
-class Keeper:
+class ResidentChooser:
     """Chooses the units of a plan that stay.
 
     Args:
-      keep: The option.
+      resident: The option.
       places: The store's units.
       updated: Units that are updated alone; others never stay.
       division: Memory.
@@ -76,7 +83,7 @@ class Keeper:
 
     def __init__(
         self,
-        keep: Keep,
+        resident: Resident,
         places: Places,
         updated: Collection[Unit],
         division: Division,
@@ -84,7 +91,7 @@ class Keeper:
         rereads: Callable[[Unit], bool],
         measure: Callable[[Plan], int],
     ) -> None:
-        self._keep = keep
+        self._resident = resident
         self._places = places
         self._updated = sorted(updated, key=lambda unit: (unit.leaf, unit.index))
         self._division = division
@@ -96,18 +103,18 @@ class Keeper:
 
     def peak_bytes(self, plan: Plan) -> int:
         """Returns the memory of a step's programs, with what stays."""
-        keeping = self._choose(plan)
-        return keeping.num_bytes + self._measure(keeping.applied(plan))
+        units = self._choose(plan)
+        return units.num_bytes + self._measure(units.applied(plan))
 
-    def applied(self, plan: Plan) -> tuple[Plan, Keeping]:
+    def applied(self, plan: Plan) -> tuple[Plan, ResidentUnits]:
         """Returns the plan with what stays beside it, and that."""
-        keeping = self._choose(plan)
-        rest_bytes = plan.peak_bytes - keeping.num_bytes
-        return replace(keeping.applied(plan), peak_bytes=rest_bytes), keeping
+        units = self._choose(plan)
+        rest_bytes = plan.peak_bytes - units.num_bytes
+        return replace(units.applied(plan), peak_bytes=rest_bytes), units
 
-    def _choose(self, plan: Plan) -> Keeping:
+    def _choose(self, plan: Plan) -> ResidentUnits:
         if not self._amount:
-            return Keeping()
+            return ResidentUnits()
         calls = plan.calls.calls
         in_place = updated_in_place(calls, self._places, _read_again(plan))
         twice = completions(calls, self._places).keys() - in_place
@@ -116,13 +123,13 @@ class Keeper:
             for unit in self._updated
         }
         chosen: list[Unit] = []
-        left = sum(sizes.values()) if self._keep == "params" else self._amount
+        left = sum(sizes.values()) if self._resident == "params" else self._amount
         for unit in self._ranked(plan, sizes):
             if sizes[unit] <= left:
                 left -= sizes[unit]
                 chosen.append(unit)
         units = frozenset(chosen)
-        return Keeping(
+        return ResidentUnits(
             units,
             in_place & units,
             sum(sizes[unit] for unit in chosen),
@@ -137,7 +144,7 @@ class Keeper:
     @cached_property
     def _amount(self) -> int:
         all_bytes = sum(map(page_bytes, self._updated))
-        match self._keep:
+        match self._resident:
             case None:
                 return 0
             case int(amount):
@@ -147,7 +154,7 @@ class Keeper:
 
     def _ranked(self, plan: Plan, sizes: Mapping[Unit, int]) -> list[Unit]:
         """The units, those first that save most; of equal ones those read far apart."""
-        if self._keep == "params":
+        if self._resident == "params":
             return self._updated
         programs = self._division.programs - self._amount
         plan = replace(plan, peak_bytes=self._measure(plan))
@@ -168,23 +175,24 @@ class Keeper:
         division = self._division
         return BudgetError(
             division.limit,
-            f"keep={self._keep!r}: expected room for {self._amount} bytes of params "
-            f"that stay, found {division.programs}, which are left for the program",
+            f"resident={self._resident!r}: expected room for {self._amount} bytes of "
+            f"params that stay, found {division.programs}, which are left for the "
+            "program",
             self._amount - division.programs,
-            ", or keep fewer bytes",
+            ", or let fewer bytes stay",
         )
 
 
-def beside(division: Division, keeping: Keeping) -> Division:
+def beside(division: Division, units: ResidentUnits) -> Division:
     """Returns the memory that is left beside params that stay.
 
     An update on the host takes a unit from a device with memory of its own, and makes
     the new one, in host memory.
     """
-    programs = division.programs - keeping.num_bytes
+    programs = division.programs - units.num_bytes
     staged = division.staged
     if staged:
-        largest = max((page_bytes(unit) for unit in keeping.units), default=0)
+        largest = max((page_bytes(unit) for unit in units.units), default=0)
         staged = max(1, staged - 2 * largest)
     return replace(division, programs=programs, staged=staged)
 

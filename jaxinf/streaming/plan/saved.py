@@ -21,10 +21,10 @@ from jaxinf.streaming.plan.calls import Policy
 from jaxinf.streaming.plan.plan import PLAN_VERSION, Plan, Prepared
 from jaxinf.streaming.program.meshes import axes_text
 
-__all__ = ["keep_plan", "kept_plan"]
+__all__ = ["save_plan", "saved_plan"]
 
 
-def kept_plan(
+def saved_plan(
     folder: Path,
     ready: Prepared,
     budget_bytes: int,
@@ -79,7 +79,7 @@ def kept_plan(
     return replace(plan, peak_bytes=peak)
 
 
-def keep_plan(folder: Path, ready: Prepared, plan: Plan) -> None:
+def save_plan(folder: Path, ready: Prepared, plan: Plan) -> None:
     """Keeps a plan for later runs."""
     path = plans_folder(folder) / _name(ready)
     content: dict[str, Any] = {

@@ -33,7 +33,7 @@ from jaxinf.streaming.program.graph import Piece, num_bytes
 from jaxinf.streaming.program.programs import Programs
 from jaxinf.terminal import format_bytes
 
-__all__ = ["Choice", "Problem", "choose", "rules_of"]
+__all__ = ["Choice", "Problem", "choose", "nothing_fetched", "rules_of"]
 
 # No more choices of segments than these are searched completely.
 _MOST_EXHAUSTIVE = 128
@@ -45,7 +45,8 @@ _LEAST_TRIED = 100
 _Chosen: TypeAlias = frozenset[tuple[int, Reach]]
 
 
-def _nothing_fetched(calls: Calls, peak_bytes: int) -> Mapping[int, int]:
+def nothing_fetched(calls: Calls, peak_bytes: int) -> Mapping[int, int]:
+    """Returns the reads of params that are all in memory: none."""
     return {}
 
 
@@ -73,7 +74,7 @@ class Problem:
     memory: Callable[[Calls], Sequence[int]]
     resident: frozenset[Piece] = frozenset()
     admits: Callable[[Calls], bool] = lambda calls: True
-    fetched: Callable[[Calls, int], Mapping[int, int]] = _nothing_fetched
+    fetched: Callable[[Calls, int], Mapping[int, int]] = nothing_fetched
     form: Form | None = None
     tiers: Callable[[Calls], Tiers | None] = lambda calls: None
 

@@ -190,11 +190,19 @@ def shards_of(gradient: Gradient, boxes: Sequence[Box]) -> Sequence[Array]:
     return [array] if len(boxes) == 1 else [array[box.slices] for box in boxes]
 
 
-def handed_out(gradient: jax.Array) -> jax.Array | ShardedGradient:
-    """Returns a program's gradient without the replicas on other devices."""
-    if len(gradient.devices()) == 1:
+def handed_out(gradient: jax.Array | Array, *, copies: bool = False) -> Gradient:
+    """Returns a program's gradient without the replicas on other devices.
+
+    Args:
+      gradient: The gradient.
+      copies: Whether to start its copy to the host.
+    """
+    if not isinstance(gradient, jax.Array):
         return gradient
-    return ShardedGradient(gradient)
+    found = gradient if len(gradient.devices()) == 1 else ShardedGradient(gradient)
+    if copies:
+        found.copy_to_host_async()
+    return found
 
 
 def whole(gradient: Gradient) -> jax.Array | Array:

@@ -7,7 +7,7 @@ Invariant: the mean of a step's gradients is handed on once; until then the sums
 memory as far as there is room, and beyond that on the drive.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,8 +21,9 @@ from jaxinf.streaming.move.spill import Spill
 from jaxinf.streaming.move.stage import Handed, Stage
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import is_sharded
-from jaxinf.streaming.program.shards import Gradient
+from jaxinf.streaming.program.shards import Gradient, handed_out
 from jaxinf.streaming.program.trace import abstract
+from jaxinf.streaming.update.store_sink import StoreSink
 from jaxinf.typing import Array, PyTree
 
 __all__ = ["Accumulation", "first_part", "parts_of", "sum_bytes", "together"]
@@ -104,56 +105,66 @@ def together(
 
 
 class Accumulation:
-    """Sums gradients over the parts of a batch.
-
-    Attributes:
-      capacity_bytes: Memory for sums.
+    """Sums gradients over the parts of a batch, and hands on their means.
 
     Args:
+      sink: Takes the means, which the last part completes.
       count: Number of parts.
       spill: Storage for the sums.
       capacity_bytes: Bytes of gradients that may wait to be added.
+      copies: Whether gradients are copied to the host.
     """
 
-    def __init__(self, count: int, spill: Spill, capacity_bytes: int) -> None:
+    def __init__(
+        self,
+        sink: StoreSink,
+        count: int,
+        spill: Spill,
+        capacity_bytes: int,
+        *,
+        copies: bool,
+    ) -> None:
+        self._sink = sink
         self._count = count
         self._spill = spill
-        self.capacity_bytes = spill.capacity_bytes
+        self._copies = copies
         self._stage = Stage("jaxinf-sums", capacity_bytes)
 
-    def begin(self, number: int, hand_on: Callable[[Piece, Gradient], None]) -> None:
-        """Prepares for the gradients of a part.
+    def begin(self, extra_args: Mapping[str, Any]) -> None:
+        """Gets ready for the gradients of a step."""
+        self._sink.begin(extra_args)
+        self._spill.reset()
+        self._stage.waited_s = 0.0
 
-        Args:
-          number: Number of the part.
-          hand_on: Takes the mean of all gradients, which the last part completes.
-        """
-        if not number:
-            self._spill.reset()
-            self._stage.waited_s = 0.0
+    def begin_part(self, number: int) -> None:
+        """Gets ready for the gradients of a part."""
+        is_last = number == self._count - 1
+        self._stage.start(self._hand_on if is_last else self._add)
 
-        def finish(taken: Sequence[Handed]) -> None:
-            for piece, gradient in taken:
-                hand_on(piece, self._mean(piece, gradient))
-
-        self._stage.start(self._add if number < self._count - 1 else finish)
-
-    def put(self, piece: Piece, gradient: Gradient) -> None:
+    def put(self, piece: Piece, gradient: jax.Array) -> None:
         """Takes a gradient; blocks while too many wait."""
-        self._stage.put(piece, gradient)
+        self._stage.put(piece, handed_out(gradient, copies=self._copies))
 
-    def end(self) -> None:
+    def end_part(self) -> None:
         """Waits until the gradients of the part are added, or handed on."""
         self._stage.end()
+
+    def finish(
+        self, extra_args: Mapping[str, Any], results: PyTree, check: Callable[[], None]
+    ) -> bool:
+        """As `StoreSink.finish`."""
+        return self._sink.finish(extra_args, results, check)
 
     def abandon(self) -> None:
         """Drops all sums."""
         self._stage.abandon()
         self._spill.reset()
+        self._sink.abandon()
 
     def close(self) -> None:
         """Frees the file of the sums."""
         self._spill.close()
+        self._sink.close()
 
     @property
     def waited_s(self) -> float:
@@ -162,8 +173,14 @@ class Accumulation:
 
     @property
     def spilled_bytes(self) -> tuple[int, int]:
-        """Bytes of the last step's sums that waited in memory and in the file."""
-        return self._spill.kept_bytes, self._spill.written_bytes
+        """Bytes of the last step that waited in memory and in files, sums included."""
+        in_memory, on_drive = self._sink.spilled_bytes
+        spill = self._spill
+        return in_memory + spill.kept_bytes, on_drive + spill.written_bytes
+
+    def _hand_on(self, taken: Sequence[Handed]) -> None:
+        for piece, gradient in taken:
+            self._sink.put(piece, self._mean(piece, gradient))
 
     def _add(self, taken: Sequence[Handed]) -> None:
         for piece, gradient in taken:

@@ -4,7 +4,7 @@ Invariant: updates have the bits of jitted optax; memory that was handed out is 
 reused.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxinf.errors import StreamError
-from jaxinf.program import is_guarded
-from jaxinf.streaming.plan.plan import Plan
+from jaxinf.errors import NonFiniteGradientError, StreamError
+from jaxinf.program import NonFinitePolicy, effect_of_nonfinite, is_guarded
 from jaxinf.streaming.program.graph import Piece, aval_bytes
+from jaxinf.streaming.program.trace import Traced
 from jaxinf.typing import PyTree
 
-__all__ = ["PlainOptax", "Trained", "WholeGradients", "are_finite"]
+__all__ = ["OptaxSink", "PlainOptax", "Trained", "WholeGradients"]
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,100 @@ class PlainOptax:
         return self._trained
 
 
+class OptaxSink:
+    """Takes the gradients of a step, and updates params and state with plain optax.
+
+    Args:
+      optimizer: The optimizer.
+      traced: The loss function.
+      num_parts: Number of parts of a batch.
+      nonfinite: The effect of a non-finite gradient; None for the usual one.
+
+    Attributes:
+      waited_s, spilled_bytes: None wait, and none are spilled.
+    """
+
+    waited_s = 0.0
+    spilled_bytes = 0, 0
+
+    def __init__(
+        self,
+        optimizer: PlainOptax,
+        traced: Traced,
+        num_parts: int,
+        nonfinite: NonFinitePolicy | None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._names, self._tree = traced.names, traced.params_tree
+        self._dtypes = [leaf.dtype for leaf in traced.params]
+        self._num_parts = num_parts
+        self._nonfinite: NonFinitePolicy | None = nonfinite
+        self._gradients = self._none()
+
+    def begin(self, extra_args: Mapping[str, Any]) -> None:
+        """Gets ready for the gradients of a step."""
+        self._gradients = self._none()
+
+    def begin_part(self, number: int) -> None:
+        """All parts add up."""
+
+    def put(self, piece: Piece, gradient: jax.Array) -> None:
+        """Takes a complete gradient of a part of the batch."""
+        self._gradients.add(piece, gradient)
+
+    def end_part(self) -> None:
+        """None is under way."""
+
+    def finish(
+        self, extra_args: Mapping[str, Any], results: PyTree, check: Callable[[], None]
+    ) -> bool:
+        """Updates params and state; returns whether it did.
+
+        Args:
+          extra_args: Not used.
+          results: What the caller is given, whose memory is not reused.
+          check: Not used: what runs here is not given up.
+
+        Raises:
+          NonFiniteGradientError: The step was refused.
+        """
+        gradients = self._gradients.take(
+            {id(leaf) for leaf in jax.tree.leaves(results)}
+        )
+        policy = effect_of_nonfinite(
+            self._nonfinite, is_guarded=self._optimizer.is_guarded
+        )
+        if policy != "allow":
+            finite = zip(self._names, _are_finite(gradients), strict=True)
+            bad = [name for name, is_finite in finite if not is_finite]
+            if bad and policy == "error":
+                raise NonFiniteGradientError(
+                    f"NaN or Inf in the gradient of {', '.join(bad[:5])}; the step was "
+                    "refused. Lower the learning rate or clip the gradients, or pass "
+                    'nonfinite="skip" to go on without such steps'
+                )
+            if bad:
+                return False
+        self._optimizer.update(self._tree.unflatten(gradients))
+        return True
+
+    def abandon(self) -> None:
+        """Drops the gradients."""
+        self._gradients = self._none()
+
+    def close(self) -> None:
+        """Drops the gradients."""
+        self.abandon()
+
+    def _none(self) -> "WholeGradients":
+        return WholeGradients(self._dtypes, self._num_parts)
+
+
 class WholeGradients:
     """The gradients of one step, whole or in slices of stacks."""
 
-    def __init__(self, plan: Plan, num_parts: int) -> None:
-        self._dtypes = [leaf.dtype for leaf in plan.traced.params]
+    def __init__(self, dtypes: Sequence[Any], num_parts: int) -> None:
+        self._dtypes = dtypes
         self._num_parts = num_parts
         self._held: dict[int, dict[tuple[int, ...], jax.Array]] = {}
 
@@ -144,6 +233,6 @@ def _mean(total: jax.Array, count: int) -> jax.Array:
 
 
 @jax.jit
-def are_finite(gradients: Sequence[jax.Array]) -> list[jax.Array]:
+def _are_finite(gradients: Sequence[jax.Array]) -> list[jax.Array]:
     """Whether each has neither NaN nor Inf."""
     return [jnp.all(jnp.isfinite(gradient)) for gradient in gradients]

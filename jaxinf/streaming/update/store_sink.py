@@ -1,6 +1,6 @@
 """Applies gradients near storage: each updates its leaf as soon as it arrives.
 
-    runner ─ hand_out ─► queue, bounded in bytes ─► thread: kernel near storage
+    runner ─ put ─► queue, bounded in bytes ─► thread: kernel near storage
                                                       all done ─► finish: one commit
 
 Invariant: the store advances by one step if every gradient arrived and was finite;
@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 
 from jaxinf.csd import ScalarInputs
@@ -20,14 +21,14 @@ from jaxinf.program import NonFinitePolicy, UpdateProgram
 from jaxinf.store import ScalarState
 from jaxinf.streaming.move.stage import Handed, Stage
 from jaxinf.streaming.program.graph import Piece
-from jaxinf.streaming.program.shards import Gradient, shards_of, whole
+from jaxinf.streaming.program.shards import Gradient, handed_out, shards_of, whole
 from jaxinf.streaming.program.units import Places, Unit
 from jaxinf.streaming.update.compressing import Compressor
 from jaxinf.streaming.update.deferred import Deferred, is_finite
 from jaxinf.streaming.update.passes import PassRunner
-from jaxinf.typing import Array
+from jaxinf.typing import Array, PyTree
 
-__all__ = ["FetchedParams", "Updates"]
+__all__ = ["FetchedParams", "StoreSink"]
 
 
 # Gradients up to this long share a call of the engine.
@@ -54,7 +55,7 @@ class FetchedParams(Protocol):
         ...
 
 
-class Updates:
+class StoreSink:
     """The optimizer's side of a streamed step.
 
     Gradients are deferred if the optimizer needs numbers of all of them, such as their
@@ -71,6 +72,8 @@ class Updates:
       fetched: Params that updates take instead of reading them.
       deferred: Takes gradients until the last one arrives; None if none waits.
       nonfinite: The effect of a non-finite gradient.
+      copies: Whether gradients are copied to the host, from a device with memory of
+        its own.
     """
 
     def __init__(
@@ -84,12 +87,15 @@ class Updates:
         fetched: FetchedParams,
         deferred: Deferred | None,
         nonfinite: NonFinitePolicy,
+        *,
+        copies: bool,
     ) -> None:
         self._training = training
         self._program = program
         self._places = places
         self._stage = Stage("jaxinf-updates", capacity_bytes, _SHORT_BYTES)
         self._nonfinite: NonFinitePolicy = nonfinite
+        self._copies = copies
         self._fetched = fetched
         self._deferred = deferred
         self._passes = passes
@@ -117,23 +123,31 @@ class Updates:
             self._deferred.begin()
             self._stage.start(self._defer)
 
-    def hand_out(self, piece: Piece, gradient: Gradient) -> None:
+    def begin_part(self, number: int) -> None:
+        """Gradients are those of the whole batch."""
+
+    def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
         """Takes a complete gradient; blocks while too many wait.
 
         Raises:
           BaseException: The exception that stopped the updates.
         """
-        self._stage.put(piece, gradient)
+        self._stage.put(piece, handed_out(gradient, copies=self._copies))
+
+    def end_part(self) -> None:
+        """Updates go on while others arrive."""
 
     def finish(
         self,
         extra_args: Mapping[str, Any],
-        check: Callable[[], None] = lambda: None,
+        results: PyTree,
+        check: Callable[[], None],
     ) -> bool:
         """Waits for all updates and ends the step; returns whether the store advanced.
 
         Args:
           extra_args: As for `begin`, now with those that are known late.
+          results: Not used: their memory is their own.
           check: Called where the step can be given up; raises if it must be.
 
         Raises:

@@ -1,0 +1,279 @@
+"""Plans a step of a store within budgets; makes and writes nothing.
+
+Invariant: what is planned takes no more than the budgets, and depends on the store's
+chunks alone, so a step can be planned before its store is made.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import optax
+
+from jaxinf.engine import Store, StoreShape
+from jaxinf.program import Passes, UpdateProgram
+from jaxinf.streaming.move.cache import writing_bytes
+from jaxinf.streaming.options import Options
+from jaxinf.streaming.plan.memory import DeviceLimit, Division, device_limit, divide
+from jaxinf.streaming.plan.plan import Plan, Prepared
+from jaxinf.streaming.plan.reads import Reading, host_bytes, planned_fetches
+from jaxinf.streaming.plan.resident import ResidentChooser, ResidentUnits, beside
+from jaxinf.streaming.plan.saved import saved_plan
+from jaxinf.streaming.plan.tiers import check_leaving
+from jaxinf.streaming.program.graph import Piece
+from jaxinf.streaming.program.meshes import default_device
+from jaxinf.streaming.program.units import Places, Unit
+from jaxinf.streaming.run import Executables, compiled_bytes, compiled_temp_bytes
+from jaxinf.streaming.update.compressing import Compressor
+from jaxinf.streaming.update.micro_batches import sum_bytes
+from jaxinf.streaming.update.optimizer import passes_for, trace_optimizer
+from jaxinf.streaming.update.passes import PassRunner
+from jaxinf.streaming.update.traffic import is_parted, reads_params
+from jaxinf.typing import PyTree
+
+__all__ = ["Basis", "Fitted", "Fitting"]
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What is planned, whatever the memory.
+
+    Attributes:
+      shape: The store's chunks.
+      units: Those that are updated.
+      is_deferred: Whether gradients wait for the last one.
+      numbers_bytes: Memory of the device for numbers of gradients.
+      gathered_bytes: Memory of the host to gather shards.
+      gradient_bytes, sum_bytes: Bytes of each gradient, and of its sum over parts of a
+        batch.
+    """
+
+    shape: StoreShape
+    program: UpdateProgram
+    passes: Passes
+    numbers: PassRunner
+    places: Places
+    units: Set[Unit]
+    compressor: Compressor
+    is_deferred: bool
+    numbers_bytes: int
+    gathered_bytes: int
+    gradient_bytes: Mapping[Piece, int]
+    sum_bytes: Mapping[Piece, int]
+
+    def reads(self, unit: Unit) -> bool:
+        """Whether a unit's update reads params that could be given to it."""
+        return reads_params(self.shape, unit, self.program, self.passes)
+
+    def takes_read(self, unit: Unit) -> bool:
+        """Whether a unit's update can take what was read for a program."""
+        return unit.is_divided and not self.is_deferred and self.reads(unit)
+
+    def takes_resident(self, unit: Unit) -> bool:
+        """Whether a unit's update can take what stays between steps.
+
+        A chunk that a step overwrites in parts cannot be compared with its checksum.
+        """
+        rewrites = self.shape.options.rewrites_steps
+        is_known = not (rewrites and is_parted(self.shape, unit))
+        return unit.is_divided and is_known and self.reads(unit)
+
+    def fetches(self, plan: Plan, division: Division, stays: Set[Unit]) -> Reading:
+        """Plans the reads of a step beside units that stay."""
+        return planned_fetches(plan, self.places, division, self.takes_read, stays)
+
+
+class Fitted(NamedTuple):
+    """A plan that fits.
+
+    Attributes:
+      plan: The plan, without what stays.
+      units: What stays.
+      division: Memory, without that of what stays.
+      is_saved: Whether the store has the plan already.
+    """
+
+    plan: Plan
+    units: ResidentUnits
+    division: Division
+    is_saved: bool
+
+
+class Fitting:
+    """Plans steps of one store.
+
+    Args:
+      store: The store.
+      tx: The optimizer.
+      options: Memory, policy and so on.
+      executables: As for `compile_plan`.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        tx: optax.GradientTransformationExtraArgs,
+        options: Options,
+        executables: Executables,
+    ) -> None:
+        self._store = store
+        self._tx = tx
+        self._options = options
+        self._executables = executables
+
+    @cached_property
+    def device(self) -> Any:
+        """The JAX device that programs run on; on a mesh, one like all of them."""
+        return default_device()
+
+    @cached_property
+    def device_limit(self) -> DeviceLimit:
+        """The limit of the JAX device's memory."""
+        return device_limit(self.device, self._options.device_memory_bytes)
+
+    def basis(self, ready: Prepared, params: PyTree, shape: StoreShape) -> Basis:
+        """Returns what there is to plan; compiles the optimizer's programs.
+
+        Args:
+          ready: The loss function, traced for the batch.
+          params: Abstract values of the params.
+          shape: The store's chunks; it need not be there.
+        """
+        training, options = self._store.training, self._options
+        shapes = [leaf.shape for leaf in ready.traced.params]
+        program = trace_optimizer(self._tx, params, options.extra_args)
+        passes = passes_for(program, ready.gradient_pieces)
+        places = self._places(ready, passes, shape)
+        numbers = PassRunner(training, program, passes)
+        units = {places.unit(piece) for piece in ready.gradient_pieces}
+        compressor = Compressor(training, options.compress, shape)
+        arrivals = _arrivals(ready.gradient_pieces, shapes, passes.whole)
+        gradients = ready.lifetimes.graph.gradients
+        return Basis(
+            shape,
+            program,
+            passes,
+            numbers,
+            places,
+            units,
+            compressor,
+            passes.num_passes > 1 or training.options.rewrites_steps,
+            max(numbers.compile(arrivals), compressor.compile(units)),
+            self._gathered_bytes(ready, places, passes),
+            {piece: ready.lifetimes.sizes[piece] for piece in gradients},
+            {piece: sum_bytes(value.aval) for piece, value in gradients.items()},
+        )
+
+    def fitted(
+        self, ready: Prepared, basis: Basis, budgets: Mapping[str, int]
+    ) -> Fitted:
+        """Divides the memory, then cuts the program to fit its part; compiles it.
+
+        Raises:
+          BudgetError: A budget does not suffice.
+          StreamError: The program cannot be cut, or the saved plan is another's.
+        """
+        options, places = self._options, basis.places
+        division = self._division(basis, budgets)
+        chooser = ResidentChooser(
+            options.resident,
+            places,
+            basis.units,
+            division,
+            lambda plan, part: basis.fetches(plan, part, frozenset()).fetches,
+            basis.reads,
+            partial(compiled_bytes, executables=self._executables),
+        )
+        budget_bytes, limit = division.programs, division.limit
+        plan = None
+        if not options.replan:
+            plan = saved_plan(
+                self._store.path,
+                ready,
+                budget_bytes,
+                options.policy,
+                chooser.peak_bytes,
+                limit,
+            )
+        is_saved = plan is not None
+        plan = plan or ready.plan(
+            budget_bytes, options.policy, chooser.peak_bytes, limit
+        )
+        plan, units = chooser.applied(plan)
+        division = beside(division, units)
+        if division.staged:
+            self._check_staged(basis, plan, units, division)
+        return Fitted(plan, units, division, is_saved)
+
+    def _check_staged(
+        self, basis: Basis, plan: Plan, units: ResidentUnits, division: Division
+    ) -> None:
+        """Refuses a host without room for what is on its way to or from the device."""
+        if plan.is_offloaded:
+            temps = compiled_temp_bytes(plan, self._executables)
+            check_leaving(
+                plan.ways,
+                division.programs,
+                lambda calls: calls.call_bytes(temps),
+                host_bytes(plan, basis.places, division, units.units),
+            )
+        basis.fetches(plan, division, units.units)
+
+    def _division(self, basis: Basis, budgets: Mapping[str, int]) -> Division:
+        device, policy = self.device_limit, self._options.policy
+        if "device_memory_bytes" in budgets:
+            device = replace(device, num_bytes=budgets["device_memory_bytes"])
+        division = divide(
+            budgets["memory_bytes"],
+            basis.shape.least_memory_bytes,
+            max((unit.num_bytes for unit in basis.units), default=0),
+            device,
+        )
+        division = division.without(
+            basis.numbers_bytes, "computing numbers of its gradients", is_on_device=True
+        )
+        division = division.without(
+            basis.gathered_bytes,
+            "moving shards of params that are not stored alone",
+        )
+        if policy not in ("offload", "plan"):
+            return division
+        num_drives = max(1, basis.shape.directory.num_csds)
+        return division.without(
+            writing_bytes(num_drives), "writing its values to drives"
+        )
+
+    def _places(self, ready: Prepared, passes: Passes, shape: StoreShape) -> Places:
+        params = ready.traced.params
+
+        def can_move(leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
+            return leaf not in passes.whole and shape.can_move(leaf, origin, extent)
+
+        undivided = range(len(params)) if self._options.compress else passes.computed
+        return Places(params, can_move, undivided)
+
+    def _gathered_bytes(self, ready: Prepared, places: Places, passes: Passes) -> int:
+        """Memory to gather shards: one unit that is read, and one that is updated."""
+        units = {places.unit(piece) for piece in ready.lifetimes.sizes}
+        rewrites = self._store.training.options.rewrites_steps
+        waits = passes.num_passes > 1 or rewrites or self._options.micro_batches > 1
+        apart = [unit for unit in units if len(unit.shards) > 1]
+        undivided = [unit.num_bytes for unit in apart if not unit.is_divided]
+        updated = [unit.num_bytes for unit in apart] if waits else undivided
+        return max(undivided, default=0) + 2 * max(updated, default=0)
+
+
+def _arrivals(
+    pieces: Iterable[Piece],
+    shapes: Sequence[tuple[int, ...]],
+    whole: Set[int],
+) -> Mapping[int, list[tuple[int, ...]]]:
+    """Returns the shapes in which each leaf's gradients are given to the passes."""
+    found: dict[int, list[tuple[int, ...]]] = {}
+    for piece in pieces:
+        shape, depth = shapes[piece.leaf], len(piece.index)
+        if piece.leaf not in whole:
+            shape = (*(1,) * depth, *shape[depth:])
+        found.setdefault(piece.leaf, []).append(shape)
+    return found
