@@ -11,7 +11,8 @@ the memory. --run trains one step at the longest length, in a process of its own
 prints its time and the growth of the process's resident memory beside the budget of the
 plan. --policy and --length train one step of that length instead, without a search.
 --turns and --length train steps of all policies in turns, "plan" included. If --memory
-is too small for one, it gets twice as much until that is enough. """
+is too small for one, it gets twice as much until that is enough.
+"""
 
 import argparse
 import json

@@ -286,9 +286,9 @@ def assert_same_params(step, other):
     [
         ("host", {}),
         ("drives", {}),
-        ("drives", {"keep": "params"}),
+        ("drives", {"resident": "params"}),
         ("drives", {"micro_batches": 2, "policy": "plan"}),
-        pytest.param("host", {"keep": "params"}, marks=pytest.mark.long),
+        pytest.param("host", {"resident": "params"}, marks=pytest.mark.long),
         pytest.param(
             "host", {"micro_batches": 2, "policy": "plan"}, marks=pytest.mark.long
         ),

@@ -118,7 +118,7 @@ def losses(step, num_steps=9):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"keep": "params"}, {"micro_batches": 2}], ids=str
+    "options", [{}, {"resident": "params"}, {"micro_batches": 2}], ids=str
 )
 def test_training_is_that_of_keep(open_store, options):
     step = opened(open_store, "plan", "plan", 28 << 20, **options)

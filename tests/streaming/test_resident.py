@@ -174,7 +174,7 @@ def test_on_a_device_with_memory_of_its_own(started, monkeypatch):
     plain = started(program, "plain")
     expected = run(plain, program)
     monkeypatch.setattr(memory, "device_is_host", lambda device: False)
-    options = {"keep": "params", "device_memory_bytes": 64 << 20}
+    options = {"resident": "params", "device_memory_bytes": 64 << 20}
     kept = started(program, "kept", **options)
     assert run(kept, program) == expected
     read_bytes(kept)

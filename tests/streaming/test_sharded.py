@@ -124,14 +124,14 @@ assert_near(back, params, 2e-5)
 OPTIONS = """
 clipped = optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2))
 CASES = {
-    "keep": (optax.adam(1e-2), {}, {"keep": "params"}),
-    "keep_some": (clipped, {}, {"keep": 40_000}),
+    "keep": (optax.adam(1e-2), {}, {"resident": "params"}),
+    "keep_some": (clipped, {}, {"resident": 40_000}),
     "clipped": (clipped, {}, {}),
     "ratios": (optax.lamb(1e-2), {}, {}),
-    "kept_ratios": (optax.lamb(1e-2), {}, {"keep": "params"}),
+    "kept_ratios": (optax.lamb(1e-2), {}, {"resident": "params"}),
     "parts": (clipped, {}, {"micro_batches": 2}),
     "typed_parts": (clipped, {}, {"micro_batches": 2}),
-    "rewritten": (optax.adam(1e-2), {"durability": 4}, {"keep": "params"}),
+    "rewritten": (optax.adam(1e-2), {"durability": 4}, {"resident": "params"}),
     "compressed": (optax.adam(1e-2), {}, {"compress": jaxinf.top_k(0.5)}),
     "bf16": (optax.adam(1e-2), {"state": "bf16"}, {}),
 }
@@ -151,7 +151,7 @@ for name in sys.argv[2:]:
             assert step.metrics.fetched_drive_bytes == 0
     with opened(name + "_one", **of_store) as store:
         step = jaxinf.stream(one.plain_loss, tx, store, memory_bytes=MEMORY_BYTES,
-                             **{**options, "keep": None})
+                             **{**options, "resident": None})
         step.load(one.on_host[0], batch=one.on_host[1])
         expected = [float(step(one.on_host[1])[0]) for _ in range(3)]
         # Chunks decide which elements are sent, and how moments are rounded.
@@ -168,7 +168,7 @@ losses = []
 for name, tx, options in [
     ("host", optax.adam(1e-2), {}),
     ("device", optax.adam(1e-2), {"device_memory_bytes": 32 << 20}),
-    ("kept", optax.adam(1e-2), {"device_memory_bytes": 32 << 20, "keep": "params"}),
+    ("kept", optax.adam(1e-2), {"device_memory_bytes": 32 << 20, "resident": "params"}),
 ]:
     if name != "host":
         memory = importlib.import_module("jaxinf.streaming.plan.memory")
