@@ -9,13 +9,17 @@ from importlib.metadata import version as _version
 from jaxinf.compress import TopK, top_k
 from jaxinf.engine import StepMetrics, Store, close, open_store, store_of
 from jaxinf.errors import (
+    BudgetError,
+    CsdError,
     DeviceConfigurationError,
     DivergedParamsError,
+    ExchangeError,
     JaxinfError,
     NonFiniteGradientError,
     NonFiniteScalarError,
     StaleStateError,
     StoreClosedError,
+    StoreCorruptError,
     StoreError,
     StoreFormatError,
     StoreIOError,
@@ -38,8 +42,11 @@ from jaxinf.streaming import (
 __version__ = _version("jaxinf")
 
 __all__ = [
+    "BudgetError",
+    "CsdError",
     "DeviceConfigurationError",
     "DivergedParamsError",
+    "ExchangeError",
     "InMemoryStep",
     "JaxinfError",
     "NonFiniteGradientError",
@@ -49,6 +56,7 @@ __all__ = [
     "StepMetrics",
     "Store",
     "StoreClosedError",
+    "StoreCorruptError",
     "StoreError",
     "StoreFormatError",
     "StoreIOError",

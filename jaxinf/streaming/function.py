@@ -63,6 +63,10 @@ class StreamedFunction(Streamed[Bound]):
       shared: Params of the store that a step keeps in memory; what of them stays.
       before: Called before each call.
       turns: Those of the step; by default its own.
+
+    Attributes:
+      store: The store.
+      limits: Memory.
     """
 
     def __init__(
@@ -80,7 +84,7 @@ class StreamedFunction(Streamed[Bound]):
         super().__init__(turns)
         self.store = store
         self._fn = fn
-        self._limits = limits
+        self.limits = limits
         self._closes = closes
         self._share = share
         self._device = default_device()
@@ -161,11 +165,11 @@ class StreamedFunction(Streamed[Bound]):
         training = self.store.training
         places = Places(ready.traced.params, training.can_move)
         plan, units, division = planned_within(
-            self._limits.budgets, partial(self._planned, ready, places)
+            self.limits.budgets, partial(self._planned, ready, places)
         )
         if self._is_shared and self._limit.is_host:
             # A step's own programs stay in memory beside those of its functions.
-            less = division.programs - self._limits.memory_bytes // _OWN_SHARE
+            less = division.programs - self.limits.memory_bytes // _OWN_SHARE
             division = replace(division, programs=max(plan.peak_bytes, less))
         stays = units.units | frozenset(self._shared)
         reading = planned_fetches(plan, places, division, _never, stays)
@@ -189,7 +193,7 @@ class StreamedFunction(Streamed[Bound]):
         units = {places.unit(piece) for piece in ready.lifetimes.sizes}
         division = self._division(ready, units, budgets)
         chooser = ResidentChooser(
-            self._limits.resident,
+            self.limits.resident,
             places,
             units,
             division,

@@ -97,7 +97,7 @@ def test_parse_bytes_refuses(text):
 def test_sizes_that_functions_refuse(value, tmp_path):
     for make in (
         partial(jaxinf.open_store, tmp_path / "store"),
-        partial(jaxinf.stream, lambda p, b: p, store=tmp_path / "store"),
+        partial(jaxinf.stream_function, lambda p, b: p, tmp_path / "store"),
     ):
         with pytest.raises(ValueError, match=f"memory_bytes={value!r}: expected"):
             make(memory_bytes=value)
@@ -112,7 +112,7 @@ def test_sizes_as_text(tmp_path):
         memory_bytes="1GiB",
         device_memory_bytes="0.5GiB",
     ) as made:
-        found = made._options
+        found = made.limits
     assert (found.memory_bytes, found.device_memory_bytes) == (1 << 30, 1 << 29)
 
 

@@ -178,7 +178,7 @@ def interrupt_at(monkeypatch, owner, method, count, signals=1):
 @pytest.mark.parametrize("durability", ["step", "checkpoint"])
 @pytest.mark.parametrize(
     ("owner", "method", "count"),
-    [(ParamsReader, "read", 1), (StoreSink, "hand_out", 2), (StoreSink, "_update", 1)],
+    [(ParamsReader, "read", 1), (StoreSink, "put", 2), (StoreSink, "_update", 1)],
 )
 def test_ctrl_c_ends_a_step_and_training_goes_on(
     owner, method, count, durability, open_store, uninterrupted, monkeypatch
