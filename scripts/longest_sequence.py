@@ -31,8 +31,11 @@ from repro_ssdtrain import HEAD, attend, make_params, mlp, norm
 
 import jaxinf
 from jaxinf.errors import StreamError
+from jaxinf.streaming import budgets
 from jaxinf.streaming.plan.forms import FORMS
 from jaxinf.terminal import format_bytes, parse_bytes
+
+budgets.MOST_PLANS = 0  # lengths are searched here, not budgets
 
 POLICIES = ("keep", "recompute", "offload")
 LEAVING = ("offload", "plan")

@@ -11,12 +11,15 @@ from typing import TypeVar
 from jaxinf.errors import BudgetError
 from jaxinf.terminal import exact_bytes
 
-__all__ = ["planned_within"]
+__all__ = ["MOST_PLANS", "planned_within"]
 
 _Plan = TypeVar("_Plan")
 
-# The most plans, and the time after which no further one is begun.
-_MOST_PLANS, _MOST_S = 12, 120.0
+MOST_PLANS = 12
+"""The most budgets that are tried; 0 in a program that looks for a budget itself."""
+
+# The time after which no further one is tried.
+_MOST_S = 120.0
 # A budget is divided; so much of what is added goes to the program.
 _PROGRAM_SHARE = 0.75
 
@@ -53,7 +56,7 @@ def _advised(
     if error.limit not in limits:
         return error
     tried, last, began_s = dict(limits), error, time.monotonic()
-    for number in range(_MOST_PLANS):
+    for number in range(MOST_PLANS):
         if last.limit not in tried or time.monotonic() - began_s > _MOST_S:
             break
         before = tried[last.limit]

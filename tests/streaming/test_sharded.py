@@ -256,7 +256,7 @@ for name, (first, loss), (then, other) in [
     store, step = on(name, loss, *first)
     losses = [float(step(first[1])[0]) for _ in range(2)]
     step.close()
-    store, step = on(name, other, *then)
+    store, step = on(name, other, then[0], None)
     before = store.step
     text = refusal(step, then[1])
     mesh = "4 devices (data=2, model=2)"

@@ -52,7 +52,8 @@ def test_a_run_goes_on_in_other_modes(
     params = json.loads((tmp_path / "store/jaxinf.json").read_text())["leaves"]
     num_bytes = 4 * sum(np.prod(leaf["shape"], dtype=int) for leaf in params)
     for line in found[:4]:
-        assert None not in line.values()
+        missing = {name for name, value in line.items() if value is None}
+        assert missing <= {"gradient_norm"}
         streamed = line["stream"]
         assert list(streamed) == FIELDS
         # Each at least once: params may stay in memory between their programs.

@@ -120,7 +120,7 @@ def _example_of(
         raise DataError(
             f"{record.where}: expected a field {text_field!r} (--text-field), the "
             "fields 'prompt' and 'response', or 'messages'; found "
-            f"{sorted({*fields, *record.unread}) or 'no fields'}"
+            f"{shown(sorted({*fields, *record.unread}) or 'no fields')}"
         )
     unused |= {*fields, *record.unread} - known
     if "messages" in known:

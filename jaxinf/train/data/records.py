@@ -195,7 +195,9 @@ def _rows_of(
 ) -> Iterator[Record]:
     columns = [name for name in names if name in used]
     if len(set(columns)) < len(columns):
-        raise DataError(f"{path}: expected each column once, found {sorted(columns)}")
+        raise DataError(
+            f"{path}: expected each column once, found {shown(sorted(columns))}"
+        )
     unread = tuple(sorted(set(names) - set(columns)))
     number = 0
     for batch in batches:
