@@ -236,6 +236,7 @@ def test_errors_of_coded_activations(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("chunk", [0, 256])
 def test_offload_takes_longer_sequences(tmp_path, chunk):
     options = ("--memory", "48MiB", "--hidden", 128, "--chunk", chunk, "--run")
@@ -247,6 +248,7 @@ def test_offload_takes_longer_sequences(tmp_path, chunk):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_a_long_sequence_in_turns(tmp_path):
     options = ("--memory", "48MiB", "--hidden", 128, "--chunk", 256)
     turns = ("--length", 1024, "--turns", 1)

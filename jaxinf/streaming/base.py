@@ -13,13 +13,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import jax
 
 from jaxinf.io import ByteCounts
 from jaxinf.streaming.move.cache import CacheCounts
 from jaxinf.streaming.move.fetch import FetchCounts
+from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.memory import return_freed_memory
 from jaxinf.streaming.plan.plan import Plan, Prepared
@@ -32,98 +33,13 @@ from jaxinf.streaming.replanning import Replanner
 from jaxinf.streaming.run import Executables, Runner
 from jaxinf.streaming.turns import Check, Turns, check_not_traced
 from jaxinf.streaming.update.micro_batches import parts_of, together
+from jaxinf.streaming.update.sink import Sink
 from jaxinf.streaming.wearing import Wearing
 from jaxinf.typing import PyTree
 
-__all__ = ["Bound", "ParamsSource", "Sink", "Streamed", "TrainingStep"]
+__all__ = ["Bound", "Streamed", "TrainingStep"]
 
 Results = tuple[jax.Array, PyTree]
-
-
-class ParamsSource(Protocol):
-    """Where the params of programs come from."""
-
-    counts: FetchCounts
-
-    def begin(self, check: Callable[[], None], *, is_last: bool = True) -> None:
-        """Gets ready for a run; `is_last` if updates of these params follow."""
-        ...
-
-    def get(self, number: int, piece: Piece) -> jax.Array:
-        """Returns a part of the params for the call of that number; blocks."""
-        ...
-
-    def again(self, piece: Piece) -> jax.Array:
-        """Returns a part of the params that no call waits for; blocks."""
-        ...
-
-    def done(self, number: int) -> None:
-        """Notes that a call has run."""
-        ...
-
-    def stop(self) -> None:
-        """Ends a run; no program is in flight."""
-        ...
-
-    def end(self) -> None:
-        """Notes that a step has updated the params."""
-        ...
-
-    def rest(self) -> None:
-        """Frees memory until the next run."""
-        ...
-
-    def close(self) -> None:
-        """Frees all memory."""
-        ...
-
-
-class Sink(Protocol):
-    """Where the gradients of a step go."""
-
-    def begin(self, extra_args: Mapping[str, Any]) -> None:
-        """Gets ready for the gradients of a step."""
-        ...
-
-    def begin_part(self, number: int) -> None:
-        """Gets ready for those of a part of the batch."""
-        ...
-
-    def put(self, piece: Piece, gradient: jax.Array) -> None:
-        """Takes a complete gradient; may block."""
-        ...
-
-    def end_part(self) -> None:
-        """Waits until those of the part are taken."""
-        ...
-
-    def finish(
-        self, extra_args: Mapping[str, Any], results: PyTree, check: Check
-    ) -> bool:
-        """Ends the step; returns whether params were updated.
-
-        Raises:
-          NonFiniteGradientError: The step was refused.
-        """
-        ...
-
-    def abandon(self) -> None:
-        """Gives the step up; params stay as they were."""
-        ...
-
-    def close(self) -> None:
-        """Frees memory and files."""
-        ...
-
-    @property
-    def waited_s(self) -> float:
-        """Time that gradients of the last step waited for room."""
-        ...
-
-    @property
-    def spilled_bytes(self) -> tuple[int, int]:
-        """Bytes of the last step's gradients that waited in memory and in a file."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -141,7 +57,7 @@ class Bound:
     """
 
     runner: Runner
-    params: ParamsSource
+    params: Params
     sink: Sink | None = None
     replanner: Replanner | None = None
     traffic: ByteCounts = field(default_factory=ByteCounts)

@@ -14,7 +14,7 @@ from jaxinf.engine import Store, StoreShape
 from jaxinf.io import ByteCounts
 from jaxinf.program import effect_of_nonfinite
 from jaxinf.store import plans_folder
-from jaxinf.streaming.base import Bound, Sink
+from jaxinf.streaming.base import Bound
 from jaxinf.streaming.budgets import planned_within
 from jaxinf.streaming.fitting import Basis, Fitted, Fitting
 from jaxinf.streaming.move.fetch import Fetcher
@@ -38,6 +38,7 @@ from jaxinf.streaming.replanning import Replanner, offload_planned
 from jaxinf.streaming.run import Executables, Runner
 from jaxinf.streaming.update.deferred import Deferred
 from jaxinf.streaming.update.micro_batches import Accumulation
+from jaxinf.streaming.update.sink import Sink
 from jaxinf.streaming.update.store_sink import StoreSink
 from jaxinf.streaming.update.traffic import Waiting, planned_traffic, spilled_bytes
 from jaxinf.typing import PyTree

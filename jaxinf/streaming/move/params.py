@@ -3,6 +3,7 @@
 Invariant: a unit comes from one of the two, in all calls of a step and in its update.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 
 import jax
@@ -16,10 +17,55 @@ from jaxinf.streaming.program.meshes import piece_sharding
 from jaxinf.streaming.program.units import Places, Unit
 from jaxinf.typing import Array
 
-__all__ = ["MemoryParams", "StoreParams"]
+__all__ = ["MemoryParams", "Params", "StoreParams"]
 
 
-class StoreParams:
+class Params(ABC):
+    """Where the params of programs come from.
+
+    Attributes:
+      counts: Traffic and waiting time of reads.
+    """
+
+    counts: FetchCounts
+
+    @abstractmethod
+    def begin(self, check: Callable[[], None], *, is_last: bool = True) -> None:
+        """Gets ready for a run of programs; blocks.
+
+        Args:
+          check: Called before long reads; may raise.
+          is_last: Whether updates of these params follow.
+        """
+
+    @abstractmethod
+    def get(self, number: int, piece: Piece) -> jax.Array:
+        """Returns a part of the params for the call of that number; blocks."""
+
+    @abstractmethod
+    def again(self, piece: Piece) -> jax.Array:
+        """Returns a part of the params beside the plan; blocks while it is read."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Ends a run; no program may be in flight."""
+
+    # What is all in memory has nothing to do for these.
+
+    def done(self, number: int) -> None:  # noqa: B027
+        """Notes that a call has run; frees what no later call needs."""
+
+    def end(self) -> None:  # noqa: B027
+        """Notes that a step has updated the params."""
+
+    def rest(self) -> None:  # noqa: B027
+        """Frees the memory for reading until the next run."""
+
+    def close(self) -> None:  # noqa: B027
+        """Stops, and frees the memory for reading; idempotent."""
+
+
+class StoreParams(Params):
     """Params of a store, for programs and for updates.
 
     Args:
@@ -66,12 +112,7 @@ class StoreParams:
         self._version = version
 
     def begin(self, check: Callable[[], None], *, is_last: bool = True) -> None:
-        """Starts to read; blocks until all that stays is there.
-
-        Args:
-          check: Called before each unit that is read for the latter; may raise.
-          is_last: Whether updates follow.
-        """
+        """Starts to read; blocks until all that stays is there."""
         self._active = self._fetcher if is_last else self._early
         self._active.counts = self.counts
 
@@ -87,7 +128,7 @@ class StoreParams:
         self._active.begin()
 
     def get(self, number: int, piece: Piece) -> jax.Array:
-        """Returns a part of the params for a call; blocks until it has been read."""
+        """As `Params.get`."""
         unit = self._places.unit(piece)
         if unit in self.stays:
             array = self._resident.get(unit)
@@ -96,7 +137,7 @@ class StoreParams:
         return self._part(unit, piece, array)
 
     def again(self, piece: Piece) -> jax.Array:
-        """Returns a part of the params beside the plan; blocks while it is read."""
+        """As `Params.again`."""
         unit = self._places.unit(piece)
         if unit in self.stays:
             return self._part(unit, piece, self._resident.get(unit))
@@ -117,11 +158,11 @@ class StoreParams:
         return jax.device_put(array, piece_sharding(unit.sharding, part))
 
     def done(self, number: int) -> None:
-        """Notes that a call has run; frees what no later call needs."""
+        """As `Params.done`."""
         self._active.done(number)
 
     def stop(self) -> None:
-        """Ends the reads; no program may be in flight."""
+        """As `Params.stop`."""
         self._active.stop()
 
     def take(self, unit: Unit) -> Sequence[Array] | None:
@@ -142,7 +183,7 @@ class StoreParams:
             self._fetcher.free(unit)
 
     def end(self) -> None:
-        """Notes that the store has advanced by this step."""
+        """As `Params.end`."""
         self._resident.end()
 
     @property
@@ -151,23 +192,20 @@ class StoreParams:
         return self._fetcher.held_bytes
 
     def rest(self) -> None:
-        """Frees the memory for reading until the next step."""
+        """As `Params.rest`."""
         self._fetcher.rest()
 
     def close(self) -> None:
-        """Stops, and frees the memory for reading; what stays may be another's, too."""
+        """As `Params.close`; what stays may be another's, too."""
         self._early.close()
         self._fetcher.close()
 
 
-class MemoryParams:
+class MemoryParams(Params):
     """Params that are all in memory.
 
     Args:
       leaves: Returns them; called when a run begins.
-
-    Attributes:
-      counts: Nothing, as none is read.
     """
 
     def __init__(self, leaves: Callable[[], Sequence[jax.Array]]) -> None:
@@ -176,30 +214,18 @@ class MemoryParams:
         self.counts = FetchCounts()
 
     def begin(self, check: Callable[[], None], *, is_last: bool = True) -> None:
-        """Gets ready for a run."""
+        """As `Params.begin`."""
         self._held = self._leaves()
 
     def get(self, number: int, piece: Piece) -> jax.Array:
-        """Returns a part of the params."""
+        """As `Params.get`."""
         return self.again(piece)
 
     def again(self, piece: Piece) -> jax.Array:
-        """Returns a part of the params."""
+        """As `Params.again`."""
         leaf = self._held[piece.leaf]
         return piece.of(leaf) if piece.index or piece.rows else leaf
 
     def stop(self) -> None:
-        """Ends a run; an update may take the params' memory now."""
+        """As `Params.stop`; an update may take the params' memory now."""
         self._held = ()
-
-    def done(self, number: int) -> None:
-        """Nothing is freed."""
-
-    def end(self) -> None:
-        """The next run finds the new params."""
-
-    def rest(self) -> None:
-        """Nothing is freed."""
-
-    def close(self) -> None:
-        """Nothing is freed."""

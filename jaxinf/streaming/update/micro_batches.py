@@ -23,7 +23,7 @@ from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import is_sharded
 from jaxinf.streaming.program.shards import Gradient, handed_out
 from jaxinf.streaming.program.trace import abstract
-from jaxinf.streaming.update.store_sink import StoreSink
+from jaxinf.streaming.update.sink import Sink
 from jaxinf.typing import Array, PyTree
 
 __all__ = ["Accumulation", "first_part", "parts_of", "sum_bytes", "together"]
@@ -104,7 +104,7 @@ def together(
     return loss, jax.tree.map(lambda *leaves: jnp.stack(leaves), *auxes)
 
 
-class Accumulation:
+class Accumulation(Sink):
     """Sums gradients over the parts of a batch, and hands on their means.
 
     Args:
@@ -117,7 +117,7 @@ class Accumulation:
 
     def __init__(
         self,
-        sink: StoreSink,
+        sink: Sink,
         count: int,
         spill: Spill,
         capacity_bytes: int,
@@ -131,44 +131,44 @@ class Accumulation:
         self._stage = Stage("jaxinf-sums", capacity_bytes)
 
     def begin(self, extra_args: Mapping[str, Any]) -> None:
-        """Gets ready for the gradients of a step."""
+        """As `Sink.begin`."""
         self._sink.begin(extra_args)
         self._spill.reset()
         self._stage.waited_s = 0.0
 
     def begin_part(self, number: int) -> None:
-        """Gets ready for the gradients of a part."""
+        """As `Sink.begin_part`."""
         is_last = number == self._count - 1
         self._stage.start(self._hand_on if is_last else self._add)
 
-    def put(self, piece: Piece, gradient: jax.Array) -> None:
-        """Takes a gradient; blocks while too many wait."""
+    def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
+        """As `Sink.put`."""
         self._stage.put(piece, handed_out(gradient, copies=self._copies))
 
     def end_part(self) -> None:
-        """Waits until the gradients of the part are added, or handed on."""
+        """As `Sink.end_part`."""
         self._stage.end()
 
     def finish(
         self, extra_args: Mapping[str, Any], results: PyTree, check: Callable[[], None]
     ) -> bool:
-        """As `StoreSink.finish`."""
+        """As `Sink.finish`."""
         return self._sink.finish(extra_args, results, check)
 
     def abandon(self) -> None:
-        """Drops all sums."""
+        """As `Sink.abandon`."""
         self._stage.abandon()
         self._spill.reset()
         self._sink.abandon()
 
     def close(self) -> None:
-        """Frees the file of the sums."""
+        """As `Sink.close`."""
         self._spill.close()
         self._sink.close()
 
     @property
     def waited_s(self) -> float:
-        """Time that gradients of the last step waited for room."""
+        """As `Sink.waited_s`."""
         return self._stage.waited_s
 
     @property

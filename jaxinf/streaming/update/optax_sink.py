@@ -16,7 +16,8 @@ from jaxinf.errors import NonFiniteGradientError, StreamError
 from jaxinf.program import NonFinitePolicy, effect_of_nonfinite, is_guarded
 from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.trace import Traced
-from jaxinf.typing import PyTree
+from jaxinf.streaming.update.sink import Sink
+from jaxinf.typing import Array, PyTree
 
 __all__ = ["OptaxSink", "PlainOptax", "Trained", "WholeGradients"]
 
@@ -85,21 +86,15 @@ class PlainOptax:
         return self._trained
 
 
-class OptaxSink:
-    """Takes the gradients of a step, and updates params and state with plain optax.
+class OptaxSink(Sink):
+    """Updates params and state with plain optax when a step has all gradients.
 
     Args:
       optimizer: The optimizer.
       traced: The loss function.
       num_parts: Number of parts of a batch.
       nonfinite: The effect of a non-finite gradient; None for the usual one.
-
-    Attributes:
-      waited_s, spilled_bytes: None wait, and none are spilled.
     """
-
-    waited_s = 0.0
-    spilled_bytes = 0, 0
 
     def __init__(
         self,
@@ -113,35 +108,20 @@ class OptaxSink:
         self._dtypes = [leaf.dtype for leaf in traced.params]
         self._num_parts = num_parts
         self._nonfinite: NonFinitePolicy | None = nonfinite
-        self._gradients = self._none()
+        self.abandon()
 
     def begin(self, extra_args: Mapping[str, Any]) -> None:
-        """Gets ready for the gradients of a step."""
-        self._gradients = self._none()
+        """As `Sink.begin`."""
+        self.abandon()
 
-    def begin_part(self, number: int) -> None:
-        """All parts add up."""
-
-    def put(self, piece: Piece, gradient: jax.Array) -> None:
-        """Takes a complete gradient of a part of the batch."""
-        self._gradients.add(piece, gradient)
-
-    def end_part(self) -> None:
-        """None is under way."""
+    def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
+        """As `Sink.put`."""
+        self._gradients.add(piece, jnp.asarray(gradient))
 
     def finish(
         self, extra_args: Mapping[str, Any], results: PyTree, check: Callable[[], None]
     ) -> bool:
-        """Updates params and state; returns whether it did.
-
-        Args:
-          extra_args: Not used.
-          results: What the caller is given, whose memory is not reused.
-          check: Not used: what runs here is not given up.
-
-        Raises:
-          NonFiniteGradientError: The step was refused.
-        """
+        """As `Sink.finish`."""
         gradients = self._gradients.take(
             {id(leaf) for leaf in jax.tree.leaves(results)}
         )
@@ -163,15 +143,12 @@ class OptaxSink:
         return True
 
     def abandon(self) -> None:
-        """Drops the gradients."""
-        self._gradients = self._none()
+        """As `Sink.abandon`."""
+        self._gradients = WholeGradients(self._dtypes, self._num_parts)
 
     def close(self) -> None:
-        """Drops the gradients."""
+        """As `Sink.close`."""
         self.abandon()
-
-    def _none(self) -> "WholeGradients":
-        return WholeGradients(self._dtypes, self._num_parts)
 
 
 class WholeGradients:

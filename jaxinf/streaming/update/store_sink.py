@@ -26,6 +26,7 @@ from jaxinf.streaming.program.units import Places, Unit
 from jaxinf.streaming.update.compressing import Compressor
 from jaxinf.streaming.update.deferred import Deferred, is_finite
 from jaxinf.streaming.update.passes import PassRunner
+from jaxinf.streaming.update.sink import Sink
 from jaxinf.typing import Array, PyTree
 
 __all__ = ["FetchedParams", "StoreSink"]
@@ -55,7 +56,7 @@ class FetchedParams(Protocol):
         ...
 
 
-class StoreSink:
+class StoreSink(Sink):
     """The optimizer's side of a streamed step.
 
     Gradients are deferred if the optimizer needs numbers of all of them, such as their
@@ -123,19 +124,9 @@ class StoreSink:
             self._deferred.begin()
             self._stage.start(self._defer)
 
-    def begin_part(self, number: int) -> None:
-        """Gradients are those of the whole batch."""
-
     def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
-        """Takes a complete gradient; blocks while too many wait.
-
-        Raises:
-          BaseException: The exception that stopped the updates.
-        """
+        """As `Sink.put`."""
         self._stage.put(piece, handed_out(gradient, copies=self._copies))
-
-    def end_part(self) -> None:
-        """Updates go on while others arrive."""
 
     def finish(
         self,
@@ -143,17 +134,7 @@ class StoreSink:
         results: PyTree,
         check: Callable[[], None],
     ) -> bool:
-        """Waits for all updates and ends the step; returns whether the store advanced.
-
-        Args:
-          extra_args: As for `begin`, now with those that are known late.
-          results: Not used: their memory is their own.
-          check: Called where the step can be given up; raises if it must be.
-
-        Raises:
-          NonFiniteGradientError: The step was refused.
-          BaseException: The exception that stopped the updates.
-        """
+        """As `Sink.finish`."""
         self._stage.end()
         self._passes.give(extra_args)
         if self._deferred is not None:
@@ -188,12 +169,12 @@ class StoreSink:
 
     @property
     def waited_s(self) -> float:
-        """Time that the last step's gradients waited for room."""
+        """As `Sink.waited_s`."""
         return self._stage.waited_s
 
     @property
     def spilled_bytes(self) -> tuple[int, int]:
-        """Bytes of the last step's gradients that waited in memory and in the file."""
+        """As `Sink.spilled_bytes`."""
         if self._deferred is None:
             return 0, 0
         return self._deferred.spill.kept_bytes, self._deferred.spill.written_bytes

@@ -1,0 +1,71 @@
+"""Where the gradients of a step go.
+
+Invariant: a step that is abandoned, or refused, leaves params as they were.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from jaxinf.streaming.program.graph import Piece
+from jaxinf.typing import Array, PyTree
+
+__all__ = ["Sink"]
+
+
+class Sink(ABC):
+    """Takes the gradients of steps."""
+
+    @abstractmethod
+    def begin(self, extra_args: Mapping[str, Any]) -> None:
+        """Gets ready for a step; takes the arguments of the optimizer's update."""
+
+    def begin_part(self, number: int) -> None:  # noqa: B027
+        """Gets ready for the gradients of a part of the batch."""
+
+    @abstractmethod
+    def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
+        """Takes a complete gradient; blocks while too many wait.
+
+        Raises:
+          BaseException: The exception that stopped the updates.
+        """
+
+    def end_part(self) -> None:  # noqa: B027
+        """Waits until the gradients of the part are taken."""
+
+    @abstractmethod
+    def finish(
+        self, extra_args: Mapping[str, Any], results: PyTree, check: Callable[[], None]
+    ) -> bool:
+        """Waits for all updates and ends the step; returns whether params changed.
+
+        Args:
+          extra_args: As for `begin`, now with those that are known late.
+          results: What the caller is given, whose memory is not reused.
+          check: Called where the step can be given up; raises if it must be.
+
+        Raises:
+          NonFiniteGradientError: The step was refused.
+          BaseException: The exception that stopped the updates.
+        """
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Gives the step up."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees memory and files; idempotent."""
+
+    @property
+    def waited_s(self) -> float:
+        """Time that gradients of the last step waited for room."""
+        return 0.0
+
+    @property
+    def spilled_bytes(self) -> tuple[int, int]:
+        """Bytes of the last step's gradients that waited in memory and in files."""
+        return 0, 0
