@@ -79,6 +79,10 @@ class World:
             chosen = planner.choice
             found.append(self.seconds(chosen))
             planner.observe(self.step(chosen))
+            forecast = planner.forecast
+            if forecast is not None:  # never the peak of the plan before
+                expected = forecast.expected_peak_bytes
+                assert forecast.found_peak_bytes in (0, expected)
             if self.probe is not None and planner.is_probe_due:
                 factor = 2.0 if chosen.leaves else self.probe
                 moved = Moved(PROBED, PROBED / (factor * self.rate))

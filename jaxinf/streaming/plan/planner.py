@@ -74,7 +74,8 @@ class Forecast:
       found_s: Median of the last steps; None before the second step of a plan.
       spread_s: The fastest and the slowest of these steps.
       num_steps: Number of these steps, at most 9. The first of a plan does not count.
-      expected_peak_bytes, found_peak_bytes: The most bytes of values in memory.
+      expected_peak_bytes, found_peak_bytes: The most bytes of values in memory; 0 found
+        before the first step of a plan.
       num_choices: How often a plan was chosen by measured times.
       num_offloaded, offloaded_bytes: Number of values that leave for a drive, and their
         bytes there; of each part of the batch.
@@ -223,7 +224,7 @@ class Planner:
             self._retrying.taken()
         self.choice = next_one
         self._is_assumed = self._measured.is_assumed(next_one)
-        self._num_steps = 0
+        self._num_steps = self._peak_bytes = 0
         return True
 
     def _best(self, profile: Profile) -> Choice:
