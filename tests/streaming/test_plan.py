@@ -8,7 +8,7 @@ from zoo import ZOO
 
 from jaxinf.errors import StreamError
 from jaxinf.streaming import Runner, prepare
-from jaxinf.streaming.program.cut import choose_cuts
+from jaxinf.streaming.program.cut import choose_cuts, isolated
 from jaxinf.streaming.program.graph import Piece
 
 SLOW = ("linen", "linen_scan_remat_dropout", "gpt2_nano", "nnx_batch_norm")
@@ -47,6 +47,28 @@ def test_more_equal_blocks_need_no_more_programs(name):
     assert few == more == most
     few, more, most = (len(plan.calls.calls) for plan in plans)
     assert few < more < most
+
+
+def test_recomputing_holds_no_scores_that_a_plan_has_isolated():
+    def loss(params, x):
+        for w in params:
+            scores = jax.nn.softmax((x @ w) @ (x @ w.T).T)
+            x = x + scores @ x
+        return jnp.mean(x**2)
+
+    ready = prepare(loss, [np.ones((64, 64), np.float32)] * 3, np.ones((512, 64), "f"))
+    cuts = ready.plan(1 << 30, "keep").cuts
+    for own in (cuts, isolated(ready.lifetimes, cuts)):
+        calls = ready.plan_of(own, "recompute").calls
+        kept = [
+            life.aval.shape
+            for life in calls.lives.values()
+            if life.made < calls.num_forward - 1
+            and life.reads
+            and life.reads[-1] > calls.num_forward
+        ]
+        assert (512, 512) not in kept
+    assert len(own) > len(cuts)
 
 
 @pytest.mark.parametrize("name", ["linen_scan", "scan_remat_reverse", "stack_by_index"])

@@ -17,10 +17,15 @@ from jaxinf.streaming.plan.forms import Form
 from jaxinf.streaming.plan.offload import fitted, least_offloaded_bytes
 from jaxinf.streaming.plan.report import plan_text
 from jaxinf.streaming.plan.search import Choice
-from jaxinf.streaming.plan.sequence import all_repeats, make_calls
+from jaxinf.streaming.plan.sequence import Repeats, all_repeats, make_calls
 from jaxinf.streaming.plan.wear import Wear
 from jaxinf.streaming.program.classify import classify
-from jaxinf.streaming.program.cut import choose_cuts, isolated, segment_bytes
+from jaxinf.streaming.program.cut import (
+    choose_cuts,
+    isolated,
+    isolated_segments,
+    segment_bytes,
+)
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.inline import build_graph
 from jaxinf.streaming.program.keys import Keys, stable
@@ -308,7 +313,9 @@ class Prepared:
         """Makes the plan with given cuts."""
         programs = make_programs(self.lifetimes, cuts, self.keys)
         graph, again = self.lifetimes.graph, None
-        calls = make_calls(graph, programs, policy)
+        alone = isolated_segments(self.lifetimes, cuts[:-1])
+        repeats: Repeats = dict.fromkeys(alone, "all") if policy == "recompute" else {}
+        calls = make_calls(graph, programs, policy, repeats)
         if self.traced.mesh is not None:  # shardings of values are not known yet
             calls = replace(calls, lenders=frozenset())
         if policy == "plan":

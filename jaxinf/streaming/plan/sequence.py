@@ -68,12 +68,13 @@ def make_calls(
       targets: Results and gradients of the whole program.
       programs: Its segments' programs.
       policy: The treatment of values that backward needs.
-      repeats: With `"offload"` and `"plan"`, segments that run forward again.
+      repeats: Segments that run forward again; with `"recompute"` those of them that do
+        so for all parts.
     """
     builder = _Builder(targets)
     last = len(programs.forward) - 1
     if policy == "recompute":
-        repeats = dict.fromkeys(range(last), "own")
+        repeats = {**dict.fromkeys(range(last), "own"), **repeats}
     for program in programs.forward:
         builder.call(program)
     builder.forget(

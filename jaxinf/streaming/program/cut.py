@@ -13,7 +13,7 @@ from jaxinf.streaming.program.graph import Piece, num_bytes
 from jaxinf.streaming.program.lifetimes import Lifetimes
 from jaxinf.streaming.program.periods import Run, find_runs
 
-__all__ = ["choose_cuts", "isolated", "segment_bytes"]
+__all__ = ["choose_cuts", "isolated", "isolated_segments", "segment_bytes"]
 
 # Smaller blocks share a segment: each program costs a dispatch.
 _SMALL_BYTES = 4 << 20
@@ -61,10 +61,24 @@ def isolated(lifetimes: Lifetimes, cuts: Sequence[int]) -> tuple[int, ...]:
     """
     found = set(cuts)
     for i, node in enumerate(lifetimes.order.forward):
-        is_large = num_bytes(node.outputs) >= _LARGE_BYTES
-        if is_large and _num_terms(node) <= _FEW_TERMS:
+        if _is_worth_a_segment(node):
             found |= {i, i + 1}
     return tuple(sorted(found))
+
+
+def isolated_segments(lifetimes: Lifetimes, cuts: Sequence[int]) -> list[int]:
+    """Returns the numbers of segments that are one such value alone."""
+    nodes = lifetimes.order.forward
+    return [
+        number
+        for number, (start, end) in enumerate(pairwise(cuts))
+        if end == start + 1 and _is_worth_a_segment(nodes[start])
+    ]
+
+
+def _is_worth_a_segment(node: Node) -> bool:
+    is_large = num_bytes(node.outputs) >= _LARGE_BYTES
+    return is_large and _num_terms(node) <= _FEW_TERMS
 
 
 def _num_terms(node: Node) -> float:
