@@ -24,7 +24,7 @@ from jaxinf_models import MODELS, loss
 
 from jaxinf.streaming import Runner, prepare
 from jaxinf.streaming.move.scratch import Scratch
-from jaxinf.streaming.move.values import Offloaded, Values
+from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Calls
 from jaxinf.streaming.plan.forms import FORMS, Form
 from jaxinf.streaming.plan.offload import fitted
@@ -62,7 +62,7 @@ class Stepper:
     def coded(self, form: Form | None) -> tuple[float, list[np.ndarray], int]:
         """Loss, gradients and bytes on the drive, when all values leave that can."""
         calls = fitted(replace(self.plan.calls, form=form), 0, Calls.value_bytes)
-        values = Offloaded(calls, Scratch([self.place]))
+        values = Values(calls, Scratch([self.place]))
         found = self._step(calls, values)
         values.close()
         return *found, values.num_bytes

@@ -45,7 +45,7 @@ import ssdtrain_rok
 from jaxinf.streaming import Runner, prepare
 from jaxinf.streaming.call_timer import Watch
 from jaxinf.streaming.move.scratch import RateLimits, Scratch
-from jaxinf.streaming.move.values import Offloaded, Values
+from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Calls
 from jaxinf.streaming.plan.forms import FORMS
 from jaxinf.streaming.plan.offload import fitted
@@ -230,7 +230,7 @@ class Stack:
     def with_calls(self, name: str, calls: Calls, choice: Any = None) -> Policy:
         """A policy whose values may leave for the drive."""
         limits = self.limits if math.isfinite(self.profile.write) else None
-        values = Offloaded(calls, Scratch([self.place], limits=limits))
+        values = Values(calls, Scratch([self.place], limits=limits))
         return self.policy(name, replace(self.plan, calls=calls), values, choice)
 
     def chosen(self, share: float) -> Policy:

@@ -18,8 +18,8 @@ from typing import Any, Generic, Self, TypeVar
 import jax
 
 from jaxinf.io import ByteCounts
-from jaxinf.streaming.move.cache import CacheCounts
 from jaxinf.streaming.move.fetch import FetchCounts
+from jaxinf.streaming.move.mover import MoverCounts
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.memory import return_freed_memory
@@ -202,7 +202,7 @@ class TrainingStep(Streamed[_Bound]):
         self._options = options
         self._num_skipped = 0
         self._waited_s = 0.0  # in the last step, for gradients and updates
-        self._values = CacheCounts()
+        self._values = MoverCounts()
         self._wearing = Wearing(options.endurance_tbw)
         return_freed_memory()
 

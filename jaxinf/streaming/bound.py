@@ -20,10 +20,9 @@ from jaxinf.streaming.fitting import Basis, Fitted, Fitting
 from jaxinf.streaming.move.fetch import Fetcher
 from jaxinf.streaming.move.params import StoreParams
 from jaxinf.streaming.move.resident import Resident
-from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.source import StoreSource, version_of
 from jaxinf.streaming.move.spill import Spill
-from jaxinf.streaming.move.values import Offloaded, Tiered, Values
+from jaxinf.streaming.move.values import Values, make_values
 from jaxinf.streaming.move.windows import Window, make_window
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import Call, Calls
@@ -267,14 +266,10 @@ class Binder:
         return Accumulation(sink, count, sums, capacity_bytes, copies=copies)
 
     def _values(self, frame: _Frame, plan: Plan, tiers: Tiers | None) -> Values:
-        if not plan.is_offloaded:
-            return Values()
         if tiers is not None:
             check_tiers(tiers, frame.host_bytes)
-        scratch = Scratch(self._drives(), self._store.training.opened.meters)
-        if tiers is None:
-            return Offloaded(plan.calls, scratch)
-        return Tiered(plan.calls, scratch, tiers)
+        meters = self._store.training.opened.meters
+        return make_values(plan, tiers, self._drives(), meters)
 
     def _params(self, frame: _Frame, reading: Reading, window: Window) -> StoreParams:
         training, units = self._store.training, frame.units

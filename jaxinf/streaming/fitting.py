@@ -13,7 +13,7 @@ import optax
 
 from jaxinf.engine import Store, StoreShape
 from jaxinf.program import Passes, UpdateProgram
-from jaxinf.streaming.move.cache import writing_bytes
+from jaxinf.streaming.move.workers import writing_bytes
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.memory import DeviceLimit, Division, device_limit, divide
 from jaxinf.streaming.plan.plan import Plan, Prepared

@@ -20,10 +20,9 @@ from jaxinf.errors import BudgetError, StreamError
 from jaxinf.io import ByteCounts
 from jaxinf.streaming.base import Bound, TrainingStep
 from jaxinf.streaming.budgets import planned_within
-from jaxinf.streaming.move.cache import writing_bytes
 from jaxinf.streaming.move.params import MemoryParams
-from jaxinf.streaming.move.scratch import Scratch
-from jaxinf.streaming.move.values import Offloaded, Tiered, Values
+from jaxinf.streaming.move.values import Values, make_values
+from jaxinf.streaming.move.workers import writing_bytes
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import Calls
 from jaxinf.streaming.plan.memory import DeviceLimit, Division, device_limit
@@ -186,13 +185,10 @@ class InMemoryStep(TrainingStep[Bound]):
         )
 
     def _values_of(self, plan: Plan) -> Values:
-        if not plan.is_offloaded:
-            return Values()
         tiers = self._tiers(plan.calls)
-        if tiers is None:
-            return Offloaded(plan.calls, Scratch([self._scratch]))
-        check_tiers(tiers, self._division(self._options.budgets).staged)
-        return Tiered(plan.calls, Scratch([self._scratch]), tiers)
+        if tiers is not None:
+            check_tiers(tiers, self._division(self._options.budgets).staged)
+        return make_values(plan, tiers, [self._scratch])
 
     def _tiers(self, calls: Calls) -> Tiers | None:
         """Where values wait; None if the device's memory is the host's."""

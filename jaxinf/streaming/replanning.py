@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from jaxinf.streaming.call_timer import Watch
-from jaxinf.streaming.move.cache import CacheCounts
 from jaxinf.streaming.move.fetch import FetchCounts
+from jaxinf.streaming.move.mover import MoverCounts
 from jaxinf.streaming.move.probe import probe
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import Calls
@@ -117,7 +117,7 @@ class Replanner:
     def observe(
         self,
         step_s: float,
-        values: CacheCounts,
+        values: MoverCounts,
         peak_bytes: int,
         params: FetchCounts | None = None,
     ) -> None:

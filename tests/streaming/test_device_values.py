@@ -20,7 +20,7 @@ import jaxinf
 from jaxinf.errors import StoreIOError, StoreSpaceError, StreamError
 from jaxinf.io.pages import page_ceil
 from jaxinf.streaming.move.scratch import RateLimits, Scratch
-from jaxinf.streaming.move.values import Offloaded, Tiered
+from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan import offload
 from jaxinf.streaming.plan.offload import least_offloaded_bytes
 from jaxinf.streaming.plan.simulator import Profile, simulate
@@ -60,7 +60,7 @@ def pinned_bytes():
     return sum(page_ceil(array.nbytes) for array in arrays)
 
 
-class Watched(Tiered):
+class Watched(Values):
     """Notes what is in memory while a step runs."""
 
     def __init__(self, calls, scratch, tiers):
@@ -140,11 +140,11 @@ def test_bits_do_not_depend_on_a_slow_drive(tmp_path):
 def test_coded_values_have_the_bits_of_those_without_a_device(form, tmp_path):
     program = ZOO["l2_penalty"]()
     keep, plan, executables = plans(program, form)
-    values = Offloaded(plan.calls, Scratch([tmp_path]))
+    values = Values(plan.calls, Scratch([tmp_path]))
     expected = streamed(program, plan, executables, values=values)
     values.close()
     tiers = plan_tiers(plan.calls, plan_tiers(plan.calls, 0).least_bytes)
-    values = Tiered(plan.calls, Scratch([tmp_path]), tiers)
+    values = Values(plan.calls, Scratch([tmp_path]), tiers)
     found = streamed(program, plan, executables, values=values)
     counts = values.counts()
     values.close()
@@ -427,7 +427,7 @@ def test_a_value_that_cannot_be_read_is_computed_again(open_store, monkeypatch):
 def test_a_step_that_is_interrupted(open_store, monkeypatch):
     step = opened(open_store, "step", "offload", HOSTS["drives"])
     found = losses(step, 1)
-    real, hits = Tiered.before, []
+    real, hits = Values.before, []
 
     def stop(self, number):
         real(self, number)
@@ -436,7 +436,7 @@ def test_a_step_that_is_interrupted(open_store, monkeypatch):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(Tiered, "before", stop)
+        patched.setattr(Values, "before", stop)
         with pytest.raises(KeyboardInterrupt):
             step(BATCH)
     found += losses(step, 2)

@@ -16,7 +16,7 @@ from zoo import ZOO
 
 import jaxinf
 from jaxinf.streaming.move.scratch import Scratch
-from jaxinf.streaming.move.values import Offloaded
+from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan import offload
 from jaxinf.streaming.plan.calls import Calls
 from jaxinf.streaming.plan.plan import Plan
@@ -54,7 +54,7 @@ def test_losses_keep_their_bits_and_gradients_are_near(name, form, tmp_path):
     program = ZOO[name]()
     keep, plan, executables = planned(program, form)
     loss, aux, gradients = streamed(program, keep, executables)
-    values = Offloaded(plan.calls, Scratch([tmp_path]))
+    values = Values(plan.calls, Scratch([tmp_path]))
     first = streamed(program, plan, executables, values=values)
     assert_same_bits(first[:2], (loss, aux))
     assert_same_bits(streamed(program, plan, executables, values=values), first)
@@ -91,7 +91,7 @@ def test_a_plan_counts_the_bytes_on_the_drive(tmp_path):
         _, plan, _ = planned(program, form)
         rates = Profile({one.key: 0.0 for one in plan.distinct}, 1000.0, 1000.0)
         calls = plan.calls
-        values = Offloaded(calls, Scratch([tmp_path]))
+        values = Values(calls, Scratch([tmp_path]))
         written[form] = values.num_bytes
         stored = [
             calls.stored_bytes(s, one.needed) for s, one in calls.absences.items()

@@ -13,7 +13,7 @@ from zoo import ZOO
 import jaxinf
 from jaxinf.errors import StoreIOError, StoreSpaceError, StreamError
 from jaxinf.streaming.move.scratch import Scratch
-from jaxinf.streaming.move.values import Offloaded, Values
+from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan import offload
 from jaxinf.streaming.plan.calls import Calls
 from jaxinf.streaming.plan.offload import fitted, least_offloaded_bytes
@@ -63,7 +63,7 @@ def test_bits_are_those_of_keep(name, tmp_path):
     for budget in {least, (least + most) // 2}:
         plan = offload.fitted(budget, temps)
         assert plan.peak_bytes <= budget
-        values = Offloaded(plan.calls, Scratch([tmp_path]))
+        values = Values(plan.calls, Scratch([tmp_path]))
         for _ in range(2):  # the second step reuses the files
             found = streamed(program, plan, executables, values=values)
             assert_same_bits(found, expected)
@@ -80,7 +80,7 @@ def test_memory_is_as_planned(tmp_path):
     temps = compiled_temp_bytes(offload, executables := {})
     least = least_offloaded_bytes(offload.calls, temps)
     plan = offload.fitted(least, temps)
-    values = Offloaded(plan.calls, Scratch([tmp_path]))
+    values = Values(plan.calls, Scratch([tmp_path]))
     streamed(program, plan, executables, values=values)
     assert values.peak_bytes == max(plan.calls.value_bytes())
     in_memory = Values()
@@ -269,7 +269,7 @@ def test_runner_drops_values_of_a_step_that_failed(tmp_path):
     offload = plans(prepared(program))[1]
     temps = compiled_temp_bytes(offload, executables := {})
     plan = offload.fitted(0, temps)
-    values = Offloaded(plan.calls, Scratch([tmp_path]))
+    values = Values(plan.calls, Scratch([tmp_path]))
     runner = Runner(plan, executables, values=values)
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(program.params)]
 

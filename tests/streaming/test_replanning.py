@@ -21,7 +21,7 @@ import jaxinf
 from jaxinf.errors import StreamError
 from jaxinf.streaming.move.probe import probe
 from jaxinf.streaming.move.scratch import Scratch
-from jaxinf.streaming.move.values import Offloaded
+from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan import offload
 from jaxinf.streaming.plan.forms import PART_BYTES
 from jaxinf.streaming.plan.search import Problem, choose, rules_of
@@ -55,7 +55,7 @@ def test_bits_are_those_of_keep(name, tmp_path, monkeypatch):
                 found[one.key] = one
     for one in found.values():
         chosen = plan.chosen(one)
-        values = Offloaded(chosen.calls, Scratch([tmp_path]))
+        values = Values(chosen.calls, Scratch([tmp_path]))
         assert_same_bits(
             streamed(program, chosen, executables, values=values), expected
         )

@@ -9,7 +9,7 @@ from streaming import assert_same_bits, prepared, streamed
 from zoo import ZOO
 
 from jaxinf.streaming.move.scratch import Scratch
-from jaxinf.streaming.move.values import Offloaded
+from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan import offload, search
 from jaxinf.streaming.plan.calls import Calls
 from jaxinf.streaming.plan.offload import fitted
@@ -145,7 +145,7 @@ def test_a_chosen_plan_has_the_bits_of_keep(rate, tmp_path):
     found = chosen(graph, plan, budget, rates)
     executables = {}
     expected = streamed(program, plan, executables)
-    values = Offloaded(found.calls, Scratch([tmp_path]))
+    values = Values(found.calls, Scratch([tmp_path]))
     mixed = replace(plan, calls=found.calls)
     assert_same_bits(streamed(program, mixed, executables, values=values), expected)
     assert values.peak_bytes == found.peak_bytes

@@ -93,7 +93,7 @@ class Scratch:
     """Files without names, one on each drive. Thread-safe, but for `allocate`.
 
     Args:
-      folders: A folder on each drive.
+      folders: A folder on each drive; none if there is no value to hold.
       meters: Counters of the bytes moved.
       limits: Limits of each drive, for tests of slower ones and for shared drives.
       content: What the files hold, for errors.
@@ -107,8 +107,6 @@ class Scratch:
         limits: RateLimits | None = None,
         content: str = "activations",
     ) -> None:
-        if not folders:
-            raise ValueError("expected a folder for values on a drive, found none")
         self._folders = [Path(folder) for folder in folders]
         self._meters = ByteMeters() if meters is None else meters
         self._limits = limits or RateLimits()

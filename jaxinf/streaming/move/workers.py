@@ -16,7 +16,14 @@ from jaxinf.io import BufferPool
 from jaxinf.streaming.plan.forms import PART_BYTES
 from jaxinf.typing import Array
 
-__all__ = ["Job", "Workers"]
+__all__ = ["THREADS_PER_DRIVE", "Job", "Workers", "writing_bytes"]
+
+THREADS_PER_DRIVE = 2
+
+
+def writing_bytes(num_drives: int) -> int:
+    """Memory of the threads of drives, beside that of the values."""
+    return num_drives * THREADS_PER_DRIVE * PART_BYTES
 
 
 class Job(NamedTuple):

@@ -1,12 +1,13 @@
 """Values in fewer bits: precision, the same bits with and without machine code."""
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
 from jaxinf.io.pages import page_ceil
 from jaxinf.native import block_codes
-from jaxinf.streaming.move.cache import Cache
+from jaxinf.streaming.move.mover import Mover
 from jaxinf.streaming.move.scratch import Scratch, aligned, raw_bytes
 from jaxinf.streaming.plan.forms import PART_BYTES, Coding, coding_of, stored_bytes
 
@@ -115,17 +116,16 @@ def test_a_part_that_has_no_codes_is_exact(tmp_path, bad):
     place = scratch.allocate(values.nbytes, coding)
     assert place.num_bytes == stored_bytes(values.nbytes, coding)
     assert place.memory_bytes == page_ceil(values.nbytes)
-    cache = Cache(scratch, {"a": place}, place.memory_bytes)
+    mover = Mover(scratch, {"a": place}, place.memory_bytes)
     first = PART_BYTES // 4
 
     def through(given):
-        cache.leave("a", given)
-        cache.gone("a")
-        cache.bring("a")
-        raw, _ = cache.take("a")
-        back = raw[: given.nbytes].view(np.float32).copy()
-        cache.release("a")
-        counts = cache.take_counts()
+        mover.evict("a", jnp.array(given))
+        mover.wait_evicted("a")
+        mover.prefetch("a")
+        back = np.array(mover.get("a"))
+        mover.release("a")
+        counts = mover.take_counts()
         assert counts.num_written_bytes == counts.num_read_bytes
         return back, counts.num_written_bytes
 
@@ -137,5 +137,5 @@ def test_a_part_that_has_no_codes_is_exact(tmp_path, bad):
     back, num_bytes = through(values)
     assert 0 < np.linalg.norm(back[:first] - values[:first]) < 20
     assert num_bytes == coding.stored_bytes(values.nbytes)
-    cache.close()
+    mover.close()
     scratch.close()
