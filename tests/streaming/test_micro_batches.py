@@ -16,6 +16,7 @@ import jaxinf
 from jaxinf.errors import StreamError
 from jaxinf.streaming.move.spill import Spill
 from jaxinf.streaming.update.micro_batches import Accumulation
+from jaxinf.streaming.update.store_sink import StoreSink
 
 BOUND = importlib.import_module("jaxinf.streaming.bound")
 CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
@@ -202,3 +203,29 @@ def test_no_micro_batches_is_refused(open_store):
         jaxinf.stream(
             loss_fn, ADAM, open_store(), memory_bytes=1 << 30, micro_batches=0
         )
+
+
+@pytest.mark.timeout(60)
+def test_a_step_after_one_whose_updates_failed_has_room_for_its_params(
+    open_store, monkeypatch
+):
+    def loss(params, x):
+        for w in params:
+            x = x + jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    def failing(self, taken):
+        raise RuntimeError("given up")
+
+    params = [normal(i, 256, 256) / 16 for i in range(12)]
+    store = open_store(chunk_elements=1 << 16)
+    step = jaxinf.stream(
+        loss, optax.adam(1e-3), store, memory_bytes=8 << 20, micro_batches=2
+    )
+    step.load(params, batch=np.ones((8, 256), np.float32))
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreSink, "_update", failing)
+        with pytest.raises(RuntimeError, match="given up"):
+            step(np.ones((8, 256), np.float32))
+    first, _ = step(np.ones((8, 256), np.float32))
+    np.testing.assert_allclose(first, loss(params, np.ones((8, 256))), rtol=1e-5)

@@ -99,7 +99,7 @@ class Fetcher:
     def begin(self) -> None:
         """Starts reading for a step; the previous step and its updates have ended."""
         self.stop()
-        self._free_updates()
+        self.free_updates()
         self._is_stopped, self._error = False, None
         if not self.fetches:
             return
@@ -171,13 +171,13 @@ class Fetcher:
 
     def rest(self) -> None:
         """Frees the memory until the next step; no step is under way."""
-        self._free_updates()
+        self.free_updates()
         self._window.rest()
 
     def close(self) -> None:
         """Stops, and frees the memory."""
         self.stop()
-        self._free_updates()
+        self.free_updates()
         self._window.close()
 
     def _free_all(self) -> None:
@@ -186,7 +186,8 @@ class Fetcher:
         for one in held.values():
             one.calls.release()
 
-    def _free_updates(self) -> None:
+    def free_updates(self) -> None:
+        """Frees units that updates of a step have left, which was given up."""
         with self._changed:
             held, self._for_update = self._for_update, {}
         for _, one in held.values():

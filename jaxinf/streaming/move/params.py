@@ -114,6 +114,7 @@ class StoreParams(Params):
     def begin(self, check: Callable[[], None], *, is_last: bool = True) -> None:
         """Starts to read; blocks until all that stays is there."""
         self._active = self._fetcher if is_last else self._early
+        self._fetcher.free_updates()  # both have their units in one memory
         self._active.counts = self.counts
 
         missing = self._resident.begin(
