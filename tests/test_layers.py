@@ -15,7 +15,16 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS = [
     {"compat", "errors", "terminal", "typing"},
-    {"program", "native", "io", "layout", "schema", "command_line", "interrupts"},
+    {
+        "program",
+        "native",
+        "io",
+        "layout",
+        "schedule",
+        "schema",
+        "command_line",
+        "interrupts",
+    },
     {"store", "kernels", "compress", "plan"},
     {"csd", "exchange"},
     {"engine"},

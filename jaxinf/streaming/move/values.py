@@ -9,11 +9,11 @@ give it a form in fewer bits.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
 
 import jax
 
 from jaxinf.io import ByteMeters
+from jaxinf.schedule.occupancy import Stay, occupancy
 from jaxinf.streaming.move.mover import Mover, MoverCounts
 from jaxinf.streaming.move.scratch import Place, Scratch
 from jaxinf.streaming.plan.calls import Calls, Slot
@@ -203,8 +203,12 @@ def _by_call(pairs: Iterable[tuple[Slot, int]]) -> Mapping[int, list[Slot]]:
 
 def _most_back(calls: Calls, places: Mapping[Slot, Place]) -> int:
     """The most memory, in whole pages, of values that have come back."""
-    change = [0] * (len(calls.calls) + 3)
-    for slot, place in places.items():
-        change[calls.absences[slot].back] += place.memory_bytes
-        change[calls.lives[slot].reads[-1] + 2] -= place.memory_bytes
-    return max(accumulate(change))
+    stays = (
+        Stay(
+            calls.absences[slot].back,
+            calls.lives[slot].reads[-1] + 2,
+            place.memory_bytes,
+        )
+        for slot, place in places.items()
+    )
+    return int(occupancy(len(calls.calls) + 1, stays).max(initial=0))

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
+from jaxinf.schedule.occupancy import Stay, occupancy
 from jaxinf.streaming.plan.forms import Coding, Form, coding_of, stored_bytes
 from jaxinf.streaming.program.graph import Origin, Piece
 from jaxinf.streaming.program.programs import Program
@@ -193,15 +193,13 @@ class Calls:
         The call after it waits, so what must be gone for that one is gone. The outputs
         of neither count.
         """
-        change = [0] * (len(self.calls) + 1)
+        stays = []
         for slot, life in self.lives.items():
-            change[min(life.made + 1, len(self.calls))] += life.num_bytes
-            if life.reads and slot not in self.results:
-                change[life.reads[-1] + 1] -= life.num_bytes
-        for slot, absence in self.absences.items():
-            change[absence.gone - 1] -= self.lives[slot].num_bytes
-            change[absence.back - 1] += self.lives[slot].num_bytes
-        return list(accumulate(change[:-1]))
+            stop = len(self.calls) if slot in self.results else life.reads[-1] + 1
+            stays.append(Stay(life.made + 1, stop, life.num_bytes))
+        for slot, one in self.absences.items():
+            stays.append(Stay(one.gone - 1, one.back - 1, -self.lives[slot].num_bytes))
+        return occupancy(len(self.calls), stays).tolist()
 
     def value_bytes(self) -> list[int]:
         """Returns the bytes of values during each call: held ones, and new ones.

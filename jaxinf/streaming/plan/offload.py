@@ -5,23 +5,17 @@ value's memory is free from one given call to another.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinf.streaming.plan.calls import Absence, Calls, Life, Slot
+from jaxinf.schedule.occupancy import Stay, occupancy
+from jaxinf.schedule.packer import evict, prefetch
+from jaxinf.streaming.plan.calls import Absence, Calls
 
-__all__ = [
-    "SMALL_BYTES",
-    "Candidate",
-    "candidates",
-    "fitted",
-    "least_offloaded_bytes",
-    "leaving",
-]
+__all__ = ["SMALL_BYTES", "candidates", "fitted", "least_offloaded_bytes"]
 
 SMALL_BYTES = 64 << 10
 """Smaller values stay in memory."""
@@ -31,37 +25,22 @@ SMALL_BYTES = 64 << 10
 _WRITING = 2
 
 
-@dataclass(frozen=True, eq=False)
-class Candidate:
-    """A value that may leave between two calls that use it.
-
-    Attributes:
-      slot, life: The value.
-      last, needed: Numbers of the two calls.
-    """
-
-    slot: Slot
-    life: Life
-    last: int
-    needed: int
-
-    @property
-    def positions(self) -> slice:
-        """Calls that run while the value may be absent."""
-        return slice(self.last + _WRITING - 1, self.needed - 1)
-
-
 def least_offloaded_bytes(
     calls: Calls, temp_bytes: Mapping[str, int] | None = None
 ) -> int:
     """The least peak memory of a step; arguments as for `Calls.peak_bytes`."""
-    return int(_least(calls, temp_bytes, candidates(calls)).max(initial=0))
+    used = np.array(calls.call_bytes(temp_bytes), np.int64)
+    used -= occupancy(len(used), candidates(calls))
+    return int(used.max(initial=0))
 
 
 def fitted(
-    calls: Calls, budget_bytes: int, memory: Callable[[Calls], Sequence[int]]
+    calls: Calls,
+    budget_bytes: int,
+    memory: Callable[[Calls], Sequence[int]],
+    chosen: Collection[Stay] | None = None,
 ) -> Calls:
-    """Returns the calls with as few absences as the budget needs.
+    """Returns the calls with as few absences as the budget needs, or with given ones.
 
     Of the values in memory the one that is needed last leaves (Belady's rule). Values
     come back in the order of their use, as early as the budget allows. The result
@@ -71,89 +50,28 @@ def fitted(
       calls: Calls without absences.
       budget_bytes: The most memory of a step.
       memory: Returns the memory during each call, such as `Calls.call_bytes`.
+      chosen: Of `candidates`, those that leave, each as soon as it can; None for as
+        few as the budget needs.
     """
     calls = calls.absent({})
     used = np.array(memory(calls), np.int64)
-    left = _leave(used, candidates(calls), budget_bytes)
-    return calls.absent(_return(used, left, budget_bytes))
+    if chosen is None:
+        left = evict(used, candidates(calls), budget_bytes)
+    else:
+        left = {stay: stay.start for stay in chosen}
+        used -= occupancy(len(used), chosen)
+    absences = {}
+    for stay, back in prefetch(used, left, budget_bytes).items():
+        made = calls.lives[stay.tensor].made
+        absences[stay.tensor] = Absence(made, left[stay] + 1, back + 1, stay.stop + 1)
+    return calls.absent(absences)
 
 
-def leaving(
-    calls: Calls,
-    chosen: Collection[Candidate],
-    budget_bytes: int,
-    memory: Callable[[Calls], Sequence[int]],
-) -> Calls:
-    """Returns the calls with given absences: each value leaves as soon as it can.
+def candidates(calls: Calls) -> list[Stay]:
+    """Returns the stays of values, by slot, that these may give up.
 
-    Args:
-      calls: Calls without absences.
-      chosen: Values of `candidates`.
-      budget_bytes, memory: As for `fitted`.
-    """
-    used = np.array(memory(calls), np.int64)
-    left = {one: one.positions.start for one in chosen}
-    for one in chosen:
-        used[one.positions] -= one.life.num_bytes
-    return calls.absent(_return(used, left, budget_bytes))
-
-
-def _leave(
-    used: np.ndarray, those: list[Candidate], budget_bytes: int
-) -> dict[Candidate, int]:
-    """The first position at which each chosen value is absent; updates `used`."""
-    left: dict[Candidate, int] = {}
-    for position in range(len(used)):
-        if used[position] <= budget_bytes:
-            continue
-        ranked = sorted(
-            (
-                one
-                for one in those
-                if one not in left
-                and one.positions.start <= position < one.positions.stop
-            ),
-            key=lambda one: (one.needed, one.life.num_bytes, -one.slot.number),
-        )
-        while ranked and used[position] > budget_bytes:
-            one = ranked.pop()
-            left[one] = position
-            used[position : one.positions.stop] -= one.life.num_bytes
-    return left
-
-
-def _return(
-    used: np.ndarray, left: Mapping[Candidate, int], budget_bytes: int
-) -> dict[Slot, Absence]:
-    """Lets values come back as early as there is room, in the order of their use."""
-    absences: dict[Slot, Absence] = {}
-    earliest = 0
-    for one, start in sorted(left.items(), key=lambda item: item[0].needed):
-        stop = one.positions.stop
-        back = stop
-        while back > max(start + 1, earliest):
-            if used[back - 1] + one.life.num_bytes > budget_bytes:
-                break
-            back -= 1
-        used[back:stop] += one.life.num_bytes
-        earliest = max(earliest, back)
-        absences[one.slot] = Absence(one.life.made, start + 1, back + 1, one.needed)
-    return absences
-
-
-def _least(
-    calls: Calls, temp_bytes: Mapping[str, int] | None, those: list[Candidate]
-) -> np.ndarray:
-    used = np.array(calls.call_bytes(temp_bytes), np.int64)
-    for one in those:
-        used[one.positions] -= one.life.num_bytes
-    return used
-
-
-def candidates(calls: Calls) -> list[Candidate]:
-    """Returns the values that may leave.
-
-    They are neither small, nor results, nor handed to others.
+    They are neither small, nor results, nor handed to others. While the last call of a
+    stay runs, the one that reads the value waits.
     """
     pinned: set[object] = set(calls.results)
     for call in calls.calls:
@@ -170,5 +88,6 @@ def candidates(calls: Calls) -> list[Candidate]:
             pairwise(uses), key=lambda gap: gap[1] - gap[0], default=(0, 0)
         )
         if needed - last > _WRITING:
-            found.append(Candidate(slot, life, last, needed))
+            gap = last + _WRITING - 1, needed - 1
+            found.append(Stay(*gap, life.num_bytes, slot))
     return found

@@ -17,6 +17,8 @@ import numpy as np
 
 from jaxinf.errors import BudgetError
 from jaxinf.io.pages import PAGE_BYTES, page_ceil
+from jaxinf.schedule.occupancy import Stay, occupancy
+from jaxinf.schedule.packer import fill
 from jaxinf.streaming.plan.calls import Call
 from jaxinf.streaming.plan.memory import NUM_STAGED, Division
 from jaxinf.streaming.plan.plan import Plan
@@ -28,7 +30,6 @@ __all__ = [
     "completions",
     "fetches_of",
     "hand_over",
-    "held_bytes",
     "host_bytes",
     "keep_between",
     "page_bytes",
@@ -188,17 +189,13 @@ def reused_bytes(
 
 def window_bytes(fetches: Sequence[Fetch], num_calls: int) -> int:
     """The least memory for two calls in flight; with less a step would deadlock."""
-    return int(held_bytes(fetches, num_calls).max(initial=0))
+    return int(_held_bytes(fetches, num_calls).max(initial=0))
 
 
-def held_bytes(fetches: Sequence[Fetch], num_calls: int) -> np.ndarray:
+def _held_bytes(fetches: Sequence[Fetch], num_calls: int) -> np.ndarray:
     """The least memory for units during each call."""
-    change = np.zeros(num_calls + 2, np.int64)
-    for fetch in fetches:
-        num_bytes = page_bytes(fetch.unit)
-        change[fetch.first] += num_bytes
-        change[fetch.end + 2] -= num_bytes
-    return np.cumsum(change)
+    stays = (Stay(one.first, one.end + 2, page_bytes(one.unit)) for one in fetches)
+    return occupancy(num_calls + 2, stays)
 
 
 def page_bytes(unit: Unit) -> int:
@@ -216,17 +213,10 @@ def keep_between(
       num_calls: Number of calls in a step.
       limit_bytes: Memory for units; at least `window_bytes` of the reads.
     """
-    held = held_bytes(fetches, num_calls)
-    before: dict[int, int] = {}  # by read, the one that serves its calls
-    pairs = sorted(
-        _pairs(fetches), key=lambda p: fetches[p[1]].first - fetches[p[0]].last
-    )
-    for one, other in pairs:
-        between = slice(fetches[one].end + 2, fetches[other].first)
-        num_bytes = page_bytes(fetches[one].unit)
-        if held[between].max(initial=0) + num_bytes <= limit_bytes:
-            held[between] += num_bytes
-            before[other] = one
+    held = _held_bytes(fetches, num_calls)
+    between = sorted(_between(fetches), key=lambda stay: stay.stop - stay.start)
+    # By read, the one that serves its calls.
+    before = dict(stay.tensor for stay in fill(held, between, limit_bytes))
     joined = list(fetches)
     for other in sorted(before, reverse=True):
         one = before[other]
@@ -234,12 +224,14 @@ def keep_between(
     return tuple(fetch for i, fetch in enumerate(joined) if i not in before)
 
 
-def _pairs(fetches: Sequence[Fetch]) -> Iterator[tuple[int, int]]:
-    """Yields the numbers of successive reads of the same unit."""
+def _between(fetches: Sequence[Fetch]) -> Iterator[Stay]:
+    """Yields the time between two reads of a unit, with their numbers, later first."""
     last: dict[Unit, int] = {}
     for number, fetch in enumerate(fetches):
         if fetch.unit in last:
-            yield last[fetch.unit], number
+            one = last[fetch.unit]
+            begin = fetches[one].end + 2
+            yield Stay(begin, fetch.first, page_bytes(fetch.unit), (number, one))
         last[fetch.unit] = number
 
 
@@ -274,22 +266,16 @@ def hand_over(
     Returns:
       The reads; those that serve an update have a `gradient`.
     """
-    last: dict[Unit, int] = {}  # by unit, the last read before its gradient
-    for number, fetch in enumerate(fetches):
-        if fetch.first <= gradients.get(fetch.unit, -1) and can_take(fetch.unit):
-            last[fetch.unit] = number
-
-    def waiting(one: tuple[Unit, int]) -> int:
-        unit, number = one
-        return gradients[unit] - fetches[number].last
-
-    chosen = list(fetches)
-    held = held_bytes(() if is_staged else fetches, num_calls)
-    for unit, number in sorted(last.items(), key=waiting):
-        one = replace(fetches[number], gradient=gradients[unit])
-        waits = slice(one.first if is_staged else one.last + 2, one.end + 2)
-        num_bytes = page_bytes(unit)
-        if held[waits].max(initial=0) + num_bytes <= limit_bytes:
-            held[waits] += num_bytes
-            chosen[number] = one
-    return tuple(chosen)
+    last = {
+        one.unit: (number, replace(one, gradient=gradients[one.unit]))
+        for number, one in enumerate(fetches)
+        if one.first <= gradients.get(one.unit, -1) and can_take(one.unit)
+    }
+    waits = []
+    for number, one in last.values():
+        start = one.first if is_staged else one.last + 2
+        waits.append(Stay(start, one.end + 2, page_bytes(one.unit), (number, one)))
+    waits.sort(key=lambda stay: gradients[stay.tensor[1].unit] - stay.tensor[1].last)
+    held = _held_bytes(() if is_staged else fetches, num_calls)
+    chosen = dict(stay.tensor for stay in fill(held, waits, limit_bytes))
+    return tuple(chosen.get(number, fetch) for number, fetch in enumerate(fetches))

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from jaxinf.schedule.occupancy import Stay, occupancy
 from jaxinf.streaming.plan.calls import Calls
-from jaxinf.streaming.plan.offload import Candidate, candidates, fitted, leaving
+from jaxinf.streaming.plan.offload import candidates, fitted
 from jaxinf.streaming.plan.simulator import Profile
 
 __all__ = ["RULES"]
@@ -28,17 +29,13 @@ def _latest_used(calls: Calls, budget: int, memory: Memory, _: Profile) -> Calls
 def _largest(calls: Calls, budget: int, memory: Memory, _: Profile) -> Calls:
     """Greedy: the values that free most bytes for most calls, until the rest fits."""
     used = np.array(memory(calls), np.int64)
-
-    def freed(one: Candidate) -> int:
-        return one.life.num_bytes * (one.positions.stop - one.positions.start)
-
-    chosen = []
-    for one in sorted(candidates(calls), key=freed, reverse=True):
-        if used.max(initial=0) <= budget:
+    chosen: list[Stay] = []
+    stays = sorted(candidates(calls), key=lambda s: s.num_bytes * (s.start - s.stop))
+    for stay in stays:
+        if (used - occupancy(len(used), chosen)).max(initial=0) <= budget:
             break
-        used[one.positions] -= one.life.num_bytes
-        chosen.append(one)
-    return leaving(calls, chosen, budget, memory)
+        chosen.append(stay)
+    return fitted(calls, budget, memory, chosen)
 
 
 def _adaptive(calls: Calls, budget: int, memory: Memory, profile: Profile) -> Calls:
@@ -47,23 +44,21 @@ def _adaptive(calls: Calls, budget: int, memory: Memory, profile: Profile) -> Ca
     Segments are walked in order. Everything stays from the first one on with
     (bytes before + 2 x its bytes) / (3 x forward - 2 x time before) > bandwidth.
     """
-    made: dict[int, list[Candidate]] = {}
-    for one in candidates(calls):
-        made.setdefault(one.life.made, []).append(one)
+    stays = candidates(calls)
     forward = calls.calls[: calls.num_forward]
     seconds = [profile.seconds[call.program.key] for call in forward]
     left_s = 3 * sum(seconds)
     before_bytes = 0
-    chosen: list[Candidate] = []
+    chosen: list[Stay] = []
     for number in range(len(forward)):
-        own = made.get(number, ())
-        own_bytes = sum(calls.stored_bytes(one.slot, one.needed) for one in own)
+        own = [stay for stay in stays if calls.lives[stay.tensor].made == number]
+        own_bytes = sum(calls.stored_bytes(one.tensor, one.stop + 1) for one in own)
         if before_bytes + 2 * own_bytes > profile.write * left_s:
             break
         chosen += own
         before_bytes += own_bytes
         left_s -= 2 * seconds[number]
-    return leaving(calls, chosen, budget, memory)
+    return fitted(calls, budget, memory, chosen)
 
 
 RULES: Mapping[str, Callable[[Calls, int, Memory, Profile], Calls]] = {

@@ -8,12 +8,15 @@ Invariant: the host's memory is as planned at every call, however fast the drive
 What stays on the host never reaches a drive.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+
+import numpy as np
 
 from jaxinf.errors import BudgetError
 from jaxinf.io.pages import page_ceil, page_floor
+from jaxinf.schedule.occupancy import Stay, occupancy
+from jaxinf.schedule.packer import evict
 from jaxinf.streaming.plan.calls import Calls, Slot
 from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.plan.offload import fitted
@@ -75,25 +78,30 @@ def plan_tiers(calls: Calls, host_bytes: int) -> Tiers:
       calls: The calls of a step, with absences.
       host_bytes: The most memory of the host for values.
     """
-    sizes = {slot: page_ceil(calls.lives[slot].num_bytes) for slot in calls.absences}
-    waiting = _waiting(calls, sizes)
-    everything = max(waiting, default=0)
+    stays = [
+        Stay(one.written, one.needed, page_ceil(calls.lives[slot].num_bytes), slot)
+        for slot, one in sorted(calls.absences.items())
+    ]
+    waiting = occupancy(len(calls.calls), stays)
+    everything = int(waiting.max(initial=0))
     if everything <= host_bytes:
         return Tiers((), 0, everything)
-    largest = max(sizes.values())
+    largest = max(stay.num_bytes for stay in stays)
     least = 2 * NUM_COPIES * largest
     if host_bytes < least:
         return Tiers((), min(least, everything), 0)
     more = min(largest, page_floor((host_bytes - least) // _WAY_SHARE))
     leaving, returning = NUM_COPIES * largest + more, NUM_COPIES * largest + more
-    left = _left(calls, sizes, waiting, host_bytes - leaving - returning)
+    left = evict(waiting, stays, host_bytes - leaving - returning)
+    waiting = occupancy(len(waiting), (stay for stay in stays if stay not in left))
     # One value at a time is pinned for its copy back.
-    most = sum(sizes[slot] for slot in left)
+    most = sum(stay.num_bytes for stay in left)
     room = [
         page_floor(min(most, host_bytes - leaving - (NUM_COPIES - 1) * largest - later))
-        for later in _most_from(waiting)
+        for later in np.maximum.accumulate(waiting[::-1])[::-1].tolist()
     ]
-    return Tiers(tuple(left), least, host_bytes, leaving, [room[0], *room[:-1]])
+    on_drive = tuple(stay.tensor for stay in sorted(left, key=lambda stay: stay.stop))
+    return Tiers(on_drive, least, host_bytes, leaving, [room[0], *room[:-1]])
 
 
 def check_tiers(tiers: Tiers, host_bytes: int) -> None:
@@ -149,43 +157,3 @@ def check_leaving(
             return
     if found is not None:
         check_tiers(found, host_bytes)
-
-
-def _waiting(calls: Calls, sizes: Mapping[Slot, int]) -> list[int]:
-    """Bytes on the host after each call, if all values stay there."""
-    change = [0] * (len(calls.calls) + 1)
-    for slot, absence in calls.absences.items():
-        change[absence.written] += sizes[slot]
-        change[absence.needed] -= sizes[slot]  # its copy back has ended
-    return list(accumulate(change[:-1]))
-
-
-def _left(
-    calls: Calls, sizes: Mapping[Slot, int], waiting: list[int], budget_bytes: int
-) -> list[Slot]:
-    """The values that go to drives, by next use; updates `waiting`."""
-    left: dict[Slot, int] = {}
-    by_use = sorted(
-        calls.absences.items(),
-        key=lambda item: (item[1].needed, sizes[item[0]], -item[0].number),
-    )
-    for number in range(len(waiting)):
-        if waiting[number] <= budget_bytes:
-            continue
-        ranked = [
-            slot
-            for slot, one in by_use
-            if slot not in left and one.written <= number < one.needed
-        ]
-        while waiting[number] > budget_bytes:
-            slot = ranked.pop()
-            absence = calls.absences[slot]
-            left[slot] = absence.needed
-            for i in range(absence.written, absence.needed):
-                waiting[i] -= sizes[slot]
-    return sorted(left, key=left.__getitem__)
-
-
-def _most_from(waiting: Sequence[int]) -> list[int]:
-    """The most bytes from each call on."""
-    return list(accumulate(reversed(waiting), max))[::-1]

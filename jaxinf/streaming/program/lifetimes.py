@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from jaxinf.program.graph import Node, Value
+from jaxinf.schedule.occupancy import Stay, occupancy
 from jaxinf.streaming.program.classify import Classes
 from jaxinf.streaming.program.graph import Graph, Piece, aval_bytes, num_bytes
 from jaxinf.streaming.program.order import Order
@@ -123,11 +124,10 @@ class Lifetimes:
         last: dict[Value, int] = {}
         for i, node in enumerate(nodes):
             last.update(dict.fromkeys(self.classes.needs[node] & made.keys(), i))
-        change = np.zeros(len(nodes) + 1, np.int64)
-        for value, end in last.items():
-            change[made[value] + 1] += aval_bytes(value.aval)
-            change[end + 1] -= aval_bytes(value.aval)
-        return np.cumsum(change)
+        return occupancy(
+            len(nodes) + 1,
+            (Stay(made[v] + 1, end + 1, aval_bytes(v.aval)) for v, end in last.items()),
+        )
 
 
 def _made(nodes: tuple[Node, ...]) -> dict[Value, int]:
