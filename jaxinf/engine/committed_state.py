@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxinf.csd import CsdInfo
+from jaxinf.engine.dispatched import wait_for_callbacks
 from jaxinf.engine.state import committed_step, read_state
 from jaxinf.engine.steps import StepMetrics
 from jaxinf.engine.training import Training
@@ -244,7 +245,7 @@ class CommittedState:
                 return reader.read(record, chosen)
 
     def wait(self, state: Any = None) -> None:
-        """Blocks until all finished steps are durable, with any `durability`.
+        """Blocks until all dispatched steps are finished and durable.
 
         Args:
           state: the transform state to wait for first. Its step is then kept, as one of
@@ -255,7 +256,9 @@ class CommittedState:
             self.training.keep_saved()
 
     def _wait_for(self, state: Any) -> None:
-        if state is not None:
+        if state is None:
+            wait_for_callbacks()
+        else:
             try:
                 jax.block_until_ready(state)
             except Exception:

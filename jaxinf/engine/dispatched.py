@@ -17,6 +17,7 @@ __all__ = [
     "check_thread",
     "has_unread_failure",
     "is_thread_of_jax",
+    "wait_for_callbacks",
     "wait_for_dispatched",
 ]
 
@@ -59,6 +60,16 @@ def wait_for_dispatched() -> None:
         pause_s = min(2 * pause_s, _LONGEST_S)
     with contextlib.suppress(Exception):
         jax.effects_barrier()
+
+
+def wait_for_callbacks() -> None:
+    """Blocks until all callbacks have run that this thread has dispatched.
+
+    Errors are not raised, since a store keeps its own.
+    """
+    if compat.has_backend() and not is_thread_of_jax():
+        with contextlib.suppress(Exception):
+            jax.effects_barrier()
 
 
 def has_unread_failure() -> bool:

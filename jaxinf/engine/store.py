@@ -122,7 +122,8 @@ class Store(CommittedState):
         Args:
           name: name of the checkpoint. By default it is the step's number, since
             Orbax's CheckpointManager lists numbers.
-          state: the transform state to wait for, as JAX's dispatch is asynchronous.
+          state: the transform state to wait for; by default all that this thread has
+            dispatched, as JAX's dispatch is asynchronous.
 
         Returns:
           The name. The checkpoint is ``STORE/checkpoints/NAME``, an Orbax checkpoint

@@ -388,3 +388,24 @@ def test_payload_rides_in_the_commit(open_store):
     store.wait(state)
     store.close()
     assert open_store().payload == {"position": 17}
+
+
+@pytest.mark.parametrize("how", ["wait", "checkpoint", "params"])
+def test_what_is_dispatched_is_waited_for(how, open_store):
+    """With an update in a jit of its own, of which nothing has been read."""
+    params = make_params()
+    store = open_store(how)
+    tx = jaxinf.smart_update(optax.adam(1e-2), store)
+    state, gradients = tx.init(params), jax.tree.map(jnp.ones_like, params)
+    update = jax.jit(tx.update)
+    for step in range(1, 13):
+        updates, state = update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+        if how == "wait":
+            store.wait()
+            assert store.step == step
+        elif how == "checkpoint":
+            assert store.checkpoint() == str(step)
+        else:
+            found = store.params(like=params)
+            jax.tree.map(np.testing.assert_array_equal, found, params)
