@@ -6,16 +6,17 @@ a process of its own, whose peak of resident memory is printed as one line of JS
     python scripts/measure_streaming.py --store /mnt/nvme0/tmp
 
 `over_budget_mib` is the peak without the budget: what Python, JAX, the traced model and
-its compiled programs take.
+its compiled programs take. `evaluation_mib` is the peak of an evaluation of the loss in
+the memory of the step, and `step_after_mib` that of the step after it.
 """
 
 import bisect
 import json
-import resource
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -124,6 +125,14 @@ def least_bytes(case: Case) -> int:
     return counts[bisect.bisect_left(counts, True, key=is_accepted)] * STEP_BYTES
 
 
+def peak_of(call: Callable[[], Any]) -> int:
+    """Calls a function; returns the peak of resident memory meanwhile, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    jax.block_until_ready(call())
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) << 10
+
+
 def run(case: Case) -> dict[str, Any]:
     """Trains in this process, and returns its figures."""
     model = model_of(case)
@@ -131,15 +140,15 @@ def run(case: Case) -> dict[str, Any]:
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
     budget = case.memory_bytes
     with jaxinf.stream(model.loss_fn, tx, case.store, memory_bytes=budget) as step:
-        step.init(model.new_params, batch=batch)
-        seconds = []
+        seconds, peaks = [], [peak_of(lambda: step.init(model.new_params, batch=batch))]
         for _ in range(case.steps):
             began_s = time.perf_counter()
-            jax.block_until_ready(step(batch))
+            peaks.append(peak_of(lambda: step(batch)))
             seconds.append(time.perf_counter() - began_s)
         assert step.plan is not None
-        plan = step.plan
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        plan, peak = step.plan, max(peaks)
+        evaluation = peak_of(lambda: step.function(model.loss_fn)(batch))
+        after = peak_of(lambda: step(batch))
     return {
         "preset": case.preset,
         "num_layers": model.config.num_layers,
@@ -147,6 +156,8 @@ def run(case: Case) -> dict[str, Any]:
         "budget_mib": round(budget / MIB),
         "peak_mib": round(peak / MIB),
         "over_budget_mib": round((peak - budget) / MIB),
+        "evaluation_mib": round(evaluation / MIB),
+        "step_after_mib": round(after / MIB),
         "programs": len(plan.distinct),
         "calls": len(plan.calls.calls),
         "step_s": round(min(seconds), 2),
