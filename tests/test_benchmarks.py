@@ -237,9 +237,8 @@ def test_errors_of_coded_activations(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("chunk", [0, 256])
-def test_offload_takes_longer_sequences(tmp_path, chunk):
-    options = ("--memory", "48MiB", "--hidden", 128, "--chunk", chunk, "--run")
+def test_offload_takes_longer_sequences(tmp_path):
+    options = ("--memory", "48MiB", "--hidden", 128, "--run")
     done = run_script("longest_sequence.py", "--store", tmp_path, *options)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
