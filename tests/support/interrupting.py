@@ -136,11 +136,17 @@ class Stored:
 
     def __init__(self, path, policy, parts):
         self.store = jaxinf.open_store(path, chunk_elements=4096)
+        memory = {"memory_bytes": 27 << 20}
+        if policy in ("keep", "recompute"):  # with little room to read ahead
+            memory = {
+                "memory_bytes": 40 << 20,
+                "device_memory_bytes": (2 << 20) // parts,
+            }
         self.step = jaxinf.stream(
             loss_fn,
             TX,
             self.store,
-            memory_bytes=40 << 20 if policy in ("keep", "recompute") else 27 << 20,
+            **memory,
             policy=policy,
             micro_batches=parts,
         )
