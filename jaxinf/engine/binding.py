@@ -104,7 +104,7 @@ class Binding:
         self._has_compared = False
         self._at: _State | None = None  # the state that the next update should get
         self._before: _State | None = None  # the one that the last update got
-        self._has_warned = False
+        self._has_warned = self._has_warned_unheld = False
 
     def is_at(self, step: int, origin: int) -> bool:
         """Whether a state is the last step's, so that nothing must be compared."""
@@ -206,7 +206,10 @@ class Binding:
                     f"checkpoint, {RESTART}"
                 )
             if not self._has_compared and opened.directory.manifest.num_params:
-                check_known(path, step, origin)
+                is_own = self._at is not None  # a state that this run's update got
+                warns = not (is_own or self._has_warned_unheld)
+                check_known(path, step, origin, warns=warns)
+                self._has_warned_unheld |= warns
             self._go_on_from(opened, same)
             self._forget()
             if origin != INIT_WITH_OTHERS:

@@ -110,8 +110,13 @@ def diverged_error(name: str, given: Array, held: Array) -> DivergedParamsError:
     )
 
 
-def check_known(path: Path, step: int, origin: int) -> None:
+def check_known(path: Path, step: int, origin: int, *, warns: bool) -> None:
     """Refuses to go on without params where `init` saw others than the step's.
+
+    Args:
+      path: the store's path.
+      step, origin: of the state.
+      warns: whether to warn of a state that may have been restored beside other params.
 
     Raises:
       StoreMismatchError: the state is of such an `init`.
@@ -124,12 +129,14 @@ def check_known(path: Path, step: int, origin: int) -> None:
             "restore params and state from one checkpoint, or give update the params "
             f"so that they can be compared, tx.update(grads, state, params), {RESTART}"
         )
-    _LOG.warning(
-        "%s: update was given no params, so they are not held against those of step "
-        "%d in the store; give them: tx.update(grads, state, params)",
-        path,
-        step,
-    )
+    if warns:
+        _LOG.warning(
+            "%s: update was given no params, so they are not held against those of "
+            "step %d in the store; give them: tx.update(grads, state, params). This is "
+            "said once",
+            path,
+            step,
+        )
 
 
 def stale_state(path: Path, step: int, at: int) -> StaleStateError:
@@ -140,10 +147,17 @@ def stale_state(path: Path, step: int, at: int) -> StaleStateError:
       step: the state's step.
       at: the store's step.
     """
-    given_up = " as it was before the store went back" if step == at else ""
+    if step == at:
+        return StaleStateError(
+            f"{path}: the optimizer state given to update is of a step {step} that was "
+            "given up: update was called again with the state before it, so the store "
+            f"went back and made another step {at}. Go on with the params and the "
+            "state that the last call returned, or take the store's: params = "
+            "store.params(like=params) and state = tx.init(params)"
+        )
     return StaleStateError(
-        f"{path}: the optimizer state given to update is of step {step}{given_up}, the "
-        f"store is at step {at}. Each call of update is a step of the store, also one "
+        f"{path}: the optimizer state given to update is of step {step}, the store is "
+        f"at step {at}. Each call of update is a step of the store, also one "
         "whose results are thrown away (jitted.lower(…).compile() compiles without "
         "one); give each call the state that the last one returned, and each model a "
         "store of its own (one store per init). To go on from the store, use params = "

@@ -22,7 +22,13 @@ from jaxinf.schema.kinds import (
     Whole,
     shown,
 )
-from jaxinf.schema.parsing import MOST_BYTES, MOST_NESTING, check_json, parse_json
+from jaxinf.schema.parsing import (
+    MOST_BYTES,
+    MOST_NESTING,
+    check_json,
+    json_problem,
+    parse_json,
+)
 
 __all__ = [
     "ANYTHING",
@@ -43,6 +49,7 @@ __all__ = [
     "Text",
     "Whole",
     "check_json",
+    "json_problem",
     "parse_json",
     "shown",
 ]

@@ -5,12 +5,13 @@ Invariant: the limits here bound memory and time for any bytes.
 
 import json
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from jaxinf.schema.kinds import Kind, SchemaError
 
-__all__ = ["MOST_BYTES", "MOST_NESTING", "check_json", "parse_json"]
+__all__ = ["MOST_BYTES", "MOST_NESTING", "check_json", "json_problem", "parse_json"]
 
 MOST_BYTES = 64 << 20
 """Limit of a document; a record of 2 million chunks takes a third of it."""
@@ -46,8 +47,15 @@ def parse_json(raw: bytes, *, most_bytes: int = MOST_BYTES) -> Any:
         raise
     except RecursionError:
         raise SchemaError("the document is nested too deep") from None
-    except ValueError as error:  # bad JSON or UTF-8, or a number with too many digits
-        raise SchemaError(f"no JSON: {error}") from None
+    except ValueError as error:
+        raise SchemaError(f"no JSON: {json_problem(error)}") from None
+
+
+def json_problem(error: ValueError) -> str:
+    """Says why Python refused JSON, without its advice to programmers."""
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+        return str(error)
+    return f"a number of more than {sys.get_int_max_str_digits()} digits"
 
 
 def check_json(raw: bytes, kind: Kind, *, most_bytes: int = MOST_BYTES) -> Any:

@@ -91,6 +91,7 @@ class StoreLock:
     Raises:
       StoreLockedError: another open store holds it; names the holder. Does not wait.
       StoreFormatError: the lock's path is not a regular file.
+      StoreSpaceError: there is no room to note the holder; nothing is locked.
     """
 
     def __init__(self, store_path: Path) -> None:
@@ -114,7 +115,12 @@ class StoreLock:
         text = json.dumps(
             {"pid": os.getpid(), "host": socket.gethostname(), "command": sys.argv}
         )
-        self._write(text)
+        try:
+            with translated("locking", self._file.path):
+                self._write(text)
+        except BaseException:
+            self._file.close()
+            raise
 
     def check(self) -> None:
         """Refuses to go on if another process could hold the lock, too.

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from jaxinf.errors import StoreError, StoreFormatError
+from jaxinf.errors import StoreError, StoreFormatError, StoreSpaceError
 from jaxinf.layout import assign_csds, reassign_csds
 from jaxinf.store.contents import StoreContents
 from jaxinf.store.creation import check_space, create_store, discard_store
@@ -19,10 +19,14 @@ from jaxinf.store.lock import StoreLock
 from jaxinf.store.manifest import LeafRecord, Manifest
 from jaxinf.store.owned import read_owned
 from jaxinf.store.space import stored_bytes
+from jaxinf.terminal import format_bytes
 
 __all__ = ["is_unfinished", "lay_out", "making_store"]
 
 _LOCKS = ("lock", "publish.lock")
+
+_MOST_FILES = 2 << 20
+"""Limit of a slot's chunk files, as its record names each (`schema.MOST_BYTES`)."""
 
 
 def lay_out(
@@ -41,11 +45,15 @@ def lay_out(
       held: an existing store with these contents, to be rebalanced: it keeps its id,
         and chunks keep their CSDs as far as the loads allow. By default the store is
         new and gets a new id.
+
+    Raises:
+      StoreSpaceError: there are too many chunks for a store's record.
     """
     leaves = [
         LeafRecord.of(leaf, shape, ())
         for leaf, shape in zip(contents.leaves, chunk_shapes, strict=True)
     ]
+    _check_count(leaves)  # before so many are listed
     chunk_bytes = [
         [
             sum(stored_bytes(chunk, state) for state in leaf.states)
@@ -64,6 +72,22 @@ def lay_out(
         store_id=uuid.uuid4().hex if held is None else held.store_id,
         csds=tuple(csd_roots),
     )
+
+
+def _check_count(leaves: Sequence[LeafRecord]) -> None:
+    num_files = sum(leaf.grid.num_chunks * len(leaf.states) for leaf in leaves)
+    if num_files > _MOST_FILES:
+        num_bytes = sum(
+            state.num_elements(leaf.grid.num_elements) * state.itemsize
+            for leaf in leaves
+            for state in leaf.states
+        )
+        raise StoreSpaceError(
+            f"a store's two slots: expected at most {_MOST_FILES:,} chunk files in "
+            f"each, found {num_files:,} with {num_bytes:,} bytes "
+            f"({format_bytes(num_bytes)}); take a smaller model, or larger "
+            "chunks (open_store(…, chunk_elements=…))"
+        )
 
 
 def _owners(

@@ -11,6 +11,7 @@ from pathlib import Path
 from jaxinf.errors import StoreSpaceError
 from jaxinf.layout import PAGE_BYTES, Chunk
 from jaxinf.store.contents import StateRecord
+from jaxinf.terminal import format_bytes
 
 __all__ = ["check_free_space", "stored_bytes"]
 
@@ -44,8 +45,8 @@ def check_free_space(needs: Mapping[Path, int], what: str, remedy: str) -> None:
         free = status.f_bavail * status.f_frsize
         if need > free:
             raise StoreSpaceError(
-                f"{entries[0][0]}: {what} {need:,} bytes ({need / 2**30:.1f} GiB) "
-                f"there, the file system has {free:,} free ({free / 2**30:.1f} GiB); "
+                f"{entries[0][0]}: {what} {need:,} bytes ({format_bytes(need)}) "
+                f"there, the file system has {free:,} free ({format_bytes(free)}); "
                 f"{remedy}"
             )
 

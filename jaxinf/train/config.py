@@ -442,7 +442,10 @@ def _check_ranges(config: TrainConfig) -> None:
     ):
         value = getattr(config, name)
         if value is not None and not value >= least:
-            raise UsageError(f"{_flag(name)}: expected at least {least}, got {value}")
+            also = "; 0 imports what --from names" if name == "steps" and least else ""
+            raise UsageError(
+                f"{_flag(name)}: expected at least {least}, got {value}{also}"
+            )
     if config.seed >= 1 << 32:
         raise UsageError(f"--seed: expected less than 2**32, got {config.seed}")
     if config.learning_rate is not None and not config.learning_rate > 0:

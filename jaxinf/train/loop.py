@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import os
 import platform
 import time
 from pathlib import Path
@@ -129,6 +130,22 @@ def _new_params(model: ModelConfig, seed: int) -> PyTree:
     return split(make_model(model, rngs=nnx.Rngs(seed)))[1]
 
 
+def _check_log_dir(logs: Path) -> None:
+    is_new = not os.path.lexists(logs)
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        problem = "" if os.access(logs, os.W_OK) else "no access to write"
+        if is_new:
+            logs.rmdir()
+    except OSError as error:
+        problem = error.strerror
+    if problem:
+        raise UsageError(
+            f"--log-dir {logs}: expected a directory, or a place for one, found: "
+            f"{problem}; name another, outside the store"
+        )
+
+
 class _Run:
     """The state of a run: data, params, optimizer state, logs."""
 
@@ -145,6 +162,7 @@ class _Run:
         self._identity = Identity(config, data)
         self._graphdef, like = abstract_params(config.model_config)
         self.step = self._first_step()
+        _check_log_dir(config.logs)  # before the store is made
         self.params, self._state = backend.init(
             lambda: _first_params(config), like, first_payload(config), batches[0]
         )

@@ -223,7 +223,17 @@ def test_discarded_updates_leave_no_trace(how, gives, open_store, run, caplog):
         assert store.payload == "the third"
         assert_same(store.params(like=params), third)
     assert caplog.text.count("the result of the last update was discarded") == 1
+    assert "update was given no params" not in caplog.text  # they were not restored
     assert "rolled back" not in caplog.text
+
+
+def test_params_that_are_not_given_are_told_of_once_a_run(open_store, kept, caplog):
+    store, tx = opened(open_store)
+    for _ in range(3):
+        tx.update(FRESH, copied(kept[2])[1])
+    store.training.binding.release()  # as after Ctrl-C
+    tx.update(FRESH, copied(kept[2])[1])
+    assert caplog.text.count("update was given no params") == 1
 
 
 def test_a_discarded_update_gives_back_what_was_annotated(open_store):
@@ -243,8 +253,11 @@ def test_a_state_that_was_given_up_is_no_state_of_its_step(open_store):
     state = tx.init(PARAMS)
     _, first = eager(tx, PARAMS, state, False)
     other, second = eager(tx, FRESH, state, False)
-    for stale in (first, state._replace(step=state.step + 7)):
-        with pytest.raises(jaxinf.StaleStateError, match=r"of step .* the store is at"):
+    for stale, said in (
+        (first, r"a step 1 that was given up: .* made another step 1\. Go on with"),
+        (state._replace(step=state.step + 7), "of step 7, the store is at step 2"),
+    ):
+        with pytest.raises(jaxinf.StaleStateError, match=said):
             tx.update(FRESH, stale)
         store.close()
         store, tx = opened(open_store)

@@ -29,6 +29,7 @@ from jaxinf.store import (
     required_bytes,
     stored_bytes,
 )
+from jaxinf.store.space import check_free_space
 
 EVENTS: list[tuple[str, ...]] = []
 _watched: list[Path] = []
@@ -99,6 +100,22 @@ def test_space_is_checked_before_anything_is_written(place, manifest_of):
     ):
         check_space(directory)
     assert not (place / "new").exists()
+
+
+def test_sizes_have_units_of_their_own():
+    with pytest.raises(
+        StoreSpaceError, match=r"^/proc: need 4,096 bytes \(4\.00 KiB\) .* \(0 B\); go$"
+    ):
+        check_free_space({Path("/proc"): 4096}, "need", "go")
+
+
+def test_more_chunks_than_a_record_names_are_refused_before_they_are_listed(
+    manifest_of,
+):
+    with pytest.raises(
+        StoreSpaceError, match=r"at most 2,097,152 .*, found 3,145,728 .*\(40\.0 GiB\)"
+    ):
+        manifest_of(shapes={("w",): (1 << 20, 4096)})
 
 
 def test_space_of_csds_on_one_file_system_is_added_up(place, manifest_of):

@@ -9,7 +9,12 @@ import sys
 
 import pytest
 
-from jaxinf.errors import StoreFormatError, StoreIOError, StoreLockedError
+from jaxinf.errors import (
+    StoreFormatError,
+    StoreIOError,
+    StoreLockedError,
+    StoreSpaceError,
+)
 from jaxinf.store import StoreLock
 from jaxinf.store.lock import LockFile, lock_exclusively
 
@@ -77,6 +82,17 @@ def test_a_holder_takes_its_name_along(tmp_path):
     lock = StoreLock(tmp_path)
     lock.release()
     assert not (tmp_path / "lock").read_bytes()
+
+
+def test_no_room_for_the_name(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(StoreSpaceError, match=r"/lock: locking failed: .*; raise"):
+            StoreLock(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    StoreLock(tmp_path).release()
 
 
 @pytest.mark.filterwarnings("ignore:os.fork")

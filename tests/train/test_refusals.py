@@ -84,7 +84,7 @@ def test_failing_drive_is_one_message(run, tmp_path, capfd, monkeypatch):
     ("words", "expected"),
     [
         ((), "--store: expected a directory"),
-        (("--store", "s", "--steps", 0), "--steps: expected at least 1, got 0"),
+        (("--store", "s", "--steps", -3), "at least 1, got -3; 0 imports what --from"),
         (("--store", "s", "--seq-len", 17), "--seq-len: expected at most 16"),
         (("--store", "s", "--optimizer", "sgd"), "--learning-rate: expected"),
         (("--store", "s", "--momentum", "0.5"), "--momentum: expected with sgd"),
@@ -94,6 +94,8 @@ def test_failing_drive_is_one_message(run, tmp_path, capfd, monkeypatch):
         (("--mode", "memory", "--store", "s"), "--store: --mode memory keeps nothing"),
         (("--mode", "memory", "--memory-bytes", "1GiB"), "--memory-bytes: --mode mem"),
         (("--store", "s", "--log-dir", "s/log"), "--log-dir"),
+        (("--store", "s", "--log-dir", "/proc/1/zz"), "--log-dir /proc/1/zz: expected"),
+        (("--store", "s", "--log-dir", "/dev/full"), "--log-dir /dev/full: expected"),
         (("--store", "s", "--csd-root", "/nowhere"), "CSD root /nowhere"),
         (("--store", "s", "--learning-rate", "nan"), "--learning-rate: expected more"),
         (("--store", "s", "--preset", "tiny"), "--preset: expected one of gpt2's"),

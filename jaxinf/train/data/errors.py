@@ -15,7 +15,7 @@ class DataError(JaxinfError):
 
 
 @contextlib.contextmanager
-def refusing(what: str) -> Iterator[None]:
+def refusing(what: str, remedy: str = "") -> Iterator[None]:
     """Makes every failure of a package that parses a stranger's data a `DataError`.
 
     Packages document few of the exceptions that damaged data leads to, and a panic of
@@ -23,13 +23,15 @@ def refusing(what: str) -> Iterator[None]:
 
     Args:
       what: place and expectation, the beginning of the error.
+      remedy: its end.
     """
     try:
         yield
     except (JaxinfError, GeneratorExit, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        raise DataError(f"{what}: {type(error).__name__}: {error}") from error
+        why = f"{what}: {type(error).__name__}: {error}"
+        raise DataError(f"{why}; {remedy}" if remedy else why) from error
 
 
 def optional_import(module: str, *, what: str, extra: str = "data") -> Any:

@@ -93,7 +93,10 @@ class Images:
         with np.errstate(over="ignore", invalid="ignore"):
             pixels = _scaled(_resized(image, self.shape, picture.where))
         if not np.isfinite(pixels).all():
-            raise DataError(f"{picture.where}: expected finite pixels, found others")
+            raise DataError(
+                f"{picture.where}: expected finite pixels, found others; mend or "
+                "remove it"
+            )
         return {"images": pixels, "labels": np.array(picture.label, np.int32)}
 
     def fingerprint(self) -> str:
@@ -268,7 +271,8 @@ def _decoded(picture: Picture, num_channels: int) -> Array:
             f"{picture.where}: expected a model of 1, 3 or 4 channels, which image "
             f"files have, found {num_channels}; give it arrays"
         )
-    with refusing(f"{picture.where}: expected an image, but it cannot be read"):
+    what = f"{picture.where}: expected an image, but it cannot be read"
+    with refusing(what, "mend or remove it"):
         source = picture.content
         with (
             io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as f

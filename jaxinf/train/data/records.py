@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxinf.errors import StoreIOError
 from jaxinf.io import read_bounded
-from jaxinf.schema import MOST_BYTES, SchemaError, parse_json, shown
+from jaxinf.schema import MOST_BYTES, SchemaError, json_problem, parse_json, shown
 from jaxinf.train.data.errors import DataError, optional_import, refusing
 from jaxinf.train.data.files import is_saved_dataset
 
@@ -22,6 +22,7 @@ __all__ = ["PLAIN_TEXT", "Record", "read_records", "saved_splits"]
 
 _JSON_SUFFIXES = (".jsonl", ".ndjson")
 _TABLE_SUFFIXES = {".csv": ",", ".tsv": "\t"}
+_ARRAY_SUFFIXES = (".npz", ".npy")
 _MOST_DIGITS = 10
 PLAIN_TEXT = ""  # the field of a plain text file; users cannot give this name
 _ROWS_AT_ONCE = 1024
@@ -69,6 +70,11 @@ def read_records(path: Path, used: Collection[str]) -> Iterator[Record]:
         return _parquet_rows(path, used)
     if path.suffix in _TABLE_SUFFIXES:
         return _table_rows(path, _TABLE_SUFFIXES[path.suffix])
+    if path.suffix in _ARRAY_SUFFIXES:
+        raise DataError(
+            f"{path}: expected text, JSON, CSV or Parquet, found NumPy's arrays, which "
+            "models of images take; leave it out, or give --model vit"
+        )
     text = path.read_bytes()
     if path.suffix == ".json" and text.lstrip()[:1] == b"[":
         return _json_items(path, text)
@@ -102,13 +108,8 @@ def _json_lines(path: Path) -> Iterator[Record]:
             where = f"{path}:{number}"
             try:
                 fields = json.loads(line.rstrip(b"\r\n"))
-            except RecursionError:
-                raise DataError(
-                    f"{where}: expected a JSON object, found one that is nested too "
-                    "deep; mend or remove the line"
-                ) from None
-            except ValueError as error:  # also for bytes that are not UTF-8
-                found = "an empty line" if not line.strip() else f"none ({error})"
+            except (ValueError, RecursionError) as error:
+                found = "an empty line" if not line.strip() else _found(error)
                 raise DataError(
                     f"{where}: expected a JSON object, found {found}; mend or remove "
                     "the line"
@@ -120,9 +121,18 @@ def _json_items(path: Path, text: bytes) -> Iterator[Record]:
     try:
         items = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: expected a list in JSON: {error}") from error
+        raise DataError(
+            f"{path}: expected a list in JSON, found {_found(error)}; mend or remove "
+            "the file"
+        ) from error
     for number, fields in enumerate(items, 1):
         yield _record(f"{path}: item {number}", fields)
+
+
+def _found(error: ValueError | RecursionError) -> str:
+    if isinstance(error, RecursionError):
+        return "one that is nested too deep"
+    return f"none ({json_problem(error)})"
 
 
 def _record(where: str, fields: Any) -> Record:
@@ -135,6 +145,7 @@ def _record(where: str, fields: Any) -> Record:
 
 def _table_rows(path: Path, delimiter: str) -> Iterator[Record]:
     """Yields the rows below a line of names; digits as ``label`` are a number."""
+    csv.field_size_limit(max(csv.field_size_limit(), MOST_BYTES))  # of the process
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = csv.DictReader(file, delimiter=delimiter, strict=True)

@@ -59,8 +59,12 @@ def test_a_list_in_json(write):
     assert record.fields == {PLAIN_TEXT: b'{"name": "one"}'}
     for content, found in (
         (b"[1]", "item 1: expected a JSON object"),
-        (b"[{", "Expecting"),
-        (b"[" * 100_000, "recursion"),
+        (b"[{", r"Expecting.*; mend or remove the file"),
+        (b"[" * 100_000, "found one that is nested too deep; mend or remove the file"),
+        (
+            b"[" + b"9" * 5000 + b"]",
+            r"found none \(a number of more than 4300 digits\)",
+        ),
     ):
         with pytest.raises(DataError, match=found):
             list(read_records(write("c.json", content), USED))
@@ -74,6 +78,7 @@ def test_tables(write):
         {"text": "b", "label": "many"},
     ]
     assert texts(write("a.tsv", "text\tn\none\t1\n")) == ["one"]
+    assert texts(write("c.csv", "text\n" + "a" * 200_000)) == ["a" * 200_000]
     for content, found in (
         (b"text,label\na\n", "row 1: expected 2 columns"),
         (b"text\na,b\n", "row 1: expected 1 columns"),
@@ -94,12 +99,19 @@ def test_tables(write):
         (b"null", "found null"),
         (b"3", "found a number"),
         (b'{"text":' + b"[" * 100_000, "found one that is nested too deep"),
+        (b'{"text":' + b"9" * 5000, r"found none \(a number of .* digits\); mend"),
     ],
 )
 def test_malformed_lines_are_named(write, line, found):
     path = write("a.jsonl", b'{"text": "one"}\n' + line + b'\n{"text": "two"}\n')
     with pytest.raises(DataError, match=f"a.jsonl:2: expected a JSON object.*{found}"):
         list(read_records(path, USED))
+
+
+@pytest.mark.parametrize("name", ["a.npz", "images.npy"])
+def test_arrays_are_no_text(write, name):
+    with pytest.raises(DataError, match=f"{name}: expected text.*; leave it out"):
+        read_records(write(name, b"PK"), USED)
 
 
 def test_parquet(tmp_path):
