@@ -7,19 +7,64 @@ their own shardings; only the calls of the host see others.
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinf.engine import Store, shard_counts
+from jaxinf.optimizer.host_side import HostSide
+from jaxinf.optimizer.sharding import traced_shardings
 
-__all__ = ["moved", "stored_shardings"]
+__all__ = ["Resharding"]
+
+_Shardings = tuple[NamedSharding, ...]
 
 
-def stored_shardings(
-    store: Store, shardings: tuple[NamedSharding, ...], leaves: Sequence[jax.Array]
-) -> tuple[NamedSharding, ...]:
+@dataclass(frozen=True)
+class Resharding:
+    """The way of the leaves to the store's shardings and back; traceable.
+
+    Attributes:
+      own: the leaves' shardings in the program; empty for one JAX device.
+      stored: those in which the leaves are handed over.
+    """
+
+    own: _Shardings
+    stored: _Shardings
+
+    @classmethod
+    def of(
+        cls, host: HostSide, given: _Shardings, leaves: Sequence[jax.Array]
+    ) -> "Resharding":
+        """Finds both shardings; warns if leaves have to be gathered.
+
+        Args:
+          host: the store's host functions.
+          given: the leaves' shardings if the caller knows them, or empty.
+          leaves: the params' leaves.
+        """
+        if given:
+            return cls(given, given)
+        own = traced_shardings(leaves)
+        stored = _stored_shardings(host.store, own, leaves)
+        if stored != own:
+            host.warn_of_gathering(own[0].mesh.size)
+        return cls(own, stored)
+
+    def to_store(self, values: Sequence[Any]) -> list[Any]:
+        """Moves an array, a tuple of arrays or None of each leaf; all or no leaves."""
+        return _moved(values, self.own, self.stored)
+
+    def to_program(self, values: Sequence[Any]) -> list[Any]:
+        """The reverse of `to_store`."""
+        return _moved(values, self.stored, self.own)
+
+
+def _stored_shardings(
+    store: Store, shardings: _Shardings, leaves: Sequence[jax.Array]
+) -> _Shardings:
     """Returns the shardings in which leaves can be handed over.
 
     Args:
@@ -42,17 +87,12 @@ def stored_shardings(
     )
 
 
-def moved(
-    arrays: Sequence[Any],
-    present: Sequence[NamedSharding],
-    wanted: Sequence[NamedSharding],
-) -> list[Any]:
-    """Returns arrays in other shardings; None stays None. Traceable."""
-    if tuple(present) == tuple(wanted):
-        return list(arrays)
+def _moved(values: Sequence[Any], now: _Shardings, then: _Shardings) -> list[Any]:
+    if now == then or not values:
+        return list(values)
     return [
-        array if array is None or now == then else jax.sharding.reshard(array, then)
-        for array, now, then in zip(arrays, present, wanted, strict=True)
+        value if old == new else jax.sharding.reshard(value, new)
+        for value, old, new in zip(values, now, then, strict=True)
     ]
 
 

@@ -9,6 +9,8 @@ Invariant: the store advances by exactly one step for each update that is not re
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,10 +22,9 @@ from jaxinf.optimizer.aligning import Shapes
 from jaxinf.optimizer.callback import FAILED
 from jaxinf.optimizer.change import change
 from jaxinf.optimizer.entering import entering
-from jaxinf.optimizer.gathering import moved, stored_shardings
+from jaxinf.optimizer.gathering import Resharding
 from jaxinf.optimizer.host_side import COMMITTED
 from jaxinf.optimizer.leaf_call import HostCall
-from jaxinf.optimizer.sharding import traced_shardings
 from jaxinf.optimizer.state import SmartUpdateState, check_state, next_state
 from jaxinf.optimizer.step_calls import StepCalls
 from jaxinf.optimizer.wrapped import Wrapped
@@ -61,96 +62,92 @@ def run_update(
         known = shapes.tree
     treedef = jax.tree.structure(known)
     gradients = treedef.flatten_up_to(updates)
-    own = shardings or traced_shardings(jax.tree.leaves(known))
-    if not shardings:
-        shardings = stored_shardings(wrapped.store, own, jax.tree.leaves(known))
-        if shardings != own:
-            wrapped.host.warn_of_gathering(own[0].mesh.size)
+    places = Resharding.of(wrapped.host, shardings, jax.tree.leaves(known))
     init, program = wrapped.trace(known, extra_args)
-    description = wrapped.describe(init, program, shardings)
+    description = wrapped.describe(init, program, places.stored)
+    _check(wrapped, description, state, gradients)
+    on_device = _device_params(wrapped, known, params, extra_args)
+    zeros = [jnp.zeros(leaf.shape, leaf.device_dtype) for leaf in description.leaves]
+    seen = [z if g is None else g for g, z in zip(gradients, zeros, strict=True)]
     old = jax.tree.leaves(state.optimizer)
     feedback = jax.tree.leaves(state.error_feedback)
-    num_feedback = len(gradients) if wrapped.has_feedback else 0
-    check_state(state, description, num_feedback=num_feedback)
-    _check_gradients(gradients, description)
-    if wrapped.store.training.commit is not None:
-        wrapped.store.training.bind(description)  # refuses it while it is traced
-    on_device = _device_params(wrapped, known, params, extra_args)
-    stand_ins = [
-        jnp.zeros(leaf.shape, leaf.device_dtype) for leaf in description.leaves
-    ]
-    seen = [z if g is None else g for g, z in zip(gradients, stand_ins, strict=True)]
-    given = (seen, on_device or stand_ins, old, extra_args)
-    step = StepCalls(wrapped, description, shardings, state)
-    sent = moved(on_device, own[: len(on_device)], shardings[: len(on_device)])
+    prologue = partial(program.prologue, seen, on_device or zeros, old, extra_args)
+    step = StepCalls(wrapped, description, places.stored, state)
+    sent = places.to_store(on_device)
     bound, origin = step.bind(sent)
     leaves = step.leaf_calls(
-        moved(gradients, own, shardings),
-        sent,
-        moved(feedback, own[: len(feedback)], shardings[: len(feedback)]),
+        places.to_store(gradients), sent, places.to_store(feedback)
     )
     recalled: list[jax.Array] = []
     if program.recall is not None:
         assert program.recall.counter is not None, "smart_update recalls sums only"
-        before, _ = program.prologue(*given, recalled=stand_ins)
+        before, _ = prologue(recalled=zeros)
         is_due = before[program.recall.counter] == 0
         recalled, bound = step.recall(program.recall.slots, leaves, is_due, bound)
-        recalled = moved(recalled, shardings, own)
-    new, inputs = program.prologue(*given, recalled=recalled)
-    kept = LeafInputs((), ())
-    inputs = [
-        kept if g is None else one for g, one in zip(gradients, inputs, strict=True)
-    ]
-    if shardings != own:
-        inputs = [
-            _moved_inputs(one, a, b)
-            for one, a, b in zip(inputs, own, shardings, strict=True)
-        ]
+    new, inputs = prologue(recalled=places.to_program(recalled))
+    inputs = _kernel_inputs(places, gradients, inputs)
     results = step.run(
         HostCall.of(
             [leaves[n] for n in group], [inputs[n] for n in group], state.step, bound
         )
         for group in step.groups(leaves)
     )
-    arrays = moved([one.array for one in results], shardings, own)
-    changes = [
-        change(array, p, wrapped.update_dtype(g, p))
-        for array, p, g in zip(
-            arrays, on_device or [None] * len(arrays), gradients, strict=True
-        )
-    ]
+    arrays = places.to_program([one.array for one in results])
+    changes = _changes(wrapped, arrays, on_device, gradients)
     inexact = jnp.stack([difference for _, difference in changes])
     verdict = step.commit(results, inexact, new)
-    left = [one.feedback for one in results][: len(feedback)]
-    left = moved(left, shardings[: len(left)], own[: len(left)])
+    left = places.to_program([one.feedback for one in results][: len(feedback)])
     return (
         treedef.unflatten([_applied(verdict, update) for update, _ in changes]),
         next_state(state, verdict, origin, [*old, *feedback], [*new, *left]),
     )
 
 
-def _moved_inputs(
-    inputs: LeafInputs, present: NamedSharding, wanted: NamedSharding
-) -> LeafInputs:
-    num = len(inputs.arrays)
-    arrays = moved(inputs.arrays, [present] * num, [wanted] * num)
-    return LeafInputs(inputs.scalars, tuple(arrays))
+def _kernel_inputs(
+    places: Resharding,
+    gradients: Sequence[jax.Array | None],
+    inputs: Sequence[LeafInputs],
+) -> list[LeafInputs]:
+    """Moves the inputs to the store; a leaf without a gradient needs none."""
+    kept = LeafInputs((), ())
+    used = [kept if g is None else x for g, x in zip(gradients, inputs, strict=True)]
+    arrays = places.to_store([one.arrays for one in used])
+    return [replace(one, arrays=x) for one, x in zip(used, arrays, strict=True)]
 
 
-def _check_gradients(
-    gradients: Sequence[jax.Array | None], description: StoreDescription
+def _changes(
+    wrapped: Wrapped,
+    arrays: Sequence[jax.Array | None],
+    params: Sequence[jax.Array],
+    gradients: Sequence[jax.Array | None],
+) -> list[tuple[jax.Array | None, jax.Array]]:
+    """Returns each leaf's `change`; `params` may be empty."""
+    leaves = zip(arrays, params or [None] * len(arrays), gradients, strict=True)
+    return [change(array, p, wrapped.update_dtype(g, p)) for array, p, g in leaves]
+
+
+def _check(
+    wrapped: Wrapped,
+    description: StoreDescription,
+    state: SmartUpdateState,
+    gradients: Sequence[jax.Array | None],
 ) -> None:
-    """Refuses gradients of other shapes than the params'.
+    """Refuses a state, a store or gradients that do not fit the description.
 
     Raises:
-      ValueError: names the leaf.
+      ValueError: a gradient has another shape than its params; names the leaf.
+      JaxinfError: as `check_state`, or the store is another optimizer's.
     """
+    num_feedback = len(gradients) if wrapped.has_feedback else 0
+    check_state(state, description, num_feedback=num_feedback)
     for leaf, gradient in zip(description.leaves, gradients, strict=True):
         if gradient is not None and gradient.shape != leaf.shape:
             raise ValueError(
                 f"update: leaf {leaf.name}: expected a gradient of the params' shape "
                 f"{leaf.shape}, found {gradient.shape}"
             )
+    if wrapped.store.training.commit is not None:
+        wrapped.store.training.bind(description)  # refuses it while it is traced
 
 
 def _device_params(

@@ -32,7 +32,7 @@ from jaxinf.streaming import Form, Policy, check_resident
 from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.options import DataOptions, check_options
 from jaxinf.train.data.options import shown as _shown
-from jaxinf.train.pretrained import read_config_file, read_model_config
+from jaxinf.train.pretrained import ModelFiles
 from jaxinf.typing import JsonValue
 
 __all__ = ["TrainConfig", "check"]
@@ -289,6 +289,9 @@ class TrainConfig(DataOptions):
         int | None, _shown("INT", "200, fewer where that would take long")
     ] = None
 
+    # What --from or --model-config names, as `check` has read it. No flag.
+    files: Annotated[ModelFiles | None, tyro.conf.Fixed, tyro.conf.Suppress] = None
+
     @property
     def model_config(self) -> ModelConfig:
         """The model's configuration, with the head for the task."""
@@ -299,11 +302,10 @@ class TrainConfig(DataOptions):
 
     @property
     def _size(self) -> ModelConfig:
-        """The model's configuration as a file or a preset has it."""
-        if self.source is not None:
-            return read_model_config(self.source)
-        if self.model_file is not None:
-            return read_config_file(self.model_file)
+        """The model's configuration as its files or a preset have it."""
+        if self.source is not None or self.model_file is not None:
+            assert self.files is not None, "check reads them"
+            return self.files.config
         return MODELS[self.model].presets[self.preset]
 
     @property
@@ -314,8 +316,6 @@ class TrainConfig(DataOptions):
     @property
     def family(self) -> ModelFamily:
         """The architecture."""
-        if self.source is None and self.model_file is None:
-            return MODELS[self.model]
         return family_of(self._size)
 
     @property
@@ -355,17 +355,22 @@ class TrainConfig(DataOptions):
 
     def to_json(self) -> dict[str, JsonValue]:
         """All fields as JSON, paths as text."""
-        fields = dataclasses.asdict(self)
-        return {name: _plain(value) for name, value in fields.items()}
+        names = [field.name for field in dataclasses.fields(self)]
+        return {n: _plain(getattr(self, n)) for n in names if n != "files"}
 
 
-def check(config: TrainConfig) -> None:
-    """Refuses a config with invalid or contradictory fields.
+def check(config: TrainConfig) -> TrainConfig:
+    """Refuses a config with invalid or contradictory fields; reads the model's files.
+
+    Returns:
+      The config with its `files`.
 
     Raises:
       UsageError: names the flag, the value found and the remedy.
+      ExchangeError: the files of --from or --model-config cannot be read.
     """
     _check_ranges(config)
+    config = _with_files(config)
     _check_model(config)
     try:
         check_options(config, config.task_name, takes_images=config.takes_images)
@@ -400,6 +405,7 @@ def check(config: TrainConfig) -> None:
             f"--log-dir {config.logs}: expected a place outside the store "
             f"{config.store}, which holds nothing but the store's own files"
         )
+    return config
 
 
 def _check_compression(config: TrainConfig) -> None:
@@ -454,15 +460,25 @@ def _check_ranges(config: TrainConfig) -> None:
         )
 
 
-def _check_model(config: TrainConfig) -> None:
-    presets = MODELS[config.model].presets
-    if config.source is not None or config.model_file is not None:
+def _with_files(config: TrainConfig) -> TrainConfig:
+    """Reads the files that --from or --model-config names in place of a preset."""
+    if config.source is not None:
         _check_source(config)
-    elif config.preset not in presets:
+        return dataclasses.replace(config, files=ModelFiles.of_folder(config.source))
+    if config.model_file is not None:
+        _check_source(config)
+        files = ModelFiles.of_config(config.model_file)
+        return dataclasses.replace(config, files=files)
+    presets = MODELS[config.model].presets
+    if config.preset not in presets:
         raise UsageError(
             f"--preset: expected one of {config.model}'s, {', '.join(presets)}, got "
             f"{config.preset}"
         )
+    return config
+
+
+def _check_model(config: TrainConfig) -> None:
     tasks = config.family.tasks
     if config.task_name not in tasks:
         able = [name for name, m in MODELS.items() if config.task_name in m.tasks]

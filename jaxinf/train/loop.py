@@ -75,7 +75,7 @@ def train(
       UsageError: the config asks for something impossible.
       JaxinfError: the store, a drive, or a gradient that is not finite.
     """
-    check(config)
+    config = check(config)
     check_optimizer(config)
     console = console or make_console(soft_wrap=True)
     if not config.steps:
@@ -122,7 +122,8 @@ def _first_params(config: TrainConfig) -> PyTree:
     """Returns new params, or those of a checkpoint as deferred leaves."""
     if config.source is None:
         return _new_params(config.model_config, config.seed)
-    return deferred_params(config.source, config.model_config, config.seed)
+    assert config.files is not None
+    return deferred_params(config.files, config.model_config, config.seed)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

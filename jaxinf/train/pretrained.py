@@ -1,7 +1,7 @@
 """Initial weights from a Hugging Face checkpoint, read leaf by leaf.
 
-Invariant: the whole config and all weights are checked before a store is made; after
-that only one leaf at a time is in memory.
+Invariant: a run reads the config and the headers once, and they are checked before a
+store is made; after that only one leaf at a time is in memory.
 """
 
 import dataclasses
@@ -29,98 +29,87 @@ from jaxinf.exchange import Architecture, HuggingFaceFolder
 from jaxinf.typing import DeferredArray, JsonValue, PyTree
 
 __all__ = [
+    "ModelFiles",
     "architecture_of",
     "deferred_params",
     "describe_architecture",
     "held_params",
     "is_deferred",
-    "read_config_file",
-    "read_model_config",
 ]
 
 _MOST_LAYERS = 1000
 
 
-@functools.lru_cache(maxsize=4)
-def _folder(path: Path) -> HuggingFaceFolder:
-    return HuggingFaceFolder.read(path)
+@dataclasses.dataclass(frozen=True)
+class ModelFiles:
+    """A model from files, as they were when they were read.
 
-
-def read_model_config(folder: Path) -> ModelConfig:
-    """Returns the configuration of a checkpoint's model, in float32.
-
-    Raises:
-      ExchangeError: the folder, its config or its headers cannot be read, or do not
-        belong together.
+    Attributes:
+      config: the model's configuration, in float32.
+      params: the tree of its params, with their shapes.
+      checkpoint: the folder with its weights; None for a config.json without.
     """
-    return _config(folder.expanduser().absolute())
+
+    config: ModelConfig
+    params: PyTree
+    checkpoint: HuggingFaceFolder | None = None
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> "ModelFiles":
+        """Reads a checkpoint's config and headers (blocks).
+
+        Raises:
+          ExchangeError: the folder, its config or its headers cannot be read, or do not
+            belong together.
+        """
+        checkpoint = HuggingFaceFolder.read(folder.expanduser().absolute())
+        checkpoint.check_counts()
+        path = checkpoint.path / "config.json"
+        config, params = _config_of(checkpoint.architecture, path)
+        checkpoint.check_shapes(_shapes(params))
+        return cls(config, params, checkpoint)
+
+    @classmethod
+    def of_config(cls, path: Path) -> "ModelFiles":
+        """Reads a config.json without weights (blocks).
+
+        Raises:
+          ExchangeError: the file cannot be read, or is the config of no model here.
+        """
+        found = exchange.read_config_file(path.expanduser())
+        for name in ("num_layers", "num_decoder_layers"):
+            if found.fields.get(name, 0) > _MOST_LAYERS:
+                raise ExchangeError(
+                    f"{path}: {name} of {found.fields[name]}, expected at most "
+                    f"{_MOST_LAYERS}; larger models take too long to lay out"
+                )
+        return cls(*_config_of(found, path))
 
 
-@functools.lru_cache(maxsize=4)
-def _config(folder: Path) -> ModelConfig:
-    checkpoint = _folder(folder)
-    checkpoint.check_counts()
-    config, shapes = _config_of(checkpoint.architecture, folder / "config.json")
-    checkpoint.check_shapes(shapes)
-    return config
-
-
-@functools.lru_cache(maxsize=4)
-def read_config_file(path: Path) -> ModelConfig:
-    """Returns the configuration in a config.json without weights, in float32.
-
-    Raises:
-      ExchangeError: the file cannot be read, or is the config of no model here.
-    """
-    found = exchange.read_config_file(path.expanduser())
-    for name in ("num_layers", "num_decoder_layers"):
-        if found.fields.get(name, 0) > _MOST_LAYERS:
-            raise ExchangeError(
-                f"{path}: {name} of {found.fields[name]}, expected at most "
-                f"{_MOST_LAYERS}; larger models take too long to lay out"
-            )
-    return _config_of(found, path)[0]
-
-
-def _config_of(
-    found: Architecture, path: Path
-) -> tuple[ModelConfig, dict[str, tuple[int, ...]]]:
-    """Returns the configuration, and the shapes of the model's params by path."""
+def _config_of(found: Architecture, path: Path) -> tuple[ModelConfig, PyTree]:
+    """Returns the configuration, and the tree of the model's params."""
     try:
         config = config_from_json(found.model, found.fields)
-        shapes = {path: leaf.shape for path, leaf in _leaves(config).items()}
+        return config, abstract_params(config)[1]
     except (ValueError, TypeError, ArithmeticError) as error:
         raise ExchangeError(
             f"{path}: expected the config of a {found.model_type}, found one that "
             f"cannot be: {error}"
         ) from error
-    return config, shapes
 
 
-def _leaves(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    return {_path(keys): leaf for keys, leaf in _flat(_abstract(config))}
-
-
-def _abstract(config: ModelConfig) -> PyTree:
-    """Returns the tree of a model's params, with their shapes; dtypes are float32."""
-    # Tracing a large model takes seconds.
-    plain = dataclasses.replace(config, dtype="float32", param_dtype="float32")
-    return _traced(plain)
-
-
-@functools.lru_cache(maxsize=4)
-def _traced(config: ModelConfig) -> PyTree:
-    return abstract_params(config)[1]
+def _shapes(params: PyTree) -> dict[str, tuple[int, ...]]:
+    return {_path(keys): leaf.shape for keys, leaf in _flat(params)}
 
 
 def architecture_of(
-    config: ModelConfig, folder: Path | None = None
+    config: ModelConfig, files: ModelFiles | None
 ) -> dict[str, JsonValue]:
     """Returns the description of the model that each commit keeps for exports.
 
     Args:
       config: the model's configuration, with the head for its task.
-      folder: the folder of the checkpoint that it came from.
+      files: the files that it came from, if any.
     """
     family = family_of(config)
     document: dict[str, JsonValue] = {
@@ -128,17 +117,17 @@ def architecture_of(
         "task": getattr(config, "head", family.tasks[0]),
         "fields": config_to_json(config),
     }
-    if folder is not None:
-        found = _folder(folder.expanduser().absolute()).architecture
+    if files is not None and files.checkpoint is not None:
+        found = files.checkpoint.architecture
         document |= {"model_type": found.model_type, "extra": dict(found.extra)}
     return document
 
 
-def deferred_params(folder: Path, config: ModelConfig, seed: int) -> PyTree:
+def deferred_params(files: ModelFiles, config: ModelConfig, seed: int) -> PyTree:
     """Returns the params of a checkpoint as leaves that are read on demand.
 
     Args:
-      folder: the checkpoint's folder.
+      files: the checkpoint.
       config: the model's configuration, with the head for the task.
       seed: seed of a head that the checkpoint lacks.
 
@@ -148,10 +137,11 @@ def deferred_params(folder: Path, config: ModelConfig, seed: int) -> PyTree:
     Raises:
       ExchangeError: tensors are missing, too many, or of other shapes; lists all.
     """
-    like = _abstract(config)
-    shapes = {path: leaf.shape for path, leaf in _leaves(config).items()}
-    checkpoint = _folder(folder.expanduser().absolute())
-    leaves = checkpoint.leaves(shapes, np.dtype(config.param_dtype))
+    assert files.checkpoint is not None, "a config.json alone has no weights"
+    plain = dataclasses.replace(config, dtype="float32", param_dtype="float32")
+    # Tracing a large model takes seconds.
+    like = files.params if plain == files.config else abstract_params(plain)[1]
+    leaves = files.checkpoint.leaves(_shapes(like), np.dtype(config.param_dtype))
     new = {path for path, leaf in leaves.items() if leaf is None}
     made = _new_leaves(config, seed, frozenset(new)) if new else {}
     return jax.tree_util.tree_map_with_path(

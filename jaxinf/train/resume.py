@@ -35,7 +35,7 @@ def first_payload(config: TrainConfig) -> dict[str, JsonValue]:
 
 
 def _architecture(config: TrainConfig) -> dict[str, JsonValue]:
-    return architecture_of(config.model_config, config.source)
+    return architecture_of(config.model_config, config.files)
 
 
 class Identity:

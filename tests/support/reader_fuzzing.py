@@ -28,7 +28,7 @@ from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.load import load_data
 from jaxinf.train.data.options import DataOptions
 from jaxinf.train.data.tokenizers import open_tokenizer
-from jaxinf.train.pretrained import deferred_params, read_model_config
+from jaxinf.train.pretrained import ModelFiles, deferred_params
 
 MEMORY_BYTES = 1 << 30
 """Limit of the address space that a case may take beside the child's own."""
@@ -80,10 +80,10 @@ def _tokenizer(place):
 def _weights(place):
     import jax
 
-    config = read_model_config(place)
-    params = deferred_params(place, config, 0)
+    files = ModelFiles.of_folder(place)
+    params = deferred_params(files, files.config, 0)
     assert {leaf.shape for leaf in jax.tree.leaves(params)} == {
-        leaf.shape for leaf in jax.tree.leaves(abstract_params(config)[1])
+        leaf.shape for leaf in jax.tree.leaves(abstract_params(files.config)[1])
     }
     for leaf in jax.tree.leaves(params):
         np.asarray(leaf)

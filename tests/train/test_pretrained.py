@@ -29,7 +29,7 @@ from jaxinf.exchange import Architecture, write_config
 from jaxinf.exchange.huggingface_names import TABLES
 from jaxinf.exchange.safetensors_source import read_safetensors
 from jaxinf.train.__main__ import main
-from jaxinf.train.pretrained import deferred_params, read_model_config
+from jaxinf.train.pretrained import ModelFiles, deferred_params
 
 INDEX = "model.safetensors.index.json"
 LLAMA = LlamaConfig(256, 16, 2, 4, 2, 32, 48, window=7)
@@ -279,7 +279,7 @@ def test_a_head_that_the_checkpoint_does_not_have_begins_anew(place):
     masked = MODELS["bert"]
     write_folder(place / "hf", masked)
     classes = dataclasses.replace(masked, head="classification", num_labels=5)
-    params = deferred_params(place / "hf", classes, seed=0)
+    params = deferred_params(ModelFiles.of_folder(place / "hf"), classes, seed=0)
     assert isinstance(params["wte"], jaxinf.typing.DeferredArray)
     drawn = params["head"]["classifier"]["kernel"]
     assert drawn.shape == (32, 5)
@@ -494,7 +494,7 @@ def test_counts_are_bounded_by_the_weights(place, name):
         shutil.copytree(place / "hf", folder)
         (folder / "config.json").write_text(json.dumps(whole | change))
         with pytest.raises(ExchangeError, match=expected):
-            read_model_config(folder)
+            ModelFiles.of_folder(folder)
 
 
 def test_links_stay_in_the_folder_or_in_the_blobs_of_a_hub(place):
@@ -506,15 +506,15 @@ def test_links_stay_in_the_folder_or_in_the_blobs_of_a_hub(place):
     for number, file in enumerate((place / "hf").iterdir()):
         file.rename(cache / "blobs" / str(number))
         (snapshot / file.name).symlink_to(f"../../blobs/{number}")
-    read_model_config(snapshot)
+    ModelFiles.of_folder(snapshot)
     (place / "by-link").symlink_to(snapshot)  # the user's own path may be a link
-    read_model_config(place / "by-link")
+    ModelFiles.of_folder(place / "by-link")
     for name in ("config.json", INDEX, "model-00001-of-00002.safetensors"):
         elsewhere = place / f"outside-{name}"
         shutil.copytree(snapshot, place / name, symlinks=False)
         (place / name / name).rename(elsewhere)
         (place / name / name).symlink_to(elsewhere)
         with pytest.raises(ExchangeError, match=r"found a link to .*outside-"):
-            read_model_config(place / name)
+            ModelFiles.of_folder(place / name)
     with pytest.raises(ExchangeError, match="found a link to"):
         read_safetensors(place / INDEX)
