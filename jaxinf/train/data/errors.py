@@ -2,12 +2,15 @@
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from jaxinf.errors import JaxinfError
 
-__all__ = ["DataError", "optional_import", "refusing"]
+__all__ = ["DataError", "optional_import", "refusing", "shown_names"]
+
+# Names that a message shows, and characters of each.
+_MOST_NAMES, _MOST_CHARS = 20, 60
 
 
 class DataError(JaxinfError):
@@ -32,6 +35,12 @@ def refusing(what: str, remedy: str = "") -> Iterator[None]:
     except BaseException as error:
         why = f"{what}: {type(error).__name__}: {error}"
         raise DataError(f"{why}; {remedy}" if remedy else why) from error
+
+
+def shown_names(names: Collection[str]) -> str:
+    """Returns names in order for a message, which few and short ones fill."""
+    first = [ascii(name[:_MOST_CHARS]) for name in sorted(names)[:_MOST_NAMES]]
+    return ", ".join(first) + (", …" if len(first) < len(names) else "")
 
 
 def optional_import(module: str, *, what: str, extra: str = "data") -> Any:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from jaxinf.schema import shown
-from jaxinf.train.data.errors import DataError
+from jaxinf.train.data.errors import DataError, shown_names
 from jaxinf.train.data.records import PLAIN_TEXT, Record
 
 __all__ = ["MOST_LABELS", "Example", "ExampleKind", "MessageForm", "Part",
@@ -120,7 +120,7 @@ def _example_of(
         raise DataError(
             f"{record.where}: expected a field {text_field!r} (--text-field), the "
             "fields 'prompt' and 'response', or 'messages'; found "
-            f"{shown(sorted({*fields, *record.unread}) or 'no fields')}"
+            f"{shown_names({*fields, *record.unread}) or 'no fields'}"
         )
     unused |= {*fields, *record.unread} - known
     if "messages" in known:

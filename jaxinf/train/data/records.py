@@ -15,7 +15,7 @@ from typing import Any
 from jaxinf.errors import StoreIOError
 from jaxinf.io import read_bounded
 from jaxinf.schema import MOST_BYTES, SchemaError, json_problem, parse_json, shown
-from jaxinf.train.data.errors import DataError, optional_import, refusing
+from jaxinf.train.data.errors import DataError, optional_import, refusing, shown_names
 from jaxinf.train.data.files import is_saved_dataset
 
 __all__ = ["PLAIN_TEXT", "Record", "read_records", "saved_splits"]
@@ -207,7 +207,7 @@ def _rows_of(
     columns = [name for name in names if name in used]
     if len(set(columns)) < len(columns):
         raise DataError(
-            f"{path}: expected each column once, found {shown(sorted(columns))}"
+            f"{path}: expected each column once, found {shown_names(columns)}"
         )
     unread = tuple(sorted(set(names) - set(columns)))
     number = 0

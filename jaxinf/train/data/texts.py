@@ -12,9 +12,8 @@ from typing import NoReturn
 import numpy as np
 from jaxinf_models import TaskName
 
-from jaxinf.terminal import printable
 from jaxinf.train.data.chat import ChatRenderer
-from jaxinf.train.data.errors import DataError
+from jaxinf.train.data.errors import DataError, shown_names
 from jaxinf.train.data.examples import (
     Example,
     ExampleKind,
@@ -47,9 +46,6 @@ _MEANT = {
     "dialogue": "prompts and responses, or messages",
     "labelled": "a text and its label",
 }
-
-# Names of unused fields that are printed, and characters of each.
-_MOST_NAMES, _MOST_NAME_CHARS = 20, 60
 
 # A row of the longest example would otherwise take any memory.
 _MOST_USUAL_TOKENS = 1024
@@ -281,9 +277,7 @@ class _TextLoader(contextlib.ExitStack):
         if not is_text:
             unit, num, num_held = "examples", len(parts[0]), len(held[0])
         if self._unused:
-            first = sorted(self._unused)[:_MOST_NAMES]
-            names = ", ".join(printable(name[:_MOST_NAME_CHARS]) for name in first)
-            names += ", …" if len(first) < len(self._unused) else ""
+            names = shown_names(self._unused)
             self._notes.append(f"fields of records that are not used: {names}")
         if self._num_json:
             self._notes.append(

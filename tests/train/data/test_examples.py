@@ -50,15 +50,15 @@ def test_labelled_text():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"txt": "one"}, r"a field 'text' \(--text-field\).*found \['txt'\]"),
+        ({"txt": "one"}, r"a field 'text' \(--text-field\).*found 'txt'"),
         ({}, "found no fields"),
         ({"text": None}, "found no fields"),
         ({"text": ""}, "expected text in field 'text', found an empty one"),
         ({"text": 3}, "expected text in field 'text', found a int"),
-        ({"prompt": "a", "responce": "b"}, r"found \['prompt', 'responce'\]"),
+        ({"prompt": "a", "responce": "b"}, "found 'prompt', 'responce'"),
         ({"prompt": "a", "response": ""}, "field 'response', found an empty one"),
         ({"prompt": ["a"], "response": "b"}, "field 'prompt', found a list"),
-        ({"": 1}, r"expected a field 'text'.*found \[''\]"),
+        ({"": 1}, "expected a field 'text'.*found ''"),
         ({"text": "a", "label": 2**31}, "classes from 0, all below 2147483648"),
         ({"text": "a", "label": "x"}, "expected a label of 0 or more, found 'x'"),
         ({"text": "a", "label": -1}, "found -1"),
@@ -83,7 +83,7 @@ def test_kinds_do_not_mix():
 def test_names_that_a_terminal_would_obey(load, write):
     rows = [{"text": "one two three " * 9, "\x1b[2J\ud800": 1}] * 9
     (note,) = load(write("a.jsonl", rows)).notes
-    assert note.endswith(r"not used: \x1b[2J\ud800")
+    assert note.endswith(r"not used: '\x1b[2J\ud800'")
     with pytest.raises(DataError) as caught:
         load(write("\x1b[2J.jsonl", "[]"))
     assert r"\x1b[2J.jsonl:1: expected a JSON object" in str(caught.value)

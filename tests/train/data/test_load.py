@@ -195,7 +195,7 @@ def test_long_examples_are_cut_and_said(load, write):
 
 def test_fields_without_a_use_are_said(load, write):
     data = load(write("a.jsonl", TEXTS))
-    assert data.notes == ("fields of records that are not used: id",)
+    assert data.notes == ("fields of records that are not used: 'id'",)
 
 
 def test_answers_that_all_begin_after_the_cut(load, write):
