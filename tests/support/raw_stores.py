@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+import jaxinf
 from jaxinf.io import crc32c
 from jaxinf.layout import choose_grid
 from jaxinf.store import (
@@ -25,7 +26,11 @@ from jaxinf.store import (
 
 @contextlib.contextmanager
 def memory_directory() -> Iterator[Path]:
-    """A new directory in a tmpfs; on the temporary files' drive without one."""
+    """A new directory in a tmpfs; on the temporary files' drive without one.
+
+    Stores in it that are still open are closed first: the thread that commits their last
+    step makes files, and a directory that gets files cannot be removed.
+    """
     has_memory = os.access("/dev/shm", os.W_OK)
     path = tempfile.mkdtemp(
         dir="/dev/shm" if has_memory else None, prefix="jaxinf-test-"
@@ -33,6 +38,8 @@ def memory_directory() -> Iterator[Path]:
     try:
         yield Path(path).resolve()
     finally:
+        for manifest in Path(path).resolve().rglob("jaxinf.json"):
+            jaxinf.close(manifest.parent)
         shutil.rmtree(path)
 
 
