@@ -68,6 +68,7 @@ class Rig:
         self.submitted = []
         self.computed = Counter()
         self.written = []
+        self.begun = []  # writes, in the order in which they begin
         self.loads = Counter()
 
     def submit(self, *tasks):
@@ -114,6 +115,8 @@ class Rig:
                     continue
             self.queues.begin(unit)
             self.under_way.append(unit)
+            if isinstance(unit, Write):
+                self.begun += [(r.task, n) for r, states in unit.items for n in states]
             return unit
 
     def end(self, unit):
@@ -440,7 +443,7 @@ class Pipeline(RuleBasedStateMachine):
         if not hasattr(self, "rig"):
             return
         written = {}
-        for found, state in self.rig.written:
+        for found, state in self.rig.begun:
             written.setdefault(found, []).append(state)
         assert all(states == sorted(states) for states in written.values())
 
