@@ -90,7 +90,9 @@ class ChunkTable:
                 )
         self._is_working = bytearray(len(self._sums))
         self._is_shared = bytearray(len(self._sums))
+        self._is_in_memory = bytearray(len(self._sums))
         self._pending: dict[int, int] = {}
+        self._deferred: set[int] = set()
         self._loaded: dict[tuple[int, Slot], _Parts] = {}
         self._given: dict[int, _Parts] = {}
         self._storing: dict[int, _Parts] = {}
@@ -178,11 +180,20 @@ class ChunkTable:
                     del self._given[entry]
         return found in (None, self._sums[entry])
 
-    def stored(self, layout: SubgroupLayout, state: int, checksum: int) -> None:
-        """Notes a part that is being written to the target slot."""
+    def stored(
+        self,
+        layout: SubgroupLayout,
+        state: int,
+        checksum: int,
+        *,
+        is_in_memory: bool = False,
+    ) -> None:
+        """Notes a part that is being written to the target slot, or will be."""
         entry = self._entry(layout, state)
         with self._lock:
             self._is_shared[entry] = False
+            if is_in_memory:
+                self._deferred.add(entry)
             if layout.extents[state].num_bytes == self._lengths[entry]:
                 self._pending[entry] = checksum
                 return
@@ -208,12 +219,20 @@ class ChunkTable:
             self._prepared.add(entry)
         return file
 
+    def is_in_memory(self, layout: SubgroupLayout, state: int) -> bool:
+        """Whether the newest version of a chunk's state is not on the drive."""
+        return bool(self._is_in_memory[self._entry(layout, state)])
+
     def check_file(self, layout: SubgroupLayout, state: int) -> None:
         """Reads and verifies a whole chunk that may have been read in part; blocks.
+
+        One that is only in memory was verified when it was read.
 
         Raises:
           StoreCorruptError: the chunk is damaged.
         """
+        if self.is_in_memory(layout, state):
+            return
         slot = self.source(layout, state)
         entry = self._entry(layout, state)
         file = self._directory.chunk_file(slot, *layout.place(state))
@@ -240,6 +259,7 @@ class ChunkTable:
             for entry, checksum in self._pending.items():
                 self._sums[entry] = checksum
                 self._is_working[entry] = True
+                self._is_in_memory[entry] = entry in self._deferred
             self._loaded.clear()
         self.forget_step()
 
@@ -247,6 +267,7 @@ class ChunkTable:
         """Forgets the writes of a step that has not ended; its reads stay."""
         with self._lock:
             self._pending.clear()
+            self._deferred.clear()
             self._storing.clear()
             self._given.clear()
         with self._prepare_lock:

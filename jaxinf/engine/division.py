@@ -9,6 +9,7 @@ from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.layout import (
     CHUNK_ALIGNMENT_ELEMENTS,
     SCALES_ALIGNMENT_ELEMENTS,
+    Subgroup,
     subgroups,
 )
 from jaxinf.store import LeafRecord, Manifest
@@ -16,6 +17,7 @@ from jaxinf.store import LeafRecord, Manifest
 __all__ = [
     "check_memory",
     "cut_subgroups",
+    "host_tier",
     "longest",
     "subgroup_elements",
 ]
@@ -29,7 +31,7 @@ def subgroup_elements(options: StoreOptions, manifest: Manifest) -> int:
     At least the shortest possible one, for a store whose budget is not used.
     """
     unit, unit_bytes = _least_buffers(options, manifest)
-    fitting = options.memory_bytes // unit_bytes * unit
+    fitting = max(0, _moving_bytes(options)) // unit_bytes * unit
     return max(unit, min(fitting, options.chunk_elements))
 
 
@@ -40,13 +42,21 @@ def check_memory(options: StoreOptions, manifest: Manifest) -> None:
       ValueError: gives the memory that is needed.
     """
     _, need = _least_buffers(options, manifest)
-    if options.memory_bytes < need:
+    if _moving_bytes(options) < need:
+        tier = ""
+        if options.host_tier_bytes:
+            tier = f' beside the {options.host_tier_bytes} of tiers["host"]'
         raise ValueError(
             f"memory_bytes={options.memory_bytes}: "
             f"{options.workers_of(len(manifest.csds) or 1)} workers need at least "
-            f"{need} bytes for this optimizer's state; give more memory or fewer "
-            "workers"
+            f"{need} bytes for this optimizer's state{tier}; give more memory or fewer "
+            "workers" + (", or a smaller tier" if tier else "")
         )
+
+
+def _moving_bytes(options: StoreOptions) -> int:
+    """Memory for state that moves, beside what stays on the host."""
+    return options.memory_bytes - options.host_tier_bytes
 
 
 def _least_buffers(options: StoreOptions, manifest: Manifest) -> tuple[int, int]:
@@ -74,6 +84,28 @@ def cut_subgroups(
             per_chunk[item.chunk].append(SubgroupLayout.of(item, record))
         result.append(per_chunk)
     return result
+
+
+def host_tier(
+    layouts: list[list[list[SubgroupLayout]]], num_bytes: int
+) -> frozenset[Subgroup]:
+    """Returns the subgroups that stay on the host, in that many bytes.
+
+    They are of whole chunks, since a chunk is verified as a whole when it is read.
+    Short chunks come first: reading them costs most for the memory that they take.
+    """
+    chunks = [chunk for leaf in layouts for chunk in leaf]
+    found: list[Subgroup] = []
+    for chunk in sorted(chunks, key=_held_bytes):
+        num_bytes -= _held_bytes(chunk)
+        if num_bytes < 0:
+            break
+        found += [layout.subgroup for layout in chunk]
+    return frozenset(found)
+
+
+def _held_bytes(chunk: list[SubgroupLayout]) -> int:
+    return sum(layout.num_bytes for layout in chunk)
 
 
 def longest(layouts: list[list[list[SubgroupLayout]]]) -> tuple[int, int]:

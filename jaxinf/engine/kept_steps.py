@@ -24,15 +24,9 @@ from jaxinf.store import (
     save_checkpoint,
 )
 
-__all__ = ["SavedSteps", "archive", "check_room", "is_kept", "keep_step"]
+__all__ = ["SavedSteps", "archive", "check_room", "keep_step"]
 
 _LOG = logging.getLogger("jaxinf")
-
-
-def is_kept(options: StoreOptions, step: int) -> bool:
-    """Whether a step must be kept, and therefore committed."""
-    every = options.keep_every
-    return bool(every) and step % every == options.keep_offset
 
 
 def keep_step(opened: OpenStore) -> None:
@@ -186,7 +180,7 @@ def _is_new(opened: OpenStore, name: str) -> bool:
 
 
 def _kept(directory: StoreDirectory, options: StoreOptions) -> list[int]:
-    return [s for s in _numbers(directory, "") if s and is_kept(options, s)]
+    return [s for s in _numbers(directory, "") if s and options.keeps(s)]
 
 
 def _numbers(directory: StoreDirectory, prefix: str) -> list[int]:

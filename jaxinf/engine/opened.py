@@ -118,6 +118,7 @@ class OpenStore(StoreShape):
             failure=run.health.failure,
             timeline=self.timeline,
         )
+        self.handler.keep_in_memory(self.host_tier)
 
     def close(self) -> None:
         """Stops the workers and frees their memory; commits nothing."""
@@ -165,8 +166,16 @@ class OpenStore(StoreShape):
         """Number of finished steps without a commit."""
         return self.finished.step - self.commit.step
 
+    def must_commit(self, step: int) -> bool:
+        """Whether a step is committed as soon as it has finished."""
+        every = self.options.steps_per_commit
+        is_due = every is not None and step - self.commit.step >= every
+        return is_due or self.options.keeps(step)
+
     def publish(self) -> None:
-        """Commits the last finished step, which must be written."""
+        """Commits the last finished step; writes what was deferred of it."""
+        if self.handler.flush():
+            self.chunks.end_step()
         self.chunks.share_unwritten()
         record = replace(
             self.finished,

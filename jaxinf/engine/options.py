@@ -4,7 +4,7 @@ Invariant: no option is ignored, and the error for a bad one names it.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
@@ -12,6 +12,7 @@ from jaxinf.csd import parse_csd
 from jaxinf.engine.chunks import VERIFY_MODES, VerifyMode
 from jaxinf.layout import CHUNK_ALIGNMENT_ELEMENTS
 from jaxinf.store import CODECS
+from jaxinf.terminal import given_bytes
 
 __all__ = [
     "Durability",
@@ -62,6 +63,7 @@ class StoreOptions:
         state: StateFormat | None = None,
         keep_steps: KeepSteps | None = None,
         keep_saved: int = 2,
+        tiers: Mapping[str, int | str] | None = None,
     ) -> None:
         if num_workers is not None and num_workers < 1:
             raise ValueError(f"num_workers={num_workers}: expected at least 1")
@@ -108,6 +110,7 @@ class StoreOptions:
         self.state: StateFormat | None = state
         self.restore = restore
         self.master: MasterChoice = master
+        self.host_tier_bytes = self._host_tier_bytes(tiers or {})
 
     def workers_of(self, num_csds: int) -> int:
         """Returns the number of requests at once: by default two a card, at least 4."""
@@ -115,10 +118,29 @@ class StoreOptions:
             return self.num_workers
         return max(4, 2 * num_csds) if self.csd.has_cards else 4
 
+    def _host_tier_bytes(self, tiers: Mapping[str, int | str]) -> int:
+        if not isinstance(tiers, Mapping) or tiers.keys() - {"host"}:
+            raise ValueError(
+                f"tiers={tiers!r}: expected the memory for state that stays on the "
+                'host, {"host": bytes}; there is no other tier yet'
+            )
+        num_bytes = given_bytes('tiers["host"]', tiers.get("host", 0), least=0)
+        if num_bytes and self.csd.has_cards:
+            raise ValueError(
+                f'tiers={tiers!r}: on csd="{self.csd.kind}" state moves between drives '
+                "and cards, and never passes the host; leave tiers out"
+            )
+        return num_bytes
+
     @property
     def takes_params(self) -> bool:
         """Whether params on the JAX device may be taken instead of the master."""
         return self.master != "stored" and self.csd.takes_params
+
+    def keeps(self, step: int) -> bool:
+        """Whether a step must be kept, and therefore committed."""
+        every = self.keep_every
+        return bool(every) and step % every == self.keep_offset
 
     @property
     def rewrites_steps(self) -> bool:

@@ -6,7 +6,7 @@ Invariant: it is known before the store is made, and does not change.
 from collections.abc import Sequence
 from typing import Any
 
-from jaxinf.engine.division import longest
+from jaxinf.engine.division import host_tier, longest
 from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.errors import StoreMismatchError
@@ -23,6 +23,9 @@ class StoreShape:
       options: the options of `open_store`.
       directory: the store, whose files may be missing.
       layouts: its subgroups by leaf and chunk.
+
+    Attributes:
+      host_tier: subgroups whose states stay in the host's memory between steps.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class StoreShape:
     ) -> None:
         self.options = options
         self.directory = directory
+        self.host_tier = host_tier(layouts, options.host_tier_bytes)
         self._layouts = layouts
         self._boxes: dict[tuple[Any, ...], list[SubgroupLayout]] = {}
 
@@ -40,9 +44,10 @@ class StoreShape:
     def least_memory_bytes(self) -> int:
         """The least memory for buffers on the host, in bytes.
 
-        Three of the longest: one to read into, one to compute in, one to write from.
+        The host tier, and three of the longest subgroups: one to read into, one to
+        compute in, one to write from.
         """
-        return 3 * longest(self._layouts)[0]
+        return self.options.host_tier_bytes + 3 * longest(self._layouts)[0]
 
     def can_move(self, leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
         """Whether a box of a leaf consists of whole chunks, so it can move alone."""

@@ -206,6 +206,7 @@ class ParamsReader:
     def __init__(self, opened: OpenStore, memory_bytes: int) -> None:
         self._opened = opened
         chunks, directory = opened.chunks, opened.directory
+        opened.handler.write_at_once(frozenset({0}))  # read from the drive here
         slots: list[Slot] = []
         if not chunks.is_all_written:
             slots.append(chunks.committed)

@@ -13,14 +13,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from jaxinf.engine.annotations import Annotations
 from jaxinf.engine.divergence import stale_state
-from jaxinf.engine.kept_steps import SavedSteps, is_kept, keep_step
+from jaxinf.engine.kept_steps import SavedSteps, keep_step
 from jaxinf.engine.nan_scalars import nan_scalar_error, nan_scalars
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.pipeline import Loads, Task
@@ -247,7 +247,7 @@ class StepEngine:
                 self._opened.handler.drain()
                 _check_undoable(self._opened, self._arrivals)
                 self._opened.chunks.forget_step()
-                _prefetch(self._opened, self._arrivals)
+                _prefetch(self._opened, self._arrivals, given_up=self._arrivals)
                 self._end_arrivals()
 
     def wait(self) -> None:
@@ -355,6 +355,7 @@ class StepEngine:
                     opened.directory.unpublish(opened.chunks.target)
                 if not self._metrics:  # earlier traffic is of `init`, not of a step
                     self._counted = opened.meters.snapshot()
+                opened.handler.defer_writes(not opened.must_commit(step + 1))
                 self._is_open, self._started_s = True, time.monotonic()
 
     def _name(self, leaf: int) -> str:
@@ -393,12 +394,9 @@ class StepEngine:
                 opened.handler.drain()
             opened.chunks.end_step()
             opened.finished = record
-            every = opened.options.steps_per_commit
-            is_due = every is not None and opened.num_uncommitted >= every
-            must_keep = is_kept(opened.options, record.step)
-            if is_due or must_keep:
+            if opened.must_commit(record.step):
                 opened.publish()
-            if must_keep:
+            if opened.options.keeps(record.step):
                 keep_step(opened)
             traffic = opened.meters.snapshot()
             self._metrics.append(
@@ -449,8 +447,16 @@ def _check_undoable(opened: OpenStore, arrivals: _Arrivals) -> None:
         raise error
 
 
-def _prefetch(opened: OpenStore, arrivals: _Arrivals) -> None:
-    """Prefetches the next step's states, in the order in which gradients came."""
+def _prefetch(
+    opened: OpenStore, arrivals: _Arrivals, given_up: Collection[Subgroup] = ()
+) -> None:
+    """Prefetches the next step's states, in the order in which gradients came.
+
+    Args:
+      opened: the store.
+      arrivals: the subgroups that the last step has updated.
+      given_up: those whose updates do not count.
+    """
     sources = opened.chunks.sources
     opened.handler.prefetch(
         [
@@ -461,7 +467,8 @@ def _prefetch(opened: OpenStore, arrivals: _Arrivals) -> None:
                 runs_kernel=arrival.runs_kernel,
             )
             for arrival in arrivals.values()
-        ]
+        ],
+        given_up,
     )
 
 

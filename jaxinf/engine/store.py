@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -266,6 +266,7 @@ def open_store(
     state: StateFormat | None = None,
     keep_steps: KeepSteps | None = None,
     keep_saved: int | None = None,
+    tiers: Mapping[str, int | str] | None = None,
 ) -> Store:
     """Opens a store, or sets the place where `tx.init` will make one.
 
@@ -321,6 +322,11 @@ def open_store(
         Flax's serialization or `wait`, or flattens it with keys. No data is copied, but
         each takes the room of one state once the run has gone on. Where there is less
         room, fewer are kept, and a warning at the start says so. 0 keeps none.
+      tiers: ``{"host": bytes}``: so much of `memory_bytes` holds state from step to
+        step, which is then not read again. Short chunks stay first. A step that commits
+        writes it all the same, so what is promised of crashes does not change; steps
+        between commits do not (`durability`), which makes drives last. By default none;
+        cards refuse it.
 
     Raises:
       ValueError: an argument is out of range, or differs from the open store's; or
@@ -345,6 +351,7 @@ def open_store(
         "state": state,
         "keep_steps": keep_steps,
         "keep_saved": keep_saved,
+        "tiers": tiers,
     }
     given = {name: value for name, value in given.items() if value is not None}
     options = StoreOptions(_absolute(path), **{**_DEFAULTS, **given})

@@ -94,6 +94,8 @@ def request_tasks(
         is_whole = not (is_part and opened.num_uncommitted > 0)
         is_given = given is not None and 0 in loads
         is_taken = is_given and is_whole and inexact is None
+        # Nothing on the drive could be compared with them if their checksums differ.
+        is_taken &= not opened.chunks.is_in_memory(layout, 0)
         if is_taken:
             loads -= {0}
         update = SubgroupUpdate(

@@ -29,6 +29,7 @@ from jaxinf.engine import (
     VerifyMode,
 )
 from jaxinf.streaming import Form, Policy, check_resident
+from jaxinf.terminal import parse_bytes
 from jaxinf.train.data.errors import DataError
 from jaxinf.train.data.options import DataOptions, check_options
 from jaxinf.train.data.options import shown as _shown
@@ -57,6 +58,22 @@ _DURABILITY = tyro.constructors.PrimitiveConstructorSpec(
     instance_from_str=lambda words: _parse_durability(words[0]),
     is_instance=lambda value: isinstance(value, int | str),
     str_from_instance=lambda value: [str(value)],
+)
+
+
+def _parse_state_tier(text: str) -> int:
+    tier, _, num_bytes = text.partition("=")
+    if tier != "host" or not num_bytes:
+        raise ValueError(f"{text!r}: expected host=BYTES, such as host=2GiB")
+    return parse_bytes(num_bytes)
+
+
+_STATE_TIER = tyro.constructors.PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="host=BYTES",
+    instance_from_str=lambda words: _parse_state_tier(words[0]),
+    is_instance=lambda value: isinstance(value, int | None),
+    str_from_instance=lambda value: ["none" if value is None else f"host={value}"],
 )
 
 
@@ -237,6 +254,10 @@ class TrainConfig(DataOptions):
     # Steps to commit: every step (step), every n-th one (a number), or checkpoints
     # alone (checkpoint). A crash loses the steps since the last commit.
     durability: Annotated[Durability, _DURABILITY] = "step"
+
+    # Memory, part of that for state, which holds state from step to step: host=2GiB. It
+    # is not read again, and written by steps that commit alone (see durability).
+    state_tier: Annotated[int | None, _STATE_TIER, _shown("host=BYTES", "none")] = None
 
     # Whether the checksums of chunks are verified at each read: always or never.
     verify: VerifyMode = "always"
@@ -585,6 +606,7 @@ _IN_PLACE = {
 
 _OF_THE_STORE = ("store", "csd_root", "csd", "memory_bytes", "durability", "verify")
 _OF_THE_STORE += (
+    "state_tier",
     "state",
     "master",
     "checkpoint_every",

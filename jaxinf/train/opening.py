@@ -32,7 +32,7 @@ def open_backend(
     assert config.store is not None
     memory_bytes = config.memory_bytes
     if config.memory is not None:
-        memory_bytes = store_memory_bytes(config.memory)
+        memory_bytes = store_memory_bytes(config.memory) + (config.state_tier or 0)
     try:
         store = open_store(
             config.store,
@@ -44,6 +44,7 @@ def open_backend(
             restore=config.restore,
             master=config.master,
             state=config.state,
+            tiers={"host": config.state_tier} if config.state_tier else None,
             keep_saved=0,  # the trainer goes on from the store alone
         )
     except (ValueError, NotADirectoryError) as error:

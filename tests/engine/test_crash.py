@@ -18,8 +18,8 @@ NUM_KILLS = 12
 class Victim:
     """A process that trains a store; when it is killed, the next one continues."""
 
-    def __init__(self, path, roots):
-        arguments = [sys.executable, PROGRAM, path, str(NUM_KILLS), *roots]
+    def __init__(self, path, roots, tier):
+        arguments = [sys.executable, PROGRAM, path, str(NUM_KILLS), str(tier), *roots]
         self._process = subprocess.Popen(
             arguments, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
@@ -65,11 +65,11 @@ def victim(place):
     """Starts victims of a store on a number of CSD roots."""
     victims = []
 
-    def start(num_csds):
+    def start(num_csds, tier=0):
         roots = [place / f"csd{csd}" for csd in range(num_csds)]
         for root in roots:
             root.mkdir()
-        victims.append(Victim(place / "store", roots))
+        victims.append(Victim(place / "store", roots, tier))
         return victims[-1]
 
     yield start
@@ -77,11 +77,13 @@ def victim(place):
         item.end()
 
 
-@pytest.mark.parametrize("num_csds", [0, 3])
-def test_killed_at_random_moments(place, victim, num_csds):
-    process = victim(num_csds)
+@pytest.mark.parametrize(
+    ("num_csds", "tier"), [(0, 0), (3, 0), (0, 200_000), (3, 1 << 20)]
+)
+def test_killed_at_random_moments(place, victim, num_csds, tier):
+    process = victim(num_csds, tier)
     process.meet_next()
-    moments = random.Random(num_csds)
+    moments = random.Random(num_csds + tier)
     last = 0
     for number in range(NUM_KILLS - 1):
         # A step takes some 10 ms: the delay reaches all stages of the next ones.

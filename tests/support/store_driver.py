@@ -216,14 +216,22 @@ def main():
     """Trains until killed; reports each requested and each durable step.
 
     With a number of processes it forks them one after another, each when the one before
-    is dead, because importing takes longest.
+    is dead, because importing takes longest. With a tier, state stays on the host, and
+    every third step commits.
     """
-    path, num_processes, *roots = sys.argv[1:]
+    path, num_processes, tier, *roots = sys.argv[1:]
+    options = {"memory_bytes": 1 << 20}
+    if int(tier):
+        options = {
+            "memory_bytes": int(tier) + (1 << 20),
+            "tiers": {"host": int(tier)},
+            "durability": 3,
+        }
     for _ in range(int(num_processes)):
         child = os.fork()
         if not child:
             _say("pid", os.getpid())
-            driver = Driver(Path(path), csds=roots, memory_bytes=1 << 20)
+            driver = Driver(Path(path), csds=roots, **options)
             driver.init()
             while True:
                 _say("durable", driver.store.step)

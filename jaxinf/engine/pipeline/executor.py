@@ -116,6 +116,9 @@ class Executor:
             wanted = [state for state, _ in unchecked]
             checksums = task.compute(csd, resident.buffer, wanted) or {}
         self._check_told(task, unchecked, checksums)
+        for state in resident.deferred:
+            checksum = self._checksum(resident, state)
+            self._chunks.stored(task.layout, state, checksum, is_in_memory=True)
 
     def _check_on_host(
         self, csd: Csd, task: Task, buffer: CsdBuffer, states: Loads
@@ -153,15 +156,18 @@ class Executor:
             self._csds[write.csd].write(transfers)
 
     def _target(self, resident: Resident, state: int) -> Transfer:
-        layout, csd = resident.task.layout, self._csds[resident.task.csd]
-        extent = layout.extents[state]
+        layout = resident.task.layout
+        self._chunks.stored(layout, state, self._checksum(resident, state))
+        file = self._chunks.prepare_write(layout, state)
+        return Transfer(resident.buffer, layout.extents[state], file)
+
+    def _checksum(self, resident: Resident, state: int) -> int:
+        csd, extent = self._csds[resident.task.csd], resident.task.layout.extents[state]
         with self._timeline.span("checksum"):
             checksum = csd.checksum(resident.buffer, extent)
             if checksum is None:  # no kernel has computed it
                 checksum = crc32c(csd.view(resident.buffer, extent))
-        self._chunks.stored(layout, state, checksum)
-        file = self._chunks.prepare_write(layout, state)
-        return Transfer(resident.buffer, extent, file)
+        return checksum
 
     @contextlib.contextmanager
     def _request(

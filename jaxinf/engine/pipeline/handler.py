@@ -11,7 +11,8 @@ exception.
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 from jaxinf.csd import Csd
 from jaxinf.engine.chunks import ChunkTable
@@ -24,8 +25,9 @@ from jaxinf.engine.pipeline.resources import CsdTraits, Limits
 from jaxinf.engine.pipeline.scheduling import has_next, next_own
 from jaxinf.engine.pipeline.task import Task, TaskGroup
 from jaxinf.engine.pipeline.timeline import Timeline
-from jaxinf.engine.pipeline.work import Compute, Load, Work, Write
+from jaxinf.engine.pipeline.work import Compute, Load, Resident, Work, Write
 from jaxinf.errors import StoreError
+from jaxinf.layout import Subgroup
 from jaxinf.store import StoreDirectory
 
 __all__ = ["TransferHandler"]
@@ -56,6 +58,7 @@ class TransferHandler:
         timeline: Timeline | None = None,
     ) -> None:
         self._path = directory.path
+        self._chunks = chunks
         self._csds = csds
         self._failure = failure
         self._monitor = drive_monitor.DriveMonitor(
@@ -121,16 +124,58 @@ class TransferHandler:
             raise
         self._check_done(not group.num_waiting)
 
-    def prefetch(self, tasks: Sequence[Task]) -> None:
+    def keep_in_memory(self, subgroups: frozenset[Subgroup]) -> None:
+        """Sets the subgroups of the host tier, which stay in memory when written."""
+        with self._done:
+            self._queues.tier = subgroups
+
+    def defer_writes(self, is_deferring: bool) -> None:
+        """Sets whether the tier's subgroups are written at the next `flush` alone."""
+        with self._done:
+            self._queues.is_deferring = is_deferring
+
+    def write_at_once(self, states: frozenset[int]) -> None:
+        """Sets states that are written in any case, by number."""
+        with self._done:
+            self._queues.at_once = states
+
+    def flush(self) -> bool:
+        """Writes what was deferred, and blocks until it is; whether it was anything.
+
+        Raises:
+          BaseException: as `run`.
+        """
+        with self._done:
+            is_unwritten = self._queues.flush()
+        if is_unwritten:
+            self.drain()
+        return is_unwritten
+
+    def prefetch(
+        self, tasks: Sequence[Task], given_up: Collection[Subgroup] = ()
+    ) -> None:
         """Loads the states of these tasks, in this order, as far as memory allows.
 
         Their `compute` is not called. A later task on the same subgroup uses the loaded
-        states. Earlier unused prefetches are dropped.
+        states. Earlier unused prefetches are dropped. No task may be under way.
+
+        Args:
+          tasks: of a step that has not begun.
+          given_up: subgroups of the host tier whose states in memory are of a step that
+            was given up.
         """
+
+        def stays(resident: Resident) -> bool:
+            layout = resident.task.layout
+            if resident.unchecked or layout.subgroup in given_up:
+                return False
+            resident.name_slots(partial(self._chunks.sources, layout))
+            return True
+
         with self._done:
             self._queues.cancel_prefetches()
             self._done.wait_for(lambda: not self._queues.num_prefetching)
-            release(self._queues.drop_prefetched())
+            release(self._queues.drop_prefetched(stays))
             self._queues.prefetch(tasks)
             self._to_do.notify()
 

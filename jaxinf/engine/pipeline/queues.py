@@ -3,13 +3,15 @@
     prefetch ──► due ──┐
                        ├─► load ──► prefetched ─┐ (when its task is submitted)
     submit ──► waiting ┘     └────────────► ready ──► compute ──► write ──► released
+                                  ▲                                  │
+                              prefetched ◄─── of the host tier ──────┘
 
 Invariant: every submitted task is in one place at a time, and is computed and written
   once. Plain data, without threads, locks or I/O.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxinf.csd import CsdBuffer
 from jaxinf.engine.pipeline.resources import CsdTraits, Limits, Memory, NumberedTask
@@ -49,6 +51,9 @@ class Queues:
       num_draining: number of threads that wait until that is 0.
       is_stopped: whether no more units may begin.
       is_holding: whether no more prefetches may begin.
+      tier: subgroups that stay in memory when they are written.
+      is_deferring: whether these are not written, as the step does not commit.
+      at_once: states that are written all the same.
     """
 
     def __init__(self, csds: Sequence[CsdTraits], limits: Limits) -> None:
@@ -65,6 +70,9 @@ class Queues:
         self.num_moving = self.num_computing = self.num_prefetching = 0
         self.num_unfinished = self.num_draining = 0
         self.is_stopped = self.is_holding = False
+        self.tier: frozenset[Subgroup] = frozenset()
+        self.is_deferring = False
+        self.at_once: frozenset[int] = frozenset()
         self._num_seen = 0
 
     def memory_of(self, task: Task) -> Memory:
@@ -96,8 +104,8 @@ class Queues:
     def prefetch(self, tasks: Sequence[Task]) -> None:
         """Queues tasks to prefetch while no other task needs the memory."""
         for task in tasks:
-            if task.loads:
-                subgroup = task.layout.subgroup
+            subgroup = task.layout.subgroup
+            if task.loads and subgroup not in self.memory_of(task).prefetched:
                 self.due[subgroup.csd][subgroup] = self._numbered(task)
 
     def cancel_prefetches(self) -> None:
@@ -105,12 +113,25 @@ class Queues:
         for due in self.due:
             due.clear()
 
-    def drop_prefetched(self) -> Sequence[Resident]:
-        """Forgets prefetched subgroups; returns those to release."""
+    def drop_prefetched(
+        self, stays: Callable[[Resident], bool] = lambda resident: False
+    ) -> Sequence[Resident]:
+        """Forgets prefetched subgroups; returns those to release.
+
+        Args:
+          stays: whether a subgroup of the host tier is not forgotten.
+        """
         assert not self.num_prefetching
-        dropped = [r for memory in self.memories for r in memory.prefetched.values()]
+        dropped = [
+            resident
+            for memory in self.memories
+            for subgroup, resident in memory.prefetched.items()
+            if subgroup not in self.tier or not stays(resident)
+        ]
         for resident in dropped:
             self.evict(resident)
+        for memory in self.memories:
+            memory.refused_bytes = None
         return dropped
 
     def stop(self) -> None:
@@ -175,6 +196,7 @@ class Queues:
                     resident.is_loading = True
             case Compute(resident):
                 del self.ready[resident]
+                resident.deferred = self._deferred(resident.task)
                 if unit.is_own:
                     self.submitting.add(resident.task.group)
                 else:
@@ -219,13 +241,20 @@ class Queues:
                 released = self._computed(resident)
             case Write():
                 released = self.writes.end(unit)
-        for resident in released:
-            memory = self.memory_of(resident.task)
-            memory.num_in_use -= 1
-            memory.refused_bytes = None
-            self.residents.remove(resident)
-            self.num_unfinished -= 1
-        return released
+        self.num_unfinished -= len(released)
+        return [resident for resident in released if not self._stays(resident)]
+
+    def _stays(self, resident: Resident) -> bool:
+        """Takes a subgroup out of use: it stays in memory, or has to be released."""
+        memory, subgroup = self.memory_of(resident.task), resident.task.layout.subgroup
+        memory.num_in_use -= 1
+        if subgroup in self.tier and not self.is_stopped:
+            resident.end_task()
+            memory.prefetched[subgroup] = resident
+            return True
+        memory.refused_bytes = None
+        self.residents.remove(resident)
+        return False
 
     def _loaded(self, load: Load, unchecked: Sequence[Loads]) -> None:
         for (resident, states), left in zip(load.items, unchecked, strict=True):
@@ -237,11 +266,40 @@ class Queues:
 
     def _computed(self, resident: Resident) -> Sequence[Resident]:
         resident.task.group.num_waiting -= 1
-        if not resident.task.stores:
+        stores, deferred = resident.task.stores, resident.deferred
+        if deferred:
+            stores = tuple([state for state in stores if state not in deferred])
+        resident.unwritten = resident.unwritten.difference(stores).union(deferred)
+        if not stores:
             return (resident,)
         if not self.is_stopped:
-            self.writes.add(resident)
+            self.writes.add(resident, stores)
         return ()
+
+    def _deferred(self, task: Task) -> tuple[int, ...]:
+        if not self.is_deferring or task.layout.subgroup not in self.tier:
+            return ()
+        return tuple([state for state in task.stores if state not in self.at_once])
+
+    def flush(self) -> bool:
+        """Queues all states to write that steps have deferred; whether there are any.
+
+        No task may be under way.
+        """
+        waiting = [
+            (memory, resident)
+            for memory in self.memories
+            for resident in memory.prefetched.values()
+            if resident.unwritten
+        ]
+        for memory, resident in waiting:
+            del memory.prefetched[resident.task.layout.subgroup]
+            memory.num_in_use += 1
+            self.num_unfinished += 1
+            states, resident.unwritten = resident.unwritten, frozenset()
+            resident.is_flushed = True
+            self.writes.add(resident, tuple(sorted(states)))
+        return bool(waiting)
 
     def _route(self, resident: Resident) -> None:
         """Moves a submitted task's subgroup to its next queue."""

@@ -3,7 +3,7 @@
 Invariant: plain data. A unit describes work and does none of it.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -56,6 +56,11 @@ class Resident:
       is_loading: whether a load of it is under way.
       loaded: the loaded states.
       unchecked: loaded states without a known checksum.
+      stored: states of which it has a newer version than those loaded, as its last task
+        computed them.
+      deferred: states that its task stores, and that are written at a commit alone.
+      unwritten: states whose newest version is not on the drive.
+      is_flushed: whether it is being written for a commit, not for its task.
       to_write: states whose write has not begun.
       num_writing: number of states being written.
     """
@@ -65,6 +70,10 @@ class Resident:
     is_loading: bool = False
     loaded: Loads = ()
     unchecked: Loads = ()
+    stored: frozenset[int] = frozenset()
+    deferred: tuple[int, ...] = ()
+    unwritten: frozenset[int] = frozenset()
+    is_flushed: bool = False
     to_write: tuple[int, ...] = ()
     num_writing: int = 0
 
@@ -75,12 +84,31 @@ class Resident:
 
     def add_loaded(self, states: Loads, unchecked: Loads) -> None:
         """Adds states that have been read, in place of those of the same number."""
+        again = {state for state, _ in states}
+        self.stored, self.unwritten = self.stored - again, self.unwritten - again
         if self.loaded:
             replaced = {state for state, _ in states}
             self.loaded = _without(self.loaded, replaced)
             self.unchecked = _without(self.unchecked, replaced)
         self.loaded += states
         self.unchecked += unchecked
+
+    def end_task(self) -> None:
+        """Notes that its task is done; the states stay, of the step's new version."""
+        if not self.is_flushed:
+            self.stored |= set(self.task.stores)
+            self.loaded = _without(self.loaded, self.stored)
+            self.unchecked = ()
+        self.is_flushed = False
+
+    def name_slots(self, sources: Callable[[Sequence[int]], Loads]) -> None:
+        """Takes what it holds as loaded, when the step has ended.
+
+        Args:
+          sources: returns states with the slots of their newest versions.
+        """
+        states = sorted({state for state, _ in self.loaded} | self.stored)
+        self.loaded, self.stored = sources(states), frozenset()
 
     def num_bytes(self, states: Iterable[int]) -> int:
         """The length of some of its states."""

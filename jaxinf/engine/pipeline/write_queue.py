@@ -24,12 +24,11 @@ class WriteQueue:
         self._waiting = [Batch() for _ in memories]
         self._num_under_way = [0] * (max(memories, default=-1) + 1)
 
-    def add(self, resident: Resident) -> None:
-        """Queues the states that the subgroup's task stores."""
-        stores = resident.task.stores
-        resident.to_write = stores
+    def add(self, resident: Resident, states: tuple[int, ...]) -> None:
+        """Queues states of a subgroup."""
+        resident.to_write = states
         self._residents[resident.task.csd].append(resident)
-        self._waiting[resident.task.csd].add(resident.num_bytes(stores), len(stores))
+        self._waiting[resident.task.csd].add(resident.num_bytes(states), len(states))
 
     def due_csd(
         self, is_starved: Callable[[int], bool], *, is_awaited: bool

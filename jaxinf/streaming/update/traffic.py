@@ -1,7 +1,8 @@
 """The bytes on the drive that a step's plan implies.
 
 Invariant: the meters of a step show exactly these bytes. An optimizer that leaves state
-alone in some steps moves fewer in those.
+alone in some steps moves fewer in those. State that stays on the host is read by the
+first step alone; what commits alone write of it is divided among their steps.
 """
 
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -72,6 +73,9 @@ def planned_traffic(
             loads, stores = moved_states(kernel, layout)
             if has_params:
                 loads -= {_PARAMS}
+            if layout.subgroup in opened.host_tier:
+                written += _deferred_bytes(opened, layout, stores)
+                continue
             read += _moved_bytes(opened, layout, sorted(loads))
             written += _moved_bytes(opened, layout, stores)
             for names in _read_by_passes(passes, unit, has_params):
@@ -135,6 +139,17 @@ def spilled_bytes(gradients: Iterable[int], capacity_bytes: int) -> int:
         else:
             spilled += page_ceil(num_bytes)
     return spilled
+
+
+def _deferred_bytes(
+    opened: OpenStore, layout: SubgroupLayout, stores: Sequence[int]
+) -> int:
+    """Bytes that a step writes of state that stays; params are written by each step."""
+    every = opened.options.steps_per_commit
+    at_once = [state for state in stores if state == _PARAMS or every == 1]
+    rest = [state for state in stores if state not in at_once]
+    written = _moved_bytes(opened, layout, at_once)
+    return written + (_moved_bytes(opened, layout, rest) // every if every else 0)
 
 
 def _layouts(opened: StoreShape, unit: Unit) -> Sequence[SubgroupLayout]:
