@@ -58,7 +58,8 @@ def stream(
       tx: An optax transformation (docs/optimizers.md lists them). If a leaf's update
         needs numbers of all gradients, such as their norm, gradients are spilled, to
         memory and to the store's drive, and updates follow the last one.
-      store: From `jaxinf.open_store`, or a path. Its own memory budget is not used.
+      store: From `jaxinf.open_store`, or a path. Its own memory budget is not used, but
+        for its host tier, which is a part of `memory_bytes` here.
       memory_bytes: All host memory of a step, including the store's buffers, on top of
         the memory that the process has before; in bytes, or as a text such as
         ``"4GiB"``.

@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -294,6 +294,55 @@ def test_a_subgroup_that_fits_no_memory_is_no_deadlock():
     rig.submit(task(layout(0, SHORT)))
     with pytest.raises(AssertionError):
         rig.begin()
+
+
+@given(
+    lengths=st.lists(st.sampled_from([SHORT, LONG]), min_size=1, max_size=8),
+    tier=st.sets(st.integers(0, 7)),
+    commits=st.lists(st.booleans(), min_size=1, max_size=5),
+    at_once=st.sampled_from([(), (0,)]),
+    room=st.integers(1, 3),
+)
+def test_what_stays_is_loaded_once_and_deferred_writes_are_made_by_commits(
+    lengths, tier, commits, at_once, room
+):
+    layouts = [layout(3 * n, length) for n, length in enumerate(lengths)]
+    held = [one for n, one in enumerate(layouts) if n in tier]
+    memory = sum(one.num_bytes for one in held) + room * layout(0, LONG).num_bytes
+    rig = Rig(memory_bytes=(memory, 0))
+    queues = rig.queues
+    queues.tier = frozenset(one.subgroup for one in held)
+    queues.at_once = frozenset(at_once)
+    wanted, deferred = Counter(), set()
+    for is_committing in commits:
+        queues.is_deferring = not is_committing
+        rig.submit(*map(task, layouts))
+        rig.drain()
+        assert not queues.num_unfinished
+        for one in layouts:
+            for state in range(NUM_STATES):
+                if one in held and not is_committing and state not in at_once:
+                    deferred.add((one, state))
+                else:
+                    deferred.discard((one, state))
+                    wanted[one, state] += 1
+        if is_committing:
+            assert not queues.flush()
+        rig.release(queues.drop_prefetched(named_slots))
+    assert queues.flush() == bool(deferred)
+    rig.drain()
+    wanted.update(deferred)
+    assert Counter((t.layout, state) for t, state in rig.written) == wanted
+    assert {r.task.layout for r in queues.residents} == set(held)
+    for one in layouts:
+        times = 1 if one in held else len(commits)
+        found = [rig.loads[one.subgroup, (n, "a")] for n in range(NUM_STATES)]
+        assert found == [times] * NUM_STATES
+
+
+def named_slots(resident):
+    resident.name_slots(lambda states: tuple((state, "a") for state in states))
+    return True
 
 
 class Pipeline(RuleBasedStateMachine):

@@ -23,6 +23,7 @@ from jaxinf.streaming.program.units import Places
 from jaxinf.streaming.update.store_sink import StoreSink
 
 MEMORY_BYTES = 256 << 20
+TIER_BYTES = 64 << 10
 CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
 ADAM = optax.adam(1e-2)
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), ADAM)
@@ -353,3 +354,33 @@ def test_more_than_there_is_room_for_is_refused(open_store):
     step.load([np.ones(1 << 19, np.float32) for _ in range(12)])
     with pytest.raises(StreamError, match="'params': expected room for 25165824"):
         step(np.float32(1))
+
+
+@pytest.mark.parametrize("resident", [None, "params"])
+@pytest.mark.parametrize("durability", ["step", 2])
+def test_state_that_stays_on_the_host_moves_fewer_bytes(
+    open_store, durability, resident
+):
+    program, found = small(), []
+    for tier in (0, TIER_BYTES):
+        options = {**CHUNKS, "durability": durability, "tiers": {"host": tier}}
+        store = open_store(f"tier{tier}", **options)
+        with jaxinf.stream(
+            program.loss, ADAM, store, memory_bytes=MEMORY_BYTES, resident=resident
+        ) as step:
+            step.load(program.params, batch=program.batch)
+            losses = [float(step(program.batch)[0]) for _ in range(2)]
+            store.wait()
+            before = store.training.opened.meters.snapshot()
+            losses += [float(step(program.batch)[0]) for _ in range(2)]
+            store.wait()
+            moved = store.training.opened.meters.snapshot() - before
+            assert moved.drive_write_bytes == 2 * step.traffic.drive_write_bytes
+            params = store.params(like=program.params)
+        found.append((losses, moved, jax.tree.leaves(params)))
+    (losses, plain, params), (same_losses, tiered, same_params) = found
+    assert losses == same_losses
+    for one, other in zip(params, same_params, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert tiered.drive_read_bytes < plain.drive_read_bytes
+    assert (tiered.drive_write_bytes < plain.drive_write_bytes) == (durability == 2)
