@@ -28,8 +28,8 @@ from jaxinf.store import (
 def memory_directory() -> Iterator[Path]:
     """A new directory in a tmpfs; on the temporary files' drive without one.
 
-    Stores in it that are still open are closed first: the thread that commits their last
-    step makes files, and a directory that gets files cannot be removed.
+    Stores in it that are still open are closed first: the thread that commits their
+    last step makes files, and a directory that gets files cannot be removed.
     """
     has_memory = os.access("/dev/shm", os.W_OK)
     path = tempfile.mkdtemp(
