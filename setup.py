@@ -1,12 +1,19 @@
 """Compiles the standard optimizers' kernels into the wheel; all else: pyproject.toml.
 
-Without a C++ compiler, or on another processor than x86-64, the wheel is built without
-them: jaxinf then compiles kernels when it needs them, or runs them on NumPy.
+Without a C++ compiler, or on another processor than x86-64 or aarch64, the wheel is
+built without them: jaxinf then compiles kernels when it needs them, or runs them on
+NumPy.
+
+JAXINF_MANYLINUX=2_28 makes a wheel for every Linux with that glibc or a newer one, of
+the machine that _PYTHON_HOST_PLATFORM names (linux-aarch64). For another machine than
+this one CXX must name Zig. `make wheels` does all this.
 """
 
 import importlib.util
+import os
 import platform
 import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,6 +44,8 @@ INPUTS = [
     *toolchain.HELPERS,
 ]
 NEWEST_INPUT = max(path.stat().st_mtime for path in INPUTS)
+MACHINE = sysconfig.get_platform().partition("-")[2]
+MANYLINUX = os.environ.get("JAXINF_MANYLINUX")
 
 
 def notice(text):
@@ -66,12 +75,16 @@ class BuildKernels(build_ext):
             return
         compiler = toolchain.find_compiler()
         assert compiler
+        glibc = (MANYLINUX or "").replace("_", ".")
+        target = f"{MACHINE}-linux-gnu.{glibc}" if MANYLINUX else None
         try:
-            toolchain.compile_package(output, compiler=compiler, level=level)
-        except toolchain.CompilerError as error:
-            print(
-                f"jaxinf: built without kernels for {level}: {error}", file=sys.stderr
+            toolchain.compile_package(
+                output, compiler=compiler, level=level, target=target
             )
+        except toolchain.CompilerError as error:
+            if MANYLINUX:
+                raise
+            notice(f"built without kernels for {level}: {error}")
 
     def get_outputs(self):
         """What was built."""
@@ -92,18 +105,26 @@ class KernelWheel(bdist_wheel):
 
     def get_tag(self):
         """``py3-none-<platform>``."""
-        return ("py3", "none", super().get_tag()[2])
+        own = f"manylinux_{MANYLINUX}_{MACHINE}" if MANYLINUX else super().get_tag()[2]
+        return ("py3", "none", own)
 
 
 def extensions():
     """One a level, or none, with a notice."""
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        reason = f"no kernels for {platform.machine()}"
-    elif toolchain.find_compiler() is None:
-        reason = "no C++ compiler (c++, g++ or clang++)"
-    else:
+    compiler, levels = toolchain.find_compiler(), toolchain.levels_of_machine(MACHINE)
+    can_target = compiler and (
+        toolchain.is_zig(compiler) or platform.machine() == MACHINE
+    )
+    if MANYLINUX and not (levels and can_target):
+        raise SystemExit(
+            f"jaxinf: a wheel for manylinux_{MANYLINUX}_{MACHINE}: expected x86_64 or "
+            "aarch64, and a C++ compiler for it (on another machine: CXX=…/zig, of the "
+            f"package ziglang), found {compiler}; run make wheels"
+        )
+    if levels and compiler:
         prefix = "jaxinf.native.prebuilt."
-        return [Extension(prefix + level, sources=[]) for level in toolchain.LEVELS]
+        return [Extension(prefix + level, sources=[]) for level in levels]
+    reason = toolchain.NO_COMPILER if levels else f"no kernels for {MACHINE}"
     notice(f"built without compiled kernels: {reason}")
     return []
 

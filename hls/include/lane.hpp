@@ -53,7 +53,7 @@ struct CardLane {
   static F32 bits(F32 x) { return x; }
 
   static F32 fma(F32 a, F32 b, F32 c) {
-#if defined(JAXINF_CPU_INSTRUCTIONS) && defined(__FMA__)
+#if defined(JAXINF_CPU_INSTRUCTIONS) && (defined(__FMA__) || defined(__aarch64__))
     return __builtin_fmaf(a.value, b.value, c.value);
 #else
     return fused_multiply_add(a.value, b.value, c.value);

@@ -88,10 +88,12 @@ def look_at_machine(*, proc: Path = Path("/proc")) -> Machine:
     cpu = _cpu_entry(proc / "cpuinfo")
     isa = isa_level(cpu.get("flags", "").split())
     problems += _cpu_problems(isa)
+    if foreign := toolchain.foreign_package():
+        problems.append(Problem(*foreign))
     memory = _memory(proc / "meminfo")
     compiler = toolchain.find_compiler()
     if compiler is None:
-        problems.append(_no_compiler(is_for_kernels=isa in toolchain.LEVELS))
+        problems.append(_no_compiler(is_for_kernels=_has_kernels()))
     packages = {name: _version(name) for name in _PACKAGES}
     return Machine(
         cpu_model=cpu.get("model name", platform.processor() or "unknown"),
@@ -115,26 +117,47 @@ def _no_compiler(*, is_for_kernels: bool) -> Problem:
         else 'csd="emulated" cannot run'
     )
     remedy = (
-        "set CXX to one, or unset it" if chosen else "install one (apt install g++)"
+        "set CXX to one, or unset it"
+        if chosen
+        else "install one (apt install g++, or pip install 'jaxinf[compiler]')"
     )
     return Problem(f"no C++ compiler was found (looked for {where}): {without}", remedy)
 
 
+def _has_kernels() -> bool:
+    return bool(toolchain.levels_of_machine(platform.machine()))
+
+
+_COMPARE = "compare a short run with plain optax"
+
+
 def _cpu_problems(isa: str) -> list[Problem]:
-    if isa in toolchain.LEVELS:
+    if isa in ("x86-64-v3", "x86-64-v4"):
         return []
-    lacks = (
-        "it has no AVX2 and no fused multiply-add"
-        if isa.startswith("x86-64")
-        else "jaxinf's C++ is for x86-64"
-    )
+    if isa.startswith("x86-64"):
+        return [
+            Problem(
+                f"the processor is {isa}: it has no AVX2 and no fused multiply-add. "
+                "Kernels compute these in another way, more slowly. Their bits are "
+                "those of newer processors, and not of jitted optax on this one",
+                f"{_COMPARE}, or use an x86-64-v3 processor (2013 or later)",
+            )
+        ]
+    if _has_kernels():
+        return [
+            Problem(
+                f"the processor is {isa}: updates have the bits of jitted optax on an "
+                "x86-64 of Intel's, and not of jitted optax here. They have been "
+                "tested under emulation only",
+                _COMPARE,
+            )
+        ]
     return [
         Problem(
-            f"the processor is {isa}: {lacks}. Kernels run on NumPy, at about a third "
-            "of the speed and with other roundings than jitted optax, and short state "
-            "is moved one request at a time",
-            "expect slow updates and compare a short run with plain optax, or use an "
-            "x86-64-v3 processor (2013 or later)",
+            f"the processor is {isa}: jaxinf's C++ is for x86-64 and aarch64. Kernels "
+            "run on NumPy, at about a third of the speed and with other roundings than "
+            "jitted optax, and short state is moved one request at a time",
+            f"expect slow updates and {_COMPARE}",
         )
     ]
 
@@ -144,7 +167,8 @@ def isa_level(flags: list[str]) -> str:
     machine = platform.machine()
     if machine != "x86_64":
         return machine
-    if levels := toolchain.levels_of(flags):
+    levels = toolchain.levels_of(flags)
+    if levels[0] != "x86-64":
         return levels[0]
     return "x86-64-v2" if set(flags) >= _V2 else "x86-64-v1"
 

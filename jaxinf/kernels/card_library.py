@@ -26,6 +26,7 @@ _FLAGS = (
     "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-label", "-DJAXINF_CSIM",
     "-DJAXINF_CPU_INSTRUCTIONS",
 )  # fmt: skip
+_WITH_FMA = ("x86-64-v3", "armv8-a")
 
 
 def card_library(*cards: CardKernel) -> Path:
@@ -47,8 +48,7 @@ def card_library(*cards: CardKernel) -> Path:
     compiler = toolchain.find_compiler()
     if compiler is None:
         raise toolchain.CompilerError(
-            "card kernels run here as compiled C++, and there is no compiler (c++, g++ "
-            "or clang++); install one, or name it in CXX"
+            f"card kernels run here as compiled C++: {toolchain.NO_COMPILER}"
         )
     text, command = card_source(cards), _command(compiler)
     digest = hashlib.sha256(text.encode())
@@ -82,9 +82,9 @@ def hls_directory() -> Path:
 
 def _command(compiler: str) -> list[str]:
     """Returns a command with the processor's fused multiply-add: a call is slow."""
-    levels = toolchain.levels()
-    march = [f"-march={levels[-1]}"] if levels else []
-    return [compiler, *march, *_FLAGS, *(f"-I{path}" for path in _include_paths())]
+    level = next((x for x in toolchain.levels() if x in _WITH_FMA), None)
+    begin = toolchain.words(compiler, level)
+    return [*begin, *_FLAGS, *(f"-I{path}" for path in _include_paths())]
 
 
 def _include_paths() -> Sequence[Path]:

@@ -146,7 +146,7 @@ def compiled(kernel: Kernel) -> CompiledKernel | None:
     """Returns the kernel as machine code, or None after one warning.
 
     The package contains the common optimizers; others are compiled once and kept in
-    `libraries.cache_directory`. Blocks while the compiler runs. Thread-safe; a process
+    `toolchain.cache_directory`. Blocks while the compiler runs. Thread-safe; a process
     tries each kernel once. ``JAXINF_KERNELS=numpy`` turns it off.
     """
     with _LOCK:
@@ -171,7 +171,7 @@ def compile_kernel(
         compiler = compiler or toolchain.find_compiler()
     if function is None:
         if compiler is None:
-            raise toolchain.CompilerError("no C++ compiler (c++, g++ or clang++)")
+            raise toolchain.CompilerError(toolchain.NO_COMPILER)
         text = source_of(kernel)
         function, origin = libraries.load_cached(text, level, compiler), "cache"
     return CompiledKernel(
@@ -217,7 +217,7 @@ def _find(kernel: Kernel) -> CompiledKernel | None:
         )
     available = toolchain.levels()
     if not available or (setting != "auto" and setting not in available):
-        _warn("this processor is below x86-64-v3" if not available else
+        _warn("this processor is neither x86-64 nor aarch64" if not available else
               f"this processor has no {setting}")  # fmt: skip
         return None
     try:

@@ -1,4 +1,4 @@
-"""The processor's estimates of 1 / sqrt(x) as a table, which cards refine.
+"""The host's estimates of 1 / sqrt(x) as a table, which cards refine.
 
 Invariant: with the table of this host, a card's kernel gives the bits of the host's own
 on every processor, since both compute ``cpp/rsqrt.hpp``.
@@ -30,10 +30,10 @@ def rsqrt_estimates() -> Array:
 
     Returns:
       ``(ESTIMATES_BYTES / 4,)`` uint32. [0] is the number of Newton steps that the host
-      takes, 1 or 2. It is 0 if the host has no such estimate: its processor is not
-      x86-64, or the instruction does not read a table. A card then rounds sqrt(x) and
-      its reciprocal. From [16] on follow the entries of ``cpp/rsqrt.hpp``, two in a
-      word, the first in the lower half.
+      takes, 1 or 2. It is 0 if the host has no such estimate: its processor is neither
+      x86-64 nor aarch64, or the instruction does not read a table. A card then rounds
+      sqrt(x) and its reciprocal. From [16] on follow the entries of ``cpp/rsqrt.hpp``,
+      two in a word, the first in the lower half.
     """
     table = np.zeros(ESTIMATES_BYTES // 4, np.uint32)
     try:
@@ -52,7 +52,7 @@ def rsqrt_estimates() -> Array:
 def _function() -> Any:
     """Returns a function that fills the entries and returns the number of steps.
 
-    None on processors other than x86-64.
+    None on processors other than x86-64 and aarch64.
     """
     function = libraries.load_helper(toolchain.RSQRT_ESTIMATES)
     if function is not None:

@@ -1,4 +1,4 @@
 """Compiled C++: the toolchain, shared headers, libraries and their cache.
 
-Invariant: the same source gives the same bits with every compiler and level.
+Invariant: the same source gives the same bits with every compiler and level of x86-64.
 """

@@ -19,7 +19,6 @@ from typing import Any
 from jaxinf.native import toolchain
 
 __all__ = [
-    "cache_directory",
     "cached_library",
     "load_cached",
     "load_helper",
@@ -30,14 +29,6 @@ __all__ = [
 _LOGGER = logging.getLogger("jaxinf")
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
-
-
-def cache_directory() -> Path:
-    """``$JAXINF_CACHE_DIR``, ``$XDG_CACHE_HOME/jaxinf`` or ``~/.cache/jaxinf``."""
-    if explicit := os.environ.get("JAXINF_CACHE_DIR"):
-        return Path(explicit)
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base) / "jaxinf"
 
 
 def load_prebuilt(source: str, level: str) -> Any:
@@ -66,7 +57,9 @@ def load_cached(source: str, level: str, compiler: str) -> Any:
 
 
 def load_helper(path: Path) -> Any:
-    """Returns the entry point of one of `toolchain.HELPERS`; None except on x86-64.
+    """Returns the entry point of one of `toolchain.HELPERS`.
+
+    None on processors other than x86-64 and aarch64.
 
     If the installed package lacks it, this blocks while it is compiled.
 
@@ -82,7 +75,7 @@ def load_helper(path: Path) -> Any:
         return function
     compiler = toolchain.find_compiler()
     if compiler is None:
-        raise toolchain.CompilerError("no C++ compiler (c++, g++ or clang++)")
+        raise toolchain.CompilerError(toolchain.NO_COMPILER)
     return load_cached(source, levels[0], compiler)
 
 
@@ -97,7 +90,7 @@ def cached_library(key: str, compile_: Callable[[Path], None]) -> Path:
       OSError: No directory has room for it, not even that for temporary files.
     """
     try:
-        directory = cache_directory() / "kernels"
+        directory = toolchain.cache_directory() / "kernels"
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_own(directory, os.lstat(directory), stat.S_ISDIR)
         path = directory / f"{key}.so"
@@ -136,9 +129,14 @@ def load_library(path: Path) -> ctypes.CDLL:
 @functools.cache
 def _prebuilt_library(level: str) -> ctypes.CDLL | None:
     path = toolchain.prebuilt_library(level)
+    if not path.exists():
+        if foreign := toolchain.foreign_package():
+            _LOGGER.warning("%s; %s", *foreign)
+        return None
     try:
-        return ctypes.CDLL(str(path)) if path.exists() else None
-    except OSError:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        _LOGGER.warning("%s: %s; install jaxinf again for this system", path, error)
         return None
 
 

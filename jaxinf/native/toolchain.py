@@ -6,6 +6,7 @@ file without jaxinf's dependencies.
 
 import functools
 import hashlib
+import importlib.util
 import os
 import platform
 import shutil
@@ -19,28 +20,45 @@ __all__ = [
     "GENERATED",
     "HELPERS",
     "LEVELS",
+    "NO_COMPILER",
     "PREBUILT",
     "RSQRT_ESTIMATES",
     "TRANSFERS",
     "CompilerError",
+    "cache_directory",
     "command",
     "compile_package",
     "compile_source",
     "content_hash",
     "entry_point",
     "find_compiler",
+    "foreign_package",
+    "is_zig",
     "key_of_library",
     "levels",
     "levels_of",
+    "levels_of_machine",
     "prebuilt_library",
     "run_compiler",
+    "words",
 ]
 
 COMPILERS = ("c++", "g++", "clang++")
-"""Compilers to look for if ``CXX`` names none."""
+"""Compilers to look for if ``CXX`` names none; then that of the package ziglang."""
 
-LEVELS = ("x86-64-v4", "x86-64-v3")
-"""Processor levels to compile for, best first; all give the same bits."""
+NO_COMPILER = (
+    "no C++ compiler (c++, g++ or clang++); install one or name it in CXX, or run: "
+    "pip install 'jaxinf[compiler]'"
+)
+
+_LEVELS = {
+    "x86_64": ("x86-64-v4", "x86-64-v3", "x86-64"),
+    "aarch64": ("armv8-a",),
+}
+_MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
+
+LEVELS = tuple(level for levels in _LEVELS.values() for level in levels)
+"""Processor levels to compile for, best first; those of x86-64 give the same bits."""
 
 INCLUDE = Path(__file__).parent / "cpp"
 GENERATED = Path(__file__).parent / "generated"
@@ -54,17 +72,28 @@ PREBUILT = Path(__file__).parent / "prebuilt"
 _V3 = "avx avx2 bmi1 bmi2 f16c fma abm movbe xsave"
 _V4 = f"{_V3} avx512f avx512bw avx512cd avx512dq avx512vl"
 _CPU_FLAGS = {"x86-64-v4": frozenset(_V4.split()), "x86-64-v3": frozenset(_V3.split())}
+_AS_NEEDED = ("-Wl,--as-needed", "-lm")
+_ZIG_CPUS = {"x86-64": "x86_64", "armv8-a": "generic"}
 
-# Only explicit fused multiply-adds in the source; the compiler adds none.
+# Only explicit fused multiply-adds in the source; the compiler adds none. Nothing needs
+# the C++ library when it runs.
 _FLAGS = (
-    "-std=c++17", "-O2", "-ftree-vectorize", "-fPIC", "-shared",
-    "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno",
-    "-fno-trapping-math", "-Wno-psabi",
+    "-std=c++17", "-O2", "-ftree-vectorize", "-fPIC", "-fvisibility=hidden",
+    "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-exceptions",
+    "-fno-threadsafe-statics", "-Wno-psabi",
 )  # fmt: skip
 
 
 class CompilerError(Exception):
     """The compiler failed; the text is its message."""
+
+
+def cache_directory() -> Path:
+    """``$JAXINF_CACHE_DIR``, ``$XDG_CACHE_HOME/jaxinf`` or ``~/.cache/jaxinf``."""
+    if explicit := os.environ.get("JAXINF_CACHE_DIR"):
+        return Path(explicit)
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "jaxinf"
 
 
 @functools.cache
@@ -73,27 +102,51 @@ def levels() -> tuple[str, ...]:
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return ()
+        text = ""
+    flags = ""
     for line in text.splitlines():
         name, _, value = line.partition(":")
         if name.strip() == "flags":
-            return levels_of(value.split())
-    return ()
+            flags = value
+            break
+    return levels_of(flags.split())
 
 
 def levels_of(cpu_flags: Iterable[str]) -> tuple[str, ...]:
     """The levels of a processor with the flags that ``/proc/cpuinfo`` names."""
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        return ()
     flags = set(cpu_flags)
-    return tuple(level for level in LEVELS if _CPU_FLAGS[level] <= flags)
+    found = levels_of_machine(platform.machine())
+    return tuple(x for x in found if _CPU_FLAGS.get(x, frozenset()) <= flags)
+
+
+def levels_of_machine(machine: str) -> tuple[str, ...]:
+    """The levels of a kind of processor, as ``uname -m`` names it; none if unknown."""
+    machine = machine.lower()
+    return _LEVELS.get(_MACHINES.get(machine, machine), ())
 
 
 def find_compiler() -> str | None:
-    """Finds the C++ compiler: ``$CXX``, or the first of `COMPILERS`, or None."""
-    wanted = os.environ.get("CXX", "").strip()
-    names = [wanted] if wanted else COMPILERS
-    return next((path for name in names if (path := shutil.which(name))), None)
+    """Finds the C++ compiler: ``$CXX``, one of `COMPILERS`, ziglang's, or None."""
+    if wanted := os.environ.get("CXX", "").strip():
+        return shutil.which(wanted.removesuffix(" c++"))  # as in "zig c++"
+    found = (path for name in COMPILERS if (path := shutil.which(name)))
+    return next(found, None) or _installed_zig()
+
+
+def is_zig(compiler: str) -> bool:
+    """Whether a compiler is Zig, which wants its flags in another form."""
+    return Path(compiler).name == "zig"
+
+
+def _installed_zig() -> str | None:
+    """The program in the package ziglang."""
+    try:
+        spec = importlib.util.find_spec("ziglang")
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    return shutil.which("zig", path=str(Path(spec.origin).parent))
 
 
 def content_hash(source: str) -> str:
@@ -116,6 +169,17 @@ def prebuilt_library(level: str) -> Path:
     return PREBUILT / f"jaxinf-{level}.so"
 
 
+def foreign_package() -> tuple[str, str] | None:
+    """Tells that the package's libraries are another machine's, and the remedy."""
+    mine = set(levels_of_machine(platform.machine()))
+    found = {level for level in LEVELS if prebuilt_library(level).exists()}
+    if not found or found & mine:
+        return None
+    machine = next(name for name, each in _LEVELS.items() if found & set(each))
+    what = f"this installation of jaxinf is for {machine}, not {platform.machine()}"
+    return what, "run: pip install --force-reinstall --no-deps jaxinf"
+
+
 def key_of_library(source: str, compiler: str, level: str) -> str:
     """Hashes content, compiler and flags of a compiled source."""
     path = os.path.realpath(compiler)
@@ -127,21 +191,62 @@ def key_of_library(source: str, compiler: str, level: str) -> str:
 
 
 def command(compiler: str, level: str) -> list[str]:
-    """Returns the compiler's command line, without files and entry point."""
-    return [compiler, f"-march={level}", *_FLAGS, f"-I{INCLUDE}"]
+    """Returns the compiler's command line, without files."""
+    return [*words(compiler, level), *_FLAGS, f"-I{INCLUDE}"]
 
 
-def compile_source(source: Path, output: Path, *, compiler: str, level: str) -> None:
+def words(compiler: str, level: str | None, target: str | None = None) -> list[str]:
+    """Returns the beginning of a command line: the compiler, for a processor.
+
+    Args:
+      compiler: a path.
+      level: one of `LEVELS`, or None for what the compiler takes by itself.
+      target: another machine for Zig to compile for, as in `compile_package`.
+    """
+    if not is_zig(compiler):
+        return [compiler, *([f"-march={level}"] if level else [])]
+    cpu = _ZIG_CPUS.get(level, level.replace("-", "_")) if level else None
+    of_target = ["-target", target] if target else []
+    return [compiler, "c++", *of_target, *([f"-mcpu={cpu}"] if cpu else [])]
+
+
+def compile_source(
+    source: Path,
+    output: Path,
+    *,
+    compiler: str,
+    level: str,
+    target: str | None = None,
+) -> None:
     """Compiles one file, whose entry point is then ``jaxinf_entry``.
 
     Raises:
       CompilerError: The compiler failed.
     """
-    run_compiler([*command(compiler, level), str(source), "-lm", "-o", str(output)])
+    compile_ = [*words(compiler, level, target), *_FLAGS, f"-I{INCLUDE}", str(source)]
+    if not is_zig(compiler):
+        run_compiler([*compile_, "-shared", "-s", *_AS_NEEDED, "-o", str(output)])
+        return
+    # In one call Zig would compile its C++ library first, which takes a minute.
+    code = output.with_suffix(".o")
+    run_compiler([*compile_, "-c", "-o", str(code)])
+    _, _, *of_target = words(compiler, None, target)
+    link = [compiler, "cc", *of_target, "-shared", "-s", str(code)]
+    run_compiler([*link, "-lm", "-lc", "-o", str(output)])
+    code.unlink()
 
 
-def compile_package(output: Path, *, compiler: str, level: str) -> None:
+def compile_package(
+    output: Path, *, compiler: str, level: str, target: str | None = None
+) -> None:
     """Compiles `GENERATED` and `HELPERS` into one library, for a wheel.
+
+    Args:
+      output: the library.
+      compiler: a path.
+      level: one of `LEVELS`.
+      target: another machine for Zig to compile for, e.g. ``aarch64-linux-gnu.2.28``,
+        where the number is the oldest version of glibc.
 
     Raises:
       CompilerError: The compiler failed.
@@ -159,20 +264,23 @@ def compile_package(output: Path, *, compiler: str, level: str) -> None:
         ]
     text = output.with_suffix(".cpp")
     text.write_text("\n".join(lines))
-    compile_source(text, output, compiler=compiler, level=level)
-    text.unlink()
+    try:
+        compile_source(text, output, compiler=compiler, level=level, target=target)
+    finally:
+        text.unlink()
 
 
 def run_compiler(arguments: Sequence[str]) -> None:
-    """Runs a command line.
+    """Runs a command line that ends with the output's path.
 
     Raises:
       CompilerError: It failed.
     """
     try:
         result = subprocess.run(
-            arguments, capture_output=True, text=True, errors="replace", check=False
-        )
+            arguments, capture_output=True, text=True, errors="replace", check=False,
+            env=_environment(arguments[0], Path(arguments[-1]).parent),
+        )  # fmt: skip
     except OSError as error:
         raise CompilerError(f"{arguments[0]}: {error}") from error
     if result.returncode:
@@ -180,6 +288,19 @@ def run_compiler(arguments: Sequence[str]) -> None:
         raise CompilerError(
             f"{' '.join(arguments)} exited with status {result.returncode}:\n{text}"
         )
+
+
+def _environment(compiler: str, private: Path) -> dict[str, str] | None:
+    """Zig keeps its own libraries, once compiled, in the cache, or in `private`."""
+    if not is_zig(compiler):
+        return None
+    directory = cache_directory() / "zig"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        directory = private
+    own = {f"ZIG_{kind}_CACHE_DIR": str(directory) for kind in ("GLOBAL", "LOCAL")}
+    return own | os.environ
 
 
 @functools.cache

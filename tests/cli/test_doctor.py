@@ -260,6 +260,7 @@ def test_what_the_machine_lacks(monkeypatch):
     monkeypatch.setattr(jaxinf.optimizer.callback, "check_device_configuration", refuse)
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(machine.toolchain, "_installed_zig", lambda: None)
     monkeypatch.setattr(machine, "isa_level", lambda flags: "x86-64-v2")
     found = machine.look_at_machine()
     whats = [problem.what for problem in found.problems]
@@ -278,9 +279,18 @@ def test_another_processor_is_told_what_it_gets(monkeypatch):
     found = machine.look_at_machine()
     assert found.isa == "aarch64"
     assert found.compiler is None
-    cpu, compiler = found.problems
-    assert "aarch64: jaxinf's C++ is for x86-64. Kernels run on NumPy" in cpu.what
+    cpu, _, compiler = found.problems
+    assert "aarch64: updates have the bits of jitted optax on an x86-64" in cpu.what
     assert "CXX=no-such-compiler" in compiler.what
+
+
+def test_a_processor_without_kernels(monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    monkeypatch.setattr(machine.toolchain, "find_compiler", lambda: None)
+    cpu, foreign, compiler = machine.look_at_machine().problems
+    assert "riscv64: jaxinf's C++ is for x86-64 and aarch64. Kernels run" in cpu.what
+    assert foreign.what == "this installation of jaxinf is for x86_64, not riscv64"
+    assert "pip install --force-reinstall" in foreign.remedy
     assert 'csd="emulated" cannot run' in compiler.what
 
 

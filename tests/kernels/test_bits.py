@@ -14,7 +14,7 @@ from jaxinf.native import toolchain
 from jaxinf.program import trace_init, trace_update
 
 pytestmark = pytest.mark.skipif(
-    not toolchain.levels(), reason="the processor is below x86-64-v3"
+    not toolchain.levels(), reason="the processor is neither x86-64 nor aarch64"
 )
 BF16 = jnp.bfloat16
 SCHEDULE = optax.linear_schedule(0.1, 0.01, 10)

@@ -168,7 +168,7 @@ def test_arguments_may_change_on_resume(run, tmp_path, capsys):
 
 
 needs_compiled = pytest.mark.skipif(
-    not toolchain.levels(), reason="the processor is below x86-64-v3"
+    not toolchain.levels(), reason="the processor is neither x86-64 nor aarch64"
 )
 RUN = ("--steps", 20, "--schedule", "cosine", "--warmup-steps", 5)
 

@@ -70,12 +70,6 @@ class BlockCodec {
   }
 
  private:
-  static Word bits_of(float x) {
-    Word bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    return bits;
-  }
-
   template <bool is_signed>
   static void encode_all(const float* x, int length, float inverse, Word first,
                          Word key, std::uint8_t* codes) {
@@ -91,10 +85,7 @@ class BlockCodec {
         code = L::max(code_of<128, 8>(v * inverse, up), I32{} + 1);
         code &= v > 0.0f;
       }
-      const __m256i words = (__m256i)code;
-      const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(words),
-                                              _mm256_extracti128_si256(words, 1));
-      _mm_storel_epi64((__m128i*)(codes + i), _mm_packus_epi16(halves, halves));
+      store_bytes(code, codes + i);
     }
     for (; i < length; ++i) {
       const float up = uniform_of(first + (Word)i, key);
@@ -114,12 +105,11 @@ class BlockCodec {
     I32 decade = {};
 #pragma GCC unroll 8
     for (int k = 1; k < decades; ++k) decade -= y <= bounds[k];
-    const F32 factor =
-        (F32)_mm256_permutevar8x32_ps((__m256)factors, (__m256i)decade);
-    const I32 count = (I32)_mm256_srlv_epi32(_mm256_set1_epi32(top), (__m256i)decade);
+    const F32 factor = lookup(factors, decade);
+    const I32 count = (I32{} + top) >> decade;
     const F32 steps = (y * factor - 0.1f) * 1.1111112f;
     const F32 place = steps * L::f32(count) + up;
-    const I32 code = count - 1 + (I32)_mm256_cvttps_epi32((__m256)place);
+    const I32 code = count - 1 + __builtin_convertvector(place, I32);
     return L::min(code, 2 * count - 1);
   }
 };

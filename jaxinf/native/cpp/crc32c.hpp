@@ -6,13 +6,20 @@
 //
 //   |A|B|C|D|E|F|G|H|…    A x^2048 + E,  B x^2048 + F,  …     4 lanes of 64 bytes
 //
-// On other processors crc32 takes all bytes. It needs three cycles for eight bytes, and
-// another one can begin in each cycle: three arrays side by side take the time of one.
+// On other processors an instruction of x86-64 or aarch64 takes all bytes. It needs three
+// cycles for eight bytes, and another one can begin in each cycle: three arrays side by
+// side take the time of one. Processors without it read a table, byte by byte.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+
+#if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_acle.h>
+#include <sys/auxv.h>
+#endif
 
 namespace jaxinf {
 
@@ -39,8 +46,42 @@ inline std::uint64_t eight_bytes(const std::uint8_t* from) {
 
 // ---- one instruction for eight bytes
 
+struct CrcTable {
+  std::uint32_t of[256];
+
+  constexpr CrcTable() : of() {
+    for (std::uint32_t i = 0; i < 256; ++i) {
+      of[i] = i;
+      for (int k = 0; k < 8; ++k) of[i] = (of[i] >> 1) ^ (of[i] & 1 ? 0x82F63B78u : 0);
+    }
+  }
+};
+
+constexpr CrcTable crc_table{};
+
+inline std::uint32_t crc_of_byte(std::uint32_t sum, std::uint8_t byte) {
+  return crc_table.of[(sum ^ byte) & 0xff] ^ sum >> 8;
+}
+
+#if defined(__x86_64__)
+#define JAXINF_CRC __attribute__((target("sse4.2,crc32")))
+JAXINF_CRC inline std::uint64_t crc_of_eight(std::uint64_t sum, std::uint64_t word) {
+  return _mm_crc32_u64(sum, word);
+}
+inline const bool has_crc = [] {
+  __builtin_cpu_init();
+  return (bool)__builtin_cpu_supports("sse4.2");
+}();
+#elif defined(__aarch64__)
+#define JAXINF_CRC __attribute__((target("+crc")))
+JAXINF_CRC inline std::uint64_t crc_of_eight(std::uint64_t sum, std::uint64_t word) {
+  return __crc32cd((std::uint32_t)sum, word);
+}
+inline const bool has_crc = getauxval(AT_HWCAP) >> 7 & 1;
+#endif
+
 template <int num>
-inline void add_side_by_side(const Span* spans) {
+JAXINF_CRC inline void add_side_by_side(const Span* spans) {
   long common = spans[0].num_bytes;
   std::uint64_t sums[num];
   for (int k = 0; k < num; ++k) {
@@ -51,18 +92,26 @@ inline void add_side_by_side(const Span* spans) {
   for (; done + 8 <= common; done += 8)
 #pragma GCC unroll 3
     for (int k = 0; k < num; ++k)
-      sums[k] = _mm_crc32_u64(sums[k], eight_bytes(spans[k].data + done));
+      sums[k] = crc_of_eight(sums[k], eight_bytes(spans[k].data + done));
   for (int k = 0; k < num; ++k) {
     long i = done;
     for (; i + 8 <= spans[k].num_bytes; i += 8)
-      sums[k] = _mm_crc32_u64(sums[k], eight_bytes(spans[k].data + i));
+      sums[k] = crc_of_eight(sums[k], eight_bytes(spans[k].data + i));
     std::uint32_t sum = (std::uint32_t)sums[k];
-    for (; i < spans[k].num_bytes; ++i) sum = _mm_crc32_u8(sum, spans[k].data[i]);
+    for (; i < spans[k].num_bytes; ++i) sum = crc_of_byte(sum, spans[k].data[i]);
     spans[k].sum->sum = sum;
   }
 }
 
+inline void add_by_table(const Span& span) {
+  std::uint32_t sum = span.sum->sum;
+  for (long i = 0; i < span.num_bytes; ++i) sum = crc_of_byte(sum, span.data[i]);
+  span.sum->sum = sum;
+}
+
 // ---- folding
+
+#if defined(__x86_64__)
 
 // x^power modulo the polynomial, the highest coefficient in the lowest bit.
 constexpr std::uint32_t remainder_of_power(int power) {
@@ -81,17 +130,16 @@ struct Shift {
 };
 
 #define JAXINF_FOLDS \
-  __attribute__((target("avx512f,avx512vl,avx512dq,pclmul,vpclmulqdq,sse4.2")))
+  __attribute__((target("avx512f,avx512vl,avx512dq,pclmul,vpclmulqdq,sse4.2,crc32")))
 
 constexpr long fold_bytes = 256;
 
-inline bool can_fold() {
-  static const bool can =
-      __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("vpclmulqdq") &&
-      __builtin_cpu_supports("pclmul");
-  return can;
-}
+inline const bool has_folds = [] {
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("vpclmulqdq") &&
+         __builtin_cpu_supports("pclmul");
+}();
 
 template <int bytes>
 JAXINF_FOLDS inline __m512i moved_onto(__m512i lanes, __m512i onto) {
@@ -151,10 +199,19 @@ JAXINF_FOLDS inline void unfold(Sum& sum) {
   sum.is_folded = false;
 }
 
+#else
+
+constexpr bool has_folds = false;
+constexpr long fold_bytes = 256;
+inline void fold(Sum&, const std::uint8_t*, long) {}
+inline void unfold(Sum&) {}
+
+#endif
+
 // ---- both
 
 inline void add_to_sums(Span* spans, int num) {
-  if (can_fold()) {
+  if (has_folds) {
     int num_left = 0;
     for (int k = 0; k < num; ++k) {
       Span span = spans[k];
@@ -165,6 +222,10 @@ inline void add_to_sums(Span* spans, int num) {
       spans[num_left++] = {span.data + whole, span.num_bytes - whole, span.sum};
     }
     num = num_left;
+  }
+  if (!has_crc) {
+    for (int k = 0; k < num; ++k) add_by_table(spans[k]);
+    return;
   }
   for (; num >= 3; num -= 3, spans += 3) add_side_by_side<3>(spans);
   if (num == 2) add_side_by_side<2>(spans);

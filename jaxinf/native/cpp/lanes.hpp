@@ -1,4 +1,4 @@
-// The arithmetic of bodies for eight elements side by side, on x86-64-v3 and above.
+// The arithmetic of bodies for eight elements side by side.
 //
 // A body is a template over such a struct; another target has a struct with the same
 // names. `rsqrt` is called on an object, since a card's has a table. Masks are I32 lanes,
@@ -6,29 +6,15 @@
 // limit, and their estimate of 1/sqrt(x) has other bits.
 #pragma once
 
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <immintrin.h>
-
-#define JAXINF_INLINE inline __attribute__((always_inline))
-
-#include "rsqrt.hpp"
+#include "processor.hpp"
 
 namespace jaxinf {
 
-using Word = std::uint32_t;  // the bits of a 32-bit scalar
-
-inline const bool is_amd = [] {
-  __builtin_cpu_init();
-  return (bool)__builtin_cpu_is("amd");
-}();
-
 struct Lanes {
-  static constexpr int size = 8;
-  typedef float F32 __attribute__((vector_size(32)));
-  typedef std::int32_t I32 __attribute__((vector_size(32)));
-  typedef std::uint32_t U32 __attribute__((vector_size(32)));
+  static constexpr int size = lane_count;
+  using F32 = F32s;
+  using I32 = I32s;
+  using U32 = U32s;
 
   // ---- moving
 
@@ -49,18 +35,16 @@ struct Lanes {
 
   // ---- arithmetic beyond operators
 
-  static JAXINF_INLINE F32 fma(F32 a, F32 b, F32 c) {
-    return (F32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-  }
+  static JAXINF_INLINE F32 fma(F32 a, F32 b, F32 c) { return fused(a, b, c); }
   // a * b - c and c - a * b, each rounded once.
   static JAXINF_INLINE F32 fms(F32 a, F32 b, F32 c) { return fma(a, b, -c); }
   static JAXINF_INLINE F32 fnma(F32 a, F32 b, F32 c) { return fma(-a, b, c); }
 
-  static JAXINF_INLINE F32 sqrt(F32 x) { return (F32)_mm256_sqrt_ps((__m256)x); }
+  static JAXINF_INLINE F32 sqrt(F32 x) { return square_root(x); }
   static JAXINF_INLINE F32 reciprocal(F32 x) { return constant(1.0f) / x; }
 
   static JAXINF_INLINE F32 rsqrt(F32 x) {
-    return refined_rsqrt<Lanes>(x, (F32)_mm256_rsqrt_ps((__m256)x), !is_amd);
+    return refined_rsqrt<Lanes>(x, estimated_rsqrt(x), refines_twice);
   }
 
   static JAXINF_INLINE F32 abs(F32 x) { return (F32)((I32)x & 0x7fffffff); }
@@ -127,18 +111,10 @@ struct Lanes {
     const U32 rounded = (word + 0x7fffu + ((word >> 16) & 1u)) & 0xffff0000u;
     return select(x == x, (F32)rounded, (F32)((word | 0x400000u) & 0xffff0000u));
   }
-  static JAXINF_INLINE F32 round_f16(F32 x) {
-    return lanewise<F32>([](float v) { return _cvtsh_ss(_cvtss_sh(v, 0)); }, x);
-  }
+  static JAXINF_INLINE F32 round_f16(F32 x) { return rounded_to_half(x); }
 
   // ---- rounding and transcendental functions: in double, for errors of half a unit
 
-  template <class R, class Function, class... V>
-  static JAXINF_INLINE R lanewise(Function function, V... x) {
-    R result;
-    for (int i = 0; i < size; ++i) result[i] = function(x[i]...);
-    return result;
-  }
 #define JAXINF_ROUNDING(name, function)                                          \
   static JAXINF_INLINE F32 name(F32 x) {                                         \
     return lanewise<F32>([](float v) { return function(v); }, x);                \

@@ -1,8 +1,9 @@
 // 1 / sqrt(x) as XLA has it on x86: the processor's estimate, refined by Newton steps.
 //
-// On hosts an instruction gives the estimate. It reads a table: the upper 12 bits of the
+// On x86-64 an instruction gives the estimate. It reads a table: the upper 12 bits of the
 // mantissa and the lowest bit of the exponent decide, and a factor of 4 halves the result.
-// Cards get this table. The code after the look-up is the same on both.
+// Cards get this table; hosts of another kind have Intel's (processor.hpp). The code after
+// the look-up is the same.
 #pragma once
 
 #include <cstdint>

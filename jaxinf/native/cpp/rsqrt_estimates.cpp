@@ -1,4 +1,4 @@
-// This processor's table of estimates of 1 / sqrt(x): see rsqrt.hpp.
+// This host's table of estimates of 1 / sqrt(x): see rsqrt.hpp and processor.hpp.
 #include <initializer_list>
 
 #include "lanes.hpp"
@@ -8,16 +8,18 @@ namespace {
 using jaxinf::Lanes;
 using jaxinf::Word;
 
-// Returns the instruction's results for eight arguments.
+// Returns the results for eight arguments.
 JAXINF_INLINE Lanes::U32 instruction(Lanes::U32 x) {
-  return (Lanes::U32)_mm256_rsqrt_ps((__m256)x);
+  return (Lanes::U32)jaxinf::estimated_rsqrt((Lanes::F32)x);
 }
 
 // Whether arguments that share an entry get the table's result from the instruction.
 JAXINF_INLINE bool same(const std::uint16_t* entries, Lanes::U32 x) {
   const Word expected = jaxinf::estimate_of(x[0], entries[jaxinf::estimate_index(x[0])]);
   const Lanes::I32 differs = (Lanes::I32)(instruction(x) != Lanes::U32{} + expected);
-  return !_mm256_movemask_ps((__m256)differs);
+  std::int32_t any = 0;
+  for (int i = 0; i < Lanes::size; ++i) any |= differs[i];
+  return !any;
 }
 
 bool is_table(const std::uint16_t* entries) {
@@ -51,5 +53,5 @@ extern "C" __attribute__((visibility("default"))) int JAXINF_ENTRY(
     const Word x = (128 - (i >> 12)) << 23 | (i & 0xfffu) << 11;
     entries[i] = (std::uint16_t)((instruction(Lanes::U32{} + x)[0] - 0x3e800000u) >> 9);
   }
-  return is_table(entries) ? (jaxinf::is_amd ? 1 : 2) : 0;
+  return is_table(entries) ? (jaxinf::refines_twice ? 2 : 1) : 0;
 }

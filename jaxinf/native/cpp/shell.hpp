@@ -60,24 +60,20 @@ inline int num_arrays_of(const Array& array) {
   return array.dtype == int8_blocks || array.dtype == bfloat16_split ? 2 : 1;
 }
 
-// ---- storage <-> 32-bit words; float16 by the processor, which rounds to even
+// ---- storage <-> 32-bit words; float16 is rounded to even
 
 inline void widen_f16(const std::uint16_t* from, float* to, long num) {
   long i = 0;
-  for (; i + 8 <= num; i += 8) {
-    const __m128i half = _mm_loadu_si128((const __m128i*)(from + i));
-    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(half));
-  }
-  for (; i < num; ++i) to[i] = _cvtsh_ss(from[i]);
+  for (; i + lane_count <= num; i += lane_count)
+    Lanes::store(to + i, widened_halves(from + i));
+  for (; i < num; ++i) to[i] = float_of_half(from[i]);
 }
 
 inline void narrow_f16(const float* from, std::uint16_t* to, long num) {
   long i = 0;
-  for (; i + 8 <= num; i += 8) {
-    const __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0);
-    _mm_storeu_si128((__m128i*)(to + i), half);
-  }
-  for (; i < num; ++i) to[i] = _cvtss_sh(from[i], 0);
+  for (; i + lane_count <= num; i += lane_count)
+    narrow_halves(Lanes::load(from + i), to + i);
+  for (; i < num; ++i) to[i] = half_of_float(from[i]);
 }
 
 template <class T, class Function>
@@ -261,7 +257,8 @@ inline void stream(float* to, const float* from, long num) {
   const long before = (long)(-(std::uintptr_t)to % 32 / sizeof(float));
   long i = before < num ? before : num;
   std::memcpy(to, from, (size_t)i * sizeof(float));
-  for (; i + 8 <= num; i += 8) _mm256_stream_ps(to + i, _mm256_loadu_ps(from + i));
+  for (; i + lane_count <= num; i += lane_count)
+    store_past_caches(Lanes::load(from + i), to + i);
   std::memcpy(to + i, from + i, (size_t)(num - i) * sizeof(float));
 }
 
@@ -341,23 +338,13 @@ __attribute__((noinline)) bool chunk(long num, const Array& gradient,
       add_block<Body::num_slots>(params, params_block, slots, start, length, sums[1],
                                  wanted_after);
   }
-  _mm_sfence();
+  order_stores();
   for (int k = 0; k < 2 * num_stored; ++k)
     passage.sums[k] = finished(sums[k / num_stored][k % num_stored]);
   Word any = 0;
   for (int i = 0; i < L::size; ++i) any |= (Word)bad[i];
   return any == 0;
 }
-
-// Flushes denormal operands and results to zero, as XLA does on CPU.
-class FlushToZero {
- public:
-  FlushToZero() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040u); }
-  ~FlushToZero() { _mm_setcsr(saved_); }
-
- private:
-  unsigned saved_;
-};
 
 #ifndef JAXINF_ENTRY
 #define JAXINF_ENTRY jaxinf_entry

@@ -4,7 +4,6 @@
 //                   └─ long pieces, and those that were refused: preadv, pwritev
 #include <fcntl.h>
 #include <linux/aio_abi.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -26,8 +25,7 @@ struct Piece {
 
 // Whether a file is long enough for a write of whole pages.
 inline bool has_room(int file, std::int64_t end) {
-  struct stat status;
-  return fstat(file, &status) == 0 && status.st_size >= end;
+  return lseek(file, 0, SEEK_END) >= end;
 }
 
 inline std::int64_t whole_pages(std::int64_t num_bytes) {
