@@ -4,7 +4,7 @@ Invariant: a state belongs to one step of the store, and advances only with it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StoredArray:
     """A placeholder for an array that is on storage, as a leaf of a tree.
 
@@ -50,15 +50,15 @@ class StoredArray:
       state: the name of the state, such as ``mu``.
       shape: the array's shape.
       dtype: the array's dtype in optax; the store may keep it in fewer bits.
-      store_id: the store's id. It does not count in comparisons, so that the states of
-        two runs are trees of one structure.
+      store_id: the store's id. It does not count in comparisons with placeholders, so
+        that the states of two runs are trees of one structure.
     """
 
     leaf: str
     state: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    store_id: str = field(compare=False)
+    store_id: str
 
     def read(self) -> Array:
         """Reads the array of the last committed step from the open store; blocks.
@@ -70,6 +70,14 @@ class StoredArray:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(self._refusal if name.isalpha() else name)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, StoredArray):
+            raise ValueError(self._refusal)
+        return _compared(self) == _compared(other)
+
+    def __hash__(self) -> int:
+        return hash(_compared(self))
 
     @property  # JAX gets it before it looks at the value
     def __jax_array__(self) -> NoReturn:
@@ -83,6 +91,10 @@ class StoredArray:
             f"placeholder or store.read({self.state!r}, {self.leaf!r}); in jit compute "
             "with the gradients instead"
         )
+
+
+def _compared(placeholder: StoredArray) -> tuple[Any, ...]:
+    return placeholder.leaf, placeholder.state, placeholder.shape, placeholder.dtype
 
 
 def _refuse(placeholder: StoredArray, *_: Any, **__: Any) -> NoReturn:

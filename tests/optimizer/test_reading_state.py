@@ -79,6 +79,7 @@ def test_the_sum_of_accumulation_is_a_tree_like_the_params(open_store):
     jax.tree.map(np.testing.assert_array_equal, read, GRADIENTS)
     said = r"acc_grads of leaf deep/0 is in the store, .* store.read\('acc_grads', 'd"
     operations = [np.asarray, lambda x: 2 * x, lambda x: x[0], lambda x: x.T]
+    operations += [lambda x: x == 0, lambda x: x != jnp.zeros(x.shape)]
     for operation in (jnp.linalg.norm, jnp.sum, *operations):
         with pytest.raises((ValueError, AttributeError), match=said):
             jax.tree.map(operation, sums)
