@@ -21,7 +21,13 @@ from jaxinf.layout.grid import (
     covers,
 )
 from jaxinf.layout.runs import gather, scatter, target_view
-from jaxinf.layout.subgroups import Subgroup, assign_csds, reassign_csds, subgroups
+from jaxinf.layout.subgroups import (
+    Subgroup,
+    assign_csds,
+    assign_owners,
+    reassign_csds,
+    subgroups,
+)
 
 __all__ = [
     "CHUNK_ALIGNMENT_ELEMENTS",
@@ -34,6 +40,7 @@ __all__ = [
     "LeafGrid",
     "Subgroup",
     "assign_csds",
+    "assign_owners",
     "choose_grid",
     "covers",
     "gather",

@@ -12,7 +12,13 @@ from itertools import groupby
 
 from jaxinf.layout.grid import CHUNK_ALIGNMENT_ELEMENTS, LeafGrid
 
-__all__ = ["Subgroup", "assign_csds", "reassign_csds", "subgroups"]
+__all__ = [
+    "Subgroup",
+    "assign_csds",
+    "assign_owners",
+    "reassign_csds",
+    "subgroups",
+]
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,35 @@ def assign_csds(chunk_bytes: Sequence[int], num_csds: int) -> list[int]:
             shares[csd] += 1
         for position, csd in zip(positions, _spread(shares), strict=True):
             result[position] = csd
+    return result
+
+
+def assign_owners(
+    chunk_bytes: Sequence[int], holders: Sequence[Sequence[int]], num_processes: int
+) -> list[int]:
+    """Deals chunks to the processes of a run, each to one of those that hold it.
+
+    Chunks that one process alone holds come first. The others follow in order of size,
+    the largest first, each to its holder with the fewest bytes, and of several such to
+    the one with the lowest number.
+
+    Args:
+      chunk_bytes: bytes of each chunk.
+      holders: for each chunk the processes whose JAX devices have it, at least one.
+      num_processes: number of processes.
+
+    Returns:
+      The owner of each chunk; the same for the same arguments, everywhere.
+    """
+    loads = [0] * num_processes
+    result = [0] * len(chunk_bytes)
+    order = sorted(
+        range(len(chunk_bytes)), key=lambda i: (len(holders[i]) > 1, -chunk_bytes[i])
+    )
+    for position in order:
+        owner = min(holders[position], key=lambda process: (loads[process], process))
+        result[position] = owner
+        loads[owner] += chunk_bytes[position]
     return result
 
 

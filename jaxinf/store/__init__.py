@@ -4,6 +4,13 @@ Invariant: at every instant the last committed step is complete on the drives
 (docs/format.md gives the reasons).
 """
 
+from jaxinf.store.agreement import (
+    COMMIT,
+    CommitAction,
+    HeldSteps,
+    StepId,
+    agreed_step,
+)
 from jaxinf.store.checkpoint import (
     SAVED_PREFIX,
     CheckpointInfo,
@@ -47,8 +54,14 @@ from jaxinf.store.earlier import read_spare, restore_spare, verify_spare
 from jaxinf.store.key_paths import encode_path, path_keys
 from jaxinf.store.links import can_link
 from jaxinf.store.lock import StoreLock, lock_exclusively
-from jaxinf.store.making import is_unfinished, lay_out, making_store
-from jaxinf.store.manifest import FORMAT_VERSION, LeafRecord, Manifest
+from jaxinf.store.making import (
+    chunk_holders,
+    deal_to_members,
+    is_unfinished,
+    lay_out,
+    making_store,
+)
+from jaxinf.store.manifest import FORMAT_VERSION, LeafRecord, Manifest, Member
 from jaxinf.store.migrate import migrate
 from jaxinf.store.names import (
     ERROR_FEEDBACK,
@@ -77,6 +90,7 @@ from jaxinf.store.views import find_leaf, open_array
 
 __all__ = [
     "CODECS",
+    "COMMIT",
     "ERROR_FEEDBACK",
     "FORMAT_VERSION",
     "LOCK",
@@ -85,21 +99,26 @@ __all__ = [
     "SAVED_PREFIX",
     "SLOTS",
     "CheckpointInfo",
+    "CommitAction",
     "CommitRecord",
     "Damage",
+    "HeldSteps",
     "LeafContents",
     "LeafRecord",
     "Manifest",
+    "Member",
     "Piece",
     "Rebalanced",
     "ScalarState",
     "Slot",
     "StateRecord",
+    "StepId",
     "StepReader",
     "StoreContents",
     "StoreDirectory",
     "StoreLock",
     "Verifier",
+    "agreed_step",
     "array_name",
     "can_link",
     "check_checkpoint",
@@ -110,9 +129,11 @@ __all__ = [
     "check_space",
     "checkpoint_names",
     "checkpoints_to_prune",
+    "chunk_holders",
     "claim_csds",
     "corrupt_chunk",
     "create_store",
+    "deal_to_members",
     "discard_store",
     "dtype_of",
     "encode_path",

@@ -248,7 +248,7 @@ def restore_checkpoint(directory: StoreDirectory, name: str) -> CommitRecord:
     directory.unpublish(spare)
     for leaf, record_of_leaf in enumerate(directory.manifest.leaves):
         for state in record_of_leaf.states:
-            for chunk in range(len(record_of_leaf.csds)):
+            for chunk in record_of_leaf.held:
                 directory.link_chunk(place, spare, leaf, chunk, state.name)
     directory.sync()
     directory.publish(spare, record)
@@ -443,8 +443,8 @@ def _check_space(directory: StoreDirectory, pinned: Slot | None) -> None:
     ]
     for leaf, record in enumerate(directory.manifest.leaves):
         for state in record.states:
-            for number, chunk in enumerate(directory.chunks[leaf]):
-                csd = record.csds[number]
+            for number in record.held:
+                chunk, csd = directory.chunks[leaf][number], record.csds[number]
                 num_files = _files_to_make(
                     [
                         directory.chunk_file(slot, leaf, number, state.name)
@@ -481,7 +481,7 @@ def _own_bytes(directory: StoreDirectory, place: str) -> int:
     total = 0
     for leaf, record in enumerate(directory.manifest.leaves):
         for state in record.states:
-            for number in range(len(record.csds)):
+            for number in record.held:
                 file = directory.chunk_file(place, leaf, number, state.name)
                 with contextlib.suppress(FileNotFoundError):
                     status = file.stat()

@@ -22,7 +22,14 @@ from jaxinf.store.documents import (
     write_document,
 )
 from jaxinf.store.key_paths import from_version_2
-from jaxinf.store.manifest import FORMAT_VERSION, Manifest, is_older, version_of
+from jaxinf.store.manifest import (
+    FORMAT_VERSION,
+    MEMBER_VERSION,
+    VERSIONS,
+    Manifest,
+    is_older,
+    version_of,
+)
 from jaxinf.store.schemas import RECORD
 from jaxinf.typing import Array, JsonValue
 
@@ -97,6 +104,8 @@ class CommitRecord:
         documents.
       inexact: leaves by name whose 16-bit params on the JAX device were not the rounded
         master after the step; with the greatest difference.
+      commit: in a member, the id of the commit, which all members' records have; empty
+        in other stores.
       committed_at: time of the commit for people to read, UTC.
     """
 
@@ -107,6 +116,7 @@ class CommitRecord:
     checksums: Mapping[str, Array] = field(default_factory=dict)
     documents: Mapping[str, str] = field(default_factory=dict)
     inexact: Mapping[str, float] = field(default_factory=dict)
+    commit: str = ""
     committed_at: str = field(
         default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds")
     )
@@ -114,7 +124,7 @@ class CommitRecord:
     def to_json(self) -> dict[str, Any]:
         """Returns its form on disk."""
         document = {
-            "format_version": FORMAT_VERSION,
+            "format_version": MEMBER_VERSION if self.commit else FORMAT_VERSION,
             "step": self.step,
             "skipped_steps": self.skipped_steps,
             "scalar_state": [scalar.to_json() for scalar in self.scalar_state],
@@ -126,6 +136,8 @@ class CommitRecord:
                 for name, sums in self.checksums.items()
             },
         }
+        if self.commit:
+            document["commit"] = self.commit
         if self.inexact:
             document["inexact"] = {
                 name: np.array(bound, ">f4").tobytes().hex()
@@ -152,7 +164,7 @@ class CommitRecord:
         raw, document = read_document(path, _WHAT, _REMEDY)
         try:
             version = version_of(document)
-            if version == FORMAT_VERSION:
+            if version in VERSIONS:
                 check_seal(path, raw, _WHAT, _REMEDY)
             elif not (any_version and is_older(version)):
                 raise SchemaError(
@@ -185,7 +197,7 @@ class CommitRecord:
                 f"{', '.join(sorted(unknown))}; the two are not of one store: {_REMEDY}"
             )
         for name in {**arrays, **self.checksums}:
-            expected = len(arrays[name].csds) if name in arrays else 0
+            expected = len(arrays[name].held) if name in arrays else 0
             found = len(self.checksums.get(name, ()))
             if found != expected or name not in arrays:
                 raise StoreFormatError(
@@ -207,6 +219,7 @@ class CommitRecord:
             skipped_steps=document["skipped_steps"],
             payload=document["payload"],
             committed_at=document["committed_at"],
+            commit=document.get("commit", ""),
             documents={} if version == 2 else dict(document["documents"]),
             checksums={
                 name: np.frombuffer(bytes.fromhex(text), ">u4").astype(np.uint32)

@@ -40,9 +40,9 @@ __all__ = [
 def required_bytes(directory: StoreDirectory) -> dict[Path, int]:
     """Returns the bytes of a new store on each CSD, with both slots."""
     totals: dict[Path, int] = defaultdict(int)
-    for leaf, record, chunks in directory.leaves():
-        del leaf
-        for position, chunk in enumerate(chunks):
+    for _, record, chunks in directory.leaves():
+        for position in record.held:
+            chunk = chunks[position]
             need = sum(stored_bytes(chunk, state) for state in record.states)
             totals[directory.csd_directory(record.csds[position])] += 2 * need
     return dict(totals)
@@ -162,7 +162,7 @@ def _create_chunks(
 ) -> None:
     record = directory.manifest.leaves[leaf]
     made: set[Path] = set()
-    for position in range(len(record.csds)):
+    for position in record.held:
         chunk = directory.state_chunk(leaf, position, state)
         file = directory.chunk_file(slot, leaf, position, state.name)
         link = directory.step_path(slot) / record.array_name(state.name) / chunk.key

@@ -243,9 +243,9 @@ class StoreDirectory:
         Raises:
           StoreIOError: names the file.
         """
-        for number, leaf, chunks in self.leaves():
+        for number, leaf, _ in self.leaves():
             for state in leaf.states:
-                for chunk in range(len(chunks)):
+                for chunk in leaf.held:
                     file = self.chunk_file(place, number, chunk, state.name)
                     num_bytes = self.state_bytes(number, chunk, state)
                     if num_bytes > _ORDINARY_BYTES:
@@ -278,8 +278,24 @@ class StoreDirectory:
         Raises:
           StoreLockedError: another process may hold the store's lock, too.
         """
+        self.write_record(slot, record)
+        self.flip(slot)
+
+    def write_record(self, slot: Slot, record: CommitRecord) -> None:
+        """Writes the record of a slot whose chunks are durable.
+
+        Raises:
+          StoreLockedError: another process may hold the store's lock, too.
+        """
         self._check_lock()
         record.write(self.step_path(slot) / "commit.json")
+
+    def flip(self, slot: Slot) -> None:
+        """Makes a slot with a record the committed one.
+
+        Raises:
+          StoreLockedError: another process may hold the store's lock, too.
+        """
         temporary = self.path / "current.tmp"
         with (
             translated("commit", self.path / "current"),
@@ -348,9 +364,9 @@ class StoreDirectory:
 
     def prune_replacements(self) -> None:
         """Removes leftovers of replaced chunk files, after a crash."""
-        for leaf, record, chunks in self.leaves():
+        for leaf, record, _ in self.leaves():
             for state in record.states:
-                for chunk in range(len(chunks)):
+                for chunk in record.held:
                     for slot in SLOTS:
                         file = self.chunk_file(slot, leaf, chunk, state.name)
                         with translated("removal", file):

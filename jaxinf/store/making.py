@@ -11,17 +11,23 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxinf.errors import StoreError, StoreFormatError, StoreSpaceError
-from jaxinf.layout import assign_csds, reassign_csds
+from jaxinf.layout import assign_csds, assign_owners, reassign_csds
 from jaxinf.store.contents import StoreContents
 from jaxinf.store.creation import check_space, create_store, discard_store
 from jaxinf.store.directory import StoreDirectory
 from jaxinf.store.lock import StoreLock
-from jaxinf.store.manifest import LeafRecord, Manifest
+from jaxinf.store.manifest import LeafRecord, Manifest, Member
 from jaxinf.store.owned import read_owned
 from jaxinf.store.space import stored_bytes
 from jaxinf.terminal import format_bytes
 
-__all__ = ["is_unfinished", "lay_out", "making_store"]
+__all__ = [
+    "chunk_holders",
+    "deal_to_members",
+    "is_unfinished",
+    "lay_out",
+    "making_store",
+]
 
 _LOCKS = ("lock", "publish.lock")
 
@@ -61,17 +67,72 @@ def lay_out(
         ]
         for leaf in leaves
     ]
-    owners = iter(_owners([n for own in chunk_bytes for n in own], csd_roots, held))
+    csds = iter(_csds([n for own in chunk_bytes for n in own], csd_roots, held))
     return Manifest(
         kernels=contents.kernels,
         leaves=tuple(
-            replace(leaf, csds=tuple(next(owners) for _ in own))
+            replace(leaf, csds=tuple(next(csds) for _ in own))
             for leaf, own in zip(leaves, chunk_bytes, strict=True)
         ),
         created_by=contents.created_by,
         store_id=uuid.uuid4().hex if held is None else held.store_id,
         csds=tuple(csd_roots),
     )
+
+
+def deal_to_members(
+    manifest: Manifest, member: Member, holders: Sequence[Sequence[Sequence[int]]]
+) -> Manifest:
+    """Returns a new store's manifest as a member's, which holds a part of the chunks.
+
+    Args:
+      manifest: a result of `lay_out`, the same in all members except for its roots.
+      member: the member.
+      holders: by leaf, and then by shard in C order, the numbers of the processes whose
+        JAX devices have the shard. Chunks of shards that several have are divided.
+    """
+    chunk_bytes, places = [], []
+    for leaf, own in zip(manifest.leaves, holders, strict=True):
+        places += chunk_holders(leaf, leaf.shard_counts, own)
+        for chunk in leaf.grid.chunks():
+            chunk_bytes.append(sum(stored_bytes(chunk, s) for s in leaf.states))
+    owners = assign_owners(chunk_bytes, places, member.count)
+    held = [n for n, owner in enumerate(owners) if owner == member.number]
+    num_csds = max(1, len(manifest.csds))
+    own_csds = assign_csds([chunk_bytes[n] for n in held], num_csds)
+    csds = dict(zip(held, own_csds, strict=True))
+    numbers = iter(range(len(owners)))
+    chunks = [[next(numbers) for _ in leaf.csds] for leaf in manifest.leaves]
+    return manifest.as_member(
+        member,
+        [[owners[n] for n in own] for own in chunks],
+        [[csds.get(n, 0) for n in own] for own in chunks],
+    )
+
+
+def chunk_holders(
+    leaf: LeafRecord, shard_counts: Sequence[int], holders: Sequence[Sequence[int]]
+) -> list[Sequence[int]]:
+    """Returns the processes that have each chunk of a leaf.
+
+    Args:
+      leaf: the leaf.
+      shard_counts: number of shards along each dimension.
+      holders: the processes that have each shard, in C order.
+    """
+    extents = [
+        max(1, length // count)
+        for length, count in zip(leaf.shape, shard_counts, strict=True)
+    ]
+    found = []
+    for chunk in leaf.grid.chunks():
+        shard = 0
+        for start, extent, count in zip(
+            chunk.start, extents, shard_counts, strict=True
+        ):
+            shard = shard * count + start // extent
+        found.append(holders[shard])
+    return found
 
 
 def _check_count(leaves: Sequence[LeafRecord]) -> None:
@@ -90,7 +151,7 @@ def _check_count(leaves: Sequence[LeafRecord]) -> None:
         )
 
 
-def _owners(
+def _csds(
     chunk_bytes: Sequence[int], csd_roots: Sequence[str], held: Manifest | None
 ) -> Sequence[int]:
     """Returns the CSD of each chunk."""

@@ -6,7 +6,7 @@ does not parse is a `StoreFormatError`; nothing is guessed.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,25 @@ from jaxinf.store.names import (
 )
 from jaxinf.store.schemas import MANIFEST
 
-__all__ = ["FORMAT_VERSION", "LeafRecord", "Manifest", "is_older", "version_of"]
+__all__ = [
+    "FORMAT_VERSION",
+    "MEMBER_VERSION",
+    "VERSIONS",
+    "LeafRecord",
+    "Manifest",
+    "Member",
+    "is_older",
+    "version_of",
+]
 
 FORMAT_VERSION = 3
+
+MEMBER_VERSION = 4
+"""Version of a store that is a member: it holds a part of the chunks of its leaves."""
+
+VERSIONS = (FORMAT_VERSION, MEMBER_VERSION)
+"""The versions of stores that this jaxinf opens."""
+
 _OLDEST_VERSION = 2
 
 _WHAT = "the manifest of a jaxinf store"
@@ -50,17 +66,56 @@ _MOST_ELEMENTS = 1 << 58  # with 16 bytes each, 2^62 bytes
 _MOST_CHUNK_ELEMENTS = 1 << 36  # 16,384 times the usual size of a chunk
 
 
+@dataclass(frozen=True)
+class Member:
+    """A store's part in a run of several processes, each of which has a store.
+
+    Attributes:
+      run: id of the run, 32 hex digits; the same in all members.
+      number: number of this member's process.
+      count: number of members.
+    """
+
+    run: str
+    number: int
+    count: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class LeafRecord(LeafContents):
     """One leaf, with the places of its chunks.
 
     Attributes:
       chunk_shape: chunk shape of every state's array.
-      csds: the CSD of each chunk, in grid order.
+      csds: the CSD of each chunk, in grid order; 0 for one that is not held.
+      owners: in a member, the number of the member that holds each chunk; else empty.
+      member: number of this member.
     """
 
     chunk_shape: tuple[int, ...]
     csds: tuple[int, ...]
+    owners: tuple[int, ...] = ()
+    member: int = 0
+
+    @cached_property
+    def held(self) -> Sequence[int]:
+        """Numbers of the chunks that this store holds, in grid order."""
+        if not self.owners:
+            return range(len(self.csds))
+        return tuple(n for n, own in enumerate(self.owners) if own == self.member)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this store holds all chunks."""
+        return len(self.held) == len(self.csds)
+
+    @cached_property
+    def places(self) -> Sequence[int]:
+        """Each chunk's position in `held`; -1 for one that is not held."""
+        if not self.owners:
+            return range(len(self.csds))
+        found = {number: place for place, number in enumerate(self.held)}
+        return tuple(found.get(number, -1) for number in range(len(self.csds)))
 
     @classmethod
     def of(
@@ -95,6 +150,44 @@ class Manifest(StoreContents):
     csds: tuple[str, ...]
     leaves: tuple[LeafRecord, ...]
     format_version: int = FORMAT_VERSION
+    member: Member | None = None
+
+    def as_member(
+        self,
+        member: Member,
+        owners: Sequence[Sequence[int]],
+        csds: Sequence[Sequence[int]],
+    ) -> "Manifest":
+        """Returns the manifest of a member.
+
+        Args:
+          member: the member.
+          owners: the member that holds each chunk, by leaf.
+          csds: the CSD of each chunk, by leaf; 0 for one that is not held.
+        """
+        leaves = [
+            replace(leaf, owners=tuple(own), csds=tuple(at), member=member.number)
+            for leaf, own, at in zip(self.leaves, owners, csds, strict=True)
+        ]
+        return replace(
+            self, leaves=tuple(leaves), member=member, format_version=MEMBER_VERSION
+        )
+
+    @cached_property
+    def common(self) -> dict[str, Any]:
+        """The part that all members of a run have in common, as JSON."""
+        document = self.to_json()
+        for leaf in document["leaves"]:
+            del leaf["csds"]
+        return {name: document[name] for name in ("kernels", "leaves", "created_by")}
+
+    @cached_property
+    def num_held_params(self) -> int:
+        """Elements of the chunks that this store holds."""
+        if self.member is None:
+            return self.num_params
+        chunks = [(leaf, leaf.grid.chunks()) for leaf in self.leaves]
+        return sum(own[n].num_elements for leaf, own in chunks for n in leaf.held)
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -110,7 +203,7 @@ class Manifest(StoreContents):
 
     def to_json(self) -> dict[str, Any]:
         """Returns its form on disk."""
-        return {
+        document = {
             "format": "jaxinf",
             "format_version": self.format_version,
             "store_id": self.store_id,
@@ -119,6 +212,11 @@ class Manifest(StoreContents):
             "kernels": {key: list(lines) for key, lines in self.kernels.items()},
             "leaves": [_leaf_to_json(leaf) for leaf in self.leaves],
         }
+        if self.member is not None:
+            document["member"] = asdict(self.member)
+            for leaf, written in zip(self.leaves, document["leaves"], strict=True):
+                written["owners"] = list(leaf.owners)
+        return document
 
     def write(self, path: Path) -> None:
         """Writes the manifest; blocks until it is durable."""
@@ -138,7 +236,7 @@ class Manifest(StoreContents):
         raw, document = read_document(path, _WHAT, _REMEDY)
         _check_header(path, document, any_version=any_version)
         version = document["format_version"]
-        if version == FORMAT_VERSION:
+        if version in VERSIONS:
             check_seal(path, raw, _WHAT, _REMEDY)
         try:
             MANIFEST[version].check(document)
@@ -148,11 +246,13 @@ class Manifest(StoreContents):
 
     @classmethod
     def _from_json(cls, document: Mapping[str, Any]) -> "Manifest":
+        member = Member(**document["member"]) if "member" in document else None
         manifest = cls(
             store_id=document["store_id"],
             csds=tuple(document["csds"]),
             kernels={k: tuple(v) for k, v in document["kernels"].items()},
-            leaves=tuple(_leaf_from_json(leaf) for leaf in document["leaves"]),
+            leaves=tuple(_leaf_from_json(leaf, member) for leaf in document["leaves"]),
+            member=member,
             created_by=dict(document["created_by"]),
             format_version=document["format_version"],
         )
@@ -171,6 +271,7 @@ class Manifest(StoreContents):
                 raise ValueError(
                     f"leaf {leaf.name}: {num_chunks} chunks, {len(leaf.csds)} CSDs"
                 )
+            _check_owners(leaf, self.member)
             if not all(0 <= csd < max(1, len(self.csds)) for csd in leaf.csds):
                 raise ValueError(f"leaf {leaf.name}: no such CSDs: {leaf.csds}")
             _check_codecs(leaf)
@@ -178,6 +279,22 @@ class Manifest(StoreContents):
         if not all(name == encode_key(name) for name in states):
             raise ValueError(f"states {sorted(states)} are no file names")
         check_leaf_paths([leaf.path for leaf in self.leaves], states)
+
+
+def _check_owners(leaf: LeafRecord, member: Member | None) -> None:
+    """Raises SchemaError unless each chunk of a member's leaf has an owner."""
+    if member is None:
+        return
+    if member.number >= member.count:
+        raise SchemaError(f"member {member.number} of {member.count}")
+    if (
+        len(leaf.owners) != len(leaf.csds)
+        or max(leaf.owners, default=0) >= member.count
+    ):
+        raise SchemaError(
+            f"leaf {leaf.name}: {len(leaf.csds)} chunks of {member.count} members, "
+            f"owners {shown(leaf.owners)}"
+        )
 
 
 def _check_size(leaf: LeafRecord) -> None:
@@ -231,7 +348,7 @@ def _leaf_to_json(leaf: LeafRecord) -> dict[str, Any]:
     }
 
 
-def _leaf_from_json(document: Mapping[str, Any]) -> LeafRecord:
+def _leaf_from_json(document: Mapping[str, Any], member: Member | None) -> LeafRecord:
     states = tuple(StateRecord(*fields) for fields in document["states"])
     return LeafRecord(
         path=tuple(document["path"]),
@@ -242,6 +359,8 @@ def _leaf_from_json(document: Mapping[str, Any]) -> LeafRecord:
         chunk_shape=tuple(document["chunk_shape"]),
         shard_counts=tuple(document["shard_counts"]),
         csds=tuple(document["csds"]),
+        owners=tuple(document.get("owners", ())),
+        member=0 if member is None else member.number,
     )
 
 
@@ -262,12 +381,12 @@ def _check_header(path: Path, document: Any, *, any_version: bool) -> None:
             "not the manifest of a jaxinf store"
         )
     version = document.get("format_version")
-    is_known = type(version) is int and version == FORMAT_VERSION
+    is_known = type(version) is int and version in VERSIONS
     if not is_known and not (any_version and is_older(version)):
         remedy = "the manifest is damaged; restore it from a backup"
         if is_older(version):
             remedy = f'bring it up to date with "jaxinf store migrate {path.parent}"'
-        elif type(version) is int and version > FORMAT_VERSION:
+        elif type(version) is int and version > max(VERSIONS):
             remedy = "open it with a newer jaxinf (pip install -U jaxinf)"
         raise StoreFormatError(
             f"{path}: this jaxinf reads format version {FORMAT_VERSION}, the store has "

@@ -93,10 +93,22 @@ def hold_store(
         with lock_exclusively(path / "checkpoints.lock"):
             directory = read_owned(path, named, any_version=any_version)
             directory.lock = lock
+            _check_no_member(directory)
             claim_csds(directory, named)
             yield directory
     finally:
         lock.release()
+
+
+def _check_no_member(directory: StoreDirectory) -> None:
+    """Refuses a member of a run, which would no longer fit the others."""
+    member = directory.manifest.member
+    if member is not None:
+        raise StoreFormatError(
+            f"{directory.path}: expected the store of one process, found member "
+            f"{member.number} of a run of {member.count}, and its step and its places "
+            "change with the others' alone; open the run's path in all its processes"
+        )
 
 
 def current_store(directory: StoreDirectory) -> StoreDirectory:

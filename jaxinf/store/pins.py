@@ -33,7 +33,7 @@ def link_arrays(directory: StoreDirectory, source: str, place: str, root: Path) 
                 directory.step_path(source) / name / "zarr.json", array / "zarr.json"
             )
             made: set[Path] = set()
-            for number in range(len(record.csds)):
+            for number in record.held:
                 link = array / directory.state_chunk(leaf, number, state).key
                 real = directory.chunk_file(place, leaf, number, state.name)
                 target = real if has_csds else link

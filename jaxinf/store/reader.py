@@ -189,7 +189,7 @@ class StepReader:
           StoreIOError: a chunk is missing, too short, or the drive failed.
         """
         beside = None if state.is_beside else leaf.beside(state)
-        for number in range(len(leaf.csds)) if chunks is None else chunks:
+        for number in leaf.held if chunks is None else chunks:
             if beside is not None:
                 yield from self._decoded(leaf, state, beside, number)
             elif state.codec and not state.is_beside:
@@ -226,7 +226,9 @@ class StepReader:
         name = leaf.array_name(state.name)
         file = self._file(leaf, state, number)
         sums = self._sums.get(name, ())
-        expected = int(sums[number]) if number < len(sums) else None
+        place = leaf.places[number]
+        assert place >= 0, f"leaf {leaf.name}: chunk {number} is another member's"
+        expected = int(sums[place]) if place < len(sums) else None
 
         def check(found: int) -> None:
             if found != expected and self._verify:
@@ -262,9 +264,22 @@ class StepReader:
         """Reads a whole array in the leaf's shape, coded states as float32; blocks.
 
         Raises:
+          StoreError: other members of the run hold some of its chunks.
           StoreCorruptError, StoreIOError: as for `pieces`.
         """
-        for number in range(len(leaf.csds)):  # check before memory is allocated
+        if not leaf.is_whole:
+            raise StoreError(
+                f"{self._places[0]}: leaf {leaf.name}: expected all of its "
+                f"{len(leaf.csds)} chunks, found {len(leaf.held)}, since this store is "
+                "a member of a run in several processes, and others hold the rest; "
+                "read it in the run (Store.read), or make a whole checkpoint and read "
+                "that (jaxinf checkpoint PATH save NAME)"
+            )
+        return self.read_held(leaf, state)
+
+    def read_held(self, leaf: LeafRecord, state: StateRecord) -> Array:
+        """As `read`, with zeros for the chunks that other members hold."""
+        for number in leaf.held:  # check before memory is allocated
             chunk = self._chunks_of(leaf, state)[number]
             num_bytes = chunk.num_elements * state.itemsize
             check_holds(self._file(leaf, state, number), num_bytes)
@@ -276,13 +291,13 @@ class StepReader:
                 f"bytes, and this machine has {MACHINE_MEMORY_BYTES}; read it in parts "
                 "(Store.tensorstore)"
             )
-        out = np.empty(leaf.shape, dtype)
+        out = (np.empty if leaf.is_whole else np.zeros)(leaf.shape, dtype)
         origin = (0,) * len(leaf.shape)
 
         def take(piece: Piece) -> None:
             scatter(out, piece.chunk, origin, piece.start, piece.values)
 
-        self.each(range(len(leaf.csds)), lambda n: self.pieces(leaf, state, [n]), take)
+        self.each(leaf.held, lambda n: self.pieces(leaf, state, [n]), take)
         return out
 
     def each(

@@ -39,18 +39,19 @@ _PARTS = Listed(Whole(1), most=64)
 _CSDS = Listed(Whole(0, 65535))
 _DTYPE = OneOf(_DTYPES)
 
-_LEAF = Record(
-    {
-        "path": Listed(_KEY, most=255),
-        "shape": _LENGTHS,
-        "dtype": _DTYPE,
-        "kernel": Text(),
-        "states": Listed(Row((_NAME, _DTYPE, _CODEC), num_needed=2), least=1),
-        "chunk_shape": _PARTS,
-        "shard_counts": _PARTS,
-        "csds": _CSDS,
-    }
-)
+_LEAF_ENTRIES: dict[str, Kind] = {
+    "path": Listed(_KEY, most=255),
+    "shape": _LENGTHS,
+    "dtype": _DTYPE,
+    "kernel": Text(),
+    "states": Listed(Row((_NAME, _DTYPE, _CODEC), num_needed=2), least=1),
+    "chunk_shape": _PARTS,
+    "shard_counts": _PARTS,
+    "csds": _CSDS,
+}
+_LEAF = Record(_LEAF_ENTRIES)
+_PROCESS = Whole(0, 2**20 - 1)
+_MEMBERS_LEAF = Record({**_LEAF_ENTRIES, "owners": Listed(_PROCESS)})
 
 _MANIFEST: dict[str, Kind] = {
     "format": Const("jaxinf"),
@@ -95,19 +96,36 @@ _MOVES: dict[str, Kind] = {"from": _PLACES, "to": _NEW_PLACES}
 MANIFEST: dict[int, Record] = {
     2: Record({"format_version": Const(2), **_MANIFEST}),
     3: Record({"format_version": Const(3), **_MANIFEST, "crc32c": _SEAL}),
+    4: Record(
+        {
+            "format_version": Const(4),
+            **_MANIFEST,
+            "leaves": Listed(_MEMBERS_LEAF),
+            "member": Record(
+                {
+                    "run": Text("[0-9a-f]{32}", "32 hex digits"),
+                    "number": _PROCESS,
+                    "count": Whole(2, 2**20),
+                }
+            ),
+            "crc32c": _SEAL,
+        }
+    ),
 }
 """``jaxinf.json``, by format version."""
 
+_SEALED_RECORD: dict[str, Kind] = {
+    **_RECORD,
+    "documents": Mapped(_SEAL, OneOf((*_DOCUMENTS, "*/zarr.json"))),
+    "crc32c": _SEAL,
+}
+_COMMIT = Text("[0-9a-f]{32}-[0-9]{1,16}", "an id of a session and a number")
+
 RECORD: dict[int, Record] = {
     2: Record({"format_version": Const(2), **_RECORD}),
-    3: Record(
-        {
-            "format_version": Const(3),
-            **_RECORD,
-            "documents": Mapped(_SEAL, OneOf((*_DOCUMENTS, "*/zarr.json"))),
-            "crc32c": _SEAL,
-        },
-        _INEXACT,
+    3: Record({"format_version": Const(3), **_SEALED_RECORD}, _INEXACT),
+    4: Record(
+        {"format_version": Const(4), **_SEALED_RECORD, "commit": _COMMIT}, _INEXACT
     ),
 }
 """``commit.json``, by format version."""

@@ -22,9 +22,9 @@ def step_links(directory: StoreDirectory, place: str) -> Iterator[tuple[Path, Pa
     """
     root = directory.step_path(place)
     if directory.manifest.csds:
-        for number, leaf, chunks in directory.leaves():
+        for number, leaf, _ in directory.leaves():
             for state in leaf.states:
-                for chunk in range(len(chunks)):
+                for chunk in leaf.held:
                     key = directory.state_chunk(number, chunk, state).key
                     real = directory.chunk_file(place, number, chunk, state.name)
                     yield root / leaf.array_name(state.name) / key, real

@@ -63,7 +63,7 @@ def step_bytes(directory: StoreDirectory) -> int:
         directory.state_bytes(number, chunk, state)
         for number, leaf in enumerate(directory.manifest.leaves)
         for state in leaf.states
-        for chunk in range(len(leaf.csds))
+        for chunk in leaf.held
     )
 
 
@@ -185,7 +185,7 @@ class Verifier:
     ) -> Iterator[_ChunkFile]:
         directory = self._directory
         for number_of_leaf, leaf in enumerate(directory.manifest.leaves):
-            num_chunks = len(leaf.csds)
+            num_chunks = len(leaf.held)
             for state in leaf.states:
                 name = leaf.array_name(state.name)
                 sums = record.checksums.get(name, np.zeros(0, np.uint32))
@@ -199,12 +199,12 @@ class Verifier:
                         )
                     )
                     continue
-                for number, expected in enumerate(sums):
+                for number, expected in zip(leaf.held, sums, strict=True):
                     chunk = directory.state_chunk(number_of_leaf, number, state)
                     yield _ChunkFile(
                         step_path / name / chunk.key,
                         f"leaf {leaf.name}, {state.name}, chunk {number} of "
-                        f"{num_chunks}, on CSD {leaf.csds[number]}",
+                        f"{len(leaf.csds)}, on CSD {leaf.csds[number]}",
                         chunk.num_elements * state.itemsize,
                         chunk.stored_elements * state.itemsize,
                         int(expected),

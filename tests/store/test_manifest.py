@@ -12,6 +12,7 @@ from jaxinf.store import (
     FORMAT_VERSION,
     LeafRecord,
     Manifest,
+    Member,
     StateRecord,
     dtype_of,
     seal,
@@ -114,15 +115,49 @@ def read_changed(tmp_path, manifest_of):
         ),
         (seal(HEADER).decode(), "expected the key 'store_id'"),
         (
-            f'{{"format": "jaxinf", "format_version": {FORMAT_VERSION + 1}}}',
+            f'{{"format": "jaxinf", "format_version": {FORMAT_VERSION + 2}}}',
             rf"reads format version {FORMAT_VERSION}, the store has "
-            rf"{FORMAT_VERSION + 1}; open it with a newer jaxinf",
+            rf"{FORMAT_VERSION + 2}; open it with a newer jaxinf",
         ),
     ],
 )
 def test_refuses_what_it_cannot_read(read_changed, text, message):
     with pytest.raises(StoreFormatError, match=message):
         read_changed(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"owners": (0, 2)}, "owners"),
+        ({"owners": (0,)}, "owners"),
+    ],
+)
+def test_a_members_chunks_have_owners(tmp_path, change, problem):
+    leaf = LeafRecord(
+        path=("w",),
+        shape=(8192,),
+        dtype="float32",
+        kernel="k0",
+        states=(StateRecord("params", "float32"),),
+        shard_counts=(1,),
+        chunk_shape=(4096,),
+        csds=(0, 0),
+    )
+    whole = Manifest(kernels={"k0": ("x",)}, leaves=(leaf,), store_id="a" * 32, csds=())
+    member = whole.as_member(Member("b" * 32, 1, 2), [(0, 1)], [(0, 0)])
+    path = tmp_path / "jaxinf.json"
+    member.write(path)
+    held = Manifest.read(path)
+    assert held == member
+    assert held.num_held_params == 4096
+    assert list(held.leaves[0].held) == [1]
+    broken = dataclasses.replace(
+        member, leaves=(dataclasses.replace(member.leaves[0], **change),)
+    )
+    broken.write(path)
+    with pytest.raises(StoreFormatError, match=problem):
+        Manifest.read(path)
 
 
 def test_refuses_bytes_that_are_no_text(tmp_path):
