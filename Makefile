@@ -14,7 +14,7 @@ files-with = $(shell grep -rl --include='test_*.py' '$1' tests)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train big bigger test test-long test-models test-compilers test-newest test-hls test-cards test-xrt test-faults faults lint clean
+.PHONY: help train big bigger test test-long test-models test-compilers test-newest test-hls test-cards test-xrt test-distributed test-faults faults lint clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -46,7 +46,7 @@ bigger: $(VENV)/installed  ## 6.7 billion params under a limit of 6 GiB: trained
 
 test: $(VENV)/installed  ## the test suite, on the installed package
 	$(BIN)/pytest -n auto --dist loadfile -m 'not faults and not hls and not cards and not long' \
-	  --ignore tests/models --ignore tests/faults tests
+	  --ignore tests/models --ignore tests/faults --ignore tests/distributed tests
 
 test-long: $(VENV)/installed  ## families that make test has a part of: every optimizer
 	$(BIN)/pytest -n auto -m long $(call files-with,mark.long)
@@ -78,6 +78,9 @@ test-xrt: $(VENV)/installed  ## cards' code on the real XRT runtime (installs it
 	$(BIN)/python -m pip install --quiet '.[test-xrt]'
 	JAXINF_TEST_XRT=$(VENV)/xrt $(BIN)/pytest -n auto --dist loadfile --timeout 900 -m 'not cards' tests/xrt \
 	  $(addprefix tests/engine/test_,$(addsuffix .py,failures integrity order steps))
+
+test-distributed: $(VENV)/installed  ## runs in several processes (JAXINF_FAULTS=long: more, and kills)
+	$(BIN)/pytest -n 2 --dist worksteal -rP tests/distributed
 
 test-faults: $(VENV)/installed  ## crashes, kills, bad drives; mounts (SUDO=sudo)
 	$(SUDO) env JAXINF_REQUIRE_MOUNTS=1 $(BIN)/pytest -n auto tests/faults

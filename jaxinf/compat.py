@@ -19,6 +19,9 @@ used here                   where it may break, and the effect
                             CPU devices may hang, which the tests of four devices show
 ``backends_are_…``          of ``jax._src``. Not there: closing a store starts JAX's
                             backend in a process that has not used it
+``global_state``            of ``jax._src.distributed``: the client of the coordination
+                            service, its barriers and keys, the text of a time-out. Not
+                            there: stores of several processes are refused when opened
 ``trace_state_clean``       of ``jax._src``. Not there: a streamed step in an eager
                             ``jax.grad`` or ``jax.vmap`` runs if its batch is known
 logger of callbacks         moves with JAX's modules. Moved: JAX's traceback is printed
@@ -77,6 +80,7 @@ update. Another XLA may round otherwise; ``tests/kernels/test_bits.py`` compares
 
 import functools
 import inspect
+import itertools
 import logging
 import os
 import sys
@@ -112,6 +116,11 @@ except ImportError:
     backends_are_initialized = None
 
 try:
+    from jax._src.distributed import global_state as _distributed
+except ImportError:
+    _distributed = None
+
+try:
     from jax._src.core import trace_state_clean
 except ImportError:
     trace_state_clean = None
@@ -125,6 +134,7 @@ __all__ = [
     "ORBAX_DICT_KEY",
     "ORBAX_HANDLER",
     "ClosedJaxpr",
+    "Coordination",
     "Jaxpr",
     "Literal",
     "Primitive",
@@ -137,6 +147,7 @@ __all__ = [
     "call_with_buffers",
     "call_with_copies",
     "called_jaxpr",
+    "coordination",
     "counts_elements",
     "cpu_client_threads",
     "has_backend",
@@ -223,6 +234,81 @@ def call_with_copies(
 ) -> Any:
     """Calls ``function(*arguments)``, which returns the results; traceable."""
     return io_callback(function, avals, *arguments)
+
+
+class Coordination:
+    """The coordination service that `jax.distributed.initialize` has connected to.
+
+    Its calls are host-side gRPC; all block, without the GIL. Thread-safe.
+
+    Attributes:
+      process: number of this process.
+      num_processes: number of all processes.
+    """
+
+    def __init__(self, client: Any, process: int, num_processes: int) -> None:
+        self._client = client
+        self.process = process
+        self.num_processes = num_processes
+
+    def meet(self, name: str, timeout_s: float) -> list[str]:
+        """Waits until all processes are in the barrier of a name, which is used once.
+
+        Returns:
+          The names of those that did not come in time; empty when all are there.
+        """
+        try:
+            self._client.wait_at_barrier(name, max(1, round(1000 * timeout_s)))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            return missing_tasks(str(error)) or ["unknown"]
+        return []
+
+    def put(self, key: str, value: str) -> None:
+        """Sets a key, once."""
+        self._client.key_value_set(key, value)
+
+    def get(self, key: str, timeout_s: float) -> str | None:
+        """Waits for the value of a key; None if there is none in time."""
+        try:
+            milliseconds = max(1, round(1000 * timeout_s))
+            return self._client.blocking_key_value_get(key, milliseconds)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            return None
+
+    def below(self, folder: str) -> dict[str, str]:
+        """Returns the keys that begin with a name and a slash, with their values."""
+        return dict(self._client.key_value_dir_get(f"{folder}/"))
+
+
+def coordination() -> Coordination | None:
+    """The service of this program; None in a program of one process.
+
+    Raises:
+      ImportError: this JAX has several processes, and no such service.
+    """
+    if _distributed is None:
+        if has_backend() and jax.process_count() > 1:
+            raise ImportError(
+                "jax._src.distributed.global_state: expected the client of the "
+                f"coordination service, found none in jax {jax.__version__}; use one "
+                "of the versions of docs/dependencies.md"
+            )
+        return None
+    client, count = _distributed.client, _distributed.num_processes
+    if client is None or not count or count < 2:
+        return None
+    return Coordination(client, _distributed.process_id, count)
+
+
+def missing_tasks(text: str) -> list[str]:
+    """Returns the tasks that the error of a barrier names: numbers, or longer names."""
+    _, _, names = text.partition("timed out task names:")
+    lines = itertools.takewhile(str.strip, names.lstrip().splitlines())
+    return [line.strip().rpartition(":")[2] for line in lines]
 
 
 def has_backend() -> bool:

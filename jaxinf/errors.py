@@ -5,7 +5,7 @@ arguments raise ``ValueError`` or ``TypeError`` as usual in Python; errors of a 
 drive or an optimizer are `JaxinfError`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 __all__ = [
     "BudgetError",
@@ -16,6 +16,7 @@ __all__ = [
     "JaxinfError",
     "NonFiniteGradientError",
     "NonFiniteScalarError",
+    "ProcessError",
     "StaleStateError",
     "StoreClosedError",
     "StoreCorruptError",
@@ -48,6 +49,22 @@ class StoreError(JaxinfError):
 
 class StoreLockedError(StoreError):
     """Another live process (or this one) already writes to the store."""
+
+
+class ProcessError(StoreError):
+    """Another process of the run failed, is missing, or does something else.
+
+    Attributes:
+      processes: numbers of the processes that the error is about.
+      step: the step of the run, if known.
+    """
+
+    def __init__(
+        self, message: str, processes: Sequence[int] = (), step: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.processes = tuple(processes)
+        self.step = step
 
 
 class StoreFormatError(StoreError):

@@ -1,6 +1,7 @@
 """Uses tied to a version of JAX, optax or Orbax are only in `jaxinf.compat`."""
 
 import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -148,3 +149,27 @@ def test_without_buffer_callback_gradients_come_with_copies(run_python, place):
         WITHOUT, place / "other", check=False, JAXINF_CALLBACK="buffer"
     )
     assert "has no buffer_callback, found 'buffer'" in refused.stderr
+
+
+TIME_OUT = """DEADLINE_EXCEEDED: Barrier timed out. Id: one::0. This usually happens …
+# of tasks that reached the barrier: 1/3.
+The first task at the barrier: 0. Some timed out task names:
+1
+/job:jax_worker/replica:0/task:2
+
+
+RPC: /xla.coordination.CoordinationService/Barrier"""
+
+
+def test_a_time_out_names_the_missing_processes():
+    assert compat.missing_tasks(TIME_OUT) == ["1", "2"]
+    assert compat.missing_tasks("another text") == []
+
+
+def test_the_coordination_service_is_where_it_is_looked_for():
+    assert compat.coordination() is None  # this program is one process
+    state = compat._distributed
+    assert all(hasattr(state, n) for n in ("client", "process_id", "num_processes"))
+    client = importlib.import_module("jax._src.lib")._jax.DistributedRuntimeClient
+    used = "wait_at_barrier key_value_set blocking_key_value_get key_value_dir_get"
+    assert not set(used.split()) - set(dir(client))

@@ -16,8 +16,14 @@ from jaxinf.engine.failure import check_announced
 from jaxinf.engine.opened import OpenStore
 from jaxinf.engine.options import Durability, MasterChoice, MasterFormat, StateFormat
 from jaxinf.engine.recalled import SlotRequest
+from jaxinf.engine.replicas import replicas_differ, sum_bits
 from jaxinf.engine.shape import StoreShape
-from jaxinf.engine.sharding import distinct_shards, shard_counts
+from jaxinf.engine.sharding import (
+    distinct_shards,
+    local_shards,
+    shard_counts,
+    shard_holders,
+)
 from jaxinf.engine.state import ParamsReader
 from jaxinf.engine.steps import StepMetrics
 from jaxinf.engine.store import (
@@ -65,9 +71,13 @@ __all__ = [
     "gradient_forms",
     "keep_saved",
     "keeps_feedback",
+    "local_shards",
     "moved_states",
     "open_store",
+    "replicas_differ",
     "shard_counts",
+    "shard_holders",
     "store_of",
     "store_with_id",
+    "sum_bits",
 ]

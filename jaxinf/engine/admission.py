@@ -9,10 +9,14 @@ from pathlib import Path
 
 from jaxinf.engine.description import StoreDescription, coded_leaf, store_codecs
 from jaxinf.engine.options import StoreOptions, check_writable
-from jaxinf.errors import StoreFormatError, StoreMismatchError
-from jaxinf.store import CODECS, Manifest, StoreDirectory
+from jaxinf.errors import (
+    DeviceConfigurationError,
+    StoreFormatError,
+    StoreMismatchError,
+)
+from jaxinf.store import CODECS, Manifest, StoreDirectory, chunk_holders
 
-__all__ = ["check_format", "check_place", "check_roots", "check_same"]
+__all__ = ["check_division", "check_format", "check_place", "check_roots", "check_same"]
 
 _LOG = logging.getLogger("jaxinf")
 
@@ -31,6 +35,13 @@ def check_place(path: Path) -> None:
     check_writable(path)
     if not path.exists() or (path / "jaxinf.json").exists():
         return
+    if any(path.glob("process-[0-9]*/jaxinf.json")):
+        num = len(list(path.glob("process-[0-9]*")))
+        raise StoreFormatError(
+            f"store {path}: expected the store of one process, found the members of a "
+            f"run of several ({num} of them); start as many processes, and call "
+            "jax.distributed.initialize before open_store"
+        )
     foreign = sorted(
         entry.name
         for entry in path.iterdir()
@@ -74,6 +85,33 @@ def check_format(options: StoreOptions, manifest: Manifest) -> None:
             "it out, or make a store without from this one "
             f'("jaxinf store convert {path} NEW --master none")'
         )
+
+
+def check_division(directory: StoreDirectory, description: StoreDescription) -> None:
+    """Refuses a run whose mesh gives the chunks of a member to other processes.
+
+    Raises:
+      StoreMismatchError: a chunk's owner has no JAX device with it.
+      DeviceConfigurationError: the run has no mesh of several processes.
+    """
+    if directory.manifest.member is None:
+        return
+    for record, leaf in zip(directory.manifest.leaves, description.leaves, strict=True):
+        if not leaf.holders:
+            raise DeviceConfigurationError(
+                f"{directory.path}: expected params on a mesh of all processes of the "
+                "run, found none; only smart_update runs in several processes, and "
+                "jaxinf.stream in one"
+            )
+        places = chunk_holders(record, leaf.shard_counts, leaf.holders)
+        for number, holders in enumerate(places):
+            if record.owners[number] not in holders:
+                raise StoreMismatchError(
+                    f"{directory.path}: leaf {leaf.name}: chunk {number} is process "
+                    f"{record.owners[number]}'s, and on this run's mesh its params are "
+                    f"in process {', '.join(map(str, holders))}; use the mesh and the "
+                    "shardings that the store was made with"
+                )
 
 
 def check_same(directory: StoreDirectory, description: StoreDescription) -> None:

@@ -66,27 +66,28 @@ class ChunkTable:
         # step indexes them for thousands of leaves.
         self._first = array("q")  # a leaf's first entry
         self._num_chunks = array("q")
+        self._places: list[Sequence[int]] = []  # of chunks among those that are held
         self._lengths = array("q")  # in bytes, without padding
         self._sums = array("I")
         self._names: list[tuple[str, int]] = []  # name and number of chunks, by array
         for number, leaf in enumerate(directory.manifest.leaves):
             self._first.append(len(self._sums))
-            self._num_chunks.append(len(leaf.csds))
+            self._num_chunks.append(len(leaf.held))
+            self._places.append(leaf.places)
             for state in leaf.states:
                 name = leaf.array_name(state.name)
-                self._names.append((name, len(leaf.csds)))
+                self._names.append((name, len(leaf.held)))
                 held = checksums.get(name)
-                if held is not None and len(held) != len(leaf.csds):
+                if held is not None and len(held) != len(leaf.held):
                     raise StoreFormatError(
                         f"{directory.path}: the commit of slot {self.committed} has "
                         f"{len(held)} checksums of {name}, "
-                        f"expected {len(leaf.csds)}, one a chunk; restore a "
+                        f"expected {len(leaf.held)}, one a chunk; restore a "
                         "checkpoint or a backup"
                     )
-                self._sums.extend([0] * len(leaf.csds) if held is None else held)
+                self._sums.extend([0] * len(leaf.held) if held is None else held)
                 self._lengths.extend(
-                    directory.state_bytes(number, chunk, state)
-                    for chunk in range(len(leaf.csds))
+                    directory.state_bytes(number, chunk, state) for chunk in leaf.held
                 )
         self._is_working = bytearray(len(self._sums))
         self._is_shared = bytearray(len(self._sums))
@@ -289,7 +290,7 @@ class ChunkTable:
 
     def _entry(self, layout: SubgroupLayout, state: int) -> int:
         leaf = layout.subgroup.leaf
-        first = self._first[leaf] + layout.subgroup.chunk
+        first = self._first[leaf] + self._places[leaf][layout.subgroup.chunk]
         return first + state * self._num_chunks[leaf]
 
     def _unshared(self) -> Iterator[tuple[int, int, int, int]]:
@@ -298,7 +299,7 @@ class ChunkTable:
         entry = 0
         for number, leaf in enumerate(self._directory.manifest.leaves):
             for state in range(len(leaf.states)):
-                for chunk in range(len(leaf.csds)):
+                for chunk in leaf.held:
                     if not self._is_working[entry] and not self._is_shared[entry]:
                         yield number, chunk, state, entry
                     entry += 1

@@ -3,20 +3,25 @@
 Invariant: nothing here changes a store, except that `wait` commits finished steps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from jaxinf.csd import CsdInfo
 from jaxinf.engine.dispatched import wait_for_callbacks
+from jaxinf.engine.opened import OpenStore
+from jaxinf.engine.replicas import gathered_replicas, gathered_whole
+from jaxinf.engine.sharding import boxes_with_holders
 from jaxinf.engine.state import committed_step, read_state
 from jaxinf.engine.steps import StepMetrics
 from jaxinf.engine.training import Training
 from jaxinf.errors import StoreMismatchError
+from jaxinf.layout import covers
 from jaxinf.program import is_trained, leaf_infos, trained
 from jaxinf.store import (
     CommitRecord,
@@ -178,7 +183,8 @@ class CommittedState:
         opened = self.training.opened
 
         def read_box(origin: Sequence[int], extent: Sequence[int]) -> np.ndarray:
-            out = np.empty(extent, dtype)
+            is_whole = opened.directory.manifest.leaves[number].is_whole
+            out = (np.empty if is_whole else np.zeros)(extent, dtype)
             read_state(opened, number, out, origin, state)
             return out
 
@@ -196,6 +202,8 @@ class CommittedState:
             return read_box(origin, extent)
 
         sharding = getattr(like, "sharding", None)
+        if not self.training.members.is_alone:
+            return _read_parts(opened, number, shape, dtype, sharding, read_box)
         # As uncommitted as `like`; otherwise a jitted step would be compiled again.
         if sharding is None or not getattr(like, "committed", True):
             return jax.device_put(read(tuple(slice(None) for _ in shape)))
@@ -216,6 +224,13 @@ class CommittedState:
           ValueError: no such leaf or state; lists what there is.
         """
         record = find_leaf(self.manifest, state, leaf)
+        if not record.is_whole:
+            raise ValueError(
+                f"{self.path}: leaf {leaf}: this process holds {len(record.held)} of "
+                f"its {len(record.csds)} chunks, and zarr would show zeros for the "
+                "others; read it in all processes (store.read), or make a whole "
+                "checkpoint (jaxinf checkpoint PATH save NAME)"
+            )
         self.training.wait()
         return open_array((self.path / "current").resolve(), record, state)
 
@@ -242,7 +257,9 @@ class CommittedState:
         with self.training.paused():
             path, commit = committed_step(self.training.opened)
             with StepReader(path, commit, directory=self._directory) as reader:
-                return reader.read(record, chosen)
+                if self.training.members.is_alone:
+                    return reader.read(record, chosen)
+                return gathered_whole(reader.read_held(record, chosen))
 
     def wait(self, state: Any = None) -> None:
         """Blocks until all dispatched steps are finished and durable.
@@ -265,3 +282,40 @@ class CommittedState:
                 self.training.check()  # raises the cause of JAX's exception
                 raise
         self.training.wait()
+
+
+def _read_parts(
+    opened: OpenStore,
+    number: int,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    sharding: Any,
+    read_box: Callable[[Sequence[int], Sequence[int]], np.ndarray],
+) -> jax.Array:
+    """Reads a leaf whose chunks several processes hold; all call it.
+
+    Where the shards' holders own their chunks, each shard is put together by itself;
+    otherwise the leaf is in the memory of every host for a while.
+    """
+    is_global = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
+    if is_global and _fits(opened, number, sharding, shape):
+        return gathered_replicas(sharding, shape, dtype, read_box)
+    whole = gathered_whole(read_box([0] * len(shape), shape))
+    if sharding is None or not is_global:
+        return jax.device_put(whole, sharding)
+    return jax.make_array_from_callback(shape, sharding, whole.__getitem__)
+
+
+def _fits(
+    opened: OpenStore, number: int, sharding: NamedSharding, shape: tuple[int, ...]
+) -> bool:
+    """Whether each chunk's owner has a device with the chunk's shard."""
+    record = opened.directory.manifest.leaves[number]
+    for start, extent, holders in boxes_with_holders(sharding, shape):
+        try:
+            chunks = covers(record.grid, start, extent)
+        except ValueError:
+            return False
+        if not {record.owners[n] for n in chunks} <= holders:
+            return False
+    return True

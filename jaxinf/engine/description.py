@@ -13,6 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from jaxinf.csd import GradientForm, KernelNeed
+from jaxinf.errors import DeviceConfigurationError
 from jaxinf.layout import choose_grid
 from jaxinf.program import InitKernel, InitProgram, Kernel, UpdateProgram
 from jaxinf.store import (
@@ -22,9 +23,11 @@ from jaxinf.store import (
     MASTER_PARAMS,
     LeafContents,
     Manifest,
+    Member,
     StateRecord,
     StoreContents,
     check_leaf_paths,
+    deal_to_members,
     dtype_of,
     encode_path,
     lay_out,
@@ -62,6 +65,8 @@ class LeafDescription:
       init_kernel: the initial state.
       shard_counts: shards of the leaf along each dimension, 1 where not sharded.
       gradients: the forms of its gradients; empty for dense ones of its dtype.
+      holders: the processes that have each shard, as `shard_holders`; empty in a run of
+        one process.
     """
 
     path: tuple[str, ...]
@@ -72,6 +77,7 @@ class LeafDescription:
     init_kernel: InitKernel
     shard_counts: tuple[int, ...]
     gradients: tuple[GradientForm, ...] = ()
+    holders: tuple[tuple[int, ...], ...] = ()
 
     @property
     def device_dtype(self) -> np.dtype:
@@ -126,7 +132,12 @@ class StoreDescription:
         )
 
     def manifest(
-        self, csd_roots: Sequence[str], chunk_elements: int, codec: str, master: str
+        self,
+        csd_roots: Sequence[str],
+        chunk_elements: int,
+        codec: str,
+        master: str,
+        member: Member | None = None,
     ) -> Manifest:
         """Makes a manifest for a new store: chooses grids and assigns chunks to CSDs.
 
@@ -136,6 +147,7 @@ class StoreDescription:
           codec: codec of the float32 state of all but small leaves; empty for none.
           master: codec of the master params of leaves that are bfloat16 on the JAX
             device; empty for none.
+          member: this process's part in a run of several processes.
         """
         leaves = [coded_leaf(leaf, codec, master) for leaf in self.contents.leaves]
         chunk_shapes = [
@@ -147,7 +159,15 @@ class StoreDescription:
             for leaf in leaves
         ]
         coded = replace(self.contents, leaves=tuple(leaves))
-        return lay_out(coded, chunk_shapes, csd_roots)
+        manifest = lay_out(coded, chunk_shapes, csd_roots)
+        if member is None:
+            return manifest
+        if not all(leaf.holders for leaf in self.leaves):
+            raise DeviceConfigurationError(
+                "expected params on a mesh of all processes of the run, found none; "
+                "only smart_update runs in several processes, and jaxinf.stream in one"
+            )
+        return deal_to_members(manifest, member, [leaf.holders for leaf in self.leaves])
 
 
 def describe(
@@ -157,6 +177,7 @@ def describe(
     *,
     has_feedback: bool = False,
     forms: Callable[[np.dtype], tuple[GradientForm, ...]] | None = None,
+    holders: Sequence[tuple[tuple[int, ...], ...]] = (),
 ) -> StoreDescription:
     """Describes the store that an optimizer on a tree needs.
 
@@ -165,10 +186,15 @@ def describe(
       shard_counts: For each leaf, separately updated parts along each dimension.
       has_feedback: Whether the store keeps error feedback.
       forms: The forms of gradients of params of a dtype; by default dense.
+      holders: Of each leaf, see `LeafDescription`.
     """
     leaves = []
-    for leaf, first, counts in zip(
-        update.leaves, init.leaves, shard_counts, strict=True
+    for leaf, first, counts, held in zip(
+        update.leaves,
+        init.leaves,
+        shard_counts,
+        holders or [()] * len(update.leaves),
+        strict=True,
     ):
         slots = [StateRecord(slot.name, slot.dtype.name) for slot in leaf.slots]
         if has_feedback:
@@ -183,6 +209,7 @@ def describe(
                 init_kernel=first.kernel,
                 shard_counts=counts,
                 gradients=() if forms is None else forms(leaf.info.dtype),
+                holders=held,
             )
         )
     paths = tuple(map(encode_path, init.layout.scalar_keys))

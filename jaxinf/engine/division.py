@@ -81,6 +81,8 @@ def cut_subgroups(
         per_chunk: list[list[SubgroupLayout]] = [[] for _ in record.csds]
         unit = _unit_elements(record)
         for item in subgroups(leaf, record.grid, record.csds, max_elements, unit):
+            if record.places[item.chunk] < 0:
+                continue
             per_chunk[item.chunk].append(SubgroupLayout.of(item, record))
         result.append(per_chunk)
     return result

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxinf.engine.members import Members
 from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.training import Training
 
@@ -46,7 +47,12 @@ class OpenStores:
                 return None
             return held
 
-    def open(self, options: StoreOptions, given: Mapping[str, Any]) -> Opened:
+    def open(
+        self,
+        options: StoreOptions,
+        given: Mapping[str, Any],
+        members: Members | None = None,
+    ) -> Opened:
         """Returns the store that is open at a path, or opens one.
 
         A store that a failure has stopped is closed and opened anew.
@@ -54,6 +60,7 @@ class OpenStores:
         Args:
           options: the options for opening it.
           given: the options that the caller has set, by name.
+          members: the processes that have the store together; by default this one.
 
         Raises:
           ValueError: an option that the caller has set differs from the open store's.
@@ -73,7 +80,7 @@ class OpenStores:
                 held = None
             if held is None:
                 self._by_path = {p: self._by_path[p] for p in self._live()}
-                held = Opened(Training(options))
+                held = Opened(Training(options, members))
                 self._by_path[options.path.resolve()] = held
             else:
                 _check_given(held.training, options, given)

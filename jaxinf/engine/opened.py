@@ -5,20 +5,36 @@ the first failure nothing more is written.
 """
 
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from jaxinf.csd import Csd, CsdFleet
 from jaxinf.engine.chunks import ChunkTable
 from jaxinf.engine.division import longest
 from jaxinf.engine.failure import StoreHealth
+from jaxinf.engine.members import Members
 from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.pipeline import Timeline, TransferHandler
 from jaxinf.engine.shape import StoreShape
 from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.io import ByteMeters
-from jaxinf.store import CommitRecord, StoreDirectory, next_slot, stock_documents
+from jaxinf.store import (
+    COMMIT,
+    CommitAction,
+    CommitRecord,
+    StoreDirectory,
+    next_slot,
+    stock_documents,
+)
 
 __all__ = ["OpenStore", "OpenedCsds", "StoreRun"]
+
+_SPANS = {
+    CommitAction.SYNC: "sync",
+    CommitAction.RECORD: "publish",
+    CommitAction.MEET: "meet",
+    CommitAction.FLIP: "publish",
+}
 
 
 @dataclass(frozen=True)
@@ -31,6 +47,7 @@ class StoreRun:
       meters: counters of bytes on drives and link.
       timeline: times of its threads' work.
       new_id: the id of the store that this run makes, if there is none.
+      members: the processes that have the store together.
     """
 
     options: StoreOptions
@@ -38,12 +55,14 @@ class StoreRun:
     meters: ByteMeters
     timeline: Timeline
     new_id: str
+    members: Members
 
     @classmethod
-    def of(cls, options: StoreOptions) -> "StoreRun":
+    def of(cls, options: StoreOptions, members: Members) -> "StoreRun":
         """Makes the run of a store about to be opened."""
         health = StoreHealth(options.path)
-        return cls(options, health, ByteMeters(), Timeline(), uuid.uuid4().hex)
+        new_id = uuid.uuid4().hex
+        return cls(options, health, ByteMeters(), Timeline(), new_id, members)
 
 
 @dataclass(frozen=True)
@@ -72,7 +91,7 @@ class OpenStore(StoreShape):
       commit: the committed step's record; None for a store that was just made.
 
     Attributes:
-      options, health, meters, timeline: of the run.
+      options, health, meters, timeline, members: of the run.
       directory: the files.
       chunks: the newest version of each chunk.
       fleet, csds: the CSDs that update the chunks.
@@ -92,6 +111,7 @@ class OpenStore(StoreShape):
     ) -> None:
         super().__init__(run.options, directory, csds.layouts)
         self.health, self.meters, self.timeline = run.health, run.meters, run.timeline
+        self.members = run.members
         self.is_new = commit is None
         self.commit = commit or CommitRecord(step=0, scalar_state=())
         self.finished = self.commit
@@ -181,11 +201,18 @@ class OpenStore(StoreShape):
             self.finished,
             checksums=self.chunks.checksums(),
             documents=self._documents,
+            commit=self.members.next_commit(),
         )
-        with self.timeline.span("sync"):
-            self.directory.sync()
-        with self.timeline.span("publish"):
-            self.directory.publish(self.chunks.target, record)
+        slot = self.chunks.target
+        actions: dict[CommitAction, Callable[[], None]] = {
+            CommitAction.SYNC: self.directory.sync,
+            CommitAction.RECORD: lambda: self.directory.write_record(slot, record),
+            CommitAction.MEET: lambda: self.members.meet(record.step),
+            CommitAction.FLIP: lambda: self.directory.flip(slot),
+        }
+        for action in COMMIT:
+            with self.timeline.span(_SPANS[action]):
+                actions[action]()
         self.chunks.end_commit()
         self.commit = self.finished = record
         self.is_new = False

@@ -17,6 +17,14 @@ from jaxinf.engine.division import (
     longest,
     subgroup_elements,
 )
+from jaxinf.engine.member_opening import (
+    check_alone,
+    check_members,
+    check_plans,
+    go_on_from,
+    held_summary,
+    planned_summary,
+)
 from jaxinf.engine.opened import OpenedCsds, OpenStore, StoreRun
 from jaxinf.engine.shape import StoreShape
 from jaxinf.io.failures import translated
@@ -42,6 +50,7 @@ from jaxinf.store import (
     restore_checkpoint,
     restore_spare,
 )
+from jaxinf.typing import JsonValue
 
 __all__ = ["StorePlace"]
 
@@ -99,10 +108,42 @@ class StorePlace:
         Raises:
           StoreError: as `jaxinf.open_store` documents; the lock is given back.
         """
+        if not self._run.members.is_alone:
+            return self._open_member()
         self._lock = StoreLock(self.path)
+        return self._open_locked(self._lock)
+
+    def _open_member(self) -> OpenStore | None:
+        """As `open`, in all processes of a run, at the step that they agree on."""
+        members, path = self._run.members, self.path
+        opened: OpenStore | None = None
+
+        def own() -> JsonValue:
+            if not self.is_there():
+                return None
+            self._lock = StoreLock(path)
+            return held_summary(path, members, self._options.restore)
+
+        def recover() -> None:
+            nonlocal opened
+            if self._lock is not None:
+                go_on_from(StoreDirectory.open(path), self._lock, step)
+                opened = self._open_locked(self._lock)
+
+        try:
+            step = check_members(path, members.agree("open_store", own))
+            members.agree("open_store", recover)
+        except BaseException:
+            if opened is not None:
+                opened.close()
+            self.release()
+            raise
+        return opened
+
+    def _open_locked(self, lock: StoreLock) -> OpenStore | None:
         try:
             with lock_exclusively(self.path / "checkpoints.lock"):
-                found = self._committed(self._lock)
+                found = self._committed(lock)
             if found is None:
                 return None
             directory, commit = found
@@ -126,6 +167,7 @@ class StorePlace:
             return None
         directory = read_owned(self.path, options.csd_roots)
         directory.lock = lock
+        check_alone(directory, self._run.members)
         check_roots(options, directory.manifest)
         check_format(options, directory.manifest)
         commit = None if options.restore else directory.read_commit()
@@ -217,10 +259,28 @@ class StorePlace:
           StoreError: nothing was written; as `jaxinf.smart_update` documents.
           CsdError: a CSD cannot run the optimizer.
         """
-        if self._lock is None and self.is_there():
+        members, made = self._run.members, []
+        if members.is_alone and self._lock is None and self.is_there():
             found = self.open()
             if found is not None:
                 return found
+
+        def own() -> JsonValue:
+            return planned_summary(self._manifest(description, []), self._options)
+
+        def make() -> None:
+            made.append(self._create(description, uses_budget=uses_budget))
+
+        check_plans(self.path, members.agree("init", own))
+        try:
+            members.agree("init", make)
+        except BaseException:
+            for opened in made:
+                opened.close()
+            raise
+        return made[0]
+
+    def _create(self, description: StoreDescription, *, uses_budget: bool) -> OpenStore:
         manifest = self._new_manifest(description)
         if uses_budget:
             check_memory(self._options, manifest)
@@ -269,7 +329,8 @@ class StorePlace:
         roots = [str(root) for root in self._options.csd_roots] or held_roots
         codec = self._options.state if self._options.state in CODECS else ""
         chunk_elements = self._options.chunk_elements
-        manifest = description.manifest(roots, chunk_elements, codec, master)
+        member = self._run.members.member
+        manifest = description.manifest(roots, chunk_elements, codec, master, member)
         return replace(manifest, store_id=self._run.new_id)
 
     def _master_codec(self, description: StoreDescription) -> str:

@@ -60,7 +60,7 @@ class StoreShape:
     def layouts(
         self, leaf: int, origin: Sequence[int], extent: Sequence[int]
     ) -> Sequence[SubgroupLayout]:
-        """Returns the subgroups of a box of a leaf: a JAX device's shard, or all of it.
+        """Returns the held subgroups of a box: a JAX device's shard, or a leaf.
 
         Raises:
           StoreMismatchError: the box cuts a chunk, so the store does not fit the mesh.
@@ -77,10 +77,15 @@ class StoreShape:
     def chunks_of(
         self, leaf: int, origin: Sequence[int], extent: Sequence[int]
     ) -> Sequence[int]:
-        """Returns the numbers of the chunks of a box of a leaf, as for `layouts`."""
+        """Returns the numbers of the held chunks of a box, as for `layouts`."""
         record = self.directory.manifest.leaves[leaf]
         try:
-            return covers(record.grid, tuple(origin), tuple(extent))
+            found = covers(record.grid, tuple(origin), tuple(extent))
+            return (
+                found
+                if record.is_whole
+                else [n for n in found if record.places[n] >= 0]
+            )
         except ValueError as error:
             raise StoreMismatchError(
                 f"leaf {record.name}: the store's chunks {record.chunk_shape} (made "

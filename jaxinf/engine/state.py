@@ -164,7 +164,7 @@ def _differing(
     sums = commit.checksums[record.array_name(record.states[0].name)]
     chunks = opened.directory.chunks[leaf]
     for number in opened.chunks_of(leaf, origin, params.shape):
-        if _checksum(params, chunks[number], origin) != sums[number]:
+        if _checksum(params, chunks[number], origin) != sums[record.places[number]]:
             yield number
 
 

@@ -148,7 +148,7 @@ class StepEngine:
             self._opened.handler.run(tasks)
         self._opened.meters.add(
             link_down_bytes=sum([one.link_down_bytes for one in found]),
-            link_up_bytes=sum([request.link_up_bytes for request in updates]),
+            link_up_bytes=sum([one.link_up_bytes for one in found]),
         )
         finite = [one.is_finite for one in found]
         if not all(finite):
@@ -474,7 +474,7 @@ def _prefetch(
 
 def _check_complete(opened: OpenStore, arrivals: _Arrivals) -> None:
     done = sum(subgroup.num_elements for subgroup in arrivals)
-    expected = opened.directory.manifest.num_params
+    expected = opened.directory.manifest.num_held_params
     if done != expected:
         raise AssertionError(
             f"{opened.options.path}: the step updated {done} of {expected} params"

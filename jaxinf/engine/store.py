@@ -15,11 +15,18 @@ from typing import Any
 
 import numpy as np
 
+from jaxinf import compat
 from jaxinf.engine.chunks import VerifyMode
 from jaxinf.engine.committed_state import CommittedState
 from jaxinf.engine.dispatched import check_thread, is_thread_of_jax, wait_for_dispatched
 from jaxinf.engine.exit_status import fail_at_exit
 from jaxinf.engine.failure import closed_error
+from jaxinf.engine.members import (
+    DEFAULT_TIMEOUT_S,
+    Members,
+    join_members,
+    member_path,
+)
 from jaxinf.engine.open_stores import Opened, OpenStores
 from jaxinf.engine.options import (
     Durability,
@@ -267,6 +274,7 @@ def open_store(
     keep_steps: KeepSteps | None = None,
     keep_saved: int | None = None,
     tiers: Mapping[str, int | str] | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Store:
     """Opens a store, or sets the place where `tx.init` will make one.
 
@@ -327,6 +335,13 @@ def open_store(
         writes it all the same, so what is promised of crashes does not change; steps
         between commits do not (`durability`), which makes drives last. By default none;
         cards refuse it.
+      timeout_s: in a program of several processes, the longest wait for another one to
+        make the same call, or to have its part of a step durable. A drive that is that
+        much slower than another process's needs more.
+
+    In a program of several processes (`jax.distributed.initialize`), all open one path,
+    and each has its member of the run in it, ``path/process-00000`` and so on; or each
+    has a path and a store of its own. ``{process}`` in `csds` is the process's number.
 
     Raises:
       ValueError: an argument is out of range, or differs from the open store's; or
@@ -336,10 +351,11 @@ def open_store(
       StoreLockedError: a live process has the store open; names the process.
       StoreFormatError: it is not a store, is damaged, or has a newer format.
     """
+    path, members = _joined(_absolute(path), timeout_s)
     if memory_bytes is not None:
         memory_bytes = given_bytes("memory_bytes", memory_bytes)
     given = {
-        "csd_roots": None if csds is None else [_absolute(root) for root in csds],
+        "csd_roots": None if csds is None else [_of_process(root) for root in csds],
         "csd": csd,
         "memory_bytes": memory_bytes,
         "num_workers": num_workers,
@@ -354,9 +370,39 @@ def open_store(
         "tiers": tiers,
     }
     given = {name: value for name, value in given.items() if value is not None}
-    options = StoreOptions(_absolute(path), **{**_DEFAULTS, **given})
+    options = StoreOptions(path, **{**_DEFAULTS, **given})
     with _OPEN.guard:
-        return Store(_OPEN.open(options, given))
+        return Store(_OPEN.open(options, given, members))
+
+
+def _joined(path: Path, timeout_s: float) -> tuple[Path, Members | None]:
+    """Returns the path of this process's store, and who has it, unless it is open."""
+    held = _open_at(path)
+    if held is not None and held.training.failure is None:
+        return held.training.options.path, None
+    members = join_members(path, timeout_s)
+    if members.is_alone:
+        return path, None
+    # JAX ends its service at the exit; what is registered later, runs before.
+    atexit.unregister(_close_all)
+    atexit.register(_close_all)
+    return member_path(path, members.number), members
+
+
+def _of_process(root: PathLikeStr) -> Path:
+    """Returns a CSD root of this process; see `open_store`."""
+    service = compat.coordination()
+    number = 0 if service is None else service.process
+    return _absolute(os.fspath(root).replace("{process}", str(number)))
+
+
+def _open_at(path: Path) -> Opened | None:
+    """Returns the open store of a path, or this process's member of a run there."""
+    service = compat.coordination()
+    held = _OPEN.get(path)
+    if held is None and service is not None:
+        held = _OPEN.get(member_path(path, service.process))
+    return held
 
 
 def store_of(path: PathLikeStr) -> Store:
@@ -367,7 +413,7 @@ def store_of(path: PathLikeStr) -> Store:
     Raises:
       ValueError: no store is open there; lists the open ones.
     """
-    held = _OPEN.get(_absolute(path))
+    held = _open_at(_absolute(path))
     if held is None or not held.holders:
         others = [str(one.training.options.path) for one in _OPEN.all()][:5]
         raise ValueError(
@@ -422,7 +468,7 @@ def close(path: PathLikeStr) -> None:
 
     Does nothing if no store is open there.
     """
-    held = _OPEN.get(_absolute(path))
+    held = _open_at(_absolute(path))
     if held is not None:
         _close_all_handles(held)
 

@@ -14,12 +14,13 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from jaxinf.csd import ScalarInputs
-from jaxinf.engine.admission import check_same
+from jaxinf.engine.admission import check_division, check_same
 from jaxinf.engine.annotations import Annotations
 from jaxinf.engine.binding import Binding
 from jaxinf.engine.description import StoreDescription, kernel_needs
 from jaxinf.engine.division import check_memory
 from jaxinf.engine.kept_steps import archive, check_room
+from jaxinf.engine.members import Members
 from jaxinf.engine.opened import OpenStore, StoreRun
 from jaxinf.engine.options import StoreOptions
 from jaxinf.engine.place import StorePlace
@@ -32,7 +33,12 @@ from jaxinf.engine.state import (
     read_state,
 )
 from jaxinf.engine.steps import StepEngine, StepMetrics
-from jaxinf.errors import StaleStateError, StoreFormatError, StoreMismatchError
+from jaxinf.errors import (
+    StaleStateError,
+    StoreClosedError,
+    StoreFormatError,
+    StoreMismatchError,
+)
 from jaxinf.layout import LeafGrid, choose_grid
 from jaxinf.store import CommitRecord, ScalarState
 from jaxinf.typing import Array, JsonValue
@@ -50,17 +56,20 @@ class Training:
       shardings: for each leaf, the sharding of the params in the last `init`, on one
         mesh; empty if they are not sharded.
       shapes: shapes and dtypes of these params, in the optimizer's form; None before.
+      members: the processes that have the store together.
       binding: the run's binding to a step of the store, made by its first step.
 
     Raises:
       StoreError: as `jaxinf.open_store` documents.
     """
 
-    def __init__(self, options: StoreOptions) -> None:
+    def __init__(self, options: StoreOptions, members: Members | None = None) -> None:
         self.options = options
         self.shardings: tuple[NamedSharding, ...] = ()
         self.shapes: Any = None
-        self._run = StoreRun.of(options)
+        self.members = members or Members(options.path)
+        self._run = StoreRun.of(options, self.members)
+        self._run.health.failure.listen(self._tell_others)
         self._place = StorePlace(self._run)
         self._annotations = Annotations(options.path)
         self._bound: list[StoreDescription] = []
@@ -70,10 +79,19 @@ class Training:
         self._opened: OpenStore | None = None
         self._steps: StepEngine | None = None
         self.binding = Binding(lambda: self.opened, self._roll_back)
-        if self._place.is_there():
+        if self._place.is_there() or not self.members.is_alone:
             self._hold(self._place.open())
         else:
             self._place.check_restorable()
+
+    def _tell_others(self) -> None:
+        health = self._run.health
+        error = health.failure.error
+        if error is not None and not isinstance(error, StoreClosedError):
+            self.members.tell(error)
+            self.members.end_unless(
+                lambda: health.is_closed or not health.is_unreported, error
+            )
 
     def _hold(self, opened: OpenStore | None) -> None:
         self._opened = opened
@@ -257,6 +275,7 @@ class Training:
                 if uses_budget:
                     check_memory(self.options, opened.directory.manifest)
                 self._check_same(opened, description)
+                check_division(opened.directory, description)
                 check_room(self.options, opened.directory)
                 needs = kernel_needs(description, opened.directory.manifest)
                 opened.fleet.check(needs)

@@ -4,6 +4,7 @@ Invariant: a task reads only the newest version of a state, and writes only to t
 that the step builds.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -41,12 +42,15 @@ class RequestTasks:
     Attributes:
       tasks: one for each subgroup.
       updates: their computations.
-      link_down_bytes: bytes from the caller, including params that are used.
+      link_down_bytes: bytes from the caller, including params that are used; where
+        other processes hold a part, in proportion.
+      link_up_bytes: bytes of results, likewise.
     """
 
     tasks: Sequence[Task]
     updates: Sequence[SubgroupUpdate]
     link_down_bytes: int
+    link_up_bytes: int = 0
 
     @property
     def is_finite(self) -> bool:
@@ -122,7 +126,13 @@ def request_tasks(
             )
         )
     link_down_bytes = request.link_bytes + (0 if given is None else given.nbytes)
-    return RequestTasks(tasks, updates, link_down_bytes)
+    link_up_bytes = request.link_up_bytes
+    if not opened.directory.manifest.leaves[request.leaf].is_whole:
+        num_all = max(1, math.prod(request.gradient.shape))
+        num_held = sum(task.layout.subgroup.num_elements for task in tasks)
+        link_down_bytes = link_down_bytes * num_held // num_all
+        link_up_bytes = link_up_bytes * num_held // num_all
+    return RequestTasks(tasks, updates, link_down_bytes, link_up_bytes)
 
 
 def _given(opened: OpenStore, request: UpdateRequest) -> Array | None:

@@ -2,6 +2,7 @@
 
    one JAX device:   callback(arguments) ─────────────────────► results
    a mesh:           shard_map( owner of the shard: callback ─► psum of bits )
+   several processes:           an owner in each; each fills its part of the results
 
 Arguments and results are pytrees. Invariant: a host function called from here uses
 NumPy alone, runs once for each distinct shard, and, beside other JAX devices, never
@@ -11,7 +12,7 @@ raises: an exception next to a waiting collective would abort the process.
 import copy
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -19,12 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxinf import compat
+from jaxinf.engine import Store, sum_bits
 from jaxinf.errors import DeviceConfigurationError
 from jaxinf.interrupts import interrupts
-from jaxinf.typing import PyTree
+from jaxinf.typing import Array, PyTree
 
 __all__ = [
     "FAILED",
@@ -34,7 +36,9 @@ __all__ = [
     "call_host",
     "call_once",
     "call_owner",
+    "callers",
     "check_device_configuration",
+    "check_processes",
     "shares_memory",
     "waits_for_updates",
 ]
@@ -58,16 +62,8 @@ def check_device_configuration() -> None:
     arguments. When all threads wait in callbacks, it hangs (jax 0.10, 0.12).
 
     Raises:
-      DeviceConfigurationError: gives the variable to set; or there are several
-        processes, which are not supported.
+      DeviceConfigurationError: gives the variable to set.
     """
-    if jax.process_count() > 1:
-        raise DeviceConfigurationError(
-            f"this is one of {jax.process_count()} JAX processes "
-            "(jax.process_count()); a store belongs to one process so far. Run the "
-            "program in one process with all its devices, or without "
-            "jax.distributed.initialize"
-        )
     num_devices = jax.local_device_count("cpu")
     if num_devices < 2:
         return
@@ -78,6 +74,52 @@ def check_device_configuration() -> None:
             f"{threads or 'not set'}; host callbacks then deadlock in JAX. Start "
             f"Python with {variable}={max(8, 2 * num_devices)} in the environment"
         )
+
+
+def check_processes(store: Store, shardings: Sequence[NamedSharding]) -> None:
+    """Refuses a run of several processes whose store or mesh is not of all of them.
+
+    Args:
+      store: the store.
+      shardings: of the params' leaves; empty for one JAX device.
+
+    Raises:
+      DeviceConfigurationError: says what to change; nothing was written.
+    """
+    if jax.process_count() == 1:
+        return
+    members, count = store.training.members, jax.process_count()
+    mesh = shardings[0].mesh if shardings else None
+    if members.is_alone and (mesh is None or _processes(mesh) == {jax.process_index()}):
+        return
+    if members.is_alone:
+        raise DeviceConfigurationError(
+            f"{store.path}: the params are on a mesh of several processes, and the "
+            "store is this process's alone: each gave a path of its own, or it was "
+            "opened before jax.distributed.initialize. Call that first, and then "
+            "open_store with one path in all processes"
+        )
+    if not isinstance(mesh, Mesh):
+        raise DeviceConfigurationError(
+            f"{store.path}: expected params on a mesh of all {count} processes, found "
+            f"{'a mesh of shapes alone' if mesh else 'none'}; put them on one before "
+            "init (jax.device_put with a NamedSharding, PartitionSpec() for replicated "
+            "ones), or give smart_update(…, shardings=…). To train alone in each "
+            "process, give each a path of its own"
+        )
+    missing = sorted(set(range(count)) - _processes(mesh))
+    if missing:
+        raise DeviceConfigurationError(
+            f"{store.path}: expected a mesh with devices of all {count} processes, as "
+            "each has its member of the store, found none of process "
+            f"{', '.join(map(str, missing))}"
+        )
+
+
+def _processes(mesh: AnyMesh) -> set[int]:
+    if not isinstance(mesh, Mesh):
+        return set()
+    return {device.process_index for device in mesh.devices.flat}
 
 
 def waits_for_updates() -> bool:
@@ -196,26 +238,62 @@ def call_owner(
 ) -> Any:
     """Calls the host from the first device along `axes`, in a ``shard_map``.
 
-    The others receive its results' bits. Arguments are as for `call_host`.
+    The others receive its results' bits. With several processes, the first device of
+    each calls: results in int32 are the greatest of all, and each host fills its part
+    of the others, and the rest with zeros. Arguments are as for `call_host`.
     """
     axes = tuple(name for name in axes if mesh.shape[name] > 1)
     if not axes:
         return call_host(host, avals, arguments, is_local=True)
-    is_owner = jnp.bool_(True)
-    for name in axes:
-        is_owner &= lax.axis_index(name) == 0
     results = lax.cond(
-        is_owner,
+        _is_caller(mesh, axes),
         lambda: call_host(host, avals, arguments, is_local=True),
         lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), avals),
     )
-    return jax.tree.map(lambda result: _sum_bits(result, axes), results)
+    if jax.process_count() > 1:
+        return jax.tree.map(partial(_combined, axes=axes), results)
+    return jax.tree.map(lambda result: sum_bits(result, axes), results)
+
+
+def _is_caller(mesh: AnyMesh, axes: tuple[str, ...]) -> jax.Array:
+    """Whether a device is the first along `axes`, in its process."""
+    if jax.process_count() == 1:
+        is_first = jnp.bool_(True)
+        for name in axes:
+            is_first &= lax.axis_index(name) == 0
+        return is_first
+    assert isinstance(mesh, Mesh), "checked by check_processes"
+    places = tuple(lax.axis_index(name) for name in mesh.axis_names)
+    return jnp.asarray(callers(mesh, axes))[places]
+
+
+def callers(mesh: Mesh, axes: Sequence[str]) -> Array:
+    """Returns for each device of a mesh whether it calls; bool, shaped like the mesh.
+
+    Of the devices that differ along `axes` alone the first of each process calls.
+    """
+    along = [number for number, name in enumerate(mesh.axis_names) if name in axes]
+    result, seen = np.zeros(mesh.devices.shape, bool), set()
+    for place, device in np.ndenumerate(mesh.devices):
+        others = tuple(n for axis, n in enumerate(place) if axis not in along)
+        key = others, device.process_index
+        result[place] = key not in seen
+        seen.add(key)
+    return result
+
+
+def _combined(result: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    if result.dtype == jnp.int32:
+        return lax.pmax(result, axes)
+    return sum_bits(result, axes)
 
 
 def call_once(
     host: GuardedHost, mesh: AnyMesh | None, arguments: PyTree, avals: PyTree
 ) -> Any:
-    """Calls the host once in a process, with replicated arguments and results.
+    """Calls the host once in each process, with replicated arguments and results.
+
+    Results in int32 are the greatest of all processes, others those of the first.
 
     Args:
       host: the function.
@@ -227,7 +305,8 @@ def call_once(
         return call_host(host, avals, arguments, is_local=False)
 
     def on_device(arguments: PyTree) -> Any:
-        return call_owner(host, avals, arguments, mesh, mesh.axis_names)
+        called = _only_first(host) if jax.process_count() > 1 else host
+        return call_owner(called, avals, arguments, mesh, mesh.axis_names)
 
     whole = PartitionSpec()
     return compat.shard_map(on_device, mesh=mesh, in_specs=(whole,), out_specs=whole)(
@@ -262,10 +341,14 @@ def _with_copies(host: Host, avals: PyTree, arguments: PyTree) -> PyTree:
     return outs
 
 
-def _sum_bits(value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Sums bits over devices, all but one zero, so that -0.0 and NaN stay exact."""
-    bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
-    if value.dtype == jnp.bool_:
-        return lax.psum(value.astype(jnp.uint8), axes) > 0
-    raw = lax.bitcast_convert_type(value, bits[value.dtype.itemsize])
-    return lax.bitcast_convert_type(lax.psum(raw, axes), value.dtype)
+def _only_first(host: GuardedHost) -> GuardedHost:
+    """Returns a host function whose results other than int32 the first process has."""
+
+    def called(outs: PyTree, arguments: PyTree) -> None:
+        host.host(outs, arguments)
+        if jax.process_index():
+            for out in jax.tree.leaves(outs):
+                if out.dtype != np.int32:
+                    out[...] = 0
+
+    return replace(host, host=called)

@@ -91,6 +91,7 @@ class HostInit:
             if feedback is not None and is_new:
                 feedback[...] = 0
             elif feedback is not None:
+                feedback[...] = 0  # where others hold it
                 self._store.training.read_feedback(leaf.number, feedback, origin)
         outs.statuses[...] = FINITE
 
@@ -139,6 +140,7 @@ class HostInit:
         statuses, scalars = arguments
         if np.any(statuses == FAILED):
             self._store.training.check()
+            raise self._store.training.members.failure_of_others(0)
         for out, value in zip(outs, self.held_state(scalars), strict=True):
             out[...] = value
 
@@ -165,6 +167,11 @@ class HostInit:
         counters = (commit.step, commit.skipped_steps, origin)
         held = [scalar.value for scalar in commit.scalar_state]
         return [*(np.array(n, np.int32) for n in counters), *held]
+
+    def agreed_origin(self, origin: Array) -> Array:
+        """Returns the state's origin for all processes: one has seen other params."""
+        found = self._store.training.members.agree("init", lambda: int(origin))
+        return np.array(max(found), np.int32)
 
     def _check_scalars(
         self, given: Sequence[Array], held: Sequence[ScalarState]

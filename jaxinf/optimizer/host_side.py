@@ -11,10 +11,10 @@ from functools import partial
 import numpy as np
 
 from jaxinf.engine import SlotRequest, Store, StoreDescription
-from jaxinf.errors import NonFiniteGradientError
+from jaxinf.errors import NonFiniteGradientError, StoreMismatchError
 from jaxinf.interrupts import interrupts
 from jaxinf.layout import LeafGrid
-from jaxinf.optimizer.callback import GuardedHost, Host
+from jaxinf.optimizer.callback import FAILED, GuardedHost, Host
 from jaxinf.optimizer.leaf_call import (
     FINITE,
     GO,
@@ -150,9 +150,12 @@ class HostSide:
             training.binding.release()
         is_bound = training.binding.is_at(step, origin)
         if not is_bound:
-            training.wait()
-            training.binding.begin(step, origin)
+            self._begin_binding(step, origin)
         out[...] = BOUND if is_bound else UNBOUND, training.binding.origin
+
+    def _begin_binding(self, step: int, origin: int) -> None:
+        self.store.training.wait()
+        self.store.training.binding.begin(step, origin)
 
     def compare(self, outs: HostResult, call: HostCall) -> None:
         """Callback before the first step: compares params with the store's."""
@@ -162,16 +165,51 @@ class HostSide:
             self.store.training.binding.compare(leaf.number, leaf.params, origin)
         outs.statuses[...] = FINITE
 
-    def bind(self, out: Array, statuses: Array) -> None:
-        """Callback when every leaf was compared: binds the run to its step."""
-        del statuses
-        self.store.training.check()
+    def bind(
+        self,
+        description: StoreDescription,
+        out: Array,
+        found: tuple[Array, Array, Array],
+    ) -> None:
+        """Callback when every leaf was compared: binds the run to its step.
+
+        Args:
+          description: the description of the store.
+          out: as for `must_bind`.
+          found: the state's step; statuses of the comparisons; for each leaf whether
+            the JAX devices have different replicas of it.
+        """
+        step, statuses, differing = found
+        self._check_all(int(step), statuses)
+        if np.any(differing):
+            names = [description.leaves[n].name for n in np.flatnonzero(differing)]
+            raise StoreMismatchError(
+                f"{self.store.path}: expected replicas with the same bits in all "
+                f"processes, found others of {', '.join(names[:5])}, as if a process "
+                "had read an old copy. Take the params from the store, params = "
+                "store.params(like=params), in every process"
+            )
         binding = self.store.training.binding
         binding.finish()
         out[...] = BOUND, binding.origin
 
+    def _clear_parts(self, outs: HostResult, call: HostCall) -> None:
+        """Writes zeros into results of which other processes fill a part."""
+        if not self.store.training.members.is_alone:
+            records = self.store.training.opened.directory.manifest.leaves
+            for leaf, out in zip(call.leaves, outs.arrays, strict=True):
+                if out is not None and not records[leaf.number].is_whole:
+                    out[...] = 0
+
+    def _check_all(self, step: int, statuses: Array) -> None:
+        """Raises the failure of this process, or that of another."""
+        self.store.training.check()
+        if np.any(statuses == FAILED):
+            raise self.store.training.members.failure_of_others(step)
+
     def recall(self, slots: Sequence[str], outs: HostResult, call: HostCall) -> None:
         """Callback: before the updates of a step, reads a slot of each leaf."""
+        self._clear_parts(outs, call)
         requests = [
             SlotRequest(
                 leaf.number,
@@ -189,6 +227,7 @@ class HostSide:
     ) -> None:
         """Callback: takes gradients when ready, and updates leaves or shards."""
         self.store.training.bind(description)
+        self._clear_parts(outs, call)
         places, requests = [], []
         for place, (leaf, out) in enumerate(zip(call.leaves, outs.arrays, strict=True)):
             if leaf.held == GO:
@@ -249,7 +288,7 @@ class HostSide:
             `EXACT`; the new scalar state.
         """
         step, skipped, statuses, inexact, scalars = arguments
-        self.store.training.check()
+        self._check_all(int(step) + 1, statuses)
         training = self.store.training
         if np.any(statuses == NON_FINITE) and self.checks_finite:
             training.steps.abandon()

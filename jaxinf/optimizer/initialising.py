@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinf import compat
 from jaxinf.csd import ScalarInputs
-from jaxinf.engine import StoreDescription, distinct_shards
+from jaxinf.engine import StoreDescription, distinct_shards, local_shards
 from jaxinf.optimizer.aligning import Shapes
-from jaxinf.optimizer.callback import call_once
+from jaxinf.optimizer.callback import call_once, check_processes
 from jaxinf.optimizer.deferred import run_prologue
 from jaxinf.optimizer.entering import entering
 from jaxinf.optimizer.host_init import HostInit
@@ -61,6 +61,7 @@ def init_state(wrapped: Wrapped, params: PyTree) -> SmartUpdateState:
         wrapped.store.training.shardings = on_one_mesh(seen)
     shardings = wrapped.shardings or (() if is_known else traced_shardings(leaves))
     program, update = wrapped.trace(params, wrapped.example_args)
+    check_processes(wrapped.store, shardings)
     description = wrapped.describe(program, update, shardings)
     if compat.is_tracing() or not is_known:
         made = _init_traced(wrapped, description, program, leaves, shardings)
@@ -85,7 +86,7 @@ def _init_eagerly(
     for number, leaf in enumerate(leaves if is_new else ()):
         scalars = tuple(np.asarray(s) for s in inputs[number].scalars)
         for index, shard in distinct_shards(leaf):
-            arrays = tuple(np.asarray(a)[index] for a in inputs[number].arrays)
+            arrays = tuple(_part_of(a, index) for a in inputs[number].arrays)
             own = ScalarInputs(scalars, arrays)
             origin = [s.start or 0 for s in index]
             host.place(number, shard, origin, own)
@@ -101,8 +102,15 @@ def _init_eagerly(
         for index, shard in distinct_shards(leaf) if host.is_comparing else ():
             host.see(number, shard, [s.start or 0 for s in index])
     held = host.held_state([np.asarray(plain(value)) for value in initial])
+    held[2] = host.agreed_origin(held[2])
     if (mesh := mesh_of(wrapped.shardings)) is not None:
-        held = jax.device_put(held, NamedSharding(mesh, PartitionSpec()))
+        whole = NamedSharding(mesh, PartitionSpec())
+        held = [
+            jax.make_array_from_callback(value.shape, whole, value.__getitem__)
+            if jax.process_count() > 1
+            else jax.device_put(value, whole)
+            for value in held
+        ]
     feedback: list[jax.Array] = []
     if wrapped.has_feedback:
         places = wrapped.shardings or [None] * len(leaves)
@@ -117,6 +125,19 @@ def _init_eagerly(
             for number, like in enumerate(feedback)
         ]
     return _Initialised(initial, held, feedback)
+
+
+def _part_of(array: jax.Array, index: tuple[slice, ...]) -> np.ndarray:
+    """Returns a part of an array that a device of this process has."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)[index]
+    for shard in local_shards(array):
+        if shard.index == index:
+            return np.asarray(shard.data)
+    raise ValueError(
+        f"init: expected an initial state sharded like its params, {index}, found "
+        f"{array.sharding}; give params of one sharding"
+    )
 
 
 def _init_traced(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxinf.engine import local_shards
 from jaxinf.optimizer.callback import AnyMesh
 from jaxinf.typing import Array
 
@@ -126,4 +127,4 @@ def shard_indices(leaf: Any) -> list[tuple[slice, ...]]:
     """Returns the index of each part of an array in this process; reads nothing."""
     if not isinstance(getattr(leaf, "sharding", None), NamedSharding):
         return [(slice(None),) * len(leaf.shape)]
-    return [s.index for s in leaf.addressable_shards if s.replica_id == 0]
+    return [s.index for s in local_shards(leaf)]

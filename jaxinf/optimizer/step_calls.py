@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 
-from jaxinf.engine import StoreDescription
+from jaxinf.engine import StoreDescription, replicas_differ
 from jaxinf.optimizer.callback import (
     GuardedHost,
     Host,
@@ -142,8 +142,16 @@ class StepCalls:
                     self._shardings_of(call),
                 )
                 statuses += [result.status for result in results]
-            compared = jnp.stack([found[0], *statuses])
-            host = self._guarded(self._host.bind)
+            differing = [jnp.int32(0)] * len(leaves)
+            if jax.process_count() > 1 and self._shardings:
+                pairs = zip(params, self._shardings, strict=True)
+                differing = [replicas_differ(p, s).astype(jnp.int32) for p, s in pairs]
+            compared = (
+                self._state.step,
+                jnp.stack([found[0], *statuses]),
+                jnp.stack(differing) if differing else jnp.zeros(0, jnp.int32),
+            )
+            host = self._guarded(partial(self._host.bind, self._description))
             return call_once(host, self._mesh, compared, result)
 
         flag, origin = lax.cond(found[0] == UNBOUND, compare, lambda: found)

@@ -22,7 +22,9 @@ from jaxinf.engine import (
     gradient_forms,
     keeps_feedback,
     shard_counts,
+    shard_holders,
 )
+from jaxinf.optimizer.callback import check_processes
 from jaxinf.optimizer.host_init import OnExisting
 from jaxinf.optimizer.host_side import HostSide
 from jaxinf.program import (
@@ -131,10 +133,18 @@ class Wrapped:
             shard_counts(shardings[number] if shardings else None, leaf.info.shape)
             for number, leaf in enumerate(update.leaves)
         ]
+        holders: list[tuple[tuple[int, ...], ...]] = []
+        if not self.store.training.members.is_alone:
+            check_processes(self.store, shardings)
+            holders = [
+                shard_holders(shardings[number], leaf.info.shape)
+                for number, leaf in enumerate(update.leaves)
+            ]
         return describe(
             update,
             init,
             counts,
+            holders=holders,
             has_feedback=self.has_feedback,
             forms=partial(gradient_forms, self.compression),
         )

@@ -1,0 +1,231 @@
+"""The opening of a run's members: what they must have in common, and at which step.
+
+Invariant: what is refused is refused in all processes alike, before anything is
+written, since each judges the same summaries of all.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from jaxinf.engine.members import Members, place_of_root
+from jaxinf.engine.options import StoreOptions
+from jaxinf.errors import ProcessError, StoreFormatError, StoreMismatchError
+from jaxinf.store import (
+    CommitRecord,
+    HeldSteps,
+    Manifest,
+    StepId,
+    StoreDirectory,
+    StoreLock,
+    agreed_step,
+    find_checkpoint,
+    next_slot,
+)
+from jaxinf.typing import JsonValue
+
+__all__ = [
+    "check_alone",
+    "check_members",
+    "check_plans",
+    "go_on_from",
+    "held_summary",
+    "planned_summary",
+]
+
+_ASIDE = "move the run's directory aside, in all places where it lies, and start anew"
+
+
+def held_summary(path: Path, members: Members, restore: str | None) -> JsonValue:
+    """Describes an existing member to the others.
+
+    Args:
+      path: the member's directory.
+      members: the processes.
+      restore: the checkpoint that the run is to go on from.
+
+    Raises:
+      StoreError: it is not this process's member, is damaged, or lacks the checkpoint.
+    """
+    directory = StoreDirectory.open(path)
+    check_alone(directory, members)
+    held, slot = directory.manifest.member, directory.committed_slot()
+    assert held is not None
+    current = None if slot is None else _step_id(directory, slot)
+    spare = next_slot(slot)
+    has_spare = (directory.step_path(spare) / "commit.json").exists()
+    kept = None
+    if restore is not None:
+        record = find_checkpoint(directory, restore)
+        kept = [record.step, record.commit]
+    return {
+        "run": held.run,
+        "contents": _digest(directory.manifest),
+        "versions": _versions(),
+        "current": current,
+        "spare": _step_id(directory, spare) if has_spare else None,
+        "restore": kept,
+    }
+
+
+def check_members(path: Path, found: Sequence[Any]) -> StepId | None:
+    """Returns the step that all members go on from; None if none has one.
+
+    Args:
+      path: the path of this process's member.
+      found: a `held_summary` of each process, or None where there is no member.
+
+    Raises:
+      ProcessError: a member is missing, or they have no step in common.
+      StoreMismatchError: they are not of one run.
+    """
+    steps = [_held_steps(one) for one in found]
+    there = [one for one in found if one is not None]
+    if not any(step.current for step in steps):
+        return None  # no step was ever committed: the store is made anew
+    missing = [n for n, one in enumerate(found) if one is None]
+    if missing:
+        raise ProcessError(
+            f"{path}: expected a member of the run in each of {len(found)} processes, "
+            f"found none in process {', '.join(map(str, missing))}; start the run with "
+            "its processes at the same numbers as before, mount what is missing, or "
+            + _ASIDE,
+            missing,
+        )
+    for key, what in (
+        ("run", "members of one run"),
+        ("contents", "members with the same leaves, optimizer and division"),
+        ("versions", "the same jaxinf, jax and optax in all processes"),
+        ("restore", "the checkpoint to restore to be of one commit in all members"),
+    ):
+        values = [json.dumps(one[key]) for one in there]
+        if len(set(values)) > 1:
+            listed = "; ".join(f"process {n}: {text}" for n, text in enumerate(values))
+            raise StoreMismatchError(f"{path}: expected {what}, found {listed}")
+    try:
+        return agreed_step(steps)
+    except LookupError:
+        listed = "; ".join(
+            f"process {n}: step {_shown(one.current)}, in its other slot "
+            f"{_shown(one.spare)}"
+            for n, one in enumerate(steps)
+        )
+        raise ProcessError(
+            f"{path}: expected a step that all members have, found none: {listed}. "
+            "Was one of them restored from a backup, or restored alone? Restore a "
+            "checkpoint that all have: open_store(path, restore=NAME)",
+            range(len(found)),
+        ) from None
+
+
+def go_on_from(directory: StoreDirectory, lock: StoreLock, step: StepId | None) -> None:
+    """Makes the agreed step the committed one, if it is in the spare slot.
+
+    Its record was written when its chunks were durable, and they have not been
+    overwritten since; see docs/format.md.
+    """
+    slot = directory.committed_slot()
+    current = None if slot is None else _step_id(directory, slot)
+    if step is None or (current is not None and StepId(*current) == step):
+        return
+    directory.lock = lock
+    directory.flip(next_slot(slot))
+
+
+def check_alone(directory: StoreDirectory, members: Members) -> None:
+    """Refuses a store that is not of this process's kind, or another member's.
+
+    Raises:
+      StoreMismatchError: names the difference.
+    """
+    held, path = directory.manifest.member, directory.path
+    if held is None and members.is_alone:
+        return
+    if held is None:
+        raise StoreMismatchError(
+            f"{path}: expected the member of a run of {members.count} processes, found "
+            "the store of one process; run it in one, or give another path"
+        )
+    if members.is_alone:
+        raise StoreMismatchError(
+            f"{path}: expected the store of one process, found member {held.number} of "
+            f"a run of {held.count} processes; start these, call "
+            "jax.distributed.initialize before open_store, and open the run's path "
+            f"({path.parent})"
+        )
+    if (held.number, held.count) != (members.number, members.count):
+        raise StoreMismatchError(
+            f"{path}: expected member {members.number} of {members.count}, found "
+            f"member {held.number} of {held.count}; run with {held.count} processes, "
+            "each with its number of before"
+        )
+
+
+def planned_summary(manifest: Manifest, options: StoreOptions) -> JsonValue:
+    """Describes a member that is about to be made."""
+    return {
+        "contents": _digest(manifest),
+        "versions": _versions(),
+        "roots": [place_of_root(root) for root in options.csd_roots],
+    }
+
+
+def check_plans(path: Path, found: Sequence[Any]) -> None:
+    """Refuses members that would not fit each other, before they are made.
+
+    Raises:
+      StoreMismatchError: another optimizer, tree, mesh or version in one of them.
+      ValueError: two processes of one host share a CSD root.
+    """
+    for key, what in (
+        ("versions", "the same jaxinf, jax and optax"),
+        ("contents", "the same params, mesh, shardings and optimizer"),
+    ):
+        values = [json.dumps(one[key]) for one in found]
+        if len(set(values)) > 1:
+            others = [n for n, text in enumerate(values) if text != values[0]]
+            raise StoreMismatchError(
+                f"{path}: expected {what} in all processes, found others in process "
+                f"{', '.join(map(str, others))} than in process 0"
+            )
+    roots = [tuple(root) for one in found for root in one["roots"]]
+    twice = {root for root in roots if roots.count(root) > 1}
+    if len(found) > 1 and twice:
+        host, root = min(twice)
+        raise ValueError(
+            f"csds: expected roots of its own in each process of host {host}, found "
+            f"{root} in several; give a template, such as '/mnt/nvme{{process}}'"
+        )
+
+
+def _step_id(directory: StoreDirectory, slot: str) -> list[Any] | None:
+    try:
+        record = CommitRecord.read(directory.step_path(slot) / "commit.json")
+    except StoreFormatError:
+        if slot == directory.committed_slot():
+            raise
+        return None
+    return [record.step, record.commit]
+
+
+def _held_steps(summary: Any) -> HeldSteps:
+    if summary is None:
+        return HeldSteps(None, None)
+    ids = [summary[name] for name in ("current", "spare")]
+    return HeldSteps(*(None if one is None else StepId(*one) for one in ids))
+
+
+def _digest(manifest: Manifest) -> str:
+    text = json.dumps(manifest.common, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _versions() -> JsonValue:
+    return {name: version(name) for name in ("jaxinf", "jax", "optax")}
+
+
+def _shown(step: StepId | None) -> str:
+    return "none" if step is None else f"{step.step} (commit {step.commit[-12:]})"

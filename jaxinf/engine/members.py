@@ -1,0 +1,336 @@
+"""The processes of a run, as one of them sees them: what they tell each other.
+
+     agree: every process gives a value ──► keys ──► each gets the values of all
+     meet:  every process has done its part of a commit ──► a barrier ──► all go on
+
+Invariant: everything goes over JAX's coordination service, host-side, and never over a
+collective of the devices. Names carry the session and a counter, so that no call meets
+one of an earlier opening. A process that fails says so to the others, and comes to the
+barrier where they wait for it.
+"""
+
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxinf import compat
+from jaxinf.errors import ProcessError, StoreFormatError
+from jaxinf.store import Member
+from jaxinf.typing import JsonValue
+
+__all__ = ["DEFAULT_TIMEOUT_S", "Members", "join_members", "member_path"]
+
+DEFAULT_TIMEOUT_S = 60.0
+
+_LOG = logging.getLogger("jaxinf")
+_GRACE_S = 10.0
+_num_joined = 0
+_GUARD = threading.Lock()
+
+
+class Members:
+    """The processes that have a store together; alone without a service. Thread-safe.
+
+    Args:
+      path: the path of the run, for messages.
+      service: the service; None in a program of one process, or for a store of its own.
+      session: id of this opening, the same in all processes.
+      timeout_s: the longest wait for another process.
+
+    Attributes:
+      number: number of this process, 0 if it is alone.
+      count: number of processes.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        service: compat.Coordination | None = None,
+        session: str = "",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        self._path = path
+        self._service = service
+        self._session = session
+        self._timeout_s = timeout_s
+        self.number = 0 if service is None else service.process
+        self.count = 1 if service is None else service.num_processes
+        self._guard = threading.Lock()
+        self._num_agreed = 0
+        self._num_met = 0
+        self._has_told = False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the store belongs to this process alone."""
+        return self._service is None
+
+    @property
+    def member(self) -> Member | None:
+        """This process's part in a run that begins now; None if it is alone."""
+        if self._service is None:
+            return None
+        return Member(self._session, self.number, self.count)
+
+    def agree(self, what: str, value: Callable[[], JsonValue]) -> list[Any]:
+        """Returns the values of all processes, in their order; all make this call.
+
+        Args:
+          what: what it is about, for messages.
+          value: makes this process's; an exception of it is raised here, and told to
+            the others.
+
+        Raises:
+          ProcessError: another process failed to make its value, or did not come.
+        """
+        if self._service is None:
+            return [value()]
+        with self._guard:
+            self._num_agreed += 1
+            folder = f"jaxinf/{self._session}/{self._num_agreed}"
+        return _agree(self._service, folder, what, value, self._timeout_s, self._path)
+
+    # --- commits -------------------------------------------------------------------
+
+    def next_commit(self) -> str:
+        """The id of the commit that meets next; empty if this process is alone."""
+        if self._service is None:
+            return ""
+        return f"{self._session}-{self._num_met}"
+
+    def meet(self, step: int) -> None:
+        """Waits until every process has its part of a step durable.
+
+        Args:
+          step: the step.
+
+        Raises:
+          ProcessError: a process failed, or did not come in time; nothing may be
+            published then.
+        """
+        if self._service is None:
+            return
+        try:
+            missing = self._service.meet(self._next_meeting(), self._timeout_s)
+            failed = self._told()
+        except Exception as error:
+            raise ProcessError(
+                f"{self._path}: step {step}: expected JAX's coordination service in "
+                f"process 0, found {type(error).__name__}: {error}; step {step} "
+                "is not committed here. Start the run again",
+                [0],
+                step,
+            ) from error
+        if failed:
+            raise _failed(self._path, failed, step)
+        if missing:
+            raise ProcessError(
+                f"{self._path}: step {step}: expected all {self.count} processes to "
+                f"have it durable within {self._timeout_s:g} s, found none of process "
+                f"{', '.join(missing)}, which hangs, is stopped, or does something "
+                "else; step "
+                f"{step} is not committed anywhere. Look at that process, end the run "
+                "and start it again; slow drives need open_store(…, timeout_s=…)",
+                _numbers(missing),
+                step,
+            )
+
+    def _next_meeting(self) -> str:
+        with self._guard:
+            self._num_met += 1
+            return f"jaxinf/{self._session}/commit/{self._num_met}"
+
+    # --- failures ------------------------------------------------------------------
+
+    def tell(self, error: BaseException) -> None:
+        """Tells the others that this process fails; does not block for long.
+
+        It comes to the barrier that they are in or will be in, so they need not wait
+        for the time-out.
+        """
+        with self._guard:
+            if self._service is None or self._has_told:
+                return
+            self._has_told = True
+        if isinstance(error, ProcessError):  # they know, or tell the others themselves
+            return
+        text = f"{type(error).__name__}: {error}"
+        threading.Thread(
+            target=self._tell, args=(text,), name="jaxinf-tell", daemon=True
+        ).start()
+
+    def _tell(self, text: str) -> None:
+        assert self._service is not None
+        try:
+            self._service.put(f"{self._failures}/{self.number}", text)
+            self._service.meet(self._next_meeting(), self._timeout_s)
+        except Exception as error:  # the service is gone, and with it the others
+            _LOG.debug("%s: the others were not told: %s", self._path, error)
+
+    @property
+    def _failures(self) -> str:
+        return f"jaxinf/{self._session}/failed"
+
+    def _told(self) -> dict[int, str]:
+        """What the processes that fail have said, by number."""
+        assert self._service is not None
+        found = self._service.below(self._failures)
+        return {int(key.rpartition("/")[2]): text for key, text in found.items()}
+
+    def failure_of_others(self, step: int) -> ProcessError:
+        """The error of a step that another process has failed; waits for its words."""
+        until_s = time.monotonic() + 5
+        while not (found := {} if self._service is None else self._told()):
+            if time.monotonic() > until_s:
+                return ProcessError(
+                    f"{self._path}: step {step}: another process of the run failed, "
+                    "and did not say why; see its output",
+                    step=step,
+                )
+            time.sleep(0.01)
+        return _failed(self._path, found, step)
+
+    def end_unless(self, is_known: Callable[[], bool], error: BaseException) -> None:
+        """Ends this process soon if the program does not learn of a failure.
+
+        Its main thread may wait in a collective for a process that never comes, and
+        JAX cannot end that wait. The exit status is 1.
+
+        Args:
+          is_known: whether the program knows of it.
+          error: the failure.
+        """
+        if self._service is None:
+            return
+
+        def watch() -> None:
+            until_s = time.monotonic() + _GRACE_S
+            while time.monotonic() < until_s:
+                if is_known():
+                    return
+                time.sleep(0.1)
+            print(
+                f"{type(error).__name__}: {error}\n{self._path}: process "
+                f"{self.number} ends, since it waits for another one in a collective",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(1)
+
+        threading.Thread(target=watch, name="jaxinf-end", daemon=True).start()
+
+
+def member_path(path: Path, number: int) -> Path:
+    """Returns the place of a member's store below the path of a run."""
+    return path / f"process-{number:05d}"
+
+
+def join_members(path: Path, timeout_s: float) -> Members:
+    """Finds out whose store a path is; in a program of several processes all call it.
+
+    If all give one path, it is a run's, and each has a member there. If each gives a
+    path of its own, each is alone.
+
+    Raises:
+      ProcessError: some do not come, or some give one path and others another.
+      StoreFormatError: there is a store of one process at the path.
+    """
+    global _num_joined
+    service = compat.coordination()
+    if service is None:
+        return Members(path)
+    with _GUARD:
+        _num_joined += 1
+        folder = f"jaxinf/open/{_num_joined}"
+
+    def own() -> JsonValue:
+        return {"path": str(path), "session": uuid.uuid4().hex}
+
+    found = _agree(service, folder, "open_store", own, timeout_s, path)
+    paths = [one["path"] for one in found]
+    if len(set(paths)) == len(paths):
+        return Members(path)
+    if len(set(paths)) > 1:
+        listed = "; ".join(f"process {n}: {one}" for n, one in enumerate(paths))
+        raise ProcessError(
+            f"{path}: expected one path in all {len(paths)} processes for a run on a "
+            f"mesh of all, or a path of its own in each, found {listed}",
+            range(len(paths)),
+        )
+    if (path / "jaxinf.json").exists():
+        raise StoreFormatError(
+            f"{path}: expected a run of {len(paths)} processes, which has a store in "
+            f"{member_path(path, 0).name} and so on, found the store of one process; "
+            "run it in one process, or give another path"
+        )
+    return Members(path, service, found[0]["session"], timeout_s)
+
+
+def place_of_root(root: Path) -> JsonValue:
+    """Returns what tells whether two processes would share a CSD root."""
+    return [socket.gethostname(), os.path.realpath(root)]
+
+
+def _agree(
+    service: compat.Coordination,
+    folder: str,
+    what: str,
+    value: Callable[[], JsonValue],
+    timeout_s: float,
+    path: Path,
+) -> list[Any]:
+    error: BaseException | None = None
+    try:
+        own = json.dumps({"value": value()})
+    except Exception as failure:
+        error = failure
+        own = json.dumps({"error": f"{type(failure).__name__}: {failure}"})
+    service.put(f"{folder}/{service.process}", own)
+    if error is not None:
+        raise error
+    until_s = time.monotonic() + timeout_s
+    found: list[Any] = []
+    missing, failed = [], {}
+    for number in range(service.num_processes):
+        left_s = max(0.001, until_s - time.monotonic())
+        text = service.get(f"{folder}/{number}", left_s)
+        told = {} if text is None else json.loads(text)
+        if text is None:
+            missing.append(number)
+        elif "error" in told:
+            failed[number] = told["error"]
+        found.append(told.get("value"))
+    if failed:
+        raise _failed(path, failed, None, what)
+    if missing:
+        raise ProcessError(
+            f"{path}: {what}: expected all {service.num_processes} processes to make "
+            f"this call within {timeout_s:g} s, found none of process "
+            f"{', '.join(map(str, missing))}; make it in all of them, in one order",
+            missing,
+        )
+    return found
+
+
+def _failed(
+    path: Path, failed: dict[int, str], step: int | None, what: str = ""
+) -> ProcessError:
+    where = f"step {step}: " if step is not None else f"{what}: " if what else ""
+    listed = "; ".join(f"process {n}: {text}" for n, text in sorted(failed.items()))
+    return ProcessError(
+        f"{path}: {where}another process of the run failed: {listed}",
+        sorted(failed),
+        step,
+    )
+
+
+def _numbers(names: list[str]) -> list[int]:
+    return [int(name) for name in names if name.isdecimal()]

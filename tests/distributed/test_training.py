@@ -1,0 +1,77 @@
+"""A run in several processes gives the bits of one with the same mesh."""
+
+import re
+
+import numpy as np
+import pytest
+from places import LONG
+from processes import losses, running
+
+FORMATS = {
+    "fp32": [],
+    "int8": ["--dtype", "bfloat16", "--options", '{"state": "int8"}'],
+    "compressed": ["--compress", "0.05"],
+    "traced": ["--init", "traced"],
+    "every third": ["--options", '{"durability": 3}'],
+}
+TWO = [("fsdp", "fp32"), ("mixed", "int8"), ("replicated", "compressed")]
+MORE = [
+    (layout, form) for layout in ("fsdp", "mixed", "replicated") for form in FORMATS
+]
+
+
+@pytest.mark.parametrize(("layout", "form"), MORE if LONG else TWO)
+def test_two_processes_give_the_bits_of_one(alone, tmp_path, layout, form):
+    arguments = ("--layout", layout, *FORMATS[form])
+    expected = alone(*arguments)
+    with running(tmp_path, tmp_path / "store", *arguments) as processes:
+        assert processes.wait() == [0, 0], processes
+        for output in processes.outputs():
+            assert losses(output) == losses(expected)
+            assert _state(output) == _state(expected)
+        written = [_written(output) for output in processes.outputs()]
+    assert max(written) < 0.52 * _written(expected)
+
+
+SHAPES = [("mesh2d", 2, 2), ("mixed", 2, 2), ("replicated", 4, 1), ("fsdp", 4, 2)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "count", "num_devices"), SHAPES if LONG else SHAPES[:1]
+)
+def test_more_devices_give_nearly_the_losses_of_one_process(
+    alone, tmp_path, layout, count, num_devices
+):
+    expected = alone("--layout", layout, num_devices=count * num_devices)
+    arguments = (tmp_path / "store", "--layout", layout)
+    shape = {"count": count, "num_devices": num_devices}
+    with running(tmp_path, *arguments, **shape) as processes:
+        assert processes.wait() == [0] * count, processes
+        found = [losses(output) for output in processes.outputs()]
+    assert all(one == found[0] for one in found)
+    np.testing.assert_allclose(_numbers(found[0]), _numbers(losses(expected)), 1e-6)
+
+
+def test_another_run_goes_on_where_the_first_ended(alone, tmp_path):
+    expected = losses(alone("--steps", 6, "--layout", "replicated"))
+    arguments = (tmp_path / "store", "--layout", "replicated")
+    for steps, first in ((3, 0), (6, 3)):
+        with running(tmp_path, *arguments, "--steps", steps) as processes:
+            assert processes.wait() == [0, 0], processes
+            for output in processes.outputs():
+                assert f"at {first}\n" in output
+                found = losses(output)
+                assert found == {n: expected[n] for n in range(first, steps)}
+
+
+def _state(output):
+    return re.search(r"^state (\w+)", output, re.M).group(1)
+
+
+def _written(output):
+    return int(re.search(r"^written (\d+)", output, re.M).group(1))
+
+
+def _numbers(found):
+    bits = [int(text, 16) for _, text in sorted(found.items())]
+    return np.array(bits, np.uint32).view(np.float32)

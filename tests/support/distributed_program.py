@@ -1,0 +1,208 @@
+"""A training program for one of several processes, or for one with all devices.
+
+It prints the loss of each step with all its bits, and at the end a digest of the state.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxinf
+import jaxinf.engine.place
+import jaxinf.engine.store
+import jaxinf.engine.training
+from jaxinf.engine.members import Members
+from jaxinf.engine.steps import StepEngine
+from jaxinf.store import StoreDirectory
+
+POINTS = {
+    "create": (jaxinf.engine.place, "create_store"),
+    "initialise": (jaxinf.engine.training, "initialise"),
+    "unpublish": (StoreDirectory, "unpublish"),
+    "update": (StepEngine, "update"),
+    "sync": (StoreDirectory, "sync"),
+    "record": (StoreDirectory, "write_record"),
+    "meet": (Members, "meet"),
+    "flip": (StoreDirectory, "flip"),
+    "checkpoint": (jaxinf.engine.store, "save_checkpoint"),
+    "restore": (jaxinf.engine.place, "restore_checkpoint"),
+    "recover": (jaxinf.engine.place, "go_on_from"),
+    "agree": (Members, "agree"),
+}
+"""The functions of the real code at which a process can be told to die."""
+
+LAYOUTS = {
+    "fsdp": {"up": P(None, "d"), "down": P("d"), "bias": P("d"), "gain": P("d")},
+    "replicated": dict.fromkeys(("up", "down", "bias", "gain"), P()),
+    "mixed": {"up": P(None, "d"), "down": P("d"), "bias": P(), "gain": P()},
+}
+WIDTH, HIDDEN = 64, 8192
+
+
+def parsed(arguments):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("store")
+    parser.add_argument("--coordinator")
+    parser.add_argument("--process", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--more", type=int, help="steps after those of the store")
+    parser.add_argument("--layout", choices=[*LAYOUTS, "mesh2d"], default="mixed")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--heartbeat", type=int, default=10)
+    parser.add_argument("--init", choices=["eager", "traced"], default="eager")
+    parser.add_argument("--compress", type=float)
+    parser.add_argument("--options", type=json.loads, default={})
+    parser.add_argument("--checkpoint-at", type=int)
+    parser.add_argument("--kill", help="POINT:NUMBER:before or after")
+    parser.add_argument("--stale", action="store_true", help="params of an old copy")
+    parser.add_argument("--stop-at", type=int, help="a step before which it hangs")
+    return parser.parse_args(arguments)
+
+
+def mesh_and_specs(layout):
+    devices = np.array(jax.devices())
+    if layout == "mesh2d":
+        mesh = Mesh(devices.reshape(2, -1), ("r", "d"))
+        return mesh, LAYOUTS["mixed"]
+    return Mesh(devices, ("d",)), LAYOUTS[layout]
+
+
+def first_params(dtype):
+    draw = np.random.default_rng(0).standard_normal
+    return {
+        "up": (draw((WIDTH, HIDDEN)) / 8).astype(dtype),
+        "down": (draw((HIDDEN, WIDTH)) / 90).astype(dtype),
+        "bias": np.zeros(HIDDEN, dtype),
+        "gain": np.ones(WIDTH, dtype),
+    }
+
+
+def loss_of(params, batch):
+    x, y = batch
+    hidden = jnp.tanh(x @ params["up"] + params["bias"])
+    return jnp.mean(((hidden @ params["down"]) * params["gain"] - y) ** 2)
+
+
+def on(mesh, spec, array):
+    sharding = NamedSharding(mesh, spec)
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+
+
+def batch_of(mesh, step, dtype):
+    draw = np.random.default_rng(step + 1).standard_normal
+    return tuple(
+        on(mesh, P("d"), draw((16, WIDTH)).astype(np.float32).astype(dtype))
+        for _ in range(2)
+    )
+
+
+def optimizer():
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+
+def stale(array):
+    """Returns the array with other bits in this process's replicas."""
+    if not array.is_fully_replicated:
+        return array
+    old = np.asarray(array) + np.asarray(1, array.dtype)
+    return jax.make_array_from_callback(array.shape, array.sharding, old.__getitem__)
+
+
+def names_of(store):
+    return [info.name for info in store.checkpoints()]
+
+
+def digest(store):
+    whole = hashlib.sha256()
+    for leaf in store.manifest.leaves:
+        for state in leaf.states:
+            if not state.is_beside:
+                whole.update(store.read(state.name, leaf.name).tobytes())
+    return whole.hexdigest()
+
+
+def die_at(point, number, when):
+    """Makes the process kill itself before or after the n-th call of a function."""
+    place = POINTS[point]
+    name = place[1]
+    original = getattr(place[0], name)
+    left = [int(number)]
+
+    def called(*args, **kwargs):
+        left[0] -= 1
+        if not left[0] and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = original(*args, **kwargs)
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(place[0], name, called)
+
+
+def main(arguments):
+    given = parsed(arguments)
+    if given.kill:
+        die_at(*given.kill.split(":"))
+    if given.coordinator:
+        jax.distributed.initialize(
+            given.coordinator,
+            given.processes,
+            given.process,
+            heartbeat_timeout_seconds=given.heartbeat,
+        )
+    store = jaxinf.open_store(given.store, **given.options)
+    dtype = jnp.dtype(given.dtype)
+    mesh, specs = mesh_and_specs(given.layout)
+    params = {n: on(mesh, specs[n], a) for n, a in first_params(dtype).items()}
+    shardings = {n: NamedSharding(mesh, spec) for n, spec in specs.items()}
+    compress = None if given.compress is None else jaxinf.top_k(given.compress)
+    tx = jaxinf.smart_update(optimizer(), store, compress=compress, shardings=shardings)
+    if store.exists:
+        params = store.params(like=params)
+    if given.stale and jax.process_index():
+        params = {n: stale(a) for n, a in params.items()}
+    init = tx.init if given.init == "eager" else jax.jit(tx.init)
+    state = init(params)
+
+    @jax.jit
+    def step(params, state, batch):
+        loss, grads = jax.value_and_grad(loss_of)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    first = int(state.step)
+    print(f"at {first}", flush=True)
+    last = given.steps if given.more is None else first + given.more
+    for number in range(first, last):
+        if number == given.stop_at and jax.process_index() == jax.process_count() - 1:
+            time.sleep(600)
+        batch = batch_of(mesh, number, dtype)
+        params, state, loss = step(params, state, batch)
+        bits = np.asarray(loss, np.float32).view(np.uint32)
+        if number + 1 == given.checkpoint_at and "kept" not in names_of(store):
+            store.checkpoint("kept", state=state)
+        print(f"loss {number} {int(bits):08x} {float(loss):.6f}", flush=True)
+    store.wait(state)
+    print(f"state {digest(store)}", flush=True)
+    metrics = store.metrics
+    if metrics is not None:
+        print(f"written {metrics.traffic.drive_write_bytes}", flush=True)
+    store.close()
+    print("closed", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,142 @@
+"""Programs of several processes: started, waited for, killed; none is left behind."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+__all__ = ["PROGRAM", "Processes", "losses", "run_alone", "running"]
+
+PROGRAM = Path(__file__).with_name("distributed_program.py")
+_TIMEOUT_S = 150
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        return one.getsockname()[1]
+
+
+def environment(num_devices: int) -> dict[str, str]:
+    return {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PJRT_NPROC": str(max(8, 2 * num_devices)),
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
+    }
+
+
+class Processes:
+    """The processes of one program, each with the same arguments and some of its own.
+
+    Args:
+      place: directory for their output.
+      arguments: of every process.
+      count: number of processes.
+      num_devices: JAX devices of each.
+      own: further arguments by process.
+      program: its file.
+    """
+
+    def __init__(
+        self,
+        place: Path,
+        arguments: Sequence[object],
+        *,
+        count: int = 2,
+        num_devices: int = 1,
+        own: dict[int, list[str]] | None = None,
+        program: Sequence[object] = (PROGRAM,),
+    ) -> None:
+        address = f"localhost:{free_port()}"
+        self.files = [place / f"output-{number}" for number in range(count)]
+        self.all = []
+        for number, file in enumerate(self.files):
+            names = ("--coordinator", "--processes", "--process")
+            if list(program) != [PROGRAM]:
+                names = ("--coordinator", "--num-processes", "--process-id")
+            values = (address, count, number)
+            told = [str(x) for pair in zip(names, values, strict=True) for x in pair]
+            line = [*map(str, [*program, *arguments]), *told]
+            with file.open("w") as out:
+                self.all.append(
+                    subprocess.Popen(
+                        [sys.executable, *line, *(own or {}).get(number, [])],
+                        env=environment(num_devices),
+                        stdout=out,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+
+    def wait(self, timeout_s: float = _TIMEOUT_S) -> list[int]:
+        """Returns the exit statuses; fails if the processes do not end in time."""
+        until_s = time.monotonic() + timeout_s
+        for one in self.all:
+            try:
+                one.wait(max(0.1, until_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self.kill()
+                raise AssertionError(f"no end in {timeout_s} s:\n{self}") from None
+        return [one.returncode for one in self.all]
+
+    def wait_for(self, text: str, number: int = 0, timeout_s: float = 120) -> None:
+        """Waits for a text in a process's output."""
+        until_s = time.monotonic() + timeout_s
+        while text not in self.output(number):
+            if self.all[number].poll() is not None or time.monotonic() > until_s:
+                self.kill()
+                raise AssertionError(f"{text!r} was not printed:\n{self}")
+            time.sleep(0.02)
+
+    def output(self, number: int) -> str:
+        return self.files[number].read_text()
+
+    def outputs(self) -> list[str]:
+        return [self.output(number) for number in range(len(self.all))]
+
+    def kill(self) -> None:
+        for one in self.all:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(one.pid, signal.SIGKILL)
+            one.wait()
+
+    def __str__(self) -> str:
+        return "\n".join(f"-- {n}\n{text}" for n, text in enumerate(self.outputs()))
+
+
+@contextlib.contextmanager
+def running(place: Path, *arguments: object, **options) -> Iterator[Processes]:
+    """Starts processes; at the end none of them, nor a child of theirs, is left."""
+    found = Processes(place, arguments, **options)
+    try:
+        yield found
+    finally:
+        found.kill()
+
+
+def run_alone(*arguments: object, num_devices: int) -> str:
+    """Runs the program in one process with all devices; returns its output."""
+    result = subprocess.run(
+        [sys.executable, str(PROGRAM), *map(str, arguments)],
+        env=environment(num_devices),
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def losses(output: str) -> dict[int, str]:
+    """Returns the bits of each printed loss, by step."""
+    return {
+        int(step): bits for step, bits in re.findall(r"^loss (\d+) (\w+)", output, re.M)
+    }
