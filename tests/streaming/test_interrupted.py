@@ -412,7 +412,7 @@ EVERY = int(os.environ.get("JAXINF_INTERRUPTS", "100"))
 @pytest.mark.parametrize(
     ("every", "what", "policy", "parts", "again"),
     [
-        (20, "store", "recompute", 4, "again"),
+        (40, "store", "recompute", 4, "again"),
         *(pytest.param(EVERY, *case, marks=pytest.mark.long) for case in CASES),
     ],
 )

@@ -27,7 +27,7 @@ import jaxinf
 from jaxinf.streaming.plan import offload
 
 ROOT = Path(jaxinf.__file__).parent
-FILES = tuple(f"{ROOT / name}{os.sep}" for name in ("stream", "activations", "engine"))
+FILES = tuple(f"{ROOT / name}{os.sep}" for name in ("streaming", "engine"))
 HANGS_S = 60
 NUM_ROWS = 1024
 TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-3))

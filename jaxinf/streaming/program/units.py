@@ -28,7 +28,7 @@ from jaxinf.typing import Array
 __all__ = ["Places", "Unit", "part_counts"]
 
 # A leaf with smaller slices is one unit: they are not worth chunks of their own.
-_MIN_SLICE_BYTES = 256 << 10
+MIN_SLICE_BYTES = 256 << 10
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def part_counts(
     counts = []
     for leaf, aval in enumerate(leaves):
         depth, shape = depths.get(leaf, 0), aval.shape
-        while depth and 4 * np.prod(shape[depth:], dtype=np.int64) < _MIN_SLICE_BYTES:
+        while depth and 4 * np.prod(shape[depth:], dtype=np.int64) < MIN_SLICE_BYTES:
             depth -= 1
         counts.append((*shape[:depth], *shard_counts(aval.sharding, shape)[depth:]))
     return counts

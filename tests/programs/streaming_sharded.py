@@ -1,0 +1,441 @@
+"""Streaming on four devices: functions that `tests/streaming/test_sharded.py` runs."""
+
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cases import serve
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from sharded import SPECS, make, trained
+from streaming import assert_near, assert_same_bits
+from zoo import ZOO
+
+import jaxinf
+from jaxinf.errors import StreamError
+from jaxinf.streaming import Runner, prepare
+from jaxinf.streaming.move.windows import HostWindow
+from jaxinf.streaming.plan import memory
+from jaxinf.streaming.program import units
+
+units.MIN_SLICE_BYTES = 4096
+MEMORY_BYTES = 64 << 20
+ADAM = optax.adam(1e-2)
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2))
+
+
+def opened(place, name, **options):
+    options = {"chunk_elements": 4096, "memory_bytes": 16 << 20, **options}
+    return jaxinf.open_store(f"{place}/{name}", **options)
+
+
+def streamed(one, store, tx=ADAM, **options):
+    return jaxinf.stream(one.loss, tx, store, memory_bytes=MEMORY_BYTES, **options)
+
+
+def on_one_device(one, tx=ADAM, num_steps=3):
+    value_and_grad = jax.jit(jax.value_and_grad(one.plain_loss))
+    update, add = jax.jit(tx.update), jax.jit(optax.apply_updates)
+    params, batch = one.on_host
+    state, losses = jax.jit(tx.init)(params), []
+    for _ in range(num_steps):
+        loss, gradients = value_and_grad(params, batch)
+        updates, state = update(gradients, state, params)
+        params = add(params, updates)
+        losses.append(float(loss))
+    return losses, params
+
+
+def assert_moves_as_planned(step):
+    step.store.wait()
+    found, planned = step.store.metrics.traffic, step.traffic
+    assert found.drive_read_bytes == planned.drive_read_bytes, (found, planned)
+    assert found.drive_write_bytes == planned.drive_write_bytes, (found, planned)
+
+
+def refusal(call, *args, **kwargs):
+    try:
+        call(*args, **kwargs)
+    except StreamError as error:
+        return str(error)
+    raise AssertionError("not refused")
+
+
+def named_shardings(one):
+    return {name: NamedSharding(one.mesh, spec) for name, spec in SPECS.items()}
+
+
+def programs(place, kind):
+    one = make(kind)
+    with one.entered():
+        expected = jax.jit(jax.value_and_grad(one.loss))(one.params, one.batch)
+        ready = prepare(one.loss, one.params, one.batch)
+    held = jax.tree.leaves(one.params)
+    largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(expected[1]))
+
+    def part(_, piece):
+        array = held[piece.leaf]
+        spec = P(*array.sharding.spec[len(piece.index) :])
+        return jax.device_put(piece.of(array), array.sharding.update(spec=spec))
+
+    found = {}
+    for policy in ("recompute", "keep"):
+        plan = ready.plan(600_000, policy)
+        found[policy] = {}
+        loss, _ = Runner(plan, {})(one.batch, part, found[policy].__setitem__)
+        assert abs(float(loss) - float(expected[0])) < 1e-6, kind
+    assert set(found["keep"]) == set(found["recompute"]) == set(ready.gradient_pieces)
+    assert len(found["keep"]) == 3 * 3 + 2, "stacks come out in slices"
+    for piece, gradient in found["keep"].items():
+        name, leaf = sorted(SPECS)[piece.leaf], jax.tree.leaves(expected[1])[piece.leaf]
+        assert_same_bits(gradient, found["recompute"][piece])
+        error = np.abs(np.asarray(gradient) - np.asarray(leaf)[piece.index]).max()
+        assert error <= 1e-6 * largest, (kind, piece)
+        spec = P(*tuple(SPECS[name])[len(piece.index) :])
+        there = NamedSharding(one.mesh, spec)
+        assert gradient.sharding.is_equivalent_to(there, gradient.ndim), (kind, piece)
+
+
+def training(place, kind):
+    one = make(kind)
+    losses = {}
+    for policy in ("recompute", "keep"):
+        with opened(place, policy) as store:
+            step = streamed(one, store, policy=policy)
+            with one.entered():
+                step.load(one.params, batch=one.batch)
+            losses[policy] = trained(step, one, 2)
+            assert_moves_as_planned(step)
+        with opened(place, policy) as store:
+            step = streamed(one, store, policy=policy)
+            step.load(one.params)
+            losses[policy] += trained(step, one, 1)
+            back = store.params(like=one.params)
+            assert back["up"].sharding == one.params["up"].sharding
+            if policy == "recompute":
+                recomputed = back
+    with opened(place, "whole") as store:
+        step = streamed(one, store)
+        with one.entered():
+            step.load(one.params, batch=one.batch)
+        assert trained(step, one, 3) == losses["keep"] == losses["recompute"]
+        assert_same_bits(store.params(like=one.params), back)
+        counts = {leaf.name: leaf.shard_counts for leaf in store.manifest.leaves}
+        assert counts["first"] == (1, 2), counts
+        assert counts["out"] == (2, 2), counts
+    assert_same_bits(recomputed, back)
+    expected, params = on_one_device(one)
+    np.testing.assert_allclose(losses["keep"], expected, rtol=1e-5)
+    assert_near(back, params, 2e-5)
+
+
+OPTIONS = {
+    "resident": (ADAM, {}, {"resident": "params"}),
+    "resident_some": (CLIPPED, {}, {"resident": 40_000}),
+    "clipped": (CLIPPED, {}, {}),
+    "ratios": (optax.lamb(1e-2), {}, {}),
+    "resident_ratios": (optax.lamb(1e-2), {}, {"resident": "params"}),
+    "parts": (CLIPPED, {}, {"micro_batches": 2}),
+    "typed_parts": (CLIPPED, {}, {"micro_batches": 2}),
+    "rewritten": (ADAM, {"durability": 4}, {"resident": "params"}),
+    "compressed": (ADAM, {}, {"compress": jaxinf.top_k(0.5)}),
+    "bf16": (ADAM, {"state": "bf16"}, {}),
+}
+
+
+def options(place, name):
+    tx, of_store, options = OPTIONS[name]
+    one = make("explicit" if name == "typed_parts" else "named")
+    with opened(place, name, **of_store) as store:
+        step = streamed(one, store, tx, **options)
+        with one.entered():
+            step.load(one.params, batch=one.batch)
+        losses = trained(step, one, 3)
+        assert_moves_as_planned(step)
+        found = store.params(like=one.params)
+        if "resident" in options:
+            assert step.plan.kept_bytes
+        if options.get("resident") == "params":
+            assert step.metrics.fetched_drive_bytes == 0
+    with opened(place, name + "_one", **of_store) as store:
+        alone = {**options, "resident": None, "memory_bytes": MEMORY_BYTES}
+        step = jaxinf.stream(one.plain_loss, tx, store, **alone)
+        params, batch = one.on_host
+        step.load(params, batch=batch)
+        expected = [float(step(batch)[0]) for _ in range(3)]
+        # Chunks decide which elements are sent, and how moments are rounded.
+        by_chunk = name in ("compressed", "bf16")
+        rtol = 2e-2 if by_chunk else 1e-4
+        np.testing.assert_allclose(losses, expected, rtol=rtol, err_msg=name)
+        if not by_chunk:
+            assert_near(found, store.params(like=params), 2e-5)
+
+
+def own_memory(place):
+    one = make("named")
+    losses = []
+    for name, options in [
+        ("host", {}),
+        ("device", {"device_memory_bytes": 32 << 20}),
+        ("resident", {"device_memory_bytes": 32 << 20, "resident": "params"}),
+    ]:
+        is_host = memory.device_is_host if name == "host" else lambda device: False
+        with (
+            mock.patch.object(memory, "device_is_host", is_host),
+            opened(place, name) as store,
+        ):
+            step = streamed(one, store, **options)
+            step.load(one.params, batch=one.batch)
+            losses.append((trained(step, one, 3), store.params(like=one.params)))
+            assert_moves_as_planned(step)
+            assert losses[-1][0] == losses[0][0]
+            assert_same_bits(losses[-1][1], losses[0][1])
+
+
+def replicas(place):
+    mesh = make("named").mesh
+    spec, shape = P(None, "model"), (16, 50)
+    there = NamedSharding(mesh, spec)
+    unit = units.Unit(0, (), shape, np.dtype(np.float32), there)
+    expected = np.arange(16 * 50, dtype=np.float32).reshape(shape)
+
+    def read(shards):
+        for box, shard in zip(unit.shards, shards, strict=True):
+            shard[...] = expected[box.slices]
+
+    window = HostWindow(4 * 4096)
+    brought = window.bring(unit, read, lambda: False, is_for_update=False)
+    np.testing.assert_array_equal(brought.on_device, expected)
+    assert len(brought.shards) == 2
+    found = {
+        (shard.index[1].start or 0, shard.data.unsafe_buffer_pointer())
+        for shard in brought.on_device.addressable_shards
+    }
+    first, second = brought.shards
+    assert found == {(0, first.ctypes.data), (25, second.ctypes.data)}, found
+
+
+def function(place):
+    one = make("named")
+
+    def outputs(params, batch):
+        return {"loss": one.loss(params, batch), "first": batch["x"] @ params["first"]}
+
+    with opened(place, "function") as store:
+        step = streamed(one, store, resident="params")
+        step.load(one.params, batch=one.batch)
+        trained(step, one, 1)
+        shared = step.function(outputs)
+        found = shared(one.batch)
+        assert shared.fetched_bytes == 0
+        params = store.params(like=one.params)
+        expected = jax.jit(outputs)(params, one.batch)
+        np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-6)
+        np.testing.assert_allclose(found["first"], expected["first"], atol=1e-5)
+        step.close()
+    with opened(place, "function") as store:
+        alone = jaxinf.stream_function(outputs, store, memory_bytes=MEMORY_BYTES)
+        alone.load(one.params)
+        assert_same_bits(alone(one.batch), found)
+        assert alone.fetched_bytes == sum(p.nbytes for p in jax.tree.leaves(params))
+        # Params of which nothing is said are replicated, and read once for all devices.
+        whole = jaxinf.stream_function(outputs, store, memory_bytes=MEMORY_BYTES)
+        np.testing.assert_allclose(whole(one.batch)["loss"], found["loss"], rtol=1e-6)
+        assert whole.fetched_bytes == alone.fetched_bytes
+
+
+def other_devices(place):
+    """A store that was made on one device, whose chunks do not divide at shards."""
+    one = make("named")
+    expected, _ = on_one_device(one, num_steps=4)
+    alone, sharded = (one.on_host, one.plain_loss), ((one.params, one.batch), one.loss)
+
+    def on(name, loss, params, batch, **options):
+        options |= {"memory_bytes": MEMORY_BYTES}
+        step = jaxinf.stream(loss, ADAM, opened(place, name), **options)
+        step.load(params, batch=batch)
+        return step
+
+    for name, (first, loss), (then, other) in [
+        ("grown", alone, sharded),
+        ("shrunk", sharded, alone),
+    ]:
+        step = on(name, loss, *first)
+        losses = [float(step(first[1])[0]) for _ in range(2)]
+        step.close()
+        step = on(name, other, then[0], None)
+        before = step.store.step
+        text = refusal(step, then[1])
+        mesh = "4 devices (data=2, model=2)"
+        had, has = ("one device", mesh) if name == "grown" else (mesh, "one device")
+        assert f"the store was trained on {had}, found arrays on {has}" in text, text
+        assert "pass replan=True" in text
+        step.store.wait()
+        assert step.store.step == before == 2
+        step.close()
+        step = on(name, other, *then, replan=True)
+        losses += [float(step(then[1])[0]) for _ in range(2)]
+        assert_moves_as_planned(step)
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+        step.close()
+        step = on(name, other, *then)  # the plan is kept
+        step(then[1])
+        step.close()
+
+
+def refused(place):
+    one = make("named")
+    host_params, host_batch = one.on_host
+    auto = (AxisType.Auto,)
+    other = jax.make_mesh((4,), ("data",), axis_types=auto)
+
+    def there(array, mesh=other):
+        return jax.device_put(array, NamedSharding(mesh, P("data")))
+
+    moved = {**one.batch, "x": there(host_batch["x"])}
+    odd = {name: there(array[:2], one.mesh) for name, array in host_batch.items()}
+    half = jax.make_mesh((2,), ("data",), axis_types=auto, devices=jax.devices()[2:])
+    halved = jax.device_put(host_batch, NamedSharding(half, P()))
+    both = "found down on 4 devices (data=2, model=2) and x on 4 devices (data=4"
+    rows = "parts that divide over the mesh, found 1 rows of x"
+    offload = 'policy="offload": not supported yet on'
+    store = opened(place, "refused")
+    for options, batch, text in [
+        ({"policy": "offload"}, one.batch, offload),
+        ({}, moved, both),
+        ({"micro_batches": 2}, odd, rows),
+    ]:
+        step = streamed(one, store, **options)
+        found = refusal(step.load, one.params, batch=batch)
+        assert text in found, found
+    step = streamed(one, store)
+    found = refusal(step.load, host_params, batch=halved)
+    text = "expected a function on the mesh of its arguments, 2 devices (data=2)"
+    assert text in found, found
+    found = refusal(step.init, lambda: host_params, shardings=SPECS)
+    assert "expected a NamedSharding for each leaf" in found, found
+    in_memory = jaxinf.stream_in_memory(
+        one.loss, optax.sgd(0.1), memory_bytes=MEMORY_BYTES
+    )
+    found = refusal(in_memory.load, one.params, batch=one.batch)
+    assert "without a store" in found, found
+    assert not store.exists
+
+    # A mesh that only the loss function sets: all arrays are replicated on it.
+    step = streamed(one, store)
+    step.load(host_params, batch=host_batch)
+    losses = [float(step(host_batch)[0]) for _ in range(2)]
+    bad = {**host_batch, "x": np.full_like(host_batch["x"], np.nan)}
+    with pytest.raises(
+        jaxinf.NonFiniteGradientError, match="the store stays at step 2"
+    ):
+        step(bad)
+    losses.append(float(step(host_batch)[0]))
+    np.testing.assert_allclose(losses, on_one_device(one)[0], rtol=1e-5)
+    assert step.plan.traced.mesh == one.mesh
+    step.close()
+
+
+def zoo(place, name):
+    auto = (AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=auto)
+
+    def spec(leaf):
+        if not leaf.ndim or any(n % 2 for n in leaf.shape[-2:]):
+            return P()
+        both = ("data", "model") if leaf.ndim > 2 else (None, "model")
+        return P(*[None] * (leaf.ndim - 2), *both[-leaf.ndim :])
+
+    def rows(leaf):
+        return P("data") if leaf.ndim and leaf.shape[0] % 2 == 0 else P()
+
+    def put(leaf, spec):
+        return jax.device_put(leaf, NamedSharding(mesh, spec))
+
+    program = ZOO[name]()
+    params = jax.tree.map(
+        lambda leaf: put(leaf, spec(np.asarray(leaf))), program.params
+    )
+    batch = jax.tree.map(lambda leaf: put(leaf, rows(leaf)), program.batch)
+    found = []
+    for name, tree, of, policy in [
+        ("one", program.params, program.batch, "keep"),
+        ("keep", params, batch, "keep"),
+        ("recompute", params, batch, "recompute"),
+    ]:
+        with opened(place, name) as store:
+            options = {"policy": policy, "has_aux": program.has_aux}
+            options |= {"memory_bytes": 4 * MEMORY_BYTES}
+            step = jaxinf.stream(program.loss, optax.sgd(0.1), store, **options)
+            step.load(tree, batch=of)
+            losses = [float(step(of)[0]) for _ in range(3)]
+            assert_moves_as_planned(step)
+            found.append((losses, store.params(like=program.params)))
+    one, keep, recompute = found
+    assert keep[0] == recompute[0]
+    assert_same_bits(keep[1], recompute[1])
+    np.testing.assert_allclose(keep[0], one[0], rtol=1e-4)
+
+
+def initialised(place):
+    one = make("named")
+
+    def init(key):
+        shapes = one.on_host[0]
+        keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
+        return {n: 0.1 * jax.random.normal(keys[n], a.shape) for n, a in shapes.items()}
+
+    key = jax.random.key(3)
+    store = opened(place, "init")
+    step = streamed(one, store)
+    step.init(init, key, batch=one.batch, shardings=named_shardings(one))
+    first = jax.jit(init)(key)
+    assert_same_bits(store.params(like=one.params), first)
+    counts = {leaf.name: leaf.shard_counts for leaf in store.manifest.leaves}
+    assert counts["up"] == (3, 1, 2), counts
+    assert counts["shift"] == (1, 2), counts
+    losses = trained(step, one, 2)
+    step.close()
+    store = opened(place, "init")
+    step = streamed(one, store)
+    step.init(init, key, shardings=named_shardings(one))
+    assert store.step == 2
+    assert trained(step, one, 1)[0] < losses[0]
+    assert "on 4 devices (data=2, model=2)" in str(step.plan)
+    step.close()
+
+    # Under jax.set_mesh a new key is replicated over the mesh.
+    def placed(key):
+        params = init(key)
+        out = jax.lax.with_sharding_constraint(params["out"], P("data"))
+        return {**params, "out": out}
+
+    for kind, made in (("specs", placed), ("explicit", init)):
+        one = make(kind)
+        store = opened(place, kind)
+        step = streamed(one, store)
+        with one.entered():
+            key = jax.random.key(3)
+            assert len(key.devices()) == 4
+            step.init(made, key, batch=one.batch, shardings=named_shardings(one))
+        assert_same_bits(store.params(like=one.params), first)
+        np.testing.assert_allclose(trained(step, one, 1)[0], losses[0], rtol=1e-5)
+        step.close()
+
+
+if __name__ == "__main__":
+    serve(
+        programs,
+        training,
+        options,
+        own_memory,
+        replicas,
+        function,
+        other_devices,
+        refused,
+        zoo,
+        initialised,
+    )
