@@ -30,6 +30,7 @@ from jaxinf.errors import (
     UnsupportedTransformError,
 )
 from jaxinf.optimizer import SmartUpdateState, smart_update
+from jaxinf.program import Average, ema
 from jaxinf.streaming import (
     InMemoryStep,
     StreamedFunction,
@@ -42,6 +43,7 @@ from jaxinf.streaming import (
 __version__ = _version("jaxinf")
 
 __all__ = [
+    "Average",
     "BudgetError",
     "CsdError",
     "DeviceConfigurationError",
@@ -69,6 +71,7 @@ __all__ = [
     "TopK",
     "UnsupportedTransformError",
     "close",
+    "ema",
     "open_store",
     "smart_update",
     "store_of",

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 __all__ = [
+    "AVERAGE",
     "BFLOAT16",
     "FLOAT16",
     "FLOAT32",
@@ -33,6 +34,9 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT16 = np.dtype(np.float16)
 FLOAT_DTYPES = (FLOAT32, BFLOAT16, FLOAT16)
 """Dtypes that params and gradients may have."""
+
+AVERAGE = "average"
+"""The state that holds the average of the params, after the optimizer's states."""
 
 PyTree: TypeAlias = Any
 """Any JAX pytree."""

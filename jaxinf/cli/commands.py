@@ -20,7 +20,7 @@ from jaxinf.cli.exchange import Export, Import
 from jaxinf.cli.options import option
 from jaxinf.cli.terminal import show_progress
 from jaxinf.command_line import ByteSize, UsageError
-from jaxinf.engine import MasterFormat, StateFormat, convert_store
+from jaxinf.engine import AverageChoice, MasterFormat, StateFormat, convert_store
 from jaxinf.errors import JaxinfError
 from jaxinf.store import migrate, rebalance, trim_store
 from jaxinf.terminal import format_bytes, printable
@@ -243,6 +243,14 @@ class _Convert:
             "{fp32,split,none}",
         ),
     ] = None
+    average: Annotated[
+        AverageChoice | None,
+        option(
+            "Format of the params' average in the new store; one that the store does "
+            "not have begins as a copy of the params, and none drops it.",
+            "{fp32,bf16,none}",
+        ),
+    ] = None
     csd: Annotated[
         tyro.conf.UseAppendAction[tuple[Path, ...]],
         option("A CSD root of the new store; repeat it for more.", "DIR"),
@@ -252,8 +260,9 @@ class _Convert:
         source, target = (
             Path(p).expanduser().absolute() for p in (self.store, self.new)
         )
-        if self.state is None and self.master is None:
-            raise UsageError("convert: give --state or --master, or both")
+        changes = {"state": self.state, "master": self.master, "average": self.average}
+        if not any(changes.values()):
+            raise UsageError("convert: give --state, --master or --average")
         roots = [root.expanduser().absolute() for root in self.csd]
         with show_progress(f"converting {source}") as progress:
             step = convert_store(
@@ -261,10 +270,10 @@ class _Convert:
                 target,
                 self.state,
                 master=self.master,
+                average=self.average,
                 csds=roots,
                 progress=progress,
             )
-        changes = {"state": self.state, "master": self.master}
         shown = ", ".join(f"{name} as {to}" for name, to in changes.items() if to)
         print(f"{target}: step {step}, {shown}")
 

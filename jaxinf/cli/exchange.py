@@ -63,6 +63,10 @@ class Export:
     params_only: Annotated[
         bool, option("Safetensors: leave the optimizer's state out.")
     ] = False
+    average: Annotated[
+        bool,
+        option("Export the params' average in their place, without other state."),
+    ] = False
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         tyro.conf.arg(
@@ -84,7 +88,8 @@ class Export:
         if self.dtype is not None and self.format != "huggingface":
             raise UsageError("--dtype goes with --format huggingface")
         destination = Path(self.destination).expanduser().absolute()
-        with _step_of(store, self.checkpoint) as step:
+        with _step_of(store, self.checkpoint) as found:
+            step = replace(found, average=self.average)
             title = f"step {step.commit.step} to {destination}"
             with show_progress(title) as progress:
                 if self.format == "orbax":

@@ -14,7 +14,13 @@ from jaxinf.engine.convert import convert_store
 from jaxinf.engine.description import LeafDescription, StoreDescription, describe
 from jaxinf.engine.failure import check_announced
 from jaxinf.engine.opened import OpenStore
-from jaxinf.engine.options import Durability, MasterChoice, MasterFormat, StateFormat
+from jaxinf.engine.options import (
+    AverageChoice,
+    Durability,
+    MasterChoice,
+    MasterFormat,
+    StateFormat,
+)
 from jaxinf.engine.recalled import SlotRequest
 from jaxinf.engine.replicas import replicas_differ, sum_bits
 from jaxinf.engine.shape import StoreShape
@@ -42,6 +48,7 @@ from jaxinf.engine.update_tasks import can_take, changes_params, moved_states
 
 __all__ = [
     "DEFAULT_MEMORY_BYTES",
+    "AverageChoice",
     "Durability",
     "KeptLeaf",
     "LeafDescription",

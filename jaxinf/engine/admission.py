@@ -5,9 +5,15 @@ Invariant: nothing is written here.
 
 import fnmatch
 import logging
+from dataclasses import replace
 from pathlib import Path
 
-from jaxinf.engine.description import StoreDescription, coded_leaf, store_codecs
+from jaxinf.engine.description import (
+    Codecs,
+    StoreDescription,
+    coded_leaf,
+    store_codecs,
+)
 from jaxinf.engine.options import StoreOptions, check_writable
 from jaxinf.errors import (
     DeviceConfigurationError,
@@ -15,6 +21,7 @@ from jaxinf.errors import (
     StoreMismatchError,
 )
 from jaxinf.store import CODECS, Manifest, StoreDirectory, chunk_holders
+from jaxinf.typing import AVERAGE
 
 __all__ = ["check_division", "check_format", "check_place", "check_roots", "check_same"]
 
@@ -70,16 +77,16 @@ def check_roots(options: StoreOptions, manifest: Manifest) -> None:
 def check_format(options: StoreOptions, manifest: Manifest) -> None:
     """Refuses a store with its state in another format than requested."""
     path, wanted = options.path, options.state
-    found, master = store_codecs(manifest)
-    codec = wanted if wanted in CODECS else ""
-    is_other = any(leaf != coded_leaf(leaf, codec, master) for leaf in manifest.leaves)
+    found = store_codecs(manifest)
+    asked = replace(found, state=wanted if wanted in CODECS else "")
+    is_other = any(leaf != coded_leaf(leaf, asked) for leaf in manifest.leaves)
     if wanted is not None and is_other:
         raise StoreMismatchError(
-            f"{path}: the store holds its state as {found or 'fp32'}, asked for was "
-            f"state={wanted!r}; leave it out, or make a store of the other kind from "
-            f'this one ("jaxinf store convert {path} NEW --state {wanted}")'
+            f"{path}: the store holds its state as {found.state or 'fp32'}, asked for "
+            f"was state={wanted!r}; leave it out, or make a store of the other kind "
+            f'from this one ("jaxinf store convert {path} NEW --state {wanted}")'
         )
-    if options.master == "none" and master != "bf16":
+    if options.master == "none" and found.master != "bf16":
         raise StoreMismatchError(
             f"{path}: the store has master params, asked for was master='none'; leave "
             "it out, or make a store without from this one "
@@ -117,6 +124,7 @@ def check_division(directory: StoreDirectory, description: StoreDescription) -> 
 def check_same(directory: StoreDirectory, description: StoreDescription) -> None:
     """Refuses a store of another optimizer or tree; shows the difference."""
     held, wanted = directory.manifest, description.contents
+    _check_average(directory, description)
     lines = held.tree_difference(wanted)
     if not lines:
         lines = held.kernel_difference(wanted)
@@ -138,3 +146,37 @@ def check_same(directory: StoreDirectory, description: StoreDescription) -> None
             f"model than it is opened with:\n  {shown}\nOpen it with the optimizer and "
             "the model that it was made with, or use another store"
         )
+
+
+def _check_average(directory: StoreDirectory, description: StoreDescription) -> None:
+    """Refuses a store with an average where none is asked for, and the reverse."""
+    path, held = directory.path, directory.manifest
+    forms = {"": "fp32", "bf16": "bf16"}
+    found = forms[store_codecs(held).average] if AVERAGE in held.state_names else None
+    names = {state.name for leaf in description.leaves for state in leaf.states}
+    asked = forms[description.average] if AVERAGE in names else None
+    is_same = found == asked or (None not in (found, asked) and _is_small(held))
+    if is_same or not held.leaves:
+        return
+    choice = asked or "none"
+    remedy = f'"jaxinf store convert {path} NEW --average {choice}" makes a store with'
+    if found is None:
+        remedy += " one, which begins as a copy of the params; or leave average out"
+    elif asked is None:
+        remedy += "out; or give average=jaxinf.ema(…)"
+    else:
+        remedy += f" this form; or give form={found!r}"
+    raise StoreMismatchError(
+        f"{path}: the store has {_average_text(found)} of the params, asked for was "
+        f"{_average_text(asked)}; {remedy}"
+    )
+
+
+def _is_small(held: Manifest) -> bool:
+    """Whether no leaf is large enough for an average in fewer bits."""
+    coded = [coded_leaf(leaf, Codecs(average="bf16")) for leaf in held.leaves]
+    return all(leaf.state(AVERAGE).codec == "" for leaf in coded)
+
+
+def _average_text(form: str | None) -> str:
+    return "no average" if form is None else f"an average in {form}"

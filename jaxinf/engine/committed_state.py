@@ -131,7 +131,9 @@ class CommittedState:
             return []
         return [csd.info() for csd in self.training.opened.csds]
 
-    def params(self, like: PyTree, *, state: Any = None) -> PyTree:
+    def params(
+        self, like: PyTree, *, state: Any = None, average: bool = False
+    ) -> PyTree:
         """Returns the committed master params in the form of the run's params.
 
         Args:
@@ -139,20 +141,25 @@ class CommittedState:
             gives the dtype, and the sharding if it has one. Other leaves than
             floating-point arrays are returned as they are.
           state: the transform state to wait for, as JAX's dispatch is asynchronous.
+          average: whether to return the params' average instead; rounded to nearest
+            even if `like` has fewer bits.
 
         Returns:
           A tree like `like`, with a ``jax.Array`` for each leaf of the store.
 
         Raises:
-          StoreMismatchError: `like` has other leaves or shapes than the store.
+          StoreMismatchError: `like` has other leaves or shapes than the store, or the
+            store has no average.
         """
         self._wait_for(state)
         leaves, treedef = jax.tree.flatten(like)
         self.check_like(trained(like))
         places = [place for place, leaf in enumerate(leaves) if is_trained(leaf)]
         with self.training.paused():
+            number_of = self.training.opened.state_number
             for number, place in enumerate(places):
-                leaves[place] = self.read_leaf(number, leaves[place])
+                chosen = number_of(number, average=average)
+                leaves[place] = self.read_leaf(number, leaves[place], chosen)
         return jax.tree.unflatten(treedef, leaves)
 
     def check_like(self, like: PyTree) -> None:
@@ -177,7 +184,7 @@ class CommittedState:
         Args:
           number: number of the leaf.
           like: the leaf's shape, the wanted dtype and, optionally, a sharding.
-          state: number of the state in the manifest; not a coded one.
+          state: number of the state in the manifest.
         """
         shape, dtype = tuple(like.shape), np.dtype(like.dtype)
         opened = self.training.opened

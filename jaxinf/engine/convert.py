@@ -11,27 +11,32 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxinf.engine.description import coded_leaf, store_codecs
-from jaxinf.engine.options import MasterFormat, StateFormat
+from jaxinf.engine.description import Codecs, coded_leaf, store_codecs
+from jaxinf.engine.options import AverageChoice, MasterFormat, StateFormat
 from jaxinf.engine.subgroup_arrays import rounding_of_chunk
 from jaxinf.io import crc32c, crc32c_combine, opened_to_write
 from jaxinf.io.failures import translated
 from jaxinf.layout import CodedSlot
+from jaxinf.program import AVERAGE_SCALARS
 from jaxinf.store import (
+    ERROR_FEEDBACK,
+    MASTER_PARAMS,
     CommitRecord,
     LeafRecord,
     Manifest,
+    ScalarState,
     StateRecord,
     StepReader,
     StoreDirectory,
     dtype_of,
+    encode_path,
     lay_out,
     look_at_store,
     making_store,
     pinned_step,
     stock_documents,
 )
-from jaxinf.typing import Array, ProgressCallback
+from jaxinf.typing import AVERAGE, Array, ProgressCallback
 
 __all__ = ["convert_store"]
 
@@ -42,6 +47,7 @@ def convert_store(
     state: StateFormat | None = None,
     *,
     master: MasterFormat | None = None,
+    average: AverageChoice | None = None,
     csds: Sequence[Path] = (),
     progress: ProgressCallback | None = None,
 ) -> int:
@@ -57,6 +63,9 @@ def convert_store(
       master: format of the master of params that are bfloat16 on the JAX device:
         ``"fp32"``; ``"split"``, the same bits in two halves; ``"none"``, the params
         alone, rounded stochastically; None for no change.
+      average: form of the params' average: ``"fp32"`` or ``"bf16"``, which begins as
+        the master params if the store has none; ``"none"`` drops it; None for no
+        change.
       csds: CSD roots of the new store; by default its own directory.
       progress: called with the bytes of float32 state done and in all.
 
@@ -64,7 +73,8 @@ def convert_store(
       The step.
 
     Raises:
-      ValueError: a CSD root does not exist, or no leaf is bfloat16.
+      ValueError: a CSD root does not exist, no leaf is bfloat16, or there is no
+        average to drop.
       StoreFormatError: there is no store, or the target is something else.
       StoreSpaceError: there is no room; nothing was written.
       StoreCorruptError: a chunk is damaged; there is no new store.
@@ -78,35 +88,50 @@ def convert_store(
             )
     with pinned_step(look_at_store(source)) as step:
         held = step.directory
-        manifest = _laid_out(held, _codecs(held, state, master), csds)
+        codecs = _codecs(held, state, master, average)
+        manifest = _laid_out(held, codecs, csds, has_average=_keeps(held, average))
         record = CommitRecord.read(step.path / "commit.json")
         with making_store(target, manifest) as directory:
             with StepReader(step.path, record, directory=held) as reader:
                 sums = _fill(directory, held.manifest, reader, record.step, progress)
             directory.sync()
             documents = stock_documents(directory.step_path("a"), manifest)
-            complete = replace(record, checksums=sums, documents=documents)
+            complete = replace(
+                record,
+                scalar_state=_scalars(record, held.manifest, manifest),
+                checksums=sums,
+                documents=documents,
+            )
             directory.publish("a", complete)
     return record.step
 
 
 def _laid_out(
-    held: StoreDirectory, codecs: tuple[str, str], csds: Sequence[Path]
+    held: StoreDirectory, codecs: Codecs, csds: Sequence[Path], *, has_average: bool
 ) -> Manifest:
     """Returns the manifest of the new store."""
-    leaves = [coded_leaf(leaf, *codecs) for leaf in held.manifest.leaves]
+    states = _with_average if has_average else _without_average
+    leaves = [
+        coded_leaf(replace(leaf, states=states(leaf.slots)), codecs)
+        for leaf in held.manifest.leaves
+    ]
     shapes = [leaf.chunk_shape for leaf in leaves]
     converted = replace(held.manifest, leaves=tuple(leaves))
     return lay_out(converted, shapes, [str(root) for root in csds])
 
 
 def _codecs(
-    held: StoreDirectory, state: StateFormat | None, master: MasterFormat | None
-) -> tuple[str, str]:
-    """Returns the codecs of the new store's state and master params."""
-    codec, master_codec = store_codecs(held.manifest)
+    held: StoreDirectory,
+    state: StateFormat | None,
+    master: MasterFormat | None,
+    average: AverageChoice | None,
+) -> Codecs:
+    """Returns the codecs of the new store."""
+    codecs = store_codecs(held.manifest)
     if state is not None:
-        codec = "" if state == "fp32" else state
+        codecs = replace(codecs, state="" if state == "fp32" else state)
+    if average is not None:
+        codecs = replace(codecs, average="bf16" if average == "bf16" else "")
     if master is not None:
         if all(leaf.dtype != "bfloat16" for leaf in held.manifest.leaves):
             raise ValueError(
@@ -114,7 +139,44 @@ def _codecs(
                 "the JAX device, found none; their master has one form: leave it out"
             )
         master_codec = {"fp32": "", "split": "split", "none": "bf16"}[master]
-    return codec, master_codec
+        codecs = replace(codecs, master=master_codec)
+    return codecs
+
+
+def _keeps(held: StoreDirectory, average: AverageChoice | None) -> bool:
+    """Whether the new store has an average."""
+    has_one = AVERAGE in held.manifest.state_names
+    if average == "none" and not has_one:
+        raise ValueError(
+            f"{held.path}: average='none': expected a store with an average of the "
+            "params, found none; leave it out"
+        )
+    return has_one if average is None else average != "none"
+
+
+def _without_average(states: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
+    return tuple(state for state in states if state.name != AVERAGE)
+
+
+def _with_average(states: Sequence[StateRecord]) -> tuple[StateRecord, ...]:
+    """Returns states with an average behind those of the optimizer."""
+    others = _without_average(states)
+    place = sum(state.name != ERROR_FEEDBACK for state in others)
+    average = StateRecord(AVERAGE, "float32")
+    return (*others[:place], average, *others[place:])
+
+
+def _scalars(
+    record: CommitRecord, held: Manifest, manifest: Manifest
+) -> Sequence[ScalarState]:
+    """Returns the scalar state of the new store: an average's comes last."""
+    if (AVERAGE in held.state_names) == (AVERAGE in manifest.state_names):
+        return record.scalar_state
+    own = {encode_path((("field", name),)): kind(0) for name, kind in AVERAGE_SCALARS}
+    kept = [scalar for scalar in record.scalar_state if scalar.path not in own]
+    if AVERAGE not in manifest.state_names:
+        return kept
+    return [*kept, *(ScalarState(path, np.array(zero)) for path, zero in own.items())]
 
 
 def _fill(
@@ -125,13 +187,15 @@ def _fill(
     progress: ProgressCallback | None,
 ) -> dict[str, Array]:
     """Writes slot a; returns the checksums of its chunks by array name."""
-    total = 4 * held.num_params * len(held.state_names)
+    total = 4 * held.num_params * len(directory.manifest.decoded.state_names)
     done = 0
     sums: dict[str, Array] = {}
     leaves = zip(held.leaves, directory.manifest.leaves, strict=True)
     for number, (old, new) in enumerate(leaves):
-        stored = [s for s in old.states if not s.is_beside]
-        for position, state in enumerate(stored):
+        stored = {state.slot: state for state in old.states if not state.is_beside}
+        for position, slot in enumerate(new.slots):
+            # An average begins as the master params.
+            state = stored.get(slot.name, stored[MASTER_PARAMS])
             writer = _SlotWriter(directory, number, position, step)
             for piece in reader.pieces(old, state):
                 writer.write(piece.number, piece.start, piece.values)

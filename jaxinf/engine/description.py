@@ -15,7 +15,7 @@ import numpy as np
 from jaxinf.csd import GradientForm, KernelNeed
 from jaxinf.errors import DeviceConfigurationError
 from jaxinf.layout import choose_grid
-from jaxinf.program import InitKernel, InitProgram, Kernel, UpdateProgram
+from jaxinf.program import Average, InitKernel, InitProgram, Kernel, UpdateProgram
 from jaxinf.store import (
     CODECS,
     ERROR_FEEDBACK,
@@ -33,8 +33,10 @@ from jaxinf.store import (
     lay_out,
     leaf_name,
 )
+from jaxinf.typing import AVERAGE
 
 __all__ = [
+    "Codecs",
     "LeafDescription",
     "StoreDescription",
     "coded_leaf",
@@ -51,6 +53,27 @@ _NEVER_CODED = (
     ERROR_FEEDBACK,
     "acc_grads",
 )  # sums of gradients, in which every bit counts
+
+
+@dataclass(frozen=True)
+class Codecs:
+    """The codecs of a store; empty for none.
+
+    Attributes:
+      state: of the optimizer's float32 state, except in small leaves.
+      master: of the master params of leaves that are bfloat16 on the JAX device.
+      average: of the params' average, except in small leaves.
+    """
+
+    state: str = ""
+    master: str = ""
+    average: str = ""
+
+    def of(self, state: StateRecord) -> str:
+        """Returns the codec of a state."""
+        if state.name == MASTER_PARAMS:
+            return self.master
+        return self.average if state.name == AVERAGE else self.state
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,10 +120,12 @@ class StoreDescription:
     Attributes:
       leaves: one for each leaf.
       scalar_paths: paths of the scalar state in the optax state.
+      average: codec of the params' average in a new store; empty for none.
     """
 
     leaves: tuple[LeafDescription, ...]
     scalar_paths: tuple[str, ...]
+    average: str = ""
 
     def __post_init__(self) -> None:
         names = {state.name for leaf in self.leaves for state in leaf.states}
@@ -108,7 +133,7 @@ class StoreDescription:
 
     @cached_property
     def _kernel_ids(self) -> Mapping[tuple[str, ...], str]:
-        texts = dict.fromkeys(tuple(leaf.kernel.describe()) for leaf in self.leaves)
+        texts = dict.fromkeys(tuple(leaf.kernel.identity()) for leaf in self.leaves)
         return {text: f"k{number}" for number, text in enumerate(texts)}
 
     @cached_property
@@ -119,7 +144,7 @@ class StoreDescription:
                 path=leaf.path,
                 shape=leaf.shape,
                 dtype=leaf.dtype,
-                kernel=self._kernel_ids[tuple(leaf.kernel.describe())],
+                kernel=self._kernel_ids[tuple(leaf.kernel.identity())],
                 states=leaf.states,
                 shard_counts=leaf.shard_counts,
             )
@@ -149,7 +174,8 @@ class StoreDescription:
             device; empty for none.
           member: this process's part in a run of several processes.
         """
-        leaves = [coded_leaf(leaf, codec, master) for leaf in self.contents.leaves]
+        codecs = Codecs(codec, master, self.average)
+        leaves = [coded_leaf(leaf, codecs) for leaf in self.contents.leaves]
         chunk_shapes = [
             choose_grid(
                 leaf.shape,
@@ -175,6 +201,7 @@ def describe(
     init: InitProgram,
     shard_counts: Sequence[tuple[int, ...]],
     *,
+    average: Average | None = None,
     has_feedback: bool = False,
     forms: Callable[[np.dtype], tuple[GradientForm, ...]] | None = None,
     holders: Sequence[tuple[tuple[int, ...], ...]] = (),
@@ -184,6 +211,7 @@ def describe(
     Args:
       update, init: The optimizer, traced on the params.
       shard_counts: For each leaf, separately updated parts along each dimension.
+      average: The average of the params that the optimizer keeps.
       has_feedback: Whether the store keeps error feedback.
       forms: The forms of gradients of params of a dtype; by default dense.
       holders: Of each leaf, see `LeafDescription`.
@@ -213,29 +241,21 @@ def describe(
             )
         )
     paths = tuple(map(encode_path, init.layout.scalar_keys))
-    return StoreDescription(tuple(leaves), paths)
+    codec = "" if average is None else average.codec
+    return StoreDescription(tuple(leaves), paths, codec)
 
 
-def coded_leaf(leaf: _Leaf, codec: str, master: str) -> _Leaf:
-    """Returns a leaf with these codecs in place of its present ones.
-
-    Args:
-      leaf: the leaf.
-      codec: codec of the optimizer's float32 state, unless the leaf is small; empty for
-        none.
-      master: codec of the master params, if the leaf is bfloat16 on the JAX device;
-        empty for none.
-    """
+def coded_leaf(leaf: _Leaf, codecs: Codecs) -> _Leaf:
+    """Returns a leaf with these codecs in place of its present ones."""
     is_small = np.prod(leaf.shape, dtype=np.int64) < _MIN_CODED_ELEMENTS
     stored: list[StateRecord] = []
     for state in leaf.slots:
-        is_master = state.name == MASTER_PARAMS
-        if is_master and master and leaf.dtype == "bfloat16":
-            stored += state.coded(master)
-        elif codec and not is_small and _may_be_coded(state):
-            stored += state.coded(codec)
+        codec = codecs.of(state)
+        if state.name == MASTER_PARAMS:
+            is_plain = leaf.dtype != "bfloat16"
         else:
-            stored.append(state)
+            is_plain = is_small or not _may_be_coded(state)
+        stored += state.coded(codec) if codec and not is_plain else (state,)
     return replace(leaf, states=tuple(stored))
 
 
@@ -243,13 +263,16 @@ def _may_be_coded(state: StateRecord) -> bool:
     return state.dtype == "float32" and state.name not in _NEVER_CODED
 
 
-def store_codecs(held: Manifest) -> tuple[str, str]:
-    """Returns the codecs of a store's state and master params; see `coded_leaf`."""
+def store_codecs(held: Manifest) -> Codecs:
+    """Returns the codecs of a store."""
     masters = {leaf.states[0].codec for leaf in held.leaves}
-    states = {state.codec for leaf in held.leaves for state in leaf.states[1:]}
-    return (
+    others = [state for leaf in held.leaves for state in leaf.states[1:]]
+    states = {state.codec for state in others if state.name != AVERAGE}
+    averages = {state.codec for state in others if state.name == AVERAGE}
+    return Codecs(
         next((codec for codec in CODECS if codec in states), ""),
         next((codec for codec in MASTER_CODECS if codec in masters), ""),
+        "bf16" if "bf16" in averages else "",
     )
 
 

@@ -15,6 +15,7 @@ from jaxinf.store import CODECS
 from jaxinf.terminal import given_bytes
 
 __all__ = [
+    "AverageChoice",
     "Durability",
     "KeepSteps",
     "MasterChoice",
@@ -35,6 +36,9 @@ MasterChoice: TypeAlias = Literal["auto", "stored", "none"]
 
 KeepSteps: TypeAlias = int | tuple[int, int] | tuple[int, int, int]
 """Interval, number and offset of the kept steps; see `jaxinf.open_store`."""
+
+AverageChoice: TypeAlias = Literal["fp32", "bf16", "none"]
+"""Format of the params' average; see `jaxinf.engine.convert_store`."""
 
 MasterFormat: TypeAlias = Literal["fp32", "split", "none"]
 """Format of the master of bfloat16 params; see `jaxinf.engine.convert_store`."""

@@ -12,6 +12,7 @@ from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.errors import StoreMismatchError
 from jaxinf.layout import covers
 from jaxinf.store import StoreDirectory
+from jaxinf.typing import AVERAGE
 
 __all__ = ["StoreShape"]
 
@@ -56,6 +57,24 @@ class StoreShape:
         except StoreMismatchError:
             return False
         return True
+
+    def state_number(self, leaf: int, *, average: bool = False) -> int:
+        """Returns the number of a leaf's master params, or of their average.
+
+        Raises:
+          StoreMismatchError: the store has no average.
+        """
+        if not average:
+            return 0
+        states = [state.name for state in self.directory.manifest.leaves[leaf].states]
+        if AVERAGE not in states:
+            path = self.directory.path
+            raise StoreMismatchError(
+                f"{path}: expected an average of the params, found "
+                f'{", ".join(states)}; "jaxinf store convert {path} NEW --average '
+                'fp32" begins one, or leave average=True out'
+            )
+        return states.index(AVERAGE)
 
     def layouts(
         self, leaf: int, origin: Sequence[int], extent: Sequence[int]

@@ -186,7 +186,7 @@ def read_state(
       leaf: number of the leaf.
       out: the leaf or one shard of it; written.
       origin: index in the leaf of the array's first element.
-      state: number of the state, which must not be coded unless it is the master.
+      state: number of the state.
     """
     with committed_reader(opened, opened.options.memory_bytes) as reader:
         chunks = opened.chunks_of(leaf, origin, out.shape)
@@ -201,10 +201,14 @@ class ParamsReader:
     Args:
       opened: the store, no step ending.
       memory_bytes: memory for reads.
+      average: whether to read the params' average instead.
     """
 
-    def __init__(self, opened: OpenStore, memory_bytes: int) -> None:
+    def __init__(
+        self, opened: OpenStore, memory_bytes: int, *, average: bool = False
+    ) -> None:
         self._opened = opened
+        self._is_average = average
         chunks, directory = opened.chunks, opened.directory
         opened.handler.write_at_once(frozenset({0}))  # read from the drive here
         slots: list[Slot] = []
@@ -234,14 +238,15 @@ class ParamsReader:
           origin: index in the leaf of its first element.
         """
         opened = self._opened
+        state = opened.state_number(leaf, average=self._is_average)
         slots = {
-            layout.subgroup.chunk: opened.chunks.source(layout, 0)
+            layout.subgroup.chunk: opened.chunks.source(layout, state)
             for layout in opened.layouts(leaf, origin, out.shape)
         }
         for slot, reader in self._readers.items():
             numbers = [number for number, held in slots.items() if held == slot]
             if numbers:
-                _read_chunks(opened, reader, leaf, out, origin, numbers)
+                _read_chunks(opened, reader, leaf, out, origin, numbers, state)
 
     def close(self) -> None:
         """Frees the memory."""

@@ -361,13 +361,16 @@ class Training:
         """Whether params are the last committed step's; see `engine.state`."""
         return has_params(self.opened, leaf, params, origin)
 
-    def params_reader(self, memory_bytes: int) -> ParamsReader:
+    def params_reader(
+        self, memory_bytes: int, *, average: bool = False
+    ) -> ParamsReader:
         """Makes a reader of the last finished step's params; a commit ends it.
 
         Args:
           memory_bytes: memory for its reads.
+          average: whether it reads the params' average instead.
         """
-        return ParamsReader(self.opened, memory_bytes)
+        return ParamsReader(self.opened, memory_bytes, average=average)
 
     def can_move(self, leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
         """Whether a box of a leaf consists of whole chunks, so it can move alone."""

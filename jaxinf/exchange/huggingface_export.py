@@ -102,7 +102,7 @@ def _tensors(
     table = TABLES[architecture.table]
     tensors = []
     for array in step.arrays():
-        if array.state.name != MASTER_PARAMS:
+        if array.state_name != MASTER_PARAMS:
             continue
         try:
             name = table.find("/".join(array.leaf.path))

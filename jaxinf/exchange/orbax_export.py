@@ -50,7 +50,8 @@ def export_orbax(
 
     The tree is that of the step itself: a dict of states, including ``params``, each a
     tree of dicts. Coded state is written as float32. The manifest and the commit record
-    of the export are beside it, so that it can be imported again.
+    of the export are beside it, so that it can be imported again. An average is
+    ``params``, alone.
 
     Args:
       step: the step to export.
@@ -78,15 +79,16 @@ def export_orbax(
                 done_bytes += num_bytes
                 if progress is not None:
                     progress(done_bytes, total_bytes)
-        keys = [(a.state.name, *a.leaf.path) for a in step.arrays()]
+        keys = [(a.state_name, *a.leaf.path) for a in step.arrays()]
         tree = {**orbax_tree_metadata(keys), "use_ocdbt": True}
         _write_json(directory / "_METADATA", tree)
         _write_json(
             directory / "_CHECKPOINT_METADATA", orbax_checkpoint_metadata(started_ns)
         )
-        manifest, commit = step.exported()
-        manifest.write(directory / "jaxinf.json")
-        commit.write(directory / "commit.json")
+        if not step.average:
+            manifest, commit = step.exported()
+            manifest.write(directory / "jaxinf.json")
+            commit.write(directory / "commit.json")
         (directory / "commit_success.txt").write_text(COMMIT_SUCCESS_TEXT)
 
 

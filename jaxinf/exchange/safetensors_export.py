@@ -41,7 +41,7 @@ def export_safetensors(
     Args:
       step: the step to export.
       destination: a directory that does not exist yet.
-      params_only: whether to leave the optimizer's state out.
+      params_only: whether to leave the optimizer's state out, as with the average.
       max_file_bytes: size at which another file begins; an array is never split.
       memory_bytes: memory for data in transit.
       progress: called with the bytes of elements done and those in all.
@@ -53,10 +53,11 @@ def export_safetensors(
       StoreCorruptError: a chunk is damaged.
       StoreError: the step cannot be read, or the destination not written.
     """
+    params_only = params_only or step.average
     arrays = [
         array
         for array in step.arrays()
-        if not params_only or array.state.name == MASTER_PARAMS
+        if not params_only or array.state_name == MASTER_PARAMS
     ]
 
     def documents() -> dict[str, bytes]:

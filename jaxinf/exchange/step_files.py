@@ -12,9 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxinf.errors import ExchangeError
 from jaxinf.exchange.portions import Portion, portions
 from jaxinf.io import crc32c, crc32c_combine
 from jaxinf.store import (
+    MASTER_PARAMS,
     CommitRecord,
     LeafRecord,
     Manifest,
@@ -24,7 +26,7 @@ from jaxinf.store import (
     StoreDirectory,
     dtype_of,
 )
-from jaxinf.typing import Array
+from jaxinf.typing import AVERAGE, Array
 
 __all__ = ["DEFAULT_MEMORY_BYTES", "StepFiles", "StoredArray"]
 
@@ -39,15 +41,22 @@ class StoredArray:
     Attributes:
       leaf: the leaf's record.
       state: the state's record; not that of scales or remainders of another state.
+      is_average: whether it is the average in the place of the params.
     """
 
     leaf: LeafRecord
     state: StateRecord
+    is_average: bool = False
+
+    @property
+    def state_name(self) -> str:
+        """Name of its state in an export."""
+        return MASTER_PARAMS if self.is_average else self.state.name
 
     @property
     def name(self) -> str:
-        """Its directory below the step."""
-        return self.leaf.array_name(self.state.name)
+        """Its directory below an exported step."""
+        return self.leaf.array_name(self.state_name)
 
     @property
     def dtype(self) -> np.dtype:
@@ -67,10 +76,12 @@ class StepFiles:
     Attributes:
       path: a directory with a slot's layout: a snapshot or a checkpoint.
       manifest: the manifest of its store.
+      average: whether its only arrays are the params' average, in their place.
     """
 
     path: Path
     manifest: Manifest
+    average: bool = False
     _decoded_sums: dict[tuple[str, int], int] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -113,12 +124,24 @@ class StepFiles:
         return sum(array.num_bytes for array in self.arrays())
 
     def arrays(self) -> Iterator[StoredArray]:
-        """Yields all arrays, those of the master params first, then state by state."""
-        for name in self.manifest.state_names:
+        """Yields all arrays, those of the master params first, then state by state.
+
+        Raises:
+          ExchangeError: there is no average to yield.
+        """
+        names = self.manifest.state_names
+        if self.average:
+            if AVERAGE not in names:
+                raise ExchangeError(
+                    f"{self.path}: expected a store with an average of the params, "
+                    f"found {', '.join(names)}; leave --average out"
+                )
+            names = (AVERAGE,)
+        for name in names:
             for leaf in self.manifest.leaves:
                 for state in leaf.states:
                     if state.name == name and not state.is_beside:
-                        yield StoredArray(leaf, state)
+                        yield StoredArray(leaf, state, self.average)
 
     def stream(
         self, array: StoredArray, max_elements: int

@@ -24,7 +24,7 @@ from jaxinf.optimizer.single_step import single_step
 from jaxinf.optimizer.state import SmartUpdateState, placeholder_state
 from jaxinf.optimizer.updating import run_update
 from jaxinf.optimizer.wrapped import UpdateDtype, Wrapped
-from jaxinf.program import NonFinitePolicy, check_nonfinite
+from jaxinf.program import Average, NonFinitePolicy, averaged, check_nonfinite
 from jaxinf.typing import PathLikeStr, PyTree
 
 __all__ = ["smart_update"]
@@ -34,6 +34,7 @@ def smart_update(
     tx: optax.GradientTransformation | optax.MultiSteps,
     store: Store | PathLikeStr,
     *,
+    average: Average | None = None,
     compress: TopK | None = None,
     nonfinite: NonFinitePolicy | None = None,
     on_existing: OnExisting = "resume",
@@ -51,6 +52,8 @@ def smart_update(
     Args:
       tx: any transformation that is elementwise over its stored state.
       store: from `jaxinf.open_store`, or a path to open with its defaults.
+      average: `jaxinf.ema`: a moving average of the params, kept in the store and
+        updated with them. `Store.params` reads it with ``average=True``.
       compress: `jaxinf.top_k`: only the largest elements of each gradient are sent, the
         rest counts as zero. Quantities that `tx` computes from all gradients, such as
         their norm, are computed from the dense ones.
@@ -98,13 +101,14 @@ def smart_update(
     owned = store if isinstance(store, Store) else open_store(store)
     check_compression(compress, owned)
     wrapped = Wrapped(
-        optax.with_extra_args_support(_as_transformation(tx)),
+        averaged(_as_transformation(tx), average),
         HostSide(owned, nonfinite),
         compress,
         on_one_mesh(jax.tree.leaves(shardings)),
         dict(extra_args or {}),
         on_existing,
         updates,
+        average,
     )
     return optax.GradientTransformationExtraArgs(
         partial(_init, wrapped), _update_function(wrapped)
@@ -213,6 +217,6 @@ def _refuse_outer() -> None:
         raise ValueError(
             "optax.lookahead(jaxinf.smart_update(tx, store), …) cannot work: optax "
             "moves the fast params by other updates than the store's, whose master "
-            "params then differ. Leave lookahead out, and average the params in the "
-            'program (docs/integrations.md, "EMA of params")'
+            "params then differ. Leave lookahead out, and give average=jaxinf.ema(…) "
+            '(docs/integrations.md, "EMA of params")'
         )

@@ -28,6 +28,7 @@ from jaxinf.optimizer.callback import check_processes
 from jaxinf.optimizer.host_init import OnExisting
 from jaxinf.optimizer.host_side import HostSide
 from jaxinf.program import (
+    Average,
     InitProgram,
     UpdateProgram,
     missing_arguments,
@@ -54,6 +55,7 @@ class Wrapped:
       example_args: examples of other arguments of the optimizer's update.
       on_existing: the action of `init` on a store that has steps.
       updates: the dtype of updates of 16-bit params.
+      average: the average that `tx` keeps.
     """
 
     tx: optax.GradientTransformationExtraArgs
@@ -63,6 +65,7 @@ class Wrapped:
     example_args: Mapping[str, Any]
     on_existing: OnExisting = "resume"
     updates: UpdateDtype = "gradient"
+    average: Average | None = None
 
     @property
     def store(self) -> Store:
@@ -145,6 +148,7 @@ class Wrapped:
             init,
             counts,
             holders=holders,
+            average=self.average,
             has_feedback=self.has_feedback,
             forms=partial(gradient_forms, self.compression),
         )

@@ -7,6 +7,14 @@ name, but `wrappers` knows two transformations around others. `trace_update` div
 """
 
 from jaxinf.program.arguments import missing_arguments
+from jaxinf.program.average import (
+    AVERAGE_SCALARS,
+    Average,
+    AverageFormat,
+    averaged,
+    ema,
+    parse_ema,
+)
 from jaxinf.program.init import InitProgram, LeafInit, trace_init
 from jaxinf.program.kernel import InitKernel, Kernel
 from jaxinf.program.parts import LeafPart
@@ -24,6 +32,9 @@ from jaxinf.program.wrappers import (
 )
 
 __all__ = [
+    "AVERAGE_SCALARS",
+    "Average",
+    "AverageFormat",
     "InitKernel",
     "InitProgram",
     "Kernel",
@@ -38,12 +49,15 @@ __all__ = [
     "StateLayout",
     "StateSlot",
     "UpdateProgram",
+    "averaged",
     "check_nonfinite",
     "effect_of_nonfinite",
+    "ema",
     "is_guarded",
     "is_trained",
     "leaf_infos",
     "missing_arguments",
+    "parse_ema",
     "plain",
     "state_layout",
     "trace_init",

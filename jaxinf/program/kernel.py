@@ -9,7 +9,15 @@ from functools import cached_property
 
 import numpy as np
 
-from jaxinf.program.ir import Equation, Input, Operand, describe_body, inputs_of
+from jaxinf.program.ir import (
+    Equation,
+    Input,
+    Operand,
+    Result,
+    describe_body,
+    inputs_of,
+)
+from jaxinf.typing import AVERAGE
 
 __all__ = ["InitKernel", "Kernel"]
 
@@ -87,6 +95,16 @@ class Kernel:
         """The program line by line, with every literal shown as ``#``."""
         outputs = [("update", self.update), *zip(self.slots, self.new_slots)]  # noqa: B905
         return describe_body(self.equations, outputs)
+
+    def identity(self) -> list[str]:
+        """Describes the optimizer alone, without an average of the params."""
+        if AVERAGE not in self.slots:
+            return self.describe()
+        outputs = [("update", self.update), *zip(self.slots, self.new_slots)]  # noqa: B905
+        outputs = [(name, value) for name, value in outputs if name != AVERAGE]
+        # The average's equations come after all that the optimizer needs.
+        last = max((v.index for _, v in outputs if isinstance(v, Result)), default=-1)
+        return describe_body(self.equations[: last + 1], outputs)
 
     @cached_property
     def _inputs(self) -> set[tuple[str, int]]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxinf.program.state import StateLayout, StateSlot
-from jaxinf.typing import KeyPath
+from jaxinf.typing import AVERAGE, KeyPath
 
 __all__ = ["Recall", "find_recall", "recall_all"]
 
@@ -38,7 +38,12 @@ class Recall:
 
 def recall_all(layout: StateLayout) -> Recall | None:
     """Returns all slots; None without any."""
-    pairs = [(slot, leaf) for leaf, own in enumerate(layout.slots) for slot in own]
+    pairs = [
+        (slot, leaf)
+        for leaf, own in enumerate(layout.slots)
+        for slot in own
+        if slot.name != AVERAGE  # nothing depends on it
+    ]
     if not pairs:
         return None
     slots, leaves = zip(*pairs, strict=True)

@@ -2,7 +2,8 @@
 
 Invariant: hyperparameters are arguments of a kernel, so one kernel for each structure
   is enough. These options change the structure: a schedule (the rate is a scalar, not a
-  literal), one leaf or several (see `Kernel.reciprocals`), clipping, Nesterov.
+  literal), one leaf or several (see `Kernel.reciprocals`), clipping, Nesterov, an
+  average of the params.
 """
 
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 import optax
 
+from jaxinf.program.average import averaged, ema
 from jaxinf.program.kernel import Kernel
 from jaxinf.program.update import trace_update
 
@@ -17,12 +19,16 @@ __all__ = ["traced_kernels"]
 
 
 def traced_kernels() -> Mapping[str, Kernel]:
-    """Traces kernels by name, for several leaves and for one; some share their C++."""
+    """Traces kernels by name, for several leaves and for one; some share their C++.
+
+    Those with an average are for several leaves only, to keep the package small.
+    """
     one, several = jnp.zeros(8), [jnp.zeros(8), jnp.zeros(9)]
     return {
         name + suffix: trace_update(tx, params).leaves[0].kernel
         for name, tx in _optimizers().items()
         for suffix, params in (("", several), ("_one_leaf", one))
+        if not (suffix and "average" in name)
     }
 
 
@@ -46,6 +52,8 @@ def _optimizers() -> Mapping[str, optax.GradientTransformation]:
             "rmsprop_centered": optax.rmsprop(rate, centered=True),
             "rmsprop_momentum": optax.rmsprop(rate, momentum=0.9),
         }
+        for name in ("adamw", "adamw_clipped"):
+            made[f"{name}_average"] = averaged(made[name], ema(0.999))
         optimizers |= {name + suffix: tx for name, tx in made.items()}
     optimizers["sgd_rate_1"] = optax.sgd(1.0)
     optimizers["set_to_zero"] = optax.set_to_zero()

@@ -6,7 +6,7 @@ ends with that leaf's, and the shapes agree) or scalar state, which stays in JAX
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,10 @@ import optax
 
 from jaxinf import compat
 from jaxinf.errors import UnsupportedTransformError
+from jaxinf.program.average import AveragedState
 from jaxinf.program.tree import LeafInfo, leaf_infos
 from jaxinf.program.wrappers import is_guarded, refuse_lookahead
-from jaxinf.typing import FLOAT32, FLOAT_DTYPES, KeyPath, PyTree
+from jaxinf.typing import AVERAGE, FLOAT32, FLOAT_DTYPES, KeyPath, PyTree
 
 __all__ = ["StateLayout", "StateSlot", "state_layout"]
 
@@ -112,22 +113,46 @@ def layout_of(state: PyTree, params: PyTree) -> StateLayout:
     param_keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
     owners = _owners(leaves, param_keys, infos)
     names = _slot_names(leaves, owners, param_keys)
+    _check_names(state, leaves, names)
     slots: list[list[StateSlot]] = [[] for _ in infos]
     for index, ((_, aval), owner) in enumerate(zip(leaves, owners, strict=True)):
         if owner is not None:
             slots[owner].append(StateSlot(names[index], np.dtype(aval.dtype), index))
     scalars = [index for index, owner in enumerate(owners) if owner is None]
     _check_scalar_bytes([leaves[index] for index in scalars])
+    keys = tuple(_without_average(compat.path_keys(path), state) for path, _ in leaves)
     return StateLayout(
         treedef=treedef,
         slots=tuple(map(tuple, slots)),
         scalar_indices=tuple(scalars),
         scalar_paths=tuple(compat.path_text(leaves[index][0]) for index in scalars),
-        scalar_keys=tuple(compat.path_keys(leaves[index][0]) for index in scalars),
+        scalar_keys=tuple(keys[index] for index in scalars),
         avals=tuple(aval for _, aval in leaves),
-        keys=tuple(compat.path_keys(path) for path, _ in leaves),
+        keys=keys,
         is_guarded=is_guarded(state),
     )
+
+
+def _without_average(keys: KeyPath, state: PyTree) -> KeyPath:
+    """Returns a path in the state as it is without an average around it."""
+    is_inner = isinstance(state, AveragedState) and keys[0] == ("field", "inner")
+    return keys[1:] if is_inner else keys
+
+
+def _check_names(
+    state: PyTree, leaves: Sequence[tuple[Any, Any]], names: Mapping[int, str]
+) -> None:
+    """Refuses a state of the average's name in an optimizer that has an average."""
+    if not isinstance(state, AveragedState):
+        return
+    num = len(jax.tree.leaves(state.inner))
+    for index, name in names.items():
+        if index < num and name == AVERAGE:
+            raise UnsupportedTransformError(
+                f"optimizer state{compat.path_text(leaves[index][0])}: expected another"
+                f" name than {AVERAGE}, which is that of the params' average; rename "
+                "the field of the transformation's state, or leave the average out"
+            )
 
 
 def _owners(

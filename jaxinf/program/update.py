@@ -41,7 +41,7 @@ from jaxinf.program.state import (
     layout_of,
 )
 from jaxinf.program.tree import LeafInfo, leaf_infos
-from jaxinf.typing import FLOAT32, PyTree
+from jaxinf.typing import AVERAGE, FLOAT32, PyTree
 
 __all__ = ["LeafUpdate", "UpdateProgram", "trace_update"]
 
@@ -416,14 +416,20 @@ def _leaf_kernel(
         inputs[value] = Input("slot", number, slot.dtype)
     builder = BodyBuilder(info, inputs, parts.local.get(index, set()))
     update = builder.operand(parts.updates[index])
+    update = None if _is_zero(update) else update
     new_slots = [builder.operand(parts.new_state[slot.state_index]) for slot in slots]
+    if update is None:  # the average of frozen params are these
+        new_slots = [
+            Input("slot", number, slot.dtype) if slot.name == AVERAGE else new
+            for number, (slot, new) in enumerate(zip(slots, new_slots, strict=True))
+        ]
     return Kernel(
         slots=tuple(slot.name for slot in slots),
         slot_dtypes=tuple(slot.dtype for slot in slots),
         scalar_dtypes=builder.scalar_dtypes,
         array_dtypes=builder.array_dtypes,
         equations=tuple(builder.equations),
-        update=None if _is_zero(update) else update,
+        update=update,
         new_slots=tuple(new_slots),
         reciprocals=_reciprocals(builder, parts.uses),
         reduced=builder.also_used_by(parts.nodes) if parts.has_recalled else (),

@@ -9,6 +9,7 @@ import jax
 import optax
 
 from jaxinf.errors import UnsupportedTransformError
+from jaxinf.program.average import AveragedState
 from jaxinf.typing import PyTree
 
 __all__ = [
@@ -59,6 +60,8 @@ def is_guarded(state: PyTree) -> bool:
     """
     if isinstance(state, optax.ApplyIfFiniteState):
         return True
+    if isinstance(state, AveragedState):
+        return is_guarded(state.inner)
     if isinstance(state, _INJECTED):
         return is_guarded(state.inner_state)
     if isinstance(state, optax.MultiStepsState):
@@ -86,7 +89,7 @@ def refuse_lookahead(state: PyTree) -> None:
         raise UnsupportedTransformError(
             "optax.lookahead: expected an update for each of the params, found fast "
             "params, for which there are gradients, and slow ones, which follow them; "
-            "use its fast optimizer, and average the params in the program "
+            "use its fast optimizer, and average the params with jaxinf.ema "
             '(docs/integrations.md, "EMA of params")'
         )
 

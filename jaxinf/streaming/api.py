@@ -12,7 +12,7 @@ import optax
 
 from jaxinf.compress import TopK
 from jaxinf.engine import Store, check_compression, open_store
-from jaxinf.program import NonFinitePolicy, check_nonfinite
+from jaxinf.program import Average, NonFinitePolicy, check_nonfinite
 from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.in_memory import InMemoryStep
 from jaxinf.streaming.options import Limits, Options
@@ -40,6 +40,7 @@ def stream(
     micro_batches: int = 1,
     replan: bool = False,
     nonfinite: NonFinitePolicy | None = None,
+    average: Average | None = None,
     compress: TopK | None = None,
     extra_args: Mapping[str, Any] | None = None,
     activations: Form | None = None,
@@ -84,7 +85,7 @@ def stream(
       replan: Whether to replace a saved plan that does not fit.
       nonfinite: The effect of a gradient with NaN or Inf: ``"error"``, ``"skip"`` or
         ``"allow"``, with the default of `jaxinf.smart_update`.
-      compress: As for `jaxinf.smart_update`.
+      average, compress: As for `jaxinf.smart_update`.
       extra_args: Further arguments of the optimizer's update, with an example for each;
         numbers and arrays are also the values of steps that are given none. ``"value"``
         is each step's loss, unless a step is given another.
@@ -111,6 +112,7 @@ def stream(
         replan=replan,
         nonfinite=nonfinite,
         micro_batches=micro_batches,
+        average=average,
         compress=compress,
         extra_args=dict(extra_args or {}),
         activations=activations,
@@ -171,12 +173,14 @@ def stream_function(
     memory_bytes: int | str,
     device_memory_bytes: int | str | None = None,
     resident: Literal["params"] | int | str | None = None,
+    average: bool = False,
 ) -> StreamedFunction:
     """Makes a function of a store's params, for evaluation and generation.
 
     Args:
       fn: ``fn(params, batch)`` returns any pytree. Traced by JAX: no side effects.
       store, memory_bytes, device_memory_bytes, resident: As for `jaxinf.stream`.
+      average: Whether it is a function of the params' average instead.
 
     Returns:
       ``f(batch)``, which returns the outputs for the params of the last finished step.
@@ -188,7 +192,9 @@ def stream_function(
         *_memory(memory_bytes, device_memory_bytes), check_resident(resident)
     )
     owned = _opened(store, limits)
-    return StreamedFunction(fn, owned, limits, closes=owned is not store)
+    return StreamedFunction(
+        fn, owned, limits, closes=owned is not store, average=average
+    )
 
 
 def _memory(

@@ -63,6 +63,7 @@ class StreamedFunction(Streamed[Bound]):
       shared: Params of the store that a step keeps in memory; what of them stays.
       before: Called before each call.
       turns: Those of the step; by default its own.
+      average: Whether its params are the store's average.
 
     Attributes:
       store: The store.
@@ -80,6 +81,7 @@ class StreamedFunction(Streamed[Bound]):
         shared: tuple[Resident, Collection[Unit]] | None = None,
         before: Callable[[], None] = lambda: None,
         turns: Turns | None = None,
+        average: bool = False,
     ) -> None:
         super().__init__(turns)
         self.store = store
@@ -90,11 +92,13 @@ class StreamedFunction(Streamed[Bound]):
         self._device = default_device()
         self._limit = device_limit(self._device, limits.device_memory_bytes)
         self._is_shared = shared is not None
-        self._resident, self._shared = shared or (
+        # What stays are params, not their average.
+        self._resident, self._shared = (None if average else shared) or (
             Resident(self._device, is_host=self._limit.is_host),
             (),
         )
         self._before = before
+        self._average = average
         self._params: PyTree | None = None
 
     def load(self, params: PyTree) -> None:
@@ -124,7 +128,10 @@ class StreamedFunction(Streamed[Bound]):
 
         def body(check: Check) -> PyTree:
             self._before()
-            self.store.training.join()
+            if self._average:
+                self.store.training.wait()  # a commit writes all of it to the drive
+            else:
+                self.store.training.join()
             bound = self._take_turn(key)
             bound.begin()
             with outside_mesh():
@@ -163,6 +170,7 @@ class StreamedFunction(Streamed[Bound]):
 
     def _bind(self, ready: Prepared) -> Bound:
         training = self.store.training
+        training.opened.state_number(0, average=self._average)  # or refuses
         places = Places(ready.traced.params, training.can_move)
         plan, units, division = planned_within(
             self.limits.budgets, partial(self._planned, ready, places)
@@ -173,7 +181,9 @@ class StreamedFunction(Streamed[Bound]):
             division = replace(division, programs=max(plan.peak_bytes, less))
         stays = units.units | frozenset(self._shared)
         reading = planned_fetches(plan, places, division, _never, stays)
-        source = StoreSource(training, READER_BYTES, reading.num_first)
+        source = StoreSource(
+            training, READER_BYTES, reading.num_first, average=self._average
+        )
         window, _ = make_window(reading, division, self._device)
         params = StoreParams(
             places,

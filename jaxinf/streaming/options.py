@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxinf.compress import TopK
-from jaxinf.program import NonFinitePolicy
+from jaxinf.program import Average, NonFinitePolicy
 from jaxinf.streaming.plan.calls import Policy
 from jaxinf.streaming.plan.forms import Form
 from jaxinf.streaming.plan.resident import Resident
@@ -47,6 +47,7 @@ class Options(Limits):
     replan: bool = False
     nonfinite: NonFinitePolicy | None = None
     micro_batches: int = 1
+    average: Average | None = None
     compress: TopK | None = None
     extra_args: Mapping[str, Any] = field(default_factory=dict)
     activations: Form | None = None

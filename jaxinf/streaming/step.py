@@ -28,7 +28,7 @@ from jaxinf.engine import (
     keeps_feedback,
 )
 from jaxinf.errors import StreamError
-from jaxinf.program import trace_init
+from jaxinf.program import averaged, trace_init
 from jaxinf.streaming.base import TrainingStep
 from jaxinf.streaming.bound import Binder, StoreBound
 from jaxinf.streaming.budgets import planned_within
@@ -76,7 +76,7 @@ class StreamedStep(TrainingStep[StoreBound]):
         super().__init__(options)
         self.store = store
         self._loss_fn = loss_fn
-        self._tx = optax.with_extra_args_support(tx)
+        self._tx = averaged(tx, options.average)
         self._params: PyTree | None = None
         self._functions: list[StreamedFunction] = []
         self._binder = Binder(store, self._tx, options, self._executables)
@@ -168,6 +168,7 @@ class StreamedStep(TrainingStep[StoreBound]):
             update,
             first,
             part_counts(held, pieces),
+            average=self._options.average,
             has_feedback=keeps_feedback(compress),
             forms=partial(gradient_forms, compress),
         )
@@ -269,11 +270,14 @@ class StreamedStep(TrainingStep[StoreBound]):
     def _join(self) -> None:
         self.store.training.join()
 
-    def function(self, fn: Callable[..., Any]) -> StreamedFunction:
+    def function(
+        self, fn: Callable[..., Any], *, average: bool = False
+    ) -> StreamedFunction:
         """Makes a function of the params without a gradient, in this step's memory.
 
         Args:
           fn: ``fn(params, batch)`` returns any pytree. Traced: no side effects.
+          average: Whether it is a function of the params' average instead.
 
         Returns:
           As `jaxinf.stream` without an optimizer; closed with this step.
@@ -303,6 +307,7 @@ class StreamedStep(TrainingStep[StoreBound]):
             shared=(self._binder.resident, stays),
             before=lambda: self._rest(made),
             turns=self._turns,
+            average=average,
         )
         if self._params is not None:
             made.load(self._params)

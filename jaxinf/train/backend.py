@@ -59,13 +59,18 @@ class Backend(Protocol):
         ...
 
     def function(
-        self, fn: Callable[[PyTree, Any], Any]
+        self, fn: Callable[[PyTree, Any], Any], *, average: bool = False
     ) -> Callable[[PyTree, Any], Any]:
         """Returns ``fn(params, batch)`` to be called with the params of the loop.
 
         Args:
           fn: returns any pytree; it is traced, and has no side effects.
+          average: whether it is called with `average` of them instead.
         """
+        ...
+
+    def average(self, params: PyTree, state: Any) -> PyTree:
+        """Returns the average of the params, which the store keeps."""
         ...
 
     def announce(self, state: Any, position: Mapping[str, JsonValue]) -> None:

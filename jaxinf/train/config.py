@@ -28,6 +28,7 @@ from jaxinf.engine import (
     StateFormat,
     VerifyMode,
 )
+from jaxinf.program import Average, parse_ema
 from jaxinf.streaming import Form, Policy, check_resident
 from jaxinf.terminal import parse_bytes
 from jaxinf.train.data.errors import DataError
@@ -227,6 +228,15 @@ class TrainConfig(DataOptions):
     # zero. docs/compression.md shows the cost in quality.
     compress: Annotated[str | None, _shown("top_k:RATIO", "none")] = None
 
+    # Keep a moving average of the params in the store, with this decay: 0.999. Options
+    # may follow, separated by commas: start=N (begin at that step), every=N (average
+    # every N steps), debias=true, form=bf16 (2 bytes a param, rounded stochastically).
+    # docs/integrations.md, "EMA of params", says how to read it.
+    ema: Annotated[str | None, _shown("DECAY", "none")] = None
+
+    # With --ema: evaluate, sample and choose the best step by the average.
+    eval_average: bool = False
+
     # Seed of the initial params, the batches and the sample.
     seed: int = 0
 
@@ -365,6 +375,18 @@ class TrainConfig(DataOptions):
             raise UsageError(f"--compress {error}") from error
 
     @property
+    def average(self) -> Average | None:
+        """The average that `ema` names.
+
+        Raises:
+          UsageError: `ema` does not parse.
+        """
+        try:
+            return None if self.ema is None else parse_ema(self.ema)
+        except ValueError as error:
+            raise UsageError(f"--ema {self.ema}: {error}") from error
+
+    @property
     def logs(self) -> Path:
         """The log directory, absolute."""
         if self.log_dir is not None:
@@ -399,6 +421,8 @@ def check(config: TrainConfig) -> TrainConfig:
         raise UsageError(str(error)) from error
     _check_optimizer(config)
     _check_compression(config)
+    if config.average is None and config.eval_average:
+        raise UsageError("--eval-average: give --ema DECAY, which keeps an average")
     _check_streaming(config)
     try:
         parse_csd(config.csd)
@@ -609,6 +633,7 @@ _OF_THE_STORE += (
     "state_tier",
     "state",
     "master",
+    "ema",
     "checkpoint_every",
     "keep_last",
     "keep_every",

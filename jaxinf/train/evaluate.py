@@ -78,8 +78,9 @@ class Evaluator:
         def draw(params: PyTree, inputs: Any) -> Any:
             return next_token(nnx.merge(graphdef, params), inputs)
 
-        self._score = backend.function(scores)
-        self._draw = backend.function(draw)
+        average = config.eval_average
+        self._score = backend.function(scores, average=average)
+        self._draw = backend.function(draw, average=average)
         self._batches = one_epoch(
             data.validation,
             batch_size=config.batch_size,

@@ -74,10 +74,14 @@ class InMemory:
         )
 
     def function(
-        self, fn: Callable[[PyTree, Any], Any]
+        self, fn: Callable[[PyTree, Any], Any], *, average: bool = False
     ) -> Callable[[PyTree, Any], Any]:
         """See `Backend`."""
         return jax.jit(fn)
+
+    def average(self, params: PyTree, state: Any) -> PyTree:
+        """See `Backend`: there is none."""
+        raise AssertionError("check refuses --ema in memory")
 
     def announce(self, state: Any, position: Mapping[str, JsonValue]) -> None:
         """See `Backend`: does nothing."""

@@ -93,7 +93,7 @@ def train(
         if run.step < config.steps:
             say_stopped(console, config, run.step, command)
             return signal_number
-        say_evaluation(console, run.evaluate(), run.evaluator, run.params)
+        say_evaluation(console, run.evaluate(), run.evaluator, run.evaluated)
         say_results(console, config, backend)
         return 0
 
@@ -305,9 +305,16 @@ class _Run:
         every = self._config.eval_every
         return every > 0 and self.step % every == 0 and self.step < self._config.steps
 
+    @property
+    def evaluated(self) -> PyTree:
+        """The params to evaluate: their average with --eval-average."""
+        if self._config.eval_average:
+            return self._backend.average(self.params, self._state)
+        return self.params
+
     def evaluate(self) -> Evaluation:
         """Evaluates the params; once a step it logs that, and keeps the best so far."""
-        found = self.evaluator.evaluate(self.params)
+        found = self.evaluator.evaluate(self.evaluated)
         if self.step > self._validation.last_step:
             committed = self._backend.committed_step(self._state)
             line = evaluation_line(self.step, committed, found)

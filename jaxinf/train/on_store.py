@@ -167,10 +167,14 @@ class OnStore(KeptInStore):
         )
 
     def function(
-        self, fn: Callable[[PyTree, Any], Any]
+        self, fn: Callable[[PyTree, Any], Any], *, average: bool = False
     ) -> Callable[[PyTree, Any], Any]:
         """See `Backend`."""
         return jax.jit(fn)
+
+    def average(self, params: PyTree, state: Any) -> PyTree:
+        """See `Backend`."""
+        return self.store.params(params, state=state, average=True)
 
     @property
     def _boundaries(self) -> Boundaries:

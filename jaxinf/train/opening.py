@@ -67,6 +67,7 @@ def _smart(
         tx = smart_update(
             optimizer,
             store,
+            average=config.average,
             compress=compression,
             nonfinite=config.nonfinite,
             updates="float32",  # a resumed run has the params of the store

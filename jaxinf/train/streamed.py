@@ -90,16 +90,20 @@ class Streamed(KeptInStore):
         return run
 
     def function(
-        self, fn: Callable[[PyTree, Any], Any]
+        self, fn: Callable[[PyTree, Any], Any], *, average: bool = False
     ) -> Callable[[PyTree, Any], Any]:
         """See `Backend`: the params are those of the store."""
-        made = self._step.function(fn)
+        made = self._step.function(fn, average=average)
 
         def call(params: PyTree, batch: Any) -> Any:
             with _named_flags():
                 return made(batch)
 
         return call
+
+    def average(self, params: PyTree, state: Any) -> PyTree:
+        """See `Backend`: the store has it."""
+        return None
 
     def costs(self, state: Any, *, is_skipped: bool) -> Costs:
         """See `Backend`."""
@@ -173,6 +177,7 @@ def _streamed_step(
         micro_batches=config.micro_batches,
         replan=config.replan,
         nonfinite=config.nonfinite,
+        average=config.average,
         compress=config.compression,
         endurance_tbw=config.endurance_tbw,
     )

@@ -5,6 +5,7 @@ Invariant: reads are of the store's last finished step.
 
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 
 import numpy as np
 
@@ -31,11 +32,19 @@ class StoreSource:
       training: The store.
       memory_bytes: Memory for reads, beside the units.
       num_first: Number of units that have room when a step begins.
+      average: Whether to read the params' average instead.
     """
 
-    def __init__(self, training: Training, memory_bytes: int, num_first: int) -> None:
+    def __init__(
+        self,
+        training: Training,
+        memory_bytes: int,
+        num_first: int,
+        *,
+        average: bool = False,
+    ) -> None:
         self._training = training
-        self._memory_bytes = memory_bytes
+        self._open = partial(training.params_reader, memory_bytes, average=average)
         self._num_first = num_first
         self._num_read = 0
         self._reader: ParamsReader | None = None
@@ -43,7 +52,7 @@ class StoreSource:
     def begin(self) -> None:
         """Begins a step; there is no commit before it ends."""
         self.close()
-        self._reader = self._training.params_reader(self._memory_bytes)
+        self._reader = self._open()
         self._num_read = 0
         self._training.opened.handler.hold_prefetches(self._num_first > 0)
 
@@ -59,7 +68,7 @@ class StoreSource:
 
     def read_again(self, unit: Unit, shards: Sequence[Array]) -> None:
         """Fills arrays with a unit's shards, whatever else is read; blocks."""
-        with closing(self._training.params_reader(self._memory_bytes)) as reader:
+        with closing(self._open()) as reader:
             _read(reader, unit, shards)
 
     def close(self) -> None:

@@ -1,0 +1,282 @@
+"""Averages of params: an optimizer whose state has one array more for each leaf.
+
+Invariant: the average follows the params that ``optax.apply_updates`` gives, in the
+  order of operations of ``optax.incremental_update``, and changes no update.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxinf.typing import FLOAT32, PyTree
+
+__all__ = [
+    "AVERAGE_SCALARS",
+    "Average",
+    "AverageFormat",
+    "AveragedState",
+    "averaged",
+    "ema",
+    "parse_ema",
+]
+
+AverageFormat: TypeAlias = Literal["fp32", "bf16"]
+"""The form of an average on storage; see `jaxinf.ema`."""
+
+AVERAGE_SCALARS = (("average_count", np.int32), ("average_weight", np.float32))
+"""Names and types of an average's scalar state; its first values are zeros."""
+
+Decay: TypeAlias = float | Callable[[jax.Array], jax.Array | float]
+
+
+@dataclass(frozen=True)
+class Average:
+    """An average of params, made by `jaxinf.ema`; attributes are its arguments."""
+
+    decay: Decay
+    start: int = 0
+    every: int = 1
+    debias: bool = False
+    form: AverageFormat = "fp32"
+
+    @property
+    def codec(self) -> str:
+        """The codec of its stored array; empty for none."""
+        return "bf16" if self.form == "bf16" else ""
+
+
+class AveragedState(NamedTuple):
+    """The state of an optimizer with an average.
+
+    Attributes:
+      inner: The optimizer's own state; its attributes are this state's, too.
+      average: Like the params.
+      average_count: int32, the updates since the average exists.
+      average_weight: float32, the part of a debiased average that does not come from
+        the first params; 0 in others.
+    """
+
+    inner: PyTree
+    average: PyTree
+    average_count: jax.Array
+    average_weight: jax.Array
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_"):
+            return getattr(self.inner, name)
+        raise AttributeError(name)
+
+
+def ema(
+    decay: Decay,
+    *,
+    start: int = 0,
+    every: int = 1,
+    debias: bool = False,
+    form: AverageFormat = "fp32",
+) -> Average:
+    """Describes an exponential moving average of params that is kept near storage.
+
+    It is updated in the pass that updates the params: ``average = (1 - decay) * params
+    + decay * average`` with the new master params, in the bits of a jitted
+    ``optax.incremental_update(params, average, 1 - decay)``. It begins as a copy of the
+    params. With gradient accumulation, updates are counted where they are emitted;
+    refused ones do not count.
+
+    Args:
+      decay: A number from 0 to 1, or ``decay(count)``, traced by JAX: `count` is int32,
+        the updates since `start` before this one: 0, 1, …. A warm-up is ``lambda count:
+        jnp.minimum(0.999, (1 + count) / (10 + count))``, an average whose window grows
+        with training is ``lambda count: (1 - 1 / (count + 1)) ** 7``.
+      start: The update that the average begins with, which makes it a copy of the
+        params again; 0 for the first params. Before that nothing is moved.
+      every: It takes every so many updates into account, `start` + `every` first. In
+        between its files are linked, neither read nor written.
+      debias: Whether the first params have no weight: the average is that of an Adam
+        moment, which begins at zero and is divided by its weight.
+      form: ``"fp32"``, or ``"bf16"``: rounded stochastically. Leaves of fewer than
+        4,096 elements stay in fp32.
+
+    Raises:
+      ValueError: An argument is out of range; names it.
+      TypeError: `decay` is neither a number nor a function.
+    """
+    for name, value, least in (("start", start, 0), ("every", every, 1)):
+        if type(value) is not int or value < least:
+            raise ValueError(f"ema: {name}={value!r}: expected a number from {least}")
+    if form not in get_args(AverageFormat):
+        raise ValueError(f"ema: form={form!r}: expected 'fp32' or 'bf16'")
+    if debias and start:
+        raise ValueError(
+            f"ema: debias=True with start={start}: the average begins as the params of "
+            "that update, which has no bias; leave one of them out"
+        )
+    _check_decay(decay)
+    return Average(decay, start, every, debias, form)
+
+
+def parse_ema(text: str) -> Average:
+    """Reads ``DECAY[,NAME=VALUE…]``, the names being `ema`'s.
+
+    Raises:
+      ValueError: The text does not parse, or a value is out of range.
+    """
+    first, *words = text.strip().split(",")
+    try:
+        options = dict(_option(word) for word in words)
+        decay = float(first)
+    except ValueError:
+        raise ValueError(
+            f"{text!r}: expected DECAY, such as 0.999, and then start=N, every=N, "
+            "debias=true or form=bf16, separated by commas"
+        ) from None
+    return ema(decay, **options)
+
+
+def _option(word: str) -> tuple[str, Any]:
+    name, _, text = word.partition("=")
+    match name:
+        case "start" | "every":
+            return name, int(text)
+        case "debias" if text in ("true", "false"):
+            return name, text == "true"
+        case "form":
+            return name, text
+    raise ValueError(word)
+
+
+def _check_decay(decay: Decay) -> None:
+    if not callable(decay):
+        if isinstance(decay, bool) or not isinstance(decay, int | float | np.number):
+            raise TypeError(
+                "ema: decay: expected a number or a function of the count, found "
+                f"{type(decay).__name__}"
+            )
+        if not 0 <= decay <= 1:  # nor NaN
+            raise ValueError(f"ema: decay={decay}: expected a number from 0 to 1")
+        return
+    aval = jax.eval_shape(decay, jax.ShapeDtypeStruct((), np.int32))
+    if jnp.shape(aval) or not jnp.issubdtype(jnp.result_type(aval), jnp.number):
+        raise TypeError(
+            "ema: decay(count): expected a scalar, found "
+            f"{jnp.result_type(aval)}{list(jnp.shape(aval))}"
+        )
+    for count in (0, 1, 10**6):
+        with jax.ensure_compile_time_eval():
+            value = float(decay(jnp.int32(count)))
+        if not 0 <= value <= 1:  # nor NaN
+            raise ValueError(
+                f"ema: decay({count}) = {value}: expected a number from 0 to 1"
+            )
+
+
+def averaged(
+    tx: optax.GradientTransformation, average: Average | None
+) -> optax.GradientTransformationExtraArgs:
+    """Returns an optimizer that keeps an average of the params, too.
+
+    Args:
+      tx: The optimizer. It is given the params in float32, as the store has them.
+      average: The average; None for `tx` itself.
+    """
+    tx = optax.with_extra_args_support(tx)
+    if average is None:
+        return tx
+
+    def init(params: PyTree) -> AveragedState:
+        copy = jax.tree.map(lambda leaf: jnp.asarray(leaf, FLOAT32), params)
+        count, weight = jnp.zeros((), jnp.int32), jnp.zeros((), FLOAT32)
+        return AveragedState(tx.init(params), copy, count, weight)
+
+    def update(
+        updates: PyTree,
+        state: optax.OptState,
+        params: PyTree | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, AveragedState]:
+        assert isinstance(state, AveragedState), "init made it"
+        updates, inner = tx.update(updates, state.inner, params, **extra_args)
+        is_emitted = _is_emitted(state.inner, inner)
+        count = jnp.asarray(optax.safe_increment(state.average_count))
+        if is_emitted is not None:
+            count = jnp.where(is_emitted, count, state.average_count)
+        weight, step_size = _step_size(average, count, state.average_weight)
+        new = jax.tree.map(_applied, updates, params, is_leaf=lambda x: x is None)
+        mean = optax.incremental_update(new, state.average, step_size)
+        if average.start:
+            is_first = count == average.start
+            mean = jax.tree.map(lambda p, m: jnp.where(is_first, p, m), new, mean)
+        is_due = _is_due(average, count, is_emitted)
+        if is_due is not None:
+            mean, weight = jax.tree.map(
+                lambda m, old: jnp.where(is_due, m, old),
+                (mean, weight),
+                (state.average, state.average_weight),
+            )
+        return updates, AveragedState(inner, mean, count, weight)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _applied(update: Any, params: jax.Array) -> jax.Array:
+    return params if update is None else params + jnp.asarray(update).astype(FLOAT32)
+
+
+def _step_size(
+    average: Average, count: jax.Array, weight: jax.Array
+) -> tuple[jax.Array, jax.Array | float]:
+    """Returns the new weight, and the weight of the new params in the average."""
+    decay = average.decay
+    if callable(decay):
+        value = decay(jnp.maximum(count - average.start - 1, 0))
+        step_size: Any = 1 - jnp.asarray(value, FLOAT32)
+    else:
+        step_size = 1 - float(decay)
+    if not average.debias:
+        return weight, step_size
+    new = weight + step_size * (1 - weight)
+    return new, jnp.where(new > 0, step_size / new, 0)
+
+
+def _is_due(
+    average: Average, count: jax.Array, is_emitted: jax.Array | None
+) -> jax.Array | None:
+    """Returns whether an update counts in the average; None if every one does."""
+    conditions = [] if is_emitted is None else [is_emitted]
+    if average.start:
+        conditions.append(count >= average.start)
+    if average.every > 1:
+        conditions.append((count - average.start) % average.every == 0)
+    is_due = None
+    for condition in conditions:
+        is_due = condition if is_due is None else is_due & condition
+    return is_due
+
+
+def _is_emitted(old: PyTree, new: PyTree) -> jax.Array | None:
+    """Returns whether an update changes params; None if every one does.
+
+    An ``optax.MultiSteps`` counts its emissions, and an ``optax.apply_if_finite`` tells
+    whether the last update was finite.
+    """
+    found = None
+    for before, after in zip(_conditional(old), _conditional(new), strict=True):
+        if isinstance(after, optax.MultiStepsState):
+            this = after.gradient_step != before.gradient_step
+        else:
+            this = after.last_finite
+        found = this if found is None else found & this
+    return found
+
+
+def _conditional(state: PyTree) -> list[Any]:
+    """Returns the states of transformations that may hold updates back."""
+    kinds = (optax.MultiStepsState, optax.ApplyIfFiniteState)
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds))
+    found = [node for node in nodes if isinstance(node, kinds)]
+    return found + [one for node in found for one in _conditional(tuple(node))]

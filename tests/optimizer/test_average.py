@@ -1,0 +1,363 @@
+"""Averages of params near storage: bits, traffic, ways to read them, refusals."""
+
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+import safetensors.numpy
+import zarr
+
+import jaxinf
+from jaxinf.cli import main
+from jaxinf.engine import convert_store
+from jaxinf.errors import StoreCorruptError, StoreMismatchError
+from jaxinf.layout import CodedSlot
+from jaxinf.store import StoreDirectory, Verifier
+
+SHAPES = {"w": (70, 100), "b": (5,)}
+ONE = {"w": (70, 100)}
+DECAY = 0.9
+UPDATE = jax.jit(optax.incremental_update, static_argnums=2)
+UPDATE_BY_ARRAY = jax.jit(optax.incremental_update)
+
+
+def new_params(shapes=SHAPES, dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    return {
+        name: jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
+        for name, shape in shapes.items()
+    }
+
+
+def like(params, dtype=np.float32):
+    return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, dtype), params)
+
+
+def assert_equal(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def trained(store, average, num_steps, *, tx=None, params=None, first=1, seen=None):
+    """Trains; calls `seen` with the number of each step; returns the state."""
+    tx = optax.adamw(1e-2) if tx is None else tx
+    wrapped = jaxinf.smart_update(tx, store, average=average)
+    params = new_params() if params is None else params
+    params = store.params(params) if store.exists else params
+    state = wrapped.init(params)
+
+    @jax.jit
+    def step(params, state, number):
+        gradients = jax.tree.map(lambda p: jnp.sin(3 * p + number), params)
+        updates, state = wrapped.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for number in range(first, first + num_steps):
+        params, state = step(params, state, jnp.asarray(number, jnp.float32))
+        store.wait(state)
+        if seen is not None:
+            seen(number)
+    return state
+
+
+def rising(count):
+    return jnp.minimum(0.999, (1 + count) / (10 + count))
+
+
+def by_function(params, average, number):
+    step_size = 1 - jnp.asarray(rising(jnp.int32(number)), jnp.float32)
+    return UPDATE_BY_ARRAY(params, average, step_size)
+
+
+def by_number(params, average, number):
+    return UPDATE(params, average, 1 - DECAY)
+
+
+def of_start(params, average, number):
+    if number < 3:
+        return average
+    return params if number == 3 else by_number(params, average, number)
+
+
+CASES = {
+    "number": ({"decay": DECAY}, None, by_number),
+    "function": ({"decay": rising}, None, lambda p, e, n: by_function(p, e, n - 1)),
+    "every": (
+        {"decay": DECAY, "every": 2},
+        None,
+        lambda p, e, n: e if n % 2 else by_number(p, e, n),
+    ),
+    "start": ({"decay": DECAY, "start": 3}, None, of_start),
+    "emissions": (
+        {"decay": DECAY},
+        optax.MultiSteps(optax.sgd(0.1, momentum=0.9), 2),
+        lambda p, e, n: e if n % 2 else by_number(p, e, n),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "number" else pytest.mark.long)
+        for name in CASES
+    ],
+)
+def test_bits_are_those_of_optax(name, open_store):
+    arguments, tx, expected = CASES[name]
+    store, params = open_store(), new_params()
+    average = params
+
+    def seen(number):
+        nonlocal average
+        found = store.params(like(params), average=True)
+        average = expected(store.params(like(params)), average, number)
+        assert_equal(found, average)
+
+    trained(store, jaxinf.ema(**arguments), 6, tx=tx, seen=seen)
+    assert np.any(np.asarray(average["w"]) != np.asarray(params["w"]))
+
+
+@pytest.mark.long
+def test_the_average_of_bfloat16_params_follows_the_master(open_store):
+    store, params = open_store(), new_params(dtype=jnp.bfloat16)
+    average = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+
+    def seen(number):
+        nonlocal average
+        average = by_number(store.params(like(params)), average, number)
+
+    trained(store, jaxinf.ema(DECAY), 4, params=params, seen=seen)
+    assert_equal(store.params(like(params), average=True), average)
+
+
+@pytest.mark.long
+def test_a_debiased_average_is_that_of_a_moment(open_store):
+    store, params, total = open_store(), new_params(), 0.0
+
+    def seen(number):
+        nonlocal total
+        total = DECAY * total + (1 - DECAY) * store.read("params", "w")
+
+    trained(store, jaxinf.ema(DECAY, debias=True), 5, seen=seen)
+    expected = total / (1 - DECAY**5)
+    np.testing.assert_allclose(store.read("average", "w"), expected, rtol=2e-6)
+    assert params["w"].shape == expected.shape
+
+
+def inode(path, slot, state):
+    return os.stat(path / f"slots/{slot}/{state}.w/c/0/0").st_ino
+
+
+def test_between_two_averagings_files_are_linked(open_store):
+    store, written = open_store(), {}
+
+    def seen(number):
+        written[number] = store.metrics.traffic
+        is_linked = inode(store.path, "a", "average") == inode(
+            store.path, "b", "average"
+        )
+        assert is_linked == (number % 3 != 0)
+
+    params = new_params(ONE)
+    trained(store, jaxinf.ema(DECAY, every=3), 6, params=params, seen=seen)
+    page = 4096
+    num_bytes = -(-4 * 7000 // page) * page
+    less, more = written[5], written[6]
+    assert more.drive_write_bytes - less.drive_write_bytes == num_bytes
+    assert more.drive_read_bytes - less.drive_read_bytes == num_bytes
+
+
+def test_a_bfloat16_average_is_rounded_stochastically(open_store):
+    store = open_store()
+    state = trained(store, jaxinf.ema(DECAY, form="bf16"), 2, params=new_params(ONE))
+    assert store.tensorstore("average", "w").dtype.name == "bfloat16"
+    assert int(state.average_count) == 2
+    exact = open_store("exact")
+    trained(exact, jaxinf.ema(DECAY), 2, params=new_params(ONE))
+    difference = store.read("average", "w") - exact.read("average", "w")
+    assert 0 < np.abs(difference).max() < 0.05
+    assert abs(difference.mean()) < 2e-4
+    traffic = [s.metrics.traffic.drive_write_bytes for s in (exact, store)]
+    assert traffic[0] - traffic[1] == 3 * 4096  # 7 pages against 4
+
+
+def test_rounded_to_nearest_a_bfloat16_average_stands_still():
+    """Params have moved by 1 %; with a decay of 0.999 no step reaches half a unit."""
+    params, num = np.full(4096, 1.01, np.float32), 2000
+    nearest = np.ones(4096, jnp.bfloat16)
+    codes, exact = np.ones(4096, jnp.bfloat16), np.float32(1)
+    for step in range(num):
+        new = np.float32(0.001) * params + np.float32(0.999) * nearest.astype("f4")
+        nearest = new.astype(jnp.bfloat16)
+        slot = CodedSlot(codes, None, key=step * 7919)
+        slot.encode(np.float32(0.001) * params + np.float32(0.999) * slot.decode())
+        exact = np.float32(0.001) * params[0] + np.float32(0.999) * exact
+    assert np.all(nearest == 1)
+    assert abs(codes.astype(np.float32).mean() - exact) < 2e-4
+
+
+def test_frozen_params_are_their_own_average(open_store):
+    tx = optax.multi_transform(
+        {"moves": optax.adam(1e-2), "stays": optax.set_to_zero()},
+        {"w": "stays", "b": "moves"},
+    )
+    store = open_store()
+    trained(store, jaxinf.ema(DECAY), 2, tx=tx)
+    assert_equal(store.read("average", "w"), store.read("params", "w"))
+    assert store.metrics.traffic.drive_write_bytes == 4 * 4096
+
+
+def test_a_store_begins_an_average_and_drops_it(place):
+    plain, begun, dropped = place / "plain", place / "begun", place / "dropped"
+    with jaxinf.open_store(plain) as store:
+        trained(store, None, 2)
+        kernels = store.manifest.kernels
+        with pytest.raises(StoreMismatchError, match=r"convert .*--average"):
+            store.params(like(new_params()), average=True)
+    assert not main(["store", "convert", str(plain), str(begun), "--average", "fp32"])
+    with jaxinf.open_store(begun) as store:
+        assert_equal(store.read("average", "w"), store.read("params", "w"))
+        state = trained(store, jaxinf.ema(DECAY, every=2), 1)
+        assert int(state.average_count) == 1
+        assert int(state.step) == 3
+        assert store.manifest.kernels == kernels
+        held = store.params(new_params())
+    convert_store(begun, dropped, average="none")
+    with jaxinf.open_store(dropped) as store:
+        assert_equal(store.params(new_params()), held)
+        trained(store, None, 1)
+    assert Verifier(StoreDirectory.open(begun)).verify(begun / "current") == []
+    with pytest.raises(ValueError, match="expected a store with an average"):
+        convert_store(dropped, place / "no", average="none")
+
+
+def test_other_averages_than_the_store_s_are_refused(open_store):
+    trained(open_store("plain"), None, 1)
+    trained(open_store("bf16"), jaxinf.ema(DECAY, form="bf16"), 1)
+    for name, average, message in (
+        ("plain", jaxinf.ema(DECAY), "has no average .* asked for was an average in"),
+        ("bf16", None, "asked for was no average; .*--average none"),
+        ("bf16", jaxinf.ema(DECAY), r"give form='bf16'"),
+    ):
+        store = open_store(name)
+        with pytest.raises(StoreMismatchError, match=message):
+            trained(store, average, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"decay": 1.1}, r"decay=1.1: expected a number from 0 to 1"),
+        ({"decay": float("nan")}, "decay=nan"),
+        ({"decay": lambda count: 2 - count}, r"decay\(0\) = 2.0"),
+        ({"decay": 0.9, "every": 0}, "every=0"),
+        ({"decay": 0.9, "start": -1}, "start=-1"),
+        ({"decay": 0.9, "start": 2, "debias": True}, "debias=True with start=2"),
+        ({"decay": 0.9, "form": "int8"}, "form='int8'"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        jaxinf.ema(**arguments)
+    with pytest.raises(TypeError, match="a number or a function"):
+        jaxinf.ema("0.9")
+
+
+def test_other_tools_read_it(place, capsys):
+    path = place / "store"
+    with jaxinf.open_store(path) as store:
+        trained(store, jaxinf.ema(DECAY), 2)
+        average, params = (
+            {name: store.read(state, name) for name in SHAPES}
+            for state in ("average", "params")
+        )
+    assert np.any(average["w"] != params["w"])
+    group = zarr.open_group(path / "current", mode="r")
+    np.testing.assert_array_equal(group["average.w"], average["w"])
+    with ocp.StandardCheckpointer() as reader:
+        held = reader.restore(path / "current")
+    np.testing.assert_array_equal(held["average"]["w"], average["w"])
+    tensors, orbax = place / "tensors", place / "orbax"
+    export = ["checkpoint", str(path), "export"]
+    words = [str(tensors), "--average", "--format", "safetensors"]
+    assert not main([*export, *words])
+    assert_equal(safetensors.numpy.load_file(tensors / "model.safetensors"), average)
+    assert not main([*export, str(orbax), "--average"])
+    with ocp.StandardCheckpointer() as reader:
+        assert_equal(reader.restore(orbax), {"params": average})
+    capsys.readouterr()
+    assert not main(["inspect", str(path), "--json"])
+    assert "average" in json.dumps(json.loads(capsys.readouterr().out))
+
+
+def test_a_flipped_bit_is_found(place):
+    with jaxinf.open_store(place / "store") as store:
+        trained(store, jaxinf.ema(DECAY), 1)
+    directory = StoreDirectory.open(place / "store")
+    file = directory.chunk_file(directory.committed_slot(), 1, 0, "average")
+    data = bytearray(file.read_bytes())
+    data[11] ^= 2
+    file.write_bytes(data)
+    with (
+        pytest.raises(StoreCorruptError, match="leaf w, average, chunk 0"),
+        jaxinf.open_store(place / "store") as store,
+    ):
+        store.params(like(new_params()), average=True)
+
+
+@pytest.mark.parametrize(
+    "durability", ["step", pytest.param(3, marks=pytest.mark.long)]
+)
+def test_resumed_is_uninterrupted(open_store, durability):
+    average = jaxinf.ema(rising, every=2, form="bf16")
+    whole, parts = open_store("whole"), open_store("parts", durability=durability)
+    trained(whole, average, 5, params=new_params(ONE))
+    trained(parts, average, 3, params=new_params(ONE))
+    parts.close()
+    parts = open_store("parts", durability=durability)
+    state = trained(parts, average, 2, params=new_params(ONE), first=4)
+    assert int(state.average_count) == 5
+    for name in ("params", "average"):
+        assert_equal(parts.read(name, "w"), whole.read(name, "w"))
+
+
+def test_emulated_cards_have_its_bits(open_store):
+    average, params = jaxinf.ema(DECAY), new_params()
+    found, wanted = open_store("card", csd="emulated"), open_store("host")
+    for store in (found, wanted):
+        trained(store, average, 2, params=params)
+    for state in ("params", "mu", "average"):
+        assert_equal(found.read(state, "w"), wanted.read(state, "w"))
+
+
+def test_streaming_updates_and_evaluates_it(open_store):
+    def loss_fn(params, batch):
+        return jnp.mean((batch @ params["w"] + params["b"]) ** 2)
+
+    params = new_params({"w": (64, 80), "b": (80,)})
+    batch = jnp.ones((2, 64))
+    average, store = params, open_store()
+    with jaxinf.stream(
+        loss_fn,
+        optax.adam(1e-2),
+        store,
+        memory_bytes=256 << 20,
+        average=jaxinf.ema(DECAY),
+    ) as step:
+        step.load(params, batch=batch)
+        of_average = step.function(loss_fn, average=True)
+        for number in range(3):
+            step(batch)
+            average = by_number(store.params(params), average, number)
+        found = jax.device_get(of_average(batch))
+    store = open_store()
+    assert_equal(store.params(params, average=True), average)
+    np.testing.assert_allclose(found, loss_fn(average, batch), rtol=1e-6)
+    f = jaxinf.stream_function(loss_fn, store, memory_bytes=256 << 20, average=True)
+    np.testing.assert_array_equal(f(batch), found)
+    f.close()
