@@ -279,6 +279,10 @@ class Coordination:
                 raise
             return None
 
+    def remove(self, folder: str) -> None:
+        """Removes the keys below a name."""
+        self._client.key_value_delete(f"{folder}/")
+
     def below(self, folder: str) -> dict[str, str]:
         """Returns the keys that begin with a name and a slash, with their values."""
         return dict(self._client.key_value_dir_get(f"{folder}/"))

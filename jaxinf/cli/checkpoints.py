@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from jaxinf.cli.committed import open_directory
+from jaxinf.cli.members import is_run
 from jaxinf.cli.terminal import make_table
 from jaxinf.errors import StoreFormatError, StoreMismatchError
 from jaxinf.store import (
@@ -21,6 +22,7 @@ from jaxinf.store import (
     remove_checkpoint,
     restore_checkpoint,
     save_checkpoint,
+    save_whole,
 )
 from jaxinf.terminal import format_bytes, make_console, printable
 
@@ -33,6 +35,9 @@ def save(store: Path, name: str | None) -> None:
     Raises:
       JaxinfError, ValueError: as `jaxinf.store.save_checkpoint`.
     """
+    if is_run(store):
+        print(save_whole(store.expanduser().absolute(), name))
+        return
     directory = open_directory(store)
     made = save_checkpoint(directory, name)
     print(directory.path / "checkpoints" / made)

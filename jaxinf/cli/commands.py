@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from jaxinf.cli import checkpoints, doctor, inspection, verification
+from jaxinf.cli import checkpoints, doctor, inspection, members, verification
 from jaxinf.cli.exchange import Export, Import
 from jaxinf.cli.options import option
 from jaxinf.cli.terminal import show_progress
@@ -66,13 +66,20 @@ class Inspect:
         """Prints to standard output; returns the exit status."""
         if self.state is not None and self.leaf is None:
             raise UsageError("--state names a state of one leaf; give --leaf too")
-        inspection.run(
-            self.store,
-            leaf=self.leaf,
-            state=self.state,
-            as_json=self.json,
-            is_live=self.live,
-        )
+
+        def show(store: str) -> bool:
+            inspection.run(
+                store,
+                leaf=self.leaf,
+                state=self.state,
+                as_json=self.json,
+                is_live=self.live,
+            )
+            return True
+
+        if members.is_run(Path(self.store)):
+            return members.over_members(Path(self.store), show, as_json=self.json)
+        show(self.store)
         return _SUCCESS
 
 
@@ -126,7 +133,13 @@ class Verify:
 
     def run(self) -> int:
         """Prints to standard output; returns the exit status."""
-        is_clean = verification.run(self.store, name=self.checkpoint, as_json=self.json)
+
+        def verify(store: str) -> bool:
+            return verification.run(store, name=self.checkpoint, as_json=self.json)
+
+        if members.is_run(Path(self.store)):
+            return members.over_members(Path(self.store), verify, as_json=self.json)
+        is_clean = verify(self.store)
         return _SUCCESS if is_clean else _FAILURE
 
 

@@ -87,6 +87,7 @@ from jaxinf.store.stock_documents import stock_documents
 from jaxinf.store.trimming import trim_store
 from jaxinf.store.verify import Verifier, step_bytes
 from jaxinf.store.views import find_leaf, open_array
+from jaxinf.store.whole import agreed_of, find_members, missing_members, save_whole
 
 __all__ = [
     "CODECS",
@@ -118,6 +119,7 @@ __all__ = [
     "StoreDirectory",
     "StoreLock",
     "Verifier",
+    "agreed_of",
     "agreed_step",
     "array_name",
     "can_link",
@@ -140,6 +142,7 @@ __all__ = [
     "file_checksum",
     "find_checkpoint",
     "find_leaf",
+    "find_members",
     "finish_rebalance",
     "hold_store",
     "is_unfinished",
@@ -150,6 +153,7 @@ __all__ = [
     "look_at_store",
     "making_store",
     "migrate",
+    "missing_members",
     "next_slot",
     "open_array",
     "other_slot",
@@ -169,6 +173,7 @@ __all__ = [
     "restore_checkpoint",
     "restore_spare",
     "save_checkpoint",
+    "save_whole",
     "seal",
     "snapshot",
     "step_bytes",

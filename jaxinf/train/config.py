@@ -303,6 +303,29 @@ class TrainConfig(DataOptions):
     # A gradient with NaN or Inf: end the run before that step, or skip the batch.
     nonfinite: Literal["error", "skip"] = "error"
 
+    # One of several processes with JAX devices, which train together: each has a part
+    # of each batch, and its member of the run in the store. SLURM, Open MPI and
+    # Kubernetes say who they are; elsewhere give the next three.
+    distributed: bool = False
+
+    # For --distributed: address of process 0, which coordinates.
+    coordinator: Annotated[
+        str | None, _shown("HOST:PORT", "what the environment says")
+    ] = None
+
+    # For --distributed: number of processes.
+    num_processes: Annotated[int | None, _shown("N", "what the environment says")] = (
+        None
+    )
+
+    # For --distributed: number of this process, from 0.
+    process_id: Annotated[int | None, _shown("I", "what the environment says")] = None
+
+    # For --distributed: params are sharded over all devices, each on its longest
+    # dimension that they divide. Without it they are replicated, and only the
+    # optimizer's state is divided.
+    fsdp: bool = False
+
     # Directory for metrics.jsonl (a line for each step), validation.jsonl, config.json.
     log_dir: Annotated[
         Path | None, _shown("DIR", "STORE-log; runs/memory in --mode memory")
@@ -424,6 +447,7 @@ def check(config: TrainConfig) -> TrainConfig:
     if config.average is None and config.eval_average:
         raise UsageError("--eval-average: give --ema DECAY, which keeps an average")
     _check_streaming(config)
+    _check_processes(config)
     try:
         parse_csd(config.csd)
     except ValueError as error:
@@ -640,6 +664,22 @@ _OF_THE_STORE += (
     "keep_best",
     "restore",
 )
+
+
+def _check_processes(config: TrainConfig) -> None:
+    """Refuses flags of several processes in one, and modes that need one process."""
+    names = ("coordinator", "num_processes", "process_id", "fsdp")
+    for name in names:
+        if not config.distributed and getattr(config, name) not in (None, False):
+            raise UsageError(
+                f"{_flag(name)}: expected with --distributed; add that, or leave it out"
+            )
+    if config.distributed and (config.mode == "stream" or not config.steps):
+        what = "--mode stream" if config.steps else "--steps 0"
+        raise UsageError(
+            f"--distributed: {what} runs in one process; leave --distributed out, or "
+            "train with --mode update"
+        )
 
 
 def _check_memory_mode(config: TrainConfig) -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinf.compress import sparsify
 from jaxinf.errors import NonFiniteGradientError
@@ -58,7 +59,9 @@ class InMemory:
         """See `Backend`."""
         params = new_params()
         params = held_params(params) if is_deferred(params) else params
-        return params, jax.jit(self._tx.init)(params)
+        return params, jax.jit(self._tx.init, out_shardings=_beside(params, self._tx))(
+            params
+        )
 
     def compile_step(
         self, graphdef: Any, params: PyTree, state: Any, batch: Batch
@@ -122,6 +125,20 @@ class InMemory:
 
     def close(self) -> None:
         """See `Backend`."""
+
+
+def _beside(params: PyTree, tx: optax.GradientTransformation) -> Any:
+    """Returns the shardings of the state of params on a mesh of several processes.
+
+    State of a param's shape is sharded like it, the rest is replicated.
+    """
+    leaves = jax.tree.leaves(params)
+    if jax.process_count() == 1:
+        return None
+    like = {leaf.shape: leaf.sharding for leaf in leaves}
+    whole = NamedSharding(leaves[0].sharding.mesh, PartitionSpec())
+    state = jax.eval_shape(tx.init, params)
+    return jax.tree.map(lambda one: like.get(one.shape, whole), state)
 
 
 def _watch(tx: optax.GradientTransformation) -> optax.GradientTransformation:

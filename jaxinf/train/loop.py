@@ -37,6 +37,7 @@ from jaxinf.train.on_store import OnStore
 from jaxinf.train.opening import open_backend
 from jaxinf.train.optimizers import check_optimizer, make_optimizer
 from jaxinf.train.pretrained import deferred_params
+from jaxinf.train.processes import Processes, start
 from jaxinf.train.progress import Progress
 from jaxinf.train.recorder import Recorder
 from jaxinf.train.report import (
@@ -77,7 +78,9 @@ def train(
     """
     config = check(config)
     check_optimizer(config)
-    console = console or make_console(soft_wrap=True)
+    processes = start(config)
+    console = processes.console(console or make_console(soft_wrap=True))
+    config = processes.own(config)
     if not config.steps:
         _import(config, console)
         return 0
@@ -87,13 +90,17 @@ def train(
     say_config(console, config, data)
     with (
         contextlib.closing(open_backend(config, make_optimizer(config))) as backend,
-        contextlib.closing(_Run(config, data, batches, backend, console)) as run,
+        contextlib.closing(
+            _Run(config, data, batches, backend, console, processes)
+        ) as run,
     ):
         signal_number = run.go()
         if run.step < config.steps:
             say_stopped(console, config, run.step, command)
             return signal_number
-        say_evaluation(console, run.evaluate(), run.evaluator, run.evaluated)
+        found, params = run.evaluate(), processes.local(run.evaluated)
+        if processes.is_first:
+            say_evaluation(console, found, run.evaluator, params)
         say_results(console, config, backend)
         return 0
 
@@ -157,7 +164,9 @@ class _Run:
         batches: Batches,
         backend: Backend,
         console: Console,
+        processes: Processes,
     ) -> None:
+        self._processes = processes
         self._config, self._batches = config, batches
         self._backend, self._console = backend, console
         self._identity = Identity(config, data)
@@ -165,7 +174,10 @@ class _Run:
         self.step = self._first_step()
         _check_log_dir(config.logs)  # before the store is made
         self.params, self._state = backend.init(
-            lambda: _first_params(config), like, first_payload(config), batches[0]
+            lambda: processes.placed(_first_params(config)),
+            processes.like(like),
+            first_payload(config),
+            batches[0],
         )
         self._num_skipped = backend.num_skipped(self._state)
         self._num_updates = backend.committed_step(self._state)
@@ -191,6 +203,7 @@ class _Run:
     def _open_logs(self) -> None:
         logs = self._config.logs
         self._metrics = MetricsLog(logs, self.step)
+        self._sums = self._processes.sums(logs, self.step)
         self._validation = JsonLines(logs / "validation.jsonl", self.step)
         self._best = Best(self._backend, logs / "validation.jsonl")
         self._write_config(logs)
@@ -220,29 +233,36 @@ class _Run:
                 f"already at step {first}, nothing to train: --steps is {last}"
             )
             return 0
-        train_step = self._compile()
+        train_step, stopped = self._compile(), 0
         unit = "images" if self._config.takes_images else "tokens"
         coming = self._batches.starting_at(Batches.position_of(first))
         with (
             contextlib.closing(coming),
             Progress(self._console, first=first, last=last, unit=unit) as progress,
-            Recorder(self._metrics, progress) as recorder,
+            Recorder(self._metrics, progress, self._sums) as recorder,
             StopRequest(self._say_stopping) as stop,
         ):
-            while self.step < last and not stop.is_requested:
+            while self.step < last and not (stopped := self._stops(stop)):
                 self._one_step(train_step, next(coming), recorder)
                 if self._is_checkpoint_due():
                     self._keep()
                 if self._is_eval_due():
                     found = self.evaluate()
                     self._console.print(f"step {self.step}: {describe(found)}")
-        return stop.number
+        return stopped
+
+    def _stops(self, stop: StopRequest) -> int:
+        """Returns the number of the signal that stops all processes now, or 0."""
+        return self._processes.stop_number(self.step + 1, stop.number)
 
     def _compile(self) -> TrainStep:
         """Compiles before the first step, so that its time is like the others'."""
         started_s = time.monotonic()
         compiled = self._backend.compile_step(
-            self._graphdef, self.params, self._state, self._batches[0]
+            self._graphdef,
+            self.params,
+            self._state,
+            self._processes.batch(self._batches[0]),
         )
         self._console.print(f"compiled in {time.monotonic() - started_s:.1f} s")
         return compiled
@@ -255,7 +275,7 @@ class _Run:
         started_s = time.monotonic()
         try:
             self.params, self._state, (loss, norm) = jax.block_until_ready(
-                train_step(self.params, self._state, batch)
+                train_step(self.params, self._state, self._processes.batch(batch))
             )
         except jax.errors.JaxRuntimeError:
             self._backend.raise_failure()
@@ -314,7 +334,12 @@ class _Run:
 
     def evaluate(self) -> Evaluation:
         """Evaluates the params; once a step it logs that, and keeps the best so far."""
-        found = self.evaluator.evaluate(self.evaluated)
+        params = self._processes.local(self.evaluated)
+        found = Evaluation(
+            *self._processes.from_first(
+                lambda: dataclasses.astuple(self.evaluator.evaluate(params))
+            )
+        )
         if self.step > self._validation.last_step:
             committed = self._backend.committed_step(self._state)
             line = evaluation_line(self.step, committed, found)
@@ -327,4 +352,6 @@ class _Run:
     def close(self) -> None:
         """Closes the logs."""
         self._metrics.close()
+        if self._sums is not None:
+            self._sums.close()
         self._validation.close()

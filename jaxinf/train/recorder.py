@@ -8,6 +8,7 @@ from types import TracebackType
 
 from jaxinf.train.backend import Costs
 from jaxinf.train.metrics import MetricsLog, StepLine
+from jaxinf.train.processes import SumLog
 from jaxinf.train.progress import Progress
 
 __all__ = ["Recorder"]
@@ -16,8 +17,10 @@ __all__ = ["Recorder"]
 class Recorder:
     """Takes each step at its end and completes its line one step later."""
 
-    def __init__(self, log: MetricsLog, progress: Progress) -> None:
-        self._log, self._progress = log, progress
+    def __init__(
+        self, log: MetricsLog, progress: Progress, sums: SumLog | None = None
+    ) -> None:
+        self._log, self._progress, self._sums = log, progress, sums
         self._held: tuple[StepLine, Costs] | None = None
 
     def __enter__(self) -> "Recorder":
@@ -56,4 +59,6 @@ class Recorder:
         (line, costs), self._held = self._held, None
         line = dataclasses.replace(line, **costs())
         self._log.write(line)
+        if self._sums is not None:
+            self._sums.write(line)
         self._progress.costs(line)

@@ -72,12 +72,16 @@ def compile_train_step(
 
     params, state, batch = example
     if boundaries == "fused":
-        return _compile(step, example, donated=(0, 1))
+        return _compile(step, example, donated=(0, 1), results=(params, state, None))
     inputs = (params, batch)
-    first = _compile(gradients_of, inputs)
+    first = _compile(gradients_of, inputs, results=(None, params))
     _, gradients = jax.eval_shape(gradients_of, *inputs)
+    gradients = _sharded_like(gradients, params)
     if boundaries == "halves":
-        second = _compile(update, (gradients, state, params), donated=(1, 2))
+        results = (params, state, None)
+        second = _compile(
+            update, (gradients, state, params), donated=(1, 2), results=results
+        )
     else:
         second = _compile_apart(tx, gradients, state, params, is_clipped=is_clipped)
 
@@ -114,9 +118,11 @@ def _compile_apart(
         norm = _norm(gradients, is_clipped=is_clipped)
         return *tx.update(gradients, state, params), norm
 
-    update = _compile(update_of, (gradients, state, params), donated=(0, 1))
+    inputs = (gradients, state, params)
+    update = _compile(update_of, inputs, donated=(0, 1), results=(params, state, None))
     updates, _ = jax.eval_shape(tx.update, gradients, state, params)
-    add = _compile(optax.apply_updates, (params, updates), donated=(0,))
+    updates = _sharded_like(updates, params)
+    add = _compile(optax.apply_updates, (params, updates), donated=(0,), results=params)
 
     def run(
         gradients: PyTree, state: Any, params: PyTree
@@ -131,5 +137,21 @@ def _compile(
     function: Callable[..., Any],
     example: tuple[Any, ...],
     donated: tuple[int, ...] = (),
+    results: Any = None,
 ) -> Callable[..., Any]:
-    return jax.jit(function, donate_argnums=donated).lower(*example).compile()
+    """Compiles a function; in several processes results are sharded like `results`."""
+    options: dict[str, Any] = {"donate_argnums": donated}
+    if jax.process_count() > 1:
+        options["out_shardings"] = jax.tree.map(lambda x: x.sharding, results)
+    return jax.jit(function, **options).lower(*example).compile()
+
+
+def _sharded_like(tree: PyTree, params: PyTree) -> PyTree:
+    """Gives shapes the shardings of params, in several processes."""
+    if jax.process_count() == 1:
+        return tree
+    return jax.tree.map(
+        lambda x, like: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=like.sharding),
+        tree,
+        params,
+    )

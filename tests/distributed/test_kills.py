@@ -52,7 +52,8 @@ def test_a_kill_anywhere_leaves_one_step_in_all_members(alone, tmp_path, count):
         with running(tmp_path, *arguments, count=count, own=own) as processes:
             while all(one.poll() is None for one in processes.all):
                 time.sleep(0.02)
-            if processes.all[victim].wait() == -9:
+            died = processes.all[victim].wait() == -9
+            if died:
                 killed[point] += 1
                 time.sleep(0.3)
             else:
@@ -62,6 +63,7 @@ def test_a_kill_anywhere_leaves_one_step_in_all_members(alone, tmp_path, count):
         with running(tmp_path, *arguments[:5], count=count) as after:
             assert after.wait() == [0] * count, f"{kill} of {victim}\n{after}"
             at = check(after, expected, kill) + 2
+        print(f"{kill} of process {victim}: {'killed' if died else 'not reached'}")
     print(f"{count} processes, kills by point: {dict(killed)}, {killed.total()} in all")
     assert killed.total() >= (60 if LONG else 5)
 

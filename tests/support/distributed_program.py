@@ -65,9 +65,10 @@ def parsed(arguments):
     parser.add_argument("--compress", type=float)
     parser.add_argument("--options", type=json.loads, default={})
     parser.add_argument("--checkpoint-at", type=int)
+    parser.add_argument("--print-sums", action="store_true")
     parser.add_argument("--kill", help="POINT:NUMBER:before or after")
-    parser.add_argument("--stale", action="store_true", help="params of an old copy")
-    parser.add_argument("--stop-at", type=int, help="a step before which it hangs")
+    parser.add_argument("--hang", help="POINT:NUMBER")
+    parser.add_argument("--pace", type=float, default=0, help="seconds between steps")
     return parser.parse_args(arguments)
 
 
@@ -112,14 +113,6 @@ def optimizer():
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
 
-def stale(array):
-    """Returns the array with other bits in this process's replicas."""
-    if not array.is_fully_replicated:
-        return array
-    old = np.asarray(array) + np.asarray(1, array.dtype)
-    return jax.make_array_from_callback(array.shape, array.sharding, old.__getitem__)
-
-
 def names_of(store):
     return [info.name for info in store.checkpoints()]
 
@@ -133,12 +126,24 @@ def digest(store):
     return whole.hexdigest()
 
 
+def hang_at(point, number):
+    """Makes the n-th call of a function wait for ever, as on a dead drive."""
+    place, name = POINTS[point]
+    original, left = getattr(place, name), [int(number)]
+
+    def called(*args, **kwargs):
+        left[0] -= 1
+        while not left[0]:
+            time.sleep(1)
+        return original(*args, **kwargs)
+
+    setattr(place, name, called)
+
+
 def die_at(point, number, when):
     """Makes the process kill itself before or after the n-th call of a function."""
-    place = POINTS[point]
-    name = place[1]
-    original = getattr(place[0], name)
-    left = [int(number)]
+    place, name = POINTS[point]
+    original, left = getattr(place, name), [int(number)]
 
     def called(*args, **kwargs):
         left[0] -= 1
@@ -149,13 +154,15 @@ def die_at(point, number, when):
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    setattr(place[0], name, called)
+    setattr(place, name, called)
 
 
 def main(arguments):
     given = parsed(arguments)
     if given.kill:
         die_at(*given.kill.split(":"))
+    if given.hang:
+        hang_at(*given.hang.split(":"))
     if given.coordinator:
         jax.distributed.initialize(
             given.coordinator,
@@ -172,8 +179,6 @@ def main(arguments):
     tx = jaxinf.smart_update(optimizer(), store, compress=compress, shardings=shardings)
     if store.exists:
         params = store.params(like=params)
-    if given.stale and jax.process_index():
-        params = {n: stale(a) for n, a in params.items()}
     init = tx.init if given.init == "eager" else jax.jit(tx.init)
     state = init(params)
 
@@ -187,8 +192,9 @@ def main(arguments):
     print(f"at {first}", flush=True)
     last = given.steps if given.more is None else first + given.more
     for number in range(first, last):
-        if number == given.stop_at and jax.process_index() == jax.process_count() - 1:
-            time.sleep(600)
+        time.sleep(given.pace)
+        if number == first + 2:
+            began_s = time.monotonic()
         batch = batch_of(mesh, number, dtype)
         params, state, loss = step(params, state, batch)
         bits = np.asarray(loss, np.float32).view(np.uint32)
@@ -196,7 +202,14 @@ def main(arguments):
             store.checkpoint("kept", state=state)
         print(f"loss {number} {int(bits):08x} {float(loss):.6f}", flush=True)
     store.wait(state)
+    if last - first > 2:
+        took_s = (time.monotonic() - began_s) / (last - first - 2)
+        print(f"step_s {took_s:.4f}", flush=True)
     print(f"state {digest(store)}", flush=True)
+    for leaf in store.manifest.leaves if given.print_sums else ():
+        for one in leaf.states:
+            whole = store.read(one.name, leaf.name).astype(np.float64)
+            print("sum", one.name, leaf.name, repr(float(whole.sum())), flush=True)
     metrics = store.metrics
     if metrics is not None:
         print(f"written {metrics.traffic.drive_write_bytes}", flush=True)

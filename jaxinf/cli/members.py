@@ -1,0 +1,50 @@
+"""Commands on the path of a run in several processes: each member, and the whole.
+
+Invariant: what cannot be seen is listed, and makes the exit status 2.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxinf.store import agreed_of, find_members, look_at_store, missing_members
+from jaxinf.terminal import make_console
+
+__all__ = ["is_run", "over_members"]
+
+
+def is_run(path: Path) -> bool:
+    """Whether a path has the members of a run, and is not a store itself."""
+    path = path.expanduser()
+    return not (path / "jaxinf.json").exists() and bool(find_members(path))
+
+
+def over_members(path: Path, action: Callable[[str], bool], *, as_json: bool) -> int:
+    """Does something for each member that can be seen; returns the exit status.
+
+    Args:
+      path: the run's path.
+      action: does it for a member's path; whether that went well.
+      as_json: print no lines of text around its output, which is a JSON document for
+        each member.
+
+    Returns:
+      2 if a member cannot be seen, 1 if the action failed for one, else 0.
+    """
+    path = path.expanduser().absolute()
+    console = make_console(sys.stderr if as_json else sys.stdout)
+    members = [look_at_store(place) for place in find_members(path)]
+    missing = missing_members(members)
+    step = agreed_of(members)
+    agreed = "no step yet" if step is None else f"step {step.step}"
+    num_all = len(members) + len(missing)
+    console.print(f"run of {num_all} processes: {agreed}, from which all go on")
+    are_well = []
+    for one in members:
+        console.print(f"\n{one.path.name}")
+        are_well.append(action(str(one.path)))
+    for number in missing:
+        console.print(f"process {number}: cannot be seen from here")
+    if missing:
+        return 2
+    return 0 if all(are_well) else 1

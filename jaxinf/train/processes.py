@@ -1,0 +1,243 @@
+"""A run in several processes: its mesh, arrays on it, what processes tell each other.
+
+     batch of a process ─┐
+     batch of a process ─┴─► one global array, sharded over the mesh ─► the same step
+
+Invariant: all processes make the same calls in the same order, and end after the same
+step. In a run of one process every function returns its argument.
+"""
+
+import dataclasses
+import functools
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
+
+from jaxinf import compat
+from jaxinf.command_line import UsageError
+from jaxinf.errors import ProcessError
+from jaxinf.train.config import TrainConfig
+from jaxinf.train.data.loader import Batch
+from jaxinf.train.metrics import JsonLines, StepLine
+from jaxinf.typing import JsonValue, PyTree
+
+__all__ = ["Processes", "SumLog", "start"]
+
+_AXIS = "data"
+_TIMEOUT_S = 600.0  # for an evaluation by the first process
+_SUMMED = ("tokens", "drive_read_bytes", "drive_write_bytes")
+_SUMMED += ("link_down_bytes", "link_up_bytes", "rss_bytes")
+
+
+class Processes:
+    """The processes of the run, as this one sees them.
+
+    Args:
+      service: JAX's coordination service; None for a run of one process.
+      is_sharded: whether params are sharded over the processes, not replicated.
+    """
+
+    def __init__(
+        self, service: compat.Coordination | None = None, *, is_sharded: bool = False
+    ) -> None:
+        self._service = service
+        self._is_sharded = is_sharded
+        self._num_told = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process prints, evaluates, and writes for all."""
+        return self._service is None or self._service.process == 0
+
+    def console(self, console: Console) -> Console:
+        """Returns the console, which prints in the first process alone."""
+        if self.is_first:
+            return console
+        return Console(quiet=True, force_terminal=False)
+
+    def own(self, config: TrainConfig) -> TrainConfig:
+        """Returns the config with a log directory of this process's own."""
+        if self._service is None:
+            return config
+        name = f"process-{self._service.process:05d}"
+        return dataclasses.replace(config, log_dir=config.logs / name)
+
+    # --- arrays --------------------------------------------------------------------
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        """All devices of all processes, along one axis."""
+        return Mesh(np.array(jax.devices()), (_AXIS,))
+
+    def _sharding(self, shape: tuple[int, ...]) -> NamedSharding:
+        """A leaf's sharding: replicated, or over its longest dimension that fits."""
+        spec: list[str | None] = [None] * len(shape)
+        fitting = [n for n, d in enumerate(shape) if d and d % self.mesh.size == 0]
+        if self._is_sharded and fitting:
+            spec[max(fitting, key=lambda n: shape[n])] = _AXIS
+        return NamedSharding(self.mesh, PartitionSpec(*spec))
+
+    def like(self, tree: PyTree) -> PyTree:
+        """Returns shapes and dtypes of params with their shardings."""
+        if self._service is None:
+            return tree
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=self._sharding(x.shape)
+            ),
+            tree,
+        )
+
+    def placed(self, tree: PyTree) -> PyTree:
+        """Puts arrays that all processes have on the mesh."""
+        if self._service is None:
+            return tree
+
+        def put(array: Any) -> jax.Array:
+            whole = np.asarray(array)
+            sharding = self._sharding(whole.shape)
+            return jax.make_array_from_callback(
+                whole.shape, sharding, whole.__getitem__
+            )
+
+        return jax.tree.map(put, tree)
+
+    def batch(self, batch: Batch) -> Any:
+        """Makes the global batch of which this process has its part."""
+        if self._service is None:
+            return batch
+        sharding = NamedSharding(self.mesh, PartitionSpec(_AXIS))
+        return {
+            name: jax.make_array_from_process_local_data(sharding, np.asarray(array))
+            for name, array in batch.items()
+        }
+
+    def local(self, tree: PyTree) -> PyTree:
+        """Returns whole params on a device of this process; all processes call it."""
+        if self._service is None:
+            return tree
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        if self._is_sharded:
+            tree = jax.jit(lambda x: x, out_shardings=whole)(tree)
+        return jax.tree.map(lambda x: x.addressable_data(0), tree)
+
+    # --- words ---------------------------------------------------------------------
+
+    def from_first(self, make: Callable[[], JsonValue]) -> Any:
+        """Returns what the first process makes, in all of them."""
+        if self._service is None:
+            return make()
+        self._num_told += 1
+        key = f"jaxinf/train/{self._num_told}"
+        if self._service.process == 0:
+            value = make()
+            self._service.put(key, json.dumps(value))
+            return value
+        text = self._service.get(key, _TIMEOUT_S)
+        if text is None:
+            raise ProcessError(
+                f"expected process 0 to evaluate within {_TIMEOUT_S:g} s, found "
+                "nothing from it; look at its output",
+                [0],
+            )
+        return json.loads(text)
+
+    def stop_number(self, step: int, number: int) -> int:
+        """Returns the number of the signal after which all stop now; 0 to go on.
+
+        A process that gets a signal before a step says so, makes that step, and stops.
+        The others cannot begin the step after it before they can see that, since a step
+        ends in all processes together.
+
+        Args:
+          step: the number of the step that would begin.
+          number: the signal that this process has got; 0 for none.
+        """
+        if self._service is None:
+            return number
+        found = self._service.below("jaxinf/train-stop")
+        told = {tuple(map(int, text.split())) for text in found.values()}
+        if due := [one for first, one in told if first < step]:
+            return due[0]
+        own = f"jaxinf/train-stop/{self._service.process}"
+        if number and own not in found:
+            self._service.put(own, f"{step} {number}")
+        return 0
+
+    def sum_of(self, line: StepLine) -> StepLine | None:
+        """Returns the line of all processes, in the first one; None in the others."""
+        assert self._service is not None
+        service, folder = self._service, f"jaxinf/train-lines/{line.step}"
+        service.put(f"{folder}/{service.process}", line.to_json())
+        if service.process:
+            return None
+        texts = [
+            service.get(f"{folder}/{number}", _TIMEOUT_S)
+            for number in range(service.num_processes)
+        ]
+        service.remove(folder)
+        lines = [json.loads(text) for text in texts if text is not None]
+        sums = {name: _summed([one[name] for one in lines]) for name in _SUMMED}
+        return dataclasses.replace(line, **sums)
+
+    def sums(self, logs: Path, step: int) -> "SumLog | None":
+        """Makes the log of sums beside the logs of the processes; None if alone."""
+        return None if self._service is None else SumLog(self, logs.parent, step)
+
+
+class SumLog:
+    """``metrics.jsonl`` of all processes, which the first one writes."""
+
+    def __init__(self, processes: Processes, place: Path, step: int) -> None:
+        self._processes = processes
+        path = place / "metrics.jsonl"
+        self._lines = JsonLines(path, step) if processes.is_first else None
+
+    def write(self, line: StepLine) -> None:
+        """Takes this process's line of a step; all processes call it."""
+        found = self._processes.sum_of(line)
+        if found is not None and self._lines is not None:
+            self._lines.write(found.step, found.to_json())
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._lines is not None:
+            self._lines.close()
+
+
+def start(config: TrainConfig) -> Processes:
+    """Connects the processes of ``--distributed``; blocks until all are there.
+
+    Raises:
+      UsageError: the coordinator does not answer, or nothing says who it is.
+    """
+    if not config.distributed:
+        return Processes()
+    started_s = time.monotonic()
+    given: Mapping[str, Any] = {
+        "coordinator_address": config.coordinator,
+        "num_processes": config.num_processes,
+        "process_id": config.process_id,
+    }
+    try:
+        jax.distributed.initialize(**given)
+    except (RuntimeError, ValueError) as error:
+        where = config.coordinator or "the coordinator that the environment names"
+        raise UsageError(
+            f"--distributed: {where}: expected a coordinator that all processes reach, "
+            f"found after {time.monotonic() - started_s:.0f} s: "
+            f"{str(error).splitlines()[0]}; process 0 is the coordinator. Give "
+            "--coordinator HOST:PORT, --num-processes and --process-id"
+        ) from error
+    return Processes(compat.coordination(), is_sharded=config.fsdp)
+
+
+def _summed(values: list[Any]) -> Any:
+    return None if None in values else sum(values)

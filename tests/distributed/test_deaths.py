@@ -1,0 +1,61 @@
+"""What follows the death, or the silence, of one process: no other stays for long."""
+
+import signal
+import time
+
+import pytest
+from places import LONG
+from processes import losses, running
+
+only_long = pytest.mark.skipif(not LONG, reason="takes heartbeats; JAXINF_FAULTS=long")
+PACE = ("--steps", 40, "--pace", 0.3, "--layout", "replicated")
+QUICK = ("--options", '{"timeout_s": 3}')
+
+
+def seconds_to_end(processes, number):
+    began_s = time.monotonic()
+    status = processes.all[number].wait(90)
+    print(f"process {number}: {time.monotonic() - began_s:.1f} s, status {status}")
+    return status
+
+
+def test_a_process_that_hangs_in_a_commit_is_named_and_the_others_end(tmp_path):
+    own = {1: ["--hang", "sync:3"]}
+    with running(tmp_path, tmp_path / "store", *PACE, *QUICK, own=own) as processes:
+        assert seconds_to_end(processes, 0) == 1, processes
+        assert "ProcessError" in processes.output(0), processes
+        assert "found none of process 1" in processes.output(0), processes
+        processes.all[1].wait(90)  # JAX ends it, as the coordinator is gone
+
+
+@only_long
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_others_end_when_one_is_killed(tmp_path, victim):
+    with running(tmp_path, tmp_path / "store", *PACE) as processes:
+        processes.wait_for("loss 2", 1 - victim)
+        processes.all[victim].kill()
+        assert seconds_to_end(processes, 1 - victim) not in (0, None)
+
+
+@only_long
+def test_a_process_that_was_stopped_writes_nothing_that_counts(alone, tmp_path):
+    expected = losses(alone("--steps", 40, "--layout", "replicated"))
+    store = tmp_path / "store"
+    with running(tmp_path, store, *PACE) as processes:
+        processes.wait_for("loss 3", 1)
+        processes.all[1].send_signal(signal.SIGSTOP)
+        assert seconds_to_end(processes, 0) not in (0, None)
+        place = tmp_path / "second"
+        place.mkdir()
+        arguments = (store, "--more", 2, "--layout", "replicated")
+        with running(place, *arguments) as refused:
+            assert 0 not in refused.wait()
+            for output in refused.outputs():
+                assert f"locked by process {processes.all[1].pid}" in output, refused
+        processes.all[1].send_signal(signal.SIGCONT)
+        assert seconds_to_end(processes, 1) not in (0, None)
+    with running(place, *arguments) as after:
+        assert after.wait() == [0, 0], after
+        for output in after.outputs():
+            for step, bits in losses(output).items():
+                assert bits == expected[step], after
