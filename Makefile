@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 NEWEST_PYTHON ?= $(firstword $(foreach v,3.14 3.13 3.12 3.11,$(shell python$(v) -c 'import sys; print(sys.executable)' 2>/dev/null)) $(PYTHON))
+WHEEL_PACKAGES := qemu-user-static libc6-arm64-cross
 XRT_PACKAGES := libxrt1 libxrt-dev uuid-dev binutils g++
 SOURCES := pyproject.toml setup.py $(shell find jaxinf hls models -name '*.py' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 
@@ -14,7 +15,7 @@ files-with = $(shell grep -rl --include='test_*.py' '$1' tests)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train big bigger test test-long test-models test-compilers test-newest test-hls test-cards test-xrt test-distributed test-faults faults lint clean
+.PHONY: help train big bigger test test-long test-models test-compilers test-newest test-hls test-cards test-xrt test-distributed test-faults faults wheels test-wheels lint clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -88,6 +89,16 @@ test-faults: $(VENV)/installed  ## crashes, kills, bad drives; mounts (SUDO=sudo
 faults: $(VENV)/installed  ## the long fault campaign: more of the same, an hour or so
 	$(SUDO) env JAXINF_REQUIRE_MOUNTS=1 JAXINF_FAULTS=long \
 	  $(BIN)/pytest -n auto --timeout 7200 -rP tests/faults
+
+wheels: $(VENV)/installed  ## sdist, wheels for x86-64 and aarch64, and their tests (installs qemu)
+	dpkg-query --show $(WHEEL_PACKAGES) >/dev/null 2>&1 || ! command -v apt-get >/dev/null || { \
+	  $(SUDO) apt-get update -qq && $(SUDO) apt-get install -qq -y --no-install-recommends $(WHEEL_PACKAGES); }
+	$(MAKE) test-wheels MACHINES='x86_64 aarch64'
+
+test-wheels: $(VENV)/installed  ## this machine's wheel, installed and run without a compiler
+	$(BIN)/python -m pip install --quiet '.[wheels]'
+	$(BIN)/python scripts/build_wheels.py dist $(or $(MACHINES),$(shell uname -m))
+	JAXINF_TEST_WHEELS=dist $(BIN)/pytest -rP tests/wheels
 
 lint: $(VENV)/installed  ## ruff and pyright
 	$(BIN)/python -m pip install --quiet '.[dev,test-xrt]'

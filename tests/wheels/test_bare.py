@@ -1,0 +1,107 @@
+"""This machine's wheel, installed in a bare environment: nothing is compiled."""
+
+import json
+import os
+import time
+import zipfile
+from pathlib import Path
+
+from jaxinf.native import toolchain
+
+LEVELS = toolchain.levels()
+STEPS = 20
+
+KERNELS = """
+import logging, sys
+from jaxinf.kernels.compiled import compile_kernel
+from jaxinf.kernels.standard import standard_kernels
+from jaxinf.native import block_codes, toolchain, transfers
+from jaxinf.kernels.estimates import rsqrt_estimates
+logging.basicConfig()
+origins = {
+    compile_kernel(kernel, level=level).origin
+    for kernel in standard_kernels().values() for level in toolchain.levels()
+}
+helpers = transfers.function(), block_codes._function(), rsqrt_estimates()[0] > 0
+print(*origins, all(x is not None for x in helpers), len(standard_kernels()))
+"""
+ANOTHER = """
+import logging, numpy as np, jax.numpy as jnp, optax
+from functools import partial
+from jaxinf.kernels import compiled, evaluate, runner
+from jaxinf.program import trace_update
+logging.basicConfig(format="%(levelname)s %(message)s")
+tx = optax.chain(optax.clip(3.0), optax.scale(-0.1))
+kernel = trace_update(tx, [jnp.zeros(8)]).leaves[0].kernel
+found = compiled(kernel)
+print("numpy" if found is None else found.origin)
+results = []
+for run in (partial(evaluate, kernel), runner(kernel)):
+    given = dict(params=np.ones(999, np.float32), slots=[], arrays=[], scalars=[],
+                 gradient=np.linspace(-9, 9, 999, dtype=np.float32),
+                 out=np.zeros(999, np.float32))
+    run(**given)
+    results.append(given["params"].tobytes())
+assert len(set(results)) == 1
+"""
+
+
+def train(bare, name, **variables):
+    """The run of `make train`, for a few steps; returns its losses."""
+    place = bare.directory / name
+    words = ["--store", place / "store", "--log-dir", place, "--steps", STEPS]
+    result = bare.run("-m", "jaxinf.train", *words, **variables)
+    assert "NumPy" not in result.stdout + result.stderr
+    lines = (place / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    print(result.stdout[-2000:])
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert len(losses) >= STEPS
+    return losses
+
+
+def test_the_kernels_are_the_packages(bare):
+    result = bare.run("-c", KERNELS)
+    origin, has_helpers, num = result.stdout.split()
+    assert (origin, has_helpers) == ("package", "True")
+    assert int(num) > 30
+    assert not bare.called()
+    assert not result.stderr
+
+
+def test_the_first_run_trains_without_a_compiler(bare):
+    """With the same losses at the lowest level of the processor."""
+    began = time.monotonic()
+    losses = train(bare, "run")
+    seconds = time.monotonic() - began
+    print(f"installed in {bare.install_s:.0f} s, trained in {seconds:.0f} s")
+    assert losses[-1] < losses[0]
+    assert train(bare, "baseline", JAXINF_KERNELS=LEVELS[-1]) == losses
+    assert not bare.called()
+
+
+def test_another_optimizer_is_compiled_by_the_extras_compiler(bare, wheels):
+    """Without it, the warning names it."""
+    without = bare.run("-c", ANOTHER, PATH="")
+    assert without.stdout.split() == ["numpy"]
+    assert "pip install 'jaxinf[compiler]'" in without.stderr
+    link = bare.packages / "ziglang"
+    link.symlink_to(Path(wheels.zig).parent)
+    try:
+        result = bare.run("-c", ANOTHER, PATH="")
+    finally:
+        link.unlink()
+    assert result.stdout.split() == ["cache"]
+    assert "WARNING" not in result.stderr
+
+
+def test_a_wheel_for_another_machine_says_so(bare, wheels, tmp_path):
+    """Pip refuses to install it; here it has been copied."""
+    other = "aarch64" if os.uname().machine == "x86_64" else "x86_64"
+    with zipfile.ZipFile(wheels.of(other)) as file:
+        file.extractall(tmp_path)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}){ANOTHER}"
+    result = bare.run("-c", code, PATH="")
+    expected = f"this installation of jaxinf is for {other}, not {os.uname().machine}"
+    assert expected in result.stderr
+    assert "pip install --force-reinstall" in result.stderr
