@@ -29,6 +29,16 @@ SHARED = [str(ROOT / place) for place in ("tests/support", "tests/xrt", "scripts
 os.environ["PYTHONPATH"] = os.pathsep.join(SHARED)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuses long names of tests: they travel between processes, and are kept.
+
+    Name what is long by `pytest.param(…, id=…)`.
+    """
+    for item in items:
+        if len(item.nodeid) > 1000:
+            raise pytest.UsageError(f"{item.nodeid[:200]}…: expected a shorter id")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def keeps_what_is_compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Compiles a program that several tests of this process run only once.

@@ -132,19 +132,22 @@ def test_errors_hold_nothing_that_a_terminal_obeys():
 @pytest.mark.parametrize(
     ("raw", "problem"),
     [
-        (b"[" * (MOST_NESTING + 1) + b"]" * (MOST_NESTING + 1), "nesting"),
-        (b"[" * 10**6, "nesting"),
-        (b" " * (MOST_BYTES + 1), "bytes"),
-        (b"[" + b"0," * (5 << 20) + b"0]", "values"),
+        pytest.param(
+            b"[" * (MOST_NESTING + 1) + b"]" * (MOST_NESTING + 1), "nesting", id="deep"
+        ),
+        pytest.param(b"[" * 10**6, "nesting", id="deeper"),
+        pytest.param(b" " * (MOST_BYTES + 1), "bytes", id="long"),
+        pytest.param(b"[" + b"0," * (5 << 20) + b"0]", "values", id="many values"),
         (b'{"a": 1, "a": 2}', "twice"),
         (b"[NaN]", "finite"),
-        (b"9" * 5000, "no JSON: a number of more than 4300 digits$"),
+        pytest.param(
+            b"9" * 5000, "no JSON: a number of more than 4300 digits$", id="digits"
+        ),
         (b"\xff\xfe[\0]\0", "no JSON"),
         (b"[-1]", r"\[0\]: expected a whole number"),
         (b"[true]", r"\[0\]: expected a whole number"),
         (b"[1.0]", r"\[0\]: expected a whole number"),
     ],
-    ids=str,
 )
 def test_bounds_of_documents(raw, problem):
     with pytest.raises(SchemaError, match=problem):

@@ -39,7 +39,14 @@ def planned(program, form):
     return keep, offload.fitted(0, temps, form), executables
 
 
-LONG = ("linen", "gpt2_bfloat16", "u_net", "conv_batch_norm", "linen_dropout")
+LONG = (
+    "gpt2_nano",
+    "linen",
+    "gpt2_bfloat16",
+    "u_net",
+    "conv_batch_norm",
+    "linen_dropout",
+)
 
 
 @pytest.mark.parametrize("form", FORM_LIMITS)
@@ -47,7 +54,7 @@ LONG = ("linen", "gpt2_bfloat16", "u_net", "conv_batch_norm", "linen_dropout")
     "name",
     [
         pytest.param(n, marks=[pytest.mark.long] if n in LONG else [])
-        for n in ("gpt2_nano", "l2_penalty", "haiku", *LONG)
+        for n in ("l2_penalty", "haiku", *LONG)
     ],
 )
 def test_losses_keep_their_bits_and_gradients_are_near(name, form, tmp_path):

@@ -118,7 +118,13 @@ def losses(step, num_steps=9):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"resident": "params"}, {"micro_batches": 2}], ids=str
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.long),
+        {"resident": "params"},
+        {"micro_batches": 2},
+    ],
+    ids=str,
 )
 def test_training_is_that_of_keep(open_store, options):
     step = opened(open_store, "plan", "plan", 28 << 20, **options)
@@ -202,7 +208,9 @@ def stored_bytes(calls):
     return sum(calls.stored_bytes(s, one.needed) for s, one in calls.absences.items())
 
 
-@pytest.mark.parametrize("with_store", [True, False])
+@pytest.mark.parametrize(
+    "with_store", [True, pytest.param(False, marks=pytest.mark.long)]
+)
 def test_values_in_fewer_bits(open_store, place, with_store):
     """In a budget that neither keeping nor recomputing everything fits."""
     losses, gradients, written = {}, {}, {}

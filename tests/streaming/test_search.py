@@ -152,8 +152,22 @@ def test_a_chosen_plan_has_the_bits_of_keep(rate, tmp_path):
     values.close()
 
 
-@pytest.mark.parametrize("name", ["gpt2_nano", "linen_scan_remat_dropout", "u_net"])
-@pytest.mark.parametrize("which", ["every second", "all"])
+@pytest.mark.parametrize(
+    ("name", "which"),
+    [
+        ("gpt2_nano", "every second"),
+        ("linen_scan_remat_dropout", "all"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ("gpt2_nano", "all"),
+                ("linen_scan_remat_dropout", "every second"),
+                ("u_net", "every second"),
+                ("u_net", "all"),
+            )
+        ),
+    ],
+)
 def test_segments_that_run_again_for_all_parts_have_the_bits_of_keep(name, which):
     program = ZOO[name]()
     ready = prepared(program)

@@ -10,6 +10,8 @@ from zoo import ZOO
 
 from jaxinf.streaming import prepare
 
+LONG = pytest.mark.long
+
 
 def nodes_of(loss, params, batch):
     return prepare(loss, params, batch).lifetimes.graph.nodes
@@ -77,7 +79,14 @@ def test_a_product_that_is_read_as_it_is_stays():
     assert len(readers) > 1
 
 
-@pytest.mark.parametrize("name", ["gpt2_nano", "linen", "recurrent"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "linen",
+        pytest.param("gpt2_nano", marks=LONG),
+        pytest.param("recurrent", marks=LONG),
+    ],
+)
 def test_gradients_are_those_of_one_jit(name):
     program = ZOO[name]()
     ready = prepared(program)

@@ -75,8 +75,18 @@ def test_schedules(schedule, expected):
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("is_clipped", [True, False])
-@pytest.mark.parametrize("boundaries", ["fused", "halves", "split"])
+@pytest.mark.parametrize(
+    ("boundaries", "is_clipped"),
+    [
+        ("fused", True),
+        ("halves", False),
+        ("split", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (("fused", False), ("halves", True), ("split", False))
+        ),
+    ],
+)
 def test_norm_of_a_steps_gradients(boundaries, is_clipped):
     graphdef, params = split(make_model(TINY, rngs=nnx.Rngs(0)))
     tokens = np.arange(16, dtype=np.int32).reshape(2, 8)
