@@ -9,8 +9,8 @@ from distributed_program import POINTS
 from places import LONG
 from processes import losses, running
 
-FRESH = ("create", "initialise")
-ONCE = (*FRESH, "recover", "restore", "checkpoint")
+FRESH = ("create", "initialise", "checkpoint")
+ONCE = (*FRESH, "recover", "restore")
 FEW = [
     ("create:1:after", 1),
     ("meet:1:before", 0),
