@@ -15,7 +15,7 @@ files-with = $(shell grep -rl --include='test_*.py' '$1' tests)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train big bigger test test-long test-models test-compilers test-newest test-hls test-cards test-xrt test-distributed test-faults faults wheels test-wheels lint clean
+.PHONY: help train big bigger test test-long test-models test-compilers test-newest test-oldest test-hls test-cards test-xrt test-distributed test-faults faults wheels test-wheels lint clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -62,7 +62,10 @@ test-compilers: $(VENV)/installed  ## kernels: same bits from g++ and clang++ (i
 	JAXINF_TEST_COMPILERS='g++ clang++' $(BIN)/pytest -n auto tests/kernels/test_compilers.py
 
 test-newest:  ## what newer JAX, Flax, optax, Orbax, tensorstore break; reports only
-	$(NEWEST_PYTHON) scripts/try_newest.py .venv-newest
+	$(NEWEST_PYTHON) scripts/try_versions.py newest .venv-newest
+
+test-oldest:  ## the oldest JAX, Flax, optax, Orbax, tensorstore of pyproject.toml
+	$(PYTHON) scripts/try_versions.py oldest .venv-oldest
 
 test-hls: $(VENV)/installed  ## card kernels: testbenches, and every variant against the host
 	$(MAKE) -j $(shell nproc) -C hls lint csim PYTHON=$(abspath $(BIN)/python)

@@ -152,6 +152,7 @@ __all__ = [
     "cpu_client_threads",
     "has_backend",
     "has_buffer_callback",
+    "has_explicit_axes_only",
     "is_in_callback",
     "is_in_transformation",
     "is_inside_lookahead",
@@ -161,6 +162,7 @@ __all__ = [
     "is_tracing",
     "key_name",
     "manual_axes",
+    "mesh_in_use",
     "multi_steps_of",
     "path_keys",
     "path_text",
@@ -407,6 +409,25 @@ _BY_NUM_DEVICES.def_effectful_abstract_eval(
 mlir.register_lowering(_BY_NUM_DEVICES, _lower_by_num_devices)
 
 
+def mesh_in_use() -> Any:
+    """The mesh of ``jax.set_mesh``, or before JAX 0.7 of ``jax.sharding.use_mesh``.
+
+    It is empty if there is none.
+    """
+    if hasattr(jax.sharding, "get_mesh"):
+        return jax.sharding.get_mesh()
+    from jax._src.mesh import Mesh, get_concrete_mesh
+
+    return get_concrete_mesh() or Mesh((), ())
+
+
+def has_explicit_axes_only(mesh: Any) -> bool:
+    """Whether the shardings over a mesh are part of types."""
+    if hasattr(mesh, "are_all_axes_explicit"):
+        return mesh.are_all_axes_explicit
+    return mesh._are_all_axes_explicit  # before JAX 0.7
+
+
 def manual_axes() -> dict[str, int]:
     """The axes, with sizes, of the ``pmap`` or ``shard_map`` that is being traced."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -591,7 +612,12 @@ def bind(
       params: the equation's parameters, as in its jaxpr.
       context: the equation's ``ctx``; None if it has none.
     """
-    params = primitive.get_bind_params(dict(params))
+    given = primitive.get_bind_params(dict(params))
+    if isinstance(given, tuple):  # before JAX 0.8, with the functions that it calls
+        functions, params = given
+        operands = (*functions, *operands)
+    else:
+        params = given
     if context is None:
         results = primitive.bind(*operands, **params)
     else:

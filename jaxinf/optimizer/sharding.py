@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxinf.compat import has_explicit_axes_only
 from jaxinf.engine import local_shards
 from jaxinf.optimizer.callback import AnyMesh
 from jaxinf.typing import Array
@@ -70,7 +71,7 @@ def traced_shardings(leaves: Sequence[Any]) -> tuple[NamedSharding, ...]:
     """
     seen = [getattr(jax.typeof(leaf), "sharding", None) for leaf in leaves]
     return on_one_mesh(
-        [s if s is not None and s.mesh.are_all_axes_explicit else None for s in seen]
+        [s if s is not None and has_explicit_axes_only(s.mesh) else None for s in seen]
     )
 
 

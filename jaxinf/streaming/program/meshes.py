@@ -110,7 +110,7 @@ def _mesh(sharding: NamedSharding) -> Mesh:
 
 def current_mesh() -> Mesh | None:
     """Returns the mesh that ``jax.set_mesh`` has set; None for one device."""
-    mesh = jax.sharding.get_mesh()
+    mesh = compat.mesh_in_use()
     if mesh.size < 2:
         return None
     _check_local(mesh, "the mesh of jax.set_mesh")
@@ -120,7 +120,7 @@ def current_mesh() -> Mesh | None:
 @contextlib.contextmanager
 def outside_mesh() -> Iterator[None]:
     """Leaves ``jax.set_mesh``, in which small arrays would go to all its devices."""
-    if jax.sharding.get_mesh().empty:
+    if compat.mesh_in_use().empty:
         yield
         return
     with jax.set_mesh(None):
@@ -129,7 +129,7 @@ def outside_mesh() -> Iterator[None]:
 
 def has_explicit_axes() -> bool:
     """Whether ``jax.set_mesh`` has set a mesh whose axes are part of types."""
-    return AxisType.Explicit in jax.sharding.get_mesh().axis_types
+    return AxisType.Explicit in compat.mesh_in_use().axis_types
 
 
 def default_device() -> Any:

@@ -1,9 +1,10 @@
-"""Tests jaxinf with the newest releases and pre-releases of its dependencies.
+"""Tests jaxinf with the newest or the oldest releases of its dependencies.
 
-Installs past the upper bounds of pyproject.toml into an environment of its own, runs
-the tests that touch JAX, optax, Flax, Orbax and tensorstore most, and prints a table.
-It only reports: the exit status is 0 even if tests fail. It uses only the standard
-library, so that any Python runs it: ``try_newest.py ENVIRONMENT``.
+Installs into an environment of its own, runs the tests that touch JAX, optax, Flax,
+Orbax and tensorstore most, and prints a table. ``newest`` goes past the upper bounds of
+pyproject.toml, to pre-releases too, and only reports. ``oldest`` installs the lower
+bounds, and fails if a test does. It uses only the standard library, so that any Python
+runs it: ``try_versions.py newest|oldest ENVIRONMENT``.
 """
 
 import re
@@ -17,14 +18,17 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 WATCHED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore")
 GROUPS = {
-    "contract": "tests/test_optimizer_contract.py tests/csd/test_contract.py",
-    "transform": "tests/test_transform.py tests/test_transform_refusals.py "
-    "tests/test_transform_sharded.py tests/test_compat.py",
+    "contract": "tests/optimizer/test_optimizer_contract.py tests/csd/test_contract.py",
+    "transform": "tests/optimizer/test_transform.py "
+    "tests/optimizer/test_transform_refusals.py "
+    "tests/optimizer/test_transform_sharded.py tests/test_compat.py",
+    "streaming": "tests/streaming/test_streamed.py",
     "programs": "tests/program tests/kernels/test_operations.py",
     "bits": "tests/kernels/test_bits.py",
     "stock readers": "tests/store/test_stock_readers.py "
     "tests/layout/test_zarr_readers.py tests/exchange/test_orbax_export.py",
 }
+PINNED = (*WATCHED, "grain", "numpy")
 LIMIT_S = 1800
 
 
@@ -39,10 +43,12 @@ class Outcome:
 
 
 def main() -> None:
-    environment = Path(sys.argv[1])
+    which, environment = sys.argv[1], Path(sys.argv[2])
     python = environment / "bin" / "python"
     if not python.exists():
         run([sys.executable, "-m", "venv", str(environment)])
+    if which == "oldest":
+        raise SystemExit(try_oldest(python))
     tried: list[dict[str, str]] = []
     for kind in ("releases", "pre-releases"):
         failure = install(python, with_pre_releases=kind == "pre-releases")
@@ -57,8 +63,21 @@ def main() -> None:
         report(kind, found, {name: run_group(python, name) for name in GROUPS})
 
 
-def requirements(*, with_pre_releases: bool) -> list[str]:
-    """Returns requirements of the package and its tests, without upper bounds."""
+def try_oldest(python: Path) -> str | None:
+    """Returns why the oldest releases do not do, or None."""
+    if failure := install(python, oldest=True):
+        return f"the lower bounds of pyproject.toml cannot be installed:\n{failure}"
+    outcomes = {name: run_group(python, name) for name in GROUPS if name != "bits"}
+    report("oldest releases", versions(python), outcomes)
+    num = sum(outcome.failed for outcome in outcomes.values())
+    return f"{num} tests fail with the oldest releases" if num else None
+
+
+def requirements(*, with_pre_releases: bool = False, oldest: bool = False) -> list[str]:
+    """Returns requirements of the package and its tests, without upper bounds.
+
+    With `oldest`, the lower bounds of the packages whose age matters.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     listed = [*project["dependencies"], *project["optional-dependencies"]["test"]]
     result = []
@@ -66,18 +85,24 @@ def requirements(*, with_pre_releases: bool) -> list[str]:
         bound = re.match(r"([\w.-]+)>=([\w.]+)", requirement)
         assert bound, f"pyproject.toml: expected NAME>=VERSION, found {requirement}"
         name, lower = bound.groups()
+        if oldest:
+            result.append(f"{name}{'==' if name in PINNED else '>='}{lower}")
+            continue
         is_watched = with_pre_releases and name in WATCHED
         # With a pre-release as bound, pip accepts pre-releases of this package alone.
         result.append(f"{name}>={lower}{'.dev0' if is_watched else ''}")
     return result
 
 
-def install(python: Path, *, with_pre_releases: bool) -> str:
+def install(
+    python: Path, *, with_pre_releases: bool = False, oldest: bool = False
+) -> str:
     """Installs; returns the end of pip's output if that fails."""
     pip = [str(python), "-m", "pip", "install", "--quiet"]
-    wanted = requirements(with_pre_releases=with_pre_releases)
+    wanted = requirements(with_pre_releases=with_pre_releases, oldest=oldest)
+    newest = [] if oldest else ["--upgrade", "--upgrade-strategy", "eager"]
     steps = (
-        [*pip, "--upgrade", "--upgrade-strategy", "eager", *wanted],
+        [*pip, *newest, *wanted],
         [*pip, "--no-deps", "--force-reinstall", str(ROOT)],
     )
     for command in steps:
