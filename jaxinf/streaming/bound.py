@@ -17,13 +17,12 @@ from jaxinf.store import plans_folder
 from jaxinf.streaming.base import Bound
 from jaxinf.streaming.budgets import planned_within
 from jaxinf.streaming.fitting import Basis, Fitted, Fitting
-from jaxinf.streaming.move.fetch import Fetcher
+from jaxinf.streaming.move.fetch import make_fetcher
 from jaxinf.streaming.move.params import StoreParams
 from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.move.source import StoreSource, version_of
 from jaxinf.streaming.move.spill import Spill
 from jaxinf.streaming.move.values import Values, make_values
-from jaxinf.streaming.move.windows import Window, make_window
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import Call, Calls
 from jaxinf.streaming.plan.memory import READER_BYTES, Division
@@ -225,8 +224,7 @@ class Binder:
         division = beside_values(frame.division, tiers)
         values = self._values(frame, plan, tiers)
         reading = frame.reading(plan)
-        window, unused_bytes = make_window(reading, division, self._fitting.device)
-        params = self._params(frame, reading, window)
+        params, unused_bytes = self._params(frame, reading, division)
         fetches, calls = reading.fetches, plan.calls.calls
         record = partial(training.opened.timeline.add, "program")
         watch = None if replanner is None else replanner.watch
@@ -271,21 +269,26 @@ class Binder:
         meters = self._store.training.opened.meters
         return make_values(plan, tiers, self._drives(), meters)
 
-    def _params(self, frame: _Frame, reading: Reading, window: Window) -> StoreParams:
+    def _params(
+        self, frame: _Frame, reading: Reading, division: Division
+    ) -> tuple[StoreParams, int]:
+        """Returns the params of a step, and the memory that no param needs."""
         training, units = self._store.training, frame.units
         source = StoreSource(training, READER_BYTES, reading.num_first)
-        early = Fetcher(source, _early(reading.fetches), window)
-        return StoreParams(
+        fetcher, unused_bytes = make_fetcher(
+            source, reading, division, self._fitting.device
+        )
+        params = StoreParams(
             frame.basis.places,
-            Fetcher(source, reading.fetches, window),
+            fetcher,
             source,
             self.resident,
-            early=early if self._options.micro_batches > 1 else None,
             stays=units.units,
             in_place=units.in_place,
             gives=frame.gives,
             version=lambda: version_of(training),
         )
+        return params, unused_bytes
 
     def _traffic(
         self,

@@ -19,11 +19,10 @@ from jaxinf.engine import Store
 from jaxinf.errors import StreamError
 from jaxinf.streaming.base import Bound, Streamed
 from jaxinf.streaming.budgets import planned_within
-from jaxinf.streaming.move.fetch import Fetcher
+from jaxinf.streaming.move.fetch import make_fetcher
 from jaxinf.streaming.move.params import StoreParams
 from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.move.source import StoreSource, version_of
-from jaxinf.streaming.move.windows import make_window
 from jaxinf.streaming.options import Limits
 from jaxinf.streaming.plan.memory import (
     READER_BYTES,
@@ -184,10 +183,10 @@ class StreamedFunction(Streamed[Bound]):
         source = StoreSource(
             training, READER_BYTES, reading.num_first, average=self._average
         )
-        window, _ = make_window(reading, division, self._device)
+        fetcher, _ = make_fetcher(source, reading, division, self._device)
         params = StoreParams(
             places,
-            Fetcher(source, reading.fetches, window),
+            fetcher,
             source,
             self._resident,
             stays=stays,

@@ -17,8 +17,9 @@ from zoo import ZOO
 import jaxinf
 from jaxinf.errors import StreamError
 from jaxinf.streaming import Runner, prepare
-from jaxinf.streaming.move.windows import HostWindow
+from jaxinf.streaming.move.fetch import Fetcher
 from jaxinf.streaming.plan import memory
+from jaxinf.streaming.plan.reads import Fetch
 from jaxinf.streaming.program import units
 
 units.MIN_SLICE_BYTES = 4096
@@ -202,20 +203,29 @@ def replicas(place):
     unit = units.Unit(0, (), shape, np.dtype(np.float32), there)
     expected = np.arange(16 * 50, dtype=np.float32).reshape(shape)
 
-    def read(shards):
-        for box, shard in zip(unit.shards, shards, strict=True):
-            shard[...] = expected[box.slices]
+    class Expected:
+        def begin(self):
+            pass
 
-    window = HostWindow(4 * 4096)
-    brought = window.bring(unit, read, lambda: False, is_for_update=False)
-    np.testing.assert_array_equal(brought.on_device, expected)
-    assert len(brought.shards) == 2
+        def read(self, unit, shards):
+            for box, shard in zip(unit.shards, shards, strict=True):
+                shard[...] = expected[box.slices]
+
+        def close(self):
+            pass
+
+    fetcher = Fetcher(Expected(), [Fetch(unit, 0, 0, gradient=0)], 4 * 4096)
+    fetcher.begin()
+    on_device, shards = fetcher.get(0, unit), fetcher.take(unit)
+    np.testing.assert_array_equal(on_device, expected)
+    assert len(shards) == 2
     found = {
         (shard.index[1].start or 0, shard.data.unsafe_buffer_pointer())
-        for shard in brought.on_device.addressable_shards
+        for shard in on_device.addressable_shards
     }
-    first, second = brought.shards
+    first, second = shards
     assert found == {(0, first.ctypes.data), (25, second.ctypes.data)}, found
+    fetcher.close()
 
 
 def function(place):

@@ -8,7 +8,6 @@ from zoo import ZOO
 
 import jaxinf
 from jaxinf.streaming.move.fetch import Fetcher
-from jaxinf.streaming.move.windows import HostWindow
 from jaxinf.streaming.plan import reads
 from jaxinf.streaming.plan.reads import Fetch, hand_over, keep_between, window_bytes
 from jaxinf.streaming.program.units import Unit
@@ -118,7 +117,7 @@ class Ones:
 
 def test_a_step_is_given_up_while_a_read_waits_for_an_update():
     fetches = [Fetch(unit(0), 0, 0, gradient=3), Fetch(unit(1), 1, 1)]
-    fetcher = Fetcher(Ones(), fetches, HostWindow(PAGE_BYTES))
+    fetcher = Fetcher(Ones(), fetches, PAGE_BYTES)
     fetcher.begin()
     np.testing.assert_array_equal(fetcher.get(0, unit(0)), np.ones(1024))
     fetcher.done(0)

@@ -1,28 +1,28 @@
 """Reads params before the programs need them, into memory of a fixed size.
 
-    thread: read unit ► put on the JAX device          runner: get ► call ► done
-              waits for room in the window  ◄───── memory of units no longer needed
-                                            ◄───── update: take ► free
+    drive ─► buffer, which the device reads in place         a device with the host's
+    drive ─► buffer ─► pinned_host ─► device                 … with memory of its own
 
 Invariant: units are read in the order in which calls need them, so those that a call
-waits for always get room (windows.py).
+waits for always get room. A buffer is read into only when no program, no copy and no
+update can still read it.
 """
 
-import threading
-import time
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
+from jax.sharding import SingleDeviceSharding
 
-from jaxinf.streaming.move.windows import Brought, Lease, Window
-from jaxinf.streaming.plan.reads import Fetch
+from jaxinf.streaming.move.mover import PINNED, Moved, Mover
+from jaxinf.streaming.plan.memory import Division
+from jaxinf.streaming.plan.reads import Fetch, Reading, page_bytes
 from jaxinf.streaming.program.units import Unit
 from jaxinf.typing import Array
 
-__all__ = ["FetchCounts", "Fetcher", "Source"]
+__all__ = ["FetchCounts", "Fetcher", "Source", "make_fetcher"]
 
 
 class Source(Protocol):
@@ -69,169 +69,174 @@ class FetchCounts:
         return self.num_ready / self.num_fetches if self.num_fetches else 1.0
 
 
+@dataclass(eq=False, kw_only=True)
+class _Fetched(Moved):
+    """A unit on its way to the device, or to one like it."""
+
+    unit: Unit
+    source: Source
+    device: Any
+
+    def queue(self, part: int) -> int:
+        return 0
+
+    def read(self, part: int, out: Array, bounce: Array) -> int:
+        self.source.read(self.unit, self.unit.views(out))
+        return self.unit.num_bytes
+
+    def on_device(self, raw: Array, *, has_link: bool) -> jax.Array:
+        shards, unit = self.unit.views(raw), self.unit
+        if not has_link:
+            return unit.on_devices(shards)
+        # Devices copy from one pinned array for each shard, maybe the buffer itself.
+        pinned = SingleDeviceSharding(self.device, memory_kind=PINNED)
+        copies = [jax.device_put(shard, pinned) for shard in shards]
+        own = SingleDeviceSharding(self.device)
+        return jax.block_until_ready(unit.on_devices(copies, own))
+
+
 class Fetcher:
     """Reads a step's units ahead, on a thread of its own.
 
     Args:
       source: The source of units.
       fetches: The reads of each step, in order.
-      window: Memory for units; at least `window_bytes`.
+      room_bytes: Memory for units on the device; at least `window_bytes`.
+      host_bytes: Of a device with memory of its own, memory for buffers on the host:
+        two of the largest unit, and room for the units that wait for their update. A
+        third one is taken beside it, pinned. None if its memory is the host's.
+      device: The device, of `jax.devices`.
 
     Attributes:
       fetches: The reads of each step.
     """
 
     def __init__(
-        self, source: Source, fetches: Sequence[Fetch], window: Window
+        self,
+        source: Source,
+        fetches: Sequence[Fetch],
+        room_bytes: int,
+        host_bytes: int | None = None,
+        device: Any = None,
     ) -> None:
         self._source = source
         self.fetches = fetches
-        self._window = window
-        self._changed = threading.Condition()
-        self._ready: dict[tuple[Unit, int], Brought] = {}
-        self._for_update: dict[Unit, tuple[Sequence[Array], Lease]] = {}
-        self._lasts = _lasts(fetches)
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        self._is_stopped = False
+        self._device = device
+        self._has_link = host_bytes is not None
+        self._mover = Mover(
+            [1],
+            has_link=self._has_link,
+            read_bytes=room_bytes if host_bytes is None else host_bytes,
+            device_bytes=room_bytes,
+            name="jaxinf-fetch",
+        )
+        self._lasts: dict[Unit, list[int]] = {}  # of its fetches, in order
+        self._ends: dict[int, list[tuple[Unit, int]]] = {}  # by their last call
+        for fetch in fetches:
+            self._lasts.setdefault(fetch.unit, []).append(fetch.last)
+            self._ends.setdefault(fetch.last, []).append((fetch.unit, fetch.last))
+        self._updates = {
+            one.unit: (one.unit, one.last) for one in fetches if one.gradient is not None
+        }
         self.counts = FetchCounts()
 
-    def begin(self) -> None:
-        """Starts reading for a step; the previous step and its updates have ended."""
+    def begin(self, *, is_last: bool = True) -> None:
+        """Starts reading for a run; the previous one and its updates have ended.
+
+        Args:
+          is_last: Whether updates take what the plan gives them.
+        """
         self.stop()
         self.free_updates()
-        self._is_stopped, self._error = False, None
-        if not self.fetches:
-            return
-        self._source.begin()
-        self._thread = threading.Thread(
-            target=self._run, name="jaxinf-fetch", daemon=True
+        if self.fetches:
+            self._source.begin()
+            self._mover.load([self._fetched(one, is_last) for one in self.fetches])
+
+    def _fetched(self, fetch: Fetch, is_last: bool) -> _Fetched:
+        unit = fetch.unit
+        return _Fetched(
+            (unit, fetch.last),
+            num_parts=1,
+            host_bytes=page_bytes(unit),
+            device_bytes=unit.num_bytes if self._has_link else 0,
+            is_held=is_last and fetch.gradient is not None,
+            unit=unit,
+            source=self._source,
+            device=self._device,
         )
-        self._thread.start()
 
     def get(self, number: int, unit: Unit) -> jax.Array:
         """Returns the unit for the call of that number; blocks until it has been read.
 
         Raises:
-          BaseException: The exception that stopped the reads.
+          BaseException: The exception that stopped the read.
         """
         lasts = self._lasts[unit]
         key = (unit, lasts[bisect_left(lasts, number)])
-        counts = self.counts
-        with self._changed:
-            counts.num_fetches += 1
-            counts.num_ready += key in self._ready
-            began_s = time.perf_counter()
-            self._changed.wait_for(lambda: key in self._ready or self._error)
-            counts.waited_s += time.perf_counter() - began_s
-            if self._error is not None:
-                raise self._error
-            return self._ready[key].on_device
+        self.counts.num_fetches += 1
+        self.counts.num_ready += self._mover.has(key)
+        return self._mover.get(key)
 
     def done(self, number: int) -> None:
         """Notes that a call has run; frees units that no later call needs."""
-        with self._changed:
-            gone = [key for key in self._ready if key[1] <= number]
-            held = [self._ready.pop(key) for key in gone]
-        for one in held:
-            one.calls.release()
+        for key in self._ends.get(number, ()):
+            self._mover.release(key)
 
     def take(self, unit: Unit) -> Sequence[Array] | None:
         """Returns the params of a unit whose gradient is complete, for its update.
 
         They are its shards, and stay until `free`. None if the update has to read them.
         """
-        with self._changed:
-            shards, _ = self._for_update.get(unit, (None, None))
-        return shards
+        key = self._updates.get(unit)
+        memory = None if key is None else self._mover.held(key)
+        return None if memory is None else unit.views(memory)
 
     def free(self, unit: Unit) -> None:
         """Frees what `take` returned."""
-        with self._changed:
-            _, held = self._for_update.pop(unit, (None, None))
-        if held is not None:
-            held.release()
+        if unit in self._updates:
+            self._mover.free(self._updates[unit])
+
+    def free_updates(self) -> None:
+        """Frees units that updates of a step have left, which was given up."""
+        for unit in self._updates:
+            self.free(unit)
 
     def stop(self) -> None:
         """Ends the reads, and frees the units; no program may be in flight.
 
         Units that updates take stay until these have freed them.
         """
-        self._is_stopped = True
-        if self._thread is not None:
-            self._thread.join()  # it looks at the flag while it waits for room
-            self._thread = None
-        self._free_all()
+        self._mover.reset()
+        found, counts = self._mover.take_counts(), self.counts
+        counts.num_bytes += found.num_read_bytes
+        counts.read_s += found.read_s
+        counts.waited_s += found.waited_s
         self._source.close()
 
     @property
     def held_bytes(self) -> int:
         """Memory of the host that reads have now."""
-        return self._window.held_bytes
+        return self._mover.held_bytes
 
     def rest(self) -> None:
         """Frees the memory until the next step; no step is under way."""
         self.free_updates()
-        self._window.rest()
+        self._mover.rest()
 
     def close(self) -> None:
-        """Stops, and frees the memory."""
+        """Stops, and frees the memory; idempotent."""
         self.stop()
         self.free_updates()
-        self._window.close()
-
-    def _free_all(self) -> None:
-        with self._changed:
-            held, self._ready = self._ready, {}
-        for one in held.values():
-            one.calls.release()
-
-    def free_updates(self) -> None:
-        """Frees units that updates of a step have left, which was given up."""
-        with self._changed:
-            held, self._for_update = self._for_update, {}
-        for _, one in held.values():
-            one.release()
-
-    def _run(self) -> None:
-        try:
-            for fetch in self.fetches:
-                if not self._bring(fetch):
-                    break
-            self._window.settle()
-        except BaseException as error:
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
-
-    def _bring(self, fetch: Fetch) -> bool:
-        """Reads a unit; returns whether the step goes on."""
-        unit = fetch.unit
-        brought = self._window.bring(
-            unit,
-            lambda shards: self._read(unit, shards),
-            lambda: self._is_stopped,
-            is_for_update=fetch.gradient is not None,
-        )
-        if brought is None:
-            return False
-        with self._changed:
-            self.counts.num_bytes += unit.num_bytes
-            self._ready[unit, fetch.last] = brought
-            if brought.update is not None:
-                self._for_update[unit] = brought.shards, brought.update
-            self._changed.notify_all()
-        return True
-
-    def _read(self, unit: Unit, shards: Sequence[Array]) -> None:
-        began_s = time.perf_counter()
-        self._source.read(unit, shards)
-        self.counts.read_s += time.perf_counter() - began_s
+        self._mover.close()
 
 
-def _lasts(fetches: Sequence[Fetch]) -> Mapping[Unit, Sequence[int]]:
-    """Maps each unit to the last calls of its fetches, in order."""
-    found: dict[Unit, list[int]] = {}
-    for fetch in fetches:
-        found.setdefault(fetch.unit, []).append(fetch.last)
-    return found
+def make_fetcher(
+    source: Source, reading: Reading, division: Division, device: Any
+) -> tuple[Fetcher, int]:
+    """Makes what reads params; returns it and the memory that no param needs."""
+    room, fetches = reading.room_bytes, reading.fetches
+    if division.staged:
+        host_bytes = division.staged - reading.largest_bytes
+        return Fetcher(source, fetches, room, host_bytes, device), 0
+    needed = reading.needed_bytes
+    return Fetcher(source, fetches, needed), room - needed

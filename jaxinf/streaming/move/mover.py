@@ -1,21 +1,16 @@
-"""Moves values out of the device's memory and back, before they are needed again.
-
-    evict ─► device ─► pinned host memory ─► evicted    memory is free from here
-                         │  └─► drive ─► buffer         … read ahead if there is room …
-    get ◄─ device ◄──────┴────────────────┘             … to `prefetch`; release ends it
+"""Moves tensors between the device, the host and drives, on threads.
 
 Each hop has a queue: the copies out, those back, and one for each drive. What is next
-follows from the states of the values, under one lock. Where the device's memory is the
-host's, the hop between them is left out.
+is what `schedule.moves` says, under one lock.
 
 Invariant: the host's memory stays within what the caller gives, however fast the
-drives are. A value comes back with the bits that it left with, but for the low ones if
+drives are. A tensor comes back with the bits that it left with, but for the low ones if
 it was coded.
 """
 
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,15 +21,16 @@ import numpy as np
 from jaxinf.io import BufferPool
 from jaxinf.io.buffers import Buffer
 from jaxinf.io.pages import PAGE_BYTES
+from jaxinf.schedule.moves import Kind, Moves, Tensor
 from jaxinf.streaming.move.scratch import Part, Place, Scratch, aligned, raw_bytes
 from jaxinf.streaming.move.workers import THREADS_PER_DRIVE, Job, Workers
 from jaxinf.streaming.plan.forms import PART_BYTES
-from jaxinf.streaming.plan.tiers import NUM_COPIES
 from jaxinf.typing import Array
 
-__all__ = ["Mover", "MoverCounts"]
+__all__ = ["PINNED", "Evicted", "Moved", "Mover", "MoverCounts", "drive_threads"]
 
-_PINNED = "pinned_host"
+PINNED = "pinned_host"
+"""The kind of memory of the host from which devices copy."""
 
 
 @dataclass
@@ -64,151 +60,190 @@ class MoverCounts:
 
 
 @dataclass(eq=False)
-class _Entry:
-    """A value that is leaving, away, or on its way back.
+class Moved(Tensor, ABC):
+    """A tensor that a `Mover` moves."""
+
+    @abstractmethod
+    def queue(self, part: int) -> int:
+        """Returns the number of the drive of a part."""
+
+    @abstractmethod
+    def read(self, part: int, out: Array, bounce: Array) -> int:
+        """Reads a part into the tensor's memory; returns its bytes on the drive."""
+
+    @abstractmethod
+    def on_device(self, raw: Array, *, has_link: bool) -> jax.Array:
+        """Returns the tensor on the device, from its memory, which that may read."""
+
+
+@dataclass(eq=False)
+class Evicted(Moved):
+    """A value that leaves the device.
 
     Attributes:
-      place: Its place on drives, without parts if it stays on the host.
-      aval: Its shape and dtype.
-      sharding: Its place on the device.
-      value: The value on the device, until it is on the host and when it is back.
-      leaving_bytes: Memory of the host that it takes on its way to drives.
-      host: The value on the host, until it is written, and back if it is kept.
+      scratch: The files.
+      place: Its place there, without parts if it stays on the host.
       written: Its parts, as they were written.
-      buffer: Memory into which it is read.
-      num_moves: Number of its moves that have not ended.
-      is_forwarded: Whether it comes back from `host`, although a drive will have it.
-      is_due: Whether the device has memory for it, and its way back has not begun.
-      is_back: Whether it is on the device again.
-      error: What prevented it from being read.
     """
 
-    place: Place
-    aval: Any
-    sharding: Any
-    value: Any
-    leaving_bytes: int
-    host: Any = None
+    scratch: Scratch = field(default_factory=lambda: Scratch(()))
+    place: Place = Place(())
     written: list[Part] = field(default_factory=list)
-    buffer: Buffer | None = None
-    num_moves: int = 0
-    is_forwarded: bool = False
-    is_due: bool = False
-    is_back: bool = False
-    error: BaseException | None = None
 
-    @property
-    def is_written(self) -> bool:
-        """Whether all of it that goes to drives is there."""
-        return len(self.written) == len(self.place.parts)
+    def __post_init__(self) -> None:
+        self.num_parts = len(self.place.parts)
+        self.host_bytes = self.place.memory_bytes
+        self._aval, self._sharding = jax.typeof(self.value), self.value.sharding
 
-    def free_buffer(self) -> None:
-        """Frees the memory into which it was read, if there is any."""
-        if self.buffer is not None:
-            self.buffer.release()
-            self.buffer = None
+    def queue(self, part: int) -> int:
+        """As `Moved.queue`."""
+        return self.place.parts[part].drive
+
+    def write(self, part: int, bounce: Array) -> Part:
+        """Writes a part; blocks, first until the value is computed."""
+        raw = raw_bytes(np.asarray(self.host))
+        return self.scratch.write(self.place.parts[part], raw, bounce)
+
+    def read(self, part: int, out: Array, bounce: Array) -> int:
+        """As `Moved.read`."""
+        self.scratch.read(self.written[part], out, bounce)
+        return self.written[part].num_bytes
+
+    def copied_out(self) -> jax.Array:
+        """Returns a copy in pinned memory; blocks."""
+        pinned = self._sharding.with_memory_kind(PINNED)
+        return jax.block_until_ready(jax.device_put(self.value, pinned))
+
+    def copied_back(self, host: jax.Array) -> jax.Array:
+        """Returns a copy on the device; blocks."""
+        return jax.block_until_ready(jax.device_put(host, self._sharding))
+
+    def on_device(self, raw: Array, *, has_link: bool) -> jax.Array:
+        """As `Moved.on_device`."""
+        aval = self._aval
+        array = np.frombuffer(raw, aval.dtype, aval.size).reshape(aval.shape)
+        if has_link:  # the pinned array may be `raw` itself, as on a CPU
+            array = jax.device_put(array, self._sharding.with_memory_kind(PINNED))
+        return jax.block_until_ready(jax.device_put(array, self._sharding))
 
 
 class Mover:
-    """Moves values to the host, to drives and back. Used from one thread.
+    """Moves tensors, of one kind or several. Thread-safe, but for `reset`.
 
     Args:
-      scratch: The files.
-      places: Places of the values that go to drives, in the order in which they are
-        needed again. Others stay on the host, and the caller counts them.
-      buffer_bytes: The most memory for values that have been read.
-      leaving_bytes: Memory of the host for values on their way to drives, `NUM_COPIES`
-        times that of each; None if the device's memory is the host's.
+      threads: Number of threads of each drive's queue.
+      has_link: Whether the device has memory of its own.
+      read_bytes: Memory of the host for tensors that have been read.
+      way_bytes: Memory of the host for tensors on their way to drives.
+      device_bytes: Memory of the device for those that come by `load`.
+      name: Of the threads.
+
+    Attributes:
+      counts: Those that are not times of queues; see `take_counts`.
     """
 
     def __init__(
         self,
-        scratch: Scratch,
-        places: Mapping[Any, Place],
-        buffer_bytes: int,
-        leaving_bytes: int | None = None,
+        threads: Iterable[int],
+        *,
+        has_link: bool,
+        read_bytes: int,
+        way_bytes: int = 0,
+        device_bytes: int = 0,
+        name: str = "jaxinf-activations",
     ) -> None:
-        self._scratch = scratch
-        self._places = places
-        self._has_link = leaving_bytes is not None
-        self._leaving_bytes = self._leaving_room = leaving_bytes or 0
-        self._pool = BufferPool(max(buffer_bytes, PAGE_BYTES))
-        self._read_room = 0
-        threads = [THREADS_PER_DRIVE] * scratch.num_drives + [1, 1] * self._has_link
-        self._out, self._back = scratch.num_drives, scratch.num_drives + 1
-        self._workers = Workers(threads, ("write", "read", "out", "back"))
+        self._has_link = has_link
+        self._pool = BufferPool(max(read_bytes, PAGE_BYTES))
+        drives = list(threads)
+        self._out, self._back = len(drives), len(drives) + 1
+        self._workers = Workers(
+            [*drives, *[1, 1] * has_link], ("write", "read", "out", "back"), name
+        )
         self._changed = self._workers.changed
-        self._entries: dict[Any, _Entry] = {}
-        self._leaving: deque[_Entry] = deque()
-        self._in_order = tuple(places) if self._has_link else ()
-        self._ahead = deque(self._in_order)
-        self._error: BaseException | None = None
+        self._moves: Moves[Any] = Moves(
+            self,
+            has_link=has_link,
+            way_bytes=way_bytes,
+            read_bytes=self._pool.capacity_bytes,
+            device_bytes=device_bytes,
+        )
         self.counts = MoverCounts()
 
-    def evict(self, key: Any, value: jax.Array) -> None:
+    def evict(self, tensor: Evicted) -> None:
         """Starts moving a value out, which may still be computed; does not block.
 
         The caller drops its own reference by `wait_evicted`. The value must not change
         until then.
         """
-        place = self._places.get(key, Place(()))
-        room = NUM_COPIES * place.memory_bytes if self._has_link else 0
-        entry = _Entry(place, jax.typeof(value), value.sharding, value, room)
         with self._changed:
-            self._entries[key] = entry
-            self._leaving.append(entry)
-            self._advance()
+            self._moves.evict(tensor)
 
-    def wait_evicted(self, key: Any) -> None:
+    def wait_evicted(self, key: Hashable) -> None:
         """Blocks until nothing here holds a value in the device's memory.
 
         Raises:
           StoreSpaceError, StoreIOError: A drive is full, or failed.
         """
-        entry = self._entries[key]
-        self._await(lambda: (entry.value if self._has_link else entry.host) is None)
+        tensor = self._moves.tensors[key]
+        self._await(lambda: self._moves.is_evicted(tensor))
 
     def read_ahead(self, room_bytes: int) -> None:
         """Sets the host's memory for values read before `prefetch`; does not block.
 
         Args:
           room_bytes: At least the largest of them; never less than before in a step.
-            Not used where the device's memory is the host's.
         """
         with self._changed:
-            self._read_room = room_bytes
-            self._advance()
+            self._moves.read_bytes = room_bytes
+            self._moves.advance()
 
-    def prefetch(self, key: Any) -> None:
+    def prefetch(self, key: Hashable) -> None:
         """Starts moving a value back, for which the device has memory; does not block.
 
         What is still on the host comes from there.
         """
-        entry = self._entries[key]
         with self._changed:
-            entry.is_due = True
-            entry.is_forwarded = entry.host is not None and bool(entry.place.parts)
-            self.counts.num_forwarded += entry.is_forwarded
-            if entry.host is None and not self._has_link:
-                self._read(entry)
-            self._proceed(entry)
+            self._moves.prefetch(self._moves.tensors[key])
 
-    def get(self, key: Any) -> jax.Array:
-        """Returns a value, valid until `release`; blocks until it is on the device.
+    def load(self, tensors: Iterable[Moved]) -> None:
+        """Starts to read tensors from drives, in order, as room allows."""
+        with self._changed:
+            self._moves.load(tensors)
+
+    def has(self, key: Hashable) -> bool:
+        """Whether `get` would not block."""
+        return self._moves.tensors[key].is_ready
+
+    def get(self, key: Hashable) -> jax.Array:
+        """Returns a tensor, valid until `release`; blocks until it is on the device.
 
         Raises:
-          StoreIOError: The drive failed. Other values still come back.
+          StoreIOError: The drive failed. Other tensors still come back.
         """
-        entry = self._entries[key]
-        self._await(lambda: entry.is_back or entry.error is not None)
-        if entry.error is not None:
-            raise entry.error
-        if entry.value is None:
-            assert entry.buffer is not None, "it has been read"
-            entry.value = self._on_device(entry, entry.buffer.array)
-        return entry.value
+        tensor = self._moves.tensors[key]
+        self._await(lambda: tensor.is_ready)
+        if tensor.error is not None:
+            raise tensor.error
+        if tensor.value is None:
+            tensor.value = tensor.on_device(tensor.memory.array, has_link=False)
+        return tensor.value
 
-    def look(self, key: Any) -> jax.Array:
+    def held(self, key: Hashable) -> Array | None:
+        """Returns the memory of a tensor that is held; None if it is not here."""
+        with self._changed:
+            tensor = self._moves.tensors.get(key)
+            is_read = tensor is not None and tensor.is_held and tensor.is_back
+            return tensor.memory.array if is_read else None
+
+    def free(self, key: Hashable) -> None:
+        """Ends that a tensor is held, if it is."""
+        with self._changed:
+            tensor = self._moves.tensors.get(key)
+            if tensor is not None and tensor.is_held:
+                self._moves.free(tensor)
+                self._changed.notify_all()
+
+    def look(self, key: Hashable) -> jax.Array:
         """Returns a value that is evicted, also before `prefetch`; blocks.
 
         It takes memory of its own if it has to be copied or read.
@@ -217,40 +252,46 @@ class Mover:
           KeyError: The value is not here.
           StoreIOError: The drive failed.
         """
-        entry = self._entries[key]
+        tensor = self._moves.tensors[key]
         with self._changed:
-            host, parts = entry.host, list(entry.written)
+            host, num_written = tensor.host, tensor.num_written
         if host is not None:
-            return jax.device_put(host, entry.sharding)
-        raw, bounce = aligned(entry.place.memory_bytes), aligned(PART_BYTES)
-        for part in parts:
-            self._scratch.read(part, raw, bounce)
-        return self._on_device(entry, raw)
+            return tensor.copied_back(host)
+        raw, bounce = aligned(tensor.host_bytes), aligned(PART_BYTES)
+        for part in range(num_written):
+            tensor.read(part, raw, bounce)
+        return tensor.on_device(raw, has_link=self._has_link)
 
-    def release(self, key: Any) -> None:
-        """Frees the memory of a value that nothing reads any more.
+    def release(self, key: Hashable) -> None:
+        """Frees the memory of a tensor that nothing reads any more.
 
         Blocks while a drive still writes it, or reads what is of no use.
 
         Raises:
           StoreSpaceError, StoreIOError: A drive is full, or failed.
         """
-        entry = self._entries[key]
-        self._await(lambda: not entry.num_moves)
-        entry.free_buffer()
-        del self._entries[key]
+        tensor = self._moves.tensors[key]
+        self._await(lambda: not tensor.num_moves)
+        with self._changed:
+            self._moves.release(tensor)
 
-    def reset(self) -> None:
-        """Drops all values; blocks until no move is under way."""
+    def reset(self, order: Iterable[Hashable] = ()) -> None:
+        """Drops all tensors but those that are held; blocks while any is moved.
+
+        Args:
+          order: Keys of values that may be read ahead of `prefetch`, in order.
+        """
         self._workers.reset()
-        for entry in self._entries.values():
-            entry.free_buffer()
-        self._entries.clear()
-        self._leaving.clear()
-        self._ahead = deque(self._in_order)
-        self._leaving_room, self._read_room = self._leaving_bytes, 0
-        self._error = None
-        self._pool.free_idle()  # goes back to the system between steps
+        self._moves.clear(order)
+
+    def rest(self) -> None:
+        """Gives memory that is not used back to the system."""
+        self._pool.free_idle()
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the host that the mover has for what it reads."""
+        return self._pool.held_bytes
 
     def close(self) -> None:
         """Drops everything and ends the threads; idempotent."""
@@ -262,6 +303,8 @@ class Mover:
         """Returns the counts since the last call."""
         with self._changed:
             counts, self.counts = self.counts, MoverCounts()
+            counts.num_forwarded = self._moves.num_forwarded
+            self._moves.num_forwarded = 0
         counts.write_s = self._workers.take_s("write")
         counts.read_s = self._workers.take_s("read")
         counts.out_s = self._workers.take_s("out")
@@ -271,130 +314,67 @@ class Mover:
     def _await(self, is_done: Callable[[], bool]) -> None:
         began_s = time.perf_counter()
         with self._changed:
-            self._changed.wait_for(lambda: is_done() or self._error is not None)
+            self._changed.wait_for(lambda: is_done() or self._moves.error is not None)
             self.counts.waited_s += time.perf_counter() - began_s
-            if self._error is not None:
-                raise self._error
+            if self._moves.error is not None:
+                raise self._moves.error
 
-    # --- what is next, under the lock ----------------------------------------------
+    # --- as the executor of `Moves`, under the lock -----------------------------------
 
-    def _advance(self) -> None:
-        """Lets values leave, and reads others ahead, that have room now, in order."""
-        while self._leaving and self._leaving[0].leaving_bytes <= self._leaving_room:
-            entry = self._leaving.popleft()
-            self._leaving_room -= entry.leaving_bytes
-            if self._has_link:
-                copy = partial(self._copy_out, entry)
-                self._submit(entry, self._out, copy, self._is_out)
-            else:
-                self._is_out(entry, entry.value)
-        while self._ahead and (entry := self._entries.get(self._ahead[0])):
-            if not entry.is_forwarded:
-                room = self._read_room - self._pool.used_bytes
-                if not entry.is_written or entry.place.memory_bytes > room:
-                    break
-                self._read(entry)
-            self._ahead.popleft()
+    def allocate(self, tensor: Tensor) -> Buffer:
+        """As `Executor.allocate`."""
+        buffer = self._pool.acquire(tensor.host_bytes, block=False)
+        assert buffer is not None, "there is room for what comes back"
+        return buffer
 
-    def _read(self, entry: _Entry) -> None:
-        """Starts reading a value, for which there is room."""
-        entry.buffer = self._pool.acquire(entry.place.memory_bytes, block=False)
-        assert entry.buffer is not None, "the plan has room for what comes back"
-        for part in entry.written:
-            read = partial(self._read_part, entry.buffer.array, part)
-            self._submit(entry, part.drive, read, self._is_read, is_own=True)
+    def free_memory(self, memory: Buffer) -> None:
+        """As `Executor.free_memory`."""
+        memory.release()
 
-    def _submit(
-        self,
-        entry: _Entry,
-        queue: int,
-        move: Callable[[Array], Any],
-        ended: Callable[[_Entry, Any], None],
-        is_own: bool = False,
-    ) -> None:
-        """Adds a move to a queue; if `is_own`, its errors are not those of others."""
+    def start(self, tensor: Moved, kind: Kind, part: int) -> None:
+        """As `Executor.start`."""
+        hops = {"out": self._out, "back": self._back}
+        queue = hops[kind] if kind in hops else tensor.queue(part)
 
-        def moved(found: Any, error: BaseException | None) -> None:
-            entry.num_moves -= 1
+        def ended(found: Any, error: BaseException | None) -> None:
             if error is None:
-                ended(entry, found)
-            elif is_own:  # the value may be computed again
-                entry.error = entry.error or error
-            else:
-                self._error = self._error or error
-            self._proceed(entry)
+                self._count(tensor, kind, found)
+            self._moves.ended(tensor, kind, found, error)
 
-        entry.num_moves += 1
-        self._workers.submit(queue, Job(move, moved))
+        self._workers.submit(queue, Job(partial(self._move, tensor, kind, part), ended))
 
-    def _proceed(self, entry: _Entry) -> None:
-        """Frees memory of a value that has moved; lets it come back if it is due."""
-        is_source = entry.is_forwarded or not entry.place.parts
-        is_used = not entry.is_written or (is_source and not entry.is_back)
-        if entry.host is not None and not is_used:
-            entry.host = None
-            self._leaving_room += entry.leaving_bytes
-        is_copied = entry.is_back and self._has_link
-        if not entry.num_moves and (is_copied or entry.error is not None):
-            entry.free_buffer()
-        is_read = entry.buffer is not None and not entry.num_moves
-        if entry.is_due and (is_read or entry.host is not None):
-            entry.is_due = False
-            if self._has_link:
-                copy = partial(self._copy_back, entry)
-                self._submit(entry, self._back, copy, self._is_back)
-            else:
-                entry.value, entry.is_back = entry.host, True
-        self._advance()
+    def _count(self, tensor: Any, kind: Kind, found: Any) -> None:
+        counts = self.counts
+        match kind:
+            case "out":
+                counts.num_out_bytes += found.nbytes
+            case "write":
+                tensor.written.append(found)
+                counts.num_written_bytes += found.num_bytes
+            case "read":
+                counts.num_read_bytes += found
+            case "back":
+                counts.num_back_bytes += found.nbytes
 
-    def _is_out(self, entry: _Entry, host: jax.Array) -> None:
-        entry.value, entry.host = None, host
-        self.counts.num_out_bytes += host.nbytes if self._has_link else 0
-        for part in entry.place.parts:
-            write = partial(self._write_part, entry, part)
-            self._submit(entry, part.drive, write, self._is_written)
+    def _move(self, tensor: Any, kind: Kind, part: int, bounce: Array) -> Any:
+        """Moves a tensor, or a part of it; on a thread."""
+        if kind == "out":
+            jax.block_until_ready(tensor.value)
+        elif kind == "write":
+            jax.block_until_ready(tensor.host)
+        with self._workers.timed(kind):
+            match kind:
+                case "out":
+                    return tensor.copied_out()
+                case "write":
+                    return tensor.write(part, bounce)
+                case "read":
+                    return tensor.read(part, tensor.memory.array, bounce)
+                case "back" if tensor.host is not None:
+                    return tensor.copied_back(tensor.host)
+            return tensor.on_device(tensor.memory.array, has_link=True)
 
-    def _is_written(self, entry: _Entry, part: Part) -> None:
-        entry.written.append(part)
-        self.counts.num_written_bytes += part.num_bytes
 
-    def _is_read(self, entry: _Entry, part: Part) -> None:
-        self.counts.num_read_bytes += part.num_bytes
-
-    def _is_back(self, entry: _Entry, value: jax.Array) -> None:
-        entry.value, entry.is_back = value, True
-        self.counts.num_back_bytes += value.nbytes
-
-    # --- threads -------------------------------------------------------------------
-
-    def _copy_out(self, entry: _Entry, bounce: Array) -> jax.Array:
-        value = jax.block_until_ready(entry.value)
-        with self._workers.timed("out"):
-            pinned = entry.sharding.with_memory_kind(_PINNED)
-            return jax.block_until_ready(jax.device_put(value, pinned))
-
-    def _write_part(self, entry: _Entry, part: Part, bounce: Array) -> Part:
-        raw = raw_bytes(np.asarray(entry.host))  # this waits until it is computed
-        with self._workers.timed("write"):
-            return self._scratch.write(part, raw, bounce)
-
-    def _read_part(self, out: Array, part: Part, bounce: Array) -> Part:
-        with self._workers.timed("read"):
-            self._scratch.read(part, out, bounce)
-        return part
-
-    def _copy_back(self, entry: _Entry, bounce: Array) -> jax.Array:
-        with self._workers.timed("back"):
-            if entry.host is not None:
-                return jax.block_until_ready(jax.device_put(entry.host, entry.sharding))
-            assert entry.buffer is not None
-            return self._on_device(entry, entry.buffer.array)
-
-    def _on_device(self, entry: _Entry, raw: Array) -> jax.Array:
-        """Copies bytes to the device by way of pinned memory, if they are not there."""
-        aval = entry.aval
-        array = np.frombuffer(raw, aval.dtype, aval.size).reshape(aval.shape)
-        if self._has_link:
-            # The pinned array may be `raw` itself, as on a CPU.
-            array = jax.device_put(array, entry.sharding.with_memory_kind(_PINNED))
-        return jax.block_until_ready(jax.device_put(array, entry.sharding))
+def drive_threads(num_drives: int) -> list[int]:
+    """Returns the numbers of threads for values on their way to drives."""
+    return [THREADS_PER_DRIVE] * num_drives

@@ -73,7 +73,6 @@ class StoreParams(Params):
       fetcher: Reads those units that do not stay.
       source: The source of units.
       resident: The units that stay.
-      early: The same without units for updates, for all parts of a batch but the last.
       stays: Those of these programs.
       version: Returns the store and its last finished step.
       in_place: Those of `stays` that no program reads after their update.
@@ -92,15 +91,13 @@ class StoreParams(Params):
         source: Source,
         resident: Resident,
         *,
-        early: Fetcher | None = None,
         stays: Collection[Unit],
         version: Callable[[], Version],
         in_place: Collection[Unit] = (),
         gives: Collection[Unit] = (),
         is_shared: bool = False,
     ) -> None:
-        self._fetcher = self._active = fetcher
-        self._early = early or fetcher
+        self._fetcher = fetcher
         self.counts = FetchCounts()
         self._places = places
         self._source = source
@@ -113,10 +110,8 @@ class StoreParams(Params):
 
     def begin(self, check: Callable[[], None], *, is_last: bool = True) -> None:
         """Starts to read; blocks until all that stays is there."""
-        self._active = self._fetcher if is_last else self._early
-        self._fetcher.free_updates()  # both have their units in one memory
-        self._active.counts = self.counts
-
+        self._fetcher.free_updates()
+        self._fetcher.counts = self.counts
         missing = self._resident.begin(
             self._version(), self.stays, self._in_place, is_shared=self._is_shared
         )
@@ -126,7 +121,7 @@ class StoreParams(Params):
             check()
             self._resident.bring(unit, self._source.read)
             self.counts.num_bytes += unit.num_bytes
-        self._active.begin()
+        self._fetcher.begin(is_last=is_last)
 
     def get(self, number: int, piece: Piece) -> jax.Array:
         """As `Params.get`."""
@@ -134,7 +129,7 @@ class StoreParams(Params):
         if unit in self.stays:
             array = self._resident.get(unit)
         else:
-            array = self._active.get(number, unit)
+            array = self._fetcher.get(number, unit)
         return self._part(unit, piece, array)
 
     def again(self, piece: Piece) -> jax.Array:
@@ -160,11 +155,11 @@ class StoreParams(Params):
 
     def done(self, number: int) -> None:
         """As `Params.done`."""
-        self._active.done(number)
+        self._fetcher.done(number)
 
     def stop(self) -> None:
         """As `Params.stop`."""
-        self._active.stop()
+        self._fetcher.stop()
 
     def take(self, unit: Unit) -> Sequence[Array] | None:
         """Returns a unit's shards for its update; None if it has to read them."""
@@ -198,7 +193,6 @@ class StoreParams(Params):
 
     def close(self) -> None:
         """As `Params.close`; what stays may be another's, too."""
-        self._early.close()
         self._fetcher.close()
 
 

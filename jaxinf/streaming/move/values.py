@@ -14,11 +14,11 @@ import jax
 
 from jaxinf.io import ByteMeters
 from jaxinf.schedule.occupancy import Stay, occupancy
-from jaxinf.streaming.move.mover import Mover, MoverCounts
+from jaxinf.streaming.move.mover import Evicted, Mover, MoverCounts, drive_threads
 from jaxinf.streaming.move.scratch import Place, Scratch
 from jaxinf.streaming.plan.calls import Calls, Slot
 from jaxinf.streaming.plan.plan import Plan
-from jaxinf.streaming.plan.tiers import Tiers
+from jaxinf.streaming.plan.tiers import NUM_COPIES, Tiers
 from jaxinf.typing import PathLikeStr
 
 __all__ = ["Values", "make_values"]
@@ -49,19 +49,21 @@ class Values:
     ) -> None:
         calls = Calls((), ()) if calls is None else calls
         self._scratch = Scratch(()) if scratch is None else scratch
-        absences = calls.absences
-        if tiers is None:
-            places = _placed(calls, self._scratch, absences)
-            self._mover = Mover(self._scratch, places, _most_back(calls, places))
-            self._room: Sequence[int] = ()
-        else:
-            assert tiers.fits, "the host has room"
-            places = _placed(calls, self._scratch, tiers.on_drive)
-            self._mover = Mover(
-                self._scratch, places, tiers.buffer_bytes, tiers.leaving_bytes
-            )
-            self._room = tiers.room
-        self.num_bytes = sum(place.num_bytes for place in places.values())
+        assert tiers is None or tiers.fits, "the host has room"
+        absences, on_drive = calls.absences, tiers.on_drive if tiers else None
+        self._places = _placed(
+            calls, self._scratch, absences if on_drive is None else on_drive
+        )
+        self._num_copies = NUM_COPIES if tiers else 0
+        self._room: Sequence[int] = tiers.room if tiers else ()
+        self._order = on_drive or ()
+        self._mover = Mover(
+            drive_threads(self._scratch.num_drives),
+            has_link=tiers is not None,
+            read_bytes=tiers.buffer_bytes if tiers else _most_back(calls, self._places),
+            way_bytes=tiers.leaving_bytes if tiers else 0,
+        )
+        self.num_bytes = sum(place.num_bytes for place in self._places.values())
         self._lives = {slot: calls.lives[slot] for slot in absences}
         in_order = sorted(absences.items(), key=lambda item: item[1].needed)
         first_gone = sorted(in_order, key=lambda item: item[1].gone)
@@ -73,6 +75,7 @@ class Values:
         self._away: set[Slot] = set()
         self._dropped_bytes: dict[int, int] = {}
         self._now_bytes = self._most_bytes = self.peak_bytes = 0
+        self.reset()
 
     def __getitem__(self, slot: Slot) -> jax.Array:
         """Returns a value; blocks until it is back.
@@ -126,7 +129,17 @@ class Values:
         dropped = [self._held.pop(slot) for slot in drops]
         self._dropped_bytes[number] = sum(value.nbytes for value in dropped)
         for slot in self._leaving.get(number, ()):
-            self._mover.evict(slot, self._held[slot])
+            place = self._places.get(slot, Place(()))
+            way_bytes = self._num_copies * place.memory_bytes
+            self._mover.evict(
+                Evicted(
+                    slot,
+                    value=self._held[slot],
+                    way_bytes=way_bytes,
+                    scratch=self._scratch,
+                    place=place,
+                )
+            )
 
     def done(self, number: int) -> None:
         """Frees memory that the call of that number was the last to read; may block."""
@@ -143,7 +156,8 @@ class Values:
         if self._most_bytes:  # else it was reset before
             self.peak_bytes, self._most_bytes = self._most_bytes, 0
         self._now_bytes = 0
-        self._mover.reset()
+        self._mover.reset(self._order)
+        self._mover.rest()  # it goes back to the system between steps
 
     def _count(self, num_bytes: int) -> None:
         self._now_bytes += num_bytes

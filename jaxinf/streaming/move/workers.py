@@ -63,12 +63,19 @@ class Workers:
     Args:
       num_threads: Number of threads of each queue.
       kinds: Kinds of jobs whose time is measured.
+      name: Of the threads.
 
     Attributes:
       changed: The lock; notified when a job has ended.
     """
 
-    def __init__(self, num_threads: Sequence[int], kinds: Sequence[str]) -> None:
+    def __init__(
+        self,
+        num_threads: Sequence[int],
+        kinds: Sequence[str],
+        name: str = "jaxinf-activations",
+    ) -> None:
+        self._name = name
         self.changed = threading.Condition()
         self._num_threads = num_threads
         self._jobs: list[deque[Job]] = [deque() for _ in num_threads]
@@ -133,7 +140,7 @@ class Workers:
                 thread = threading.Thread(
                     target=self._run,
                     args=(queue,),
-                    name="jaxinf-activations",
+                    name=self._name,
                     daemon=True,
                 )
                 self._threads.append(thread)

@@ -7,7 +7,7 @@ import pytest
 
 from jaxinf.io.pages import page_ceil
 from jaxinf.native import block_codes
-from jaxinf.streaming.move.mover import Mover
+from jaxinf.streaming.move.mover import Evicted, Mover, drive_threads
 from jaxinf.streaming.move.scratch import Scratch, aligned, raw_bytes
 from jaxinf.streaming.plan.forms import PART_BYTES, Coding, coding_of, stored_bytes
 
@@ -116,11 +116,11 @@ def test_a_part_that_has_no_codes_is_exact(tmp_path, bad):
     place = scratch.allocate(values.nbytes, coding)
     assert place.num_bytes == stored_bytes(values.nbytes, coding)
     assert place.memory_bytes == page_ceil(values.nbytes)
-    mover = Mover(scratch, {"a": place}, place.memory_bytes)
+    mover = Mover(drive_threads(1), has_link=False, read_bytes=place.memory_bytes)
     first = PART_BYTES // 4
 
     def through(given):
-        mover.evict("a", jnp.array(given))
+        mover.evict(Evicted("a", value=jnp.array(given), scratch=scratch, place=place))
         mover.wait_evicted("a")
         mover.prefetch("a")
         back = np.array(mover.get("a"))

@@ -14,8 +14,8 @@ import pytest
 
 from jaxinf.errors import StoreIOError, StoreSpaceError
 from jaxinf.io.pages import page_ceil
-from jaxinf.streaming.move.mover import Mover
-from jaxinf.streaming.move.scratch import Scratch
+from jaxinf.streaming.move.mover import Evicted, Mover, drive_threads
+from jaxinf.streaming.move.scratch import Place, Scratch
 from jaxinf.streaming.plan.forms import PART_BYTES
 from jaxinf.streaming.plan.tiers import NUM_COPIES
 
@@ -51,6 +51,22 @@ def has_link(request):
     return request.param == "link"
 
 
+class ValueMover(Mover):
+    """Moves values of the test, those with a place to drives."""
+
+    def evict(self, key, value):
+        place = self.places.get(key, Place(()))
+        room = NUM_COPIES * place.memory_bytes if len(self.places) < len(SIZES) else 0
+        super().evict(
+            Evicted(
+                key, value=value, way_bytes=room, scratch=self.scratch, place=place
+            )
+        )
+
+    def reset(self):
+        super().reset(ON_DRIVE if len(self.places) < len(SIZES) else ())
+
+
 @pytest.fixture
 def mover(tmp_path, has_link):
     folders = [tmp_path / "0", tmp_path / "1"]
@@ -60,10 +76,14 @@ def mover(tmp_path, has_link):
     keys = ON_DRIVE if has_link else SIZES
     places = {key: scratch.allocate(SIZES[key]) for key in keys}
     scratch.reserve()
-    if has_link:
-        found = Mover(scratch, places, LARGEST, NUM_COPIES * LARGEST)
-    else:
-        found = Mover(scratch, places, sum(map(page_ceil, SIZES.values())))
+    found = ValueMover(
+        drive_threads(2),
+        has_link=has_link,
+        read_bytes=LARGEST if has_link else sum(map(page_ceil, SIZES.values())),
+        way_bytes=NUM_COPIES * LARGEST if has_link else 0,
+    )
+    found.scratch, found.places = scratch, places
+    found.reset()
     yield found
     found.close()
     scratch.close()
