@@ -4,7 +4,8 @@
     value ◄─ back ◄─ read ◄──┘, or from the host          … to `prefetch` or `load`
 
 Whoever has the `Moves` runs what they start: on threads (`streaming.move.mover`), or on
-a virtual clock (`schedule.simulator`). So a run and its prediction differ in times alone.
+a virtual clock (`schedule.simulator`). So a run and its prediction differ in times
+alone.
 Where the device's memory is the host's, the hop between them is left out: no tensor
 goes `"out"`, and what has been read is there.
 

@@ -8,7 +8,7 @@ Invariant: what moves next is what `Moves` says, as in a run; a call waits as th
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
@@ -110,7 +110,7 @@ class _Tensor(Tensor):
 class _Clock:
     """Runs moves in virtual time: each queue one at a time."""
 
-    def __init__(self, host: Host | None, order: Sequence[int]) -> None:
+    def __init__(self, host: Host | None, order: Sequence[Hashable]) -> None:
         self._host = host
         self._now_s = 0.0
         self._free_s: defaultdict[str, float] = defaultdict(float)

@@ -7,7 +7,7 @@ chunks alone, so a step can be planned before its store is made.
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import optax
 
@@ -15,12 +15,13 @@ from jaxinf.engine import Store, StoreShape
 from jaxinf.program import Passes, UpdateProgram
 from jaxinf.streaming.move.workers import writing_bytes
 from jaxinf.streaming.options import Options
+from jaxinf.streaming.plan.calls import Calls
 from jaxinf.streaming.plan.memory import DeviceLimit, Division, device_limit, divide
 from jaxinf.streaming.plan.plan import Plan, Prepared
 from jaxinf.streaming.plan.reads import Reading, host_bytes, planned_fetches
 from jaxinf.streaming.plan.resident import ResidentChooser, ResidentUnits, beside
 from jaxinf.streaming.plan.saved import saved_plan
-from jaxinf.streaming.plan.tiers import check_leaving
+from jaxinf.streaming.plan.tiers import Tiers, beside_values, check_leaving, plan_tiers
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import default_device
 from jaxinf.streaming.program.units import Places, Unit
@@ -84,20 +85,50 @@ class Basis:
         return planned_fetches(plan, self.places, division, self.takes_read, stays)
 
 
-class Fitted(NamedTuple):
-    """A plan that fits.
+@dataclass(frozen=True)
+class Fitted:
+    """A plan that fits, and what follows from it whatever the order of its calls.
 
     Attributes:
+      basis: What was planned.
       plan: The plan, without what stays.
       units: What stays.
       division: Memory, without that of what stays.
       is_saved: Whether the store has the plan already.
     """
 
+    basis: Basis
     plan: Plan
     units: ResidentUnits
     division: Division
     is_saved: bool
+
+    @cached_property
+    def gives(self) -> frozenset[Unit]:
+        """Units that stay, and that updates can take."""
+        return frozenset(filter(self.basis.takes_resident, self.units.units))
+
+    @cached_property
+    def host_bytes(self) -> int:
+        """Memory of the host for values that leave a device with memory of its own."""
+        return host_bytes(self.plan, self.basis.places, self.division, self.units.units)
+
+    def tiers(self, calls: Calls) -> Tiers | None:
+        """Where values wait; None if the device's memory is the host's."""
+        return plan_tiers(calls, self.host_bytes) if self.division.staged else None
+
+    def reading(self, plan: Plan) -> Reading:
+        """The reads of a step, beside its values."""
+        division = beside_values(self.division, self.tiers(plan.calls))
+        return self.basis.fetches(plan, division, self.units.units)
+
+    def fetched(self, calls: Calls, peak_bytes: int) -> Mapping[int, int]:
+        """Returns the bytes that are read for each call, by its number."""
+        found: dict[int, int] = {}
+        plan = replace(self.plan, calls=calls, peak_bytes=peak_bytes)
+        for fetch in self.reading(plan).fetches:
+            found[fetch.first] = found.get(fetch.first, 0) + fetch.unit.num_bytes
+        return found
 
 
 class Fitting:
@@ -204,7 +235,7 @@ class Fitting:
         division = beside(division, units)
         if division.staged:
             self._check_staged(basis, plan, units, division)
-        return Fitted(plan, units, division, is_saved)
+        return Fitted(basis, plan, units, division, is_saved)
 
     def _check_staged(
         self, basis: Basis, plan: Plan, units: ResidentUnits, division: Division

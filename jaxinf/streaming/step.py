@@ -298,7 +298,7 @@ class StreamedStep(TrainingStep[StoreBound]):
                 shared[name] -= kept
             return shared
 
-        stays = () if last is None else last.frame.units.units
+        stays = () if last is None else last.fitted.units.units
         made = StreamedFunction(
             fn,
             self.store,

@@ -136,7 +136,9 @@ class Fetcher:
             self._lasts.setdefault(fetch.unit, []).append(fetch.last)
             self._ends.setdefault(fetch.last, []).append((fetch.unit, fetch.last))
         self._updates = {
-            one.unit: (one.unit, one.last) for one in fetches if one.gradient is not None
+            one.unit: (one.unit, one.last)
+            for one in fetches
+            if one.gradient is not None
         }
         self.counts = FetchCounts()
 

@@ -87,7 +87,7 @@ class Evicted(Moved):
     """
 
     scratch: Scratch = field(default_factory=lambda: Scratch(()))
-    place: Place = Place(())
+    place: Place = field(default_factory=lambda: Place(()))
     written: list[Part] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -232,8 +232,9 @@ class Mover:
         """Returns the memory of a tensor that is held; None if it is not here."""
         with self._changed:
             tensor = self._moves.tensors.get(key)
-            is_read = tensor is not None and tensor.is_held and tensor.is_back
-            return tensor.memory.array if is_read else None
+            if tensor is None or not (tensor.is_held and tensor.is_back):
+                return None
+            return tensor.memory.array
 
     def free(self, key: Hashable) -> None:
         """Ends that a tensor is held, if it is."""

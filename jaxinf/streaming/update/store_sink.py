@@ -19,12 +19,12 @@ from jaxinf.engine import Training, UpdateRequest, changes_params
 from jaxinf.errors import NonFiniteGradientError
 from jaxinf.program import NonFinitePolicy, UpdateProgram
 from jaxinf.store import ScalarState
+from jaxinf.streaming.move.spill import Spill
 from jaxinf.streaming.move.stage import Handed, Stage
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.shards import Gradient, handed_out, shards_of, whole
 from jaxinf.streaming.program.units import Places, Unit
 from jaxinf.streaming.update.compressing import Compressor
-from jaxinf.streaming.update.deferred import Deferred, is_finite
 from jaxinf.streaming.update.passes import PassRunner
 from jaxinf.streaming.update.sink import Sink
 from jaxinf.typing import Array, PyTree
@@ -34,6 +34,8 @@ __all__ = ["FetchedParams", "StoreSink"]
 
 # Gradients up to this long share a call of the engine.
 _SHORT_BYTES = 1 << 20
+# Elements whose finiteness is looked at together: it takes memory.
+_RUN_ELEMENTS = 1 << 18
 _NO_PARAMS = np.empty(0, np.float32)
 
 
@@ -71,7 +73,7 @@ class StoreSink(Sink):
       places: The store's units.
       capacity_bytes: Bytes of gradients that may wait; one is always accepted.
       fetched: Params that updates take instead of reading them.
-      deferred: Takes gradients until the last one arrives; None if none waits.
+      spill: Holds gradients until the last one arrives; None if none waits.
       nonfinite: The effect of a non-finite gradient.
       copies: Whether gradients are copied to the host, from a device with memory of
         its own.
@@ -86,7 +88,7 @@ class StoreSink(Sink):
         places: Places,
         capacity_bytes: int,
         fetched: FetchedParams,
-        deferred: Deferred | None,
+        spill: Spill | None,
         nonfinite: NonFinitePolicy,
         *,
         copies: bool,
@@ -98,7 +100,7 @@ class StoreSink(Sink):
         self._nonfinite: NonFinitePolicy = nonfinite
         self._copies = copies
         self._fetched = fetched
-        self._deferred = deferred
+        self._spill = spill
         self._passes = passes
         self._compressor = compressor
         self._gathering: dict[Unit, _Gathered] = {}
@@ -118,10 +120,10 @@ class StoreSink(Sink):
         self._passes.begin(extra_args)
         self._gathering, self._bad = {}, []
         self._stage.waited_s = 0.0
-        if self._deferred is None:
+        if self._spill is None:
             self._stage.start(self._update)
         else:
-            self._deferred.begin()
+            self._spill.reset()
             self._stage.start(self._defer)
 
     def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
@@ -137,10 +139,8 @@ class StoreSink(Sink):
         """As `Sink.finish`."""
         self._stage.end()
         self._passes.give(extra_args)
-        if self._deferred is not None:
-            self._bad = list(self._deferred.bad)
-            if not self._is_refused:
-                self._update_deferred(self._deferred, check)
+        if self._spill is not None and not self._is_refused:
+            self._update_deferred(self._spill, check)
         if self._is_refused:
             self._passes.close()
             self._training.steps.abandon()
@@ -162,8 +162,8 @@ class StoreSink(Sink):
     def abandon(self) -> None:
         """Abandons the step without a commit."""
         self._stage.abandon()
-        if self._deferred is not None:
-            self._deferred.spill.reset()
+        if self._spill is not None:
+            self._spill.reset()
         self._passes.close()
         self._training.steps.abandon()
 
@@ -175,15 +175,15 @@ class StoreSink(Sink):
     @property
     def spilled_bytes(self) -> tuple[int, int]:
         """As `Sink.spilled_bytes`."""
-        if self._deferred is None:
+        if self._spill is None:
             return 0, 0
-        return self._deferred.spill.kept_bytes, self._deferred.spill.written_bytes
+        return self._spill.kept_bytes, self._spill.written_bytes
 
     def close(self) -> None:
         """Frees the spill's file."""
         self._passes.close()
-        if self._deferred is not None:
-            self._deferred.spill.close()
+        if self._spill is not None:
+            self._spill.close()
 
     # --- inside --------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ class StoreSink(Sink):
     def _is_refused(self) -> bool:
         return bool(self._bad) and self._nonfinite != "allow"
 
-    def _update_deferred(self, deferred: Deferred, check: Callable[[], None]) -> None:
+    def _update_deferred(self, spill: Spill, check: Callable[[], None]) -> None:
         """Runs the other passes.
 
         Writes over an uncommitted step are not interrupted.
@@ -200,20 +200,22 @@ class StoreSink(Sink):
             self._passes.advance()
             if number == self._passes.num_passes - 1:
                 break
-            for piece, gradient in deferred.each():
+            for piece in spill.pieces():
                 check()
-                self._passes.add(piece, gradient)
+                self._passes.add(piece, spill.look(piece))
         check()
         overwrites = self._training.opened.num_uncommitted > 0
         self._stage.start(self._update)
-        for piece, gradient in deferred.take_all():
-            self._stage.put(piece, gradient)
+        for piece in spill.pieces():
+            self._stage.put(piece, spill.take(piece))
             if not overwrites:
                 check()
         self._stage.end()
 
     def _defer(self, taken: Sequence[Handed]) -> None:
-        assert self._deferred is not None
+        assert self._spill is not None
+        # An update that overwrites a step cannot be undone if a later one is refused.
+        is_checked = self._training.options.rewrites_steps
         for piece, handed in taken:
             gradient = whole(handed)
             if piece.leaf in self._passes.passes.whole:
@@ -223,7 +225,10 @@ class StoreSink(Sink):
                     continue
                 piece, gradient = Piece(unit.leaf), np.asarray(gathered)
             self._passes.add(piece, gradient)
-            self._deferred.add(piece, gradient)
+            array = np.asarray(gradient)  # it need not stay on the device
+            if is_checked and not _is_finite(array):
+                self._bad.append(self._program.leaves[piece.leaf].info.name)
+            self._spill.put(piece, array)
 
     def _update(self, taken: Sequence[Handed]) -> None:
         asked: dict[Unit, _Asked] = {}
@@ -265,7 +270,7 @@ class StoreSink(Sink):
     def _is_held(self, gradient: Gradient) -> bool:
         """Whether a gradient refuses the step, which the CSDs could not tell."""
         is_checked = self._compressor.is_on and self._nonfinite != "allow"
-        return is_checked and not is_finite(np.asarray(gradient))
+        return is_checked and not _is_finite(np.asarray(gradient))
 
     def _ask(self, unit: Unit, gradient: Gradient) -> "_Asked":
         """Makes the requests for a unit's update: one for each part that moves."""
@@ -307,6 +312,15 @@ class StoreSink(Sink):
             f"step {self._step}. Lower the learning rate or clip the gradients, or "
             'pass nonfinite="skip" to go on without such steps, as with a loss scale'
         )
+
+
+def _is_finite(array: Array) -> bool:
+    """Whether an array has neither NaN nor Inf; takes little memory."""
+    flat = array.reshape(-1)
+    return all(
+        np.isfinite(flat[start : start + _RUN_ELEMENTS]).all()
+        for start in range(0, flat.size, _RUN_ELEMENTS)
+    )
 
 
 class _Asked:

@@ -58,9 +58,7 @@ class ValueMover(Mover):
         place = self.places.get(key, Place(()))
         room = NUM_COPIES * place.memory_bytes if len(self.places) < len(SIZES) else 0
         super().evict(
-            Evicted(
-                key, value=value, way_bytes=room, scratch=self.scratch, place=place
-            )
+            Evicted(key, value=value, way_bytes=room, scratch=self.scratch, place=place)
         )
 
     def reset(self):
