@@ -1,7 +1,7 @@
 """Which moves are next: tensors on their way from the device to drives, and back.
 
-    evict ─► out ─► write ─► away: their memory is free   … read ahead if there is room …
-    value ◄─ back ◄─ read ◄──┘, or from the host          … to `prefetch` or `load`
+    evict ─► out ─► write ─► away: their memory is free   … read ahead if there is room
+    value ◄─ back ◄─ read ◄──┘ or from the host           … to `prefetch` or `load`
 
 Whoever has the `Moves` runs what they start: on threads (`streaming.move.mover`), or on
 a virtual clock (`schedule.simulator`). So a run and its prediction differ in times

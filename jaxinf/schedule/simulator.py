@@ -15,6 +15,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from jaxinf.schedule.moves import Kind, Moves, Tensor
+from jaxinf.schedule.placement import Absence
 
 __all__ = ["Away", "Host", "simulate"]
 
@@ -27,10 +28,7 @@ class Away(NamedTuple):
     """A tensor that is not in the device's memory for a time.
 
     Attributes:
-      written: The call that makes it, after which it leaves.
-      gone: The first call before which its memory must be free.
-      back: The first call before which its memory is taken again.
-      needed: The next call that reads it.
+      absence: The calls.
       last: The last call that reads it.
       seconds: Times of its moves.
       num_bytes: Memory of the host for it, in whole pages.
@@ -38,10 +36,7 @@ class Away(NamedTuple):
       is_on_drive: Whether it goes on to drives.
     """
 
-    written: int
-    gone: int
-    back: int
-    needed: int
+    absence: Absence
     last: int
     seconds: Mapping[Kind, float]
     num_bytes: int = 0
@@ -199,10 +194,10 @@ class _Events:
             )
             for number, one in enumerate(away)
         ]
-        for one, tensor in sorted(pairs, key=lambda pair: pair[0].gone):
-            self.written.setdefault(one.written, []).append(tensor)
+        for one, tensor in sorted(pairs, key=lambda pair: pair[0].absence.gone):
+            self.written.setdefault(one.absence.written, []).append(tensor)
         for one, tensor in pairs:
             self.ends.setdefault(one.last, []).append(tensor)
-            for by, number in zip(self.waits, one[1:4], strict=True):
+            for by, number in zip(self.waits, one.absence[1:], strict=True):
                 by.setdefault(number, []).append(tensor)
         self.order = [tensor.key for one, tensor in pairs if one.is_on_drive]

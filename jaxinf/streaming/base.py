@@ -25,7 +25,7 @@ from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.memory import return_freed_memory
 from jaxinf.streaming.plan.plan import Plan, Prepared
 from jaxinf.streaming.plan.planner import Forecast
-from jaxinf.streaming.plan.wear import Wear
+from jaxinf.streaming.plan.wear import Wear, Wearing
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import outside_mesh
 from jaxinf.streaming.program.trace import abstract
@@ -34,7 +34,6 @@ from jaxinf.streaming.run import Executables, Runner
 from jaxinf.streaming.turns import Check, Turns, check_not_traced
 from jaxinf.streaming.update.micro_batches import parts_of, together
 from jaxinf.streaming.update.sink import Sink
-from jaxinf.streaming.wearing import Wearing
 from jaxinf.typing import PyTree
 
 __all__ = ["Bound", "Streamed", "TrainingStep"]

@@ -13,6 +13,7 @@ import optax
 
 from jaxinf.engine import Store, StoreShape
 from jaxinf.program import Passes, UpdateProgram
+from jaxinf.schedule.placement import Tiers
 from jaxinf.streaming.move.workers import writing_bytes
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import Calls
@@ -21,7 +22,7 @@ from jaxinf.streaming.plan.plan import Plan, Prepared
 from jaxinf.streaming.plan.reads import Reading, host_bytes, planned_fetches
 from jaxinf.streaming.plan.resident import ResidentChooser, ResidentUnits, beside
 from jaxinf.streaming.plan.saved import saved_plan
-from jaxinf.streaming.plan.tiers import Tiers, beside_values, check_leaving, plan_tiers
+from jaxinf.streaming.plan.tiers import beside_values, check_leaving, plan_tiers
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import default_device
 from jaxinf.streaming.program.units import Places, Unit

@@ -18,6 +18,7 @@ import optax
 
 from jaxinf.errors import BudgetError, StreamError
 from jaxinf.io import ByteCounts
+from jaxinf.schedule.placement import Tiers
 from jaxinf.streaming.base import Bound, TrainingStep
 from jaxinf.streaming.budgets import planned_within
 from jaxinf.streaming.move.params import MemoryParams
@@ -27,7 +28,7 @@ from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import Calls
 from jaxinf.streaming.plan.memory import DeviceLimit, Division, device_limit
 from jaxinf.streaming.plan.plan import Plan, Prepared, prepare
-from jaxinf.streaming.plan.tiers import Tiers, check_leaving, check_tiers, plan_tiers
+from jaxinf.streaming.plan.tiers import check_leaving, check_tiers, plan_tiers
 from jaxinf.streaming.program.graph import aval_bytes
 from jaxinf.streaming.program.meshes import default_device, mesh_text
 from jaxinf.streaming.program.trace import abstract, check_params

@@ -6,6 +6,7 @@ Invariant: nothing is measured for a step that ended early.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from jaxinf.schedule.placement import Tiers
 from jaxinf.streaming.call_timer import Watch
 from jaxinf.streaming.move.fetch import FetchCounts
 from jaxinf.streaming.move.mover import MoverCounts
@@ -17,7 +18,6 @@ from jaxinf.streaming.plan.planner import Forecast, Observed, Planner
 from jaxinf.streaming.plan.retrying import Moved
 from jaxinf.streaming.plan.search import Problem, nothing_fetched
 from jaxinf.streaming.plan.sequence import Targets
-from jaxinf.streaming.plan.tiers import Tiers
 from jaxinf.streaming.plan.wear import Wear
 from jaxinf.streaming.run import CompiledMemory, Executables
 from jaxinf.typing import PathLikeStr

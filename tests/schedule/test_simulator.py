@@ -2,12 +2,14 @@
 
 import pytest
 
+from jaxinf.schedule.placement import Absence
 from jaxinf.schedule.simulator import Away, Host, simulate
 
 
 def away(written, gone, back, needed, write_s, read_s, out_s=0.0, **more):
     seconds = {"out": out_s, "write": write_s, "read": read_s, "back": 0.5}
-    return Away(written, gone, back, needed, needed, seconds, 1, **more)
+    absence = Absence(written, gone, back, needed)
+    return Away(absence, needed, seconds, 1, **more)
 
 
 def test_calls_alone_run_in_turn():

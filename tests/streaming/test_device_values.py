@@ -19,12 +19,13 @@ from zoo import ZOO, normal
 import jaxinf
 from jaxinf.errors import StoreIOError, StoreSpaceError, StreamError
 from jaxinf.io.pages import page_ceil
+from jaxinf.schedule.placement import NUM_COPIES
 from jaxinf.streaming.move.scratch import RateLimits, Scratch
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan import offload
 from jaxinf.streaming.plan.offload import least_offloaded_bytes
 from jaxinf.streaming.plan.simulator import Profile, simulate
-from jaxinf.streaming.plan.tiers import NUM_COPIES, plan_tiers
+from jaxinf.streaming.plan.tiers import plan_tiers
 from jaxinf.streaming.run import compiled_temp_bytes
 
 TX = optax.adam(1e-2)
@@ -47,10 +48,16 @@ def plans(program, form=None, share=0.0):
     return keep, offload.fitted(budget, temps, form), executables
 
 
+def least_of(calls):
+    """The least memory of the host for values."""
+    shortage = plan_tiers(calls, 0).shortage
+    return 0 if shortage is None else shortage.smallest_bytes
+
+
 def hosts(calls):
     """Memory of the host: enough for all, the least, and between."""
     most = plan_tiers(calls, ENOUGH).host_bytes
-    least = plan_tiers(calls, 0).least_bytes
+    least = least_of(calls)
     return [most, *{max(least, most - 4096), least, (least + most) // 2}]
 
 
@@ -100,7 +107,7 @@ def test_bits_are_those_of_keep(name, tmp_path):
     expected = streamed(program, keep, executables)
     for host_bytes in hosts(plan.calls):
         tiers = plan_tiers(plan.calls, host_bytes)
-        assert tiers.fits
+        assert tiers.shortage is None
         assert tiers.host_bytes <= host_bytes
         values = Watched(plan.calls, Scratch([tmp_path]), tiers)
         for _ in range(2):  # the second step reuses the files
@@ -124,7 +131,7 @@ def test_bits_are_those_of_keep(name, tmp_path):
 def test_bits_do_not_depend_on_a_slow_drive(tmp_path):
     program = ZOO["l2_penalty"](depth=8)
     keep, plan, executables = plans(program)
-    least = plan_tiers(plan.calls, 0).least_bytes
+    least = least_of(plan.calls)
     tiers = plan_tiers(plan.calls, least)
     assert tiers.on_drive
     scratch = Scratch([tmp_path], limits=RateLimits(write=1e5, read=1e5))
@@ -143,7 +150,7 @@ def test_coded_values_have_the_bits_of_those_without_a_device(form, tmp_path):
     values = Values(plan.calls, Scratch([tmp_path]))
     expected = streamed(program, plan, executables, values=values)
     values.close()
-    tiers = plan_tiers(plan.calls, plan_tiers(plan.calls, 0).least_bytes)
+    tiers = plan_tiers(plan.calls, least_of(plan.calls))
     values = Values(plan.calls, Scratch([tmp_path]), tiers)
     found = streamed(program, plan, executables, values=values)
     counts = values.counts()
@@ -166,12 +173,10 @@ def test_what_is_needed_soonest_stays_on_the_host(share):
     calls = plans(ZOO["l2_penalty"](depth=12), share=share)[1].calls
     most = plan_tiers(calls, ENOUGH)
     assert most.on_drive == ()
-    least = plan_tiers(calls, 0)
-    assert not least.fits
     largest = page_ceil(max(calls.lives[slot].num_bytes for slot in calls.absences))
-    assert least.least_bytes == 2 * NUM_COPIES * largest
+    assert least_of(calls) == 2 * NUM_COPIES * largest
     numbers = []
-    for host_bytes in range(least.least_bytes, most.host_bytes, largest):
+    for host_bytes in range(least_of(calls), most.host_bytes, largest):
         tiers = plan_tiers(calls, host_bytes)
         needed = [calls.absences[slot].needed for slot in tiers.on_drive]
         stay = [
@@ -198,9 +203,8 @@ def test_one_value_needs_no_way_to_a_drive():
     slot, absence = next(iter(calls.absences.items()))
     alone = replace(calls, absences={slot: absence})
     size = page_ceil(calls.lives[slot].num_bytes)
-    assert plan_tiers(alone, size - 1).least_bytes == size
-    assert not plan_tiers(alone, size - 1).fits
-    assert plan_tiers(alone, size).fits
+    assert plan_tiers(alone, size - 1).shortage == ("host", 1, size)
+    assert plan_tiers(alone, size).shortage is None
 
 
 @pytest.mark.usefixtures("small_values_leave")

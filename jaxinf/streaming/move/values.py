@@ -14,11 +14,11 @@ import jax
 
 from jaxinf.io import ByteMeters
 from jaxinf.schedule.occupancy import Stay, occupancy
+from jaxinf.schedule.placement import NUM_COPIES, Tiers
 from jaxinf.streaming.move.mover import Evicted, Mover, MoverCounts, drive_threads
 from jaxinf.streaming.move.scratch import Place, Scratch
 from jaxinf.streaming.plan.calls import Calls, Slot
 from jaxinf.streaming.plan.plan import Plan
-from jaxinf.streaming.plan.tiers import NUM_COPIES, Tiers
 from jaxinf.typing import PathLikeStr
 
 __all__ = ["Values", "make_values"]
@@ -49,7 +49,7 @@ class Values:
     ) -> None:
         calls = Calls((), ()) if calls is None else calls
         self._scratch = Scratch(()) if scratch is None else scratch
-        assert tiers is None or tiers.fits, "the host has room"
+        assert tiers is None or tiers.shortage is None, "the host has room"
         absences, on_drive = calls.absences, tiers.on_drive if tiers else None
         self._places = _placed(
             calls, self._scratch, absences if on_drive is None else on_drive

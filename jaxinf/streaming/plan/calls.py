@@ -11,13 +11,13 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from jaxinf.schedule.occupancy import Stay, occupancy
+from jaxinf.schedule.placement import Absence
 from jaxinf.streaming.plan.forms import Coding, Form, coding_of, stored_bytes
 from jaxinf.streaming.program.graph import Origin, Piece
 from jaxinf.streaming.program.programs import Program
 
 __all__ = [
     "POLICIES",
-    "Absence",
     "Call",
     "Calls",
     "Life",
@@ -68,23 +68,6 @@ class Call:
     def bytes_beside(self, held: Container[Piece]) -> int:
         """Bytes of params that it reads, without those of parts that are there."""
         return sum(size for piece, size in self.program.params if piece not in held)
-
-
-@dataclass(frozen=True)
-class Absence:
-    """The time in which a value is on a drive and not in memory.
-
-    Attributes:
-      written: The call that makes it, after which it is written.
-      gone: The first call before which its memory must be free.
-      back: The first call before which its memory is taken again, to read it.
-      needed: The next call that reads it.
-    """
-
-    written: int
-    gone: int
-    back: int
-    needed: int
 
 
 @dataclass(frozen=True)

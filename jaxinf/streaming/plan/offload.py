@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinf.schedule.occupancy import Stay, occupancy
-from jaxinf.schedule.packer import evict, prefetch
-from jaxinf.streaming.plan.calls import Absence, Calls
+from jaxinf.schedule.placement import absences
+from jaxinf.streaming.plan.calls import Calls
 
 __all__ = ["SMALL_BYTES", "candidates", "fitted", "least_offloaded_bytes"]
 
@@ -42,9 +42,7 @@ def fitted(
 ) -> Calls:
     """Returns the calls with as few absences as the budget needs, or with given ones.
 
-    Of the values in memory the one that is needed last leaves (Belady's rule). Values
-    come back in the order of their use, as early as the budget allows. The result
-    exceeds a budget that is too small even if all leave.
+    See `schedule.placement.absences`.
 
     Args:
       calls: Calls without absences.
@@ -54,17 +52,9 @@ def fitted(
         few as the budget needs.
     """
     calls = calls.absent({})
+    made = {slot: life.made for slot, life in calls.lives.items()}
     used = np.array(memory(calls), np.int64)
-    if chosen is None:
-        left = evict(used, candidates(calls), budget_bytes)
-    else:
-        left = {stay: stay.start for stay in chosen}
-        used -= occupancy(len(used), chosen)
-    absences = {}
-    for stay, back in prefetch(used, left, budget_bytes).items():
-        made = calls.lives[stay.tensor].made
-        absences[stay.tensor] = Absence(made, left[stay] + 1, back + 1, stay.stop + 1)
-    return calls.absent(absences)
+    return calls.absent(absences(used, candidates(calls), made, budget_bytes, chosen))
 
 
 def candidates(calls: Calls) -> list[Stay]:

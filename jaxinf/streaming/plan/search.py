@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TypeAlias
 
-from jaxinf.streaming.plan.calls import Absence, Calls, Slot
+from jaxinf.schedule.placement import Absence, Tiers
+from jaxinf.streaming.plan.calls import Calls, Slot
 from jaxinf.streaming.plan.forms import Form
 from jaxinf.streaming.plan.offload import fitted
 from jaxinf.streaming.plan.rules import RULES
@@ -28,7 +29,6 @@ from jaxinf.streaming.plan.sequence import (
     make_calls,
 )
 from jaxinf.streaming.plan.simulator import Profile, simulate
-from jaxinf.streaming.plan.tiers import Tiers
 from jaxinf.streaming.program.graph import Piece, num_bytes
 from jaxinf.streaming.program.programs import Programs
 from jaxinf.terminal import format_bytes
@@ -284,7 +284,7 @@ class _Search:
         problem, calls = self._problem, calls.lent()
         peak = max(problem.memory(calls), default=0)
         tiers = problem.tiers(calls)
-        if peak > problem.budget_bytes or (tiers is not None and not tiers.fits):
+        if peak > problem.budget_bytes or (tiers is not None and tiers.shortage):
             return None
         fetched = problem.fetched(calls, peak)
         expected_s = simulate(calls, self._profile, fetched, tiers)

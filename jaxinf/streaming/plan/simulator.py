@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxinf.schedule import simulator
+from jaxinf.schedule.placement import NUM_COPIES, Tiers
 from jaxinf.schedule.simulator import Away, Host
 from jaxinf.streaming.plan.calls import Calls
-from jaxinf.streaming.plan.tiers import NUM_COPIES, Tiers
 
 __all__ = ["Profile", "simulate"]
 
@@ -68,10 +68,7 @@ def simulate(
         stored_bytes = calls.stored_bytes(slot, one.needed)
         away.append(
             Away(
-                one.written,
-                one.gone,
-                one.back,
-                one.needed,
+                one,
                 calls.lives[slot].reads[-1],
                 {
                     "out": num_bytes / profile.out,

@@ -1,107 +1,28 @@
-"""Divides the values that leave a device with memory of its own: host, or drives.
+"""The host's memory for values that leave a device with memory of its own.
 
-    host's memory    values that stay: those that are needed soonest
-                     values on their way to drives, in turns
-                     values that are read ahead, as far as the others leave room
-
-Invariant: the host's memory is as planned at every call, however fast the drives are.
-What stays on the host never reaches a drive.
+Invariant: what is refused is refused before anything is written; see
+`schedule.placement` for what is chosen.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-
-import numpy as np
 
 from jaxinf.errors import BudgetError
-from jaxinf.io.pages import page_ceil, page_floor
-from jaxinf.schedule.occupancy import Stay, occupancy
-from jaxinf.schedule.packer import evict
-from jaxinf.streaming.plan.calls import Calls, Slot
+from jaxinf.io.pages import PAGE_BYTES, page_ceil
+from jaxinf.schedule.placement import NUM_COPIES, Tiers, host_tier
+from jaxinf.streaming.plan.calls import Calls
 from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.plan.offload import fitted
 
-__all__ = [
-    "NUM_COPIES",
-    "Tiers",
-    "beside_values",
-    "check_leaving",
-    "check_tiers",
-    "plan_tiers",
-]
-
-NUM_COPIES = 2
-"""Times that a value is on the host on its way to a drive, or back: pinned for the
-device, and pageable for the drive. JAX may read pinned memory in place, or copy it."""
-
-# Of the memory beyond the least, so much at most is for what is on its way: a value may
-# be copied while the one before it is written.
-_WAY_SHARE = 4
-
-
-@dataclass(frozen=True)
-class Tiers:
-    """Where values wait that are not on the device.
-
-    Attributes:
-      on_drive: Values that go on to drives, in the order in which they are needed.
-      least_bytes: The least memory of the host for them.
-      host_bytes: Memory of the host for all values; 0 if it is not enough.
-      leaving_bytes: The part for values on their way to drives.
-      room: Before each call, bytes for values that are read ahead.
-    """
-
-    on_drive: tuple[Slot, ...]
-    least_bytes: int
-    host_bytes: int
-    leaving_bytes: int = 0
-    room: Sequence[int] = ()
-
-    @property
-    def fits(self) -> bool:
-        """Whether the host has room for what is on its way."""
-        return self.host_bytes >= self.least_bytes
-
-    @property
-    def buffer_bytes(self) -> int:
-        """The most bytes of values that are read ahead."""
-        return max(self.room, default=0)
+__all__ = ["beside_values", "check_leaving", "check_tiers", "plan_tiers"]
 
 
 def plan_tiers(calls: Calls, host_bytes: int) -> Tiers:
-    """Chooses the values that stay on the host, and divides its memory.
-
-    While too many bytes wait, the value that is needed last goes to a drive (Belady's
-    rule), as soon as it is made.
-
-    Args:
-      calls: The calls of a step, with absences.
-      host_bytes: The most memory of the host for values.
-    """
-    stays = [
-        Stay(one.written, one.needed, page_ceil(calls.lives[slot].num_bytes), slot)
+    """Divides the host's memory for values of calls; see `host_tier`."""
+    away = {
+        slot: (one, page_ceil(calls.lives[slot].num_bytes))
         for slot, one in sorted(calls.absences.items())
-    ]
-    waiting = occupancy(len(calls.calls), stays)
-    everything = int(waiting.max(initial=0))
-    if everything <= host_bytes:
-        return Tiers((), 0, everything)
-    largest = max(stay.num_bytes for stay in stays)
-    least = 2 * NUM_COPIES * largest
-    if host_bytes < least:
-        return Tiers((), min(least, everything), 0)
-    more = min(largest, page_floor((host_bytes - least) // _WAY_SHARE))
-    leaving, returning = NUM_COPIES * largest + more, NUM_COPIES * largest + more
-    left = evict(waiting, stays, host_bytes - leaving - returning)
-    waiting = occupancy(len(waiting), (stay for stay in stays if stay not in left))
-    # One value at a time is pinned for its copy back.
-    most = sum(stay.num_bytes for stay in left)
-    room = [
-        page_floor(min(most, host_bytes - leaving - (NUM_COPIES - 1) * largest - later))
-        for later in np.maximum.accumulate(waiting[::-1])[::-1].tolist()
-    ]
-    on_drive = tuple(stay.tensor for stay in sorted(left, key=lambda stay: stay.stop))
-    return Tiers(on_drive, least, host_bytes, leaving, [room[0], *room[:-1]])
+    }
+    return host_tier(len(calls.calls), away, host_bytes, PAGE_BYTES)
 
 
 def check_tiers(tiers: Tiers, host_bytes: int) -> None:
@@ -110,13 +31,14 @@ def check_tiers(tiers: Tiers, host_bytes: int) -> None:
     Raises:
       BudgetError: Names the bytes that are missing.
     """
-    if not tiers.fits:
+    found = tiers.shortage
+    if found is not None:
         raise BudgetError(
             "memory_bytes",
             f"it leaves {max(host_bytes, 0)} bytes of the host for values that leave "
-            f"the device; expected {tiers.least_bytes}, for all of them or for "
+            f"the device; expected {found.smallest_bytes}, for all of them or for "
             f"{2 * NUM_COPIES} x the largest, on its way to drives and back",
-            tiers.least_bytes - host_bytes,
+            found.missing_bytes,
             ", or raise device_memory_bytes",
         )
 
@@ -153,7 +75,7 @@ def check_leaving(
         if max(memory(own), default=0) > budget_bytes:
             continue
         found = plan_tiers(own, host_bytes)
-        if found.fits:
+        if found.shortage is None:
             return
     if found is not None:
         check_tiers(found, host_bytes)

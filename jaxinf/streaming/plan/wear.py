@@ -3,11 +3,14 @@
 Invariant: a prediction is for a drive of 1 TB of its class, or for the endurance given.
 """
 
+import statistics
+import warnings
+from collections import deque
 from dataclasses import dataclass
 
 from jaxinf.terminal import format_bytes
 
-__all__ = ["ENDURANCE_TBW", "Wear"]
+__all__ = ["ENDURANCE_TBW", "Wear", "Wearing"]
 
 ENDURANCE_TBW = {"consumer": 600.0, "1 DWPD": 1825.0, "3 DWPD": 5475.0}
 """Rated writes of common classes, in TB for each TB of capacity, over five years."""
@@ -17,6 +20,8 @@ _YEAR_DAYS = 365.25
 # The rating is for small random writes, which the drive's own moves multiply by 2.5.
 # Long sequential ones are hardly multiplied (SSDTrain, 2408.10013, section III-D).
 _RATED_AMPLIFICATION = 2.5
+# Steps whose median counts, and the fewest of them before a warning.
+_WINDOW, _LEAST = 9, 5
 
 
 @dataclass(frozen=True)
@@ -67,3 +72,37 @@ class Wear:
             f"{format_bytes(int(self.day_bytes))} a day; years by rating: {lives} "
             f"(x {_RATED_AMPLIFICATION} if long sequential writes are not amplified)"
         )
+
+
+class Wearing:
+    """Times of steps, and the bytes that they write.
+
+    Args:
+      endurance_tbw: Rated writes of all drives together, in TB; None for the common
+        classes, of which no warning is given.
+    """
+
+    def __init__(self, endurance_tbw: float | None) -> None:
+        self._endurance_tbw = endurance_tbw
+        self._step_s: deque[float] = deque(maxlen=_WINDOW)
+        self._written_bytes = 0
+        self._is_told = False
+
+    def add(self, step_s: float, written_bytes: int) -> None:
+        """Takes a step; warns once if drives last less than a year."""
+        self._step_s.append(step_s)
+        self._written_bytes = written_bytes
+        wear = self.wear
+        if self._is_told or wear is None or len(self._step_s) < _LEAST:
+            return
+        if wear.warning is not None:
+            self._is_told = True
+            warnings.warn(wear.warning, stacklevel=4)
+
+    @property
+    def wear(self) -> Wear | None:
+        """The wear by the last steps; None before the first."""
+        if not self._step_s:
+            return None
+        step_s = statistics.median(self._step_s)
+        return Wear(self._written_bytes, step_s, self._endurance_tbw)
