@@ -311,7 +311,7 @@ class TrainingStep(Streamed[_Bound]):
             loss, aux = self._run(bound, part, sink.put, check, is_last=is_last)
             assert loss is not None, "a step has a loss"
             results.append((loss, aux))
-            sink.end_part()
+            sink.end_part(number)
             dispatched_s += runner.dispatched_s
             waited_s += runner.waited_s
         runner.dispatched_s, runner.waited_s = dispatched_s, waited_s

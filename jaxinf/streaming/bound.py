@@ -32,8 +32,7 @@ from jaxinf.streaming.plan.saved import save_plan
 from jaxinf.streaming.plan.tiers import beside_values, check_tiers
 from jaxinf.streaming.replanning import Replanner, offload_planned
 from jaxinf.streaming.run import Executables, Runner
-from jaxinf.streaming.update.micro_batches import Accumulation
-from jaxinf.streaming.update.sink import Sink
+from jaxinf.streaming.update.micro_batches import Sums
 from jaxinf.streaming.update.store_sink import StoreSink
 from jaxinf.streaming.update.traffic import Waiting, planned_traffic, spilled_bytes
 from jaxinf.typing import PyTree
@@ -51,12 +50,22 @@ class _Spills:
     """
 
     last: Spill | None
-    sums: Spill | None
+    sums: Sums | None
 
     @property
     def last_bytes(self) -> int:
         """Memory for gradients that wait for the last one."""
         return 0 if self.last is None else self.last.capacity_bytes
+
+    @property
+    def sums_bytes(self) -> int:
+        """Memory for sums."""
+        return 0 if self.sums is None else self.sums.spill.capacity_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory for all that wait."""
+        return self.last_bytes + self.sums_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,10 +170,10 @@ class Binder:
         meters = self._store.training.opened.meters
         gradients = fitted.division.gradients
         spill = partial(Spill, self._folder(), meters=meters)
-        has_sums = self._options.micro_batches > 1
+        count = self._options.micro_batches
         return _Spills(
             spill(gradients // 2) if fitted.basis.is_deferred else None,
-            spill(gradients // 4) if has_sums else None,
+            Sums(count, spill(gradients // 4)) if count > 1 else None,
         )
 
     def _bound(
@@ -201,28 +210,23 @@ class Binder:
 
     def _sink(
         self, fitted: Fitted, spills: _Spills, division: Division, params: StoreParams
-    ) -> Sink:
-        basis, copies = fitted.basis, not self.is_host
-        sink = StoreSink(
+    ) -> StoreSink:
+        basis = fitted.basis
+        return StoreSink(
             self._store.training,
             basis.program,
             basis.numbers,
             basis.compressor,
             basis.places,
-            min(division.gradients - spills.last_bytes, division.leaving),
+            min(division.gradients - spills.num_bytes, division.leaving),
             params,
             spills.last,
+            spills.sums,
             effect_of_nonfinite(
                 self._options.nonfinite, is_guarded=basis.program.is_guarded
             ),
-            copies=copies,
+            copies=not self.is_host,
         )
-        sums = spills.sums
-        if sums is None:
-            return sink
-        capacity_bytes = min(sums.capacity_bytes, division.leaving)
-        count = self._options.micro_batches
-        return Accumulation(sink, count, sums, capacity_bytes, copies=copies)
 
     def _params(
         self, fitted: Fitted, reading: Reading, division: Division
@@ -259,7 +263,7 @@ class Binder:
         moved = (1 + num_early) * value_bytes
         if spills.sums is not None:
             summed = [basis.sum_bytes[piece] for piece in pieces]
-            moved += num_early * spilled_bytes(summed, spills.sums.capacity_bytes)
+            moved += num_early * spilled_bytes(summed, spills.sums_bytes)
         written = read = moved
         if spills.last is not None:
             given = [basis.gradient_bytes[piece] for piece in pieces]

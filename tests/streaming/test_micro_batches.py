@@ -15,7 +15,6 @@ from zoo import normal
 import jaxinf
 from jaxinf.errors import StreamError
 from jaxinf.streaming.move.spill import Spill
-from jaxinf.streaming.update.micro_batches import Accumulation
 from jaxinf.streaming.update.store_sink import StoreSink
 
 BOUND = importlib.import_module("jaxinf.streaming.bound")
@@ -153,7 +152,7 @@ def test_ctrl_c_in_a_part_leaves_the_step_before(count, started, monkeypatch):
     expected = run(plain)
     step = started("store", CLIPPED, micro_batches=2)
     found = run(step, 1)
-    put, calls = Accumulation.put, []
+    put, calls = StoreSink.put, []
 
     def interrupting(self, piece, gradient):
         calls.append(piece)
@@ -163,7 +162,7 @@ def test_ctrl_c_in_a_part_leaves_the_step_before(count, started, monkeypatch):
 
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(Accumulation, "put", interrupting)
+            patch.setattr(StoreSink, "put", interrupting)
             with pytest.raises(KeyboardInterrupt):
                 step(BATCH)
     finally:

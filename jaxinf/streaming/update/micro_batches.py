@@ -7,7 +7,7 @@ Invariant: the mean of a step's gradients is handed on once; until then the sums
 memory as far as there is room, and beyond that on the drive.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,15 +18,14 @@ from jax import lax
 from jaxinf.compat import key_name
 from jaxinf.errors import StreamError
 from jaxinf.streaming.move.spill import Spill
-from jaxinf.streaming.move.stage import Handed, Stage
+from jaxinf.streaming.move.stage import Handed
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import is_sharded
-from jaxinf.streaming.program.shards import Gradient, handed_out
+from jaxinf.streaming.program.shards import Gradient
 from jaxinf.streaming.program.trace import abstract
-from jaxinf.streaming.update.sink import Sink
 from jaxinf.typing import Array, PyTree
 
-__all__ = ["Accumulation", "first_part", "parts_of", "sum_bytes", "together"]
+__all__ = ["Sums", "first_part", "parts_of", "sum_bytes", "together"]
 
 
 def parts_of(batch: PyTree, count: int) -> list[PyTree]:
@@ -104,99 +103,38 @@ def together(
     return loss, jax.tree.map(lambda *leaves: jnp.stack(leaves), *auxes)
 
 
-class Accumulation(Sink):
-    """Sums gradients over the parts of a batch, and hands on their means.
+class Sums:
+    """Sums of gradients over the parts of a batch.
 
     Args:
-      sink: Takes the means, which the last part completes.
       count: Number of parts.
       spill: Storage for the sums.
-      capacity_bytes: Bytes of gradients that may wait to be added.
-      copies: Whether gradients are copied to the host.
     """
 
-    def __init__(
-        self,
-        sink: Sink,
-        count: int,
-        spill: Spill,
-        capacity_bytes: int,
-        *,
-        copies: bool,
-    ) -> None:
-        self._sink = sink
-        self._count = count
-        self._spill = spill
-        self._copies = copies
-        self._stage = Stage("jaxinf-sums", capacity_bytes)
+    def __init__(self, count: int, spill: Spill) -> None:
+        self.count = count
+        self.spill = spill
 
-    def begin(self, extra_args: Mapping[str, Any]) -> None:
-        """As `Sink.begin`."""
-        self._sink.begin(extra_args)
-        self._spill.reset()
-        self._stage.waited_s = 0.0
-
-    def begin_part(self, number: int) -> None:
-        """As `Sink.begin_part`."""
-        is_last = number == self._count - 1
-        self._stage.start(self._hand_on if is_last else self._add)
-
-    def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
-        """As `Sink.put`."""
-        self._stage.put(piece, handed_out(gradient, copies=self._copies))
-
-    def end_part(self) -> None:
-        """As `Sink.end_part`."""
-        self._stage.end()
-
-    def finish(
-        self, extra_args: Mapping[str, Any], results: PyTree, check: Callable[[], None]
-    ) -> bool:
-        """As `Sink.finish`."""
-        return self._sink.finish(extra_args, results, check)
-
-    def abandon(self) -> None:
-        """As `Sink.abandon`."""
-        self._stage.abandon()
-        self._spill.reset()
-        self._sink.abandon()
-
-    def close(self) -> None:
-        """As `Sink.close`."""
-        self._spill.close()
-        self._sink.close()
-
-    @property
-    def waited_s(self) -> float:
-        """As `Sink.waited_s`."""
-        return self._stage.waited_s
-
-    @property
-    def spilled_bytes(self) -> tuple[int, int]:
-        """Bytes of the last step that waited in memory and in files, sums included."""
-        in_memory, on_drive = self._sink.spilled_bytes
-        spill = self._spill
-        return in_memory + spill.kept_bytes, on_drive + spill.written_bytes
-
-    def _hand_on(self, taken: Sequence[Handed]) -> None:
+    def add(self, taken: Sequence[Handed]) -> None:
+        """Adds gradients of a part that is not the last; blocks."""
         for piece, gradient in taken:
-            self._sink.put(piece, self._mean(piece, gradient))
+            self.spill.put(piece, self._sum(piece, gradient))
 
-    def _add(self, taken: Sequence[Handed]) -> None:
-        for piece, gradient in taken:
-            self._spill.put(piece, self._sum(piece, gradient))
+    def means(self, taken: Sequence[Handed]) -> list[Handed]:
+        """Returns the means with gradients of the last part; blocks."""
+        return [(piece, self._mean(piece, gradient)) for piece, gradient in taken]
 
     def _sum(self, piece: Piece, gradient: Gradient) -> Array:
         """The sum in float32, or in the gradient's dtype if that is longer."""
         array = np.asarray(gradient)
-        if piece not in self._spill:
+        if piece not in self.spill:
             return np.array(array, np.promote_types(array.dtype, np.float32))
-        total = self._spill.take(piece)
+        total = self.spill.take(piece)
         return np.add(total, array, out=total)
 
     def _mean(self, piece: Piece, gradient: Gradient) -> Array:
         total = self._sum(piece, gradient)
-        np.divide(total, self._count, out=total)
+        np.divide(total, self.count, out=total)
         return total.astype(gradient.dtype, copy=False)
 
 

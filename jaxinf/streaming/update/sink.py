@@ -33,8 +33,8 @@ class Sink(ABC):
           BaseException: The exception that stopped the updates.
         """
 
-    def end_part(self) -> None:  # noqa: B027
-        """Waits until the gradients of the part are taken."""
+    def end_part(self, number: int) -> None:  # noqa: B027
+        """Waits until the gradients of the part are added up, if others follow."""
 
     @abstractmethod
     def finish(

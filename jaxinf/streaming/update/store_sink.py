@@ -1,6 +1,7 @@
 """Applies gradients near storage: each updates its leaf as soon as it arrives.
 
-    runner ─ put ─► queue, bounded in bytes ─► thread: kernel near storage
+    runner ─ put ─► queue, bounded in bytes ─► thread: sums over parts of a batch
+                                                      kernel near storage
                                                       all done ─► finish: one commit
 
 Invariant: the store advances by one step if every gradient arrived and was finite;
@@ -25,6 +26,7 @@ from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.shards import Gradient, handed_out, shards_of, whole
 from jaxinf.streaming.program.units import Places, Unit
 from jaxinf.streaming.update.compressing import Compressor
+from jaxinf.streaming.update.micro_batches import Sums
 from jaxinf.streaming.update.passes import PassRunner
 from jaxinf.streaming.update.sink import Sink
 from jaxinf.typing import Array, PyTree
@@ -74,6 +76,7 @@ class StoreSink(Sink):
       capacity_bytes: Bytes of gradients that may wait; one is always accepted.
       fetched: Params that updates take instead of reading them.
       spill: Holds gradients until the last one arrives; None if none waits.
+      sums: Adds gradients up over parts of a batch; None for one part.
       nonfinite: The effect of a non-finite gradient.
       copies: Whether gradients are copied to the host, from a device with memory of
         its own.
@@ -89,6 +92,7 @@ class StoreSink(Sink):
         capacity_bytes: int,
         fetched: FetchedParams,
         spill: Spill | None,
+        sums: Sums | None,
         nonfinite: NonFinitePolicy,
         *,
         copies: bool,
@@ -101,6 +105,7 @@ class StoreSink(Sink):
         self._copies = copies
         self._fetched = fetched
         self._spill = spill
+        self._sums = sums
         self._passes = passes
         self._compressor = compressor
         self._gathering: dict[Unit, _Gathered] = {}
@@ -120,11 +125,20 @@ class StoreSink(Sink):
         self._passes.begin(extra_args)
         self._gathering, self._bad = {}, []
         self._stage.waited_s = 0.0
-        if self._spill is None:
-            self._stage.start(self._update)
+        self._reset_spills()
+
+    def begin_part(self, number: int) -> None:
+        """As `Sink.begin_part`."""
+        sums = self._sums
+        if sums is not None and number < sums.count - 1:
+            self._stage.start(sums.add)
         else:
-            self._spill.reset()
-            self._stage.start(self._defer)
+            self._stage.start(self._take)
+
+    def end_part(self, number: int) -> None:
+        """As `Sink.end_part`."""
+        if self._sums is not None and number < self._sums.count - 1:
+            self._stage.end()  # the last part's updates go on
 
     def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
         """As `Sink.put`."""
@@ -162,8 +176,7 @@ class StoreSink(Sink):
     def abandon(self) -> None:
         """Abandons the step without a commit."""
         self._stage.abandon()
-        if self._spill is not None:
-            self._spill.reset()
+        self._reset_spills()
         self._passes.close()
         self._training.steps.abandon()
 
@@ -175,17 +188,37 @@ class StoreSink(Sink):
     @property
     def spilled_bytes(self) -> tuple[int, int]:
         """As `Sink.spilled_bytes`."""
-        if self._spill is None:
-            return 0, 0
-        return self._spill.kept_bytes, self._spill.written_bytes
+        spills = self._spills
+        return (
+            sum(spill.kept_bytes for spill in spills),
+            sum(spill.written_bytes for spill in spills),
+        )
 
     def close(self) -> None:
-        """Frees the spill's file."""
+        """Frees the files of gradients that wait."""
         self._passes.close()
-        if self._spill is not None:
-            self._spill.close()
+        for spill in self._spills:
+            spill.close()
 
     # --- inside --------------------------------------------------------------------
+
+    @property
+    def _spills(self) -> list[Spill]:
+        sums = None if self._sums is None else self._sums.spill
+        return [spill for spill in (self._spill, sums) if spill is not None]
+
+    def _reset_spills(self) -> None:
+        for spill in self._spills:
+            spill.reset()
+
+    def _take(self, taken: Sequence[Handed]) -> None:
+        """Takes complete gradients, or those of the last part of a batch."""
+        if self._sums is not None:
+            taken = self._sums.means(taken)
+        if self._spill is None:
+            self._update(taken)
+        else:
+            self._defer(taken)
 
     @property
     def _is_refused(self) -> bool:
