@@ -218,6 +218,7 @@ def replicas(place):
     fetcher.begin()
     on_device, shards = fetcher.get(0, unit), fetcher.take(unit)
     np.testing.assert_array_equal(on_device, expected)
+    assert shards is not None
     assert len(shards) == 2
     found = {
         (shard.index[1].start or 0, shard.data.unsafe_buffer_pointer())

@@ -51,18 +51,27 @@ def has_link(request):
     return request.param == "link"
 
 
-class ValueMover(Mover):
+class ValueMover:
     """Moves values of the test, those with a place to drives."""
 
+    def __init__(self, mover, scratch, places):
+        self._mover, self._scratch, self._places = mover, scratch, places
+        self._has_link = len(places) < len(SIZES)
+
+    def __getattr__(self, name):
+        return getattr(self._mover, name)
+
     def evict(self, key, value):
-        place = self.places.get(key, Place(()))
-        room = NUM_COPIES * place.memory_bytes if len(self.places) < len(SIZES) else 0
-        super().evict(
-            Evicted(key, value=value, way_bytes=room, scratch=self.scratch, place=place)
+        place = self._places.get(key, Place(()))
+        room = NUM_COPIES * place.memory_bytes if self._has_link else 0
+        self._mover.evict(
+            Evicted(
+                key, value=value, way_bytes=room, scratch=self._scratch, place=place
+            )
         )
 
     def reset(self):
-        super().reset(ON_DRIVE if len(self.places) < len(SIZES) else ())
+        self._mover.reset(ON_DRIVE if self._has_link else ())
 
 
 @pytest.fixture
@@ -74,13 +83,13 @@ def mover(tmp_path, has_link):
     keys = ON_DRIVE if has_link else SIZES
     places = {key: scratch.allocate(SIZES[key]) for key in keys}
     scratch.reserve()
-    found = ValueMover(
+    own = Mover(
         drive_threads(2),
         has_link=has_link,
         read_bytes=LARGEST if has_link else sum(map(page_ceil, SIZES.values())),
         way_bytes=NUM_COPIES * LARGEST if has_link else 0,
     )
-    found.scratch, found.places = scratch, places
+    found = ValueMover(own, scratch, places)
     found.reset()
     yield found
     found.close()
