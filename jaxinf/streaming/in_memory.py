@@ -26,7 +26,12 @@ from jaxinf.streaming.move.values import Values, make_values
 from jaxinf.streaming.move.workers import writing_bytes
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import Calls
-from jaxinf.streaming.plan.memory import DeviceLimit, Division, device_limit
+from jaxinf.streaming.plan.memory import (
+    DeviceLimit,
+    Division,
+    device_limit,
+    divide_rest,
+)
 from jaxinf.streaming.plan.plan import Plan, Prepared, prepare
 from jaxinf.streaming.plan.tiers import check_leaving, check_tiers, plan_tiers
 from jaxinf.streaming.program.graph import aval_bytes
@@ -243,13 +248,9 @@ class InMemoryStep(TrainingStep[Bound]):
         return device_limit(default_device(), self._options.device_memory_bytes)
 
     def _division(self, budgets: Mapping[str, int]) -> Division:
-        memory_bytes, limit = budgets["memory_bytes"], self._limit
-        num_bytes, name = memory_bytes, "memory_bytes"
-        own = budgets.get("device_memory_bytes", limit.num_bytes)
-        if own is not None and (not limit.is_host or own < num_bytes):
-            num_bytes, name = own, "device_memory_bytes"
-        staged = 0 if limit.is_host else memory_bytes
-        division = Division(0, 0, num_bytes, staged, 0, name)
+        given = budgets.get("device_memory_bytes", self._limit.num_bytes)
+        device = replace(self._limit, num_bytes=given)
+        division = divide_rest(budgets["memory_bytes"], device)
         if self._options.policy in ("offload", "plan"):
             division = division.without(
                 writing_bytes(1), "writing its values to drives"

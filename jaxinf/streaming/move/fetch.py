@@ -176,7 +176,6 @@ class Fetcher:
         lasts = self._lasts[unit]
         key = (unit, lasts[bisect_left(lasts, number)])
         self.counts.num_fetches += 1
-        self.counts.num_ready += self._mover.has(key)
         return self._mover.get(key)
 
     def done(self, number: int) -> None:
@@ -211,6 +210,7 @@ class Fetcher:
         self._mover.reset()
         found, counts = self._mover.take_counts(), self.counts
         counts.num_bytes += found.num_read_bytes
+        counts.num_ready += found.num_ready
         counts.read_s += found.read_s
         counts.waited_s += found.waited_s
         self._source.close()

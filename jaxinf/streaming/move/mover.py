@@ -10,7 +10,7 @@ it was coded.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -41,6 +41,7 @@ class MoverCounts:
       num_written_bytes, num_read_bytes: Bytes moved to drives, and from them.
       write_s, read_s: Times in which some drive wrote, or read.
       waited_s: Time that the caller waited for any move.
+      num_ready: Number of tensors that were on the device when the caller got them.
       num_forwarded: Number of values that came back before a drive had them.
       num_out_bytes, num_back_bytes: Bytes copied from a device with memory of its own
         to the host, and back.
@@ -52,6 +53,7 @@ class MoverCounts:
     write_s: float = 0.0
     read_s: float = 0.0
     waited_s: float = 0.0
+    num_ready: int = 0
     num_forwarded: int = 0
     num_out_bytes: int = 0
     num_back_bytes: int = 0
@@ -137,9 +139,6 @@ class Mover:
       way_bytes: Memory of the host for tensors on their way to drives.
       device_bytes: Memory of the device for those that come by `load`.
       name: Of the threads.
-
-    Attributes:
-      counts: Those that are not times of queues; see `take_counts`.
     """
 
     def __init__(
@@ -153,21 +152,23 @@ class Mover:
         name: str = "jaxinf-activations",
     ) -> None:
         self._has_link = has_link
-        self._pool = BufferPool(max(read_bytes, PAGE_BYTES))
         drives = list(threads)
-        self._out, self._back = len(drives), len(drives) + 1
-        self._workers = Workers(
-            [*drives, *[1, 1] * has_link], ("write", "read", "out", "back"), name
-        )
+        self._threads = _Threads(drives, name, read_bytes, has_link=has_link)
+        self._workers = self._threads.workers
         self._changed = self._workers.changed
         self._moves: Moves[Any] = Moves(
-            self,
+            self._threads,
             has_link=has_link,
             way_bytes=way_bytes,
-            read_bytes=self._pool.capacity_bytes,
+            read_bytes=self._threads.pool.capacity_bytes,
             device_bytes=device_bytes,
         )
-        self.counts = MoverCounts()
+        self._threads.ended = self._moves.ended
+
+    @property
+    def counts(self) -> MoverCounts:
+        """Counts since the last `take_counts`, without times of queues."""
+        return self._threads.counts
 
     def evict(self, tensor: Evicted) -> None:
         """Starts moving a value out, which may still be computed; does not block.
@@ -210,10 +211,6 @@ class Mover:
         with self._changed:
             self._moves.load(tensors)
 
-    def has(self, key: Hashable) -> bool:
-        """Whether `get` would not block."""
-        return self._moves.tensors[key].is_ready
-
     def get(self, key: Hashable) -> jax.Array:
         """Returns a tensor, valid until `release`; blocks until it is on the device.
 
@@ -221,6 +218,7 @@ class Mover:
           StoreIOError: The drive failed. Other tensors still come back.
         """
         tensor = self._moves.tensors[key]
+        self.counts.num_ready += tensor.is_ready
         self._await(lambda: tensor.is_ready)
         if tensor.error is not None:
             raise tensor.error
@@ -287,23 +285,23 @@ class Mover:
 
     def rest(self) -> None:
         """Gives memory that is not used back to the system."""
-        self._pool.free_idle()
+        self._threads.pool.free_idle()
 
     @property
     def held_bytes(self) -> int:
         """Memory of the host that the mover has for what it reads."""
-        return self._pool.held_bytes
+        return self._threads.pool.held_bytes
 
     def close(self) -> None:
         """Drops everything and ends the threads; idempotent."""
         self.reset()
         self._workers.close()
-        self._pool.close()
+        self._threads.pool.close()
 
     def take_counts(self) -> MoverCounts:
         """Returns the counts since the last call."""
         with self._changed:
-            counts, self.counts = self.counts, MoverCounts()
+            counts, self._threads.counts = self.counts, MoverCounts()
             counts.num_forwarded = self._moves.num_forwarded
             self._moves.num_forwarded = 0
         counts.write_s = self._workers.take_s("write")
@@ -320,29 +318,38 @@ class Mover:
             if self._moves.error is not None:
                 raise self._moves.error
 
-    # --- as the executor of `Moves`, under the lock -----------------------------------
+
+class _Threads:
+    """Runs moves on threads, as `Executor`; all but `_move` under the lock."""
+
+    def __init__(
+        self, drives: Sequence[int], name: str, read_bytes: int, *, has_link: bool
+    ) -> None:
+        self.pool = BufferPool(max(read_bytes, PAGE_BYTES))
+        self._hops = {"out": len(drives), "back": len(drives) + 1}
+        queues = [*drives, *[1, 1] * has_link]
+        self.workers = Workers(queues, ("write", "read", "out", "back"), name)
+        self.counts = MoverCounts()
+        self.ended: Callable[[Any, Kind, Any, BaseException | None], None]
 
     def allocate(self, tensor: Tensor) -> Buffer:
-        """As `Executor.allocate`."""
-        buffer = self._pool.acquire(tensor.host_bytes, block=False)
+        buffer = self.pool.acquire(tensor.host_bytes, block=False)
         assert buffer is not None, "there is room for what comes back"
         return buffer
 
     def free_memory(self, memory: Buffer) -> None:
-        """As `Executor.free_memory`."""
         memory.release()
 
     def start(self, tensor: Moved, kind: Kind, part: int) -> None:
-        """As `Executor.start`."""
-        hops = {"out": self._out, "back": self._back}
-        queue = hops[kind] if kind in hops else tensor.queue(part)
+        is_hop = kind in self._hops
+        queue = self._hops[kind] if is_hop else tensor.queue(part)
 
         def ended(found: Any, error: BaseException | None) -> None:
             if error is None:
                 self._count(tensor, kind, found)
-            self._moves.ended(tensor, kind, found, error)
+            self.ended(tensor, kind, found, error)
 
-        self._workers.submit(queue, Job(partial(self._move, tensor, kind, part), ended))
+        self.workers.submit(queue, Job(partial(self._move, tensor, kind, part), ended))
 
     def _count(self, tensor: Any, kind: Kind, found: Any) -> None:
         counts = self.counts
@@ -363,7 +370,7 @@ class Mover:
             jax.block_until_ready(tensor.value)
         elif kind == "write":
             jax.block_until_ready(tensor.host)
-        with self._workers.timed(kind):
+        with self.workers.timed(kind):
             match kind:
                 case "out":
                     return tensor.copied_out()

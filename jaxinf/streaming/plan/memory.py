@@ -24,6 +24,7 @@ __all__ = [
     "device_limit",
     "divide",
     "divide_reading",
+    "divide_rest",
     "return_freed_memory",
     "store_memory_bytes",
 ]
@@ -193,24 +194,17 @@ def divide(
             f"{_params_text(device, least)}, found {memory_bytes}",
             least - rest,
         )
-    if device.num_bytes is None:
-        return Division(ring, gradients, rest, 0, gradients, "memory_bytes")
-    if device.is_host:
-        is_less = device.num_bytes < rest
-        limit = "device_memory_bytes" if is_less else "memory_bytes"
-        return Division(
-            ring, gradients, min(rest, device.num_bytes), 0, gradients, limit
-        )
-    leaving = min(gradients, max(gradient_bytes, device.num_bytes // _RING_SHARE))
-    programs = device.num_bytes - leaving
-    if programs <= 0:
-        raise BudgetError(
-            "device_memory_bytes",
-            f"expected room for the largest gradient ({gradient_bytes} bytes) and for "
-            f"the program's params, found {device.num_bytes}",
-            1 - programs,
-        )
-    return Division(ring, gradients, programs, rest, leaving, "device_memory_bytes")
+    leaving = gradients
+    if device.num_bytes is not None and not device.is_host:
+        leaving = min(gradients, max(gradient_bytes, device.num_bytes // _RING_SHARE))
+        if leaving >= device.num_bytes:
+            raise BudgetError(
+                "device_memory_bytes",
+                f"expected room for the largest gradient ({gradient_bytes} bytes) and "
+                f"for the program's params, found {device.num_bytes}",
+                1 + leaving - device.num_bytes,
+            )
+    return divide_rest(rest, device, ring, gradients, leaving)
 
 
 def divide_reading(memory_bytes: int, device: DeviceLimit = DeviceLimit()) -> Division:
@@ -220,14 +214,30 @@ def divide_reading(memory_bytes: int, device: DeviceLimit = DeviceLimit()) -> Di
       memory_bytes: All host memory.
       device: The limit on the device's memory.
     """
-    rest = memory_bytes - min(READER_BYTES, memory_bytes // _RING_SHARE)
-    limit = "device_memory_bytes"
-    if device.num_bytes is None:
-        return Division(0, 0, rest, 0, 0, "memory_bytes")
-    if device.is_host:
-        limit = limit if device.num_bytes < rest else "memory_bytes"
-        return Division(0, 0, min(rest, device.num_bytes), 0, 0, limit)
-    return Division(0, 0, device.num_bytes, rest, 0, limit)
+    reader = min(READER_BYTES, memory_bytes // _RING_SHARE)
+    return divide_rest(memory_bytes - reader, device)
+
+
+def divide_rest(
+    rest_bytes: int,
+    device: DeviceLimit,
+    ring: int = 0,
+    gradients: int = 0,
+    leaving: int = 0,
+) -> Division:
+    """Gives what is left of the memory to programs, within the device's limit.
+
+    Args:
+      rest_bytes: Memory of the host that is left.
+      device: The limit on the device's memory.
+      ring, gradients, leaving: As for `Division`; `leaving` is in the device's memory.
+    """
+    limit, most = "device_memory_bytes", device.num_bytes
+    if most is not None and not device.is_host:
+        return Division(ring, gradients, most - leaving, rest_bytes, leaving, limit)
+    if most is None or most >= rest_bytes:
+        limit, most = "memory_bytes", rest_bytes
+    return Division(ring, gradients, most, 0, leaving, limit)
 
 
 def _params_text(device: DeviceLimit, least_bytes: int) -> str:
