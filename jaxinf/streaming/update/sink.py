@@ -8,11 +8,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.typing import Array, PyTree
 
-__all__ = ["Sink"]
+__all__ = ["Sink", "is_finite"]
+
+# Elements whose finiteness is looked at together: it takes memory.
+_RUN_ELEMENTS = 1 << 18
 
 
 class Sink(ABC):
@@ -69,3 +73,12 @@ class Sink(ABC):
     def spilled_bytes(self) -> tuple[int, int]:
         """Bytes of the last step's gradients that waited in memory and in files."""
         return 0, 0
+
+
+def is_finite(array: Array) -> bool:
+    """Whether an array has neither NaN nor Inf; takes little memory."""
+    flat = array.reshape(-1)
+    return all(
+        np.isfinite(flat[start : start + _RUN_ELEMENTS]).all()
+        for start in range(0, flat.size, _RUN_ELEMENTS)
+    )

@@ -28,7 +28,7 @@ from jaxinf.streaming.program.units import Places, Unit
 from jaxinf.streaming.update.compressing import Compressor
 from jaxinf.streaming.update.micro_batches import Sums
 from jaxinf.streaming.update.passes import PassRunner
-from jaxinf.streaming.update.sink import Sink
+from jaxinf.streaming.update.sink import Sink, is_finite
 from jaxinf.typing import Array, PyTree
 
 __all__ = ["FetchedParams", "StoreSink"]
@@ -36,8 +36,6 @@ __all__ = ["FetchedParams", "StoreSink"]
 
 # Gradients up to this long share a call of the engine.
 _SHORT_BYTES = 1 << 20
-# Elements whose finiteness is looked at together: it takes memory.
-_RUN_ELEMENTS = 1 << 18
 _NO_PARAMS = np.empty(0, np.float32)
 
 
@@ -259,7 +257,7 @@ class StoreSink(Sink):
                 piece, gradient = Piece(unit.leaf), np.asarray(gathered)
             self._passes.add(piece, gradient)
             array = np.asarray(gradient)  # it need not stay on the device
-            if is_checked and not _is_finite(array):
+            if is_checked and not is_finite(array):
                 self._bad.append(self._program.leaves[piece.leaf].info.name)
             self._spill.put(piece, array)
 
@@ -303,7 +301,7 @@ class StoreSink(Sink):
     def _is_held(self, gradient: Gradient) -> bool:
         """Whether a gradient refuses the step, which the CSDs could not tell."""
         is_checked = self._compressor.is_on and self._nonfinite != "allow"
-        return is_checked and not _is_finite(np.asarray(gradient))
+        return is_checked and not is_finite(np.asarray(gradient))
 
     def _ask(self, unit: Unit, gradient: Gradient) -> "_Asked":
         """Makes the requests for a unit's update: one for each part that moves."""
@@ -345,15 +343,6 @@ class StoreSink(Sink):
             f"step {self._step}. Lower the learning rate or clip the gradients, or "
             'pass nonfinite="skip" to go on without such steps, as with a loss scale'
         )
-
-
-def _is_finite(array: Array) -> bool:
-    """Whether an array has neither NaN nor Inf; takes little memory."""
-    flat = array.reshape(-1)
-    return all(
-        np.isfinite(flat[start : start + _RUN_ELEMENTS]).all()
-        for start in range(0, flat.size, _RUN_ELEMENTS)
-    )
 
 
 class _Asked:
