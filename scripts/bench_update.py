@@ -15,6 +15,8 @@ prefetched as before it. Medians are printed.
                            without the commit's time above 2 ms
     cpu_user_ms, cpu_system_ms  CPU time of a step; it changes less than the step's time
                            when other programs run
+    ratio_to_plain         with --average, the step's seconds over those of a store
+                           without one; the median of the repetitions' own ratios
     rss_over_caller_bytes  peak RSS during steps, less gradients, params, new params
     rss_over_base_bytes    the same, less the process's memory after a store of as many
                            leaves with hardly any params: Python, JAX and its compiler
@@ -49,7 +51,9 @@ from floor import (
 )
 from update_rig import UpdateRig
 
+import jaxinf
 from jaxinf.engine import MasterChoice, StateFormat
+from jaxinf.program import AverageFormat
 
 NUM_WARM_UP = 4
 NUM_SMALL_PARAMS = 100_000
@@ -71,6 +75,7 @@ class Rep:
       floor_s: seconds to move a step's bytes, by method.
       beside_s: the same by loop, with the step's kernels beside it.
       peer: the peer's own line.
+      plain_s: seconds per step without the average.
     """
 
     step_s: float
@@ -81,6 +86,7 @@ class Rep:
     floor_s: dict[str, float] = field(default_factory=dict)
     beside_s: dict[str, float] = field(default_factory=dict)
     peer: dict[str, Any] | None = None
+    plain_s: float | None = None
 
 
 def run_steps(rig: UpdateRig, num_steps: int) -> Rep:
@@ -247,6 +253,17 @@ def summary(rig: UpdateRig, reps: list[Rep], base_rss_bytes: int) -> dict[str, A
         **_beside(reps),
         **_memory(rig, reps, base_rss_bytes),
         **_peer(num_params, reps),
+        **_average(reps),
+    }
+
+
+def _average(reps: list[Rep]) -> dict[str, Any]:
+    ratios = [rep.step_s / rep.plain_s for rep in reps if rep.plain_s is not None]
+    if not ratios:
+        return {}
+    return {
+        "ratio_to_plain": round(statistics.median(ratios), 4),
+        "ratio_to_plain_spread": spread(ratios),
     }
 
 
@@ -343,14 +360,25 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     del small  # XLA's memory for its programs is free for reuse, too
     gc.collect()
     num_params = int(arguments.params)
-    rig = UpdateRig(place / "store", num_params, num_leaves, dtype=dtype, **options)
+    average, plain = None, None
+    if arguments.average is not None:
+        average = jaxinf.ema(0.999, form=arguments.average)
+        plain = UpdateRig(
+            place / "plain", num_params, num_leaves, dtype=dtype, **options
+        )
+        warm_up(plain)
+    rig = UpdateRig(
+        place / "store", num_params, num_leaves, dtype=dtype, average=average, **options
+    )
     try:
         transfers = rig.transfers()
         warm_up(rig)
         fio = Fio(place, transfers, arguments.fio_seconds)
         reps = []
         for _ in range(arguments.reps):
+            plain_s = plain and run_steps(plain, arguments.steps).step_s
             rep = run_steps(rig, arguments.steps)
+            rep.plain_s = plain_s
             rep.floor_s = measure_floor(rig, rig.transfers(), fio)
             if arguments.beside:
                 rep.beside_s = measure_beside(rig, rig.transfers(), rep.floor_s)
@@ -373,6 +401,8 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
         }
     finally:
         rig.close()
+        if plain is not None:
+            plain.close()
 
 
 def main() -> None:
@@ -385,6 +415,11 @@ def main() -> None:
     parser.add_argument("--leaves", type=int, help="default: one for each 16 Mi params")
     parser.add_argument("--state", choices=get_args(StateFormat), default="fp32")
     parser.add_argument("--master", choices=get_args(MasterChoice), default="auto")
+    parser.add_argument(
+        "--average",
+        choices=get_args(AverageFormat),
+        help="keep an average of the params; a store without one runs in turns with it",
+    )
     parser.add_argument("--params-dtype", choices=[*DTYPES], default="fp32")
     parser.add_argument(
         "--csd", default="host", help="also host:drive=500MB/s; floors run unhindered"

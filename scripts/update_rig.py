@@ -29,7 +29,7 @@ from jaxinf.engine.subgroup_layout import SubgroupLayout
 from jaxinf.io import ByteMeters
 from jaxinf.layout import PAGE_BYTES
 from jaxinf.optimizer.grouping import Member, grouped
-from jaxinf.program import trace_init, trace_update
+from jaxinf.program import Average, averaged, trace_init, trace_update
 from jaxinf.store import (
     MASTER_PARAMS,
     ScalarState,
@@ -53,6 +53,7 @@ class UpdateRig:
       num_params: number of params over all leaves.
       num_leaves: number of leaves; None for leaves of 16 Mi elements.
       dtype: dtype of params and gradients: float32 or bfloat16.
+      average: the average of the params that is kept, too.
       options: options of `jaxinf.open_store`.
     """
 
@@ -63,6 +64,7 @@ class UpdateRig:
         num_leaves: int | None = None,
         *,
         dtype: np.dtype = FLOAT32,
+        average: Average | None = None,
         **options: Any,
     ) -> None:
         count = num_leaves or -(-num_params // LEAF_ELEMENTS)
@@ -72,7 +74,8 @@ class UpdateRig:
             f"leaf{n:05}": jax.ShapeDtypeStruct((size,), dtype)
             for n, size in enumerate(shapes)
         }
-        tx = optax.adamw(1e-3)
+        tx = averaged(optax.adamw(1e-3), average)
+        self._average = "" if average is None else average.codec
         self._program = trace_update(tx, avals, {})
         self._init = trace_init(tx, avals)
         self._description = self._describe()
@@ -119,18 +122,19 @@ class UpdateRig:
             )
         ]
         paths = tuple(map(encode_path, self._init.layout.scalar_keys))
-        return StoreDescription(tuple(leaves), paths)
+        return StoreDescription(tuple(leaves), paths, self._average)
 
     def _create(self) -> list[ScalarState]:
         training = self.store.training
         training.bind(self._description, may_create=True)
         for number, params in enumerate(self.params):
             training.initialise(self._description, number, params, (0,), ScalarInputs())
-        count = ScalarState(self._description.scalar_paths[0], np.array(0, np.int32))
-        states = [count for _ in self._description.scalar_paths]
+        layout = self._init.layout
         named = [
-            ScalarState(path, state.value)
-            for path, state in zip(self._description.scalar_paths, states, strict=True)
+            ScalarState(path, np.zeros((), layout.avals[index].dtype))
+            for path, index in zip(
+                self._description.scalar_paths, layout.scalar_indices, strict=True
+            )
         ]
         training.finish_initialisation(named)
         return named

@@ -53,6 +53,8 @@ def bench_update(directory, *arguments):
         ),
         pytest.param(["--state", "bf16"], 4, 8, marks=pytest.mark.long),
         (["--state", "int8"], 2, 6),
+        (["--average", "fp32"], 12, 16),
+        pytest.param(["--average", "bf16"], 10, 14, marks=pytest.mark.long),
     ],
 )
 def test_update_moves_what_it_says(tmp_path, options, read_bytes, write_bytes):
