@@ -243,11 +243,11 @@ def test_after_a_commit_that_failed(started, monkeypatch):
     found = run(kept, program, 2)
     kept.store.wait()
 
-    def fail(self, slot, record):
+    def fail(self, slot):
         raise OSError("the drive is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(StoreDirectory, "publish", fail)
+        patch.setattr(StoreDirectory, "flip", fail)
         run(kept, program, 1)
         with pytest.raises(OSError, match="the drive is gone"):
             run(kept, program, 1)
