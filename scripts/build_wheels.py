@@ -14,9 +14,8 @@ import sys
 import tarfile
 import tempfile
 import time
+from importlib import metadata
 from pathlib import Path
-
-import ziglang
 
 ROOT = Path(__file__).parents[1]
 MACHINES = ("x86_64", "aarch64")
@@ -41,7 +40,7 @@ def main() -> None:
 
 def build(sdist: Path, machine: str, out: Path) -> Path:
     """Builds a wheel from the sdist, as a user's pip would."""
-    zig = str(Path(ziglang.__file__).parent / "zig")
+    zig = str(metadata.distribution("ziglang").locate_file("ziglang/zig"))
     settings = {
         "JAXINF_MANYLINUX": "{}_{}".format(*GLIBC),
         "_PYTHON_HOST_PLATFORM": f"linux-{machine}",

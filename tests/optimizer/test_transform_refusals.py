@@ -389,16 +389,6 @@ except jaxinf.DeviceConfigurationError as error:
     assert not (place / "store").exists()
 
 
-def test_several_processes_are_refused(open_store, place, monkeypatch):
-    tx = jaxinf.smart_update(optax.adam(1e-3), open_store())
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(
-        jaxinf.DeviceConfigurationError, match=r"one of 2 JAX processes .* one process"
-    ):
-        tx.init(PARAMS)
-    assert not (place / "store").exists()
-
-
 def with_rate(state, rate):
     optimizer = state.optimizer
     rates = {**optimizer.hyperparams, "learning_rate": jnp.float32(rate)}
