@@ -149,7 +149,7 @@ class Run:
         exported = self._root / "exported"
         export = (str(exported), "--format", "huggingface")
         self._watch("trimmed", _jaxinf("store", "trim", str(self._store)))
-        checkpoint = _jaxinf("checkpoint", str(self._store), "export", *export)
+        checkpoint = _jaxinf("checkpoint", "export", str(self._store), *export)
         self._watch("export", checkpoint)
         files = [file for file in exported.rglob("*") if file.is_file()]
         num_bytes = sum(file.stat().st_size for file in files)
@@ -177,7 +177,7 @@ class Run:
 
 
 def _jaxinf(*words: str) -> list[str]:
-    return [sys.executable, "-m", "jaxinf.cli", *words]
+    return [sys.executable, "-m", "jaxinf", *words]
 
 
 def adamw(options: Options, place: Path, *words: str) -> list[str]:

@@ -153,7 +153,7 @@ tx = plain
     "docs/compression.md": "store = jaxinf.open_store('store')",
     "docs/integrations.md": "STORE = str(Path('STORE').absolute())",
     "docs/models.md": "sh('python -m jaxinf.train --store first\\n"
-    "jaxinf checkpoint first export DIR --format huggingface')",
+    "jaxinf checkpoint export first DIR --format huggingface')",
     "docs/performance.md": "store = jaxinf.open_store('store')",
     "docs/security.md": """
 with jaxinf.open_store("STORE", csds=["mnt/nvme0", "mnt/nvme1"]) as store:

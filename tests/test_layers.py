@@ -30,6 +30,7 @@ LAYERS = [
     {"engine"},
     {"optimizer", "streaming"},
     {"train", "cli"},
+    {"__main__"},
 ]
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 

@@ -51,7 +51,7 @@ def list_all(store: Path, *, as_json: bool) -> None:
         return
     console = make_console()
     if not found:
-        console.print(f"no checkpoints; make one: jaxinf checkpoint {store} save")
+        console.print(f"no checkpoints; make one: jaxinf checkpoint save {store}")
         return
     table = make_table("name", "step", "committed", "own bytes", right=("step",))
     for info in found:
@@ -89,7 +89,7 @@ def restore(store: Path, name: str, *, discard_current: bool) -> None:
 
 def _check_kept(directory: StoreDirectory, name: str) -> None:
     """Refuses to give up a committed step that no checkpoint keeps."""
-    give_up = f"jaxinf checkpoint {directory.path} restore {name} --discard-current"
+    give_up = f"jaxinf checkpoint restore {directory.path} {name} --discard-current"
     try:
         current = directory.read_commit()
     except StoreFormatError as error:
@@ -106,6 +106,6 @@ def _check_kept(directory: StoreDirectory, name: str) -> None:
     if current.committed_at not in kept:
         raise StoreMismatchError(
             f"{directory.path}: step {current.step} is committed and in no checkpoint; "
-            f"keep it first (jaxinf checkpoint {directory.path} save NAME), or give it "
+            f"keep it first (jaxinf checkpoint save {directory.path} NAME), or give it "
             f"up ({give_up})"
         )

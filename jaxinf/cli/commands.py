@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +18,7 @@ import tyro
 
 from jaxinf.cli import checkpoints, doctor, inspection, members, verification
 from jaxinf.cli.exchange import Export, Import
-from jaxinf.cli.options import option
+from jaxinf.cli.options import StorePath, option
 from jaxinf.cli.terminal import show_progress
 from jaxinf.command_line import ByteSize, UsageError
 from jaxinf.engine import AverageChoice, MasterFormat, StateFormat, convert_store
@@ -38,9 +39,7 @@ class Inspect:
     read, so the output is of a single step; no data is copied.
     """
 
-    store: Annotated[
-        tyro.conf.Positional[str], option("The store's directory.", "STORE")
-    ]
+    store: StorePath
     leaf: Annotated[
         str | None,
         option(
@@ -123,9 +122,7 @@ class Verify:
     damaged leaf, state, chunk, file and CSD. The exit status is 1 if there is damage.
     """
 
-    store: Annotated[
-        tyro.conf.Positional[str], option("The store's directory.", "STORE")
-    ]
+    store: StorePath
     checkpoint: Annotated[
         str | None, option("Verify this checkpoint alone.", "NAME")
     ] = None
@@ -147,6 +144,7 @@ class Verify:
 class _Save:
     """Keep the committed step by hard links, without copying data; print its path."""
 
+    store: StorePath
     name: Annotated[
         tyro.conf.Positional[str | None],
         option("The checkpoint's name; by default the step's number.", "[NAME]"),
@@ -160,6 +158,7 @@ class _Save:
 class _List:
     """Show the checkpoints: step, time, and the bytes that removing each would free."""
 
+    store: StorePath
     json: Annotated[bool, option("Print one JSON document instead.")] = False
 
     def run(self, store: Path) -> None:
@@ -170,6 +169,7 @@ class _List:
 class _Remove:
     """Remove checkpoints and free their space."""
 
+    store: StorePath
     names: Annotated[
         tyro.conf.Positional[tuple[str, ...]], option("Their names.", "NAME [NAME ...]")
     ]
@@ -184,6 +184,7 @@ class _Remove:
 class _Restore:
     """Make the next run continue from a checkpoint, which stays as it is."""
 
+    store: StorePath
     name: Annotated[tyro.conf.Positional[str], option("Its name.", "NAME")]
     discard_current: Annotated[
         bool, option("Discard the committed step, even if no checkpoint keeps it.")
@@ -197,9 +198,6 @@ class _Restore:
 class Checkpoint:
     """Keep, list, remove and restore committed steps; export and import them."""
 
-    store: Annotated[
-        tyro.conf.Positional[str], option("The store's directory.", "STORE")
-    ]
     action: (
         Annotated[_Save, tyro.conf.subcommand("save")]
         | Annotated[_List, tyro.conf.subcommand("list")]
@@ -211,7 +209,7 @@ class Checkpoint:
 
     def run(self) -> int:
         """Prints to standard output; returns the exit status."""
-        self.action.run(Path(self.store).expanduser().absolute())
+        self.action.run(Path(self.action.store).expanduser().absolute())
         return _SUCCESS
 
 
@@ -219,9 +217,7 @@ class Checkpoint:
 class _Migrate:
     """Update a store of an older format version; its chunks do not change."""
 
-    store: Annotated[
-        tyro.conf.Positional[str], option("The store's directory.", "STORE")
-    ]
+    store: StorePath
 
     def run(self) -> None:
         path = Path(self.store).expanduser().absolute()
@@ -238,9 +234,7 @@ class _Convert:
     in a training step.
     """
 
-    store: Annotated[
-        tyro.conf.Positional[str], option("The store's directory.", "STORE")
-    ]
+    store: StorePath
     new: Annotated[
         tyro.conf.Positional[str], option("The directory of the new store.", "NEW")
     ]
@@ -300,9 +294,7 @@ class _Rebalance:
     is valid, with the old or the new roots.
     """
 
-    store: Annotated[
-        tyro.conf.Positional[str], option("The store's directory.", "STORE")
-    ]
+    store: StorePath
     csd_root: Annotated[
         tyro.conf.UseAppendAction[tuple[Path, ...]],
         option("A CSD root of the store from now on; repeat it for all.", "DIR"),
@@ -327,9 +319,7 @@ class _Trim:
     goes on takes the space again.
     """
 
-    store: Annotated[
-        tyro.conf.Positional[str], option("The store's directory.", "STORE")
-    ]
+    store: StorePath
 
     def run(self) -> None:
         path = Path(self.store).expanduser().absolute()
@@ -366,6 +356,9 @@ def main(argv: Sequence[str] | None = None) -> int:
       SystemExit: after ``--help`` (0), and if the arguments do not parse (2).
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if words == ["--version"]:
+        print(f"jaxinf {version('jaxinf')}")
+        return _SUCCESS
     command: Any = tyro.cli(
         Annotated[Inspect, tyro.conf.subcommand("inspect")]
         | Annotated[Verify, tyro.conf.subcommand("verify")]
@@ -373,7 +366,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         | Annotated[Store, tyro.conf.subcommand("store")]
         | Annotated[Doctor, tyro.conf.subcommand("doctor")],
         prog="jaxinf",
-        description="Storage-offloaded training for JAX: look at stores and drives.",
+        description="Storage-offloaded training for JAX: look at stores and drives. "
+        "--version shows the version.",
         args=words or ["--help"],
         config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes),
     )

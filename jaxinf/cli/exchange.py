@@ -1,4 +1,4 @@
-"""``jaxinf checkpoint STORE export`` and ``import``: steps to and from other tools.
+"""``jaxinf checkpoint export STORE`` and ``import``: steps to and from other tools.
 
 Invariant: a store keeps its committed step until an import is checked and complete; an
 export appears only when it is complete.
@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import tyro
 
 from jaxinf.cli.committed import open_committed, open_directory
-from jaxinf.cli.options import option
+from jaxinf.cli.options import StorePath, option
 from jaxinf.cli.terminal import show_progress
 from jaxinf.command_line import ByteSize, UsageError
 from jaxinf.errors import ExchangeError
@@ -49,6 +49,7 @@ class Export:
     huggingface is a folder that transformers loads, for models trained by jaxinf.train.
     """
 
+    store: StorePath
     destination: Annotated[
         tyro.conf.Positional[str],
         option("A directory that does not exist yet.", "DEST"),
@@ -130,6 +131,7 @@ class Import:
     exist. See docs/checkpoints.md.
     """
 
+    store: StorePath
     source: Annotated[
         tyro.conf.Positional[str],
         option("An Orbax checkpoint, safetensors, or an export.", "SOURCE"),

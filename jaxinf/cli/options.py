@@ -3,13 +3,17 @@
 Invariant: no code here depends on a particular command.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
-__all__ = ["option"]
+__all__ = ["StorePath", "option"]
 
 
 def option(text: str, metavar: str | None = None) -> Any:
     """Describes an argument in ``--help``, without showing its default."""
     return tyro.conf.arg(help=text, metavar=metavar, help_behavior_hint="")
+
+
+StorePath = Annotated[tyro.conf.Positional[str], option("The store's directory.", "STORE")]
+"""Annotates the first word after a command's verb."""

@@ -131,5 +131,5 @@ def _print(path: Path, reports: _Reports, num_bytes: int) -> None:
     if any(damages for _, damages in reports):
         console.print(
             "A run never uses damaged chunks. Check the drives (dmesg, smartctl), then "
-            f"go back to a clean checkpoint: jaxinf checkpoint {path} restore NAME"
+            f"go back to a clean checkpoint: jaxinf checkpoint restore {path} NAME"
         )

@@ -236,7 +236,7 @@ class CommittedState:
                 f"{self.path}: leaf {leaf}: this process holds {len(record.held)} of "
                 f"its {len(record.csds)} chunks, and zarr would show zeros for the "
                 "others; read it in all processes (store.read), or make a whole "
-                "checkpoint (jaxinf checkpoint PATH save NAME)"
+                "checkpoint (jaxinf checkpoint save PATH NAME)"
             )
         self.training.wait()
         return open_array((self.path / "current").resolve(), record, state)

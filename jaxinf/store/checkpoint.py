@@ -398,7 +398,7 @@ def _checked_name(directory: StoreDirectory, name: str | None, step: int) -> str
     if (directory.path / "checkpoints" / name).exists():
         raise StoreMismatchError(
             f"{directory.path}: there is a checkpoint {name!r} already; give another "
-            f'name, or remove it (jaxinf checkpoint "{directory.path}" remove {name})'
+            f'name, or remove it (jaxinf checkpoint remove "{directory.path}" {name})'
         )
     return name
 
@@ -460,7 +460,7 @@ def _check_space(directory: StoreDirectory, pinned: Slot | None) -> None:
         needs,
         "with this checkpoint the steps to come need",
         "free some, or remove another checkpoint (jaxinf checkpoint "
-        f'"{directory.path}" list)',
+        f'list "{directory.path}")',
     )
 
 

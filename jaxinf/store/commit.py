@@ -38,7 +38,7 @@ __all__ = ["CommitRecord", "ScalarState"]
 _WHAT = "the record of a committed step"
 _REMEDY = (
     "undo the edit, restore the file from a backup, or go back to a checkpoint (jaxinf "
-    "checkpoint STORE restore NAME)"
+    "checkpoint restore STORE NAME)"
 )
 
 

@@ -131,8 +131,8 @@ def _check_there(path: Path) -> None:
     if os.path.lexists(path / "commit.json"):
         raise StoreFormatError(
             f"{path}: expected a store, found a checkpoint or an export of one; open "
-            "the store and restore the checkpoint (jaxinf checkpoint STORE restore), "
-            "or make a store of the export (jaxinf checkpoint STORE import)"
+            "the store and restore the checkpoint (jaxinf checkpoint restore STORE), "
+            "or make a store of the export (jaxinf checkpoint import STORE)"
         )
 
 

@@ -140,7 +140,7 @@ def _check(
             f"{directory.path}: expected a store of its own, found a copy of "
             f"{note.owner}, whose chunks on a CSD ({folder}) it would overwrite; open "
             "that one, or make a store that shares nothing with it "
-            '("jaxinf checkpoint STORE export", then "import")'
+            '("jaxinf checkpoint export STORE", then "import")'
         )
     is_vouched = Path(directory.manifest.csds[csd]) in named
     if note.problem and not is_vouched and not (unmade and note.is_unmade):

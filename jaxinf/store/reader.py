@@ -273,7 +273,7 @@ class StepReader:
                 f"{len(leaf.csds)} chunks, found {len(leaf.held)}, since this store is "
                 "a member of a run in several processes, and others hold the rest; "
                 "read it in the run (Store.read), or make a whole checkpoint and read "
-                "that (jaxinf checkpoint PATH save NAME)"
+                "that (jaxinf checkpoint save PATH NAME)"
             )
         return self.read_held(leaf, state)
 

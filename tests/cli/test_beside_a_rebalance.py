@@ -71,7 +71,7 @@ def check_goes_on(path, name, step):
 
 def test_a_checkpoint_is_saved(moving, run):
     moving.start()
-    assert run("checkpoint", moving.path, "save", "more").status == 0
+    assert run("checkpoint", "save", moving.path, "more").status == 0
     assert moving.calls == ["checkpoints.lock"]
     check_whole(moving.path, ["kept", "more"])
     check_goes_on(moving.path, "more", 3)

@@ -51,7 +51,7 @@ def flip(file):
 def test_verify_says_what_is_damaged(store, capsys):
     assert main(["verify", str(store)]) == 0
     assert "step 2, committed: 841 KiB, clean" in capsys.readouterr().out
-    assert main(["checkpoint", str(store), "save", "good"]) == 0
+    assert main(["checkpoint", "save", str(store), "good"]) == 0
     train(store, 3)
     slot = StoreDirectory.open(store).committed_slot()
     flip(chunk(store, slot))
@@ -74,7 +74,7 @@ def test_verify_says_what_is_damaged(store, capsys):
 
 
 def test_verify_beside_a_run_that_removes_a_checkpoint(store, capsys, monkeypatch):
-    assert main(["checkpoint", str(store), "save", "old"]) == 0
+    assert main(["checkpoint", "save", str(store), "old"]) == 0
     verify = Verifier.verify
 
     def verify_late(self, place, progress):
@@ -95,13 +95,13 @@ def test_a_truncated_chunk(store, capsys):
 
 
 def test_a_damaged_store_goes_on_from_a_checkpoint(store, capsys):
-    assert main(["checkpoint", str(store), "save"]) == 0
+    assert main(["checkpoint", "save", str(store)]) == 0
     assert capsys.readouterr().out.strip() == str(store / "checkpoints" / "2")
     train(store, 3)
     flip(chunk(store, StoreDirectory.open(store).committed_slot()))
-    assert main(["checkpoint", str(store), "restore", "2"]) == 1
+    assert main(["checkpoint", "restore", str(store), "2"]) == 1
     assert "step 5 is committed and in no checkpoint" in capsys.readouterr().err
-    words = ["checkpoint", str(store), "restore", "2", "--discard-current"]
+    words = ["checkpoint", "restore", str(store), "2", "--discard-current"]
     assert main(words) == 0
     assert main(["verify", str(store)]) == 0
     assert train(store, 2) == 4
@@ -127,16 +127,16 @@ def test_listing_and_removing(store, capsys):
 
 
 def test_restoring_needs_the_lock(store, capsys):
-    main(["checkpoint", str(store), "save"])
+    main(["checkpoint", "save", str(store)])
     with jaxinf.open_store(store):
-        assert main(["checkpoint", str(store), "restore", "2"]) == 1
+        assert main(["checkpoint", "restore", str(store), "2"]) == 1
         assert "this very process" in capsys.readouterr().err
-        assert main(["checkpoint", str(store), "save", "beside"]) == 0
+        assert main(["checkpoint", "save", str(store), "beside"]) == 0
 
 
 @pytest.mark.parametrize(
     ("words", "missing"),
-    [(["verify"], "STORE"), (["checkpoint", "x"], "save"), (["store"], "migrate")],
+    [(["verify"], "STORE"), (["checkpoint"], "save"), (["checkpoint", "save"], "STORE"), (["store"], "migrate")],
 )
 def test_incomplete_commands_say_what_is_missing(words, missing, capsys):
     with pytest.raises(SystemExit) as exit_of:

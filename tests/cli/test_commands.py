@@ -40,6 +40,10 @@ def test_wrong_command_lines(words, run):
     assert "Traceback" not in result.err
 
 
+def test_version(run):
+    assert run("--version").out == f"jaxinf {jaxinf.__version__}\n"
+
+
 def test_console_script():
     [script] = metadata.entry_points(group="console_scripts", name="jaxinf")
     assert script.load() is main
@@ -63,7 +67,7 @@ def test_in_a_process_of_its_own(trained):
 
 def test_a_reader_that_leaves_early(trained):
     command = (
-        f"{sys.executable} -m jaxinf.cli inspect {trained.path} --json | head -c 9"
+        f"{sys.executable} -m jaxinf inspect {trained.path} --json | head -c 9"
     )
     done = subprocess.run(
         ["bash", "-c", command], capture_output=True, text=True, check=True

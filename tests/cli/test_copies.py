@@ -54,9 +54,9 @@ def copy(request, original, tmp_path):
 
 
 COMMANDS = {
-    "save": ["checkpoint", "COPY", "save", "mine"],
-    "remove": ["checkpoint", "COPY", "remove", "kept"],
-    "restore": ["checkpoint", "COPY", "restore", "kept", "--discard-current"],
+    "save": ["checkpoint", "save", "COPY", "mine"],
+    "remove": ["checkpoint", "remove", "COPY", "kept"],
+    "restore": ["checkpoint", "restore", "COPY", "kept", "--discard-current"],
     "rebalance": ["store", "rebalance", "COPY", "--csd-root", "ROOT"],
     "rebalance to the same": [
         *("store", "rebalance", "COPY", "--csd-root", "ONE", "--csd-root", "TWO"),
@@ -64,7 +64,7 @@ COMMANDS = {
     "convert": ["store", "convert", "COPY", "NEW", "--state", "bf16"],
     "inspect": ["inspect", "COPY"],
     "verify": ["verify", "COPY"],
-    "export": ["checkpoint", "COPY", "export", "OUT"],
+    "export": ["checkpoint", "export", "COPY", "OUT"],
 }
 
 
@@ -93,11 +93,11 @@ def test_a_command_on_a_copy_leaves_the_original_alone(
 def test_an_import_into_a_copy(original, copy, tmp_path, run):
     """An import refuses a copy by its owner, before it reads the step."""
     source = tmp_path / "export"
-    arguments = ["checkpoint", original.path, "export", source]
+    arguments = ["checkpoint", "export", original.path, source]
     assert run(*arguments, "--format", "safetensors").status == 0
     (source / "jaxinf.json").unlink(missing_ok=True)
     before = bytes_below(original.path, *original.csds)
-    assert run("checkpoint", copy, "import", source).status == 1
+    assert run("checkpoint", "import", copy, source).status == 1
     assert bytes_below(original.path, *original.csds) == before
 
 
@@ -117,9 +117,9 @@ def test_migrating_a_copy(original, copy):
 def test_the_original_goes_on_beside_a_copy(original, copy, run):
     del copy
     for words in (
-        ["checkpoint", original.path, "save", "more"],
-        ["checkpoint", original.path, "remove", "more"],
-        ["checkpoint", original.path, "restore", "kept", "--discard-current"],
+        ["checkpoint", "save", original.path, "more"],
+        ["checkpoint", "remove", original.path, "more"],
+        ["checkpoint", "restore", original.path, "kept", "--discard-current"],
         ["verify", original.path],
     ):
         result = run(*words)
@@ -136,7 +136,7 @@ def in_order(store, place):
     words |= {"ROOT": place / "other"}
     names = "inspect verify save export convert restore remove rebalance".split()
     own = [[words.get(word, word) for word in COMMANDS[name]] for name in names]
-    return [*own, ["checkpoint", store, "list"]]
+    return [*own, ["checkpoint", "list", store]]
 
 
 def test_every_command_works_on_a_store_that_was_moved(original, tmp_path, run):
@@ -220,7 +220,7 @@ def test_a_root_that_nothing_says_is_this_stores(original, run, damage):
     before = bytes_below(original.path, original.csds[0])
     with pytest.raises(StoreFormatError) as error:
         jaxinf.open_store(original.path)
-    result = run("checkpoint", original.path, "save", "more")
+    result = run("checkpoint", "save", original.path, "more")
     assert result.status == 1
     assert bytes_below(original.path, original.csds[0]) == before
     if damage.__name__ in ("missing", "damaged", "elsewhere"):
@@ -228,7 +228,7 @@ def test_a_root_that_nothing_says_is_this_stores(original, run, damage):
         line += f"--csd-root {original.csds[1]}"
         assert str(error.value).endswith(line)
         assert run(*line.split()[1:]).status == 0
-        assert run("checkpoint", original.path, "save", "more").status == 0
+        assert run("checkpoint", "save", original.path, "more").status == 0
 
 
 def test_roots_that_are_named_when_the_store_is_opened(original):
@@ -249,7 +249,7 @@ def test_a_root_of_another_users(original, run):
         snapshot(StoreDirectory.open(original.path)),
     ):
         pass
-    assert run("checkpoint", original.path, "remove", "kept").status == 1
+    assert run("checkpoint", "remove", original.path, "kept").status == 1
 
 
 @pytest.mark.parametrize("place", ["/proc/self/cwd", "link", "inside", "relative"])

@@ -23,10 +23,10 @@ def flip(file):
 
 def test_a_checkpoint_takes_the_place_of_a_step_whose_record_is_damaged(store, run):
     flip(store / "current/commit.json")
-    words = ("checkpoint", store, "restore", "2")
+    words = ("checkpoint", "restore", store, "2")
     refused = run(*words)
     assert refused.status == 1
-    line = f"jaxinf checkpoint {store} restore 2 --discard-current"
+    line = f"jaxinf checkpoint restore {store} 2 --discard-current"
     assert refused.err.strip().endswith(line)
     assert run(*line.split()[1:]).status == 0
     assert run("verify", store).status == 0
@@ -52,18 +52,18 @@ def test_a_damaged_checkpoint_is_removed_and_not_restored(store, run, damage):
     else:
         name = "jaxinf.json" if damage == "no manifest" else "commit.json"
         (checkpoint / name).unlink()
-    result = run("checkpoint", store, "restore", "2", "--discard-current")
+    result = run("checkpoint", "restore", store, "2", "--discard-current")
     assert result.status == 1
     assert str(checkpoint) in result.err
     with jaxinf.open_store(store) as opened:
         assert opened.step == 3
-    assert run("checkpoint", store, "remove", "2").status == 0
+    assert run("checkpoint", "remove", store, "2").status == 0
     assert not checkpoint.exists()
     assert run("verify", store).status == 0
 
 
 def test_a_good_checkpoint_beside_a_damaged_one(store, run):
-    assert run("checkpoint", store, "save", "good").status == 0
+    assert run("checkpoint", "save", store, "good").status == 0
     flip(store / "checkpoints/2/commit.json")
-    assert run("checkpoint", store, "restore", "good").status == 0
-    assert run("checkpoint", store, "list").out.count("good") == 1
+    assert run("checkpoint", "restore", store, "good").status == 0
+    assert run("checkpoint", "list", store).out.count("good") == 1

@@ -1,4 +1,4 @@
-"""``jaxinf checkpoint STORE export`` and ``import``."""
+"""``jaxinf checkpoint export STORE`` and ``import``."""
 
 import jax
 import jax.numpy as jnp
@@ -42,10 +42,10 @@ def same(one, other):
 @pytest.mark.parametrize("kind", ["orbax", "safetensors"])
 def test_out_and_in_again(store, tmp_path, capsys, kind):
     out, again = str(tmp_path / "out"), str(tmp_path / "again")
-    assert main(["checkpoint", str(store), "export", out, "--format", kind]) == 0
+    assert main(["checkpoint", "export", str(store), out, "--format", kind]) == 0
     assert capsys.readouterr().out.startswith(f"{out}: step 2, ")
     (tmp_path / "csd").mkdir()
-    command = ["checkpoint", again, "import", out, "--csd", str(tmp_path / "csd")]
+    command = ["checkpoint", "import", again, out, "--csd", str(tmp_path / "csd")]
     assert main(command) == 0
     assert capsys.readouterr().out == f"{again}: step 2, 6 arrays imported\n"
     assert main(["verify", again]) == 0
@@ -56,7 +56,7 @@ def test_out_and_in_again(store, tmp_path, capsys, kind):
 
 def test_a_checkpoint_by_name(store, tmp_path):
     out = str(tmp_path / "out")
-    command = ["checkpoint", str(store), "export", out, "--checkpoint", "1"]
+    command = ["checkpoint", "export", str(store), out, "--checkpoint", "1"]
     assert main(command) == 0
     with ocp.StandardCheckpointer() as checkpointer:
         exported = checkpointer.restore(tmp_path / "out")
@@ -79,7 +79,7 @@ def test_a_plain_run_comes_in(tmp_path, capsys):
     tree = {"teacher": updates, "student": PARAMS, "opt_state": state, "epoch": 3}
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "saved", tree)
-    command = ["checkpoint", store, "import", str(tmp_path / "saved")]
+    command = ["checkpoint", "import", store, str(tmp_path / "saved")]
     assert main(command) == 1
     assert "expected a store to import" in capsys.readouterr().err
     with jaxinf.open_store(store) as opened:
@@ -106,13 +106,13 @@ def test_a_plain_run_comes_in(tmp_path, capsys):
     ],
 )
 def test_what_makes_no_sense(store, capsys, words, text):
-    assert main(["checkpoint", str(store), "import", "/nowhere", *words]) == 2
+    assert main(["checkpoint", "import", str(store), "/nowhere", *words]) == 2
     assert text in capsys.readouterr().err
 
 
 def test_a_new_store_is_as_it_was(store, tmp_path, capsys):
     kept = str(store / "checkpoints" / "1")
-    command = ["checkpoint", str(tmp_path / "new"), "import", kept]
+    command = ["checkpoint", "import", str(tmp_path / "new"), kept]
     assert main([*command, "--step", "3"]) == 2
     assert "are for a store that exists" in capsys.readouterr().err
     assert main(command) == 0

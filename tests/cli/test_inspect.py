@@ -166,7 +166,7 @@ def test_terminal(trained, width, words):
 def _on_terminal(words, width):
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "jaxinf.cli", *words],
+        [sys.executable, "-m", "jaxinf", *words],
         stdout=theirs,
         stderr=theirs,
         env={**os.environ, "TERM": "xterm", "COLUMNS": str(width)},

@@ -24,7 +24,7 @@ def trained(tmp_path_factory):
 
 def test_stock_readers_open_the_whole(trained, capsys):
     run, output = trained
-    assert main(["checkpoint", str(run), "save", "kept"]) == 0
+    assert main(["checkpoint", "save", str(run), "kept"]) == 0
     kept = run / "checkpoints" / "kept"
     assert capsys.readouterr().out.strip() == str(kept)
     group = zarr.open_group(kept, mode="r")
@@ -40,7 +40,7 @@ def test_stock_readers_open_the_whole(trained, capsys):
         np.testing.assert_array_equal(
             tensorstore.open(spec, open=True).result().read().result(), array
         )
-    assert main(["checkpoint", str(run), "save", "kept"]) == 1
+    assert main(["checkpoint", "save", str(run), "kept"]) == 1
 
 
 def test_a_member_that_cannot_be_seen_is_listed(trained, tmp_path, capsys):

@@ -274,7 +274,7 @@ def test_transformers_loads_an_export_with_the_same_bits(case, place):
     task = ("--task", CASES[case][2])
     words = ("--from", place / "hf", *task, "--store", place / "s", "--steps", 0)
     assert train([str(word) for word in words]) == 0
-    words = ("checkpoint", place / "s", "export", place / "out")
+    words = ("checkpoint", "export", place / "s", place / "out")
     words += ("--format", "huggingface", "--dtype", "bfloat16")
     assert jaxinf_main([str(word) for word in words]) == 0
     again, report = type(model).from_pretrained(

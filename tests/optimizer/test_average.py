@@ -283,7 +283,7 @@ def test_other_tools_read_it(place, capsys):
         held = reader.restore(path / "current")
     np.testing.assert_array_equal(held["average"]["w"], average["w"])
     tensors, orbax = place / "tensors", place / "orbax"
-    export = ["checkpoint", str(path), "export"]
+    export = ["checkpoint", "export", str(path)]
     words = [str(tensors), "--average", "--format", "safetensors"]
     assert not main([*export, *words])
     assert_equal(safetensors.numpy.load_file(tensors / "model.safetensors"), average)

@@ -278,10 +278,10 @@ def test_checkpoints_exports_and_stock_orbax(tmp_path, master):
     assert ("params_remainder" in raw) == (master == "auto")
     for format in ("orbax", "safetensors"):
         out = tmp_path / format
-        words = ["checkpoint", str(path), "export", str(out), "--checkpoint", "3"]
+        words = ["checkpoint", "export", str(path), str(out), "--checkpoint", "3"]
         assert main([*words, "--format", format, "--memory", "1MiB"]) == 0
         back = tmp_path / f"{format}-back"
-        assert main(["checkpoint", str(back), "import", str(out)]) == 0
+        assert main(["checkpoint", "import", str(back), str(out)]) == 0
         directory = StoreDirectory.open(back)
         assert Verifier(directory).verify(back / "current") == []
         with jaxinf.open_store(back) as store:
@@ -302,7 +302,7 @@ def test_an_export_sees_damage_in_either_half(tmp_path, capsys):
         file = directory.chunk_file(directory.committed_slot(), 0, 0, state)
         whole = file.read_bytes()
         file.write_bytes(whole[:9] + bytes([whole[9] ^ 1]) + whole[10:])
-        words = ["checkpoint", str(path), "export", str(tmp_path / "out")]
+        words = ["checkpoint", "export", str(path), str(tmp_path / "out")]
         assert main(words) == 1
         assert (
             f"leaf a, {state}, chunk 0 of 1, on CSD 0: exp" in capsys.readouterr().err

@@ -242,7 +242,7 @@ def test_converting_takes_no_others_place(place):
 
 def test_other_tools_get_numbers(place, capsys):
     run(place / "store", 1, state="int8")
-    words = ["checkpoint", str(place / "store"), "export", str(place / "out")]
+    words = ["checkpoint", "export", str(place / "store"), str(place / "out")]
     assert main(words) == 0
     with jaxinf.open_store(place / "store") as store:
         held = store.read("mu", "a")

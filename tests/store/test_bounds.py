@@ -114,7 +114,7 @@ def test_strays_among_checkpoints_are_reported(store, capsys, caplog):
     said = capsys.readouterr().out
     assert r"checkpoints/note\x1b[31m.txt: expected checkpoints alone" in said
     assert "checkpoint empty: " in said
-    command("checkpoint", str(store), "list")
+    command("checkpoint", "list", str(store))
 
 
 def test_no_error_is_called_success():

@@ -30,7 +30,7 @@ def test_an_edited_document_says_how_to_restore_it(tmp_path):
     file.write_text(record.replace('"skipped_steps": 0', '"skipped_steps": 1'))
     with pytest.raises(
         StoreFormatError,
-        match=r"edited or damaged: undo the edit.* checkpoint STORE restore NAME",
+        match=r"edited or damaged: undo the edit.* checkpoint restore STORE NAME",
     ):
         CommitRecord.read(file)
 

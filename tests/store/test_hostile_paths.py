@@ -108,13 +108,13 @@ def use(path):
     root = path.with_name("another")
     root.mkdir(exist_ok=True)
     words = {
-        "save": ["checkpoint", path, "save", "more"],
-        "remove": ["checkpoint", path, "remove", "kept"],
-        "restore": ["checkpoint", path, "restore", "kept", "--discard-current"],
-        "list": ["checkpoint", path, "list"],
+        "save": ["checkpoint", "save", path, "more"],
+        "remove": ["checkpoint", "remove", path, "kept"],
+        "restore": ["checkpoint", "restore", path, "kept", "--discard-current"],
+        "list": ["checkpoint", "list", path],
         "inspect": ["inspect", path],
         "verify": ["verify", path],
-        "export": ["checkpoint", path, "export", new],
+        "export": ["checkpoint", "export", path, new],
     }
     refused = [name for name, line in words.items() if main(list(map(str, line)))]
     for name, action in {

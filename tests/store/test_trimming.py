@@ -58,7 +58,7 @@ def test_a_run_goes_on_behind_a_trimmed_store(num_roots, place, capsys):
 
 def test_checkpoints_keep_their_bytes(place):
     train(jaxinf.open_store(place / "store", **CHUNKS), range(1))
-    assert main(["checkpoint", str(place / "store"), "save", "first"]) == 0
+    assert main(["checkpoint", "save", str(place / "store"), "first"]) == 0
     train(jaxinf.open_store(place / "store", **CHUNKS), range(1, 3))
     trim_store(place / "store")
     assert main(["verify", str(place / "store")]) == 0

@@ -39,7 +39,7 @@ def test_a_run_with_an_average(run, tmp_path, mode):
         leaf = opened.manifest.leaves[0].name
         held = opened.read("average", leaf)
         assert np.any(held != opened.read("params", leaf))
-    export = ["checkpoint", str(store), "export", str(tmp_path / "hf"), "--average"]
+    export = ["checkpoint", "export", str(store), str(tmp_path / "hf"), "--average"]
     assert not main([*export, "--format", "huggingface"])
     tensors = safetensors.numpy.load_file(tmp_path / "hf" / "model.safetensors")
     assert any(

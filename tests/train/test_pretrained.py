@@ -85,7 +85,7 @@ def train(*words):
 def test_round_trip_to_the_bit(place, name):
     tensors = write_folder(place / "hf", MODELS[name])
     assert train("--from", place / "hf", "--store", place / "s", "--steps", 0) == 0
-    export = [str(place / "s"), "export", str(place / "out"), "--format", "huggingface"]
+    export = ["export", str(place / "s"), str(place / "out"), "--format", "huggingface"]
     words = ["checkpoint", *export, "--dtype", "bfloat16", "--max-file", "1MiB"]
     assert jaxinf_main(words) == 0
     found = read_folder(place / "out")
@@ -110,7 +110,7 @@ def test_dtypes_of_params_and_of_an_export(place):
         np.testing.assert_array_equal(held, wte.astype(ml_dtypes.bfloat16))
     for given, expected in ((), ml_dtypes.bfloat16), (("float32",), np.float32):
         out = place / f"out-{len(given)}"
-        words = ["checkpoint", str(place / "s"), "export", str(out)]
+        words = ["checkpoint", "export", str(place / "s"), str(out)]
         words += ["--format", "huggingface", *(("--dtype", *given) if given else ())]
         assert jaxinf_main(words) == 0
         found = read_folder(out)
@@ -134,7 +134,7 @@ def test_training_begins_with_the_weights_and_resumes(place, text):
     losses = [[json.loads(line)["loss"] for line in of_run] for of_run in lines]
     assert losses[0] == losses[1]
     out = str(place / "out")
-    words = ["checkpoint", str(place / "s"), "export", out, "--format", "huggingface"]
+    words = ["checkpoint", "export", str(place / "s"), out, "--format", "huggingface"]
     assert jaxinf_main(words) == 0
     config = json.loads((place / "out" / "config.json").read_text())
     assert (config["model_type"], config["sliding_window"]) == ("mistral", 7)
@@ -203,7 +203,7 @@ def test_fine_tuning_has_the_models_tokenizer_and_defaults_of_its_own(
     lines = [json.loads(x) for x in (log / "metrics.jsonl").read_text().splitlines()]
     rates = [pytest.approx(rate, 1e-5) for rate in (2e-4 / 31, 4e-4 / 31, 3e-3 / 31)]
     assert [line["learning_rate"] for line in lines] == rates
-    export = ["checkpoint", str(place / "s"), "export", str(place / "out")]
+    export = ["checkpoint", "export", str(place / "s"), str(place / "out")]
     assert jaxinf_main([*export, "--format", "huggingface"]) == 0
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         copy = (place / "out" / name).read_bytes()
@@ -458,7 +458,7 @@ def test_only_a_step_that_says_its_model_is_exported(place, capsys):
 
     tx = jaxinf.smart_update(optax.sgd(0.1), place / "s")
     tx.init({"w": np.ones(3, np.float32)})
-    words = ["checkpoint", str(place / "s"), "export", str(place / "out")]
+    words = ["checkpoint", "export", str(place / "s"), str(place / "out")]
     assert jaxinf_main([*words, "--format", "huggingface"]) == 1
     assert "which model it is of" in capsys.readouterr().err
     assert not (place / "out").exists()

@@ -76,7 +76,7 @@ def wanted(train, place, host_losses):
 
 def committed_step(store):
     """Verifies a store, and returns its step."""
-    command = [sys.executable, "-m", "jaxinf.cli", "verify", store]
+    command = [sys.executable, "-m", "jaxinf", "verify", store]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     return int(re.search(r"step (\d+)", result.stdout)[1])

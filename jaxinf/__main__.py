@@ -1,4 +1,4 @@
-"""``python -m jaxinf.cli``: the console script, also if it is not installed."""
+"""``python -m jaxinf``: the console script, also if it is not installed."""
 
 import sys
 
