@@ -15,5 +15,7 @@ def option(text: str, metavar: str | None = None) -> Any:
     return tyro.conf.arg(help=text, metavar=metavar, help_behavior_hint="")
 
 
-StorePath = Annotated[tyro.conf.Positional[str], option("The store's directory.", "STORE")]
+StorePath = Annotated[
+    tyro.conf.Positional[str], option("The store's directory.", "STORE")
+]
 """Annotates the first word after a command's verb."""

@@ -136,7 +136,12 @@ def test_restoring_needs_the_lock(store, capsys):
 
 @pytest.mark.parametrize(
     ("words", "missing"),
-    [(["verify"], "STORE"), (["checkpoint"], "save"), (["checkpoint", "save"], "STORE"), (["store"], "migrate")],
+    [
+        (["verify"], "STORE"),
+        (["checkpoint"], "save"),
+        (["checkpoint", "save"], "STORE"),
+        (["store"], "migrate"),
+    ],
 )
 def test_incomplete_commands_say_what_is_missing(words, missing, capsys):
     with pytest.raises(SystemExit) as exit_of:

@@ -66,9 +66,7 @@ def test_in_a_process_of_its_own(trained):
 
 
 def test_a_reader_that_leaves_early(trained):
-    command = (
-        f"{sys.executable} -m jaxinf inspect {trained.path} --json | head -c 9"
-    )
+    command = f"{sys.executable} -m jaxinf inspect {trained.path} --json | head -c 9"
     done = subprocess.run(
         ["bash", "-c", command], capture_output=True, text=True, check=True
     )
