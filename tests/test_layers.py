@@ -155,7 +155,7 @@ def module_names():
     return ["jaxinf", *(m.name for m in found if not m.name.endswith("__main__"))]
 
 
-@pytest.mark.parametrize("part", ["", *PARTS])
+@pytest.mark.parametrize("part", sorted({"", *PARTS} - {"__main__"}))
 def test_public_names_exist(part):
     names_of_part = [n for n in module_names() if [*n.split("."), ""][1] == part]
     assert names_of_part

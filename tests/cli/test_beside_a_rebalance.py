@@ -94,8 +94,8 @@ def test_a_checkpoint_is_removed(moving):
 
 def test_a_checkpoint_is_restored(moving, run):
     moving.start()
-    words = ["restore", "kept", "--discard-current"]
-    assert run("checkpoint", moving.path, *words).status == 0
+    words = ["kept", "--discard-current"]
+    assert run("checkpoint", "restore", moving.path, *words).status == 0
     assert moving.calls == ["lock"]
     check_whole(moving.path, ["kept"])
     with jaxinf.open_store(moving.path) as store:

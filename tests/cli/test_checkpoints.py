@@ -65,7 +65,7 @@ def test_verify_says_what_is_damaged(store, capsys):
     assert "leaf b, nu, chunk 0 of 1, on CSD" in out
     assert "leaf w, params, zarr metadata: expected the manifest's shape" in out
     assert "checkpoint good: 841 KiB, clean" in out
-    assert "restore NAME" in out
+    assert f"jaxinf checkpoint restore {store} NAME" in out
     assert main(["verify", str(store), "--checkpoint", "good"]) == 0
     capsys.readouterr()
     assert main(["verify", str(store), "--json"]) == 1
@@ -108,21 +108,23 @@ def test_a_damaged_store_goes_on_from_a_checkpoint(store, capsys):
 
 
 def test_listing_and_removing(store, capsys):
-    words = ["checkpoint", str(store)]
-    assert main([*words, "list"]) == 0
+    def call(verb, *words):
+        return main(["checkpoint", verb, str(store), *words])
+
+    assert call("list") == 0
     assert "no checkpoints; make one" in capsys.readouterr().out
-    assert main([*words, "save"]) == main([*words, "save", "best"]) == 0
-    assert main([*words, "save", "best"]) == 1
+    assert call("save") == call("save", "best") == 0
+    assert call("save", "best") == 1
     assert "a checkpoint 'best' already" in capsys.readouterr().err
-    assert main([*words, "list", "--json"]) == 0
+    assert call("list", "--json") == 0
     names = [c["name"] for c in json.loads(capsys.readouterr().out)]
     assert names == ["2", "best"]
-    assert main([*words, "list"]) == 0
+    assert call("list") == 0
     assert "own bytes" in capsys.readouterr().out
-    assert main([*words, "remove", "2", "none"]) == 1
+    assert call("remove", "2", "none") == 1
     assert "expected a checkpoint 'none'" in capsys.readouterr().err
     assert sorted(p.name for p in (store / "checkpoints").iterdir()) == ["2", "best"]
-    assert main([*words, "remove", "2", "best"]) == 0
+    assert call("remove", "2", "best") == 0
     assert list((store / "checkpoints").iterdir()) == []
 
 

@@ -65,10 +65,10 @@ def test_a_checkpoint_by_name(store, tmp_path):
 
 
 def test_params_for_others(store, tmp_path, capsys):
-    words = ["export", str(tmp_path / "out"), "--params-only"]
-    assert main(["checkpoint", str(store), *words]) == 2
+    words = ["export", str(store), str(tmp_path / "out"), "--params-only"]
+    assert main(["checkpoint", *words]) == 2
     assert "--params-only goes with --format safetensors" in capsys.readouterr().err
-    assert main(["checkpoint", str(store), *words, "--format", "safetensors"]) == 0
+    assert main(["checkpoint", *words, "--format", "safetensors"]) == 0
     found = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
     assert same(found, master(store)[1])
 
