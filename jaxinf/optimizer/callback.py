@@ -62,9 +62,19 @@ def check_device_configuration() -> None:
     arguments. When all threads wait in callbacks, it hangs (jax 0.10, 0.12).
 
     Raises:
-      DeviceConfigurationError: gives the variable to set.
+      DeviceConfigurationError: gives the variable to set; or JAX has no CPU backend,
+        to which it hands what callbacks get.
     """
-    num_devices = jax.local_device_count("cpu")
+    platforms = getattr(jax.config, "jax_platforms", None) or ""
+    try:
+        num_devices = jax.local_device_count("cpu")
+    except RuntimeError as error:
+        if not platforms or "cpu" in platforms.split(","):
+            raise
+        raise DeviceConfigurationError(
+            f"JAX_PLATFORMS={platforms}: host callbacks need JAX's CPU backend beside "
+            f"the accelerator's. Set JAX_PLATFORMS={platforms},cpu, or unset it"
+        ) from error
     if num_devices < 2:
         return
     threads, variable = compat.cpu_client_threads(), compat.CPU_THREADS_VARIABLE
@@ -211,8 +221,12 @@ def call_host(
     if is_local:
         return _call(host.reporting, avals, arguments)
 
+    # After an error XLA gives a TPU's program results that nothing has filled.
+    is_tpu = jax.default_backend() == "tpu"
+    function = host.reporting if is_tpu else host.raising
+
     def alone(arguments: PyTree) -> Any:
-        return _call(host.raising, avals, arguments)
+        return _call(function, avals, arguments)
 
     def beside_others(mesh: AbstractMesh) -> Callable[[PyTree], Any]:
         host.warn(mesh.size)
@@ -226,7 +240,14 @@ def call_host(
 def _call(host: Host, avals: PyTree, arguments: PyTree) -> Any:
     if shares_memory(is_local=True):
         return compat.call_with_buffers(partial(_with_buffers, host), avals, arguments)
-    return compat.call_with_copies(partial(_with_copies, host, avals), avals, arguments)
+    if jax.default_backend() != "tpu":
+        function = partial(_with_copies, host, avals)
+        return compat.call_with_copies(function, avals, arguments)
+    # JAX gives all results of a call the first one's sharding, with as many axes.
+    flat = jax.tree.map(lambda a: jax.ShapeDtypeStruct((a.size,), a.dtype), avals)
+    function = partial(_with_copies, host, avals, is_flat=True)
+    found = compat.call_with_copies(function, flat, arguments)
+    return jax.tree.map(lambda x, aval: x.reshape(aval.shape), found, avals)
 
 
 def call_owner(
@@ -327,6 +348,11 @@ def _way(default: str) -> str:
             "JAXINF_CALLBACK: expected io or start, as this JAX "
             f"({jax.__version__}) has no buffer_callback, found 'buffer'"
         )
+    if way == "buffer" and jax.default_backend() != "cpu":
+        raise ValueError(
+            "JAXINF_CALLBACK: expected io or start, as NumPy cannot read the buffers "
+            f"of an accelerator ({jax.default_backend()}), found 'buffer'"
+        )
     return way
 
 
@@ -335,10 +361,12 @@ def _with_buffers(host: Host, context: Any, outs: PyTree, arguments: PyTree) -> 
     host(*jax.tree.map(np.asarray, (outs, arguments)))
 
 
-def _with_copies(host: Host, avals: PyTree, arguments: PyTree) -> PyTree:
+def _with_copies(
+    host: Host, avals: PyTree, arguments: PyTree, *, is_flat: bool = False
+) -> PyTree:
     outs = jax.tree.map(lambda aval: np.empty(aval.shape, aval.dtype), avals)
     host(outs, jax.tree.map(np.asarray, arguments))
-    return outs
+    return jax.tree.map(np.ravel, outs) if is_flat else outs
 
 
 def _only_first(host: GuardedHost) -> GuardedHost:

@@ -512,3 +512,43 @@ def test_a_payload_that_could_not_be_read_again(open_store, payload, problem):
     start(store)
     with pytest.raises(ValueError, match=problem):
         store.annotate(1, payload)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_buffers_of_an_accelerator(open_store, monkeypatch, platform):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    monkeypatch.setenv("JAXINF_CALLBACK", "buffer")
+    tx, state = start(open_store())
+    with pytest.raises(ValueError, match="expected io or start, as NumPy cannot read"):
+        apply(tx, GRADIENTS, state)
+
+
+def test_an_error_on_a_tpu_is_reported(open_store, monkeypatch):
+    """Results of a call that raises are not filled there."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    store = open_store()
+    tx, state = start(store)
+    updates = jax.jit(lambda g: tx.update(g, state, PARAMS)[0])(with_nan(GRADIENTS))
+    assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(updates))
+    with pytest.raises(jaxinf.NonFiniteGradientError):
+        store.check()
+
+
+NO_CPU = """
+import sys
+from jax._src import xla_bridge
+from jaxlib import xla_client
+xla_bridge.register_backend_factory("pretended", xla_client.make_cpu_client)
+import jax.numpy as jnp, optax, jaxinf
+try:
+    tx = jaxinf.smart_update(optax.adam(1e-3), sys.argv[1])
+    tx.init({"w": jnp.ones(3)})
+except jaxinf.DeviceConfigurationError as error:
+    print(error)
+"""
+
+
+def test_an_accelerator_without_the_cpu_backend(run_python, place):
+    found = run_python(NO_CPU, place / "store", JAX_PLATFORMS="pretended")
+    assert "Set JAX_PLATFORMS=pretended,cpu" in found.stdout
+    assert not list((place / "store").glob("*"))
