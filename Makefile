@@ -15,7 +15,7 @@ files-with = $(shell grep -rl --include='test_*.py' '$1' tests)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train big bigger test test-long test-models test-compilers test-newest test-oldest test-hls test-cards test-xrt test-distributed test-faults faults wheels test-wheels lint clean
+.PHONY: help train big bigger test test-long test-models test-compilers test-accelerators test-accelerators-all test-newest test-oldest test-hls test-cards test-xrt test-distributed test-faults faults wheels test-wheels lint clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -47,7 +47,7 @@ bigger: $(VENV)/installed  ## 6.7 billion params under a limit of 6 GiB: trained
 
 test: $(VENV)/installed  ## the test suite, on the installed package
 	$(BIN)/pytest -n auto --dist loadfile -m 'not faults and not hls and not cards and not long' \
-	  --ignore tests/models --ignore tests/faults --ignore tests/distributed tests
+	  --ignore tests/models --ignore tests/faults --ignore tests/distributed --ignore tests/accelerators tests
 
 test-long: $(VENV)/installed  ## families that make test has a part of: every optimizer
 	$(BIN)/pytest -n auto -m long $(call files-with,mark.long)
@@ -60,6 +60,14 @@ test-models: $(VENV)/installed  ## the models, and their PyTorch originals (inst
 test-compilers: $(VENV)/installed  ## kernels: same bits from g++ and clang++ (installs clang)
 	command -v clang++ >/dev/null || { $(SUDO) apt-get update -qq && $(SUDO) apt-get install -qq -y --no-install-recommends clang; }
 	JAXINF_TEST_COMPILERS='g++ clang++' $(BIN)/pytest -n auto tests/kernels/test_compilers.py
+
+test-accelerators: $(VENV)/installed  ## compiles for CUDA and TPU, without one (0.5 GB, once)
+	plugins=$$($(BIN)/python tests/accelerators/wheels.py) && JAX_PLATFORMS=cpu \
+	  JAXINF_TEST_ACCELERATORS=$$plugins $(BIN)/pytest -n 2 -m 'not every' tests/accelerators
+
+test-accelerators-all: $(VENV)/installed  ## the same for every variant and device
+	plugins=$$($(BIN)/python tests/accelerators/wheels.py) && JAX_PLATFORMS=cpu \
+	  JAXINF_TEST_ACCELERATORS=$$plugins $(BIN)/pytest -n 2 tests/accelerators
 
 test-newest:  ## what newer JAX, Flax, optax, Orbax, tensorstore break; reports only
 	$(NEWEST_PYTHON) scripts/try_versions.py newest .venv-newest

@@ -1,0 +1,250 @@
+"""Compiles programs for accelerators that this machine does not have.
+
+XLA compiles for a device that is described in text, without a driver. What needs
+JAX's private parts is here, and `check_private_parts` says when JAX changes them. A
+callback is compiled into a program that nothing can run: it is lowered without the
+client of its platform, which is not there.
+
+Invariant: nothing runs for an accelerator; arguments are shapes.
+"""
+
+import contextlib
+import functools
+import inspect
+import math
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from unittest import mock
+
+import jax
+import numpy as np
+from jax._src import compiler
+from jax._src.interpreters import mlir
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+__all__ = [
+    "CUDA_DEVICES",
+    "Built",
+    "Target",
+    "check_private_parts",
+    "compiled",
+    "compiling_for",
+]
+
+DESCRIPTIONS = Path(__file__).parents[1] / "accelerators" / "devices"
+CUDA_DEVICES = ("h100", "a100", "rtx4090")
+# Neither asks a metadata server where it runs, nor where its neighbours are.
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nothing runs on a TPU
+for _name, _value in (
+    ("TPU_ACCELERATOR_TYPE", "v5litepod-4"),
+    ("TPU_WORKER_HOSTNAMES", "localhost"),
+):
+    os.environ.setdefault(_name, _value)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of device to compile for.
+
+    Attributes:
+      name: ``v5e``, or the name of a file in ``tests/accelerators/devices``.
+      num_devices: Devices of a host.
+    """
+
+    name: str
+    num_devices: int = 1
+
+    @property
+    def platform(self) -> Literal["cuda", "tpu"]:
+        """JAX's name of its platform."""
+        return "cuda" if self.name in CUDA_DEVICES else "tpu"
+
+    @functools.cached_property
+    def devices(self) -> Sequence[Any]:
+        """The devices, of which a TPU's host always has four."""
+        return _devices(self.name, self.num_devices)[: self.num_devices]
+
+    @property
+    def alone(self) -> SingleDeviceSharding:
+        """The sharding on its first device."""
+        return SingleDeviceSharding(self.devices[0])
+
+    def mesh(self, **axes: int) -> Mesh:
+        """Returns a mesh of all its devices, with these axes."""
+        shape = tuple(axes.values())
+        return Mesh(np.array(self.devices).reshape(shape), tuple(axes))
+
+
+@functools.cache
+def _devices(name: str, num_devices: int) -> Sequence[Any]:
+    if name == "v5e":
+        return topologies.get_topology_desc(
+            platform="tpu", topology_name="v5e:2x2"
+        ).devices
+    return topologies.get_topology_desc(
+        platform="cuda",
+        target_config=(DESCRIPTIONS / f"{name}.txtpb").read_text(),
+        topology=f"1x1x{num_devices}",
+    ).devices
+
+
+@dataclass(frozen=True)
+class Built:
+    """A program that was compiled, and what it takes.
+
+    Attributes:
+      text: The optimized HLO, in the order in which it is scheduled.
+      ptx: The kernels; empty for a TPU.
+      seconds: Of the compilation.
+      memory: As `jax.stages.Compiled.memory_analysis`.
+      donated: Donated arguments, and their bytes.
+    """
+
+    text: str
+    ptx: str
+    seconds: float
+    memory: Any
+    donated: tuple[int, int]
+
+    @property
+    def num_aliased(self) -> int:
+        """Number of arguments whose memory a result has."""
+        header = self.text.partition("\n")[0]
+        return header.count("-alias)")
+
+    @property
+    def entry(self) -> list[str]:
+        """The instructions of the computation itself."""
+        return self.text[self.text.index("\nENTRY ") :].splitlines()[2:]
+
+    @property
+    def float_atomics(self) -> list[str]:
+        """Additions whose order, and so whose bits, differ from run to run."""
+        return re.findall(r"\b(?:atom|red)\.\S*\bb?f(?:16|32|64)\S*\.add\S*", self.ptx)
+
+    @property
+    def callbacks(self) -> list[str]:
+        """The calls of the host, on CUDA; on a TPU its transfers to the host."""
+        calls = r"xla_ffi_python_gpu_callback|is_host_transfer=true"
+        return [x for x in self.text.splitlines() if re.search(calls, x)]
+
+
+@contextlib.contextmanager
+def compiling_for(target: Target) -> Iterator[list[Built]]:
+    """Lets jaxinf see the target's platform; yields what is compiled there.
+
+    JAX lowers callbacks without the platform, and gives XLA none of them.
+    """
+    found: list[Built] = []
+    get_backend = mlir.ModuleContext.get_backend
+    compile_and_load = compiler.backend_compile_and_load
+    compile_lowered = jax.stages.Lowered.compile
+
+    def backend_or_none(self: Any, optional: bool = False) -> Any:
+        return None if self.platforms[0] == "cuda" else get_backend(self, optional)
+
+    def without_callbacks(
+        backend: Any, module: Any, devices: Any, options: Any, callbacks: Any
+    ) -> Any:
+        del callbacks  # the number of each is in the program
+        return compile_and_load(backend, module, devices, options, ())
+
+    def noted(self: Any, compiler_options: Any = None) -> Any:
+        if target.platform == "tpu":
+            return note(self, dict(compiler_options or {}))
+        with tempfile.TemporaryDirectory() as dump:
+            return note(self, {**(compiler_options or {}), "xla_dump_to": dump}, dump)
+
+    def note(lowered: Any, options: dict[str, Any], dump: str | None = None) -> Any:
+        began = time.perf_counter()
+        result = compile_lowered(lowered, compiler_options=options)
+        seconds = time.perf_counter() - began
+        files = [] if dump is None else sorted(Path(dump).glob("*.ptx"))
+        ptx = "".join(path.read_text() for path in files)
+        memory = result.memory_analysis()
+        given = [x for x in jax.tree.leaves(lowered.args_info) if x.donated]
+        num_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in given)
+        donated = len(given), num_bytes
+        found.append(Built(result.as_text(), ptx, seconds, memory, donated))
+        return result
+
+    patched = mock.patch.object
+    shown = "gpu" if target.platform == "cuda" else target.platform
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched(jax, "default_backend", lambda: shown))
+        stack.enter_context(patched(jax.stages.Lowered, "compile", noted))
+        if target.platform == "cuda":
+            replaced = patched(mlir.ModuleContext, "get_backend", backend_or_none)
+            stack.enter_context(replaced)
+            name = "backend_compile_and_load"
+            stack.enter_context(patched(compiler, name, without_callbacks))
+        yield found
+
+
+def compiled(
+    target: Target,
+    function: Callable[..., Any],
+    *arguments: Any,
+    donate: Sequence[int] = (),
+) -> Built:
+    """Compiles a function for a target; blocks.
+
+    Args:
+      target: What to compile for.
+      function: The function.
+      arguments: Trees of arrays or shapes. Those without a sharding over a mesh are put
+        on the target's first device, or replicated over the others' mesh.
+      donate: Arguments whose memory results may take.
+    """
+    with compiling_for(target) as found:
+        given = _placed(target, arguments)
+        jax.jit(function, donate_argnums=tuple(donate)).lower(*given).compile()
+    return found[-1]
+
+
+def _placed(target: Target, arguments: Any) -> Any:
+    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(arguments)]
+    meshes = {s.mesh for s in shardings if isinstance(s, NamedSharding)}
+    default: Any = target.alone
+    if meshes:
+        default = NamedSharding(meshes.pop(), PartitionSpec())
+
+    def placed(leaf: Any) -> Any:
+        own = getattr(leaf, "sharding", None)
+        return jax.ShapeDtypeStruct(
+            leaf.shape,
+            leaf.dtype,
+            sharding=own if isinstance(own, NamedSharding) else default,
+            weak_type=getattr(leaf, "weak_type", False),
+        )
+
+    return jax.tree.map(placed, arguments)
+
+
+def check_private_parts() -> None:
+    """Says which of JAX's private parts is not as this module expects.
+
+    Raises:
+      AssertionError: JAX has changed; names the part.
+    """
+    expected = {
+        mlir.ModuleContext.get_backend: ["self", "optional"],
+        compiler.backend_compile_and_load: [
+            "backend",
+            "module",
+            "executable_devices",
+            "options",
+            "host_callbacks",
+        ],
+    }
+    for function, names in expected.items():
+        found = [*inspect.signature(function).parameters]
+        assert found == names, f"{function.__qualname__}: {found}, expected {names}"
