@@ -155,8 +155,8 @@ def _update_function(wrapped: Wrapped) -> Any:
                 "update: expected the SmartUpdateState that init gives, found "
                 f"{type(state).__name__}; make it with state = tx.init(params). State "
                 "of plain optax, such as a checkpoint of before the change, is "
-                f'brought into a store by "jaxinf checkpoint {wrapped.store.path} '
-                'import CHECKPOINT" (docs/checkpoints.md)'
+                'brought into a store by "jaxinf checkpoint import '
+                f'{wrapped.store.path} CHECKPOINT" (docs/checkpoints.md)'
             )
         _refuse_outer()
         check_device_configuration()
