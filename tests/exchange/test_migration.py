@@ -424,6 +424,6 @@ def test_orbax_says_so_and_we_name_the_way(tmp_path):
     quoted = re.search(r'"(User-provided [^"]*)"', page.read_text())
     assert quoted
     assert " ".join(quoted[1].split()) in str(error.value)
-    with pytest.raises(TypeError, match="import CHECKPOINT"):
+    with pytest.raises(TypeError, match="jaxinf checkpoint import"):
         tx.update(params, restored["opt_state"], params)
     jaxinf.close(tmp_path / "store")

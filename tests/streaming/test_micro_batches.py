@@ -3,6 +3,8 @@
 import importlib
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 
 import jax
@@ -147,7 +149,13 @@ def test_a_step_that_fails_leaves_the_store_at_the_step_before(started, monkeypa
 @pytest.mark.parametrize("count", [2, 5])
 def test_ctrl_c_in_a_part_leaves_the_step_before(count, started, monkeypatch):
     """In the first part, and in the last one."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    handled = threading.Event()
+
+    def handle(number, frame):
+        handled.set()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, handle)
     plain = started("plain", CLIPPED, micro_batches=2)
     expected = run(plain)
     step = started("store", CLIPPED, micro_batches=2)
@@ -158,6 +166,8 @@ def test_ctrl_c_in_a_part_leaves_the_step_before(count, started, monkeypatch):
         calls.append(piece)
         if len(calls) == count:
             os.kill(os.getpid(), signal.SIGINT)
+            assert handled.wait(60)
+            time.sleep(0.2)  # else the step may end before the caller gives it up
         put(self, piece, gradient)
 
     try:
