@@ -38,7 +38,7 @@ void check(jaxinf::RootLane& lane, Lanes::U32 x) {
 void check_all(jaxinf::Wides& words) {
   using Roots = jaxinf::Roots<JAXINF_LANES>;
   std::unique_ptr<Roots> roots(new Roots(words));
-  CHECK(roots->lane(0).num_steps == (jaxinf::is_amd ? 1 : 2), "%u steps",
+  CHECK(roots->lane(0).num_steps == (jaxinf::refines_twice ? 2 : 1), "%u steps",
         roots->lane(0).num_steps);
   const Lanes::U32 next = {0, 1, 2, 3, 4, 5, 6, 7};
   for (Word exponent = 127; exponent <= 128; ++exponent)  // every mantissa

@@ -33,7 +33,7 @@ class BlockCodec {
       is_signed |= below_zero[k];
     }
     for (int k = i; k < length; ++k) {
-      const std::int32_t bits = (std::int32_t)(bits_of(x[k]) & 0x7fffffffu);
+      const std::int32_t bits = (std::int32_t)(bits_of_float(x[k]) & 0x7fffffffu);
       largest_bits = largest_bits < bits ? bits : largest_bits;
       is_signed |= x[k] < 0.0f;
     }

@@ -32,13 +32,13 @@ typedef float F32s __attribute__((vector_size(32)));
 typedef std::int32_t I32s __attribute__((vector_size(32)));
 typedef std::uint32_t U32s __attribute__((vector_size(32)));
 
-inline Word bits_of(float x) {
+inline Word bits_of_float(float x) {
   Word bits;
   std::memcpy(&bits, &x, sizeof bits);
   return bits;
 }
 
-inline float float_of(Word bits) {
+inline float float_of_bits(Word bits) {
   float x;
   std::memcpy(&x, &bits, sizeof x);
   return x;
@@ -56,14 +56,14 @@ JAXINF_INLINE R lanewise(Function function, V... x) {
 inline float float_of_half(std::uint16_t half) {
   const Word sign = (Word)(half & 0x8000u) << 16, magnitude = half & 0x7fffu;
   if (magnitude < 0x400u)  // the product is exact
-    return float_of(sign | bits_of((float)(std::int32_t)magnitude * 0x1p-24f));
-  if (magnitude < 0x7c00u) return float_of(sign | ((magnitude << 13) + (112u << 23)));
+    return float_of_bits(sign | bits_of_float((float)(std::int32_t)magnitude * 0x1p-24f));
+  if (magnitude < 0x7c00u) return float_of_bits(sign | ((magnitude << 13) + (112u << 23)));
   const Word quiet = magnitude > 0x7c00u ? 0x400000u : 0u;
-  return float_of(sign | magnitude << 13 | 0x7f800000u | quiet);
+  return float_of_bits(sign | magnitude << 13 | 0x7f800000u | quiet);
 }
 
 inline std::uint16_t half_of_float(float x) {
-  const Word bits = bits_of(x), magnitude = bits & 0x7fffffffu;
+  const Word bits = bits_of_float(x), magnitude = bits & 0x7fffffffu;
   Word half;
   if (magnitude > 0x7f800000u)
     half = 0x7e00u | (magnitude >> 13 & 0x3ffu);
@@ -72,7 +72,7 @@ inline std::uint16_t half_of_float(float x) {
   else if (magnitude >= 0x38800000u)
     half = (magnitude - (112u << 23) + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
   else  // 0.5 has the last place of the denormal numbers
-    half = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
+    half = bits_of_float(float_of_bits(magnitude) + 0.5f) - bits_of_float(0.5f);
   return (std::uint16_t)(bits >> 16 & 0x8000u) | (std::uint16_t)half;
 }
 
@@ -210,8 +210,8 @@ constexpr bool refines_twice = true;
 
 JAXINF_INLINE F32s estimated_rsqrt(F32s x) {
   return lanewise<F32s>([](float v) {
-    const Word bits = bits_of(v);
-    return float_of(estimate_of(bits, intel_estimates.entries[estimate_index(bits)]));
+    const Word bits = bits_of_float(v);
+    return float_of_bits(estimate_of(bits, intel_estimates.entries[estimate_index(bits)]));
   }, x);
 }
 
