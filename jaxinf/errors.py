@@ -147,15 +147,15 @@ class BudgetError(StreamError):
         self.missing_bytes = missing_bytes
         self.otherwise = otherwise
         self.works = dict(works or {})
-        super().__init__(self.text({}))
+        super().__init__(self._text({}))
 
-    def advising(self, works: Mapping[str, str]) -> "BudgetError":
+    def _advising(self, works: Mapping[str, str]) -> "BudgetError":
         """Returns the same with budgets that work."""
         return BudgetError(
             self.limit, self.problem, self.missing_bytes, self.otherwise, works
         )
 
-    def text(self, flags: Mapping[str, str]) -> str:
+    def _text(self, flags: Mapping[str, str]) -> str:
         """Returns the message.
 
         Args:

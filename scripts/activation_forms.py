@@ -22,13 +22,13 @@ import numpy as np
 from flax import nnx
 from jaxinf_models import MODELS, loss
 
-from jaxinf.streaming import Runner, prepare
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Calls
 from jaxinf.streaming.plan.forms import FORMS, Form
 from jaxinf.streaming.plan.offload import fitted
-from jaxinf.streaming.run import Executables
+from jaxinf.streaming.plan.plan import prepare
+from jaxinf.streaming.run import Executables, Runner
 
 MODEL_NAMES = ("gpt2", "llama", "bloom")
 SMALL_SHARE = 1e-3

@@ -28,7 +28,7 @@ def run_steps(rig):
     began = time.perf_counter()
     for _ in range(STEPS):
         rig.step()
-    rig.store.training.join()
+    rig.store._training.join()
     return (time.perf_counter() - began) / STEPS
 
 
@@ -85,7 +85,7 @@ def measure_checkpoints(place, num_params, repetitions):
         rig.store.remove_checkpoint(name)
         removed.append(time.perf_counter() - began)
     num_files = sum(
-        len(leaf.csds) * len(leaf.states) for leaf in rig.store.manifest.leaves
+        len(leaf.csds) * len(leaf.states) for leaf in rig.store._manifest.leaves
     )
     rig.close()
     return {

@@ -37,8 +37,9 @@ from flax import nnx
 from jaxinf_models import GPT2, PRESETS, abstract_params, loss, split
 
 import jaxinf
-from jaxinf.streaming import StreamedStep, prepare
+from jaxinf.streaming import StreamedStep
 from jaxinf.streaming.plan.calls import Policy
+from jaxinf.streaming.plan.plan import prepare
 from jaxinf.streaming.run import compile_plan
 from jaxinf.terminal import parse_bytes
 
@@ -168,7 +169,7 @@ def pairwise(some: Sequence[float], others: Sequence[float]) -> list[float]:
 def keep_timeline(arguments: argparse.Namespace, streamed: Streamed) -> None:
     """Spans of the second of two steps, in seconds from its beginning."""
     streamed.turn(arguments, 0)
-    timeline = streamed.step.store.training.opened.timeline
+    timeline = streamed.step.store._training.opened.timeline
     timeline.start()
     began_s = time.perf_counter()
     streamed.step(batch(arguments, 0))

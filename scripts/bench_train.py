@@ -121,13 +121,15 @@ def keep_timeline(arguments: argparse.Namespace, store: Any, update: Trainer) ->
     """Writes the spans of the second of two steps, in seconds from its beginning."""
     data = batch(arguments, 0)
     update.step(data)
-    store.training.opened.timeline.start()
+    store._training.opened.timeline.start()
     began = time.perf_counter()
     update.step(data)
     ended = time.perf_counter()
     store.wait()
     time.sleep(IDLE_S)
-    spans = [dataclasses.asdict(span) for span in store.training.opened.timeline.stop()]
+    spans = [
+        dataclasses.asdict(span) for span in store._training.opened.timeline.stop()
+    ]
     for span in spans:
         span["began_s"] -= began
         span["ended_s"] -= began

@@ -39,8 +39,9 @@ from jaxinf_models import (
 
 import jaxinf
 from jaxinf.errors import StreamError
-from jaxinf.streaming import prepare, store_memory_bytes
+from jaxinf.streaming import store_memory_bytes
 from jaxinf.streaming.plan.memory import divide
+from jaxinf.streaming.plan.plan import prepare
 from jaxinf.streaming.run import compiled_bytes
 from jaxinf.terminal import parse_bytes
 

@@ -75,7 +75,7 @@ def compress(rig: UpdateRig, ratio: float) -> None:
     """Replaces the rig's gradients by the elements that are sent."""
     compression = jaxinf.top_k(ratio)
     for number, gradient in enumerate(rig.gradients):
-        grid = rig.store.manifest.leaves[number].grid
+        grid = rig.store._manifest.leaves[number].grid
         sent, _ = compress_leaf(jnp.asarray(gradient), grid, compression)
         indices, values = jax.device_get((sent.indices, sent.values))
         lengths = tuple(chunk.num_elements for chunk in grid.chunks())
@@ -116,7 +116,7 @@ def measure(
     for repetition in range(arguments.reps + 1):
         began, cpu = time.perf_counter(), time.process_time()
         rig.step()
-        rig.store.training.join()
+        rig.store._training.join()
         if repetition:  # the first only warms up and compiles
             times.append(time.perf_counter() - began)
             busy.append((time.process_time() - cpu) / times[-1] / (os.cpu_count() or 1))

@@ -42,19 +42,18 @@ import jax.numpy as jnp
 import numpy as np
 import ssdtrain_rok
 
-from jaxinf.streaming import Runner, prepare
 from jaxinf.streaming.call_timer import Watch
 from jaxinf.streaming.move.scratch import RateLimits, Scratch
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Calls
 from jaxinf.streaming.plan.forms import FORMS
 from jaxinf.streaming.plan.offload import fitted
-from jaxinf.streaming.plan.plan import Plan, Prepared
+from jaxinf.streaming.plan.plan import Plan, Prepared, prepare
 from jaxinf.streaming.plan.search import Choice, Problem, choose
 from jaxinf.streaming.plan.simulator import Profile
 from jaxinf.streaming.plan.wear import Wear
 from jaxinf.streaming.program.cut import choose_cuts, isolated
-from jaxinf.streaming.run import Executables, compiled_temp_bytes
+from jaxinf.streaming.run import Executables, Runner, compiled_temp_bytes
 
 PAPER_HIDDEN, SCALE, LAYERS, HEAD = 8192, 16, 4, 64
 SHARES = [0.40, 0.53]

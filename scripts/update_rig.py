@@ -75,7 +75,7 @@ class UpdateRig:
             for n, size in enumerate(shapes)
         }
         tx = averaged(optax.adamw(1e-3), average)
-        self._average = "" if average is None else average.codec
+        self._average = "" if average is None else average._codec
         self._program = trace_update(tx, avals, {})
         self._init = trace_init(tx, avals)
         self._description = self._describe()
@@ -88,8 +88,8 @@ class UpdateRig:
         self._scalar_state = [
             np.zeros(s.value.shape, s.value.dtype) for s in self._create()
         ]
-        stored = self.store.manifest.leaves[0].states[0]
-        is_wanted = self.store.training.opened.options.master != "stored"
+        stored = self.store._manifest.leaves[0].states[0]
+        is_wanted = self.store._training.opened.options.master != "stored"
         self._takes_params = is_wanted and dtype_of(stored.dtype) == dtype
         self.step_number = 0
         members = [Member(n, 4 * size, None) for n, size in enumerate(shapes)]
@@ -125,7 +125,7 @@ class UpdateRig:
         return StoreDescription(tuple(leaves), paths, self._average)
 
     def _create(self) -> list[ScalarState]:
-        training = self.store.training
+        training = self.store._training
         training.bind(self._description, may_create=True)
         for number, params in enumerate(self.params):
             training.initialise(self._description, number, params, (0,), ScalarInputs())
@@ -154,7 +154,7 @@ class UpdateRig:
         inputs = self._inputs(scalars)
         for group in self._groups:
             requests = [self._request(number, inputs[number]) for number in group]
-            self.store.training.steps.update(self.step_number, *requests)
+            self.store._training.steps.update(self.step_number, *requests)
         self.params, self._next_params = self._next_params, self.params
         self._scalar_state = [np.asarray(value) for value in new]
         named = [
@@ -163,7 +163,7 @@ class UpdateRig:
                 self._description.scalar_paths, self._scalar_state, strict=True
             )
         ]
-        self.store.training.steps.finish(self.step_number, named, 0)
+        self.store._training.steps.finish(self.step_number, named, 0)
         self.step_number += 1
 
     def _request(self, number: int, inputs: ScalarInputs) -> UpdateRequest:
@@ -193,7 +193,7 @@ class UpdateRig:
 
     def _layouts(self) -> list[tuple[int, SubgroupLayout]]:
         """Returns every subgroup with its leaf."""
-        opened = self.store.training.opened
+        opened = self.store._training.opened
         return [
             (number, layout)
             for number, params in enumerate(self.params)
@@ -201,7 +201,7 @@ class UpdateRig:
         ]
 
     def _transfer(self, layout: SubgroupLayout) -> Transfer:
-        opened = self.store.training.opened
+        opened = self.store._training.opened
         states = range(len(layout.states))
 
         def piece(state: int, slot: Slot) -> Piece:
@@ -231,7 +231,7 @@ class UpdateRig:
         layouts = self._layouts()
         longest_bytes = max(layout.num_bytes for _, layout in layouts)
         fleet = HostFleet(num_buffers * longest_bytes, ByteMeters())
-        directory = self.store.training.opened.directory
+        directory = self.store._training.opened.directory
         [csd] = fleet.attach([directory.path], longest_bytes, 0)
         buffers = [csd.acquire(longest_bytes) for _ in range(num_buffers)]
         began = time.perf_counter()

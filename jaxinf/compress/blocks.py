@@ -63,7 +63,7 @@ def compress_leaf(
         def of_block(block: jax.Array, k: int = k) -> tuple[Any, ...]:
             indices = select(block, k, top_k.selection)
             exact = block[indices]
-            values = _rounded(exact, top_k.value_dtype(dtype))
+            values = _rounded(exact, top_k._value_dtype(dtype))
             if feedback is None:
                 return indices, values
             left = exact - values.astype(jnp.float32)
@@ -81,7 +81,7 @@ def compress_leaf(
             results = lax.map(of_block, blocks)
             pieces += [tuple(r[i] for r in results) for i in range(blocks.shape[0])]
     indices = _joined([piece[0] for piece in pieces], jnp.int32)
-    values = _joined([piece[1] for piece in pieces], top_k.value_dtype(dtype))
+    values = _joined([piece[1] for piece in pieces], top_k._value_dtype(dtype))
     sent = Compressed(indices, values, counts)
     if feedback is None:
         return sent, None

@@ -57,13 +57,13 @@ class TopK:
                     f"{', '.join(map(repr, get_args(kinds)))}"
                 )
 
-    def value_dtype(self, gradient: Any) -> np.dtype:
+    def _value_dtype(self, gradient: Any) -> np.dtype:
         """Returns the dtype of values on the link, for a gradient's dtype."""
         return jnp.dtype(self.values or gradient)
 
-    def entry_bytes(self, gradient: Any) -> int:
+    def _entry_bytes(self, gradient: Any) -> int:
         """Returns the bytes of an index and its value."""
-        return INDEX_BYTES + self.value_dtype(gradient).itemsize
+        return INDEX_BYTES + self._value_dtype(gradient).itemsize
 
     def num_kept(self, num_elements: int, gradient: Any) -> int:
         """Returns the number of elements of a chunk to send.
@@ -77,7 +77,7 @@ class TopK:
         """
         ratio = Fraction(repr(float(self.ratio)))  # as it is written, not as it rounds
         dense_bytes = num_elements * np.dtype(gradient).itemsize
-        fitting = int(ratio * dense_bytes / self.entry_bytes(gradient))
+        fitting = int(ratio * dense_bytes / self._entry_bytes(gradient))
         return min(num_elements, max(1, fitting))
 
     def describe(self) -> str:

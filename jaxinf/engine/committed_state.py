@@ -45,22 +45,22 @@ class CommittedState:
     """
 
     def __init__(self, training: Training) -> None:
-        self._training = training
+        self._run = training
 
     @property
-    def training(self) -> Training:
+    def _training(self) -> Training:
         """The store's run."""
-        return self._training
+        return self._run
 
     @property
     def path(self) -> Path:
         """The store's directory."""
-        return self._training.options.path
+        return self._run.options.path
 
     @property
     def exists(self) -> bool:
         """Whether a step is committed: True when opened to resume."""
-        return self.training.commit is not None
+        return self._training.commit is not None
 
     @property
     def step(self) -> int:
@@ -90,7 +90,7 @@ class CommittedState:
         return commit.payload if commit else None
 
     @property
-    def manifest(self) -> Manifest:
+    def _manifest(self) -> Manifest:
         """The store's manifest: leaves, states, grids.
 
         Raises:
@@ -100,36 +100,36 @@ class CommittedState:
 
     @property
     def _directory(self) -> StoreDirectory:
-        self.training.check()
-        return self.training.opened.directory
+        self._training.check()
+        return self._training.opened.directory
 
     def _last_commit(self) -> CommitRecord | None:
-        self.training.join()
-        return self.training.commit
+        self._training.join()
+        return self._training.commit
 
     @property
     def metrics(self) -> StepMetrics | None:
         """Time and traffic of the last step committed by this process."""
-        return self.training.metrics
+        return self._training.metrics
 
     def metrics_of(self, step: int) -> StepMetrics | None:
         """Time and traffic of a step; None if not one of this process's last eight.
 
         Waits for the step's commit, and for no later one.
         """
-        return self.training.metrics_of(step)
+        return self._training.metrics_of(step)
 
     @property
     def peak_memory_bytes(self) -> int:
         """The peak use of the memory budget so far."""
-        return self.training.peak_memory_bytes
+        return self._training.peak_memory_bytes
 
     def csds(self) -> list[CsdInfo]:
         """Kind, place and free space of each CSD; empty until there is a store."""
-        self.training.check()
-        if not self.training.has_files:
+        self._training.check()
+        if not self._training.has_files:
             return []
-        return [csd.info() for csd in self.training.opened.csds]
+        return [csd.info() for csd in self._training.opened.csds]
 
     def params(
         self, like: PyTree, *, state: Any = None, average: bool = False
@@ -153,22 +153,22 @@ class CommittedState:
         """
         self._wait_for(state)
         leaves, treedef = jax.tree.flatten(like)
-        self.check_like(trained(like))
+        self._check_like(trained(like))
         places = [place for place, leaf in enumerate(leaves) if is_trained(leaf)]
-        with self.training.paused():
-            number_of = self.training.opened.state_number
+        with self._training.paused():
+            number_of = self._training.opened.state_number
             for number, place in enumerate(places):
                 chosen = number_of(number, average=average)
-                leaves[place] = self.read_leaf(number, leaves[place], chosen)
+                leaves[place] = self._read_leaf(number, leaves[place], chosen)
         return jax.tree.unflatten(treedef, leaves)
 
-    def check_like(self, like: PyTree) -> None:
+    def _check_like(self, like: PyTree) -> None:
         """Compares a tree of arrays, or of shapes and dtypes, with the store's leaves.
 
         Raises:
           StoreMismatchError: `like` has other leaves or shapes than the store.
         """
-        held = [(leaf.name, leaf.shape) for leaf in self.manifest.leaves]
+        held = [(leaf.name, leaf.shape) for leaf in self._manifest.leaves]
         asked = [(leaf_name(i.path), i.shape) for i in leaf_infos(like)]
         if held != asked:
             difference = [pair for pair in asked if pair not in held][:3]
@@ -178,7 +178,7 @@ class CommittedState:
                 f"`like` {len(asked)}"
             )
 
-    def read_leaf(self, number: int, like: Any, state: int = 0) -> jax.Array:
+    def _read_leaf(self, number: int, like: Any, state: int = 0) -> jax.Array:
         """Reads a leaf's committed master, or other state, onto JAX devices; blocks.
 
         Args:
@@ -187,7 +187,7 @@ class CommittedState:
           state: number of the state in the manifest.
         """
         shape, dtype = tuple(like.shape), np.dtype(like.dtype)
-        opened = self.training.opened
+        opened = self._training.opened
 
         def read_box(origin: Sequence[int], extent: Sequence[int]) -> np.ndarray:
             is_whole = opened.directory.manifest.leaves[number].is_whole
@@ -209,7 +209,7 @@ class CommittedState:
             return read_box(origin, extent)
 
         sharding = getattr(like, "sharding", None)
-        if not self.training.members.is_alone:
+        if not self._training.members.is_alone:
             return _read_parts(opened, number, shape, dtype, sharding, read_box)
         # As uncommitted as `like`; otherwise a jitted step would be compiled again.
         if sharding is None or not getattr(like, "committed", True):
@@ -230,7 +230,7 @@ class CommittedState:
         Raises:
           ValueError: no such leaf or state; lists what there is.
         """
-        record = find_leaf(self.manifest, state, leaf)
+        record = find_leaf(self._manifest, state, leaf)
         if not record.is_whole:
             raise ValueError(
                 f"{self.path}: leaf {leaf}: this process holds {len(record.held)} of "
@@ -238,7 +238,7 @@ class CommittedState:
                 "others; read it in all processes (store.read), or make a whole "
                 "checkpoint (jaxinf checkpoint save PATH NAME)"
             )
-        self.training.wait()
+        self._training.wait()
         return open_array((self.path / "current").resolve(), record, state)
 
     def read(self, state: str, leaf: str) -> Array:
@@ -255,16 +255,16 @@ class CommittedState:
         Raises:
           ValueError: no such leaf or state; lists what there is.
         """
-        record = find_leaf(self.manifest, state, leaf)
+        record = find_leaf(self._manifest, state, leaf)
         chosen = record.state(state)
         if chosen.is_beside:
             raise ValueError(
                 f"leaf {leaf}: {state} is a part of {chosen.slot}; read that"
             )
-        with self.training.paused():
-            path, commit = committed_step(self.training.opened)
+        with self._training.paused():
+            path, commit = committed_step(self._training.opened)
             with StepReader(path, commit, directory=self._directory) as reader:
-                if self.training.members.is_alone:
+                if self._training.members.is_alone:
                     return reader.read(record, chosen)
                 return gathered_whole(reader.read_held(record, chosen))
 
@@ -277,7 +277,7 @@ class CommittedState:
         """
         self._wait_for(state)
         if state is not None:
-            self.training.keep_saved()
+            self._training.keep_saved()
 
     def _wait_for(self, state: Any) -> None:
         if state is None:
@@ -286,9 +286,9 @@ class CommittedState:
             try:
                 jax.block_until_ready(state)
             except Exception:
-                self.training.check()  # raises the cause of JAX's exception
+                self._training.check()  # raises the cause of JAX's exception
                 raise
-        self.training.wait()
+        self._training.wait()
 
 
 def _read_parts(

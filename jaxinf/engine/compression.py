@@ -25,7 +25,7 @@ def gradient_forms(
     """Returns the forms in which the CSDs get gradients of a dtype."""
     if compression is None:
         return (GradientForm(dtype),)
-    sparse = GradientForm(compression.value_dtype(dtype), is_sparse=True)
+    sparse = GradientForm(compression._value_dtype(dtype), is_sparse=True)
     return (sparse, *[GradientForm(dtype)][: compression.warmup_steps])
 
 
@@ -40,7 +40,7 @@ def check_compression(compression: TopK | None, store: Store) -> None:
         raise TypeError(
             f"compress={compression!r}: expected jaxinf.top_k(ratio) or None"
         )
-    options = store.training.options
+    options = store._training.options
     if keeps_feedback(compression) and options.steps_per_commit != 1:
         raise ValueError(
             f"{options.path}: error_feedback=True: each step commits its error "

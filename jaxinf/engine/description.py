@@ -241,7 +241,7 @@ def describe(
             )
         )
     paths = tuple(map(encode_path, init.layout.scalar_keys))
-    codec = "" if average is None else average.codec
+    codec = "" if average is None else average._codec
     return StoreDescription(tuple(leaves), paths, codec)
 
 

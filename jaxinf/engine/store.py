@@ -90,18 +90,18 @@ class Store(CommittedState):
         opened.holders.append(self)
 
     @property
-    def training(self) -> Training:
+    def _training(self) -> Training:
         """The store's run.
 
         Raises:
           StoreClosedError: this handle is closed, though others are not.
         """
-        if self not in self._opened.holders and not self._training.is_closed:
+        if self not in self._opened.holders and not self._run.is_closed:
             raise closed_error(self.path)
-        return self._training
+        return self._run
 
     def __repr__(self) -> str:
-        commit = self._training.commit
+        commit = self._run.commit
         step = "new" if commit is None else f"step {commit.step}"
         return f"Store({str(self.path)!r}, {step})"
 
@@ -113,7 +113,7 @@ class Store(CommittedState):
           A directory laid out like a slot: a zarr group, an Orbax checkpoint,
           ``commit.json``. It is removed after the context. No data is copied.
         """
-        self.training.wait()
+        self._training.wait()
         with snapshot(self._directory) as path:
             yield path
 
@@ -142,12 +142,12 @@ class Store(CommittedState):
           StoreSpaceError: the drives have too little room; nothing was made.
         """
         self._wait_for(state)
-        with self.training.paused():
+        with self._training.paused():
             return save_checkpoint(self._directory, name)
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """Returns all checkpoints, by step; waits for one that is being made."""
-        self.training.join()
+        self._training.join()
         return list_checkpoints(self._directory)
 
     def remove_checkpoint(self, name: str) -> None:
@@ -189,11 +189,11 @@ class Store(CommittedState):
         Raises:
           ValueError, TypeError: it is not JSON, or the step is committed already.
         """
-        self.training.annotate(step, payload)
+        self._training.annotate(step, payload)
 
     def check(self) -> None:
         """Raises the exception that stopped the store, if any, with its type."""
-        self.training.tell()
+        self._training.tell()
 
     def close(self) -> None:
         """Closes this handle, and with the last handle the store. Idempotent.
@@ -211,13 +211,13 @@ class Store(CommittedState):
         """
         held = self._opened.holders
         with _OPEN.guard:
-            if self not in held or self._training.is_closed:
+            if self not in held or self._run.is_closed:
                 return
             if len(held) > 1:
                 held.remove(self)
                 return
         check_thread(f"{self.path}: close")
-        training = self._training
+        training = self._run
         try:
             wait_for_dispatched()
         except KeyboardInterrupt:
@@ -236,7 +236,7 @@ class Store(CommittedState):
 
     def _release(self) -> None:
         try:
-            self._training.close()
+            self._run.close()
         finally:
             _OPEN.forget(self._opened)
 

@@ -98,7 +98,7 @@ def check_processes(store: Store, shardings: Sequence[NamedSharding]) -> None:
     """
     if jax.process_count() == 1:
         return
-    members, count = store.training.members, jax.process_count()
+    members, count = store._training.members, jax.process_count()
     mesh = shardings[0].mesh if shardings else None
     if members.is_alone and (mesh is None or _processes(mesh) == {jax.process_index()}):
         return

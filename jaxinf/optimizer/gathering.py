@@ -75,9 +75,9 @@ def _stored_shardings(
     Returns:
       The same, with replicated leaves where the chunks do not divide at the shards.
     """
-    if store.training.commit is None:
+    if store._training.commit is None:
         return shardings
-    if len(store.manifest.leaves) != len(leaves):
+    if len(store._manifest.leaves) != len(leaves):
         return shardings  # refused where the store is bound
     return tuple(
         sharding
@@ -101,7 +101,7 @@ def _divides(
 ) -> bool:
     local = sharding.shard_shape(shape)
     return all(
-        store.training.opened.divides(
+        store._training.opened.divides(
             leaf, [n * extent for n, extent in zip(place, local, strict=True)], local
         )
         for place in itertools.product(*map(range, shard_counts(sharding, shape)))

@@ -54,7 +54,7 @@ class HostInit:
         Raises:
           StoreMismatchError: the store has steps but must not, or has other leaves.
         """
-        training = self._store.training
+        training = self._store._training
         with self._guard:
             if not self._has_begun and training.commit is not None:
                 if self._on_existing == "error":
@@ -92,7 +92,7 @@ class HostInit:
                 feedback[...] = 0
             elif feedback is not None:
                 feedback[...] = 0  # where others hold it
-                self._store.training.read_feedback(leaf.number, feedback, origin)
+                self._store._training.read_feedback(leaf.number, feedback, origin)
         outs.statuses[...] = FINITE
 
     def place(
@@ -103,14 +103,14 @@ class HostInit:
         inputs: ScalarInputs,
     ) -> None:
         """Stores a shard's initial state."""
-        training = self._store.training
+        training = self._store._training
         training.initialise(self._description, number, shard, origin, inputs)
 
     def check_box(
         self, number: int, origin: Sequence[int], extent: Sequence[int]
     ) -> None:
         """Refuses a shard that the store's chunks do not divide at."""
-        self._store.training.opened.chunks_of(number, origin, extent)
+        self._store._training.opened.chunks_of(number, origin, extent)
 
     @property
     def is_comparing(self) -> bool:
@@ -126,7 +126,7 @@ class HostInit:
           origin: index in the leaf of the shard's first element.
         """
         if self.is_comparing:
-            training = self._store.training
+            training = self._store._training
             is_same = shard is not None and training.has_params(number, shard, origin)
             self._has_seen_others = not is_same
 
@@ -139,8 +139,8 @@ class HostInit:
         """
         statuses, scalars = arguments
         if np.any(statuses == FAILED):
-            self._store.training.check()
-            raise self._store.training.members.failure_of_others(0)
+            self._store._training.check()
+            raise self._store._training.members.failure_of_others(0)
         for out, value in zip(outs, self.held_state(scalars), strict=True):
             out[...] = value
 
@@ -153,7 +153,7 @@ class HostInit:
         Returns:
           Step, skipped steps, origin (see `SmartUpdateState`) and scalar state.
         """
-        training = self._store.training
+        training = self._store._training
         is_new = self.begin()
         self._has_begun = False  # the computation may run again
         if is_new:
@@ -170,7 +170,7 @@ class HostInit:
 
     def agreed_origin(self, origin: Array) -> Array:
         """Returns the state's origin for all processes: one has seen other params."""
-        found = self._store.training.members.agree("init", lambda: int(origin))
+        found = self._store._training.members.agree("init", lambda: int(origin))
         return np.array(max(found), np.int32)
 
     def _check_scalars(

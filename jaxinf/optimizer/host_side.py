@@ -76,7 +76,7 @@ class HostSide:
     @property
     def takes_params(self) -> bool:
         """Whether params on the JAX device may be used instead of the master."""
-        return self.store.training.options.takes_params
+        return self.store._training.options.takes_params
 
     @property
     def checks_finite(self) -> bool:
@@ -90,15 +90,15 @@ class HostSide:
         They do if a step may overwrite an uncommitted one, since it could not be
         refused half way.
         """
-        return self.store.training.options.rewrites_steps and self.checks_finite
+        return self.store._training.options.rewrites_steps and self.checks_finite
 
     def grid(self, description: StoreDescription, number: int) -> LeafGrid:
         """Returns the chunk grid of a leaf, in the existing or future store."""
-        return self.store.training.grid(description, number)
+        return self.store._training.grid(description, number)
 
     def guarded(self, host: Host) -> GuardedHost:
         """Wraps a host function for a callback: its exception stops the store."""
-        training = self.store.training
+        training = self.store._training
         return GuardedHost(
             host, training.fail_computation, training.fail_beside_others, self._warn
         )
@@ -142,7 +142,7 @@ class HostSide:
           out: the result and, unless that is `UNBOUND`, the new state's origin.
           state: the state's step and origin.
         """
-        training, (step, origin) = self.store.training, map(int, state)
+        training, (step, origin) = self.store._training, map(int, state)
         training.bind(description)
         if self._num_interrupts != interrupts.num_raised:
             # Ctrl-C may have come before the program kept the last step's state.
@@ -154,15 +154,15 @@ class HostSide:
         out[...] = BOUND if is_bound else UNBOUND, training.binding.origin
 
     def _begin_binding(self, step: int, origin: int) -> None:
-        self.store.training.wait()
-        self.store.training.binding.begin(step, origin)
+        self.store._training.wait()
+        self.store._training.binding.begin(step, origin)
 
     def compare(self, outs: HostResult, call: HostCall) -> None:
         """Callback before the first step: compares params with the store's."""
-        self.store.training.check()
+        self.store._training.check()
         for leaf in call.leaves:
             origin = call.origin(leaf)
-            self.store.training.binding.compare(leaf.number, leaf.params, origin)
+            self.store._training.binding.compare(leaf.number, leaf.params, origin)
         outs.statuses[...] = FINITE
 
     def bind(
@@ -189,23 +189,23 @@ class HostSide:
                 "had read an old copy. Take the params from the store, params = "
                 "store.params(like=params), in every process"
             )
-        binding = self.store.training.binding
+        binding = self.store._training.binding
         binding.finish()
         out[...] = BOUND, binding.origin
 
     def _clear_parts(self, outs: HostResult, call: HostCall) -> None:
         """Writes zeros into results of which other processes fill a part."""
-        if not self.store.training.members.is_alone:
-            records = self.store.training.opened.directory.manifest.leaves
+        if not self.store._training.members.is_alone:
+            records = self.store._training.opened.directory.manifest.leaves
             for leaf, out in zip(call.leaves, outs.arrays, strict=True):
                 if out is not None and not records[leaf.number].is_whole:
                     out[...] = 0
 
     def _check_all(self, step: int, statuses: Array) -> None:
         """Raises the failure of this process, or that of another."""
-        self.store.training.check()
+        self.store._training.check()
         if np.any(statuses == FAILED):
-            raise self.store.training.members.failure_of_others(step)
+            raise self.store._training.members.failure_of_others(step)
 
     def recall(self, slots: Sequence[str], outs: HostResult, call: HostCall) -> None:
         """Callback: before the updates of a step, reads a slot of each leaf."""
@@ -219,14 +219,14 @@ class HostSide:
             )
             for leaf, out in zip(call.leaves, outs.arrays, strict=True)
         ]
-        self.store.training.steps.recall(int(call.step), *requests)
+        self.store._training.steps.recall(int(call.step), *requests)
         outs.statuses[...] = FINITE
 
     def update(
         self, description: StoreDescription, outs: HostResult, call: HostCall
     ) -> None:
         """Callback: takes gradients when ready, and updates leaves or shards."""
-        self.store.training.bind(description)
+        self.store._training.bind(description)
         self._clear_parts(outs, call)
         places, requests = [], []
         for place, (leaf, out) in enumerate(zip(call.leaves, outs.arrays, strict=True)):
@@ -240,7 +240,7 @@ class HostSide:
                 is_bad = leaf.held == HOLD_NON_FINITE
                 outs.statuses[place] = NON_FINITE if is_bad else FINITE
         if requests:
-            is_finite = self.store.training.steps.update(int(call.step), *requests)
+            is_finite = self.store._training.steps.update(int(call.step), *requests)
             outs.statuses[places] = np.where(is_finite, FINITE, NON_FINITE)
 
     def start(
@@ -265,7 +265,7 @@ class HostSide:
 
     def finish(self, outs: HostResult, call: HostCall) -> None:
         """Callback: fetches a started update, after the last `start`; see `update`."""
-        self.store.training.check()
+        self.store._training.check()
         own = self._started.finish(call.key)
         for out, found in zip(outs.arrays, own.arrays, strict=True):
             if out is not None:
@@ -289,7 +289,7 @@ class HostSide:
         """
         step, skipped, statuses, inexact, scalars = arguments
         self._check_all(int(step) + 1, statuses)
-        training = self.store.training
+        training = self.store._training
         if np.any(statuses == NON_FINITE) and self.checks_finite:
             training.steps.abandon()
             if self._nonfinite != "skip":

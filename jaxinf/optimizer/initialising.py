@@ -58,7 +58,7 @@ def init_state(wrapped: Wrapped, params: PyTree) -> SmartUpdateState:
     )
     if is_known:
         seen = [getattr(leaf, "sharding", None) for leaf in leaves]
-        wrapped.store.training.shardings = on_one_mesh(seen)
+        wrapped.store._training.shardings = on_one_mesh(seen)
     shardings = wrapped.shardings or (() if is_known else traced_shardings(leaves))
     program, update = wrapped.trace(params, wrapped.example_args)
     check_processes(wrapped.store, shardings)
@@ -67,9 +67,9 @@ def init_state(wrapped: Wrapped, params: PyTree) -> SmartUpdateState:
         made = _init_traced(wrapped, description, program, leaves, shardings)
     else:
         made = _init_eagerly(wrapped, description, program, leaves)
-    wrapped.store.training.shapes = Shapes.of(params)
+    wrapped.store._training.shapes = Shapes.of(params)
     feedback = wrapped.structure_of_feedback(params).unflatten(made.feedback)
-    store_id = wrapped.store.training.store_id
+    store_id = wrapped.store._training.store_id
     return first_state(program, made.initial, made.held, feedback, store_id)
 
 
@@ -119,9 +119,9 @@ def _init_eagerly(
             for leaf, sharding in zip(leaves, places, strict=True)
         ]
     if not is_new:
-        records = store.manifest.leaves
+        records = store._manifest.leaves
         feedback = [
-            store.read_leaf(number, like, len(records[number].states) - 1)
+            store._read_leaf(number, like, len(records[number].states) - 1)
             for number, like in enumerate(feedback)
         ]
     return _Initialised(initial, held, feedback)

@@ -48,8 +48,8 @@ class StartedUpdates:
         Raises:
           BaseException: the exception that stopped the store.
         """
-        self._store.training.check()
-        limit = self._store.training.options.memory_bytes
+        self._store._training.check()
+        limit = self._store._training.options.memory_bytes
         with self._changed:
             self._changed.wait_for(
                 lambda: not self._taken_bytes or self._taken_bytes + num_bytes <= limit
@@ -79,7 +79,7 @@ class StartedUpdates:
 
     def _threads(self) -> ThreadPoolExecutor:
         if self._pool is None:
-            training = self._store.training
+            training = self._store._training
             num_csds = len(training.opened.csds) if training.has_files else 1
             self._pool = ThreadPoolExecutor(
                 training.options.workers_of(num_csds),

@@ -161,7 +161,7 @@ def _update_function(wrapped: Wrapped) -> Any:
         _refuse_outer()
         check_device_configuration()
         wrapped.check()
-        given = align(updates, params, wrapped.store.training.shapes)
+        given = align(updates, params, wrapped.store._training.shapes)
         arrays = given.gradients, state, given.params
         everything = jax.tree.leaves((arrays, extra_args))
         if any(isinstance(value, compat.Tracer) for value in everything):

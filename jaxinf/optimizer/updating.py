@@ -146,8 +146,8 @@ def _check(
                 f"update: leaf {leaf.name}: expected a gradient of the params' shape "
                 f"{leaf.shape}, found {gradient.shape}"
             )
-    if wrapped.store.training.commit is not None:
-        wrapped.store.training.bind(description)  # refuses it while it is traced
+    if wrapped.store._training.commit is not None:
+        wrapped.store._training.bind(description)  # refuses it while it is traced
 
 
 def _device_params(

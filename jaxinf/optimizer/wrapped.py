@@ -83,7 +83,7 @@ class Wrapped:
 
         They are the caller's, or those of the params in the last `init` on the store.
         """
-        return self.given_shardings or self.store.training.shardings
+        return self.given_shardings or self.store._training.shardings
 
     def update_dtype(
         self, gradient: jax.Array | None, params: jax.Array | None
@@ -96,8 +96,8 @@ class Wrapped:
 
     def check(self) -> None:
         """Raises the exception that stopped the store, if any."""
-        if self.store.training.failure is not None:
-            self.store.training.tell()
+        if self.store._training.failure is not None:
+            self.store._training.tell()
 
     def trace(
         self, params: PyTree, extra_args: Mapping[str, Any]
@@ -137,7 +137,7 @@ class Wrapped:
             for number, leaf in enumerate(update.leaves)
         ]
         holders: list[tuple[tuple[int, ...], ...]] = []
-        if not self.store.training.members.is_alone:
+        if not self.store._training.members.is_alone:
             check_processes(self.store, shardings)
             holders = [
                 shard_holders(shardings[number], leaf.info.shape)

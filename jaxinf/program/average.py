@@ -45,7 +45,7 @@ class Average:
     form: AverageFormat = "fp32"
 
     @property
-    def codec(self) -> str:
+    def _codec(self) -> str:
         """The codec of its stored array; empty for none."""
         return "bf16" if self.form == "bf16" else ""
 

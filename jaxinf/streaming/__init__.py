@@ -10,11 +10,10 @@ from jaxinf.streaming.in_memory import InMemoryStep
 from jaxinf.streaming.plan.calls import Policy
 from jaxinf.streaming.plan.forms import Form
 from jaxinf.streaming.plan.memory import store_memory_bytes
-from jaxinf.streaming.plan.plan import Plan, prepare
+from jaxinf.streaming.plan.plan import Plan
 from jaxinf.streaming.plan.planner import Forecast
 from jaxinf.streaming.plan.resident import check_resident
 from jaxinf.streaming.program.initial import check_init
-from jaxinf.streaming.run import Runner
 from jaxinf.streaming.step import StreamedStep
 from jaxinf.streaming.update.optimizer import passes_for, trace_optimizer
 
@@ -24,13 +23,11 @@ __all__ = [
     "InMemoryStep",
     "Plan",
     "Policy",
-    "Runner",
     "StreamedFunction",
     "StreamedStep",
     "check_init",
     "check_resident",
     "passes_for",
-    "prepare",
     "store_memory_bytes",
     "stream",
     "stream_function",

@@ -119,7 +119,7 @@ class Binder:
           StreamError: The program cannot be cut to fit, or the saved plan is another's.
         """
         fitting = self._fitting
-        basis = fitting.basis(ready, params, self._store.training.opened)
+        basis = fitting.basis(ready, params, self._store._training.opened)
         fitted = planned_within(
             self._options.budgets, partial(fitting.fitted, ready, basis)
         )
@@ -167,7 +167,7 @@ class Binder:
 
     def _spills(self, fitted: Fitted) -> _Spills:
         """Makes room for gradients that wait, in half of theirs, and for sums."""
-        meters = self._store.training.opened.meters
+        meters = self._store._training.opened.meters
         gradients = fitted.division.gradients
         spill = partial(Spill, self._folder(), meters=meters)
         count = self._options.micro_batches
@@ -184,7 +184,7 @@ class Binder:
         replanner: Replanner | None,
     ) -> StoreBound:
         """Makes what runs a plan's calls, from what does not depend on them."""
-        opened = self._store.training.opened
+        opened = self._store._training.opened
         tiers = fitted.tiers(plan.calls)
         if tiers is not None:
             check_tiers(tiers, fitted.host_bytes)
@@ -213,7 +213,7 @@ class Binder:
     ) -> StoreSink:
         basis = fitted.basis
         return StoreSink(
-            self._store.training,
+            self._store._training,
             basis.program,
             basis.numbers,
             basis.compressor,
@@ -232,7 +232,7 @@ class Binder:
         self, fitted: Fitted, reading: Reading, division: Division
     ) -> tuple[StoreParams, int]:
         """Returns the params of a step, and the memory that no param needs."""
-        training, units = self._store.training, fitted.units
+        training, units = self._store._training, fitted.units
         source = StoreSource(training, READER_BYTES, reading.num_first)
         fetcher, unused_bytes = make_fetcher(
             source, reading, division, self._fitting.device
@@ -271,7 +271,7 @@ class Binder:
             written += on_drive
             read += on_drive * max(1, basis.passes.num_passes - 1)
         return planned_traffic(
-            self._store.training.opened,
+            self._store._training.opened,
             (*(_early(fetches) * num_early), *fetches),
             basis.units,
             basis.program,
@@ -285,7 +285,7 @@ class Binder:
 
     def _drives(self) -> list[Path]:
         """A folder on each of the store's drives."""
-        directory = self._store.training.opened.directory
+        directory = self._store._training.opened.directory
         if not directory.manifest.csds:
             return [self._folder()]
         return [directory.csd_directory(csd) for csd in range(directory.num_csds)]

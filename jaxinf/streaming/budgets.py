@@ -68,7 +68,7 @@ def _advised(
             last = other
             continue
         raised = [name for name, size in tried.items() if size != limits[name]]
-        return error.advising({name: exact_bytes(tried[name]) for name in raised})
+        return error._advising({name: exact_bytes(tried[name]) for name in raised})
     return error
 
 

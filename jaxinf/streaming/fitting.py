@@ -172,7 +172,7 @@ class Fitting:
           params: Abstract values of the params.
           shape: The store's chunks; it need not be there.
         """
-        training, options = self._store.training, self._options
+        training, options = self._store._training, self._options
         shapes = [leaf.shape for leaf in ready.traced.params]
         program = trace_optimizer(self._tx, params, options.extra_args)
         passes = passes_for(program, ready.gradient_pieces)
@@ -288,7 +288,7 @@ class Fitting:
     def _gathered_bytes(self, ready: Prepared, places: Places, passes: Passes) -> int:
         """Memory to gather shards: one unit that is read, and one that is updated."""
         units = {places.unit(piece) for piece in ready.lifetimes.sizes}
-        rewrites = self._store.training.options.rewrites_steps
+        rewrites = self._store._training.options.rewrites_steps
         waits = passes.num_passes > 1 or rewrites or self._options.micro_batches > 1
         apart = [unit for unit in units if len(unit.shards) > 1]
         undivided = [unit.num_bytes for unit in apart if not unit.is_divided]

@@ -112,7 +112,7 @@ class StreamedFunction(Streamed[Bound]):
           StreamError: A leaf is not an array of floating-point numbers.
         """
         check_params(params)
-        self.store.check_like(params)
+        self.store._check_like(params)
         self._params = abstract(params)
 
     def __call__(self, batch: PyTree) -> PyTree:
@@ -128,9 +128,9 @@ class StreamedFunction(Streamed[Bound]):
         def body(check: Check) -> PyTree:
             self._before()
             if self._average:
-                self.store.training.wait()  # a commit writes all of it to the drive
+                self.store._training.wait()  # a commit writes all of it to the drive
             else:
-                self.store.training.join()
+                self.store._training.join()
             bound = self._take_turn(key)
             bound.begin()
             with outside_mesh():
@@ -143,7 +143,7 @@ class StreamedFunction(Streamed[Bound]):
         """Bytes of params that the last call read from drives."""
         return 0 if self._last is None else self._last.params.counts.num_bytes
 
-    def rest(self) -> None:
+    def _rest(self) -> None:
         """Frees the memory for reading until the next call."""
         for bound in self._bound.values():
             bound.params.rest()
@@ -168,7 +168,7 @@ class StreamedFunction(Streamed[Bound]):
         return prepare_function(self._fn, self._params, batch)
 
     def _bind(self, ready: Prepared) -> Bound:
-        training = self.store.training
+        training = self.store._training
         training.opened.state_number(0, average=self._average)  # or refuses
         places = Places(ready.traced.params, training.can_move)
         plan, units, division = planned_within(
@@ -244,7 +244,7 @@ def _tree_of(store: Store) -> PyTree:
       StreamError: They are in another tree.
     """
     tree: Any = {}
-    for leaf in store.manifest.leaves:
+    for leaf in store._manifest.leaves:
         held = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
         if not leaf.path:
             return held
@@ -254,7 +254,7 @@ def _tree_of(store: Store) -> PyTree:
         inner[leaf.path[-1]] = held
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     if [tuple(key.key for key in path) for path in paths] != [
-        leaf.path for leaf in store.manifest.leaves
+        leaf.path for leaf in store._manifest.leaves
     ]:
         raise StreamError(
             f"{store.path}: its params are no nested dicts; tell their tree first: "

@@ -151,7 +151,7 @@ class StreamedStep(TrainingStep[StoreBound]):
         ready: Prepared | None,
     ) -> None:
         pieces = () if ready is None else ready.gradient_pieces
-        training, whole = self.store.training, self._options.memory_bytes
+        training, whole = self.store._training, self._options.memory_bytes
         held = check_params(avals)
         mesh = mesh_of(
             zip(param_names(avals), [leaf.sharding for leaf in held], strict=True)
@@ -197,7 +197,7 @@ class StreamedStep(TrainingStep[StoreBound]):
     ) -> None:
         for index, shard in shards:
             origin = [dim.start or 0 for dim in index]
-            self.store.training.initialise(description, leaf, shard, origin, inputs)
+            self.store._training.initialise(description, leaf, shard, origin, inputs)
 
     def _making(
         self,
@@ -256,19 +256,19 @@ class StreamedStep(TrainingStep[StoreBound]):
         return self._binder.bind(ready, without_shardings(self._params))
 
     def _rebind(self, bound: StoreBound) -> StoreBound:
-        self.store.training.join()  # its updates may still take params
+        self.store._training.join()  # its updates may still take params
         return self._binder.rebind(bound)
 
     def _take_turn(self, key: Any) -> StoreBound:
-        self.store.training.check()
+        self.store._training.check()
         for function in self._functions:
-            function.rest()
+            function._rest()
         bound = super()._take_turn(key)
-        self.store.training.opened.limit_memory(bound.store_bytes)
+        self.store._training.opened.limit_memory(bound.store_bytes)
         return bound
 
     def _join(self) -> None:
-        self.store.training.join()
+        self.store._training.join()
 
     def function(
         self, fn: Callable[..., Any], *, average: bool = False
@@ -320,7 +320,7 @@ class StreamedStep(TrainingStep[StoreBound]):
             bound.params.rest()
         for other in self._functions:
             if other is not function:
-                other.rest()
+                other._rest()
 
     # --- control -------------------------------------------------------------------
 
@@ -359,7 +359,7 @@ class StreamedStep(TrainingStep[StoreBound]):
         Raises:
           ValueError, TypeError: It is not JSON.
         """
-        training = self.store.training
+        training = self.store._training
         training.join()
         training.annotate(training.opened.finished.step + 1, payload)
 

@@ -151,7 +151,7 @@ def _named_flags() -> Iterator[None]:
     try:
         yield
     except BudgetError as error:
-        raise StreamError(error.text(_FLAGS)) from error
+        raise StreamError(error._text(_FLAGS)) from error
 
 
 def _streamed_step(

@@ -63,7 +63,7 @@ def _make_store(path, csds=(), num_steps=3):
             (leaf.name, s.name): np.asarray(
                 store.tensorstore(s.name, leaf.name).read().result()
             )
-            for leaf in store.manifest.leaves
+            for leaf in store._manifest.leaves
             for s in leaf.states
         }
     return SimpleNamespace(path=path, csds=csds, arrays=arrays, step=num_steps)

@@ -69,7 +69,7 @@ def test_bad_texts(text, message):
 @pytest.mark.parametrize("values", [None, "float32", "bfloat16", "float16"])
 def test_volume_is_the_ratio(ratio, dtype, values):
     compression = jaxinf.top_k(ratio, values=values)
-    entry = compression.entry_bytes(dtype)
+    entry = compression._entry_bytes(dtype)
     assert entry == 4 + jnp.dtype(values or dtype).itemsize
     dense = 1000 * entry * np.dtype(dtype).itemsize
     kept = compression.num_kept(1000 * entry, dtype)

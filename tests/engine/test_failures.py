@@ -38,7 +38,7 @@ def methods(driver):
         lambda: store.step,
         lambda: store.skipped_steps,
         lambda: store.payload,
-        lambda: store.manifest,
+        lambda: store._manifest,
         lambda: store.params(driver.initial),
         lambda: store.tensorstore("params", "bias"),
         lambda: store.snapshot().__enter__(),
@@ -46,8 +46,8 @@ def methods(driver):
         lambda: store.annotate(99, None),
         store.check,
         store.wait,
-        lambda: driver.store.training.steps.update(driver.at, driver.part(0)),
-        lambda: driver.store.training.steps.finish(driver.at, [], 0),
+        lambda: driver.store._training.steps.update(driver.at, driver.part(0)),
+        lambda: driver.store._training.steps.finish(driver.at, [], 0),
     ]
 
 
@@ -155,7 +155,7 @@ def test_errors_of_callers_stop_the_workers(drive):
     part = driver.part(0)
     part.probe[...] = 77
     with pytest.raises(DivergedParamsError):
-        driver.store.training.steps.update(1, part)
+        driver.store._training.steps.update(1, part)
     check_all_raise(driver, driver.training.failure)
     driver.close()
     drive().init().check(1)
@@ -169,9 +169,9 @@ def test_many_threads_get_the_same_exception(drive):
 
     def update(number):
         try:
-            driver.store.training.steps.update(2, driver.part(number))
+            driver.store._training.steps.update(2, driver.part(number))
             driver.store.wait()
-            driver.store.training.steps.finish(2, [], 0)
+            driver.store._training.steps.finish(2, [], 0)
         except BaseException as error:
             raised.append(error)
 
@@ -277,10 +277,10 @@ def test_what_arrives_late_of_a_step_that_failed(drive):
     with pytest.raises(StoreIOError, match=r"params\.half/c/0/0") as caught:
         driver.update([3])
     with pytest.raises(StoreIOError) as again:
-        driver.store.training.steps.update(3, late)
+        driver.store._training.steps.update(3, late)
     assert again.value is caught.value
     driver.close()
-    for action in (lambda: driver.store.training.steps.update(3, late), driver.finish):
+    for action in (lambda: driver.store._training.steps.update(3, late), driver.finish):
         with pytest.raises(StoreIOError) as again:
             action()
         assert again.value is caught.value
@@ -289,5 +289,5 @@ def test_what_arrives_late_of_a_step_that_failed(drive):
     reopened.at = 3
     reopened.training.bind(reopened.description)
     with pytest.raises(StaleStateError, match="of step 2, the store is at step 3"):
-        reopened.store.training.steps.update(2, late)
-    assert not reopened.store.training.steps.is_open
+        reopened.store._training.steps.update(2, late)
+    assert not reopened.store._training.steps.is_open

@@ -72,7 +72,7 @@ def test_a_subgroup_that_is_read_twice_must_be_the_same(drive, num_read_first):
 
 
 def give_up_and_update(driver, number):
-    driver.store.training.steps.abandon()  # the prefetch may find it, too
+    driver.store._training.steps.abandon()  # the prefetch may find it, too
     driver.update([number])
 
 
@@ -130,8 +130,8 @@ def flip_and_step(drive, driver, num_steps, verify):
         part = again.part(number)
         part = jaxinf.engine.UpdateRequest(**{**vars(part), "probe": np.zeros(0)})
         try:
-            again.store.training.steps.update(again.at, part)
-            again.store.training.steps.abandon()
+            again.store._training.steps.update(again.at, part)
+            again.store._training.steps.abandon()
             again.opened.chunks.end_step()
         except StoreCorruptError:
             with contextlib.suppress(StoreCorruptError):

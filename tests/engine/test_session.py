@@ -102,7 +102,7 @@ def test_opening_writes_nothing(place):
     assert not store.exists
     assert store.step == 0
     with pytest.raises(StoreFormatError, match=r"empty until tx\.init has run on it"):
-        _ = store.manifest
+        _ = store._manifest
     store.close()
     assert not list(place.iterdir())
 
@@ -179,7 +179,7 @@ def test_a_second_init_makes_a_new_store_anew(drive, place):
     other = Driver(place / "elsewhere", {"v": ((5,), "float32")})
     assert driver.training.bind(other.description, may_create=True)
     assert threads() == workers
-    assert [leaf.name for leaf in driver.store.manifest.leaves] == ["v"]
+    assert [leaf.name for leaf in driver.store._manifest.leaves] == ["v"]
     other.close()
     other.store = driver.store
     other.init().steps(2).check(2)
@@ -220,7 +220,7 @@ def test_creation_cut_short(drive, place, num_csds, files):
     assert not driver.store.exists
     driver.init().steps(1).check(1)
     # The new store has the roots of the unfinished one.
-    assert len(driver.store.manifest.csds) == num_csds
+    assert len(driver.store._manifest.csds) == num_csds
     for csd in range(num_csds):
         assert len(list((place / f"csd{csd}").iterdir())) == 1
 
@@ -364,7 +364,7 @@ def test_closed(drive):
         lambda: store.step,
         lambda: store.payload,
         lambda: store.params(driver.initial),
-        lambda: store.manifest,
+        lambda: store._manifest,
         store.csds,
         store.check,
         store.wait,

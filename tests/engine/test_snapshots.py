@@ -55,7 +55,7 @@ def test_each_is_one_step_of_a_run(place, num_csds):
             for _ in range(NUM_SNAPSHOTS):
                 assert stepped.wait(60)
                 stepped.clear()
-                with snapshot(store.training.opened.directory) as path:
+                with snapshot(store._training.opened.directory) as path:
                     seen.append(read_one(store, path))
         finally:
             stop.set()
@@ -78,7 +78,7 @@ def read_one(store, path):
     for state in ("params", "mu", "nu"):
         parts = [
             open_array(path, leaf, state).read().result().ravel()
-            for leaf in store.manifest.leaves
+            for leaf in store._manifest.leaves
         ]
         (value,) = np.unique(np.concatenate(parts))
         found.append(float(value))

@@ -248,7 +248,7 @@ def test_params_alone_begin_with_fresh_state(tmp_path, kind):
     else:
         make_store(tmp_path / "other", tx, params)
         with jaxinf.open_store(tmp_path / "other") as store, store.snapshot() as path:
-            step = jaxinf.exchange.StepFiles(path, store.manifest)
+            step = jaxinf.exchange.StepFiles(path, store._manifest)
             export_safetensors(step, tmp_path / "saved", params_only=True)
     make_store(tmp_path / "store", tx, jax.tree.map(jnp.zeros_like, params))
     report = import_checkpoint(tmp_path / "saved", tmp_path / "store")

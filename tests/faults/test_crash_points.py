@@ -45,7 +45,7 @@ def rare(driver, mark):
     mark(0)
     for step in range(1, 6):
         driver.step()
-        driver.store.training.join()
+        driver.store._training.join()
         if step % 2 == 0:
             mark(step)
     driver.store.wait()

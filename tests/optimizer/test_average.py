@@ -216,7 +216,7 @@ def test_a_store_begins_an_average_and_drops_it(place):
     plain, begun, dropped = place / "plain", place / "begun", place / "dropped"
     with jaxinf.open_store(plain) as store:
         trained(store, None, 2)
-        kernels = store.manifest.kernels
+        kernels = store._manifest.kernels
         with pytest.raises(StoreMismatchError, match=r"convert .*--average"):
             store.params(like(new_params()), average=True)
     assert not main(["store", "convert", str(plain), str(begun), "--average", "fp32"])
@@ -225,7 +225,7 @@ def test_a_store_begins_an_average_and_drops_it(place):
         state = trained(store, jaxinf.ema(DECAY, every=2), 1)
         assert int(state.average_count) == 1
         assert int(state.step) == 3
-        assert store.manifest.kernels == kernels
+        assert store._manifest.kernels == kernels
         held = store.params(new_params())
     convert_store(begun, dropped, average="none")
     with jaxinf.open_store(dropped) as store:

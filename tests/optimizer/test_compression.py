@@ -164,7 +164,7 @@ def test_link_traffic_of_any_leaf_is_that_of_its_chunks(open_store):
     store.wait(state)
     kept = [
         compression.num_kept(chunk.num_elements, np.float32)
-        for leaf in store.manifest.leaves
+        for leaf in store._manifest.leaves
         for chunk in leaf.grid.chunks()
     ]
     assert store.metrics.traffic.link_down_bytes == 6 * sum(kept)

@@ -41,7 +41,7 @@ def run(path, *, num_steps=5, tx=None, params=None, bad_steps=(), **options):
         store.wait()
         held = {
             (leaf.name, s.name): store.tensorstore(s.name, leaf.name).read().result()
-            for leaf in store.manifest.leaves
+            for leaf in store._manifest.leaves
             for s in leaf.states
         }
         return held, jax.device_get(params), store.metrics.traffic

@@ -85,7 +85,7 @@ def test_only_the_last_micro_step_hands_the_sum_back(open_store):
         up_bytes.append(store.metrics.traffic.link_up_bytes)
 
     train(jaxinf.smart_update(clipped(3), store), 6, each=count)
-    one = 4 * store.manifest.num_params
+    one = 4 * store._manifest.num_params
     assert up_bytes == [one, one, 2 * one] * 2
 
 
@@ -101,7 +101,7 @@ def test_a_failure_between_the_rounds_leaves_the_committed_step(
     def fail(*_):
         raise OSError("the drive is gone")
 
-    monkeypatch.setattr(store.training.steps, "update", fail)
+    monkeypatch.setattr(store._training.steps, "update", fail)
     with pytest.raises(OSError, match="the drive is gone"):
         tx.update(make(2), state, params)
     store.close()
@@ -124,13 +124,13 @@ def test_one_micro_step_is_the_inner_optimizer(open_store, form):
     same(found, train(optax.chain(optax.clip_by_global_norm(1.0), adamw), 3)[0])
     assert isinstance(state.optimizer, optax.MultiStepsState)
     assert int(state.optimizer.gradient_step) == 3
-    assert [s.name for s in store.manifest.leaves[1].states] == ["params", "mu", "nu"]
+    assert [s.name for s in store._manifest.leaves[1].states] == ["params", "mu", "nu"]
 
 
 def test_a_schedule_of_one_keeps_the_sum(open_store):
     store = open_store()
     train(jaxinf.smart_update(clipped(lambda _: 1), store), 2)
-    assert "acc_grads" in [s.name for s in store.manifest.leaves[1].states]
+    assert "acc_grads" in [s.name for s in store._manifest.leaves[1].states]
 
 
 def test_steps_that_are_skipped_keep_the_sum(open_store):
@@ -168,7 +168,7 @@ def test_the_sum_is_exact_beside_state_in_fewer_bits(open_store, state):
             np.testing.assert_array_equal(
                 store.read("acc_grads", name), held.acc_grads[name]
             )
-    codecs = {s.name: s.codec for s in store.manifest.leaves[2].states}
+    codecs = {s.name: s.codec for s in store._manifest.leaves[2].states}
     assert (codecs["mu"], codecs["acc_grads"]) == (state, "")
     expected, _ = train(plain, 6)
     store.close()
@@ -194,14 +194,14 @@ tx = jaxinf.smart_update(clipped(2), store)
 params, state = train(tx, 1)
 store.wait(state)
 np.savez(sys.argv[1] + "/params.npz", **params)
-recall = store.training.steps.recall
+recall = store._training.steps.recall
 
 def last(*arguments):
     recall(*arguments)
     print("recalled", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
-store.training.steps.recall = last
+store._training.steps.recall = last
 tx.update(make(2), state, params)
 """
 

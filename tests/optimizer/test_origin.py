@@ -156,7 +156,7 @@ def test_init_compares_what_it_sees_and_reads_nothing(open_store, kept):
     assert len(kept) == 3
     store, tx = opened(open_store)
     params = store.params(like=PARAMS)
-    before = store.training.opened.meters.snapshot()
+    before = store._training.opened.meters.snapshot()
     one = {**params, "w": params["w"].at[6, 10].add(1e-7)}
     for given, origin in ((params, 0), (one, 1), (FRESH, 1), (on_host(params), 0)):
         assert int(tx.init(given).origin) == origin
@@ -164,7 +164,7 @@ def test_init_compares_what_it_sees_and_reads_nothing(open_store, kept):
     deferred = jax.tree.map(lambda x: Deferred(x.shape, x.dtype), PARAMS)
     state = tx.init(deferred)
     assert int(state.origin) == 1
-    assert store.training.opened.meters.snapshot() == before
+    assert store._training.opened.meters.snapshot() == before
     params, state = eager(tx, params, state, True)
     assert int(state.origin) == 0
     _, state = eager(tx, params, state, False)
@@ -231,7 +231,7 @@ def test_params_that_are_not_given_are_told_of_once_a_run(open_store, kept, capl
     store, tx = opened(open_store)
     for _ in range(3):
         tx.update(FRESH, copied(kept[2])[1])
-    store.training.binding.release()  # as after Ctrl-C
+    store._training.binding.release()  # as after Ctrl-C
     tx.update(FRESH, copied(kept[2])[1])
     assert caplog.text.count("update was given no params") == 1
 

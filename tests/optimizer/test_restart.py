@@ -312,7 +312,7 @@ def test_a_saved_step_is_waited_for_and_committed(open_store):
     params, step = make_params(), stepper(tx)
     run = step(step((params, tx.init(params))))
     leaves, _ = jax.tree_util.tree_flatten_with_path(run[1])  # while it is under way
-    assert store.training.commit.step == 2
+    assert store._training.commit.step == 2
     assert names(store) == ["program-2"]
     assert leaves
 

@@ -72,7 +72,7 @@ def run(path, num_steps, *, params=None, tx=None, bad_steps=(), **options):
         store.wait()
         held = {
             (leaf.name, s.name): store.read(s.name, leaf.name)
-            for leaf in store.manifest.leaves
+            for leaf in store._manifest.leaves
             for s in leaf.states
             if not s.is_beside
         }
@@ -377,5 +377,5 @@ def test_the_choice_of_a_new_store(tmp_path):
     mixed = {"h": jnp.ones((8,), jnp.float16), "b": jnp.ones((8,), jnp.bfloat16)}
     with jaxinf.open_store(tmp_path / "mixed") as store:
         jaxinf.smart_update(optax.sgd(0.1), store).init(mixed)
-        codecs = {leaf.name: leaf.states[0].codec for leaf in store.manifest.leaves}
+        codecs = {leaf.name: leaf.states[0].codec for leaf in store._manifest.leaves}
     assert codecs == {"h": "", "b": "split"}

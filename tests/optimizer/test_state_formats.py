@@ -47,7 +47,7 @@ def run(path, num_steps, *, params=None, tx=None, target=TARGET, **options):
         store.wait()
         held = {
             (leaf.name, s.name): store.tensorstore(s.name, leaf.name).read().result()
-            for leaf in store.manifest.leaves
+            for leaf in store._manifest.leaves
             for s in leaf.states
         }
         traffic = store.metrics.traffic if num_steps else None

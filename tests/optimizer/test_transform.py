@@ -188,7 +188,7 @@ def test_all_leaves_as_one(open_store):
     tx = optax.flatten(jaxinf.smart_update(optax.adamw(1e-2), store))
     losses, _, _ = train(tx, make_params(), 5)
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
-    assert len(store.manifest.leaves) == 1
+    assert len(store._manifest.leaves) == 1
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_flax_nnx_optimizer(open_store):
     store = open_store()
     smart = nnx_losses(jaxinf.smart_update(optax.adamw(1e-2), store))
     np.testing.assert_allclose(smart, nnx_losses(optax.adamw(1e-2)), rtol=1e-4)
-    names = {leaf.name for leaf in store.manifest.leaves}
+    names = {leaf.name for leaf in store._manifest.leaves}
     assert names == {
         f"{a}/{b}" for a in ("first", "second") for b in ("bias", "kernel")
     }

@@ -486,7 +486,7 @@ def test_leaves_that_are_not_trained_are_left_alone(open_store, leaf):
     tx = jaxinf.smart_update(optax.sgd(1.0), store)
     params = {"a": leaf, "b": jnp.ones(3)}
     state = tx.init(params)
-    assert [record.name for record in store.manifest.leaves] == ["b"]
+    assert [record.name for record in store._manifest.leaves] == ["b"]
     updates, _ = tx.update({"a": None, "b": jnp.ones(3)}, state, params)
     assert updates["a"] is None
     np.testing.assert_array_equal(updates["b"], -1.0)

@@ -73,7 +73,7 @@ back = store.params(like=params, state=state)
 assert all(bool((back[n] == params[n]).all()) for n in params)
 assert back["columns"].sharding == params["columns"].sharding
 traffic = store.metrics.traffic
-num = store.manifest.num_params
+num = store._manifest.num_params
 print(json.dumps({"num": num, "down": traffic.link_down_bytes}))
 """
 )
@@ -102,7 +102,7 @@ tx = jaxinf.smart_update(adamw(), store, shardings=shardings)
 params = on(mesh, make(0))
 state = jax.jit(tx.init)(params)
 params, state = steps(tx, params, state, mesh, range(1, 7))
-assert {l.name: l.shard_counts for l in store.manifest.leaves}["columns"] == (1, 4)
+assert {l.name: l.shard_counts for l in store._manifest.leaves}["columns"] == (1, 4)
 save(sys.argv[1] + "/traced.npz", store.params(like=params, state=state))
 """
 )
@@ -144,7 +144,7 @@ for (mesh, specs), eager, seeds in zip(meshes, (1, 3), (range(2, 3), range(4, 7)
     updates, state = tx.update(on(mesh, make(eager), specs), state, params)
     params = optax.apply_updates(params, updates)
     params, state = steps(tx, params, state, mesh, seeds, specs)
-    assert {s.mesh for s in store.training.shardings} == {mesh}
+    assert {s.mesh for s in store._training.shardings} == {mesh}
     params = store.params(like=params, state=state)
     assert params["rows"].sharding.is_equivalent_to(
         NamedSharding(mesh, specs["rows"]), 2

@@ -103,7 +103,7 @@ def test_equinox_models_train_whatever_is_filtered(open_store, init, given, plai
     np.testing.assert_array_equal(model.positions, plain.positions)
     read = store.params(like=model, state=state)
     assert eqx.tree_equal(read, model)
-    names = {leaf.name for leaf in store.manifest.leaves}
+    names = {leaf.name for leaf in store._manifest.leaves}
     assert names == {"first/weight", "first/bias", "second/weight", "second/bias"}
 
 

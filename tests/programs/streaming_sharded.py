@@ -16,11 +16,12 @@ from zoo import ZOO
 
 import jaxinf
 from jaxinf.errors import StreamError
-from jaxinf.streaming import Runner, prepare
 from jaxinf.streaming.move.fetch import Fetcher
 from jaxinf.streaming.plan import memory
+from jaxinf.streaming.plan.plan import prepare
 from jaxinf.streaming.plan.reads import Fetch
 from jaxinf.streaming.program import units
+from jaxinf.streaming.run import Runner
 
 units.MIN_SLICE_BYTES = 4096
 MEMORY_BYTES = 64 << 20
@@ -124,7 +125,7 @@ def training(place, kind):
             step.load(one.params, batch=one.batch)
         assert trained(step, one, 3) == losses["keep"] == losses["recompute"]
         assert_same_bits(store.params(like=one.params), back)
-        counts = {leaf.name: leaf.shard_counts for leaf in store.manifest.leaves}
+        counts = {leaf.name: leaf.shard_counts for leaf in store._manifest.leaves}
         assert counts["first"] == (1, 2), counts
         assert counts["out"] == (2, 2), counts
     assert_same_bits(recomputed, back)
@@ -405,7 +406,7 @@ def initialised(place):
     step.init(init, key, batch=one.batch, shardings=named_shardings(one))
     first = jax.jit(init)(key)
     assert_same_bits(store.params(like=one.params), first)
-    counts = {leaf.name: leaf.shard_counts for leaf in store.manifest.leaves}
+    counts = {leaf.name: leaf.shard_counts for leaf in store._manifest.leaves}
     assert counts["up"] == (3, 1, 2), counts
     assert counts["shift"] == (1, 2), counts
     losses = trained(step, one, 2)

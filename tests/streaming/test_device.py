@@ -117,7 +117,7 @@ def trained(store, program, tx, policy, num_steps=3, **options):
     assert traffic.drive_write_bytes == planned.drive_write_bytes
     return losses, {
         (state.name, leaf.name): store.read(state.name, leaf.name)
-        for leaf in store.manifest.leaves
+        for leaf in store._manifest.leaves
         for state in leaf.states
         if not state.is_beside
     }

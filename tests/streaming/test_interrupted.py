@@ -44,7 +44,7 @@ def states(store):
     """All that a committed step holds, by leaf and state."""
     return {
         (state.name, leaf.name): store.read(state.name, leaf.name)
-        for leaf in store.manifest.leaves
+        for leaf in store._manifest.leaves
         for state in leaf.states
     }
 
@@ -70,8 +70,8 @@ def train(step, program, until=NUM_STEPS):
 
 def finished(step):
     """The last finished step, committed or not."""
-    step.store.training.join()
-    return step.store.training.opened.finished.step
+    step.store._training.join()
+    return step.store._training.opened.finished.step
 
 
 def train_to_the_end(step, program):
@@ -348,15 +348,15 @@ def test_a_write_that_fails_stops_the_store_at_its_committed_step(
     train(step, program, 2)
     step.store.wait()
     train(step, program, 3)
-    step.store.training.join()
-    committed = step.store.training.commit.step
+    step.store._training.join()
+    committed = step.store._training.commit.step
     assert committed == {"step": 3, "checkpoint": 2}[durability]
 
     def fail(*args, **kwargs):
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        for csd in step.store.training.opened.csds:
+        for csd in step.store._training.opened.csds:
             patch.setattr(csd, "write", fail)
         with pytest.raises(OSError, match="Input/output error") as failed:
             train_to_the_end(step, program)

@@ -209,7 +209,7 @@ def test_a_runner_combines_slices(open_store):
     program = trace_optimizer(optax.chain(CLIP, optax.sgd(0.1)), params)
     passes = passes_for(program, [Piece(0, (i,)) for i in range(3)])
     assert (passes.num_passes, passes.whole) == (2, set())
-    runner = PassRunner(open_store().training, program, passes)
+    runner = PassRunner(open_store()._training, program, passes)
     stack = np.asarray(jax.random.normal(jax.random.key(0), (3, 8, 5)))
     runner._env = {}
     for i in range(3):

@@ -7,9 +7,10 @@ import pytest
 from zoo import ZOO
 
 from jaxinf.errors import StreamError
-from jaxinf.streaming import Runner, prepare
+from jaxinf.streaming.plan.plan import prepare
 from jaxinf.streaming.program.cut import choose_cuts, isolated
 from jaxinf.streaming.program.graph import Piece
+from jaxinf.streaming.run import Runner
 
 SLOW = ("linen", "linen_scan_remat_dropout", "gpt2_nano", "nnx_batch_norm")
 SLOW += ("linen_scan", "haiku", "half_precision_loss")

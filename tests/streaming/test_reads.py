@@ -144,7 +144,7 @@ def trained(step, program):
     assert traffic.drive_write_bytes == planned.drive_write_bytes
     return {
         (state.name, leaf.name): store.read(state.name, leaf.name)
-        for leaf in store.manifest.leaves
+        for leaf in store._manifest.leaves
         for state in leaf.states
         if not state.is_beside
     }, traffic.drive_read_bytes

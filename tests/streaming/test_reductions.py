@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxinf import compat
-from jaxinf.streaming import prepare
+from jaxinf.streaming.plan.plan import prepare
 from jaxinf.streaming.program.reductions import sums_large_products
 
 MIB = 1 << 20
@@ -19,7 +19,7 @@ LARGE, SMALL, FLAT = (1, 2, 2048, 2048), (1, 2, 64, 64), (4096, 2048)
 PROGRAM = """
 from pathlib import Path
 import jax, jax.numpy as jnp
-from jaxinf.streaming import prepare
+from jaxinf.streaming.plan.plan import prepare
 from jaxinf.streaming.program.programs import compile_program
 
 def resident(name):

@@ -200,7 +200,7 @@ def seen(step):
     if isinstance(step, jaxinf.InMemoryStep):
         return [np.asarray(leaf) for leaf in jax.tree.leaves(step.state())]
     step.store.wait()
-    leaves = step.store.manifest.leaves
+    leaves = step.store._manifest.leaves
     return [step.store.read("trace", "/".join(leaf.path)) for leaf in leaves]
 
 

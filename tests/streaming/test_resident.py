@@ -72,7 +72,7 @@ def states(store):
     store.wait()
     return {
         (state.name, leaf.name): store.read(state.name, leaf.name)
-        for leaf in store.manifest.leaves
+        for leaf in store._manifest.leaves
         for state in leaf.states
         if not state.is_beside
     }
@@ -371,10 +371,10 @@ def test_state_that_stays_on_the_host_moves_fewer_bytes(
             step.load(program.params, batch=program.batch)
             losses = [float(step(program.batch)[0]) for _ in range(2)]
             store.wait()
-            before = store.training.opened.meters.snapshot()
+            before = store._training.opened.meters.snapshot()
             losses += [float(step(program.batch)[0]) for _ in range(2)]
             store.wait()
-            moved = store.training.opened.meters.snapshot() - before
+            moved = store._training.opened.meters.snapshot() - before
             assert moved.drive_write_bytes == 2 * step.traffic.drive_write_bytes
             planned = step.traffic
             params = store.params(like=program.params)

@@ -31,9 +31,9 @@ from jaxinf.errors import (
 )
 from jaxinf.io.pages import page_ceil
 from jaxinf.store import plan_damages, seal
-from jaxinf.streaming import prepare
 from jaxinf.streaming.budgets import planned_within
 from jaxinf.streaming.move.spill import Spill
+from jaxinf.streaming.plan.plan import prepare
 from jaxinf.terminal import parse_bytes
 
 BOUND = importlib.import_module("jaxinf.streaming.bound")
@@ -134,7 +134,7 @@ def test_resumed_is_uninterrupted(policy, streamed, open_store):
     assert found == expected
     states = [step.store for step in (whole, second)]
     for name in ("params", "mu", "nu"):
-        for leaf in states[0].manifest.leaves:
+        for leaf in states[0]._manifest.leaves:
             held = [store.read(name, "/".join(leaf.path)) for store in states]
             np.testing.assert_array_equal(*held)
 
@@ -262,7 +262,7 @@ def test_batches_of_two_shapes_have_a_plan_each(streamed):
     half = jax.tree.map(lambda x: x[:4], program.batch)
     step = streamed(program, tx)
     step.load(program.params)
-    pool = step.store.training.opened.fleet._pool
+    pool = step.store._training.opened.fleet._pool
     idle = []
     for batch in (program.batch, half, program.batch):
         step(batch)
@@ -406,7 +406,7 @@ def test_a_plan_that_does_not_fit_is_refused(streamed, open_store):
     step.load(program.params)
     run(step, program, 1)
     # Half of what the plan takes, beside what the store's buffers do.
-    too_little = step.store.training.opened.limit_memory(0) + step.plan.peak_bytes // 2
+    too_little = step.store._training.opened.limit_memory(0) + step.plan.peak_bytes // 2
     step.close()
     less = jaxinf.stream(
         program.loss, optax.sgd(0.1), open_store(**CHUNKS), memory_bytes=too_little

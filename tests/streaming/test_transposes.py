@@ -8,7 +8,7 @@ from jax import lax
 from streaming import assert_near, prepared, streamed
 from zoo import ZOO
 
-from jaxinf.streaming import prepare
+from jaxinf.streaming.plan.plan import prepare
 
 LONG = pytest.mark.long
 

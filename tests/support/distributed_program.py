@@ -119,7 +119,7 @@ def names_of(store):
 
 def digest(store):
     whole = hashlib.sha256()
-    for leaf in store.manifest.leaves:
+    for leaf in store._manifest.leaves:
         for state in leaf.states:
             if not state.is_beside:
                 whole.update(store.read(state.name, leaf.name).tobytes())
@@ -206,7 +206,7 @@ def main(arguments):
         took_s = (time.monotonic() - began_s) / (last - first - 2)
         print(f"step_s {took_s:.4f}", flush=True)
     print(f"state {digest(store)}", flush=True)
-    for leaf in store.manifest.leaves if given.print_sums else ():
+    for leaf in store._manifest.leaves if given.print_sums else ():
         for one in leaf.states:
             whole = store.read(one.name, leaf.name).astype(np.float64)
             print("sum", one.name, leaf.name, repr(float(whole.sum())), flush=True)

@@ -157,8 +157,8 @@ class Stored:
 
     def finished(self, number):
         self.step.compile(batch_of(0))  # waits for a step that was given up
-        self.store.training.join()
-        return self.store.training.opened.finished.step
+        self.store._training.join()
+        return self.store._training.opened.finished.step
 
     def params(self):
         return self.store.params(like=PARAMS)

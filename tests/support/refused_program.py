@@ -68,7 +68,7 @@ def own_paths(place, mesh, number):
     del mesh
     with jaxinf.open_store(place / f"own-{number}") as store:
         trained(store, {"w": jnp.ones((64, 8))}, optax.adam(1e-3))
-        assert store.manifest.member is None
+        assert store._manifest.member is None
         print("trained alone", store.step)
 
 

@@ -82,7 +82,7 @@ class Driver:
 
     @property
     def training(self):
-        return self.store._training  # also from a closed handle
+        return self.store._run  # also from a closed handle
 
     @property
     def opened(self):
@@ -119,7 +119,7 @@ class Driver:
         """Returns the params on the JAX device for master params."""
         leaf = self.description.leaves[number]
         rounded = master.astype(leaf.device_dtype)
-        if self.store.manifest.leaves[number].states[0].codec == "split":
+        if self.store._manifest.leaves[number].states[0].codec == "split":
             rest = np.empty(master.size, np.int16)
             encode_split(master.reshape(-1), rounded.reshape(-1), rest)
         return rounded
@@ -149,12 +149,12 @@ class Driver:
         results = {}
         for number in range(len(names)) if order is None else order:
             part = self.part(number, gradient)
-            self.store.training.steps.update(self.at, part)
+            self.store._training.steps.update(self.at, part)
             results[names[number]] = part.out
         return results
 
     def finish(self, skipped_steps=0):
-        self.store.training.steps.finish(
+        self.store._training.steps.finish(
             self.at, self.scalars(self.at + 1), skipped_steps
         )
         self.at += 1
@@ -198,7 +198,7 @@ class Driver:
                     for state in record.states
                     if not state.is_beside
                 )
-                for record in self.store.manifest.leaves
+                for record in self.store._manifest.leaves
             }
 
     def check(self, step, path=None):

@@ -3,7 +3,8 @@
 import jax
 import numpy as np
 
-from jaxinf.streaming import Runner, prepare
+from jaxinf.streaming.plan.plan import prepare
+from jaxinf.streaming.run import Runner
 
 __all__ = [
     "FORM_LIMITS",

@@ -36,7 +36,7 @@ def test_a_run_with_an_average(run, tmp_path, mode):
     assert [line["step"] for line in average] == [4, 8, 12]
     assert average[-1]["loss"] != params[-1]["loss"]
     with jaxinf.open_store(store) as opened:
-        leaf = opened.manifest.leaves[0].name
+        leaf = opened._manifest.leaves[0].name
         held = opened.read("average", leaf)
         assert np.any(held != opened.read("params", leaf))
     export = ["checkpoint", "export", str(store), str(tmp_path / "hf"), "--average"]
