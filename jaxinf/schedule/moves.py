@@ -173,9 +173,13 @@ class Moves(Generic[_T]):
         self.advance()
 
     def load(self, tensors: Iterable[_T]) -> None:
-        """Lets tensors come from drives, in order, each as soon as there is room."""
+        """Lets tensors come from drives, in order, each as soon as there is room.
+
+        They are new here, or were written and released.
+        """
         for tensor in tensors:
             tensor.num_written = tensor.num_parts
+            tensor.is_back = tensor.is_over = False
             self.tensors[tensor.key] = tensor
             self._ahead.append(tensor.key)
             self._due.append(tensor)

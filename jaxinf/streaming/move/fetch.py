@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from jaxinf.streaming.move.mover import PINNED, Moved, Mover
+from jaxinf.streaming.move.mover import Mover
+from jaxinf.streaming.move.tensors import PINNED, Moved
 from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.plan.reads import Fetch, Reading, page_bytes
 from jaxinf.streaming.program.units import Unit

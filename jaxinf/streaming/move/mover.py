@@ -9,28 +9,24 @@ it was coded.
 """
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from jaxinf.io import BufferPool
 from jaxinf.io.buffers import Buffer
 from jaxinf.io.pages import PAGE_BYTES
 from jaxinf.schedule.moves import Kind, Moves, Tensor
-from jaxinf.streaming.move.scratch import Part, Place, Scratch, aligned, raw_bytes
+from jaxinf.streaming.move.scratch import aligned
+from jaxinf.streaming.move.tensors import Evicted, Moved
 from jaxinf.streaming.move.workers import THREADS_PER_DRIVE, Job, Workers
 from jaxinf.streaming.plan.forms import PART_BYTES
 from jaxinf.typing import Array
 
-__all__ = ["PINNED", "Evicted", "Moved", "Mover", "MoverCounts", "drive_threads"]
-
-PINNED = "pinned_host"
-"""The kind of memory of the host from which devices copy."""
+__all__ = ["Mover", "MoverCounts", "drive_threads"]
 
 
 @dataclass
@@ -61,74 +57,6 @@ class MoverCounts:
     back_s: float = 0.0
 
 
-@dataclass(eq=False)
-class Moved(Tensor, ABC):
-    """A tensor that a `Mover` moves."""
-
-    @abstractmethod
-    def queue(self, part: int) -> int:
-        """Returns the number of the drive of a part."""
-
-    @abstractmethod
-    def read(self, part: int, out: Array, bounce: Array) -> int:
-        """Reads a part into the tensor's memory; returns its bytes on the drive."""
-
-    @abstractmethod
-    def on_device(self, raw: Array, *, has_link: bool) -> jax.Array:
-        """Returns the tensor on the device, from its memory, which that may read."""
-
-
-@dataclass(eq=False)
-class Evicted(Moved):
-    """A value that leaves the device.
-
-    Attributes:
-      scratch: The files.
-      place: Its place there, without parts if it stays on the host.
-      written: Its parts, as they were written.
-    """
-
-    scratch: Scratch = field(default_factory=lambda: Scratch(()))
-    place: Place = field(default_factory=lambda: Place(()))
-    written: list[Part] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.num_parts = len(self.place.parts)
-        self.host_bytes = self.place.memory_bytes
-        self._aval, self._sharding = jax.typeof(self.value), self.value.sharding
-
-    def queue(self, part: int) -> int:
-        """As `Moved.queue`."""
-        return self.place.parts[part].drive
-
-    def write(self, part: int, bounce: Array) -> Part:
-        """Writes a part; blocks, first until the value is computed."""
-        raw = raw_bytes(np.asarray(self.host))
-        return self.scratch.write(self.place.parts[part], raw, bounce)
-
-    def read(self, part: int, out: Array, bounce: Array) -> int:
-        """As `Moved.read`."""
-        self.scratch.read(self.written[part], out, bounce)
-        return self.written[part].num_bytes
-
-    def copied_out(self) -> jax.Array:
-        """Returns a copy in pinned memory; blocks."""
-        pinned = self._sharding.with_memory_kind(PINNED)
-        return jax.block_until_ready(jax.device_put(self.value, pinned))
-
-    def copied_back(self, host: jax.Array) -> jax.Array:
-        """Returns a copy on the device; blocks."""
-        return jax.block_until_ready(jax.device_put(host, self._sharding))
-
-    def on_device(self, raw: Array, *, has_link: bool) -> jax.Array:
-        """As `Moved.on_device`."""
-        aval = self._aval
-        array = np.frombuffer(raw, aval.dtype, aval.size).reshape(aval.shape)
-        if has_link:  # the pinned array may be `raw` itself, as on a CPU
-            array = jax.device_put(array, self._sharding.with_memory_kind(PINNED))
-        return jax.block_until_ready(jax.device_put(array, self._sharding))
-
-
 class Mover:
     """Moves tensors, of one kind or several. Thread-safe, but for `reset`.
 
@@ -139,6 +67,8 @@ class Mover:
       way_bytes: Memory of the host for tensors on their way to drives.
       device_bytes: Memory of the device for those that come by `load`.
       name: Of the threads.
+      reuses: Whether what was read is valid until `release` alone, and its memory is
+        used again; otherwise it is valid as long as someone refers to it.
     """
 
     def __init__(
@@ -150,17 +80,19 @@ class Mover:
         way_bytes: int = 0,
         device_bytes: int = 0,
         name: str = "jaxinf-activations",
+        reuses: bool = True,
     ) -> None:
         self._has_link = has_link
         drives = list(threads)
-        self._threads = _Threads(drives, name, read_bytes, has_link=has_link)
+        pool = BufferPool(max(read_bytes, PAGE_BYTES)) if reuses else _NewMemory()
+        self._threads = _Threads(drives, name, pool, has_link=has_link)
         self._workers = self._threads.workers
         self._changed = self._workers.changed
         self._moves: Moves[Any] = Moves(
             self._threads,
             has_link=has_link,
             way_bytes=way_bytes,
-            read_bytes=self._threads.pool.capacity_bytes,
+            read_bytes=pool.capacity_bytes,
             device_bytes=device_bytes,
         )
         self._threads.ended = self._moves.ended
@@ -211,7 +143,7 @@ class Mover:
         with self._changed:
             self._moves.load(tensors)
 
-    def get(self, key: Hashable) -> jax.Array:
+    def get(self, key: Hashable) -> Any:
         """Returns a tensor, valid until `release`; blocks until it is on the device.
 
         Raises:
@@ -319,25 +251,52 @@ class Mover:
                 raise self._moves.error
 
 
+class _NewMemory:
+    """Memory that is not used again, with the methods of a pool."""
+
+    capacity_bytes = held_bytes = 0
+
+    def acquire(self, num_bytes: int, *, block: bool) -> "_NewBuffer":
+        return _NewBuffer(aligned(num_bytes))
+
+    def free_idle(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _NewBuffer(NamedTuple):
+    array: Array
+
+    def release(self) -> None:
+        pass
+
+
 class _Threads:
     """Runs moves on threads, as `Executor`; all but `_move` under the lock."""
 
     def __init__(
-        self, drives: Sequence[int], name: str, read_bytes: int, *, has_link: bool
+        self,
+        drives: Sequence[int],
+        name: str,
+        pool: BufferPool | _NewMemory,
+        *,
+        has_link: bool,
     ) -> None:
-        self.pool = BufferPool(max(read_bytes, PAGE_BYTES))
+        self.pool = pool
         self._hops = {"out": len(drives), "back": len(drives) + 1}
         queues = [*drives, *[1, 1] * has_link]
         self.workers = Workers(queues, ("write", "read", "out", "back"), name)
         self.counts = MoverCounts()
         self.ended: Callable[[Any, Kind, Any, BaseException | None], None]
 
-    def allocate(self, tensor: Tensor) -> Buffer:
+    def allocate(self, tensor: Tensor) -> Buffer | _NewBuffer:
         buffer = self.pool.acquire(tensor.host_bytes, block=False)
         assert buffer is not None, "there is room for what comes back"
         return buffer
 
-    def free_memory(self, memory: Buffer) -> None:
+    def free_memory(self, memory: Buffer | _NewBuffer) -> None:
         memory.release()
 
     def start(self, tensor: Moved, kind: Kind, part: int) -> None:

@@ -1,38 +1,34 @@
-"""Spills values from the device to memory, and beyond its capacity to a file.
+"""Gradients that wait: in memory, and beyond its capacity in a file.
 
-Invariant: a value comes back with the same bits. The file has no name, so it disappears
-with the process, however that ends.
+    put ─► memory, or evict ─► file ─► load, in order, ahead of who asks ─► read, take
+
+Invariant: a gradient comes back with the same bits. The file has no name, so it
+disappears with the process, however that ends.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from jaxinf.io import ByteMeters
-from jaxinf.streaming.move.scratch import Place, Scratch, aligned, raw_bytes
-from jaxinf.streaming.plan.forms import PART_BYTES
+from jaxinf.streaming.move.mover import Mover
+from jaxinf.streaming.move.scratch import Place, Scratch
+from jaxinf.streaming.move.tensors import Evicted
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.typing import Array
 
 __all__ = ["Spill"]
 
 
-@dataclass(frozen=True)
-class _OnFile:
-    """A value in the file."""
-
-    place: Place
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-
 class Spill:
-    """Holds values by key until they are taken. Used from one thread.
+    """Holds gradients by key until they are taken. Used from one thread at a time.
+
+    An array that it returns stays valid for as long as someone refers to it.
 
     Args:
-      folder: A folder on a drive with room for values that do not fit into memory.
+      folder: A folder on a drive with room for gradients that do not fit into memory.
       capacity_bytes: Capacity in memory.
       meters: Counters of the bytes on the drive.
 
@@ -46,77 +42,87 @@ class Spill:
         self, folder: Path, capacity_bytes: int, meters: ByteMeters | None = None
     ) -> None:
         self._scratch = Scratch([folder], meters, content="gradients")
-        self._bounce: Array | None = None
+        self._mover = Mover(
+            [1], has_link=False, read_bytes=0, name="jaxinf-gradients", reuses=False
+        )
         self.capacity_bytes = capacity_bytes
-        self._held: dict[Piece, jax.Array | Array | _OnFile] = {}
+        self._held: dict[Piece, jax.Array | Array | Evicted] = {}
         self._places: dict[Piece, Place] = {}
         self._held_bytes = 0
         self.written_bytes = self.kept_bytes = 0
 
     def put(self, key: Piece, value: jax.Array | Array) -> None:
-        """Takes a value; blocks while it is written.
+        """Takes a gradient; blocks while it is written.
 
         One that was taken since `reset` and comes again has its old place in the file.
 
         Raises:
           StoreSpaceError, StoreIOError: The drive is full, or failed.
         """
-        assert key not in self._held, "a value leaves once"
+        assert key not in self._held, "a gradient leaves once"
         if self._held_bytes + value.nbytes <= self.capacity_bytes:
             self._held[key] = value
             self._held_bytes += value.nbytes
             self.kept_bytes = max(self.kept_bytes, self._held_bytes)
             return
-        self._held[key] = self._write(key, np.asarray(value, order="C"))
+        if key not in self._places:
+            self._places[key] = self._scratch.allocate(value.nbytes)
+            self._scratch.reserve()
+        place = self._places[key]
+        array = np.asarray(value, order="C")
+        gradient = Evicted(key, value=array, scratch=self._scratch, place=place)
+        self._mover.evict(gradient)
+        self._mover.wait_evicted(key)
+        self._mover.release(key)
+        self._held[key] = gradient
+        self.written_bytes += place.num_bytes
 
     def __contains__(self, key: Piece) -> bool:
         return key in self._held
 
     def take(self, key: Piece) -> Array:
-        """Returns and removes a value; blocks while it is read."""
-        held = self._held.pop(key)
-        if isinstance(held, _OnFile):
-            return self._read(held)
-        self._held_bytes -= held.nbytes
-        return np.asarray(held)
+        """Returns and removes a gradient; blocks while it is read."""
+        self._load([key])
+        return self._take(key, removes=True)
 
-    def look(self, key: Piece) -> Array:
-        """Returns a value, which stays; blocks while it is read."""
-        held = self._held[key]
-        return self._read(held) if isinstance(held, _OnFile) else np.asarray(held)
+    def read(self, *, removes: bool = False) -> Iterator[tuple[Piece, Array]]:
+        """Yields the gradients in the order of `put`; the next one is read meanwhile.
 
-    def pieces(self) -> list[Piece]:
-        """Keys of the values, in the order of `put`."""
-        return list(self._held)
+        Args:
+          removes: Whether they are removed.
+        """
+        keys = list(self._held)
+        self._load(keys)
+        return ((key, self._take(key, removes=removes)) for key in keys)
 
     def reset(self) -> None:
-        """Drops all values and reuses the file's space."""
+        """Drops all gradients and reuses the file's space."""
         self._held.clear()
         self._places.clear()
+        self._mover.reset()
         self._scratch.reset()
         self._held_bytes = self.written_bytes = self.kept_bytes = 0
 
     def close(self) -> None:
         """Drops everything, and the file; idempotent."""
         self.reset()
-        self._bounce = None
+        self._mover.close()
         self._scratch.close()
 
-    def _write(self, key: Piece, value: Array) -> _OnFile:
-        if key not in self._places:
-            self._places[key] = self._scratch.allocate(value.nbytes)
-            self._scratch.reserve()
-        place = self._places[key]
-        if self._bounce is None:
-            self._bounce = aligned(PART_BYTES)
-        for part in place.parts:
-            self._scratch.write(part, raw_bytes(value), self._bounce)
-        self.written_bytes += place.num_bytes
-        return _OnFile(place, value.shape, value.dtype)
+    def _load(self, keys: list[Piece]) -> None:
+        """Starts to read those that are in the file."""
+        held = [self._held[key] for key in keys]
+        evicted = [one for one in held if isinstance(one, Evicted)]
+        # One is read while another is used.
+        self._mover.read_ahead(2 * max((one.host_bytes for one in evicted), default=0))
+        self._mover.load(evicted)
 
-    def _read(self, held: _OnFile) -> Array:
-        memory = aligned(held.place.num_bytes)
-        for part in held.place.parts:
-            self._scratch.read(part, memory)
-        num_bytes = held.dtype.itemsize * int(np.prod(held.shape, dtype=np.int64))
-        return memory[:num_bytes].view(held.dtype).reshape(held.shape)
+    def _take(self, key: Piece, *, removes: bool) -> Array:
+        held = self._held.pop(key) if removes else self._held[key]
+        if isinstance(held, Evicted):
+            found = self._mover.get(key)
+            self._mover.release(key)
+            return found
+        if removes:
+            self._held_bytes -= held.nbytes
+        return np.asarray(held)

@@ -15,8 +15,9 @@ import jax
 from jaxinf.io import ByteMeters
 from jaxinf.schedule.occupancy import Stay, occupancy
 from jaxinf.schedule.placement import NUM_COPIES, Tiers
-from jaxinf.streaming.move.mover import Evicted, Mover, MoverCounts, drive_threads
+from jaxinf.streaming.move.mover import Mover, MoverCounts, drive_threads
 from jaxinf.streaming.move.scratch import Place, Scratch
+from jaxinf.streaming.move.tensors import Evicted
 from jaxinf.streaming.plan.calls import Calls, Slot
 from jaxinf.streaming.plan.plan import Plan
 from jaxinf.typing import PathLikeStr

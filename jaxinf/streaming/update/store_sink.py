@@ -8,7 +8,7 @@ Invariant: the store advances by one step if every gradient arrived and was fini
   otherwise it does not advance.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -231,17 +231,15 @@ class StoreSink(Sink):
             self._passes.advance()
             if number == self._passes.num_passes - 1:
                 break
-            for piece in spill.pieces():
+            for piece, gradient in spill.read():
                 check()
-                self._passes.add(piece, spill.look(piece))
+                self._passes.add(piece, gradient)
         check()
         overwrites = self._training.opened.num_uncommitted > 0
-        self._stage.start(self._update)
-        for piece in spill.pieces():
-            self._stage.put(piece, spill.take(piece))
+        for taken in _together(spill.read(removes=True)):
+            self._update(taken)
             if not overwrites:
                 check()
-        self._stage.end()
 
     def _defer(self, taken: Sequence[Handed]) -> None:
         assert self._spill is not None
@@ -343,6 +341,20 @@ class StoreSink(Sink):
             f"step {self._step}. Lower the learning rate or clip the gradients, or "
             'pass nonfinite="skip" to go on without such steps, as with a loss scale'
         )
+
+
+def _together(gradients: Iterator[Handed]) -> Iterator[list[Handed]]:
+    """Yields gradients in their order, successive short ones in one list."""
+    taken: list[Handed] = []
+    num_bytes = 0
+    for piece, gradient in gradients:
+        if taken and num_bytes + gradient.nbytes > _SHORT_BYTES:
+            yield taken
+            taken, num_bytes = [], 0
+        taken.append((piece, gradient))
+        num_bytes += gradient.nbytes
+    if taken:
+        yield taken
 
 
 class _Asked:

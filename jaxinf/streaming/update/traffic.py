@@ -8,6 +8,8 @@ first step alone; what commits alone write of it is divided among their steps.
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from jaxinf.engine import (
     OpenStore,
     StoreShape,
@@ -18,6 +20,8 @@ from jaxinf.engine import (
 from jaxinf.io import ByteCounts
 from jaxinf.io.pages import page_ceil
 from jaxinf.program import Passes, UpdateProgram
+from jaxinf.schedule.occupancy import Stay
+from jaxinf.schedule.packer import fill
 from jaxinf.store import MASTER_PARAMS
 from jaxinf.streaming.plan.reads import Fetch
 from jaxinf.streaming.program.units import Unit
@@ -132,13 +136,9 @@ def spilled_bytes(gradients: Iterable[int], capacity_bytes: int) -> int:
       gradients: Bytes of each, in the order in which they are handed out.
       capacity_bytes: Memory for them.
     """
-    held = spilled = 0
-    for num_bytes in gradients:
-        if held + num_bytes <= capacity_bytes:
-            held += num_bytes
-        else:
-            spilled += page_ceil(num_bytes)
-    return spilled
+    waiting = [Stay(0, 1, size, number) for number, size in enumerate(gradients)]
+    held = fill(np.zeros(1, np.int64), waiting, capacity_bytes)
+    return sum(page_ceil(stay.num_bytes) for stay in {*waiting} - {*held})
 
 
 def _deferred_bytes(

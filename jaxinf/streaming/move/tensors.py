@@ -1,0 +1,94 @@
+"""The tensors that a `Mover` moves, and how each is written, read and copied.
+
+Invariant: a tensor comes back with the bits that it left with, but for the low ones if
+it was coded.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxinf.schedule.moves import Tensor
+from jaxinf.streaming.move.scratch import Part, Place, Scratch, raw_bytes
+from jaxinf.typing import Array
+
+__all__ = ["PINNED", "Evicted", "Moved"]
+
+PINNED = "pinned_host"
+"""The kind of memory of the host from which devices copy."""
+
+
+@dataclass(eq=False)
+class Moved(Tensor, ABC):
+    """A tensor that a `Mover` moves."""
+
+    @abstractmethod
+    def queue(self, part: int) -> int:
+        """Returns the number of the drive of a part."""
+
+    @abstractmethod
+    def read(self, part: int, out: Array, bounce: Array) -> int:
+        """Reads a part into the tensor's memory; returns its bytes on the drive."""
+
+    @abstractmethod
+    def on_device(self, raw: Array, *, has_link: bool) -> Any:
+        """Returns the tensor on the device, from its memory, which that may read."""
+
+
+@dataclass(eq=False)
+class Evicted(Moved):
+    """A value that leaves the device, or an array of NumPy that leaves the host.
+
+    Attributes:
+      scratch: The files.
+      place: Its place there, without parts if it stays on the host.
+      written: Its parts, as they were written.
+    """
+
+    scratch: Scratch = field(default_factory=lambda: Scratch(()))
+    place: Place = field(default_factory=lambda: Place(()))
+    written: list[Part] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.num_parts = len(self.place.parts)
+        self.host_bytes = self.place.memory_bytes
+        self._shape, self._dtype = self.value.shape, self.value.dtype
+        self._sharding = getattr(self.value, "sharding", None)
+
+    def queue(self, part: int) -> int:
+        """As `Moved.queue`."""
+        return self.place.parts[part].drive
+
+    def write(self, part: int, bounce: Array) -> Part:
+        """Writes a part; blocks, first until the value is computed."""
+        raw = raw_bytes(np.asarray(self.host))
+        return self.scratch.write(self.place.parts[part], raw, bounce)
+
+    def read(self, part: int, out: Array, bounce: Array) -> int:
+        """As `Moved.read`."""
+        self.scratch.read(self.written[part], out, bounce)
+        return self.written[part].num_bytes
+
+    def copied_out(self) -> jax.Array:
+        """Returns a copy in pinned memory; blocks."""
+        assert self._sharding is not None, "it is on a device"
+        pinned = self._sharding.with_memory_kind(PINNED)
+        return jax.block_until_ready(jax.device_put(self.value, pinned))
+
+    def copied_back(self, host: jax.Array) -> jax.Array:
+        """Returns a copy on the device; blocks."""
+        return jax.block_until_ready(jax.device_put(host, self._sharding))
+
+    def on_device(self, raw: Array, *, has_link: bool) -> Any:
+        """As `Moved.on_device`."""
+        num_elements = math.prod(self._shape)
+        array = np.frombuffer(raw, self._dtype, num_elements).reshape(self._shape)
+        if self._sharding is None:
+            return array
+        if has_link:  # the pinned array may be `raw` itself, as on a CPU
+            array = jax.device_put(array, self._sharding.with_memory_kind(PINNED))
+        return jax.block_until_ready(jax.device_put(array, self._sharding))

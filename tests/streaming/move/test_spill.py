@@ -1,0 +1,64 @@
+"""Gradients that wait in memory and in a file: bits, order, how long they last."""
+
+import numpy as np
+import pytest
+
+from jaxinf.io.pages import page_ceil
+from jaxinf.streaming.move.spill import Spill
+from jaxinf.streaming.plan.forms import PART_BYTES
+from jaxinf.streaming.program.graph import Piece
+
+SIZES = [4, 70_000, PART_BYTES + 4, 4096]
+
+
+@pytest.fixture(params=[0, 80_000], ids=["file", "memory and file"])
+def spill(tmp_path, request):
+    own = Spill(tmp_path, request.param)
+    yield own
+    own.close()
+
+
+def gradients(seed):
+    rng = np.random.default_rng(seed)
+    arrays = [rng.standard_normal(size // 4, np.float32) for size in SIZES]
+    return {Piece(number): array for number, array in enumerate(arrays)}
+
+
+def test_gradients_outlive_what_is_read_after_them(spill):
+    kept = []
+    for seed in range(3):
+        given = gradients(seed)
+        for piece, gradient in given.items():
+            spill.put(piece, gradient)
+        first = list(spill.read())  # another pass reads them again
+        kept += [(given[p], found) for p, found in first]
+        last = list(spill.read(removes=True))
+        kept += [(given[p], found) for p, found in last]
+        assert [p for p, _ in first] == [p for p, _ in last] == list(given)
+        assert not any(piece in spill for piece in given)
+        on_file = [n for n in SIZES if not spill.capacity_bytes or n > 80_000]
+        assert spill.written_bytes == sum(map(page_ceil, on_file))
+        spill.reset()
+    for given, found in kept:
+        np.testing.assert_array_equal(found, given)
+
+
+def test_a_sum_goes_back_to_its_place(spill):
+    given = gradients(0)
+    for _ in range(3):
+        for piece, gradient in given.items():
+            total = spill.take(piece) if piece in spill else np.zeros_like(gradient)
+            spill.put(piece, np.add(total, gradient, out=total))
+    for piece, gradient in given.items():
+        np.testing.assert_array_equal(spill.take(piece), gradient + gradient + gradient)
+
+
+def test_a_pass_that_is_given_up_leaves_nothing(spill):
+    for seed in range(2):
+        given = gradients(seed)
+        for piece, gradient in given.items():
+            spill.put(piece, gradient)
+        piece, found = next(spill.read())
+        np.testing.assert_array_equal(found, given[piece])
+        spill.reset()
+        assert piece not in spill
