@@ -29,7 +29,7 @@ from jaxinf.streaming.plan.memory import READER_BYTES, Division
 from jaxinf.streaming.plan.plan import Plan, Prepared
 from jaxinf.streaming.plan.reads import Fetch, Reading, reused_bytes
 from jaxinf.streaming.plan.saved import save_plan
-from jaxinf.streaming.plan.tiers import beside_values, check_tiers
+from jaxinf.streaming.plan.tiers import check_tiers
 from jaxinf.streaming.replanning import Replanner, offload_planned
 from jaxinf.streaming.run import Executables, Runner
 from jaxinf.streaming.update.micro_batches import Sums
@@ -133,7 +133,7 @@ class Binder:
             self._options,
             self._drives(),
             fitted.tiers,
-            fitted.fetched,
+            fitted.loads,
         )
         return self._bound(fitted, self._spills(fitted), plan, replanner)
 
@@ -188,9 +188,8 @@ class Binder:
         tiers = fitted.tiers(plan.calls)
         if tiers is not None:
             check_tiers(tiers, fitted.host_bytes)
-        division = beside_values(fitted.division, tiers)
         values = make_values(plan, tiers, self._drives(), opened.meters)
-        reading = fitted.reading(plan)
+        reading, division = fitted.reading(plan)
         params, unused_bytes = self._params(fitted, reading, division)
         fetches, calls = reading.fetches, plan.calls.calls
         record = partial(opened.timeline.add, "program")

@@ -14,6 +14,7 @@ import optax
 from jaxinf.engine import Store, StoreShape
 from jaxinf.program import Passes, UpdateProgram
 from jaxinf.schedule.placement import Tiers
+from jaxinf.schedule.simulator import Loads
 from jaxinf.streaming.move.workers import writing_bytes
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import Calls
@@ -118,18 +119,16 @@ class Fitted:
         """Where values wait; None if the device's memory is the host's."""
         return plan_tiers(calls, self.host_bytes) if self.division.staged else None
 
-    def reading(self, plan: Plan) -> Reading:
-        """The reads of a step, beside its values."""
+    def reading(self, plan: Plan) -> tuple[Reading, Division]:
+        """The reads of a step, and the memory beside its values."""
         division = beside_values(self.division, self.tiers(plan.calls))
-        return self.basis.fetches(plan, division, self.units.units)
+        return self.basis.fetches(plan, division, self.units.units), division
 
-    def fetched(self, calls: Calls, peak_bytes: int) -> Mapping[int, int]:
-        """Returns the bytes that are read for each call, by its number."""
-        found: dict[int, int] = {}
+    def loads(self, calls: Calls, peak_bytes: int) -> Loads:
+        """Returns the reads of a step, for its simulation."""
         plan = replace(self.plan, calls=calls, peak_bytes=peak_bytes)
-        for fetch in self.reading(plan).fetches:
-            found[fetch.first] = found.get(fetch.first, 0) + fetch.unit.num_bytes
-        return found
+        reading, division = self.reading(plan)
+        return reading.loads(division)
 
 
 class Fitting:

@@ -3,10 +3,11 @@
 Invariant: nothing is measured for a step that ended early.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from jaxinf.schedule.placement import Tiers
+from jaxinf.schedule.simulator import Loads
 from jaxinf.streaming.call_timer import Watch
 from jaxinf.streaming.move.fetch import FetchCounts
 from jaxinf.streaming.move.mover import MoverCounts
@@ -16,7 +17,7 @@ from jaxinf.streaming.plan.calls import Calls
 from jaxinf.streaming.plan.plan import Plan
 from jaxinf.streaming.plan.planner import Forecast, Observed, Planner
 from jaxinf.streaming.plan.retrying import Moved
-from jaxinf.streaming.plan.search import Problem, nothing_fetched
+from jaxinf.streaming.plan.search import Problem, nothing_loaded
 from jaxinf.streaming.plan.sequence import Targets
 from jaxinf.streaming.plan.wear import Wear
 from jaxinf.streaming.run import CompiledMemory, Executables
@@ -33,7 +34,7 @@ def offload_planned(
     options: Options,
     folders: Sequence[PathLikeStr],
     tiers: Callable[[Calls], Tiers | None],
-    fetched: Callable[[Calls, int], Mapping[int, int]] = nothing_fetched,
+    loads: Callable[[Calls, int], Loads] = nothing_loaded,
 ) -> tuple[Plan, "Replanner | None"]:
     """Plans which values leave, if any may; with ``"plan"`` by measures. Blocks.
 
@@ -44,7 +45,7 @@ def offload_planned(
       executables: As for `compile_plan`.
       options: The step's.
       folders: As for `Replanner`.
-      tiers, fetched: As for `Problem`.
+      tiers, loads: As for `Problem`.
     """
     if not plan.is_offloaded:
         return plan, None
@@ -59,7 +60,7 @@ def offload_planned(
         memory.call_bytes,
         plan.calls.resident,
         memory.admits,
-        fetched,
+        loads,
         form,
         tiers,
     )

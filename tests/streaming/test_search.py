@@ -8,6 +8,7 @@ import pytest
 from streaming import assert_same_bits, prepared, streamed
 from zoo import ZOO
 
+from jaxinf.schedule.simulator import NO_LOADS, Load, Loads
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan import offload, search
@@ -120,7 +121,8 @@ def test_params_that_are_read_slowly_cost_time():
     _, graph, plan = cut()
     rates = replace(profile(plan, 1e9), params=10.0)
     calls = make_calls(graph, plan.programs, "offload")
-    alone, read = (simulate(calls, rates, one) for one in ({}, {3: 1000}))
+    loads = Loads([Load(3, 3, 3, 1000, 4096)], 4096)
+    alone, read = (simulate(calls, rates, one) for one in (NO_LOADS, loads))
     assert read > alone
     assert read > 100.0
 

@@ -237,9 +237,8 @@ def make_fetcher(
     source: Source, reading: Reading, division: Division, device: Any
 ) -> tuple[Fetcher, int]:
     """Makes what reads params; returns it and the memory that no param needs."""
-    room, fetches = reading.room_bytes, reading.fetches
-    if division.staged:
-        host_bytes = division.staged - reading.largest_bytes
-        return Fetcher(source, fetches, room, host_bytes, device), 0
-    needed = reading.needed_bytes
-    return Fetcher(source, fetches, needed), room - needed
+    host_bytes, device_bytes = reading.memory(division)
+    if device_bytes is not None:
+        return Fetcher(source, reading.fetches, device_bytes, host_bytes, device), 0
+    unused_bytes = reading.room_bytes - host_bytes
+    return Fetcher(source, reading.fetches, host_bytes), unused_bytes

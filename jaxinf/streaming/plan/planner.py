@@ -307,9 +307,9 @@ class _Measured:
             out=rates.get("out", math.inf),
             back=rates.get("back", math.inf),
         )
-        fetched = self._problem.fetched(choice.calls, choice.peak_bytes)
+        loads = self._problem.loads(choice.calls, choice.peak_bytes)
         tiers = self._problem.tiers(choice.calls)
-        simulated_s = simulate(choice.calls, profile, fetched, tiers)
+        simulated_s = simulate(choice.calls, profile, loads, tiers)
         return replace(profile, outside_s=max(0.0, found_s - simulated_s))
 
 

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from jaxinf.errors import BudgetError
 from jaxinf.io.pages import PAGE_BYTES, page_ceil
 from jaxinf.schedule.occupancy import Stay, occupancy
 from jaxinf.schedule.packer import fill
+from jaxinf.schedule.simulator import Load, Loads
 from jaxinf.streaming.plan.calls import Call
 from jaxinf.streaming.plan.memory import NUM_STAGED, Division
 from jaxinf.streaming.plan.plan import Plan
@@ -56,6 +57,11 @@ class Fetch:
     gradient: int | None = None
 
     @property
+    def calls(self) -> tuple[int, int, int | None]:
+        """The calls that it serves."""
+        return self.first, self.last, self.gradient
+
+    @property
     def end(self) -> int:
         """The number of the last call during which it must be in memory."""
         return self.last if self.gradient is None else max(self.last, self.gradient)
@@ -86,6 +92,26 @@ class Reading(NamedTuple):
     def largest_bytes(self) -> int:
         """Bytes of the largest unit."""
         return max((page_bytes(fetch.unit) for fetch in self.fetches), default=0)
+
+    def memory(self, division: Division) -> tuple[int, int | None]:
+        """Returns memory of the host for reading, and of a device with its own."""
+        if not division.staged:
+            return self.needed_bytes, None
+        return division.staged - self.largest_bytes, self.room_bytes
+
+    def loads(self, division: Division) -> Loads:
+        """Returns the reads for a simulation; those for the same calls are one."""
+        read_bytes, device_bytes = self.memory(division)
+        found: dict[Any, Load] = {}
+        for number, fetch in enumerate(self.fetches):
+            # On their way to a device, units pass one by one.
+            key = fetch.calls if device_bytes is None else number
+            own = fetch.unit.num_bytes, page_bytes(fetch.unit)
+            one = found.get(key)
+            if one is not None:
+                own = own[0] + one.num_bytes, own[1] + one.host_bytes
+            found[key] = Load(fetch.first, fetch.last, fetch.end, *own)
+        return Loads(tuple(found.values()), read_bytes, device_bytes)
 
     @property
     def _sums(self) -> list[int]:

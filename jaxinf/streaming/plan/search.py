@@ -17,6 +17,7 @@ from itertools import product
 from typing import TypeAlias
 
 from jaxinf.schedule.placement import Absence, Tiers
+from jaxinf.schedule.simulator import NO_LOADS, Loads
 from jaxinf.streaming.plan.calls import Calls, Slot
 from jaxinf.streaming.plan.forms import Form
 from jaxinf.streaming.plan.offload import fitted
@@ -33,7 +34,7 @@ from jaxinf.streaming.program.graph import Piece, num_bytes
 from jaxinf.streaming.program.programs import Programs
 from jaxinf.terminal import format_bytes
 
-__all__ = ["Choice", "Problem", "choose", "nothing_fetched", "rules_of"]
+__all__ = ["Choice", "Problem", "choose", "nothing_loaded", "rules_of"]
 
 # No more choices of segments than these are searched completely.
 _MOST_EXHAUSTIVE = 128
@@ -45,9 +46,9 @@ _LEAST_TRIED = 100
 _Chosen: TypeAlias = frozenset[tuple[int, Reach]]
 
 
-def nothing_fetched(calls: Calls, peak_bytes: int) -> Mapping[int, int]:
+def nothing_loaded(calls: Calls, peak_bytes: int) -> Loads:
     """Returns the reads of params that are all in memory: none."""
-    return {}
+    return NO_LOADS
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,7 @@ class Problem:
       memory: Returns the memory during each call, such as `Calls.call_bytes`.
       resident: Parts of params that are in memory in any case.
       admits: Returns whether calls that were chosen do fit; may compile them.
-      fetched: Returns for calls and their peak memory the bytes of params that are read
-        for each call, by its number.
+      loads: Returns for calls and their peak memory the reads of params.
       form: Form of values on drives; see `Calls`.
       tiers: Returns where values of calls wait; None if the device's memory is the
         host's.
@@ -74,7 +74,7 @@ class Problem:
     memory: Callable[[Calls], Sequence[int]]
     resident: frozenset[Piece] = frozenset()
     admits: Callable[[Calls], bool] = lambda calls: True
-    fetched: Callable[[Calls, int], Mapping[int, int]] = nothing_fetched
+    loads: Callable[[Calls, int], Loads] = nothing_loaded
     form: Form | None = None
     tiers: Callable[[Calls], Tiers | None] = lambda calls: None
 
@@ -286,8 +286,8 @@ class _Search:
         tiers = problem.tiers(calls)
         if peak > problem.budget_bytes or (tiers is not None and tiers.shortage):
             return None
-        fetched = problem.fetched(calls, peak)
-        expected_s = simulate(calls, self._profile, fetched, tiers)
+        loads = problem.loads(calls, peak)
+        expected_s = simulate(calls, self._profile, loads, tiers)
         found = Choice(repeats, calls, peak, expected_s, self._bound_s)
         if self.best is None or _rank(found) < _rank(self.best):
             self.best = found

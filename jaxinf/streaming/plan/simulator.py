@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from jaxinf.schedule import simulator
 from jaxinf.schedule.placement import NUM_COPIES, Tiers
-from jaxinf.schedule.simulator import Away, Host
+from jaxinf.schedule.simulator import NO_LOADS, Away, Host, Loads
 from jaxinf.streaming.plan.calls import Calls
 
 __all__ = ["Profile", "simulate"]
@@ -49,7 +49,7 @@ class Profile:
 def simulate(
     calls: Calls,
     profile: Profile,
-    fetched: Mapping[int, int] | None = None,
+    loads: Loads = NO_LOADS,
     tiers: Tiers | None = None,
 ) -> float:
     """Returns the time of a step.
@@ -57,7 +57,7 @@ def simulate(
     Args:
       calls: The calls, with absences.
       profile: Measured times.
-      fetched: Bytes of params that are read for a call, by its number.
+      loads: Params that are read for calls.
       tiers: Where values wait; None if the device's memory is the host's.
     """
     seconds = profile.seconds_of(calls)
@@ -84,7 +84,8 @@ def simulate(
     found_s = simulator.simulate(
         [seconds[call.program.key] for call in calls.calls],
         away,
-        {number: size / profile.params for number, size in (fetched or {}).items()},
         None if tiers is None else Host(tiers.leaving_bytes, tiers.room),
+        loads if profile.params < math.inf else NO_LOADS,
+        {"read": profile.params, "back": profile.back},
     )
     return profile.num_parts * found_s + profile.outside_s
