@@ -15,7 +15,7 @@ files-with = $(shell grep -rl --include='test_*.py' '$1' tests)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train big bigger test test-long test-models test-compilers test-accelerators test-accelerators-all test-newest test-oldest test-hls test-cards test-xrt test-distributed test-faults faults wheels test-wheels docs lint clean
+.PHONY: help train big bigger test test-long test-models test-compilers test-accelerators test-accelerators-all test-newest test-oldest test-hls test-cards test-xrt test-distributed test-faults faults wheels test-wheels docs docs-check lint clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -115,6 +115,11 @@ docs: $(VENV)/installed  ## the documentation's site, in build/docs; runs its no
 	$(BIN)/python -m pip install --quiet '.[docs,test]'
 	PATH=$(abspath $(BIN)):$$PATH JAX_PLATFORMS=cpu $(BIN)/sphinx-build -q -W --keep-going -j 2 \
 	  -d build/doctrees -b html docs build/docs
+
+docs-check: docs  ## every page of the site in a browser (installs Debian's chromium)
+	command -v chromium >/dev/null || ! command -v apt-get >/dev/null || { \
+	  $(SUDO) apt-get update -qq && $(SUDO) apt-get install -qq -y --no-install-recommends chromium; } || true
+	$(BIN)/python scripts/check_site.py build/docs
 
 lint: $(VENV)/installed  ## ruff and pyright
 	$(BIN)/python -m pip install --quiet '.[dev,test-xrt]'

@@ -1,0 +1,47 @@
+"""The check of the built documentation finds what a reader would stumble over."""
+
+import check_site
+import pytest
+
+SITE = {
+    "index.html": '<h1 id="top"></h1><a href="guide/one.html#here">one</a>',
+    "guide/one.html": '<p id="here"></p><a href="../index.html#top">home</a>'
+    '<img src="../picture.svg"><a href="https://example.org/gone">elsewhere</a>',
+    "picture.svg": "<svg/>",
+}
+
+
+@pytest.mark.parametrize(
+    ("page", "text", "found"),
+    [
+        ("index.html", SITE["index.html"], []),
+        (
+            "index.html",
+            '<a href="guide/one.html#there">one</a>',
+            [
+                "index.html: no place guide/one.html#there",
+                "guide/one.html: no place ../index.html#top",
+            ],
+        ),
+        (
+            "guide/one.html",
+            '<p id="here"></p><img src="gone.svg">',
+            ["guide/one.html: no page gone.svg"],
+        ),
+        ("alone.html", "<p></p>", ["alone.html: no link leads to it"]),
+    ],
+)
+def test_broken_links_are_found(tmp_path, page, text, found):
+    for name, written in {**SITE, page: text}.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(written)
+    assert sorted(check_site.broken_links(tmp_path)) == sorted(found)
+
+
+def test_a_browser_that_is_missing_is_said(tmp_path, monkeypatch, capsys):
+    (tmp_path / "index.html").write_text("<p></p>")
+    monkeypatch.setattr(check_site, "BROWSERS", ("no-such-browser",))
+    monkeypatch.setattr("sys.argv", ["check_site.py", str(tmp_path)])
+    assert check_site.main() == 0
+    assert "skipped, none of no-such-browser is installed" in capsys.readouterr().out
