@@ -17,10 +17,14 @@ from jaxinf.store import (
     check_checkpoint,
     find_checkpoint,
     finish_rebalance,
+    hold_members,
     hold_store,
     list_checkpoints,
+    list_whole,
     remove_checkpoint,
+    remove_whole,
     restore_checkpoint,
+    restore_whole,
     save_checkpoint,
     save_whole,
 )
@@ -44,8 +48,11 @@ def save(store: Path, name: str | None) -> None:
 
 
 def list_all(store: Path, *, as_json: bool) -> None:
-    """Prints the checkpoints of a store."""
-    found = list_checkpoints(open_directory(store))
+    """Prints the checkpoints of a store, or those of all members of a run."""
+    if is_run(store):
+        found = list_whole(store)
+    else:
+        found = list_checkpoints(open_directory(store))
     if as_json:
         print(json.dumps([asdict(info) for info in found], indent=1))
         return
@@ -63,11 +70,15 @@ def list_all(store: Path, *, as_json: bool) -> None:
 
 def remove(store: Path, names: tuple[str, ...]) -> None:
     """Removes checkpoints, or none of them if one does not exist."""
-    directory = open_directory(store)
+    if is_run(store):
+        remove_whole(store, names)
+    else:
+        directory = open_directory(store)
+        for name in names:
+            check_checkpoint(directory, name)
+        for name in names:
+            remove_checkpoint(directory, name)
     for name in names:
-        check_checkpoint(directory, name)
-    for name in names:
-        remove_checkpoint(directory, name)
         print(f"removed {printable(name)}", file=sys.stderr)
 
 
@@ -78,18 +89,31 @@ def restore(store: Path, name: str, *, discard_current: bool) -> None:
       StoreMismatchError: the committed step would be lost, without `discard_current`.
       StoreLockedError: a run has the store open.
     """
-    with hold_store(store) as directory:
-        finish_rebalance(directory)
-        find_checkpoint(directory, name)
-        if not discard_current:
-            _check_kept(directory, name)
-        record = restore_checkpoint(directory, name)
+    if is_run(store):
+        with hold_members(store) as members:
+            for one in () if discard_current else members:
+                find_checkpoint(one, name)
+                _check_kept(one, name, store)
+            record = restore_whole(members, name)
+    else:
+        with hold_store(store) as directory:
+            finish_rebalance(directory)
+            find_checkpoint(directory, name)
+            if not discard_current:
+                _check_kept(directory, name, store)
+            record = restore_checkpoint(directory, name)
     print(f"{store}: at step {record.step} again; the next run goes on from there")
 
 
-def _check_kept(directory: StoreDirectory, name: str) -> None:
-    """Refuses to give up a committed step that no checkpoint keeps."""
-    give_up = f"jaxinf checkpoint restore {directory.path} {name} --discard-current"
+def _check_kept(directory: StoreDirectory, name: str, store: Path) -> None:
+    """Refuses to give up a committed step that no checkpoint keeps.
+
+    Args:
+      directory: the store, or a member of the run.
+      name: the checkpoint to be restored.
+      store: the path that the user gave.
+    """
+    give_up = f"jaxinf checkpoint restore {store} {name} --discard-current"
     try:
         current = directory.read_commit()
     except StoreFormatError as error:
@@ -106,6 +130,6 @@ def _check_kept(directory: StoreDirectory, name: str) -> None:
     if current.committed_at not in kept:
         raise StoreMismatchError(
             f"{directory.path}: step {current.step} is committed and in no checkpoint; "
-            f"keep it first (jaxinf checkpoint save {directory.path} NAME), or give it "
+            f"keep it first (jaxinf checkpoint save {store} NAME), or give it "
             f"up ({give_up})"
         )

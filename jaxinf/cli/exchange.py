@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import tyro
 
 from jaxinf.cli.committed import open_committed, open_directory
+from jaxinf.cli.members import is_run
 from jaxinf.cli.options import StorePath, option
 from jaxinf.cli.terminal import show_progress
 from jaxinf.command_line import ByteSize, UsageError
@@ -31,7 +32,7 @@ from jaxinf.exchange import (
     is_own_export,
     kept_tokenizer,
 )
-from jaxinf.store import Manifest, find_checkpoint
+from jaxinf.store import Manifest, find_checkpoint, find_members, whole_step
 from jaxinf.terminal import format_bytes, make_console
 
 __all__ = ["Export", "Import"]
@@ -102,7 +103,7 @@ class Export:
                         step,
                         destination,
                         dtype=self.dtype,
-                        beside=kept_tokenizer(store),
+                        beside=kept_tokenizer([*find_members(store), store][0]),
                         max_file_bytes=self.max_file,
                         memory_bytes=self.memory,
                         progress=progress,
@@ -201,6 +202,12 @@ class Import:
 @contextlib.contextmanager
 def _step_of(store: Path, checkpoint: str | None) -> Iterator[StepFiles]:
     """Yields a checkpoint's files, or those of the committed step, pinned."""
+    if is_run(store):
+        with whole_step(store, checkpoint) as whole:
+            yield StepFiles(
+                whole.path, whole.manifest, record=whole.commit, places=whole.places
+            )
+        return
     if checkpoint is not None:
         directory = open_directory(store)
         find_checkpoint(directory, checkpoint)

@@ -77,11 +77,15 @@ class StepFiles:
       path: a directory with a slot's layout: a snapshot or a checkpoint.
       manifest: the manifest of its store.
       average: whether its only arrays are the params' average, in their place.
+      record: the step's record; by default it is read.
+      places: directories of chunks by CSD of a step whose store is not one directory.
     """
 
     path: Path
     manifest: Manifest
     average: bool = False
+    record: CommitRecord | None = None
+    places: tuple[Path, ...] = ()
     _decoded_sums: dict[tuple[str, int], int] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -93,7 +97,7 @@ class StepFiles:
         Raises:
           StoreFormatError: it is missing or damaged.
         """
-        return CommitRecord.read(self.path / "commit.json")
+        return self.record or CommitRecord.read(self.path / "commit.json")
 
     @cached_property
     def _directory(self) -> StoreDirectory | None:
@@ -116,7 +120,11 @@ class StepFiles:
             )
             for a in self.arrays()
         }
-        return self.manifest.decoded, replace(self.commit, checksums=sums, documents={})
+        manifest = self.manifest.decoded
+        if self.places:
+            leaves = [replace(n, csds=(0,) * len(n.csds)) for n in manifest.leaves]
+            manifest = replace(manifest, leaves=tuple(leaves))
+        return manifest, replace(self.commit, checksums=sums, documents={})
 
     @property
     def num_bytes(self) -> int:
@@ -155,7 +163,9 @@ class StepFiles:
           StoreIOError: a chunk is missing or too short, or the drive failed.
         """
         every = portions(array.leaf.grid, max_elements)
-        with StepReader(self.path, self.commit, directory=self._directory) as reader:
+        with StepReader(
+            self.path, self.commit, directory=self._directory, places=self.places
+        ) as reader:
             for chunk, members in groupby(every, key=lambda portion: portion.chunk):
                 pieces = reader.pieces(array.leaf, array.state, [chunk])
                 runs = _Runs(pieces, array.dtype)

@@ -87,7 +87,17 @@ from jaxinf.store.stock_documents import stock_documents
 from jaxinf.store.trimming import trim_store
 from jaxinf.store.verify import Verifier, step_bytes
 from jaxinf.store.views import find_leaf, open_array
-from jaxinf.store.whole import agreed_of, find_members, missing_members, save_whole
+from jaxinf.store.whole import (
+    agreed_of,
+    find_members,
+    hold_members,
+    list_whole,
+    missing_members,
+    remove_whole,
+    restore_whole,
+    save_whole,
+)
+from jaxinf.store.whole_step import whole_step
 
 __all__ = [
     "CODECS",
@@ -144,11 +154,13 @@ __all__ = [
     "find_leaf",
     "find_members",
     "finish_rebalance",
+    "hold_members",
     "hold_store",
     "is_unfinished",
     "lay_out",
     "leaf_name",
     "list_checkpoints",
+    "list_whole",
     "lock_exclusively",
     "look_at_store",
     "making_store",
@@ -169,9 +181,11 @@ __all__ = [
     "read_spare",
     "rebalance",
     "remove_checkpoint",
+    "remove_whole",
     "required_bytes",
     "restore_checkpoint",
     "restore_spare",
+    "restore_whole",
     "save_checkpoint",
     "save_whole",
     "seal",
@@ -182,5 +196,6 @@ __all__ = [
     "stray_checkpoints",
     "trim_store",
     "verify_spare",
+    "whole_step",
     "write_document",
 ]

@@ -76,9 +76,19 @@ def read_owned(
 
 @contextlib.contextmanager
 def hold_store(
-    path: Path, named: Sequence[Path] = (), *, any_version: bool = False
+    path: Path,
+    named: Sequence[Path] = (),
+    *,
+    any_version: bool = False,
+    is_member: bool = False,
 ) -> Iterator[StoreDirectory]:
     """Makes this process the store's only writer while the context lasts.
+
+    Args:
+      path: the store.
+      named: CSD roots that the user has named.
+      any_version: whether older formats are accepted.
+      is_member: whether it is one of a run's members, all of which the caller holds.
 
     Yields:
       The store, read under its locks; notes on its CSDs name it as the owner.
@@ -93,7 +103,8 @@ def hold_store(
         with lock_exclusively(path / "checkpoints.lock"):
             directory = read_owned(path, named, any_version=any_version)
             directory.lock = lock
-            _check_no_member(directory)
+            if not is_member:
+                _check_no_member(directory)
             claim_csds(directory, named)
             yield directory
     finally:

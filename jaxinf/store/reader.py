@@ -133,6 +133,7 @@ class StepReader:
       record: the step's commit record; by default it is read.
       directory: the step's store, which gives the places of chunks, since links are not
         followed. Required if the store has CSDs.
+      places: directories of chunks by CSD, in place of those of a store.
       memory_bytes: approximate memory for the pieces read at a time.
       meters: counts the bytes read.
       verify: whether checksums are verified; False if a writer may be changing the
@@ -148,11 +149,14 @@ class StepReader:
         record: CommitRecord | None = None,
         *,
         directory: StoreDirectory | None = None,
+        places: Sequence[Path] = (),
         memory_bytes: int = 8 * PIECE_BYTES,
         meters: ByteMeters | None = None,
         verify: bool = True,
     ) -> None:
-        self._places = [step] if directory is None else directory.data_paths(step)
+        self._places = places or [step]
+        if directory is not None:
+            self._places = directory.data_paths(step)
         self._sums = (record or CommitRecord.read(step / "commit.json")).checksums
         self._meters = meters
         self._verify = verify

@@ -3,28 +3,52 @@
     PATH/process-00000/checkpoints/NAME/…/c/0 ◄─┐
     PATH/process-00001/checkpoints/NAME/…/c/1 ◄─┴─ symlinks: PATH/checkpoints/NAME
 
-Invariant: a whole has a step of one commit, every chunk of it, and no data of its own.
+Invariant: a whole has a step of one commit, every chunk of it, and no data of its own;
+members are listed by number.
 """
 
 import contextlib
 import shutil
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from jaxinf.errors import ProcessError, StoreFormatError, StoreMismatchError
 from jaxinf.io import fsync_directory
 from jaxinf.io.failures import translated
 from jaxinf.store.agreement import HeldSteps, StepId, agreed_step
-from jaxinf.store.checkpoint import find_checkpoint, remove_checkpoint, save_checkpoint
+from jaxinf.store.checkpoint import (
+    CheckpointInfo,
+    checkpoint_names,
+    find_checkpoint,
+    list_checkpoints,
+    remove_checkpoint,
+    restore_checkpoint,
+    save_checkpoint,
+)
 from jaxinf.store.commit import CommitRecord
 from jaxinf.store.directory import StoreDirectory, next_slot
-from jaxinf.store.owned import look_at_store
+from jaxinf.store.owned import hold_store, look_at_store
 from jaxinf.store.zarr_metadata import ORBAX_ITEM, ORBAX_STATE
 
-__all__ = ["agreed_of", "find_members", "missing_members", "save_whole"]
+__all__ = [
+    "agreed_of",
+    "all_members",
+    "at_one_step",
+    "find_members",
+    "find_whole",
+    "hold_members",
+    "list_whole",
+    "missing_members",
+    "remove_whole",
+    "restore_whole",
+    "save_whole",
+]
 
+_T = TypeVar("_T")
 _NUM_ATTEMPTS = 20
 _PAUSE_S = 0.2
 _DOCUMENTS = ("zarr.json", "_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt")
@@ -52,6 +76,26 @@ def missing_members(members: Sequence[StoreDirectory]) -> list[int]:
         )
     [(_, count)] = runs
     return sorted(set(range(count)) - set(found))
+
+
+def all_members(path: Path) -> list[StoreDirectory]:
+    """Opens all members of a run for reading, by number.
+
+    Raises:
+      ProcessError: a member cannot be seen.
+      StoreError: as `look_at_store`; or they are not of one run.
+    """
+    members = [look_at_store(place) for place in find_members(path)]
+    if not members:
+        raise StoreFormatError(f"{path}: expected the members of a run, found none")
+    missing = missing_members(members)
+    if missing:
+        raise ProcessError(
+            f"{path}: expected all members of the run, found none of process "
+            f"{', '.join(map(str, missing))}; run this where all can be seen",
+            missing,
+        )
+    return sorted(members, key=_number)
 
 
 def agreed_of(members: Sequence[StoreDirectory]) -> StepId | None:
@@ -85,16 +129,7 @@ def save_whole(path: Path, name: str | None = None) -> Path:
       ProcessError: a member cannot be seen, or they are at different steps.
       StoreMismatchError: there is a checkpoint of that name.
     """
-    members = [look_at_store(place) for place in find_members(path)]
-    if not members:
-        raise StoreFormatError(f"{path}: expected the members of a run, found none")
-    missing = missing_members(members)
-    if missing:
-        raise ProcessError(
-            f"{path}: expected all members of the run, found none of process "
-            f"{', '.join(map(str, missing))}; run this where all can be seen",
-            missing,
-        )
+    members = all_members(path)
     if name is not None and (path / "checkpoints" / name).exists():
         raise StoreMismatchError(
             f"{path}: there is a checkpoint {name!r} already; give another name"
@@ -114,29 +149,181 @@ def save_whole(path: Path, name: str | None = None) -> Path:
     return place
 
 
+def list_whole(path: Path) -> list[CheckpointInfo]:
+    """Returns the checkpoints that all members have of one commit, by step and name.
+
+    Their own bytes are those of all members.
+
+    Raises:
+      StoreError: as `all_members`.
+    """
+    members = all_members(path)
+    names = {info.name for info in list_checkpoints(members[0])}
+    listed = [{info.name: info for info in list_checkpoints(one)} for one in members]
+    found = []
+    for name in names.intersection(*listed):
+        infos = [by_name[name] for by_name in listed]
+        if len({find_checkpoint(one, name).commit for one in members}) == 1:
+            own_bytes = sum(info.own_bytes for info in infos)
+            found.append(replace(infos[0], own_bytes=own_bytes))
+    return sorted(found, key=lambda info: (info.step, info.name))
+
+
+def find_whole(members: Sequence[StoreDirectory], name: str) -> list[CommitRecord]:
+    """Returns the records of a checkpoint in all members.
+
+    Raises:
+      ValueError: a member has no checkpoint of that name; lists its others.
+      StoreMismatchError: they are not of one commit.
+    """
+    records = [find_checkpoint(one, name) for one in members]
+    if len({record.commit for record in records}) > 1:
+        steps = ", ".join(f"{record.step}" for record in records)
+        raise StoreMismatchError(
+            f"{members[0].path.parent}: checkpoint {name!r}: expected one of all "
+            f"members together, found one of each, of steps {steps}; give another"
+        )
+    return records
+
+
+def remove_whole(path: Path, names: Sequence[str]) -> None:
+    """Removes checkpoints of all members, or none if one exists nowhere; blocks.
+
+    What an interrupted removal has left goes, too.
+
+    Raises:
+      ValueError: no member has a checkpoint of a name.
+      StoreError: as `all_members`.
+    """
+    members = all_members(path)
+    by_name = {n: [m for m in members if n in checkpoint_names(m)] for n in names}
+    for name, holders in by_name.items():
+        if not holders:
+            find_checkpoint(members[0], name)  # raises
+    for name, holders in by_name.items():
+        place = path / "checkpoints" / name
+        gone = place.with_name(f".gone-{uuid.uuid4().hex}")
+        with translated("removal", place):
+            if place.exists():
+                place.rename(gone)
+                fsync_directory(place.parent)
+                shutil.rmtree(gone)
+        for one in holders:
+            remove_checkpoint(one, name)
+
+
+@contextlib.contextmanager
+def hold_members(path: Path) -> Iterator[list[StoreDirectory]]:
+    """Makes this process the only writer of all members while the context lasts.
+
+    Raises:
+      StoreLockedError: a run has them open.
+      StoreError: as `all_members`.
+    """
+    members = all_members(path)
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(hold_store(one.path, is_member=True)) for one in members
+        ]
+
+
+def restore_whole(members: Sequence[StoreDirectory], name: str) -> CommitRecord:
+    """Makes a checkpoint the committed step of all members.
+
+    A crash in between leaves some of them at it, with the step before in their other
+    slot: all go on from that one, and the checkpoint can be restored again.
+
+    Args:
+      members: all members, held by this process.
+      name: a checkpoint of all.
+
+    Returns:
+      The record of the first member.
+
+    Raises:
+      ValueError, StoreMismatchError, StoreSpaceError: as `find_whole` and
+        `jaxinf.store.restore_checkpoint`.
+    """
+    find_whole(members, name)
+    at_one_step(members)
+    records = [restore_checkpoint(one, name) for one in members]
+    return records[0]
+
+
+def at_one_step(members: Sequence[StoreDirectory]) -> None:
+    """Refuses members of which one has flipped to a step that another has not.
+
+    Raises:
+      ProcessError: lists their steps.
+    """
+    steps = [_held(one).current for one in members]
+    if len(set(steps)) > 1:
+        pairs = zip(members, steps, strict=True)
+        raise not_at_one_step(
+            members[0].path.parent,
+            ", ".join(
+                f"{m.path.name}: {'none' if s is None else s.step}" for m, s in pairs
+            ),
+        )
+
+
+def not_at_one_step(path: Path, steps: str) -> ProcessError:
+    """Returns the error of members that are at different steps."""
+    return ProcessError(
+        f"{path}: expected all members at one step, found {steps}; a run that was "
+        "killed gets there when it is started again"
+    )
+
+
 def _kept_in_all(
     path: Path, members: Sequence[StoreDirectory], name: str | None
 ) -> str:
     """Makes checkpoints of one commit in all members, also while the run goes on."""
+
+    def keep(
+        one: StoreDirectory, undo: contextlib.ExitStack
+    ) -> tuple[str, CommitRecord]:
+        kept = save_checkpoint(one, name)
+        undo.callback(remove_checkpoint, one, kept)
+        return kept, find_checkpoint(one, kept)
+
+    made, undo = of_one_commit(path, members, keep)
+    undo.pop_all()
+    return made[0]
+
+
+def of_one_commit(
+    path: Path,
+    members: Sequence[StoreDirectory],
+    take: Callable[[StoreDirectory, contextlib.ExitStack], tuple[_T, CommitRecord]],
+) -> tuple[list[_T], contextlib.ExitStack]:
+    """Takes a step of one commit from all members, also while the run goes on; blocks.
+
+    Args:
+      path: the run's path.
+      members: all members.
+      take: takes a member's step; returns it and its record. What it gives the stack
+        is undone if the steps are not of one commit.
+
+    Returns:
+      What was taken, and the stack of all, which the caller closes.
+
+    Raises:
+      ProcessError: the members stay at different steps.
+    """
     steps = ""
     for _ in range(_NUM_ATTEMPTS):
-        made: list[tuple[StoreDirectory, str]] = []
         with contextlib.ExitStack() as undo:
-            for one in members:
-                kept = save_checkpoint(one, name)
-                undo.callback(remove_checkpoint, one, kept)
-                made.append((one, kept))
-            records = [find_checkpoint(one, kept) for one, kept in made]
+            pairs = [take(one, undo) for one in members]
+            records = [record for _, record in pairs]
             if len({record.commit for record in records}) == 1:
-                undo.pop_all()
-                return made[0][1]
-        pairs = zip(members, records, strict=True)
-        steps = ", ".join(f"{one.path.name}: {record.step}" for one, record in pairs)
+                return [taken for taken, _ in pairs], undo.pop_all()
+        steps = ", ".join(
+            f"{one.path.name}: {record.step}"
+            for one, record in zip(members, records, strict=True)
+        )
         time.sleep(_PAUSE_S)
-    raise ProcessError(
-        f"{path}: expected all members at one step, found {steps}; a run that was "
-        "killed gets there when it is started again"
-    )
+    raise not_at_one_step(path, steps)
 
 
 def _link(members: Sequence[StoreDirectory], name: str, root: Path) -> None:
@@ -147,10 +334,6 @@ def _link(members: Sequence[StoreDirectory], name: str, root: Path) -> None:
     (root / ORBAX_ITEM).mkdir()
     (root / ORBAX_ITEM / "_METADATA").symlink_to("../_METADATA")
     (root / ORBAX_STATE).symlink_to(ORBAX_ITEM)
-    by_number = {}
-    for one in members:
-        assert one.manifest.member is not None
-        by_number[one.manifest.member.number] = one
     for number, leaf in enumerate(members[0].manifest.leaves):
         for state in leaf.states:
             array = leaf.array_name(state.name)
@@ -158,13 +341,18 @@ def _link(members: Sequence[StoreDirectory], name: str, root: Path) -> None:
             shutil.copyfile(first / array / "zarr.json", root / array / "zarr.json")
             (root / ORBAX_ITEM / array).symlink_to(f"../{array}")
             for chunk, owner in enumerate(leaf.owners):
-                held = by_number[owner]
+                held = members[owner]
                 key = held.state_chunk(number, chunk, state).key
                 link = root / array / key
                 link.parent.mkdir(parents=True, exist_ok=True)
                 # The CSDs of a chunk are known to its owner alone.
                 place = f"checkpoints/{name}"
                 link.symlink_to(held.chunk_file(place, number, chunk, state.name))
+
+
+def _number(directory: StoreDirectory) -> int:
+    assert directory.manifest.member is not None
+    return directory.manifest.member.number
 
 
 def _held(directory: StoreDirectory) -> HeldSteps:

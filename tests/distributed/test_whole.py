@@ -1,5 +1,6 @@
 """The whole of a run: stock readers open it; `inspect` and `verify` take its path."""
 
+import json
 import re
 import shutil
 
@@ -41,6 +42,65 @@ def test_stock_readers_open_the_whole(trained, capsys):
             tensorstore.open(spec, open=True).result().read().result(), array
         )
     assert main(["checkpoint", "save", str(run), "kept"]) == 1
+
+
+def test_the_whole_is_exported_into_one_destination(trained, tmp_path, capsys):
+    run, output = trained
+    sums = re.findall(r"^sum (\S+) (\S+) (\S+)", output, re.M)
+    for form in ("orbax", "safetensors"):
+        export, store = tmp_path / form, tmp_path / f"{form}-store"
+        words = ["checkpoint", "export", str(run), str(export), "--format", form]
+        assert main([*words, "--memory", "1MiB"]) == 0
+        assert not list((run / "process-00000/snapshots").iterdir())
+        assert main(["checkpoint", "import", str(store), str(export)]) == 0
+        assert main(["verify", str(store)]) == 0
+        group = zarr.open_group(store / "current", mode="r")
+        for state, leaf, expected in sums:
+            array = group[f"{state}.{leaf}"][...]
+            assert repr(float(array.astype(np.float64).sum())) == expected
+    slot = (run / "process-00001/current").resolve()
+    file = next(slot.glob("params.up/c/*/*"))
+    before = file.read_bytes()
+    file.write_bytes(b"\xff" * 4 + before[4:])
+    capsys.readouterr()
+    assert main(["checkpoint", "export", str(run), str(tmp_path / "bad")]) == 1
+    assert "process-00001/snapshots" in capsys.readouterr().err
+    assert not (tmp_path / "bad").exists()
+    file.write_bytes(before)
+
+
+def test_checkpoints_of_the_whole_are_listed_restored_and_removed(trained, capsys):
+    run, _ = trained
+    own = ("--options", '{"keep_saved": 0}')
+    arguments = (run, "--layout", "mixed", "--more", 1, *own)
+
+    def listed():
+        capsys.readouterr()
+        assert main(["checkpoint", "list", str(run), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        return {one["name"]: one["step"] for one in found}
+
+    assert main(["checkpoint", "save", str(run), "early"]) == 0
+    step = listed()["early"]
+    losses = []
+    for _ in range(2):
+        with running(run.parent, *arguments) as processes:
+            assert processes.wait() == [0, 0], processes
+            assert f"at {step}\n" in processes.output(1)
+            losses.append(re.findall("^loss.*", processes.output(0), re.M))
+        assert main(["checkpoint", "restore", str(run), "early"]) == 1
+        assert "in no checkpoint" in capsys.readouterr().err
+        words = ["checkpoint", "restore", str(run), "early", "--discard-current"]
+        assert main(words) == 0
+    assert losses[0] == losses[1]
+    assert main(["checkpoint", "save", str(run / "process-00001"), "half"]) == 0
+    assert "half" not in listed()
+    assert main(["checkpoint", "restore", str(run), "half"]) == 1
+    assert main(["checkpoint", "remove", str(run), "half", "early", "none"]) == 1
+    assert "early" in listed()
+    assert main(["checkpoint", "remove", str(run), "half", "early"]) == 0
+    assert "early" not in listed()
+    assert not list(run.glob("**/checkpoints/*early*"))
 
 
 def test_a_member_that_cannot_be_seen_is_listed(trained, tmp_path, capsys):

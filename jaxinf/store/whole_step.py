@@ -1,0 +1,114 @@
+"""A step of a run in several processes as one step, whose chunks its members have.
+
+     member 0:  a b . .  ─┐
+     member 1:  . . c d  ─┴─► manifest of a b c d, checksums of all, their directories
+
+Invariant: a step is of one commit in all members, and its files are only read.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from jaxinf.errors import StoreMismatchError
+from jaxinf.store.commit import CommitRecord
+from jaxinf.store.directory import StoreDirectory
+from jaxinf.store.manifest import FORMAT_VERSION, LeafRecord, Manifest
+from jaxinf.store.snapshot import PinnedStep, pinned_step
+from jaxinf.store.whole import all_members, find_whole, of_one_commit
+
+__all__ = ["WholeStep", "whole_step"]
+
+
+@dataclass(frozen=True)
+class WholeStep:
+    """A step of all members, ready to be read.
+
+    Attributes:
+      path: the first member's step: a snapshot, or a checkpoint.
+      manifest: that of a store of one process; the CSDs of its chunks are `places`.
+      commit: the first member's record, with the checksums of all.
+      places: directories that have chunks in a slot's layout.
+    """
+
+    path: Path
+    manifest: Manifest
+    commit: CommitRecord
+    places: tuple[Path, ...]
+
+
+@contextlib.contextmanager
+def whole_step(path: Path, checkpoint: str | None = None) -> Iterator[WholeStep]:
+    """Yields a step of a run; it stays as it is while the context lasts.
+
+    Args:
+      path: the run's path.
+      checkpoint: a checkpoint of all members; by default their committed step, which is
+        pinned, also beside the run.
+
+    Raises:
+      ProcessError: a member cannot be seen, or they stay at different steps.
+      ValueError, StoreMismatchError: as `find_whole`.
+      StoreError: as `pinned_step`.
+    """
+    members = all_members(path)
+    if checkpoint is not None:
+        records = find_whole(members, checkpoint)
+        steps = [one.step_path(f"checkpoints/{checkpoint}") for one in members]
+        yield _joined([*map(PinnedStep, members, steps)], records)
+        return
+
+    def pin(
+        one: StoreDirectory, undo: contextlib.ExitStack
+    ) -> tuple[PinnedStep, CommitRecord]:
+        pinned = undo.enter_context(pinned_step(one))
+        return pinned, CommitRecord.read(pinned.path / "commit.json")
+
+    parts, undo = of_one_commit(path, members, pin)
+    with undo:
+        yield _joined(parts, [CommitRecord.read(p.path / "commit.json") for p in parts])
+
+
+def _joined(parts: Sequence[PinnedStep], records: Sequence[CommitRecord]) -> WholeStep:
+    manifests = [part.directory.manifest for part in parts]
+    first, places, starts = manifests[0], [], []
+    for part, manifest in zip(parts, manifests, strict=True):
+        if manifest.common != first.common:
+            raise StoreMismatchError(
+                f"{part.directory.path}: expected the leaves and owners of "
+                f"{parts[0].directory.path}, found others; restore its jaxinf.json"
+            )
+        starts.append(len(places))
+        places += part.directory.data_paths(part.path)
+    leaves, sums = [], {}
+    for leaf, *others in zip(*(one.leaves for one in manifests), strict=True):
+        held = (leaf, *others)
+        csds = [starts[own] + held[own].csds[n] for n, own in enumerate(leaf.owners)]
+        leaves.append(replace(leaf, csds=tuple(csds), owners=(), member=0))
+        for state in leaf.states:
+            name = leaf.array_name(state.name)
+            sums[name] = _sums(held, [record.checksums[name] for record in records])
+    commit = replace(records[0], checksums=sums, commit="", inexact=_inexact(records))
+    manifest = replace(
+        first, leaves=tuple(leaves), csds=(), member=None, format_version=FORMAT_VERSION
+    )
+    return WholeStep(parts[0].path, manifest, commit, tuple(places))
+
+
+def _sums(held: Sequence[LeafRecord], found: Sequence[np.ndarray]) -> np.ndarray:
+    """The checksums of an array's chunks, in grid order."""
+    whole = np.zeros(len(held[0].csds), np.uint32)
+    for leaf, own in zip(held, found, strict=True):
+        whole[list(leaf.held)] = own
+    return whole
+
+
+def _inexact(records: Sequence[CommitRecord]) -> dict[str, float]:
+    bounds: dict[str, float] = {}
+    for record in records:
+        for name, bound in record.inexact.items():
+            bounds[name] = max(bound, bounds.get(name, 0))
+    return bounds
