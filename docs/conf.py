@@ -32,6 +32,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "commands",
+    "modules",
 ]
 exclude_patterns = ["_build"]
 needs_sphinx = "8.1"

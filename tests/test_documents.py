@@ -83,8 +83,7 @@ SHARED = {
 """Sections whose subsections have readers of their own, who run its blocks first."""
 
 ALONE = {
-    ("README.md", "With your own Orbax loop"),
-    ("README.md", "The trainer"),
+    ("docs/checkpoints.md", "With your own Orbax loop"),
     ("docs/checkpoints.md", "A program's own checkpoints"),
 }
 """Other sections that have a reader of their own."""
@@ -120,7 +119,7 @@ Path("corpus/one/two.txt").write_text("def f(x): return x\\n" * 500)
 """The names that all readers have."""
 
 BEFORE = {
-    "README.md: With your own Orbax loop": """
+    "docs/checkpoints.md: With your own Orbax loop": """
 num_steps = 3
 init_params = lambda: init_fn(key)
 numbers = iter(range(3))
@@ -187,13 +186,12 @@ for number in range(40):
 """What else a reader of a page, or of a section, has: Python, and `sh` for commands."""
 
 AFTER = {
-    "README.md": """
-assert {*best} == {*tree} == {"params", "mu", "nu"}
+    "docs/start/first-run.md": """
 help_text = (ROOT / "jaxinf/cli/commands.py").read_text()
 leaf = re.search(r"Read this leaf, e.g. (\\S+):", help_text)[1]
 sh(f"jaxinf inspect runs/quickstart/store --leaf {leaf}")
 """,
-    "README.md: With your own Orbax loop": """
+    "docs/checkpoints.md: With your own Orbax loop": """
 assert jaxinf.store_of("mnt/nvme0/run").step == 3
 """,
     "docs/checkpoints.md": """
@@ -211,7 +209,6 @@ jax.tree.map(np.testing.assert_array_equal, imported, trained[0])
 """What must hold when the last block of a page, or of a section, has run."""
 
 LONG = {
-    "README.md: The trainer",
     "docs/cards.md",
     "docs/compression.md",
     "docs/models.md",

@@ -4,6 +4,7 @@ import ast
 import functools
 import importlib
 import pkgutil
+import re
 import tomllib
 from pathlib import Path
 
@@ -170,3 +171,13 @@ def test_public_names_exist(part):
         missing = [item for item in names if not hasattr(module, item)]
         assert not missing, f"{name}: {', '.join(missing)}"
         assert module.__doc__, name
+
+
+def test_the_architecture_has_every_module():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"(?m)^\| (\d) \| ([^|]*) \|", text)
+    layers = {int(n): set(re.findall(r"`(\w+)`", names)) for n, names in rows}
+    assert [layers[n] for n in sorted(layers)] == LAYERS
+    assert "{modules} jaxinf\n" in text  # on the site: each, by its docstring
+    silent = [p for p in SOURCES if not ast.get_docstring(ast.parse(p.read_text()))]
+    assert not silent

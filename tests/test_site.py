@@ -1,7 +1,14 @@
-"""The check of the built documentation finds what a reader would stumble over."""
+"""The site's reference is complete, and its check finds what a reader stumbles over."""
+
+import re
+from pathlib import Path
 
 import check_site
 import pytest
+
+import jaxinf
+
+REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 
 SITE = {
     "index.html": '<h1 id="top"></h1><a href="guide/one.html#here">one</a>',
@@ -45,3 +52,17 @@ def test_a_browser_that_is_missing_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["check_site.py", str(tmp_path)])
     assert check_site.main() == 0
     assert "skipped, none of no-such-browser is installed" in capsys.readouterr().out
+
+
+def test_the_reference_has_every_public_name():
+    pages = [(REFERENCE / name).read_text() for name in ("api.md", "errors.md")]
+    named = re.findall(r"(?m)^\.\. auto\w+:: (\w+)$", "\n".join(pages))
+    assert sorted(named) == sorted(jaxinf.__all__)
+
+
+def test_every_error_has_a_remedy():
+    text = (REFERENCE / "errors.md").read_text()
+    remedies = re.findall(r"(?m)^\| `(\w+)` \|", text)
+    roots = {"JaxinfError", "StoreError"}
+    errors = {name for name in jaxinf.__all__ if name.endswith("Error")} - roots
+    assert sorted(remedies) == sorted(errors)
