@@ -574,6 +574,14 @@ def called_jaxpr(
     return next(params[key] for key in _CALLEE_PARAMETERS if key in params)
 
 
+def inner_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
+    """Yields the jaxprs of an equation's calls, loops and branches, closed or not."""
+    for value in params.values():
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(one, (ClosedJaxpr, Jaxpr)):
+                yield one
+
+
 def branches(name: str, params: Mapping[str, Any]) -> Sequence[Any] | None:
     """Returns the jaxprs of a conditional, chosen by its first operand; else None."""
     return params["branches"] if name == "cond" else None

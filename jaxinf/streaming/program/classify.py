@@ -4,7 +4,7 @@ Invariant: a free node is cheap and needs only inputs (and a few bytes besides).
 program that needs it computes it again, and it is not part of a segment's order.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxinf.program.graph import Node, Value
@@ -38,10 +38,6 @@ class Classes:
     light: frozenset[Node]
     needs: Mapping[Node, frozenset[Value]]
     pieces: Mapping[Node, frozenset[Piece]]
-
-    def piece_bytes(self, pieces: Iterable[Piece], sizes: Mapping[Piece, int]) -> int:
-        """Returns the bytes of `pieces`, each counted once."""
-        return sum(sizes[piece] for piece in pieces)
 
 
 def classify(graph: Graph) -> Classes:

@@ -21,6 +21,7 @@ __all__ = [
     "Seed",
     "aval_bytes",
     "is_literal",
+    "literal",
     "num_bytes",
 ]
 
@@ -111,3 +112,8 @@ def num_bytes(values: Iterable[Value]) -> int:
 def is_literal(value: Value) -> bool:
     """Whether a value is a literal, part of the program's text."""
     return value.node is None and value.origin is None
+
+
+def literal(atom: Any) -> Value:
+    """Returns the value of a jaxpr's literal."""
+    return Value(atom.aval, constant=atom.val)

@@ -17,9 +17,16 @@ from jaxinf import compat
 from jaxinf.csd import ScalarInputs
 from jaxinf.errors import BudgetError, StreamError, UnsupportedTransformError
 from jaxinf.program import InitProgram, plain
-from jaxinf.program.graph import Node, Value, bind
+from jaxinf.program.graph import Node, Value, bind, interpret
 from jaxinf.store import ScalarState, encode_path
-from jaxinf.streaming.program.graph import Batch, Const, Number, Origin, is_literal
+from jaxinf.streaming.program.graph import (
+    Batch,
+    Const,
+    Number,
+    Origin,
+    is_literal,
+    literal,
+)
 from jaxinf.streaming.program.keys import Keys
 from jaxinf.streaming.program.meshes import (
     has_explicit_axes,
@@ -27,6 +34,7 @@ from jaxinf.streaming.program.meshes import (
     outside_mesh,
 )
 from jaxinf.streaming.program.primitives import LIGHT
+from jaxinf.streaming.program.programs import Program, function_of, program_of
 from jaxinf.streaming.program.threefry import can_fuse, fused_bits
 from jaxinf.streaming.program.trace import abstract
 from jaxinf.typing import Array, PyTree
@@ -104,21 +112,18 @@ class LeafMaker:
         compiled: dict[str, Any] = {}
         programs = []
         for number, output in enumerate(self.outputs):
-            nodes, inputs = _needed(output)
-            key = keys.program(inputs, nodes, [output])
-            if key not in compiled:
-                compiled[key] = self._fitting(number, nodes, inputs, memory_bytes)
-            programs.append((compiled[key], inputs))
+            program = program_of("leaf", [output], keys)
+            if program.key not in compiled:
+                compiled[program.key] = self._fitting(number, program, memory_bytes)
+            programs.append((compiled[program.key], program.inputs))
         return CompiledLeaves(self, programs)
 
-    def _fitting(
-        self, number: int, nodes: list[Node], inputs: list[Value], memory_bytes: int
-    ) -> Any:
+    def _fitting(self, number: int, program: Program, memory_bytes: int) -> Any:
         needed = 0
         for is_fused in (False, True):
-            if is_fused and not _can_fuse(nodes):
+            if is_fused and not _can_fuse(program.nodes):
                 break
-            executable = _compile(nodes, inputs, self.outputs[number], is_fused)
+            executable = _compile(program, is_fused)
             memory = executable.memory_analysis()
             needed = memory.temp_size_in_bytes + memory.output_size_in_bytes
             if needed <= memory_bytes:
@@ -150,7 +155,8 @@ class CompiledLeaves:
         """Computes the leaves in order; the caller may drop each before the next."""
         for executable, inputs in self.programs:
             arguments = [self._argument(value.origin, value.dtype) for value in inputs]
-            yield np.asarray(executable(*arguments))
+            (array,) = executable(*arguments)
+            yield np.asarray(array)
 
     def _argument(self, origin: Origin, dtype: Any) -> Any:
         match origin:
@@ -174,21 +180,10 @@ class _Builder:
         self._consts = {id(c): i for i, c in enumerate(consts)}
         self._inputs: dict[tuple[Origin, Any], Value] = {}
 
-    def inline(self, jaxpr: Any, args: list[Value]) -> list[Value]:
-        consts = [self._const(const) for const in getattr(jaxpr, "consts", ())]
-        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-        env: dict[Any, Value] = dict(zip(jaxpr.constvars, consts, strict=True))
-        env.update(zip(jaxpr.invars, args, strict=True))
-
-        def read(atom: Any) -> Value:
-            if isinstance(atom, compat.Literal):
-                return Value(atom.aval, constant=atom.val)
-            return env[atom]
-
-        for eqn in jaxpr.eqns:
-            outputs = self._equation(eqn, [read(atom) for atom in eqn.invars])
-            env.update(zip(eqn.outvars, outputs, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+    def inline(self, jaxpr: Any, args: Sequence[Value]) -> list[Value]:
+        return interpret(
+            jaxpr, args, constant=self._const, literal=literal, equation=self._equation
+        )
 
     def _equation(self, eqn: Any, inputs: list[Value]) -> list[Value]:
         callee = compat.called_jaxpr(eqn.primitive.name, eqn.params)
@@ -232,27 +227,7 @@ def _is_count(node: Node, eqn: Any) -> bool:
     )
 
 
-def _needed(output: Value) -> tuple[list[Node], list[Value]]:
-    """Returns the nodes that compute a value, in their own order, and their inputs."""
-    order: dict[Node, None] = {}
-    inputs: dict[Value, None] = {}
-    if output.origin is not None:
-        inputs[output] = None
-    stack = [] if output.node is None else [output.node]
-    while stack:
-        node = stack[-1]
-        pending = [v.node for v in node.inputs if v.node and v.node not in order]
-        if node not in order and pending:
-            stack += reversed(pending)
-            continue
-        stack.pop()
-        if node not in order:
-            order[node] = None
-            inputs.update((v, None) for v in node.inputs if v.origin is not None)
-    return list(order), list(inputs)
-
-
-def _can_fuse(nodes: list[Node]) -> bool:
+def _can_fuse(nodes: Sequence[Node]) -> bool:
     drawn = [node for node in nodes if node.name == _DRAWN]
     return bool(drawn) and all(
         can_fuse(node.inputs[0].aval, node.params["bit_width"], node.params["shape"])
@@ -260,26 +235,16 @@ def _can_fuse(nodes: list[Node]) -> bool:
     )
 
 
-def _compile(
-    nodes: list[Node], inputs: list[Value], output: Value, is_fused: bool
-) -> Any:
+def _compile(program: Program, is_fused: bool) -> Any:
     """Compiles a leaf's program; if `is_fused`, draws need no memory of their own."""
 
-    def make(*args: Any) -> Any:
-        env: dict[Value, Any] = dict(zip(inputs, args, strict=True))
-        for node in nodes:
-            operands = [v.constant if is_literal(v) else env[v] for v in node.inputs]
-            if is_fused and node.name == _DRAWN:
-                results = [fused_bits(operands[0], node.params["shape"])]
-            else:
-                results = bind(node, operands)
-            env.update(zip(node.outputs, results, strict=True))
-        if is_literal(output):
-            return jnp.asarray(output.constant, output.dtype)
-        return env[output]
+    def compute(node: Node, operands: Sequence[Any]) -> Sequence[jax.Array]:
+        if is_fused and node.name == _DRAWN:
+            return [fused_bits(operands[0], node.params["shape"])]
+        return bind(node, operands)
 
-    avals = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in inputs]
-    return jax.jit(make).lower(*avals).compile()
+    avals = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in program.inputs]
+    return jax.jit(function_of(program, compute)).lower(*avals).compile()
 
 
 def initial_inputs(

@@ -26,6 +26,7 @@ from jaxinf.streaming.program.graph import (
     Piece,
     Seed,
     is_literal,
+    literal,
 )
 from jaxinf.streaming.program.meshes import item_aval, typed_sharding
 from jaxinf.streaming.program.primitives import POINTWISE
@@ -108,8 +109,7 @@ class _Builder:
         """Returns `atom` as the output of a node."""
         value = self._value(atom)
         if value.node is None:
-            node = Node(lax.copy_p, (value,), {})
-            return self._append(node, [value.aval])[0]
+            return self._append(Node(lax.copy_p, (), {}), [value], [value.aval])[0]
         return value
 
     def inline(self, jaxpr: Any, args: Sequence[Atom]) -> list[Atom]:
@@ -118,7 +118,7 @@ class _Builder:
             jaxpr,
             args,
             constant=self._const,
-            literal=_literal,
+            literal=literal,
             equation=self._equation,
         )
 
@@ -133,19 +133,15 @@ class _Builder:
             xs = inputs[eqn.params["num_consts"] + eqn.params["num_carry"] :]
             if any(self._is_stacked(atom) for atom in xs):
                 return self._peel(eqn, inputs)
+        avals = [var.aval for var in eqn.outvars]
+        node = Node(eqn.primitive, (), eqn.params, context=eqn.ctx)
         special = _SPECIAL.get(name)
-        found = special(self, eqn, inputs) if special else None
+        found = special(self, eqn.params, avals[0], inputs) if special else None
         if found is None and name in POINTWISE:
-            found = self._pointwise(eqn, inputs)
+            found = self._pointwise(node, avals[0], inputs)
         if found is not None:
             return [found]
-        node = Node(
-            eqn.primitive,
-            tuple(self._value(atom) for atom in inputs),
-            eqn.params,
-            context=eqn.ctx,
-        )
-        return self._append(node, [var.aval for var in eqn.outvars])
+        return self._append(node, inputs, avals)
 
     def _constrained(
         self, atoms: Sequence[Atom], shardings: Sequence[Any]
@@ -162,7 +158,13 @@ class _Builder:
                 found[i] = self._call(constrain, atom)
         return found
 
-    def _append(self, node: Node, avals: Sequence[Any]) -> tuple[Value, ...]:
+    def _append(
+        self, like: Node, inputs: Sequence[Atom], avals: Sequence[Any], **params: Any
+    ) -> tuple[Value, ...]:
+        """Appends an operation like a node's, with `params` in place of its own."""
+        values = tuple(self._value(atom) for atom in inputs)
+        own = {**like.params, **params} if params else like.params
+        node = Node(like.primitive, values, own, context=like.context)
         node.outputs = tuple(Value(aval, node=node) for aval in avals)
         self.nodes.append(node)
         return node.outputs
@@ -237,66 +239,51 @@ class _Builder:
         if node is not None and node.name == "broadcast_in_dim":
             dims = node.params["broadcast_dimensions"]
             if 0 not in dims:
-                return self._broadcast_item(value, node)
+                aval = item_aval(value.aval)
+                own = {
+                    "shape": aval.shape,
+                    "broadcast_dimensions": tuple(dim - 1 for dim in dims),
+                    "sharding": typed_sharding(aval),
+                }
+                return self._append(node, node.inputs, [aval], **own)[0]
         if node is not None and self._is_stacked(value):
-            parts = [self.item(v, i) if v.aval.shape else v for v in node.inputs]
-            copy = Node(
-                node.primitive,
-                tuple(self._value(part) for part in parts),
-                self._item_params(node.name, node.params),
-                context=node.context,
-            )
-            return self._append(copy, [item_aval(value.aval)])[0]
+            parts = self._parts(node.inputs, i)
+            return self._append(self._thin(node), parts, [item_aval(value.aval)])[0]
         number = self.input(Number(i), jax.typeof(np.int32(0)))
         return self._call(_take, value, number)
 
-    def _broadcast_item(self, value: Value, node: Node) -> Value:
-        params = {
-            **node.params,
-            "shape": value.aval.shape[1:],
-            "broadcast_dimensions": tuple(
-                dim - 1 for dim in node.params["broadcast_dimensions"]
-            ),
-            "sharding": typed_sharding(item_aval(value.aval)),
-        }
-        copy = Node(node.primitive, node.inputs, params, context=node.context)
-        return self._append(copy, [item_aval(value.aval)])[0]
+    def _parts(self, atoms: Sequence[Atom], i: int) -> list[Atom]:
+        return [self.item(atom, i) if atom.aval.shape else atom for atom in atoms]
 
     # Special cases for stacks and slices of params; None for the ordinary treatment.
 
-    def _pointwise(self, eqn: Any, inputs: Sequence[Atom]) -> Atom | None:
-        aval = eqn.outvars[0].aval
-        if eqn.primitive.name == _CONSTRAINT and not _is_named(eqn):
+    def _pointwise(self, node: Node, aval: Any, inputs: Sequence[Atom]) -> Atom | None:
+        if node.name == _CONSTRAINT and not _is_named(node):
             return None
         same = all(atom.aval.shape in ((), aval.shape) for atom in inputs)
         if not same or not any(isinstance(atom, Stack) for atom in inputs):
             return None
-        items = []
-        for i in range(aval.shape[0]):
-            parts = [self.item(a, i) if a.aval.shape else a for a in inputs]
-            items.append(self._pointwise_item(eqn, parts, aval))
-        return Stack(aval, tuple(items))
+        thin, item = self._thin(node), item_aval(aval)
+        rows = (self._parts(inputs, i) for i in range(aval.shape[0]))
+        return Stack(aval, tuple(self._row(thin, item, parts) for parts in rows))
 
-    def _pointwise_item(self, eqn: Any, parts: list[Atom], aval: Any) -> Atom:
-        if eqn.primitive.name == "add_any":
+    def _row(self, node: Node, aval: Any, parts: list[Atom]) -> Atom:
+        if node.name == "add_any":
             present = [part for part in parts if part not in self._zeros]
             if len(present) < 2:
                 return (present or parts)[0]
-        item = item_aval(aval)
-        params = self._item_params(eqn.primitive.name, eqn.params)
         if any(isinstance(part, Stack) for part in parts):
-            return self._pointwise(_Like(eqn, item, params), parts) or parts[0]
-        values = tuple(self._value(part) for part in parts)
-        node = Node(eqn.primitive, values, params, context=eqn.ctx)
-        return self._append(node, [item])[0]
+            return self._pointwise(node, aval, parts) or parts[0]
+        return self._append(node, parts, [aval])[0]
 
-    def _item_params(self, name: str, params: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The parameters of a pointwise equation for one element of a stack.
+    def _thin(self, node: Node) -> Node:
+        """A pointwise operation for one element of a stack.
 
-        They are one object for all elements.
+        Its parameters are one object for all elements.
         """
-        if name != _CONSTRAINT:
-            return params
+        if node.name != _CONSTRAINT:
+            return node
+        params = node.params
         key = id(params)
         if key not in self._thinned:
             sharding, free = params["sharding"], params["unconstrained_dims"]
@@ -307,12 +294,11 @@ class _Builder:
                 "unconstrained_dims": frozenset(dim - 1 for dim in free if dim),
             }
             self._thinned[key] = params, own
-        return self._thinned[key][1]
+        return Node(node.primitive, (), self._thinned[key][1], context=node.context)
 
-    def _slice(self, eqn: Any, inputs: Sequence[Atom]) -> Atom | None:
+    def _slice(self, params: Any, aval: Any, inputs: Sequence[Atom]) -> Atom | None:
         """Returns rows of a param or of a stack without the rest."""
         (atom,) = inputs
-        params = eqn.params
         starts, limits = params["start_indices"], params["limit_indices"]
         shape = atom.aval.shape
         whole = params["strides"] is None and all(
@@ -324,7 +310,6 @@ class _Builder:
         if not whole or not shape:
             return None
         first, last = int(starts[0]), int(limits[0])
-        aval = eqn.outvars[0].aval
         if isinstance(atom, Stack):
             return Stack(aval, atom.items[first:last])
         if not isinstance(atom.origin, Piece):
@@ -334,20 +319,19 @@ class _Builder:
         rows = (base + first, base + last)
         return self.input(Piece(atom.origin.leaf, atom.origin.index, rows), aval)
 
-    def _squeeze(self, eqn: Any, inputs: Sequence[Atom]) -> Atom | None:
+    def _squeeze(self, params: Any, aval: Any, inputs: Sequence[Atom]) -> Atom | None:
         (atom,) = inputs
-        if eqn.outvars[0].aval.shape != atom.aval.shape[1:] or atom.aval.shape[0] != 1:
+        if aval.shape != atom.aval.shape[1:] or atom.aval.shape[0] != 1:
             return None
         is_slice = isinstance(atom, Stack) or (
             isinstance(atom.origin, Piece) and atom.origin.rows is not None
         )
         return self.item(atom, 0) if is_slice else None
 
-    def _pad(self, eqn: Any, inputs: Sequence[Atom]) -> Atom | None:
+    def _pad(self, params: Any, aval: Any, inputs: Sequence[Atom]) -> Atom | None:
         """Returns the gradient of a slice of a stack without making the other zeros."""
         atom, padding = inputs
-        aval = eqn.outvars[0].aval
-        config = eqn.params["padding_config"]
+        config = params["padding_config"]
         is_gradient = (
             tuple(aval.shape) in self._sliced
             and isinstance(padding, Value)
@@ -371,27 +355,6 @@ class _Builder:
         return zero
 
 
-@dataclass(frozen=True)
-class _Like:
-    """An equation for one item of a stack of stacks."""
-
-    eqn: Any
-    aval: Any
-    params: Mapping[str, Any]
-
-    @property
-    def primitive(self) -> Any:
-        return self.eqn.primitive
-
-    @property
-    def ctx(self) -> Any:
-        return self.eqn.ctx
-
-    @property
-    def outvars(self) -> tuple["_Like"]:
-        return (self,)
-
-
 _SPECIAL: dict[str, Callable[..., Atom | None]] = {
     "slice": _Builder._slice,
     "squeeze": _Builder._squeeze,
@@ -408,7 +371,7 @@ def _is_same_shape(node: Node) -> bool:
     return all(value.aval.shape in ((), shape) for value in node.inputs)
 
 
-def _is_named(node: Any) -> bool:
+def _is_named(node: Node) -> bool:
     return isinstance(node.params["sharding"], NamedSharding)
 
 
@@ -428,7 +391,3 @@ def _struct(aval: Any) -> jax.ShapeDtypeStruct:
         weak_type=aval.weak_type,
         sharding=typed_sharding(aval),
     )
-
-
-def _literal(literal: Any) -> Value:
-    return Value(literal.aval, constant=literal.val)

@@ -180,9 +180,8 @@ def _meshes(jaxpr: Any) -> Iterator[Mesh]:
                 mesh = getattr(param, "mesh", param)
                 if isinstance(mesh, Mesh) and mesh.size > 1:
                     yield mesh
-                inner = getattr(param, "jaxpr", param)
-                if hasattr(inner, "eqns"):
-                    yield from _meshes(inner)
+        for inner in compat.inner_jaxprs(eqn.params):
+            yield from _meshes(inner)
 
 
 def on_mesh(leaves: Sequence[Any], mesh: Mesh | None) -> list[jax.ShapeDtypeStruct]:

@@ -18,7 +18,14 @@ from jaxinf.streaming.program.lifetimes import Lifetimes
 from jaxinf.streaming.program.primitives import LIGHT
 from jaxinf.streaming.program.reductions import compiler_options
 
-__all__ = ["Program", "Programs", "compile_program", "make_programs"]
+__all__ = [
+    "Program",
+    "Programs",
+    "compile_program",
+    "function_of",
+    "make_programs",
+    "program_of",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +158,7 @@ def compile_program(
         for value, sharding in zip(program.inputs, shardings, strict=True)
     ]
     function = jax.jit(
-        _function(program),
+        function_of(program),
         donate_argnums=tuple(donated),
         out_shardings=list(outputs) or None,
     )
@@ -184,67 +191,100 @@ class _Maker:
         light: Iterable[Node] = (),
     ) -> Program:
         """Makes the program of `outputs` from `nodes`, `light` and free nodes."""
-        inside = {*nodes, *light}
-        needed = self._closure(outputs, inside)
-        roots = [node for node in nodes if node in needed]
-        roots += [v.node for v in outputs if v.node is not None]
-        inputs: dict[Value, None] = {}
-        order: dict[Node, None] = {}
-        for root in roots:
-            self._emit(root, inside, inputs, order)
-        key = self.keys.program(tuple(inputs), tuple(order), outputs)
-        return Program(name, tuple(inputs), tuple(order), tuple(outputs), key)
+        own = {*nodes, *light}
+        return program_of(
+            name,
+            outputs,
+            self.keys,
+            nodes,
+            lambda node: node in own or node in self.free,
+        )
 
-    def _closure(self, outputs: Iterable[Value], inside: set[Node]) -> set[Node]:
-        found: set[Node] = set()
-        stack = [value.node for value in outputs]
-        while stack:
-            node = stack.pop()
-            if node is None or node in found or not self._is_own(node, inside):
-                continue
+
+def program_of(
+    name: str,
+    outputs: Sequence[Value],
+    keys: Keys,
+    first: Sequence[Node] = (),
+    is_own: Callable[[Node], bool] = lambda node: True,
+) -> Program:
+    """Returns the program of `outputs`.
+
+    Args:
+      name: Its name.
+      outputs: The values that it computes.
+      keys: Texts of the graph's nodes.
+      first: Nodes that come in this order; others come when they are needed.
+      is_own: Whether a node is computed here; results of others are inputs.
+    """
+    needed = _closure(outputs, is_own)
+    roots = [node for node in first if node in needed]
+    roots += [v.node for v in outputs if v.node is not None]
+    inputs = {v: None for v in outputs if v.origin is not None}
+    order: dict[Node, None] = {}
+    for root in roots:
+        _emit(root, is_own, inputs, order)
+    key = keys.program(tuple(inputs), tuple(order), outputs)
+    return Program(name, tuple(inputs), tuple(order), tuple(outputs), key)
+
+
+def _closure(outputs: Iterable[Value], is_own: Callable[[Node], bool]) -> set[Node]:
+    found: set[Node] = set()
+    stack = [value.node for value in outputs]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in found and is_own(node):
             found.add(node)
             stack += [value.node for value in node.inputs]
-        return found
+    return found
 
-    def _is_own(self, node: Node, inside: set[Node]) -> bool:
-        return node in inside or node in self.free
 
-    def _emit(
-        self,
-        root: Node,
-        inside: set[Node],
-        inputs: dict[Value, None],
-        order: dict[Node, None],
-    ) -> None:
-        """Appends `root` after the nodes it needs, in the order of its operands."""
-        stack = [root]
-        while stack:
-            node = stack[-1]
-            if node in order:
-                stack.pop()
+def _emit(
+    root: Node,
+    is_own: Callable[[Node], bool],
+    inputs: dict[Value, None],
+    order: dict[Node, None],
+) -> None:
+    """Appends `root` after the nodes it needs, in the order of its operands."""
+    stack = [root]
+    while stack:
+        node = stack[-1]
+        pending = []
+        for value in () if node in order else node.inputs:
+            if is_literal(value):
                 continue
-            pending = []
-            for value in node.inputs:
-                if is_literal(value):
-                    continue
-                if value.node is None or not self._is_own(value.node, inside):
-                    inputs.setdefault(value)
-                elif value.node not in order:
-                    pending.append(value.node)
-            if pending:
-                stack += reversed(pending)
-            else:
-                order[node] = None
-                stack.pop()
+            if value.node is None or not is_own(value.node):
+                inputs.setdefault(value)
+            elif value.node not in order:
+                pending.append(value.node)
+        if pending:
+            stack += reversed(pending)
+        else:
+            order.setdefault(node)
+            stack.pop()
 
 
-def _function(program: Program) -> Callable[..., list[jax.Array]]:
+def function_of(
+    program: Program,
+    compute: Callable[[Node, Sequence[Any]], Sequence[jax.Array]] = bind,
+) -> Callable[..., list[jax.Array]]:
+    """Returns a program as a function that JAX can trace.
+
+    Args:
+      program: The program.
+      compute: Computes a node from its operands.
+    """
+
     def run(*args: jax.Array) -> list[jax.Array]:
         env: dict[Value, Any] = dict(zip(program.inputs, args, strict=True))
+
+        def read(value: Value) -> Any:
+            return value.constant if is_literal(value) else env[value]
+
         for node in program.nodes:
-            operands = [v.constant if is_literal(v) else env[v] for v in node.inputs]
-            env.update(zip(node.outputs, bind(node, operands), strict=True))
-        return [env[value] for value in program.outputs]
+            results = compute(node, [read(value) for value in node.inputs])
+            env.update(zip(node.outputs, results, strict=True))
+        return [read(value) for value in program.outputs]
 
     run.__name__ = program.name.replace(" ", "_")
     return run

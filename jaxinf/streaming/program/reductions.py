@@ -46,7 +46,7 @@ def _found(equations: Iterable[_Equation]) -> bool:
         is_cast = name == "convert_element_type" and id(inputs[0]) in products
         if is_product or is_cast:
             products.add(id(outputs[0]))
-        if any(_found(_equations(jaxpr)) for jaxpr in _bodies(params)):
+        if any(map(_found, map(_equations, compat.inner_jaxprs(params)))):
             return True
     return False
 
@@ -56,16 +56,6 @@ def _is_large(value: Any) -> bool:
     return len(shape) >= NUM_AXES and aval_bytes(value.aval) >= LARGE_BYTES
 
 
-def _bodies(params: Mapping[str, Any]) -> Iterator[compat.Jaxpr]:
-    """Yields the jaxprs of loops, branches and calls."""
-    for param in params.values():
-        for item in param if isinstance(param, (tuple, list)) else (param,):
-            if isinstance(item, compat.ClosedJaxpr):
-                yield item.jaxpr
-            elif isinstance(item, compat.Jaxpr):
-                yield item
-
-
-def _equations(jaxpr: compat.Jaxpr) -> Iterator[_Equation]:
+def _equations(jaxpr: Any) -> Iterator[_Equation]:
     for eqn in jaxpr.eqns:
         yield eqn.primitive.name, eqn.invars, eqn.outvars, eqn.params

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxinf.compat import ClosedJaxpr, key_name, source_line
+from jaxinf.compat import ClosedJaxpr, inner_jaxprs, key_name, source_line
 from jaxinf.errors import StreamError
 from jaxinf.streaming.program.graph import aval_bytes
 from jaxinf.streaming.program.meshes import (
@@ -306,13 +306,8 @@ def _effectful(jaxpr: Any) -> set[str]:
     for eqn in jaxpr.eqns:
         if not eqn.effects:
             continue
-        inner = [
-            getattr(param, "jaxpr", param)
-            for value in eqn.params.values()
-            for param in (value if isinstance(value, (tuple, list)) else [value])
-            if hasattr(getattr(param, "jaxpr", param), "eqns")
-        ]
-        found |= set().union(*map(_effectful, inner)) or {eqn.primitive.name}
+        inner = map(_effectful, inner_jaxprs(eqn.params))
+        found |= set().union(*inner) or {eqn.primitive.name}
     return found
 
 
@@ -328,10 +323,9 @@ def _closed_over(closed: Any) -> dict[int, tuple[Any, Any]]:
         readers = (eqn for eqn in eqns if any(atom is var for atom in eqn.invars))
         found.setdefault(id(const), (const, next(readers, None)))
     for eqn in eqns:
-        for param in eqn.params.values():
-            for inner in param if isinstance(param, (tuple, list)) else (param,):
-                if isinstance(inner, ClosedJaxpr):
-                    found = {**_closed_over(inner), **found}
+        for inner in inner_jaxprs(eqn.params):
+            if isinstance(inner, ClosedJaxpr):
+                found = {**_closed_over(inner), **found}
     return found
 
 
