@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import optax
+from jax.sharding import Mesh
 
 from jaxinf.engine import Store, StoreShape
 from jaxinf.program import Passes, UpdateProgram
@@ -18,7 +19,8 @@ from jaxinf.schedule.simulator import Loads
 from jaxinf.streaming.move.workers import writing_bytes
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import Calls
-from jaxinf.streaming.plan.memory import DeviceLimit, Division, device_limit, divide
+from jaxinf.streaming.plan.device import check_pinned, device_limit, mesh_limit
+from jaxinf.streaming.plan.memory import DeviceLimit, Division, divide
 from jaxinf.streaming.plan.plan import Plan, Prepared
 from jaxinf.streaming.plan.reads import Reading, host_bytes, planned_fetches
 from jaxinf.streaming.plan.resident import ResidentChooser, ResidentUnits, beside
@@ -206,7 +208,8 @@ class Fitting:
           StreamError: The program cannot be cut, or the saved plan is another's.
         """
         options, places = self._options, basis.places
-        division = self._division(basis, budgets)
+        division = self._division(basis, budgets, ready.traced.mesh)
+        check_pinned(self.device, division.staged)
         chooser = ResidentChooser(
             options.resident,
             places,
@@ -251,8 +254,12 @@ class Fitting:
             )
         basis.fetches(plan, division, units.units)
 
-    def _division(self, basis: Basis, budgets: Mapping[str, int]) -> Division:
+    def _division(
+        self, basis: Basis, budgets: Mapping[str, int], mesh: Mesh | None
+    ) -> Division:
         device, policy = self.device_limit, self._options.policy
+        if mesh is not None:
+            device = mesh_limit(mesh.local_devices, self._options.device_memory_bytes)
         if "device_memory_bytes" in budgets:
             device = replace(device, num_bytes=budgets["device_memory_bytes"])
         division = divide(

@@ -24,12 +24,8 @@ from jaxinf.streaming.move.params import StoreParams
 from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.move.source import StoreSource, version_of
 from jaxinf.streaming.options import Limits
-from jaxinf.streaming.plan.memory import (
-    READER_BYTES,
-    Division,
-    device_limit,
-    divide_reading,
-)
+from jaxinf.streaming.plan.device import check_pinned, device_limit
+from jaxinf.streaming.plan.memory import READER_BYTES, Division, divide_reading
 from jaxinf.streaming.plan.plan import Plan, Prepared, prepare_function
 from jaxinf.streaming.plan.reads import planned_fetches
 from jaxinf.streaming.plan.resident import ResidentChooser, ResidentUnits, beside
@@ -220,7 +216,9 @@ class StreamedFunction(Streamed[Bound]):
         shared, device = self._share(budgets), self._limit
         if "device_memory_bytes" in shared:
             device = replace(device, num_bytes=shared["device_memory_bytes"])
-        division = divide_reading(shared["memory_bytes"], device).without(
+        division = divide_reading(shared["memory_bytes"], device)
+        check_pinned(self._device, division.staged)
+        division = division.without(
             max((u.num_bytes for u in units if not u.is_divided), default=0),
             "reading shards of params that are not stored alone",
         )

@@ -26,12 +26,8 @@ from jaxinf.streaming.move.values import Values, make_values
 from jaxinf.streaming.move.workers import writing_bytes
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import Calls
-from jaxinf.streaming.plan.memory import (
-    DeviceLimit,
-    Division,
-    device_limit,
-    divide_rest,
-)
+from jaxinf.streaming.plan.device import check_pinned, device_limit
+from jaxinf.streaming.plan.memory import DeviceLimit, Division, divide_rest
 from jaxinf.streaming.plan.plan import Plan, Prepared, prepare
 from jaxinf.streaming.plan.tiers import check_leaving, check_tiers, plan_tiers
 from jaxinf.streaming.program.graph import aval_bytes
@@ -251,6 +247,7 @@ class InMemoryStep(TrainingStep[Bound]):
         given = budgets.get("device_memory_bytes", self._limit.num_bytes)
         device = replace(self._limit, num_bytes=given)
         division = divide_rest(budgets["memory_bytes"], device)
+        check_pinned(default_device(), division.staged)
         if self._options.policy in ("offload", "plan"):
             division = division.without(
                 writing_bytes(1), "writing its values to drives"

@@ -1,7 +1,5 @@
 """Params on a device with memory of its own: the same path, forced on a CPU."""
 
-from types import SimpleNamespace
-
 import jax
 import numpy as np
 import optax
@@ -12,7 +10,7 @@ import jaxinf
 from jaxinf.errors import StreamError
 from jaxinf.streaming.move.fetch import Fetcher
 from jaxinf.streaming.plan import memory
-from jaxinf.streaming.plan.memory import DeviceLimit, device_limit, divide
+from jaxinf.streaming.plan.memory import DeviceLimit, divide
 from jaxinf.streaming.plan.reads import Fetch
 from jaxinf.streaming.program.units import Unit
 
@@ -194,19 +192,6 @@ def test_no_device_memory_is_refused(open_store):
             memory_bytes=1 << 30,
             device_memory_bytes=0,
         )
-
-
-def test_the_default_is_what_a_device_has_free():
-    device = SimpleNamespace(
-        platform="gpu",
-        memory_stats=lambda: {"bytes_limit": 3000, "bytes_in_use": 1000},
-    )
-    assert device_limit(device, None) == DeviceLimit(1800, is_host=False)
-    assert device_limit(device, 5) == DeviceLimit(5, is_host=False)
-    device.memory_stats = lambda: None
-    with pytest.raises(StreamError, match="does not tell the size of its memory"):
-        device_limit(device, None)
-    assert device_limit(jax.devices("cpu")[0], None) == DeviceLimit()
 
 
 def test_memory_is_divided_between_host_and_device():

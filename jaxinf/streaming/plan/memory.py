@@ -21,7 +21,7 @@ __all__ = [
     "DeviceLimit",
     "Division",
     "check_mesh",
-    "device_limit",
+    "device_is_host",
     "divide",
     "divide_reading",
     "divide_rest",
@@ -36,7 +36,6 @@ NUM_STAGED = 3
 """The host has room for so many of the largest unit, if the device has memory of its
 own: one is read, one is copied, and its copy is pinned."""
 
-_FREE_SHARE = 0.9
 _M_MMAP_THRESHOLD = -3
 _MMAP_THRESHOLD_BYTES = 256 << 10
 _RING_SHARE = 8
@@ -138,30 +137,6 @@ def num_together(mesh: Mesh | None) -> int:
 def device_is_host(device: Any) -> bool:
     """Whether a JAX device computes in the host's memory."""
     return device.platform == "cpu"
-
-
-def device_limit(device: Any, num_bytes: int | None) -> DeviceLimit:
-    """Returns the limit for a JAX device.
-
-    Args:
-      device: The device, of `jax.devices`.
-      num_bytes: `device_memory_bytes`; None for most of what is free, if the device has
-        memory of its own.
-
-    Raises:
-      StreamError: The device does not say what is free.
-    """
-    is_host = device_is_host(device)
-    if num_bytes is not None or is_host:
-        return DeviceLimit(num_bytes, is_host)
-    stats = device.memory_stats() or {}
-    if "bytes_limit" not in stats:
-        raise StreamError(
-            f"device_memory_bytes: {device} does not tell the size of its memory; pass "
-            "the bytes that params, values and temporaries of a step may take there"
-        )
-    free_bytes = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    return DeviceLimit(int(free_bytes * _FREE_SHARE), is_host)
 
 
 def divide(

@@ -1,0 +1,166 @@
+"""What a step may take of a JAX device's memory, and what it needs of its platform.
+
+Invariant: what a device says of itself is looked at before anything is planned; nothing
+is written, and no memory is taken.
+"""
+
+import os
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from jaxinf.errors import StreamError
+from jaxinf.streaming.plan import memory
+from jaxinf.streaming.plan.memory import DeviceLimit
+from jaxinf.terminal import format_bytes
+
+__all__ = ["PINNED_VARIABLE", "check_pinned", "device_limit", "mesh_limit"]
+
+PINNED_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""The variable that bounds the pinned memory of XLA's CUDA client."""
+
+_PREALLOCATE_VARIABLE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+_PINNED_KIND = "pinned_host"
+_DEFAULT_PINNED_GIB = 64
+_FREE_SHARE = 0.9
+# What a pool may have of what XLA wanted for it, before something else has the rest.
+_WHOLE_SHARE = 0.95
+
+
+def device_limit(device: Any, num_bytes: int | None) -> DeviceLimit:
+    """Returns the limit for a JAX device.
+
+    Args:
+      device: The device, of `jax.devices`.
+      num_bytes: `device_memory_bytes`; None for most of what is free, if the device has
+        memory of its own.
+
+    Raises:
+      StreamError: The device cannot copy from the host's memory as streaming does, does
+        not say what is free, or has nothing free.
+    """
+    if memory.device_is_host(device):
+        return DeviceLimit(num_bytes)
+    _check_kinds(device)
+    if num_bytes is not None:
+        return DeviceLimit(num_bytes, is_host=False)
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        raise StreamError(
+            f"device_memory_bytes: {_name(device)} does not tell the size of its "
+            "memory; pass the bytes that params, values and temporaries of a step may "
+            "take there"
+        )
+    free_bytes = _free_bytes(device, stats)
+    if free_bytes <= 0:
+        raise StreamError(
+            f"device_memory_bytes: {_name(device)} has nothing free of "
+            f"{format_bytes(stats['bytes_limit'])}: this process's arrays take "
+            f"{format_bytes(stats.get('bytes_in_use', 0))}. Delete them, and end other "
+            "processes on the device (nvidia-smi lists a GPU's)"
+        )
+    return DeviceLimit(int(free_bytes * _FREE_SHARE), is_host=False)
+
+
+def mesh_limit(devices: Iterable[Any], num_bytes: int | None) -> DeviceLimit:
+    """Returns the limit for each device of a mesh, which is that of the smallest.
+
+    Warns if their sizes differ, as what the others have beside it is not used.
+
+    Args:
+      devices: The mesh's devices of this process.
+      num_bytes: As for `device_limit`.
+
+    Raises:
+      StreamError: As `device_limit`, of any of them.
+    """
+    limits = [(device_limit(device, num_bytes), device) for device in devices]
+    limits.sort(key=lambda pair: pair[0].num_bytes or 0)
+    (limit, least), (largest, most) = limits[0], limits[-1]
+    low, high = limit.num_bytes, largest.num_bytes
+    if low is not None and high is not None and low < _FREE_SHARE * high:
+        warnings.warn(
+            f"device_memory_bytes: {_name(least)} has {format_bytes(low)} for a step, "
+            f"and {_name(most)} {format_bytes(high)}. Each device of a mesh gets the "
+            "same programs, so the smallest counts; leave it out of the mesh to use "
+            "the memory of the others",
+            stacklevel=2,
+        )
+    return limit
+
+
+def check_pinned(device: Any, num_bytes: int) -> None:
+    """Refuses more pinned memory of the host than XLA's pool of it can have.
+
+    Args:
+      device: The device, of `jax.devices`.
+      num_bytes: What a step may have pinned at once.
+
+    Raises:
+      StreamError: Names the variable, and what it needs.
+    """
+    if device.platform not in ("cuda", "gpu"):
+        return
+    limit_gib = _pinned_gib()
+    needed_gib = -(-2 * num_bytes // (1 << 30))
+    if num_bytes <= limit_gib << 30:
+        return
+    raise StreamError(
+        f"memory_bytes: a step may pin {format_bytes(num_bytes)} for copies to and "
+        f"from {_name(device)}, and XLA's pinned memory ends at {limit_gib} GiB. "
+        f"Set {PINNED_VARIABLE}={needed_gib} before Python starts (the pool grows by "
+        "doubling, and keeps what it had), or give less memory"
+    )
+
+
+def _pinned_gib() -> int:
+    text = os.environ.get(PINNED_VARIABLE, "")
+    try:
+        return int(text) if text else _DEFAULT_PINNED_GIB
+    except ValueError:
+        raise StreamError(
+            f"{PINNED_VARIABLE}={text!r}: expected a whole number of GiB, and XLA "
+            f"takes {_DEFAULT_PINNED_GIB} instead of this one; set it to a number"
+        ) from None
+
+
+def _check_kinds(device: Any) -> None:
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    if _PINNED_KIND in kinds:
+        return
+    raise StreamError(
+        f"{_name(device)}: expected memory of the kind {_PINNED_KIND!r}, from which "
+        f"the device copies params, found {', '.join(sorted(kinds)) or 'none'}; "
+        "upgrade the JAX plugin of this platform, or use JAX_PLATFORMS=cpu"
+    )
+
+
+def _free_bytes(device: Any, stats: dict[str, int]) -> int:
+    """What a step can have; warns if another process has or may take a part."""
+    limit_bytes, used_bytes = stats["bytes_limit"], stats.get("bytes_in_use", 0)
+    if device.platform not in ("cuda", "gpu"):
+        return limit_bytes - used_bytes
+    pool_bytes = stats.get("pool_bytes")
+    if os.environ.get(_PREALLOCATE_VARIABLE, "").lower() in ("false", "0"):
+        warnings.warn(
+            f"{_PREALLOCATE_VARIABLE}=false: of {_name(device)} a step is planned for "
+            f"{format_bytes(limit_bytes - used_bytes)} that are not reserved, and "
+            "another process may take them. Unset the variable, or pass "
+            "device_memory_bytes",
+            stacklevel=4,
+        )
+    elif pool_bytes is not None and 0 < pool_bytes < _WHOLE_SHARE * limit_bytes:
+        warnings.warn(
+            f"device_memory_bytes: of {_name(device)} JAX could reserve "
+            f"{format_bytes(pool_bytes)} of {format_bytes(limit_bytes)}; another "
+            "process has the rest (nvidia-smi lists them). The step is planned for "
+            "what was reserved",
+            stacklevel=4,
+        )
+        limit_bytes = pool_bytes
+    return limit_bytes - used_bytes
+
+
+def _name(device: Any) -> str:
+    """Its number and kind; that of a slice of a GPU says MIG."""
+    return f"{device} ({device.device_kind})"
