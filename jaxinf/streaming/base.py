@@ -18,6 +18,7 @@ from typing import Any, Generic, Self, TypeVar
 import jax
 
 from jaxinf.io import ByteCounts
+from jaxinf.streaming.fit import Fitted
 from jaxinf.streaming.move.fetch import FetchCounts
 from jaxinf.streaming.move.mover import MoverCounts
 from jaxinf.streaming.move.params import Params
@@ -48,6 +49,7 @@ class Bound:
     Attributes:
       runner: Runs them.
       params: Their params.
+      fitted: The plan and the memory that they were fitted to.
       sink: Takes their gradients; None for a function without.
       replanner: With ``"plan"``, what plans the step.
       traffic: Bytes that a step moves on the drive.
@@ -57,6 +59,7 @@ class Bound:
 
     runner: Runner
     params: Params
+    fitted: Fitted
     sink: Sink | None = None
     replanner: Replanner | None = None
     traffic: ByteCounts = field(default_factory=ByteCounts)

@@ -16,22 +16,22 @@ from jaxinf.program import effect_of_nonfinite
 from jaxinf.store import plans_folder
 from jaxinf.streaming.base import Bound
 from jaxinf.streaming.budgets import planned_within
-from jaxinf.streaming.fitting import Fitted, Fitting
+from jaxinf.streaming.fit import Fitted
+from jaxinf.streaming.fitting import Basis, Fitting
 from jaxinf.streaming.move.fetch import make_fetcher
 from jaxinf.streaming.move.params import StoreParams
 from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.move.source import StoreSource, version_of
 from jaxinf.streaming.move.spill import Spill
-from jaxinf.streaming.move.values import make_values
 from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import Call
 from jaxinf.streaming.plan.memory import READER_BYTES, Division
 from jaxinf.streaming.plan.plan import Plan, Prepared
 from jaxinf.streaming.plan.reads import Fetch, Reading, reused_bytes
 from jaxinf.streaming.plan.saved import save_plan
-from jaxinf.streaming.plan.tiers import check_tiers
-from jaxinf.streaming.replanning import Replanner, offload_planned
-from jaxinf.streaming.run import Executables, Runner
+from jaxinf.streaming.program.units import Unit
+from jaxinf.streaming.replanning import Replanner, make_runner, offload_planned
+from jaxinf.streaming.run import Executables
 from jaxinf.streaming.update.micro_batches import Sums
 from jaxinf.streaming.update.store_sink import StoreSink
 from jaxinf.streaming.update.traffic import Waiting, planned_traffic, spilled_bytes
@@ -72,7 +72,7 @@ class _Spills:
 class StoreBound(Bound):
     """As `Bound`, and what does not depend on the order of the calls."""
 
-    fitted: Fitted
+    basis: Basis
     spills: _Spills
 
 
@@ -126,16 +126,14 @@ class Binder:
         if not fitted.is_saved:
             save_plan(self._store.path, ready, fitted.plan)
         plan, replanner = offload_planned(
-            fitted.plan,
+            fitted,
             ready.lifetimes.graph,
-            fitted.division.programs,
             self._executables,
             self._options,
             self._drives(),
-            fitted.tiers,
-            fitted.loads,
         )
-        return self._bound(fitted, self._spills(fitted), plan, replanner)
+        spills = self._spills(basis, fitted.division.gradients)
+        return self._bound(basis, fitted, spills, plan, replanner)
 
     def rebind(self, bound: StoreBound) -> StoreBound:
         """Returns the same bound to what its planner has chosen; closes the old one.
@@ -145,7 +143,7 @@ class Binder:
         found = bound.replanner
         assert found is not None, "only a planned step changes"
         bound.close_calls()
-        return self._bound(bound.fitted, bound.spills, found.plan, found)
+        return self._bound(bound.basis, bound.fitted, bound.spills, found.plan, found)
 
     def check(
         self, ready: Prepared, params: PyTree, shape: StoreShape
@@ -165,19 +163,19 @@ class Binder:
 
     # --- inside --------------------------------------------------------------------
 
-    def _spills(self, fitted: Fitted) -> _Spills:
+    def _spills(self, basis: Basis, gradients: int) -> _Spills:
         """Makes room for gradients that wait, in half of theirs, and for sums."""
         meters = self._store._training.opened.meters
-        gradients = fitted.division.gradients
         spill = partial(Spill, self._folder(), meters=meters)
         count = self._options.micro_batches
         return _Spills(
-            spill(gradients // 2) if fitted.basis.is_deferred else None,
+            spill(gradients // 2) if basis.is_deferred else None,
             Sums(count, spill(gradients // 4)) if count > 1 else None,
         )
 
     def _bound(
         self,
+        basis: Basis,
         fitted: Fitted,
         spills: _Spills,
         plan: Plan,
@@ -185,32 +183,37 @@ class Binder:
     ) -> StoreBound:
         """Makes what runs a plan's calls, from what does not depend on them."""
         opened = self._store._training.opened
-        tiers = fitted.tiers(plan.calls)
-        if tiers is not None:
-            check_tiers(tiers, fitted.host_bytes)
-        values = make_values(plan, tiers, self._drives(), opened.meters)
-        reading, division = fitted.reading(plan)
-        params, unused_bytes = self._params(fitted, reading, division)
-        fetches, calls = reading.fetches, plan.calls.calls
-        record = partial(opened.timeline.add, "program")
-        watch = None if replanner is None else replanner.watch
-        reused = reused_bytes(fetches, calls, fitted.basis.places)
-        return StoreBound(
-            Runner(plan, self._executables, record, values, watch),
-            params,
-            self._sink(fitted, spills, division, params),
+        runner = make_runner(
+            fitted,
+            plan,
+            self._executables,
+            self._drives(),
             replanner,
-            self._traffic(fitted, spills, calls, fetches, values.num_bytes),
+            opened.meters,
+            partial(opened.timeline.add, "program"),
+        )
+        reading, division = fitted.reading(plan)
+        given = basis.given(fitted.units.units)
+        params, unused_bytes = self._params(basis, fitted, reading, division, given)
+        fetches, calls = reading.fetches, plan.calls.calls
+        moved = runner.values.num_bytes
+        reused = reused_bytes(fetches, calls, basis.places)
+        return StoreBound(
+            runner,
+            params,
+            fitted.without_graph(),
+            self._sink(basis, spills, division, params),
+            replanner,
+            self._traffic(basis, spills, calls, fetches, moved, given),
             self._options.micro_batches * reused,
             division.ring + unused_bytes,
-            fitted=fitted,
+            basis=basis,
             spills=spills,
         )
 
     def _sink(
-        self, fitted: Fitted, spills: _Spills, division: Division, params: StoreParams
+        self, basis: Basis, spills: _Spills, division: Division, params: StoreParams
     ) -> StoreSink:
-        basis = fitted.basis
         return StoreSink(
             self._store._training,
             basis.program,
@@ -228,7 +231,12 @@ class Binder:
         )
 
     def _params(
-        self, fitted: Fitted, reading: Reading, division: Division
+        self,
+        basis: Basis,
+        fitted: Fitted,
+        reading: Reading,
+        division: Division,
+        given: frozenset[Unit],
     ) -> tuple[StoreParams, int]:
         """Returns the params of a step, and the memory that no param needs."""
         training, units = self._store._training, fitted.units
@@ -237,27 +245,28 @@ class Binder:
             source, reading, division, self._fitting.device
         )
         params = StoreParams(
-            fitted.basis.places,
+            basis.places,
             fetcher,
             source,
             self.resident,
             stays=units.units,
             in_place=units.in_place,
-            gives=fitted.gives,
+            gives=given,
             version=lambda: version_of(training),
         )
         return params, unused_bytes
 
     def _traffic(
         self,
-        fitted: Fitted,
+        basis: Basis,
         spills: _Spills,
         calls: Sequence[Call],
         fetches: Sequence[Fetch],
         value_bytes: int,
+        given: frozenset[Unit],
     ) -> ByteCounts:
         """Bytes that a step moves on the drive."""
-        basis, num_early = fitted.basis, self._options.micro_batches - 1
+        num_early = self._options.micro_batches - 1
         pieces = [piece for call in calls for piece, _ in call.gradients]
         moved = (1 + num_early) * value_bytes
         if spills.sums is not None:
@@ -265,8 +274,8 @@ class Binder:
             moved += num_early * spilled_bytes(summed, spills.sums_bytes)
         written = read = moved
         if spills.last is not None:
-            given = [basis.gradient_bytes[piece] for piece in pieces]
-            on_drive = spilled_bytes(given, spills.last_bytes)
+            waiting = [basis.gradient_bytes[piece] for piece in pieces]
+            on_drive = spilled_bytes(waiting, spills.last_bytes)
             written += on_drive
             read += on_drive * max(1, basis.passes.num_passes - 1)
         return planned_traffic(
@@ -276,7 +285,7 @@ class Binder:
             basis.program,
             basis.passes,
             Waiting(written=written, read=read),
-            fitted.gives,
+            given,
         )
 
     def _folder(self) -> Path:

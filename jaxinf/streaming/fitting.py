@@ -14,22 +14,18 @@ from jax.sharding import Mesh
 
 from jaxinf.engine import Store, StoreShape
 from jaxinf.program import Passes, UpdateProgram
-from jaxinf.schedule.placement import Tiers
-from jaxinf.schedule.simulator import Loads
+from jaxinf.streaming.fit import Fitted, fit
 from jaxinf.streaming.move.workers import writing_bytes
 from jaxinf.streaming.options import Options
-from jaxinf.streaming.plan.calls import Calls
 from jaxinf.streaming.plan.device import check_pinned, device_limit, mesh_limit
 from jaxinf.streaming.plan.memory import DeviceLimit, Division, divide
 from jaxinf.streaming.plan.plan import Plan, Prepared
-from jaxinf.streaming.plan.reads import Reading, host_bytes, planned_fetches
-from jaxinf.streaming.plan.resident import ResidentChooser, ResidentUnits, beside
-from jaxinf.streaming.plan.saved import saved_plan
-from jaxinf.streaming.plan.tiers import beside_values, check_leaving, plan_tiers
+from jaxinf.streaming.plan.reads import Reading, planned_fetches, staged_bytes
+from jaxinf.streaming.plan.resident import ResidentChooser
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import default_device
 from jaxinf.streaming.program.units import Places, Unit
-from jaxinf.streaming.run import Executables, compiled_bytes, compiled_temp_bytes
+from jaxinf.streaming.run import Executables, compiled_bytes
 from jaxinf.streaming.update.compressing import Compressor
 from jaxinf.streaming.update.micro_batches import sum_bytes
 from jaxinf.streaming.update.optimizer import passes_for, trace_optimizer
@@ -37,7 +33,7 @@ from jaxinf.streaming.update.passes import PassRunner
 from jaxinf.streaming.update.traffic import is_parted, reads_params
 from jaxinf.typing import PyTree
 
-__all__ = ["Basis", "Fitted", "Fitting"]
+__all__ = ["Basis", "Fitting"]
 
 
 @dataclass(frozen=True)
@@ -67,70 +63,30 @@ class Basis:
     gradient_bytes: Mapping[Piece, int]
     sum_bytes: Mapping[Piece, int]
 
-    def reads(self, unit: Unit) -> bool:
+    def rereads(self, unit: Unit) -> bool:
         """Whether a unit's update reads params that could be given to it."""
         return reads_params(self.shape, unit, self.program, self.passes)
 
     def takes_read(self, unit: Unit) -> bool:
         """Whether a unit's update can take what was read for a program."""
-        return unit.is_divided and not self.is_deferred and self.reads(unit)
+        return unit.is_divided and not self.is_deferred and self.rereads(unit)
 
-    def takes_resident(self, unit: Unit) -> bool:
+    def given(self, stays: Set[Unit]) -> frozenset[Unit]:
+        """Returns the units that stay and that updates can take."""
+        return frozenset(filter(self._takes_resident, stays))
+
+    def _takes_resident(self, unit: Unit) -> bool:
         """Whether a unit's update can take what stays between steps.
 
         A chunk that a step overwrites in parts cannot be compared with its checksum.
         """
         rewrites = self.shape.options.rewrites_steps
         is_known = not (rewrites and is_parted(self.shape, unit))
-        return unit.is_divided and is_known and self.reads(unit)
+        return unit.is_divided and is_known and self.rereads(unit)
 
-    def fetches(self, plan: Plan, division: Division, stays: Set[Unit]) -> Reading:
+    def reads(self, plan: Plan, division: Division, stays: Set[Unit]) -> Reading:
         """Plans the reads of a step beside units that stay."""
         return planned_fetches(plan, self.places, division, self.takes_read, stays)
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """A plan that fits, and what follows from it whatever the order of its calls.
-
-    Attributes:
-      basis: What was planned.
-      plan: The plan, without what stays.
-      units: What stays.
-      division: Memory, without that of what stays.
-      is_saved: Whether the store has the plan already.
-    """
-
-    basis: Basis
-    plan: Plan
-    units: ResidentUnits
-    division: Division
-    is_saved: bool
-
-    @cached_property
-    def gives(self) -> frozenset[Unit]:
-        """Units that stay, and that updates can take."""
-        return frozenset(filter(self.basis.takes_resident, self.units.units))
-
-    @cached_property
-    def host_bytes(self) -> int:
-        """Memory of the host for values that leave a device with memory of its own."""
-        return host_bytes(self.plan, self.basis.places, self.division, self.units.units)
-
-    def tiers(self, calls: Calls) -> Tiers | None:
-        """Where values wait; None if the device's memory is the host's."""
-        return plan_tiers(calls, self.host_bytes) if self.division.staged else None
-
-    def reading(self, plan: Plan) -> tuple[Reading, Division]:
-        """The reads of a step, and the memory beside its values."""
-        division = beside_values(self.division, self.tiers(plan.calls))
-        return self.basis.fetches(plan, division, self.units.units), division
-
-    def loads(self, calls: Calls, peak_bytes: int) -> Loads:
-        """Returns the reads of a step, for its simulation."""
-        plan = replace(self.plan, calls=calls, peak_bytes=peak_bytes)
-        reading, division = self.reading(plan)
-        return reading.loads(division)
 
 
 class Fitting:
@@ -215,44 +171,20 @@ class Fitting:
             places,
             basis.units,
             division,
-            lambda plan, part: basis.fetches(plan, part, frozenset()).fetches,
-            basis.reads,
+            lambda plan, part: basis.reads(plan, part, frozenset()).fetches,
+            basis.rereads,
             partial(compiled_bytes, executables=self._executables),
         )
-        budget_bytes, limit = division.programs, division.limit
-        plan = None
-        if not options.replan:
-            plan = saved_plan(
-                self._store.path,
-                ready,
-                budget_bytes,
-                options.policy,
-                chooser.peak_bytes,
-                limit,
-            )
-        is_saved = plan is not None
-        plan = plan or ready.plan(
-            budget_bytes, options.policy, chooser.peak_bytes, limit
+        return fit(
+            ready,
+            options.policy,
+            division,
+            chooser,
+            basis.reads,
+            self._executables,
+            passing=partial(staged_bytes, places),
+            saved_in=None if options.replan else self._store.path,
         )
-        plan, units = chooser.applied(plan)
-        division = beside(division, units)
-        if division.staged:
-            self._check_staged(basis, plan, units, division)
-        return Fitted(basis, plan, units, division, is_saved)
-
-    def _check_staged(
-        self, basis: Basis, plan: Plan, units: ResidentUnits, division: Division
-    ) -> None:
-        """Refuses a host without room for what is on its way to or from the device."""
-        if plan.is_offloaded:
-            temps = compiled_temp_bytes(plan, self._executables)
-            check_leaving(
-                plan.ways,
-                division.programs,
-                lambda calls: calls.call_bytes(temps),
-                host_bytes(plan, basis.places, division, units.units),
-            )
-        basis.fetches(plan, division, units.units)
 
     def _division(
         self, basis: Basis, budgets: Mapping[str, int], mesh: Mesh | None

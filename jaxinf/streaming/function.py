@@ -7,7 +7,7 @@
 Invariant: a call reads one finished step of the store, and writes nothing.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from jaxinf.engine import Store
 from jaxinf.errors import StreamError
 from jaxinf.streaming.base import Bound, Streamed
 from jaxinf.streaming.budgets import planned_within
+from jaxinf.streaming.fit import Fitted, fit
 from jaxinf.streaming.move.fetch import make_fetcher
 from jaxinf.streaming.move.params import StoreParams
 from jaxinf.streaming.move.resident import Resident
@@ -27,8 +28,8 @@ from jaxinf.streaming.options import Limits
 from jaxinf.streaming.plan.device import check_pinned, device_limit
 from jaxinf.streaming.plan.memory import READER_BYTES, Division, divide_reading
 from jaxinf.streaming.plan.plan import Plan, Prepared, prepare_function
-from jaxinf.streaming.plan.reads import planned_fetches
-from jaxinf.streaming.plan.resident import ResidentChooser, ResidentUnits, beside
+from jaxinf.streaming.plan.reads import Reading, planned_fetches
+from jaxinf.streaming.plan.resident import ResidentChooser
 from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.meshes import default_device, outside_mesh
 from jaxinf.streaming.program.trace import abstract, check_params
@@ -167,15 +168,16 @@ class StreamedFunction(Streamed[Bound]):
         training = self.store._training
         training.opened.state_number(0, average=self._average)  # or refuses
         places = Places(ready.traced.params, training.can_move)
-        plan, units, division = planned_within(
-            self.limits.budgets, partial(self._planned, ready, places)
+        fitted = planned_within(
+            self.limits.budgets, partial(self._fitted, ready, places)
         )
+        plan, division = fitted.plan, fitted.division
         if self._is_shared and self._limit.is_host:
             # A step's own programs stay in memory beside those of its functions.
             less = division.programs - self.limits.memory_bytes // _OWN_SHARE
             division = replace(division, programs=max(plan.peak_bytes, less))
-        stays = units.units | frozenset(self._shared)
-        reading = planned_fetches(plan, places, division, _never, stays)
+        stays = fitted.units.units | frozenset(self._shared)
+        reading = fitted.reads(plan, division, stays)
         source = StoreSource(
             training, READER_BYTES, reading.num_first, average=self._average
         )
@@ -190,25 +192,28 @@ class StreamedFunction(Streamed[Bound]):
             is_shared=self._is_shared,
         )
         record = partial(training.opened.timeline.add, "program")
-        return Bound(Runner(plan, self._executables, record), params)
+        runner = Runner(plan, self._executables, record)
+        return Bound(runner, params, fitted.without_graph())
 
-    def _planned(
+    def _fitted(
         self, ready: Prepared, places: Places, budgets: Mapping[str, int]
-    ) -> tuple[Plan, ResidentUnits, Division]:
+    ) -> Fitted:
         units = {places.unit(piece) for piece in ready.lifetimes.sizes}
         division = self._division(ready, units, budgets)
+
+        def reads(plan: Plan, part: Division, stays: Set[Unit]) -> Reading:
+            return planned_fetches(plan, places, part, _never, stays)
+
         chooser = ResidentChooser(
             self.limits.resident,
             places,
             units,
             division,
-            lambda plan, part: planned_fetches(plan, places, part, _never).fetches,
+            lambda plan, part: reads(plan, part, frozenset()).fetches,
             _never,
             partial(compiled_bytes, executables=self._executables),
         )
-        plan = ready.plan(division.programs, "keep", chooser.peak_bytes, division.limit)
-        plan, resident = chooser.applied(plan)
-        return plan, resident, beside(division, resident)
+        return fit(ready, "keep", division, chooser, reads, self._executables)
 
     def _division(
         self, ready: Prepared, units: Collection[Unit], budgets: Mapping[str, int]

@@ -18,23 +18,21 @@ import optax
 
 from jaxinf.errors import BudgetError, StreamError
 from jaxinf.io import ByteCounts
-from jaxinf.schedule.placement import Tiers
 from jaxinf.streaming.base import Bound, TrainingStep
 from jaxinf.streaming.budgets import planned_within
+from jaxinf.streaming.fit import Fitted, fit, no_reads
 from jaxinf.streaming.move.params import MemoryParams
-from jaxinf.streaming.move.values import Values, make_values
 from jaxinf.streaming.move.workers import writing_bytes
 from jaxinf.streaming.options import Options
-from jaxinf.streaming.plan.calls import Calls
 from jaxinf.streaming.plan.device import check_pinned, device_limit
 from jaxinf.streaming.plan.memory import DeviceLimit, Division, divide_rest
 from jaxinf.streaming.plan.plan import Plan, Prepared, prepare
-from jaxinf.streaming.plan.tiers import check_leaving, check_tiers, plan_tiers
+from jaxinf.streaming.plan.resident import AllResident
 from jaxinf.streaming.program.graph import aval_bytes
 from jaxinf.streaming.program.meshes import default_device, mesh_text
 from jaxinf.streaming.program.trace import abstract, check_params
-from jaxinf.streaming.replanning import Replanner, offload_planned
-from jaxinf.streaming.run import Runner, compiled_bytes, compiled_temp_bytes
+from jaxinf.streaming.replanning import Replanner, make_runner, offload_planned
+from jaxinf.streaming.run import compiled_bytes
 from jaxinf.streaming.update.micro_batches import first_part
 from jaxinf.streaming.update.optax_sink import OptaxSink, PlainOptax
 from jaxinf.typing import PathLikeStr, PyTree
@@ -155,57 +153,46 @@ class InMemoryStep(TrainingStep[Bound]):
         return ready
 
     def _bind(self, ready: Prepared) -> Bound:
-        plan, budget_bytes = self._planned(ready)
+        fitted = self._planned(ready)
         plan, replanner = offload_planned(
-            plan,
+            fitted,
             ready.lifetimes.graph,
-            budget_bytes,
             self._executables,
             self._options,
             [self._scratch],
-            self._tiers,
         )
-        return self._running(plan, replanner)
+        return self._running(fitted, plan, replanner)
 
     def _rebind(self, bound: Bound) -> Bound:
         assert bound.replanner is not None
         bound.close_calls()
-        return self._running(bound.replanner.plan, bound.replanner)
+        return self._running(bound.fitted, bound.replanner.plan, bound.replanner)
 
-    def _running(self, plan: Plan, replanner: Replanner | None) -> Bound:
-        values, options = self._values_of(plan), self._options
-        watch = None if replanner is None else replanner.watch
-        runner = Runner(plan, self._executables, values=values, watch=watch)
+    def _running(
+        self, fitted: Fitted, plan: Plan, replanner: Replanner | None
+    ) -> Bound:
+        options, optimizer, folders = self._options, self._optimizer, [self._scratch]
+        runner = make_runner(fitted, plan, self._executables, folders, replanner)
         parts = options.micro_batches
-        moved = values.num_bytes * parts
+        moved = runner.values.num_bytes * parts
         return Bound(
             runner,
-            MemoryParams(lambda: jax.tree.leaves(self._optimizer.params)),
-            OptaxSink(self._optimizer, plan.traced, parts, options.nonfinite),
+            MemoryParams(lambda: jax.tree.leaves(optimizer.params)),
+            fitted.without_graph(),
+            OptaxSink(optimizer, plan.traced, parts, options.nonfinite),
             replanner,
             ByteCounts(drive_read_bytes=moved, drive_write_bytes=moved),
         )
 
-    def _values_of(self, plan: Plan) -> Values:
-        tiers = self._tiers(plan.calls)
-        if tiers is not None:
-            check_tiers(tiers, self._division(self._options.budgets).staged)
-        return make_values(plan, tiers, [self._scratch])
-
-    def _tiers(self, calls: Calls) -> Tiers | None:
-        """Where values wait; None if the device's memory is the host's."""
-        host_bytes = self._division(self._options.budgets).staged
-        return plan_tiers(calls, host_bytes) if host_bytes else None
-
-    def _planned(self, ready: Prepared) -> tuple[Plan, int]:
-        """Returns a plan, and the memory for its programs beside params and so on."""
+    def _planned(self, ready: Prepared) -> Fitted:
         return planned_within(self._options.budgets, partial(self._fitted, ready))
 
-    def _fitted(self, ready: Prepared, budgets: Mapping[str, int]) -> tuple[Plan, int]:
+    def _fitted(self, ready: Prepared, budgets: Mapping[str, int]) -> Fitted:
         division, traced = self._division(budgets), ready.traced
-        resident_bytes = sum(map(aval_bytes, traced.params))
+        params_bytes = sum(map(aval_bytes, traced.params))
         params = traced.params_tree.unflatten(traced.params)
-        held = 2 * resident_bytes + self._optimizer.state_bytes(params)
+        other_bytes = params_bytes + self._optimizer.state_bytes(params)
+        held = params_bytes + other_bytes
         if held > division.programs:
             raise BudgetError(
                 division.limit,
@@ -214,30 +201,10 @@ class InMemoryStep(TrainingStep[Bound]):
                 held - division.programs + 1,
                 ", or give a store, which keeps the state on drives",
             )
-
-        def beside(plan: Plan) -> Plan:
-            pieces = {p for call in plan.calls.calls for p in call.pieces}
-            whole = frozenset(p for p in pieces if not p.index and not p.rows)
-            return plan.beside(whole)
-
-        plan = ready.plan(
-            division.programs,
-            self._options.policy,
-            lambda plan: held + compiled_bytes(beside(plan), self._executables),
-            division.limit,
-        )
-        peak_bytes = plan.peak_bytes - held
-        plan = replace(beside(plan), peak_bytes=peak_bytes, kept_bytes=resident_bytes)
-        budget_bytes = division.programs - held
-        if plan.is_offloaded and division.staged:
-            temps = compiled_temp_bytes(plan, self._executables)
-            check_leaving(
-                plan.ways,
-                budget_bytes,
-                lambda calls: calls.call_bytes(temps),
-                division.staged,
-            )
-        return plan, budget_bytes
+        measure = partial(compiled_bytes, executables=self._executables)
+        residents = AllResident(params_bytes, other_bytes, measure)
+        policy, executables = self._options.policy, self._executables
+        return fit(ready, policy, division, residents, no_reads, executables)
 
     @cached_property
     def _limit(self) -> DeviceLimit:

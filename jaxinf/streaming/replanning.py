@@ -6,47 +6,44 @@ Invariant: nothing is measured for a step that ended early.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from jaxinf.schedule.placement import Tiers
-from jaxinf.schedule.simulator import Loads
+from jaxinf.io import ByteMeters
 from jaxinf.streaming.call_timer import Watch
+from jaxinf.streaming.fit import Fitted
 from jaxinf.streaming.move.fetch import FetchCounts
 from jaxinf.streaming.move.mover import MoverCounts
 from jaxinf.streaming.move.probe import probe
+from jaxinf.streaming.move.values import make_values
 from jaxinf.streaming.options import Options
-from jaxinf.streaming.plan.calls import Calls
 from jaxinf.streaming.plan.plan import Plan
 from jaxinf.streaming.plan.planner import Forecast, Observed, Planner
 from jaxinf.streaming.plan.retrying import Moved
-from jaxinf.streaming.plan.search import Problem, nothing_loaded
+from jaxinf.streaming.plan.search import Problem
 from jaxinf.streaming.plan.sequence import Targets
+from jaxinf.streaming.plan.tiers import check_tiers
 from jaxinf.streaming.plan.wear import Wear
-from jaxinf.streaming.run import CompiledMemory, Executables
+from jaxinf.streaming.run import CompiledMemory, Executables, Runner
 from jaxinf.typing import PathLikeStr
 
-__all__ = ["Replanner", "offload_planned"]
+__all__ = ["Replanner", "make_runner", "offload_planned"]
 
 
 def offload_planned(
-    plan: Plan,
+    fitted: Fitted,
     targets: Targets,
-    budget_bytes: int,
     executables: Executables,
     options: Options,
     folders: Sequence[PathLikeStr],
-    tiers: Callable[[Calls], Tiers | None],
-    loads: Callable[[Calls, int], Loads] = nothing_loaded,
 ) -> tuple[Plan, "Replanner | None"]:
     """Plans which values leave, if any may; with ``"plan"`` by measures. Blocks.
 
     Args:
-      plan: The plan, with its graph.
+      fitted: The plan, with its graph.
       targets: Results and gradients of the whole program.
-      budget_bytes: Memory of a step's programs.
       executables: As for `compile_plan`.
       options: The step's.
       folders: As for `Replanner`.
-      tiers, loads: As for `Problem`.
     """
+    plan, budget_bytes = fitted.plan, fitted.division.programs
     if not plan.is_offloaded:
         return plan, None
     form = options.activations
@@ -60,12 +57,43 @@ def offload_planned(
         memory.call_bytes,
         plan.calls.resident,
         memory.admits,
-        loads,
+        fitted.loads,
         form,
-        tiers,
+        fitted.tiers,
     )
     replanner = Replanner(plan, problem, options.micro_batches, folders)
     return replanner.plan, replanner
+
+
+def make_runner(
+    fitted: Fitted,
+    plan: Plan,
+    executables: Executables,
+    folders: Sequence[PathLikeStr],
+    replanner: "Replanner | None",
+    meters: ByteMeters | None = None,
+    record: Callable[[float, float], None] = lambda began_s, ended_s: None,
+) -> Runner:
+    """Returns what runs a plan that was fitted; takes room on drives, blocks.
+
+    Args:
+      fitted: Its memory.
+      plan: The plan, with the values that leave.
+      executables, record: As for `Runner`.
+      folders: As for `Replanner`.
+      replanner: What measures the calls; None if no one asks.
+      meters: Counters of the bytes on drives.
+
+    Raises:
+      BudgetError: The host has no room for values on their way.
+      StoreSpaceError, StoreIOError: A drive is full, or failed.
+    """
+    tiers = fitted.tiers(plan.calls)
+    if tiers is not None:
+        check_tiers(tiers, fitted.host_bytes)
+    values = make_values(plan, tiers, folders, meters)
+    watch = None if replanner is None else replanner.watch
+    return Runner(plan, executables, record, values, watch)
 
 
 class Replanner:

@@ -31,11 +31,11 @@ __all__ = [
     "completions",
     "fetches_of",
     "hand_over",
-    "host_bytes",
     "keep_between",
     "page_bytes",
     "planned_fetches",
     "reused_bytes",
+    "staged_bytes",
     "window_bytes",
 ]
 
@@ -168,19 +168,12 @@ def planned_fetches(
     return Reading(fetches, room)
 
 
-def host_bytes(
-    plan: Plan, places: Places, division: Division, stays: Container[Unit]
-) -> int:
-    """Returns the host's memory that params on their way to the device do not take.
-
-    Arguments as for `planned_fetches`. 0 if the device's memory is the host's.
-    """
-    if not division.staged:
-        return 0
+def staged_bytes(places: Places, plan: Plan, stays: Container[Unit]) -> int:
+    """Returns the host's memory that params take on their way to the device."""
     pieces = {piece for call in plan.calls.calls for piece in call.pieces}
     units = (places.unit(piece) for piece in pieces)
     sizes = [page_bytes(unit) for unit in units if unit not in stays]
-    return division.staged - NUM_STAGED * max(sizes, default=PAGE_BYTES)
+    return NUM_STAGED * max(sizes, default=PAGE_BYTES)
 
 
 def fetches_of(calls: Sequence[Call], places: Places) -> tuple[Fetch, ...]:

@@ -4,6 +4,7 @@ Invariant: what stays takes no more than was asked for, and saves the most bytes
 drive for each byte of memory.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,9 +20,11 @@ from jaxinf.streaming.program.units import Places, Unit
 from jaxinf.terminal import given_bytes
 
 __all__ = [
+    "AllResident",
     "Resident",
     "ResidentChooser",
     "ResidentUnits",
+    "Residents",
     "beside",
     "check_resident",
     "updated_in_place",
@@ -55,19 +58,76 @@ class ResidentUnits:
       in_place: Those that no program reads after their update.
       num_bytes: Memory for all.
       pieces: The parts of params that they serve.
+      other_bytes: Memory for what stays beside params.
     """
 
     units: frozenset[Unit] = frozenset()
     in_place: frozenset[Unit] = frozenset()
     num_bytes: int = 0
     pieces: frozenset[Piece] = frozenset()
+    other_bytes: int = 0
+
+    @property
+    def all_bytes(self) -> int:
+        """Memory for all that stays."""
+        return self.num_bytes + self.other_bytes
 
     def applied(self, plan: Plan) -> Plan:
         """Returns the plan with these units in memory; they do not count in calls."""
         return replace(plan.beside(self.pieces), kept_bytes=self.num_bytes)
 
 
-class ResidentChooser:
+class Residents(ABC):
+    """What stays in memory beside a plan's programs.
+
+    Args:
+      measure: Returns the memory of a plan's programs.
+    """
+
+    def __init__(self, measure: Callable[[Plan], int]) -> None:
+        self._measure = measure
+
+    @abstractmethod
+    def choose(self, plan: Plan) -> ResidentUnits:
+        """Returns what stays."""
+
+    def peak_bytes(self, plan: Plan) -> int:
+        """Returns the memory of a run's programs, with what stays."""
+        units = self.choose(plan)
+        return units.all_bytes + self._measure(units.applied(plan))
+
+    def applied(self, plan: Plan) -> tuple[Plan, ResidentUnits]:
+        """Returns the plan with what stays beside it, and that."""
+        units = self.choose(plan)
+        rest_bytes = plan.peak_bytes - units.all_bytes
+        return replace(units.applied(plan), peak_bytes=rest_bytes), units
+
+
+class AllResident(Residents):
+    """All params stay, and what else there is.
+
+    Args:
+      num_bytes: Memory for params.
+      other_bytes: Memory for the rest.
+      measure: As for `Residents`.
+    """
+
+    def __init__(
+        self, num_bytes: int, other_bytes: int, measure: Callable[[Plan], int]
+    ) -> None:
+        super().__init__(measure)
+        self._num_bytes, self._other_bytes = num_bytes, other_bytes
+
+    def choose(self, plan: Plan) -> ResidentUnits:
+        """As `Residents.choose`; a part of a leaf is copied for its calls."""
+        pieces = {piece for call in plan.calls.calls for piece in call.pieces}
+        whole = frozenset(p for p in pieces if not p.index and not p.rows)
+        return ResidentUnits(
+            num_bytes=self._num_bytes, pieces=whole, other_bytes=self._other_bytes
+        )
+
+
+class ResidentChooser(Residents):
     """Chooses the units of a plan that stay.
 
     Args:
@@ -78,7 +138,7 @@ class ResidentChooser:
       reads: Returns the reads of a plan's step with given memory.
       rereads: Whether an update reads the params of a unit from the drive, if no read
         for a program serves it.
-      measure: Returns the memory of a plan's programs.
+      measure: As for `Residents`.
     """
 
     def __init__(
@@ -91,28 +151,18 @@ class ResidentChooser:
         rereads: Callable[[Unit], bool],
         measure: Callable[[Plan], int],
     ) -> None:
+        super().__init__(measure)
         self._resident = resident
         self._places = places
         self._updated = sorted(updated, key=lambda unit: (unit.leaf, unit.index))
         self._division = division
         self._reads = reads
         self._rereads = rereads
-        self._measure = measure
         if self._amount > division.programs:
             raise self._refusal()
 
-    def peak_bytes(self, plan: Plan) -> int:
-        """Returns the memory of a step's programs, with what stays."""
-        units = self._choose(plan)
-        return units.num_bytes + self._measure(units.applied(plan))
-
-    def applied(self, plan: Plan) -> tuple[Plan, ResidentUnits]:
-        """Returns the plan with what stays beside it, and that."""
-        units = self._choose(plan)
-        rest_bytes = plan.peak_bytes - units.num_bytes
-        return replace(units.applied(plan), peak_bytes=rest_bytes), units
-
-    def _choose(self, plan: Plan) -> ResidentUnits:
+    def choose(self, plan: Plan) -> ResidentUnits:
+        """As `Residents.choose`."""
         if not self._amount:
             return ResidentUnits()
         calls = plan.calls.calls
@@ -189,7 +239,7 @@ def beside(division: Division, units: ResidentUnits) -> Division:
     An update on the host takes a unit from a device with memory of its own, and makes
     the new one, in host memory.
     """
-    programs = division.programs - units.num_bytes
+    programs = division.programs - units.all_bytes
     staged = division.staged
     if staged:
         largest = max((page_bytes(unit) for unit in units.units), default=0)
