@@ -8,12 +8,50 @@ Invariant: no function raises the bytes of a call above the capacity.
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxinf.schedule.occupancy import Stay
 
-__all__ = ["evict", "fill", "prefetch"]
+__all__ = ["Candidate", "evict", "fill", "prefetch", "reside"]
+
+
+class Candidate(NamedTuple):
+    """A tensor that may stay between steps.
+
+    Attributes:
+      tensor: The tensor, as the caller knows it.
+      num_bytes: Memory for it.
+      saved_bytes: Bytes that do not move in a step if it stays.
+      apart: Calls between its first use and its last.
+    """
+
+    tensor: Any
+    num_bytes: int
+    saved_bytes: int
+    apart: int
+
+
+def reside(candidates: Iterable[Candidate], capacity: int) -> list[Any]:
+    """Returns tensors that stay: those first that save most for a byte of memory.
+
+    Of equal ones those that are used far apart stay, as others may be read once.
+
+    Args:
+      candidates: The tensors.
+      capacity: Memory for them.
+    """
+    chosen = []
+    for one in sorted(candidates, key=_rank):
+        if one.num_bytes <= capacity:
+            capacity -= one.num_bytes
+            chosen.append(one.tensor)
+    return chosen
+
+
+def _rank(one: Candidate) -> tuple[float, int]:
+    return -one.saved_bytes / one.num_bytes, -one.apart
 
 
 def fill(occupied: np.ndarray, stays: Iterable[Stay], capacity: int) -> list[Stay]:

@@ -13,6 +13,7 @@ import optax
 from jaxinf.engine import Store, StoreShape
 from jaxinf.io import ByteCounts
 from jaxinf.program import effect_of_nonfinite
+from jaxinf.schedule.reads import Fetch
 from jaxinf.store import plans_folder
 from jaxinf.streaming.base import Bound
 from jaxinf.streaming.budgets import planned_within
@@ -27,7 +28,7 @@ from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import Call
 from jaxinf.streaming.plan.memory import READER_BYTES, Division
 from jaxinf.streaming.plan.plan import Plan, Prepared
-from jaxinf.streaming.plan.reads import Fetch, Reading, reused_bytes
+from jaxinf.streaming.plan.reads import Reading, reused_bytes
 from jaxinf.streaming.plan.saved import save_plan
 from jaxinf.streaming.program.units import Unit
 from jaxinf.streaming.replanning import Replanner, make_runner, offload_planned

@@ -16,10 +16,10 @@ from zoo import ZOO
 
 import jaxinf
 from jaxinf.errors import StreamError
+from jaxinf.schedule.reads import Fetch
 from jaxinf.streaming.move.fetch import Fetcher
 from jaxinf.streaming.plan import memory
 from jaxinf.streaming.plan.plan import prepare
-from jaxinf.streaming.plan.reads import Fetch
 from jaxinf.streaming.program import units
 from jaxinf.streaming.run import Runner
 

@@ -8,10 +8,10 @@ from zoo import ZOO
 
 import jaxinf
 from jaxinf.errors import StreamError
+from jaxinf.schedule.reads import Fetch
 from jaxinf.streaming.move.fetch import Fetcher
 from jaxinf.streaming.plan import memory
 from jaxinf.streaming.plan.memory import DeviceLimit, divide
-from jaxinf.streaming.plan.reads import Fetch
 from jaxinf.streaming.program.units import Unit
 
 PAGE_BYTES = 4096

@@ -7,9 +7,9 @@ import pytest
 from zoo import ZOO
 
 import jaxinf
+from jaxinf.schedule.reads import Fetch, hand_over, keep_between, window_bytes
 from jaxinf.streaming.move.fetch import Fetcher
 from jaxinf.streaming.plan import reads
-from jaxinf.streaming.plan.reads import Fetch, hand_over, keep_between, window_bytes
 from jaxinf.streaming.program.units import Unit
 
 PAGE_BYTES = 4096

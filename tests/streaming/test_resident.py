@@ -14,10 +14,10 @@ from zoo import ZOO, Program, normal
 
 import jaxinf
 from jaxinf.errors import StreamError
+from jaxinf.schedule.reads import Fetch
 from jaxinf.store import StoreDirectory
 from jaxinf.streaming.plan import memory
 from jaxinf.streaming.plan.memory import Division
-from jaxinf.streaming.plan.reads import Fetch
 from jaxinf.streaming.plan.resident import ResidentChooser, updated_in_place
 from jaxinf.streaming.program.units import Places
 from jaxinf.streaming.update.store_sink import StoreSink

@@ -16,10 +16,11 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import SingleDeviceSharding
 
+from jaxinf.schedule.reads import Fetch
 from jaxinf.streaming.move.mover import Mover
 from jaxinf.streaming.move.tensors import PINNED, Moved
 from jaxinf.streaming.plan.memory import Division
-from jaxinf.streaming.plan.reads import Fetch, Reading, page_bytes
+from jaxinf.streaming.plan.reads import Reading
 from jaxinf.streaming.program.units import Unit
 from jaxinf.typing import Array
 
@@ -160,7 +161,7 @@ class Fetcher:
         return _Fetched(
             (unit, fetch.last),
             num_parts=1,
-            host_bytes=page_bytes(unit),
+            host_bytes=unit.page_bytes,
             device_bytes=unit.num_bytes if self._has_link else 0,
             is_held=is_last and fetch.gradient is not None,
             unit=unit,

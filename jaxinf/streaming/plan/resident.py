@@ -5,16 +5,18 @@ drive for each byte of memory.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeAlias
 
 from jaxinf.errors import BudgetError
+from jaxinf.schedule.packer import Candidate, reside
+from jaxinf.schedule.reads import Fetch
 from jaxinf.streaming.plan.calls import Call, Slot
 from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.plan.plan import Plan
-from jaxinf.streaming.plan.reads import Fetch, completions, page_bytes
+from jaxinf.streaming.plan.reads import completions
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.units import Places, Unit
 from jaxinf.terminal import given_bytes
@@ -169,15 +171,12 @@ class ResidentChooser(Residents):
         in_place = updated_in_place(calls, self._places, _read_again(plan))
         twice = completions(calls, self._places).keys() - in_place
         sizes = {
-            unit: page_bytes(unit) * (2 if unit in twice else 1)
+            unit: unit.page_bytes * (2 if unit in twice else 1)
             for unit in self._updated
         }
-        chosen: list[Unit] = []
-        left = sum(sizes.values()) if self._resident == "params" else self._amount
-        for unit in self._ranked(plan, sizes):
-            if sizes[unit] <= left:
-                left -= sizes[unit]
-                chosen.append(unit)
+        chosen: Sequence[Unit] = self._updated
+        if self._resident != "params":
+            chosen = reside(self._candidates(plan, sizes), self._amount)
         units = frozenset(chosen)
         return ResidentUnits(
             units,
@@ -193,7 +192,7 @@ class ResidentChooser(Residents):
 
     @cached_property
     def _amount(self) -> int:
-        all_bytes = sum(map(page_bytes, self._updated))
+        all_bytes = sum(unit.page_bytes for unit in self._updated)
         match self._resident:
             case None:
                 return 0
@@ -202,24 +201,21 @@ class ResidentChooser(Residents):
             case _:
                 return all_bytes
 
-    def _ranked(self, plan: Plan, sizes: Mapping[Unit, int]) -> list[Unit]:
-        """The units, those first that save most; of equal ones those read far apart."""
-        if self._resident == "params":
-            return self._updated
+    def _candidates(self, plan: Plan, sizes: Mapping[Unit, int]) -> Iterator[Candidate]:
+        """Yields the units that are read for programs, and what each would save."""
         programs = self._division.programs - self._amount
         plan = replace(plan, peak_bytes=self._measure(plan))
         found: dict[Unit, list[Fetch]] = {unit: [] for unit in self._updated}
         for fetch in self._reads(plan, replace(self._division, programs=programs)):
             found.setdefault(fetch.unit, []).append(fetch)
-
-        def rank(unit: Unit) -> tuple[float, int]:
+        for unit in self._updated:
             own = found[unit]
+            if not own:
+                continue
             is_served = any(fetch.gradient is not None for fetch in own)
             num_reads = len(own) + (not is_served and self._rereads(unit))
-            apart = own[-1].first - own[0].last if own else 0
-            return -num_reads * unit.num_bytes / sizes[unit], -apart
-
-        return sorted((u for u in self._updated if found[u]), key=rank)
+            apart = own[-1].first - own[0].last
+            yield Candidate(unit, sizes[unit], num_reads * unit.num_bytes, apart)
 
     def _refusal(self) -> BudgetError:
         division = self._division
@@ -242,7 +238,7 @@ def beside(division: Division, units: ResidentUnits) -> Division:
     programs = division.programs - units.all_bytes
     staged = division.staged
     if staged:
-        largest = max((page_bytes(unit) for unit in units.units), default=0)
+        largest = max((unit.page_bytes for unit in units.units), default=0)
         staged = max(1, staged - 2 * largest)
     return replace(division, programs=programs, staged=staged)
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxinf.engine import shard_counts
+from jaxinf.io.pages import page_ceil
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import piece_sharding
 from jaxinf.streaming.program.shards import (
@@ -65,6 +66,11 @@ class Unit:
     def held_bytes(self) -> int:
         """Bytes in the host's memory, where each shard is aligned."""
         return packed_bytes(self.shards, self.dtype)
+
+    @property
+    def page_bytes(self) -> int:
+        """The same in whole pages."""
+        return page_ceil(max(self.held_bytes, 1))
 
     def views(self, memory: Array) -> tuple[Array, ...]:
         """Returns the arrays of its shards in `held_bytes` of memory."""

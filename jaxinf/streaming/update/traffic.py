@@ -22,8 +22,8 @@ from jaxinf.io.pages import page_ceil
 from jaxinf.program import Passes, UpdateProgram
 from jaxinf.schedule.occupancy import Stay
 from jaxinf.schedule.packer import fill
+from jaxinf.schedule.reads import Fetch
 from jaxinf.store import MASTER_PARAMS
-from jaxinf.streaming.plan.reads import Fetch
 from jaxinf.streaming.program.units import Unit
 
 __all__ = [
