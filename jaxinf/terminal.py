@@ -92,6 +92,8 @@ def given_bytes(name: str, value: int | str, *, least: int = 1) -> int:
       ValueError: it is not a size, or less than `least`.
     """
     try:
+        if isinstance(value, bool):
+            raise TypeError("a bool is an index, but not a size")
         num_bytes = parse_bytes(value) if isinstance(value, str) else index(value)
     except (TypeError, ValueError) as error:
         raise ValueError(

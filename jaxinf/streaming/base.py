@@ -19,7 +19,6 @@ import jax
 
 from jaxinf.io import ByteCounts
 from jaxinf.streaming.fit import Fitted
-from jaxinf.streaming.move.fetch import FetchCounts
 from jaxinf.streaming.move.mover import MoverCounts
 from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.options import Options
@@ -68,7 +67,7 @@ class Bound:
 
     def begin(self) -> None:
         """Begins to measure a run."""
-        self.params.counts = FetchCounts()
+        self.params.counts = MoverCounts()
         self.runner.values.counts()
         if self.replanner is not None:
             self.replanner.begin()

@@ -138,7 +138,7 @@ class StreamedFunction(Streamed[Bound]):
     @property
     def fetched_bytes(self) -> int:
         """Bytes of params that the last call read from drives."""
-        return 0 if self._last is None else self._last.params.counts.num_bytes
+        return 0 if self._last is None else self._last.params.counts.num_read_bytes
 
     def _rest(self) -> None:
         """Frees the memory for reading until the next call."""

@@ -9,7 +9,6 @@ from dataclasses import replace
 from jaxinf.io import ByteMeters
 from jaxinf.streaming.call_timer import Watch
 from jaxinf.streaming.fit import Fitted
-from jaxinf.streaming.move.fetch import FetchCounts
 from jaxinf.streaming.move.mover import MoverCounts
 from jaxinf.streaming.move.probe import probe
 from jaxinf.streaming.move.values import make_values
@@ -148,7 +147,7 @@ class Replanner:
         step_s: float,
         values: MoverCounts,
         peak_bytes: int,
-        params: FetchCounts | None = None,
+        params: MoverCounts | None = None,
     ) -> None:
         """Takes the measures of a step, and plans again if that is due.
 
@@ -165,7 +164,7 @@ class Replanner:
             "back": Moved(values.num_back_bytes, values.back_s),
         }
         if params is not None:
-            moved["params"] = Moved(params.num_bytes, params.read_s)
+            moved["params"] = Moved(params.num_read_bytes, params.read_s)
         step = Observed(step_s, self.watch.take(), moved, peak_bytes)
         self.is_changed = self._planner.observe(step) or self.is_changed
         if self._planner.is_probe_due:

@@ -334,7 +334,7 @@ class StreamedStep(TrainingStep[StoreBound]):
         counts, values = bound.params.counts, self._values
         in_memory, on_drive = bound.sink.spilled_bytes
         return StreamMetrics(
-            fetched_drive_bytes=counts.num_bytes,
+            fetched_drive_bytes=counts.num_read_bytes,
             fetched_memory_bytes=bound.reused_bytes,
             spilled_memory_bytes=in_memory,
             spilled_drive_bytes=on_drive,

@@ -122,7 +122,7 @@ def test_a_step_is_given_up_while_a_read_waits_for_an_update():
     np.testing.assert_array_equal(fetcher.get(0, unit(0)), np.ones(1024))
     fetcher.done(0)
     fetcher.stop()  # there is no room for the second unit
-    assert fetcher.counts.num_bytes == PAGE_BYTES
+    assert fetcher.counts.num_read_bytes == PAGE_BYTES
     fetcher.begin()
     np.testing.assert_array_equal(fetcher.get(0, unit(0)), np.ones(1024))
     fetcher.done(0)

@@ -331,7 +331,7 @@ def test_a_unit_that_is_read_after_its_gradient_is_not_overwritten():
     assert updated_in_place([*calls, reader], places) == in_place - again
 
 
-@pytest.mark.parametrize("resident", ["some", -1, "2 apples"])
+@pytest.mark.parametrize("resident", ["some", -1, "2 apples", True])
 def test_neither_params_nor_bytes(resident, open_store):
     with pytest.raises(ValueError, match='expected "params" or bytes'):
         jaxinf.stream(

@@ -17,14 +17,14 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from jaxinf.schedule.reads import Fetch
-from jaxinf.streaming.move.mover import Mover
+from jaxinf.streaming.move.mover import Mover, MoverCounts
 from jaxinf.streaming.move.tensors import PINNED, Moved
 from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.plan.reads import Reading
 from jaxinf.streaming.program.units import Unit
 from jaxinf.typing import Array
 
-__all__ = ["FetchCounts", "Fetcher", "Source", "make_fetcher"]
+__all__ = ["Fetcher", "Source", "make_fetcher"]
 
 
 class Source(Protocol):
@@ -45,30 +45,6 @@ class Source(Protocol):
     def close(self) -> None:
         """Ends the reads of a step."""
         ...
-
-
-@dataclass
-class FetchCounts:
-    """Traffic and waiting time since the previous counts.
-
-    Attributes:
-      num_bytes: Bytes of params read.
-      num_fetches, num_ready: Number of units that calls requested, and of those that
-        were already there.
-      waited_s: Time that calls waited.
-      read_s: Time in which units were read.
-    """
-
-    num_bytes: int = 0
-    num_fetches: int = 0
-    num_ready: int = 0
-    waited_s: float = 0.0
-    read_s: float = 0.0
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of the requests that were already there."""
-        return self.num_ready / self.num_fetches if self.num_fetches else 1.0
 
 
 @dataclass(eq=False, kw_only=True)
@@ -142,7 +118,7 @@ class Fetcher:
             for one in fetches
             if one.gradient is not None
         }
-        self.counts = FetchCounts()
+        self.counts = MoverCounts()
 
     def begin(self, *, is_last: bool = True) -> None:
         """Starts reading for a run; the previous one and its updates have ended.
@@ -177,7 +153,6 @@ class Fetcher:
         """
         lasts = self._lasts[unit]
         key = (unit, lasts[bisect_left(lasts, number)])
-        self.counts.num_fetches += 1
         return self._mover.get(key)
 
     def done(self, number: int) -> None:
@@ -210,11 +185,7 @@ class Fetcher:
         Units that updates take stay until these have freed them.
         """
         self._mover.reset()
-        found, counts = self._mover.take_counts(), self.counts
-        counts.num_bytes += found.num_read_bytes
-        counts.num_ready += found.num_ready
-        counts.read_s += found.read_s
-        counts.waited_s += found.waited_s
+        self.counts.add(self._mover.take_counts())
         self._source.close()
 
     @property

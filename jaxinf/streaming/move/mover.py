@@ -37,7 +37,8 @@ class MoverCounts:
       num_written_bytes, num_read_bytes: Bytes moved to drives, and from them.
       write_s, read_s: Times in which some drive wrote, or read.
       waited_s: Time that the caller waited for any move.
-      num_ready: Number of tensors that were on the device when the caller got them.
+      num_got, num_ready: Number of tensors that the caller got, and of those that were
+        on the device already.
       num_forwarded: Number of values that came back before a drive had them.
       num_out_bytes, num_back_bytes: Bytes copied from a device with memory of its own
         to the host, and back.
@@ -49,12 +50,23 @@ class MoverCounts:
     write_s: float = 0.0
     read_s: float = 0.0
     waited_s: float = 0.0
+    num_got: int = 0
     num_ready: int = 0
     num_forwarded: int = 0
     num_out_bytes: int = 0
     num_back_bytes: int = 0
     out_s: float = 0.0
     back_s: float = 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the tensors that were on the device when the caller got them."""
+        return self.num_ready / self.num_got if self.num_got else 1.0
+
+    def add(self, other: "MoverCounts") -> None:
+        """Adds other counts."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
 
 
 class Mover:
@@ -150,6 +162,7 @@ class Mover:
           StoreIOError: The drive failed. Other tensors still come back.
         """
         tensor = self._moves.tensors[key]
+        self.counts.num_got += 1
         self.counts.num_ready += tensor.is_ready
         self._await(lambda: tensor.is_ready)
         if tensor.error is not None:

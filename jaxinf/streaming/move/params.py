@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection, Sequence
 import jax
 from jax import lax
 
-from jaxinf.streaming.move.fetch import FetchCounts, Fetcher, Source
+from jaxinf.streaming.move.fetch import Fetcher, Source
+from jaxinf.streaming.move.mover import MoverCounts
 from jaxinf.streaming.move.resident import Resident, Version
 from jaxinf.streaming.move.scratch import aligned
 from jaxinf.streaming.program.graph import Piece
@@ -27,7 +28,7 @@ class Params(ABC):
       counts: Traffic and waiting time of reads.
     """
 
-    counts: FetchCounts
+    counts: MoverCounts
 
     @abstractmethod
     def begin(self, check: Callable[[], None], *, is_last: bool = True) -> None:
@@ -98,7 +99,7 @@ class StoreParams(Params):
         is_shared: bool = False,
     ) -> None:
         self._fetcher = fetcher
-        self.counts = FetchCounts()
+        self.counts = MoverCounts()
         self._places = places
         self._source = source
         self._resident = resident
@@ -120,7 +121,7 @@ class StoreParams(Params):
         for unit in missing:
             check()
             self._resident.bring(unit, self._source.read)
-            self.counts.num_bytes += unit.num_bytes
+            self.counts.num_read_bytes += unit.num_bytes
         self._fetcher.begin(is_last=is_last)
 
     def get(self, number: int, piece: Piece) -> jax.Array:
@@ -206,7 +207,7 @@ class MemoryParams(Params):
     def __init__(self, leaves: Callable[[], Sequence[jax.Array]]) -> None:
         self._leaves = leaves
         self._held: Sequence[jax.Array] = ()
-        self.counts = FetchCounts()
+        self.counts = MoverCounts()
 
     def begin(self, check: Callable[[], None], *, is_last: bool = True) -> None:
         """As `Params.begin`."""
