@@ -1,18 +1,15 @@
-// Blocks of int8 codes, eight elements at a time, bit for bit as defined by codecs.hpp.
+// Blocks of int8 codes, several elements at a time, bit for bit as defined by codecs.hpp.
 //
 //   largest magnitude ─► inverse ─► decade of each ─► factor, count ─► place + random
-//
-// An element's decade is the number of powers of ten that it does not exceed. The factor
-// and the count for each decade are in one register.
 #pragma once
 
 #include "codecs.hpp"
-#include "lanes.hpp"
+#include "code_lanes.hpp"
 
 namespace jaxinf {
 
 class BlockCodec {
-  using L = Lanes;
+  using L = CodeLanes;
   using F32 = L::F32;
   using I32 = L::I32;
   using U32 = L::U32;
@@ -20,22 +17,20 @@ class BlockCodec {
  public:
   static void encode(const float* x, int length, Word first, Word key,
                      std::uint8_t* codes, float* scale) {
-    I32 sizes = {}, below_zero = {};
+    I32 sizes = {};
+    L::Mask below_zero = {};
     int i = 0;
     for (; i + L::size <= length; i += L::size) {
       const F32 v = L::load(x + i);
-      sizes = L::max(sizes, L::as_i32(L::abs(v)));  // as bits, NaN is the largest
-      below_zero |= v < 0.0f;
+      sizes = L::max(sizes, (I32)v & 0x7fffffff);  // as bits, NaN is the largest
+      below_zero |= L::is_negative(v);
     }
-    std::int32_t largest_bits = 0, is_signed = 0;
-    for (int k = 0; k < L::size; ++k) {
-      largest_bits = largest_bits < sizes[k] ? sizes[k] : largest_bits;
-      is_signed |= below_zero[k];
-    }
-    for (int k = i; k < length; ++k) {
-      const std::int32_t bits = (std::int32_t)(bits_of_float(x[k]) & 0x7fffffffu);
+    std::int32_t largest_bits = L::largest(sizes);
+    bool is_signed = L::any(below_zero);
+    for (; i < length; ++i) {
+      const std::int32_t bits = (std::int32_t)(bits_of_float(x[i]) & 0x7fffffffu);
       largest_bits = largest_bits < bits ? bits : largest_bits;
-      is_signed |= x[k] < 0.0f;
+      is_signed |= x[i] < 0.0f;
     }
     const bool is_bad = (Word)largest_bits > largest_coded_bits;
     if (is_bad || largest_bits < 0x00800000) {  // denormals are zero
@@ -43,8 +38,7 @@ class BlockCodec {
       std::memset(codes, 0, (size_t)length);
       return;
     }
-    float largest;
-    std::memcpy(&largest, &largest_bits, sizeof largest);
+    const float largest = float_of_bits((Word)largest_bits);
     *scale = is_signed ? -largest : largest;
     const float inverse = 1.0f / largest;
     if (is_signed)
@@ -58,13 +52,13 @@ class BlockCodec {
         scale < 0.0f ? code_tables.of_signed : code_tables.of_unsigned;
     const float size = magnitude(scale);
     int i = 0;
-    for (; i + L::size <= length; i += L::size) {
+    for (; i + Lanes::size <= length; i += Lanes::size) {
       std::uint64_t eight;  // looked up one by one: a gather takes longer
       std::memcpy(&eight, codes + i, sizeof eight);
       const auto share = [&](int k) { return table[eight >> (8 * k) & 0xff]; };
-      const F32 shares = {share(0), share(1), share(2), share(3),
+      const Lanes::F32 shares = {share(0), share(1), share(2), share(3),
                           share(4), share(5), share(6), share(7)};
-      L::store(x + i, shares * size);
+      Lanes::store(x + i, shares * size);
     }
     for (; i < length; ++i) x[i] = table[codes[i]] * size;
   }
@@ -73,19 +67,16 @@ class BlockCodec {
   template <bool is_signed>
   static void encode_all(const float* x, int length, float inverse, Word first,
                          Word key, std::uint8_t* codes) {
-    U32 counter = U32{0, 1, 2, 3, 4, 5, 6, 7} + first;
+    U32 counter = L::numbers + first;
     int i = 0;
     for (; i + L::size <= length; i += L::size, counter += (Word)L::size) {
-      const F32 v = L::load(x + i), up = uniform(counter, key);
-      I32 code;
-      if (is_signed) {
-        code = L::max(code_of<64, 7>(L::abs(v) * inverse, up), I32{});
-        code = L::select(v < 0.0f, -code, code) & 0xff;
-      } else {
-        code = L::max(code_of<128, 8>(v * inverse, up), I32{} + 1);
-        code &= v > 0.0f;
-      }
-      store_bytes(code, codes + i);
+      const F32 v = L::load(x + i), random = L::f32((I32)random_bits(counter, key));
+      if (is_signed)
+        L::store_bytes(L::with_sign(code_of<64, 7>(L::abs(v) * inverse, random), v),
+                       codes + i);
+      else
+        L::store_bytes(L::of_positive(code_of<128, 8>(v * inverse, random), v),
+                       codes + i);
     }
     for (; i < length; ++i) {
       const float up = uniform_of(first + (Word)i, key);
@@ -94,23 +85,15 @@ class BlockCodec {
     }
   }
 
-  static JAXINF_INLINE F32 uniform(U32 counter, Word key) {
-    return L::f32((I32)random_bits(counter, key)) * (1.0f / 65536.0f);
-  }
-
+  // `random`: of 0 … 65535; that over 65536 is exact, so the sum is rounded once. Codes of
+  // the last decade are not below 0.
   template <int top, int decades>
-  static JAXINF_INLINE I32 code_of(F32 y, F32 up) {
-    constexpr float bounds[8] = {1e0f, 1e-1f, 1e-2f, 1e-3f, 1e-4f, 1e-5f, 1e-6f, 1e-7f};
-    constexpr F32 factors = {1e0f, 1e1f, 1e2f, 1e3f, 1e4f, 1e5f, 1e6f, 1e7f};
-    I32 decade = {};
-#pragma GCC unroll 8
-    for (int k = 1; k < decades; ++k) decade -= y <= bounds[k];
-    const F32 factor = lookup(factors, decade);
+  static JAXINF_INLINE I32 code_of(F32 y, F32 random) {
+    const I32 decade = L::template decade<decades - 1>(y);
     const I32 count = (I32{} + top) >> decade;
-    const F32 steps = (y * factor - 0.1f) * 1.1111112f;
-    const F32 place = steps * L::f32(count) + up;
-    const I32 code = count - 1 + __builtin_convertvector(place, I32);
-    return L::min(code, 2 * count - 1);
+    const F32 steps = (y * L::lookup(L::factors, decade) - 0.1f) * 1.1111112f;
+    const F32 place = L::plus_share(steps * L::f32(count), random);
+    return L::min(count - 1 + L::truncated(place), 2 * count - 1);
   }
 };
 
