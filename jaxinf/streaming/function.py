@@ -135,6 +135,22 @@ class StreamedFunction(Streamed[Bound]):
 
         return self._turns.run(body)
 
+    def params(self, like: PyTree = None) -> PyTree:
+        """Returns the params that the next call reads; blocks until they are read.
+
+        Args:
+          like: Tree of arrays, or of shapes and dtypes, that gives each leaf its dtype
+            and sharding; by default that of `load`, or nested dicts.
+
+        Raises:
+          StoreMismatchError: `like` is another tree than the store's.
+          BaseException: The exception that stopped the store.
+        """
+        self._turns.settle()
+        if like is None:
+            like = self._params = self._params or _tree_of(self.store)
+        return self.store.params(like, average=self._average)
+
     @property
     def fetched_bytes(self) -> int:
         """Bytes of params that the last call read from drives."""

@@ -29,6 +29,7 @@ from jaxinf.streaming.plan.memory import DeviceLimit, Division, divide_rest
 from jaxinf.streaming.plan.plan import Plan, Prepared, prepare
 from jaxinf.streaming.plan.resident import AllResident
 from jaxinf.streaming.program.graph import aval_bytes
+from jaxinf.streaming.program.initial import check_init_fn
 from jaxinf.streaming.program.meshes import default_device, mesh_text
 from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.replanning import Replanner, make_runner, offload_planned
@@ -77,8 +78,10 @@ class InMemoryStep(TrainingStep[Bound]):
             memory is refused before params are made.
 
         Raises:
-          StreamError: The loss function cannot be streamed.
+          StreamError: `init_fn` is not a function, or the loss function cannot be
+            streamed.
         """
+        check_init_fn(init_fn)
         self._check(jax.eval_shape(init_fn, *args), batch)
         self._optimizer.begin(jax.jit(init_fn)(*args), None)
         if batch is not None:
@@ -104,10 +107,19 @@ class InMemoryStep(TrainingStep[Bound]):
         if batch is not None:
             self.compile(batch)
 
-    def params(self) -> PyTree:
-        """Returns the params, which later steps leave alone."""
+    def params(self, like: PyTree = None) -> PyTree:
+        """Returns the params, which later steps leave alone.
+
+        Args:
+          like: Tree of arrays, or of shapes and dtypes, that gives each leaf its dtype
+            and sharding; by default they are those of the params.
+
+        Raises:
+          ValueError: `like` has other leaves or shapes than the params.
+        """
         self._turns.settle()
-        return self._optimizer.lend().params
+        params = self._optimizer.lend().params
+        return params if like is None else _formed(params, like)
 
     def state(self) -> PyTree:
         """Returns optax's state, which later steps leave alone."""
@@ -220,3 +232,15 @@ class InMemoryStep(TrainingStep[Bound]):
                 writing_bytes(1), "writing its values to drives"
             )
         return division
+
+
+def _formed(params: PyTree, like: PyTree) -> PyTree:
+    """Returns params with the dtypes and shardings of a tree of the same shapes."""
+    held, asked = (jax.tree.map(jnp.shape, tree) for tree in (params, like))
+    if held != asked:
+        raise ValueError(f"like: expected the shapes {held}, found {asked}")
+    return jax.tree.map(
+        lambda x, to: jax.device_put(x.astype(to.dtype), getattr(to, "sharding", None)),
+        params,
+        like,
+    )

@@ -4,6 +4,10 @@ Invariant: the values are of one step, the last; nothing is summed over steps.
 """
 
 from dataclasses import dataclass
+from typing import Self
+
+from jaxinf.streaming.move.mover import MoverCounts
+from jaxinf.streaming.run import Runner
 
 __all__ = ["StreamMetrics"]
 
@@ -43,3 +47,30 @@ class StreamMetrics:
     waited_device_s: float
     waited_updates_s: float
     dispatched_s: float
+
+    @classmethod
+    def of(
+        cls,
+        params: MoverCounts,
+        values: MoverCounts,
+        runner: Runner,
+        *,
+        reused_bytes: int,
+        spilled_bytes: tuple[int, int],
+        waited_updates_s: float,
+    ) -> Self:
+        """Returns the metrics of a step from the counts of its parts."""
+        return cls(
+            fetched_drive_bytes=params.num_read_bytes,
+            fetched_memory_bytes=reused_bytes,
+            spilled_memory_bytes=spilled_bytes[0],
+            spilled_drive_bytes=spilled_bytes[1],
+            offloaded_drive_bytes=values.num_written_bytes,
+            offloaded_host_bytes=values.num_out_bytes,
+            prefetch_hit_rate=params.hit_rate,
+            waited_params_s=params.waited_s,
+            waited_values_s=values.waited_s,
+            waited_device_s=runner.waited_s,
+            waited_updates_s=waited_updates_s,
+            dispatched_s=runner.dispatched_s,
+        )

@@ -12,15 +12,13 @@ Invariant: a step writes updates to the slot that is not committed. So a crash a
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import optax
 
-from jaxinf.csd import ScalarInputs
 from jaxinf.engine import (
     Store,
-    StoreDescription,
     check_compressed,
     describe,
     distinct_shards,
@@ -31,7 +29,6 @@ from jaxinf.errors import StreamError
 from jaxinf.program import averaged, trace_init
 from jaxinf.streaming.base import TrainingStep
 from jaxinf.streaming.bound import Binder, StoreBound
-from jaxinf.streaming.budgets import planned_within
 from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.metrics import StreamMetrics
 from jaxinf.streaming.options import Limits, Options
@@ -46,17 +43,17 @@ from jaxinf.streaming.program.meshes import (
 )
 from jaxinf.streaming.program.trace import abstract, check_params, param_names
 from jaxinf.streaming.program.units import part_counts
+from jaxinf.streaming.starting import (
+    INIT_SHARE,
+    Shard,
+    planned_leaves,
+    write_leaf,
+)
 from jaxinf.streaming.update.micro_batches import first_part
 from jaxinf.streaming.update.optimizer import passes_for, trace_optimizer
-from jaxinf.typing import Array, JsonValue, PyTree
+from jaxinf.typing import JsonValue, PyTree
 
 __all__ = ["StreamedStep"]
-
-Shard: TypeAlias = tuple[tuple[slice, ...], Array]
-"""A part of a leaf: its index, and its numbers."""
-
-# Part of the memory that the store's buffers take while the first step is made.
-_INIT_SHARE = 4
 
 
 class StreamedStep(TrainingStep[StoreBound]):
@@ -105,7 +102,8 @@ class StreamedStep(TrainingStep[StoreBound]):
           StoreMismatchError: The store holds another tree or optimizer.
           BudgetError: With `batch`, memory does not suffice for a step, or for making
             a leaf; names a budget that does. Nothing is written.
-          StreamError: The loss function cannot be streamed; nothing is written.
+          StreamError: `init_fn` is not a function, or the loss function cannot be
+            streamed; nothing is written.
         """
         maker = trace_params(init_fn, *args)
         self._start(
@@ -177,44 +175,40 @@ class StreamedStep(TrainingStep[StoreBound]):
             check = None
             if ready is not None:
                 check = self._binder.check(ready, plain, training.shape(description))
-            made = iter(self._making(leaves, check))
+            made = iter(planned_leaves(self._options.budgets, leaves, check))
         self._params = avals
         if training.bind(description, may_create=True, uses_budget=False):
-            training.opened.limit_memory(whole // _INIT_SHARE)
+            training.opened.limit_memory(whole // INIT_SHARE)
             for number in range(len(held)):
                 # The next leaf is made in its memory.
-                self._initialise(description, number, next(made), inputs[number])
+                write_leaf(training, description, number, next(made), inputs[number])
             training.finish_initialisation(scalars)
         self._num_skipped = training.opened.finished.skipped_steps
         return_freed_memory()  # of traces and of the first params
 
-    def _initialise(
-        self,
-        description: StoreDescription,
-        leaf: int,
-        shards: Iterable[Shard],
-        inputs: ScalarInputs,
-    ) -> None:
-        for index, shard in shards:
-            origin = [dim.start or 0 for dim in index]
-            self.store._training.initialise(description, leaf, shard, origin, inputs)
+    def params(self, like: PyTree = None) -> PyTree:
+        """Returns the params of the last finished step; blocks until they are read.
 
-    def _making(
-        self,
-        leaves: Callable[[int], Iterable[Iterable[Shard]]],
-        check: Callable[[Mapping[str, int]], object] | None,
-    ) -> Iterable[Iterable[Shard]]:
-        """Returns the leaves to be made, if they and the program fit in memory."""
+        Args:
+          like: Tree of arrays, or of shapes and dtypes, that gives each leaf its dtype
+            and sharding; by default that of `init` or `load`.
 
-        def plan(budgets: Mapping[str, int]) -> Iterable[Iterable[Shard]]:
-            whole = budgets["memory_bytes"]
-            device_bytes = budgets.get("device_memory_bytes") or whole
-            made = leaves(min(device_bytes, whole - whole // _INIT_SHARE))
-            if check is not None:
-                check(budgets)
-            return made
+        Raises:
+          StoreMismatchError: `like` is another tree than the store's.
+          StreamError: Without `like`, before `init` and `load`.
+          BaseException: The exception that stopped the store.
+        """
+        self._turns.settle()
+        return self.store.params(self._started() if like is None else like)
 
-        return planned_within(self._options.budgets, plan)
+    def _started(self) -> PyTree:
+        """Returns shapes, dtypes and shardings of the params."""
+        if self._params is None:
+            raise StreamError(
+                "jaxinf.stream: call step.init or step.load first; with a store that "
+                "has a step they resume it"
+            )
+        return self._params
 
     # --- steps ---------------------------------------------------------------------
 
@@ -238,12 +232,7 @@ class StreamedStep(TrainingStep[StoreBound]):
         return self._call(batch, extra_args)
 
     def _prepare(self, batch: PyTree) -> Prepared:
-        if self._params is None:
-            raise StreamError(
-                "jaxinf.stream: call step.init or step.load first; with a store that "
-                "has a step they resume it"
-            )
-        return self._traced(self._params, batch)
+        return self._traced(self._started(), batch)
 
     def _traced(self, avals: PyTree, batch: PyTree) -> Prepared:
         options = self._options
@@ -283,27 +272,12 @@ class StreamedStep(TrainingStep[StoreBound]):
           As `jaxinf.stream` without an optimizer; closed with this step.
         """
         options, last = self._options, self._last
-        kept = 0 if last is None else last.runner.plan.kept_bytes
-        held = 0 if last is None else last.store_bytes
-
-        def share(budgets: Mapping[str, int]) -> Mapping[str, int]:
-            whole, shared = budgets["memory_bytes"], dict(budgets)
-            if last is None or whole != options.memory_bytes:
-                shared["memory_bytes"] -= max(held, whole // _INIT_SHARE)
-            else:
-                shared["memory_bytes"] -= held
-            on_device = not self._binder.is_host
-            name = "device_memory_bytes" if on_device else "memory_bytes"
-            if name in shared:
-                shared[name] -= kept
-            return shared
-
         stays = () if last is None else last.fitted.units.units
         made = StreamedFunction(
             fn,
             self.store,
             Limits(options.memory_bytes, options.device_memory_bytes),
-            share=share,
+            share=partial(_shared, self._binder.is_host, options, last),
             shared=(self._binder.resident, stays),
             before=lambda: self._rest(made),
             turns=self._turns,
@@ -331,21 +305,13 @@ class StreamedStep(TrainingStep[StoreBound]):
         if bound is None or self.wear is None:
             return None
         assert bound.sink is not None
-        counts, values = bound.params.counts, self._values
-        in_memory, on_drive = bound.sink.spilled_bytes
-        return StreamMetrics(
-            fetched_drive_bytes=counts.num_read_bytes,
-            fetched_memory_bytes=bound.reused_bytes,
-            spilled_memory_bytes=in_memory,
-            spilled_drive_bytes=on_drive,
-            offloaded_drive_bytes=values.num_written_bytes,
-            offloaded_host_bytes=values.num_out_bytes,
-            prefetch_hit_rate=counts.hit_rate,
-            waited_params_s=counts.waited_s,
-            waited_values_s=values.waited_s,
-            waited_device_s=bound.runner.waited_s,
+        return StreamMetrics.of(
+            bound.params.counts,
+            self._values,
+            bound.runner,
+            reused_bytes=bound.reused_bytes,
+            spilled_bytes=bound.sink.spilled_bytes,
             waited_updates_s=self._waited_s,
-            dispatched_s=bound.runner.dispatched_s,
         )
 
     def annotate(self, payload: JsonValue) -> None:
@@ -387,3 +353,22 @@ class StreamedStep(TrainingStep[StoreBound]):
             self._close_bound()
         finally:
             self.store.__exit__(kind, error, trace)
+
+
+def _shared(
+    is_host: bool,
+    options: Options,
+    last: StoreBound | None,
+    budgets: Mapping[str, int],
+) -> Mapping[str, int]:
+    """Returns what a step leaves of its budgets to a function."""
+    resident_bytes = 0 if last is None else last.runner.plan.kept_bytes
+    store_bytes = 0 if last is None else last.store_bytes
+    whole, shared = budgets["memory_bytes"], dict(budgets)
+    if last is None or whole != options.memory_bytes:
+        store_bytes = max(store_bytes, whole // INIT_SHARE)
+    shared["memory_bytes"] -= store_bytes
+    name = "memory_bytes" if is_host else "device_memory_bytes"
+    if name in shared:
+        shared[name] -= resident_bytes
+    return shared

@@ -54,6 +54,7 @@ def test_outputs_are_those_of_one_jit(name, open_store):
         step(program.batch)
         params = step.store.params(like=program.params)
         assert_near(f(program.batch), jax.jit(fn)(params, program.batch))
+        assert_near(f.params(), params)
     assert f.plan is not None
     f.close()
     step(program.batch)  # the store is still open

@@ -478,6 +478,22 @@ def test_a_step_before_params_is_refused(streamed):
         streamed(program, optax.sgd(0.1))(program.batch)
 
 
+def test_params_are_read_as_they_were_given(streamed):
+    program = ZOO["l2_penalty"](depth=2)
+    step = streamed(program, optax.sgd(0.1))
+    with pytest.raises(StreamError, match=r"call step.init or step.load first"):
+        step.params()
+    with pytest.raises(StreamError, match=r"found a list; .*step.load"):
+        step.init(program.params)
+    step.load(program.params)
+    assert_same_bits(step.params(), program.params)
+    step(program.batch)
+    with pytest.raises(StoreMismatchError):
+        step.params(program.params[:1])
+    asked = jax.tree.map(lambda x: x.astype("bfloat16"), program.params)
+    assert_same_bits(step.params(asked), step.store.params(like=asked))
+
+
 def test_another_tree_is_refused(streamed):
     program, tx = ZOO["l2_penalty"](depth=2), optax.sgd(0.1)
     first = streamed(program, tx)

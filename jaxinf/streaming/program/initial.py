@@ -43,6 +43,7 @@ __all__ = [
     "CompiledLeaves",
     "LeafMaker",
     "check_init",
+    "check_init_fn",
     "initial_inputs",
     "trace_params",
 ]
@@ -51,7 +52,12 @@ _DRAWN = "random_bits"
 
 
 def trace_params(init_fn: Callable[..., PyTree], *args: Any) -> "LeafMaker":
-    """Traces ``init_fn(*args)``; nothing is computed."""
+    """Traces ``init_fn(*args)``; nothing is computed.
+
+    Raises:
+      StreamError: `init_fn` is not a function, or has side effects.
+    """
+    check_init_fn(init_fn)
     flat, tree = jax.tree.flatten(args)
     flat = [on_one_device(leaf) for leaf in flat]
     out_tree: list[Any] = []
@@ -75,6 +81,20 @@ def trace_params(init_fn: Callable[..., PyTree], *args: Any) -> "LeafMaker":
     ]
     outputs = builder.inline(closed, inputs)
     return LeafMaker(flat, closed.consts, out_tree[0], outputs)
+
+
+def check_init_fn(init_fn: Any) -> None:
+    """Refuses what cannot be called to make params.
+
+    Raises:
+      StreamError: It is not a function.
+    """
+    if not callable(init_fn):
+        raise StreamError(
+            "step.init: expected a function that returns the params, found a "
+            f"{type(init_fn).__name__}; call step.init(init_fn, key), or give params "
+            "that are made already to step.load(params)"
+        )
 
 
 @dataclass(frozen=True)
