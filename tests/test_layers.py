@@ -1,8 +1,10 @@
 """Imports go downward, as in docs/architecture.md; installed packages are complete."""
 
 import ast
+import builtins
 import functools
 import importlib
+import inspect
 import pkgutil
 import re
 import tomllib
@@ -181,3 +183,48 @@ def test_the_architecture_has_every_module():
     assert "{modules} jaxinf\n" in text  # on the site: each, by its docstring
     silent = [p for p in SOURCES if not ast.get_docstring(ast.parse(p.read_text()))]
     assert not silent
+
+
+def length(body):
+    """Returns the number of lines of statements, without a docstring."""
+    if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+        body = body[1:]
+    return body[-1].end_lineno - body[0].lineno + 1 if body else 0
+
+
+@pytest.mark.parametrize("part", ["streaming", "schedule"])
+def test_parts_are_small(part):
+    for path in files_of(part):
+        text = path.read_bytes()
+        assert len(text.splitlines()) <= 400, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                assert length(node.body) <= 60, f"{path}: {node.name}"
+            elif isinstance(node, ast.ClassDef):
+                own = [n for n in node.body if isinstance(n, ast.FunctionDef)]
+                methods = {n.name for n in own if not n.decorator_list}
+                public = [name for name in methods if not name.startswith("_")]
+                num_lines = (node.end_lineno or 0) - node.lineno + 1
+                assert num_lines <= 300, f"{path}: {node.name}"
+                assert len(public) <= 15, f"{path}: {node.name}: {public}"
+
+
+def test_errors_that_docstrings_name_can_be_imported():
+    found = set()
+    for name in jaxinf.__all__:
+        item = getattr(jaxinf, name)
+        members = vars(item).values() if inspect.isclass(item) else ()
+        for text in filter(None, map(inspect.getdoc, (item, *members))):
+            _, _, raised = text.partition("Raises:\n")
+            lines = raised.split("\n\n")[0]
+            least = min((indent(line) for line in lines.splitlines()), default=0)
+            for line in lines.splitlines():
+                if indent(line) == least:
+                    found |= {*line.partition(":")[0].strip().split(", ")}
+    assert "StoreMismatchError" in found
+    missing = {n for n in found if not (hasattr(builtins, n) or hasattr(jaxinf, n))}
+    assert not missing
+
+
+def indent(line):
+    return len(line) - len(line.lstrip())

@@ -373,11 +373,7 @@ class _Asked:
         if not unit.is_divided:
             self._target, outs = target, [np.empty(unit.shape, unit.dtype)]
         self.requests = [
-            replace(
-                request,
-                out=out.reshape(unit.extent_of(box)),
-                wants_params=True,
-            )
+            replace(request, out=out.reshape(unit.extent_of(box)), wants_params=True)
             for request, box, out in zip(self.requests, unit.boxes, outs, strict=True)
         ]
 
