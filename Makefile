@@ -15,7 +15,7 @@ files-with = $(shell grep -rl --include='test_*.py' '$1' tests)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train big bigger test test-long test-models test-compilers test-accelerators test-accelerators-all test-newest test-oldest test-hls test-cards test-xrt test-distributed test-faults faults wheels test-wheels docs docs-check lint clean
+.PHONY: help train big bigger test test-long test-models test-compilers test-accelerators test-accelerators-all test-newest test-oldest test-hls test-cards test-xrt test-distributed test-faults faults wheels test-wheels docs docs-check coverage lint clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -110,6 +110,12 @@ test-wheels: $(VENV)/installed  ## this machine's wheel, installed and run witho
 	$(BIN)/python -m pip install --quiet '.[wheels]'
 	$(BIN)/python scripts/build_wheels.py dist $(or $(MACHINES),$(shell uname -m))
 	JAXINF_TEST_WHEELS=dist $(BIN)/pytest -rP tests/wheels
+
+coverage: $(VENV)/installed  ## lines that make test runs, as pages in build/coverage
+	$(BIN)/python -m pip install --quiet '.[dev]'
+	$(BIN)/pytest -n auto --dist loadfile -m 'not faults and not hls and not cards and not long' \
+	  --ignore tests/models --ignore tests/faults --ignore tests/distributed --ignore tests/accelerators \
+	  --cov --cov-report html:build/coverage --cov-report term:skip-covered $(or $(TESTS),tests)
 
 docs: $(VENV)/installed  ## the documentation's site, in build/docs; runs its notebooks
 	$(BIN)/python -m pip install --quiet '.[docs,test]'

@@ -1,0 +1,36 @@
+"""Compares a release's tag with the version of pyproject.toml and with CHANGELOG.md.
+
+    python scripts/check_tag.py v1.2.3
+
+The exit status is 1 if they differ. It uses only the standard library.
+"""
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def problem(tag: str, root: Path = ROOT) -> str | None:
+    """Returns what is wrong with a release's tag and the remedy, or None."""
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    version = project["version"]
+    if tag != f"v{version}":
+        return (
+            f"tag {tag}: expected v{version}, the version of pyproject.toml; delete "
+            f"the tag (git push --delete origin {tag}), set the version, and tag again"
+        )
+    changes = (root / "CHANGELOG.md").read_text()
+    if not re.search(rf"(?m)^## {re.escape(version)}\b", changes):
+        return (
+            f"tag {tag}: expected a section '## {version}' in CHANGELOG.md; delete the "
+            "tag, rename 'Unreleased', and tag again"
+        )
+    return None
+
+
+if __name__ == "__main__":
+    if found := problem(sys.argv[1]):
+        sys.exit(found)

@@ -1,0 +1,64 @@
+"""The workflows run what .ci/run has, and a release's tag is that of its version."""
+
+import re
+from pathlib import Path
+
+import check_tag
+import pytest
+
+ROOT = Path(__file__).parents[1]
+WORKFLOW = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+RUN = (ROOT / ".ci" / "run").read_text()
+
+
+def stages():
+    return re.findall(r'(?m)^stage (\w+) "make [\w-]+"(.*)$', RUN)
+
+
+def test_every_stage_is_in_the_workflow():
+    listed = re.search(r"(?m)^ +stage:\n((?: +- \w+\n)+)", WORKFLOW)
+    assert listed
+    named = re.findall(r"- (\w+)", listed[1]) + re.findall(
+        r"run: .ci/run (\w+)", WORKFLOW
+    )
+    assert sorted(named) == sorted(name for name, _ in stages())
+
+
+@pytest.mark.parametrize(("name", "inputs"), stages())
+def test_a_stage_names_inputs_that_exist(name, inputs):
+    if name in ("test", "lint"):
+        assert not inputs.strip()
+        return
+    words = inputs.strip().strip('"').split()
+    assert words, f"{name}: expected its inputs, without which it always runs"
+    missing = [w for w in words if w != "$STORAGE" and not (ROOT / w).exists()]
+    assert not missing
+
+
+def test_the_supported_pythons_are_tried():
+    listed = re.search(r"python: \[(.*)\]", WORKFLOW)
+    assert listed
+    assert re.findall(r"3\.\d+", listed[1]) == ["3.11", "3.12", "3.13", "3.14"]
+
+
+@pytest.mark.parametrize(
+    ("tag", "found"),
+    [
+        ("v1.2.3", None),
+        ("1.2.3", r"expected v1\.2\.3, the version of pyproject\.toml; delete the tag"),
+        ("v1.2.4", r"expected v1\.2\.3"),
+    ],
+)
+def test_a_tag_is_compared_with_the_version(tmp_path, tag, found):
+    (tmp_path / "pyproject.toml").write_text('[project]\nversion = "1.2.3"\n')
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 1.2.3 (2027-01-01)\n")
+    said = check_tag.problem(tag, tmp_path)
+    assert said is None if found is None else re.search(found, said or "")
+
+
+def test_a_release_has_its_changes(tmp_path):
+    (tmp_path / "pyproject.toml").write_text('[project]\nversion = "1.2.3"\n')
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## Unreleased\n")
+    assert "expected a section '## 1.2.3'" in (
+        check_tag.problem("v1.2.3", tmp_path) or ""
+    )
