@@ -51,6 +51,28 @@ def keeps_what_is_compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
+# Tests of these are not about what XLA makes of a program: it only has to run. Those of
+# updates, of streaming and of models are, and have all of XLA's optimizations.
+COMPILED_QUICKLY = {
+    *("cli", "engine", "exchange", "store", "train", "test_origin.py"),
+    *("test_reading_state.py", "test_restart.py", "test_state_formats.py"),
+    *("test_started.py", "test_transform_refusals.py", "test_untrained_leaves.py"),
+}
+# Without them, a fused step and its parts have other bits.
+COMPILED_FULLY = {"test_optimizers.py"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_quickly_where_that_is_enough(request: pytest.FixtureRequest) -> None:
+    """Has XLA leave most optimizations out, in programs that tests start as well."""
+    places = set(request.path.relative_to(ROOT).parts)
+    is_quick = bool(places & COMPILED_QUICKLY) and not places & COMPILED_FULLY
+    if is_quick != jax.config.read("jax_disable_most_optimizations"):
+        jax.config.update("jax_disable_most_optimizations", is_quick)
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(is_quick))
+        jax.clear_caches()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def older_objects_are_not_searched_for_garbage() -> None:
     """Freezes modules, tests and caches, so that a collection takes milliseconds.

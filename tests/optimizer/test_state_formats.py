@@ -37,13 +37,13 @@ def run(path, num_steps, *, params=None, tx=None, target=TARGET, **options):
         state = wrapped.init(params)
 
         @jax.jit
-        def step(params, state):
+        def step(params, state, target):
             grads = jax.tree.map(jnp.subtract, params, target)
             updates, state = wrapped.update(grads, state, params)
             return optax.apply_updates(params, updates), state
 
         for _ in range(num_steps):
-            params, state = step(params, state)
+            params, state = step(params, state, target)
         store.wait()
         held = {
             (leaf.name, s.name): store.tensorstore(s.name, leaf.name).read().result()
