@@ -67,6 +67,8 @@ class Fitted:
 
     def reading(self, plan: Plan) -> tuple[Reading, Division]:
         """The reads of a run, and the memory beside its values."""
+        if self.reads is no_reads:  # values may take all that there is
+            return no_reads(plan, self.division, self.units.units), self.division
         division = beside_values(self.division, self.tiers(plan.calls))
         return self.reads(plan, division, self.units.units), division
 
