@@ -6,6 +6,7 @@ only while the locked file has the lock's name.
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -16,8 +17,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxinf.errors import StoreFormatError, StoreLockedError
-from jaxinf.io.failures import translated
+from jaxinf.errors import StoreFormatError, StoreIOError, StoreLockedError
+from jaxinf.io.failures import store_error, translated
 from jaxinf.schema import SchemaError, check_json
 from jaxinf.store.schemas import LOCK
 
@@ -25,6 +26,9 @@ __all__ = ["LockFile", "StoreLock", "lock_exclusively"]
 
 _NUM_ATTEMPTS = 1000
 """Attempts to lock a file that others keep removing before it is locked."""
+
+_IS_TAKEN = {errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES}
+_NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 
 # Held while a descriptor is opened and noted, or closed, so that no fork comes between.
 _GUARD = threading.RLock()
@@ -60,8 +64,20 @@ class LockFile:
 
         Raises:
           BlockingIOError: another opening holds the lock, and `waits` is False.
+          StoreIOError: the file system has no locks, or the drive failed.
         """
-        fcntl.flock(self.fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        except OSError as error:
+            if error.errno in _IS_TAKEN:
+                raise BlockingIOError(*error.args) from error
+            if error.errno not in _NO_LOCKS:
+                raise store_error("locking", self.path, error) from error
+            raise StoreIOError(
+                f"{self.path}: expected a file system with locks (flock), found one "
+                f"without: {error.strerror}; put the store on a local file system, or "
+                "mount this one with locks"
+            ) from error
         return self.is_in_place()
 
     def is_in_place(self) -> bool:
@@ -91,6 +107,7 @@ class StoreLock:
     Raises:
       StoreLockedError: another open store holds it; names the holder. Does not wait.
       StoreFormatError: the lock's path is not a regular file.
+      StoreIOError: the file system has no locks, or the drive failed.
       StoreSpaceError: there is no room to note the holder; nothing is locked.
     """
 
@@ -100,7 +117,10 @@ class StoreLock:
             self._file = LockFile(store_path / "lock")
             try:
                 is_held = self._file.hold(waits=False)
-            except OSError as error:
+            except StoreIOError:
+                self._file.close()
+                raise
+            except BlockingIOError as error:
                 holder = os.pread(self._file.fd, 4096, 0)
                 self._file.close()
                 raise StoreLockedError(

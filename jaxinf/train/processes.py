@@ -10,6 +10,7 @@ step. In a run of one process every function returns its argument.
 import dataclasses
 import functools
 import json
+import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -32,6 +33,7 @@ __all__ = ["Processes", "SumLog", "start"]
 
 _AXIS = "data"
 _TIMEOUT_S = 600.0  # for an evaluation by the first process
+_PATIENCE_S = 300.0  # for the coordinator, as JAX's own
 _SUMMED = ("tokens", "drive_read_bytes", "drive_write_bytes")
 _SUMMED += ("link_down_bytes", "link_up_bytes", "rss_bytes")
 
@@ -221,6 +223,8 @@ def start(config: TrainConfig) -> Processes:
     if not config.distributed:
         return Processes()
     started_s = time.monotonic()
+    if config.coordinator is not None and config.process_id:
+        _await(config.coordinator)
     given: Mapping[str, Any] = {
         "coordinator_address": config.coordinator,
         "num_processes": config.num_processes,
@@ -237,6 +241,31 @@ def start(config: TrainConfig) -> Processes:
             "--coordinator HOST:PORT, --num-processes and --process-id"
         ) from error
     return Processes(compat.coordination(), is_sharded=config.fsdp)
+
+
+def _await(address: str) -> None:
+    """Waits until the coordinator listens: JAX would abort the process after a while.
+
+    Raises:
+      UsageError: says where, and after how long.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise UsageError(f"--coordinator: expected HOST:PORT, got {address}")
+    began_s = time.monotonic()
+    while True:
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), _PATIENCE_S):
+                return
+        except OSError as error:
+            waited_s = time.monotonic() - began_s
+            if waited_s > _PATIENCE_S:
+                raise UsageError(
+                    f"--coordinator {address}: expected process 0 to listen there, "
+                    f"found after {waited_s:.0f} s: {error}; start process 0, and give "
+                    "its host's name as the others reach it"
+                ) from error
+        time.sleep(0.2)
 
 
 def _summed(values: list[Any]) -> Any:

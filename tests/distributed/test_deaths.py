@@ -1,11 +1,13 @@
 """What follows the death, or the silence, of one process: no other stays for long."""
 
+import re
 import signal
 import time
 
 import pytest
 from places import LONG
 from processes import losses, running
+from shim import built_shim
 
 only_long = pytest.mark.skipif(not LONG, reason="takes heartbeats; JAXINF_FAULTS=long")
 PACE = ("--steps", 40, "--pace", 0.3, "--layout", "replicated")
@@ -26,6 +28,19 @@ def test_a_process_that_hangs_in_a_commit_is_named_and_the_others_end(tmp_path):
         assert "ProcessError" in processes.output(0), processes
         assert "found none of process 1" in processes.output(0), processes
         processes.all[1].wait(90)  # JAX ends it, as the coordinator is gone
+
+
+def test_a_drive_error_of_one_process_reaches_all_with_its_cause(tmp_path):
+    variables = {"LD_PRELOAD": str(built_shim(tmp_path))}
+    own = {1: ["--fail", "2:pwritev:params.up"]}
+    arguments = (tmp_path / "store", *PACE)
+    with running(tmp_path, *arguments, own=own, variables=variables) as processes:
+        for number in (0, 1):
+            assert seconds_to_end(processes, number) not in (0, None), processes
+        why = r"process-00001/\S+/params.up/\S+: write at byte \d+ failed: Input/output"
+        assert re.search(f"StoreIOError: .*{why}", processes.output(1)), processes
+        told = f"another process of the run failed: process 1: StoreIOError: .*{why}"
+        assert re.search(f"ProcessError: .*{told}", processes.output(0)), processes
 
 
 @only_long

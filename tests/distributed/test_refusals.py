@@ -4,7 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
-from processes import PROGRAM, running
+from processes import PROGRAM, free_port, running
+
+import jaxinf
+from jaxinf.errors import StoreFormatError, StoreMismatchError
+from jaxinf.train import processes
+from jaxinf.train.__main__ import main
 
 REFUSED = PROGRAM.with_name("refused_program.py")
 
@@ -17,6 +22,11 @@ EXPECTED = {
     "other_optimizer": "StoreMismatchError: .*the same params, mesh, shardings and opt",
     "own_paths": "went well",
     "own_path_on_a_mesh": "DeviceConfigurationError: .*the store is this process's alo",
+    "other_version": "StoreMismatchError: .*the same jaxinf, jax and optax.*process 1",
+    "other_version_later": 'StoreMismatchError: .*same jaxinf, jax .*"jax": "0.4.0"',
+    "other_count": "StoreMismatchError: .*member . of 4; run with 4 processes, each wi",
+    "other_runs": "StoreMismatchError: .*expected members of one run, found process 0",
+    "missing_member": "ProcessError: .*a member of the run in each of 3 .*in process 2",
     "old_copy": "expected replicas with the same bits in all processes, found others",
 }
 
@@ -45,7 +55,45 @@ def test_is_refused_by_name(refused, case):
         assert re.search(wanted, found[0]), f"process {number}\n{output}"
 
 
+def test_one_process_alone_cannot_have_a_run(refused):
+    place, _ = refused
+    with pytest.raises(StoreFormatError, match=r"3 of them.*call jax.distributed.init"):
+        jaxinf.open_store(place / "copies")
+    with pytest.raises(StoreMismatchError, match="found member 1 of a run of 3"):
+        jaxinf.open_store(place / "copies" / "process-00001")
+
+
+def test_a_process_that_is_no_coordinator_says_whom_it_waited_for(monkeypatch, capsys):
+    monkeypatch.setattr(processes, "_PATIENCE_S", 0.5)
+    told = ("--num-processes", "2", "--process-id", "1")
+    for address, expected in (
+        (f"localhost:{free_port()}", r"process 0 to listen there, found after \d+ s:"),
+        ("localhost", "expected HOST:PORT, got localhost"),
+    ):
+        words = (
+            "--preset",
+            "nano",
+            "--mode",
+            "memory",
+            "--distributed",
+            "--coordinator",
+            address,
+            *told,
+        )
+        assert main(words) == 2
+        assert re.search(f"--coordinator.*{expected}", capsys.readouterr().err)
+
+
 def test_nothing_was_written(refused):
     place, _ = refused
-    for name in ("common", "odd", "lonely", "no-mesh", "some", "roots", "optimizer"):
+    for name in (
+        "common",
+        "odd",
+        "lonely",
+        "no-mesh",
+        "some",
+        "roots",
+        "optimizer",
+        "version",
+    ):
         assert not list(place.glob(f"{name}/**/jaxinf.json"))

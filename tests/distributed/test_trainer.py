@@ -49,6 +49,16 @@ def test_all_stop_after_the_step_in_which_one_gets_a_signal(tmp_path):
     assert [line["step"] for line in again][-2:] == [last + 1, last + 2]
 
 
+def test_a_batch_that_does_not_divide_is_refused(tmp_path):
+    store = tmp_path / "store"
+    arguments = (*SMALL, "--batch-size", 3, "--store", store, "--steps", 1)
+    with running(tmp_path, *arguments, program=TRAINER) as processes:
+        assert 0 not in processes.wait(), processes
+        for output in processes.outputs():
+            assert "--batch-size: expected a multiple of the 2 processes" in output
+    assert not list(tmp_path.glob("store/**/jaxinf.json"))
+
+
 @pytest.mark.skipif(not LONG, reason="two runs more; JAXINF_FAULTS=long")
 def test_the_losses_are_those_in_memory(tmp_path):
     arguments = ("--steps", 4, "--fsdp")

@@ -1,5 +1,6 @@
 """The lock: one writer, which is named; it is free as soon as the writer has ended."""
 
+import errno
 import fcntl
 import os
 import resource
@@ -115,6 +116,33 @@ def test_no_descriptor_stays(tmp_path):
         StoreLock(tmp_path)
     lock.release()
     assert os.listdir("/proc/self/fd") == before
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (errno.EAGAIN, "locked by a process that is just starting"),
+        (errno.EACCES, "locked by a process that is just starting"),
+        (
+            errno.ENOLCK,
+            "expected a file system with locks .*found one without: No locks",
+        ),
+        (errno.EOPNOTSUPP, "put the store on a local file system"),
+        (errno.EIO, "lock: locking failed: Input/output error .EIO.; check the drive"),
+    ],
+)
+def test_a_lock_that_is_refused_is_not_always_taken(
+    tmp_path, monkeypatch, code, expected
+):
+    def refuse(fd, flags):
+        if flags != fcntl.LOCK_UN:
+            raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    is_taken = code in (errno.EAGAIN, errno.EACCES)
+    kind = StoreLockedError if is_taken else StoreIOError
+    with pytest.raises(kind, match=expected):
+        StoreLock(tmp_path)
 
 
 # --- forks ---------------------------------------------------------------------------

@@ -4,6 +4,8 @@ It prints the loss of each step with all its bits, and at the end a digest of th
 """
 
 import argparse
+import ctypes
+import errno
 import hashlib
 import json
 import os
@@ -68,6 +70,7 @@ def parsed(arguments):
     parser.add_argument("--print-sums", action="store_true")
     parser.add_argument("--kill", help="POINT:NUMBER:before or after")
     parser.add_argument("--hang", help="POINT:NUMBER")
+    parser.add_argument("--fail", help="STEP:CALL:PATH: EIO from then on")
     parser.add_argument("--pace", type=float, default=0, help="seconds between steps")
     return parser.parse_args(arguments)
 
@@ -140,6 +143,12 @@ def hang_at(point, number):
     setattr(place, name, called)
 
 
+def break_drive(call, path):
+    """Makes calls of the operating system on a path fail; see tests/faults/shim.c."""
+    shim = ctypes.CDLL(None)
+    shim.fault_set(call.encode(), path.encode(), errno.EIO, 0)
+
+
 def die_at(point, number, when):
     """Makes the process kill itself before or after the n-th call of a function."""
     place, name = POINTS[point]
@@ -195,6 +204,8 @@ def main(arguments):
         time.sleep(given.pace)
         if number == first + 2:
             began_s = time.monotonic()
+        if given.fail and number == int(given.fail.split(":")[0]):
+            break_drive(*given.fail.split(":")[1:])
         batch = batch_of(mesh, number, dtype)
         params, state, loss = step(params, state, batch)
         bits = np.asarray(loss, np.float32).view(np.uint32)

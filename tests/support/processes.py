@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-__all__ = ["PROGRAM", "Processes", "losses", "run_alone", "running"]
+__all__ = ["PROGRAM", "Processes", "free_port", "losses", "run_alone", "running"]
 
 PROGRAM = Path(__file__).with_name("distributed_program.py")
 _TIMEOUT_S = 150
@@ -42,6 +42,7 @@ class Processes:
       num_devices: JAX devices of each.
       own: further arguments by process.
       program: its file.
+      variables: environment variables of all, besides the usual ones.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Processes:
         num_devices: int = 1,
         own: dict[int, list[str]] | None = None,
         program: Sequence[object] = (PROGRAM,),
+        variables: dict[str, str] | None = None,
     ) -> None:
         address = f"localhost:{free_port()}"
         self.files = [place / f"output-{number}" for number in range(count)]
@@ -68,7 +70,7 @@ class Processes:
                 self.all.append(
                     subprocess.Popen(
                         [sys.executable, *line, *(own or {}).get(number, [])],
-                        env=environment(num_devices),
+                        env=environment(num_devices) | (variables or {}),
                         stdout=out,
                         stderr=subprocess.STDOUT,
                         start_new_session=True,

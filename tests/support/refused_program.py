@@ -1,6 +1,9 @@
 """Misuses of a store in several processes; prints the error of each, and goes on."""
 
+import shutil
 import sys
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
@@ -11,6 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxinf
+from jaxinf.engine import member_opening
+from jaxinf.store import Manifest
 
 
 def replicated(mesh, value=1.0):
@@ -31,6 +36,58 @@ def different_paths(place, mesh, number):
     del mesh
     shared = place / ("odd" if number == 2 else "common")
     jaxinf.open_store(shared, timeout_s=20)
+
+
+def other_version(place, mesh, number):
+    if number == 1:
+        member_opening.version = lambda name: "0.4.0" if name == "jax" else "1"
+    try:
+        with jaxinf.open_store(place / "version") as store:
+            jaxinf.smart_update(optax.adam(1e-3), store).init({"w": replicated(mesh)})
+    finally:
+        member_opening.version = version
+
+
+def other_version_later(place, mesh, number):
+    del mesh
+    if number == 1:
+        member_opening.version = lambda name: "0.4.0" if name == "jax" else "1"
+    try:
+        jaxinf.open_store(place / "copies").close()
+    finally:
+        member_opening.version = version
+
+
+def moved(place, name, number, manifest_of):
+    """Copies this process's member of a run, with another manifest."""
+    source = place / "copies" / f"process-{number:05d}"
+    target = place / name / f"process-{number:05d}"
+    shutil.copytree(source, target, symlinks=True)
+    manifest = Manifest.read(target / "jaxinf.json")
+    replace(manifest, member=manifest_of(manifest.member)).write(target / "jaxinf.json")
+    jaxinf.open_store(place / name).close()
+
+
+def other_count(place, mesh, number):
+    del mesh
+    moved(place, "count", number, lambda member: replace(member, count=4))
+
+
+def other_runs(place, mesh, number):
+    del mesh
+    run = f"{number == 1:032x}"
+    moved(place, "runs", number, lambda member: replace(member, run=run))
+
+
+def missing_member(place, mesh, number):
+    del mesh
+    if number != 2:
+        shutil.copytree(
+            place / "copies" / f"process-{number:05d}",
+            place / "lost" / f"process-{number:05d}",
+            symlinks=True,
+        )
+    jaxinf.open_store(place / "lost").close()
 
 
 def missing_process(place, mesh, number):
@@ -102,6 +159,11 @@ CASES = (
     own_paths,
     own_path_on_a_mesh,
     old_copy,
+    other_version,
+    other_version_later,
+    other_count,
+    other_runs,
+    missing_member,
     missing_process,  # last, as it puts the calls out of step
 )
 

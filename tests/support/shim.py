@@ -12,12 +12,25 @@ from typing import Any
 
 import pytest
 
-__all__ = ["Ask", "asked"]
+__all__ = ["Ask", "asked", "built_shim"]
 
 FAULTS = Path(__file__).parent.parent / "faults"
 
 Ask = Callable[..., dict[str, Any]]
 """Sends a case to a program, by keywords, and returns its answer."""
+
+
+def built_shim(build: Path) -> Path:
+    """Compiles the shim into an empty directory; returns the library to preload."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        if os.environ.get("JAXINF_REQUIRE_MOUNTS") == "1":
+            pytest.fail("make test-faults needs a C compiler to build the shim with")
+        pytest.skip("no C compiler to build the shim with")
+    library = build / "shim.so"
+    flags = ["-shared", "-fPIC", "-O1", "-o", library, FAULTS / "shim.c", "-ldl"]
+    subprocess.run([compiler, *flags], check=True)
+    return library
 
 
 @contextlib.contextmanager
@@ -29,15 +42,11 @@ def asked(script: str, *words: Path, build: Path) -> Iterator[Ask]:
       words: Its arguments.
       build: An empty directory for the shim.
     """
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        if os.environ.get("JAXINF_REQUIRE_MOUNTS") == "1":
-            pytest.fail("make test-faults needs a C compiler to build the shim with")
-        pytest.skip("no C compiler to build the shim with")
-    library = build / "shim.so"
-    flags = ["-shared", "-fPIC", "-O1", "-o", library, FAULTS / "shim.c", "-ldl"]
-    subprocess.run([compiler, *flags], check=True)
-    environment = {**os.environ, "LD_PRELOAD": str(library), "JAX_PLATFORMS": "cpu"}
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": str(built_shim(build)),
+        "JAX_PLATFORMS": "cpu",
+    }
     with subprocess.Popen(
         [sys.executable, FAULTS / script, *words],
         stdin=subprocess.PIPE,
