@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--store", type=Path, required=True, metavar="DIR")
     parser.add_argument("--preset", choices=[*PRESETS], default="medium")
     parser.add_argument("--params", default="200e6", help="of bench_update.py")
-    parser.add_argument("--memory-bytes", type=int, default=1 << 30)
+    parser.add_argument("--memory", type=int, default=1 << 30)
     parser.add_argument("--megabytes", type=int, default=256, help="of a round trip")
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument(
@@ -155,7 +155,7 @@ def main() -> None:
     if not arguments.link_only:
         arguments.store.mkdir(parents=True, exist_ok=True)
         store = ("--store", str(arguments.store))
-        memory = ("--memory-bytes", str(arguments.memory_bytes))
+        memory = ("--memory", str(arguments.memory))
         train = ("bench_train.py", *store, *memory, "--preset", arguments.preset)
         result["train"] = {
             form: {

@@ -7,7 +7,7 @@ pay for the work left over by others. With --clip-norm updates wait for all grad
 and only prefetches and writes can overlap with the model. Medians are printed; `ratio`
 is the median of the pairs of turns.
 
-    python scripts/bench_train.py --store DIR --preset small --memory-bytes 268435456
+    python scripts/bench_train.py --store DIR --preset small --memory 268435456
 
 With --timeline FILE the last step's spans are kept, for scripts/plot_timeline.py.
 """
@@ -98,7 +98,7 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     """Runs both trainers in turns."""
     tx = optimizer(arguments.clip_norm)
     memory = Trainer(arguments, tx, arguments.reference)
-    store = jaxinf.open_store(place / "store", memory_bytes=arguments.memory_bytes)
+    store = jaxinf.open_store(place / "store", memory_bytes=arguments.memory)
     update = Trainer(arguments, jaxinf.smart_update(tx, store))
     commits = []
     for turn in range(arguments.reps):
@@ -157,7 +157,7 @@ def figures(
         "params": sum(leaf.size for leaf in jax.tree.leaves(memory.params)),
         "clip_norm": arguments.clip_norm,
         "reference": arguments.reference,
-        "memory_bytes": arguments.memory_bytes,
+        "memory_bytes": arguments.memory,
         "load_average": round(os.getloadavg()[0], 2),
         "memory_step_s": round(statistics.median(memory_s), 4),
         "update_step_s": round(statistics.median(update_s), 4),
@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--preset", choices=[*PRESETS], default="small")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=256)
-    parser.add_argument("--memory-bytes", type=int, default=1 << 30)
+    parser.add_argument("--memory", type=int, default=1 << 30)
     parser.add_argument("--clip-norm", type=float, default=0.0, help="0: none")
     parser.add_argument(
         "--reference", choices=("fused", "halves", "split"), default="fused"

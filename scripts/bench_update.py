@@ -343,7 +343,7 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
     options = {
         name: value
         for name, value in (
-            ("memory_bytes", arguments.memory_bytes),
+            ("memory_bytes", arguments.memory),
             ("num_workers", arguments.workers),
         )
         if value is not None
@@ -426,7 +426,7 @@ def main() -> None:
     )
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="in a repetition")
-    parser.add_argument("--memory-bytes", type=int)
+    parser.add_argument("--memory", type=int)
     parser.add_argument("--workers", type=int)
     parser.add_argument("--fio-seconds", type=float, default=2.0, help="0: no fio")
     parser.add_argument(

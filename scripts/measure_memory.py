@@ -4,7 +4,7 @@ For each preset, a few steps of the trainer in a process of its own:
 
     sgd in memory      the model alone: params, gradients, activations, XLA
     adamw in memory    plain optax
-    adamw on a drive   `--mode update`, with the budget that `--memory-bytes` sets
+    adamw on a drive   `--mode update`, with the budget that `--memory` sets
 
     python scripts/measure_memory.py --store /mnt/nvme0/tmp --presets small medium
 """
@@ -47,7 +47,7 @@ def measure_preset(preset, options):
     root = Path(options.store) / f"measure-memory-{preset}"
     shutil.rmtree(root, ignore_errors=True)
     logs = ["--log-dir", str(root / "logs")]
-    state = ["--store", str(root / "store"), "--memory-bytes", options.memory_bytes]
+    state = ["--store", str(root / "store"), "--memory", options.memory]
     try:
         sgd = ["--optimizer", "sgd", "--momentum", "0", "--learning-rate", "1e-3"]
         own, _ = measure([*common, *logs, "--mode", "memory", *sgd])
@@ -74,7 +74,7 @@ if __name__ == "__main__":
     )
     parser.add_argument("--store", required=True, help="directory on the drive")
     parser.add_argument("--presets", nargs="+", default=["small", "medium"])
-    parser.add_argument("--memory-bytes", default="256MiB")
+    parser.add_argument("--memory", default="256MiB")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--seq-len", type=int, default=64)
     options = parser.parse_args()

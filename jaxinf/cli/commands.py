@@ -20,13 +20,13 @@ from jaxinf.cli import checkpoints, doctor, inspection, members, verification
 from jaxinf.cli.exchange import Export, Import
 from jaxinf.cli.options import StorePath, option
 from jaxinf.cli.terminal import show_progress
-from jaxinf.command_line import ByteSize, UsageError
+from jaxinf.command_line import ByteSize, UsageError, parse
 from jaxinf.engine import AverageChoice, MasterFormat, StateFormat, convert_store
 from jaxinf.errors import JaxinfError
 from jaxinf.store import migrate, rebalance, trim_store
 from jaxinf.terminal import format_bytes, printable
 
-__all__ = ["Checkpoint", "Doctor", "Inspect", "Store", "Verify", "main"]
+__all__ = ["COMMANDS", "Checkpoint", "Doctor", "Inspect", "Store", "Verify", "main"]
 
 _SUCCESS, _FAILURE, _USAGE, _INTERRUPTED = 0, 1, 2, 130
 
@@ -258,7 +258,7 @@ class _Convert:
             "{fp32,bf16,none}",
         ),
     ] = None
-    csd: Annotated[
+    csd_root: Annotated[
         tyro.conf.UseAppendAction[tuple[Path, ...]],
         option("A CSD root of the new store; repeat it for more.", "DIR"),
     ] = ()
@@ -270,7 +270,7 @@ class _Convert:
         changes = {"state": self.state, "master": self.master, "average": self.average}
         if not any(changes.values()):
             raise UsageError("convert: give --state, --master or --average")
-        roots = [root.expanduser().absolute() for root in self.csd]
+        roots = [root.expanduser().absolute() for root in self.csd_root]
         with show_progress(f"converting {source}") as progress:
             step = convert_store(
                 source,
@@ -343,6 +343,16 @@ class Store:
         return _SUCCESS
 
 
+COMMANDS: Any = (
+    Annotated[Inspect, tyro.conf.subcommand("inspect")]
+    | Annotated[Verify, tyro.conf.subcommand("verify")]
+    | Annotated[Checkpoint, tyro.conf.subcommand("checkpoint")]
+    | Annotated[Store, tyro.conf.subcommand("store")]
+    | Annotated[Doctor, tyro.conf.subcommand("doctor")]
+)
+"""What ``jaxinf`` can be told to do."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the console script.
 
@@ -359,16 +369,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words == ["--version"]:
         print(f"jaxinf {version('jaxinf')}")
         return _SUCCESS
-    command: Any = tyro.cli(
-        Annotated[Inspect, tyro.conf.subcommand("inspect")]
-        | Annotated[Verify, tyro.conf.subcommand("verify")]
-        | Annotated[Checkpoint, tyro.conf.subcommand("checkpoint")]
-        | Annotated[Store, tyro.conf.subcommand("store")]
-        | Annotated[Doctor, tyro.conf.subcommand("doctor")],
+    command = parse(
+        COMMANDS,
+        words or ["--help"],
         prog="jaxinf",
         description="Storage-offloaded training for JAX: look at stores and drives. "
         "--version shows the version.",
-        args=words or ["--help"],
         config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes),
     )
     try:

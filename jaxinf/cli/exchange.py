@@ -137,7 +137,7 @@ class Import:
         tyro.conf.Positional[str],
         option("An Orbax checkpoint, safetensors, or an export.", "SOURCE"),
     ]
-    csd: Annotated[
+    csd_root: Annotated[
         tyro.conf.UseAppendAction[tuple[str, ...]],
         option("A CSD root of a new store; may be repeated.", "DIR"),
     ] = ()
@@ -162,8 +162,8 @@ class Import:
         source = Path(self.source).expanduser().absolute()
         with show_progress(f"{source} to {store}") as progress:
             if (store / "jaxinf.json").exists():
-                if self.csd:
-                    raise UsageError(f"{store} has its CSD roots; leave --csd out")
+                if self.csd_root:
+                    raise UsageError(f"{store} has its CSD roots; leave --csd-root out")
                 report = import_checkpoint(
                     source,
                     store,
@@ -175,7 +175,7 @@ class Import:
                 )
             else:
                 self._check_new(source, store)
-                roots = [Path(root).expanduser().absolute() for root in self.csd]
+                roots = [Path(root).expanduser().absolute() for root in self.csd_root]
                 report = import_export(
                     source,
                     store,

@@ -11,10 +11,8 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-import tyro
-
 from jaxinf import compat
-from jaxinf.command_line import UsageError
+from jaxinf.command_line import UsageError, parse
 from jaxinf.errors import JaxinfError
 from jaxinf.terminal import printable
 from jaxinf.train.config import TrainConfig
@@ -32,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       arguments: the command line; by default that of the process.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
-    config = tyro.cli(TrainConfig, prog=_PROGRAM, args=words)
+    config: TrainConfig = parse(TrainConfig, words, prog=_PROGRAM)
     # JAX logs a callback's exception with a traceback before it raises it. The store
     # keeps the exception, which becomes the message here.
     logging.getLogger(compat.CALLBACK_LOGGER).setLevel(logging.CRITICAL)

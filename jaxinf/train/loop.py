@@ -27,7 +27,8 @@ from jaxinf.command_line import UsageError
 from jaxinf.terminal import make_console
 from jaxinf.train.backend import Backend
 from jaxinf.train.best import Best, evaluation_line
-from jaxinf.train.config import TrainConfig, check
+from jaxinf.train.checks import check
+from jaxinf.train.config import TrainConfig
 from jaxinf.train.data.loader import Batch, Batches
 from jaxinf.train.data.parts import TrainingData
 from jaxinf.train.evaluate import Evaluation, Evaluator, num_tokens
@@ -109,8 +110,8 @@ def _import(config: TrainConfig, console: Console) -> None:
     """Makes the store from a checkpoint's weights, one leaf at a time, and stops."""
     params = _first_params(config)
     aside_bytes = _IMPORT_BYTES + _IMPORT_LEAF_BYTES * len(jax.tree.leaves(params))
-    aside_bytes = min(aside_bytes, config.memory_bytes // 4)
-    config = dataclasses.replace(config, memory_bytes=config.memory_bytes - aside_bytes)
+    aside_bytes = min(aside_bytes, config.buffer_bytes // 4)
+    config = dataclasses.replace(config, memory=config.buffer_bytes - aside_bytes)
     with contextlib.closing(open_backend(config, make_optimizer(config))) as backend:
         assert isinstance(backend, OnStore)
         if backend.committed() is not None:

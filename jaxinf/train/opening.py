@@ -30,9 +30,9 @@ def open_backend(
     if config.mode == "memory":
         return InMemory(config, optimizer)
     assert config.store is not None
-    memory_bytes = config.memory_bytes
-    if config.memory is not None:
-        memory_bytes = store_memory_bytes(config.memory) + (config.state_tier or 0)
+    memory_bytes = config.buffer_bytes
+    if config.mode == "stream":
+        memory_bytes = store_memory_bytes(memory_bytes) + (config.state_tier or 0)
     try:
         store = open_store(
             config.store,

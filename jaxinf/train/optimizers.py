@@ -4,7 +4,6 @@ Invariant: optax is the only definition of an optimizer. This module chooses and
 configures one, and both modes use the same result.
 """
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from jaxinf.command_line import UsageError
+from jaxinf.command_line import UsageError, did_you_mean
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.program import trace_init, trace_update
 from jaxinf.streaming import check_init, passes_for, trace_optimizer
@@ -164,10 +163,9 @@ def _find(name: str) -> Callable[..., optax.GradientTransformation]:
     known = optax_optimizers()
     if name in known:
         return known[name]
-    close = difflib.get_close_matches(name, known) or list(known)
     raise UsageError(
         f"--optimizer: expected an optimizer of optax or optax.contrib, got {name!r}; "
-        f"did you mean {', '.join(close)}?"
+        f"{did_you_mean(name, known) or 'known are ' + ', '.join(known)}"
     )
 
 

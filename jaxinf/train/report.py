@@ -113,7 +113,7 @@ def say_results(console: Console, config: TrainConfig, backend: Backend) -> None
     if isinstance(backend, OnStore):
         console.print(
             f"buffers at most {format_bytes(backend.store.peak_memory_bytes)} of "
-            f"{format_bytes(config.memory_bytes)} for the state on its way"
+            f"{format_bytes(config.buffer_bytes)} for the state on its way"
         )
     console.print(
         f"logs    {config.logs / 'metrics.jsonl'}\n"

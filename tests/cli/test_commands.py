@@ -40,6 +40,30 @@ def test_wrong_command_lines(words, run):
     assert "Traceback" not in result.err
 
 
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["inspct", "a"], "inspct is not known; did you mean inspect?"),
+        (["checkpoint", "sav", "a"], "sav is not known; did you mean save?"),
+        (
+            ["store", "convert", "a", "b", "--state", "bf61"],
+            "--state bf61 is not known",
+        ),
+        (["doctor", "--sizes=3"], "--sizes is not known; did you mean --size?"),
+        (["zzz"], ""),
+        (["inspect", "zzz", "--leaf"], ""),
+        (["store", "convert", "a", "b", "--average", "None", "--state"], ""),
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, list) else "",
+)
+def test_the_nearest_known_word_is_said(words, advice, run):
+    result = run(*words)
+    assert result.status == 2
+    last = result.err.splitlines()[-1]
+    assert advice in last
+    assert bool(advice) == ("did you mean" in last)
+
+
 def test_version(run):
     assert run("--version").out == f"jaxinf {jaxinf.__version__}\n"
 

@@ -45,7 +45,7 @@ def test_out_and_in_again(store, tmp_path, capsys, kind):
     assert main(["checkpoint", "export", str(store), out, "--format", kind]) == 0
     assert capsys.readouterr().out.startswith(f"{out}: step 2, ")
     (tmp_path / "csd").mkdir()
-    command = ["checkpoint", "import", again, out, "--csd", str(tmp_path / "csd")]
+    command = ["checkpoint", "import", again, out, "--csd-root", str(tmp_path / "csd")]
     assert main(command) == 0
     assert capsys.readouterr().out == f"{again}: step 2, 6 arrays imported\n"
     assert main(["verify", again]) == 0
@@ -101,7 +101,7 @@ def test_a_plain_run_comes_in(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--csd", "/tmp"], "has its CSD roots; leave --csd out"),
+        (["--csd-root", "/tmp"], "leave --csd-root out"),
         (["--name", "mu"], "--name mu: expected STATE=PLACE"),
     ],
 )

@@ -109,8 +109,8 @@ def test_norm_of_a_steps_gradients(boundaries, is_clipped):
 @pytest.mark.parametrize(
     ("optimizer", "words", "expected"),
     [
-        ("adamz", (), "got 'adamz'; did you mean adam, "),
-        ("xyz", (), "did you mean acprop, adabelief, "),
+        ("adamz", (), "got 'adamz'; did you mean adam or "),
+        ("xyz", (), "known are acprop, adabelief, "),
         ("chain", (), "expected an optimizer of optax or optax.contrib"),
         ("adamw", ("b3=1",), "b3=1: adamw has no b3; it has b1, b2, eps, "),
         ("adamw", ("b2",), "expected KEY=VALUE, got 'b2'"),

@@ -17,7 +17,7 @@ def status(name):
 
 def bring(folder, store):
     words = ["--from", folder, "--store", store, "--steps", "0"]
-    words += ["--memory-bytes", "16MiB", "--optimizer", "sgd", "--momentum", "0"]
+    words += ["--memory", "16MiB", "--optimizer", "sgd", "--momentum", "0"]
     words += ["--learning-rate", "1"]
     assert main(words) == 0
 

@@ -92,7 +92,7 @@ def test_failing_drive_is_one_message(run, tmp_path, capfd, monkeypatch):
         (("--store", "s", "--optimizer-args", "b3=1"), "adamw has no b3"),
         (("--store", "s", "--reference", "split"), "--reference: --mode update has"),
         (("--mode", "memory", "--store", "s"), "--store: --mode memory keeps nothing"),
-        (("--mode", "memory", "--memory-bytes", "1GiB"), "--memory-bytes: --mode mem"),
+        (("--mode", "memory", "--memory", "1GiB"), "--memory: --mode memory"),
         (("--store", "s", "--log-dir", "s/log"), "--log-dir"),
         (("--store", "s", "--log-dir", "/proc/1/zz"), "--log-dir /proc/1/zz: expected"),
         (("--store", "s", "--log-dir", "/dev/full"), "--log-dir /dev/full: expected"),
@@ -112,9 +112,10 @@ def test_usage_errors(run, tmp_path, capsys, monkeypatch, words, expected):
 @pytest.mark.parametrize(
     "words",
     [
+        ("--mod", "stream"),
         ("--mode", "streamed"),
         ("--reference", "whole"),
-        ("--memory-bytes", "much"),
+        ("--memory", "much"),
         ("--steps", "ten"),
     ],
     ids=" ".join,
@@ -123,7 +124,11 @@ def test_unknown_values_exit_2(run, tmp_path, capsys, words):
     with pytest.raises(SystemExit) as status:
         run("--store", tmp_path / "store", *words)
     assert status.value.code == 2
-    assert words[0] in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert words[0] in err
+    if words[0].startswith("--mod"):
+        nearest = "stream" if words[0] == "--mode" else "--mode or "
+        assert f"is not known; did you mean {nearest}" in err
 
 
 def test_data_that_matches_nothing(run, tmp_path, capsys):

@@ -185,7 +185,7 @@ def test_csd_roots(run, tmp_path):
     for root in roots:
         root.mkdir()
     words = ("--store", tmp_path / "store", "--csd-root", roots[0])
-    words += ("--csd-root", roots[1], "--memory-bytes", "64MiB")
+    words += ("--csd-root", roots[1], "--memory", "64MiB")
     assert run(*words, "--steps", 2) == 0
     assert run(*words, "--steps", 3) == 0
     assert all(list(root.glob("jaxinf-*")) for root in roots)

@@ -204,7 +204,6 @@ def test_every_model_streams(run, losses, tmp_path, model):
     ("words", "expected"),
     [
         (STREAM[:2], "--memory: expected the bytes"),
-        (("--memory", "1GiB"), "--memory: --mode update does not have it"),
         (("--policy", "keep"), "--policy: --mode update does not have it"),
         (("--resident", "params"), "--resident: --mode update does not have it"),
         (
@@ -217,7 +216,6 @@ def test_every_model_streams(run, losses, tmp_path, model):
             (*STREAM, "--activations", "int8"),
             "--activations int8: no activation leaves with --policy recompute",
         ),
-        ((*STREAM, "--memory-bytes", "1GiB"), "give --memory"),
         (
             (*STREAM, "--optimizer", "dog", "--learning-rate", 1),
             "--optimizer dog: it cannot run in --mode stream",

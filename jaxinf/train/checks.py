@@ -1,0 +1,287 @@
+"""Refusals of run configurations that are invalid, or contradict themselves.
+
+Invariant: no combination of fields is ignored in silence.
+"""
+
+import dataclasses
+
+from jaxinf_models import MODELS
+
+from jaxinf.command_line import UsageError
+from jaxinf.csd import parse_csd
+from jaxinf.streaming import check_resident
+from jaxinf.train.config import TrainConfig
+from jaxinf.train.data.errors import DataError
+from jaxinf.train.data.options import check_options
+from jaxinf.train.pretrained import ModelFiles
+
+__all__ = ["check"]
+
+
+def check(config: TrainConfig) -> TrainConfig:
+    """Refuses a config with invalid or contradictory fields; reads the model's files.
+
+    Returns:
+      The config with its `files`.
+
+    Raises:
+      UsageError: names the flag, the value found and the remedy.
+      ExchangeError: the files of --from or --model-config cannot be read.
+    """
+    _check_ranges(config)
+    config = _with_files(config)
+    _check_model(config)
+    try:
+        check_options(config, config.task_name, takes_images=config.takes_images)
+    except DataError as error:
+        raise UsageError(str(error)) from error
+    _check_optimizer(config)
+    _check_compression(config)
+    if config.average is None and config.eval_average:
+        raise UsageError("--eval-average: give --ema DECAY, which keeps an average")
+    _check_streaming(config)
+    _check_processes(config)
+    try:
+        parse_csd(config.csd)
+    except ValueError as error:
+        raise UsageError(f"--csd: {error}") from error
+    if config.mode == "memory":
+        _check_memory_mode(config)
+    elif config.reference != "fused":
+        raise UsageError(
+            "--reference: --mode update has the bits of the split reference as it is; "
+            "leave it out, or give --mode memory"
+        )
+    elif config.store is None:
+        raise UsageError(
+            "--store: expected a directory for the optimizer's state, got nothing; "
+            "name one (it may be new), or give --mode memory to train without"
+        )
+    elif config.master == "none" and config.param_dtype != "bfloat16":
+        raise UsageError(
+            "--master none: expected --param-dtype bfloat16, got "
+            f"{config.param_dtype}; float32 params are their own master: leave it out"
+        )
+    elif config.logs.is_relative_to(config.store.expanduser().absolute()):
+        raise UsageError(
+            f"--log-dir {config.logs}: expected a place outside the store "
+            f"{config.store}, which holds nothing but the store's own files"
+        )
+    return config
+
+
+def _check_compression(config: TrainConfig) -> None:
+    compression = config.compression
+    if compression is None or not compression.error_feedback:
+        return
+    if config.mode == "stream" and config.clip_norm:
+        raise UsageError(
+            f"--compress {config.compress}: with --mode stream the global norm would "
+            "miss what error feedback adds; give --clip-norm 0, or leave error "
+            "feedback out"
+        )
+    if config.mode != "memory" and config.durability not in ("step", 1):
+        raise UsageError(
+            f"--compress {config.compress}: each step commits its error feedback, "
+            f"expected --durability step, got {config.durability}; leave error "
+            "feedback out, or commit each step"
+        )
+
+
+def _check_ranges(config: TrainConfig) -> None:
+    for name, least in (
+        ("steps", 1 if config.source is None else 0),
+        ("batch_size", 1),
+        ("seq_len", 2),
+        ("memory", 1),
+        ("device_memory", 1),
+        ("micro_batches", 1),
+        ("warmup_steps", 0),
+        ("clip_norm", 0),
+        ("seed", 0),
+        ("eval_every", 0),
+        ("checkpoint_every", 0),
+        ("keep_last", 0),
+        ("keep_every", 0),
+        ("sample_bytes", 0),
+        ("weight_decay", 0),
+        ("momentum", 0),
+    ):
+        value = getattr(config, name)
+        if value is not None and not value >= least:
+            also = "; 0 imports what --from names" if name == "steps" and least else ""
+            raise UsageError(
+                f"{_flag(name)}: expected at least {least}, got {value}{also}"
+            )
+    if config.seed >= 1 << 32:
+        raise UsageError(f"--seed: expected less than 2**32, got {config.seed}")
+    if config.learning_rate is not None and not config.learning_rate > 0:
+        raise UsageError(
+            f"--learning-rate: expected more than 0, got {config.learning_rate}"
+        )
+
+
+def _with_files(config: TrainConfig) -> TrainConfig:
+    """Reads the files that --from or --model-config names in place of a preset."""
+    if config.source is not None:
+        _check_source(config)
+        return dataclasses.replace(config, files=ModelFiles.of_folder(config.source))
+    if config.model_file is not None:
+        _check_source(config)
+        files = ModelFiles.of_config(config.model_file)
+        return dataclasses.replace(config, files=files)
+    presets = MODELS[config.model].presets
+    if config.preset not in presets:
+        raise UsageError(
+            f"--preset: expected one of {config.model}'s, {', '.join(presets)}, got "
+            f"{config.preset}"
+        )
+    return config
+
+
+def _check_model(config: TrainConfig) -> None:
+    tasks = config.family.tasks
+    if config.task_name not in tasks:
+        able = [name for name, m in MODELS.items() if config.task_name in m.tasks]
+        raise UsageError(
+            f"--task {config.task_name}: expected one of {config.family.name}'s, "
+            f"{', '.join(tasks)}; --model with that task: {', '.join(able)}"
+        )
+    if config.seq_len is None:
+        return
+    if config.takes_images:
+        raise UsageError("--seq-len: the model takes images; leave it out")
+    limit = getattr(config.model_config, "num_positions", None)
+    if limit is not None and config.seq_len > limit and config.steps:
+        owner = config.source or config.model_file or f"preset {config.preset}"
+        raise UsageError(
+            f"--seq-len: expected at most {limit}, the positions of {owner}, got "
+            f"{config.seq_len}"
+        )
+
+
+def _check_source(config: TrainConfig) -> None:
+    """Refuses flags that contradict the config.json of --from or --model-config."""
+    given = f"--from {config.source}"
+    others = ["model", "preset", "model_file"]
+    if config.source is None:
+        given = f"--model-config {config.model_file}"
+        others.remove("model_file")
+    for field in dataclasses.fields(config):
+        if field.name in others and getattr(config, field.name) != field.default:
+            flag = _flag(field.name.replace("file", "config"))
+            raise UsageError(f"{flag}: {given} says which model it is; leave it out")
+    if config.mode == "memory" and not config.steps:
+        raise UsageError(
+            "--steps 0: --mode memory has no store to import into; leave it out, or "
+            "give a --store"
+        )
+
+
+def _check_optimizer(config: TrainConfig) -> None:
+    if config.weight_decay is not None and config.optimizer not in ("adamw", "lion"):
+        raise UsageError(
+            f"--weight-decay: expected with adamw or lion, got --optimizer "
+            f"{config.optimizer}; leave it out, or, where the optimizer has it, give "
+            f"--optimizer-args weight_decay={config.weight_decay:g}"
+        )
+    if config.momentum is not None and config.optimizer != "sgd":
+        raise UsageError(
+            f"--momentum: expected with sgd, got --optimizer {config.optimizer}; leave "
+            "it out, or, where the optimizer has it, give --optimizer-args "
+            f"momentum={config.momentum:g}"
+        )
+
+
+_OF_STREAMING = ("device_memory", "policy", "resident", "micro_batches")
+_OF_STREAMING += ("replan", "activations", "endurance_tbw")
+_NOT_STREAMED = ("reference",)
+
+
+def _check_streaming(config: TrainConfig) -> None:
+    """Refuses flags of --mode stream in other modes, and of others in it."""
+    is_streamed = config.mode == "stream"
+    for field in dataclasses.fields(config):
+        is_refused = field.name in (_NOT_STREAMED if is_streamed else _OF_STREAMING)
+        if is_refused and getattr(config, field.name) != field.default:
+            raise UsageError(
+                f"{_flag(field.name)}: --mode {config.mode} does not have it; leave it "
+                f"out{_IN_PLACE.get(field.name, '')}"
+            )
+    if not is_streamed:
+        return
+    if config.memory is None:
+        raise UsageError(
+            "--memory: expected the bytes of host memory that a step may take, such as "
+            "4GiB, got nothing; --mode stream needs it"
+        )
+    try:
+        check_resident(config.resident)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from error
+    if config.activations is not None and config.policy in ("recompute", "keep"):
+        raise UsageError(
+            f"--activations {config.activations}: no activation leaves with --policy "
+            f"{config.policy}; leave it out, or give --policy offload"
+        )
+    if not config.steps:
+        raise UsageError(
+            "--steps 0: imports in --mode update; go on with --mode stream and the "
+            "same --store"
+        )
+
+
+_IN_PLACE = {
+    "device_memory": ", or give --mode stream",
+    "policy": ", or give --mode stream",
+    "activations": ", or give --mode stream",
+    "resident": ", or give --mode stream",
+    "micro_batches": ", or give --mode stream",
+    "replan": ", or give --mode stream",
+    "endurance_tbw": ", or give --mode stream",
+}
+
+
+_OF_THE_STORE = ("store", "csd_root", "csd", "memory", "durability", "verify")
+_OF_THE_STORE += (
+    "state_tier",
+    "state",
+    "master",
+    "ema",
+    "checkpoint_every",
+    "keep_last",
+    "keep_every",
+    "keep_best",
+    "restore",
+)
+
+
+def _check_processes(config: TrainConfig) -> None:
+    """Refuses flags of several processes in one, and modes that need one process."""
+    names = ("coordinator", "num_processes", "process_id", "fsdp")
+    for name in names:
+        if not config.distributed and getattr(config, name) not in (None, False):
+            raise UsageError(
+                f"{_flag(name)}: expected with --distributed; add that, or leave it out"
+            )
+    if config.distributed and (config.mode == "stream" or not config.steps):
+        what = "--mode stream" if config.steps else "--steps 0"
+        raise UsageError(
+            f"--distributed: {what} runs in one process; leave --distributed out, or "
+            "train with --mode update"
+        )
+
+
+def _check_memory_mode(config: TrainConfig) -> None:
+    """Refuses the flags of a store, which --mode memory does not have."""
+    for field in dataclasses.fields(config):
+        is_of_store = field.name in _OF_THE_STORE
+        if is_of_store and getattr(config, field.name) != field.default:
+            raise UsageError(
+                f"{_flag(field.name)}: --mode memory keeps nothing on drives; leave "
+                "it out, or give --mode update"
+            )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,199 @@
+"""The options on the command line about a run, its store, streaming and processes.
+
+Invariant: a field exists only if it works.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+import tyro
+
+from jaxinf.command_line import ByteSize
+from jaxinf.engine import Durability, MasterChoice, StateFormat, VerifyMode
+from jaxinf.streaming import Form, Policy
+from jaxinf.terminal import parse_bytes
+from jaxinf.train.data.options import shown as _shown
+
+__all__ = ["ProcessOptions", "RunOptions", "StoreOptions", "StreamOptions"]
+
+ReferenceName: TypeAlias = Literal["fused", "split"]
+
+
+def _parse_durability(text: str) -> Durability:
+    if text in ("step", "checkpoint"):
+        return "step" if text == "step" else "checkpoint"
+    if not text.isdecimal() or not int(text):
+        raise ValueError(f"{text!r}: expected step, checkpoint, or a number of steps")
+    return int(text)
+
+
+_DURABILITY = tyro.constructors.PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="{step,INT,checkpoint}",
+    instance_from_str=lambda words: _parse_durability(words[0]),
+    is_instance=lambda value: isinstance(value, int | str),
+    str_from_instance=lambda value: [str(value)],
+)
+
+
+def _parse_state_tier(text: str) -> int:
+    tier, _, num_bytes = text.partition("=")
+    if tier != "host" or not num_bytes:
+        raise ValueError(f"{text!r}: expected host=BYTES, such as host=2GiB")
+    return parse_bytes(num_bytes)
+
+
+_STATE_TIER = tyro.constructors.PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="host=BYTES",
+    instance_from_str=lambda words: _parse_state_tier(words[0]),
+    is_instance=lambda value: isinstance(value, int | None),
+    str_from_instance=lambda value: ["none" if value is None else f"host={value}"],
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """Where a run is, how long it is, and where its state and params are."""
+
+    # Directory of the store: a new one, or the store of a run to resume.
+    store: Annotated[Path | None, _shown("DIR", "none; --mode update needs it")] = None
+
+    # Train up to this number of batches in all, including those of earlier runs.
+    steps: int = 1000
+
+    # update: the optimizer's state is in the store and is updated beside the drive.
+    # stream: params, too, are in the store, and pass through --memory bytes; for models
+    # larger than memory. memory: plain optax with all state in memory, and nothing is
+    # kept; the baseline.
+    mode: Literal["update", "stream", "memory"] = "update"
+
+    # Host memory, such as 4GiB. In --mode update: of the buffers through which the
+    # store's state passes; with cards, of each card. In --mode stream: all of a step's,
+    # in addition to some 400 MB of the process itself.
+    memory: Annotated[
+        int | None, ByteSize, _shown("BYTES", "512MiB; --mode stream needs it")
+    ] = None
+
+    # For --mode memory. fused: one jit for the whole step, the fastest. split: three
+    # jits, for loss and gradients, the optimizer's update, and the addition; its losses
+    # are those of --mode update to the bit (adamw, adam, sgd, lion, adagrad, on CPU).
+    reference: ReferenceName = "fused"
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreOptions:
+    """The store: its drives, what updates it, its formats, commits and checkpoints."""
+
+    # A mounted drive to spread a new store's chunks over; repeat it for more drives.
+    csd_root: Annotated[
+        tyro.conf.UseAppendAction[tuple[Path, ...]], _shown("DIR", "the store itself")
+    ] = ()
+
+    # The processor that updates the chunks: host, the CPU; smartssd, the card beside
+    # the drive; emulated, an emulated card. Options may follow, such as
+    # emulated:drive=1.5GB/s,link=3GB/s. See docs/cards.md.
+    csd: Annotated[str, _shown("host|smartssd|emulated", "host")] = "host"
+
+    # Steps to commit: every step (step), every n-th one (a number), or checkpoints
+    # alone (checkpoint). A crash loses the steps since the last commit.
+    durability: Annotated[Durability, _DURABILITY] = "step"
+
+    # Memory, part of --memory, which holds state from step to step: host=2GiB. It
+    # is not read again, and written by steps that commit alone (see durability).
+    state_tier: Annotated[int | None, _STATE_TIER, _shown("host=BYTES", "none")] = None
+
+    # Whether the checksums of chunks are verified at each read: always or never.
+    verify: VerifyMode = "always"
+
+    # Format of the optimizer's float32 state in a new store: fp32, bfloat16 with
+    # stochastic rounding, or 8 bits with a scale for each 256 elements. The update
+    # computes in float32 in any case.
+    state: Annotated[
+        StateFormat | None, _shown("{fp32,bf16,int8}", "fp32, or what the store has")
+    ] = None
+
+    # The master of bfloat16 params in a new store. auto: the params and 16-bit
+    # remainders, so that no bit is lost. stored: float32, read at every step. none: the
+    # params alone, rounded stochastically. float32 params are their own master; with
+    # stored they are still read from the drive.
+    master: MasterChoice = "auto"
+
+    # Steps between checkpoints in STORE/checkpoints, and one at the end; 0 is none.
+    # Each takes the space of one more copy of the state on the drives.
+    checkpoint_every: int = 0
+
+    # The number of latest checkpoints to keep; 0 keeps all.
+    keep_last: int = 3
+
+    # Also keep checkpoints whose step is a multiple of this; 0 is none.
+    keep_every: int = 0
+
+    # Continue from this checkpoint of the store, given by name.
+    restore: Annotated[str | None, _shown("NAME", "none: go on where the run is")] = (
+        None
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamOptions:
+    """How ``--mode stream`` divides a step and the memory."""
+
+    # For --mode stream: memory of the JAX device for params, activations and
+    # temporaries; by default most of what is free. On a CPU it limits that part of
+    # --memory.
+    device_memory: Annotated[int | None, ByteSize, _shown("BYTES", "none")] = None
+
+    # For --mode stream. recompute: activations are computed again for the backward
+    # pass. keep: they stay in memory. offload: those that --memory has no room for are
+    # on the drive meanwhile. plan: whichever makes a step fastest, by the times of the
+    # first steps. The bits are the same.
+    policy: Policy = "recompute"
+
+    # For --policy offload: the form of floating-point activations on the drive. Losses
+    # keep their bits, gradients do not (docs/streaming.md).
+    activations: Annotated[Form | None, _shown("{bf16,int8}", "none")] = None
+
+    # For --mode stream: params that stay in memory between steps: all (params), or so
+    # many bytes of them, such as 2GiB, which are a part of --memory.
+    resident: Annotated[str | None, _shown("{params,BYTES}", "none")] = None
+
+    # For --mode stream: parts of a batch that run one after another, so that
+    # activations take the memory of a part; their gradients are averaged.
+    micro_batches: int = 1
+
+    # For --mode stream: rated writes of the drives, in TB. A run warns if its steps
+    # wear them out within a year. By default the summary is for common classes.
+    endurance_tbw: Annotated[float | None, _shown("TB", "none")] = None
+
+    # For --mode stream: replace a plan kept in the store that does not fit --memory.
+    replan: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessOptions:
+    """Several processes that train together."""
+
+    # One of several processes with JAX devices, which train together: each has a part
+    # of each batch, and its member of the run in the store. SLURM, Open MPI and
+    # Kubernetes say who they are; elsewhere give the next three.
+    distributed: bool = False
+
+    # For --distributed: address of process 0, which coordinates.
+    coordinator: Annotated[
+        str | None, _shown("HOST:PORT", "what the environment says")
+    ] = None
+
+    # For --distributed: number of processes.
+    num_processes: Annotated[int | None, _shown("N", "what the environment says")] = (
+        None
+    )
+
+    # For --distributed: number of this process, from 0.
+    process_id: Annotated[int | None, _shown("I", "what the environment says")] = None
+
+    # For --distributed: params are sharded over all devices, each on its longest
+    # dimension that they divide. Without it they are replicated, and only the
+    # optimizer's state is divided.
+    fsdp: bool = False
