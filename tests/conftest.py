@@ -62,10 +62,14 @@ COMPILED_QUICKLY = {
 COMPILED_FULLY = {"test_optimizers.py"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_quickly_where_that_is_enough(request: pytest.FixtureRequest) -> None:
-    """Has XLA leave most optimizations out, in programs that tests start as well."""
-    places = set(request.path.relative_to(ROOT).parts)
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Has XLA leave most optimizations out, in programs that tests start as well.
+
+    A hook: a fixture of the session that runs a program is set up before any fixture
+    of the first module that asks for it.
+    """
+    places = set(item.path.relative_to(ROOT).parts)
     is_quick = bool(places & COMPILED_QUICKLY) and not places & COMPILED_FULLY
     if is_quick != jax.config.read("jax_disable_most_optimizations"):
         jax.config.update("jax_disable_most_optimizations", is_quick)
