@@ -92,6 +92,23 @@ def test_private_parts_of_jax_are_as_expected():
     ahead_of_time.check_private_parts()
 
 
+@pytest.mark.parametrize("device", ["h100", *OTHERS])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("num_rows", "width"), [(64, 127), (64, 128), (1024, 768)])
+def test_additions_in_any_order_are_found(device, dtype, num_rows, width):
+    """An embedding's gradient adds with four kinds of instruction, by dtype and size."""
+
+    def added(table, tokens, rows):
+        return table.at[tokens].add(rows)
+
+    table = jax.ShapeDtypeStruct((num_rows, width), dtype)
+    tokens = jax.ShapeDtypeStruct((512,), "int32")
+    rows = jax.ShapeDtypeStruct((512, width), dtype)
+    assert compiled(Target(device), added, table, tokens, rows).float_atomics
+    whole = [x.update(dtype="int32") for x in (table, tokens, rows)]
+    assert not compiled(Target(device), added, *whole).float_atomics
+
+
 @pytest.mark.parametrize("form", ["start", pytest.param("io", marks=every)])
 @pytest.mark.parametrize("device", DEVICES + OTHERS)
 def test_a_step_takes_its_params_memory(build, device, form):

@@ -127,8 +127,12 @@ class Built:
 
     @property
     def float_atomics(self) -> list[str]:
-        """Additions whose order, and so whose bits, differ from run to run."""
-        return re.findall(r"\b(?:atom|red)\.\S*\bb?f(?:16|32|64)\S*\.add\S*", self.ptx)
+        """Additions whose order, and so whose bits, differ from run to run.
+
+        A compare-and-swap is one: XLA adds so where there is no instruction.
+        """
+        found = re.findall(r"\b(?:atom|red)\.\S+", self.ptx)
+        return [x for x in found if re.search(r"\bcas\b|\bb?f(16|32|64)", x)]
 
     @property
     def callbacks(self) -> list[str]:
