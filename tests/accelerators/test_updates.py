@@ -96,7 +96,7 @@ def test_private_parts_of_jax_are_as_expected():
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(("num_rows", "width"), [(64, 127), (64, 128), (1024, 768)])
 def test_additions_in_any_order_are_found(device, dtype, num_rows, width):
-    """An embedding's gradient adds by four instructions, depending on dtype and size."""
+    """The gradient of an embedding adds in four ways, depending on dtype and size."""
 
     def added(table, tokens, rows):
         return table.at[tokens].add(rows)
