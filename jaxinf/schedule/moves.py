@@ -23,7 +23,7 @@ Kind: TypeAlias = Literal["out", "write", "read", "back"]
 """A hop: device to host, host to drive, drive to host, host to device."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Tensor:
     """A tensor that is leaving, away, or on its way back.
 

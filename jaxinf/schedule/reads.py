@@ -4,24 +4,22 @@ A unit is whatever is read alone: hashable, with its `page_bytes` of memory. A r
 serve the calls of a later one. The last read of a unit before its gradient is complete
 may serve its update, too; the unit then stays until it is updated.
 
-Invariant: units take no more than the memory that is given, which is at least
-`window_bytes`; beyond it a unit is read again.
+Invariant: units take no more than the memory that is given, which is at least the most
+of `held_bytes`; beyond it a unit is read again.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxinf.schedule.occupancy import Stay, occupancy
 from jaxinf.schedule.packer import fill
 
-__all__ = ["Fetch", "fetches_of", "hand_over", "keep_between", "window_bytes"]
+__all__ = ["Fetch", "fetches_of", "hand_over", "held_bytes", "keep_between"]
 
 
-@dataclass(frozen=True)
-class Fetch:
+class Fetch(NamedTuple):
     """One read of a unit, and the calls that it serves.
 
     Attributes:
@@ -67,35 +65,32 @@ def fetches_of(uses: Iterable[Iterable[Any]]) -> tuple[Fetch, ...]:
     return tuple(Fetch(unit, first, last) for unit, (first, last) in found)
 
 
-def window_bytes(fetches: Sequence[Fetch], num_calls: int) -> int:
-    """The least memory for two calls in flight; with less a step would deadlock."""
-    return int(_held_bytes(fetches, num_calls).max(initial=0))
+def held_bytes(fetches: Sequence[Fetch], num_calls: int) -> np.ndarray:
+    """Returns the least memory for units during each call.
 
-
-def _held_bytes(fetches: Sequence[Fetch], num_calls: int) -> np.ndarray:
-    """The least memory for units during each call."""
+    Two calls are in flight; with less than the most of it a step would deadlock.
+    """
     stays = (Stay(one.first, one.end + 2, one.unit.page_bytes) for one in fetches)
     return occupancy(num_calls + 2, stays)
 
 
 def keep_between(
-    fetches: Sequence[Fetch], num_calls: int, limit_bytes: int
+    fetches: Sequence[Fetch], held: np.ndarray, limit_bytes: int
 ) -> tuple[Fetch, ...]:
     """Joins reads of the same unit, those that are nearest to each other first.
 
     Args:
       fetches: The reads of a step, in order.
-      num_calls: Number of calls in a step.
-      limit_bytes: Memory for units; at least `window_bytes` of the reads.
+      held: Their `held_bytes`; updated.
+      limit_bytes: Memory for units; at least the most of `held`.
     """
-    held = _held_bytes(fetches, num_calls)
     between = sorted(_between(fetches), key=lambda stay: stay.stop - stay.start)
     # By read, the one that serves its calls.
     before = dict(stay.tensor for stay in fill(held, between, limit_bytes))
     joined = list(fetches)
     for other in sorted(before, reverse=True):
         one = before[other]
-        joined[one] = replace(joined[one], last=joined[other].last)
+        joined[one] = joined[one]._replace(last=joined[other].last)
     return tuple(fetch for i, fetch in enumerate(joined) if i not in before)
 
 
@@ -114,7 +109,7 @@ def hand_over(
     fetches: Sequence[Fetch],
     gradients: Mapping[Any, int],
     can_take: Callable[[Any], bool],
-    num_calls: int,
+    held: np.ndarray,
     limit_bytes: int,
     is_staged: bool = False,
 ) -> tuple[Fetch, ...]:
@@ -124,24 +119,24 @@ def hand_over(
       fetches: The reads of a step, in order.
       gradients: From `completions`.
       can_take: Whether the update of a unit can take its params from a read.
-      num_calls: Number of calls in a step.
-      limit_bytes: Memory for units; at least `window_bytes` of the reads, unless
-        these are staged.
+      held: Memory for units during each call, at least; updated.
+      limit_bytes: Memory for units; at least the most of `held`.
       is_staged: Whether units only pass through this memory on their way to the device.
 
     Returns:
       The reads; those that serve an update have a `gradient`.
     """
     last = {
-        one.unit: (number, replace(one, gradient=gradients[one.unit]))
+        one.unit: number
         for number, one in enumerate(fetches)
-        if one.first <= gradients.get(one.unit, -1) and can_take(one.unit)
+        if one.first <= gradients.get(one.unit, -1)
     }
     waits = []
-    for number, one in last.values():
-        start = one.first if is_staged else one.last + 2
-        waits.append(Stay(start, one.end + 2, one.unit.page_bytes, (number, one)))
-    waits.sort(key=lambda stay: gradients[stay.tensor[1].unit] - stay.tensor[1].last)
-    held = _held_bytes(() if is_staged else fetches, num_calls)
+    for unit, number in last.items():
+        if can_take(unit):
+            one = fetches[number]._replace(gradient=gradients[unit])
+            start = one.first if is_staged else one.last + 2
+            waits.append(Stay(start, one.end + 2, unit.page_bytes, (number, one)))
+    waits.sort(key=lambda stay: stay.tensor[1].gradient - stay.tensor[1].last)
     chosen = dict(stay.tensor for stay in fill(held, waits, limit_bytes))
     return tuple(chosen.get(number, fetch) for number, fetch in enumerate(fetches))

@@ -129,7 +129,7 @@ def simulate(
     return ends[-1]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Tensor(Tensor):
     seconds: Mapping[Kind, float] = field(default_factory=dict)
     ready_s: float = 0.0

@@ -4,7 +4,7 @@ Invariant: what a bound step takes stays within the memory of the options.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -302,4 +302,4 @@ class Binder:
 
 def _early(fetches: Sequence[Fetch]) -> tuple[Fetch, ...]:
     """The same reads for parts of a batch without updates."""
-    return tuple(replace(fetch, gradient=None) for fetch in fetches)
+    return tuple(fetch._replace(gradient=None) for fetch in fetches)

@@ -7,7 +7,7 @@ import pytest
 from zoo import ZOO
 
 import jaxinf
-from jaxinf.schedule.reads import Fetch, hand_over, keep_between, window_bytes
+from jaxinf.schedule.reads import Fetch, hand_over, held_bytes, keep_between
 from jaxinf.streaming.move.fetch import Fetcher
 from jaxinf.streaming.plan import reads
 from jaxinf.streaming.program.units import Unit
@@ -22,14 +22,10 @@ def unit(leaf):
 
 def handed(fetches, gradients, limit_pages, can_take=lambda unit: True):
     """The leaves whose updates take their params from memory."""
-    found = hand_over(
-        fetches,
-        gradients,
-        can_take,
-        num_calls=NUM_CALLS,
-        limit_bytes=limit_pages * PAGE_BYTES,
-    )
-    assert window_bytes(found, NUM_CALLS) <= limit_pages * PAGE_BYTES
+    held = held_bytes(fetches, NUM_CALLS)
+    found = hand_over(fetches, gradients, can_take, held, limit_pages * PAGE_BYTES)
+    assert held.tolist() == held_bytes(found, NUM_CALLS).tolist()
+    assert held.max() <= limit_pages * PAGE_BYTES
     assert [(f.unit, f.first, f.last) for f in found] == [
         (f.unit, f.first, f.last) for f in fetches
     ]
@@ -45,9 +41,8 @@ def test_the_last_read_before_the_gradient_serves_the_update():
     ]
     gradients = {unit(0): 4, unit(1): 5}
     assert handed(fetches, gradients, 9) == {0: 4, 1: 5}
-    with_one = hand_over(
-        fetches, gradients, lambda _: True, num_calls=NUM_CALLS, limit_bytes=1 << 20
-    )
+    held = held_bytes(fetches, NUM_CALLS)
+    with_one = hand_over(fetches, gradients, lambda _: True, held, 1 << 20)
     assert [fetch.gradient for fetch in with_one] == [None, 5, 4, None]
 
 
@@ -65,8 +60,10 @@ def test_without_room_units_are_read_again():
 
 
 def joined(fetches, limit_pages):
-    found = keep_between(fetches, NUM_CALLS, limit_pages * PAGE_BYTES)
-    assert window_bytes(found, NUM_CALLS) <= limit_pages * PAGE_BYTES
+    held = held_bytes(fetches, NUM_CALLS)
+    found = keep_between(fetches, held, limit_pages * PAGE_BYTES)
+    assert held.tolist() == held_bytes(found, NUM_CALLS).tolist()
+    assert held.max() <= limit_pages * PAGE_BYTES
     return [(fetch.unit.leaf, fetch.first, fetch.last) for fetch in found]
 
 
@@ -95,7 +92,7 @@ def test_staged_units_are_in_memory_only_for_their_update():
         fetches,
         {unit(0): 2, unit(1): 2, unit(2): 3},
         lambda _: True,
-        num_calls=NUM_CALLS,
+        held_bytes((), NUM_CALLS),
         limit_bytes=2 * PAGE_BYTES,
         is_staged=True,
     )

@@ -58,7 +58,7 @@ class Call:
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """Parts of params that it reads, in the order of its inputs."""
-        return tuple(piece for piece, _ in self.program.params)
+        return self.program.pieces
 
     @property
     def num_fetched_bytes(self) -> int:

@@ -11,14 +11,16 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxinf.errors import BudgetError
 from jaxinf.io.pages import PAGE_BYTES
 from jaxinf.schedule.reads import (
     Fetch,
     fetches_of,
     hand_over,
+    held_bytes,
     keep_between,
-    window_bytes,
 )
 from jaxinf.schedule.simulator import Load, Loads
 from jaxinf.streaming.plan.calls import Call
@@ -33,6 +35,9 @@ __all__ = [
     "reused_bytes",
     "staged_bytes",
 ]
+
+# Units that pass the host are simulated together, up to its memory divided by this.
+_NUM_PASSING = 4
 
 
 class Reading(NamedTuple):
@@ -70,16 +75,19 @@ class Reading(NamedTuple):
     def loads(self, division: Division) -> Loads:
         """Returns the reads for a simulation; those for the same calls are one."""
         read_bytes, device_bytes = self.memory(division)
-        found: dict[Any, Load] = {}
-        for number, fetch in enumerate(self.fetches):
-            # On their way to a device, units pass one by one.
-            key = fetch.calls if device_bytes is None else number
-            own = fetch.unit.num_bytes, fetch.unit.page_bytes
-            one = found.get(key)
-            if one is not None:
-                own = own[0] + one.num_bytes, own[1] + one.host_bytes
-            found[key] = Load(fetch.first, fetch.last, fetch.end, *own)
-        return Loads(tuple(found.values()), read_bytes, device_bytes)
+        most = read_bytes if device_bytes is None else read_bytes // _NUM_PASSING
+        found: dict[Any, list[int]] = {}
+        loads = []
+        for fetch in self.fetches:
+            num_bytes, host_bytes = fetch.unit.num_bytes, fetch.unit.page_bytes
+            one = found.get(fetch.calls)
+            if one is None or one[1] + host_bytes > most:
+                one = found[fetch.calls] = [0, 0]
+                loads.append((fetch, one))
+            one[0] += num_bytes
+            one[1] += host_bytes
+        loads = [Load(one.first, one.last, one.end, *own) for one, own in loads]
+        return Loads(loads, read_bytes, device_bytes)
 
     @property
     def _sums(self) -> list[int]:
@@ -110,10 +118,11 @@ def planned_fetches(
     uses = [map(places.unit, call.pieces) for call in calls]
     fetches = tuple(fetch for fetch in fetches_of(uses) if fetch.unit not in stays)
     spare = max(0, division.programs - plan.peak_bytes)
-    room = window_bytes(fetches, len(calls)) + spare
+    held = held_bytes(fetches, len(calls))
+    room = int(held.max(initial=0)) + spare
     is_staged = division.staged > 0
     # The rest is for reading ahead.
-    fetches = keep_between(fetches, len(calls), room - spare // 2)
+    fetches = keep_between(fetches, held, room - spare // 2)
     limit = room - spare // 4
     if is_staged:
         largest = Reading(fetches, room).largest_bytes
@@ -129,7 +138,7 @@ def planned_fetches(
         fetches,
         completions(calls, places),
         can_take,
-        num_calls=len(calls),
+        held=np.zeros_like(held) if is_staged else held,
         limit_bytes=limit,
         is_staged=is_staged,
     )

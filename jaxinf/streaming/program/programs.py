@@ -56,6 +56,11 @@ class Program:
         )
 
     @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The parts of params that it reads, in the order of its inputs."""
+        return tuple(piece for piece, _ in self.params)
+
+    @cached_property
     def input_bytes(self) -> tuple[int, ...]:
         """Bytes of each of its inputs."""
         return tuple(aval_bytes(value.aval) for value in self.inputs)

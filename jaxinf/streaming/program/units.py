@@ -67,7 +67,14 @@ class Unit:
         """Bytes in the host's memory, where each shard is aligned."""
         return packed_bytes(self.shards, self.dtype)
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.leaf, self.index, self.shape))
+
+    @cached_property
     def page_bytes(self) -> int:
         """The same in whole pages."""
         return page_ceil(max(self.held_bytes, 1))
@@ -90,7 +97,7 @@ class Unit:
         """Shape of a part in the leaf."""
         return (*(1 for _ in self.index), *box.shape)
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes of the params on the JAX device."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
