@@ -76,6 +76,7 @@ class StoreHealth:
         self._path = path
         self._is_reported = False
         self._is_raised_by_jax = False
+        self._is_announced = False
         self.is_known = False
 
     def tell(self) -> None:
@@ -92,9 +93,13 @@ class StoreHealth:
             raise closed_error(self._path)
 
     def announce(self) -> None:
-        """Logs a failure that raises nowhere, and keeps it for `check_announced`."""
+        """Logs a failure that raises nowhere, and keeps it for `check_announced`.
+
+        Once: later calls change nothing.
+        """
         error = self.failure.error
-        if error is not None:
+        if error is not None and not self._is_announced:
+            self._is_announced = True
             _ANNOUNCED.append(self)
             _LOG.error(
                 "%s: %s: %s. The update is NaN, since other JAX devices wait for this "

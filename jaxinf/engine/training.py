@@ -182,11 +182,11 @@ class Training:
     def fail_beside_others(self, error: BaseException) -> None:
         """As `fail`, for an exception that gets to the program by no computation.
 
-        The first one is logged, and the next call that gets a state raises it.
+        The failure is logged once, and the next call that gets a state raises it. It
+        may be older: a worker or a commit failed in the background.
         """
-        if self.failure is None:
-            self.fail(error)
-            self._run.health.announce()
+        self.fail(error)
+        self._run.health.announce()
         self._run.health.caught()
 
     @property

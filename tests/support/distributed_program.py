@@ -208,6 +208,8 @@ def main(arguments):
             break_drive(*given.fail.split(":")[1:])
         batch = batch_of(mesh, number, dtype)
         params, state, loss = step(params, state, batch)
+        if given.fail:
+            jax.block_until_ready(state)
         bits = np.asarray(loss, np.float32).view(np.uint32)
         if number + 1 == given.checkpoint_at and "kept" not in names_of(store):
             store.checkpoint("kept", state=state)
