@@ -73,7 +73,7 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)", text.strip())
     factor = _FACTORS.get(match[2].lower()) if match else None
-    if match is None or factor is None:
+    if match is None or factor is None or len(match[1]) > 40:
         raise ValueError(
             f"{text!r}: expected a number of bytes such as 1GiB, 512MiB or 1048576"
         )

@@ -17,6 +17,7 @@ from jaxinf.errors import JaxinfError
 from jaxinf.terminal import printable
 from jaxinf.train.config import TrainConfig
 from jaxinf.train.loop import train
+from jaxinf.train.run_file import read_run
 
 __all__ = ["main"]
 
@@ -30,7 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
       arguments: the command line; by default that of the process.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
-    config: TrainConfig = parse(TrainConfig, words, prog=_PROGRAM)
+    try:
+        config = _config(words)
+    except UsageError as error:
+        return _fail(2, error)
     # JAX logs a callback's exception with a traceback before it raises it. The store
     # keeps the exception, which becomes the message here.
     logging.getLogger(compat.CALLBACK_LOGGER).setLevel(logging.CRITICAL)
@@ -44,6 +48,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return signal_number and 128 + signal_number
+
+
+def _config(words: Sequence[str]) -> TrainConfig:
+    """Returns the run that a command line asks for; its flags win over its file.
+
+    Raises:
+      UsageError: the file of --config cannot be read, or asks for what no run has.
+    """
+    config: TrainConfig = parse(TrainConfig, words, prog=_PROGRAM)
+    if config.run_file is None:
+        return config
+    held = read_run(config.run_file, given=config)
+    return parse(TrainConfig, words, prog=_PROGRAM, default=held)
 
 
 def _to_resume(words: Sequence[str]) -> list[str]:

@@ -161,7 +161,8 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
     # A gradient with NaN or Inf: end the run before that step, or skip the batch.
     nonfinite: Literal["error", "skip"] = "error"
 
-    # Directory for metrics.jsonl (a line for each step), validation.jsonl, config.json.
+    # Directory for metrics.jsonl (a line for each step), validation.jsonl, config.json,
+    # config.toml.
     log_dir: Annotated[
         Path | None, _shown("DIR", "STORE-log; runs/memory in --mode memory")
     ] = None
@@ -260,9 +261,12 @@ class TrainConfig(ProcessOptions, StoreOptions, StreamOptions, DataOptions, RunO
         return store.with_name(store.name + "-log")
 
     def to_json(self) -> dict[str, JsonValue]:
-        """All fields as JSON, paths as text."""
+        """All fields of the run as JSON, paths as text."""
         names = [field.name for field in dataclasses.fields(self)]
-        return {n: _plain(getattr(self, n)) for n in names if n != "files"}
+        return {n: _plain(getattr(self, n)) for n in names if n not in _NOT_OF_RUNS}
+
+
+_NOT_OF_RUNS = ("files", "run_file", "write_config")
 
 
 def _plain(value: object) -> JsonValue:

@@ -49,6 +49,7 @@ from jaxinf.train.report import (
     say_stopped,
 )
 from jaxinf.train.resume import Identity, first_payload
+from jaxinf.train.run_file import text_of_run, write_run
 from jaxinf.train.schedules import learning_rates, resolved_settings
 from jaxinf.train.signals import StopRequest
 from jaxinf.train.step import TrainStep
@@ -79,8 +80,14 @@ def train(
     """
     config = check(config)
     check_optimizer(config)
+    console = console or make_console(soft_wrap=True)
+    if config.write_config is not None:
+        write_run(config, config.write_config)
+        console.print(f"wrote {config.write_config}; nothing was trained")
+        return 0
+    run_file = text_of_run(config)
     processes = start(config)
-    console = processes.console(console or make_console(soft_wrap=True))
+    console = processes.console(console)
     config = processes.own(config)
     if not config.steps:
         _import(config, console)
@@ -95,6 +102,7 @@ def train(
             _Run(config, data, batches, backend, console, processes)
         ) as run,
     ):
+        _keep_config(run.step, config, run_file)
         signal_number = run.go()
         if run.step < config.steps:
             say_stopped(console, config, run.step, command)
@@ -155,6 +163,32 @@ def _check_log_dir(logs: Path) -> None:
         )
 
 
+def _keep_config(step: int, config: TrainConfig, run_file: str) -> None:
+    """Writes config.json and config.toml, or those of a resumed run beside them.
+
+    Args:
+      step: the first step of this start.
+      config: the run with what its data and its process have decided.
+      run_file: the run as it was asked for.
+    """
+    versions = {
+        "jaxinf": importlib.metadata.version("jaxinf"),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "optax": optax.__version__,
+    }
+    document = config.to_json() | resolved_settings(config)
+    document["versions"] = versions
+    texts = {"json": json.dumps(document, indent=1) + "\n", "toml": run_file}
+    for kind, text in texts.items():
+        path = config.logs / f"config.{kind}"
+        if path.exists() and step:
+            path = config.logs / f"config.{step}.{kind}"
+        elif path.exists():
+            path.replace(config.logs / f"config.previous.{kind}")
+        path.write_text(text, encoding="utf-8")
+
+
 class _Run:
     """The state of a run: data, params, optimizer state, logs."""
 
@@ -207,24 +241,6 @@ class _Run:
         self._sums = self._processes.sums(logs, self.step)
         self._validation = JsonLines(logs / "validation.jsonl", self.step)
         self._best = Best(self._backend, logs / "validation.jsonl")
-        self._write_config(logs)
-
-    def _write_config(self, logs: Path) -> None:
-        """Writes config.json, or that of a resumed run beside it."""
-        path = logs / "config.json"
-        if path.exists() and self.step:
-            path = logs / f"config.{self.step}.json"
-        elif path.exists():
-            path.replace(logs / "config.previous.json")
-        versions = {
-            "jaxinf": importlib.metadata.version("jaxinf"),
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "optax": optax.__version__,
-        }
-        document = self._config.to_json() | resolved_settings(self._config)
-        document["versions"] = versions
-        path.write_text(json.dumps(document, indent=1) + "\n")
 
     def go(self) -> int:
         """Trains until the last step, or until a signal; returns its number or 0."""

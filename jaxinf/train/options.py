@@ -37,11 +37,23 @@ _DURABILITY = tyro.constructors.PrimitiveConstructorSpec(
 )
 
 
-def _parse_state_tier(text: str) -> int:
+def _parse_state_tier(text: str) -> int | None:
+    if text.lower() == "none":
+        return None
     tier, _, num_bytes = text.partition("=")
     if tier != "host" or not num_bytes:
         raise ValueError(f"{text!r}: expected host=BYTES, such as host=2GiB")
     return parse_bytes(num_bytes)
+
+
+def _parse_memory(text: str) -> int | None:
+    return None if text.lower() == "none" else parse_bytes(text)
+
+
+_MEMORY = dataclasses.replace(
+    ByteSize, instance_from_str=lambda words: _parse_memory(words[0])
+)
+"""Bytes, or none, which takes back what a run's file says."""
 
 
 _STATE_TIER = tyro.constructors.PrimitiveConstructorSpec(
@@ -56,6 +68,18 @@ _STATE_TIER = tyro.constructors.PrimitiveConstructorSpec(
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
     """Where a run is, how long it is, and where its state and params are."""
+
+    # A file in TOML with flags of the run, without --: batch-size = 16. Flags win.
+    # The log directory has a config.toml that starts the same run again.
+    run_file: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            name="config", metavar="FILE", help_behavior_hint="(default: none)"
+        ),
+    ] = None
+
+    # Write the run, as its flags and --config have it, to a new file, and stop.
+    write_config: Annotated[Path | None, _shown("FILE", "none: train")] = None
 
     # Directory of the store: a new one, or the store of a run to resume.
     store: Annotated[Path | None, _shown("DIR", "none; --mode update needs it")] = None
@@ -73,7 +97,7 @@ class RunOptions:
     # store's state passes; with cards, of each card. In --mode stream: all of a step's,
     # in addition to some 400 MB of the process itself.
     memory: Annotated[
-        int | None, ByteSize, _shown("BYTES", "512MiB; --mode stream needs it")
+        int | None, _MEMORY, _shown("BYTES", "512MiB; --mode stream needs it")
     ] = None
 
     # For --mode memory. fused: one jit for the whole step, the fastest. split: three
@@ -143,7 +167,7 @@ class StreamOptions:
     # For --mode stream: memory of the JAX device for params, activations and
     # temporaries; by default most of what is free. On a CPU it limits that part of
     # --memory.
-    device_memory: Annotated[int | None, ByteSize, _shown("BYTES", "none")] = None
+    device_memory: Annotated[int | None, _MEMORY, _shown("BYTES", "none")] = None
 
     # For --mode stream. recompute: activations are computed again for the backward
     # pass. keep: they stay in memory. offload: those that --memory has no room for are

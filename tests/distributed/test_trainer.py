@@ -9,6 +9,8 @@ import pytest
 from places import LONG
 from processes import running
 
+from jaxinf.train.run_file import read_run
+
 TRAINER = ("-m", "jaxinf.train", "--distributed")
 SMALL = ("--preset", "nano", "--seq-len", 16, "--batch-size", 4, "--sample-bytes", 0)
 
@@ -45,7 +47,12 @@ def test_all_stop_after_the_step_in_which_one_gets_a_signal(tmp_path):
     for name in ("tokens", "drive_write_bytes"):
         assert sums[1][name] == sum(one[1][name] for one in own)
     assert sums[-1]["loss"] == own[1][-1]["loss"]
-    again = trained(tmp_path, "again", *store, "--steps", last + 2)
+    for number in (0, 1):
+        held = read_run(logs / f"process-0000{number}" / "config.toml")
+        assert (held.process_id, held.num_processes) == (number, 2)
+        assert (held.store, held.log_dir) == (tmp_path / "store", logs)
+    run_file = logs / "process-00000" / "config.toml"
+    again = trained(tmp_path, "again", "--config", run_file, "--steps", last + 2)
     assert [line["step"] for line in again][-2:] == [last + 1, last + 2]
 
 

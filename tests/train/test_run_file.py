@@ -1,0 +1,259 @@
+"""A run as a file: read, written, and refused."""
+
+import dataclasses
+import os
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxinf.command_line import UsageError, flags_of
+from jaxinf.train.__main__ import main
+from jaxinf.train.config import TrainConfig
+from jaxinf.train.run_file import NOT_IN_FILES, read_run, text_of_run
+
+FULL = TrainConfig(
+    store=Path("/a/store"),
+    steps=7,
+    mode="stream",
+    memory=3 << 30,
+    data=("/a/*.txt", '/b/"q"\\ é\n\t\x7f.jsonl'),
+    tokenizer=Path("/a/tokenizer.json"),
+    device_memory=12345,
+    activations="int8",
+    resident="2GiB",
+    endurance_tbw=600.5,
+    replan=True,
+    csd_root=(Path("/d0"), Path("/d{process}")),
+    csd="emulated:drive=1.5GB/s",
+    durability=1024,
+    state_tier=1 << 20,
+    state="int8",
+    source=Path("/a/llama"),
+    task="causal-lm",
+    optimizer_args=("b2=0.95",),
+    learning_rate=1e-05,
+    momentum=float("inf"),
+    keep_best=False,
+)
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Reads a text as a run's file."""
+
+    def call(text, **options):
+        path = tmp_path / "run.toml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return read_run(path, **options)
+
+    return call
+
+
+@pytest.mark.parametrize("config", [FULL, TrainConfig(store=Path("/s"))])
+def test_what_is_written_reads_back(read, config):
+    assert read(text_of_run(config)) == config
+
+
+@settings(max_examples=100)
+@given(
+    st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])),
+    st.floats(allow_nan=False),
+    st.integers(-(1 << 63), (1 << 63) - 1),
+)
+def test_any_value_reads_back(tmp_path_factory, text, number, whole):
+    path = tmp_path_factory.getbasetemp() / "any.toml"
+    config = dataclasses.replace(
+        FULL, compress=text, optimizer_args=(text,), clip_norm=number, seed=whole
+    )
+    path.write_text(text_of_run(config), encoding="utf-8", newline="")
+    assert read_run(path) == config
+
+
+def test_every_flag_can_be_in_a_file(read):
+    defaults = {flag.name: flag for flag in flags_of(TrainConfig)}
+    lines = [
+        line.removeprefix("# ")
+        for line in text_of_run(FULL).splitlines()
+        if "=" in line
+    ]
+    named = {line.split(" =")[0] for line in lines}
+    assert named == {*defaults} - {*NOT_IN_FILES}
+    known = [line for line in lines if not line.endswith("=")]  # the rest are none
+    read("\n".join(known))
+
+
+def test_paths_are_absolute(read, tmp_path, monkeypatch):
+    folder = tmp_path / "of [a] run"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HOME", "/home/me")
+    (folder / "odd*.txt").touch()
+    config = TrainConfig(
+        store=Path("s"),
+        tokenizer=Path("~/t.json"),
+        data=("**/*.txt", "odd*.txt", "~/x", "/y"),
+        csd_root=(Path("d"),),
+        source=Path("../hf"),
+    )
+    text = text_of_run(config)
+    monkeypatch.chdir("/")
+    found = read(text)
+    assert found.store == folder / "s"
+    assert found.tokenizer == Path("/home/me/t.json")
+    escaped = str(folder).replace("[a]", "[[]a]")
+    data = (f"{escaped}/**/*.txt", f"{folder}/odd*.txt", "/home/me/x", "/y")
+    assert found.data == data
+    assert found.csd_root == (folder / "d",)
+    assert found.source == folder / "../hf"
+
+
+def test_a_run_without_a_store_keeps_its_logs(read, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = text_of_run(TrainConfig(mode="memory"))
+    monkeypatch.chdir("/")
+    assert read(text).logs == tmp_path / "runs/memory"
+
+
+def test_a_name_that_is_no_text_is_left_to_its_flag(read):
+    config = dataclasses.replace(FULL, store=Path(os.fsdecode(b"/a/\xff")))
+    text = text_of_run(config)
+    assert "# store = '\"/a/\\udcff\"' is not UTF-8; give --store" in text
+    assert read(text) == dataclasses.replace(FULL, store=None)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("batch-sise = 8", "batch-sise: no setting of a run; did you mean batch-size?"),
+        ("qqq = 8", "qqq: no setting of a run; --help lists them"),
+        ("[train]\nsteps = 8", "train: a table, in which no setting of a run stands"),
+        ("steps.a = 8", "steps: expected a whole number, got a table"),
+        ("steps = 'ten'", 'steps: expected a whole number, got the text "ten"'),
+        ("steps = 10.0", "steps: expected a whole number, got the number 10.0"),
+        ("steps = true", "steps: expected a whole number, got true"),
+        ("steps = nan", "steps: expected a whole number, got the number nan"),
+        ("steps = 9223372036854775808", "steps: expected a number of at most 64 bits"),
+        (f"steps = 0x{'f' * 9999}", "steps: expected a number of at most 64 bits"),
+        (f"clip-norm = 0x{'f' * 9999}", "clip-norm: expected a number of at most 64"),
+        (f"replan = 0x{'f' * 9999}", "replan: expected a number of at most 64 bits"),
+        (f"steps = 1{'0' * 9999}", "expected TOML, such as steps = 100"),
+        ("clip-norm = '1'", 'clip-norm: expected a number, got the text "1"'),
+        ("replan = 1", "replan: expected true or false, got the whole number 1"),
+        ("store = 1", "store: expected a path in quotes, got the whole number 1"),
+        ("store = 1979-05-27", "got the date or time 1979-05-27"),
+        ("store = 07:32:00", "got the date or time 07:32:00"),
+        ('store = "a\\u0000"', "store: expected a text without NUL"),
+        ("data = 'a'", 'data: expected a list, such as ["a", "b"], got the text "a"'),
+        ("data = ['a', 1]", "data: expected a text in quotes, got the whole number 1"),
+        ("data = [['a']]", "data: expected a text in quotes, got a list"),
+        ("mode = 'streem'", "expected one of update, stream, memory, got the text"),
+        ("mode = 'streem'", "did you mean stream?"),
+        ("mode = 3", "mode: expected one of update, stream, memory, got the whole"),
+        ("state = 8", "state: expected one of fp32, bf16, int8, got the whole number"),
+        ("memory = 'much'", "memory: 'much': expected a number of bytes such as 1GiB"),
+        ("memory = 1.5", "memory: expected BYTES in quotes, or a number, got the num"),
+        ("memory = '1e'", "memory: '1e': expected a number of bytes"),
+        (f"memory = '{'9' * 400}'", "expected a number of bytes such as 1GiB"),
+        ("state-tier = '2GiB'", "state-tier: '2GiB': expected host=BYTES"),
+        ("durability = 'now'", "durability: 'now': expected step, checkpoint, or a n"),
+        ("restore = 'best'", "restore: of one start, not of the run; give --restore"),
+        ("config = 'a'", "config: of one start, not of the run; give --config"),
+        ("write_config = 'a'", "write_config: of one start, not of the run; give --wr"),
+        ("seq_len = 8\nseq-len = 8", "seq-len: there twice, once with - and once with"),
+        ("steps = 1\nsteps = 2", "found: Cannot overwrite a value"),
+        ("steps: 100", "expected TOML, such as steps = 100 in a line, found: Expected"),
+        ("{}", "expected TOML"),
+        ("a =" + "[" * 100_000, "expected TOML"),
+        (
+            b"store = '\xff'",
+            "expected TOML, such as steps = 100 in a line, found: 'utf",
+        ),
+        ("#" * (1 << 21), "expected at most 1 MiB; is it the file?"),
+        ('"a\\nb" = 1', '"a\\nb": no setting of a run'),
+        (f"{'x' * 999} = 1", f"{'x' * 59}…: no setting of a run"),
+        ("a = 1\nsteps = 'b'", "a: no setting of a run; --help lists them\n  steps: "),
+    ],
+)
+def test_refusals(read, text, expected):
+    with pytest.raises(UsageError) as refused:
+        read(text)
+    assert expected in str(refused.value)
+    assert str(refused.value).startswith("--config ")
+
+
+def test_texts_that_are_taken(read):
+    assert read(b"\xef\xbb\xbfsteps = 3\r\n").steps == 3
+    assert read("batch_size = 3\nclip-norm = 1").batch_size == 3
+    assert read("memory = 4096\ndurability = 3") == TrainConfig(
+        memory=4096, durability=3
+    )
+    assert read("memory = 'none'\nstate-tier = 'none'") == TrainConfig()
+    assert read("") == TrainConfig()
+
+
+def test_places_that_are_no_file(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for path, expected in (
+        ("no.toml", "--config no.toml: expected a file with a run's settings, found: "),
+        ("folder", "found: Is a directory"),
+        ("/dev/zero", "expected at most 1 MiB"),
+    ):
+        assert main(["--config", path, "--store", "s"]) == 2
+        assert expected in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == [tmp_path / "folder"]
+
+
+def test_flags_win(run, losses, tmp_path, tiny, capsys):
+    file, log, drive = (tmp_path / name for name in ("run.toml", "s-log", "drive"))
+    drive.mkdir()
+    lines = ["steps = 2", "seed = 5", f'store = "{tmp_path}/s"', 'data = ["/no/such"]']
+    lines += ['csd-root = ["/no/such"]', 'memory = "64MiB"', "keep-best = false"]
+    file.write_text("\n".join(lines))
+    assert run("--config", file, "--steps", 1, "--csd-root", drive) == 0
+    first = losses(log)
+    assert len(first) == 1
+    assert any(drive.iterdir())
+    text = (log / "config.toml").read_text()
+    written = tomllib.loads(text)
+    assert written["csd-root"] == [str(drive)]
+    assert (written["seed"], written["keep-best"]) == (5, False)
+
+    # The run's own file starts the same again.
+    shutil.rmtree(tmp_path / "s")
+    shutil.rmtree(drive)
+    drive.mkdir()
+    with tiny():
+        assert main(["--config", str(log / "config.toml")]) == 0
+    assert losses(log) == first
+    assert (log / "config.toml").read_text() == text
+    assert (log / "config.previous.toml").read_text() == text
+
+    capsys.readouterr()
+    words = ["--config", file, "--mode", "memory", "--memory", "none"]
+    assert run(*words, "--store", "None") == 2
+    assert "--csd-root: --mode memory keeps nothing" in capsys.readouterr().err
+
+
+def test_a_file_is_written_instead_of_a_run(run, tmp_path, capsys):
+    file, store = tmp_path / "run.toml", tmp_path / "store"
+    words = ("--store", store, "--restore", "best", "--write-config", file)
+    assert run(*words, "--seed", 3) == 0
+    assert f"wrote {file}; nothing was trained" in capsys.readouterr().out
+    assert not store.exists()
+    found = read_run(file)
+    assert (found.store, found.seed, found.restore) == (store, 3, None)
+    before = file.read_text()
+    assert run(*words, "--seed", 4) == 2
+    assert "expected a place for a new file, found: File exists" in (
+        capsys.readouterr().err
+    )
+    assert file.read_text() == before
+    assert run("--write-config", tmp_path / "b.toml", "--steps", 0) == 2
+    assert not (tmp_path / "b.toml").exists()
+    assert run("--store", store, "--write-config", tmp_path / "no/b.toml") == 2
+    assert "found: No such file or directory; name another" in capsys.readouterr().err
