@@ -31,7 +31,9 @@ $(VENV)/dependencies: pyproject.toml $(VENV)/made
 	$(BIN)/python -m pip install --quiet --upgrade '.[test]'
 	@touch $@
 
+# An earlier build must not bring back a module that is gone.
 $(VENV)/installed: $(SOURCES) $(VENV)/dependencies
+	@find build -path 'build/lib*' -name '*.py' -delete 2>/dev/null || true
 	$(BIN)/python -m pip install --quiet --no-deps --force-reinstall .
 	@touch $@
 

@@ -23,7 +23,7 @@ from jaxinf.cli.terminal import show_progress
 from jaxinf.command_line import ByteSize, UsageError, parse
 from jaxinf.engine import AverageChoice, MasterFormat, StateFormat, convert_store
 from jaxinf.errors import JaxinfError
-from jaxinf.store import migrate, rebalance, trim_store
+from jaxinf.store import rebalance, trim_store
 from jaxinf.terminal import format_bytes, printable
 
 __all__ = ["COMMANDS", "Checkpoint", "Doctor", "Inspect", "Store", "Verify", "main"]
@@ -214,18 +214,6 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class _Migrate:
-    """Update a store of an older format version; its chunks do not change."""
-
-    store: StorePath
-
-    def run(self) -> None:
-        path = Path(self.store).expanduser().absolute()
-        is_changed = migrate(path)
-        print(f"{path}: {'migrated' if is_changed else 'up to date already'}")
-
-
-@dataclass(frozen=True)
 class _Convert:
     """Make a new store from a committed step, with its state in more or fewer bits.
 
@@ -328,11 +316,10 @@ class _Trim:
 
 @dataclass(frozen=True)
 class Store:
-    """Change a store's format or drives, or free space."""
+    """Change how a store's state is stored or its drives, or free space."""
 
     action: (
-        Annotated[_Migrate, tyro.conf.subcommand("migrate")]
-        | Annotated[_Convert, tyro.conf.subcommand("convert")]
+        Annotated[_Convert, tyro.conf.subcommand("convert")]
         | Annotated[_Rebalance, tyro.conf.subcommand("rebalance")]
         | Annotated[_Trim, tyro.conf.subcommand("trim")]
     )

@@ -63,8 +63,8 @@ def import_export(
       StoreSpaceError: there is no room; nothing was written.
       StoreError: a drive failed.
     """
-    exported = Manifest.read(source / "jaxinf.json", any_version=True)
-    commit = CommitRecord.read(source / "commit.json", any_version=True)
+    exported = Manifest.read(source / "jaxinf.json")
+    commit = CommitRecord.read(source / "commit.json")
     found = read_source(source)
     wanted = _wanted(exported, found, source)
     shapes = [leaf.chunk_shape for leaf in exported.leaves]

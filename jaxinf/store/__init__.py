@@ -62,7 +62,6 @@ from jaxinf.store.making import (
     making_store,
 )
 from jaxinf.store.manifest import FORMAT_VERSION, LeafRecord, Manifest, Member
-from jaxinf.store.migrate import migrate
 from jaxinf.store.names import (
     ERROR_FEEDBACK,
     MASTER_PARAMS,
@@ -164,7 +163,6 @@ __all__ = [
     "lock_exclusively",
     "look_at_store",
     "making_store",
-    "migrate",
     "missing_members",
     "next_slot",
     "open_array",

@@ -5,7 +5,7 @@ Invariant: a record read back is bit for bit the record written; floats travel a
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,11 @@ from jaxinf.store.documents import (
     read_document,
     write_document,
 )
-from jaxinf.store.key_paths import from_version_2
 from jaxinf.store.manifest import (
     FORMAT_VERSION,
     MEMBER_VERSION,
     VERSIONS,
     Manifest,
-    is_older,
     version_of,
 )
 from jaxinf.store.schemas import RECORD
@@ -150,12 +148,8 @@ class CommitRecord:
         write_document(path, self.to_json())
 
     @classmethod
-    def read(cls, path: Path, *, any_version: bool = False) -> "CommitRecord":
+    def read(cls, path: Path) -> "CommitRecord":
         """Reads a slot's record.
-
-        Args:
-          path: path of the file.
-          any_version: whether older formats are accepted and converted.
 
         Raises:
           StoreFormatError: the record is missing, damaged, edited, or of another
@@ -164,14 +158,13 @@ class CommitRecord:
         raw, document = read_document(path, _WHAT, _REMEDY)
         try:
             version = version_of(document)
-            if version in VERSIONS:
-                check_seal(path, raw, _WHAT, _REMEDY)
-            elif not (any_version and is_older(version)):
+            if version not in VERSIONS:
                 raise SchemaError(
                     f"format version {shown(version)}, expected {FORMAT_VERSION}"
                 )
+            check_seal(path, raw, _WHAT, _REMEDY)
             RECORD[version].check(document)
-            return cls._from_json(document, version)
+            return cls._from_json(document)
         except ValueError as error:
             raise no_document(path, _WHAT, _REMEDY, error) from error
 
@@ -207,10 +200,8 @@ class CommitRecord:
                 )
 
     @classmethod
-    def _from_json(cls, document: Mapping[str, Any], version: int) -> "CommitRecord":
+    def _from_json(cls, document: Mapping[str, Any]) -> "CommitRecord":
         scalars = tuple(map(ScalarState.from_json, document["scalar_state"]))
-        if version == 2:
-            scalars = tuple(replace(s, path=from_version_2(s.path)) for s in scalars)
         if len({scalar.path for scalar in scalars}) != len(scalars):
             raise SchemaError("two scalars of one path")
         return cls(
@@ -220,7 +211,7 @@ class CommitRecord:
             payload=document["payload"],
             committed_at=document["committed_at"],
             commit=document.get("commit", ""),
-            documents={} if version == 2 else dict(document["documents"]),
+            documents=dict(document["documents"]),
             checksums={
                 name: np.frombuffer(bytes.fromhex(text), ">u4").astype(np.uint32)
                 for name, text in document["checksums"].items()

@@ -17,10 +17,10 @@ from jaxinf.store.documents import (
     read_document,
     write_document,
 )
-from jaxinf.store.manifest import FORMAT_VERSION, Manifest
+from jaxinf.store.manifest import Manifest
 from jaxinf.typing import JsonValue
 
-__all__ = ["JOURNAL", "read_journal", "reseal_journal", "write_journal"]
+__all__ = ["JOURNAL", "read_journal", "write_journal"]
 
 JOURNAL = "rebalance.json"
 """The journal's name in the store."""
@@ -35,13 +35,6 @@ def write_journal(old: StoreDirectory, new: StoreDirectory) -> None:
     write_document(old.path / JOURNAL, document)
 
 
-def reseal_journal(directory: StoreDirectory) -> None:
-    """Writes the journal of a rebalance, if one is under way, in the present format."""
-    journal = read_journal(directory)
-    if journal is not None:
-        write_journal(*(StoreDirectory(directory.path, side) for side in journal))
-
-
 def _places(manifest: Manifest) -> dict[str, JsonValue]:
     chunks: list[JsonValue] = [list(leaf.csds) for leaf in manifest.leaves]
     return {"csds": list(manifest.csds), "chunks": chunks}
@@ -54,10 +47,9 @@ def read_journal(directory: StoreDirectory) -> tuple[Manifest, Manifest] | None:
         return None
     held = directory.manifest
     raw, document = read_document(file, _WHAT, _REMEDY)
-    if held.format_version == FORMAT_VERSION:
-        check_seal(file, raw, _WHAT, _REMEDY)
+    check_seal(file, raw, _WHAT, _REMEDY)
     try:
-        schemas.JOURNAL[held.format_version].check(document)
+        schemas.JOURNAL.check(document)
         return _placed(held, document["from"]), _placed(held, document["to"])
     except SchemaError as error:
         raise no_document(file, _WHAT, _REMEDY, error) from error

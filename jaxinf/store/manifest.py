@@ -43,19 +43,17 @@ __all__ = [
     "LeafRecord",
     "Manifest",
     "Member",
-    "is_older",
     "version_of",
 ]
 
 FORMAT_VERSION = 3
+"""Version of a store; the first that a release of jaxinf writes."""
 
 MEMBER_VERSION = 4
 """Version of a store that is a member: it holds a part of the chunks of its leaves."""
 
 VERSIONS = (FORMAT_VERSION, MEMBER_VERSION)
 """The versions of stores that this jaxinf opens."""
-
-_OLDEST_VERSION = 2
 
 _WHAT = "the manifest of a jaxinf store"
 _REMEDY = (
@@ -223,23 +221,17 @@ class Manifest(StoreContents):
         write_document(path, self.to_json())
 
     @classmethod
-    def read(cls, path: Path, *, any_version: bool = False) -> "Manifest":
+    def read(cls, path: Path) -> "Manifest":
         """Reads ``jaxinf.json``.
-
-        Args:
-          path: path of the file.
-          any_version: whether older formats are accepted, as in a migration.
 
         Raises:
           StoreFormatError: the manifest is damaged, or of another format.
         """
         raw, document = read_document(path, _WHAT, _REMEDY)
-        _check_header(path, document, any_version=any_version)
-        version = document["format_version"]
-        if version in VERSIONS:
-            check_seal(path, raw, _WHAT, _REMEDY)
+        _check_header(path, document)
+        check_seal(path, raw, _WHAT, _REMEDY)
         try:
-            MANIFEST[version].check(document)
+            MANIFEST[document["format_version"]].check(document)
             return cls._from_json(document)
         except ValueError as error:
             raise no_document(path, _WHAT, _REMEDY, error) from error
@@ -369,25 +361,23 @@ def version_of(document: Any) -> Any:
     return document.get("format_version") if isinstance(document, dict) else None
 
 
-def is_older(version: object) -> bool:
-    """Whether a migration can convert a format version."""
-    return type(version) is int and _OLDEST_VERSION <= version < FORMAT_VERSION
-
-
-def _check_header(path: Path, document: Any, *, any_version: bool) -> None:
+def _check_header(path: Path, document: Any) -> None:
     if not isinstance(document, Mapping) or document.get("format") != "jaxinf":
         raise StoreFormatError(
             f'{path}: expected "format": "jaxinf", found another document; this is '
             "not the manifest of a jaxinf store"
         )
     version = document.get("format_version")
-    is_known = type(version) is int and version in VERSIONS
-    if not is_known and not (any_version and is_older(version)):
+    is_number = type(version) is int
+    if not is_number or version not in VERSIONS:
         remedy = "the manifest is damaged; restore it from a backup"
-        if is_older(version):
-            remedy = f'bring it up to date with "jaxinf store migrate {path.parent}"'
-        elif type(version) is int and version > max(VERSIONS):
-            remedy = "open it with a newer jaxinf (pip install -U jaxinf)"
+        if is_number and 0 < version < FORMAT_VERSION:
+            remedy = (
+                "it is older than any release: export its params with the checkout of "
+                "jaxinf that wrote it and start a run from them, or start again"
+            )
+        elif is_number and version > max(VERSIONS):
+            remedy = "open it with a newer jaxinf"
         raise StoreFormatError(
             f"{path}: this jaxinf reads format version {FORMAT_VERSION}, the store has "
             f"{shown(version)}; {remedy}"

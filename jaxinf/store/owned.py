@@ -31,7 +31,7 @@ def look_at_store(path: Path) -> StoreDirectory:
         format, or a CSD is missing.
       StoreIOError: a file or directory cannot be read.
     """
-    directory = _scanned(path, any_version=False)
+    directory = _scanned(path)
     check_present(directory)
     for csd in range(len(directory.manifest.csds)):
         scan_csd(directory.csd_directory(csd))
@@ -39,11 +39,7 @@ def look_at_store(path: Path) -> StoreDirectory:
 
 
 def read_owned(
-    path: Path,
-    named: Sequence[Path] = (),
-    *,
-    any_version: bool = False,
-    unmade: bool = False,
+    path: Path, named: Sequence[Path] = (), *, unmade: bool = False
 ) -> StoreDirectory:
     """Opens a store for writing, in its present state; blocks.
 
@@ -53,7 +49,6 @@ def read_owned(
     Args:
       path: the store.
       named: CSD roots that the user has named, which are accepted without a note.
-      any_version: whether older formats are accepted, as in a migration.
       unmade: whether its creation may have been interrupted, so that CSDs may be
         missing.
 
@@ -61,7 +56,7 @@ def read_owned(
       StoreFormatError: as `look_at_store`; or nothing shows that a CSD is this store's.
       StoreIOError: a file or directory cannot be read.
     """
-    directory = _scanned(path, any_version=any_version)
+    directory = _scanned(path)
     check_owners(directory, named, unmade=unmade)
     journal = read_journal(directory)
     sides = [StoreDirectory(path, side) for side in journal or ()]
@@ -76,18 +71,13 @@ def read_owned(
 
 @contextlib.contextmanager
 def hold_store(
-    path: Path,
-    named: Sequence[Path] = (),
-    *,
-    any_version: bool = False,
-    is_member: bool = False,
+    path: Path, named: Sequence[Path] = (), *, is_member: bool = False
 ) -> Iterator[StoreDirectory]:
     """Makes this process the store's only writer while the context lasts.
 
     Args:
       path: the store.
       named: CSD roots that the user has named.
-      any_version: whether older formats are accepted.
       is_member: whether it is one of a run's members, all of which the caller holds.
 
     Yields:
@@ -101,7 +91,7 @@ def hold_store(
     lock = StoreLock(path)
     try:
         with lock_exclusively(path / "checkpoints.lock"):
-            directory = read_owned(path, named, any_version=any_version)
+            directory = read_owned(path, named)
             directory.lock = lock
             if not is_member:
                 _check_no_member(directory)
@@ -147,11 +137,11 @@ def _check_there(path: Path) -> None:
         )
 
 
-def _scanned(path: Path, *, any_version: bool) -> StoreDirectory:
+def _scanned(path: Path) -> StoreDirectory:
     """Opens a store after checking every name in it."""
     _check_there(path)
     leads_to = chunk_link_roots(path)
-    manifest = Manifest.read(path / "jaxinf.json", any_version=any_version)
+    manifest = Manifest.read(path / "jaxinf.json")
     directory = StoreDirectory(path, manifest)
     if leads_to:
         journal = read_journal(directory)

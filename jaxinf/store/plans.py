@@ -13,14 +13,8 @@ from jaxinf.errors import StoreError, StoreFormatError
 from jaxinf.io.failures import translated
 from jaxinf.schema import SchemaError
 from jaxinf.store.damage import Damage
-from jaxinf.store.documents import (
-    check_seal,
-    no_document,
-    read_document,
-    write_document,
-)
+from jaxinf.store.documents import check_seal, no_document, read_document
 from jaxinf.store.schemas import PLAN
-from jaxinf.typing import JsonValue
 
 __all__ = ["check_plans_folder", "plan_damages", "plans_folder", "read_plan"]
 
@@ -57,15 +51,19 @@ def plans_folder(store: Path) -> Path:
 
 
 def read_plan(path: Path) -> Mapping[str, Any]:
-    """Reads a plan; one without a checksum, as it was written before, gets it now.
+    """Reads a plan.
 
     Raises:
       StoreFormatError: It is damaged, or something else.
-      StoreError: The checksum cannot be written.
     """
-    held = _checked(path)
-    if "crc32c" not in held:
-        write_document(path, held)
+    raw, held = read_document(path, _WHAT, _REMEDY)
+    check_seal(path, raw, _WHAT, _REMEDY)
+    try:
+        PLAN.check(held)
+        if held["cuts"][:1] != [0] or held["cuts"] != sorted(set(held["cuts"])):
+            raise SchemaError("cuts: expected numbers that rise from 0, found others")
+    except SchemaError as error:
+        raise no_document(path, _WHAT, _REMEDY, error) from error
     return held
 
 
@@ -79,19 +77,6 @@ def plan_damages(store: Path) -> Iterator[Damage]:
         return
     for file in files:
         try:
-            _checked(file)
+            read_plan(file)
         except StoreError as error:
             yield Damage(store, file, _WHAT, str(error))
-
-
-def _checked(path: Path) -> dict[str, JsonValue]:
-    raw, held = read_document(path, _WHAT, _REMEDY)
-    try:
-        PLAN.check(held)
-        if "crc32c" in held:
-            check_seal(path, raw, _WHAT, _REMEDY)
-        if held["cuts"][:1] != [0] or held["cuts"] != sorted(set(held["cuts"])):
-            raise SchemaError("cuts: expected numbers that rise from 0, found others")
-    except SchemaError as error:
-        raise no_document(path, _WHAT, _REMEDY, error) from error
-    return held

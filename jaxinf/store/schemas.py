@@ -72,6 +72,8 @@ _SCALAR = Record(
     {"value": Text()},
 )
 
+_DOCUMENTS = ("zarr.json", "_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt")
+
 _INEXACT: dict[str, Kind] = {
     "inexact": Mapped(Text("[0-9a-f]{8}", "a float32 as 8 hex digits"))
 }
@@ -85,16 +87,13 @@ _RECORD: dict[str, Kind] = {
     "checksums": Mapped(
         Text("(?:[0-9a-f]{8}(?: [0-9a-f]{8})*+)?", "checksums of 8 hex digits"), _NAME
     ),
+    "documents": Mapped(_SEAL, OneOf((*_DOCUMENTS, "*/zarr.json"))),
+    "crc32c": _SEAL,
 }
-
-_DOCUMENTS = ("zarr.json", "_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt")
 
 _PLACES = Record({"csds": Listed(_ROOT, most=65536), "chunks": Listed(_CSDS)})
 _NEW_PLACES = Record({**_PLACES.needed, "csds": Listed(_ROOT, least=1, most=65536)})
-_MOVES: dict[str, Kind] = {"from": _PLACES, "to": _NEW_PLACES}
-
 MANIFEST: dict[int, Record] = {
-    2: Record({"format_version": Const(2), **_MANIFEST}),
     3: Record({"format_version": Const(3), **_MANIFEST, "crc32c": _SEAL}),
     4: Record(
         {
@@ -114,24 +113,16 @@ MANIFEST: dict[int, Record] = {
 }
 """``jaxinf.json``, by format version."""
 
-_SEALED_RECORD: dict[str, Kind] = {
-    **_RECORD,
-    "documents": Mapped(_SEAL, OneOf((*_DOCUMENTS, "*/zarr.json"))),
-    "crc32c": _SEAL,
-}
 _COMMIT = Text("[0-9a-f]{32}-[0-9]{1,16}", "an id of a session and a number")
 
 RECORD: dict[int, Record] = {
-    2: Record({"format_version": Const(2), **_RECORD}),
-    3: Record({"format_version": Const(3), **_SEALED_RECORD}, _INEXACT),
-    4: Record(
-        {"format_version": Const(4), **_SEALED_RECORD, "commit": _COMMIT}, _INEXACT
-    ),
+    3: Record({"format_version": Const(3), **_RECORD}, _INEXACT),
+    4: Record({"format_version": Const(4), **_RECORD, "commit": _COMMIT}, _INEXACT),
 }
 """``commit.json``, by format version."""
 
-JOURNAL: dict[int, Record] = {2: Record(_MOVES), 3: Record({**_MOVES, "crc32c": _SEAL})}
-"""``rebalance.json``, by the store's format version."""
+JOURNAL = Record({"from": _PLACES, "to": _NEW_PLACES, "crc32c": _SEAL})
+"""``rebalance.json``."""
 
 LOCK = Record(
     {
@@ -148,7 +139,8 @@ PLAN = Record(
         "version": Whole(0),
         "fingerprint": Text(most_bytes=256),
         "cuts": Listed(Whole(0)),
+        "crc32c": _SEAL,
     },
-    optional={"mesh": Mapped(Whole(1)), "crc32c": _SEAL},
+    optional={"mesh": Mapped(Whole(1))},
 )
-"""``stream/<digest>.json``; at first it had no checksum."""
+"""``stream/<digest>.json``."""

@@ -1,8 +1,6 @@
-"""``jaxinf verify``, ``jaxinf checkpoint`` and ``jaxinf store migrate``."""
+"""``jaxinf verify`` and ``jaxinf checkpoint``."""
 
 import json
-import shutil
-from pathlib import Path
 
 import jax.numpy as jnp
 import optax
@@ -11,8 +9,6 @@ import pytest
 import jaxinf
 from jaxinf.cli import main
 from jaxinf.store import StoreDirectory, Verifier, remove_checkpoint
-
-GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 @pytest.fixture
@@ -142,7 +138,7 @@ def test_restoring_needs_the_lock(store, capsys):
         (["verify"], "STORE"),
         (["checkpoint"], "save"),
         (["checkpoint", "save"], "STORE"),
-        (["store"], "migrate"),
+        (["store"], "convert"),
     ],
 )
 def test_incomplete_commands_say_what_is_missing(words, missing, capsys):
@@ -150,15 +146,3 @@ def test_incomplete_commands_say_what_is_missing(words, missing, capsys):
         main(words)
     assert exit_of.value.code == 2
     assert missing in capsys.readouterr().err
-
-
-def test_an_older_format_is_refused_and_migrated(tmp_path, capsys):
-    store = shutil.copytree(GOLDEN / "v2_store", tmp_path / "store", symlinks=True)
-    with pytest.raises(jaxinf.errors.StoreFormatError, match='"jaxinf store migrate /'):
-        jaxinf.open_store(store)
-    assert main(["verify", str(store)]) == 1
-    assert main(["store", "migrate", str(store)]) == 0
-    assert "migrated" in capsys.readouterr().out
-    assert main(["verify", str(store)]) == 0
-    assert main(["store", "migrate", str(store)]) == 0
-    assert "up to date already" in capsys.readouterr().out

@@ -101,19 +101,6 @@ def test_an_import_into_a_copy(original, copy, tmp_path, run):
     assert bytes_below(original.path, *original.csds) == before
 
 
-def test_migrating_a_copy(original, copy):
-    manifest = copy / "jaxinf.json"
-    document = json.loads(manifest.read_text())
-    document["format_version"] = 2
-    del document["crc32c"]
-    manifest.unlink()  # with cp -al it is the same file as the original's
-    manifest.write_text(json.dumps(document))
-    before = bytes_below(original.path, *original.csds)
-    with pytest.raises(StoreFormatError, match="found a copy of"):
-        jaxinf.store.migrate(copy)
-    assert bytes_below(original.path, *original.csds) == before
-
-
 def test_the_original_goes_on_beside_a_copy(original, copy, run):
     del copy
     for words in (

@@ -1,4 +1,4 @@
-"""The format's bytes: old stores open, and new ones have the same bytes."""
+"""The format's bytes: a store written before opens, and a new one has its bytes."""
 
 import shutil
 
@@ -7,25 +7,13 @@ import pytest
 from golden_stores import MASTERS, golden, make, same_files
 
 import jaxinf
-from jaxinf.errors import StoreFormatError
-from jaxinf.store import FORMAT_VERSION, StoreDirectory, Verifier, migrate
+from jaxinf.store import StoreDirectory, Verifier
 
 
 @pytest.mark.parametrize("name", MASTERS)
 def test_the_same_bytes_are_written(tmp_path, name):
     make(tmp_path / "store", name)
     same_files(tmp_path / "store", golden(name))
-
-
-@pytest.mark.parametrize("name", MASTERS)
-@pytest.mark.parametrize("version", range(2, FORMAT_VERSION))
-def test_an_older_golden_store_becomes_the_present_one(tmp_path, name, version):
-    path = shutil.copytree(golden(name, version), tmp_path / "store", symlinks=True)
-    with pytest.raises(StoreFormatError, match=f'jaxinf store migrate {path}"'):
-        jaxinf.open_store(path)
-    assert migrate(path)
-    same_files(path, golden(name))
-    assert not migrate(path)
 
 
 @pytest.fixture(params=["store", "split"])

@@ -9,9 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinf import compat
-from jaxinf.errors import StoreFormatError
 from jaxinf.store import encode_path, path_keys
-from jaxinf.store.key_paths import from_version_2
 
 NAMES = st.text(st.characters(blacklist_categories=("Cs",)), max_size=6)
 
@@ -51,12 +49,6 @@ def test_places_are_told_apart(tree):
     assert all(path.isprintable() or not path.isascii() for path in found)
 
 
-@given(trees(NAMES))
-def test_paths_of_version_2_become_the_present_ones(tree):
-    for path in paths_of(tree):
-        assert from_version_2(compat.path_text(path)) == encoded(path)
-
-
 def test_what_optimizers_have():
     adam = optax.inject_hyperparams(optax.adam)(0.1)
     state = adam.init({"w": jax.numpy.zeros(3)})
@@ -85,9 +77,3 @@ def test_spelling(keys, path):
 def test_keys_without_their_kinds():
     assert path_keys("#0/.hyperparams/a%2Fb") == ("0", "hyperparams", "a%2Fb")
     assert path_keys("") == ()
-
-
-@pytest.mark.parametrize("path", ["count", "[0]count", "[0", "[0].mu[", " "])
-def test_what_no_jax_has_printed(path):
-    with pytest.raises(StoreFormatError, match="expected one of format version 2"):
-        from_version_2(path)

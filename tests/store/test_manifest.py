@@ -103,11 +103,12 @@ def read_changed(tmp_path, manifest_of):
         ('{"format": "jaxinf"}', "has None; the manifest is damaged"),
         (
             '{"format": "jaxinf", "format_version": 2}',
-            'bring it up to date with "jaxinf store migrate /',
+            f"reads format version {FORMAT_VERSION}, the store has 2; it is older than "
+            "any release: export its params with the checkout of jaxinf that wrote it",
         ),
         (
-            '{"format": "jaxinf", "format_version": 1}',
-            "has 1; the manifest is damaged",
+            '{"format": "jaxinf", "format_version": 0}',
+            "has 0; the manifest is damaged",
         ),
         (
             f'{{"format": "jaxinf", "format_version": {FORMAT_VERSION}}}',

@@ -317,8 +317,7 @@ def test_a_kept_plan_is_used_whatever_would_be_chosen_now(streamed):
     content = json.loads(kept.read_text())
     assert tuple(content["cuts"]) == cuts
     content["cuts"] = sorted({*cuts, cuts[0] + 1, cuts[-1] - 1})
-    del content["crc32c"]  # as plans were written at first
-    kept.write_text(json.dumps(content))
+    kept.write_bytes(seal(content))
     again = streamed(program, tx)
     again.load(program.params)
     run(again, program, 1)
@@ -339,7 +338,7 @@ def edited(content, **changes):
         (lambda held: seal(edited(held, cuts=[])), "numbers that rise from 0"),
         (lambda held: seal(edited(held, cuts=[0, 5, 5])), "numbers that rise from 0"),
         (lambda held: seal(edited(held, cuts=[0, 10**9])), "cuts of a program of"),
-        (lambda held: json.dumps(edited(held, cuts=[0, 1])), "cuts of a program of"),
+        (lambda held: json.dumps(edited(held)), "expected .* its checksum last"),
     ],
 )
 def test_a_changed_plan_is_refused(change, problem, streamed, capsys):

@@ -30,7 +30,6 @@ from jaxinf.store import (
     Verifier,
     finish_rebalance,
     list_checkpoints,
-    migrate,
     seal,
 )
 
@@ -46,8 +45,6 @@ DOCUMENTS = [
     "store/lock",
     "store/slots/b/_METADATA",
     "store/slots/b/params.a/zarr.json",
-    "old/jaxinf.json",
-    "old/slots/b/commit.json",
     "export/_METADATA",
     "export/commit.json",
     "export/jaxinf.json",
@@ -124,7 +121,6 @@ class Victim:
         self.outside.mkdir()
         (self.outside / "precious").write_bytes(b"precious")
         shutil.copytree(golden("store"), place / "store", symlinks=True)
-        shutil.copytree(golden("scalars", 2), place / "old", symlinks=True)
         directory = StoreDirectory.open(place / "store")
         self._add_journal(directory)
         (place / "store/lock").write_text('{"pid": 1, "host": "h", "command": ["c"]}')
@@ -167,19 +163,10 @@ class Victim:
             yield lambda: [list_checkpoints(StoreDirectory.open(store))]
             yield lambda: command("inspect", str(store))
             yield lambda: command("verify", str(store))
-        elif name.startswith("old"):
-            yield lambda: self.migrate()
         elif name.startswith("export"):
             yield lambda: self.imports()
         else:
             yield lambda: read_source(self.place / name.split("/")[0])
-
-    def migrate(self):
-        copied = self.place / "copied"
-        try:
-            migrate(shutil.copytree(self.place / "old", copied, symlinks=True))
-        finally:
-            shutil.rmtree(copied)
 
     def imports(self):
         try:

@@ -2,8 +2,7 @@
 
 The stores below ``tests/golden`` have no CSDs, are at step 3, and have a checkpoint of
 step 2: ``store`` with float32 masters, ``split`` with the split master of its bfloat16
-leaf, ``scalars`` with much scalar state. Stores of older format versions were written
-by the code of their time; they are migrated, never written anew.
+leaf, ``scalars`` with much scalar state.
 """
 
 import json
@@ -22,8 +21,8 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 MASTERS = {"store": "stored", "split": "auto", "scalars": "stored"}
 REMEDY = (
     "if the format was meant to change, raise FORMAT_VERSION, say what changed in "
-    "docs/format.md, teach jaxinf.store.migrate the old one, and write the golden "
-    f"store anew: python tests/support/{Path(__file__).name}"
+    "docs/format.md, go on reading the versions of earlier releases, and write the "
+    f"golden store anew: python tests/support/{Path(__file__).name}"
 )
 VOLATILE = {"store_id", "created_by", "committed_at", "crc32c"}
 
@@ -35,8 +34,8 @@ def optimizer(name):
     return optax.chain(adam, optax.scale_by_schedule(lambda count: 1.0))
 
 
-def golden(name, version=FORMAT_VERSION):
-    return GOLDEN / f"v{version}_{name}"
+def golden(name):
+    return GOLDEN / f"v{FORMAT_VERSION}_{name}"
 
 
 def make(path, name):
