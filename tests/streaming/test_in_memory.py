@@ -122,6 +122,19 @@ def test_the_programs_own_orbax_saves_and_restores(tmp_path):
     assert_same_bits(second.params(), whole.params())
 
 
+def test_results_survive_later_steps():
+    program = ZOO["scan_nested"]()
+    step = made(program)
+    step.load(program.params)
+    results = []
+    for _ in range(3):  # of which each reuses the memory that no one else has
+        step(program.batch)
+        results.append((step(program.batch), step.params(), step.state()))
+        results.append(jax.tree.map(np.array, results[-1]))
+    for found, expected in zip(results[::2], results[1::2], strict=True):
+        assert_same_bits(found, expected)
+
+
 @pytest.mark.long
 def test_micro_batches():
     program = ZOO["l2_penalty"](depth=3)

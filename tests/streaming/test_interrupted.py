@@ -202,6 +202,42 @@ def test_ctrl_c_ends_a_step_and_training_goes_on(
     assert_same_states(states(step.store), expected[NUM_STEPS])
 
 
+def test_a_second_ctrl_c_is_raised_at_once(open_store, uninterrupted, monkeypatch):
+    """The step that it gives up waits for a drive; it ends before the next one."""
+    program = ZOO["tied_and_unused"]()
+    losses, expected = uninterrupted(program, NUM_STEPS)
+    step = open_step(open_store, "store", program)
+    found = train(step, program, 1)
+    main, read = threading.main_thread().ident, ParamsReader.read
+    handled, answers, is_late = threading.Semaphore(0), threading.Event(), []
+
+    def handle(*_):
+        handled.release()
+        raise KeyboardInterrupt
+
+    def unanswered(self, *args):
+        for _ in range(2):
+            signal.pthread_kill(main, signal.SIGINT)
+            handled.acquire(timeout=60)
+        is_late.append(not answers.wait(60))
+        monkeypatch.setattr(ParamsReader, "read", read)
+        return read(self, *args)
+
+    monkeypatch.setattr(ParamsReader, "read", unanswered)
+    signal.signal(signal.SIGINT, handle)
+    with pytest.raises(KeyboardInterrupt):
+        train(step, program, 2)
+    answers.set()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    step.compile(program.batch)  # the step that was given up ends
+    assert is_late == [False]
+    is_counted = finished(step) == 2
+    found += train(step, program)
+    assert found == [x for i, x in enumerate(losses) if i != 1 or not is_counted]
+    step.store.wait()
+    assert_same_states(states(step.store), expected[NUM_STEPS])
+
+
 def test_handlers_of_the_programs_own_are_called_at_once(open_store, monkeypatch):
     program, seen = ZOO["l2_penalty"](depth=2), []
     handled = threading.Event()
