@@ -1,10 +1,8 @@
 """Imports go downward, as in docs/architecture.md; installed packages are complete."""
 
 import ast
-import builtins
 import functools
 import importlib
-import inspect
 import pkgutil
 import re
 import tomllib
@@ -207,24 +205,3 @@ def test_parts_are_small(part):
                 num_lines = (node.end_lineno or 0) - node.lineno + 1
                 assert num_lines <= 300, f"{path}: {node.name}"
                 assert len(public) <= 15, f"{path}: {node.name}: {public}"
-
-
-def test_errors_that_docstrings_name_can_be_imported():
-    found = set()
-    for name in jaxinf.__all__:
-        item = getattr(jaxinf, name)
-        members = vars(item).values() if inspect.isclass(item) else ()
-        for text in filter(None, map(inspect.getdoc, (item, *members))):
-            _, _, raised = text.partition("Raises:\n")
-            lines = raised.split("\n\n")[0]
-            least = min((indent(line) for line in lines.splitlines()), default=0)
-            for line in lines.splitlines():
-                if indent(line) == least:
-                    found |= {*line.partition(":")[0].strip().split(", ")}
-    assert "StoreMismatchError" in found
-    missing = {n for n in found if not (hasattr(builtins, n) or hasattr(jaxinf, n))}
-    assert not missing
-
-
-def indent(line):
-    return len(line) - len(line.lstrip())
