@@ -1,4 +1,4 @@
-"""Compares a release's tag with the version of pyproject.toml and with CHANGELOG.md.
+"""Compares a release's tag with pyproject.toml, CITATION.cff and CHANGELOG.md.
 
     python scripts/check_tag.py v1.2.3
 
@@ -21,6 +21,17 @@ def problem(tag: str, root: Path = ROOT) -> str | None:
         return (
             f"tag {tag}: expected v{version}, the version of pyproject.toml; delete "
             f"the tag (git push --delete origin {tag}), set the version, and tag again"
+        )
+    if "urls" not in project:
+        return (
+            f"tag {tag}: expected [project.urls] in pyproject.toml, with the addresses "
+            "of the repository and the site; delete the tag, add them, and tag again"
+        )
+    cited = re.search(r"(?m)^version: (.*)$", (root / "CITATION.cff").read_text())
+    if cited is None or cited[1] != version:
+        return (
+            f"tag {tag}: expected 'version: {version}' in CITATION.cff; delete the "
+            "tag, set the version, and tag again"
         )
     changes = (root / "CHANGELOG.md").read_text()
     if not re.search(rf"(?m)^## {re.escape(version)}\b", changes):

@@ -1,6 +1,7 @@
 """The workflows run what .ci/run has, and a release's tag is that of its version."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import check_tag
@@ -41,24 +42,35 @@ def test_the_supported_pythons_are_tried():
     assert re.findall(r"3\.\d+", listed[1]) == ["3.11", "3.12", "3.13", "3.14"]
 
 
+RELEASE = {
+    "pyproject.toml": '[project]\nversion = "1.2.3"\nurls.Source = "https://a.example"\n',
+    "CITATION.cff": "version: 1.2.3\n",
+    "CHANGELOG.md": "# Changelog\n\n## 1.2.3 (2027-01-01)\n",
+}
+
+
 @pytest.mark.parametrize(
-    ("tag", "found"),
+    ("tag", "changed", "found"),
     [
-        ("v1.2.3", None),
-        ("1.2.3", r"expected v1\.2\.3, the version of pyproject\.toml; delete the tag"),
-        ("v1.2.4", r"expected v1\.2\.3"),
+        ("v1.2.3", {}, None),
+        ("1.2.3", {}, r"expected v1\.2\.3, the version of pyproject\.toml; delete"),
+        ("v1.2.4", {}, r"expected v1\.2\.3"),
+        (
+            "v1.2.3",
+            {"pyproject.toml": '[project]\nversion = "1.2.3"\n'},
+            r"expected \[project\.urls\] in pyproject\.toml",
+        ),
+        ("v1.2.3", {"CITATION.cff": "version: 1.2.2\n"}, "1.2.3' in CITATION.cff"),
+        ("v1.2.3", {"CHANGELOG.md": "## Unreleased\n"}, "a section '## 1.2.3'"),
     ],
 )
-def test_a_tag_is_compared_with_the_version(tmp_path, tag, found):
-    (tmp_path / "pyproject.toml").write_text('[project]\nversion = "1.2.3"\n')
-    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 1.2.3 (2027-01-01)\n")
+def test_a_tag_is_compared_with_what_the_release_says(tmp_path, tag, changed, found):
+    for name, text in (RELEASE | changed).items():
+        (tmp_path / name).write_text(text)
     said = check_tag.problem(tag, tmp_path)
     assert said is None if found is None else re.search(found, said or "")
 
 
-def test_a_release_has_its_changes(tmp_path):
-    (tmp_path / "pyproject.toml").write_text('[project]\nversion = "1.2.3"\n')
-    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## Unreleased\n")
-    assert "expected a section '## 1.2.3'" in (
-        check_tag.problem("v1.2.3", tmp_path) or ""
-    )
+def test_the_citation_has_the_package_version():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
