@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from streaming import until_it_waits
 from zoo import ZOO
 
 import jaxinf
@@ -208,7 +209,7 @@ def test_a_second_ctrl_c_is_raised_at_once(open_store, uninterrupted, monkeypatc
     losses, expected = uninterrupted(program, NUM_STEPS)
     step = open_step(open_store, "store", program)
     found = train(step, program, 1)
-    main, read = threading.main_thread().ident, ParamsReader.read
+    main, read = threading.main_thread(), ParamsReader.read
     handled, answers, is_late = threading.Semaphore(0), threading.Event(), []
 
     def handle(*_):
@@ -217,7 +218,8 @@ def test_a_second_ctrl_c_is_raised_at_once(open_store, uninterrupted, monkeypatc
 
     def unanswered(self, *args):
         for _ in range(2):
-            signal.pthread_kill(main, signal.SIGINT)
+            until_it_waits(main)
+            signal.pthread_kill(main.ident, signal.SIGINT)
             handled.acquire(timeout=60)
         is_late.append(not answers.wait(60))
         monkeypatch.setattr(ParamsReader, "read", read)

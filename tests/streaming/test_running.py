@@ -1,7 +1,6 @@
 """Programs of a step as they run: two at a time, compiled once, times, memory."""
 
 import ctypes
-import sys
 import threading
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from streaming import until_it_waits
 from zoo import normal
 
 import jaxinf
@@ -116,20 +116,6 @@ def test_freed_memory_is_given_back(opened):
 PAUSE_S = 0.05
 
 
-def until_the_step_waits():
-    """Returns some time after the thread of steps has begun to wait."""
-    (thread,) = (t for t in threading.enumerate() if t.name == "jaxinf-step")
-    place, count, until_s = None, 0, time.monotonic() + 60
-    while count < 10:
-        assert time.monotonic() < until_s, "the step does not wait"
-        time.sleep(0.005)
-        frame = sys._current_frames()[thread.ident]
-        waits = frame.f_code.co_name == "wait"
-        before, place = place, (id(frame), frame.f_lasti) if waits else None
-        count = count + 1 if waits and place == before else 0
-    time.sleep(PAUSE_S)
-
-
 @pytest.mark.parametrize(
     ("name", "owner", "method", "policy"),
     [
@@ -146,7 +132,9 @@ def test_a_wait_is_measured(name, owner, method, policy, opened, monkeypatch):
 
     def late(self, *args, **options):
         if first.acquire(blocking=False):
-            until_the_step_waits()
+            (steps,) = (t for t in threading.enumerate() if t.name == "jaxinf-step")
+            until_it_waits(steps)
+            time.sleep(PAUSE_S)
         return real(self, *args, **options)
 
     monkeypatch.setattr(owner, method, late)

@@ -1,5 +1,8 @@
 """Runs a plan of a program of the zoo, without a store."""
 
+import sys
+import time
+
 import jax
 import numpy as np
 
@@ -14,6 +17,7 @@ __all__ = [
     "prepared",
     "relative_error",
     "streamed",
+    "until_it_waits",
 ]
 
 FORM_LIMITS = {"bf16": 0.01, "int8": 0.06}
@@ -76,3 +80,15 @@ def relative_error(found, expected):
     return np.linalg.norm(wrong) / np.linalg.norm(
         [np.linalg.norm(one.astype(np.float64)) for one in expected]
     )
+
+
+def until_it_waits(thread):
+    """Returns once a thread stands still in a wait for another one."""
+    place, count, until_s = None, 0, time.monotonic() + 60
+    while count < 10:
+        assert time.monotonic() < until_s, "it does not wait"
+        time.sleep(0.005)
+        frame = sys._current_frames()[thread.ident]
+        waits = frame.f_code.co_name == "wait"
+        before, place = place, (id(frame), frame.f_lasti) if waits else None
+        count = count + 1 if waits and place == before else 0
