@@ -70,6 +70,9 @@ bits of ``jax.random``      computed as Threefry of each element's index. Comput
 library fusions of XLA       an option of its CPU compiler. Not there, or other names:
                             programs take the default, and may take more memory than
                             is planned
+deterministic ops of XLA    an option of its GPU compiler. Not there, or another name:
+                            compiling a streamed program fails and names it;
+                            ``deterministic=False`` goes without
 Orbax's handler, key type   written to a checkpoint's metadata. Moved: Orbax restores it
                             only when it is told the handler
 ==========================  ==========================================================
@@ -129,6 +132,7 @@ except ImportError:
 __all__ = [
     "CALLBACK_LOGGER",
     "CPU_THREADS_VARIABLE",
+    "DETERMINISTIC",
     "ELEMENTWISE",
     "IDENTITIES",
     "ORBAX_DICT_KEY",
@@ -150,6 +154,7 @@ __all__ = [
     "coordination",
     "counts_elements",
     "cpu_client_threads",
+    "deterministic_options",
     "has_backend",
     "has_buffer_callback",
     "has_explicit_axes_only",
@@ -174,6 +179,7 @@ __all__ = [
     "source_frames",
     "source_line",
     "static_params",
+    "varies_between_runs",
     "without_examples",
     "without_library_reductions",
 ]
@@ -489,6 +495,9 @@ _WITHOUT_REDUCTIONS = (
     "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_INDIVIDUAL_CONVOLUTION"
 )
 
+DETERMINISTIC = "xla_gpu_deterministic_ops"
+"""An option of XLA's GPU compiler; with two hyphens a flag of ``XLA_FLAGS``."""
+
 
 def without_library_reductions() -> dict[str, Any] | None:
     """Returns options for XLA's CPU compiler that keep reductions from YNNPACK.
@@ -496,10 +505,31 @@ def without_library_reductions() -> dict[str, Any] | None:
     Products and convolutions go there, as by default. None if this XLA does not know
     the option, or if the user has set it in ``XLA_FLAGS``.
     """
-    if _LIBRARY_FUSIONS in os.environ.get("XLA_FLAGS", ""):
+    if _LIBRARY_FUSIONS in _xla_flags():
         return None
     options = {_LIBRARY_FUSIONS: _WITHOUT_REDUCTIONS}
     return options if _is_compiled_with(_LIBRARY_FUSIONS, _WITHOUT_REDUCTIONS) else None
+
+
+def deterministic_options(is_wanted: bool) -> dict[str, Any] | None:
+    """Returns options with which a program has the same bits in each run.
+
+    They make a GPU add in a fixed order, and choose kernels without measuring them.
+    None elsewhere, or if the user has chosen in ``XLA_FLAGS``.
+
+    Args:
+      is_wanted: Whether the program's bits matter.
+    """
+    return {DETERMINISTIC: True} if is_wanted and varies_between_runs() else None
+
+
+def varies_between_runs() -> bool:
+    """Whether a program may have other bits in each run if nobody asks for the same."""
+    return jax.default_backend() == "gpu" and DETERMINISTIC not in _xla_flags()
+
+
+def _xla_flags() -> str:
+    return os.environ.get("XLA_FLAGS", "")
 
 
 @functools.cache

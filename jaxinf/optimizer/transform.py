@@ -3,8 +3,9 @@
 Invariant: the pair of functions has no state of a run; the store has it.
 """
 
+import warnings
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, get_args
 
 import jax
@@ -121,6 +122,7 @@ def _init(wrapped: Wrapped, params: PyTree) -> SmartUpdateState:
         return placeholder_state(wrapped.tx.init(params), feedback)
     _refuse_outer()
     check_device_configuration()
+    _warn_of_varying_bits()
     wrapped.check()
     return init_state(wrapped, params)
 
@@ -202,6 +204,20 @@ def _as_transformation(
     if compat.is_single_step(tx):
         return single_step(compat.multi_steps_of(tx).inner_opt)
     return tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
+
+
+@cache
+def _warn_of_varying_bits() -> None:
+    """Warns once if gradients may have other bits in each run."""
+    if compat.varies_between_runs():
+        warnings.warn(
+            "jaxinf.smart_update: on a GPU gradients may have other bits in each run, "
+            "so a resumed run need not go on to the bit: XLA adds the gradient of an "
+            "embedding in any order, and chooses kernels by their time. Set "
+            f"XLA_FLAGS=--{compat.DETERMINISTIC}=true for the same bits, or =false to "
+            "say that they do not matter (docs/accelerators.md)",
+            stacklevel=4,
+        )
 
 
 def _refuse_outer() -> None:

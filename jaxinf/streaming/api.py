@@ -45,6 +45,7 @@ def stream(
     extra_args: Mapping[str, Any] | None = None,
     activations: Form | None = None,
     endurance_tbw: float | None = None,
+    deterministic: bool = True,
 ) -> StreamedStep:
     """Makes a training step for a model that need not fit in memory.
 
@@ -96,6 +97,10 @@ def stream(
       endurance_tbw: Rated writes of the drives, in TB: a step warns if it wears them
         out within a year. Without it `StreamedStep.wear` says how long drives of common
         classes last.
+      deterministic: Whether programs have the same bits in each run, so that a resumed
+        run goes on to the bit. They have in any case on a CPU and a TPU. On a GPU they
+        are compiled with ``xla_gpu_deterministic_ops``, which makes them slower
+        (docs/accelerators.md); a flag in ``XLA_FLAGS`` has precedence.
 
     Returns:
       The step: `StreamedStep.init` or `StreamedStep.load` first, then call it.
@@ -117,6 +122,7 @@ def stream(
         extra_args=dict(extra_args or {}),
         activations=activations,
         endurance_tbw=endurance_tbw,
+        deterministic=deterministic,
     )
     owned = _opened(store, options)
     check_compression(compress, owned)
@@ -136,6 +142,7 @@ def stream_in_memory(
     scratch: PathLikeStr | None = None,
     activations: Form | None = None,
     endurance_tbw: float | None = None,
+    deterministic: bool = True,
 ) -> InMemoryStep:
     """Makes a training step whose params and optax state are in memory.
 
@@ -144,6 +151,7 @@ def stream_in_memory(
     Args:
       loss_fn, tx, memory_bytes, device_memory_bytes, has_aux: As for `jaxinf.stream`.
       policy, micro_batches, nonfinite, activations, endurance_tbw: As there, too.
+      deterministic: As there, too.
       scratch: A folder on a drive for the values of ``"offload"`` and ``"plan"``; by
         default the folder for temporary files, which some systems have in memory.
 
@@ -162,6 +170,7 @@ def stream_in_memory(
         micro_batches=micro_batches,
         activations=activations,
         endurance_tbw=endurance_tbw,
+        deterministic=deterministic,
     )
     return InMemoryStep(loss_fn, tx, options, scratch or tempfile.gettempdir())
 
@@ -174,12 +183,14 @@ def stream_function(
     device_memory_bytes: int | str | None = None,
     resident: Literal["params"] | int | str | None = None,
     average: bool = False,
+    deterministic: bool = True,
 ) -> StreamedFunction:
     """Makes a function of a store's params, for evaluation and generation.
 
     Args:
       fn: ``fn(params, batch)`` returns any pytree. Traced by JAX: no side effects.
       store, memory_bytes, device_memory_bytes, resident: As for `jaxinf.stream`.
+      deterministic: As there, too.
       average: Whether it is a function of the params' average instead.
 
     Returns:
@@ -189,7 +200,9 @@ def stream_function(
       ValueError: An argument is out of range.
     """
     limits = Limits(
-        *_memory(memory_bytes, device_memory_bytes), check_resident(resident)
+        *_memory(memory_bytes, device_memory_bytes),
+        check_resident(resident),
+        deterministic,
     )
     owned = _opened(store, limits)
     return StreamedFunction(

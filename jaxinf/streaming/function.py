@@ -178,7 +178,8 @@ class StreamedFunction(Streamed[Bound]):
     def _prepare(self, batch: PyTree) -> Prepared:
         if self._params is None:
             self._params = _tree_of(self.store)
-        return prepare_function(self._fn, self._params, batch)
+        ready = prepare_function(self._fn, self._params, batch)
+        return ready.with_bits(is_deterministic=self.limits.deterministic)
 
     def _bind(self, ready: Prepared) -> Bound:
         training = self.store._training

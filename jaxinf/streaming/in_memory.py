@@ -64,7 +64,7 @@ class InMemoryStep(TrainingStep[Bound]):
         super().__init__(options)
         self._loss_fn = loss_fn
         self._scratch = scratch
-        self._optimizer = PlainOptax(tx)
+        self._optimizer = PlainOptax(tx, is_deterministic=options.deterministic)
 
     def init(
         self, init_fn: Callable[..., PyTree], *args: Any, batch: PyTree = None
@@ -162,7 +162,7 @@ class InMemoryStep(TrainingStep[Bound]):
                 "a store yet; give a store, or put all arrays on one device "
                 "(jax.device_put(x, jax.devices()[0]))"
             )
-        return ready
+        return ready.with_bits(is_deterministic=self._options.deterministic)
 
     def _bind(self, ready: Prepared) -> Bound:
         fitted = self._planned(ready)

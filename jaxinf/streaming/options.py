@@ -23,11 +23,18 @@ class Limits:
     Attributes:
       memory_bytes, device_memory_bytes: As for `jaxinf.stream`.
       resident: Params that stay in memory.
+      deterministic: Whether programs have the same bits in each run.
     """
 
     memory_bytes: int
     device_memory_bytes: int | None = None
     resident: Resident = None
+    deterministic: bool = True
+
+    def of_function(self) -> "Limits":
+        """Returns those of a function in a step's memory; what stays is the step's."""
+        given = self.memory_bytes, self.device_memory_bytes
+        return Limits(*given, deterministic=self.deterministic)
 
     @property
     def budgets(self) -> Mapping[str, int]:

@@ -27,7 +27,7 @@ from jaxinf.streaming.plan.memory import num_together
 from jaxinf.streaming.plan.plan import Plan
 from jaxinf.streaming.plan.shardings import Shardings, const_sharding, output_bytes
 from jaxinf.streaming.program.graph import Batch, Const, Number, Origin, Piece, Seed
-from jaxinf.streaming.program.programs import compile_program
+from jaxinf.streaming.program.programs import bytes_beside, compile_program
 from jaxinf.streaming.recovery import computed_again
 from jaxinf.typing import PyTree
 
@@ -65,7 +65,13 @@ def compile_plan(plan: Plan, executables: Executables) -> Sequence[Any]:
         inputs, outputs = shardings.inputs(call), shardings.outputs(call)
         known = (program.key, donated, inputs, outputs)
         if known not in executables:
-            executables[known] = compile_program(program, donated, inputs, outputs)
+            executables[known] = compile_program(
+                program,
+                donated,
+                inputs,
+                outputs,
+                is_deterministic=plan.traced.is_deterministic,
+            )
         shardings.note(call, executables[known])
         found.append(executables[known])
     return found
@@ -92,7 +98,7 @@ def compiled_temp_bytes(plan: Plan, executables: Executables) -> dict[str, int]:
         plan = replace(plan, calls=plan.calls.lent())
     compiled = compile_plan(plan, executables)
     for call, executable in zip(plan.calls.calls, compiled, strict=True):
-        own = executable.memory_analysis().temp_size_in_bytes * num_devices
+        own = bytes_beside(call.program, executable) * num_devices
         found[call.program.key] = max(own, found.get(call.program.key, 0))
     return found
 
@@ -133,7 +139,7 @@ class CompiledMemory:
         compiled = compile_plan(plan, self._executables)
         for call, executable in zip(calls.calls, compiled, strict=True):
             key = call.program.key
-            temp_bytes = executable.memory_analysis().temp_size_in_bytes
+            temp_bytes = bytes_beside(call.program, executable)
             self._temps[key] = max(self._temps.get(key, 0), temp_bytes)
         return max(self.call_bytes(calls), default=0) <= self._budget_bytes
 

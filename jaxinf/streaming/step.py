@@ -31,7 +31,7 @@ from jaxinf.streaming.base import TrainingStep
 from jaxinf.streaming.bound import Binder, StoreBound
 from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.metrics import StreamMetrics
-from jaxinf.streaming.options import Limits, Options
+from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.memory import check_mesh, return_freed_memory
 from jaxinf.streaming.plan.plan import Prepared, prepare
 from jaxinf.streaming.program.initial import initial_inputs, trace_params
@@ -239,7 +239,7 @@ class StreamedStep(TrainingStep[StoreBound]):
         part = first_part(batch, options.micro_batches)
         ready = prepare(self._loss_fn, avals, part, has_aux=options.has_aux)
         check_mesh(ready.traced.mesh, options.policy)
-        return ready
+        return ready.with_bits(is_deterministic=options.deterministic)
 
     def _bind(self, ready: Prepared) -> StoreBound:
         return self._binder.bind(ready, without_shardings(self._params))
@@ -276,7 +276,7 @@ class StreamedStep(TrainingStep[StoreBound]):
         made = StreamedFunction(
             fn,
             self.store,
-            Limits(options.memory_bytes, options.device_memory_bytes),
+            options.of_function(),
             share=partial(_shared, self._binder.is_host, options, last),
             shared=(self._binder.resident, stays),
             before=lambda: self._rest(made),

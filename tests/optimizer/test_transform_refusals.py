@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jaxinf
+from jaxinf.optimizer import transform
 
 PARAMS = {"w": jnp.ones((300, 20)), "b": jnp.zeros((20,))}
 GRADIENTS = jax.tree.map(lambda x: jnp.full_like(x, 0.5), PARAMS)
@@ -30,6 +31,18 @@ def apply(tx, gradients, state, params=PARAMS):
 
 def committed(store):
     return jax.tree.map(np.asarray, store.params(like=PARAMS))
+
+
+def test_bits_that_a_gpu_does_not_promise(open_store, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    transform._warn_of_varying_bits.cache_clear()
+    tx = jaxinf.smart_update(optax.sgd(1.0), open_store())
+    with pytest.warns(UserWarning, match="XLA_FLAGS=--xla_gpu_deterministic_ops=true"):
+        jax.eval_shape(tx.init, PARAMS)
+    jax.eval_shape(tx.init, PARAMS)  # once
+    transform._warn_of_varying_bits.cache_clear()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=false")
+    jax.eval_shape(tx.init, PARAMS)
 
 
 def test_nan_gradient_is_refused_and_nothing_committed(open_store):

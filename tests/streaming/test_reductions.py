@@ -1,4 +1,4 @@
-"""A step's resident memory against its budget, where sums of products are large."""
+"""Options of compilation: memory of sums of large products, and bits on a GPU."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ import pytest
 
 from jaxinf import compat
 from jaxinf.streaming.plan.plan import prepare
-from jaxinf.streaming.program.reductions import sums_large_products
+from jaxinf.streaming.program.reductions import compiler_options, sums_large_products
 
 MIB = 1 << 20
 LARGE, SMALL, FLAT = (1, 2, 2048, 2048), (1, 2, 64, 64), (4096, 2048)
@@ -73,6 +73,21 @@ def test_a_flag_of_the_users_is_left_alone(monkeypatch):
     assert compat.without_library_reductions()
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_experimental_ynn_fusion_type=")
     assert compat.without_library_reductions() is None
+
+
+@pytest.mark.parametrize(
+    ("platform", "is_wanted", "flags", "expected"),
+    [
+        ("gpu", True, "", {"xla_gpu_deterministic_ops": True}),
+        ("gpu", False, "", None),
+        ("gpu", True, "--xla_gpu_deterministic_ops=false", None),
+        ("tpu", True, "", None),
+    ],
+)
+def test_bits_of_each_run(monkeypatch, platform, is_wanted, flags, expected):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    assert compiler_options([], is_deterministic=is_wanted) == expected
 
 
 def test_an_unknown_option_is_not_used(monkeypatch):

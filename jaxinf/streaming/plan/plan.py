@@ -205,6 +205,11 @@ class Prepared:
             specs = [str(a.sharding.spec) for a in (*traced.params, *traced.batch)]
         return stable(chain(lines, origins, [targets], traced.names, specs))
 
+    def with_bits(self, *, is_deterministic: bool) -> "Prepared":
+        """Returns the same, for programs that have the same bits in each run or not."""
+        traced = replace(self.traced, is_deterministic=is_deterministic)
+        return replace(self, traced=traced)
+
     @property
     def gradient_pieces(self) -> tuple[Piece, ...]:
         """Parts of params whose gradients are handed out."""

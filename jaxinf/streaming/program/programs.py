@@ -21,6 +21,7 @@ from jaxinf.streaming.program.reductions import compiler_options
 __all__ = [
     "Program",
     "Programs",
+    "bytes_beside",
     "compile_program",
     "function_of",
     "make_programs",
@@ -148,6 +149,8 @@ def compile_program(
     donated: Sequence[int] = (),
     inputs: Sequence[Any] = (),
     outputs: Sequence[Any] = (),
+    *,
+    is_deterministic: bool = True,
 ) -> Any:
     """Compiles `program`; blocks.
 
@@ -156,6 +159,7 @@ def compile_program(
       donated: Inputs whose memory an output may reuse.
       inputs: Shardings of its inputs; none for one device.
       outputs: Shardings that outputs must have, None where JAX chooses one.
+      is_deterministic: Whether it has the same bits in each run.
     """
     shardings = inputs or [None] * len(program.inputs)
     avals = [
@@ -168,7 +172,24 @@ def compile_program(
         out_shardings=list(outputs) or None,
     )
     lowered = function.lower(*avals)
-    return lowered.compile(compiler_options=compiler_options(program.nodes))
+    options = compiler_options(program.nodes, is_deterministic=is_deterministic)
+    return lowered.compile(compiler_options=options)
+
+
+def bytes_beside(program: Program, executable: Any) -> int:
+    """Returns the memory that a program takes beside its inputs and outputs.
+
+    Temporaries, as XLA reports them; and what a TPU adds to arrays to fill its tiles.
+    """
+    memory = executable.memory_analysis()
+    if jax.default_backend() == "cpu":
+        return memory.temp_size_in_bytes
+    padding = (
+        memory.argument_size_in_bytes - sum(program.input_bytes),
+        memory.output_size_in_bytes - sum(program.output_bytes),
+    )
+    # Of a mesh's device these are parts of the arrays.
+    return memory.temp_size_in_bytes + sum(max(0, one) for one in padding)
 
 
 class _Maker:

@@ -1,4 +1,4 @@
-"""Options of compilation that keep a program to the memory that XLA reports.
+"""Options of compilation: a program keeps to the memory that XLA reports, and its bits.
 
 Invariant: the options depend on the program and on JAX alone, not on a policy or a
 budget, so all plans that run a program run it with the same bits.
@@ -24,9 +24,18 @@ NUM_AXES = 4
 _Equation: TypeAlias = tuple[str, Sequence[Any], Sequence[Any], Mapping[str, Any]]
 
 
-def compiler_options(nodes: Sequence[Node]) -> dict[str, Any] | None:
-    """Returns XLA's options for a program of these nodes; None for the default ones."""
-    if jax.default_backend() != "cpu" or not sums_large_products(nodes):
+def compiler_options(
+    nodes: Sequence[Node], *, is_deterministic: bool = True
+) -> dict[str, Any] | None:
+    """Returns XLA's options for a program of these nodes; None for the default ones.
+
+    Args:
+      nodes: The program's nodes.
+      is_deterministic: Whether it has the same bits in each run.
+    """
+    if jax.default_backend() != "cpu":
+        return compat.deterministic_options(is_deterministic)
+    if not sums_large_products(nodes):
         return None
     return compat.without_library_reductions()
 

@@ -56,6 +56,7 @@ class Traced:
       seed_dtype: The loss's dtype, in which the cotangent is given; None if there is
         no loss.
       mesh: The devices; None for one.
+      is_deterministic: Whether its programs have the same bits in each run.
     """
 
     closed: Any
@@ -69,6 +70,7 @@ class Traced:
     aux_tree: Any
     seed_dtype: Any
     mesh: Mesh | None = None
+    is_deterministic: bool = True
 
     @property
     def num_results(self) -> int:

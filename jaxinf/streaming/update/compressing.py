@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinf import compat
 from jaxinf.compress import SparseLeaf, TopK, compress_leaf
 from jaxinf.engine import StoreShape, Training, keeps_feedback
 from jaxinf.layout import LeafGrid
@@ -28,14 +29,21 @@ class Compressor:
       training: The store.
       shape: Its chunks.
       compression: The compression; None sends gradients as they are.
+      is_deterministic: Whether it selects the same elements in each run.
     """
 
     def __init__(
-        self, training: Training, compression: TopK | None, shape: StoreShape
+        self,
+        training: Training,
+        compression: TopK | None,
+        shape: StoreShape,
+        *,
+        is_deterministic: bool = True,
     ) -> None:
         self._training = training
         self._shape = shape
         self._compression = compression
+        self._options = compat.deterministic_options(is_deterministic)
         self._compiled: dict[Any, Any] = {}
 
     @property
@@ -92,7 +100,8 @@ class Compressor:
             if keeps_feedback(self._compression):
                 avals.append(jax.ShapeDtypeStruct(unit.extent, jnp.float32))
             select = partial(_select, grid, self._compression)
-            self._compiled[key] = jax.jit(select).lower(*avals).compile()
+            jitted = jax.jit(select, compiler_options=self._options)
+            self._compiled[key] = jitted.lower(*avals).compile()
         return self._compiled[key]
 
     def _grid(self, unit: Unit) -> LeafGrid:

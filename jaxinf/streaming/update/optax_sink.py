@@ -6,12 +6,14 @@ reused.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxinf import compat
 from jaxinf.errors import NonFiniteGradientError, StreamError
 from jaxinf.program import NonFinitePolicy, effect_of_nonfinite, is_guarded
 from jaxinf.streaming.program.graph import Piece, aval_bytes
@@ -33,11 +35,14 @@ class Trained:
 class PlainOptax:
     """Plain optax: its update and the addition are each a jit."""
 
-    def __init__(self, tx: optax.GradientTransformation) -> None:
+    def __init__(
+        self, tx: optax.GradientTransformation, *, is_deterministic: bool = True
+    ) -> None:
         self._tx = tx
+        self._is_deterministic = is_deterministic
         self._trained: Trained | None = None
         self._is_lent = False
-        self._compiled: dict[bool, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        self._compiled: dict[bool, tuple[Any, Any]] = {}
 
     @property
     def params(self) -> PyTree:
@@ -68,16 +73,28 @@ class PlainOptax:
 
     def update(self, gradients: PyTree) -> None:
         """Updates params and state; the gradients' memory is reused."""
-        held, donates = self._current, not self._is_lent
-        if donates not in self._compiled:
-            self._compiled[donates] = (
-                jax.jit(self._tx.update, donate_argnums=(0, 1) if donates else (0,)),
-                jax.jit(optax.apply_updates, donate_argnums=(0,) if donates else ()),
-            )
-        update, add = self._compiled[donates]
+        held = self._current
+        update, add = self.functions(donates=not self._is_lent)
         updates, state = update(gradients, held.state, held.params)
         self._trained = Trained(add(held.params, updates), state)
         self._is_lent = False
+
+    def functions(self, *, donates: bool) -> tuple[Any, Any]:
+        """Returns the update and the addition, as jits.
+
+        Args:
+          donates: Whether they reuse the memory of state and params.
+        """
+        if donates not in self._compiled:
+            jit = partial(
+                jax.jit,
+                compiler_options=compat.deterministic_options(self._is_deterministic),
+            )
+            self._compiled[donates] = (
+                jit(self._tx.update, donate_argnums=(0, 1) if donates else (0,)),
+                jit(optax.apply_updates, donate_argnums=(0,) if donates else ()),
+            )
+        return self._compiled[donates]
 
     @property
     def _current(self) -> Trained:

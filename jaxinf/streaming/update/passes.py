@@ -9,12 +9,14 @@ of jitted optax; of a leaf in slices, the slices' numbers are combined.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinf import compat
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import ParamsReader, SlotRequest, Training
 from jaxinf.io.pages import page_ceil
@@ -36,10 +38,16 @@ class PassRunner:
       training: The store.
       program: The optimizer.
       passes: Its passes, for gradients in the pieces that will arrive.
+      is_deterministic: Whether they have the same bits in each run.
     """
 
     def __init__(
-        self, training: Training, program: UpdateProgram, passes: Passes
+        self,
+        training: Training,
+        program: UpdateProgram,
+        passes: Passes,
+        *,
+        is_deterministic: bool = True,
     ) -> None:
         self.passes = passes
         self._training = training
@@ -47,10 +55,12 @@ class PassRunner:
         self._compiled: dict[Any, Any] = {}
         self._keys = Keys()
         self._part_keys: dict[LeafPart, str] = {}
+        options = compat.deterministic_options(is_deterministic)
+        self._jit = partial(jax.jit, compiler_options=options)
         self._combine = [
-            jax.jit(passes.combination(number)) for number in range(self.num_passes)
+            self._jit(passes.combination(number)) for number in range(self.num_passes)
         ]
-        self._close = jax.jit(passes.closing)
+        self._close = self._jit(passes.closing)
         self._env: dict[Value, Any] = {}
         self._kernel_scalars: dict[Value, Array] = {}
         self._shared: dict[tuple[int, ...], ScalarInputs] = {}
@@ -230,7 +240,7 @@ class PassRunner:
         avals = self._avals(part, shape)
         key = self._part_keys[part], *((aval.shape, aval.dtype) for aval in avals)
         if key not in self._compiled:
-            self._compiled[key] = jax.jit(part).lower(*avals).compile()
+            self._compiled[key] = self._jit(part).lower(*avals).compile()
         return self._compiled[key]
 
     def _avals(

@@ -1,0 +1,187 @@
+"""Streamed steps are planned and compiled for CUDA and TPU as they would be there.
+
+A step is that of `jaxinf.stream`, up to the first array on the device: its programs,
+its passes over gradients, the selection of elements, the division of the memory.
+"""
+
+import dataclasses
+
+import hlo_order
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from ahead_of_time import Target, compiling_for
+from flax import nnx
+from jaxinf_models import MODELS, abstract_params
+from jaxinf_models.losses import task_loss
+from zoo import ZOO, Program
+
+import jaxinf
+from jaxinf.streaming import fitting
+from jaxinf.streaming.plan import device as planned_device
+from jaxinf.streaming.plan.plan import prepare, prepare_function
+from jaxinf.streaming.program.graph import aval_bytes
+from jaxinf.streaming.run import compile_plan, compiled_bytes
+from jaxinf.streaming.update.optax_sink import PlainOptax
+
+every = pytest.mark.every
+DEVICES = ["h100", "v5e"]
+OTHERS = [pytest.param(name, marks=every) for name in ("a100", "rtx4090")]
+ADAMW = optax.adamw(1e-3)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
+
+
+def of_shape(*shape, dtype=jnp.int32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+TOKENS, WEIGHTS = of_shape(4, 128), of_shape(4, 128, dtype=jnp.float32)
+TEXT = {"tokens": TOKENS, "targets": TOKENS}
+BATCHES = {
+    "gpt2": TEXT,
+    "bert": {**TEXT, "weights": WEIGHTS},
+    "t5": {**TEXT, "decoder_tokens": TOKENS},
+    "vit": {
+        "images": of_shape(4, 32, 32, 3, dtype=jnp.float32),
+        "labels": of_shape(4),
+    },
+}
+PROGRAMS = ["gpt2", "conv_batch_norm", "moe_map"]
+PROGRAMS += [pytest.param(name, marks=every) for name in ("bert", "t5", "vit")]
+
+
+def program_of(name):
+    """A program of the zoo, or two layers of a model, of nano's width."""
+    if name in ZOO:
+        return ZOO[name]()
+    family = MODELS[name]
+    config = dataclasses.replace(family.presets["nano"], num_layers=2)
+    if name == "t5":
+        config = dataclasses.replace(config, num_decoder_layers=2)
+    graphdef, params = abstract_params(config)
+
+    def loss(params, batch):
+        return task_loss(nnx.merge(graphdef, params), family.tasks[0], batch)
+
+    return Program(loss, params, BATCHES[name])
+
+
+def shapes_of(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def traced(program):
+    return prepare(program.loss, program.params, program.batch, has_aux=program.has_aux)
+
+
+@pytest.fixture
+def plan_step(place, note, monkeypatch):
+    """Plans and compiles a step; returns what was fitted, and what was compiled."""
+
+    def make(name, device, tx=CLIPPED, share=2, **options):
+        program, target = program_of(name), Target(device)
+        monkeypatch.setattr(fitting, "default_device", lambda: target.devices[0])
+        # The devices of a topology have no memories.
+        monkeypatch.setattr(planned_device, "_check_kinds", lambda device: None)
+        step = jaxinf.stream(
+            program.loss,
+            tx,
+            place / "store",
+            memory_bytes="256MiB",
+            device_memory_bytes=share * traced(program).smallest_bytes(),
+            has_aux=program.has_aux,
+            **options,
+        )
+        with step:
+            params = shapes_of(program.params)
+            step.load(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params))
+            with compiling_for(target) as built, jax.default_device(target.devices[0]):
+                fit = step._binder.check(
+                    step._traced(params, program.batch),
+                    params,
+                    step.store._training.opened,
+                )
+                fitted = fit(step._options.budgets)
+        note(" ".join([name, *options]), device, built)
+        return fitted, built
+
+    return make
+
+
+def check_built(built, device):
+    """Values that a program may overwrite are overwritten; the host does not wait."""
+    for one in built:
+        num_arrays, num_bytes = one.donated
+        assert one.num_aliased == num_arrays
+        if device != "v5e":  # a TPU pads arrays to tiles
+            assert one.memory.alias_size_in_bytes == num_bytes
+        assert not one.callbacks
+        assert not one.float_atomics
+
+
+def taken_bytes(memory):
+    """What XLA has in memory while a program runs."""
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return held - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+
+
+@pytest.mark.parametrize("device", DEVICES + OTHERS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_streamed_step(plan_step, name, device):
+    """Its passes come first, then its programs, which fit in what is planned."""
+    # A TPU pads the zoo's short arrays to many times their size.
+    share = 32 if name in ZOO and device == "v5e" else 2
+    fitted, built = plan_step(name, device, share=share)
+    check_built(built, device)
+    assert name in ZOO or any(one.donated[0] for one in built)
+    calls = len(fitted.plan.distinct)
+    assert len(built) > calls, "there are passes over the gradients"
+    batch = fitted.plan.traced.batch
+    planned_bytes = fitted.plan.peak_bytes + sum(map(aval_bytes, batch))
+    for one in built[-calls:]:
+        assert taken_bytes(one.memory) <= planned_bytes
+        assert hlo_order.synchronising(one.entry) == []
+
+
+def test_bits_may_differ_between_runs_without_determinism(plan_step, note):
+    _, built = plan_step("gpt2", "h100", deterministic=False)
+    assert sum(bool(one.float_atomics) for one in built) == 2  # logits, embedding
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compressed_gradients(plan_step, device):
+    _, built = plan_step("moe_map", device, ADAMW, 32, compress=jaxinf.top_k(0.1))
+    check_built(built, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_update_in_memory(note, device):
+    """State and params take the memory of the old ones, and updates of gradients."""
+    target = Target(device)
+    params = shapes_of(program_of("gpt2").params)
+    state = jax.eval_shape(CLIPPED.init, params)
+    with compiling_for(target) as built, jax.default_device(target.devices[0]):
+        update, add = PlainOptax(CLIPPED).functions(donates=True)
+        update.lower(params, state, params).compile()
+        add.lower(params, params).compile()
+    note("gpt2 in memory", device, built)
+    check_built(built, device)
+    num_leaves = len(jax.tree.leaves(params))
+    assert [one.donated[0] for one in built] == [3 * num_leaves + 1, num_leaves]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_function(note, device):
+    """The same programs, without a gradient."""
+    program, target = program_of("gpt2"), Target(device)
+    ready = prepare_function(program.loss, program.params, program.batch)
+    with compiling_for(target) as built, jax.default_device(target.devices[0]):
+        plan = ready.plan(3 * ready.smallest_bytes() // 2)
+        executables = {}
+        compile_plan(plan, executables)
+        peak_bytes = compiled_bytes(plan, executables)
+    note("gpt2 function", device, built)
+    check_built(built, device)
+    assert max(taken_bytes(one.memory) for one in built) <= peak_bytes
