@@ -184,8 +184,8 @@ from jaxinf.store.lock import StoreLock
 lock = StoreLock(Path(sys.argv[1]))
 child = os.fork()
 if not child:
+    print(os.getpid(), flush=True)  # it has no descriptor of the lock any more
     signal.pause()
-print(child, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -5,46 +5,36 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import jaxinf
 
-# The trainer on the tiny model, its steps made longer by the first argument.
-SLOWED = """
-import sys, time
-from jaxinf_models import PRESETS, GPT2Config
-PRESETS["nano"] = GPT2Config(256, 16, num_layers=1, num_heads=2, num_features=16)
-from jaxinf.train.__main__ import main
-from jaxinf.train.data.loader import Batches
-pause_s = float(sys.argv.pop(1))
-quickly = Batches.starting_at
-def slowly(self, position):
-    for batch in quickly(self, position):
-        yield batch
-        time.sleep(pause_s)
-Batches.starting_at = slowly
-sys.exit(main())
-"""
-
 
 @pytest.fixture
 def start(text, tmp_path):
-    """Starts the trainer in a process of its own."""
-    processes = []
+    """Starts the trainer in a process of its own; returns when it has paused."""
+    processes, program = [], Path(__file__).parents[1] / "support/paused_trainer.py"
 
-    def call(*, pause_s):
+    def call(num_steps):
         words = ["--data", text, "--batch-size", 2, "--seq-len", 8, "--steps", 9999]
         words += ["--store", tmp_path / "store"]
         process = subprocess.Popen(
-            [sys.executable, "-c", SLOWED, str(pause_s), *map(str, words)],
+            [
+                sys.executable,
+                program,
+                str(num_steps),
+                tmp_path / "go",
+                *map(str, words),
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         processes.append(process)
+        read_until(process.stdout, "paused")
         return process
 
     yield call
@@ -57,15 +47,16 @@ def start(text, tmp_path):
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
 )
 def test_signal_commits_and_resumes(
-    start, run, losses, uninterrupted, tmp_path, number, wait_for_steps
+    start, run, losses, uninterrupted, tmp_path, number
 ):
-    process = start(pause_s=0.1)
-    wait_for_steps(tmp_path / "store-log", 5)
+    process = start(5)
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    read_until(process.stdout, f"{number.name}: finishing this step")
+    (tmp_path / "go").touch()
+    out, err = process.communicate()
     assert (process.returncode, err) == (128 + number, "")
-    assert f"{number.name}: finishing this step" in out
     step = int(re.search(r"stopped after step (\d+) of 9999", out)[1])
+    assert step == 6  # which was under way
     command = shlex.split(out.strip().splitlines()[-1])
     assert command[:3] == ["python", "-m", "jaxinf.train"]
     assert command[command.index("--store") + 1] == str(tmp_path / "store")
@@ -81,10 +72,10 @@ def test_signal_commits_and_resumes(
 def test_killed_run_has_each_line_once(
     start, run, losses, uninterrupted, tmp_path, wait_for_steps
 ):
-    process = start(pause_s=0.1)
-    wait_for_steps(tmp_path / "store-log", 5)
+    process = start(5)
+    wait_for_steps(tmp_path / "store-log", 4)  # a thread writes the lines
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate()
     with jaxinf.open_store(tmp_path / "store") as store:
         step = store.step
     assert run("--store", tmp_path / "store", "--steps", step + 2) == 0
@@ -92,14 +83,11 @@ def test_killed_run_has_each_line_once(
 
 
 def test_second_signal_ends_at_once(start):
-    process = start(pause_s=10)
-    assert process.stdout is not None
-    read_until(process.stdout, "step 1/")
-    time.sleep(0.5)  # now it is inside the pause
+    process = start(1)
     process.send_signal(signal.SIGTERM)
     read_until(process.stdout, "once more ends at once")
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=3) == 143
+    assert process.wait(timeout=60) == 143  # it would pause for ever
 
 
 def read_until(stream, words):

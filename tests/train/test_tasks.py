@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -219,22 +220,6 @@ def rewrite_payload(store, change):
     path.write_bytes(seal(record))
 
 
-KILLED = """
-import sys, time
-from jaxinf_models import PRESETS, GPT2Config
-PRESETS["nano"] = GPT2Config(256, 16, num_layers=1, num_heads=2, num_features=16)
-from jaxinf.train.__main__ import main
-from jaxinf.train.data.loader import Batches
-quickly = Batches.starting_at
-def slowly(self, position):
-    for batch in quickly(self, position):
-        yield batch
-        time.sleep(0.1)
-Batches.starting_at = slowly
-sys.exit(main())
-"""
-
-
 @pytest.mark.long
 def test_killed_in_any_step_goes_on_with_the_next_example(
     task, losses, tmp_path, monkeypatch, wait_for_steps
@@ -243,13 +228,16 @@ def test_killed_in_any_step_goes_on_with_the_next_example(
     assert task("gpt2", "pairs", "--store", tmp_path / "whole", "--steps", 12) == 0
     words = ["--data", tmp_path / "pairs.jsonl", "--batch-size", 4, "--seq-len", 12]
     words += ["--sample-bytes", 0, "--store", tmp_path / "store", "--steps", 9999]
-    process = subprocess.Popen([sys.executable, "-c", KILLED, *map(str, words)])
+    program = Path(__file__).parents[1] / "support" / "paused_trainer.py"
+    process = subprocess.Popen(
+        [sys.executable, program, "7", tmp_path / "go", *map(str, words)]
+    )
     wait_for_steps(tmp_path / "store-log", 4)
     process.send_signal(signal.SIGKILL)
     process.wait()
     with jaxinf.open_store(tmp_path / "store") as store:
         step = store.step
-    assert 4 <= step < 12
+    assert 4 <= step <= 7
     seen = []
     quickly = Batches.starting_at
 
