@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from jaxinf import compat
+from jaxinf.compat import processes
 
 ROOT = Path(__file__).parents[1]
 SOURCES = [
     path
     for path in sorted((ROOT / "jaxinf").rglob("*.py"))
-    if path != ROOT / "jaxinf" / "compat.py"
+    if path.parent != ROOT / "jaxinf" / "compat"
 ]
 
 MODULES = re.compile(
@@ -168,7 +169,7 @@ def test_a_time_out_names_the_missing_processes():
 
 def test_the_coordination_service_is_where_it_is_looked_for():
     assert compat.coordination() is None  # this program is one process
-    state = compat._distributed
+    state = processes._distributed
     assert all(hasattr(state, n) for n in ("client", "process_id", "num_processes"))
     client = importlib.import_module("jax._src.lib")._jax.DistributedRuntimeClient
     used = "wait_at_barrier key_value_set blocking_key_value_get key_value_dir_get"

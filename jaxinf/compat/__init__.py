@@ -1,0 +1,210 @@
+"""All uses of JAX, optax, XLA and Orbax that another version may break.
+
+Invariant: uses that are experimental, not exported or not promised go through this
+package alone; ``tests/test_compat.py`` fails on others. Supported versions:
+docs/dependencies.md; ``make test-newest`` tries newer ones.
+
+==========================  ==========================================================
+used here                   where it may break, and the effect
+==========================  ==========================================================
+``buffer_callback``         experimental. Not there: `io_callback` brings gradients, at
+                            the cost of a copy; same bits. Takes other arguments: the
+                            first update fails while it is traced
+``io_callback``             experimental. Not there: ``import jaxinf`` fails
+``jax.shard_map``           ``check_vma`` was ``check_rep``. Renamed: sharded updates
+                            fail while they are traced
+``Tracer``                  of ``jax.core``, which shrinks. Not there: ``import jaxinf``
+                            fails
+``PJRT_NPROC``              read by XLA's CPU client. Not read any more: runs on several
+                            CPU devices may hang, which the tests of four devices show
+``backends_are_…``          of ``jax._src``. Not there: closing a store starts JAX's
+                            backend in a process that has not used it
+``global_state``            of ``jax._src.distributed``: the client of the coordination
+                            service, its barriers and keys, the text of a time-out. Not
+                            there: stores of several processes are refused when opened
+``trace_state_clean``       of ``jax._src``. Not there: a streamed step in an eager
+                            ``jax.grad`` or ``jax.vmap`` runs if its batch is known
+logger of callbacks         moves with JAX's modules. Moved: JAX's traceback is printed
+                            before the error
+modules of callbacks        move with JAX's. Moved: Ctrl-C just before or behind a
+                            callback of a store fails the computation
+``Primitive``, ``Literal``  of ``jax.extend.core``, and jaxprs; fields of equations,
+                            which ``jaxinf/program/graph.py`` and ``jaxinf/stream``
+                            read. Not there: ``tx.init`` fails while it traces
+``jax.interpreters``        rules of a primitive of our own. Not there, or other rules:
+                            ``import jaxinf`` fails, or ``tx.update`` while it is traced
+``axis_context``            of a lowering: how many devices the computation has. Not
+                            there: an update in a process with several devices fails
+                            while it is compiled
+``manual_axes``             of the mesh in use. Not there: an update in ``pmap`` fails
+                            with an error of JAX's
+shardings in types          of abstract values, and parameters of
+                            ``sharding_constraint``. Others: streaming on several
+                            devices fails while it is traced
+``get_bind_params``         of primitives, with the equation's context. Another result:
+                            the prologue fails while it is traced
+names of primitives         an unknown one: ``tx.init`` refuses the optimizer and names
+                            the primitive
+parameters of primitives    an unknown one: ``KeyError`` in ``tx.init``
+tracebacks of equations     not promised. Others: a refusal does not say which optax
+                            transformation the primitive came from; a warning of large
+                            arrays in a loss function fails
+key classes, ``keystr``     of ``jax.tree_util``. Other classes: names of leaves, or of
+                            scalars, are not those of a store, which is refused.
+                            Another text: error messages have it; no file does
+``serialization`` of Flax    registers placeholders, where a program uses Flax. Moved:
+                            ``flax.serialization.to_bytes`` of a state fails
+callers that flatten        modules of JAX, optax and Flax among the callers. Others:
+                            steps of a program's own checkpoints are not kept, or more
+                            than these, unless it calls ``store.wait(state)``
+frames of ``MultiSteps``    optax's own callers are looked at. Not a method any more:
+                            ``MultiSteps(smart_update(…))`` is not refused
+frames of ``lookahead``     the same, by their module. Others: the params differ from
+                            the store's when slow ones follow, and the run stops
+placeholder of params       of ``optax.tree.map_params``, not public. Renamed: that
+                            function fails for a state
+schedule of ``MultiSteps``  not public. Not there: ``MultiSteps(tx, 1)`` stores a sum
+bits of ``jax.random``      computed as Threefry of each element's index. Computed
+                            otherwise: streaming draws other first params than jitted
+                            code for leaves that are large beside the budget
+library fusions of XLA       an option of its CPU compiler. Not there, or other names:
+                            programs take the default, and may take more memory than
+                            is planned
+deterministic ops of XLA    an option of its GPU compiler. Not there, or another name:
+                            compiling a streamed program fails and names it;
+                            ``deterministic=False`` goes without
+Orbax's handler, key type   written to a checkpoint's metadata. Moved: Orbax restores it
+                            only when it is told the handler
+==========================  ==========================================================
+
+Beyond names: `jaxinf.kernels.lowering` follows what XLA's CPU compiler does with an
+update. Another XLA may round otherwise; ``tests/kernels/test_bits.py`` compares.
+"""
+
+from jaxinf.compat.callbacks import (
+    CALLBACK_LOGGER,
+    call_with_buffers,
+    call_with_copies,
+    has_buffer_callback,
+    is_in_callback,
+    raise_in_callback,
+)
+from jaxinf.compat.jaxprs import (
+    ELEMENTWISE,
+    IDENTITIES,
+    ClosedJaxpr,
+    Jaxpr,
+    Literal,
+    Primitive,
+    bind,
+    branches,
+    called_jaxpr,
+    inner_jaxprs,
+    select_primitive,
+    source_frames,
+    source_line,
+    static_params,
+)
+from jaxinf.compat.libraries import (
+    ORBAX_DICT_KEY,
+    ORBAX_HANDLER,
+    is_inside_lookahead,
+    is_inside_multi_steps,
+    is_params_placeholder,
+    is_single_step,
+    multi_steps_of,
+    register_with_flax,
+)
+from jaxinf.compat.meshes import (
+    call_by_num_devices,
+    has_explicit_axes_only,
+    manual_axes,
+    mesh_in_use,
+    shard_map,
+)
+from jaxinf.compat.processes import (
+    Coordination,
+    coordination,
+    has_backend,
+    missing_tasks,
+)
+from jaxinf.compat.tracing import (
+    Tracer,
+    counts_elements,
+    is_in_transformation,
+    is_tracing,
+    without_examples,
+)
+from jaxinf.compat.trees import (
+    array_in,
+    attribute_of,
+    key_name,
+    path_keys,
+    path_text,
+    register_checked,
+)
+from jaxinf.compat.xla import (
+    CPU_THREADS_VARIABLE,
+    DETERMINISTIC,
+    cpu_client_threads,
+    deterministic_options,
+    varies_between_runs,
+    without_library_reductions,
+)
+
+__all__ = [
+    "CALLBACK_LOGGER",
+    "CPU_THREADS_VARIABLE",
+    "DETERMINISTIC",
+    "ELEMENTWISE",
+    "IDENTITIES",
+    "ORBAX_DICT_KEY",
+    "ORBAX_HANDLER",
+    "ClosedJaxpr",
+    "Coordination",
+    "Jaxpr",
+    "Literal",
+    "Primitive",
+    "Tracer",
+    "array_in",
+    "attribute_of",
+    "bind",
+    "branches",
+    "call_by_num_devices",
+    "call_with_buffers",
+    "call_with_copies",
+    "called_jaxpr",
+    "coordination",
+    "counts_elements",
+    "cpu_client_threads",
+    "deterministic_options",
+    "has_backend",
+    "has_buffer_callback",
+    "has_explicit_axes_only",
+    "inner_jaxprs",
+    "is_in_callback",
+    "is_in_transformation",
+    "is_inside_lookahead",
+    "is_inside_multi_steps",
+    "is_params_placeholder",
+    "is_single_step",
+    "is_tracing",
+    "key_name",
+    "manual_axes",
+    "mesh_in_use",
+    "missing_tasks",
+    "multi_steps_of",
+    "path_keys",
+    "path_text",
+    "raise_in_callback",
+    "register_checked",
+    "register_with_flax",
+    "select_primitive",
+    "shard_map",
+    "source_frames",
+    "source_line",
+    "static_params",
+    "varies_between_runs",
+    "without_examples",
+    "without_library_reductions",
+]

@@ -1,0 +1,88 @@
+"""How a computation calls the host, and what JAX says when that fails.
+
+Invariant: an exception that JAX's own error quotes is not logged by JAX, too.
+"""
+
+import logging
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NoReturn
+
+from jax.experimental import io_callback
+
+try:
+    from jax.experimental.buffer_callback import buffer_callback
+except ImportError:
+    buffer_callback = None
+
+__all__ = [
+    "CALLBACK_LOGGER",
+    "call_with_buffers",
+    "call_with_copies",
+    "has_buffer_callback",
+    "is_in_callback",
+    "raise_in_callback",
+]
+
+CALLBACK_LOGGER = "jax._src.callback"
+"""Logs an exception of a callback, with a traceback."""
+
+# Modules with a function on the stack of a thread that runs a callback.
+_CALLBACK_MODULES = frozenset(
+    {"jax._src.callback", "jax._src.buffer_callback", "jaxinf.optimizer.callback"}
+)
+
+_TOLD = "is_told_by_jaxinf"
+
+
+def raise_in_callback(error: BaseException) -> NoReturn:
+    """Raises an exception that JAX's error quotes, so that JAX need not log it, too."""
+    setattr(error, _TOLD, True)
+    raise error.with_traceback(None)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return not getattr(error, _TOLD, False)
+
+
+logging.getLogger(CALLBACK_LOGGER).addFilter(_is_news)
+
+
+def has_buffer_callback() -> bool:
+    """Whether this JAX can hand over its own buffers."""
+    return buffer_callback is not None
+
+
+def call_with_buffers(
+    function: Callable[..., None],
+    avals: Any,
+    *arguments: Any,
+) -> Any:
+    """Calls ``function(context, outs, *arguments)`` with XLA's buffers; traceable.
+
+    Args:
+      function: fills `outs`; runs on the host, once.
+      avals: shapes and dtypes of the results.
+      arguments: arrays.
+    """
+    assert buffer_callback is not None, "has_buffer_callback was not asked"
+    return buffer_callback(function, avals, has_side_effect=True)(*arguments)
+
+
+def call_with_copies(
+    function: Callable[..., Any],
+    avals: Any,
+    *arguments: Any,
+) -> Any:
+    """Calls ``function(*arguments)``, which returns the results; traceable."""
+    return io_callback(function, avals, *arguments)
+
+
+def is_in_callback(frame: FrameType | None) -> bool:
+    """Whether a thread runs a callback, judged by its innermost frame."""
+    while frame is not None:
+        if frame.f_globals.get("__name__") in _CALLBACK_MODULES:
+            return True
+        frame = frame.f_back
+    return False

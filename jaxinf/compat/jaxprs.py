@@ -1,0 +1,146 @@
+"""Jaxprs: names and parameters of primitives, equations computed, their sources.
+
+Invariant: an unknown primitive is refused by name, never guessed.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
+
+__all__ = [
+    "ELEMENTWISE",
+    "IDENTITIES",
+    "ClosedJaxpr",
+    "Jaxpr",
+    "Literal",
+    "Primitive",
+    "bind",
+    "branches",
+    "called_jaxpr",
+    "inner_jaxprs",
+    "select_primitive",
+    "source_frames",
+    "source_line",
+    "static_params",
+]
+
+ELEMENTWISE = frozenset(
+    """
+    abs add and cbrt ceil clamp convert_element_type cos div eq exp exp2 expm1 floor
+    ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg
+    nextafter not or pow reduce_precision rem round rsqrt select_n sign sin sqrt
+    square sub tanh xor
+    """.split()
+)
+"""Primitives by name: every operand leaf-shaped or a scalar. They name equations of
+`jaxinf.program.ir`, too."""
+
+IDENTITIES = frozenset(
+    """
+    copy copy_p stop_gradient optimization_barrier sharding_constraint reshape
+    squeeze expand_dims broadcast_in_dim convert_element_type
+    """.split()
+)
+"""Primitives that pass operands through, where no shape or dtype changes."""
+
+_CALLS = frozenset(
+    """
+    jit pjit closed_call core_call core_closed_call custom_jvp_call custom_vjp_call
+    custom_vjp_call_jaxpr remat remat2 checkpoint
+    """.split()
+)
+_CHECKPOINTS = frozenset({"remat", "remat2", "checkpoint"})
+_CALLEE_PARAMETERS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_REDUCED = {(8, 7): "bfloat16", (5, 10): "float16", (8, 23): "float32"}
+
+
+def called_jaxpr(
+    name: str, params: Mapping[str, Any], *, checkpoints: bool = True
+) -> Any:
+    """Returns the jaxpr of an equation that is only a call; None for other equations.
+
+    Args:
+      name: name of the equation's primitive.
+      params: the equation's parameters.
+      checkpoints: whether `jax.checkpoint` counts as a call, so that its recomputed
+        equations need not stay together.
+    """
+    if name not in _CALLS or (name in _CHECKPOINTS and not checkpoints):
+        return None
+    return next(params[key] for key in _CALLEE_PARAMETERS if key in params)
+
+
+def inner_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
+    """Yields the jaxprs of an equation's calls, loops and branches, closed or not."""
+    for value in params.values():
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(one, (ClosedJaxpr, Jaxpr)):
+                yield one
+
+
+def branches(name: str, params: Mapping[str, Any]) -> Sequence[Any] | None:
+    """Returns the jaxprs of a conditional, chosen by its first operand; else None."""
+    return params["branches"] if name == "cond" else None
+
+
+def static_params(name: str, params: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the parameters that matter to a body; None if unsupported."""
+    if name not in ELEMENTWISE:
+        return None
+    if name == "integer_pow":
+        return {"y": int(params["y"])}
+    if name == "round":
+        return {"to_even": int(params["rounding_method"]) == 1}
+    if name == "reduce_precision":
+        bits = (int(params["exponent_bits"]), int(params["mantissa_bits"]))
+        return {"to": _REDUCED[bits]} if bits in _REDUCED else None
+    return {}
+
+
+def select_primitive() -> Primitive:
+    """The primitive of ``jax.lax.select_n``."""
+    return jax.lax.select_n_p
+
+
+def bind(
+    primitive: Primitive,
+    operands: Sequence[Any],
+    params: Mapping[str, Any],
+    context: Any,
+) -> Sequence[Any]:
+    """Computes an equation; traceable.
+
+    Args:
+      primitive: the equation's primitive.
+      operands: arrays or tracers.
+      params: the equation's parameters, as in its jaxpr.
+      context: the equation's ``ctx``; None if it has none.
+    """
+    given = primitive.get_bind_params(dict(params))
+    if isinstance(given, tuple):  # before JAX 0.8, with the functions that it calls
+        functions, params = given
+        operands = (*functions, *operands)
+    else:
+        params = given
+    if context is None:
+        results = primitive.bind(*operands, **params)
+    else:
+        with context.manager:
+            results = primitive.bind(*operands, **params)
+    return results if primitive.multiple_results else [results]
+
+
+def source_frames(source: Any) -> list[tuple[str, str]]:
+    """Returns file and function of each frame above an equation, if they were kept."""
+    try:
+        return [(f.file_name, f.function_name) for f in source.traceback.frames]
+    except AttributeError:
+        return []
+
+
+def source_line(eqn: Any) -> str:
+    """The user's line that an equation comes from: ``file:line:column (function)``."""
+    return source_info_util.summarize(eqn.source_info)

@@ -1,0 +1,108 @@
+"""Meshes in use, and computations on several devices, in newer and older JAX.
+
+Invariant: a program gets the same function whether its mesh is known when it is traced
+or only when it is compiled.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
+from jax.sharding import AbstractMesh
+
+__all__ = [
+    "call_by_num_devices",
+    "has_explicit_axes_only",
+    "manual_axes",
+    "mesh_in_use",
+    "shard_map",
+]
+
+
+def shard_map(
+    function: Callable[..., Any], *, mesh: Any, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """``jax.shard_map`` over all axes of `mesh`; replication is not checked."""
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+
+
+def call_by_num_devices(
+    one: Callable[..., Any],
+    several: Callable[[AbstractMesh], Callable[..., Any]],
+    *arguments: Any,
+) -> Any:
+    """Calls `one` in a computation on one device, or ``several(mesh)``; traceable.
+
+    A trace does not tell how many devices the computation has. Its compilation does.
+
+    Args:
+      one: for one device.
+      several: gives the function for a mesh of all devices; its results are
+        replicated over them.
+      arguments: arrays, or trees of arrays.
+    """
+    leaves, treedef = jax.tree.flatten(arguments)
+    closed, avals = jax.make_jaxpr(one, return_shape=True)(*arguments)
+
+    def flat(mesh: AbstractMesh) -> Callable[..., list[Any]]:
+        return lambda *xs: jax.tree.leaves(several(mesh)(*treedef.unflatten(xs)))
+
+    results = _BY_NUM_DEVICES.bind(*leaves, closed=closed, several=flat)
+    return jax.tree.structure(avals).unflatten(results)
+
+
+def _lower_by_num_devices(
+    context: Any, *values: Any, closed: ClosedJaxpr, several: Callable[..., Any]
+) -> Any:
+    where = context.module_context.axis_context
+    num = where.num_devices if hasattr(where, "num_devices") else where.mesh.size
+    if num == 1:
+        function = jaxpr_as_fun(closed)
+    else:
+        mesh = jax.sharding.get_abstract_mesh()  # of jax.set_mesh
+        if mesh.empty:
+            mesh = AbstractMesh((num,), ("devices",))
+        function = several(mesh)
+    return mlir.lower_fun(function, multiple_results=True)(context, *values)
+
+
+_BY_NUM_DEVICES = Primitive("by_num_devices")
+_BY_NUM_DEVICES.multiple_results = True
+_BY_NUM_DEVICES.def_impl(
+    lambda *values, **params: jax.jit(lambda *xs: _BY_NUM_DEVICES.bind(*xs, **params))(
+        *values
+    )
+)
+_BY_NUM_DEVICES.def_effectful_abstract_eval(
+    lambda *_, closed, **__: (list(closed.out_avals), closed.effects)
+)
+mlir.register_lowering(_BY_NUM_DEVICES, _lower_by_num_devices)
+
+
+def mesh_in_use() -> Any:
+    """The mesh of ``jax.set_mesh``, or before JAX 0.7 of ``jax.sharding.use_mesh``.
+
+    It is empty if there is none.
+    """
+    if hasattr(jax.sharding, "get_mesh"):
+        return jax.sharding.get_mesh()
+    from jax._src.mesh import Mesh, get_concrete_mesh
+
+    return get_concrete_mesh() or Mesh((), ())
+
+
+def has_explicit_axes_only(mesh: Any) -> bool:
+    """Whether the shardings over a mesh are part of types."""
+    if hasattr(mesh, "are_all_axes_explicit"):
+        return mesh.are_all_axes_explicit
+    return mesh._are_all_axes_explicit  # before JAX 0.7
+
+
+def manual_axes() -> dict[str, int]:
+    """The axes, with sizes, of the ``pmap`` or ``shard_map`` that is being traced."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {name: mesh.shape[name] for name in getattr(mesh, "manual_axes", ())}

@@ -1,0 +1,110 @@
+"""The coordination service of a program in several processes.
+
+Invariant: nothing here starts JAX's backend.
+"""
+
+import itertools
+from typing import Any
+
+import jax
+
+try:
+    from jax._src.xla_bridge import backends_are_initialized
+except ImportError:
+    backends_are_initialized = None
+
+try:
+    from jax._src.distributed import global_state as _distributed
+except ImportError:
+    _distributed = None
+
+__all__ = [
+    "Coordination",
+    "coordination",
+    "has_backend",
+    "missing_tasks",
+]
+
+
+class Coordination:
+    """The coordination service that `jax.distributed.initialize` has connected to.
+
+    Its calls are host-side gRPC; all block, without the GIL. Thread-safe.
+
+    Attributes:
+      process: number of this process.
+      num_processes: number of all processes.
+    """
+
+    def __init__(self, client: Any, process: int, num_processes: int) -> None:
+        self._client = client
+        self.process = process
+        self.num_processes = num_processes
+
+    def meet(self, name: str, timeout_s: float) -> list[str]:
+        """Waits until all processes are in the barrier of a name, which is used once.
+
+        Returns:
+          The names of those that did not come in time; empty when all are there.
+        """
+        try:
+            self._client.wait_at_barrier(name, max(1, round(1000 * timeout_s)))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            return missing_tasks(str(error)) or ["unknown"]
+        return []
+
+    def put(self, key: str, value: str) -> None:
+        """Sets a key, once."""
+        self._client.key_value_set(key, value)
+
+    def get(self, key: str, timeout_s: float) -> str | None:
+        """Waits for the value of a key; None if there is none in time."""
+        try:
+            milliseconds = max(1, round(1000 * timeout_s))
+            return self._client.blocking_key_value_get(key, milliseconds)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            return None
+
+    def remove(self, folder: str) -> None:
+        """Removes the keys below a name."""
+        self._client.key_value_delete(f"{folder}/")
+
+    def below(self, folder: str) -> dict[str, str]:
+        """Returns the keys that begin with a name and a slash, with their values."""
+        return dict(self._client.key_value_dir_get(f"{folder}/"))
+
+
+def coordination() -> Coordination | None:
+    """The service of this program; None in a program of one process.
+
+    Raises:
+      ImportError: this JAX has several processes, and no such service.
+    """
+    if _distributed is None:
+        if has_backend() and jax.process_count() > 1:
+            raise ImportError(
+                "jax._src.distributed.global_state: expected the client of the "
+                f"coordination service, found none in jax {jax.__version__}; use one "
+                "of the versions of docs/dependencies.md"
+            )
+        return None
+    client, count = _distributed.client, _distributed.num_processes
+    if client is None or not count or count < 2:
+        return None
+    return Coordination(client, _distributed.process_id, count)
+
+
+def missing_tasks(text: str) -> list[str]:
+    """Returns the tasks that the error of a barrier names: numbers, or longer names."""
+    _, _, names = text.partition("timed out task names:")
+    lines = itertools.takewhile(str.strip, names.lstrip().splitlines())
+    return [line.strip().rpartition(":")[2] for line in lines]
+
+
+def has_backend() -> bool:
+    """Whether this process has used JAX; True if JAX does not tell."""
+    return backends_are_initialized is None or backends_are_initialized()

@@ -1,0 +1,81 @@
+"""XLA's CPU client and its compilers: threads, fusions, the same bits in each run.
+
+Invariant: what the user has set in the environment stays.
+"""
+
+import functools
+import os
+from typing import Any
+
+import jax
+
+__all__ = [
+    "CPU_THREADS_VARIABLE",
+    "DETERMINISTIC",
+    "cpu_client_threads",
+    "deterministic_options",
+    "varies_between_runs",
+    "without_library_reductions",
+]
+
+CPU_THREADS_VARIABLE = "PJRT_NPROC"
+"""The environment variable with the number of threads of XLA's CPU client."""
+
+
+def cpu_client_threads() -> int:
+    """Returns the requested threads of XLA's CPU client; 0 if the user set none."""
+    setting = os.environ.get(CPU_THREADS_VARIABLE) or os.environ.get("NPROC") or "0"
+    return int(setting) if setting.isdigit() else 0
+
+
+_LIBRARY_FUSIONS = "xla_cpu_experimental_ynn_fusion_type"
+_WITHOUT_REDUCTIONS = (
+    "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_INDIVIDUAL_CONVOLUTION"
+)
+
+DETERMINISTIC = "xla_gpu_deterministic_ops"
+"""An option of XLA's GPU compiler; with two hyphens a flag of ``XLA_FLAGS``."""
+
+
+def without_library_reductions() -> dict[str, Any] | None:
+    """Returns options for XLA's CPU compiler that keep reductions from YNNPACK.
+
+    Products and convolutions go there, as by default. None if this XLA does not know
+    the option, or if the user has set it in ``XLA_FLAGS``.
+    """
+    if _LIBRARY_FUSIONS in _xla_flags():
+        return None
+    options = {_LIBRARY_FUSIONS: _WITHOUT_REDUCTIONS}
+    return options if _is_compiled_with(_LIBRARY_FUSIONS, _WITHOUT_REDUCTIONS) else None
+
+
+def deterministic_options(is_wanted: bool) -> dict[str, Any] | None:
+    """Returns options with which a program has the same bits in each run.
+
+    They make a GPU add in a fixed order, and choose kernels without measuring them.
+    None elsewhere, or if the user has chosen in ``XLA_FLAGS``.
+
+    Args:
+      is_wanted: Whether the program's bits matter.
+    """
+    return {DETERMINISTIC: True} if is_wanted and varies_between_runs() else None
+
+
+def varies_between_runs() -> bool:
+    """Whether a program may have other bits in each run if nobody asks for the same."""
+    return jax.default_backend() == "gpu" and DETERMINISTIC not in _xla_flags()
+
+
+def _xla_flags() -> str:
+    return os.environ.get("XLA_FLAGS", "")
+
+
+@functools.cache
+def _is_compiled_with(option: str, value: str) -> bool:
+    """Whether XLA's compiler takes the option with this value."""
+    lowered = jax.jit(lambda: jax.numpy.zeros(())).lower()
+    try:
+        lowered.compile(compiler_options={option: value})
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
