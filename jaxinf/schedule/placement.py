@@ -17,9 +17,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxinf.schedule.occupancy import Stay, occupancy
-from jaxinf.schedule.packer import evict, prefetch
+from jaxinf.schedule.packer import evict, fill, prefetch
 
-__all__ = ["NUM_COPIES", "Absence", "Shortage", "Tiers", "absences", "host_tier"]
+__all__ = [
+    "NUM_COPIES",
+    "Absence",
+    "Shortage",
+    "Tiers",
+    "Waiting",
+    "absences",
+    "host_tier",
+    "waiting",
+]
 
 NUM_COPIES = 2
 """Times that a tensor is on the host on its way to a drive, or back: pinned for the
@@ -82,6 +91,34 @@ class Tiers:
     def buffer_bytes(self) -> int:
         """The most bytes of tensors that are read ahead."""
         return max(self.room, default=0)
+
+
+class Waiting(NamedTuple):
+    """Tensors that wait for the end of a step.
+
+    Attributes:
+      capacity_bytes: Memory for those that stay there.
+      on_drive: The others, which go to a drive, and their bytes.
+      num_reads: Number of times that each is read again.
+    """
+
+    capacity_bytes: int
+    on_drive: Mapping[Any, int]
+    num_reads: int = 1
+
+
+def waiting(sizes: Mapping[Any, int], capacity: int, num_reads: int = 1) -> Waiting:
+    """Chooses the tensors that wait in memory: in the order given, as there is room.
+
+    Args:
+      sizes: The tensors and their bytes.
+      capacity: Memory for them.
+      num_reads: As for `Waiting`.
+    """
+    stays = [Stay(0, 1, num_bytes, tensor) for tensor, num_bytes in sizes.items()]
+    held = {*fill(np.zeros(1, np.int64), stays, capacity)}
+    others = {one.tensor: one.num_bytes for one in stays if one not in held}
+    return Waiting(capacity, others, num_reads)
 
 
 def absences(

@@ -3,130 +3,103 @@
     calls    ──F0──F1──F2──…──B2──B1──B0──►   in turn, two at a time
     values     ──w0──w1──…     ──r1──r0──     one queue for the drives
     params   ──p0──p1──p2──…                  another, read ahead as there is room
+    gradients              ──…──w1──w0──r…    a third, read after the last call
 
 Invariant: what moves next is what `Moves` says, as in a run; a call waits as there.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 from jaxinf.schedule.moves import Kind, Moves, Tensor
 from jaxinf.schedule.placement import Absence
 
-__all__ = ["NO_LOADS", "Away", "Host", "Load", "Loads", "simulate"]
+__all__ = ["Trip", "Trips", "simulate"]
 
 _QUEUES: Mapping[Kind, str] = {"out": "out", "back": "back"}
 
 
-class Away(NamedTuple):
-    """A tensor that is not in the device's memory for a time.
+class Trip(NamedTuple):
+    """The way of a tensor to the device, and before that away from it.
 
     Attributes:
-      absence: The calls.
-      last: The last call that reads it.
-      seconds: Times of its moves.
-      num_bytes: Memory of the host for it, in whole pages.
+      first, last: The first and the last call that read it there; the number of calls
+        for what comes after them.
+      num_bytes: Bytes that are copied to the device, and from it.
+      stored_bytes: Bytes that are read from drives, and written.
+      host_bytes: Memory of the host for it when it has been read.
       way_bytes: Memory of the host that it takes on its way to drives.
-      is_on_drive: Whether it goes on to drives.
-    """
-
-    absence: Absence
-    last: int
-    seconds: Mapping[Kind, float]
-    num_bytes: int = 0
-    way_bytes: int = 0
-    is_on_drive: bool = True
-
-
-class Host(NamedTuple):
-    """Memory of the host beside a device with memory of its own.
-
-    Attributes:
-      way_bytes: For tensors on their way to drives.
-      room: Before each call, bytes for tensors that are read ahead.
-    """
-
-    way_bytes: int
-    room: Sequence[int]
-
-
-class Load(NamedTuple):
-    """A tensor that is read for calls, such as params.
-
-    Attributes:
-      first, last: The first and the last call that use it.
-      end: The last call during which it is on the host, for an update.
-      num_bytes: Bytes that are read.
-      host_bytes: Memory of the host for it.
+      absence: The calls without it, if a call makes it; None if drives have it, and it
+        comes as early as there is room.
+      held: The last call during which it is on the host, for an update.
+      is_on_drive: Whether it goes to drives, or comes from there.
     """
 
     first: int
     last: int
-    end: int
     num_bytes: int
-    host_bytes: int
+    stored_bytes: int
+    host_bytes: int = 0
+    way_bytes: int = 0
+    absence: Absence | None = None
+    held: int = -1
+    is_on_drive: bool = True
 
 
-class Loads(NamedTuple):
-    """The reads of a step, and the memory for them.
+class Trips(NamedTuple):
+    """Tensors that move through the same queues, and the memory for them.
 
     Attributes:
-      loads: The reads, in order.
-      read_bytes: Memory of the host.
-      device_bytes: Memory of a device with memory of its own; None if it is the host's.
+      trips: Those of a step, in the order in which they are needed.
+      rates: Bandwidths of their hops, in bytes a second.
+      has_link: Whether the device has memory of its own.
+      way_bytes: Memory of the host for tensors on their way to drives.
+      read_bytes: Memory of the host for those read ahead.
+      device_bytes: Memory of such a device for those without an absence.
+      room: Before each call, `read_bytes` from then on; empty if it stays the same.
     """
 
-    loads: Sequence[Load] = ()
+    trips: Sequence[Trip]
+    rates: Mapping[Kind, float]
+    has_link: bool = False
+    way_bytes: int = 0
     read_bytes: int = 0
-    device_bytes: int | None = None
+    device_bytes: int = 0
+    room: Sequence[int] = ()
 
 
-NO_LOADS = Loads()
-"""Those of a step whose tensors are all in memory."""
-
-
-def simulate(
-    call_s: Sequence[float],
-    away: Sequence[Away] = (),
-    host: Host | None = None,
-    loads: Loads = NO_LOADS,
-    rates: Mapping[Kind, float] = MappingProxyType({}),
-) -> float:
-    """Returns the time from the first call's start to the last one's end.
+def simulate(call_s: Sequence[float], *moved: Trips) -> float:
+    """Returns the time from the first call's start to the end of the last one.
 
     A call starts when the one before it has ended, what must be gone is written, and
-    what it reads is there.
+    what it reads is there. What is needed after the last call comes back then.
 
     Args:
       call_s: Times of the calls.
-      away: Tensors that leave, in the order in which they are needed.
-      host: None if the device's memory is the host's.
-      loads: Tensors that are read for calls.
-      rates: Bandwidths of their hops, in bytes a second.
+      moved: Tensors that move, those with queues of their own apart.
     """
-    values, params = _Values(away, host), _Params(loads, rates)
+    clocks = [_Clock(one) for one in moved if one.trips]
     ends = [0.0, 0.0]  # of the calls before
     handed_s = 0.0
     for number, seconds in enumerate(call_s):
         handed_s = max(handed_s, ends[-2])
-        if away:
-            handed_s = values.end(number - 2, handed_s)
-        if loads.loads:
-            params.end(number - 2, handed_s)
-        if away:
-            handed_s = values.before(number, handed_s)
-        if loads.loads:
-            handed_s = params.before(number, handed_s)
+        for clock in clocks:
+            handed_s = clock.end(number - 2, handed_s)
+        for clock in clocks:
+            handed_s = clock.before(number, handed_s)
         ends = [ends[-1], max(ends[-1], handed_s) + seconds]
-        values.made(number, ends[-1])
-    for number in (len(call_s) - 2, len(call_s) - 1) if away else ():
-        ends[-1] = values.end(number, ends[-1])
-    return ends[-1]
+        for clock in clocks:
+            clock.made(number, ends[-1])
+    end_s, num_calls = ends[-1], len(call_s)
+    for clock in clocks:
+        for number in (num_calls - 2, num_calls - 1):
+            end_s = clock.end(number, end_s)
+        end_s = clock.before(num_calls, end_s)
+    return end_s
 
 
 @dataclass(eq=False, slots=True)
@@ -135,46 +108,84 @@ class _Tensor(Tensor):
     ready_s: float = 0.0
 
 
-class _Clock:
-    """Runs moves in virtual time: each queue one at a time. Arguments as `Moves`."""
+_ByCall: TypeAlias = defaultdict[int, list[_Tensor]]
 
-    def __init__(self, **memory: Any) -> None:
+
+class _Clock:
+    """Runs moves in virtual time: each queue one at a time."""
+
+    def __init__(self, moved: Trips) -> None:
         self._now_s = 0.0
         self._free_s: defaultdict[str, float] = defaultdict(float)
         self._ends: list[tuple[float, int, _Tensor, Kind]] = []
         self._numbers = count()
-        self.moves: Moves[_Tensor] = Moves(self, **memory)
+        self._room = moved.room
+        self._moves: Moves[_Tensor] = Moves(
+            self,
+            has_link=moved.has_link,
+            way_bytes=moved.way_bytes,
+            read_bytes=moved.read_bytes,
+            device_bytes=moved.device_bytes,
+        )
+        # By the number of the call at which something happens.
+        by_call: list[_ByCall] = [defaultdict(list) for _ in range(6)]
+        self._made, self._gone, self._back, self._needed, self._last, self._held = (
+            by_call
+        )
+        tensors = [_tensor(key, one, moved) for key, one in enumerate(moved.trips)]
+        pairs = list(zip(moved.trips, tensors, strict=True))
+        for one, tensor in pairs:
+            self._needed[one.first].append(tensor)
+            self._last[one.last].append(tensor)
+            if one.absence is not None:
+                self._gone[one.absence.gone].append(tensor)
+                self._back[one.absence.back].append(tensor)
+            if tensor.is_held:
+                self._held[one.held].append(tensor)
+        away = [(one.absence, tensor) for one, tensor in pairs if one.absence]
+        for absence, tensor in sorted(away, key=lambda pair: pair[0].gone):
+            self._made[absence.written].append(tensor)
+        if moved.has_link:
+            self._moves.clear(tensor.key for _, tensor in away if tensor.num_parts)
+        self._moves.load(tensor for one, tensor in pairs if not one.absence)
 
-    def until(self, at_s: float) -> None:
-        """Runs what ends by a time, which is now then."""
+    def end(self, number: int, at_s: float) -> float:
+        """Ends a call at a time; returns when what it was the last to read is free."""
         while self._ends and self._ends[0][0] <= at_s:
             self._step()
         self._now_s = max(self._now_s, at_s)
-
-    def release(self, tensors: Iterable[_Tensor]) -> float:
-        """Releases tensors; returns when nothing moves them any more."""
-        for tensor in tensors:
+        for tensor in self._last.get(number, ()):
             while tensor.num_moves:
                 self._step()
-            self.moves.release(tensor)
+            self._moves.release(tensor)
+        for tensor in self._held.get(number, ()):
+            self._moves.free(tensor)
         return self._now_s
 
-    def get(self, tensors: Iterable[_Tensor]) -> float:
-        """Returns when tensors are ready."""
-        for tensor in tensors:
+    def before(self, number: int, at_s: float) -> float:
+        """Makes ready what a call needs; returns when it may start."""
+        if number < len(self._room):
+            self._moves.read_bytes = self._room[number]
+            self._moves.advance()
+        for tensor in self._gone.get(number, ()):
+            while not self._moves.is_evicted(tensor):
+                self._step()
+        for tensor in self._back.get(number, ()):
+            self._moves.prefetch(tensor)
+        for tensor in self._needed.get(number, ()):
             while not tensor.is_ready:
                 self._step()
-        return self._now_s
+        return max(at_s, self._now_s)
 
-    def wait_evicted(self, tensors: Iterable[_Tensor]) -> None:
-        """Waits until no tensor is in the device's memory."""
-        for tensor in tensors:
-            while not self.moves.is_evicted(tensor):
-                self._step()
+    def made(self, number: int, at_s: float) -> None:
+        """Lets tensors leave that a call has made at a time."""
+        for tensor in self._made.get(number, ()):
+            tensor.ready_s = at_s
+            self._moves.evict(tensor)
 
     def _step(self) -> None:
         self._now_s, _, tensor, kind = heappop(self._ends)
-        self.moves.ended(tensor, kind, True, None)
+        self._moves.ended(tensor, kind, True, None)
 
     # --- as the executor of `Moves` --------------------------------------------------
 
@@ -194,104 +205,18 @@ class _Clock:
         """As `Executor.free_memory`."""
 
 
-_ByCall: TypeAlias = dict[int, list[_Tensor]]
-
-
-class _Values(_Clock):
-    """Values that leave and come back, by the call at which something happens."""
-
-    def __init__(self, away: Sequence[Away], host: Host | None) -> None:
-        super().__init__(
-            has_link=host is not None, way_bytes=0 if host is None else host.way_bytes
-        )
-        self._room = () if host is None else host.room
-        self._made: _ByCall = {}
-        self._ends_at: _ByCall = {}
-        self._waits: tuple[_ByCall, _ByCall, _ByCall] = ({}, {}, {})
-        pairs = [
-            (
-                one,
-                _Tensor(
-                    number,
-                    int(one.is_on_drive),
-                    one.num_bytes,
-                    one.way_bytes,
-                    value=True,
-                    seconds=one.seconds,
-                ),
-            )
-            for number, one in enumerate(away)
-        ]
-        for one, tensor in sorted(pairs, key=lambda pair: pair[0].absence.gone):
-            self._made.setdefault(one.absence.written, []).append(tensor)
-        for one, tensor in pairs:
-            self._ends_at.setdefault(one.last, []).append(tensor)
-            for by, number in zip(self._waits, one.absence[1:], strict=True):
-                by.setdefault(number, []).append(tensor)
-        if host is not None:
-            self.moves.clear(tensor.key for one, tensor in pairs if one.is_on_drive)
-
-    def end(self, number: int, at_s: float) -> float:
-        """Ends a call; returns when the values that it was the last to read are."""
-        self.until(at_s)
-        return self.release(self._ends_at.get(number, ()))
-
-    def before(self, number: int, at_s: float) -> float:
-        """Makes ready what a call needs; returns when it may start."""
-        gone, back, needed = (by.get(number, ()) for by in self._waits)
-        if self._room:
-            self.moves.read_bytes = self._room[number]
-            self.moves.advance()
-        self.wait_evicted(gone)
-        for tensor in back:
-            self.moves.prefetch(tensor)
-        return max(at_s, self.get(needed))
-
-    def made(self, number: int, at_s: float) -> None:
-        """Lets values leave that a call has made at a time."""
-        for tensor in self._made.get(number, ()):
-            tensor.ready_s = at_s
-            self.moves.evict(tensor)
-
-
-class _Params(_Clock):
-    """Tensors that are read for calls, by the calls that need and end them."""
-
-    def __init__(self, loads: Loads, rates: Mapping[Kind, float]) -> None:
-        has_link = loads.device_bytes is not None
-        super().__init__(
-            has_link=has_link,
-            read_bytes=loads.read_bytes,
-            device_bytes=loads.device_bytes or 0,
-        )
-        self._needed: _ByCall = {}
-        self._last: _ByCall = {}
-        self._held: _ByCall = {}
-        tensors = []
-        for key, one in enumerate(loads.loads):
-            tensor = _Tensor(
-                key,
-                1,
-                one.host_bytes,
-                device_bytes=one.num_bytes if has_link else 0,
-                is_held=one.end > one.last,
-                seconds={kind: one.num_bytes / rate for kind, rate in rates.items()},
-            )
-            tensors.append(tensor)
-            self._needed.setdefault(one.first, []).append(tensor)
-            self._last.setdefault(one.last, []).append(tensor)
-            if tensor.is_held:
-                self._held.setdefault(one.end, []).append(tensor)
-        self.moves.load(tensors)
-
-    def end(self, number: int, at_s: float) -> None:
-        """Ends a call; frees what it was the last to use."""
-        self.until(at_s)
-        self.release(self._last.get(number, ()))
-        for tensor in self._held.get(number, ()):
-            self.moves.free(tensor)
-
-    def before(self, number: int, at_s: float) -> float:
-        """Returns when a call may start: what it reads is there."""
-        needed = self._needed.get(number)
-        return max(at_s, self.get(needed)) if needed else at_s
+def _tensor(key: int, one: Trip, moved: Trips) -> _Tensor:
+    is_loaded = one.absence is None
+    return _Tensor(
+        key,
+        int(one.is_on_drive),
+        one.host_bytes,
+        one.way_bytes,
+        device_bytes=one.num_bytes if is_loaded and moved.has_link else 0,
+        value=None if is_loaded else True,
+        is_held=one.held > one.last,
+        seconds={
+            kind: (one.num_bytes if kind in _QUEUES else one.stored_bytes) / rate
+            for kind, rate in moved.rates.items()
+        },
+    )

@@ -13,6 +13,7 @@ import optax
 from jaxinf.engine import Store, StoreShape
 from jaxinf.io import ByteCounts
 from jaxinf.program import effect_of_nonfinite
+from jaxinf.schedule.placement import waiting
 from jaxinf.schedule.reads import Fetch
 from jaxinf.store import plans_folder
 from jaxinf.streaming.base import Bound
@@ -25,7 +26,6 @@ from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.move.source import StoreSource, version_of
 from jaxinf.streaming.move.spill import Spill
 from jaxinf.streaming.options import Options
-from jaxinf.streaming.plan.calls import Call
 from jaxinf.streaming.plan.memory import READER_BYTES, Division
 from jaxinf.streaming.plan.plan import Plan, Prepared
 from jaxinf.streaming.plan.reads import Reading, reused_bytes
@@ -35,7 +35,7 @@ from jaxinf.streaming.replanning import Replanner, make_runner, offload_planned
 from jaxinf.streaming.run import Executables
 from jaxinf.streaming.update.micro_batches import Sums
 from jaxinf.streaming.update.store_sink import StoreSink
-from jaxinf.streaming.update.traffic import Waiting, planned_traffic, spilled_bytes
+from jaxinf.streaming.update.traffic import planned_traffic
 from jaxinf.typing import PyTree
 
 __all__ = ["Binder", "StoreBound"]
@@ -54,19 +54,11 @@ class _Spills:
     sums: Sums | None
 
     @property
-    def last_bytes(self) -> int:
-        """Memory for gradients that wait for the last one."""
-        return 0 if self.last is None else self.last.capacity_bytes
-
-    @property
-    def sums_bytes(self) -> int:
-        """Memory for sums."""
-        return 0 if self.sums is None else self.sums.spill.capacity_bytes
-
-    @property
     def num_bytes(self) -> int:
         """Memory for all that wait."""
-        return self.last_bytes + self.sums_bytes
+        sums = None if self.sums is None else self.sums.spill
+        spills = [spill for spill in (self.last, sums) if spill is not None]
+        return sum(spill.planned.capacity_bytes for spill in spills)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,14 +118,15 @@ class Binder:
         )
         if not fitted.is_saved:
             save_plan(self._store.path, ready, fitted.plan)
+        spills = self._spills(basis, fitted)
         plan, replanner = offload_planned(
             fitted,
             ready.lifetimes.graph,
             self._executables,
             self._options,
             self._drives(),
+            None if spills.last is None else spills.last.planned,
         )
-        spills = self._spills(basis, fitted.division.gradients)
         return self._bound(basis, fitted, spills, plan, replanner)
 
     def rebind(self, bound: StoreBound) -> StoreBound:
@@ -164,15 +157,20 @@ class Binder:
 
     # --- inside --------------------------------------------------------------------
 
-    def _spills(self, basis: Basis, gradients: int) -> _Spills:
+    def _spills(self, basis: Basis, fitted: Fitted) -> _Spills:
         """Makes room for gradients that wait, in half of theirs, and for sums."""
+        calls, num_bytes = fitted.plan.calls.calls, fitted.division.gradients
         meters = self._store._training.opened.meters
         spill = partial(Spill, self._folder(), meters=meters)
-        count = self._options.micro_batches
-        return _Spills(
-            spill(gradients // 2) if basis.is_deferred else None,
-            Sums(count, spill(gradients // 4)) if count > 1 else None,
-        )
+        last, sums, count = None, None, self._options.micro_batches
+        if basis.is_deferred:
+            sizes, num_reads = basis.deferred_bytes(calls), basis.passes.num_passes - 1
+            last = spill(waiting(sizes, num_bytes // 2, max(1, num_reads)))
+        if count > 1:
+            pieces = [piece for call in calls for piece, _ in call.gradients]
+            sizes = {piece: basis.sum_bytes[piece] for piece in pieces}
+            sums = Sums(count, spill(waiting(sizes, num_bytes // 4)))
+        return _Spills(last, sums)
 
     def _bound(
         self,
@@ -205,7 +203,7 @@ class Binder:
             fitted.without_graph(),
             self._sink(basis, spills, division, params),
             replanner,
-            self._traffic(basis, spills, calls, fetches, moved, given),
+            self._traffic(basis, spills, fetches, moved, given),
             self._options.micro_batches * reused,
             division.ring + unused_bytes,
             basis=basis,
@@ -261,31 +259,26 @@ class Binder:
         self,
         basis: Basis,
         spills: _Spills,
-        calls: Sequence[Call],
         fetches: Sequence[Fetch],
         value_bytes: int,
         given: frozenset[Unit],
     ) -> ByteCounts:
         """Bytes that a step moves on the drive."""
         num_early = self._options.micro_batches - 1
-        pieces = [piece for call in calls for piece, _ in call.gradients]
         moved = (1 + num_early) * value_bytes
         if spills.sums is not None:
-            summed = [basis.sum_bytes[piece] for piece in pieces]
-            moved += num_early * spilled_bytes(summed, spills.sums_bytes)
+            moved += num_early * spills.sums.spill.planned_bytes
         written = read = moved
         if spills.last is not None:
-            waiting = [basis.gradient_bytes[piece] for piece in pieces]
-            on_drive = spilled_bytes(waiting, spills.last_bytes)
-            written += on_drive
-            read += on_drive * max(1, basis.passes.num_passes - 1)
+            written += spills.last.planned_bytes
+            read += spills.last.planned.num_reads * spills.last.planned_bytes
         return planned_traffic(
             self._store._training.opened,
             (*(_early(fetches) * num_early), *fetches),
             basis.units,
             basis.program,
             basis.passes,
-            Waiting(written=written, read=read),
+            ByteCounts(drive_read_bytes=read, drive_write_bytes=written),
             given,
         )
 

@@ -1,4 +1,7 @@
-"""Finds a budget that suffices where another was refused.
+"""Finds the smallest budget that suffices where another was refused.
+
+A refusal says how many bytes are missing, at least. A part of what is added to a budget
+goes elsewhere, such as to buffers; how much the next refusal tells.
 
 Invariant: a budget that is named was planned with, and the search is bounded in plans
 and in time.
@@ -20,8 +23,10 @@ MOST_PLANS = 12
 
 # The time after which no further one is tried.
 _MOST_S = 120.0
-# A budget is divided; so much of what is added goes to the program.
-_PROGRAM_SHARE = 0.75
+# The least part of what is added that goes where bytes are missing.
+_LEAST_SHARE = 0.5
+# What is added if memory does not help, over the bytes that are missing.
+_GROWTH = 8
 
 
 def planned_within(
@@ -56,16 +61,22 @@ def _advised(
     if error.limit not in limits:
         return error
     tried, last, began_s = dict(limits), error, time.monotonic()
-    for number in range(MOST_PLANS):
+    share = 1.0
+    for _ in range(MOST_PLANS):
         if last.limit not in tried or time.monotonic() - began_s > _MOST_S:
             break
-        before = tried[last.limit]
-        missing = int(last.missing_bytes / _PROGRAM_SHARE)
-        tried[last.limit] = _rounded(before + max(missing, before * (number + 1) // 16))
+        name, missing_bytes, before = last.limit, last.missing_bytes, tried[last.limit]
+        tried[name] = _rounded(before + max(1, int(missing_bytes / share)))
         try:
             plan(tried)
         except BudgetError as other:
             last = other
+            gained = (missing_bytes - last.missing_bytes) / (tried[name] - before)
+            share = min(max(gained, _LEAST_SHARE), 1.0)
+            if last.limit != name or gained < 0:  # it is missing somewhere else
+                share = 1.0
+            elif not gained:
+                share = 1 / _GROWTH
             continue
         raised = [name for name, size in tried.items() if size != limits[name]]
         return error._advising({name: exact_bytes(tried[name]) for name in raised})

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from jaxinf.schedule.placement import Tiers
-from jaxinf.schedule.simulator import Loads
+from jaxinf.schedule.simulator import Trips
 from jaxinf.streaming.plan.calls import Calls, Policy
 from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.plan.plan import Plan, Prepared
@@ -72,11 +72,11 @@ class Fitted:
         division = beside_values(self.division, self.tiers(plan.calls))
         return self.reads(plan, division, self.units.units), division
 
-    def loads(self, calls: Calls, peak_bytes: int) -> Loads:
+    def loads(self, calls: Calls, peak_bytes: int) -> Trips:
         """Returns the reads of a run, for its simulation."""
         plan = replace(self.plan, calls=calls, peak_bytes=peak_bytes)
         reading, division = self.reading(plan)
-        return reading.loads(division)
+        return reading.trips(division)
 
 
 def fit(

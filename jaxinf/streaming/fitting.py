@@ -17,6 +17,7 @@ from jaxinf.program import Passes, UpdateProgram
 from jaxinf.streaming.fit import Fitted, fit
 from jaxinf.streaming.move.workers import writing_bytes
 from jaxinf.streaming.options import Options
+from jaxinf.streaming.plan.calls import Call
 from jaxinf.streaming.plan.device import check_pinned, device_limit, mesh_limit
 from jaxinf.streaming.plan.memory import DeviceLimit, Division, divide
 from jaxinf.streaming.plan.plan import Plan, Prepared
@@ -70,6 +71,19 @@ class Basis:
     def takes_read(self, unit: Unit) -> bool:
         """Whether a unit's update can take what was read for a program."""
         return unit.is_divided and not self.is_deferred and self.rereads(unit)
+
+    def deferred_bytes(self, calls: Iterable[Call]) -> Mapping[Piece, int]:
+        """Returns the bytes of gradients that wait for the last one, in their order.
+
+        Those of the parts of a leaf that the passes need as a whole wait together.
+        """
+        found: dict[Piece, int] = {}
+        for call in calls:
+            for piece, _ in call.gradients:
+                is_whole = piece.leaf in self.passes.whole
+                key = Piece(piece.leaf) if is_whole else piece
+                found[key] = found.pop(key, 0) + self.gradient_bytes[piece]
+        return found
 
     def given(self, stays: Set[Unit]) -> frozenset[Unit]:
         """Returns the units that stay and that updates can take."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from jaxinf.io import ByteMeters
+from jaxinf.schedule.placement import Waiting
 from jaxinf.streaming.call_timer import Watch
 from jaxinf.streaming.fit import Fitted
 from jaxinf.streaming.move.mover import MoverCounts
@@ -32,6 +33,7 @@ def offload_planned(
     executables: Executables,
     options: Options,
     folders: Sequence[PathLikeStr],
+    waiting: Waiting | None = None,
 ) -> tuple[Plan, "Replanner | None"]:
     """Plans which values leave, if any may; with ``"plan"`` by measures. Blocks.
 
@@ -41,6 +43,7 @@ def offload_planned(
       executables: As for `compile_plan`.
       options: The step's.
       folders: As for `Replanner`.
+      waiting: Gradients that wait for the last one; None if none does.
     """
     plan, budget_bytes = fitted.plan, fitted.division.programs
     if not plan.is_offloaded:
@@ -59,6 +62,7 @@ def offload_planned(
         fitted.loads,
         form,
         fitted.tiers,
+        waiting,
     )
     replanner = Replanner(plan, problem, options.micro_batches, folders)
     return replanner.plan, replanner

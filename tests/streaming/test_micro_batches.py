@@ -16,6 +16,7 @@ from zoo import normal
 
 import jaxinf
 from jaxinf.errors import StreamError
+from jaxinf.schedule.placement import waiting
 from jaxinf.streaming.move.spill import Spill
 from jaxinf.streaming.update.store_sink import StoreSink
 
@@ -103,9 +104,7 @@ def test_sums_on_the_drive_have_the_bits_of_memory(tx, started, monkeypatch):
     held = started("held", tx, micro_batches=3)
     expected = run(held)
     assert held.metrics.spilled_drive_bytes == 0
-    monkeypatch.setattr(
-        BOUND, "Spill", lambda folder, _, meters: Spill(folder, 4096, meters)
-    )
+    monkeypatch.setattr(BOUND, "waiting", lambda sizes, *_: waiting(sizes, 4096))
     spilled = started("spilled", tx, micro_batches=3)
     assert run(spilled) == expected
     assert_near(spilled, held, rtol=0, atol=0)

@@ -17,8 +17,8 @@ from zoo import ZOO
 
 import jaxinf
 from jaxinf.errors import UnsupportedTransformError
+from jaxinf.schedule.placement import waiting
 from jaxinf.streaming import passes_for, trace_optimizer
-from jaxinf.streaming.move.spill import Spill
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.update.passes import PassRunner
 
@@ -283,9 +283,7 @@ def test_a_failure_between_passes_gives_the_step_up(open_store, monkeypatch):
 
 
 def test_a_spill_without_room_gives_the_step_up(open_store, monkeypatch):
-    monkeypatch.setattr(
-        BOUND, "Spill", lambda folder, _, meters: Spill(folder, 0, meters)
-    )
+    monkeypatch.setattr(BOUND, "waiting", lambda sizes, *_: waiting(sizes, 0))
     batches = [tree(seed) for seed in range(1, 3)]
     step = jaxinf.stream(linear, THREE, open_store(**CHUNKS), memory_bytes=MEMORY_BYTES)
     step.load(tree(0), batch=batches[0])

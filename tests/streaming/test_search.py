@@ -8,7 +8,8 @@ import pytest
 from streaming import assert_same_bits, prepared, streamed
 from zoo import ZOO
 
-from jaxinf.schedule.simulator import NO_LOADS, Load, Loads
+from jaxinf.schedule.placement import waiting
+from jaxinf.schedule.simulator import Trip, Trips
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan import offload, search
@@ -117,12 +118,31 @@ def test_ssdtrain_s_rule_keeps_what_the_drive_cannot_take():
     assert written[0] > written[-1] == 0
 
 
+def test_gradients_that_wait_on_the_drive_cost_time():
+    _, _, plan = cut()
+    rates, calls = profile(plan, 1000.0), plan.calls
+    pieces = [piece for call in calls.calls for piece, _ in call.gradients]
+    sizes = dict.fromkeys(pieces, 50)
+    held, spilled = (
+        simulate(calls, rates, waiting=waiting(sizes, capacity, num_reads=2))
+        for capacity in (1 << 20, 0)
+    )
+    assert held == simulate(calls, rates)
+    # They are written beside the calls, the last one after it, and read twice.
+    last = sum(piece in dict(calls.calls[-1].gradients) for piece in pieces)
+    found = (spilled - held) / 0.05 - 2 * len(pieces)
+    assert found == pytest.approx(last)
+    half = replace(rates, num_parts=2)
+    parts = simulate(calls, half, waiting=waiting(sizes, 0, num_reads=2))
+    assert parts - 2 * held == pytest.approx(spilled - held)
+
+
 def test_params_that_are_read_slowly_cost_time():
     _, graph, plan = cut()
     rates = replace(profile(plan, 1e9), params=10.0)
     calls = make_calls(graph, plan.programs, "offload")
-    loads = Loads([Load(3, 3, 3, 1000, 4096)], 4096)
-    alone, read = (simulate(calls, rates, one) for one in (NO_LOADS, loads))
+    loads = Trips([Trip(3, 3, 1000, 1000, 4096)], {}, read_bytes=4096)
+    alone, read = (simulate(calls, rates, one) for one in (None, loads))
     assert read > alone
     assert read > 100.0
 

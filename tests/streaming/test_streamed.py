@@ -30,9 +30,10 @@ from jaxinf.errors import (
     StreamError,
 )
 from jaxinf.io.pages import page_ceil
+from jaxinf.schedule.placement import waiting
 from jaxinf.store import plan_damages, seal
 from jaxinf.streaming.budgets import planned_within
-from jaxinf.streaming.move.spill import Spill
+from jaxinf.streaming.plan.memory import divide
 from jaxinf.streaming.plan.plan import prepare
 from jaxinf.terminal import parse_bytes
 
@@ -460,6 +461,32 @@ def test_the_search_for_a_budget_is_bounded():
     assert budgets[-1] > 8 * budgets[0]
 
 
+@pytest.mark.parametrize("few", [1 << 20, 64 << 20])
+@pytest.mark.parametrize("policy", ["recompute", "offload"])
+def test_the_budget_that_is_named_is_the_smallest(few, policy):
+    def loss(params, batch):
+        for weight in params:
+            batch = jnp.tanh(batch @ weight)
+        return jnp.sum(batch)
+
+    weight = jax.ShapeDtypeStruct((2048, 2048), np.float32)
+    ready = prepare(loss, [weight] * 4, jax.ShapeDtypeStruct((64, 2048), np.float32))
+    budgets = []
+
+    def plan(limits):
+        budgets.append(limits["memory_bytes"])
+        division = divide(limits["memory_bytes"], 8 << 20, 16 << 20)
+        return ready.plan(division.programs, policy)
+
+    with pytest.raises(BudgetError) as refused:
+        planned_within({"memory_bytes": few}, plan)
+    assert len(budgets) < 8
+    works = parse_bytes(refused.value.works["memory_bytes"])
+    assert plan({"memory_bytes": works})
+    with pytest.raises(BudgetError):  # it is rounded up by 1/32 at most
+        plan({"memory_bytes": works * 31 // 32})
+
+
 def test_a_commit_has_the_payload_of_its_step(streamed):
     program = ZOO["l2_penalty"](depth=2)
     step = streamed(program, optax.sgd(0.1))
@@ -564,9 +591,7 @@ def test_spilled_to_the_drive_has_the_bits_of_memory(streamed, monkeypatch):
     run(held, program, 2)
     assert not held.metrics.spilled_drive_bytes
 
-    monkeypatch.setattr(
-        BOUND, "Spill", lambda folder, _, meters: Spill(folder, 0, meters)
-    )
+    monkeypatch.setattr(BOUND, "waiting", lambda sizes, *_: waiting(sizes, 0))
     spilled = streamed(program, CLIPPED, "spilled")
     spilled.load(program.params)
     run(spilled, program, 2)
@@ -584,9 +609,7 @@ def test_a_full_drive_refuses_the_step_while_gradients_are_spilled(
     streamed, monkeypatch
 ):
     program = ZOO["tied_and_unused"]()
-    monkeypatch.setattr(
-        BOUND, "Spill", lambda folder, _, meters: Spill(folder, 0, meters)
-    )
+    monkeypatch.setattr(BOUND, "waiting", lambda sizes, *_: waiting(sizes, 0))
     step = streamed(program, CLIPPED)
     step.load(program.params)
     run(step, program, 1)
@@ -616,9 +639,7 @@ def test_drives_move_what_the_plan_says(name, tx, streamed, monkeypatch):
     program = ZOO[name]()
     # Gradients that wait do so in memory up to here, then on the drive.
     few = 8192
-    monkeypatch.setattr(
-        BOUND, "Spill", lambda folder, _, meters: Spill(folder, few, meters)
-    )
+    monkeypatch.setattr(BOUND, "waiting", lambda sizes, *_: waiting(sizes, few))
     step = streamed(program, tx)
     step.load(program.params, batch=program.batch)
     run(step, program, 3)

@@ -9,6 +9,7 @@ import pytest
 from streaming import assert_same_bits, numbers, prepared, streamed
 from zoo import ZOO
 
+from jaxinf.schedule.placement import waiting
 from jaxinf.streaming.move.spill import Spill
 
 # Programs that compute in 16 bits, where two programs round differently.
@@ -57,7 +58,9 @@ def test_gradients_are_those_of_one_jit(name, tmp_path):
 
     # With the same bits activations may be kept, and gradients be on a drive meanwhile.
     keeping = ready.plan_of(plan.cuts, "keep")
-    spill = Spill(tmp_path, 0)
+    # With no memory for them.
+    planned = waiting(dict.fromkeys(ready.gradient_pieces, 1), 0)
+    spill = Spill(tmp_path, planned)
     again = streamed(program, keeping, executables, spill)
     assert_same_bits(again, (loss, aux, gradients))
     assert spill.written_bytes >= sum(leaf.nbytes for leaf in gradients)

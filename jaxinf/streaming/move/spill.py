@@ -1,4 +1,4 @@
-"""Gradients that wait: in memory, and beyond its capacity in a file.
+"""Gradients that wait, in memory or in a file, as planned.
 
     put ─► memory, or evict ─► file ─► load, in order, ahead of who asks ─► read, take
 
@@ -13,6 +13,8 @@ import jax
 import numpy as np
 
 from jaxinf.io import ByteMeters
+from jaxinf.io.pages import page_ceil
+from jaxinf.schedule.placement import Waiting
 from jaxinf.streaming.move.mover import Mover
 from jaxinf.streaming.move.scratch import Place, Scratch
 from jaxinf.streaming.move.tensors import Evicted
@@ -28,28 +30,33 @@ class Spill:
     An array that it returns stays valid for as long as someone refers to it.
 
     Args:
-      folder: A folder on a drive with room for gradients that do not fit into memory.
-      capacity_bytes: Capacity in memory.
+      folder: A folder on a drive with room for gradients that go there.
+      planned: The gradients that do.
       meters: Counters of the bytes on the drive.
 
     Attributes:
-      capacity_bytes: Capacity in memory.
+      planned: As given.
       written_bytes: Bytes written to the file since `reset`, in whole pages.
       kept_bytes: Most bytes kept in memory since `reset`.
     """
 
     def __init__(
-        self, folder: Path, capacity_bytes: int, meters: ByteMeters | None = None
+        self, folder: Path, planned: Waiting, meters: ByteMeters | None = None
     ) -> None:
         self._scratch = Scratch([folder], meters, content="gradients")
         self._mover = Mover(
             [1], has_link=False, read_bytes=0, name="jaxinf-gradients", reuses=False
         )
-        self.capacity_bytes = capacity_bytes
+        self.planned = planned
         self._held: dict[Piece, jax.Array | Array | Evicted] = {}
         self._places: dict[Piece, Place] = {}
         self._held_bytes = 0
         self.written_bytes = self.kept_bytes = 0
+
+    @property
+    def planned_bytes(self) -> int:
+        """Bytes of all that go to the file, in whole pages."""
+        return sum(map(page_ceil, self.planned.on_drive.values()))
 
     def put(self, key: Piece, value: jax.Array | Array) -> None:
         """Takes a gradient; blocks while it is written.
@@ -60,7 +67,7 @@ class Spill:
           StoreSpaceError, StoreIOError: The drive is full, or failed.
         """
         assert key not in self._held, "a gradient leaves once"
-        if self._held_bytes + value.nbytes <= self.capacity_bytes:
+        if key not in self.planned.on_drive:
             self._held[key] = value
             self._held_bytes += value.nbytes
             self.kept_bytes = max(self.kept_bytes, self._held_bytes)

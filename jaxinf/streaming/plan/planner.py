@@ -22,7 +22,7 @@ from typing import Any
 
 from jaxinf.streaming.plan.retrying import Moved, Retrying
 from jaxinf.streaming.plan.search import Choice, Problem, choose, rules_of
-from jaxinf.streaming.plan.simulator import Profile, simulate
+from jaxinf.streaming.plan.simulator import Profile
 from jaxinf.terminal import format_bytes
 
 __all__ = ["Forecast", "Observed", "Planner"]
@@ -307,9 +307,9 @@ class _Measured:
             out=rates.get("out", math.inf),
             back=rates.get("back", math.inf),
         )
-        loads = self._problem.loads(choice.calls, choice.peak_bytes)
-        tiers = self._problem.tiers(choice.calls)
-        simulated_s = simulate(choice.calls, profile, loads, tiers)
+        simulated_s = self._problem.simulated_s(
+            choice.calls, choice.peak_bytes, profile
+        )
         return replace(profile, outside_s=max(0.0, found_s - simulated_s))
 
 

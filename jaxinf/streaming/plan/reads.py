@@ -22,7 +22,7 @@ from jaxinf.schedule.reads import (
     held_bytes,
     keep_between,
 )
-from jaxinf.schedule.simulator import Load, Loads
+from jaxinf.schedule.simulator import Trip, Trips
 from jaxinf.streaming.plan.calls import Call
 from jaxinf.streaming.plan.memory import NUM_STAGED, Division
 from jaxinf.streaming.plan.plan import Plan
@@ -72,22 +72,32 @@ class Reading(NamedTuple):
             return self.needed_bytes, None
         return division.staged - self.largest_bytes, self.room_bytes
 
-    def loads(self, division: Division) -> Loads:
+    def trips(self, division: Division) -> Trips:
         """Returns the reads for a simulation; those for the same calls are one."""
         read_bytes, device_bytes = self.memory(division)
         most = read_bytes if device_bytes is None else read_bytes // _NUM_PASSING
         found: dict[Any, list[int]] = {}
-        loads = []
+        trips = []
         for fetch in self.fetches:
             num_bytes, host_bytes = fetch.unit.num_bytes, fetch.unit.page_bytes
             one = found.get(fetch.calls)
             if one is None or one[1] + host_bytes > most:
                 one = found[fetch.calls] = [0, 0]
-                loads.append((fetch, one))
+                trips.append((fetch, one))
             one[0] += num_bytes
             one[1] += host_bytes
-        loads = [Load(one.first, one.last, one.end, *own) for one, own in loads]
-        return Loads(loads, read_bytes, device_bytes)
+        return Trips(
+            [
+                Trip(
+                    one.first, one.last, num_bytes, num_bytes, host_bytes, held=one.end
+                )
+                for one, (num_bytes, host_bytes) in trips
+            ],
+            {},
+            has_link=device_bytes is not None,
+            read_bytes=read_bytes,
+            device_bytes=device_bytes or 0,
+        )
 
     @property
     def _sums(self) -> list[int]:

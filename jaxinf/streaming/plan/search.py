@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TypeAlias
 
-from jaxinf.schedule.placement import Absence, Tiers
-from jaxinf.schedule.simulator import NO_LOADS, Loads
+from jaxinf.schedule.placement import Absence, Tiers, Waiting
+from jaxinf.schedule.simulator import Trips
 from jaxinf.streaming.plan.calls import Calls, Slot
 from jaxinf.streaming.plan.forms import Form
 from jaxinf.streaming.plan.offload import fitted
@@ -34,7 +34,7 @@ from jaxinf.streaming.program.graph import Piece, num_bytes
 from jaxinf.streaming.program.programs import Programs
 from jaxinf.terminal import format_bytes
 
-__all__ = ["Choice", "Problem", "choose", "nothing_loaded", "rules_of"]
+__all__ = ["Choice", "Problem", "choose", "rules_of"]
 
 # No more choices of segments than these are searched completely.
 _MOST_EXHAUSTIVE = 128
@@ -44,11 +44,6 @@ _MOST_CALLS = 16_000
 _LEAST_TRIED = 100
 
 _Chosen: TypeAlias = frozenset[tuple[int, Reach]]
-
-
-def nothing_loaded(calls: Calls, peak_bytes: int) -> Loads:
-    """Returns the reads of params that are all in memory: none."""
-    return NO_LOADS
 
 
 @dataclass(frozen=True)
@@ -62,10 +57,12 @@ class Problem:
       memory: Returns the memory during each call, such as `Calls.call_bytes`.
       resident: Parts of params that are in memory in any case.
       admits: Returns whether calls that were chosen do fit; may compile them.
-      loads: Returns for calls and their peak memory the reads of params.
+      loads: Returns for calls and their peak memory the reads of params; None if all
+        are in memory.
       form: Form of values on drives; see `Calls`.
       tiers: Returns where values of calls wait; None if the device's memory is the
         host's.
+      waiting: Gradients that wait for the last one; None if none does.
     """
 
     targets: Targets
@@ -74,9 +71,15 @@ class Problem:
     memory: Callable[[Calls], Sequence[int]]
     resident: frozenset[Piece] = frozenset()
     admits: Callable[[Calls], bool] = lambda calls: True
-    loads: Callable[[Calls, int], Loads] = nothing_loaded
+    loads: Callable[[Calls, int], Trips | None] = lambda calls, peak_bytes: None
     form: Form | None = None
     tiers: Callable[[Calls], Tiers | None] = lambda calls: None
+    waiting: Waiting | None = None
+
+    def simulated_s(self, calls: Calls, peak_bytes: int, profile: Profile) -> float:
+        """Returns the time of a step by given times of its calls and moves."""
+        loads, tiers = self.loads(calls, peak_bytes), self.tiers(calls)
+        return simulate(calls, profile, loads, tiers, self.waiting)
 
 
 @dataclass(frozen=True)
@@ -286,8 +289,7 @@ class _Search:
         tiers = problem.tiers(calls)
         if peak > problem.budget_bytes or (tiers is not None and tiers.shortage):
             return None
-        loads = problem.loads(calls, peak)
-        expected_s = simulate(calls, self._profile, loads, tiers)
+        expected_s = problem.simulated_s(calls, peak, self._profile)
         found = Choice(repeats, calls, peak, expected_s, self._bound_s)
         if self.best is None or _rank(found) < _rank(self.best):
             self.best = found

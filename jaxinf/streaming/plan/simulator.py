@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxinf.schedule import simulator
-from jaxinf.schedule.placement import NUM_COPIES, Tiers
-from jaxinf.schedule.simulator import NO_LOADS, Away, Host, Loads
+from jaxinf.schedule.moves import Kind
+from jaxinf.schedule.placement import NUM_COPIES, Absence, Tiers, Waiting
+from jaxinf.schedule.simulator import Trip, Trips
 from jaxinf.streaming.plan.calls import Calls
+from jaxinf.streaming.program.graph import Piece
 
 __all__ = ["Profile", "simulate"]
 
@@ -49,43 +51,70 @@ class Profile:
 def simulate(
     calls: Calls,
     profile: Profile,
-    loads: Loads = NO_LOADS,
+    loads: Trips | None = None,
     tiers: Tiers | None = None,
+    waiting: Waiting | None = None,
 ) -> float:
     """Returns the time of a step.
 
     Args:
       calls: The calls, with absences.
       profile: Measured times.
-      loads: Params that are read for calls.
+      loads: Params that are read for calls; None if all are in memory.
       tiers: Where values wait; None if the device's memory is the host's.
+      waiting: Gradients that wait for the last one; None if none does.
     """
     seconds = profile.seconds_of(calls)
-    on_drive = calls.absences if tiers is None else frozenset(tiers.on_drive)
-    away = []
-    for slot, one in sorted(calls.absences.items(), key=lambda item: item[1].needed):
-        num_bytes = calls.lives[slot].num_bytes
-        stored_bytes = calls.stored_bytes(slot, one.needed)
-        away.append(
-            Away(
-                one,
-                calls.lives[slot].reads[-1],
-                {
-                    "out": num_bytes / profile.out,
-                    "write": stored_bytes / profile.write,
-                    "read": stored_bytes / profile.read,
-                    "back": num_bytes / profile.back,
-                },
-                num_bytes,
-                NUM_COPIES * num_bytes if tiers and slot in on_drive else 0,
-                slot in on_drive,
-            )
-        )
+    moved = [_values(calls, profile, tiers)]
+    if loads is not None and profile.params < math.inf:
+        rates: dict[Kind, float] = {"read": profile.params, "back": profile.back}
+        moved.append(loads._replace(rates=rates))
+    if waiting is not None and waiting.on_drive:
+        moved.append(_gradients(calls, profile, waiting))
     found_s = simulator.simulate(
-        [seconds[call.program.key] for call in calls.calls],
-        away,
-        None if tiers is None else Host(tiers.leaving_bytes, tiers.room),
-        loads if profile.params < math.inf else NO_LOADS,
-        {"read": profile.params, "back": profile.back},
+        [seconds[call.program.key] for call in calls.calls], *moved
     )
     return profile.num_parts * found_s + profile.outside_s
+
+
+def _values(calls: Calls, profile: Profile, tiers: Tiers | None) -> Trips:
+    on_drive = calls.absences if tiers is None else frozenset(tiers.on_drive)
+    trips = []
+    for slot, one in sorted(calls.absences.items(), key=lambda item: item[1].needed):
+        num_bytes = calls.lives[slot].num_bytes
+        trip = Trip(
+            one.needed,
+            calls.lives[slot].reads[-1],
+            num_bytes,
+            calls.stored_bytes(slot, one.needed),
+            host_bytes=num_bytes,
+            way_bytes=NUM_COPIES * num_bytes if tiers and slot in on_drive else 0,
+            absence=one,
+            is_on_drive=slot in on_drive,
+        )
+        trips.append(trip)
+    rates: dict[Kind, float] = {"write": profile.write, "read": profile.read}
+    if tiers is None:
+        return Trips(trips, rates)
+    rates |= {"out": profile.out, "back": profile.back}
+    way_bytes = tiers.leaving_bytes
+    return Trips(trips, rates, has_link=True, way_bytes=way_bytes, room=tiers.room)
+
+
+def _gradients(calls: Calls, profile: Profile, waiting: Waiting) -> Trips:
+    """Those that are written as they come, and read after the last call."""
+    made = {
+        key: number
+        for number, call in enumerate(calls.calls)
+        for piece, _ in call.gradients
+        for key in (piece, Piece(piece.leaf))
+        if key in waiting.on_drive
+    }
+    end = len(calls.calls)
+    trips = [
+        Trip(end, end, 0, num_bytes, absence=Absence(made[key], end, end, end))
+        for key, num_bytes in waiting.on_drive.items()
+    ]
+    # Only the last part of a batch hands them out.
+    write, read = (rate * profile.num_parts for rate in (profile.write, profile.read))
+    return Trips(trips, {"write": write, "read": read / waiting.num_reads})

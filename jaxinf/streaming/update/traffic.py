@@ -6,9 +6,6 @@ first step alone; what commits alone write of it is divided among their steps.
 """
 
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-
-import numpy as np
 
 from jaxinf.engine import (
     OpenStore,
@@ -20,29 +17,13 @@ from jaxinf.engine import (
 from jaxinf.io import ByteCounts
 from jaxinf.io.pages import page_ceil
 from jaxinf.program import Passes, UpdateProgram
-from jaxinf.schedule.occupancy import Stay
-from jaxinf.schedule.packer import fill
 from jaxinf.schedule.reads import Fetch
 from jaxinf.store import MASTER_PARAMS
 from jaxinf.streaming.program.units import Unit
 
-__all__ = [
-    "Waiting",
-    "is_parted",
-    "planned_traffic",
-    "reads_params",
-    "spilled_bytes",
-]
+__all__ = ["is_parted", "planned_traffic", "reads_params"]
 
 _PARAMS = 0  # the first of a leaf's states
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """Bytes of gradients and activations that wait on the drive, in a step."""
-
-    written: int
-    read: int
 
 
 def planned_traffic(
@@ -51,7 +32,7 @@ def planned_traffic(
     units: Iterable[Unit],
     program: UpdateProgram,
     passes: Passes,
-    waiting: Waiting,
+    waiting: ByteCounts,
     given: Container[Unit] = (),
 ) -> ByteCounts:
     """Returns what a step moves on the drive.
@@ -62,10 +43,10 @@ def planned_traffic(
       units: The units that are updated.
       program: The optimizer.
       passes: Its passes.
-      waiting: What is written and read back.
+      waiting: Gradients and activations that wait on the drive.
       given: Units whose update takes params that stay in memory.
     """
-    read, written = waiting.read, waiting.written
+    read, written = waiting.drive_read_bytes, waiting.drive_write_bytes
     taken = {fetch.unit for fetch in fetches if fetch.gradient is not None}
     for fetch in fetches:
         for layout in _layouts(opened, fetch.unit):
@@ -127,18 +108,6 @@ def is_parted(opened: StoreShape, unit: Unit) -> bool:
         < opened.directory.chunks[unit.leaf][layout.subgroup.chunk].num_elements
         for layout in _layouts(opened, unit)
     )
-
-
-def spilled_bytes(gradients: Iterable[int], capacity_bytes: int) -> int:
-    """Bytes on the drive, in whole pages, of gradients beyond the memory for them.
-
-    Args:
-      gradients: Bytes of each, in the order in which they are handed out.
-      capacity_bytes: Memory for them.
-    """
-    waiting = [Stay(0, 1, size, number) for number, size in enumerate(gradients)]
-    held = fill(np.zeros(1, np.int64), waiting, capacity_bytes)
-    return sum(page_ceil(stay.num_bytes) for stay in {*waiting} - {*held})
 
 
 def _deferred_bytes(

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jaxinf.io.pages import page_ceil
+from jaxinf.schedule.placement import waiting
 from jaxinf.streaming.move.spill import Spill
 from jaxinf.streaming.plan.forms import PART_BYTES
 from jaxinf.streaming.program.graph import Piece
@@ -13,7 +14,8 @@ SIZES = [4, 70_000, PART_BYTES + 4, 4096]
 
 @pytest.fixture(params=[0, 80_000], ids=["file", "memory and file"])
 def spill(tmp_path, request):
-    own = Spill(tmp_path, request.param)
+    sizes = {Piece(number): num_bytes for number, num_bytes in enumerate(SIZES)}
+    own = Spill(tmp_path, waiting(sizes, request.param))
     yield own
     own.close()
 
@@ -36,8 +38,9 @@ def test_gradients_outlive_what_is_read_after_them(spill):
         kept += [(given[p], found) for p, found in last]
         assert [p for p, _ in first] == [p for p, _ in last] == list(given)
         assert not any(piece in spill for piece in given)
-        on_file = [n for n in SIZES if not spill.capacity_bytes or n > 80_000]
+        on_file = [n for n in SIZES if not spill.planned.capacity_bytes or n > 80_000]
         assert spill.written_bytes == sum(map(page_ceil, on_file))
+        assert spill.written_bytes == spill.planned_bytes
         spill.reset()
     for given, found in kept:
         np.testing.assert_array_equal(found, given)
