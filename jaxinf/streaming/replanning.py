@@ -18,9 +18,9 @@ from jaxinf.streaming.plan.plan import Plan
 from jaxinf.streaming.plan.planner import Forecast, Observed, Planner
 from jaxinf.streaming.plan.retrying import Moved
 from jaxinf.streaming.plan.search import Problem
-from jaxinf.streaming.plan.sequence import Targets
 from jaxinf.streaming.plan.tiers import check_tiers
 from jaxinf.streaming.plan.wear import Wear
+from jaxinf.streaming.program.graph import Graph
 from jaxinf.streaming.run import CompiledMemory, Executables, Runner
 from jaxinf.typing import PathLikeStr
 
@@ -29,7 +29,7 @@ __all__ = ["Replanner", "make_runner", "offload_planned"]
 
 def offload_planned(
     fitted: Fitted,
-    targets: Targets,
+    graph: Graph,
     executables: Executables,
     options: Options,
     folders: Sequence[PathLikeStr],
@@ -39,7 +39,7 @@ def offload_planned(
 
     Args:
       fitted: The plan, with its graph.
-      targets: Results and gradients of the whole program.
+      graph: The whole program.
       executables: As for `compile_plan`.
       options: The step's.
       folders: As for `Replanner`.
@@ -53,7 +53,7 @@ def offload_planned(
     if options.policy == "offload":
         return memory.fitted(), None
     problem = Problem(
-        targets,
+        graph,
         plan.programs,
         budget_bytes,
         memory.call_bytes,

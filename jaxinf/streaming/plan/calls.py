@@ -60,15 +60,6 @@ class Call:
         """Parts of params that it reads, in the order of its inputs."""
         return self.program.pieces
 
-    @property
-    def num_fetched_bytes(self) -> int:
-        """Bytes of params that it reads."""
-        return sum(size for _, size in self.program.params)
-
-    def bytes_beside(self, held: Container[Piece]) -> int:
-        """Bytes of params that it reads, without those of parts that are there."""
-        return sum(size for piece, size in self.program.params if piece not in held)
-
 
 @dataclass(frozen=True)
 class Calls:
@@ -95,6 +86,19 @@ class Calls:
     output_bytes: Sequence[Sequence[int]] | None = None
 
     @cached_property
+    def programs(self) -> Mapping[str, Program]:
+        """One program for each key, in the order of their first call."""
+        found: dict[str, Program] = {}
+        for call in self.calls:
+            found.setdefault(call.program.key, call.program)
+        return found
+
+    @cached_property
+    def temp_bytes(self) -> Mapping[str, int]:
+        """Temporaries of the programs by key, as estimated before compilation."""
+        return {key: program.temp_bytes() for key, program in self.programs.items()}
+
+    @cached_property
     def donated(self) -> Mapping[str, tuple[int, ...]]:
         """Returns inputs whose memory an output may reuse, by the program's key.
 
@@ -115,8 +119,7 @@ class Calls:
             own = {i for i, ref in enumerate(call.inputs) if lent and ref in lent}
             key = call.program.key
             found[key] = found.get(key, own) & own
-        programs = {call.program.key: call.program for call in self.calls}
-        return {key: _paired(programs[key], own) for key, own in found.items()}
+        return {key: _paired(self.programs[key], own) for key, own in found.items()}
 
     def lent(self) -> "Calls":
         """Returns the calls in which all values lend their memory, but absent ones.
@@ -160,11 +163,9 @@ class Calls:
 
     def call_bytes(self, temp_bytes: Mapping[str, int] | None = None) -> list[int]:
         """Returns the memory of each call while it runs; arguments as `peak_bytes`."""
-        if temp_bytes is None:
-            programs = {call.program.key: call.program for call in self.calls}
-            temp_bytes = {key: one.temp_bytes() for key, one in programs.items()}
+        temps = self.temp_bytes if temp_bytes is None else temp_bytes
         return [
-            held + self._own_bytes(number, temp_bytes[call.program.key])
+            held + self._own_bytes(number, temps[call.program.key])
             for number, (held, call) in enumerate(
                 zip(self.held_bytes(), self.calls, strict=True)
             )
@@ -252,8 +253,8 @@ class Calls:
 
     def fetched_bytes(self, call: Call, before: Call | None = None) -> int:
         """Bytes of params that a call reads and that the one before it does not."""
-        pieces = () if before is None else before.pieces
-        return call.bytes_beside(self.resident.union(pieces))
+        held = self.resident.union(() if before is None else before.pieces)
+        return sum(size for piece, size in call.program.params if piece not in held)
 
     def _new_bytes(self, number: int) -> int:
         """Bytes of a call's outputs that do not reuse an input's memory."""

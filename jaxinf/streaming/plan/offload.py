@@ -15,7 +15,13 @@ from jaxinf.schedule.occupancy import Stay, occupancy
 from jaxinf.schedule.placement import absences
 from jaxinf.streaming.plan.calls import Calls
 
-__all__ = ["SMALL_BYTES", "candidates", "fitted", "least_offloaded_bytes"]
+__all__ = [
+    "SMALL_BYTES",
+    "candidates",
+    "fitted",
+    "fitted_lending",
+    "least_offloaded_bytes",
+]
 
 SMALL_BYTES = 64 << 10
 """Smaller values stay in memory."""
@@ -55,6 +61,16 @@ def fitted(
     made = {slot: life.made for slot, life in calls.lives.items()}
     used = np.array(memory(calls), np.int64)
     return calls.absent(absences(used, candidates(calls), made, budget_bytes, chosen))
+
+
+def fitted_lending(
+    calls: Calls, budget_bytes: int, memory: Callable[[Calls], Sequence[int]]
+) -> Calls:
+    """Returns the calls as `fitted`, in which values that stay lend their memory."""
+    lending = calls.lent()
+    if max(memory(lending), default=0) <= budget_bytes:
+        return lending
+    return fitted(calls, budget_bytes, memory).lent()
 
 
 def candidates(calls: Calls) -> list[Stay]:

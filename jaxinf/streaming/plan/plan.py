@@ -14,8 +14,8 @@ from typing import Any
 from jaxinf.errors import BudgetError
 from jaxinf.streaming.plan.calls import Calls, Policy
 from jaxinf.streaming.plan.forms import Form
-from jaxinf.streaming.plan.offload import fitted, least_offloaded_bytes
-from jaxinf.streaming.plan.report import plan_text
+from jaxinf.streaming.plan.offload import fitted_lending, least_offloaded_bytes
+from jaxinf.streaming.plan.report import index_text, plan_text
 from jaxinf.streaming.plan.search import Choice
 from jaxinf.streaming.plan.sequence import Repeats, all_repeats, make_calls
 from jaxinf.streaming.plan.wear import Wear
@@ -81,16 +81,7 @@ class Plan:
     wear: Wear | None = None
 
     def __str__(self) -> str:
-        return plan_text(
-            self.traced,
-            self.programs,
-            self.calls,
-            self.policy,
-            self.peak_bytes,
-            self.kept_bytes,
-            self.choice,
-            self.wear,
-        )
+        return plan_text(self)
 
     def without_graph(self) -> "Plan":
         """Returns a plan to run and to print, for when its programs are compiled.
@@ -146,12 +137,11 @@ class Plan:
           temp_bytes: Temporaries of the compiled programs by key.
           form: Form of values on drives; see `Calls`.
         """
-        own = replace(self.calls, form=form)
-        calls = own.lent()
-        if calls.peak_bytes(temp_bytes) > budget_bytes:
-            calls = fitted(
-                own, budget_bytes, lambda calls: calls.call_bytes(temp_bytes)
-            ).lent()
+        calls = fitted_lending(
+            replace(self.calls, form=form),
+            budget_bytes,
+            lambda calls: calls.call_bytes(temp_bytes),
+        )
         return replace(self, calls=calls, peak_bytes=calls.peak_bytes(temp_bytes))
 
     def chosen(self, choice: Choice) -> "Plan":
@@ -161,16 +151,13 @@ class Plan:
 
     @property
     def temp_bytes(self) -> Mapping[str, int]:
-        """Temporaries of the programs by key, as estimated before compilation."""
-        return {program.key: program.temp_bytes() for program in self.distinct}
+        """As `Calls.temp_bytes`."""
+        return self.calls.temp_bytes
 
     @property
     def distinct(self) -> tuple[Program, ...]:
-        """Programs to compile: one for each key, in the order of their first call."""
-        found: dict[str, Program] = {}
-        for call in self.calls.calls:
-            found.setdefault(call.program.key, call.program)
-        return tuple(found.values())
+        """Programs to compile, in the order of their first call."""
+        return tuple(self.calls.programs.values())
 
 
 @dataclass(frozen=True)
@@ -267,15 +254,25 @@ class Prepared:
         usual.sort(key=lambda limit: limit > most)
         fitting = [limit for limit in large if limit <= most]
         made: dict[tuple[int, ...], Plan] = {}
+
+        def plan_at(limit: int) -> Plan:
+            cuts = choose_cuts(self.lifetimes, self.tokens, limit)
+            if policy == "plan":
+                cuts = isolated(self.lifetimes, cuts)
+            if cuts not in made:
+                made[cuts] = self.plan_of(cuts, policy)
+            return made[cuts]
+
         first: list[Plan] = []
         if fitting and policy in ("recompute", "keep"):
-            plans = self._cut(usual, policy, made)
+            plans = map(plan_at, usual)
             fine = next((one for one in plans if one.peak_bytes <= budget_bytes), None)
-            coarse = self._cut(fitting, policy, made)
+            coarse = map(plan_at, fitting)
             first = [one for one in coarse if fine is None or _is_better(one, fine)]
-        yield from first
-        for plan in self._cut([*usual, *large], policy, made):
-            if all(plan is not other for other in first):
+        yielded: set[tuple[int, ...]] = set()
+        for plan in chain(first, map(plan_at, chain(usual, large))):
+            if plan.cuts not in yielded:
+                yielded.add(plan.cuts)
                 yield plan
 
     def _limits(self, budget_bytes: int, policy: Policy) -> tuple[list[int], list[int]]:
@@ -296,24 +293,6 @@ class Prepared:
             [1 << n for n in range(whole, bits, -1)],
         )
 
-    def _cut(
-        self,
-        limits: Sequence[int],
-        policy: Policy,
-        made: dict[tuple[int, ...], Plan],
-    ) -> Iterator[Plan]:
-        """Yields the plans for limits of segments, each once; keeps them in `made`."""
-        seen: set[tuple[int, ...]] = set()
-        for limit in limits:
-            cuts = choose_cuts(self.lifetimes, self.tokens, limit)
-            if policy == "plan":
-                cuts = isolated(self.lifetimes, cuts)
-            if cuts not in seen:
-                seen.add(cuts)
-                if cuts not in made:
-                    made[cuts] = self.plan_of(cuts, policy)
-                yield made[cuts]
-
     def plan_of(self, cuts: Sequence[int], policy: Policy = "recompute") -> Plan:
         """Makes the plan with given cuts."""
         programs = make_programs(self.lifetimes, cuts, self.keys)
@@ -331,10 +310,13 @@ class Prepared:
     def _refusal(
         self, needed_bytes: int, best: Plan, budget_bytes: int, limit: str
     ) -> BudgetError:
-        worst = max(best.calls.calls, key=lambda call: call.num_fetched_bytes)
+        worst = max(best.calls.calls, key=best.calls.fetched_bytes)
         sizes = self.lifetimes.sizes
         pieces = sorted(set(worst.pieces), key=lambda p: -sizes[p])[:4]
-        named = ", ".join(f"{self._name(p)} ({sizes[p]} bytes)" for p in pieces)
+        traced = self.traced
+        named = ", ".join(
+            f"{traced.names[p.leaf]}{index_text(p)} ({sizes[p]} bytes)" for p in pieces
+        )
         lives = best.calls.lives.values()
         value_bytes = max((life.num_bytes for life in lives), default=0)
         return BudgetError(
@@ -345,11 +327,6 @@ class Prepared:
             needed_bytes - budget_bytes,
             ", or give a smaller batch",
         )
-
-    def _name(self, piece: Piece) -> str:
-        index = "".join(f"[{i}]" for i in piece.index)
-        rows = f"[{piece.rows[0]}:{piece.rows[1]}]" if piece.rows else ""
-        return f"{self.traced.names[piece.leaf]}{index}{rows}"
 
 
 def least_bytes(plan: Plan) -> int:

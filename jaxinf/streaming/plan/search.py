@@ -25,12 +25,11 @@ from jaxinf.streaming.plan.rules import RULES
 from jaxinf.streaming.plan.sequence import (
     Reach,
     Repeats,
-    Targets,
     all_repeats,
     make_calls,
 )
 from jaxinf.streaming.plan.simulator import Profile, simulate
-from jaxinf.streaming.program.graph import Piece, num_bytes
+from jaxinf.streaming.program.graph import Graph, Piece, num_bytes
 from jaxinf.streaming.program.programs import Programs
 from jaxinf.terminal import format_bytes
 
@@ -51,7 +50,7 @@ class Problem:
     """What there is to choose, and the limits.
 
     Attributes:
-      targets: Results and gradients of the whole program.
+      graph: The whole program.
       programs: Its segments' programs.
       budget_bytes: The most memory of a step.
       memory: Returns the memory during each call, such as `Calls.call_bytes`.
@@ -65,7 +64,7 @@ class Problem:
       waiting: Gradients that wait for the last one; None if none does.
     """
 
-    targets: Targets
+    graph: Graph
     programs: Programs
     budget_bytes: int
     memory: Callable[[Calls], Sequence[int]]
@@ -297,7 +296,7 @@ class _Search:
 
     def _calls(self, repeats: Repeats) -> Calls:
         problem = self._problem
-        calls = make_calls(problem.targets, problem.programs, "plan", repeats)
+        calls = make_calls(problem.graph, problem.programs, "plan", repeats)
         return replace(calls, resident=problem.resident, form=problem.form)
 
 

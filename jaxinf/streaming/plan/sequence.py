@@ -8,17 +8,17 @@ Invariant: to compute a value again, the same program is called again with the s
 inputs, so its bits are the same.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 from jaxinf.program.graph import Value
 from jaxinf.streaming.plan.calls import Call, Calls, Policy, Slot
-from jaxinf.streaming.program.graph import Origin, Piece
+from jaxinf.streaming.program.graph import Graph, Origin, Piece
 from jaxinf.streaming.program.programs import Program, Programs
 
-__all__ = ["Reach", "Repeats", "Targets", "all_repeats", "make_calls"]
+__all__ = ["Reach", "Repeats", "all_repeats", "make_calls"]
 
 Reach: TypeAlias = Literal["own", "all"]
 
@@ -28,20 +28,6 @@ Repeats: TypeAlias = Mapping[int, Reach]
 For its own part a segment runs right before it, and other parts read what was kept. For
 all parts it runs before the first that reads one of its values, and none was kept.
 """
-
-
-class Targets(Protocol):
-    """What a program computes; a `Graph`, or what is left of it."""
-
-    @property
-    def results(self) -> Sequence[Value]:
-        """The loss and aux's leaves."""
-        ...
-
-    @property
-    def gradients(self) -> Mapping[Piece, Value]:
-        """Gradients by the parts of params that they belong to."""
-        ...
 
 
 def all_repeats(programs: Programs) -> Repeats:
@@ -57,7 +43,7 @@ def all_repeats(programs: Programs) -> Repeats:
 
 
 def make_calls(
-    targets: Targets,
+    graph: Graph,
     programs: Programs,
     policy: Policy,
     repeats: Repeats = MappingProxyType({}),
@@ -65,13 +51,13 @@ def make_calls(
     """Makes the calls of one step under a policy.
 
     Args:
-      targets: Results and gradients of the whole program.
+      graph: The whole program.
       programs: Its segments' programs.
       policy: The treatment of values that backward needs.
       repeats: Segments that run forward again; with `"recompute"` those of them that do
         so for all parts.
     """
-    builder = _Builder(targets)
+    builder = _Builder(graph)
     last = len(programs.forward) - 1
     if policy == "recompute":
         repeats = {**dict.fromkeys(range(last), "own"), **repeats}
@@ -105,10 +91,10 @@ def make_calls(
 
 
 class _Builder:
-    def __init__(self, targets: Targets) -> None:
-        self.results = targets.results
+    def __init__(self, graph: Graph) -> None:
+        self.results = graph.results
         self.targets: dict[Value, list[Piece]] = {}
-        for piece, value in targets.gradients.items():
+        for piece, value in graph.gradients.items():
             self.targets.setdefault(value, []).append(piece)
         self.drafts: list[tuple[Program, list[Origin | Slot], list[Slot], bool]] = []
         self.slots: dict[Value, Slot] = {}

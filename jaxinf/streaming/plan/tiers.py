@@ -11,7 +11,7 @@ from jaxinf.io.pages import PAGE_BYTES, page_ceil
 from jaxinf.schedule.placement import NUM_COPIES, Tiers, host_tier
 from jaxinf.streaming.plan.calls import Calls
 from jaxinf.streaming.plan.memory import Division
-from jaxinf.streaming.plan.offload import fitted
+from jaxinf.streaming.plan.offload import fitted_lending
 
 __all__ = ["beside_values", "check_leaving", "check_tiers", "plan_tiers"]
 
@@ -69,9 +69,7 @@ def check_leaving(
     """
     found = None
     for calls in every:
-        own = calls.lent()
-        if max(memory(own), default=0) > budget_bytes:
-            own = fitted(calls, budget_bytes, memory).lent()
+        own = fitted_lending(calls, budget_bytes, memory)
         if max(memory(own), default=0) > budget_bytes:
             continue
         found = plan_tiers(own, host_bytes)
