@@ -21,11 +21,11 @@ from jaxinf.schedule.packer import evict, fill, prefetch
 
 __all__ = [
     "NUM_COPIES",
-    "Absence",
+    "Eviction",
     "Shortage",
     "Tiers",
     "Waiting",
-    "absences",
+    "evictions",
     "host_tier",
     "waiting",
 ]
@@ -39,8 +39,8 @@ device, and pageable for the drive. JAX may read pinned memory in place, or copy
 _WAY_SHARE = 4
 
 
-class Absence(NamedTuple):
-    """The calls during which a tensor is not in the device's memory.
+class Eviction(NamedTuple):
+    """The calls between which a tensor leaves the device's memory and is back.
 
     Attributes:
       written: The call that makes it, after which it leaves.
@@ -121,14 +121,14 @@ def waiting(sizes: Mapping[Any, int], capacity: int, num_reads: int = 1) -> Wait
     return Waiting(capacity, others, num_reads)
 
 
-def absences(
+def evictions(
     occupied: np.ndarray,
     stays: Iterable[Stay],
     made: Mapping[Any, int],
     capacity: int,
     chosen: Iterable[Stay] | None = None,
-) -> dict[Any, Absence]:
-    """Returns as few absences as the device's capacity needs, or those chosen.
+) -> dict[Any, Eviction]:
+    """Returns as few evictions as the device's capacity needs, or those chosen.
 
     Of the tensors in memory the one that is needed last leaves. They come back in the
     order of their use, as early as there is room. If all leave, the rest may still
@@ -149,14 +149,16 @@ def absences(
         occupied -= occupancy(len(occupied), left)
     back = prefetch(occupied, left, capacity)
     return {
-        stay.tensor: Absence(made[stay.tensor], left[stay] + 1, call + 1, stay.stop + 1)
+        stay.tensor: Eviction(
+            made[stay.tensor], left[stay] + 1, call + 1, stay.stop + 1
+        )
         for stay, call in back.items()
     }
 
 
 def host_tier(
     num_calls: int,
-    away: Mapping[Any, tuple[Absence, int]],
+    away: Mapping[Any, tuple[Eviction, int]],
     capacity: int,
     page_bytes: int = 1,
 ) -> Tiers:

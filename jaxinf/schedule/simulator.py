@@ -16,7 +16,7 @@ from itertools import count
 from typing import Any, NamedTuple, TypeAlias
 
 from jaxinf.schedule.moves import Kind, Moves, Tensor
-from jaxinf.schedule.placement import Absence
+from jaxinf.schedule.placement import Eviction
 
 __all__ = ["Trip", "Trips", "simulate"]
 
@@ -33,7 +33,7 @@ class Trip(NamedTuple):
       stored_bytes: Bytes that are read from drives, and written.
       host_bytes: Memory of the host for it when it has been read.
       way_bytes: Memory of the host that it takes on its way to drives.
-      absence: The calls without it, if a call makes it; None if drives have it, and it
+      eviction: The calls without it, if a call makes it; None if drives have it, and it
         comes as early as there is room.
       held: The last call during which it is on the host, for an update.
       is_on_drive: Whether it goes to drives, or comes from there.
@@ -45,7 +45,7 @@ class Trip(NamedTuple):
     stored_bytes: int
     host_bytes: int = 0
     way_bytes: int = 0
-    absence: Absence | None = None
+    eviction: Eviction | None = None
     held: int = -1
     is_on_drive: bool = True
 
@@ -59,7 +59,7 @@ class Trips(NamedTuple):
       has_link: Whether the device has memory of its own.
       way_bytes: Memory of the host for tensors on their way to drives.
       read_bytes: Memory of the host for those read ahead.
-      device_bytes: Memory of such a device for those without an absence.
+      device_bytes: Memory of such a device for those without an eviction.
       room: Before each call, `read_bytes` from then on; empty if it stays the same.
     """
 
@@ -137,17 +137,17 @@ class _Clock:
         for one, tensor in pairs:
             self._needed[one.first].append(tensor)
             self._last[one.last].append(tensor)
-            if one.absence is not None:
-                self._gone[one.absence.gone].append(tensor)
-                self._back[one.absence.back].append(tensor)
+            if one.eviction is not None:
+                self._gone[one.eviction.gone].append(tensor)
+                self._back[one.eviction.back].append(tensor)
             if tensor.is_held:
                 self._held[one.held].append(tensor)
-        away = [(one.absence, tensor) for one, tensor in pairs if one.absence]
-        for absence, tensor in sorted(away, key=lambda pair: pair[0].gone):
-            self._made[absence.written].append(tensor)
+        away = [(one.eviction, tensor) for one, tensor in pairs if one.eviction]
+        for eviction, tensor in sorted(away, key=lambda pair: pair[0].gone):
+            self._made[eviction.written].append(tensor)
         if moved.has_link:
             self._moves.clear(tensor.key for _, tensor in away if tensor.num_parts)
-        self._moves.load(tensor for one, tensor in pairs if not one.absence)
+        self._moves.load(tensor for one, tensor in pairs if not one.eviction)
 
     def end(self, number: int, at_s: float) -> float:
         """Ends a call at a time; returns when what it was the last to read is free."""
@@ -206,7 +206,7 @@ class _Clock:
 
 
 def _tensor(key: int, one: Trip, moved: Trips) -> _Tensor:
-    is_loaded = one.absence is None
+    is_loaded = one.eviction is None
     return _Tensor(
         key,
         int(one.is_on_drive),

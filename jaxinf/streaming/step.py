@@ -362,7 +362,7 @@ def _shared(
     budgets: Mapping[str, int],
 ) -> Mapping[str, int]:
     """Returns what a step leaves of its budgets to a function."""
-    resident_bytes = 0 if last is None else last.runner.plan.kept_bytes
+    resident_bytes = 0 if last is None else last.runner.plan.resident_bytes
     store_bytes = 0 if last is None else last.store_bytes
     whole, shared = budgets["memory_bytes"], dict(budgets)
     if last is None or whole != options.memory_bytes:

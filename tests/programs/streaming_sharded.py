@@ -159,7 +159,7 @@ def options(place, name):
         assert_moves_as_planned(step)
         found = store.params(like=one.params)
         if "resident" in options:
-            assert step.plan.kept_bytes
+            assert step.plan.resident_bytes
         if options.get("resident") == "params":
             assert step.metrics.fetched_drive_bytes == 0
     with opened(place, name + "_one", **of_store) as store:

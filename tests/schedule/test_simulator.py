@@ -4,13 +4,13 @@ import math
 
 import pytest
 
-from jaxinf.schedule.placement import Absence
+from jaxinf.schedule.placement import Eviction
 from jaxinf.schedule.simulator import Trip, Trips, simulate
 
 
 def away(written, gone, back, needed, **more):
-    absence = Absence(written, gone, back, needed)
-    return Trip(needed, needed, 1, 1, 1, absence=absence, **more)
+    eviction = Eviction(written, gone, back, needed)
+    return Trip(needed, needed, 1, 1, 1, eviction=eviction, **more)
 
 
 def values(*trips, write_s, read_s, **memory):

@@ -115,7 +115,7 @@ def test_bits_are_those_of_keep(name, tmp_path):
             assert_same_bits(found, expected)
         counts = values.counts()
         lives = plan.calls.lives
-        sizes = {slot: lives[slot].num_bytes for slot in plan.calls.absences}
+        sizes = {slot: lives[slot].num_bytes for slot in plan.calls.evictions}
         on_drive = sum(sizes[slot] for slot in tiers.on_drive)
         assert bool(on_drive) == (host_bytes < hosts(plan.calls)[0])
         assert counts.num_out_bytes == counts.num_back_bytes == 2 * sum(sizes.values())
@@ -157,7 +157,7 @@ def test_coded_values_have_the_bits_of_those_without_a_device(form, tmp_path):
     values.close()
     exact = streamed(program, keep, executables)
     assert_same_bits(found[:2], exact[:2])
-    if len(tiers.on_drive) == len(plan.calls.absences) and not counts.num_forwarded:
+    if len(tiers.on_drive) == len(plan.calls.evictions) and not counts.num_forwarded:
         assert_same_bits(found, expected)
     assert counts.num_written_bytes < sum(
         plan.calls.lives[slot].num_bytes for slot in tiers.on_drive
@@ -173,15 +173,15 @@ def test_what_is_needed_soonest_stays_on_the_host(share):
     calls = plans(ZOO["l2_penalty"](depth=12), share=share)[1].calls
     most = plan_tiers(calls, ENOUGH)
     assert most.on_drive == ()
-    largest = page_ceil(max(calls.lives[slot].num_bytes for slot in calls.absences))
+    largest = page_ceil(max(calls.lives[slot].num_bytes for slot in calls.evictions))
     assert least_of(calls) == 2 * NUM_COPIES * largest
     numbers = []
     for host_bytes in range(least_of(calls), most.host_bytes, largest):
         tiers = plan_tiers(calls, host_bytes)
-        needed = [calls.absences[slot].needed for slot in tiers.on_drive]
+        needed = [calls.evictions[slot].needed for slot in tiers.on_drive]
         stay = [
             (one, page_ceil(calls.lives[slot].num_bytes))
-            for slot, one in calls.absences.items()
+            for slot, one in calls.evictions.items()
             if slot not in tiers.on_drive
         ]
         others = [one.needed for one, _ in stay]
@@ -200,8 +200,8 @@ def test_what_is_needed_soonest_stays_on_the_host(share):
 @pytest.mark.usefixtures("small_values_leave")
 def test_one_value_needs_no_way_to_a_drive():
     calls = plans(ZOO["l2_penalty"]())[1].calls
-    slot, absence = next(iter(calls.absences.items()))
-    alone = replace(calls, absences={slot: absence})
+    slot, eviction = next(iter(calls.evictions.items()))
+    alone = replace(calls, evictions={slot: eviction})
     size = page_ceil(calls.lives[slot].num_bytes)
     assert plan_tiers(alone, size - 1).shortage == ("host", 1, size)
     assert plan_tiers(alone, size).shortage is None
@@ -212,7 +212,7 @@ def test_a_step_is_simulated_by_link_and_drive():
     plan = plans(ZOO["l2_penalty"](depth=8))[1]
     calls = plan.calls
     seconds = {program.key: 1.0 for program in plan.distinct}
-    size = sum(calls.lives[slot].num_bytes for slot in calls.absences)
+    size = sum(calls.lives[slot].num_bytes for slot in calls.evictions)
     on_host = plan_tiers(calls, ENOUGH)
     on_drive = plan_tiers(calls, on_host.host_bytes // 2)
     assert on_drive.on_drive
@@ -343,7 +343,7 @@ def test_without_a_store(place, policy, tier):
         step.load(LAYERS, batch=BATCH)
         found.append(losses(step, 8))
         if own == "offload":
-            assert step.plan.calls.absences
+            assert step.plan.calls.evictions
             assert (step.traffic.drive_write_bytes > 0) == (tier == "drives")
         assert (step.forecast is not None) == (own == "plan")
         step.close()

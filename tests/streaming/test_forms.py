@@ -68,7 +68,7 @@ def test_losses_keep_their_bits_and_gradients_are_near(name, form, tmp_path):
     assert relative_error(first[2], gradients) < FORM_LIMITS[form]
     is_coded = [
         plan.calls.coding(slot, one.needed) is not None
-        for slot, one in plan.calls.absences.items()
+        for slot, one in plan.calls.evictions.items()
     ]
     if any(is_coded):
         assert relative_error(first[2], gradients) > 0
@@ -81,7 +81,7 @@ def test_what_forward_reads_again_is_exact():
     calls = plan.calls
     forward = {
         slot: one
-        for slot, one in calls.absences.items()
+        for slot, one in calls.evictions.items()
         if one.needed < calls.num_forward
     }
     assert forward, "a skip connection waits on the drive"
@@ -101,7 +101,7 @@ def test_a_plan_counts_the_bytes_on_the_drive(tmp_path):
         values = Values(calls, Scratch([tmp_path]))
         written[form] = values.num_bytes
         stored = [
-            calls.stored_bytes(s, one.needed) for s, one in calls.absences.items()
+            calls.stored_bytes(s, one.needed) for s, one in calls.evictions.items()
         ]
         assert values.num_bytes == sum(stored)
         times[form] = simulate(calls, rates)

@@ -68,7 +68,7 @@ def test_bits_are_those_of_keep(name, tmp_path):
             found = streamed(program, plan, executables, values=values)
             assert_same_bits(found, expected)
         counts = values.counts()
-        sizes = [plan.calls.lives[slot].num_bytes for slot in plan.calls.absences]
+        sizes = [plan.calls.lives[slot].num_bytes for slot in plan.calls.evictions]
         assert counts.num_written_bytes == counts.num_read_bytes == 2 * sum(sizes)
         values.close()
     assert not list(tmp_path.iterdir())
@@ -93,9 +93,9 @@ def test_memory_is_as_planned(tmp_path):
 def test_the_value_needed_last_leaves_first():
     calls = plans(prepared(ZOO["gpt2_nano"]()))[1].calls
     most = calls.peak_bytes()
-    assert not fitted(calls, most, Calls.call_bytes).absences
-    one = fitted(calls, most - 1, Calls.call_bytes).absences
-    needed = {slot: absence.needed for slot, absence in one.items()}
+    assert not fitted(calls, most, Calls.call_bytes).evictions
+    one = fitted(calls, most - 1, Calls.call_bytes).evictions
+    needed = {slot: eviction.needed for slot, eviction in one.items()}
     others = [
         life.reads[-1]
         for slot, life in calls.lives.items()
@@ -103,8 +103,8 @@ def test_the_value_needed_last_leaves_first():
     ]
     assert needed
     assert max(needed.values()) >= max(others)
-    for absence in one.values():
-        assert absence.written + 2 <= absence.gone < absence.back <= absence.needed
+    for eviction in one.values():
+        assert eviction.written + 2 <= eviction.gone < eviction.back <= eviction.needed
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
@@ -113,7 +113,7 @@ def test_values_come_back_in_the_order_of_use(share):
     least, most = least_offloaded_bytes(calls), calls.peak_bytes()
     found = fitted(calls, int(least + share * (most - least)), Calls.call_bytes)
     assert found.peak_bytes() <= int(least + share * (most - least))
-    ordered = sorted(found.absences.values(), key=lambda one: one.needed)
+    ordered = sorted(found.evictions.values(), key=lambda one: one.needed)
     assert [one.back for one in ordered] == sorted(one.back for one in ordered)
 
 

@@ -277,7 +277,7 @@ def test_a_planned_program_is_cut_where_few_bytes_leave():
     planned, offloaded = (ready.plan(budget, name) for name in ("plan", "offload"))
     left = [plan.fitted(budget, plan.temp_bytes) for plan in (planned, offloaded)]
     few, many = (
-        sum(one.calls.lives[slot].num_bytes for slot in one.calls.absences)
+        sum(one.calls.lives[slot].num_bytes for slot in one.calls.evictions)
         for one in left
     )
     assert few < many

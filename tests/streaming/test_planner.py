@@ -190,7 +190,7 @@ def test_what_does_not_fit_when_compiled_is_not_run():
     refused = []
 
     def admits(calls):
-        is_kept = len(calls.absences) < 5
+        is_kept = len(calls.evictions) < 5
         refused.append(not is_kept)
         return is_kept
 

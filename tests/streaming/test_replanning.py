@@ -205,7 +205,7 @@ def seen(step):
 
 
 def stored_bytes(calls):
-    return sum(calls.stored_bytes(s, one.needed) for s, one in calls.absences.items())
+    return sum(calls.stored_bytes(s, one.needed) for s, one in calls.evictions.items())
 
 
 @pytest.mark.parametrize(
@@ -229,9 +229,9 @@ def test_values_in_fewer_bits(open_store, place, with_store):
             gradients[form].append(seen(step))
             calls = step.plan.calls
             assert calls.form == form
-            assert calls.absences
+            assert calls.evictions
         written[form] = stored_bytes(calls)
-        raw = sum(calls.lives[slot].num_bytes for slot in calls.absences)
+        raw = sum(calls.lives[slot].num_bytes for slot in calls.evictions)
         assert written[form] < raw or form is None
         assert step.wear.step_bytes == step.traffic.drive_write_bytes
         if with_store:

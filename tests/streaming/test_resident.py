@@ -281,7 +281,9 @@ def test_an_amount_saves_a_part_of_the_traffic(started):
         step = started(program, f"store{resident}", resident=resident)
         losses.append(run(step, program))
         found.append(read_bytes(step))
-        assert step.plan.kept_bytes <= (num_bytes // 2 if len(found) < 3 else 1 << 30)
+        assert step.plan.resident_bytes <= (
+            num_bytes // 2 if len(found) < 3 else 1 << 30
+        )
         assert ("of params stay" in str(step.plan)) == (resident is not None)
     assert losses[0] == losses[1] == losses[2]
     assert found[0] > found[1] > found[2]
@@ -309,7 +311,7 @@ def test_units_that_are_read_most_stay_first():
         )
         total = chooser.peak_bytes(plan)
         found, stays = chooser.applied(replace(plan, peak_bytes=total))
-        assert found.peak_bytes + found.kept_bytes == total
+        assert found.peak_bytes + found.resident_bytes == total
         assert found.peak_bytes <= plan.peak_bytes
         return stays.units
 

@@ -76,7 +76,7 @@ def test_nothing_is_compiled_again_when_the_choice_changes(opened, monkeypatch):
     for _ in range(9):
         step(BATCH)
         calls = step.plan.calls
-        choices.add((tuple(call.program.key for call in calls.calls), *calls.absences))
+        choices.add((tuple(call.program.key for call in calls.calls), *calls.evictions))
         assert any(calls.donated.values())
     assert len(choices) > 1
     assert len(compiled) == len(set(compiled))

@@ -152,7 +152,7 @@ def test_what_fits_stays():
     budget = budget_of(plan, 1.0)
     found = chosen(graph, plan, budget, profile(plan, 1.0))
     assert not found.repeats
-    assert not found.calls.absences
+    assert not found.calls.evictions
 
 
 def test_a_budget_that_is_too_small_has_no_plan():

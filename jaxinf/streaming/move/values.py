@@ -51,9 +51,9 @@ class Values:
         calls = Calls((), ()) if calls is None else calls
         self._scratch = Scratch(()) if scratch is None else scratch
         assert tiers is None or tiers.shortage is None, "the host has room"
-        absences, on_drive = calls.absences, tiers.on_drive if tiers else None
+        evictions, on_drive = calls.evictions, tiers.on_drive if tiers else None
         self._places = _placed(
-            calls, self._scratch, absences if on_drive is None else on_drive
+            calls, self._scratch, evictions if on_drive is None else on_drive
         )
         self._num_copies = NUM_COPIES if tiers else 0
         self._room: Sequence[int] = tiers.room if tiers else ()
@@ -65,8 +65,8 @@ class Values:
             way_bytes=tiers.leaving_bytes if tiers else 0,
         )
         self.num_bytes = sum(place.num_bytes for place in self._places.values())
-        self._lives = {slot: calls.lives[slot] for slot in absences}
-        in_order = sorted(absences.items(), key=lambda item: item[1].needed)
+        self._lives = {slot: calls.lives[slot] for slot in evictions}
+        in_order = sorted(evictions.items(), key=lambda item: item[1].needed)
         first_gone = sorted(in_order, key=lambda item: item[1].gone)
         self._leaving = _by_call((slot, one.written) for slot, one in first_gone)
         self._gone = _by_call((slot, one.gone) for slot, one in in_order)
@@ -203,7 +203,7 @@ def _placed(
     """Takes room on drives for values."""
     places: dict[Slot, Place] = {}
     for slot in slots:
-        coding = calls.coding(slot, calls.absences[slot].needed)
+        coding = calls.coding(slot, calls.evictions[slot].needed)
         places[slot] = scratch.allocate(calls.lives[slot].num_bytes, coding)
     scratch.reserve()
     return places
@@ -220,7 +220,7 @@ def _most_back(calls: Calls, places: Mapping[Slot, Place]) -> int:
     """The most memory, in whole pages, of values that have come back."""
     stays = (
         Stay(
-            calls.absences[slot].back,
+            calls.evictions[slot].back,
             calls.lives[slot].reads[-1] + 2,
             place.memory_bytes,
         )

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from jaxinf.schedule.occupancy import Stay, occupancy
-from jaxinf.schedule.placement import Absence
+from jaxinf.schedule.placement import Eviction
 from jaxinf.streaming.plan.forms import Coding, Form, coding_of, stored_bytes
 from jaxinf.streaming.program.graph import Origin, Piece
 from jaxinf.streaming.program.programs import Program
@@ -68,7 +68,7 @@ class Calls:
     Attributes:
       calls: The calls, in order.
       results: Slots of the loss and of aux's leaves.
-      absences: Values that are on a drive for a time.
+      evictions: Values that are on a drive for a time.
       lenders: Values whose memory outputs may reuse; None for all at their last use
         that are never on a drive.
       resident: Parts of params that are in memory in any case, and do not count.
@@ -79,7 +79,7 @@ class Calls:
 
     calls: tuple[Call, ...]
     results: tuple[Slot, ...]
-    absences: Mapping[Slot, Absence] = field(default_factory=dict)
+    evictions: Mapping[Slot, Eviction] = field(default_factory=dict)
     lenders: frozenset[Slot] | None = None
     resident: frozenset[Piece] = frozenset()
     form: Form | None = None
@@ -114,7 +114,7 @@ class Calls:
                 for slot in call.drops
                 if slot not in handed
                 and (self.lenders is None or slot in self.lenders)
-                and slot not in self.absences
+                and slot not in self.evictions
             }
             own = {i for i, ref in enumerate(call.inputs) if lent and ref in lent}
             key = call.program.key
@@ -128,9 +128,9 @@ class Calls:
         """
         return self._varied(lenders=None)
 
-    def absent(self, absences: Mapping[Slot, Absence]) -> "Calls":
-        """Returns the calls with other absences."""
-        return self._varied(absences=absences)
+    def evicting(self, evictions: Mapping[Slot, Eviction]) -> "Calls":
+        """Returns the calls with other evictions."""
+        return self._varied(evictions=evictions)
 
     def _varied(self, **changes: Any) -> "Calls":
         """Returns the calls with changes that the values' lives do not depend on."""
@@ -181,7 +181,7 @@ class Calls:
         for slot, life in self.lives.items():
             stop = len(self.calls) if slot in self.results else life.reads[-1] + 1
             stays.append(Stay(life.made + 1, stop, life.num_bytes))
-        for slot, one in self.absences.items():
+        for slot, one in self.evictions.items():
             stays.append(Stay(one.gone - 1, one.back - 1, -self.lives[slot].num_bytes))
         return occupancy(len(self.calls), stays).tolist()
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinf.schedule.occupancy import Stay, occupancy
-from jaxinf.schedule.placement import absences
+from jaxinf.schedule.placement import evictions
 from jaxinf.streaming.plan.calls import Calls
 
 __all__ = [
@@ -46,21 +46,23 @@ def fitted(
     memory: Callable[[Calls], Sequence[int]],
     chosen: Collection[Stay] | None = None,
 ) -> Calls:
-    """Returns the calls with as few absences as the budget needs, or with given ones.
+    """Returns the calls with as few evictions as the budget needs, or with given ones.
 
-    See `schedule.placement.absences`.
+    See `schedule.placement.evictions`.
 
     Args:
-      calls: Calls without absences.
+      calls: Calls without evictions.
       budget_bytes: The most memory of a step.
       memory: Returns the memory during each call, such as `Calls.call_bytes`.
       chosen: Of `candidates`, those that leave, each as soon as it can; None for as
         few as the budget needs.
     """
-    calls = calls.absent({})
+    calls = calls.evicting({})
     made = {slot: life.made for slot, life in calls.lives.items()}
     used = np.array(memory(calls), np.int64)
-    return calls.absent(absences(used, candidates(calls), made, budget_bytes, chosen))
+    return calls.evicting(
+        evictions(used, candidates(calls), made, budget_bytes, chosen)
+    )
 
 
 def fitted_lending(

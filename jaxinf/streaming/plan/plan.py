@@ -63,8 +63,8 @@ class Plan:
       calls: Their calls.
       policy: The treatment of values that backward needs.
       peak_bytes: The peak memory of a step, as estimated before compilation.
-      kept_bytes: Memory of params that stay between steps, in addition.
-      again: With `"plan"`, the calls if all segments run forward again.
+      resident_bytes: Memory of params that stay between steps, in addition.
+      recomputing: With `"plan"`, the calls if all segments run forward again.
       choice: With `"plan"`, what was chosen for values and segments.
       wear: With `"plan"`, the wear of drives by the last steps.
     """
@@ -75,8 +75,8 @@ class Plan:
     calls: Calls
     policy: Policy
     peak_bytes: int
-    kept_bytes: int = 0
-    again: Calls | None = None
+    resident_bytes: int = 0
+    recomputing: Calls | None = None
     choice: Choice | None = None
     wear: Wear | None = None
 
@@ -99,7 +99,7 @@ class Plan:
                 tuple(map(light, self.programs.free)),
             ),
             calls=replace(self.calls, calls=tuple(calls)),
-            again=None,
+            recomputing=None,
             choice=None,
         )
 
@@ -110,8 +110,9 @@ class Plan:
 
     def beside(self, pieces: frozenset[Piece]) -> "Plan":
         """Returns the plan with parts of params that are in memory in any case."""
-        again = self.again and replace(self.again, resident=pieces)
-        return replace(self, calls=replace(self.calls, resident=pieces), again=again)
+        other = self.recomputing and replace(self.recomputing, resident=pieces)
+        calls = replace(self.calls, resident=pieces)
+        return replace(self, calls=calls, recomputing=other)
 
     def least_bytes(self, temp_bytes: Mapping[str, int] | None = None) -> int:
         """Returns the least memory of a step; argument as for `Calls.peak_bytes`."""
@@ -122,7 +123,7 @@ class Plan:
     @property
     def ways(self) -> tuple[Calls, ...]:
         """The calls, and with `"plan"` those if all segments run forward again."""
-        return (self.calls, self.again) if self.again else (self.calls,)
+        return (self.calls, self.recomputing) if self.recomputing else (self.calls,)
 
     def fitted(
         self,
@@ -296,15 +297,23 @@ class Prepared:
     def plan_of(self, cuts: Sequence[int], policy: Policy = "recompute") -> Plan:
         """Makes the plan with given cuts."""
         programs = make_programs(self.lifetimes, cuts, self.keys)
-        graph, again = self.lifetimes.graph, None
+        graph, recomputing = self.lifetimes.graph, None
         alone = isolated_segments(self.lifetimes, cuts[:-1])
         repeats: Repeats = dict.fromkeys(alone, "all") if policy == "recompute" else {}
         calls = make_calls(graph, programs, policy, repeats)
         if self.traced.mesh is not None:  # shardings of values are not known yet
             calls = replace(calls, lenders=frozenset())
         if policy == "plan":
-            again = make_calls(graph, programs, policy, all_repeats(programs))
-        plan = Plan(self.traced, tuple(cuts), programs, calls, policy, 0, again=again)
+            recomputing = make_calls(graph, programs, policy, all_repeats(programs))
+        plan = Plan(
+            self.traced,
+            tuple(cuts),
+            programs,
+            calls,
+            policy,
+            0,
+            recomputing=recomputing,
+        )
         return replace(plan, peak_bytes=plan.least_bytes())
 
     def _refusal(
@@ -346,7 +355,7 @@ def _leaving_bytes(plan: Plan, budget_bytes: int) -> float:
     if found.peak_bytes > budget_bytes:
         return math.inf
     calls = found.calls
-    return sum(calls.lives[slot].num_bytes for slot in calls.absences)
+    return sum(calls.lives[slot].num_bytes for slot in calls.evictions)
 
 
 def prepare(

@@ -175,7 +175,7 @@ class Planner:
             self.choice.value_bytes,
             self._peak_bytes,
             self.num_choices,
-            len(self.choice.calls.absences),
+            len(self.choice.calls.evictions),
             self.choice.offloaded_bytes,
             len(self.choice.repeats),
         )

@@ -41,8 +41,8 @@ def plan_text(plan: Any) -> str:
     )
     if traced.mesh is not None:
         head += f"; on {mesh_text(traced.mesh)}"
-    if plan.kept_bytes:
-        head += f"; {format_bytes(plan.kept_bytes)} of params stay"
+    if plan.resident_bytes:
+        head += f"; {format_bytes(plan.resident_bytes)} of params stay"
     about = [str(one) for one in (plan.choice, plan.wear) if one is not None]
     title = f"{'segment':>9}  {'forward':>7}  {'backward':>8}  params"
     return "\n".join([head, *about, "", title, *_lines(plan, numbers)])

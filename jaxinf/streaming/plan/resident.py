@@ -76,7 +76,7 @@ class ResidentUnits:
 
     def applied(self, plan: Plan) -> Plan:
         """Returns the plan with these units in memory; they do not count in calls."""
-        return replace(plan.beside(self.pieces), kept_bytes=self.num_bytes)
+        return replace(plan.beside(self.pieces), resident_bytes=self.num_bytes)
 
 
 class Residents(ABC):

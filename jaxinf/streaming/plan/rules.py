@@ -67,5 +67,5 @@ RULES: Mapping[str, Callable[[Calls, int, Memory, Profile], Calls]] = {
     "greedy": _largest,
     "SSDTrain": _adaptive,
 }
-"""Rules by name. Each takes calls without absences, the budget, the memory of calls,
+"""Rules by name. Each takes calls without evictions, the budget, the memory of calls,
 and measured times, and returns calls that may exceed the budget."""

@@ -1,7 +1,7 @@
 """Chooses for each segment whether it runs forward again, and for each value whether it
 is kept or offloaded, so that a step takes the least time in the memory it has.
 
-    which segments run again ─► calls ─► absences that fit ─► simulated step ─► the best
+    which segments run again ─► calls ─► fitting evictions ─► simulated step ─► the best
 
 The segments that run again are searched; for each set of them Belady's rule gives the
 values that leave, and a step is simulated with measured times and bandwidths. Simple
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TypeAlias
 
-from jaxinf.schedule.placement import Absence, Tiers, Waiting
+from jaxinf.schedule.placement import Eviction, Tiers, Waiting
 from jaxinf.schedule.simulator import Trips
 from jaxinf.streaming.plan.calls import Calls, Slot
 from jaxinf.streaming.plan.forms import Form
@@ -87,7 +87,7 @@ class Choice:
 
     Attributes:
       repeats: Segments that run forward again.
-      calls: The calls, with absences.
+      calls: The calls, with evictions.
       peak_bytes: The step's peak memory.
       expected_s: The step's simulated time.
       bound_s: A time that no plan can beat: that of the programs, each run once.
@@ -104,21 +104,21 @@ class Choice:
     rules: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def key(self) -> tuple[_Chosen, frozenset[tuple[Slot, Absence]]]:
+    def key(self) -> tuple[_Chosen, frozenset[tuple[Slot, Eviction]]]:
         """Equal for choices that run alike."""
-        absences = self.calls.absences.items()
-        return frozenset(self.repeats.items()), frozenset(absences)
+        evictions = self.calls.evictions.items()
+        return frozenset(self.repeats.items()), frozenset(evictions)
 
     @property
     def leaves(self) -> bool:
         """Whether values leave for a drive."""
-        return bool(self.calls.absences)
+        return bool(self.calls.evictions)
 
     @property
     def offloaded_bytes(self) -> int:
         """Bytes of values that are written in a step."""
-        absences = self.calls.absences.items()
-        return sum(self.calls.stored_bytes(slot, one.needed) for slot, one in absences)
+        evictions = self.calls.evictions.items()
+        return sum(self.calls.stored_bytes(slot, one.needed) for slot, one in evictions)
 
     @property
     def value_bytes(self) -> int:
@@ -132,7 +132,7 @@ class Choice:
             for name, seconds in self.rules.items()
         )
         return (
-            f"{len(self.calls.absences)} values of "
+            f"{len(self.calls.evictions)} values of "
             f"{format_bytes(self.offloaded_bytes)} leave, {len(self.repeats)} "
             f"segments run forward again; expected {self.expected_s:.3f} s a step, at "
             f"most {over:.1%} above the best, {format_bytes(self.peak_bytes)} of "

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from jaxinf.schedule import simulator
 from jaxinf.schedule.moves import Kind
-from jaxinf.schedule.placement import NUM_COPIES, Absence, Tiers, Waiting
+from jaxinf.schedule.placement import NUM_COPIES, Eviction, Tiers, Waiting
 from jaxinf.schedule.simulator import Trip, Trips
 from jaxinf.streaming.plan.calls import Calls
 from jaxinf.streaming.program.graph import Piece
@@ -43,7 +43,7 @@ class Profile:
 
     def seconds_of(self, calls: Calls) -> Mapping[str, float]:
         """Times of programs in given calls: some of their values leave, or none."""
-        if calls.absences or self.alone is None:
+        if calls.evictions or self.alone is None:
             return self.seconds
         return self.alone
 
@@ -58,7 +58,7 @@ def simulate(
     """Returns the time of a step.
 
     Args:
-      calls: The calls, with absences.
+      calls: The calls, with evictions.
       profile: Measured times.
       loads: Params that are read for calls; None if all are in memory.
       tiers: Where values wait; None if the device's memory is the host's.
@@ -78,9 +78,9 @@ def simulate(
 
 
 def _values(calls: Calls, profile: Profile, tiers: Tiers | None) -> Trips:
-    on_drive = calls.absences if tiers is None else frozenset(tiers.on_drive)
+    on_drive = calls.evictions if tiers is None else frozenset(tiers.on_drive)
     trips = []
-    for slot, one in sorted(calls.absences.items(), key=lambda item: item[1].needed):
+    for slot, one in sorted(calls.evictions.items(), key=lambda item: item[1].needed):
         num_bytes = calls.lives[slot].num_bytes
         trip = Trip(
             one.needed,
@@ -89,7 +89,7 @@ def _values(calls: Calls, profile: Profile, tiers: Tiers | None) -> Trips:
             calls.stored_bytes(slot, one.needed),
             host_bytes=num_bytes,
             way_bytes=NUM_COPIES * num_bytes if tiers and slot in on_drive else 0,
-            absence=one,
+            eviction=one,
             is_on_drive=slot in on_drive,
         )
         trips.append(trip)
@@ -112,7 +112,7 @@ def _gradients(calls: Calls, profile: Profile, waiting: Waiting) -> Trips:
     }
     end = len(calls.calls)
     trips = [
-        Trip(end, end, 0, num_bytes, absence=Absence(made[key], end, end, end))
+        Trip(end, end, 0, num_bytes, eviction=Eviction(made[key], end, end, end))
         for key, num_bytes in waiting.on_drive.items()
     ]
     # Only the last part of a batch hands them out.

@@ -20,7 +20,7 @@ def plan_tiers(calls: Calls, host_bytes: int) -> Tiers:
     """Divides the host's memory for values of calls; see `host_tier`."""
     away = {
         slot: (one, page_ceil(calls.lives[slot].num_bytes))
-        for slot, one in sorted(calls.absences.items())
+        for slot, one in sorted(calls.evictions.items())
     }
     return host_tier(len(calls.calls), away, host_bytes, PAGE_BYTES)
 
@@ -59,7 +59,7 @@ def check_leaving(
     """Refuses a host without room for values that have to leave the device.
 
     Args:
-      every: Calls without absences; one of them has to fit.
+      every: Calls without evictions; one of them has to fit.
       budget_bytes: Memory of the device.
       memory: Returns the memory during each call, such as `Calls.call_bytes`.
       host_bytes: The most memory of the host for values.
