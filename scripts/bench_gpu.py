@@ -1,173 +1,194 @@
-"""Measures an accelerator's link to the host, and training and updates over it.
+"""The first hour on an accelerator: what works there, how fast, and with which bits.
 
-First it times, in turns, every way for a gradient to reach the host and for its result
-to return: the bytes of both directions over the seconds of a round trip.
+Runs in this order, from what everything rests on to what takes long:
 
-    io_callback       used by `jaxinf.smart_update` with an accelerator
-    buffer_callback   XLA's own buffers; on a CPU only, where they are the host's memory
-    device_get        outside jit: NumPy arrays of JAX's, and `device_put`
-    pinned_host       outside jit: by `device_put` through the pinned host memory
+    contract, transform, streaming    tests, on the device
+    link, callbacks, overlap          rates of copies; calls of the host; their overlap
+    update-PRESET, stream-PRESET      GPT-2 small, medium, xl: beside plain optax
+    bits                              of two runs, and of one that is resumed
+    memory                            the device's peak beside the plan
 
-Then scripts/bench_train.py runs with each form of the callbacks (`start`: gradients are
-taken and results fetched later; `io`: each call waits), and scripts/bench_update.py,
-with a preset for an accelerator. It prints one JSON object. It runs on any backend, and
-says so if that is a CPU.
+Each part has processes of its own, one at a time; this one never touches the device.
+A part that fails or takes too long is noted, with the end of what it printed, and the
+next one runs. The result is written after each part.
 
-    python scripts/bench_gpu.py --store DIR --preset medium
+    python scripts/bench_gpu.py --store DIR --out result.json
 """
 
 import argparse
 import json
 import os
-import statistics
+import platform
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.experimental import io_callback
-from jax.experimental.buffer_callback import buffer_callback
-from jaxinf_models import PRESETS
-
 HERE = Path(__file__).parent
-RoundTrip = Callable[[jax.Array], jax.Array]
+PACKAGES = ("jaxinf", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin")
+PACKAGES += ("libtpu", "optax", "flax", "numpy")
+TESTS = {
+    "contract": ("csd/test_contract.py", "optimizer/test_optimizer_contract.py"),
+    "transform": ("optimizer/test_transform.py", "optimizer/test_restart.py"),
+    "streaming": ("streaming/test_streamed.py", "streaming/test_function.py"),
+}
+TAIL = 4000
+"""Characters of a failed part's output that are kept."""
 
 
-def halve(out: np.ndarray, values: np.ndarray) -> None:
-    """Represents the host's work: it reads and writes every byte once."""
-    np.multiply(values, np.float32(0.5), out=out)
+class PartError(Exception):
+    """A part has failed."""
 
 
-def by_io_callback(values: jax.Array) -> jax.Array:
-    """A round trip in jit, through JAX's copies."""
+class Runner:
+    """Runs a part's programs within its time."""
 
-    def host(given: Any) -> np.ndarray:
-        out = np.empty(given.shape, given.dtype)
-        halve(out, np.asarray(given))
-        return out
+    def __init__(self, store: Path, limit_s: float) -> None:
+        self.store = store
+        self._ends = time.monotonic() + limit_s
 
-    return io_callback(host, jax.ShapeDtypeStruct(values.shape, values.dtype), values)
+    def output(self, command: Sequence[str | Path]) -> str:
+        """Returns what a program prints; raises `PartError` with the end of it."""
+        with tempfile.TemporaryFile("w+") as printed:
+            process = subprocess.Popen(
+                [sys.executable, *map(str, command)],
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                cwd=HERE.parent,
+                env=os.environ | {"PYTHONSAFEPATH": ""},
+                start_new_session=True,
+            )
+            try:
+                status: int | None = process.wait(max(0, self._ends - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                status = None
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+            printed.seek(0)
+            text = printed.read()
+        if status == 0:
+            return text
+        what = "took too long" if status is None else f"ended with status {status}"
+        raise PartError(f"{what}\n{text[-TAIL:]}")
+
+    def json(self, script: str, *options: Any) -> Any:
+        """Returns the last line of a script, which is JSON."""
+        given = [str(one) for one in options]
+        lines = self.output([HERE / script, "--store", self.store, *given]).splitlines()
+        return json.loads(next(line for line in reversed(lines) if line[:1] == "{"))
 
 
-def by_buffer_callback(values: jax.Array) -> jax.Array:
-    """A round trip in jit, without copies."""
+def tests(files: Sequence[str]) -> Callable[[Runner], Any]:
+    """Returns what runs tests; those that JAX runs on the device."""
+    paths = [HERE.parent / "tests" / file for file in files]
 
-    def host(context: Any, out: Any, given: Any) -> None:
-        del context
-        halve(np.asarray(out), np.asarray(given))
+    def run(runner: Runner) -> Any:
+        options = ("-q", "-p", "no:cacheprovider", "-W", "default")
+        return runner.output(["-m", "pytest", *options, *paths]).splitlines()[-1]
 
-    aval = jax.ShapeDtypeStruct(values.shape, values.dtype)
-    result = buffer_callback(host, aval, has_side_effect=True)(values)
-    return result[0] if isinstance(result, (list, tuple)) else result
-
-
-def by_device_get(out: np.ndarray, values: jax.Array) -> jax.Array:
-    """A round trip outside jit, through pageable host memory."""
-    halve(out, np.asarray(values))
-    return jax.device_put(out)
+    return run
 
 
-def by_pinned_host(out: np.ndarray, values: jax.Array) -> jax.Array:
-    """A round trip outside jit, through pinned host memory."""
-    on_device = values.sharding
-    pinned = on_device.with_memory_kind("pinned_host")
-    halve(out, np.asarray(jax.device_put(values, pinned)))
-    return jax.device_put(jax.device_put(out, pinned), on_device)
+def bits(options: Sequence[Any]) -> Callable[[Runner], Any]:
+    """Returns what compares two runs, and a third that is resumed after three steps."""
+
+    def run(runner: Runner) -> Any:
+        found, whole = {}, runner.store
+        for name, ends in (("first", [6]), ("second", [6]), ("resumed", [3, 6])):
+            runner.store = whole / name
+            for steps in ends:
+                found[name] = runner.json("gpu_parts.py", *options, "--steps", steps)
+        digests = {one["params"] for one in found.values()}
+        return {"same": len(digests) == 1, "runs": found}
+
+    return run
 
 
-def ways(num_elements: int) -> dict[str, RoundTrip]:
-    """Returns the ways that this backend supports."""
-    out = np.empty(num_elements, np.float32)
-    found: dict[str, RoundTrip] = {
-        "io_callback": jax.jit(by_io_callback),
-        "device_get": partial(by_device_get, out),
-    }
-    if jax.default_backend() == "cpu":
-        found["buffer_callback"] = jax.jit(by_buffer_callback)
-    kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
-    if "pinned_host" in kinds:
-        found["pinned_host"] = partial(by_pinned_host, out)
+def parts(arguments: argparse.Namespace) -> Mapping[str, Callable[[Runner], Any]]:
+    """Returns the parts in their order."""
+    copies = ("--megabytes", arguments.megabytes, "--reps", arguments.reps)
+    model = ("--preset", arguments.presets[0])
+    found: dict[str, Callable[[Runner], Any]] = {k: tests(v) for k, v in TESTS.items()}
+    for name in ("link", "callbacks", "overlap"):
+        found[name] = lambda r, name=name: r.json("gpu_parts.py", name, *copies)
+    for preset in arguments.presets:
+        given = ("--preset", preset, "--json", "--reps", arguments.reps)
+        found[f"update-{preset}"] = lambda r, given=given: r.json(
+            "bench_train.py", *given
+        )
+        found[f"stream-{preset}"] = lambda r, given=given: r.json(
+            "bench_stream.py", *given
+        )
+    found["bits"] = bits(["steps", *model])
+    found["memory"] = lambda r: r.json("gpu_parts.py", "memory", *model)
     return found
 
 
-def link(num_bytes: int, reps: int) -> dict[str, float]:
-    """Measures GB/s of each way, both directions counted; medians over the turns."""
-    values = jnp.arange(num_bytes // 4, dtype=jnp.float32)
-    found = ways(values.size)
-    expected = np.asarray(values) * np.float32(0.5)
-    seconds: dict[str, list[float]] = {name: [] for name in found}
-    for _ in range(reps + 1):
-        for name, way in found.items():
-            began = time.perf_counter()
-            result = jax.block_until_ready(way(values))
-            seconds[name].append(time.perf_counter() - began)
-            np.testing.assert_array_equal(np.asarray(result), expected)
-    return {
-        name: round(2 * num_bytes / statistics.median(times[1:]) / 1e9, 3)
-        for name, times in seconds.items()
-    }
+def version_of(package: str) -> str | None:
+    """Returns the version of an installed package."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
-def run(script: str, *arguments: str, **environment: str) -> Any:
-    """Runs a benchmark and returns its JSON line."""
-    command = [sys.executable, str(HERE / script), *arguments, "--json"]
-    result = subprocess.run(
-        command,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if result.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{result.stderr}")
-    return json.loads(result.stdout.splitlines()[-1])
+def run_part(
+    name: str, part: Callable[[Runner], Any], arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Runs a part, whatever happens in it."""
+    began, where = time.monotonic(), arguments.store / f"bench-gpu-{name}"
+    outcome: dict[str, Any] = {}
+    try:
+        outcome["result"] = part(Runner(where, arguments.limit))
+    except Exception as error:  # the next part runs in any case
+        outcome["error"] = f"{type(error).__name__}: {error}"
+    finally:
+        shutil.rmtree(where, ignore_errors=True)
+    return {"seconds": round(time.monotonic() - began, 1), **outcome}
 
 
 def main() -> None:
-    """Prints the figures."""
+    """Runs the parts, and writes what they find."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--store", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--preset", choices=[*PRESETS], default="medium")
-    parser.add_argument("--params", default="200e6", help="of bench_update.py")
-    parser.add_argument("--memory", type=int, default=1 << 30)
-    parser.add_argument("--megabytes", type=int, default=256, help="of a round trip")
+    parser.add_argument("--store", type=Path, default=Path(), metavar="DIR")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="by default printed")
+    parser.add_argument("--presets", nargs="+", default=["small", "medium", "xl"])
+    parser.add_argument("--megabytes", type=int, default=256, help="of a copy")
     parser.add_argument("--reps", type=int, default=5)
-    parser.add_argument(
-        "--link-only", action="store_true", help="no training, no updates"
-    )
+    parser.add_argument("--limit", type=float, default=1200.0, help="seconds of a part")
+    parser.add_argument("--only", nargs="+", metavar="PART")
+    parser.add_argument("--list", action="store_true", help="the parts' names")
     arguments = parser.parse_args()
-    device = jax.devices()[0]
-    rates = link(arguments.megabytes << 20, arguments.reps)
+    known = parts(arguments)
+    if arguments.list:
+        print("\n".join(known))
+        return
+    if unknown := set(arguments.only or known) - set(known):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; --list names them")
+    arguments.store = arguments.store.resolve()
     result: dict[str, Any] = {
-        "backend": jax.default_backend(),
-        "device": device.device_kind,
-        "link_gb_per_s": rates,
-        "fastest": max(rates, key=lambda name: rates[name]),
+        "machine": f"{platform.machine()}, {os.cpu_count()} processors",
+        "versions": {name: version_of(name) for name in PACKAGES},
+        "parts": {},
     }
-    if not arguments.link_only:
-        arguments.store.mkdir(parents=True, exist_ok=True)
-        store = ("--store", str(arguments.store))
-        memory = ("--memory", str(arguments.memory))
-        train = ("bench_train.py", *store, *memory, "--preset", arguments.preset)
-        result["train"] = {
-            form: {
-                "plain": run(*train, JAXINF_CALLBACK=form),
-                "clipped": run(*train, "--clip-norm", "1", JAXINF_CALLBACK=form),
-            }
-            for form in ("start", "io")
-        }
-        result["update"] = run(
-            "bench_update.py", *store, *memory, "--params", arguments.params
-        )
-    print(json.dumps(result, indent=1))
+    for name, part in known.items():
+        if name in (arguments.only or known):
+            result["parts"][name] = found = run_part(name, part, arguments)
+            print(f"{name}: {'error' if 'error' in found else 'done'}", file=sys.stderr)
+            if arguments.out:
+                arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    if not arguments.out:
+        print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

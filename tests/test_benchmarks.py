@@ -141,13 +141,25 @@ def test_update_runs_fio(tmp_path):
 
 
 def test_gpu_times_every_way_that_there_is(tmp_path):
-    done = run_script(
-        "bench_gpu.py", "--store", tmp_path, "--link-only", "--megabytes", 1
-    )
+    options = ["--only", "link", "--megabytes", 1, "--reps", 1]
+    done = run_script("bench_gpu.py", "--store", tmp_path, *options)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert {"io_callback", "device_get"} <= found["link_gb_per_s"].keys()
-    assert found["fastest"] in found["link_gb_per_s"]
+    found = json.loads(done.stdout)["parts"]["link"]["result"]
+    assert {"io_callback", "device_get"} <= found["round_trip_gb_per_s"].keys()
+    assert found["fastest"] in found["round_trip_gb_per_s"]
+    assert {"pageable_to_device", "pageable_to_host"} <= found["gb_per_s"].keys()
+
+
+def test_gpu_stops_at_nothing(tmp_path):
+    """Parts that take too long, or find no store, are noted."""
+    out = tmp_path / "result.json"
+    options = ["--only", "link", "bits", "memory", "--limit", 0.01, "--out", out]
+    done = run_script("bench_gpu.py", "--store", tmp_path, *options)
+    assert done.returncode == 0, done.stderr
+    parts = json.loads(out.read_text())["parts"]
+    assert [*parts] == ["link", "bits", "memory"]
+    assert all("took too long" in one["error"] for one in parts.values())
+    assert [*tmp_path.iterdir()] == [out]
 
 
 def test_repro_scaling_of_the_model():
