@@ -43,5 +43,7 @@ def problem(tag: str, root: Path = ROOT) -> str | None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("expected a release's tag: python scripts/check_tag.py v1.2.3")
     if found := problem(sys.argv[1]):
         sys.exit(found)

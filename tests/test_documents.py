@@ -58,6 +58,8 @@ NOT_RUN = {
     "make -C hls hw": "needs Vitis",
     "export JAXINF_XCLBIN=": "needs a SmartSSD",
     "python -m jaxinf.train --store runs/cards/store": "needs a SmartSSD",
+    "python -m jaxinf.train --config docs/": "time: tests/train/test_recipes.py",
+    "python scripts/recipe_sizes.py": "time: tests/train/test_recipes.py",
     "make csim": "time: make test-hls runs it",
     "make ports": "time: make test-hls runs it",
     "make hw": "needs Vitis",

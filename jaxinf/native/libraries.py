@@ -136,7 +136,11 @@ def _prebuilt_library(level: str) -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        _LOGGER.warning("%s: %s; install jaxinf again for this system", path, error)
+        _LOGGER.warning(
+            "this installation of jaxinf is for another system, or damaged: %s cannot "
+            "be loaded: %s; run: %s",
+            *(path, error, toolchain.REINSTALL),
+        )
         return None
 
 

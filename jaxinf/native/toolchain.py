@@ -22,6 +22,7 @@ __all__ = [
     "LEVELS",
     "NO_COMPILER",
     "PREBUILT",
+    "REINSTALL",
     "RSQRT_ESTIMATES",
     "TRANSFERS",
     "CompilerError",
@@ -50,6 +51,9 @@ NO_COMPILER = (
     "no C++ compiler (c++, g++ or clang++); install one or name it in CXX, or run: "
     "pip install 'jaxinf[compiler]'"
 )
+
+REINSTALL = "pip install --force-reinstall --no-deps jaxinf"
+"""What to do with a package that is another machine's or another system's."""
 
 _LEVELS = {
     "x86_64": ("x86-64-v4", "x86-64-v3", "x86-64"),
@@ -177,7 +181,7 @@ def foreign_package() -> tuple[str, str] | None:
         return None
     machine = next(name for name, each in _LEVELS.items() if found & set(each))
     what = f"this installation of jaxinf is for {machine}, not {platform.machine()}"
-    return what, "run: pip install --force-reinstall --no-deps jaxinf"
+    return what, f"run: {REINSTALL}"
 
 
 def key_of_library(source: str, compiler: str, level: str) -> str:

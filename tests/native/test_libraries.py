@@ -1,6 +1,7 @@
 """The cache of compiled libraries: complete or made again, also with other makers."""
 
 import os
+import re
 import stat
 import sys
 import threading
@@ -172,3 +173,37 @@ def test_the_package_has_what_a_compilation_needs():
     ]  # fmt: skip
     assert Path(toolchain.__file__).parent == toolchain.GENERATED.parent
     assert sys.modules["jaxinf.native.toolchain"] is toolchain
+
+
+@pytest.mark.parametrize(
+    ("spoil", "found"),
+    [
+        # The symbol's version, as of a wheel for a newer glibc.
+        (lambda x: x.replace(b"GLIBC_2.", b"GLIBC_9."), "`GLIBC_9.[0-9.]+' not found"),
+        (lambda x: b"MZ" + x[2:], "invalid ELF header"),
+        (lambda x: x[:100], "cannot read file data"),
+    ],
+    ids=["glibc", "header", "cut"],
+)
+def test_a_package_of_another_system_is_told(
+    tmp_path, monkeypatch, caplog, spoil, found
+):
+    level = toolchain.levels()[0]
+    content = toolchain.prebuilt_library(level).read_bytes()
+    monkeypatch.setattr(toolchain, "PREBUILT", tmp_path)
+    path = toolchain.prebuilt_library(level)
+    path.write_bytes(spoil(content))
+    assert path.read_bytes() != content
+    libraries._prebuilt_library.cache_clear()
+    try:
+        assert libraries.load_prebuilt(SOURCE, level) is None
+        assert libraries.load_prebuilt(SOURCE, level) is None
+    finally:
+        libraries._prebuilt_library.cache_clear()
+    (record,) = caplog.records
+    assert (
+        f"is for another system, or damaged: {path} cannot be loaded: "
+        in record.message
+    )
+    assert re.search(found, record.message)
+    assert "run: pip install --force-reinstall --no-deps jaxinf" in record.message

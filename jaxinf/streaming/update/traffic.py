@@ -126,7 +126,7 @@ def _layouts(opened: StoreShape, unit: Unit) -> Sequence[SubgroupLayout]:
 
 
 def _moved_bytes(
-    opened: OpenStore, layout: SubgroupLayout, states: Iterable[int]
+    opened: StoreShape, layout: SubgroupLayout, states: Iterable[int]
 ) -> int:
     """Whole pages, but no more than the file has, whose end may be odd."""
     leaf, number = layout.subgroup.leaf, layout.subgroup.chunk
