@@ -110,7 +110,10 @@ def fit(
     budget_bytes, limit, plan = division.programs, division.limit, None
     measure = residents.peak_bytes
     if saved_in is not None:
-        plan = saved_plan(saved_in, ready, budget_bytes, policy, measure, limit)
+        most = budget_bytes + division.spare
+        plan = saved_plan(saved_in, ready, most, policy, measure, limit)
+    if plan is not None:
+        division = division.for_kept(plan.peak_bytes)
     is_saved = plan is not None
     plan = plan or ready.plan(budget_bytes, policy, measure, limit)
     plan, units = residents.applied(plan)

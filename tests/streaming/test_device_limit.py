@@ -3,9 +3,14 @@
 from types import SimpleNamespace
 
 import jax
+import optax
 import pytest
+from zoo import ZOO
 
+import jaxinf
 from jaxinf.errors import StreamError
+from jaxinf.streaming import fitting, function, in_memory
+from jaxinf.streaming.plan import memory
 from jaxinf.streaming.plan.device import check_pinned, device_limit, mesh_limit
 from jaxinf.streaming.plan.memory import DeviceLimit
 
@@ -41,7 +46,8 @@ def reserved(monkeypatch):
 
 def test_the_default_is_what_a_device_has_free():
     device = Device(bytes_limit=3000, bytes_in_use=1000, pool_bytes=3000)
-    assert device_limit(device, None) == DeviceLimit(1800, is_host=False)
+    expected = DeviceLimit(1800, is_host=False, spare_bytes=200)
+    assert device_limit(device, None) == expected
     assert device_limit(device, 5) == DeviceLimit(5, is_host=False)
     assert device_limit(jax.devices("cpu")[0], None) == DeviceLimit()
 
@@ -109,3 +115,77 @@ def test_pinned_memory_ends_where_xlas_pool_does(monkeypatch):
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "64G")
     with pytest.raises(StreamError, match="'64G': expected a whole number"):
         check_pinned(Device(), GIB)
+
+
+@pytest.fixture
+def apart(monkeypatch):
+    """A CPU whose memory is not the host's, as far as planning sees it."""
+    monkeypatch.setattr(memory, "device_is_host", lambda device: False)
+
+    def put(**stats):
+        found = Device(**stats)
+        for module in (fitting, in_memory, function):
+            monkeypatch.setattr(
+                module, "device_limit", lambda _, given: device_limit(found, given)
+            )
+        return found
+
+    return put
+
+
+def step_of(store, **options):
+    program = ZOO["l2_penalty"]()
+    step = jaxinf.stream(
+        program.loss, optax.sgd(0.1), store, memory_bytes=256 << 20, **options
+    )
+    step.load(program.params, batch=program.batch)
+    return step, program.batch
+
+
+def test_a_kept_plan_on_a_fuller_device(open_store, apart):
+    """A tenth of what is free is left when a step is planned, but not later."""
+    apart(bytes_limit=GIB, bytes_in_use=0)
+    with step_of(open_store())[0] as step:
+        cuts, peak_bytes = step.plan.cuts, step.plan.peak_bytes
+    # The largest gradients take an eighth; a bit less is left than was planned with.
+    free_bytes = int(0.97 * peak_bytes / 0.9 * 8 / 7)
+    apart(bytes_limit=GIB, bytes_in_use=GIB - free_bytes)
+    step, batch = step_of(open_store())
+    with step:
+        assert step.plan.cuts == cuts
+        step(batch)
+    apart(bytes_limit=GIB, bytes_in_use=GIB - free_bytes * 8 // 10)
+    with pytest.raises(StreamError, match=r"that the store was trained with.*replan"):
+        step_of(open_store())
+
+
+def makers(path):
+    """What is made on a device: a step with a store, one without, a function."""
+    program = ZOO["l2_penalty"]()
+    options = {"memory_bytes": "200GiB"}
+    stepped = jaxinf.stream(program.loss, optax.sgd(0.1), path / "new", **options)
+    yield lambda: stepped.load(program.params, batch=program.batch)
+    held = jaxinf.stream_in_memory(program.loss, optax.sgd(0.1), **options)
+    yield lambda: held.load(program.params, batch=program.batch)
+    step_of(path / "store", device_memory_bytes=GIB)[0].close()
+
+    def called():
+        function = jaxinf.stream_function(program.loss, path / "store", **options)
+        function.load(program.params)
+        function(program.batch)
+
+    yield called
+
+
+@pytest.mark.parametrize("number", range(3), ids=["step", "in memory", "function"])
+def test_steps_and_functions_look_at_the_device(place, apart, monkeypatch, number):
+    make = list(makers(place))[number]
+    device = apart(bytes_limit=GIB, bytes_in_use=GIB)
+    with pytest.raises(StreamError, match="nothing free"):
+        make()
+    make = list(makers(place / "again"))[number]
+    device._stats["bytes_in_use"] = 0
+    for module in (fitting, in_memory, function):
+        monkeypatch.setattr(module, "default_device", lambda: device)
+    with pytest.raises(StreamError, match="XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB="):
+        make()

@@ -59,7 +59,8 @@ def device_limit(device: Any, num_bytes: int | None) -> DeviceLimit:
             f"{format_bytes(stats.get('bytes_in_use', 0))}. Delete them, and end other "
             "processes on the device (nvidia-smi lists a GPU's)"
         )
-    return DeviceLimit(int(free_bytes * _FREE_SHARE), is_host=False)
+    num_bytes = int(free_bytes * _FREE_SHARE)
+    return DeviceLimit(num_bytes, is_host=False, spare_bytes=free_bytes - num_bytes)
 
 
 def mesh_limit(devices: Iterable[Any], num_bytes: int | None) -> DeviceLimit:

@@ -50,10 +50,12 @@ class DeviceLimit:
     Attributes:
       num_bytes: The limit; None for none but the host's.
       is_host: Whether the device's memory is the host's.
+      spare_bytes: What was free beside it, for a plan that a store keeps.
     """
 
     num_bytes: int | None = None
     is_host: bool = True
+    spare_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class Division:
         their update; 0 if the device's memory is the host's.
       leaving: Gradients that leave the device or wait for their update.
       limit: The argument that limits `programs`.
+      spare: What a plan that a store keeps may take beyond `programs`.
     """
 
     ring: int
@@ -76,6 +79,11 @@ class Division:
     staged: int
     leaving: int
     limit: str
+    spare: int = 0
+
+    def for_kept(self, peak_bytes: int) -> "Division":
+        """Returns the same for a kept plan, which was admitted with what is spare."""
+        return replace(self, programs=max(self.programs, peak_bytes))
 
     def without(
         self, num_bytes: int, purpose: str, *, is_on_device: bool = False
@@ -209,7 +217,8 @@ def divide_rest(
     """
     limit, most = "device_memory_bytes", device.num_bytes
     if most is not None and not device.is_host:
-        return Division(ring, gradients, most - leaving, rest_bytes, leaving, limit)
+        spare, programs = device.spare_bytes, most - leaving
+        return Division(ring, gradients, programs, rest_bytes, leaving, limit, spare)
     if most is None or most >= rest_bytes:
         limit, most = "memory_bytes", rest_bytes
     return Division(ring, gradients, most, 0, leaving, limit)
