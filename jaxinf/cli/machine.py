@@ -4,6 +4,7 @@ Invariant: nothing is changed; each problem has a remedy.
 """
 
 import contextlib
+import ctypes
 import os
 import platform
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from jaxinf.native import toolchain
 __all__ = ["Machine", "Problem", "isa_level", "look_at_machine"]
 
 _V2 = {"cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3"}
+_CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+_CUDA_DRIVER = "libcuda.so.1"
 _PACKAGES = ("jaxinf", "jax", "jaxlib", "optax", "flax", "tensorstore", "numpy")
 
 
@@ -198,6 +201,25 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _missing_driver() -> list[Problem]:
+    """Returns the problem of a CUDA plugin beside which JAX falls back to the CPU."""
+    plugin = next((name for name in _CUDA_PLUGINS if _version(name)), None)
+    if plugin is None:
+        return []
+    try:
+        ctypes.CDLL(_CUDA_DRIVER)
+    except OSError as error:
+        return [
+            Problem(
+                f"{plugin} is installed, and NVIDIA's driver is not found: {error}; "
+                "JAX uses the CPU, or fails if JAX_PLATFORMS names cuda",
+                "install the driver (nvidia-smi then lists the GPUs), or give them to "
+                "the container (docker run --gpus all)",
+            )
+        ]
+    return []
+
+
 def _jax_devices(problems: list[Problem]) -> list[str]:
     import jax
 
@@ -205,6 +227,7 @@ def _jax_devices(problems: list[Problem]) -> list[str]:
     from jaxinf.optimizer.callback import check_device_configuration
 
     devices: list[str] = []
+    problems += _missing_driver()
     try:
         with _without_preallocation():
             devices = [f"{d.platform}: {d.device_kind}" for d in jax.devices()]

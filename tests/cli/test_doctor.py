@@ -253,6 +253,19 @@ def test_isa_level(flags, level):
     assert machine.isa_level(flags) == f"x86-64-v{level}"
 
 
+def test_a_plugin_without_a_driver(monkeypatch, tmp_path):
+    installed = tmp_path / "jax_cuda12_plugin-0.10.2.dist-info"
+    installed.mkdir()
+    metadata = "Metadata-Version: 2.1\nName: jax-cuda12-plugin\nVersion: 0.10.2\n"
+    (installed / "METADATA").write_text(metadata)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(machine, "_CUDA_DRIVER", "libno-such-driver.so.1")
+    found = [p for p in machine.look_at_machine().problems if "plugin" in p.what]
+    assert [one.is_fatal for one in found] == [False]
+    assert "jax-cuda12-plugin is installed, and NVIDIA's driver is not" in found[0].what
+    assert "nvidia-smi" in found[0].remedy
+
+
 def test_what_the_machine_lacks(monkeypatch):
     def refuse():
         raise DeviceConfigurationError("8 CPU devices hang. Start with PJRT_NPROC=16")
