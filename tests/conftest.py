@@ -11,6 +11,7 @@ from typing import Any
 import hypothesis
 import jax
 import pytest
+from jax._src import compiler
 from raw_stores import memory_directory
 
 import jaxinf
@@ -57,9 +58,34 @@ COMPILED_QUICKLY = {
     *("cli", "engine", "exchange", "store", "train", "test_origin.py"),
     *("test_reading_state.py", "test_restart.py", "test_state_formats.py"),
     *("test_started.py", "test_transform_refusals.py", "test_untrained_leaves.py"),
+    *("test_interrupted.py", "test_saved_plans.py", "test_refused.py"),
 }
 # Without them, a fused step and its parts have other bits.
 COMPILED_FULLY = {"test_optimizers.py"}
+
+
+FLAGS = os.environ.get("XLA_FLAGS", "").split()
+WITHOUT_EMITTERS = "--xla_cpu_use_fusion_emitters=false"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fuses_by_llvm_alone() -> Iterator[None]:
+    """Leaves out XLA's emitters of fusions where most optimizations are left out.
+
+    Compilation on a CPU then takes a third of the time.
+    """
+    options_of = compiler.get_compile_options
+
+    def quicker(*args: Any, **kwargs: Any) -> Any:
+        options = options_of(*args, **kwargs)
+        if jax.config.read("jax_disable_most_optimizations"):
+            name, _ = WITHOUT_EMITTERS.removeprefix("--").split("=")
+            options.env_option_overrides += [(name, False)]
+        return options
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "get_compile_options", quicker)
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -72,8 +98,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     places = set(item.path.relative_to(ROOT).parts)
     is_quick = bool(places & COMPILED_QUICKLY) and not places & COMPILED_FULLY
     if is_quick != jax.config.read("jax_disable_most_optimizations"):
+        jax.devices()  # this process has read the flags of XLA
         jax.config.update("jax_disable_most_optimizations", is_quick)
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(is_quick))
+        os.environ["XLA_FLAGS"] = " ".join([*FLAGS, *[WITHOUT_EMITTERS] * is_quick])
         jax.clear_caches()
 
 
@@ -113,10 +141,11 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs a program in a Python of its own and checks that it succeeds."""
 
     def run(
-        program: str, *arguments: Any, check: bool = True, **environment: str
+        program: str | Path, *arguments: Any, check: bool = True, **environment: str
     ) -> subprocess.CompletedProcess[str]:
+        words = [program] if isinstance(program, Path) else ["-c", program]
         result = subprocess.run(
-            [sys.executable, "-c", program, *map(str, arguments)],
+            [sys.executable, *words, *map(str, arguments)],
             env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
             capture_output=True,
             text=True,

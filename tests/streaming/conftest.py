@@ -1,8 +1,30 @@
 """Fixtures of streaming."""
 
-import pytest
+from collections.abc import Callable
+from typing import Any
 
+import pytest
+from streaming import CHUNKS
+
+import jaxinf
 from jaxinf.streaming.plan import memory
+
+
+@pytest.fixture
+def streamed(open_store: Callable[..., jaxinf.Store]) -> Callable[..., Any]:
+    """Opens streamed steps on stores of small chunks."""
+
+    def make(program, tx, name="store", store=None, **options):
+        return jaxinf.stream(
+            program.loss,
+            tx,
+            store or open_store(name, **CHUNKS),
+            memory_bytes=256 << 20,
+            has_aux=program.has_aux,
+            **options,
+        )
+
+    return make
 
 
 @pytest.fixture

@@ -12,33 +12,18 @@ import jax
 import numpy as np
 import optax
 import pytest
+from streamed_run import CHUNKS, NUM_STEPS, TX, finished, open_step, train
 from streaming import until_it_waits
 from zoo import ZOO
 
 import jaxinf
 from jaxinf.engine import ParamsReader
+from jaxinf.engine.steps import StepEngine
 from jaxinf.errors import StoreCorruptError
 from jaxinf.streaming.update.store_sink import StoreSink
 
 NAMES = ("tied_and_unused", "l2_penalty", "scan_twice_cast")
 DURABILITIES = ("step", 3, "checkpoint")
-CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
-TX = optax.adam(1e-2)
-NUM_STEPS = 4
-
-
-def batches(program):
-    """A batch for each step; all differ."""
-    keys = [np.random.default_rng(i) for i in range(NUM_STEPS)]
-    return [
-        jax.tree.map(
-            lambda x, rng=rng: (
-                x if x.dtype.kind == "i" else x + rng.random(x.shape, x.dtype)
-            ),
-            program.batch,
-        )
-        for rng in keys
-    ]
 
 
 def states(store):
@@ -54,25 +39,6 @@ def assert_same_states(found, expected):
     assert found.keys() == expected.keys()
     for key, array in expected.items():
         np.testing.assert_array_equal(found[key], array, err_msg=str(key))
-
-
-def open_step(open_store, name, program, tx=TX, durability="step", **options):
-    store = open_store(name, durability=durability, **CHUNKS)
-    step = jaxinf.stream(program.loss, tx, store, memory_bytes=256 << 20, **options)
-    step.load(program.params, batch=program.batch)
-    return step
-
-
-def train(step, program, until=NUM_STEPS):
-    """Steps from the last finished one on."""
-    first = finished(step)
-    return [float(step(batch)[0]) for batch in batches(program)[first:until]]
-
-
-def finished(step):
-    """The last finished step, committed or not."""
-    step.store._training.join()
-    return step.store._training.opened.finished.step
 
 
 def train_to_the_end(step, program):
@@ -179,7 +145,7 @@ def interrupt_at(monkeypatch, owner, method, count, signals=1):
 @pytest.mark.parametrize("durability", ["step", "checkpoint"])
 @pytest.mark.parametrize(
     ("owner", "method", "count"),
-    [(ParamsReader, "read", 1), (StoreSink, "put", 2), (StoreSink, "_update", 1)],
+    [(ParamsReader, "read", 1), (StoreSink, "put", 2), (StepEngine, "update", 1)],
 )
 def test_ctrl_c_ends_a_step_and_training_goes_on(
     owner, method, count, durability, open_store, uninterrupted, monkeypatch
@@ -195,7 +161,7 @@ def test_ctrl_c_ends_a_step_and_training_goes_on(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     # A second pass over a step that is not committed is never left half-way.
     is_ended = finished(step) == 3
-    if method == "_update" and durability == "checkpoint":
+    if owner is StepEngine and durability == "checkpoint":
         assert is_ended
     found += train(step, program)
     assert found == [x for i, x in enumerate(losses) if i != 2 or not is_ended]
@@ -268,36 +234,7 @@ def test_handlers_of_the_programs_own_are_called_at_once(open_store, monkeypatch
 
 # --- SIGKILL ---------------------------------------------------------------------
 
-PROGRAM = """
-import os, signal, sys
-sys.path.insert(0, sys.argv[1])
-import optax, jaxinf
-from zoo import ZOO
-import test_interrupted as ours
-from jaxinf.streaming.update.store_sink import StoreSink
-
-path, name, durability = sys.argv[2:5]
-durability = int(durability) if durability.isdigit() else durability
-program = ZOO[name]()
-handed = 0
-update = StoreSink._update
-
-def killing(self, taken):
-    global handed
-    for one in taken:
-        update(self, [one])
-        handed += self._step == ours.NUM_STEPS - 1
-        if handed == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-StoreSink._update = killing
-step = ours.open_step(
-    lambda name, **options: jaxinf.open_store(path, **options),
-    name, program, durability=durability,
-)
-ours.train(step, program)
-step.close()
-"""
+PROGRAM = Path(__file__).parents[1] / "support" / "streamed_run.py"
 
 
 @pytest.mark.parametrize(
@@ -316,11 +253,11 @@ def test_killed_between_hand_outs_the_committed_step_is_whole(
     name, durability, open_store, uninterrupted, run_python, place
 ):
     """Steps since the commit are lost and nothing else; what follows has the bits."""
-    folder = str(Path(__file__).parent)
     program = ZOO[name]()
     committed = {"step": NUM_STEPS - 1, 3: 3, "checkpoint": 0}[durability]
     _, expected = uninterrupted(program, committed, NUM_STEPS)
-    killed = run_python(PROGRAM, folder, place / "store", name, durability, check=False)
+    words = [place / "store", name, durability, "update"]
+    killed = run_python(PROGRAM, *words, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     with jaxinf.open_store(place / "store") as store:
         assert store.step == committed
@@ -333,38 +270,12 @@ def test_killed_between_hand_outs_the_committed_step_is_whole(
         assert_same_states(states(store), expected[NUM_STEPS])
 
 
-KILLED_INIT = """
-import os, signal, sys
-sys.path.insert(0, sys.argv[1])
-import jaxinf
-from jaxinf.engine import Training
-from zoo import ZOO
-import test_interrupted as ours
-
-made, kill_at = 0, int(sys.argv[3])
-initialise = Training.initialise
-
-def killing(self, *args):
-    global made
-    initialise(self, *args)
-    made += 1
-    if made == kill_at:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-Training.initialise = killing
-ours.open_step(
-    lambda name, **options: jaxinf.open_store(sys.argv[2], **options),
-    "store", ZOO["tied_and_unused"](),
-)
-"""
-
-
 @pytest.mark.long
 def test_killed_in_init_it_begins_anew(open_store, uninterrupted, run_python, place):
     program = ZOO["tied_and_unused"]()
     losses, expected = uninterrupted(program, NUM_STEPS)
-    folder = str(Path(__file__).parent)
-    killed = run_python(KILLED_INIT, folder, place / "store", 5, check=False)
+    words = [place / "store", "tied_and_unused", "step", "init"]
+    killed = run_python(PROGRAM, *words, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     step = open_step(open_store, "store", program)
     assert not step.store.step
@@ -450,7 +361,8 @@ EVERY = int(os.environ.get("JAXINF_INTERRUPTS", "100"))
 @pytest.mark.parametrize(
     ("every", "what", "policy", "parts", "again"),
     [
-        (40, "store", "recompute", 4, "again"),
+        (120, "store", "recompute", 4, "again"),
+        pytest.param(40, "store", "recompute", 4, "again", marks=pytest.mark.long),
         *(pytest.param(EVERY, *case, marks=pytest.mark.long) for case in CASES),
     ],
 )

@@ -1,7 +1,6 @@
 """Passes over gradients: how many an optimizer needs, their bits, their failures."""
 
 import errno
-import importlib
 import os
 import re
 import signal
@@ -12,17 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from streaming import assert_near, assert_same_bits
+from streaming import assert_near, assert_same_bits, spill_beyond
 from zoo import ZOO
 
 import jaxinf
 from jaxinf.errors import UnsupportedTransformError
-from jaxinf.schedule.placement import waiting
 from jaxinf.streaming import passes_for, trace_optimizer
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.update.passes import PassRunner
 
-BOUND = importlib.import_module("jaxinf.streaming.bound")
 CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
 MEMORY_BYTES = 256 << 20
 CLIP, NORMALIZE = optax.clip_by_global_norm(0.1), optax.normalize_by_update_norm()
@@ -283,7 +280,7 @@ def test_a_failure_between_passes_gives_the_step_up(open_store, monkeypatch):
 
 
 def test_a_spill_without_room_gives_the_step_up(open_store, monkeypatch):
-    monkeypatch.setattr(BOUND, "waiting", lambda sizes, *_: waiting(sizes, 0))
+    spill_beyond(monkeypatch, 0)
     batches = [tree(seed) for seed in range(1, 3)]
     step = jaxinf.stream(linear, THREE, open_store(**CHUNKS), memory_bytes=MEMORY_BYTES)
     step.load(tree(0), batch=batches[0])

@@ -146,15 +146,10 @@ def test_training_is_that_of_keep(open_store, options):
     assert step.plan.cuts == keep.plan.cuts
     assert step.plan.peak_bytes < keep.plan.peak_bytes
     assert keep.forecast is None
-
-
-def test_the_meters_show_the_planned_traffic(open_store):
-    step = opened(open_store, "plan", "plan", 28 << 20)
-    losses(step)
     step.store.wait()
-    found, planned = step.store.metrics.traffic, step.traffic
-    assert found.drive_read_bytes == planned.drive_read_bytes
-    assert found.drive_write_bytes == planned.drive_write_bytes
+    traffic, planned = step.store.metrics.traffic, step.traffic
+    assert traffic.drive_read_bytes == planned.drive_read_bytes
+    assert traffic.drive_write_bytes == planned.drive_write_bytes
 
 
 def test_a_plan_is_printed(open_store):

@@ -13,6 +13,7 @@ from streaming import prepared
 from zoo import ZOO, Program, normal
 
 import jaxinf
+from jaxinf.engine.steps import StepEngine
 from jaxinf.errors import StreamError
 from jaxinf.schedule.reads import Fetch
 from jaxinf.store import StoreDirectory
@@ -20,7 +21,6 @@ from jaxinf.streaming.plan import memory
 from jaxinf.streaming.plan.memory import Division
 from jaxinf.streaming.plan.resident import ResidentChooser, updated_in_place
 from jaxinf.streaming.program.units import Places
-from jaxinf.streaming.update.store_sink import StoreSink
 
 MEMORY_BYTES = 256 << 20
 TIER_BYTES = 64 << 10
@@ -215,17 +215,18 @@ def test_after_a_step_that_ended_early(tx, is_error, started, monkeypatch):
     plain = started(program, "plain", tx)
     kept = started(program, "kept", tx, resident="params")
     found = run(kept, program, 2)
-    update, calls = StoreSink._update, []
+    update, calls = StepEngine.update, []
 
-    def ending(self, taken):
-        update(self, taken)
+    def ending(self, *asked):
+        finite = update(self, *asked)
         calls.append(1)
         if is_error:
             raise RuntimeError("given up")
         os.kill(os.getpid(), signal.SIGINT)
+        return finite
 
     with monkeypatch.context() as patch:
-        patch.setattr(StoreSink, "_update", ending)
+        patch.setattr(StepEngine, "update", ending)
         with pytest.raises(RuntimeError if is_error else KeyboardInterrupt):
             run(kept, program, 1)
     assert calls

@@ -177,11 +177,12 @@ def test_a_chosen_plan_has_the_bits_of_keep(rate, tmp_path):
 @pytest.mark.parametrize(
     ("name", "which"),
     [
-        ("gpt2_nano", "every second"),
+        ("haiku", "every second"),
         ("linen_scan_remat_dropout", "all"),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
+                ("gpt2_nano", "every second"),
                 ("gpt2_nano", "all"),
                 ("linen_scan_remat_dropout", "every second"),
                 ("u_net", "every second"),

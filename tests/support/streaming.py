@@ -6,22 +6,30 @@ import time
 import jax
 import numpy as np
 
+from jaxinf.schedule.placement import waiting
+from jaxinf.streaming import bound
 from jaxinf.streaming.plan.plan import prepare
 from jaxinf.streaming.run import Runner
 
 __all__ = [
+    "CHUNKS",
     "FORM_LIMITS",
     "assert_near",
     "assert_same_bits",
     "numbers",
     "prepared",
     "relative_error",
+    "run",
+    "spill_beyond",
     "streamed",
     "until_it_waits",
 ]
 
 FORM_LIMITS = {"bf16": 0.01, "int8": 0.06}
 """Most relative errors of all gradients together, by the form of values on drives."""
+
+CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
+"""Options of a store of small chunks."""
 
 
 def prepared(program):
@@ -49,6 +57,16 @@ def streamed(program, plan, executables, spill=None, values=None):
     )
     assert len(seen) == len(set(seen))
     return loss, aux, gradients
+
+
+def run(step, program, num_steps):
+    """Runs steps on the program's batch; returns their losses."""
+    return [float(step(program.batch)[0]) for _ in range(num_steps)]
+
+
+def spill_beyond(monkeypatch, num_bytes):
+    """Lets gradients that wait have so much memory, and beyond it the drive."""
+    monkeypatch.setattr(bound, "waiting", lambda sizes, *_: waiting(sizes, num_bytes))
 
 
 def numbers(tree):

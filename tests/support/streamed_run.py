@@ -1,0 +1,107 @@
+"""A streamed run of a few steps; in a process of its own, it is killed on the way.
+
+    python streamed_run.py STORE NAME DURABILITY {update | init}
+
+It trains a program of the zoo, and is killed after two updates of the last step, or
+after five arrays of the first step's state.
+"""
+
+import os
+import signal
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from zoo import ZOO
+
+import jaxinf
+from jaxinf.engine import Training
+from jaxinf.engine.steps import StepEngine
+
+__all__ = ["CHUNKS", "NUM_STEPS", "TX", "finished", "open_step", "train"]
+
+CHUNKS: dict[str, Any] = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
+TX = optax.adam(1e-2)
+NUM_STEPS = 4
+
+
+def open_step(open_store, name, program, tx=TX, durability="step", **options):
+    """Opens a step on a store of small chunks."""
+    store = open_store(name, durability=durability, **CHUNKS)
+    step = jaxinf.stream(program.loss, tx, store, memory_bytes=256 << 20, **options)
+    step.load(program.params, batch=program.batch)
+    return step
+
+
+def batches(program):
+    """A batch for each step; all differ."""
+    keys = [np.random.default_rng(i) for i in range(NUM_STEPS)]
+    return [
+        jax.tree.map(
+            lambda x, rng=rng: (
+                x if x.dtype.kind == "i" else x + rng.random(x.shape, x.dtype)
+            ),
+            program.batch,
+        )
+        for rng in keys
+    ]
+
+
+def train(step, program, until=NUM_STEPS):
+    """Runs steps from the last finished one on; returns their losses."""
+    first = finished(step)
+    return [float(step(batch)[0]) for batch in batches(program)[first:until]]
+
+
+def finished(step):
+    """The last finished step, committed or not."""
+    step.store._training.join()
+    return step.store._training.opened.finished.step
+
+
+def kill_after(number, of_last_step):
+    """Kills this process after so many updates, or so many arrays of the first step."""
+    update, initialise, num_done = StepEngine.update, Training.initialise, 0
+
+    def count():
+        nonlocal num_done
+        num_done += 1
+        if num_done == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def updating(self, step, *requests):
+        finite = []
+        for request in requests:
+            finite += update(self, step, request)
+            if step == NUM_STEPS - 1:
+                count()
+        return finite
+
+    def initialising(self, *args):
+        initialise(self, *args)
+        count()
+
+    if of_last_step:
+        StepEngine.update = updating
+    else:
+        Training.initialise = initialising
+
+
+def main(path, name, durability, place):
+    """Trains until it is killed."""
+    program = ZOO[name]()
+    kill_after(2 if place == "update" else 5, place == "update")
+    step = open_step(
+        lambda _, **options: jaxinf.open_store(path, **options),
+        name,
+        program,
+        durability=int(durability) if durability.isdigit() else durability,
+    )
+    train(step, program)
+    step.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
