@@ -17,6 +17,7 @@ __all__ = [
     "Jaxpr",
     "Literal",
     "Primitive",
+    "all_equations",
     "bind",
     "branches",
     "called_jaxpr",
@@ -79,6 +80,14 @@ def inner_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
         for one in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(one, (ClosedJaxpr, Jaxpr)):
                 yield one
+
+
+def all_equations(jaxpr: Any) -> Iterator[Any]:
+    """Yields a jaxpr's equations, each followed by those of its own jaxprs."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn.params):
+            yield from all_equations(inner)
 
 
 def branches(name: str, params: Mapping[str, Any]) -> Sequence[Any] | None:

@@ -22,7 +22,7 @@ from jaxinf.program.passes import Passes
 from jaxinf.program.prologue import LeafInputs, plain
 from jaxinf.program.recall import Recall
 from jaxinf.program.state import StateLayout, StateSlot, state_layout
-from jaxinf.program.tree import LeafInfo, is_trained, leaf_infos, trained
+from jaxinf.program.tree import LeafInfo, is_trained, leaf_infos, path_name, trained
 from jaxinf.program.update import LeafUpdate, UpdateProgram, trace_update
 from jaxinf.program.wrappers import (
     NonFinitePolicy,
@@ -58,6 +58,7 @@ __all__ = [
     "leaf_infos",
     "missing_arguments",
     "parse_ema",
+    "path_name",
     "plain",
     "state_layout",
     "trace_init",

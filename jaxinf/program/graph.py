@@ -6,7 +6,7 @@ Invariant: nodes are in an order in which they can be computed. Every value has 
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from jaxinf import compat
 
 __all__ = [
+    "Compute",
     "Graph",
     "Node",
     "Value",
@@ -133,9 +134,21 @@ def prune(nodes: Iterable[Node], outputs: Iterable[Value]) -> tuple[Node, ...]:
     return tuple(reversed(kept))
 
 
+def bind(node: Node, operands: Sequence[Any]) -> Sequence[jax.Array]:
+    """Computes a node with JAX, in the context it was traced in; traceable."""
+    return compat.bind(node.primitive, operands, node.params, node.context)
+
+
+Compute: TypeAlias = Callable[[Node, Sequence[Any]], Sequence[Any]]
+"""Computes a node's results from its operands, with JAX."""
+
+
 def evaluate(
-    nodes: Sequence[Node], outputs: Sequence[Value], env: dict[Value, Any]
-) -> list[jax.Array]:
+    nodes: Sequence[Node],
+    outputs: Sequence[Value],
+    env: dict[Value, Any],
+    compute: Compute = bind,
+) -> list[Any]:
     """Computes `outputs` with JAX; traceable.
 
     Args:
@@ -143,6 +156,7 @@ def evaluate(
       outputs: The values to compute.
       env: Arrays of the graph's inputs; inputs of another floating dtype than the
         graph's are converted at their first use, so that unused ones cost nothing.
+      compute: Computes a node.
     """
     converted: set[Value] = set()
 
@@ -156,14 +170,9 @@ def evaluate(
         return env[value]
 
     for node in nodes:
-        results = bind(node, [read(value) for value in node.inputs])
+        results = compute(node, [read(value) for value in node.inputs])
         env.update(zip(node.outputs, results, strict=True))
     return [read(value) for value in outputs]
-
-
-def bind(node: Node, operands: Sequence[Any]) -> Sequence[jax.Array]:
-    """Computes a node with JAX, in the context it was traced in; traceable."""
-    return compat.bind(node.primitive, operands, node.params, node.context)
 
 
 def interpret(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxinf.program.graph import Node, Value, bind
+from jaxinf.program.graph import Node, Value, bind, evaluate
 from jaxinf.program.ir import scalar_dtype
 
 __all__ = ["TOTALS", "Combination", "LeafPart", "is_spread"]
@@ -64,26 +64,18 @@ class LeafPart:
 
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
         """Computes the results; traceable. A slice keeps its leading axes."""
-        env: dict[Value, Any] = {}
-        for value, array in zip(self.inputs, arrays, strict=True):
-            is_other = value in self.own and array.dtype != value.dtype
-            env[value] = array.astype(value.dtype) if is_other else array
+        env: dict[Value, Any] = dict(zip(self.inputs, arrays, strict=True))
 
-        def read(value: Value) -> Any:
-            return env[value] if value.constant is None else value.constant
-
-        for node in self.nodes:
-            operands = [read(value) for value in node.inputs]
+        def compute(node: Node, operands: Sequence[Any]) -> Sequence[Any]:
             if self.is_sliced and is_spread(node):  # as long as the slice
-                env[node.outputs[0]] = lax.broadcast(
-                    operands[0], env[self.own[0]].shape
-                )
-            else:
-                env.update(zip(node.outputs, bind(node, operands), strict=True))
+                return [lax.broadcast(operands[0], env[self.own[0]].shape)]
+            return bind(node, operands)
+
+        found = iter(evaluate(self.nodes, self.outputs, env, compute))
         return [
-            *(_as_array(read(value)) for value in self.exports),
-            *(_as_scalar(read(value), value) for value in self.scalars),
-            *(jnp.broadcast_to(read(value), self.shape) for value in self.arrays),
+            *(_as_array(next(found)) for _ in self.exports),
+            *(_as_scalar(next(found), value) for value in self.scalars),
+            *(jnp.broadcast_to(next(found), self.shape) for _ in self.arrays),
         ]
 
     def gather(
@@ -116,16 +108,10 @@ class Combination:
     def __call__(self, *arrays: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
         """Computes the results; traceable."""
         env: dict[Value, Any] = dict(zip(self.inputs, arrays, strict=True))
-
-        def read(value: Value) -> Any:
-            return env[value] if value.constant is None else value.constant
-
-        for node in self.nodes:
-            operands = [read(value) for value in node.inputs]
-            env.update(zip(node.outputs, bind(node, operands), strict=True))
+        found = iter(evaluate(self.nodes, (*self.numbers, *self.scalars), env))
         return (
-            [_as_array(read(value)) for value in self.numbers],
-            [_as_scalar(read(value), value) for value in self.scalars],
+            [_as_array(next(found)) for _ in self.numbers],
+            [_as_scalar(next(found), value) for value in self.scalars],
         )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jaxinf import compat
 from jaxinf.typing import FLOAT_DTYPES, PyTree
 
-__all__ = ["LeafInfo", "is_trained", "leaf_infos", "trained"]
+__all__ = ["LeafInfo", "is_trained", "leaf_infos", "path_name", "trained"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,16 @@ def leaf_infos(params: PyTree) -> tuple[LeafInfo, ...]:
             )
         seen.add(info.path)
     return infos
+
+
+def path_name(path: tuple[Any, ...], whole: str = "params") -> str:
+    """Returns the path of a leaf as text.
+
+    Args:
+      path: Its key path.
+      whole: The name of the tree, for a leaf without a path.
+    """
+    return "/".join(map(compat.key_name, path)) or whole
 
 
 def is_trained(leaf: Any) -> bool:

@@ -41,7 +41,7 @@ from jaxinf.streaming.program.meshes import (
     sharded_like,
     without_shardings,
 )
-from jaxinf.streaming.program.trace import abstract, check_params, param_names
+from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.program.units import part_counts
 from jaxinf.streaming.starting import (
     INIT_SHARE,
@@ -151,10 +151,7 @@ class StreamedStep(TrainingStep[StoreBound]):
         pieces = () if ready is None else ready.gradient_pieces
         training, whole = self.store._training, self._options.memory_bytes
         held = check_params(avals)
-        mesh = mesh_of(
-            zip(param_names(avals), [leaf.sharding for leaf in held], strict=True)
-        )
-        check_mesh(mesh, self._options.policy)
+        check_mesh(mesh_of(avals), self._options.policy)
         plain = without_shardings(avals)
         update = trace_optimizer(self._tx, plain, self._options.extra_args)
         passes_for(update, pieces)

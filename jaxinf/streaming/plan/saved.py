@@ -19,7 +19,7 @@ from jaxinf.errors import BudgetError, StoreFormatError, StreamError
 from jaxinf.store import check_plans_folder, plans_folder, read_plan, write_document
 from jaxinf.streaming.plan.calls import Policy
 from jaxinf.streaming.plan.plan import PLAN_VERSION, Plan, Prepared
-from jaxinf.streaming.program.meshes import axes_text
+from jaxinf.streaming.program.meshes import mesh_text
 
 __all__ = ["save_plan", "saved_plan"]
 
@@ -96,8 +96,8 @@ def _check_mesh(path: Path, kept: Mapping[str, Any], mesh: Mesh | None) -> None:
     before, now = kept.get("mesh", {}), dict(mesh.shape) if mesh else {}
     if before != now:
         raise StreamError(
-            f"{path}: the store was trained on {axes_text(before)}, found arrays on "
-            f"{axes_text(now)}; use a mesh like that, or pass replan=True to go on "
+            f"{path}: the store was trained on {mesh_text(before)}, found arrays on "
+            f"{mesh_text(now)}; use a mesh like that, or pass replan=True to go on "
             "with this one and replace the kept plan (bits then differ from here on)"
         )
 

@@ -4,11 +4,10 @@ Invariant: a free node is cheap and needs only inputs (and a few bytes besides).
 program that needs it computes it again, and it is not part of a segment's order.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxinf.program.graph import Node, Value
-from jaxinf.streaming.program.graph import Graph, Piece, Seed, is_literal, num_bytes
+from jaxinf.streaming.program.graph import Graph, Piece, Seed, num_bytes
 from jaxinf.streaming.program.primitives import LIGHT
 
 __all__ = ["Classes", "classify"]
@@ -24,84 +23,55 @@ class Classes:
     """The classes of a graph's nodes.
 
     Attributes:
-      ordered: Nodes that are not free; segments consist of these.
-      free: The others.
+      free: Nodes that no segment has; segments consist of the others.
       backward: Nodes that depend on the cotangent.
       light: Nodes cheap enough to be computed again from kept values.
       needs: Values of ordered nodes that a node needs, through free ones too.
       pieces: Parts of params that a node reads, through free ones too.
     """
 
-    ordered: tuple[Node, ...]
-    free: frozenset[Node]
-    backward: frozenset[Node]
-    light: frozenset[Node]
-    needs: Mapping[Node, frozenset[Value]]
-    pieces: Mapping[Node, frozenset[Piece]]
+    free: set[Node] = field(default_factory=set)
+    backward: set[Node] = field(default_factory=set)
+    light: set[Node] = field(default_factory=set)
+    needs: dict[Node, frozenset[Value]] = field(default_factory=dict)
+    pieces: dict[Node, frozenset[Piece]] = field(default_factory=dict)
 
 
 def classify(graph: Graph) -> Classes:
     """Divides the nodes of `graph`."""
-    builder = _Builder()
+    found = Classes()
+    params_of: dict[Node, set[Value]] = {}
     for node in graph.nodes:
-        builder.add(node)
-    return Classes(
-        tuple(node for node in graph.nodes if node not in builder.free),
-        frozenset(builder.free),
-        frozenset(builder.backward),
-        frozenset(builder.light),
-        builder.needs,
-        builder.pieces,
-    )
-
-
-class _Builder:
-    def __init__(self) -> None:
-        self.free: set[Node] = set()
-        self.backward: set[Node] = set()
-        self.light: set[Node] = set()
-        self.needs: dict[Node, frozenset[Value]] = {}
-        self.pieces: dict[Node, frozenset[Piece]] = {}
-        self._params: dict[Node, frozenset[Value]] = {}
-
-    def add(self, node: Node) -> None:
         needs: set[Value] = set()
         params: set[Value] = set()
         for value in node.inputs:
-            self._collect(value, needs, params)
-            if isinstance(value.origin, Seed) or value.node in self.backward:
-                self.backward.add(node)
-        self.needs[node] = frozenset(needs)
-        self._params[node] = frozenset(params)
-        self.pieces[node] = frozenset(
-            value.origin for value in params if isinstance(value.origin, Piece)
-        )
-        self._judge(node, needs, params)
-
-    def _collect(self, value: Value, needs: set[Value], params: set[Value]) -> None:
-        if value.node is None:
-            if isinstance(value.origin, Piece):
+            if value.node in found.free:
+                needs |= found.needs[value.node]
+                params |= params_of[value.node]
+            elif value.node is not None:
+                needs.add(value)
+            elif isinstance(value.origin, Piece):
                 params.add(value)
-        elif value.node in self.free:
-            needs |= self.needs[value.node]
-            params |= self._params[value.node]
-        else:
-            needs.add(value)
+            if isinstance(value.origin, Seed) or value.node in found.backward:
+                found.backward.add(node)
+        params_of[node] = params
+        found.needs[node] = frozenset(needs)
+        found.pieces[node] = frozenset(value.origin for value in params)
+        most = _PARAMS_RATIO * num_bytes(node.outputs)
+        if node.name in LIGHT and num_bytes(params) <= most:
+            found.light.add(node)
+            if _is_free(node, needs, params):
+                found.free.add(node)
+    return found
 
-    def _judge(self, node: Node, needs: set[Value], params: set[Value]) -> None:
-        out_bytes = num_bytes(node.outputs)
-        if node.name not in LIGHT:
-            return
-        if num_bytes(params) > _PARAMS_RATIO * out_bytes:
-            return
-        self.light.add(node)
-        # If a count or a key depends on the previous layer's, computing it again would
-        # start at the first layer, in longer and longer programs.
-        is_made_of = any(not is_literal(value) for value in node.inputs)
-        is_count = is_made_of and not params and out_bytes <= _SCALAR_BYTES
-        is_spread = any(
-            num_bytes(needs) <= limit < out_bytes
-            for limit in (TINY_BYTES, _SCALAR_BYTES)
-        )
-        if is_spread or not (needs or is_count):
-            self.free.add(node)
+
+def _is_free(node: Node, needs: set[Value], params: set[Value]) -> bool:
+    out_bytes = num_bytes(node.outputs)
+    # If a count or a key depends on the previous layer's, computing it again would
+    # start at the first layer, in longer and longer programs.
+    is_made_of = any(value.constant is None for value in node.inputs)
+    is_count = is_made_of and not params and out_bytes <= _SCALAR_BYTES
+    is_spread = any(
+        num_bytes(needs) <= limit < out_bytes for limit in (TINY_BYTES, _SCALAR_BYTES)
+    )
+    return is_spread or not (needs or is_count)

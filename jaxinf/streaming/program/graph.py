@@ -1,7 +1,7 @@
 """A traced loss and gradient as one graph, and its inputs.
 
-Invariant: a value with an `origin` is that input; a value with neither an origin nor a
-node is a literal.
+Invariant: a value with an `origin` is that input; one with a `constant` is a literal,
+part of the program's text.
 """
 
 import math
@@ -20,7 +20,6 @@ __all__ = [
     "Piece",
     "Seed",
     "aval_bytes",
-    "is_literal",
     "literal",
     "num_bytes",
 ]
@@ -107,11 +106,6 @@ def aval_bytes(aval: Any) -> int:
 def num_bytes(values: Iterable[Value]) -> int:
     """Returns the bytes of all `values` together."""
     return sum(aval_bytes(value.aval) for value in values)
-
-
-def is_literal(value: Value) -> bool:
-    """Whether a value is a literal, part of the program's text."""
-    return value.node is None and value.origin is None
 
 
 def literal(atom: Any) -> Value:

@@ -12,11 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 from jaxinf import compat
 from jaxinf.csd import ScalarInputs
 from jaxinf.errors import BudgetError, StreamError, UnsupportedTransformError
-from jaxinf.program import InitProgram, plain
+from jaxinf.program import InitProgram, path_name, plain
 from jaxinf.program.graph import Node, Value, bind, interpret
 from jaxinf.store import ScalarState, encode_path
 from jaxinf.streaming.program.graph import (
@@ -24,12 +25,10 @@ from jaxinf.streaming.program.graph import (
     Const,
     Number,
     Origin,
-    is_literal,
     literal,
 )
 from jaxinf.streaming.program.keys import Keys
 from jaxinf.streaming.program.meshes import (
-    has_explicit_axes,
     on_one_device,
     outside_mesh,
 )
@@ -68,7 +67,8 @@ def trace_params(init_fn: Callable[..., PyTree], *args: Any) -> "LeafMaker":
         return out
 
     # Numbers do not depend on the mesh, but types with explicit axes would.
-    with outside_mesh() if has_explicit_axes() else contextlib.nullcontext():
+    has_explicit_axes = AxisType.Explicit in compat.mesh_in_use().axis_types
+    with outside_mesh() if has_explicit_axes else contextlib.nullcontext():
         closed = jax.make_jaxpr(flat_init)(*(abstract(leaf) for leaf in flat))
     if closed.effects:
         raise StreamError(
@@ -148,11 +148,11 @@ class LeafMaker:
             needed = memory.temp_size_in_bytes + memory.output_size_in_bytes
             if needed <= memory_bytes:
                 return executable
-        path = jax.tree_util.tree_flatten_with_path(self.avals)[0][number][0]
-        name = "/".join(map(compat.key_name, path))
+        path, _ = jax.tree.leaves_with_path(self.avals)[number]
         raise BudgetError(
             "memory_bytes",
-            f"init_fn: leaf {name} takes {needed} bytes to make, found {memory_bytes}",
+            f"init_fn: leaf {path_name(path)} takes {needed} bytes to make, found "
+            f"{memory_bytes}",
             needed - memory_bytes,
             "; or divide the leaf in the model, or load params made elsewhere "
             "(step.load)",
@@ -221,7 +221,7 @@ class _Builder:
         return list(node.outputs)
 
     def _as_argument(self, value: Value) -> Value:
-        if not is_literal(value) or value.dtype not in (np.uint32, np.int32):
+        if value.constant is None or value.dtype not in (np.uint32, np.int32):
             return value
         return self._input(Number(int(value.constant)), value.aval)
 
@@ -243,7 +243,7 @@ def _is_count(node: Node, eqn: Any) -> bool:
         and bool(node.inputs)
         and not avals[0].shape
         and jnp.issubdtype(avals[0].dtype, jnp.integer)
-        and all(is_literal(value) for value in node.inputs)
+        and all(value.constant is not None for value in node.inputs)
     )
 
 

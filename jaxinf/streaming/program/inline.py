@@ -25,7 +25,6 @@ from jaxinf.streaming.program.graph import (
     Origin,
     Piece,
     Seed,
-    is_literal,
     literal,
 )
 from jaxinf.streaming.program.meshes import item_aval, typed_sharding
@@ -335,7 +334,7 @@ class _Builder:
         is_gradient = (
             tuple(aval.shape) in self._sliced
             and isinstance(padding, Value)
-            and is_literal(padding)
+            and padding.constant is not None
             and padding.constant == 0
             and aval.ndim > 1
             and not any(any(map(int, dim)) for dim in config[1:])

@@ -6,6 +6,7 @@ Invariant: two programs have the same key only if they can share an executable. 
 
 import hashlib
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -15,7 +16,6 @@ import numpy as np
 
 from jaxinf import compat
 from jaxinf.program.graph import Node, Value
-from jaxinf.streaming.program.graph import is_literal
 from jaxinf.streaming.program.meshes import typed_sharding
 
 __all__ = ["Keys", "stable"]
@@ -43,19 +43,19 @@ class Keys:
     """Texts of nodes and programs of one graph."""
 
     def __init__(self) -> None:
-        self._params: dict[tuple[str, int], tuple[Any, str]] = {}
+        self._known: dict[int, tuple[Any, str]] = {}
         self._objects: dict[Any, int] = {}
-        self._kept: list[Any] = []
+        self._unhashable: list[Any] = []  # held, so that ids stay theirs
         self._nodes: dict[Node, str] = {}
-        self._texts: dict[str, str] = {}
 
     def node(self, node: Node) -> str:
         """Text of a node's computation and the types of its operands."""
         if node not in self._nodes:
             inputs = ",".join(map(self._input, node.inputs))
             outputs = ",".join(_aval(value.aval) for value in node.outputs)
-            text = f"{node.name}{self._static(node)}({inputs})->{outputs}"
-            self._nodes[node] = self._texts.setdefault(text, text)
+            static = f"{self._once(node.params)}{self._once(node.context)}"
+            text = f"{node.name}{static}({inputs})->{outputs}"
+            self._nodes[node] = sys.intern(text)  # equal blocks have equal nodes
         return self._nodes[node]
 
     def program(
@@ -69,34 +69,28 @@ class Keys:
     ) -> Iterator[str]:
         """Yields the text of a program's computation: nodes with numbered values."""
         numbers = {value: i for i, value in enumerate(inputs)}
+
+        def read(value: Value) -> str:
+            return str(numbers[value]) if value in numbers else self._input(value)
+
         yield ",".join(_aval(value.aval) for value in inputs)
         for node in nodes:
-            read = [
-                str(numbers[value]) if value in numbers else self._input(value)
-                for value in node.inputs
-            ]
-            yield f"{self.node(node)}<{','.join(read)}"
+            yield f"{self.node(node)}<{','.join(map(read, node.inputs))}"
             for value in node.outputs:
                 numbers[value] = len(numbers)
-        yield ",".join(
-            str(numbers[value]) if value in numbers else self._input(value)
-            for value in outputs
-        )
+        yield ",".join(map(read, outputs))
 
     def _input(self, value: Value) -> str:
         text = _aval(value.aval)
-        return f"{text}={self._text(value.constant)}" if is_literal(value) else text
+        if value.constant is None:
+            return text
+        return f"{text}={self._text(value.constant)}"
 
-    def _static(self, node: Node) -> str:
-        """Parameters and context; peeled iterations share both objects."""
-        context = self._once("ctx", node.context)
-        return f"{self._once('params', node.params)}{context}"
-
-    def _once(self, kind: str, item: Any) -> str:
-        key = (kind, id(item))
-        if key not in self._params:
-            self._params[key] = (item, self._text(item))
-        return self._params[key][1]
+    def _once(self, item: Any) -> str:
+        """Text of an object that nodes of unrolled iterations share."""
+        if id(item) not in self._known:
+            self._known[id(item)] = (item, self._text(item))
+        return self._known[id(item)][1]
 
     def _text(self, item: Any) -> str:
         if isinstance(item, compat.ClosedJaxpr):
@@ -123,7 +117,7 @@ class Keys:
         try:
             number = self._objects.setdefault(item, len(self._objects))
         except TypeError:  # not hashable: itself only
-            self._kept.append(item)
+            self._unhashable.append(item)
             number = self._objects.setdefault(id(item), len(self._objects))
         name = f"{type(item).__qualname__}:{_ADDRESS.sub('', repr(item))}"
         return f"{name}#{number}"
@@ -141,7 +135,7 @@ class Keys:
 
         lines = [",".join(map(write, (*jaxpr.constvars, *jaxpr.invars)))]
         for eqn in jaxpr.eqns:
-            static = f"{self._once('params', eqn.params)}{self._once('ctx', eqn.ctx)}"
+            static = f"{self._once(eqn.params)}{self._once(eqn.ctx)}"
             read_text = ",".join(map(read, eqn.invars))
             wrote = ",".join(map(write, eqn.outvars))
             lines.append(f"{eqn.primitive.name}{static}({read_text})->{wrote}")

@@ -6,23 +6,21 @@ nothing is replicated.
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinf import compat
 from jaxinf.errors import StreamError
+from jaxinf.program import path_name
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.typing import PyTree
 
 __all__ = [
-    "axes_text",
-    "current_mesh",
     "default_device",
-    "has_explicit_axes",
     "is_sharded",
     "item_aval",
     "mesh_in_program",
@@ -77,39 +75,38 @@ def _check_local(mesh: Mesh, name: str) -> None:
         )
 
 
-def mesh_of(named: Iterable[tuple[str, NamedSharding | None]]) -> Mesh | None:
-    """Returns the mesh of arrays; None for one device.
+def mesh_of(params: PyTree, batch: PyTree = None) -> Mesh | None:
+    """Returns the mesh of arrays, or else of ``jax.set_mesh``; None for one device.
 
     Args:
-      named: Names of the arrays, and their shardings over several devices.
+      params, batch: Trees of arrays, or of shapes and dtypes.
 
     Raises:
       StreamError: They are on several meshes.
     """
     first: tuple[str, Mesh] | None = None
-    for name, sharding in named:
-        if sharding is None:
-            continue
-        mesh = _mesh(sharding)
-        if first is None:
-            first = name, mesh
-        elif mesh != first[1]:
-            raise StreamError(
-                f"jaxinf.stream: expected arrays on one mesh, found {first[0]} on "
-                f"{mesh_text(first[1])} and {name} on {mesh_text(mesh)}; put all "
-                "params and the batch on one"
-            )
-    return None if first is None else first[1]
+    for whole, tree in (("params", params), ("the batch", batch)):
+        for path, leaf in jax.tree.leaves_with_path(tree):
+            name = path_name(path, whole)
+            mesh = _mesh(sharding_of(name, leaf))
+            if mesh is not None and first is None:
+                first = name, mesh
+            elif mesh is not None and first is not None and mesh != first[1]:
+                raise StreamError(
+                    f"jaxinf.stream: expected arrays on one mesh, found {first[0]} on "
+                    f"{mesh_text(first[1])} and {name} on {mesh_text(mesh)}; put all "
+                    "params and the batch on one"
+                )
+    return _current_mesh() if first is None else first[1]
 
 
-def _mesh(sharding: NamedSharding) -> Mesh:
-    mesh = sharding.mesh
-    assert isinstance(mesh, Mesh), "its devices are known"
+def _mesh(sharding: NamedSharding | None) -> Mesh | None:
+    mesh = None if sharding is None else sharding.mesh
+    assert mesh is None or isinstance(mesh, Mesh), "its devices are known"
     return mesh
 
 
-def current_mesh() -> Mesh | None:
-    """Returns the mesh that ``jax.set_mesh`` has set; None for one device."""
+def _current_mesh() -> Mesh | None:
     mesh = compat.mesh_in_use()
     if mesh.size < 2:
         return None
@@ -125,11 +122,6 @@ def outside_mesh() -> Iterator[None]:
         return
     with jax.set_mesh(None):
         yield
-
-
-def has_explicit_axes() -> bool:
-    """Whether ``jax.set_mesh`` has set a mesh whose axes are part of types."""
-    return AxisType.Explicit in compat.mesh_in_use().axis_types
 
 
 def default_device() -> Any:
@@ -159,7 +151,7 @@ def mesh_in_program(closed: Any, known: Mesh | None) -> Mesh | None:
     Raises:
       StreamError: The program uses the devices of another mesh.
     """
-    for mesh in _meshes(closed.jaxpr):
+    for mesh in _meshes(closed):
         if known is None:
             _check_local(mesh, "the loss function")
             known = mesh
@@ -172,16 +164,14 @@ def mesh_in_program(closed: Any, known: Mesh | None) -> Mesh | None:
     return known
 
 
-def _meshes(jaxpr: Any) -> Iterator[Mesh]:
+def _meshes(closed: Any) -> Iterator[Mesh]:
     """Yields the meshes of several devices in a jaxpr's equations."""
-    for eqn in jaxpr.eqns:
+    for eqn in compat.all_equations(closed):
         for value in eqn.params.values():
             for param in value if isinstance(value, (tuple, list)) else (value,):
                 mesh = getattr(param, "mesh", param)
                 if isinstance(mesh, Mesh) and mesh.size > 1:
                     yield mesh
-        for inner in compat.inner_jaxprs(eqn.params):
-            yield from _meshes(inner)
 
 
 def on_mesh(leaves: Sequence[Any], mesh: Mesh | None) -> list[jax.ShapeDtypeStruct]:
@@ -210,24 +200,17 @@ def sharded_like(avals: PyTree, shardings: PyTree) -> PyTree:
             "shardings: expected a NamedSharding for each leaf of the params, in a "
             f"tree {jax.tree.structure(avals)}, found {tree}"
         )
-    paths, _ = jax.tree_util.tree_flatten_with_path(avals)
-    return tree.unflatten(
-        [
-            _sharded(path, leaf, sharding)
-            for (path, leaf), sharding in zip(paths, found, strict=True)
-        ]
-    )
+    return jax.tree_util.tree_map_with_path(_sharded, avals, shardings)
 
 
 def _sharded(path: Any, leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> Any:
     try:
         sharding.shard_shape(leaf.shape)
     except ValueError as error:
-        name = "/".join(map(compat.key_name, path))
         raise StreamError(
-            f"shardings: expected one that divides {name} of shape {leaf.shape} "
-            f"evenly, found {sharding.spec} over {mesh_text(_mesh(sharding))}; pad the "
-            "leaf, or shard another dimension"
+            f"shardings: expected one that divides {path_name(path)} of shape "
+            f"{leaf.shape} evenly, found {sharding.spec} over "
+            f"{mesh_text(_mesh(sharding))}; pad the leaf, or shard another dimension"
         ) from error
     return leaf.update(sharding=sharding)
 
@@ -276,13 +259,13 @@ def shard_bytes(num_bytes: int, shape: Sequence[int], sharding: Any) -> int:
     return num_bytes * math.prod(local) // math.prod(shape)
 
 
-def mesh_text(mesh: Mesh | None) -> str:
-    """Describes a mesh; None is one device."""
-    return axes_text({} if mesh is None else mesh.shape)
+def mesh_text(mesh: Mesh | Mapping[str, int] | None) -> str:
+    """Describes a mesh by its axes: "4 devices (data=2, model=2)".
 
-
-def axes_text(sizes: Mapping[str, int]) -> str:
-    """Describes a mesh by its axes: "4 devices (data=2, model=2)"."""
+    Args:
+      mesh: A mesh, or the sizes of its axes; None or none for one device.
+    """
+    sizes = mesh.shape if isinstance(mesh, Mesh) else mesh
     if not sizes:
         return "one device"
     axes = ", ".join(f"{name}={size}" for name, size in sizes.items())

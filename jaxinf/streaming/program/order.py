@@ -24,8 +24,9 @@ class Order:
 
 def schedule(graph: Graph, classes: Classes) -> Order:
     """Orders the nodes of `graph`."""
-    forward = [node for node in classes.ordered if node not in classes.backward]
-    backward = [node for node in classes.ordered if node in classes.backward]
+    ordered = [node for node in graph.nodes if node not in classes.free]
+    forward = [node for node in ordered if node not in classes.backward]
+    backward = [node for node in ordered if node in classes.backward]
     return Order(
         tuple(_penalties_early(forward, classes)),
         tuple(_gradients_early(backward, graph, classes)),

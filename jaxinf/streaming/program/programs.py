@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-from jaxinf.program.graph import Node, Value, bind
-from jaxinf.streaming.program.graph import Piece, aval_bytes, is_literal, num_bytes
+from jaxinf.program.graph import Compute, Node, Value, bind, evaluate
+from jaxinf.streaming.program.graph import Piece, aval_bytes, num_bytes
 from jaxinf.streaming.program.keys import Keys
 from jaxinf.streaming.program.lifetimes import Lifetimes
 from jaxinf.streaming.program.primitives import LIGHT
@@ -115,32 +115,48 @@ class Programs:
 
 def make_programs(lifetimes: Lifetimes, cuts: Sequence[int], keys: Keys) -> Programs:
     """Makes the programs of the segments between `cuts`."""
-    graph, order = lifetimes.graph, lifetimes.order
+    graph, order, classes = lifetimes.graph, lifetimes.order, lifetimes.classes
     back = [int(lifetimes.backward_cuts[cut]) for cut in cuts]
-    maker = _Maker(lifetimes, keys)
+    segments = range(len(cuts) - 1)
+
+    def make(
+        name: str,
+        outputs: Sequence[Value],
+        nodes: Sequence[Node] = (),
+        light: Iterable[Node] = (),
+    ) -> Program:
+        own = {*nodes, *light}
+        return program_of(
+            name,
+            outputs,
+            keys,
+            nodes,
+            lambda node: node in own or node in classes.free,
+        )
+
     free = [
-        maker.make_of("free", [value])
+        make("free", [value])
         for value in dict.fromkeys(graph.outputs)
-        if value.node in lifetimes.classes.free
+        if value.node in classes.free
     ]
     wanted = {*graph.outputs, *(v for program in free for v in program.inputs)}
+
+    def wanted_of(nodes: Sequence[Node]) -> list[Value]:
+        return [v for node in nodes for v in node.outputs if v in wanted]
+
     backward: list[Program | None] = []
-    for k in range(len(cuts) - 1):
-        own = order.forward[cuts[k] : cuts[k + 1]]
-        light = {node for node in own if node in lifetimes.classes.light}
+    for k in segments:
         nodes = order.backward[back[k + 1] : back[k]]
-        program = maker.make(f"backward {k}", nodes, wanted, light)
+        light = classes.light.intersection(order.forward[cuts[k] : cuts[k + 1]])
+        outputs = wanted_of(nodes)
+        program = make(f"backward {k}", outputs, nodes, light) if outputs else None
         backward.append(program)
         wanted.update(program.inputs if program else ())
     forward: list[Program] = []
-    for k in reversed(range(len(cuts) - 1)):
+    for k in reversed(segments):
         nodes = order.forward[cuts[k] : cuts[k + 1]]
-        program = maker.make(f"forward {k}", nodes, wanted)
-        if program is not None:
-            forward.append(program)
-            wanted.update(program.inputs)
-        else:
-            forward.append(Program(f"forward {k}", (), (), (), ""))
+        forward.append(make(f"forward {k}", wanted_of(nodes), nodes))
+        wanted.update(forward[-1].inputs)
     return Programs(tuple(forward[::-1]), tuple(backward), tuple(free))
 
 
@@ -190,41 +206,6 @@ def bytes_beside(program: Program, executable: Any) -> int:
     )
     # Of a mesh's device these are parts of the arrays.
     return memory.temp_size_in_bytes + sum(max(0, one) for one in padding)
-
-
-class _Maker:
-    def __init__(self, lifetimes: Lifetimes, keys: Keys) -> None:
-        self.free = lifetimes.classes.free
-        self.keys = keys
-
-    def make(
-        self,
-        name: str,
-        nodes: Sequence[Node],
-        wanted: Iterable[Value],
-        light: Iterable[Node] = (),
-    ) -> Program | None:
-        """Makes the program that computes the `wanted` results of `nodes`."""
-        wanted = set(wanted)
-        outputs = [v for node in nodes for v in node.outputs if v in wanted]
-        return self.make_of(name, outputs, nodes, light) if outputs else None
-
-    def make_of(
-        self,
-        name: str,
-        outputs: Sequence[Value],
-        nodes: Sequence[Node] = (),
-        light: Iterable[Node] = (),
-    ) -> Program:
-        """Makes the program of `outputs` from `nodes`, `light` and free nodes."""
-        own = {*nodes, *light}
-        return program_of(
-            name,
-            outputs,
-            self.keys,
-            nodes,
-            lambda node: node in own or node in self.free,
-        )
 
 
 def program_of(
@@ -277,7 +258,7 @@ def _emit(
         node = stack[-1]
         pending = []
         for value in () if node in order else node.inputs:
-            if is_literal(value):
+            if value.constant is not None:
                 continue
             if value.node is None or not is_own(value.node):
                 inputs.setdefault(value)
@@ -292,7 +273,7 @@ def _emit(
 
 def function_of(
     program: Program,
-    compute: Callable[[Node, Sequence[Any]], Sequence[jax.Array]] = bind,
+    compute: Compute = bind,
 ) -> Callable[..., list[jax.Array]]:
     """Returns a program as a function that JAX can trace.
 
@@ -303,14 +284,7 @@ def function_of(
 
     def run(*args: jax.Array) -> list[jax.Array]:
         env: dict[Value, Any] = dict(zip(program.inputs, args, strict=True))
-
-        def read(value: Value) -> Any:
-            return value.constant if is_literal(value) else env[value]
-
-        for node in program.nodes:
-            results = compute(node, [read(value) for value in node.inputs])
-            env.update(zip(node.outputs, results, strict=True))
-        return [read(value) for value in program.outputs]
+        return evaluate(program.nodes, program.outputs, env, compute)
 
     run.__name__ = program.name.replace(" ", "_")
     return run

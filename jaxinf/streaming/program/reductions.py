@@ -4,8 +4,8 @@ Invariant: the options depend on the program and on JAX alone, not on a policy o
 budget, so all plans that run a program run it with the same bits.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 
@@ -20,8 +20,6 @@ LARGE_BYTES = 32 << 20
 # The product of arrays with fewer axes is summed in tiles, and takes no memory
 # (docs/decisions/0027).
 NUM_AXES = 4
-
-_Equation: TypeAlias = tuple[str, Sequence[Any], Sequence[Any], Mapping[str, Any]]
 
 
 def compiler_options(
@@ -43,20 +41,14 @@ def compiler_options(
 def sums_large_products(nodes: Iterable[Node]) -> bool:
     """Whether two large arrays are multiplied and the product summed, as in softmax's
     backward part; XLA's library on a CPU then holds the product in its own memory."""
-    return _found((n.name, n.inputs, n.outputs, n.params) for n in nodes)
-
-
-def _found(equations: Iterable[_Equation]) -> bool:
     products: set[int] = set()
-    for name, inputs, outputs, params in equations:
+    for name, inputs, outputs in _equations(nodes):
         if name == "reduce_sum" and id(inputs[0]) in products:
             return True
         is_product = name == "mul" and all(map(_is_large, inputs))
         is_cast = name == "convert_element_type" and id(inputs[0]) in products
         if is_product or is_cast:
             products.add(id(outputs[0]))
-        if any(map(_found, map(_equations, compat.inner_jaxprs(params)))):
-            return True
     return False
 
 
@@ -65,6 +57,11 @@ def _is_large(value: Any) -> bool:
     return len(shape) >= NUM_AXES and aval_bytes(value.aval) >= LARGE_BYTES
 
 
-def _equations(jaxpr: Any) -> Iterator[_Equation]:
-    for eqn in jaxpr.eqns:
-        yield eqn.primitive.name, eqn.invars, eqn.outvars, eqn.params
+def _equations(
+    nodes: Iterable[Node],
+) -> Iterator[tuple[str, Sequence[Any], Sequence[Any]]]:
+    for node in nodes:
+        yield node.name, node.inputs, node.outputs
+        for inner in compat.inner_jaxprs(node.params):
+            for eqn in compat.all_equations(inner):
+                yield eqn.primitive.name, eqn.invars, eqn.outvars

@@ -6,8 +6,7 @@ stored.
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxinf.compat import ClosedJaxpr, inner_jaxprs, key_name, source_line
+from jaxinf.compat import ClosedJaxpr, all_equations, inner_jaxprs, source_line
 from jaxinf.errors import StreamError
+from jaxinf.program import path_name
 from jaxinf.streaming.program.graph import aval_bytes
 from jaxinf.streaming.program.meshes import (
-    current_mesh,
     mesh_in_program,
     mesh_of,
     on_mesh,
@@ -31,7 +30,6 @@ __all__ = [
     "Traced",
     "abstract",
     "check_params",
-    "param_names",
     "trace",
     "trace_function",
 ]
@@ -44,38 +42,42 @@ class Traced:
     """A traced `value_and_grad`, or another function.
 
     Attributes:
-      closed: Its jaxpr, from params, batch and seed to loss, aux and gradients; None
-        once its programs are compiled. Of another function: from params and batch to
-        aux.
-      consts: Arrays that the loss function, or one that it calls, closed over.
       names: Paths of the params' leaves.
       params: Their abstract values; with a mesh each has a sharding over it.
       params_tree, batch_tree, aux_tree: Tree structures.
       batch: Abstract values of the batch's leaves; shardings as of `params`.
-      num_aux: Number of aux's leaves.
+      mesh: The devices; None for one.
+      closed: Its jaxpr, from params, batch and seed to loss, aux and gradients; None
+        once its programs are compiled. Of another function: from params and batch to
+        aux.
+      consts: Arrays that the loss function, or one that it calls, closed over.
       seed_dtype: The loss's dtype, in which the cotangent is given; None if there is
         no loss.
-      mesh: The devices; None for one.
       is_deterministic: Whether its programs have the same bits in each run.
     """
 
-    closed: Any
-    consts: tuple[Any, ...]
     names: tuple[str, ...]
     params: tuple[Any, ...]
     params_tree: Any
     batch: tuple[Any, ...]
     batch_tree: Any
-    num_aux: int
-    aux_tree: Any
-    seed_dtype: Any
-    mesh: Mesh | None = None
+    mesh: Mesh | None
+    closed: Any = None
+    consts: tuple[Any, ...] = ()
+    aux_tree: Any = None
+    seed_dtype: Any = None
     is_deterministic: bool = True
 
     @property
     def num_results(self) -> int:
         """Number of results that are no gradients."""
-        return self.num_aux + (self.seed_dtype is not None)
+        return self.aux_tree.num_leaves + (self.seed_dtype is not None)
+
+    def flat(self, fn: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+        """Returns a function of lists of leaves, from one of params and batch."""
+        return lambda params, batch: fn(
+            self.params_tree.unflatten(params), self.batch_tree.unflatten(batch)
+        )
 
 
 def check_params(params: PyTree) -> list[jax.ShapeDtypeStruct]:
@@ -84,14 +86,8 @@ def check_params(params: PyTree) -> list[jax.ShapeDtypeStruct]:
     Raises:
       StreamError: One of them is not an array of floating-point numbers.
     """
-    paths, _ = jax.tree_util.tree_flatten_with_path(params)
-    return [_param_leaf(_path_name(path), leaf) for path, leaf in paths]
-
-
-def param_names(params: PyTree) -> list[str]:
-    """Paths of the leaves of params."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(params)
-    return [_path_name(path) for path, _ in paths]
+    paths = jax.tree.leaves_with_path(params)
+    return [_param_leaf(path_name(path), leaf) for path, leaf in paths]
 
 
 def abstract(tree: PyTree) -> PyTree:
@@ -120,25 +116,20 @@ def trace(
       StreamError: A leaf of params is not a floating array, the loss is not a scalar,
         or the function has side effects.
     """
-    given = _Arguments.of(params, batch)
-    out = given.call(partial(jax.eval_shape, loss_fn), given.params, given.batch)
-    loss, aux = _check_result(out, has_aux)
-
-    def flat(flat_params: Sequence[Any], flat_batch: Sequence[Any]) -> Any:
-        out = given.call(loss_fn, flat_params, flat_batch)
-        return out if has_aux else (out, ())
+    given = _arguments(params, batch)
+    fn = given.flat(loss_fn)
+    loss, aux = _check_result(jax.eval_shape(fn, given.params, given.batch), has_aux)
+    pair = fn if has_aux else lambda *args: (fn(*args), ())
 
     def loss_and_gradients(
-        flat_params: Sequence[Any], flat_batch: Sequence[Any], seed: jax.Array
-    ) -> list[jax.Array]:
-        value, pull_back, rest = jax.vjp(
-            lambda p: flat(p, flat_batch), list(flat_params), has_aux=True
-        )
-        return [value, *jax.tree.leaves(rest), *pull_back(seed)[0]]
+        params: Sequence[Any], batch: Sequence[Any], seed: jax.Array
+    ) -> tuple[Any, ...]:
+        value, pull_back, rest = jax.vjp(lambda p: pair(p, batch), params, has_aux=True)
+        return value, rest, pull_back(seed)
 
     [seed] = on_mesh([jax.ShapeDtypeStruct((), loss.dtype)], given.mesh)
     closed = jax.make_jaxpr(loss_and_gradients)(given.params, given.batch, seed)
-    return given.traced(closed, jax.tree.structure(aux), loss.dtype)
+    return _finished(given, closed, jax.tree.structure(aux), loss.dtype)
 
 
 def trace_function(fn: Callable[..., Any], params: PyTree, batch: PyTree) -> Traced:
@@ -153,97 +144,51 @@ def trace_function(fn: Callable[..., Any], params: PyTree, batch: PyTree) -> Tra
       StreamError: A leaf of params is not a floating array, or the function has side
         effects.
     """
-    given = _Arguments.of(params, batch)
-    out_trees = []
-
-    def flat(flat_params: Sequence[Any], flat_batch: Sequence[Any]) -> Any:
-        out_leaves, out_tree = jax.tree.flatten(given.call(fn, flat_params, flat_batch))
-        out_trees.append(out_tree)
-        return out_leaves
-
-    closed = jax.make_jaxpr(flat)(given.params, given.batch)
-    return given.traced(closed, out_trees[-1], None)
+    given = _arguments(params, batch)
+    make_jaxpr = jax.make_jaxpr(given.flat(fn), return_shape=True)
+    closed, out = make_jaxpr(given.params, given.batch)
+    return _finished(given, closed, jax.tree.structure(out), None)
 
 
-@dataclass(frozen=True)
-class _Arguments:
-    """Abstract values of params and of a batch, as flat lists.
-
-    Attributes:
-      names: Paths of the params' leaves.
-      params, batch: The leaves; with a mesh each has a sharding over it.
-      params_tree, batch_tree: Their structures.
-      mesh: The devices that the arrays, or ``jax.set_mesh``, name.
-    """
-
-    names: tuple[str, ...]
-    params: list[jax.ShapeDtypeStruct]
-    batch: list[jax.ShapeDtypeStruct]
-    params_tree: Any
-    batch_tree: Any
-    mesh: Mesh | None
-
-    @classmethod
-    def of(cls, params: PyTree, batch: PyTree) -> "_Arguments":
-        leaves, mesh = check_params(params), _mesh_of(params, batch)
-        batch_leaves, batch_tree = jax.tree.flatten(abstract(batch))
-        return cls(
-            tuple(param_names(params)),
-            on_mesh(leaves, mesh),
-            on_mesh(batch_leaves, mesh),
-            jax.tree.structure(params),
-            batch_tree,
-            mesh,
-        )
-
-    def call(
-        self, fn: Callable[..., Any], params: Sequence[Any], batch: Sequence[Any]
-    ) -> Any:
-        """Calls a function with trees of these leaves."""
-        return fn(self.params_tree.unflatten(params), self.batch_tree.unflatten(batch))
-
-    def traced(self, closed: Any, aux_tree: Any, seed_dtype: Any) -> Traced:
-        """Returns a trace with these arguments, on a mesh that only it may name."""
-        mesh = mesh_in_program(closed, self.mesh)
-        _check_effects(closed)
-        _warn_of_consts(closed)
-        return Traced(
-            closed,
-            tuple(const for const, _ in _closed_over(closed).values()),
-            self.names,
-            tuple(on_mesh(self.params, mesh)),
-            self.params_tree,
-            tuple(on_mesh(self.batch, mesh)),
-            self.batch_tree,
-            aux_tree.num_leaves,
-            aux_tree,
-            seed_dtype,
-            mesh,
-        )
-
-
-def _mesh_of(params: PyTree, batch: PyTree) -> Mesh | None:
-    """The mesh of the arrays, or of ``jax.set_mesh``."""
-    named = (
-        (name, sharding_of(name, leaf))
-        for tree, whole in ((params, "params"), (batch, "the batch"))
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
-        for name in [_path_name(path, whole)]
+def _arguments(params: PyTree, batch: PyTree) -> Traced:
+    """Returns the arguments of a function that is yet to be traced."""
+    leaves, mesh = check_params(params), mesh_of(params, batch)
+    batch_leaves, batch_tree = jax.tree.flatten(abstract(batch))
+    return Traced(
+        tuple(path_name(path) for path, _ in jax.tree.leaves_with_path(params)),
+        tuple(on_mesh(leaves, mesh)),
+        jax.tree.structure(params),
+        tuple(on_mesh(batch_leaves, mesh)),
+        batch_tree,
+        mesh,
     )
-    return mesh_of(named) or current_mesh()
+
+
+def _finished(given: Traced, closed: Any, aux_tree: Any, seed_dtype: Any) -> Traced:
+    """Returns a trace with these arguments, on a mesh that only it may name."""
+    mesh = mesh_in_program(closed, given.mesh)
+    _check_effects(closed)
+    consts = _closed_over(closed).values()
+    _warn_of_consts(list(consts))
+    return replace(
+        given,
+        params=tuple(on_mesh(given.params, mesh)),
+        batch=tuple(on_mesh(given.batch, mesh)),
+        mesh=mesh,
+        closed=closed,
+        consts=tuple(const for const, _ in consts),
+        aux_tree=aux_tree,
+        seed_dtype=seed_dtype,
+    )
 
 
 def _abstract_leaf(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         leaf = np.asarray(leaf, jax.dtypes.result_type(leaf))
-    sharding = sharding_of(_path_name(path, "the array"), leaf)
+    sharding = sharding_of(path_name(path, "the array"), leaf)
     if isinstance(leaf, jax.ShapeDtypeStruct) and sharding is leaf.sharding:
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _path_name(path: tuple[Any, ...], whole: str = "params") -> str:
-    return "/".join(map(key_name, path)) or whole
 
 
 def _param_leaf(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
@@ -294,23 +239,16 @@ def _described(out: Any) -> str:
 def _check_effects(closed: Any) -> None:
     if not closed.effects:
         return
-    names = sorted(_effectful(closed.jaxpr))
+    names = {
+        eqn.primitive.name
+        for eqn in all_equations(closed)
+        if eqn.effects and not any(i.effects for i in inner_jaxprs(eqn.params))
+    }
     raise StreamError(
         "the function: expected no side effects, because parts of it run twice "
-        f"a step, found {', '.join(names) or 'effects'}; return values to print or "
-        "store as aux (has_aux=True)"
+        f"a step, found {', '.join(sorted(names)) or 'effects'}; return values to "
+        "print or store as aux (has_aux=True)"
     )
-
-
-def _effectful(jaxpr: Any) -> set[str]:
-    """Names of the primitives that have effects, anywhere in `jaxpr`."""
-    found: set[str] = set()
-    for eqn in jaxpr.eqns:
-        if not eqn.effects:
-            continue
-        inner = map(_effectful, inner_jaxprs(eqn.params))
-        found |= set().union(*inner) or {eqn.primitive.name}
-    return found
 
 
 def _closed_over(closed: Any) -> dict[int, tuple[Any, Any]]:
@@ -331,8 +269,7 @@ def _closed_over(closed: Any) -> dict[int, tuple[Any, Any]]:
     return found
 
 
-def _warn_of_consts(closed: Any) -> None:
-    found = _closed_over(closed).values()
+def _warn_of_consts(found: Sequence[tuple[Any, Any]]) -> None:
     large = [(const, eqn) for const, eqn in found if hasattr(const, "shape")]
     total_bytes = sum(aval_bytes(const) for const, _ in large)
     if total_bytes <= _LARGE_CONSTS_BYTES:

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxinf.compat import key_name
 from jaxinf.errors import StreamError
+from jaxinf.program import path_name
 from jaxinf.streaming.move.spill import Spill
 from jaxinf.streaming.move.stage import Handed
 from jaxinf.streaming.program.graph import Piece
@@ -67,7 +67,7 @@ def first_part(batch: PyTree, count: int) -> PyTree:
         if not leaf.shape:
             return leaf
         aval = leaf.update(shape=(length, *leaf.shape[1:]))
-        _check_shards("/".join(map(key_name, path)), aval, count)
+        _check_shards(path_name(path, "the batch"), aval, count)
         return aval
 
     return jax.tree_util.tree_map_with_path(part, shapes)
@@ -140,10 +140,9 @@ class Sums:
 
 def _length(batch: PyTree, count: int) -> int:
     """The length of the first axis of all leaves that have one."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(batch)
     shapes = {
-        "/".join(map(key_name, path)) or "the batch": np.shape(leaf)
-        for path, leaf in paths
+        path_name(path, "the batch"): np.shape(leaf)
+        for path, leaf in jax.tree.leaves_with_path(batch)
     }
     arrays = {name: shape for name, shape in shapes.items() if shape}
     longest = max((shape[0] for shape in arrays.values()), default=0)
