@@ -29,7 +29,7 @@ from jaxinf.optimizer.sharding import (
 )
 from jaxinf.optimizer.state import SmartUpdateState, first_state
 from jaxinf.optimizer.wrapped import Wrapped
-from jaxinf.program import InitProgram, plain, trained
+from jaxinf.program import InitProgram, key_data, trained
 from jaxinf.typing import DeferredArray, PyTree
 
 __all__ = ["init_state"]
@@ -101,7 +101,7 @@ def _init_eagerly(
             host.see(number, None)
         for index, shard in distinct_shards(leaf) if host.is_comparing else ():
             host.see(number, shard, [s.start or 0 for s in index])
-    held = host.held_state([np.asarray(plain(value)) for value in initial])
+    held = host.held_state([np.asarray(key_data(value)) for value in initial])
     held[2] = host.agreed_origin(held[2])
     if (mesh := mesh_of(wrapped.shardings)) is not None:
         whole = NamedSharding(mesh, PartitionSpec())
@@ -165,7 +165,7 @@ def _init_traced(
         )
         statuses.append(placed.status)
         feedback += [] if placed.array is None else [placed.array]
-    scalars = [plain(value) for value in initial]
+    scalars = [key_data(value) for value in initial]
     counter = jax.ShapeDtypeStruct((), np.int32)
     avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in scalars]
     held = call_once(

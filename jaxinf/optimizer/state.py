@@ -299,7 +299,7 @@ def _leaf_of(node: Stored | Zeros) -> StoredArray | Array:
 
 
 def _typed(value: Any, like: jax.Array) -> jax.Array:
-    """The reverse of `plain`."""
+    """The reverse of `key_data`."""
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(value, impl=jax.random.key_impl(like))
     return jnp.asarray(value, like.dtype)

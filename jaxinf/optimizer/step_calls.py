@@ -47,7 +47,7 @@ from jaxinf.optimizer.leaf_call import (
 from jaxinf.optimizer.sharding import Axis, mesh_of
 from jaxinf.optimizer.state import SmartUpdateState
 from jaxinf.optimizer.wrapped import Wrapped
-from jaxinf.program import StateSlot, plain
+from jaxinf.program import StateSlot, key_data
 
 __all__ = ["StepCalls"]
 
@@ -253,7 +253,7 @@ class StepCalls:
                 state.skipped_steps,
                 statuses,
                 inexact,
-                [plain(scalar) for scalar in scalars],
+                [key_data(scalar) for scalar in scalars],
             ),
             jax.ShapeDtypeStruct((), np.int32),
         )

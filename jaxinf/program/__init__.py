@@ -19,7 +19,7 @@ from jaxinf.program.init import InitProgram, LeafInit, trace_init
 from jaxinf.program.kernel import InitKernel, Kernel
 from jaxinf.program.parts import LeafPart
 from jaxinf.program.passes import Passes
-from jaxinf.program.prologue import LeafInputs, plain
+from jaxinf.program.prologue import LeafInputs, key_data
 from jaxinf.program.recall import Recall
 from jaxinf.program.state import StateLayout, StateSlot, state_layout
 from jaxinf.program.tree import LeafInfo, is_trained, leaf_infos, path_name, trained
@@ -55,11 +55,11 @@ __all__ = [
     "ema",
     "is_guarded",
     "is_trained",
+    "key_data",
     "leaf_infos",
     "missing_arguments",
     "parse_ema",
     "path_name",
-    "plain",
     "state_layout",
     "trace_init",
     "trace_update",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from jaxinf.errors import UnsupportedTransformError
 from jaxinf.program.graph import Node, Value
-from jaxinf.program.parts import TOTALS, is_spread
+from jaxinf.program.parts import TOTALS
 from jaxinf.program.split import is_elementwise, origin_of
 
 __all__ = ["Flow", "flow_of", "is_light", "is_one", "too_much"]
@@ -89,7 +89,7 @@ def flow_of(
                 raise too_much(next(v for v in own if not is_one(v)))
             foreign = (v for v, leaf in own.items() if leaf not in leaves)
             stage = max([stage, *(flow.numbers[value] for value in foreign)])
-        if not leaves and (is_spread(node) or _follows(node, flow.spread)):
+        if not leaves and (node.is_spread or _follows(node, flow.spread)):
             flow.spread.update(value for value in node.outputs if value.shape)
         if not leaves and (own or not flow.mixed.isdisjoint(read)):
             flow.mixed.update(node.outputs)

@@ -79,6 +79,11 @@ class Node:
         """The primitive's name."""
         return self.primitive.name
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether it makes an array of equal elements, from a scalar."""
+        return self.name == "broadcast_in_dim" and not self.inputs[0].shape
+
 
 @dataclass(frozen=True)
 class Graph:

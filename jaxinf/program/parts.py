@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinf.program.graph import Node, Value, bind, evaluate
-from jaxinf.program.ir import scalar_dtype
+from jaxinf.program.prologue import as_array, as_scalar
 
-__all__ = ["TOTALS", "Combination", "LeafPart", "is_spread"]
+__all__ = ["TOTALS", "Combination", "LeafPart"]
 
 TOTALS: Mapping[str, Callable[..., jax.Array]] = {
     "reduce_sum": jnp.add,
@@ -67,14 +67,14 @@ class LeafPart:
         env: dict[Value, Any] = dict(zip(self.inputs, arrays, strict=True))
 
         def compute(node: Node, operands: Sequence[Any]) -> Sequence[Any]:
-            if self.is_sliced and is_spread(node):  # as long as the slice
+            if self.is_sliced and node.is_spread:  # as long as the slice
                 return [lax.broadcast(operands[0], env[self.own[0]].shape)]
             return bind(node, operands)
 
         found = iter(evaluate(self.nodes, self.outputs, env, compute))
         return [
-            *(_as_array(next(found)) for _ in self.exports),
-            *(_as_scalar(next(found), value) for value in self.scalars),
+            *(as_array(next(found)) for _ in self.exports),
+            *(as_scalar(next(found), value) for value in self.scalars),
             *(jnp.broadcast_to(next(found), self.shape) for _ in self.arrays),
         ]
 
@@ -110,19 +110,6 @@ class Combination:
         env: dict[Value, Any] = dict(zip(self.inputs, arrays, strict=True))
         found = iter(evaluate(self.nodes, (*self.numbers, *self.scalars), env))
         return (
-            [_as_array(next(found)) for _ in self.numbers],
-            [_as_scalar(next(found), value) for value in self.scalars],
+            [as_array(next(found)) for _ in self.numbers],
+            [as_scalar(next(found), value) for value in self.scalars],
         )
-
-
-def is_spread(node: Node) -> bool:
-    """Whether a node makes an array of equal elements."""
-    return node.name == "broadcast_in_dim" and not node.inputs[0].shape
-
-
-def _as_scalar(found: Any, value: Value) -> jax.Array:
-    return jnp.reshape(found, ()).astype(scalar_dtype(value.dtype))
-
-
-def _as_array(found: Any) -> jax.Array:
-    return found if isinstance(found, jax.Array) else jnp.asarray(found)

@@ -14,7 +14,7 @@ from jaxinf.program.graph import Node, Value, evaluate, prune
 from jaxinf.program.ir import scalar_dtype
 from jaxinf.program.split import BodyBuilder
 
-__all__ = ["LeafInputs", "Prologue", "plain"]
+__all__ = ["LeafInputs", "Prologue", "as_array", "as_scalar", "key_data"]
 
 
 @jax.tree_util.register_dataclass
@@ -92,7 +92,7 @@ class Prologue:
     ) -> tuple[list[jax.Array], list[LeafInputs]]:
         """Computes the results with some of the nodes from known values; traceable."""
         results = iter(evaluate(nodes, self.wanted(), env))
-        scalar_state = [_as_array(next(results)) for _ in self.scalar_state]
+        scalar_state = [as_array(next(results)) for _ in self.scalar_state]
         scalars: dict[Value, jax.Array] = {}
         return scalar_state, [
             _leaf_inputs(leaf, results, scalars) for leaf in self.leaves
@@ -106,19 +106,24 @@ def _leaf_inputs(
     for value in leaf.scalars:
         found = next(results)
         if value not in known:
-            dtype = scalar_dtype(value.dtype)
-            known[value] = jnp.reshape(found, ()).astype(dtype)
+            known[value] = as_scalar(found, value)
     scalars = tuple(known[value] for value in leaf.scalars)
     arrays = tuple(jnp.broadcast_to(next(results), leaf.shape) for _ in leaf.arrays)
     return LeafInputs(scalars, arrays)
 
 
-def _as_array(value: Any) -> jax.Array:
+def as_scalar(found: Any, value: Value) -> jax.Array:
+    """Returns a number as a kernel takes it, from that of a prologue's value."""
+    return jnp.reshape(found, ()).astype(scalar_dtype(value.dtype))
+
+
+def as_array(value: Any) -> jax.Array:
+    """Returns an array for an array or a number."""
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 
-def plain(value: jax.Array) -> jax.Array:
-    """Returns typed PRNG keys as plain numbers."""
+def key_data(value: jax.Array) -> jax.Array:
+    """Returns the numbers of typed PRNG keys; other arrays as they are."""
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(value)
     return value

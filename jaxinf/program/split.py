@@ -4,6 +4,7 @@ Invariant: a body reads only its own leaf's gradient, master params and slots; t
   prologue computes all its other inputs, as scalars or arrays.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -126,7 +127,7 @@ class BodyBuilder:
             return None
         if value in self.local:
             return None
-        if _num_elements(value.shape) == 1 and (
+        if math.prod(value.shape) == 1 and (
             not value.shape or value.shape != self.info.shape
         ):
             return self._scalar(value)
@@ -137,7 +138,7 @@ class BodyBuilder:
         return (
             node is not None
             and value.shape == self.info.shape
-            and (_is_scalar_broadcast(node) or is_elementwise(node))
+            and (node.is_spread or is_elementwise(node))
         )
 
     def _check_stored(self, value: Value) -> None:
@@ -174,7 +175,7 @@ class BodyBuilder:
 
     def _emit(self, value: Value, node: Node) -> Operand:
         operands = tuple(self._known[operand] for operand in node.inputs)
-        if _is_scalar_broadcast(node):
+        if node.is_spread:
             return operands[0]
         name = node.primitive.name
         params = compat.static_params(name, node.params)
@@ -239,17 +240,6 @@ def _keeps_shape(node: Node) -> bool:
         return False
     shape = node.outputs[0].shape
     return all(value.shape in ((), shape) for value in node.inputs)
-
-
-def _is_scalar_broadcast(node: Node) -> bool:
-    return node.primitive.name == "broadcast_in_dim" and not node.inputs[0].shape
-
-
-def _num_elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count
 
 
 def _origin(frames: Sequence[tuple[str, str]]) -> str:

@@ -39,6 +39,14 @@ def init(key):
     }
 
 
+def test_a_function_that_it_calls_may_close_over_arrays():
+    weights = np.arange(7, dtype=np.float32)
+    scaled = jax.jit(lambda key: {"w": jax.random.normal(key, (7,)) * weights})
+    key = jax.random.key(1)
+    (found,) = trace_params(lambda key: scaled(key), key).compile(1 << 20)
+    np.testing.assert_array_equal(found, scaled(key)["w"])
+
+
 def test_leaves_need_no_memory_beside_themselves():
     """Drawn as JAX does, a leaf takes four times its own size."""
     key = jax.random.key(1)

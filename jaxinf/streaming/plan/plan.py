@@ -28,9 +28,9 @@ from jaxinf.streaming.program.cut import (
 )
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.inline import build_graph
-from jaxinf.streaming.program.keys import Keys, stable
+from jaxinf.streaming.program.keys import Keys, stable_digest
 from jaxinf.streaming.program.lifetimes import Lifetimes
-from jaxinf.streaming.program.order import schedule
+from jaxinf.streaming.program.order import ordered
 from jaxinf.streaming.program.programs import Program, Programs, make_programs
 from jaxinf.streaming.program.trace import Traced, trace, trace_function
 from jaxinf.typing import PyTree
@@ -184,14 +184,14 @@ class Prepared:
             for value in node.inputs
             if value.origin is not None
         }
-        lines = self.keys.lines(tuple(inputs), graph.nodes, graph.outputs)
+        lines = self.keys.describe(tuple(inputs), graph.nodes, graph.outputs)
         origins = (str(value.origin) for value in inputs)
         targets = "\n".join(map(str, graph.gradients))
         traced = self.traced
         specs: list[str] = []
         if traced.mesh is not None:
             specs = [str(a.sharding.spec) for a in (*traced.params, *traced.batch)]
-        return stable(chain(lines, origins, [targets], traced.names, specs))
+        return stable_digest(chain(lines, origins, [targets], traced.names, specs))
 
     def with_bits(self, *, is_deterministic: bool) -> "Prepared":
         """Returns the same, for programs that have the same bits in each run or not."""
@@ -373,4 +373,4 @@ def prepare_function(fn: Callable[..., Any], params: PyTree, batch: PyTree) -> P
 def _prepared(traced: Traced) -> Prepared:
     graph = build_graph(traced)
     classes = classify(graph)
-    return Prepared(traced, Lifetimes(graph, classes, schedule(graph, classes)), Keys())
+    return Prepared(traced, Lifetimes(graph, classes, ordered(graph, classes)), Keys())

@@ -3,6 +3,7 @@
 Invariant: cuts depend on the graph and the limit alone; equal blocks are cut alike.
 """
 
+import math
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
 
@@ -49,7 +50,7 @@ def choose_cuts(
         if blocks is None or blocks[0] < cuts[-1]:
             continue
         cuts += chooser.divide(cuts[-1], blocks[0])
-        cuts += chooser.units(blocks)
+        cuts += chooser.grouped(blocks)
     cuts += chooser.divide(cuts[-1], num_nodes)
     return tuple(cuts)
 
@@ -77,16 +78,10 @@ def isolated_segments(lifetimes: Lifetimes, cuts: Sequence[int]) -> list[int]:
 
 
 def _is_worth_a_segment(node: Node) -> bool:
-    is_large = num_bytes(node.outputs) >= _LARGE_BYTES
-    return is_large and _num_terms(node) <= _FEW_TERMS
-
-
-def _num_terms(node: Node) -> float:
-    """Products in a sum of a product of matrices; infinite for other operations."""
-    if node.name != "dot_general":
-        return float("inf")
+    if node.name != "dot_general" or num_bytes(node.outputs) < _LARGE_BYTES:
+        return False
     (axes, _), _ = node.params["dimension_numbers"]
-    return float(np.prod([node.inputs[0].shape[axis] for axis in axes]))
+    return math.prod(node.inputs[0].shape[axis] for axis in axes) <= _FEW_TERMS
 
 
 def segment_bytes(lifetimes: Lifetimes, start: int, end: int) -> int:
@@ -118,7 +113,7 @@ class _Chooser:
         cheap = [item for item in ranked if item[0] <= most]
         return min(cheap, key=lambda item: (item[1], item[0], item[2]))[3]
 
-    def units(self, blocks: list[int]) -> list[int]:
+    def grouped(self, blocks: list[int]) -> list[int]:
         """Cuts after the first of `blocks`, with several small blocks in a segment."""
         num_blocks = len(blocks) - 1
         middle = num_blocks // 2

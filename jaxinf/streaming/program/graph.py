@@ -5,23 +5,27 @@ part of the program's text.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from jaxinf.program.graph import Node, Value
+import jax
+
+from jaxinf.program.graph import Node, Value, interpret
 
 __all__ = [
     "Batch",
     "Const",
     "Graph",
+    "Inliner",
     "Number",
     "Origin",
     "Piece",
     "Seed",
     "aval_bytes",
-    "literal",
     "num_bytes",
+    "struct",
 ]
 
 
@@ -94,6 +98,47 @@ class Graph:
         return (*self.results, *self.gradients.values())
 
 
+class Inliner(ABC):
+    """Makes the values of a jaxpr, equation by equation; an input has one value.
+
+    Args:
+      consts: Arrays that the program closes over.
+
+    Attributes:
+      consts: These, and those of the functions that it calls.
+    """
+
+    def __init__(self, consts: Iterable[Any]) -> None:
+        self.consts = list(consts)
+        self._numbers = {id(const): i for i, const in enumerate(self.consts)}
+        self._inputs: dict[tuple[Origin, Any], Value] = {}
+
+    def inline(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+        """Returns the results of a (closed) jaxpr applied to `args`."""
+        return interpret(
+            jaxpr,
+            args,
+            constant=self._const,
+            literal=lambda atom: Value(atom.aval, constant=atom.val),
+            equation=self._equation,
+        )
+
+    def input(self, origin: Origin, aval: Any) -> Value:
+        """Returns the value of an input, the same one for the same origin."""
+        key = origin, aval.dtype
+        return self._inputs.setdefault(key, Value(aval, origin=origin))
+
+    def _const(self, array: Any) -> Value:
+        number = self._numbers.setdefault(id(array), len(self.consts))
+        if number == len(self.consts):
+            self.consts.append(array)
+        return self.input(Const(number), jax.typeof(array))
+
+    @abstractmethod
+    def _equation(self, eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+        """Returns the results of an equation."""
+
+
 def aval_bytes(aval: Any) -> int:
     """Returns the bytes of an array; random keys count as 16 bytes an element."""
     shape = getattr(aval, "shape", None)
@@ -108,6 +153,8 @@ def num_bytes(values: Iterable[Value]) -> int:
     return sum(aval_bytes(value.aval) for value in values)
 
 
-def literal(atom: Any) -> Value:
-    """Returns the value of a jaxpr's literal."""
-    return Value(atom.aval, constant=atom.val)
+def struct(aval: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    """Returns a value's type with a sharding, as an argument of a trace."""
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding
+    )

@@ -17,15 +17,14 @@ from jax.sharding import AxisType
 from jaxinf import compat
 from jaxinf.csd import ScalarInputs
 from jaxinf.errors import BudgetError, StreamError, UnsupportedTransformError
-from jaxinf.program import InitProgram, path_name, plain
-from jaxinf.program.graph import Node, Value, bind, interpret
+from jaxinf.program import InitProgram, key_data, path_name
+from jaxinf.program.graph import Node, Value, bind
 from jaxinf.store import ScalarState, encode_path
 from jaxinf.streaming.program.graph import (
     Batch,
     Const,
+    Inliner,
     Number,
-    Origin,
-    literal,
 )
 from jaxinf.streaming.program.keys import Keys
 from jaxinf.streaming.program.meshes import (
@@ -39,7 +38,6 @@ from jaxinf.streaming.program.trace import abstract
 from jaxinf.typing import Array, PyTree
 
 __all__ = [
-    "CompiledLeaves",
     "LeafMaker",
     "check_init",
     "check_init_fn",
@@ -59,17 +57,13 @@ def trace_params(init_fn: Callable[..., PyTree], *args: Any) -> "LeafMaker":
     check_init_fn(init_fn)
     flat, tree = jax.tree.flatten(args)
     flat = [on_one_device(leaf) for leaf in flat]
-    out_tree: list[Any] = []
-
-    def flat_init(*leaves: Any) -> list[Any]:
-        out, structure = jax.tree.flatten(init_fn(*tree.unflatten(leaves)))
-        out_tree.append(structure)
-        return out
-
+    make_jaxpr = jax.make_jaxpr(
+        lambda *leaves: init_fn(*tree.unflatten(leaves)), return_shape=True
+    )
     # Numbers do not depend on the mesh, but types with explicit axes would.
     has_explicit_axes = AxisType.Explicit in compat.mesh_in_use().axis_types
     with outside_mesh() if has_explicit_axes else contextlib.nullcontext():
-        closed = jax.make_jaxpr(flat_init)(*(abstract(leaf) for leaf in flat))
+        closed, out = make_jaxpr(*map(abstract, flat))
     if closed.effects:
         raise StreamError(
             "init_fn: expected a function without side effects, found "
@@ -80,7 +74,7 @@ def trace_params(init_fn: Callable[..., PyTree], *args: Any) -> "LeafMaker":
         Value(var.aval, origin=Batch(i)) for i, var in enumerate(closed.jaxpr.invars)
     ]
     outputs = builder.inline(closed, inputs)
-    return LeafMaker(flat, closed.consts, out_tree[0], outputs)
+    return LeafMaker(flat, builder.consts, jax.tree.structure(out), outputs)
 
 
 def check_init_fn(init_fn: Any) -> None:
@@ -119,11 +113,15 @@ class LeafMaker:
             [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self.outputs]
         )
 
-    def compile(self, memory_bytes: int) -> "CompiledLeaves":
+    def compile(self, memory_bytes: int) -> Iterator[Array]:
         """Compiles the programs of all leaves; blocks.
 
         Args:
           memory_bytes: Memory for one leaf and its temporaries.
+
+        Returns:
+          An iterator that computes the leaves in order; the caller may drop each before
+          the next.
 
         Raises:
           BudgetError: A leaf needs more; names it and the bytes.
@@ -136,13 +134,26 @@ class LeafMaker:
             if program.key not in compiled:
                 compiled[program.key] = self._fitting(number, program, memory_bytes)
             programs.append((compiled[program.key], program.inputs))
-        return CompiledLeaves(self, programs)
+        return (self._made(*program) for program in programs)
+
+    def _made(self, executable: Any, inputs: Sequence[Value]) -> Array:
+        (array,) = executable(*map(self._argument, inputs))
+        return np.asarray(array)
+
+    def _argument(self, value: Value) -> Any:
+        origin = value.origin
+        match origin:
+            case Batch():
+                return jnp.asarray(self.arguments[origin.leaf])
+            case Const():
+                return jnp.asarray(on_one_device(self.consts[origin.number]))
+            case Number():
+                return jnp.asarray(origin.number, value.dtype)
+        raise AssertionError(origin)
 
     def _fitting(self, number: int, program: Program, memory_bytes: int) -> Any:
         needed = 0
-        for is_fused in (False, True):
-            if is_fused and not _can_fuse(program.nodes):
-                break
+        for is_fused in (False, True) if _can_fuse(program.nodes) else (False,):
             executable = _compile(program, is_fused)
             memory = executable.memory_analysis()
             needed = memory.temp_size_in_bytes + memory.output_size_in_bytes
@@ -159,51 +170,12 @@ class LeafMaker:
         )
 
 
-@dataclass(frozen=True)
-class CompiledLeaves:
-    """Compiled programs that make the leaves of an init function.
-
-    Attributes:
-      maker: The traced function.
-      programs: For each leaf, its program and the values that this reads.
-    """
-
-    maker: LeafMaker
-    programs: Sequence[tuple[Any, Sequence[Value]]]
-
-    def __iter__(self) -> Iterator[Array]:
-        """Computes the leaves in order; the caller may drop each before the next."""
-        for executable, inputs in self.programs:
-            arguments = [self._argument(value.origin, value.dtype) for value in inputs]
-            (array,) = executable(*arguments)
-            yield np.asarray(array)
-
-    def _argument(self, origin: Origin, dtype: Any) -> Any:
-        match origin:
-            case Batch():
-                return jnp.asarray(self.maker.arguments[origin.leaf])
-            case Const():
-                return jnp.asarray(on_one_device(self.maker.consts[origin.number]))
-            case Number():
-                return jnp.asarray(origin.number, dtype)
-        raise AssertionError(origin)
-
-
-class _Builder:
+class _Builder(Inliner):
     """Inlines calls; folds counts of the calls of a random key into numbers.
 
     The keys of leaves differ only in a number that a key is folded with. This number
     becomes an argument, so leaves of one shape share one program.
     """
-
-    def __init__(self, consts: list[Any]) -> None:
-        self._consts = {id(c): i for i, c in enumerate(consts)}
-        self._inputs: dict[tuple[Origin, Any], Value] = {}
-
-    def inline(self, jaxpr: Any, args: Sequence[Value]) -> list[Value]:
-        return interpret(
-            jaxpr, args, constant=self._const, literal=literal, equation=self._equation
-        )
 
     def _equation(self, eqn: Any, inputs: list[Value]) -> list[Value]:
         callee = compat.called_jaxpr(eqn.primitive.name, eqn.params)
@@ -223,15 +195,7 @@ class _Builder:
     def _as_argument(self, value: Value) -> Value:
         if value.constant is None or value.dtype not in (np.uint32, np.int32):
             return value
-        return self._input(Number(int(value.constant)), value.aval)
-
-    def _const(self, array: Any) -> Value:
-        number = self._consts.setdefault(id(array), len(self._consts))
-        return self._input(Const(number), jax.typeof(array))
-
-    def _input(self, origin: Origin, aval: Any) -> Value:
-        key = (origin, aval.dtype)
-        return self._inputs.setdefault(key, Value(aval, origin=origin))
+        return self.input(Number(int(value.constant)), value.aval)
 
 
 def _is_count(node: Node, eqn: Any) -> bool:
@@ -285,7 +249,7 @@ def initial_inputs(
     scalars, inputs = jax.jit(compute)()
     paths = map(encode_path, program.layout.scalar_keys)
     state = [
-        ScalarState(path, np.array(plain(value)))
+        ScalarState(path, np.array(key_data(value)))
         for path, value in zip(paths, scalars, strict=True)
     ]
     return state, {

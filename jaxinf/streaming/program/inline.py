@@ -1,7 +1,7 @@
 """A traced program as a graph: calls inlined, scans over stacked params unrolled.
 
-Invariant: the results that a peeled scan collects are stacked only if a node reads the
-whole. So a layer's params are an input of their own, and their gradient an output.
+Invariant: the results that an unrolled scan collects are stacked only if a node reads
+the whole. So a layer's params are an input of their own, and their gradient an output.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,16 +16,16 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinf import compat
-from jaxinf.program.graph import Node, Value, interpret, prune
+from jaxinf.program.graph import Node, Value, prune
 from jaxinf.streaming.program.graph import (
     Batch,
-    Const,
     Graph,
+    Inliner,
     Number,
     Origin,
     Piece,
     Seed,
-    literal,
+    struct,
 )
 from jaxinf.streaming.program.meshes import item_aval, typed_sharding
 from jaxinf.streaming.program.primitives import POINTWISE
@@ -85,24 +85,17 @@ def _pieces(
         yield from _pieces(leaf, item, (*index, i))
 
 
-class _Builder:
+class _Builder(Inliner):
     """Collects nodes; `inline` is recursive for calls and bodies of scans."""
 
     def __init__(self, traced: Traced) -> None:
+        super().__init__(traced.consts)
         self.nodes: list[Node] = []
-        self._consts = {id(c): Const(i) for i, c in enumerate(traced.consts)}
-        self._inputs: dict[Origin, Value] = {}
         self._items: dict[tuple[Value, int], Value] = {}
         self._whole: dict[Stack, Value] = {}
         self._zeros: set[Value] = set()
         self._sliced: set[tuple[int, ...]] = set()
-        self._thinned: dict[int, tuple[Any, Mapping[str, Any]]] = {}
-
-    def input(self, origin: Origin, aval: Any) -> Value:
-        """Returns the value of an input, the same one for the same origin."""
-        if origin not in self._inputs:
-            self._inputs[origin] = Value(aval, origin=origin)
-        return self._inputs[origin]
+        self._item_params: dict[int, tuple[Any, Mapping[str, Any]]] = {}
 
     def computed(self, atom: Atom) -> Value:
         """Returns `atom` as the output of a node."""
@@ -110,16 +103,6 @@ class _Builder:
         if value.node is None:
             return self._append(Node(lax.copy_p, (), {}), [value], [value.aval])[0]
         return value
-
-    def inline(self, jaxpr: Any, args: Sequence[Atom]) -> list[Atom]:
-        """Appends the nodes of a (closed) jaxpr applied to `args`."""
-        return interpret(
-            jaxpr,
-            args,
-            constant=self._const,
-            literal=literal,
-            equation=self._equation,
-        )
 
     def _equation(self, eqn: Any, inputs: list[Atom]) -> Sequence[Atom]:
         name = eqn.primitive.name
@@ -131,15 +114,16 @@ class _Builder:
         if name == "scan":
             xs = inputs[eqn.params["num_consts"] + eqn.params["num_carry"] :]
             if any(self._is_stacked(atom) for atom in xs):
-                return self._peel(eqn, inputs)
+                return self._unroll(eqn, inputs)
         avals = [var.aval for var in eqn.outvars]
         node = Node(eqn.primitive, (), eqn.params, context=eqn.ctx)
         special = _SPECIAL.get(name)
         found = special(self, eqn.params, avals[0], inputs) if special else None
-        if found is None and name in POINTWISE:
-            found = self._pointwise(node, avals[0], inputs)
         if found is not None:
             return [found]
+        is_on_stack = any(isinstance(atom, Stack) for atom in inputs)
+        if is_on_stack and _is_pointwise(node, inputs, avals):
+            return [self._on_items(node, avals[0], inputs)]
         return self._append(node, inputs, avals)
 
     def _constrained(
@@ -168,10 +152,6 @@ class _Builder:
         self.nodes.append(node)
         return node.outputs
 
-    def _const(self, array: Any) -> Value:
-        origin = self._consts.setdefault(id(array), Const(len(self._consts)))
-        return self.input(origin, jax.typeof(array))
-
     def _value(self, atom: Atom) -> Value:
         """Returns `atom` as one value; concatenates a stack, once."""
         if isinstance(atom, Value):
@@ -183,7 +163,8 @@ class _Builder:
 
     def _call(self, function: Callable[..., Any], *args: Value) -> Value:
         """Appends the nodes of `function`, traced on the types of `args`."""
-        closed = jax.make_jaxpr(function)(*(_struct(value.aval) for value in args))
+        types = (struct(value.aval, typed_sharding(value.aval)) for value in args)
+        closed = jax.make_jaxpr(function)(*types)
         return self._value(self.inline(closed, args)[0])
 
     # Scans.
@@ -195,11 +176,11 @@ class _Builder:
         node = atom.node
         return (
             node is not None
-            and _is_same_shape(node)
+            and _is_pointwise(node, node.inputs, [out.aval for out in node.outputs])
             and any(self._is_stacked(value) for value in node.inputs)
         )
 
-    def _peel(self, eqn: Any, inputs: list[Atom]) -> list[Atom]:
+    def _unroll(self, eqn: Any, inputs: list[Atom]) -> list[Atom]:
         params = eqn.params
         num_consts, num_carry = params["num_consts"], params["num_carry"]
         length = params["length"]
@@ -222,16 +203,14 @@ class _Builder:
         """Returns element `i` of `atom` along its leading axis."""
         if isinstance(atom, Stack):
             return atom.items[i]
-        if isinstance(atom.origin, Piece):
-            return self._piece_item(atom, atom.origin, i)
+        piece = atom.origin
+        if isinstance(piece, Piece):
+            row = i + (piece.rows[0] if piece.rows else 0)
+            aval = item_aval(atom.aval)
+            return self.input(Piece(piece.leaf, (*piece.index, row)), aval)
         if (atom, i) not in self._items:
             self._items[atom, i] = self._computed_item(atom, i)
         return self._items[atom, i]
-
-    def _piece_item(self, value: Value, piece: Piece, i: int) -> Value:
-        row = i + (piece.rows[0] if piece.rows else 0)
-        aval = item_aval(value.aval)
-        return self.input(Piece(piece.leaf, (*piece.index, row)), aval)
 
     def _computed_item(self, value: Value, i: int) -> Value:
         node = value.node
@@ -247,36 +226,30 @@ class _Builder:
                 return self._append(node, node.inputs, [aval], **own)[0]
         if node is not None and self._is_stacked(value):
             parts = self._parts(node.inputs, i)
-            return self._append(self._thin(node), parts, [item_aval(value.aval)])[0]
+            return self._append(self._for_item(node), parts, [item_aval(value.aval)])[0]
         number = self.input(Number(i), jax.typeof(np.int32(0)))
         return self._call(_take, value, number)
 
     def _parts(self, atoms: Sequence[Atom], i: int) -> list[Atom]:
         return [self.item(atom, i) if atom.aval.shape else atom for atom in atoms]
 
-    # Special cases for stacks and slices of params; None for the ordinary treatment.
-
-    def _pointwise(self, node: Node, aval: Any, inputs: Sequence[Atom]) -> Atom | None:
-        if node.name == _CONSTRAINT and not _is_named(node):
-            return None
-        same = all(atom.aval.shape in ((), aval.shape) for atom in inputs)
-        if not same or not any(isinstance(atom, Stack) for atom in inputs):
-            return None
-        thin, item = self._thin(node), item_aval(aval)
+    def _on_items(self, node: Node, aval: Any, inputs: Sequence[Atom]) -> Stack:
+        """Returns the result of a pointwise operation on a stack, as a stack."""
+        node, item = self._for_item(node), item_aval(aval)
         rows = (self._parts(inputs, i) for i in range(aval.shape[0]))
-        return Stack(aval, tuple(self._row(thin, item, parts) for parts in rows))
+        return Stack(aval, tuple(self._on_item(node, item, parts) for parts in rows))
 
-    def _row(self, node: Node, aval: Any, parts: list[Atom]) -> Atom:
+    def _on_item(self, node: Node, aval: Any, parts: list[Atom]) -> Atom:
         if node.name == "add_any":
             present = [part for part in parts if part not in self._zeros]
             if len(present) < 2:
                 return (present or parts)[0]
         if any(isinstance(part, Stack) for part in parts):
-            return self._pointwise(node, aval, parts) or parts[0]
+            return self._on_items(node, aval, parts)
         return self._append(node, parts, [aval])[0]
 
-    def _thin(self, node: Node) -> Node:
-        """A pointwise operation for one element of a stack.
+    def _for_item(self, node: Node) -> Node:
+        """Returns a pointwise operation for one element of a stack.
 
         Its parameters are one object for all elements.
         """
@@ -284,7 +257,7 @@ class _Builder:
             return node
         params = node.params
         key = id(params)
-        if key not in self._thinned:
+        if key not in self._item_params:
             sharding, free = params["sharding"], params["unconstrained_dims"]
             spec = PartitionSpec(*tuple(sharding.spec)[1:])
             own = {
@@ -292,8 +265,10 @@ class _Builder:
                 "sharding": sharding.update(spec=spec),
                 "unconstrained_dims": frozenset(dim - 1 for dim in free if dim),
             }
-            self._thinned[key] = params, own
-        return Node(node.primitive, (), self._thinned[key][1], context=node.context)
+            self._item_params[key] = params, own
+        return Node(node.primitive, (), self._item_params[key][1], context=node.context)
+
+    # Special cases for stacks and slices of params; None for the ordinary treatment.
 
     def _slice(self, params: Any, aval: Any, inputs: Sequence[Atom]) -> Atom | None:
         """Returns rows of a param or of a stack without the rest."""
@@ -361,17 +336,15 @@ _SPECIAL: dict[str, Callable[..., Atom | None]] = {
 }
 
 
-def _is_same_shape(node: Node) -> bool:
-    if node.name not in POINTWISE or len(node.outputs) != 1:
+def _is_pointwise(node: Node, inputs: Sequence[Atom], avals: Sequence[Any]) -> bool:
+    """Whether elements of the one result depend on those of operands of its shape."""
+    if node.name not in POINTWISE or len(avals) != 1:
         return False
-    if node.name == _CONSTRAINT and not _is_named(node):
+    if node.name == _CONSTRAINT and not isinstance(
+        node.params["sharding"], NamedSharding
+    ):
         return False
-    shape = node.outputs[0].aval.shape
-    return all(value.aval.shape in ((), shape) for value in node.inputs)
-
-
-def _is_named(node: Node) -> bool:
-    return isinstance(node.params["sharding"], NamedSharding)
+    return all(atom.aval.shape in ((), avals[0].shape) for atom in inputs)
 
 
 def _take(array: jax.Array, i: jax.Array) -> jax.Array:
@@ -381,12 +354,3 @@ def _take(array: jax.Array, i: jax.Array) -> jax.Array:
         array, starts, (1, *array.shape[1:]), allow_negative_indices=False
     )
     return lax.squeeze(row, (0,))
-
-
-def _struct(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(
-        aval.shape,
-        aval.dtype,
-        weak_type=aval.weak_type,
-        sharding=typed_sharding(aval),
-    )

@@ -18,14 +18,14 @@ from jaxinf import compat
 from jaxinf.program.graph import Node, Value
 from jaxinf.streaming.program.meshes import typed_sharding
 
-__all__ = ["Keys", "stable"]
+__all__ = ["Keys", "stable_digest"]
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), np.generic, np.dtype)
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _OBJECT = re.compile(r"#\d+")
 
 
-def stable(lines: Iterable[str]) -> str:
+def stable_digest(lines: Iterable[str]) -> str:
     """Returns a digest of `lines` that is the same in every process."""
     return _digest(_OBJECT.sub("", line) for line in lines)
 
@@ -62,9 +62,9 @@ class Keys:
         self, inputs: Sequence[Value], nodes: Sequence[Node], outputs: Sequence[Value]
     ) -> str:
         """Key of a program: equal ones of the same graph have equal keys."""
-        return _digest(self.lines(inputs, nodes, outputs))
+        return _digest(self.describe(inputs, nodes, outputs))
 
-    def lines(
+    def describe(
         self, inputs: Sequence[Value], nodes: Sequence[Node], outputs: Sequence[Value]
     ) -> Iterator[str]:
         """Yields the text of a program's computation: nodes with numbered values."""
@@ -113,7 +113,7 @@ class Keys:
         return self._object(item)
 
     def _object(self, item: Any) -> str:
-        """Text of an object, by equality if it has one, and by name for `stable`."""
+        """Text of an object, by equality if it has one, and by name otherwise."""
         try:
             number = self._objects.setdefault(item, len(self._objects))
         except TypeError:  # not hashable: itself only

@@ -11,7 +11,7 @@ from jaxinf.program.graph import Node
 from jaxinf.streaming.program.classify import TINY_BYTES, Classes
 from jaxinf.streaming.program.graph import Graph, Piece, num_bytes
 
-__all__ = ["Order", "schedule"]
+__all__ = ["Order", "ordered"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Order:
     backward: tuple[Node, ...]
 
 
-def schedule(graph: Graph, classes: Classes) -> Order:
+def ordered(graph: Graph, classes: Classes) -> Order:
     """Orders the nodes of `graph`."""
     ordered = [node for node in graph.nodes if node not in classes.free]
     forward = [node for node in ordered if node not in classes.backward]
@@ -37,7 +37,10 @@ def _penalties_early(forward: list[Node], classes: Classes) -> list[Node]:
     """Moves reductions of params next to another use, so that one fetch serves both."""
     hosts = _hosts(forward, classes)
     while True:
-        order = _with_hosts(forward, hosts, classes)
+        waiting = _Waiting(forward, classes)
+        for node, host in hosts.items():
+            waiting.wait(node, host)
+        order = waiting.ordered()
         if len(order) == len(forward):
             return order
         # Hosts need these themselves (normalised weights, say), so they stay in place.
@@ -67,18 +70,6 @@ def _hosts(forward: list[Node], classes: Classes) -> dict[Node, Node]:
     return found
 
 
-def _with_hosts(
-    forward: list[Node], hosts: dict[Node, Node], classes: Classes
-) -> list[Node]:
-    """Returns the order in which each node follows its host, if it can."""
-    graph = _Waiting(forward, classes)
-    for node, host in hosts.items():
-        graph.wait(node, host)
-    for node in forward:
-        graph.emit(node)
-    return graph.order
-
-
 def _gradients_early(
     backward: list[Node], graph: Graph, classes: Classes
 ) -> list[Node]:
@@ -88,11 +79,9 @@ def _gradients_early(
     gradient until the end.
     """
     early = _only_gradients(backward, graph, classes)
-    waiting = _Waiting(backward, classes, early)
-    for node in backward:
-        waiting.emit(node)
-    assert len(waiting.order) == len(backward), "every node runs once"
-    return waiting.order
+    order = _Waiting(backward, classes, early).ordered()
+    assert len(order) == len(backward), "every node runs once"
+    return order
 
 
 class _Waiting:
@@ -107,7 +96,8 @@ class _Waiting:
     def __init__(
         self, nodes: list[Node], classes: Classes, eager: Iterable[Node] = ()
     ) -> None:
-        self.order: list[Node] = []
+        self._nodes = nodes
+        self._order: list[Node] = []
         self._asked = set(eager)
         self._done: set[Node] = set()
         self._missing: dict[Node, set[Node]] = {}
@@ -125,7 +115,13 @@ class _Waiting:
             self._missing[node].add(other)
             self._readers.setdefault(other, []).append(node)
 
-    def emit(self, node: Node) -> None:
+    def ordered(self) -> list[Node]:
+        """Returns the nodes in an order without those that wait for each other."""
+        for node in self._nodes:
+            self._emit(node)
+        return self._order
+
+    def _emit(self, node: Node) -> None:
         """Appends a node, once its needs are met, and the nodes that waited for it."""
         self._asked.add(node)
         ready = deque([] if self._missing[node] else [node])
@@ -134,22 +130,20 @@ class _Waiting:
             if current not in self._asked or current in self._done:
                 continue
             self._done.add(current)
-            self.order.append(current)
+            self._order.append(current)
             for reader in self._readers.get(current, ()):
                 self._missing[reader].discard(current)
                 if not self._missing[reader]:
                     ready.append(reader)
 
 
-def _only_gradients(
-    backward: list[Node], graph: Graph, classes: Classes
-) -> dict[Node, None]:
-    """Returns cheap backward nodes whose results reach only gradients, in order."""
+def _only_gradients(backward: list[Node], graph: Graph, classes: Classes) -> set[Node]:
+    """Returns cheap backward nodes whose results reach only gradients."""
     read_by_others = {value.node for value in graph.results}
-    found: list[Node] = []
+    found: set[Node] = set()
     for node in reversed(backward):
         if node in classes.light and node not in read_by_others:
-            found.append(node)
+            found.add(node)
         else:
             read_by_others.update(value.node for value in classes.needs[node])
-    return dict.fromkeys(reversed(found))
+    return found

@@ -12,7 +12,8 @@ from typing import Any
 import jax
 
 from jaxinf.program.graph import Compute, Node, Value, bind, evaluate
-from jaxinf.streaming.program.graph import Piece, aval_bytes, num_bytes
+from jaxinf.schedule.occupancy import Stay, occupancy
+from jaxinf.streaming.program.graph import Piece, aval_bytes, num_bytes, struct
 from jaxinf.streaming.program.keys import Keys
 from jaxinf.streaming.program.lifetimes import Lifetimes
 from jaxinf.streaming.program.primitives import LIGHT
@@ -51,8 +52,8 @@ class Program:
     def params(self) -> tuple[tuple[Piece, int], ...]:
         """The parts of params that it reads, in the order of its inputs, and bytes."""
         return tuple(
-            (value.origin, num_bytes)
-            for value, num_bytes in zip(self.inputs, self.input_bytes, strict=True)
+            (value.origin, aval_bytes(value.aval))
+            for value in self.inputs
             if isinstance(value.origin, Piece)
         )
 
@@ -81,21 +82,15 @@ class Program:
         """Estimated memory beside inputs and outputs."""
         last = {v: i for i, node in enumerate(self.nodes) for v in node.inputs}
         last.update(dict.fromkeys(self.outputs, -1))
-        live = peak = largest = 0
-        ends: dict[int, int] = {}
+        stays: list[Stay] = []
+        largest = 0
         for i, node in enumerate(self.nodes):
-            own = num_bytes(v for v in node.outputs if last.get(v, -1) >= 0)
+            own = [v for v in node.outputs if last.get(v, -1) >= 0]
             if node.name in LIGHT:
-                largest = max(largest, own)
+                largest = max(largest, num_bytes(own))
             else:
-                live += own
-                for value in node.outputs:
-                    end = last.get(value, -1)
-                    if end >= 0:
-                        ends[end] = ends.get(end, 0) + aval_bytes(value.aval)
-            peak = max(peak, live)
-            live -= ends.pop(i, 0)
-        return peak + largest
+                stays += [Stay(i, last[v] + 1, aval_bytes(v.aval)) for v in own]
+        return int(occupancy(len(self.nodes), stays).max(initial=0)) + largest
 
 
 @dataclass(frozen=True)
@@ -179,7 +174,7 @@ def compile_program(
     """
     shardings = inputs or [None] * len(program.inputs)
     avals = [
-        _struct(value.aval, sharding)
+        struct(value.aval, sharding)
         for value, sharding in zip(program.inputs, shardings, strict=True)
     ]
     function = jax.jit(
@@ -288,9 +283,3 @@ def function_of(
 
     run.__name__ = program.name.replace(" ", "_")
     return run
-
-
-def _struct(aval: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(
-        aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding
-    )

@@ -1,37 +1,19 @@
-"""Shards of params and gradients in the host's memory.
+"""Gradients on several devices, handled by their distinct shards.
 
-    buffer   [ shard 0 | shard 1 | … ]      devices 0 … read shard 0 in place,
-              each on an aligned address     so replicas take no memory of their own
-
-Invariant: an array on several devices is handled by its distinct shards. Replicas of a
-  shard have the same bits, so one of them is enough.
+Invariant: replicas of a shard have the same bits, so one of them is enough.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, SingleDeviceSharding
 
+from jaxinf.streaming.program.graph import aval_bytes
 from jaxinf.typing import Array
 
-__all__ = [
-    "Box",
-    "Gradient",
-    "ShardedGradient",
-    "boxes_of",
-    "handed_out",
-    "make_array",
-    "packed_bytes",
-    "packed_views",
-    "shards_of",
-    "whole",
-]
-
-_ALIGNED_BYTES = 64  # XLA's CPU client copies arrays at other addresses
+__all__ = ["Box", "Gradient", "ShardedGradient", "handed_out", "shards_of", "whole"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +28,15 @@ class Box:
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
+    @classmethod
+    def of(cls, index: Sequence[slice], shape: Sequence[int]) -> "Box":
+        """Returns the part at an index of an array of a shape."""
+        ranges = [s.indices(n) for s, n in zip(index, shape, strict=True)]
+        return cls(
+            tuple(first for first, _, _ in ranges),
+            tuple(end - first for first, end, _ in ranges),
+        )
+
     @property
     def slices(self) -> tuple[slice, ...]:
         """The part as an index into the array."""
@@ -53,76 +44,6 @@ class Box:
             slice(first, first + length)
             for first, length in zip(self.start, self.shape, strict=True)
         )
-
-
-def boxes_of(sharding: NamedSharding | None, shape: tuple[int, ...]) -> tuple[Box, ...]:
-    """Returns the distinct shards of an array; without a sharding the whole."""
-    if sharding is None:
-        return (Box((0,) * len(shape), shape),)
-    return _shares(sharding, shape)[0]
-
-
-@lru_cache(maxsize=4096)
-def _shares(
-    sharding: NamedSharding, shape: tuple[int, ...]
-) -> tuple[tuple[Box, ...], tuple[tuple[Any, int], ...]]:
-    """Returns the distinct shards, and for each device the number of its own."""
-    numbers: dict[Box, int] = {}
-    own = []
-    for device, index in sharding.devices_indices_map(shape).items():
-        ranges = [s.indices(n) for s, n in zip(index, shape, strict=True)]
-        box = Box(
-            tuple(first for first, _, _ in ranges),
-            tuple(end - first for first, end, _ in ranges),
-        )
-        own.append((device, numbers.setdefault(box, len(numbers))))
-    return tuple(numbers), tuple(own)
-
-
-def packed_bytes(boxes: Sequence[Box], dtype: np.dtype) -> int:
-    """Bytes of a buffer that holds all shards."""
-    if len(boxes) == 1:
-        return _num_bytes(boxes[0], dtype)
-    return sum(_aligned(_num_bytes(box, dtype)) for box in boxes)
-
-
-def packed_views(
-    memory: Array, boxes: Sequence[Box], dtype: np.dtype
-) -> tuple[Array, ...]:
-    """Returns the shards' arrays in a buffer of bytes that starts on a page."""
-    found, first = [], 0
-    for box in boxes:
-        end = first + _num_bytes(box, dtype)
-        found.append(memory[first:end].view(dtype).reshape(box.shape))
-        first = _aligned(end)
-    return tuple(found)
-
-
-def _num_bytes(box: Box, dtype: np.dtype) -> int:
-    return int(np.prod(box.shape, dtype=np.int64)) * dtype.itemsize
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
-
-
-def make_array(
-    shards: Sequence[Array | jax.Array], shape: tuple[int, ...], sharding: Any
-) -> jax.Array:
-    """Puts shards on their devices; those with the host's memory read them in place.
-
-    Args:
-      shards: From `packed_views`.
-      shape: Shape of the whole.
-      sharding: Over several devices, or of one; None for JAX's default one.
-    """
-    if not isinstance(sharding, NamedSharding):
-        return jax.device_put(shards[0], sharding)
-    parts = [
-        jax.device_put(shards[number], SingleDeviceSharding(device))
-        for device, number in _shares(sharding, shape)[1]
-    ]
-    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
 
 class ShardedGradient:
@@ -137,14 +58,12 @@ class ShardedGradient:
         self.dtype = np.dtype(array.dtype)
         self._parts: dict[Box, jax.Array] = {}
         for shard in array.addressable_shards:
-            ranges = zip(shard.index, self.shape, strict=True)
-            start = tuple(one.indices(length)[0] for one, length in ranges)
-            self._parts.setdefault(Box(start, tuple(shard.data.shape)), shard.data)
+            self._parts.setdefault(Box.of(shard.index, self.shape), shard.data)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole, on the host."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return aval_bytes(self)
 
     def parts(self, boxes: Sequence[Box]) -> tuple[Array, ...] | None:
         """Returns the shards as they are, if these are the boxes; blocks."""

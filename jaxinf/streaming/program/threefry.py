@@ -45,7 +45,7 @@ def fused_bits(key: jax.Array, shape: Sequence[int]) -> jax.Array:
     first, second = jax.random.key_data(key)
     keys = (first, second, first ^ second ^ jnp.uint32(_PARITY))
     x = jnp.full(shape, keys[0])  # the upper half of the count is 0
-    y = _counts(shape) + keys[1]
+    y = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape) + keys[1]
     for group in range(_NUM_GROUPS):
         for distance in _ROTATIONS[group % 2]:
             x = x + y
@@ -53,17 +53,6 @@ def fused_bits(key: jax.Array, shape: Sequence[int]) -> jax.Array:
         x = x + keys[(group + 1) % 3]
         y = y + keys[(group + 2) % 3] + jnp.uint32(group + 1)
     return x ^ y
-
-
-def _counts(shape: Sequence[int]) -> jax.Array:
-    """The index of each element in C order, uint32."""
-    counts = jnp.zeros(shape, jnp.uint32)
-    stride = 1
-    for axis in reversed(range(len(shape))):
-        own = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-        counts = counts + own * jnp.uint32(stride)
-        stride *= shape[axis]
-    return counts
 
 
 def _rotated(x: jax.Array, distance: int) -> jax.Array:

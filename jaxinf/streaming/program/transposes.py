@@ -28,17 +28,16 @@ def turned_products(nodes: Sequence[Node], wanted: Iterable[Value]) -> tuple[Nod
     """
     reads = Counter(value for node in nodes for value in node.inputs)
     reads.update(wanted)
-    dropped: set[Node] = set()
-    found: list[Node] = []
+    found: dict[Node, None] = {}
     for node in nodes:
         product = node.inputs[0].node if node.name == "transpose" else None
         turned = None
         if product is not None and reads[node.inputs[0]] == 1:
             turned = _turned(product, node)
-        if turned is not None and product is not None:
-            dropped.add(product)
-        found.append(turned or node)
-    return tuple(node for node in found if node not in dropped)
+            if turned is not None:
+                del found[product]
+        found[turned or node] = None
+    return tuple(found)
 
 
 def _turned(product: Node, transposed: Node) -> Node | None:

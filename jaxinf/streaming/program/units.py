@@ -1,35 +1,34 @@
 """Places of the parts of params that programs read, in a store's leaves.
 
+    memory   [ shard 0 | shard 1 | … ]      devices 0 … read shard 0 in place,
+              each on an aligned address     so replicas take no memory of their own
+
 Invariant: a unit consists of whole chunks of the store, so it is read, updated and held
-alone.
+alone; on several devices in its distinct shards.
 """
 
-from collections.abc import Callable, Container, Iterable, Sequence
+import math
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jaxinf.engine import shard_counts
 from jaxinf.io.pages import page_ceil
-from jaxinf.streaming.program.graph import Piece
+from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.meshes import piece_sharding
-from jaxinf.streaming.program.shards import (
-    Box,
-    boxes_of,
-    make_array,
-    packed_bytes,
-    packed_views,
-)
+from jaxinf.streaming.program.shards import Box
 from jaxinf.typing import Array
 
 __all__ = ["Places", "Unit", "part_counts"]
 
 # A leaf with smaller slices is one unit: they are not worth chunks of their own.
 MIN_SLICE_BYTES = 256 << 10
+_ALIGNED_BYTES = 64  # XLA's CPU client copies arrays at other addresses
 
 
 @dataclass(frozen=True)
@@ -52,20 +51,35 @@ class Unit:
     sharding: NamedSharding | None = None
     is_divided: bool = field(default=True, compare=False)
 
+    @property
+    def whole(self) -> Box:
+        """All of it."""
+        return Box((0,) * len(self.shape), self.shape)
+
+    @cached_property
+    def _of_devices(self) -> Mapping[Any, Box]:
+        """The shard of each device of the mesh; none for one device."""
+        if self.sharding is None:
+            return {}
+        indices = self.sharding.devices_indices_map(self.shape)
+        return {device: Box.of(i or (), self.shape) for device, i in indices.items()}
+
     @cached_property
     def shards(self) -> tuple[Box, ...]:
         """Its distinct shards; one on one device."""
-        return boxes_of(self.sharding, self.shape)
+        return tuple(dict.fromkeys(self._of_devices.values())) or (self.whole,)
 
     @property
     def boxes(self) -> tuple[Box, ...]:
         """The parts that the store moves: the shards, or all at once."""
-        return self.shards if self.is_divided else boxes_of(None, self.shape)
+        return self.shards if self.is_divided else (self.whole,)
 
     @cached_property
     def held_bytes(self) -> int:
         """Bytes in the host's memory, where each shard is aligned."""
-        return packed_bytes(self.shards, self.dtype)
+        if len(self.shards) == 1:
+            return self._bytes_of(self.shards[0])
+        return sum(_aligned(self._bytes_of(box)) for box in self.shards)
 
     def __hash__(self) -> int:
         return self._hash
@@ -80,14 +94,31 @@ class Unit:
         return page_ceil(max(self.held_bytes, 1))
 
     def views(self, memory: Array) -> tuple[Array, ...]:
-        """Returns the arrays of its shards in `held_bytes` of memory."""
-        return packed_views(memory, self.shards, self.dtype)
+        """Returns the arrays of its shards in `held_bytes` from a page on."""
+        found, first = [], 0
+        for box in self.shards:
+            end = first + self._bytes_of(box)
+            found.append(memory[first:end].view(self.dtype).reshape(box.shape))
+            first = _aligned(end)
+        return tuple(found)
 
     def on_devices(
         self, shards: Sequence[Array | jax.Array], device: Any = None
     ) -> jax.Array:
-        """Puts its shards on their devices, or on the one given; blocks."""
-        return make_array(shards, self.shape, self.sharding or device)
+        """Puts its shards on their devices, or on the one given; blocks.
+
+        Those that have the host's memory read the shards in place.
+        """
+        if self.sharding is None:
+            return jax.device_put(shards[0], device)
+        own = dict(zip(self.shards, shards, strict=True))
+        parts = [
+            jax.device_put(own[box], SingleDeviceSharding(device))
+            for device, box in self._of_devices.items()
+        ]
+        return jax.make_array_from_single_device_arrays(
+            self.shape, self.sharding, parts
+        )
 
     def origin_of(self, box: Box) -> tuple[int, ...]:
         """Index in the leaf of a part's first element."""
@@ -100,17 +131,24 @@ class Unit:
     @cached_property
     def num_bytes(self) -> int:
         """Bytes of the params on the JAX device."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return aval_bytes(self)
 
     @property
     def origin(self) -> tuple[int, ...]:
         """Index in the leaf of its first element."""
-        return (*self.index, *(0 for _ in self.shape))
+        return self.origin_of(self.whole)
 
     @property
     def extent(self) -> tuple[int, ...]:
         """Its shape in the leaf."""
-        return (*(1 for _ in self.index), *self.shape)
+        return self.extent_of(self.whole)
+
+    def _bytes_of(self, box: Box) -> int:
+        return math.prod(box.shape) * self.dtype.itemsize
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
 class Places:
@@ -129,7 +167,6 @@ class Places:
         undivided: Container[int] = (),
     ) -> None:
         self._leaves = leaves
-        self._shapes = [leaf.shape for leaf in leaves]
         self._can_move = can_move
         self._undivided = undivided
         self._units: dict[tuple[int, tuple[int, ...]], Unit] = {}
@@ -148,25 +185,24 @@ class Places:
         return Piece(piece.leaf, piece.index[len(unit.index) :], piece.rows)
 
     def _find(self, leaf: int, index: tuple[int, ...]) -> Unit:
-        own = index[: self._depth(leaf, len(index))]
-        shape, aval = self._shapes[leaf][len(own) :], self._leaves[leaf]
+        aval, own = self._leaves[leaf], index[: self._depth(leaf, len(index))]
         sharding = piece_sharding(aval.sharding, Piece(leaf, own))
-        unit = Unit(leaf, own, shape, np.dtype(aval.dtype), sharding)
-        return replace(unit, is_divided=self._divides(unit))
-
-    def _divides(self, unit: Unit) -> bool:
-        if len(unit.shards) == 1:
-            return True
-        return unit.leaf not in self._undivided and all(
-            self._can_move(unit.leaf, unit.origin_of(box), unit.extent_of(box))
-            for box in unit.shards
+        dtype = np.dtype(aval.dtype)
+        unit = Unit(leaf, own, aval.shape[len(own) :], dtype, sharding)
+        is_divided = len(unit.shards) == 1 or (
+            leaf not in self._undivided
+            and all(
+                self._can_move(leaf, unit.origin_of(box), unit.extent_of(box))
+                for box in unit.shards
+            )
         )
+        return replace(unit, is_divided=is_divided)
 
     def _depth(self, leaf: int, most: int) -> int:
         """Counts the leading axes, up to `most`, on which chunks have the length 1."""
         key = (leaf, most)
         if key not in self._depths:
-            shape = self._shapes[leaf]
+            shape = self._leaves[leaf].shape
             depth = most
             # The first box decides for all, since the last one may be a partial chunk.
             while depth and not self._can_move(

@@ -20,7 +20,7 @@ from jaxinf import compat
 from jaxinf.csd import ScalarInputs
 from jaxinf.engine import ParamsReader, SlotRequest, Training
 from jaxinf.io.pages import page_ceil
-from jaxinf.program import LeafPart, Passes, UpdateProgram, plain
+from jaxinf.program import LeafPart, Passes, UpdateProgram, key_data
 from jaxinf.program.graph import Value
 from jaxinf.streaming.move.scratch import aligned
 from jaxinf.streaming.plan.memory import READER_BYTES
@@ -164,7 +164,7 @@ class PassRunner:
         new = dict(zip(closing.numbers, found, strict=True))
         self.close()
         return [
-            np.array(plain(new[value]) if value.constant is None else value.constant)
+            np.array(key_data(new[value]) if value.constant is None else value.constant)
             for value in self.passes.prologue.scalar_state
         ]
 
