@@ -29,7 +29,7 @@ logger of callbacks         moves with JAX's modules. Moved: JAX's traceback is 
 modules of callbacks        move with JAX's. Moved: Ctrl-C just before or behind a
                             callback of a store fails the computation
 ``Primitive``, ``Literal``  of ``jax.extend.core``, and jaxprs; fields of equations,
-                            which ``jaxinf/program/graph.py`` and ``jaxinf/stream``
+                            which ``jaxinf/program`` and ``jaxinf/streaming/program``
                             read. Not there: ``tx.init`` fails while it traces
 ``jax.interpreters``        rules of a primitive of our own. Not there, or other rules:
                             ``import jaxinf`` fails, or ``tx.update`` while it is traced

@@ -4,9 +4,10 @@ Invariant: nodes are in an order in which they can be computed. Every value has 
   that computes it, and a mark whether it depends on stored state.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -16,17 +17,15 @@ from jaxinf import compat
 __all__ = [
     "Compute",
     "Graph",
+    "Inliner",
     "Node",
     "Value",
     "bind",
     "build_graph",
     "evaluate",
-    "interpret",
     "local_owners",
     "prune",
 ]
-
-_T = TypeVar("_T")
 
 
 @dataclass(eq=False, slots=True, repr=False)
@@ -180,50 +179,52 @@ def evaluate(
     return [read(value) for value in outputs]
 
 
-def interpret(
-    jaxpr: Any,
-    args: Sequence[_T],
-    *,
-    constant: Callable[[Any], _T],
-    literal: Callable[[Any], _T],
-    equation: Callable[[Any, list[_T]], Sequence[_T]],
-) -> list[_T]:
-    """Evaluates a jaxpr, equation by equation, on values of the caller's type.
+class Inliner(ABC):
+    """Makes the values of a jaxpr, equation by equation."""
 
-    Args:
-      jaxpr: The jaxpr, closed or not.
-      args: The values of its inputs.
-      constant: Makes the value of a constant.
-      literal: Makes the value of a literal.
-      equation: ``equation(eqn, inputs)`` returns the values of the equation's outputs.
+    def inline(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+        """Returns the results of a (closed) jaxpr applied to `args`."""
+        consts = [self._const(value) for value in getattr(jaxpr, "consts", ())]
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
 
-    Returns:
-      The values of the jaxpr's outputs.
-    """
-    consts = [constant(value) for value in getattr(jaxpr, "consts", ())]
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    env: dict[Any, _T] = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
+        def read(atom: Any) -> Any:
+            is_literal = isinstance(atom, compat.Literal)
+            return self._literal(atom) if is_literal else env[atom]
 
-    def read(atom: Any) -> _T:
-        return literal(atom) if isinstance(atom, compat.Literal) else env[atom]
+        for eqn in jaxpr.eqns:
+            outputs = self._equation(eqn, [read(atom) for atom in eqn.invars])
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
 
-    for eqn in jaxpr.eqns:
-        outputs = equation(eqn, [read(atom) for atom in eqn.invars])
-        env.update(zip(eqn.outvars, outputs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    def _literal(self, literal: Any) -> Value:
+        return Value(literal.aval, constant=literal.val)
+
+    @abstractmethod
+    def _const(self, array: Any) -> Value:
+        """Returns the value of an array that the function closed over."""
+
+    @abstractmethod
+    def _equation(self, eqn: Any, inputs: list[Any]) -> Sequence[Any]:
+        """Returns the results of an equation."""
 
 
-class _Builder:
+class _Builder(Inliner):
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self._callers: list[Any] = []
 
-    def inline(self, jaxpr: Any, args: Sequence[Value]) -> list[Value]:
-        """Appends the nodes of a (closed) jaxpr applied to `args`."""
-        return interpret(
-            jaxpr, args, constant=_constant, literal=_literal, equation=self._equation
-        )
+    def _const(self, array: Any) -> Value:
+        aval = jax.ShapeDtypeStruct(np.shape(array), array.dtype)
+        return Value(aval, constant=array)
+
+    def _literal(self, literal: Any) -> Value:
+        aval = literal.aval
+        if aval.shape:
+            return Value(aval, constant=literal.val)
+        number = np.asarray(literal.val).astype(aval.dtype)[()]
+        return Value(aval, constant=number)
 
     def _equation(self, eqn: Any, inputs: list[Value]) -> Sequence[Value]:
         name = eqn.primitive.name
@@ -295,16 +296,3 @@ def _is_identity(name: str, inputs: Sequence[Value], avals: Sequence[Any]) -> bo
         value.shape == tuple(aval.shape) and value.dtype == aval.dtype
         for value, aval in zip(inputs, avals, strict=False)
     )
-
-
-def _constant(array: Any) -> Value:
-    aval = jax.ShapeDtypeStruct(np.shape(array), array.dtype)
-    return Value(aval, constant=array)
-
-
-def _literal(literal: Any) -> Value:
-    aval = literal.aval
-    if aval.shape:
-        return Value(aval, constant=literal.val)
-    number = np.asarray(literal.val).astype(aval.dtype)[()]
-    return Value(aval, constant=number)

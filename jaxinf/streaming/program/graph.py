@@ -5,23 +5,22 @@ part of the program's text.
 """
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
 
-from jaxinf.program.graph import Node, Value, interpret
+from jaxinf.program.graph import Inliner, Node, Value
 
 __all__ = [
     "Batch",
     "Const",
     "Graph",
-    "Inliner",
     "Number",
     "Origin",
     "Piece",
+    "ProgramInliner",
     "Seed",
     "aval_bytes",
     "num_bytes",
@@ -98,8 +97,8 @@ class Graph:
         return (*self.results, *self.gradients.values())
 
 
-class Inliner(ABC):
-    """Makes the values of a jaxpr, equation by equation; an input has one value.
+class ProgramInliner(Inliner):
+    """Inlines a program; each of its inputs has one value.
 
     Args:
       consts: Arrays that the program closes over.
@@ -113,16 +112,6 @@ class Inliner(ABC):
         self._numbers = {id(const): i for i, const in enumerate(self.consts)}
         self._inputs: dict[tuple[Origin, Any], Value] = {}
 
-    def inline(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-        """Returns the results of a (closed) jaxpr applied to `args`."""
-        return interpret(
-            jaxpr,
-            args,
-            constant=self._const,
-            literal=lambda atom: Value(atom.aval, constant=atom.val),
-            equation=self._equation,
-        )
-
     def input(self, origin: Origin, aval: Any) -> Value:
         """Returns the value of an input, the same one for the same origin."""
         key = origin, aval.dtype
@@ -133,10 +122,6 @@ class Inliner(ABC):
         if number == len(self.consts):
             self.consts.append(array)
         return self.input(Const(number), jax.typeof(array))
-
-    @abstractmethod
-    def _equation(self, eqn: Any, inputs: list[Any]) -> Sequence[Any]:
-        """Returns the results of an equation."""
 
 
 def aval_bytes(aval: Any) -> int:

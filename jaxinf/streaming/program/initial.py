@@ -23,8 +23,8 @@ from jaxinf.store import ScalarState, encode_path
 from jaxinf.streaming.program.graph import (
     Batch,
     Const,
-    Inliner,
     Number,
+    ProgramInliner,
 )
 from jaxinf.streaming.program.keys import Keys
 from jaxinf.streaming.program.meshes import (
@@ -170,7 +170,7 @@ class LeafMaker:
         )
 
 
-class _Builder(Inliner):
+class _Builder(ProgramInliner):
     """Inlines calls; folds counts of the calls of a random key into numbers.
 
     The keys of leaves differ only in a number that a key is folded with. This number

@@ -20,10 +20,10 @@ from jaxinf.program.graph import Node, Value, prune
 from jaxinf.streaming.program.graph import (
     Batch,
     Graph,
-    Inliner,
     Number,
     Origin,
     Piece,
+    ProgramInliner,
     Seed,
     struct,
 )
@@ -85,7 +85,7 @@ def _pieces(
         yield from _pieces(leaf, item, (*index, i))
 
 
-class _Builder(Inliner):
+class _Builder(ProgramInliner):
     """Collects nodes; `inline` is recursive for calls and bodies of scans."""
 
     def __init__(self, traced: Traced) -> None:
