@@ -24,15 +24,14 @@ def on_four(process, place):
     return lambda function, *arguments: process.run(function, place, *arguments)
 
 
-@pytest.mark.parametrize(
-    "kind", ["explicit", pytest.param("named", marks=LONG), *OTHER_KINDS]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["explicit", "named", "specs", "shard_map", "jit"])
 def test_programs_are_those_of_one_jit(kind, on_four):
     on_four("programs", kind)
 
 
 @pytest.mark.parametrize(
-    "kind", ["named", pytest.param("explicit", marks=LONG), *OTHER_KINDS]
+    "kind", ["explicit", pytest.param("named", marks=LONG), *OTHER_KINDS]
 )
 def test_training_is_that_of_one_device(kind, on_four):
     on_four("training", kind)
