@@ -15,7 +15,7 @@ files-with = $(shell grep -rl --include='test_*.py' '$1' tests)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train big bigger test test-long test-models test-compilers test-accelerators test-accelerators-all test-newest test-oldest test-hls test-cards test-xrt test-distributed test-faults faults wheels test-wheels docs docs-check coverage lint clean
+.PHONY: help train big bigger test test-long test-models test-compilers test-accelerators test-accelerators-all test-newest test-oldest test-hls test-cards test-xrt test-distributed test-faults faults wheels test-wheels docs docs-check docs-links coverage lint clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -128,6 +128,11 @@ docs-check: docs  ## every page of the site in a browser (installs Debian's chro
 	command -v chromium >/dev/null || ! command -v apt-get >/dev/null || { \
 	  $(SUDO) apt-get update -qq && $(SUDO) apt-get install -qq -y --no-install-recommends chromium; } || true
 	$(BIN)/python scripts/check_site.py build/docs
+
+docs-links: $(VENV)/installed  ## links that leave the site; needs the network
+	$(BIN)/python -m pip install --quiet '.[docs,test]'
+	$(BIN)/sphinx-build -q -b linkcheck -D nb_execution_mode=off \
+	  -d build/doctrees-links docs build/links
 
 lint: $(VENV)/installed  ## ruff and pyright
 	$(BIN)/python -m pip install --quiet '.[dev,test-xrt]'

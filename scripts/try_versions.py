@@ -25,10 +25,17 @@ GROUPS = {
     "streaming": "tests/streaming/test_streamed.py",
     "programs": "tests/program tests/kernels/test_operations.py",
     "bits": "tests/kernels/test_bits.py",
+    "trainer": "tests/train/test_run.py tests/distributed/test_training.py",
     "stock readers": "tests/store/test_stock_readers.py "
     "tests/layout/test_zarr_readers.py tests/exchange/test_orbax_export.py",
 }
 PINNED = (*WATCHED, "grain", "numpy")
+FIRST_WITH_PYTHON = {
+    (3, 13): {"numpy": "2.1.0"},
+    (3, 14): {"numpy": "2.3.2", "tensorstore": "0.1.79"},
+}
+"""The oldest releases with wheels for a Python, where these are above a lower bound."""
+
 LIMIT_S = 1800
 
 
@@ -86,6 +93,7 @@ def requirements(*, with_pre_releases: bool = False, oldest: bool = False) -> li
         assert bound, f"pyproject.toml: expected NAME>=VERSION, found {requirement}"
         name, lower = bound.groups()
         if oldest:
+            lower = FIRST_WITH_PYTHON.get(sys.version_info[:2], {}).get(name, lower)
             result.append(f"{name}{'==' if name in PINNED else '>='}{lower}")
             continue
         is_watched = with_pre_releases and name in WATCHED

@@ -135,6 +135,7 @@ from jaxinf.compat.tracing import (
     is_in_transformation,
     is_tracing,
     without_examples,
+    x64,
 )
 from jaxinf.compat.trees import (
     array_in,
@@ -209,4 +210,5 @@ __all__ = [
     "varies_between_runs",
     "without_examples",
     "without_library_reductions",
+    "x64",
 ]

@@ -43,6 +43,8 @@ def test_the_page_is_up_to_date():
     page = (ROOT / "docs" / "optimizers.md").read_text()
     if f"optax {optax.__version__}," not in page:
         pytest.skip(f"the page is about another optax than {optax.__version__}")
+    if jax.__version_info__ < (0, 10):
+        pytest.skip("older JAX has other primitives, which the page's reasons name")
     assert SCRIPT["rendered"](page) == page, (
         "regenerate it: python scripts/classify_optimizers.py --write"
     )

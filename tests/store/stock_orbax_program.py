@@ -15,6 +15,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.experimental import v1
 
+HAS_LOAD = hasattr(v1, "load")
+"""Older releases of the experimental interface open no directory without its marker."""
+
 MESH = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
@@ -61,10 +64,12 @@ def check_directory(path, arrays):
             arguments = ocp.checkpoint_utils.construct_restore_args(wanted)
             restored = checkpointer.restore(path, restore_args=arguments)
             check(restored, arrays, sharding)
-        check(v1.load(path, wanted), arrays, sharding)
-    assert v1.is_orbax_checkpoint(path)
-    check(v1.load(path), arrays)
-    assert sorted(v1.metadata(path).metadata) == sorted(metadata)
+        if HAS_LOAD:
+            check(v1.load(path, wanted), arrays, sharding)
+    if HAS_LOAD:
+        assert v1.is_orbax_checkpoint(path)
+        check(v1.load(path), arrays)
+        assert sorted(v1.metadata(path).metadata) == sorted(metadata)
 
 
 def check_manager(root, step, arrays):
@@ -80,6 +85,8 @@ def check_manager(root, step, arrays):
         for sharding in (one_device, sharding_of):
             wanted = target(metadata, sharding)
             check(manager.restore(step, args=standard(wanted)), arrays, sharding)
+    if not HAS_LOAD:
+        return
     with v1.training.Checkpointer(root) as checkpointer:
         assert [c.step for c in checkpointer.checkpoints] == [step]
         check(checkpointer.load(step), arrays)
