@@ -4,10 +4,12 @@ Invariant: no combination of fields is ignored in silence.
 """
 
 import dataclasses
+import math
+from pathlib import Path
 
 from jaxinf_models import MODELS
 
-from jaxinf.command_line import UsageError
+from jaxinf.command_line import UsageError, flags_of
 from jaxinf.csd import parse_csd
 from jaxinf.streaming import check_resident
 from jaxinf.train.config import TrainConfig
@@ -28,6 +30,7 @@ def check(config: TrainConfig) -> TrainConfig:
       UsageError: names the flag, the value found and the remedy.
       ExchangeError: the files of --from or --model-config cannot be read.
     """
+    _check_places(config)
     _check_ranges(config)
     config = _with_files(config)
     _check_model(config)
@@ -88,6 +91,20 @@ def _check_compression(config: TrainConfig) -> None:
         )
 
 
+def _check_places(config: TrainConfig) -> None:
+    for flag in flags_of(TrainConfig):
+        value = getattr(config, flag.field.name)
+        for path in value if isinstance(value, tuple) else (value,):
+            try:
+                if isinstance(path, Path):
+                    path.expanduser()
+            except RuntimeError as error:
+                raise UsageError(
+                    f"--{flag.name} {path}: expected the home of a user, found no such "
+                    "user; give the path in full"
+                ) from error
+
+
 def _check_ranges(config: TrainConfig) -> None:
     for name, least in (
         ("steps", 1 if config.source is None else 0),
@@ -115,6 +132,9 @@ def _check_ranges(config: TrainConfig) -> None:
             )
     if config.seed >= 1 << 32:
         raise UsageError(f"--seed: expected less than 2**32, got {config.seed}")
+    for name in ("learning_rate", "weight_decay", "momentum"):
+        if (getattr(config, name) or 0) == math.inf:
+            raise UsageError(f"{_flag(name)}: expected a finite number, got inf")
     if config.learning_rate is not None and not config.learning_rate > 0:
         raise UsageError(
             f"--learning-rate: expected more than 0, got {config.learning_rate}"
