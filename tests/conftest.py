@@ -60,8 +60,8 @@ COMPILED_QUICKLY = {
     *("test_started.py", "test_transform_refusals.py", "test_untrained_leaves.py"),
     *("test_interrupted.py", "test_saved_plans.py", "test_refused.py"),
 }
-# Without them, a fused step and its parts have other bits.
-COMPILED_FULLY = {"test_optimizers.py"}
+# Without them, a fused step and its parts, or optax in a jit, have other bits.
+COMPILED_FULLY = {"test_migration.py", "test_optimizers.py"}
 
 
 FLAGS = os.environ.get("XLA_FLAGS", "").split()
