@@ -26,6 +26,7 @@ from jaxinf import compat
 from jaxinf.engine import Store, sum_bits
 from jaxinf.errors import DeviceConfigurationError
 from jaxinf.interrupts import interrupts
+from jaxinf.optimizer.packing import Packing
 from jaxinf.typing import Array, PyTree
 
 __all__ = [
@@ -240,13 +241,15 @@ def call_host(
 def _call(host: Host, avals: PyTree, arguments: PyTree) -> Any:
     if shares_memory(is_local=True):
         return compat.call_with_buffers(partial(_with_buffers, host), avals, arguments)
+    packing = Packing.of(arguments)
+    packed = packing.pack(arguments)
     if jax.default_backend() != "tpu":
-        function = partial(_with_copies, host, avals)
-        return compat.call_with_copies(function, avals, arguments)
+        function = partial(_with_copies, host, avals, packing)
+        return compat.call_with_copies(function, avals, packed)
     # JAX gives all results of a call the first one's sharding, with as many axes.
     flat = jax.tree.map(lambda a: jax.ShapeDtypeStruct((a.size,), a.dtype), avals)
-    function = partial(_with_copies, host, avals, is_flat=True)
-    found = compat.call_with_copies(function, flat, arguments)
+    function = partial(_with_copies, host, avals, packing, is_flat=True)
+    found = compat.call_with_copies(function, flat, packed)
     return jax.tree.map(lambda x, aval: x.reshape(aval.shape), found, avals)
 
 
@@ -362,10 +365,15 @@ def _with_buffers(host: Host, context: Any, outs: PyTree, arguments: PyTree) -> 
 
 
 def _with_copies(
-    host: Host, avals: PyTree, arguments: PyTree, *, is_flat: bool = False
+    host: Host,
+    avals: PyTree,
+    packing: Packing,
+    packed: list[Any],
+    *,
+    is_flat: bool = False,
 ) -> PyTree:
     outs = jax.tree.map(lambda aval: np.empty(aval.shape, aval.dtype), avals)
-    host(outs, jax.tree.map(np.asarray, arguments))
+    host(outs, packing.unpack(list(map(np.asarray, packed))))
     return jax.tree.map(np.ravel, outs) if is_flat else outs
 
 

@@ -265,9 +265,8 @@ class StepCalls:
     ) -> list[LeafResult]:
         """Sends one call; compressed, if that is on, after the warm-up steps."""
         compression = self._wrapped.compression
-        if compression is None:
-            return self._send_as(host, call, None, has_results=has_results)
-        # Keeps XLA from fusing the gradient's computation with the selection.
+        # Keeps XLA from fusing the gradient's computation with what follows: the
+        # selection, or the packing of short leaves.
         leaves = tuple(
             leaf
             if leaf.gradient is None
@@ -275,6 +274,8 @@ class StepCalls:
             for leaf in call.leaves
         )
         call = call._replace(leaves=leaves)
+        if compression is None:
+            return self._send_as(host, call, None, has_results=has_results)
         numbers = [leaf.number for leaf in leaves]
         chunk_shapes = {
             n: self._host.grid(self._description, n).chunk_shape for n in numbers
