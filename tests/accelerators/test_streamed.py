@@ -135,7 +135,7 @@ def test_a_streamed_step(plan_step, name, device):
     share = 32 if name in ZOO and device == "v5e" else 2
     fitted, built = plan_step(name, device, share=share)
     check_built(built, device)
-    assert name in ZOO or any(one.donated[0] for one in built)
+    assert name != "gpt2" or any(one.donated[0] for one in built)
     calls = len(fitted.plan.distinct)
     assert len(built) > calls, "there are passes over the gradients"
     batch = fitted.plan.traced.batch
