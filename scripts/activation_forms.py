@@ -22,6 +22,7 @@ import numpy as np
 from flax import nnx
 from jaxinf_models import MODELS, loss
 
+from jaxinf.streaming.move.params import MemoryParams
 from jaxinf.streaming.move.scratch import Scratch
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Calls
@@ -75,9 +76,10 @@ class Stepper:
             piece.of(gradients[piece.leaf])[...] = gradient
 
         plan = replace(self.plan, calls=calls)
-        found, _ = Runner(plan, self.executables, values=values)(
-            self.tokens, lambda _, piece: piece.of(leaves[piece.leaf]), hand_out
-        )
+        params = MemoryParams(lambda: leaves)
+        params.begin(lambda: None)
+        runner = Runner(plan, self.executables, values=values)
+        found, _ = runner(self.tokens, params, hand_out)
         return float(np.asarray(found)), gradients
 
 

@@ -43,6 +43,7 @@ import numpy as np
 import ssdtrain_rok
 
 from jaxinf.streaming.call_timer import Watch
+from jaxinf.streaming.move.params import MemoryParams
 from jaxinf.streaming.move.scratch import RateLimits, Scratch
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Calls
@@ -186,7 +187,9 @@ class Stack:
         def loss(params: Any, batch: Any) -> jax.Array:
             return jnp.mean((STACKS[name](params, batch["x"]) - batch["y"]) ** 2)
 
-        self.leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(params)]
+        leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(params)]
+        self.params = MemoryParams(lambda: leaves)
+        self.params.begin(lambda: None)
         self.name, self.place, self.form = name, arguments.store, arguments.activations
         self.ready: Prepared = prepare(loss, params, self.batch)
         self.plan, self.most_bytes = self._cut()
@@ -263,11 +266,7 @@ class Stack:
     def step(self, policy: Policy) -> float:
         """Seconds of a step."""
         began_s = time.perf_counter()
-        loss, _ = policy.runner(
-            self.batch,
-            lambda _, piece: piece.of(self.leaves[piece.leaf]),
-            lambda piece, gradient: None,
-        )
+        loss, _ = policy.runner(self.batch, self.params, lambda piece, gradient: None)
         assert loss is not None, "a step has a loss"
         loss.block_until_ready()
         return time.perf_counter() - began_s

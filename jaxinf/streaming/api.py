@@ -13,9 +13,10 @@ import optax
 from jaxinf.compress import TopK
 from jaxinf.engine import Store, check_compression, open_store
 from jaxinf.program import Average, NonFinitePolicy, check_nonfinite
+from jaxinf.streaming.bound import Setup
 from jaxinf.streaming.function import StreamedFunction
 from jaxinf.streaming.in_memory import InMemoryStep
-from jaxinf.streaming.options import Limits, Options
+from jaxinf.streaming.options import Options
 from jaxinf.streaming.plan.calls import POLICIES, Policy
 from jaxinf.streaming.plan.forms import FORMS, Form
 from jaxinf.streaming.plan.memory import store_memory_bytes
@@ -126,7 +127,7 @@ def stream(
     )
     owned = _opened(store, options)
     check_compression(compress, owned)
-    return StreamedStep(loss_fn, tx, owned, options)
+    return StreamedStep(loss_fn, tx, owned, Setup(options))
 
 
 def stream_in_memory(
@@ -172,7 +173,8 @@ def stream_in_memory(
         endurance_tbw=endurance_tbw,
         deterministic=deterministic,
     )
-    return InMemoryStep(loss_fn, tx, options, scratch or tempfile.gettempdir())
+    folder = scratch or tempfile.gettempdir()
+    return InMemoryStep(loss_fn, tx, Setup(options), folder)
 
 
 def stream_function(
@@ -199,30 +201,23 @@ def stream_function(
     Raises:
       ValueError: An argument is out of range.
     """
-    limits = Limits(
-        *_memory(memory_bytes, device_memory_bytes),
+    options = _options(
+        memory_bytes,
+        device_memory_bytes,
         check_resident(resident),
-        deterministic,
+        has_aux=True,
+        policy="keep",
+        deterministic=deterministic,
     )
-    owned = _opened(store, limits)
-    return StreamedFunction(
-        fn, owned, limits, closes=owned is not store, average=average
-    )
+    owned = _opened(store, options)
+    closes = owned is not store
+    return StreamedFunction(fn, owned, Setup(options), closes=closes, average=average)
 
 
-def _memory(
-    memory_bytes: int | str, device_memory_bytes: int | str | None
-) -> tuple[int, int | None]:
-    host_bytes = given_bytes("memory_bytes", memory_bytes)
-    if device_memory_bytes is None:
-        return host_bytes, None
-    return host_bytes, given_bytes("device_memory_bytes", device_memory_bytes)
-
-
-def _opened(store: Store | PathLikeStr, limits: Limits) -> Store:
+def _opened(store: Store | PathLikeStr, options: Options) -> Store:
     if isinstance(store, Store):
         return store
-    return open_store(store, memory_bytes=store_memory_bytes(limits.memory_bytes))
+    return open_store(store, memory_bytes=store_memory_bytes(options.memory_bytes))
 
 
 def _options(
@@ -232,8 +227,11 @@ def _options(
     **given: Any,
 ) -> Options:
     """Returns the options of a step; raises ValueError for one out of range."""
-    memory = _memory(memory_bytes, device_memory_bytes)
-    options = Options(*memory, resident, **given)
+    host_bytes = given_bytes("memory_bytes", memory_bytes)
+    device_bytes = None
+    if device_memory_bytes is not None:
+        device_bytes = given_bytes("device_memory_bytes", device_memory_bytes)
+    options = Options(host_bytes, device_bytes, resident, **given)
     if options.policy not in POLICIES:
         raise ValueError(
             f"policy={options.policy!r}: expected one of {', '.join(POLICIES)}"

@@ -1,298 +1,303 @@
-"""Binds a step of a store to batches of one shape: its plan, its memory, its threads.
+"""A step bound to batches of one shape: a params source, a schedule, a gradient sink.
+
+    Ends ─ fitted ─► plan ─► bound ─► Bound(params, runner, sink)
+
+A step of a store, one in memory and a function differ in their `Ends` alone.
 
 Invariant: what a bound step takes stays within the memory of the options.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
-import optax
-
-from jaxinf.engine import Store, StoreShape
-from jaxinf.io import ByteCounts
-from jaxinf.program import effect_of_nonfinite
-from jaxinf.schedule.placement import waiting
-from jaxinf.schedule.reads import Fetch
-from jaxinf.store import plans_folder
-from jaxinf.streaming.base import Bound
+from jaxinf.io import ByteCounts, ByteMeters
 from jaxinf.streaming.budgets import planned_within
-from jaxinf.streaming.fit import Fitted
-from jaxinf.streaming.fitting import Basis, Fitting
-from jaxinf.streaming.move.fetch import make_fetcher
-from jaxinf.streaming.move.params import StoreParams
+from jaxinf.streaming.fit import Fitted, Reads
+from jaxinf.streaming.move.mover import MoverCounts
+from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.resident import Resident
-from jaxinf.streaming.move.source import StoreSource, version_of
-from jaxinf.streaming.move.spill import Spill
+from jaxinf.streaming.move.workers import writing_bytes
 from jaxinf.streaming.options import Options
-from jaxinf.streaming.plan.memory import READER_BYTES, Division
+from jaxinf.streaming.plan.device import check_pinned, device_limit
+from jaxinf.streaming.plan.memory import DeviceLimit, Division
 from jaxinf.streaming.plan.plan import Plan, Prepared
-from jaxinf.streaming.plan.reads import Reading, reused_bytes
-from jaxinf.streaming.plan.saved import save_plan
+from jaxinf.streaming.plan.resident import Residents, beside
+from jaxinf.streaming.plan.saved import saved_plan
+from jaxinf.streaming.plan.tiers import check_leaving
+from jaxinf.streaming.program.meshes import default_device
 from jaxinf.streaming.program.units import Unit
 from jaxinf.streaming.replanning import Replanner, make_runner, offload_planned
-from jaxinf.streaming.run import Executables
-from jaxinf.streaming.update.micro_batches import Sums
-from jaxinf.streaming.update.store_sink import StoreSink
-from jaxinf.streaming.update.traffic import planned_traffic
-from jaxinf.typing import PyTree
+from jaxinf.streaming.run import (
+    Executables,
+    Runner,
+    compiled_bytes,
+    compiled_temp_bytes,
+)
+from jaxinf.streaming.turns import Turns
+from jaxinf.streaming.update.sink import Sink
+from jaxinf.typing import PathLikeStr
 
-__all__ = ["Binder", "StoreBound"]
-
-
-@dataclass(frozen=True)
-class _Spills:
-    """Where gradients wait.
-
-    Attributes:
-      last: Those that wait for the last one; None if none does.
-      sums: Sums of gradients over parts of a batch; None for one part.
-    """
-
-    last: Spill | None
-    sums: Sums | None
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory for all that wait."""
-        sums = None if self.sums is None else self.sums.spill
-        spills = [spill for spill in (self.last, sums) if spill is not None]
-        return sum(spill.planned.capacity_bytes for spill in spills)
+__all__ = ["Bound", "Ends", "Setup", "Shared", "bind", "rebind"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class StoreBound(Bound):
-    """As `Bound`, and what does not depend on the order of the calls."""
-
-    basis: Basis
-    spills: _Spills
-
-
-class Binder:
-    """Binds steps of one store.
+class Shared:
+    """What a step and its functions have together.
 
     Args:
-      store: The store; its training is bound to the optimizer.
-      tx: The optimizer.
-      options: Memory, policy and so on.
-      executables: As for `compile_plan`.
+      setup: The step's.
+
+    Attributes:
+      turns: The thread that they run on.
+      resident: Params that stay between steps; those of all shapes of batches.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        tx: optax.GradientTransformationExtraArgs,
-        options: Options,
-        executables: Executables,
-    ) -> None:
-        self._store = store
-        self._options = options
-        self._executables = executables
-        self._fitting = Fitting(store, tx, options, executables)
-
-    @property
-    def is_host(self) -> bool:
-        """Whether the JAX device's memory is the host's."""
-        return self._fitting.device_limit.is_host
+    def __init__(self, setup: "Setup") -> None:
+        self.turns = Turns()
+        self._setup = setup
+        self._last: Params | None = None
 
     @cached_property
     def resident(self) -> Resident:
         """Params that stay between steps; those of all shapes of batches."""
-        return Resident(self._fitting.device, is_host=self.is_host)
+        return Resident(self._setup.device, is_host=self._setup.limit.is_host)
 
-    def bind(self, ready: Prepared, params: PyTree) -> StoreBound:
-        """Plans, compiles and divides the memory; blocks.
+    def give(self, params: Params) -> None:
+        """Gives the memory for reading to those that are next to run."""
+        if self._last is not None and self._last is not params:
+            self._last.rest()
+        self._last = params
 
-        Args:
-          ready: The loss function, traced for the batch.
-          params: Abstract values of the params.
+
+@dataclass(frozen=True)
+class Setup:
+    """What batches of all shapes have in common.
+
+    Attributes:
+      options: Memory, policy and so on.
+      executables: As for `compile_plan`.
+    """
+
+    options: Options
+    executables: Executables = field(default_factory=dict)
+
+    @cached_property
+    def device(self) -> Any:
+        """The JAX device that programs run on; on a mesh, one like all of them."""
+        return default_device()
+
+    @cached_property
+    def limit(self) -> DeviceLimit:
+        """The limit of the JAX device's memory."""
+        return device_limit(self.device, self.options.device_memory_bytes)
+
+    def limit_within(
+        self, budgets: Mapping[str, int], limit: DeviceLimit | None = None
+    ) -> DeviceLimit:
+        """Returns the limit with other budgets; that given is of a mesh's devices."""
+        limit = limit or self.limit
+        num_bytes = budgets.get("device_memory_bytes", limit.num_bytes)
+        return replace(limit, num_bytes=num_bytes)
+
+
+class Ends(ABC):
+    """Where params of batches of one shape come from, and where gradients go.
+
+    Args:
+      setup: Memory, policy and so on.
+    """
+
+    reads: Reads | None = None
+    num_drives = 1
+    saved_in: Path | None = None
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+
+    @abstractmethod
+    def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:
+        """Divides the memory of budgets, without that of values on their way.
 
         Raises:
-          StreamError: The program cannot be cut to fit, or the saved plan is another's.
+          BudgetError: A budget does not suffice.
         """
-        fitting = self._fitting
-        basis = fitting.basis(ready, params, self._store._training.opened)
-        fitted = planned_within(
-            self._options.budgets, partial(fitting.fitted, ready, basis)
+
+    @abstractmethod
+    def residents(
+        self, ready: Prepared, division: Division, measure: Callable[[Plan], int]
+    ) -> Residents:
+        """Returns what chooses the params that stay; `measure` as for `Residents`."""
+
+    def passing_bytes(self, plan: Plan, stays: Set[Unit]) -> int:
+        """Memory of the host that params take on their way to a device with its own."""
+        return 0
+
+    def fitted(self, ready: Prepared, budgets: Mapping[str, int]) -> Fitted:
+        """Divides the memory, and cuts the program to fit its part; compiles it.
+
+        Nothing is written, and `ready` is not kept.
+
+        Raises:
+          BudgetError: A budget does not suffice.
+          StreamError: The program cannot be cut, or the saved plan is another's.
+        """
+        options, executables = self.setup.options, self.setup.executables
+        division = self.divided(ready, budgets)
+        check_pinned(self.setup.device, division.staged)
+        if options.policy in ("offload", "plan"):
+            division = division.without(
+                writing_bytes(self.num_drives), "writing its values to drives"
+            )
+        residents = self.residents(
+            ready, division, partial(compiled_bytes, executables=executables)
         )
-        if not fitted.is_saved:
-            save_plan(self._store.path, ready, fitted.plan)
-        spills = self._spills(basis, fitted)
-        plan, replanner = offload_planned(
-            fitted,
-            ready.lifetimes.graph,
-            self._executables,
-            self._options,
-            self._drives(),
-            None if spills.last is None else spills.last.planned,
-        )
-        return self._bound(basis, fitted, spills, plan, replanner)
+        budget_bytes, limit = division.programs, division.limit
+        policy, measure, plan = options.policy, residents.peak_bytes, None
+        if self.saved_in is not None:
+            folder, most = self.saved_in, budget_bytes + division.spare
+            plan = saved_plan(folder, ready, most, policy, measure, limit)
+        if plan is not None:
+            division = division.for_kept(plan.peak_bytes)
+        is_saved = plan is not None
+        plan = plan or ready.plan(budget_bytes, policy, measure, limit)
+        plan, units = residents.applied(plan)
+        division = beside(division, units)
+        host_bytes, stays = division.staged, units.units
+        if division.staged:
+            if plan.is_offloaded:
+                host_bytes -= self.passing_bytes(plan, stays)
+                temps = compiled_temp_bytes(plan, executables)
+                check_leaving(
+                    plan.ways,
+                    division.programs,
+                    lambda calls: calls.call_bytes(temps),
+                    host_bytes,
+                )
+            if self.reads is not None:
+                self.reads(plan, division, stays)  # or it refuses
+        return Fitted(plan, units, division, host_bytes, self.reads, is_saved)
 
-    def rebind(self, bound: StoreBound) -> StoreBound:
-        """Returns the same bound to what its planner has chosen; closes the old one.
+    @property
+    def folders(self) -> Sequence[PathLikeStr]:
+        """A folder on each drive that values may wait on."""
+        return ()
 
-        No step may be under way, nor its commit.
-        """
-        found = bound.replanner
-        assert found is not None, "only a planned step changes"
-        bound.close_calls()
-        return self._bound(bound.basis, bound.fitted, bound.spills, found.plan, found)
+    @property
+    def meters(self) -> ByteMeters | None:
+        """Counters of the bytes on these drives."""
+        return None
 
-    def check(
-        self, ready: Prepared, params: PyTree, shape: StoreShape
-    ) -> Callable[[Mapping[str, int]], object]:
-        """Returns what plans for a store that need not be there, and writes nothing.
+    def record(self, began_s: float, ended_s: float) -> None:  # noqa: B027
+        """Notes the times between which a call ran."""
 
-        Args:
-          ready, params: As for `bind`.
-          shape: The store's chunks.
-        """
-        basis = self._fitting.basis(ready, params, shape)
-        return partial(self._fitting.fitted, ready, basis)
+    def save(self, ready: Prepared, plan: Plan) -> None:  # noqa: B027
+        """Saves a new plan's cuts, if bits have to last longer than this process."""
+
+    @abstractmethod
+    def sink(self, fitted: Fitted) -> Sink:
+        """Makes what takes gradients; takes room on drives."""
+
+    @abstractmethod
+    def bound(self, runner: Runner, fitted: Fitted, sink: Sink) -> "Bound":
+        """Makes what a plan's calls need, and counts what they move."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """Programs for batches of one shape, and what they run with.
+
+    Attributes:
+      ends: What they were bound with.
+      fitted: The plan and the memory that they were fitted to.
+      runner: Runs them.
+      params: Their params.
+      sink: Takes their gradients.
+      replanner: With ``"plan"``, what plans the step.
+      traffic: Bytes that a step moves on the drive.
+      reused_bytes: See `plan.reads.reused_bytes`.
+      store_bytes: Memory for the store's buffers.
+    """
+
+    ends: Ends
+    fitted: Fitted
+    runner: Runner
+    params: Params
+    sink: Sink
+    replanner: Replanner | None = None
+    traffic: ByteCounts = field(default_factory=ByteCounts)
+    reused_bytes: int = 0
+    store_bytes: int = 0
+
+    def begin(self) -> None:
+        """Begins to measure a run."""
+        self.params.counts = MoverCounts()
+        self.runner.values.counts()
+        if self.replanner is not None:
+            self.replanner.begin()
 
     def close(self) -> None:
-        """Frees the params that stay; the bound steps are closed."""
-        self.resident.drop()
+        """Frees memory and files; idempotent."""
+        self.close_calls()
+        self.sink.close()
+        if self.replanner is not None:
+            self.replanner.close()
 
-    # --- inside --------------------------------------------------------------------
-
-    def _spills(self, basis: Basis, fitted: Fitted) -> _Spills:
-        """Makes room for gradients that wait, in half of theirs, and for sums."""
-        calls, num_bytes = fitted.plan.calls.calls, fitted.division.gradients
-        meters = self._store._training.opened.meters
-        spill = partial(Spill, self._folder(), meters=meters)
-        last, sums, count = None, None, self._options.micro_batches
-        if basis.is_deferred:
-            sizes, num_reads = basis.deferred_bytes(calls), basis.passes.num_passes - 1
-            last = spill(waiting(sizes, num_bytes // 2, max(1, num_reads)))
-        if count > 1:
-            pieces = [piece for call in calls for piece, _ in call.gradients]
-            sizes = {piece: basis.sum_bytes[piece] for piece in pieces}
-            sums = Sums(count, spill(waiting(sizes, num_bytes // 4)))
-        return _Spills(last, sums)
-
-    def _bound(
-        self,
-        basis: Basis,
-        fitted: Fitted,
-        spills: _Spills,
-        plan: Plan,
-        replanner: Replanner | None,
-    ) -> StoreBound:
-        """Makes what runs a plan's calls, from what does not depend on them."""
-        opened = self._store._training.opened
-        runner = make_runner(
-            fitted,
-            plan,
-            self._executables,
-            self._drives(),
-            replanner,
-            opened.meters,
-            partial(opened.timeline.add, "program"),
-        )
-        reading, division = fitted.reading(plan)
-        given = basis.given(fitted.units.units)
-        params, unused_bytes = self._params(basis, fitted, reading, division, given)
-        fetches, calls = reading.fetches, plan.calls.calls
-        moved = runner.values.num_bytes
-        reused = reused_bytes(fetches, calls, basis.places)
-        return StoreBound(
-            runner,
-            params,
-            fitted.without_graph(),
-            self._sink(basis, spills, division, params),
-            replanner,
-            self._traffic(basis, spills, fetches, moved, given),
-            self._options.micro_batches * reused,
-            division.ring + unused_bytes,
-            basis=basis,
-            spills=spills,
-        )
-
-    def _sink(
-        self, basis: Basis, spills: _Spills, division: Division, params: StoreParams
-    ) -> StoreSink:
-        return StoreSink(
-            self._store._training,
-            basis.program,
-            basis.numbers,
-            basis.compressor,
-            basis.places,
-            min(division.gradients - spills.num_bytes, division.leaving),
-            params,
-            spills.last,
-            spills.sums,
-            effect_of_nonfinite(
-                self._options.nonfinite, is_guarded=basis.program.is_guarded
-            ),
-            copies=not self.is_host,
-        )
-
-    def _params(
-        self,
-        basis: Basis,
-        fitted: Fitted,
-        reading: Reading,
-        division: Division,
-        given: frozenset[Unit],
-    ) -> tuple[StoreParams, int]:
-        """Returns the params of a step, and the memory that no param needs."""
-        training, units = self._store._training, fitted.units
-        source = StoreSource(training, READER_BYTES, reading.num_first)
-        fetcher, unused_bytes = make_fetcher(
-            source, reading, division, self._fitting.device
-        )
-        params = StoreParams(
-            basis.places,
-            fetcher,
-            source,
-            self.resident,
-            stays=units.units,
-            in_place=units.in_place,
-            gives=given,
-            version=lambda: version_of(training),
-        )
-        return params, unused_bytes
-
-    def _traffic(
-        self,
-        basis: Basis,
-        spills: _Spills,
-        fetches: Sequence[Fetch],
-        value_bytes: int,
-        given: frozenset[Unit],
-    ) -> ByteCounts:
-        """Bytes that a step moves on the drive."""
-        num_early = self._options.micro_batches - 1
-        moved = (1 + num_early) * value_bytes
-        if spills.sums is not None:
-            moved += num_early * spills.sums.spill.planned_bytes
-        written = read = moved
-        if spills.last is not None:
-            written += spills.last.planned_bytes
-            read += spills.last.planned.num_reads * spills.last.planned_bytes
-        return planned_traffic(
-            self._store._training.opened,
-            (*(_early(fetches) * num_early), *fetches),
-            basis.units,
-            basis.program,
-            basis.passes,
-            ByteCounts(drive_read_bytes=read, drive_write_bytes=written),
-            given,
-        )
-
-    def _folder(self) -> Path:
-        return plans_folder(self._store.path)
-
-    def _drives(self) -> list[Path]:
-        """A folder on each of the store's drives."""
-        directory = self._store._training.opened.directory
-        if not directory.manifest.csds:
-            return [self._folder()]
-        return [directory.csd_directory(csd) for csd in range(directory.num_csds)]
+    def close_calls(self) -> None:
+        """Frees what depends on the order of the calls; idempotent."""
+        self.runner.values.close()
+        self.params.close()
 
 
-def _early(fetches: Sequence[Fetch]) -> tuple[Fetch, ...]:
-    """The same reads for parts of a batch without updates."""
-    return tuple(fetch._replace(gradient=None) for fetch in fetches)
+def bind(ends: Ends, ready: Prepared) -> Bound:
+    """Plans, compiles and divides the memory; blocks.
+
+    Raises:
+      StreamError: The program cannot be cut to fit, or the saved plan is another's.
+    """
+    options, executables = ends.setup.options, ends.setup.executables
+    fitted = planned_within(options.budgets, partial(ends.fitted, ready))
+    if not fitted.is_saved:
+        ends.save(ready, fitted.plan)
+    sink = ends.sink(fitted)
+    plan, replanner = offload_planned(
+        fitted,
+        ready.lifetimes.graph,
+        executables,
+        options,
+        ends.folders,
+        sink.waiting,
+    )
+    return _bound(ends, fitted.without_graph(), sink, plan, replanner)
+
+
+def rebind(bound: Bound) -> Bound:
+    """Returns the same bound to what its planner has chosen; closes the old one.
+
+    No step may be under way, nor its commit.
+    """
+    found = bound.replanner
+    assert found is not None, "only a planned step changes"
+    bound.close_calls()
+    return _bound(bound.ends, bound.fitted, bound.sink, found.plan, found)
+
+
+def _bound(
+    ends: Ends,
+    fitted: Fitted,
+    sink: Sink,
+    plan: Plan,
+    replanner: Replanner | None,
+) -> Bound:
+    runner = make_runner(
+        fitted,
+        plan,
+        ends.setup.executables,
+        ends.folders,
+        replanner,
+        ends.meters,
+        ends.record,
+    )
+    return replace(ends.bound(runner, fitted, sink), replanner=replanner)

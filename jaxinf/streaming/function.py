@@ -7,9 +7,8 @@
 Invariant: a call reads one finished step of the store, and writes nothing.
 """
 
-from collections.abc import Callable, Collection, Mapping, Set
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,34 +16,114 @@ import jax.numpy as jnp
 
 from jaxinf.engine import Store
 from jaxinf.errors import StreamError
-from jaxinf.streaming.base import Bound, Streamed
-from jaxinf.streaming.budgets import planned_within
-from jaxinf.streaming.fit import Fitted, fit
-from jaxinf.streaming.move.fetch import make_fetcher
-from jaxinf.streaming.move.params import StoreParams
+from jaxinf.streaming.base import Step
+from jaxinf.streaming.bound import Bound, Setup, Shared
+from jaxinf.streaming.fit import Fitted
 from jaxinf.streaming.move.resident import Resident
-from jaxinf.streaming.move.source import StoreSource, version_of
-from jaxinf.streaming.options import Limits
-from jaxinf.streaming.plan.device import check_pinned, device_limit
-from jaxinf.streaming.plan.memory import READER_BYTES, Division, divide_reading
-from jaxinf.streaming.plan.plan import Plan, Prepared, prepare_function
-from jaxinf.streaming.plan.reads import Reading, planned_fetches
-from jaxinf.streaming.plan.resident import ResidentChooser
-from jaxinf.streaming.program.graph import Piece, aval_bytes
-from jaxinf.streaming.program.meshes import default_device, outside_mesh
+from jaxinf.streaming.near_storage import StoreParamsEnds
+from jaxinf.streaming.plan.memory import Division, divide_reading
+from jaxinf.streaming.plan.plan import Prepared, prepare_function
+from jaxinf.streaming.program.graph import aval_bytes
 from jaxinf.streaming.program.trace import abstract, check_params
 from jaxinf.streaming.program.units import Places, Unit
-from jaxinf.streaming.run import Runner, compiled_bytes
-from jaxinf.streaming.turns import Check, Turns, check_not_traced
+from jaxinf.streaming.run import Runner
+from jaxinf.streaming.update.sink import NoGradients, Sink
 from jaxinf.typing import PyTree
 
-__all__ = ["StreamedFunction"]
+__all__ = ["Beside", "StreamedFunction"]
 
 # A function of a step reads so much less ahead, for what its compilation takes.
 _OWN_SHARE = 6
 
 
-class StreamedFunction(Streamed[Bound]):
+@dataclass(frozen=True)
+class Beside:
+    """The step whose memory a function has.
+
+    Attributes:
+      shared: What it shares with the function.
+      left: Returns what the step leaves of budgets, by argument.
+      stays: Units that stay for the step.
+    """
+
+    shared: Shared
+    left: Callable[[Mapping[str, int]], Mapping[str, int]]
+    stays: Set[Unit]
+
+
+class FunctionEnds(StoreParamsEnds):
+    """A store as params source; there are no gradients.
+
+    Args:
+      store: The store.
+      ready: The function, traced for the batch.
+      setup: Memory.
+      resident: Params that stay.
+      step: The step whose memory it has, if there is one.
+      average: Whether its params are the store's average.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        ready: Prepared,
+        setup: Setup,
+        resident: Resident,
+        step: Beside | None,
+        *,
+        average: bool,
+    ) -> None:
+        training = store._training
+        training.opened.state_number(0, average=average)  # or refuses
+        places = Places(ready.traced.params, training.can_move)
+        units = {places.unit(piece) for piece in ready.lifetimes.sizes}
+        super().__init__(store, places, units, setup, resident)
+        self._step, self._average = step, average
+
+    def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:
+        """As `Ends.divided`."""
+        left = budgets if self._step is None else self._step.left(budgets)
+        limit = self.setup.limit_within(left)
+        division = divide_reading(left["memory_bytes"], limit)
+        division = division.without(
+            max((u.num_bytes for u in self._units if not u.is_divided), default=0),
+            "reading shards of params that are not stored alone",
+        )
+        return division.without(
+            sum(map(aval_bytes, ready.traced.batch)), "its batch", is_on_device=True
+        )
+
+    def fitted(self, ready: Prepared, budgets: Mapping[str, int]) -> Fitted:
+        """As `Ends.fitted`; what stays for a step stays for its function."""
+        fitted = super().fitted(ready, budgets)
+        if self._step is None:
+            return fitted
+        units, division = fitted.units, fitted.division
+        if not self._average:
+            units = replace(units, units=units.units | self._step.stays)
+        if self.setup.limit.is_host:
+            # A step's own programs stay in memory beside those of its functions.
+            less = division.programs - self.setup.options.memory_bytes // _OWN_SHARE
+            peak_bytes = fitted.plan.peak_bytes
+            division = replace(division, programs=max(peak_bytes, less))
+        return replace(fitted, division=division, units=units)
+
+    def sink(self, fitted: Fitted) -> Sink:
+        """As `Ends.sink`."""
+        return NoGradients()
+
+    def bound(self, runner: Runner, fitted: Fitted, sink: Sink) -> Bound:
+        """As `Ends.bound`."""
+        params, _, _ = self._source(
+            runner,
+            fitted,
+            average=self._average,
+            is_shared=self._step is not None,
+        )
+        return Bound(ends=self, fitted=fitted, runner=runner, params=params, sink=sink)
+
+
+class StreamedFunction(Step):
     """Made by `jaxinf.stream_function`; also a context manager. Not thread-safe.
 
     ``f(batch)`` returns the outputs of ``fn(params, batch)`` for the params of the
@@ -53,12 +132,9 @@ class StreamedFunction(Streamed[Bound]):
     Args:
       fn: The function.
       store: The store.
-      limits: Memory.
+      setup: Memory.
       closes: Whether `close` closes the store.
-      share: Returns the part of the budgets, by argument, that the function has.
-      shared: Params of the store that a step keeps in memory; what of them stays.
-      before: Called before each call.
-      turns: Those of the step; by default its own.
+      step: The step whose memory it has, if there is one.
       average: Whether its params are the store's average.
 
     Attributes:
@@ -70,32 +146,24 @@ class StreamedFunction(Streamed[Bound]):
         self,
         fn: Callable[..., Any],
         store: Store,
-        limits: Limits,
+        setup: Setup,
         *,
         closes: bool = False,
-        share: Callable[[Mapping[str, int]], Mapping[str, int]] = lambda given: given,
-        shared: tuple[Resident, Collection[Unit]] | None = None,
-        before: Callable[[], None] = lambda: None,
-        turns: Turns | None = None,
+        step: Beside | None = None,
         average: bool = False,
     ) -> None:
-        super().__init__(turns)
+        super().__init__(setup, None if step is None else step.shared)
         self.store = store
+        self.limits = setup.options
         self._fn = fn
-        self.limits = limits
         self._closes = closes
-        self._share = share
-        self._device = default_device()
-        self._limit = device_limit(self._device, limits.device_memory_bytes)
-        self._is_shared = shared is not None
-        # What stays are params, not their average.
-        self._resident, self._shared = (None if average else shared) or (
-            Resident(self._device, is_host=self._limit.is_host),
-            (),
-        )
-        self._before = before
+        self._step_beside = step
         self._average = average
         self._params: PyTree | None = None
+        self._own = Resident(setup.device, is_host=setup.limit.is_host)
+        # What stays for a step are params, not their average.
+        is_steps = step is not None and not average
+        self._resident = self._shared.resident if is_steps else self._own
 
     def load(self, params: PyTree) -> None:
         """Tells the tree of the params, if it is not made of nested dicts alone.
@@ -118,22 +186,7 @@ class StreamedFunction(Streamed[Bound]):
         Raises:
           BaseException: The exception that stopped the store.
         """
-        check_not_traced(batch)
-        self._turns.settle()
-        key = self._key(batch)
-
-        def body(check: Check) -> PyTree:
-            self._before()
-            if self._average:
-                self.store._training.wait()  # a commit writes all of it to the drive
-            else:
-                self.store._training.join()
-            bound = self._take_turn(key)
-            bound.begin()
-            with outside_mesh():
-                return self._run(bound, batch, _no_gradient, check)[1]
-
-        return self._turns.run(body)
+        return self._call(batch, None)[1]
 
     def params(self, like: PyTree = None) -> PyTree:
         """Returns the params that the next call reads; blocks until they are read.
@@ -156,19 +209,11 @@ class StreamedFunction(Streamed[Bound]):
         """Bytes of params that the last call read from drives."""
         return 0 if self._last is None else self._last.params.counts.num_read_bytes
 
-    def _rest(self) -> None:
-        """Frees the memory for reading until the next call."""
-        for bound in self._bound.values():
-            bound.params.rest()
-
     def close(self) -> None:
         """Frees the memory; closes the store if it was given as a path. Idempotent."""
         try:
-            self._turns.settle()
-            for bound in self._bound.values():
-                bound.close()
-            if not self._is_shared:
-                self._resident.drop()
+            self._close_bound()
+            self._own.drop()
         finally:
             if self._closes:
                 self.store.close()
@@ -181,80 +226,21 @@ class StreamedFunction(Streamed[Bound]):
         ready = prepare_function(self._fn, self._params, batch)
         return ready.with_bits(is_deterministic=self.limits.deterministic)
 
-    def _bind(self, ready: Prepared) -> Bound:
-        training = self.store._training
-        training.opened.state_number(0, average=self._average)  # or refuses
-        places = Places(ready.traced.params, training.can_move)
-        fitted = planned_within(
-            self.limits.budgets, partial(self._fitted, ready, places)
-        )
-        plan, division = fitted.plan, fitted.division
-        if self._is_shared and self._limit.is_host:
-            # A step's own programs stay in memory beside those of its functions.
-            less = division.programs - self.limits.memory_bytes // _OWN_SHARE
-            division = replace(division, programs=max(plan.peak_bytes, less))
-        stays = fitted.units.units | frozenset(self._shared)
-        reading = fitted.reads(plan, division, stays)
-        source = StoreSource(
-            training, READER_BYTES, reading.num_first, average=self._average
-        )
-        fetcher, _ = make_fetcher(source, reading, division, self._device)
-        params = StoreParams(
-            places,
-            fetcher,
-            source,
+    def _ends(self, ready: Prepared) -> FunctionEnds:
+        return FunctionEnds(
+            self.store,
+            ready,
+            self._setup,
             self._resident,
-            stays=stays,
-            version=lambda: version_of(training),
-            is_shared=self._is_shared,
-        )
-        record = partial(training.opened.timeline.add, "program")
-        runner = Runner(plan, self._executables, record)
-        return Bound(runner, params, fitted.without_graph())
-
-    def _fitted(
-        self, ready: Prepared, places: Places, budgets: Mapping[str, int]
-    ) -> Fitted:
-        units = {places.unit(piece) for piece in ready.lifetimes.sizes}
-        division = self._division(ready, units, budgets)
-
-        def reads(plan: Plan, part: Division, stays: Set[Unit]) -> Reading:
-            return planned_fetches(plan, places, part, _never, stays)
-
-        chooser = ResidentChooser(
-            self.limits.resident,
-            places,
-            units,
-            division,
-            lambda plan, part: reads(plan, part, frozenset()).fetches,
-            _never,
-            partial(compiled_bytes, executables=self._executables),
-        )
-        return fit(ready, "keep", division, chooser, reads, self._executables)
-
-    def _division(
-        self, ready: Prepared, units: Collection[Unit], budgets: Mapping[str, int]
-    ) -> Division:
-        shared, device = self._share(budgets), self._limit
-        if "device_memory_bytes" in shared:
-            device = replace(device, num_bytes=shared["device_memory_bytes"])
-        division = divide_reading(shared["memory_bytes"], device)
-        check_pinned(self._device, division.staged)
-        division = division.without(
-            max((u.num_bytes for u in units if not u.is_divided), default=0),
-            "reading shards of params that are not stored alone",
-        )
-        return division.without(
-            sum(map(aval_bytes, ready.traced.batch)), "its batch", is_on_device=True
+            self._step_beside,
+            average=self._average,
         )
 
-
-def _never(unit: Unit) -> bool:
-    return False
-
-
-def _no_gradient(piece: Piece, gradient: jax.Array) -> None:
-    raise AssertionError("a function without a gradient")
+    def _join(self) -> None:
+        if self._average:
+            self.store._training.wait()  # a commit writes all of it to the drive
+        else:
+            self.store._training.join()
 
 
 def _tree_of(store: Store) -> PyTree:

@@ -7,9 +7,9 @@ Invariant: updates have the bits of jitted optax on the same gradients. A step t
   early leaves params and state as they were.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,30 +18,99 @@ import optax
 
 from jaxinf.errors import BudgetError, StreamError
 from jaxinf.io import ByteCounts
-from jaxinf.streaming.base import Bound, TrainingStep
+from jaxinf.streaming.base import TrainingStep
+from jaxinf.streaming.bound import Bound, Ends, Setup
 from jaxinf.streaming.budgets import planned_within
-from jaxinf.streaming.fit import Fitted, fit, no_reads
+from jaxinf.streaming.fit import Fitted
 from jaxinf.streaming.move.params import MemoryParams
-from jaxinf.streaming.move.workers import writing_bytes
-from jaxinf.streaming.options import Options
-from jaxinf.streaming.plan.device import check_pinned, device_limit
-from jaxinf.streaming.plan.memory import DeviceLimit, Division, divide_rest
+from jaxinf.streaming.plan.memory import Division, divide_rest
 from jaxinf.streaming.plan.plan import Plan, Prepared, prepare
 from jaxinf.streaming.plan.resident import AllResident
 from jaxinf.streaming.program.graph import aval_bytes
 from jaxinf.streaming.program.initial import check_init_fn
-from jaxinf.streaming.program.meshes import default_device, mesh_text
-from jaxinf.streaming.program.trace import abstract, check_params
-from jaxinf.streaming.replanning import Replanner, make_runner, offload_planned
-from jaxinf.streaming.run import compiled_bytes
+from jaxinf.streaming.program.meshes import mesh_text
+from jaxinf.streaming.program.trace import Traced, abstract, check_params
+from jaxinf.streaming.run import Runner
 from jaxinf.streaming.update.micro_batches import first_part
 from jaxinf.streaming.update.optax_sink import OptaxSink, PlainOptax
+from jaxinf.streaming.update.sink import Sink
 from jaxinf.typing import PathLikeStr, PyTree
 
 __all__ = ["InMemoryStep"]
 
 
-class InMemoryStep(TrainingStep[Bound]):
+class MemoryEnds(Ends):
+    """Memory as params source and gradient sink.
+
+    Args:
+      optimizer: Params and state.
+      traced: The loss function.
+      setup: Memory, policy and so on.
+      scratch: A folder on a drive for values.
+    """
+
+    def __init__(
+        self,
+        optimizer: PlainOptax,
+        traced: Traced,
+        setup: Setup,
+        scratch: PathLikeStr,
+    ) -> None:
+        super().__init__(setup)
+        self._optimizer, self._scratch = optimizer, scratch
+        self._traced = replace(traced, closed=None)
+
+    @property
+    def folders(self) -> Sequence[PathLikeStr]:
+        """As `Ends.folders`."""
+        return [self._scratch]
+
+    def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:
+        """As `Ends.divided`."""
+        limit = self.setup.limit_within(budgets)
+        return divide_rest(budgets["memory_bytes"], limit)
+
+    def residents(
+        self, ready: Prepared, division: Division, measure: Callable[[Plan], int]
+    ) -> AllResident:
+        """As `Ends.residents`: all params, gradients and optax's state."""
+        traced = ready.traced
+        params_bytes = sum(map(aval_bytes, traced.params))
+        params = traced.params_tree.unflatten(traced.params)
+        other_bytes = params_bytes + self._optimizer.state_bytes(params)
+        held = params_bytes + other_bytes
+        if held > division.programs:
+            raise BudgetError(
+                division.limit,
+                f"expected room for params, gradients and optax's state, {held} bytes, "
+                f"found {division.programs}",
+                held - division.programs + 1,
+                ", or give a store, which keeps the state on drives",
+            )
+        return AllResident(params_bytes, other_bytes, measure)
+
+    def sink(self, fitted: Fitted) -> OptaxSink:
+        """As `Ends.sink`."""
+        options = self.setup.options
+        return OptaxSink(
+            self._optimizer, self._traced, options.micro_batches, options.nonfinite
+        )
+
+    def bound(self, runner: Runner, fitted: Fitted, sink: Sink) -> Bound:
+        """As `Ends.bound`."""
+        optimizer = self._optimizer
+        moved = runner.values.num_bytes * self.setup.options.micro_batches
+        return Bound(
+            ends=self,
+            fitted=fitted,
+            runner=runner,
+            params=MemoryParams(lambda: jax.tree.leaves(optimizer.params)),
+            sink=sink,
+            traffic=ByteCounts(drive_read_bytes=moved, drive_write_bytes=moved),
+        )
+
+
+class InMemoryStep(TrainingStep):
     """Made by `jaxinf.stream_in_memory`; also a context manager. Not thread-safe.
 
     ``loss, aux = step(batch)`` runs one step; aux is None without `has_aux`. Params
@@ -50,7 +119,7 @@ class InMemoryStep(TrainingStep[Bound]):
     Args:
       loss_fn: The loss function.
       tx: Any optax optimizer.
-      options: Memory, policy and so on.
+      setup: Memory, policy and so on.
       scratch: A folder on a drive for values of ``"offload"`` and ``"plan"``.
     """
 
@@ -58,13 +127,13 @@ class InMemoryStep(TrainingStep[Bound]):
         self,
         loss_fn: Callable[..., Any],
         tx: optax.GradientTransformation,
-        options: Options,
+        setup: Setup,
         scratch: PathLikeStr,
     ) -> None:
-        super().__init__(options)
+        super().__init__(setup)
         self._loss_fn = loss_fn
         self._scratch = scratch
-        self._optimizer = PlainOptax(tx, is_deterministic=options.deterministic)
+        self._optimizer = PlainOptax(tx, is_deterministic=setup.options.deterministic)
 
     def init(
         self, init_fn: Callable[..., PyTree], *args: Any, batch: PyTree = None
@@ -147,7 +216,10 @@ class InMemoryStep(TrainingStep[Bound]):
     def _check(self, params: PyTree, batch: PyTree) -> None:
         check_params(params)
         if batch is not None:
-            self._planned(self._traced(abstract(params), batch))
+            ready = self._traced(abstract(params), batch)
+            planned_within(
+                self._options.budgets, partial(self._ends(ready).fitted, ready)
+            )
 
     def _prepare(self, batch: PyTree) -> Prepared:
         return self._traced(abstract(self._optimizer.params), batch)
@@ -164,74 +236,8 @@ class InMemoryStep(TrainingStep[Bound]):
             )
         return ready.with_bits(is_deterministic=self._options.deterministic)
 
-    def _bind(self, ready: Prepared) -> Bound:
-        fitted = self._planned(ready)
-        plan, replanner = offload_planned(
-            fitted,
-            ready.lifetimes.graph,
-            self._executables,
-            self._options,
-            [self._scratch],
-        )
-        return self._running(fitted, plan, replanner)
-
-    def _rebind(self, bound: Bound) -> Bound:
-        assert bound.replanner is not None
-        bound.close_calls()
-        return self._running(bound.fitted, bound.replanner.plan, bound.replanner)
-
-    def _running(
-        self, fitted: Fitted, plan: Plan, replanner: Replanner | None
-    ) -> Bound:
-        options, optimizer, folders = self._options, self._optimizer, [self._scratch]
-        runner = make_runner(fitted, plan, self._executables, folders, replanner)
-        parts = options.micro_batches
-        moved = runner.values.num_bytes * parts
-        return Bound(
-            runner,
-            MemoryParams(lambda: jax.tree.leaves(optimizer.params)),
-            fitted.without_graph(),
-            OptaxSink(optimizer, plan.traced, parts, options.nonfinite),
-            replanner,
-            ByteCounts(drive_read_bytes=moved, drive_write_bytes=moved),
-        )
-
-    def _planned(self, ready: Prepared) -> Fitted:
-        return planned_within(self._options.budgets, partial(self._fitted, ready))
-
-    def _fitted(self, ready: Prepared, budgets: Mapping[str, int]) -> Fitted:
-        division, traced = self._division(budgets), ready.traced
-        params_bytes = sum(map(aval_bytes, traced.params))
-        params = traced.params_tree.unflatten(traced.params)
-        other_bytes = params_bytes + self._optimizer.state_bytes(params)
-        held = params_bytes + other_bytes
-        if held > division.programs:
-            raise BudgetError(
-                division.limit,
-                f"expected room for params, gradients and optax's state, {held} bytes, "
-                f"found {division.programs}",
-                held - division.programs + 1,
-                ", or give a store, which keeps the state on drives",
-            )
-        measure = partial(compiled_bytes, executables=self._executables)
-        residents = AllResident(params_bytes, other_bytes, measure)
-        policy, executables = self._options.policy, self._executables
-        return fit(ready, policy, division, residents, no_reads, executables)
-
-    @cached_property
-    def _limit(self) -> DeviceLimit:
-        return device_limit(default_device(), self._options.device_memory_bytes)
-
-    def _division(self, budgets: Mapping[str, int]) -> Division:
-        given = budgets.get("device_memory_bytes", self._limit.num_bytes)
-        device = replace(self._limit, num_bytes=given)
-        division = divide_rest(budgets["memory_bytes"], device)
-        check_pinned(default_device(), division.staged)
-        if self._options.policy in ("offload", "plan"):
-            division = division.without(
-                writing_bytes(1), "writing its values to drives"
-            )
-        return division
+    def _ends(self, ready: Prepared) -> MemoryEnds:
+        return MemoryEnds(self._optimizer, ready.traced, self._setup, self._scratch)
 
 
 def _formed(params: PyTree, like: PyTree) -> PyTree:

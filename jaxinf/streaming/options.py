@@ -1,4 +1,4 @@
-"""What steps and functions are asked for: their memory, and how a step is run.
+"""What a step or a function is asked for: its memory, and how it is run.
 
 Invariant: values are checked before they come here.
 """
@@ -13,42 +13,16 @@ from jaxinf.streaming.plan.calls import Policy
 from jaxinf.streaming.plan.forms import Form
 from jaxinf.streaming.plan.resident import Resident
 
-__all__ = ["Limits", "Options"]
+__all__ = ["Options"]
 
 
 @dataclass(frozen=True)
-class Limits:
-    """The memory of a step or of a function.
-
-    Attributes:
-      memory_bytes, device_memory_bytes: As for `jaxinf.stream`.
-      resident: Params that stay in memory.
-      deterministic: Whether programs have the same bits in each run.
-    """
+class Options:
+    """Options of a step or of a function; all are those of `jaxinf.stream`."""
 
     memory_bytes: int
     device_memory_bytes: int | None = None
     resident: Resident = None
-    deterministic: bool = True
-
-    def of_function(self) -> "Limits":
-        """Returns those of a function in a step's memory; what stays is the step's."""
-        given = self.memory_bytes, self.device_memory_bytes
-        return Limits(*given, deterministic=self.deterministic)
-
-    @property
-    def budgets(self) -> Mapping[str, int]:
-        """The budgets that are given, by argument."""
-        budgets = {"memory_bytes": self.memory_bytes}
-        if self.device_memory_bytes is not None:
-            budgets["device_memory_bytes"] = self.device_memory_bytes
-        return budgets
-
-
-@dataclass(frozen=True)
-class Options(Limits):
-    """Options of a step; all are those of `jaxinf.stream`."""
-
     has_aux: bool = False
     policy: Policy = "recompute"
     replan: bool = False
@@ -59,3 +33,22 @@ class Options(Limits):
     extra_args: Mapping[str, Any] = field(default_factory=dict)
     activations: Form | None = None
     endurance_tbw: float | None = None
+    deterministic: bool = True
+
+    def of_function(self) -> "Options":
+        """Returns those of a function in a step's memory; what stays is the step's."""
+        return Options(
+            self.memory_bytes,
+            self.device_memory_bytes,
+            has_aux=True,
+            policy="keep",
+            deterministic=self.deterministic,
+        )
+
+    @property
+    def budgets(self) -> Mapping[str, int]:
+        """The budgets that are given, by argument."""
+        budgets = {"memory_bytes": self.memory_bytes}
+        if self.device_memory_bytes is not None:
+            budgets["device_memory_bytes"] = self.device_memory_bytes
+        return budgets

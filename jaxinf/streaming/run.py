@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinf.errors import StoreIOError
 from jaxinf.streaming.call_timer import Watch
+from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.values import Values
 from jaxinf.streaming.plan.calls import Call, Calls, Slot
 from jaxinf.streaming.plan.forms import Form
@@ -186,7 +187,6 @@ class Runner:
         )
         self.plan = plan.without_graph()
         self.dispatched_s = 0.0
-        self._again: Callable[[Piece], Any] | None = None
         self._in_flight: deque[tuple[int, float, jax.Array | None]] = deque()
         self._numbers: dict[int, jax.Array] = {}
         self._put = partial(_put, mesh=plan.traced.mesh)
@@ -199,26 +199,22 @@ class Runner:
     def __call__(
         self,
         batch: PyTree,
-        fetch: Callable[[int, Piece], Any],
+        params: Params,
         hand_out: Callable[[Piece, jax.Array], None],
-        done: Callable[[int], None] = lambda number: None,
-        again: Callable[[Piece], Any] | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> tuple[jax.Array | None, PyTree]:
         """Runs one step.
 
         Args:
           batch: A batch of the traced shapes.
-          fetch: Returns a part of the params for the call of that number.
+          params: The source of params, which has begun.
           hand_out: Takes a complete gradient; called in the order of completion.
-          done: Takes the number of each call that has run and reads nothing more.
-          again: Returns a part of the params that no call is waiting for; without it
-            a value that a drive does not give back ends the step.
+          check: Called where the step can be given up; raises if it must be.
 
         Returns:
           The loss, None if there is none, and aux.
         """
         leaves = self._placed(batch)
-        self._again = again
         values = self.values
         in_flight = self._in_flight
         self.dispatched_s = self.waited_s = ended_s = 0.0
@@ -231,13 +227,15 @@ class Runner:
             began_s, ended_s = max(called_s, ended_s), time.perf_counter()
             self._record(began_s, ended_s)
             values.done(number)
-            done(number)
+            params.done(number)
 
         for number, call in enumerate(self.plan.calls.calls):
             if len(in_flight) == MAX_IN_FLIGHT:
                 await_first()
             values.before(number)
-            outputs, called_s, output = self._dispatch(number, call, leaves, fetch)
+            inputs = self._inputs(number, call, leaves, params, check)
+            outputs, called_s, output = self._dispatch(number, inputs)
+            del inputs
             in_flight.append((number, called_s, output))
             values.put(call.outputs, outputs)
             values.after(number, call.drops)
@@ -272,14 +270,9 @@ class Runner:
         self.waited_s += time.perf_counter() - began_s
 
     def _dispatch(
-        self,
-        number: int,
-        call: Call,
-        batch: Sequence[jax.Array],
-        fetch: Callable[[int, Piece], Any],
+        self, number: int, inputs: list[Any]
     ) -> tuple[Sequence[jax.Array], float, jax.Array | None]:
         """Returns a call's outputs, when it was called, and an output to wait for."""
-        inputs = self._inputs(number, call, batch, fetch)
         began_s = time.perf_counter()
         outputs = self._executables[number](*inputs)
         called_s = time.perf_counter()
@@ -297,14 +290,16 @@ class Runner:
         number: int,
         call: Call,
         batch: Sequence[jax.Array],
-        fetch: Callable[[int, Piece], Any],
+        params: Params,
+        check: Callable[[], None],
     ) -> list[Any]:
         def read(ref: Origin | Slot) -> Any:
             match ref:
                 case Slot():
-                    return self._value(ref, batch)
+                    return self._value(ref, batch, params)
                 case Piece():
-                    return fetch(number, ref)
+                    check()
+                    return params.get(number, ref)
                 case _:
                     return self._given(ref, batch)
 
@@ -323,22 +318,20 @@ class Runner:
             case Piece():
                 raise AssertionError("params are fetched")
 
-    def _value(self, slot: Slot, batch: Sequence[jax.Array]) -> jax.Array:
+    def _value(
+        self, slot: Slot, batch: Sequence[jax.Array], params: Params
+    ) -> jax.Array:
         """Returns a value; computes it again if a drive does not give it back."""
+
+        def read(ref: Origin) -> Any:
+            is_param = isinstance(ref, Piece)
+            return params.again(ref) if is_param else self._given(ref, batch)
+
         try:
             return self.values[slot]
         except StoreIOError as error:
-            again = self._again
-            if again is None:
-                raise
             value = computed_again(
-                slot,
-                self.plan.calls,
-                self._executables,
-                self.values,
-                lambda ref: (
-                    again(ref) if isinstance(ref, Piece) else self._given(ref, batch)
-                ),
+                slot, self.plan.calls, self._executables, self.values, read
             )
             if value is None:
                 raise

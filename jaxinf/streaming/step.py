@@ -19,6 +19,7 @@ import optax
 
 from jaxinf.engine import (
     Store,
+    StoreShape,
     check_compressed,
     describe,
     distinct_shards,
@@ -26,12 +27,12 @@ from jaxinf.engine import (
     keeps_feedback,
 )
 from jaxinf.errors import StreamError
-from jaxinf.program import averaged, trace_init
+from jaxinf.program import UpdateProgram, averaged, trace_init
 from jaxinf.streaming.base import TrainingStep
-from jaxinf.streaming.bound import Binder, StoreBound
-from jaxinf.streaming.function import StreamedFunction
+from jaxinf.streaming.bound import Bound, Setup
+from jaxinf.streaming.function import Beside, StreamedFunction
 from jaxinf.streaming.metrics import StreamMetrics
-from jaxinf.streaming.options import Options
+from jaxinf.streaming.near_storage import StoreEnds
 from jaxinf.streaming.plan.memory import check_mesh, return_freed_memory
 from jaxinf.streaming.plan.plan import Prepared, prepare
 from jaxinf.streaming.program.initial import initial_inputs, trace_params
@@ -56,7 +57,7 @@ from jaxinf.typing import JsonValue, PyTree
 __all__ = ["StreamedStep"]
 
 
-class StreamedStep(TrainingStep[StoreBound]):
+class StreamedStep(TrainingStep):
     """Made by `jaxinf.stream`; also a context manager. Not thread-safe.
 
     ``loss, aux = step(batch)`` runs one step and starts its commit; aux is None without
@@ -68,15 +69,14 @@ class StreamedStep(TrainingStep[StoreBound]):
         loss_fn: Callable[..., Any],
         tx: optax.GradientTransformation,
         store: Store,
-        options: Options,
+        setup: Setup,
     ) -> None:
-        super().__init__(options)
+        super().__init__(setup)
         self.store = store
         self._loss_fn = loss_fn
-        self._tx = averaged(tx, options.average)
+        self._tx = averaged(tx, setup.options.average)
         self._params: PyTree | None = None
         self._functions: list[StreamedFunction] = []
-        self._binder = Binder(store, self._tx, options, self._executables)
 
     # --- params --------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class StreamedStep(TrainingStep[StoreBound]):
         held = check_params(avals)
         check_mesh(mesh_of(avals), self._options.policy)
         plain = without_shardings(avals)
-        update = trace_optimizer(self._tx, plain, self._options.extra_args)
+        update = self._traced_optimizer(avals)
         passes_for(update, pieces)
         first = trace_init(self._tx, plain)
         scalars, inputs = initial_inputs(first, jax.tree.leaves(plain))
@@ -171,7 +171,8 @@ class StreamedStep(TrainingStep[StoreBound]):
         if training.commit is None:
             check = None
             if ready is not None:
-                check = self._binder.check(ready, plain, training.shape(description))
+                ends = self._ends_of(ready, update, training.shape(description))
+                check = partial(ends.fitted, ready)
             made = iter(planned_leaves(self._options.budgets, leaves, check))
         self._params = avals
         if training.bind(description, may_create=True, uses_budget=False):
@@ -238,17 +239,23 @@ class StreamedStep(TrainingStep[StoreBound]):
         check_mesh(ready.traced.mesh, options.policy)
         return ready.with_bits(is_deterministic=options.deterministic)
 
-    def _bind(self, ready: Prepared) -> StoreBound:
-        return self._binder.bind(ready, without_shardings(self._params))
+    def _ends(self, ready: Prepared) -> StoreEnds:
+        program = self._traced_optimizer(self._params)
+        return self._ends_of(ready, program, self.store._training.opened)
 
-    def _rebind(self, bound: StoreBound) -> StoreBound:
-        self.store._training.join()  # its updates may still take params
-        return self._binder.rebind(bound)
+    def _ends_of(
+        self, ready: Prepared, program: UpdateProgram, shape: StoreShape
+    ) -> StoreEnds:
+        return StoreEnds(
+            self.store, program, ready, shape, self._setup, self._shared.resident
+        )
 
-    def _take_turn(self, key: Any) -> StoreBound:
+    def _traced_optimizer(self, params: PyTree) -> UpdateProgram:
+        plain = without_shardings(params)
+        return trace_optimizer(self._tx, plain, self._options.extra_args)
+
+    def _take_turn(self, key: Any) -> Bound:
         self.store._training.check()
-        for function in self._functions:
-            function._rest()
         bound = super()._take_turn(key)
         self.store._training.opened.limit_memory(bound.store_bytes)
         return bound
@@ -269,29 +276,21 @@ class StreamedStep(TrainingStep[StoreBound]):
           As `jaxinf.stream` without an optimizer; closed with this step.
         """
         options, last = self._options, self._last
-        stays = () if last is None else last.fitted.units.units
         made = StreamedFunction(
             fn,
             self.store,
-            options.of_function(),
-            share=partial(_shared, self._binder.is_host, options, last),
-            shared=(self._binder.resident, stays),
-            before=lambda: self._rest(made),
-            turns=self._turns,
+            Setup(options.of_function()),
+            step=Beside(
+                self._shared,
+                partial(_left, self._setup, last),
+                frozenset() if last is None else last.fitted.units.units,
+            ),
             average=average,
         )
         if self._params is not None:
             made.load(self._params)
         self._functions.append(made)
         return made
-
-    def _rest(self, function: StreamedFunction) -> None:
-        """Gives the memory of the step and of its other functions to one of them."""
-        for bound in self._bound.values():
-            bound.params.rest()
-        for other in self._functions:
-            if other is not function:
-                other._rest()
 
     # --- control -------------------------------------------------------------------
 
@@ -301,7 +300,6 @@ class StreamedStep(TrainingStep[StoreBound]):
         bound = self._last
         if bound is None or self.wear is None:
             return None
-        assert bound.sink is not None
         return StreamMetrics.of(
             bound.params.counts,
             self._values,
@@ -338,7 +336,7 @@ class StreamedStep(TrainingStep[StoreBound]):
         for function in self._functions:
             function.close()
         super()._close_bound()
-        self._binder.close()
+        self._shared.resident.drop()
 
     def __exit__(
         self,
@@ -352,20 +350,17 @@ class StreamedStep(TrainingStep[StoreBound]):
             self.store.__exit__(kind, error, trace)
 
 
-def _shared(
-    is_host: bool,
-    options: Options,
-    last: StoreBound | None,
-    budgets: Mapping[str, int],
+def _left(
+    setup: Setup, last: Bound | None, budgets: Mapping[str, int]
 ) -> Mapping[str, int]:
     """Returns what a step leaves of its budgets to a function."""
     resident_bytes = 0 if last is None else last.runner.plan.resident_bytes
     store_bytes = 0 if last is None else last.store_bytes
-    whole, shared = budgets["memory_bytes"], dict(budgets)
-    if last is None or whole != options.memory_bytes:
+    whole, left = budgets["memory_bytes"], dict(budgets)
+    if last is None or whole != setup.options.memory_bytes:
         store_bytes = max(store_bytes, whole // INIT_SHARE)
-    shared["memory_bytes"] -= store_bytes
-    name = "memory_bytes" if is_host else "device_memory_bytes"
-    if name in shared:
-        shared[name] -= resident_bytes
-    return shared
+    left["memory_bytes"] -= store_bytes
+    name = "memory_bytes" if setup.limit.is_host else "device_memory_bytes"
+    if name in left:
+        left[name] -= resident_bytes
+    return left

@@ -19,7 +19,7 @@ from jaxinf_models.losses import task_loss
 from zoo import ZOO, Program
 
 import jaxinf
-from jaxinf.streaming import fitting
+from jaxinf.streaming import bound
 from jaxinf.streaming.plan import device as planned_device
 from jaxinf.streaming.plan.plan import prepare, prepare_function
 from jaxinf.streaming.program.graph import aval_bytes
@@ -82,7 +82,7 @@ def plan_step(place, note, monkeypatch):
 
     def make(name, device, tx=CLIPPED, share=2, **options):
         program, target = program_of(name), Target(device)
-        monkeypatch.setattr(fitting, "default_device", lambda: target.devices[0])
+        monkeypatch.setattr(bound, "default_device", lambda: target.devices[0])
         # The devices of a topology have no memories.
         monkeypatch.setattr(planned_device, "_check_kinds", lambda device: None)
         step = jaxinf.stream(
@@ -98,12 +98,8 @@ def plan_step(place, note, monkeypatch):
             params = shapes_of(program.params)
             step.load(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params))
             with compiling_for(target) as built, jax.default_device(target.devices[0]):
-                fit = step._binder.check(
-                    step._traced(params, program.batch),
-                    params,
-                    step.store._training.opened,
-                )
-                fitted = fit(step._options.budgets)
+                ready = step._traced(params, program.batch)
+                fitted = step._ends(ready).fitted(ready, step._options.budgets)
         note(" ".join([name, *options]), device, built)
         return fitted, built
 

@@ -11,16 +11,17 @@ from cases import serve
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded import SPECS, make, trained
-from streaming import assert_near, assert_same_bits
+from streaming import assert_near, assert_same_bits, read_ahead
 from zoo import ZOO
 
 import jaxinf
 from jaxinf.errors import StreamError
 from jaxinf.schedule.reads import Fetch
-from jaxinf.streaming.move.fetch import Fetcher
+from jaxinf.streaming.move.params import MemoryParams
 from jaxinf.streaming.plan import memory
 from jaxinf.streaming.plan.plan import prepare
 from jaxinf.streaming.program import units
+from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.run import Runner
 
 units.MIN_SLICE_BYTES = 4096
@@ -78,16 +79,19 @@ def programs(place, kind):
     held = jax.tree.leaves(one.params)
     largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(expected[1]))
 
-    def part(_, piece):
-        array = held[piece.leaf]
-        spec = P(*array.sharding.spec[len(piece.index) :])
-        return jax.device_put(piece.of(array), array.sharding.update(spec=spec))
+    class Sharded(MemoryParams):
+        def again(self, piece):
+            array = held[piece.leaf]
+            spec = P(*array.sharding.spec[len(piece.index) :])
+            return jax.device_put(piece.of(array), array.sharding.update(spec=spec))
 
     found = {}
     for policy in ("recompute", "keep"):
         plan = ready.plan(600_000, policy)
         found[policy] = {}
-        loss, _ = Runner(plan, {})(one.batch, part, found[policy].__setitem__)
+        loss, _ = Runner(plan, {})(
+            one.batch, Sharded(lambda: held), found[policy].__setitem__
+        )
         assert abs(float(loss) - float(expected[0])) < 1e-6, kind
     assert set(found["keep"]) == set(found["recompute"]) == set(ready.gradient_pieces)
     assert len(found["keep"]) == 3 * 3 + 2, "stacks come out in slices"
@@ -205,6 +209,8 @@ def replicas(place):
     expected = np.arange(16 * 50, dtype=np.float32).reshape(shape)
 
     class Expected:
+        version = (None, 0)
+
         def begin(self):
             pass
 
@@ -215,9 +221,9 @@ def replicas(place):
         def close(self):
             pass
 
-    fetcher = Fetcher(Expected(), [Fetch(unit, 0, 0, gradient=0)], 4 * 4096)
-    fetcher.begin()
-    on_device, shards = fetcher.get(0, unit), fetcher.take(unit)
+    params = read_ahead(Expected(), [Fetch(unit, 0, 0, gradient=0)], 4 * 4096)
+    params.begin(lambda: None)
+    on_device, shards = params.get(0, Piece(0)), params.take(unit)
     np.testing.assert_array_equal(on_device, expected)
     assert shards is not None
     assert len(shards) == 2
@@ -227,7 +233,7 @@ def replicas(place):
     }
     first, second = shards
     assert found == {(0, first.ctypes.data), (25, second.ctypes.data)}, found
-    fetcher.close()
+    params.close()
 
 
 def function(place):

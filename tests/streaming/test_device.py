@@ -4,14 +4,15 @@ import jax
 import numpy as np
 import optax
 import pytest
+from streaming import read_ahead
 from zoo import ZOO
 
 import jaxinf
 from jaxinf.errors import StreamError
 from jaxinf.schedule.reads import Fetch
-from jaxinf.streaming.move.fetch import Fetcher
 from jaxinf.streaming.plan import memory
 from jaxinf.streaming.plan.memory import DeviceLimit, divide
+from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.units import Unit
 
 PAGE_BYTES = 4096
@@ -25,6 +26,8 @@ def unit(leaf):
 
 class Numbers:
     """Units filled with their leaf's number."""
+
+    version = (None, 0)
 
     def __init__(self):
         self.read_leaves = []
@@ -40,60 +43,60 @@ class Numbers:
         pass
 
 
-def fetcher_of(fetches, device_pages, host_pages):
+def params_of(fetches, device_pages, host_pages):
     source = Numbers()
     sizes = device_pages * PAGE_BYTES, host_pages * PAGE_BYTES
-    return source, Fetcher(source, fetches, *sizes, jax.devices()[0])
+    return source, read_ahead(source, fetches, *sizes)
 
 
 def test_buffers_are_reused_only_after_their_copy():
     fetches = [Fetch(unit(leaf), leaf, leaf) for leaf in range(12)]
-    _, fetcher = fetcher_of(fetches, device_pages=12, host_pages=2)
-    fetcher.begin()
+    _, params = params_of(fetches, device_pages=12, host_pages=2)
+    params.begin(lambda: None)
     for leaf in range(12):
-        fetcher.get(leaf, unit(leaf))
+        params.get(leaf, Piece(leaf))
     for leaf in range(12):
-        array = fetcher.get(leaf, unit(leaf))
+        array = params.get(leaf, Piece(leaf))
         assert array.sharding.memory_kind == "device"
         np.testing.assert_array_equal(array, np.full(1024, leaf, np.float32))
-    fetcher.close()
+    params.close()
 
 
 def test_no_more_is_read_ahead_than_the_device_holds():
     fetches = [Fetch(unit(leaf), leaf, leaf) for leaf in range(6)]
-    source, fetcher = fetcher_of(fetches, device_pages=2, host_pages=2)
-    fetcher.begin()
+    source, params = params_of(fetches, device_pages=2, host_pages=2)
+    params.begin(lambda: None)
     for leaf in range(6):
-        np.testing.assert_array_equal(fetcher.get(leaf, unit(leaf))[0], leaf)
+        np.testing.assert_array_equal(params.get(leaf, Piece(leaf))[0], leaf)
         assert len(source.read_leaves) <= leaf + 4  # two there, two read
         if leaf:
-            fetcher.done(leaf - 1)
-    fetcher.close()
+            params.done(leaf - 1)
+    params.close()
 
 
 def test_a_step_is_given_up_while_a_read_waits_for_the_device():
     fetches = [Fetch(unit(0), 0, 0), Fetch(unit(1), 1, 1)]
-    _, fetcher = fetcher_of(fetches, device_pages=1, host_pages=2)
+    _, params = params_of(fetches, device_pages=1, host_pages=2)
     for _ in range(2):
-        fetcher.begin()
-        fetcher.get(0, unit(0))
-        fetcher.stop()
-    fetcher.close()
+        params.begin(lambda: None)
+        params.get(0, Piece(0))
+        params.stop()
+    params.close()
 
 
 def test_units_for_updates_stay_on_the_host():
     fetches = [Fetch(unit(leaf), leaf, leaf, gradient=leaf) for leaf in range(3)]
-    _, fetcher = fetcher_of(fetches, device_pages=3, host_pages=3)
-    fetcher.begin()
+    _, params = params_of(fetches, device_pages=3, host_pages=3)
+    params.begin(lambda: None)
     for leaf in range(3):
-        fetcher.get(leaf, unit(leaf))
-        fetcher.done(leaf)
+        params.get(leaf, Piece(leaf))
+        params.done(leaf)
     for leaf in range(3):
-        taken = fetcher.take(unit(leaf))
+        taken = params.take(unit(leaf))
         np.testing.assert_array_equal(taken, np.full((1, 1024), leaf))
-        fetcher.free(unit(leaf))
-        assert fetcher.take(unit(leaf)) is None
-    fetcher.close()
+        params.free(unit(leaf))
+        assert params.take(unit(leaf)) is None
+    params.close()
 
 
 def trained(store, program, tx, policy, num_steps=3, **options):

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from nameless_files import failing
-from streaming import assert_same_bits, prepared, streamed
+from streaming import assert_same_bits, in_memory, prepared, streamed
 from zoo import ZOO
 
 import jaxinf
@@ -276,13 +276,11 @@ def test_runner_drops_values_of_a_step_that_failed(tmp_path):
     def stop(piece, gradient):
         raise KeyboardInterrupt
 
-    def fetch(number, piece):
-        return piece.of(leaves[piece.leaf])
-
+    params = in_memory(leaves)
     with pytest.raises(KeyboardInterrupt):
-        runner(program.batch, fetch, stop)
+        runner(program.batch, params, stop)
     runner.settle()
-    loss, _ = runner(program.batch, fetch, lambda piece, gradient: None)
+    loss, _ = runner(program.batch, params, lambda piece, gradient: None)
     assert float(loss) == pytest.approx(
         float(program.loss(program.params, program.batch))
     )

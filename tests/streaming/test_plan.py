@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from streaming import in_memory
 from zoo import ZOO
 
 from jaxinf.errors import StreamError
@@ -238,7 +239,7 @@ def test_arrays_closed_over_by_a_jit_within_are_known():
     with pytest.warns(UserWarning, match="1440000 bytes"):
         ready = prepare(loss, GOOD, BATCH)
     plan = ready.plan(ready.smallest_bytes())
-    found, _ = Runner(plan)(BATCH, lambda _, piece: GOOD["w"], lambda *_: None)
+    found, _ = Runner(plan)(BATCH, in_memory([GOOD["w"]]), lambda *_: None)
     assert float(found) == pytest.approx(float(loss(GOOD, BATCH)))
 
 

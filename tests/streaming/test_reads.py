@@ -4,12 +4,13 @@ import jax
 import numpy as np
 import optax
 import pytest
+from streaming import read_ahead
 from zoo import ZOO
 
 import jaxinf
 from jaxinf.schedule.reads import Fetch, hand_over, held_bytes, keep_between
-from jaxinf.streaming.move.fetch import Fetcher
 from jaxinf.streaming.plan import reads
+from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.units import Unit
 
 PAGE_BYTES = 4096
@@ -102,6 +103,8 @@ def test_staged_units_are_in_memory_only_for_their_update():
 class Ones:
     """Units of ones."""
 
+    version = (None, 0)
+
     def begin(self):
         pass
 
@@ -114,19 +117,19 @@ class Ones:
 
 def test_a_step_is_given_up_while_a_read_waits_for_an_update():
     fetches = [Fetch(unit(0), 0, 0, gradient=3), Fetch(unit(1), 1, 1)]
-    fetcher = Fetcher(Ones(), fetches, PAGE_BYTES)
-    fetcher.begin()
-    np.testing.assert_array_equal(fetcher.get(0, unit(0)), np.ones(1024))
-    fetcher.done(0)
-    fetcher.stop()  # there is no room for the second unit
-    assert fetcher.counts.num_read_bytes == PAGE_BYTES
-    fetcher.begin()
-    np.testing.assert_array_equal(fetcher.get(0, unit(0)), np.ones(1024))
-    fetcher.done(0)
-    np.testing.assert_array_equal(fetcher.take(unit(0)), np.ones((1, 1024)))
-    fetcher.free(unit(0))
-    np.testing.assert_array_equal(fetcher.get(1, unit(1)), np.ones(1024))
-    fetcher.close()
+    params = read_ahead(Ones(), fetches, PAGE_BYTES)
+    params.begin(lambda: None)
+    np.testing.assert_array_equal(params.get(0, Piece(0)), np.ones(1024))
+    params.done(0)
+    params.stop()  # there is no room for the second unit
+    assert params.counts.num_read_bytes == PAGE_BYTES
+    params.begin(lambda: None)
+    np.testing.assert_array_equal(params.get(0, Piece(0)), np.ones(1024))
+    params.done(0)
+    np.testing.assert_array_equal(params.take(unit(0)), np.ones((1, 1024)))
+    params.free(unit(0))
+    np.testing.assert_array_equal(params.get(1, Piece(1)), np.ones(1024))
+    params.close()
 
 
 def trained(step, program):

@@ -7,8 +7,11 @@ import jax
 import numpy as np
 
 from jaxinf.schedule.placement import waiting
-from jaxinf.streaming import bound
+from jaxinf.streaming import near_storage
+from jaxinf.streaming.move.params import MemoryParams, StoreParams
+from jaxinf.streaming.move.resident import Resident
 from jaxinf.streaming.plan.plan import prepare
+from jaxinf.streaming.program.units import Places
 from jaxinf.streaming.run import Runner
 
 __all__ = [
@@ -16,8 +19,10 @@ __all__ = [
     "FORM_LIMITS",
     "assert_near",
     "assert_same_bits",
+    "in_memory",
     "numbers",
     "prepared",
+    "read_ahead",
     "relative_error",
     "run",
     "spill_beyond",
@@ -34,6 +39,32 @@ CHUNKS = {"chunk_elements": 4096, "memory_bytes": 16 << 20}
 
 def prepared(program):
     return prepare(program.loss, program.params, program.batch, has_aux=program.has_aux)
+
+
+def in_memory(leaves):
+    """Returns the params source of a run whose params are these."""
+    params = MemoryParams(lambda: leaves)
+    params.begin(lambda: None)
+    return params
+
+
+def read_ahead(reader, fetches, room_bytes, host_bytes=None):
+    """Returns the params source of whole leaves, which a reader reads ahead."""
+    units = sorted({fetch.unit for fetch in fetches}, key=lambda unit: unit.leaf)
+    leaves = [
+        jax.ShapeDtypeStruct(unit.shape, unit.dtype, sharding=unit.sharding)
+        for unit in units
+    ]
+    device = jax.devices()[0]
+    return StoreParams(
+        Places(leaves, lambda *_: True),
+        reader,
+        fetches,
+        Resident(device, is_host=host_bytes is None),
+        device,
+        room_bytes=room_bytes,
+        host_bytes=host_bytes,
+    )
 
 
 def streamed(program, plan, executables, spill=None, values=None):
@@ -53,7 +84,7 @@ def streamed(program, plan, executables, spill=None, values=None):
         gradients[piece.leaf][piece.index] = gradient
 
     loss, aux = Runner(plan, executables, values=values)(
-        program.batch, lambda _, piece: piece.of(leaves[piece.leaf]), hand_out
+        program.batch, in_memory(leaves), hand_out
     )
     assert len(seen) == len(set(seen))
     return loss, aux, gradients
@@ -66,7 +97,9 @@ def run(step, program, num_steps):
 
 def spill_beyond(monkeypatch, num_bytes):
     """Lets gradients that wait have so much memory, and beyond it the drive."""
-    monkeypatch.setattr(bound, "waiting", lambda sizes, *_: waiting(sizes, num_bytes))
+    monkeypatch.setattr(
+        near_storage, "waiting", lambda sizes, *_: waiting(sizes, num_bytes)
+    )
 
 
 def numbers(tree):

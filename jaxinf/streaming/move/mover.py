@@ -21,7 +21,7 @@ from jaxinf.io.buffers import Buffer
 from jaxinf.io.pages import PAGE_BYTES
 from jaxinf.schedule.moves import Kind, Moves, Tensor
 from jaxinf.streaming.move.scratch import aligned
-from jaxinf.streaming.move.tensors import Evicted, Moved
+from jaxinf.streaming.move.tensors import Moved
 from jaxinf.streaming.move.workers import THREADS_PER_DRIVE, Job, Workers
 from jaxinf.streaming.plan.forms import PART_BYTES
 from jaxinf.typing import Array
@@ -114,14 +114,20 @@ class Mover:
         """Counts since the last `take_counts`, without times of queues."""
         return self._threads.counts
 
-    def evict(self, tensor: Evicted) -> None:
-        """Starts moving a value out, which may still be computed; does not block.
+    def evict(self, tensor: Any, *, waits: bool = False) -> None:
+        """Starts moving a value out, which may still be computed.
 
         The caller drops its own reference by `wait_evicted`. The value must not change
         until then.
+
+        Args:
+          tensor: The value.
+          waits: Whether to block until there is room for it on its way.
         """
         with self._changed:
             self._moves.evict(tensor)
+        if waits:
+            self._await(lambda: tensor.value is None)
 
     def wait_evicted(self, key: Hashable) -> None:
         """Blocks until nothing here holds a value in the device's memory.
@@ -329,8 +335,7 @@ class _Threads:
             case "out":
                 counts.num_out_bytes += found.nbytes
             case "write":
-                tensor.written.append(found)
-                counts.num_written_bytes += found.num_bytes
+                counts.num_written_bytes += found
             case "read":
                 counts.num_read_bytes += found
             case "back":

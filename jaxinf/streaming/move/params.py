@@ -1,24 +1,57 @@
 """The params of a step: read ahead of the programs, or in memory.
 
-Invariant: a unit comes from one of the two, in all calls of a step and in its update.
+    drive ─► buffer, which the device reads in place         a device with the host's
+    drive ─► buffer ─► pinned_host ─► device                 … with memory of its own
+
+Invariant: a unit is read ahead or stays, in all calls of a step and in its update.
 """
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import jax
 from jax import lax
+from jax.sharding import SingleDeviceSharding
 
-from jaxinf.streaming.move.fetch import Fetcher, Source
-from jaxinf.streaming.move.mover import MoverCounts
+from jaxinf.schedule.reads import Fetch
+from jaxinf.streaming.move.mover import Mover, MoverCounts
 from jaxinf.streaming.move.resident import Resident, Version
 from jaxinf.streaming.move.scratch import aligned
+from jaxinf.streaming.move.tensors import PINNED, Moved
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.meshes import piece_sharding
 from jaxinf.streaming.program.units import Places, Unit
 from jaxinf.typing import Array
 
-__all__ = ["MemoryParams", "Params", "StoreParams"]
+__all__ = ["MemoryParams", "Params", "Reader", "StoreParams"]
+
+
+class Reader(Protocol):
+    """Reads units."""
+
+    @property
+    def version(self) -> Version:
+        """The store, and the step that its units are of."""
+        ...
+
+    def begin(self) -> None:
+        """Prepares for the reads of a step."""
+        ...
+
+    def read(self, unit: Unit, shards: Sequence[Array]) -> None:
+        """Fills arrays with the unit's shards; blocks."""
+        ...
+
+    def read_again(self, unit: Unit, shards: Sequence[Array]) -> None:
+        """Fills arrays with a unit's shards beside the reads of a step; blocks."""
+        ...
+
+    def close(self) -> None:
+        """Ends the reads of a step."""
+        ...
 
 
 class Params(ABC):
@@ -51,7 +84,22 @@ class Params(ABC):
     def stop(self) -> None:
         """Ends a run; no program may be in flight."""
 
-    # What is all in memory has nothing to do for these.
+    # What is all in memory has nothing to do for these, and updates it elsewhere.
+
+    def take(self, unit: Unit) -> Sequence[Array] | None:
+        """Returns a unit's shards for its update; None if it has to read them.
+
+        They stay until `free`. Those of a unit that the store does not move by shards
+        are never given.
+        """
+        return None
+
+    def target(self, unit: Unit) -> Sequence[Array] | None:
+        """Returns memory for a unit's new shards until `free`; None if not needed."""
+        return None
+
+    def free(self, unit: Unit) -> None:  # noqa: B027
+        """Notes that a unit is updated."""
 
     def done(self, number: int) -> None:  # noqa: B027
         """Notes that a call has run; frees what no later call needs."""
@@ -66,80 +114,144 @@ class Params(ABC):
         """Stops, and frees the memory for reading; idempotent."""
 
 
+@dataclass(eq=False, kw_only=True)
+class _Fetched(Moved):
+    """A unit on its way to the device, or to one like it."""
+
+    unit: Unit
+    reader: Reader
+    device: Any
+
+    def queue(self, part: int) -> int:
+        return 0
+
+    def read(self, part: int, out: Array, bounce: Array) -> int:
+        self.reader.read(self.unit, self.unit.views(out))
+        return self.unit.num_bytes
+
+    def on_device(self, raw: Array, *, has_link: bool) -> jax.Array:
+        shards, unit = self.unit.views(raw), self.unit
+        if not has_link:
+            return unit.on_devices(shards)
+        # Devices copy from one pinned array for each shard, maybe the buffer itself.
+        pinned = SingleDeviceSharding(self.device, memory_kind=PINNED)
+        copies = [jax.device_put(shard, pinned) for shard in shards]
+        own = SingleDeviceSharding(self.device)
+        return jax.block_until_ready(unit.on_devices(copies, own))
+
+
 class StoreParams(Params):
     """Params of a store, for programs and for updates.
 
+    Units are read in the order in which calls need them, so those that a call waits for
+    always get room. A buffer is read into only when no program, no copy and no update
+    can still read it.
+
     Args:
       places: The store's units.
-      fetcher: Reads those units that do not stay.
-      source: The source of units.
+      reader: Reads them.
+      fetches: The reads of each run, in order.
       resident: The units that stay.
-      stays: Those of these programs.
-      version: Returns the store and its last finished step.
-      in_place: Those of `stays` that no program reads after their update.
+      device: The device, of `jax.devices`.
+      room_bytes: Memory for units on the device; at least `window_bytes`.
+      host_bytes: Of a device with memory of its own, memory for buffers on the host:
+        two of the largest unit, and room for the units that wait for their update. A
+        third one is taken beside it, pinned. None if its memory is the host's.
+      stays: The units of these programs that stay.
+      in_place: Those of them that no program reads after their update.
       gives: Those of them that updates can take.
       is_shared: Whether other units stay, too, for someone else.
 
     Attributes:
-      stays: As given.
       counts: Traffic and waiting time of the reads.
     """
 
     def __init__(
         self,
         places: Places,
-        fetcher: Fetcher,
-        source: Source,
+        reader: Reader,
+        fetches: Sequence[Fetch],
         resident: Resident,
+        device: Any,
         *,
-        stays: Collection[Unit],
-        version: Callable[[], Version],
+        room_bytes: int,
+        host_bytes: int | None = None,
+        stays: Collection[Unit] = (),
         in_place: Collection[Unit] = (),
         gives: Collection[Unit] = (),
         is_shared: bool = False,
     ) -> None:
-        self._fetcher = fetcher
         self.counts = MoverCounts()
-        self._places = places
-        self._source = source
-        self._resident = resident
-        self.stays = stays
-        self._is_shared = is_shared
-        self._in_place = in_place
-        self._gives = gives
-        self._version = version
+        self._places, self._reader, self._resident = places, reader, resident
+        self._stays, self._in_place, self._gives = stays, in_place, gives
+        self._is_shared, self._device = is_shared, device
+        self._has_link = host_bytes is not None
+        self._mover = Mover(
+            [1],
+            has_link=self._has_link,
+            read_bytes=room_bytes if host_bytes is None else host_bytes,
+            device_bytes=room_bytes,
+            name="jaxinf-fetch",
+        )
+        self._fetches = fetches
+        self._lasts: dict[Unit, list[int]] = {}  # of its fetches, in order
+        self._ends: dict[int, list[tuple[Unit, int]]] = {}  # by their last call
+        for fetch in fetches:
+            self._lasts.setdefault(fetch.unit, []).append(fetch.last)
+            self._ends.setdefault(fetch.last, []).append((fetch.unit, fetch.last))
+        self._updates = {
+            one.unit: (one.unit, one.last)
+            for one in fetches
+            if one.gradient is not None
+        }
 
     def begin(self, check: Callable[[], None], *, is_last: bool = True) -> None:
         """Starts to read; blocks until all that stays is there."""
-        self._fetcher.free_updates()
-        self._fetcher.counts = self.counts
+        self._free_updates()
+        version = self._reader.version
         missing = self._resident.begin(
-            self._version(), self.stays, self._in_place, is_shared=self._is_shared
+            version, self._stays, self._in_place, is_shared=self._is_shared
         )
         if missing:
-            self._source.begin()
+            self._reader.begin()
         for unit in missing:
             check()
-            self._resident.bring(unit, self._source.read)
+            self._resident.bring(unit, self._reader.read)
             self.counts.num_read_bytes += unit.num_bytes
-        self._fetcher.begin(is_last=is_last)
+        self.stop()
+        if self._fetches:
+            self._reader.begin()
+            self._mover.load([self._fetched(one, is_last) for one in self._fetches])
+
+    def _fetched(self, fetch: Fetch, is_last: bool) -> _Fetched:
+        unit = fetch.unit
+        return _Fetched(
+            (unit, fetch.last),
+            num_parts=1,
+            host_bytes=unit.page_bytes,
+            device_bytes=unit.num_bytes if self._has_link else 0,
+            is_held=is_last and fetch.gradient is not None,
+            unit=unit,
+            reader=self._reader,
+            device=self._device,
+        )
 
     def get(self, number: int, piece: Piece) -> jax.Array:
         """As `Params.get`."""
         unit = self._places.unit(piece)
-        if unit in self.stays:
-            array = self._resident.get(unit)
-        else:
-            array = self._fetcher.get(number, unit)
-        return self._part(unit, piece, array)
+        if unit in self._stays:
+            return self._part(unit, piece, self._resident.get(unit))
+        lasts = self._lasts[unit]
+        key = (unit, lasts[bisect_left(lasts, number)])
+        return self._part(unit, piece, self._mover.get(key))
 
     def again(self, piece: Piece) -> jax.Array:
         """As `Params.again`."""
         unit = self._places.unit(piece)
-        if unit in self.stays:
+        if unit in self._stays:
             return self._part(unit, piece, self._resident.get(unit))
         shards = unit.views(aligned(unit.held_bytes))
-        self._source.read_again(unit, shards)
+        self._reader.read_again(unit, shards)
         return self._part(unit, piece, unit.on_devices(shards))
 
     def _part(self, unit: Unit, piece: Piece, array: jax.Array) -> jax.Array:
@@ -156,28 +268,38 @@ class StoreParams(Params):
 
     def done(self, number: int) -> None:
         """As `Params.done`."""
-        self._fetcher.done(number)
+        for key in self._ends.get(number, ()):
+            self._mover.release(key)
 
     def stop(self) -> None:
-        """As `Params.stop`."""
-        self._fetcher.stop()
+        """As `Params.stop`; units that updates take stay until these free them."""
+        self._mover.reset()
+        self.counts.add(self._mover.take_counts())
+        self._reader.close()
 
     def take(self, unit: Unit) -> Sequence[Array] | None:
-        """Returns a unit's shards for its update; None if it has to read them."""
-        if unit not in self.stays:
-            return self._fetcher.take(unit)
-        return self._resident.take(unit) if unit in self._gives else None
+        """As `Params.take`."""
+        if unit in self._stays:
+            return self._resident.take(unit) if unit in self._gives else None
+        key = self._updates.get(unit)
+        memory = None if key is None else self._mover.held(key)
+        return None if memory is None else unit.views(memory)
 
     def target(self, unit: Unit) -> Sequence[Array] | None:
-        """Returns memory for a unit's new params; None if they are not needed here."""
-        return self._resident.target(unit) if unit in self.stays else None
+        """As `Params.target`."""
+        return self._resident.target(unit) if unit in self._stays else None
 
     def free(self, unit: Unit) -> None:
-        """Notes that a unit is updated."""
-        if unit in self.stays:
+        """As `Params.free`."""
+        if unit in self._stays:
             self._resident.free(unit)
-        else:
-            self._fetcher.free(unit)
+        elif unit in self._updates:
+            self._mover.free(self._updates[unit])
+
+    def _free_updates(self) -> None:
+        """Frees units that updates of a step have left, which was given up."""
+        for key in self._updates.values():
+            self._mover.free(key)
 
     def end(self) -> None:
         """As `Params.end`."""
@@ -186,15 +308,18 @@ class StoreParams(Params):
     @property
     def held_bytes(self) -> int:
         """Memory of the host for reading that is held now."""
-        return self._fetcher.held_bytes
+        return self._mover.held_bytes
 
     def rest(self) -> None:
         """As `Params.rest`."""
-        self._fetcher.rest()
+        self._free_updates()
+        self._mover.rest()
 
     def close(self) -> None:
         """As `Params.close`; what stays may be another's, too."""
-        self._fetcher.close()
+        self.stop()
+        self._free_updates()
+        self._mover.close()
 
 
 class MemoryParams(Params):
@@ -204,9 +329,9 @@ class MemoryParams(Params):
       leaves: Returns them; called when a run begins.
     """
 
-    def __init__(self, leaves: Callable[[], Sequence[jax.Array]]) -> None:
+    def __init__(self, leaves: Callable[[], Sequence[Any]]) -> None:
         self._leaves = leaves
-        self._held: Sequence[jax.Array] = ()
+        self._held: Sequence[Any] = ()
         self.counts = MoverCounts()
 
     def begin(self, check: Callable[[], None], *, is_last: bool = True) -> None:

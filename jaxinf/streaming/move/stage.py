@@ -1,16 +1,21 @@
-"""A thread that works on gradients while programs run.
+"""Gradients on their way to an action, which works on them while programs run.
 
-Invariant: what waits for it is bounded in bytes; one item is always accepted.
+    put ─► waits for room ─► the mover's queue, in order ─► action
+
+Invariant: what waits is bounded in bytes; one gradient is always accepted.
 """
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
+from jaxinf.schedule.moves import Tensor
+from jaxinf.streaming.move.mover import Mover
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.streaming.program.shards import Gradient
+from jaxinf.typing import Array
 
 __all__ = ["Action", "Handed", "Stage"]
 
@@ -20,8 +25,23 @@ Handed: TypeAlias = tuple[Piece, Gradient]
 Action: TypeAlias = Callable[[Sequence[Handed]], None]
 
 
+@dataclass(eq=False, kw_only=True)
+class _Waiting(Tensor):
+    """A gradient, which an action takes in place of a drive."""
+
+    piece: Piece
+    take: Callable[["_Waiting"], None]
+
+    def queue(self, part: int) -> int:
+        return 0
+
+    def write(self, part: int, bounce: Array) -> int:
+        self.take(self)
+        return 0
+
+
 class Stage:
-    """Passes gradients to an action, in their order, on a thread of its own.
+    """Passes gradients to an action, in their order, on a thread of a mover.
 
     Args:
       name: Of the thread.
@@ -29,29 +49,28 @@ class Stage:
       short_bytes: Gradients up to this long are passed on together, if several wait.
 
     Attributes:
-      waited_s: Time that gradients waited for room since the last reset.
+      waited_s: Time that gradients waited for room since the caller set it to 0.
     """
 
     def __init__(self, name: str, capacity_bytes: int, short_bytes: int = 0) -> None:
-        self._name = name
-        self._capacity_bytes = capacity_bytes
+        self._capacity_bytes = max(1, capacity_bytes)
         self._short_bytes = short_bytes
-        self._changed = threading.Condition()
-        self._queue: deque[Handed] = deque()
-        self._waiting_bytes = 0
-        self._is_ending = False
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._mover = Mover(
+            [1],
+            has_link=False,
+            read_bytes=0,
+            way_bytes=self._capacity_bytes,
+            name=name,
+            reuses=False,
+        )
+        self._waiting: deque[_Waiting] = deque()
+        self._num_put = 0
+        self._action: Action | None = None
         self.waited_s = 0.0
 
     def start(self, action: Action) -> None:
-        """Starts the thread; it does not run yet."""
-        self._queue.clear()
-        self._waiting_bytes, self._is_ending, self._error = 0, False, None
-        self._thread = threading.Thread(
-            target=self._run, args=(action,), name=self._name, daemon=True
-        )
-        self._thread.start()
+        """Passes gradients to an action from now on; none is under way."""
+        self._action = action
 
     def put(self, piece: Piece, gradient: Gradient) -> None:
         """Takes a gradient; blocks while too many wait.
@@ -59,21 +78,19 @@ class Stage:
         Raises:
           BaseException: The exception that stopped the action.
         """
-        with self._changed:
-            began_s = time.perf_counter()
-            self._changed.wait_for(
-                lambda: (
-                    self._error is not None
-                    or not self._waiting_bytes
-                    or self._waiting_bytes + gradient.nbytes <= self._capacity_bytes
-                )
-            )
-            self.waited_s += time.perf_counter() - began_s
-            if self._error is not None:
-                raise self._error
-            self._waiting_bytes += gradient.nbytes
-            self._queue.append((piece, gradient))
-            self._changed.notify_all()
+        began_s = time.perf_counter()
+        tensor = _Waiting(
+            self._num_put,
+            num_parts=1,
+            way_bytes=min(gradient.nbytes, self._capacity_bytes),
+            value=gradient,
+            piece=piece,
+            take=self._take,
+        )
+        self._num_put += 1
+        self._waiting.append(tensor)
+        self._mover.evict(tensor, waits=True)
+        self.waited_s += time.perf_counter() - began_s
 
     def end(self) -> None:
         """Waits until all that was put is done.
@@ -81,47 +98,37 @@ class Stage:
         Raises:
           BaseException: The exception that stopped the action.
         """
-        self._join()
-        if self._error is not None:
-            raise self._error
+        for key in range(self._num_put):
+            self._mover.release(key)
+        self._num_put = 0
 
     def abandon(self) -> None:
-        """Ends the thread; what waits is dropped."""
-        with self._changed:
-            self._queue.clear()
-        self._join()
+        """Waits for what is under way; what waits is dropped."""
+        self._action = None
+        self._mover.reset()
+        self._waiting.clear()
+        self._num_put = 0
 
-    def _join(self) -> None:
-        with self._changed:
-            self._is_ending = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+    def close(self) -> None:
+        """Ends the thread; idempotent."""
+        self.abandon()
+        self._mover.close()
 
-    def _run(self, action: Action) -> None:
+    def _take(self, tensor: _Waiting) -> None:
+        """Passes a gradient on, or several short ones, unless it was; on the thread."""
+        action = self._action
+        if action is None or not self._waiting or tensor is not self._waiting[0]:
+            return
+        taken = [self._waiting.popleft()]
+        while self._waiting and self._is_short(taken[-1], self._waiting[0]):
+            taken.append(self._waiting.popleft())
         try:
-            while taken := self._next():
-                num_bytes = sum(gradient.nbytes for _, gradient in taken)
-                action(taken)
-                del taken
-                with self._changed:
-                    self._waiting_bytes -= num_bytes
-                    self._changed.notify_all()
-        except BaseException as error:
-            with self._changed:
-                self._error = error
-                self._queue.clear()
-                self._changed.notify_all()
+            action([(one.piece, one.host) for one in taken])
+        except BaseException:
+            self._action = None  # it takes no more
+            raise
 
-    def _next(self) -> list[Handed]:
-        """Returns the next gradient, or several short ones; none at the end. Blocks."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._is_ending)
-            taken = [self._queue.popleft()] if self._queue else []
-            while taken and self._queue and self._is_short(taken[-1], self._queue[0]):
-                taken.append(self._queue.popleft())
-            return taken
-
-    def _is_short(self, *handed: Handed) -> bool:
-        return all(gradient.nbytes <= self._short_bytes for _, gradient in handed)
+    def _is_short(self, *waiting: _Waiting) -> bool:
+        """Whether gradients that have found room are short."""
+        found = [one.host for one in waiting]
+        return all(one is not None and one.nbytes <= self._short_bytes for one in found)

@@ -63,10 +63,12 @@ class Evicted(Moved):
         """As `Moved.queue`."""
         return self.place.parts[part].drive
 
-    def write(self, part: int, bounce: Array) -> Part:
-        """Writes a part; blocks, first until the value is computed."""
+    def write(self, part: int, bounce: Array) -> int:
+        """Writes a part; returns its bytes on the drive. Blocks."""
         raw = raw_bytes(np.asarray(self.host))
-        return self.scratch.write(self.place.parts[part], raw, bounce)
+        written = self.scratch.write(self.place.parts[part], raw, bounce)
+        self.written.append(written)
+        return written.num_bytes
 
     def read(self, part: int, out: Array, bounce: Array) -> int:
         """As `Moved.read`."""

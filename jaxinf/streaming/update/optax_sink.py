@@ -16,6 +16,7 @@ import optax
 from jaxinf import compat
 from jaxinf.errors import NonFiniteGradientError, StreamError
 from jaxinf.program import NonFinitePolicy, effect_of_nonfinite, is_guarded
+from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.program.graph import Piece, aval_bytes
 from jaxinf.streaming.program.trace import Traced
 from jaxinf.streaming.update.sink import Sink
@@ -127,7 +128,7 @@ class OptaxSink(Sink):
         self._nonfinite: NonFinitePolicy | None = nonfinite
         self.abandon()
 
-    def begin(self, extra_args: Mapping[str, Any]) -> None:
+    def begin(self, extra_args: Mapping[str, Any], params: Params) -> None:
         """As `Sink.begin`."""
         self.abandon()
 

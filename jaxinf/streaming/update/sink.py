@@ -10,10 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxinf.schedule.placement import Waiting
+from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.program.graph import Piece
 from jaxinf.typing import Array, PyTree
 
-__all__ = ["Sink", "is_finite"]
+__all__ = ["NoGradients", "Sink", "is_finite"]
 
 # Elements whose finiteness is looked at together: it takes memory.
 _RUN_ELEMENTS = 1 << 18
@@ -22,9 +24,13 @@ _RUN_ELEMENTS = 1 << 18
 class Sink(ABC):
     """Takes the gradients of steps."""
 
-    @abstractmethod
-    def begin(self, extra_args: Mapping[str, Any]) -> None:
-        """Gets ready for a step; takes the arguments of the optimizer's update."""
+    def begin(self, extra_args: Mapping[str, Any], params: Params) -> None:  # noqa: B027
+        """Gets ready for a step.
+
+        Args:
+          extra_args: Further arguments of the optimizer's update.
+          params: The source of the step's params, which updates may take and change.
+        """
 
     def begin_part(self, number: int) -> None:  # noqa: B027
         """Gets ready for the gradients of a part of the batch."""
@@ -56,13 +62,16 @@ class Sink(ABC):
           BaseException: The exception that stopped the updates.
         """
 
-    @abstractmethod
-    def abandon(self) -> None:
+    def abandon(self) -> None:  # noqa: B027
         """Gives the step up."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Frees memory and files; idempotent."""
+
+    @property
+    def waiting(self) -> Waiting | None:
+        """Gradients that wait for the last one; None if none does."""
+        return None
 
     @property
     def waited_s(self) -> float:
@@ -73,6 +82,20 @@ class Sink(ABC):
     def spilled_bytes(self) -> tuple[int, int]:
         """Bytes of the last step's gradients that waited in memory and in files."""
         return 0, 0
+
+
+class NoGradients(Sink):
+    """The sink of a function without a gradient."""
+
+    def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
+        """As `Sink.put`."""
+        raise AssertionError("a function without a gradient")
+
+    def finish(
+        self, extra_args: Mapping[str, Any], results: PyTree, check: Callable[[], None]
+    ) -> bool:
+        """As `Sink.finish`."""
+        return False
 
 
 def is_finite(array: Array) -> bool:

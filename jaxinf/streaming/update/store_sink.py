@@ -10,7 +10,7 @@ Invariant: the store advances by one step if every gradient arrived and was fini
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +19,9 @@ from jaxinf.csd import ScalarInputs
 from jaxinf.engine import Training, UpdateRequest, changes_params
 from jaxinf.errors import NonFiniteGradientError
 from jaxinf.program import NonFinitePolicy, UpdateProgram
+from jaxinf.schedule.placement import Waiting
 from jaxinf.store import ScalarState
+from jaxinf.streaming.move.params import Params
 from jaxinf.streaming.move.spill import Spill
 from jaxinf.streaming.move.stage import Handed, Stage
 from jaxinf.streaming.program.graph import Piece
@@ -31,31 +33,12 @@ from jaxinf.streaming.update.passes import PassRunner
 from jaxinf.streaming.update.sink import Sink, is_finite
 from jaxinf.typing import Array, PyTree
 
-__all__ = ["FetchedParams", "StoreSink"]
+__all__ = ["StoreSink"]
 
 
 # Gradients up to this long share a call of the engine.
 _SHORT_BYTES = 1 << 20
 _NO_PARAMS = np.empty(0, np.float32)
-
-
-class FetchedParams(Protocol):
-    """Params that were read for programs and that updates may take."""
-
-    def take(self, unit: Unit) -> Sequence[Array] | None:
-        """Returns a unit's shards of params, which stay until `free`; None if not held.
-
-        Those of a unit that the store does not move by shards are never held.
-        """
-        ...
-
-    def target(self, unit: Unit) -> Sequence[Array] | None:
-        """Returns memory for a unit's new shards until `free`; None if not needed."""
-        ...
-
-    def free(self, unit: Unit) -> None:
-        """Notes that a unit is updated."""
-        ...
 
 
 class StoreSink(Sink):
@@ -72,12 +55,14 @@ class StoreSink(Sink):
       compressor: Compresses gradients, if that is on.
       places: The store's units.
       capacity_bytes: Bytes of gradients that may wait; one is always accepted.
-      fetched: Params that updates take instead of reading them.
       spill: Holds gradients until the last one arrives; None if none waits.
       sums: Adds gradients up over parts of a batch; None for one part.
       nonfinite: The effect of a non-finite gradient.
       copies: Whether gradients are copied to the host, from a device with memory of
         its own.
+
+    Attributes:
+      spill, sums: As given.
     """
 
     def __init__(
@@ -88,7 +73,6 @@ class StoreSink(Sink):
         compressor: Compressor,
         places: Places,
         capacity_bytes: int,
-        fetched: FetchedParams,
         spill: Spill | None,
         sums: Sums | None,
         nonfinite: NonFinitePolicy,
@@ -101,9 +85,9 @@ class StoreSink(Sink):
         self._stage = Stage("jaxinf-updates", capacity_bytes, _SHORT_BYTES)
         self._nonfinite: NonFinitePolicy = nonfinite
         self._copies = copies
-        self._fetched = fetched
-        self._spill = spill
-        self._sums = sums
+        self._fetched: Params
+        self.spill = spill
+        self.sums = sums
         self._passes = passes
         self._compressor = compressor
         self._gathering: dict[Unit, _Gathered] = {}
@@ -113,12 +97,9 @@ class StoreSink(Sink):
 
     # --- a step --------------------------------------------------------------------
 
-    def begin(self, extra_args: Mapping[str, Any]) -> None:
-        """Computes the first numbers, and gets ready for gradients.
-
-        Args:
-          extra_args: As for `PassRunner.begin`.
-        """
+    def begin(self, extra_args: Mapping[str, Any], params: Params) -> None:
+        """As `Sink.begin`; computes the first numbers."""
+        self._fetched = params
         self._step = self._training.opened.finished.step
         self._passes.begin(extra_args)
         self._gathering, self._bad = {}, []
@@ -127,7 +108,7 @@ class StoreSink(Sink):
 
     def begin_part(self, number: int) -> None:
         """As `Sink.begin_part`."""
-        sums = self._sums
+        sums = self.sums
         if sums is not None and number < sums.count - 1:
             self._stage.start(sums.add)
         else:
@@ -135,7 +116,7 @@ class StoreSink(Sink):
 
     def end_part(self, number: int) -> None:
         """As `Sink.end_part`."""
-        if self._sums is not None and number < self._sums.count - 1:
+        if self.sums is not None and number < self.sums.count - 1:
             self._stage.end()  # the last part's updates go on
 
     def put(self, piece: Piece, gradient: jax.Array | Array) -> None:
@@ -151,8 +132,8 @@ class StoreSink(Sink):
         """As `Sink.finish`."""
         self._stage.end()
         self._passes.give(extra_args)
-        if self._spill is not None and not self._is_refused:
-            self._update_deferred(self._spill, check)
+        if self.spill is not None and not self._is_refused:
+            self._update_deferred(self.spill, check)
         if self._is_refused:
             self._passes.close()
             self._training.steps.abandon()
@@ -179,6 +160,11 @@ class StoreSink(Sink):
         self._training.steps.abandon()
 
     @property
+    def waiting(self) -> Waiting | None:
+        """As `Sink.waiting`."""
+        return None if self.spill is None else self.spill.planned
+
+    @property
     def waited_s(self) -> float:
         """As `Sink.waited_s`."""
         return self._stage.waited_s
@@ -193,7 +179,8 @@ class StoreSink(Sink):
         )
 
     def close(self) -> None:
-        """Frees the files of gradients that wait."""
+        """Frees the files of gradients that wait, and ends the thread."""
+        self._stage.close()
         self._passes.close()
         for spill in self._spills:
             spill.close()
@@ -202,8 +189,8 @@ class StoreSink(Sink):
 
     @property
     def _spills(self) -> list[Spill]:
-        sums = None if self._sums is None else self._sums.spill
-        return [spill for spill in (self._spill, sums) if spill is not None]
+        sums = None if self.sums is None else self.sums.spill
+        return [spill for spill in (self.spill, sums) if spill is not None]
 
     def _reset_spills(self) -> None:
         for spill in self._spills:
@@ -211,9 +198,9 @@ class StoreSink(Sink):
 
     def _take(self, taken: Sequence[Handed]) -> None:
         """Takes complete gradients, or those of the last part of a batch."""
-        if self._sums is not None:
-            taken = self._sums.means(taken)
-        if self._spill is None:
+        if self.sums is not None:
+            taken = self.sums.means(taken)
+        if self.spill is None:
             self._update(taken)
         else:
             self._defer(taken)
@@ -242,7 +229,7 @@ class StoreSink(Sink):
                 check()
 
     def _defer(self, taken: Sequence[Handed]) -> None:
-        assert self._spill is not None
+        assert self.spill is not None
         # An update that overwrites a step cannot be undone if a later one is refused.
         is_checked = self._training.options.rewrites_steps
         for piece, handed in taken:
@@ -257,7 +244,7 @@ class StoreSink(Sink):
             array = np.asarray(gradient)  # it need not stay on the device
             if is_checked and not is_finite(array):
                 self._bad.append(self._program.leaves[piece.leaf].info.name)
-            self._spill.put(piece, array)
+            self.spill.put(piece, array)
 
     def _update(self, taken: Sequence[Handed]) -> None:
         asked: dict[Unit, _Asked] = {}

@@ -1,4 +1,4 @@
-"""The store as a source of params.
+"""Reads params of a store.
 
 Invariant: reads are of the store's last finished step.
 """
@@ -14,15 +14,10 @@ from jaxinf.streaming.move.resident import Version
 from jaxinf.streaming.program.units import Unit
 from jaxinf.typing import Array
 
-__all__ = ["StoreSource", "version_of"]
+__all__ = ["StoreReader"]
 
 
-def version_of(training: Training) -> Version:
-    """The open store and its last finished step."""
-    return training.opened, training.opened.finished.step
-
-
-class StoreSource:
+class StoreReader:
     """Reads units of the store's current step.
 
     Until the first of them are read, the store prefetches no state for updates, since
@@ -48,6 +43,11 @@ class StoreSource:
         self._num_first = num_first
         self._num_read = 0
         self._reader: ParamsReader | None = None
+
+    @property
+    def version(self) -> Version:
+        """The open store and its last finished step."""
+        return self._training.opened, self._training.opened.finished.step
 
     def begin(self) -> None:
         """Begins a step; there is no commit before it ends."""

@@ -1,0 +1,360 @@
+"""A step whose params are read from a store, and whose gradients are updated there.
+
+Invariant: what is planned takes no more than the budgets, and depends on the store's
+chunks alone, so a step can be planned before its store is made.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from functools import partial
+from pathlib import Path
+
+from jaxinf.engine import Store, StoreShape
+from jaxinf.io import ByteCounts, ByteMeters
+from jaxinf.program import UpdateProgram, effect_of_nonfinite
+from jaxinf.schedule.placement import waiting
+from jaxinf.schedule.reads import Fetch
+from jaxinf.store import plans_folder
+from jaxinf.streaming.bound import Bound, Ends, Setup
+from jaxinf.streaming.fit import Fitted
+from jaxinf.streaming.move.params import StoreParams
+from jaxinf.streaming.move.reader import StoreReader
+from jaxinf.streaming.move.resident import Resident
+from jaxinf.streaming.move.spill import Spill
+from jaxinf.streaming.plan.calls import Call
+from jaxinf.streaming.plan.device import mesh_limit
+from jaxinf.streaming.plan.memory import READER_BYTES, Division, divide
+from jaxinf.streaming.plan.plan import Plan, Prepared
+from jaxinf.streaming.plan.reads import (
+    Reading,
+    planned_fetches,
+    reused_bytes,
+    staged_bytes,
+)
+from jaxinf.streaming.plan.resident import ResidentChooser
+from jaxinf.streaming.plan.saved import save_plan
+from jaxinf.streaming.program.graph import Piece
+from jaxinf.streaming.program.units import Places, Unit
+from jaxinf.streaming.run import Runner
+from jaxinf.streaming.update.compressing import Compressor
+from jaxinf.streaming.update.micro_batches import Sums, sum_bytes
+from jaxinf.streaming.update.optimizer import passes_for
+from jaxinf.streaming.update.passes import PassRunner
+from jaxinf.streaming.update.sink import Sink
+from jaxinf.streaming.update.store_sink import StoreSink
+from jaxinf.streaming.update.traffic import (
+    is_parted,
+    planned_traffic,
+    reads_params,
+)
+
+__all__ = ["StoreEnds", "StoreParamsEnds"]
+
+
+class StoreParamsEnds(Ends):
+    """A store as params source.
+
+    Args:
+      store: The store.
+      places: Its units.
+      units: Those that may stay.
+      setup: Memory, policy and so on.
+      resident: Params that stay between steps.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        places: Places,
+        units: Set[Unit],
+        setup: Setup,
+        resident: Resident,
+    ) -> None:
+        super().__init__(setup)
+        self._store, self._training = store, store._training
+        self._places, self._units, self._resident = places, units, resident
+        self.reads = self._reads
+
+    def residents(
+        self, ready: Prepared, division: Division, measure: Callable[[Plan], int]
+    ) -> ResidentChooser:
+        """As `Ends.residents`."""
+        return ResidentChooser(
+            self.setup.options.resident,
+            self._places,
+            self._units,
+            division,
+            lambda plan, part: self._reads(plan, part, frozenset()).fetches,
+            self._rereads,
+            measure,
+        )
+
+    def passing_bytes(self, plan: Plan, stays: Set[Unit]) -> int:
+        """As `Ends.passing_bytes`."""
+        return staged_bytes(self._places, plan, stays)
+
+    def record(self, began_s: float, ended_s: float) -> None:
+        """As `Ends.record`."""
+        self._training.opened.timeline.add("program", began_s, ended_s)
+
+    def _reads(self, plan: Plan, division: Division, stays: Set[Unit]) -> Reading:
+        return planned_fetches(plan, self._places, division, self._takes_read, stays)
+
+    def _rereads(self, unit: Unit) -> bool:
+        """Whether a unit's update reads params that could be given to it."""
+        return False
+
+    def _takes_read(self, unit: Unit) -> bool:
+        """Whether a unit's update can take what was read for a program."""
+        return False
+
+    def _source(
+        self,
+        runner: Runner,
+        fitted: Fitted,
+        gives: frozenset[Unit] = frozenset(),
+        *,
+        average: bool = False,
+        is_shared: bool = False,
+    ) -> tuple[StoreParams, Reading, int]:
+        """Returns the params source, its reads, and the memory that none needs."""
+        reading, division = fitted.reading(runner.plan)
+        host_bytes, device_bytes = reading.memory(division)
+        is_staged = device_bytes is not None
+        params = StoreParams(
+            self._places,
+            StoreReader(
+                self._training, READER_BYTES, reading.num_first, average=average
+            ),
+            reading.fetches,
+            self._resident,
+            self.setup.device,
+            room_bytes=device_bytes if device_bytes is not None else host_bytes,
+            host_bytes=host_bytes if is_staged else None,
+            stays=fitted.units.units,
+            in_place=fitted.units.in_place,
+            gives=gives,
+            is_shared=is_shared,
+        )
+        unused_bytes = 0 if is_staged else reading.room_bytes - host_bytes
+        return params, reading, unused_bytes
+
+
+class StoreEnds(StoreParamsEnds):
+    """The store as params source and gradient sink.
+
+    Making it compiles the optimizer's programs.
+
+    Args:
+      store: The store; its training is bound to the optimizer when it is used.
+      program: The optimizer, traced.
+      ready: The loss function, traced for the batch.
+      shape: The store's chunks; it need not be there.
+      setup, resident: As for `StoreParamsEnds`.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        program: UpdateProgram,
+        ready: Prepared,
+        shape: StoreShape,
+        setup: Setup,
+        resident: Resident,
+    ) -> None:
+        options = setup.options
+        pieces, params = ready.gradient_pieces, ready.traced.params
+        passes = passes_for(program, pieces)
+
+        def can_move(leaf: int, origin: Sequence[int], extent: Sequence[int]) -> bool:
+            return leaf not in passes.whole and shape.can_move(leaf, origin, extent)
+
+        undivided = range(len(params)) if options.compress else passes.computed
+        places = Places(params, can_move, undivided)
+        units = {places.unit(piece) for piece in pieces}
+        super().__init__(store, places, units, setup, resident)
+        self._program, self._passes, self._shape = program, passes, shape
+        self.num_drives = max(1, shape.directory.num_csds)
+        self.saved_in = None if options.replan else store.path
+        bits = {"is_deterministic": options.deterministic}
+        self._numbers = PassRunner(self._training, program, passes, **bits)
+        self._compressor = Compressor(self._training, options.compress, shape, **bits)
+        arrivals = _arrivals(pieces, [leaf.shape for leaf in params], passes.whole)
+        self._numbers_bytes = max(
+            self._numbers.compile(arrivals), self._compressor.compile(self._units)
+        )
+        rewrites = self._training.options.rewrites_steps
+        self._is_deferred = passes.num_passes > 1 or rewrites
+        self._gathered_bytes = self._bytes_to_gather(ready)
+        gradients, sizes = ready.lifetimes.graph.gradients, ready.lifetimes.sizes
+        self._gradient_bytes = {piece: sizes[piece] for piece in gradients}
+        self._sum_bytes = {p: sum_bytes(value.aval) for p, value in gradients.items()}
+
+    # --- planned -------------------------------------------------------------------
+
+    def save(self, ready: Prepared, plan: Plan) -> None:
+        """As `Ends.save`."""
+        save_plan(self._store.path, ready, plan)
+
+    def divided(self, ready: Prepared, budgets: Mapping[str, int]) -> Division:
+        """As `Ends.divided`."""
+        mesh, limit = ready.traced.mesh, None
+        if mesh is not None:
+            most_bytes = self.setup.options.device_memory_bytes
+            limit = mesh_limit(mesh.local_devices, most_bytes)
+        division = divide(
+            budgets["memory_bytes"],
+            self._shape.least_memory_bytes,
+            max((unit.num_bytes for unit in self._units), default=0),
+            self.setup.limit_within(budgets, limit),
+        )
+        purpose = "computing numbers of its gradients"
+        division = division.without(self._numbers_bytes, purpose, is_on_device=True)
+        return division.without(
+            self._gathered_bytes,
+            "moving shards of params that are not stored alone",
+        )
+
+    def _bytes_to_gather(self, ready: Prepared) -> int:
+        """Memory to gather shards: one unit that is read, and one that is updated."""
+        units = {self._places.unit(piece) for piece in ready.lifetimes.sizes}
+        waits = self._is_deferred or self.setup.options.micro_batches > 1
+        apart = [unit for unit in units if len(unit.shards) > 1]
+        undivided = [unit.num_bytes for unit in apart if not unit.is_divided]
+        updated = [unit.num_bytes for unit in apart] if waits else undivided
+        return max(undivided, default=0) + 2 * max(updated, default=0)
+
+    def _rereads(self, unit: Unit) -> bool:
+        return reads_params(self._shape, unit, self._program, self._passes)
+
+    def _takes_read(self, unit: Unit) -> bool:
+        return unit.is_divided and not self._is_deferred and self._rereads(unit)
+
+    def _takes_resident(self, unit: Unit) -> bool:
+        """Whether a unit's update can take what stays between steps.
+
+        A chunk that a step overwrites in parts cannot be compared with its checksum.
+        """
+        rewrites = self._shape.options.rewrites_steps
+        is_known = not (rewrites and is_parted(self._shape, unit))
+        return unit.is_divided and is_known and self._rereads(unit)
+
+    # --- bound ---------------------------------------------------------------------
+
+    @property
+    def folders(self) -> Sequence[Path]:
+        """As `Ends.folders`."""
+        directory = self._training.opened.directory
+        if not directory.manifest.csds:
+            return [plans_folder(self._store.path)]
+        return [directory.csd_directory(csd) for csd in range(directory.num_csds)]
+
+    @property
+    def meters(self) -> ByteMeters:
+        """As `Ends.meters`."""
+        return self._training.opened.meters
+
+    def sink(self, fitted: Fitted) -> StoreSink:
+        """As `Ends.sink`: gradients wait in half of their memory, or are summed."""
+        options, division = self.setup.options, fitted.division
+        spill = partial(Spill, plans_folder(self._store.path), meters=self.meters)
+        calls, room_bytes = fitted.plan.calls.calls, division.gradients
+        spills, last, sums = [], None, None
+        if self._is_deferred:
+            num_reads = max(1, self._passes.num_passes - 1)
+            sizes = self._deferred_bytes(calls)
+            last = spill(waiting(sizes, division.gradients // 2, num_reads))
+            spills.append(last)
+        if options.micro_batches > 1:
+            pieces = [piece for call in calls for piece, _ in call.gradients]
+            sizes = {piece: self._sum_bytes[piece] for piece in pieces}
+            summed = spill(waiting(sizes, division.gradients // 4))
+            sums = Sums(options.micro_batches, summed)
+            spills.append(summed)
+        room_bytes -= sum(one.planned.capacity_bytes for one in spills)
+        return StoreSink(
+            self._training,
+            self._program,
+            self._numbers,
+            self._compressor,
+            self._places,
+            min(room_bytes, division.leaving),
+            last,
+            sums,
+            effect_of_nonfinite(options.nonfinite, is_guarded=self._program.is_guarded),
+            copies=not self.setup.limit.is_host,
+        )
+
+    def _deferred_bytes(self, calls: Iterable[Call]) -> Mapping[Piece, int]:
+        """Returns the bytes of gradients that wait for the last one, in their order.
+
+        Those of the parts of a leaf that the passes need as a whole wait together.
+        """
+        found: dict[Piece, int] = {}
+        for call in calls:
+            for piece, _ in call.gradients:
+                is_whole = piece.leaf in self._passes.whole
+                key = Piece(piece.leaf) if is_whole else piece
+                found[key] = found.pop(key, 0) + self._gradient_bytes[piece]
+        return found
+
+    def bound(self, runner: Runner, fitted: Fitted, sink: Sink) -> Bound:
+        """As `Ends.bound`."""
+        assert isinstance(sink, StoreSink)
+        calls, units = runner.plan.calls.calls, fitted.units.units
+        given = frozenset(filter(self._takes_resident, units))
+        params, reading, unused_bytes = self._source(runner, fitted, given)
+        reused = reused_bytes(reading.fetches, calls, self._places)
+        return Bound(
+            ends=self,
+            fitted=fitted,
+            runner=runner,
+            params=params,
+            sink=sink,
+            traffic=self._traffic(
+                sink, reading.fetches, runner.values.num_bytes, given
+            ),
+            reused_bytes=self.setup.options.micro_batches * reused,
+            store_bytes=fitted.division.ring + unused_bytes,
+        )
+
+    def _traffic(
+        self,
+        sink: StoreSink,
+        fetches: Sequence[Fetch],
+        value_bytes: int,
+        given: frozenset[Unit],
+    ) -> ByteCounts:
+        """Bytes that a step moves on the drive."""
+        num_early = self.setup.options.micro_batches - 1
+        moved = (1 + num_early) * value_bytes
+        if sink.sums is not None:
+            moved += num_early * sink.sums.spill.planned_bytes
+        written = read = moved
+        if sink.spill is not None:
+            written += sink.spill.planned_bytes
+            read += sink.spill.planned.num_reads * sink.spill.planned_bytes
+        early = tuple(fetch._replace(gradient=None) for fetch in fetches)
+        return planned_traffic(
+            self._training.opened,
+            (*(early * num_early), *fetches),
+            self._units,
+            self._program,
+            self._passes,
+            ByteCounts(drive_read_bytes=read, drive_write_bytes=written),
+            given,
+        )
+
+
+def _arrivals(
+    pieces: Iterable[Piece],
+    shapes: Sequence[tuple[int, ...]],
+    whole: Set[int],
+) -> Mapping[int, list[tuple[int, ...]]]:
+    """Returns the shapes in which each leaf's gradients are given to the passes."""
+    found: dict[int, list[tuple[int, ...]]] = {}
+    for piece in pieces:
+        shape, depth = shapes[piece.leaf], len(piece.index)
+        if piece.leaf not in whole:
+            shape = (*(1,) * depth, *shape[depth:])
+        found.setdefault(piece.leaf, []).append(shape)
+    return found
