@@ -61,7 +61,7 @@ COMPILED_QUICKLY = {
     *("test_interrupted.py", "test_saved_plans.py", "test_refused.py"),
 }
 # Without them, a fused step and its parts, or optax in a jit, have other bits.
-COMPILED_FULLY = {"test_migration.py", "test_optimizers.py"}
+COMPILED_FULLY = {"test_compression.py", "test_migration.py", "test_optimizers.py"}
 
 
 FLAGS = os.environ.get("XLA_FLAGS", "").split()
