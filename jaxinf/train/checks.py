@@ -130,6 +130,11 @@ def _check_ranges(config: TrainConfig) -> None:
             raise UsageError(
                 f"{_flag(name)}: expected at least {least}, got {value}{also}"
             )
+    if (num_tokens := config.batch_size * (config.seq_len or 1)) >= 1 << 31:
+        raise UsageError(
+            "--batch-size, --seq-len: expected fewer than 2**31 tokens in a batch, got "
+            f"{num_tokens}"
+        )
     if config.seed >= 1 << 32:
         raise UsageError(f"--seed: expected less than 2**32, got {config.seed}")
     for name in ("learning_rate", "weight_decay", "momentum"):

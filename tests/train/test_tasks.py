@@ -133,6 +133,7 @@ def test_evaluation_without_keeping(task, tmp_path):
         ("gpt2", "pairs", ("--tokenizer", "none"), "--tokenizer none: expected a tok"),
         ("gpt2", "pairs", ("--seed", 2**32), "--seed: expected less than 2**32"),
         ("gpt2", "pairs", ("--seq-len", 1), "--seq-len: expected at least 2"),
+        ("gpt2", "pairs", ("--batch-size", 2**62), "expected fewer than 2**31 tok"),
     ],
 )
 def test_refused_before_the_store_is_made(
