@@ -240,7 +240,7 @@ def memory(arguments: argparse.Namespace) -> dict[str, Any]:
             step(batch_of(number))
         stats = jax.devices()[0].memory_stats() or {}
         return {
-            "planned_bytes": step.plan.peak_bytes + step.plan.kept_bytes,
+            "planned_bytes": step.plan.peak_bytes + step.plan.resident_bytes,
             "peak_bytes": stats.get("peak_bytes_in_use"),
             "limit_bytes": stats.get("bytes_limit"),
         }

@@ -9,7 +9,7 @@ from zoo import ZOO
 
 import jaxinf
 from jaxinf.errors import StreamError
-from jaxinf.streaming import fitting, function, in_memory
+from jaxinf.streaming import bound
 from jaxinf.streaming.plan import memory
 from jaxinf.streaming.plan.device import check_pinned, device_limit, mesh_limit
 from jaxinf.streaming.plan.memory import DeviceLimit
@@ -124,10 +124,9 @@ def apart(monkeypatch):
 
     def put(**stats):
         found = Device(**stats)
-        for module in (fitting, in_memory, function):
-            monkeypatch.setattr(
-                module, "device_limit", lambda _, given: device_limit(found, given)
-            )
+        monkeypatch.setattr(
+            bound, "device_limit", lambda _, given: device_limit(found, given)
+        )
         return found
 
     return put
@@ -185,7 +184,6 @@ def test_steps_and_functions_look_at_the_device(place, apart, monkeypatch, numbe
         make()
     make = list(makers(place / "again"))[number]
     device._stats["bytes_in_use"] = 0
-    for module in (fitting, in_memory, function):
-        monkeypatch.setattr(module, "default_device", lambda: device)
+    monkeypatch.setattr(bound, "default_device", lambda: device)
     with pytest.raises(StreamError, match="XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB="):
         make()
