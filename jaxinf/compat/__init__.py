@@ -52,7 +52,7 @@ tracebacks of equations     not promised. Others: a refusal does not say which o
 key classes, ``keystr``     of ``jax.tree_util``. Other classes: names of leaves, or of
                             scalars, are not those of a store, which is refused.
                             Another text: error messages have it; no file does
-``serialization`` of Flax    registers placeholders, where a program uses Flax. Moved:
+``serialization`` of Flax   registers placeholders, where a program uses Flax. Moved:
                             ``flax.serialization.to_bytes`` of a state fails
 callers that flatten        modules of JAX, optax and Flax among the callers. Others:
                             steps of a program's own checkpoints are not kept, or more
@@ -67,7 +67,7 @@ schedule of ``MultiSteps``  not public. Not there: ``MultiSteps(tx, 1)`` stores 
 bits of ``jax.random``      computed as Threefry of each element's index. Computed
                             otherwise: streaming draws other first params than jitted
                             code for leaves that are large beside the budget
-library fusions of XLA       an option of its CPU compiler. Not there, or other names:
+library fusions of XLA      an option of its CPU compiler. Not there, or other names:
                             programs take the default, and may take more memory than
                             is planned
 deterministic ops of XLA    an option of its GPU compiler. Not there, or another name:

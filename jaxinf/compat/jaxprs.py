@@ -129,7 +129,7 @@ def bind(
       context: the equation's ``ctx``; None if it has none.
     """
     given = primitive.get_bind_params(dict(params))
-    if isinstance(given, tuple):  # before JAX 0.8, with the functions that it calls
+    if isinstance(given, tuple):  # in JAX 0.8, with the functions that it calls
         functions, params = given
         operands = (*functions, *operands)
     else:

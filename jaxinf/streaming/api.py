@@ -99,9 +99,9 @@ def stream(
         out within a year. Without it `StreamedStep.wear` says how long drives of common
         classes last.
       deterministic: Whether programs have the same bits in each run, so that a resumed
-        run goes on to the bit. They have in any case on a CPU and a TPU. On a GPU they
-        are compiled with ``xla_gpu_deterministic_ops``, which makes them slower
-        (docs/accelerators.md); a flag in ``XLA_FLAGS`` has precedence.
+        run goes on to the bit. On a GPU they are then compiled with
+        ``xla_gpu_deterministic_ops``, which may make them slower; a flag in
+        ``XLA_FLAGS`` has precedence. Nothing changes elsewhere (docs/accelerators.md).
 
     Returns:
       The step: `StreamedStep.init` or `StreamedStep.load` first, then call it.

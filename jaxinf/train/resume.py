@@ -113,9 +113,9 @@ class Identity:
         found = loader.get("name") if isinstance(loader, Mapping) else None
         raise StoreMismatchError(
             f"{self._where}: the run in this store is at step {held['step']} of "
-            f"{found or 'no named loader'}, whose batches this version cannot go on "
-            "with; finish the run with the version that began it, or give another "
-            "--store"
+            f"{found or 'a loader without a name'}, whose batches this version cannot "
+            "go on with; finish the run with the version that began it, or give "
+            "another --store"
         )
 
     def _check_batch(self, held: Mapping[str, Any], batches: Batches) -> None:

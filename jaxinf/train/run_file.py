@@ -53,7 +53,7 @@ def read_run(path: Path, *, given: TrainConfig | None = None) -> TrainConfig:
         try:
             flag = _flag(flags, key, value)
             if flag.field.name in values:
-                raise ValueError("there twice, once with - and once with _")
+                raise ValueError("set twice, once with - and once with _")
             values[flag.field.name] = _read(flag, value)
         except ValueError as error:
             problems.append(f"{_quoted(key)}: {error}")
@@ -98,11 +98,11 @@ def _flag(flags: Mapping[str, Flag], key: str, value: Any) -> Flag:
     """
     name = key.replace("_", "-")
     if name in NOT_IN_FILES:
-        raise ValueError(f"of one start, not of the run; give --{name} instead")
+        raise ValueError(f"belongs to one start, not to the run; give --{name} instead")
     if name in flags:
         return flags[name]
     if isinstance(value, dict):
-        raise ValueError("a table, in which no setting of a run stands; take it out")
+        raise ValueError("a table; settings of a run are not in tables")
     near = did_you_mean(name, [*flags]) or "--help lists them"
     raise ValueError(f"no setting of a run; {near}")
 
