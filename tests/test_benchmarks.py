@@ -162,6 +162,18 @@ def test_gpu_stops_at_nothing(tmp_path):
     assert [*tmp_path.iterdir()] == [out]
 
 
+@pytest.mark.long
+@pytest.mark.timeout(900)  # five programs, each of which compiles a step
+def test_gpu_compares_runs_and_memory(tmp_path):
+    options = ["--only", "bits", "memory", "--presets", "nano"]
+    done = run_script("bench_gpu.py", "--store", tmp_path, *options)
+    assert done.returncode == 0, done.stderr
+    bits, memory = json.loads(done.stdout)["parts"].values()
+    assert bits["result"]["same"]
+    assert bits["result"]["runs"]["resumed"]["first"] == 3
+    assert memory["result"]["planned_bytes"] > 0
+
+
 def test_repro_scaling_of_the_model():
     done = run_script("repro_scaling.py", "--model-only")
     assert done.returncode == 0, done.stderr
