@@ -2,7 +2,7 @@
 
     python streamed_run.py STORE NAME DURABILITY {update | init}
 
-It trains a program of the zoo, and is killed after two updates of the last step, or
+It trains a program of the zoo, and is killed after an update of the last step, or
 after five arrays of the first step's state.
 """
 
@@ -92,7 +92,7 @@ def kill_after(number, of_last_step):
 def main(path, name, durability, place):
     """Trains until it is killed."""
     program = ZOO[name]()
-    kill_after(2 if place == "update" else 5, place == "update")
+    kill_after(1 if place == "update" else 5, place == "update")
     step = open_step(
         lambda _, **options: jaxinf.open_store(path, **options),
         name,
